@@ -14,16 +14,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ddpilot.findings.as_text import render_text
+from ddpilot.findings.display import render_text
 from ddpilot.record.flight_ring import layout
 from ddpilot.record.flight_ring.groups import pack_ranks
-from ddpilot.record.flight_ring.log import Collective, DdpPart, GroupOfRanks, Line, RankLog, Tensor
+from ddpilot.record.flight_ring.log import CallSite, Collective, DdpPart, GroupOfRanks, RankLog, Tensor
 from ddpilot.record.flight_ring.reader import read_ring
 from ddpilot.record.flight_ring.writer import RingWriter
 from ddpilot.watch.analysis import Analysis, analyze
 from ddpilot.watch.observer import Observer
 from ddpilot.watch.options import WatchOptions
-from ddpilot.watch.snapshot.model import JobView, ProcessView, RankView
+from ddpilot.watch.snapshot.model import JobSnapshot, ProcessState, RankSnapshot
 
 NOW_NS = 10**12
 _LINE = {"file": "train.py", "line": 88, "function": "train", "text": "loss.backward()", "via": "Tensor.backward"}
@@ -104,7 +104,7 @@ def make_log(rank: int, ranks: tuple[int, ...], num_entries: int, odd: int) -> R
             seq=number + 999,
             inputs=() if rank == odd and number == num_entries - 1 else inputs,
             ddp=None if rank == odd and number == num_entries - 1 else part,
-            line=Line(**(_BARRIER if rank == odd and number == num_entries - 1 else _LINE)),  # type: ignore[arg-type]
+            line=CallSite(**(_BARRIER if rank == odd and number == num_entries - 1 else _LINE)),  # type: ignore[arg-type]
             start_ns=NOW_NS - (num_entries - number) * 10**7,
             state="done" if number < num_entries - 1 else "begun",
             reduce_op=None if rank == odd and number == num_entries - 1 else "SUM",
@@ -120,12 +120,13 @@ def make_log(rank: int, ranks: tuple[int, ...], num_entries: int, odd: int) -> R
     )
 
 
-def view_of(logs: list[RankLog]) -> JobView:
+def view_of(logs: list[RankLog]) -> JobSnapshot:
     """All of them alive, three seconds after the last began."""
     ranks = {
-        log.rank: RankView(rank=log.rank, log=log, process=ProcessView(pid=log.pid, state="running")) for log in logs
+        log.rank: RankSnapshot(rank=log.rank, log=log, process=ProcessState(pid=log.pid, state="running"))
+        for log in logs
     }
-    return JobView(world_size=len(logs), ranks=ranks, now_ns=NOW_NS + 3 * 10**9)
+    return JobSnapshot(world_size=len(logs), ranks=ranks, now_ns=NOW_NS + 3 * 10**9)
 
 
 def explain_rings(folder: Path, num_ranks: int) -> tuple[float, float, Analysis]:

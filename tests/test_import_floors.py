@@ -17,17 +17,17 @@ SOURCES = Path(__file__).parents[1] / "src"
 # These run in a rank, in the server that forks ranks, or in the agent of a running job. Everything else is free of
 # torch: it also runs in a shell or on a login node, where `import torch` would cost seconds and hundreds of megabytes.
 MAY_IMPORT_TORCH = (
-    *("ddpilot.group", "ddpilot.launching.rank_server.rank", "ddpilot.launching.rank_server.store"),
-    *("ddpilot.launching.elastic.agent", "ddpilot.launching.elastic.setup", "ddpilot.launching.elastic.logs"),
+    *("ddpilot.group", "ddpilot.launching.rank_server.rank", "ddpilot.launching.rank_server.job"),
+    *("ddpilot.launching.elastic.agent", "ddpilot.launching.elastic.setup", "ddpilot.launching.elastic.agent"),
     *("ddpilot.launching.elastic.rendezvous.static_handler", "ddpilot.launching.elastic.rendezvous.heartbeat"),
     *("ddpilot.session.rank", "ddpilot.integrations.fastai", "ddpilot.integrations.lightning"),
     *("ddpilot.data", "ddpilot.training", "ddpilot.trainer", "ddpilot.guard.probes"),
     *("ddpilot.record.prefork", "ddpilot.record.accelerator", "ddpilot.gpu_check.checks"),
 )
 YET_FREE_OF_TORCH = (
-    *("ddpilot.group", "ddpilot.environments.devices_count"),
+    *("ddpilot.group", "ddpilot.environments.nvml"),
     *("ddpilot.guard.probes", "ddpilot.gpu_check.checks"),
-    *("ddpilot.session.rank", "ddpilot.session.protocol.entry_points", "ddpilot.session.rank.counting"),
+    *("ddpilot.session.rank", "ddpilot.session.protocol.entry_points", "ddpilot.session.rank.namespace"),
     *("ddpilot.integrations.fastai", "ddpilot.integrations.fastai.app"),
     *("ddpilot.integrations.lightning", "ddpilot.integrations.lightning.app"),
 )

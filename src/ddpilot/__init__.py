@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     __version__: str
     """Version of the installed package, such as "0.1.0"."""
 
-    from ddpilot.api.topology import topology
     from ddpilot.checkpoint.weights import load_weights
+    from ddpilot.environments.detect import topology
     from ddpilot.environments.topology import Topology
     from ddpilot.errors import (
         CheckpointError,
@@ -48,12 +48,11 @@ if TYPE_CHECKING:
     from ddpilot.trainer.history import History
     from ddpilot.trainer.run import Run
     from ddpilot.trainer.trainer import Trainer
-    from ddpilot.training.batch_size import BatchSizeSearch, find_batch_size
+    from ddpilot.training.batch_size import BatchSizeSearch, find_batch_size, scale_lr
     from ddpilot.training.device_placement import ensure_on_device
     from ddpilot.training.loop import Loop
     from ddpilot.training.models.ddp import unwrap
     from ddpilot.training.models.parameters import ParameterCount, count_parameters, freeze, unfreeze
-    from ddpilot.training.scaling import scale_lr
 
 _HOMES = {
     "BatchSizeSearch": "ddpilot.training.batch_size",
@@ -97,8 +96,8 @@ _HOMES = {
     "load_weights": "ddpilot.checkpoint.weights",
     "on_ranks": "ddpilot.group.decorators",
     "rank_zero_only": "ddpilot.group.decorators",
-    "scale_lr": "ddpilot.training.scaling",
-    "topology": "ddpilot.api.topology",
+    "scale_lr": "ddpilot.training.batch_size",
+    "topology": "ddpilot.environments.detect",
     "unfreeze": "ddpilot.training.models.parameters",
     "unwrap": "ddpilot.training.models.ddp",
 }

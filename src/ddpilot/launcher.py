@@ -9,8 +9,7 @@ from typing import Any
 
 from ddpilot.errors import RankError
 from ddpilot.launching.function_launch.launch import check_function, run_local
-from ddpilot.launching.keywords import SURE, check_keywords, explain_unknown, option_meant
-from ddpilot.launching.options import LaunchOptions
+from ddpilot.launching.options import SURE, LaunchOptions, check_keywords, explain_unknown, option_meant
 from ddpilot.launching.shipping.rank_results import RankResults
 from ddpilot.watch.companion import Watcher
 from ddpilot.watch.options import WatchOptions

@@ -38,8 +38,7 @@ def free_while_waiting(done: Path) -> list[str]:
     import torch.distributed as dist
 
     import ddpilot
-    from ddpilot.group.free import free_group
-    from ddpilot.group.teardown import take_down
+    from ddpilot.group.teardown import free_group, take_down
 
     group = ddpilot.init_group()
     weight = torch.ones(1, device=group.device, requires_grad=True)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
-from ddpilot.checkpoint.window import Window
+from ddpilot.checkpoint.host_copy import Window
 from ddpilot.errors import CheckpointError
 from ddpilot.training.loop import Loop
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import torch
 
 from ddpilot.checkpoint.directory import CheckpointDir
-from ddpilot.checkpoint.host_copy import Snapshots
-from ddpilot.checkpoint.manifest import Progress
-from ddpilot.checkpoint.window import Window
+from ddpilot.checkpoint.host_copy import HostCopy, Window
+from ddpilot.checkpoint.manifest import RunProgress
 
 WINDOWS = {"small": (1000, 3), "one slot": (64, 1), "default": (1 << 24, 8), "none": (1 << 60, 1)}
 """Bytes of a slot and number of slots; nothing can lock as much as the last one asks for."""
@@ -48,7 +47,7 @@ def copy_each_layout() -> list[str]:
     """Names of what a copy got wrong, for each window, twice in the same memory, from two devices."""
     wrong = []
     for kind, (slot_bytes, num_slots) in WINDOWS.items():
-        snapshots = Snapshots()
+        snapshots = HostCopy()
         snapshots._window = Window(slot_bytes, num_slots)
         for turn in (1, -1):
             tree = {f"emu:{index}": layouts(torch.device("emu", index)) for index in (0, 1)}
@@ -72,7 +71,7 @@ def copy_while_devices_are_slow() -> tuple[bool, int]:
     devices = [torch.device("emu", index) for index in (0, 1)]
     values = [torch.randn(50_000) for _ in devices]
     tensors = [value.to(device) for value, device in zip(values, devices, strict=True)]
-    snapshots = Snapshots()
+    snapshots = HostCopy()
     num_wrong = 0
     for _ in range(5):
         for tensor, device in zip(tensors, devices, strict=True):
@@ -98,7 +97,7 @@ def save_and_load(folder: Path) -> bool:
             occupy(weight.device)
             weight.mul_(2.0)
             expected = weight.clone()
-            checkpoints.save(Progress(step=step, epoch=0, batch=0), weights={"model": {"weight": weight}})
+            checkpoints.save(RunProgress(step=step, epoch=0, batch=0), weights={"model": {"weight": weight}})
             weight.zero_()
             checkpoints.wait()
             found = checkpoints.latest()

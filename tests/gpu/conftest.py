@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from ddpilot.environments.devices_count import count_accelerators
+from ddpilot.environments.nvml import count_accelerators
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from ddpilot import FakeGroup, find_batch_size
-from ddpilot.environments.devices_count import count_accelerators
-from ddpilot.trainer.callbacks.forward_clock import DeviceClock
+from ddpilot.environments.nvml import count_accelerators
+from ddpilot.trainer.callbacks.timers import DeviceClock
 from ddpilot.training.loop import Loop
 
 pytestmark = [

@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from ddpilot.environments.devices_count import count_accelerators
-from ddpilot.gpu_check.catalogue import CHECKS
-from ddpilot.gpu_check.check import Check
+from ddpilot.environments.nvml import count_accelerators
+from ddpilot.gpu_check.catalogue import CHECKS, Check
 from ddpilot.gpu_check.runner import read_facts, run_checks, why_not
 
 pytestmark = [

@@ -12,7 +12,7 @@ import pytest
 
 import ddpilot
 from ddpilot import Launcher, LaunchInterrupted, LaunchTimeoutError, RankError
-from ddpilot.environments.devices_count import count_accelerators
+from ddpilot.environments.nvml import count_accelerators
 from tests.dist.launching.scripts import run_script, wait_until
 
 pytestmark = [

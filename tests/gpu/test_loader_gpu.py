@@ -11,9 +11,9 @@ import torch
 from torch.utils.data import Dataset
 
 from ddpilot import FakeGroup
-from ddpilot.data.devices import to_device
+from ddpilot.data.batches import to_device
 from ddpilot.data.loaders import make_loader
-from ddpilot.environments.devices_count import count_accelerators
+from ddpilot.environments.nvml import count_accelerators
 
 pytestmark = [
     pytest.mark.gpu,

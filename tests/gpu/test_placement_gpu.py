@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ddpilot import ensure_on_device
-from ddpilot.environments.devices_count import count_accelerators
+from ddpilot.environments.nvml import count_accelerators
 
 pytestmark = [
     pytest.mark.gpu,

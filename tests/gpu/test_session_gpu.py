@@ -11,8 +11,7 @@ from datetime import timedelta
 import pytest
 
 from ddpilot import LaunchInterrupted, RankError, Session
-from ddpilot.environments.devices_count import count_accelerators
-from ddpilot.environments.nvml import read_gpus
+from ddpilot.environments.nvml import count_accelerators, read_gpus
 from tests.dist.session.conftest import Kept, pressing_stop
 
 NUM_GPUS = count_accelerators(os.environ)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpilot.environments.devices_count import count_accelerators
+from ddpilot.environments.nvml import count_accelerators
 from tests.dist.launching.scripts import run_script
 
 pytestmark = [

@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 from ddpilot.cli.app import app
 from ddpilot.errors import DdpilotError
 from ddpilot.gpu_check import runner
-from ddpilot.gpu_check.catalogue import CHECKS, PAIR_ON_ONE_DEVICE, choose_checks, find_check
-from ddpilot.gpu_check.check import Check, Outcome, Status
+from ddpilot.gpu_check.catalogue import CHECKS, PAIR_ON_ONE_DEVICE, Check, Outcome, Status, choose_checks, find_check
 from ddpilot.gpu_check.child import CHECKS_PACKAGE, run_check
 from ddpilot.gpu_check.runner import Result, why_not
 
@@ -153,7 +152,7 @@ def test_list_shows_each_check_with_what_it_needs() -> None:
 
 def test_an_exception_of_a_check_is_a_failure_with_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """And a CannotBeShownError is not."""
-    from ddpilot.gpu_check.check import CannotBeShownError
+    from ddpilot.gpu_check.catalogue import CannotBeShownError
     from ddpilot.gpu_check.checks import groups
 
     def fail(error: Exception) -> Callable[[], Outcome]:

@@ -8,11 +8,11 @@ import os
 import pytest
 
 import ddpilot
-from ddpilot.launching.crash import find_crash_line, find_raised_line
+from ddpilot.launching.failures import find_crash_line, find_raised_line
 from ddpilot.record.call_sites import USER, SiteFinder
 from ddpilot.user_files import is_users
-from ddpilot.watch.known import find_known_error
-from ddpilot.watch.snapshot.model import ErrorView, Frame
+from ddpilot.watch.companion import find_known_error
+from ddpilot.watch.snapshot.model import CodeLine, RankException
 from ddpilot.watch.snapshot.stacks import user_chain
 
 PACKAGE = os.path.dirname(ddpilot.__file__)
@@ -45,11 +45,11 @@ def test_ring_stack_and_traceback_agree_whose_a_file_is(file: str) -> None:
     ]
     assert is_users(file) is is_theirs
     assert (SiteFinder(torch="/opt/torch", ours=PACKAGE).kind_of(file) == USER) is is_theirs
-    assert bool(user_chain([Frame(file, 3, "f")])) is is_theirs
+    assert bool(user_chain([CodeLine(file, 3, "f")])) is is_theirs
     assert (find_raised_line(traceback) is not None) is is_theirs
     assert find_crash_line(crash) == (f"{file}:3 in f" if is_theirs else "/a.py:1 in g")
     message = "Expected to mark a variable ready only once. This error is caused by one of the following reasons"
-    known = find_known_error(0, ErrorView(type_name="RuntimeError", message=message), crash[1:])
+    known = find_known_error(0, RankException(type_name="RuntimeError", message=message), crash[1:])
     assert known is not None
     assert known.place is not None
     assert (known.place.file == file) is is_theirs
@@ -57,7 +57,7 @@ def test_ring_stack_and_traceback_agree_whose_a_file_is(file: str) -> None:
 
 def test_the_command_that_starts_ranks_is_not_the_users_line() -> None:
     """It has the file name of `python -c`, as the user's own has."""
-    own = [Frame(STARTER, 9, "run_rank"), Frame("<string>", 1, "<module>")]
+    own = [CodeLine(STARTER, 9, "run_rank"), CodeLine("<string>", 1, "<module>")]
     assert user_chain(own) == ()
     lines = [
         "(most recent call first):",
@@ -68,5 +68,5 @@ def test_the_command_that_starts_ranks_is_not_the_users_line() -> None:
 
 def test_a_method_that_a_dataclass_has_made_is_not_the_users_line() -> None:
     """Its file name is that of `python -c`, too: what called it is named."""
-    frames = [Frame("<string>", 5, "__init__"), Frame("/a.py", 3, "f")]
+    frames = [CodeLine("<string>", 5, "__init__"), CodeLine("/a.py", 3, "f")]
     assert [each.file for each in user_chain(frames)] == ["/a.py"]

@@ -42,7 +42,7 @@ class FileFacts:
     sha256: str
 
 
-class Sink:
+class HashingFile:
     """A new binary file that counts and hashes its bytes; on disk after the `with` block ended without error."""
 
     def __init__(self, path: Path) -> None:
@@ -77,7 +77,7 @@ class Sink:
         """Size and checksum of the bytes written so far."""
         return FileFacts(self._num_bytes, self._hash.hexdigest())
 
-    def __enter__(self) -> Sink:
+    def __enter__(self) -> HashingFile:
         return self
 
     def __exit__(

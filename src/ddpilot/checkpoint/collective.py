@@ -17,12 +17,12 @@ from torch import nn
 
 from ddpilot.checkpoint.directory import CheckpointDir
 from ddpilot.checkpoint.format import Checkpoint
-from ddpilot.checkpoint.host_copy import Snapshots
-from ddpilot.checkpoint.manifest import Progress
+from ddpilot.checkpoint.host_copy import HostCopy
+from ddpilot.checkpoint.manifest import RunProgress
 from ddpilot.checkpoint.weights import match_weights, read_weights
 from ddpilot.errors import CheckpointError, CorruptCheckpointError
+from ddpilot.group.device import capture_rng
 from ddpilot.group.protocol import GroupLike
-from ddpilot.group.rng import capture_rng
 
 Value = TypeVar("Value")
 
@@ -30,13 +30,13 @@ RNG = "rng"
 """Key of a rank's random states in its part."""
 
 
-class JointCheckpoints:
+class CollectiveCheckpoints:
     """The checkpoints of a run, for all ranks of `group`; only rank 0 writes to `folder`."""
 
     def __init__(self, group: GroupLike, folder: CheckpointDir) -> None:
         self.folder = folder
         self._group = group
-        self._snapshots = Snapshots()
+        self._snapshots = HostCopy()
 
     def check_writable(self) -> None:
         """Raise CheckpointError on every rank if rank 0 cannot write to the directory. Collective."""
@@ -51,7 +51,7 @@ class JointCheckpoints:
 
     def save(
         self,
-        progress: Progress,
+        progress: RunProgress,
         *,
         weights: Mapping[str, Mapping[str, torch.Tensor]],
         state: Mapping[str, Any] | None = None,

@@ -4,18 +4,20 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from ddpilot.checkpoint.aside import move_aside
 from ddpilot.checkpoint.atomic_files import (
     TOKEN,
     NotAFileError,
@@ -25,17 +27,40 @@ from ddpilot.checkpoint.atomic_files import (
     remove_stale,
     replace_text,
 )
-from ddpilot.checkpoint.background import Background
-from ddpilot.checkpoint.choosing import better, parse_best
-from ddpilot.checkpoint.format import Checkpoint, read_checkpoint
-from ddpilot.checkpoint.host_copy import Snapshots
-from ddpilot.checkpoint.manifest import Progress
-from ddpilot.checkpoint.names import plain_names
-from ddpilot.checkpoint.safetensors_file import check_dtypes
-from ddpilot.checkpoint.telling import render_failure, tell_stderr
-from ddpilot.checkpoint.writing import STAGING_PREFIX, Contents, write_checkpoint
+from ddpilot.checkpoint.format import STAGING_PREFIX, Checkpoint, Contents, read_checkpoint, write_checkpoint
+from ddpilot.checkpoint.host_copy import HostCopy
+from ddpilot.checkpoint.manifest import RunProgress
+from ddpilot.checkpoint.safetensors_file import check_dtypes, plain_names
 from ddpilot.errors import CheckpointError, CorruptCheckpointError
 from ddpilot.training.coordination.out_of_memory import is_out_of_memory
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def tell_stderr(text: str) -> None:
+    """Write `text` to stderr, with the prefix "ddpilot: "."""
+    sys.stderr.write(f"ddpilot: {text}\n")
+
+
+def render_failure(folder: Path, failure: OSError, last: str | None) -> str:
+    """Return the message for a save in `folder` that failed; `last`: the name of the last good checkpoint, if any."""
+    stays = f"the last good one stays: {last}" if last else "there is none yet"
+    if failure.errno == errno.ENOMEM:
+        return (
+            f"no checkpoint was written in {folder}: no memory for its copy ({failure}). Training continues; {stays}."
+        )
+    said = f"no checkpoint was written in {folder}: {failure}. Training continues; {stays}. {_free(folder)}"
+    if failure.errno in _NO_ROOM:
+        return f"{said} Make room, or keep fewer (`keep`)."
+    return f"{said} Look at the directory and at its file system."
+
+
+def _free(folder: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(folder).free / 1e6:.1f} MB are free there."
+    except OSError as error:
+        return f"The directory cannot be looked at ({error.strerror})."
+
 
 LATEST = "latest"
 BEST = "best"
@@ -70,7 +95,7 @@ class CheckpointDir:
         self._keep = keep
         self._best = parse_best(best)
         self._tell = tell
-        self._snapshots = Snapshots()
+        self._snapshots = HostCopy()
         self._background = Background()
         self._writer: Writer | None = None
 
@@ -151,7 +176,7 @@ class CheckpointDir:
 
     def save(
         self,
-        progress: Progress,
+        progress: RunProgress,
         *,
         weights: Mapping[str, Mapping[str, torch.Tensor]],
         state: Mapping[str, Any] | None = None,
@@ -375,3 +400,91 @@ def _plain(name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Te
         )
     check_dtypes(tensors, where=f"the weights {name!r}")
     return {short: tensors[full] for full, short in plain_names(tensors).items()}
+
+
+_EARLIER_PREFIX = "earlier-"
+
+
+def move_aside(folder: Path, names: Iterable[str]) -> Path:
+    """Move the entries `names` of `folder`, in this order, to a new directory in it, and return its path.
+
+    Names that do not exist are skipped. Raises OSError if a move fails.
+    """
+    number = 1 + sum(path.name.startswith(_EARLIER_PREFIX) for path in folder.iterdir())
+    while (aside := folder / f"{_EARLIER_PREFIX}{number}").exists():
+        number += 1
+    aside.mkdir()
+    for name in names:
+        if (folder / name).exists():
+            (folder / name).rename(aside / name)
+    return aside
+
+
+Best = tuple[str, Literal["max", "min"]]
+"""A metric's name, and whether its largest or smallest value is best."""
+
+
+def parse_best(best: str | None) -> Best | None:
+    """Parse "max acc" or "min loss" into metric and direction. Raises CheckpointError for other texts."""
+    if best is None:
+        return None
+    way, _, name = best.strip().partition(" ")
+    if way not in ("max", "min") or not name.strip():
+        raise CheckpointError(
+            "choosing the best checkpoint", found=f"`best` is {best!r}", fix='Say "max acc" or "min acc".'
+        )
+    return (name.strip(), "max") if way == "max" else (name.strip(), "min")
+
+
+def better(best: Best, metrics: Mapping[str, float], so_far: Mapping[str, float]) -> bool:
+    """True if `metrics` is better than `so_far`. False for NaN, a missing metric and a tie."""
+    name, direction = best
+    value, other = metrics.get(name, math.nan), so_far.get(name, math.nan)
+    if math.isnan(value):
+        return False
+    if math.isnan(other):
+        return True
+    return value > other if direction == "max" else value < other
+
+
+class Background:
+    """Runs a task in a thread that ends with it; the interpreter waits for the thread at exit."""
+
+    def __init__(self) -> None:
+        self._future: Future[None] | None = None
+        self._notes: list[str] = []
+        self.is_good = True
+        """True if the last finished task succeeded, and before the first one."""
+
+    def start(self, task: Callable[[], None]) -> None:
+        """Run `task`; the caller must have finished the previous one."""
+        executor = ThreadPoolExecutor(1, thread_name_prefix="ddpilot-checkpoint")
+        self._future = executor.submit(task)
+        executor.shutdown(wait=False)
+
+    @property
+    def is_done(self) -> bool:
+        """True if a task has ended and `finish` has not been called since."""
+        return self._future is not None and self._future.done()
+
+    def finish(self) -> BaseException | None:
+        """Wait for the task and return its exception; None if it succeeded or there is no task."""
+        if self._future is None:
+            return None
+        failure = self._future.exception()
+        self.is_good = failure is None
+        self._future = None
+        return failure
+
+    def fail(self) -> None:
+        """Mark the last task as failed, before it was started."""
+        self.is_good = False
+
+    def note(self, text: str) -> None:
+        """Record a message for the user that is not an error; called by the task."""
+        self._notes.append(text)
+
+    def take_notes(self) -> list[str]:
+        """Return the recorded messages and clear them."""
+        notes, self._notes = self._notes, []
+        return notes

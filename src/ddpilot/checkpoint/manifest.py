@@ -33,7 +33,7 @@ _OTHER_DATA = "Go on with the new data by loop.resume(other_data=True), or fit(.
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class RunProgress:
     """The position of a run. The position in the data is two integers, independent of world_size."""
 
     step: int
@@ -95,7 +95,7 @@ class Progress:
 class Manifest:
     """The contents of `manifest.json`."""
 
-    progress: Progress
+    progress: RunProgress
     """The position of the run."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics passed to the save, such as validation accuracy."""
@@ -146,7 +146,7 @@ def parse_manifest(text: str, *, where: str) -> Manifest:
             raise ValueError("its own checksum does not fit")
         del body["format"]
         files = {name: FileFacts(**facts) for name, facts in body.pop("files").items()}
-        return Manifest(progress=Progress(**body.pop("progress")), files=files, **body)
+        return Manifest(progress=RunProgress(**body.pop("progress")), files=files, **body)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpointError(
             f"reading {where}", found=f"{FILE_NAME} is torn or was changed ({type(error).__name__}: {error})"

@@ -7,11 +7,11 @@ The library's own writer maps the file into memory and reports a full disk witho
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
-from ddpilot.checkpoint.atomic_files import Sink
+from ddpilot.checkpoint.atomic_files import HashingFile
 from ddpilot.errors import CheckpointError
 
 _ALIGNMENT_BYTES = 8
@@ -49,7 +49,7 @@ def check_dtypes(weights: Mapping[str, object], *, where: str) -> None:
         raise CheckpointError(f"saving {where}", found=found, fix="Hand it over in `state` instead of `weights`.")
 
 
-def write_safetensors(sink: Sink, weights: Mapping[str, torch.Tensor]) -> None:
+def write_safetensors(sink: HashingFile, weights: Mapping[str, torch.Tensor]) -> None:
     """Write `weights` (dense tensors on the CPU, any shape) to `sink`. Raises OSError.
 
     A tensor under two names is written twice, so that any reader finds both.
@@ -73,3 +73,33 @@ def write_safetensors(sink: Sink, weights: Mapping[str, torch.Tensor]) -> None:
     for name in names:
         if weights[name].numel():
             sink.write(weights[name].contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+_COMPILED = "_orig_mod"
+_WRAPPED = "module."
+
+
+def plain_names(names: Iterable[str]) -> dict[str, str]:
+    """Return a dict from each of `names` to its plain name.
+
+    Removes `_orig_mod.` everywhere, since torch.compile also wraps inner modules; removes a leading `module.` only if
+    every name has it, since a model may have a submodule of that name. Raises CheckpointError if two names become
+    equal.
+    """
+    plain = {name: _without_compiled(name) for name in names}
+    while plain and all(name.startswith(_WRAPPED) for name in plain.values()):
+        plain = {name: short.removeprefix(_WRAPPED) for name, short in plain.items()}
+    if len(set(plain.values())) < len(plain):
+        firsts: dict[str, str] = {}
+        both = next((firsts[short], name) for name, short in plain.items() if firsts.setdefault(short, name) != name)
+        raise CheckpointError(
+            "removing prefixes from the names of weights",
+            found=f"{both[0]!r} and {both[1]!r} would both be {plain[both[0]]!r}",
+            fix="Save the unwrapped model's state_dict().",
+        )
+    return plain
+
+
+def _without_compiled(name: str) -> str:
+    *path, last = name.split(".")
+    return ".".join([*(part for part in path if part != _COMPILED), last])

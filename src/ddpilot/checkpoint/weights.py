@@ -13,7 +13,7 @@ import torch
 from ddpilot.checkpoint.directory import BEST, LATEST, CheckpointDir
 from ddpilot.checkpoint.format import is_safetensors, read_checkpoint, read_safetensors, read_torch
 from ddpilot.checkpoint.manifest import FILE_NAME
-from ddpilot.checkpoint.names import plain_names
+from ddpilot.checkpoint.safetensors_file import plain_names
 from ddpilot.errors import CheckpointError, MismatchedCheckpointError
 from ddpilot.training.models.ddp import class_name
 

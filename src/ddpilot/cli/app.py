@@ -67,7 +67,7 @@ def topology(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Say which rank of which job this process is."""
-    from ddpilot.cli.topology_verb import describe_topology
+    from ddpilot.cli.machine_commands import describe_topology
 
     print(describe_topology(as_json=json))
 
@@ -104,7 +104,7 @@ def watch(
 @app.command()
 def build_recorder() -> None:
     """Compile the recorder's C++ part, which makes recording cheap, once per release of torch; needs a C++ compiler."""
-    from ddpilot.cli.recorder_verb import build_recorder
+    from ddpilot.cli.machine_commands import build_recorder
 
     print(build_recorder(), end="")
 

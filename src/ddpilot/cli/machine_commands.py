@@ -3,12 +3,17 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
+from ddpilot.environments.detect import detect_topology
 from ddpilot.errors import DdpilotError
 from ddpilot.gpu_check.catalogue import CHECKS, choose_checks
 from ddpilot.gpu_check.runner import render_summary, run_checks
+from ddpilot.record.collectives import native
 
 FAILED_STATUS = 1
 REPORT = Path("ddpilot-gpu-check.json")
@@ -31,3 +36,23 @@ def check_gpus(names: Sequence[str], *, json_path: Path = REPORT, limit_s: float
 def list_checks() -> str:
     """One line for each check: its name, its requirement and its claim."""
     return "\n".join(f"{check.name:<33}  {check.needs:<9}  {check.claim}" for check in CHECKS)
+
+
+def describe_topology(*, as_json: bool = False) -> str:
+    """The topology that `detect_topology` finds in this process's environment, as a table or one JSON object.
+
+    Raises `TopologyError` if the environment is incomplete or inconsistent.
+    """
+    topology = detect_topology(os.environ)
+    return json.dumps(asdict(topology), indent=2) if as_json else str(topology)
+
+
+def build_recorder() -> str:
+    """Compile the recorder for this user's torch and Python if necessary, and return a line with its path.
+
+    Raises `RecordError` if it cannot be compiled.
+    """
+    known = native.built_path()
+    is_there = known is not None and known.exists()
+    path = native.build()
+    return f"the compiled recorder {'was there already' if is_there else 'is built'}: {path}\n"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ddpilot.errors import DdpilotError
 from ddpilot.findings.text import printable
-from ddpilot.watch.job_folder import JobAbout, check_jobs_root, jobs_root, list_jobs, read_about
+from ddpilot.watch.job_folder import JobInfo, check_jobs_root, jobs_root, list_jobs, read_job_info
 from ddpilot.watch.past_jobs import explain_job, find_job
 from ddpilot.watch.report import Report
 
@@ -40,7 +40,7 @@ def watch_job(word: str | None, *, as_json: bool = False, wait: bool = False) ->
         shown = said
         time.sleep(_EVERY_S)
         try:
-            about = read_about(folder)
+            about = read_job_info(folder)
         except DdpilotError:
             if folder.exists():
                 raise
@@ -54,7 +54,7 @@ def _what_is_said(report: Report) -> object:
     return findings, report.notes, bool(report.status)
 
 
-def render_jobs(jobs: list[tuple[Path, JobAbout]]) -> str:
+def render_jobs(jobs: list[tuple[Path, JobInfo]]) -> str:
     """One line for each job, the newest first."""
     if not jobs:
         return f"no jobs in {jobs_root()}: those that ended well leave nothing"

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-
-from ddpilot.data.glimpses import Glimpse
 
 
 @dataclasses.dataclass(eq=False, slots=True)  # creating a frozen one would take four times as long
@@ -39,7 +38,7 @@ class LocalBatch:
     """For an iterable dataset with `state_dict`: its state after this batch, equal on every rank. None otherwise, and
     after a last batch that is smaller."""
 
-    first_seen: Glimpse | None = None
+    first_seen: SampleDigest | None = None
     """For a stream that every rank reads as a whole: a glimpse of the first sample of the global batch, to compare
     between ranks. None otherwise, and without `seed_samples`, when samples may differ."""
 
@@ -82,4 +81,140 @@ def _with_attributes(data: Any, values: dict[str, Any]) -> Any:
     result = copy.copy(data)
     for name, value in values.items():
         object.__setattr__(result, name, value)
+    return result
+
+
+_MAX_PARTS = 64
+_MAX_VALUES = 1024
+"""Maximum number of values of a large array that are read, evenly spaced: a few microseconds for an image."""
+_MAX_CHARACTERS = 60
+
+
+class SampleDigest(NamedTuple):
+    """A sample as this process read it."""
+
+    number: int
+    """Checksum of the content, 0 to 2**32 - 1; equal for equal samples."""
+
+    text: str
+    """Beginning of the content, at most 60 characters."""
+
+
+NOTHING = SampleDigest(0, "nothing")
+
+
+def digest_sample(sample: Any) -> SampleDigest:
+    """Return a digest_sample of `sample`.
+
+    Covers numbers, strings, bytes, tensors, arrays and PIL images, also in tuples, lists, mappings and dataclasses; of
+    other objects, only the class.
+    """
+    number = 0
+    words = []
+    for place, part in zip(range(_MAX_PARTS), _parts(sample), strict=False):
+        content, text = _look(part)
+        number = zlib.crc32(content, number)
+        if place < 3:
+            words.append(text)
+    said = ", ".join(words)
+    return SampleDigest(number, said if len(said) <= _MAX_CHARACTERS else f"{said[: _MAX_CHARACTERS - 3]}...")
+
+
+def _parts(sample: Any) -> Iterator[Any]:
+    if isinstance(sample, Mapping):
+        for key, value in sample.items():
+            yield str(key)
+            yield from _parts(value)
+    elif isinstance(sample, list | tuple):
+        for value in sample:
+            yield from _parts(value)
+    elif dataclasses.is_dataclass(sample) and not isinstance(sample, type):
+        for field in dataclasses.fields(sample):
+            yield from _parts(getattr(sample, field.name))
+    else:
+        yield sample
+
+
+def _look(part: Any) -> tuple[bytes, str]:
+    if isinstance(part, str | bytes):
+        text = repr(part[:4096])
+        return text.encode(errors="replace"), text
+    if isinstance(part, int | float | complex | np.generic | None):
+        text = repr(part.item() if isinstance(part, np.generic) else part)
+        return text.encode(), text
+    if isinstance(part, torch.Tensor) and _has_values(part):
+        flat = part.detach().reshape(-1)
+        some = flat[:: max(1, flat.numel() // _MAX_VALUES)]
+        content = some.contiguous().view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+        return content + str(tuple(part.shape)).encode(), _few(flat[:3].tolist(), flat.numel())
+    if hasattr(part, "__array_interface__"):
+        array = np.asarray(part)
+        if array.dtype != object:
+            flat_array = array.reshape(-1)
+            content = flat_array[:: max(1, flat_array.size // _MAX_VALUES)].tobytes()
+            return content + str(array.shape).encode(), _few(flat_array[:3].tolist(), array.size)
+    name = type(part).__name__
+    return name.encode(), f"a {name}"
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
+
+
+def _few(values: list[Any], num: int) -> str:
+    if num == 1:
+        return str(values[0])
+    return f"[{', '.join(f'{value:.4g}' if isinstance(value, float) else str(value) for value in values)}" + (
+        ", ...]" if num > len(values) else "]"
+    )
+
+
+def to_device(batch: Any, device: torch.device | str, *, non_blocking: bool = True) -> Any:
+    """Return `batch` with all of its tensors on `device`. Not collective.
+
+    Recurses into tuples, named tuples, lists, mappings and dataclasses, which keep their class, and calls `.to(device)`
+    of objects that have this method; other objects, and tensors already on `device`, are returned unchanged.
+    `non_blocking` (default True): copies from pinned memory are asynchronous; copies from other host memory are not, as
+    in torch.
+    """
+    if isinstance(batch, torch.Tensor):
+        if batch.device == device:
+            return batch
+        # From a device to the host, an asynchronous copy would return the tensor before it has its values.
+        return batch.to(device, non_blocking=non_blocking and batch.device.type == "cpu")
+    if type(batch) in (list, tuple):
+        return type(batch)([to_device(part, device, non_blocking=non_blocking) for part in batch])
+    if isinstance(batch, str | bytes | int | float | bool | complex | None):
+        return batch
+    if callable(getattr(batch, "to", None)):
+        return _call_to(batch, device, non_blocking)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(part, device, non_blocking=non_blocking) for part in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(to_device(part, device, non_blocking=non_blocking) for part in batch)
+    if isinstance(batch, Mapping):
+        return _move_mapping(batch, device, non_blocking)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        result = copy.copy(batch)
+        for field in dataclasses.fields(batch):
+            value = to_device(getattr(batch, field.name), device, non_blocking=non_blocking)
+            object.__setattr__(result, field.name, value)  # works for frozen ones and does not call `__init__`
+        return result
+    return batch
+
+
+def _call_to(batch: Any, device: torch.device | str, non_blocking: bool) -> Any:
+    try:
+        return batch.to(device, non_blocking=non_blocking)
+    except TypeError:
+        return batch.to(device)  # many classes accept only the device
+
+
+def _move_mapping(batch: Mapping[Any, Any], device: torch.device | str, non_blocking: bool) -> Any:
+    moved = {key: to_device(value, device, non_blocking=non_blocking) for key, value in batch.items()}
+    if type(batch) is dict:
+        return moved
+    result: Any = copy.copy(batch)
+    for key, value in moved.items():
+        result[key] = value
     return result

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -20,15 +21,15 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from ddpilot.data.draws import draw_permutation
-from ddpilot.data.given import SamplerOrder
+from ddpilot.data.plan import Division, Epoch, digest, draw_permutation
+from ddpilot.data.sample_seeds import mix_seed, random_kept, seed_random
 from ddpilot.errors import DataError
 
 _DID = "sharding a DataLoader"
 
 
 @dataclass(frozen=True)
-class Reading:
+class DataLoaderSpec:
     """How to read from an existing loader: arguments of `Plan`, or its own batches."""
 
     seed: int
@@ -44,7 +45,7 @@ class Reading:
     """True if those batches, or the batch size, are for one rank."""
 
 
-def read_loader(loader: Any, seed: int) -> Reading:
+def read_loader(loader: Any, seed: int) -> DataLoaderSpec:
     """Return how the map-style `loader` makes its batches. `seed` is used if its generator does not determine one.
 
     Raises `DataError` if its batches cannot be divided exactly.
@@ -53,17 +54,17 @@ def read_loader(loader: Any, seed: int) -> Reading:
     batch_sampler = loader.batch_sampler
     seed = read_seed(loader, seed)
     if type(batch_sampler) is not BatchSampler:
-        return Reading(seed, 0, False, batches=batch_sampler, are_divided=_is_divided(batch_sampler))
+        return DataLoaderSpec(seed, 0, False, batches=batch_sampler, are_divided=_is_divided(batch_sampler))
     sampler: Any = batch_sampler.sampler
     size, drop_last = batch_sampler.batch_size, batch_sampler.drop_last
     num_samples = len(loader.dataset)
     if type(sampler) is DistributedSampler:
         num_first = _count_source(sampler, sampler.dataset, num_samples)
         order = _order_first(num_first, num_samples, sampler.shuffle, sampler.seed)
-        return Reading(sampler.seed, size, drop_last, order, are_divided=True)
+        return DataLoaderSpec(sampler.seed, size, drop_last, order, are_divided=True)
     if _is_divided(sampler):
-        return Reading(seed, size, drop_last, batches=batch_sampler, are_divided=True)
-    return Reading(seed, size, drop_last, _read_sampler(sampler, seed, num_samples))
+        return DataLoaderSpec(seed, size, drop_last, batches=batch_sampler, are_divided=True)
+    return DataLoaderSpec(seed, size, drop_last, _read_sampler(sampler, seed, num_samples))
 
 
 def read_seed(loader: DataLoader[Any], seed: int) -> int:
@@ -171,3 +172,97 @@ def _is_divided(sampler: Any) -> bool:
         if sizes and isinstance(getattr(one, "rank", None), int):
             return True
     return False
+
+
+class SamplerOrder:
+    """The order of `sampler` in an epoch, with global random state seeded from seed and epoch.
+
+    Calls its `set_epoch` if it has one. Raises `DataError` if it returns different samples when it is iterated again.
+    """
+
+    def __init__(self, sampler: Iterable[Any], seed: int) -> None:
+        self._sampler = sampler
+        self._seed = seed
+        first, second = (as_order(list_sampler(sampler, seed, 0)) for _ in range(2))
+        refuse_other(sampler, bool(np.array_equal(first, second)))
+        self._length = len(first)
+        self.has_repeats = len(np.unique(first)) < len(first)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __call__(self, epoch: int) -> NDArray[np.int64]:
+        order = as_order(list_sampler(self._sampler, self._seed, epoch))
+        if len(order) != self._length:
+            raise DataError(
+                f"taking the order of {type(self._sampler).__name__} for epoch {epoch}",
+                found=f"{len(order)} samples, and {self._length} in epoch 0",
+                fix="Give each epoch as many samples, or give a `batch_sampler`.",
+            )
+        return order
+
+
+class BatchSamplerOrder:
+    """The global batches of a user's `batch_sampler`, of any sizes; each is divided among the ranks.
+
+    With `are_divided`, they are this rank's own batches, which are not divided further.
+    """
+
+    has_repeats = False
+
+    def __init__(self, sampler: Iterable[Any], *, world_size: int, seed: int, are_divided: bool) -> None:
+        self.seed = seed
+        self._sampler = sampler
+        self._division = Division.of(1 if are_divided else world_size)
+        first, second = list_sampler(sampler, seed, 0), list_sampler(sampler, seed, 0)
+        refuse_other(sampler, [[*batch] for batch in first] == [[*batch] for batch in second])
+        self.num_batches = len(first)
+        shared = () if are_divided else (*self._division.edges, *map(as_order, first))
+        self._fingerprint = digest(seed, *shared)
+        self.batches_fingerprint = digest(seed, world_size) if are_divided else digest(seed, *map(as_order, first))
+        """A hash of what determines the global batches; includes the world size if they are divided already."""
+
+    def epoch(self, epoch: int) -> Epoch:
+        """Return the batches of `epoch`, whose number may differ between epochs."""
+        batches = [as_order(batch) for batch in list_sampler(self._sampler, self.seed, epoch)]
+        order = np.concatenate(batches) if batches else np.empty(0, dtype=np.int64)
+        order.flags.writeable = False
+        return Epoch(order, [*accumulate((len(batch) for batch in batches), initial=0)], self._division)
+
+    def fingerprint(self) -> str:
+        """A hash of what must be equal on all ranks: the first epoch, unless each rank has its own batches."""
+        return self._fingerprint
+
+
+def list_sampler(sampler: Iterable[Any], seed: int, epoch: int) -> list[Any]:
+    """List what `sampler` (with a sampler inside it) yields in `epoch`, with global random state seeded per epoch."""
+    for part in (getattr(sampler, "sampler", None), sampler):
+        set_epoch = getattr(part, "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(epoch)
+    with random_kept():
+        seed_random(mix_seed(seed, epoch, 3))
+        return list(sampler)
+
+
+def as_order(numbers: Any) -> NDArray[np.int64]:
+    """Return sample indices as an array. Raises `DataError` if they are not integers."""
+    values = list(numbers)
+    order = np.asarray(values)
+    if values and (order.ndim != 1 or order.dtype.kind not in "iu"):
+        raise DataError(
+            "taking the order of a sampler",
+            found=f"it gives {values[0]!r}, which is no sample number",
+            fix="Let it give whole numbers from 0 to `len(dataset) - 1`.",
+        )
+    return order.astype(np.int64)
+
+
+def refuse_other(sampler: Any, is_same: bool) -> None:
+    """Raise `DataError` unless `is_same`: ranks that iterate separately would get different samples."""
+    if not is_same:
+        raise DataError(
+            f"taking the order of {type(sampler).__name__}",
+            found="it gives other samples each time it is asked about the same epoch",
+            fix="Give it `set_epoch`, from which its order follows, or let it draw from the global random state.",
+        )

@@ -10,10 +10,9 @@ from typing import Any, Protocol
 from torch.utils.data import Sampler
 
 from ddpilot.data.batches import LocalBatch
-from ddpilot.data.division import Epoch
-from ddpilot.data.fetching import Collate, Failure, Order, PieceReader
+from ddpilot.data.plan import Epoch
 from ddpilot.data.sample_seeds import mix_seed
-from ddpilot.data.workers import Workers
+from ddpilot.data.workers import Collate, Failure, Order, PieceReader, Workers
 from ddpilot.errors import DataError
 
 

@@ -3,19 +3,184 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from itertools import count
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count, islice
+from typing import Any, NamedTuple
 
 import numpy as np
-from torch.utils.data import Sampler
+from torch.utils.data import Dataset, Sampler, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
 
-from ddpilot.data.batches import LocalBatch
-from ddpilot.data.fetching import Collate, Failure, draws_randomly
-from ddpilot.data.sample_seeds import mix_seed
-from ddpilot.data.streams import StreamOrder, StreamPiece, StreamPlan, StreamReader
-from ddpilot.data.workers import Workers
+from ddpilot.data.batches import LocalBatch, SampleDigest, digest_sample, without_rows
+from ddpilot.data.plan import Division, digest
+from ddpilot.data.sample_seeds import mix_seed, random_apart, seed_random
+from ddpilot.data.workers import Collate, Failure, Workers, catch_failure, draws_randomly
 from ddpilot.errors import DataError
+
+
+class StreamOrder(NamedTuple):
+    """One batch to read. `first_batch` and `state`, the state before it or None, are where the pass starts."""
+
+    pass_number: int
+    epoch: int
+    batch: int
+    first_batch: int
+    state: Any
+
+
+class StreamPiece(NamedTuple):
+    """A piece that was read. At the end of the stream, `global_count` is 0 and `data` is a batch without samples."""
+
+    data: Any
+    num_samples: int
+    global_count: int
+    start: int
+    """Position of its first sample in the stream."""
+
+    state: Any
+    """`dataset.state_dict()` after this batch; None without this method, and after a last batch that is smaller."""
+
+    part: int
+    """Number of the worker, counted over all ranks, if the dataset divides itself; otherwise 0."""
+
+    first_seen: SampleDigest | None = None
+    """The first sample of the global batch; None if ranks need not read the same one, and at the end."""
+
+
+@dataclass(frozen=True)
+class StreamPlan:
+    """How the samples of an iterable dataset are divided."""
+
+    global_batch_size: int
+    world_size: int
+    seed: int
+    drop_last: bool
+    divides_itself: bool
+    division: Division
+
+    def fingerprint(self) -> str:
+        """A hash of what must be equal on all ranks."""
+        return digest(self.global_batch_size, self.world_size, self.seed, self.drop_last, *self.division.edges)
+
+    @property
+    def batches_fingerprint(self) -> str:
+        """A hash of what determines the global batches; includes the world size if the dataset divides itself."""
+        divided = (self.world_size, *self.division.edges) if self.divides_itself else ()
+        return digest(self.global_batch_size, self.seed, self.drop_last, *divided)
+
+
+class StreamReader(Dataset[Any]):
+    """A dataset of whole pieces: `reader.__getitems__([order])` is a `StreamPiece` or a `Failure`.
+
+    It keeps its position in the stream between calls. Without `divides_itself` it reads the whole stream and takes this
+    rank's piece of the requested batches: every worker of every rank sees the same stream. With it, the stream is this
+    worker's own. `compared`: include a digest_sample of the first sample of each batch.
+    """
+
+    def __init__(
+        self, dataset: Any, plan: StreamPlan, *, rank: int, collate: Collate, seeded: bool, compared: bool = False
+    ) -> None:
+        self._dataset = dataset
+        self._plan = plan
+        self._rank = rank
+        self._collate = collate
+        self._seeded = seeded
+        self._compared = compared
+        self._pass_number = -1
+        self._stream: Iterator[Any] = iter(())
+        self._position = 0
+        self._part = 0
+        self._shown: list[Any] = []
+
+    def __getitems__(self, orders: Sequence[StreamOrder]) -> StreamPiece | Failure:
+        (order,) = orders
+        try:
+            with random_apart(self._seeded), self._seen_as_whole_or_part():
+                self._start(order)
+                return self._read(order)
+        except Exception as error:  # noqa: BLE001 - the rank raises it, with its number
+            doing = f"reading sample {self._position} of the stream (batch {order.batch} of epoch {order.epoch})"
+            return catch_failure(doing, "Go over the dataset without a loader, or look at `collate_fn`.", error)
+
+    def _start(self, order: StreamOrder) -> None:
+        if order.pass_number == self._pass_number:
+            return
+        self._pass_number = order.pass_number
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(order.epoch)
+        self._position = 0
+        if order.state is not None and hasattr(self._dataset, "load_state_dict"):
+            self._dataset.load_state_dict(order.state)
+            self._position = order.first_batch * self._plan.global_batch_size
+        self._seed(order.epoch)
+        self._stream = iter(self._dataset)
+
+    def _read(self, order: StreamOrder) -> StreamPiece:
+        size = self._plan.global_batch_size
+        if self._plan.divides_itself:
+            start, stop = self._plan.division.piece(size, self._rank)
+            samples = list(islice(self._samples(order.epoch), stop - start))
+            self._shown = samples[:1] or self._shown
+            return self._piece(order, samples, len(samples), self._position - len(samples))
+        behind = order.batch * size - self._position
+        samples = list(islice(self._samples(order.epoch), behind, behind + size))
+        if self._plan.drop_last and len(samples) < size:
+            samples = []
+        self._shown = samples[:1] or self._shown
+        start, stop = self._plan.division.piece(len(samples), self._rank)
+        piece = self._piece(order, samples[start:stop], len(samples), order.batch * size + start)
+        return piece._replace(first_seen=digest_sample(samples[0])) if samples and self._compared else piece
+
+    def _piece(self, order: StreamOrder, samples: list[Any], global_count: int, start: int) -> StreamPiece:
+        if self._seeded:
+            seed_random(mix_seed(self._plan.seed, order.epoch, order.batch, 1))
+        if samples:
+            data = self._collate(samples)
+        elif self._shown:
+            data = without_rows(self._collate(self._shown), self._collate(self._shown * 2))
+        else:
+            data = None
+        can_resume = hasattr(self._dataset, "state_dict") and hasattr(self._dataset, "load_state_dict")
+        # A state after the end would restart the stream.
+        is_inside = global_count == self._plan.global_batch_size and not self._plan.divides_itself
+        state = self._dataset.state_dict() if can_resume and is_inside else None
+        return StreamPiece(data, len(samples), global_count, start, state, self._part)
+
+    def _samples(self, epoch: int) -> Iterator[Any]:
+        while True:
+            self._seed(epoch)
+            try:
+                sample = next(self._stream)
+            except StopIteration:
+                return
+            self._position += 1
+            yield sample
+
+    def _seed(self, epoch: int) -> None:
+        if self._seeded:
+            seed_random(mix_seed(self._plan.seed, epoch, self._position, self._part, 2))
+
+    @contextmanager
+    def _seen_as_whole_or_part(self) -> Iterator[None]:
+        """Set what `get_worker_info()` returns while the dataset is read: None, or rank x worker if it divides."""
+        info = get_worker_info()
+        shown = None
+        if self._plan.divides_itself:
+            number, num_workers = (info.id, info.num_workers) if info else (0, 1)
+            self._part = self._rank * num_workers + number
+            shown = torch_worker.WorkerInfo(
+                id=self._part,
+                num_workers=self._plan.world_size * num_workers,
+                seed=info.seed if info else self._plan.seed,
+                dataset=self._dataset,
+            )
+        torch_worker._worker_info = shown
+        try:
+            yield
+        finally:
+            torch_worker._worker_info = info
 
 
 class StreamLoader:

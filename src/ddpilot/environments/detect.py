@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
-from ddpilot.environments.alone import alone
 from ddpilot.environments.mpi import check_agreement, detect_mpi, find_family, is_own_launch
 from ddpilot.environments.slurm import detect_slurm
-from ddpilot.environments.topology import Topology
+from ddpilot.environments.topology import Topology, alone
 from ddpilot.environments.torchrun import detect_torchrun, is_complete, refuse_partial
 from ddpilot.environments.variables import Environ, contradiction, quote, read_int, read_text
 from ddpilot.errors import TopologyError
@@ -112,3 +112,13 @@ def _check_by_hand(environ: Environ, found: Topology) -> None:
                 f"{name}={said}, but it is {value}: {found.how}",
                 fix=f"Unset {name}, or set it to {value}",
             )
+
+
+def topology(distributed: bool | None = None) -> Topology:
+    """Rank, sizes and address of this process, and how they were detected; reads the environment variables once.
+
+    `distributed`: True requires a launcher's environment, False ignores it, None (default) detects it unless
+    DDPILOT_DISTRIBUTED is set. Raises TopologyError, which names the variable, if variables contradict each other or
+    one is missing. Not collective; does not import torch.
+    """
+    return detect_topology(os.environ, distributed=distributed)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ddpilot.environments.alone import alone
-from ddpilot.environments.topology import Environment, Topology
+from ddpilot.environments.topology import Environment, Topology, alone
 from ddpilot.environments.variables import (
     Environ,
     check_nodes,

@@ -213,3 +213,24 @@ def _is_alike(wanted: str, entry: Entry) -> bool:
     if digits.isdecimal():
         return entry.code[3] == digits[0]
     return any(word in entry.name for word in re.split(r"[\W_]+", wanted) if len(word) > 2)
+
+
+_KEEP_VARIABLES = (
+    "The launcher has set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each rank: let the program not "
+    "remove them (`os.environ`), and hand them on to what it starts (`env=`)"
+)
+_FIXES_IN_RANK = {
+    "DDP101": _KEEP_VARIABLES,
+    "DDP102": _KEEP_VARIABLES,
+    "DDP103": "Leave `init_method=`, `store=` and the port out: `init_process_group()` alone meets at the launcher's "
+    "port, which is free; or end who holds this one (`ss -ltnp`)",
+    "DDP104": "Leave MASTER_ADDR and `init_method=` to the launcher, which has set where ranks meet; or name a machine "
+    "that `getent hosts NAME` finds",
+    "DDP209": "The other end of a connection closed it, and no rank is known to have failed before that: look at what "
+    "the program was connected to, and at the last lines of the other ranks",
+}
+
+
+def fix_in_rank(entry: Entry) -> str:
+    """Return the first fix that applies inside a rank, on one line without its final punctuation."""
+    return _FIXES_IN_RANK.get(entry.code, entry.first_fix)

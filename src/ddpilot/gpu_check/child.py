@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpilot.environments.nvml import read_driver_version
-from ddpilot.gpu_check.catalogue import find_check
-from ddpilot.gpu_check.check import CannotBeShownError, Outcome
+from ddpilot.gpu_check.catalogue import CannotBeShownError, Outcome, find_check
 
 FACTS = "facts"
 """Used instead of a check's name: the result is that of `read_facts`."""

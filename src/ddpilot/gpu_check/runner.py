@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpilot.errors import DdpilotError
-from ddpilot.gpu_check.catalogue import PAIR_ON_ONE_DEVICE
-from ddpilot.gpu_check.check import Check, Outcome, Status
+from ddpilot.gpu_check.catalogue import PAIR_ON_ONE_DEVICE, Check, Outcome, Status
 
 FORMAT = 1
 _CHILD = "ddpilot.gpu_check.child"

@@ -3,27 +3,78 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import socket
+import sys
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.constants import default_pg_timeout
+from torch.nn.parallel import DistributedDataParallel
 
+from ddpilot.environments.detect import detect_topology
 from ddpilot.environments.topology import Topology
 from ddpilot.errors import GroupError
-from ddpilot.group.device import DeviceChoice, backend_of, device_identity, is_asynchronous, share_devices
-from ddpilot.group.marks import mark_entered
-from ddpilot.group.members import Member, find_sharing, take_turn, wait_for_all
+from ddpilot.group.ddp_models import bind_model, compare_models, find_models
+from ddpilot.group.device import (
+    DeviceChoice,
+    backend_of,
+    detect_device_facts,
+    device_identity,
+    is_asynchronous,
+    resolve_device,
+    share_devices,
+    use_device,
+)
+from ddpilot.group.members import Member, find_sharing, mark_entered, read_member, take_turn, wait_for_all
 from ddpilot.group.process_group import Group
-from ddpilot.group.teardown import take_down
+from ddpilot.group.store import Endpoint, connect_store, resolve_endpoint
+from ddpilot.group.teardown import let_works_end, take_down
+
+_AT_EXIT_S = 2.0
+
+
+def join_group(backend: str | None, timeout_s: float | None, distributed: bool | None) -> Group:
+    """The group of this job, existing or new, as documented for `init_group`. Collective."""
+    let_works_end()
+    environ = dict(os.environ)
+    topology = detect_topology(environ, distributed=distributed)
+    backend = backend or environ.get("DDPILOT_BACKEND") or None
+    if dist.is_initialized():
+        return existing_group(topology, backend)
+    choice = resolve_device(detect_device_facts(environ, topology.local_rank), backend)
+    device = use_device(choice)
+    limit_s = default_pg_timeout.total_seconds() if timeout_s is None else timeout_s
+    alone = not topology.is_distributed
+    store = HashStore() if alone else connect_store(resolve_endpoint(topology, environ), limit_s)
+    group = form_group(store, topology, choice, device, timeout_s, limit_s)
+    atexit.unregister(_leave_at_exit)
+    atexit.register(_leave_at_exit)
+    return group
+
+
+def _leave_at_exit() -> None:
+    if not dist.is_initialized():
+        return
+    failed = getattr(sys, "last_type", None) is not None  # set by the interpreter after an uncaught exception
+    try:
+        group = existing_group(detect_topology({}, distributed=False))
+    except GroupError:  # the store is gone already, and the other ranks with it
+        take_down(healthy=False)
+    else:
+        group.leave(peers_limit_s=0.0 if failed else _AT_EXIT_S)
+
 
 _NCCL_TIMEOUT = timedelta(minutes=10)
 _NONBLOCKING_VARIABLE = "TORCH_NCCL_USE_COMM_NONBLOCKING"
@@ -152,3 +203,125 @@ def _on_loopback(single_node: bool) -> Iterator[None]:
         yield
     finally:
         os.environ.pop("GLOO_SOCKET_IFNAME", None)
+
+
+def existing_group(topology: Topology, backend: str | None = None) -> Group:
+    """torch's default group as a `Group`: equal to `init_group`'s result if that created it, otherwise adopted.
+
+    `topology`: as detected from the environment. The rank and world size of an adopted group are torch's; the local
+    rank and size come from the environment, or assume that all ranks are on this node if it describes no job. Raises
+    GroupError if `backend` is given and differs from the group's, and if the group's store is gone. Not collective.
+    """
+    group = dist.group.WORLD
+    assert group is not None  # callers check is_initialized()
+    rank, has = dist.get_rank(), c10d.get_backend_config()
+    member = _member(rank)
+    local = (topology.local_rank, topology.local_world_size)
+    local_rank, local_world_size = local if topology.is_distributed else (rank, dist.get_world_size())
+    device = torch.device(member.device) if member else _current_device(local_rank)
+    if backend is not None and not is_backend(backend, has, device.type):
+        raise GroupError(
+            "entering the group",
+            found=f"a group with backend {has!r} is already there, and {backend!r} was asked for",
+            fix="Leave the first group before you enter another, or ask for the same backend.",
+            rank=rank,
+        )
+    return Group(
+        rank=rank,
+        world_size=dist.get_world_size(),
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        topology=topology,
+        device=device,
+        backend=member.backend if member else has,
+        process_group_ref=weakref.ref(group),
+        adopted=member is None,
+    )
+
+
+def _member(rank: int) -> Member | None:
+    try:
+        return read_member(c10d._get_default_store(), rank)
+    except dist.DistNetworkError as error:
+        raise GroupError(
+            "looking at the group that this rank is in",
+            found="its store does not answer: it was freed, or the process that hosts it ended",
+            fix="Call torch.distributed.destroy_process_group(), then enter a new group.",
+            rank=rank,
+        ) from error
+    except RuntimeError:
+        return None  # ddpilot has not written to a store that cannot be read (MPI has none)
+
+
+def is_backend(asked: str, has: str, kind: str) -> bool:
+    """True if a group with backends `has` satisfies a request for `asked` on a rank with device type `kind`.
+
+    A single name, such as "nccl", is the backend of that device: "cpu:gloo,cuda:nccl" satisfies it on a GPU.
+    """
+    return set(asked.split(",")) <= set(has.split(",")) or asked == backend_of(has, kind)
+
+
+def _current_device(local_rank: int) -> torch.device:
+    """The device of code that created its own group: the current device if it is initialized, else the default."""
+    facts = detect_device_facts(os.environ, local_rank)
+    if facts.accelerator is not None:
+        module = torch.get_device_module(facts.accelerator)
+        has_begun = getattr(module, "is_initialized", None)
+        if has_begun is not None and has_begun():
+            return torch.device(facts.accelerator, module.current_device())
+    return use_device(resolve_device(facts))
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """Result of `rebuild_group`: the new group, and how the models of the old one were handled."""
+
+    group: Group
+    rebound: int
+    """Number of DDP models that now use the new group."""
+    unbound: tuple[str, ...] = ()
+    """One sentence for every DDP model of this rank that could not be bound to the new group."""
+    disagreements: tuple[str, ...] = ()
+    """One sentence for every parameter that differs across ranks; the same on every rank."""
+    aborted: tuple[str, ...] = ()
+    """Names of this rank's old groups whose device communicators were aborted, as in `Freed`. If there are any, models
+    and optimizers may hold an unfinished update, even if they are equal on all ranks. Load a checkpoint."""
+
+
+def rebuild_group(
+    topology: Topology,
+    endpoint: Endpoint,
+    *,
+    generation: int,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+    rendezvous_s: float | None = None,
+    models: Iterable[DistributedDataParallel] | None = None,
+) -> Rebuilt:
+    """Destroy the old group of this rank and enter a new one on the store at `endpoint`. Collective.
+
+    Every rank calls it, including restarted ranks, in the thread that runs user code, after `free_group` has returned
+    on all of them. `generation` must be the same on all ranks and must not have been used on that store before, even by
+    a failed attempt. `timeout_s`: timeout of the new group's collectives (default: torch's); `rendezvous_s`: timeout of
+    the wait for the other ranks (default: `timeout_s`). `models`: the DDP models to bind to the new group in place;
+    default: all that are alive. Gradients of an interrupted step keep their values, so set them to zero. With NCCL, the
+    optimizer step may have been applied with such gradients on the device: see `Rebuilt.aborted`.
+
+    Raises RendezvousError and GroupError like `init_group`. Parameters that differ across ranks (because a rank had
+    stepped before the failure, or was restarted) do not raise; they are listed in `Rebuilt.disagreements`.
+    """
+    kept = find_models() if models is None else list(models)
+    aborted = take_down(healthy=False).aborted
+    limit_s = rendezvous_s or timeout_s or default_pg_timeout.total_seconds()
+    own = replace(endpoint, prefix=f"{endpoint.prefix}/generation{generation}")
+    choice = resolve_device(detect_device_facts(os.environ, topology.local_rank), backend)
+    device = use_device(choice)
+    group = form_group(connect_store(own, limit_s), topology, choice, device, timeout_s, limit_s)
+    bound = [bind_model(model, group.process_group) for model in kept]
+    unbound = tuple(
+        f"{type(model.module).__name__} was on a group of {model.process_group.size()} ranks: wrap it again"
+        for model, done in zip(kept, bound, strict=True)
+        if not done
+    )
+    disagreements = compare_models([model for model, done in zip(kept, bound, strict=True) if done], group)
+    return Rebuilt(group, sum(bound), unbound, disagreements, aborted)

@@ -46,7 +46,7 @@ def init_group(
             fix="Install a build that has it: the official wheels for Linux, macOS and Windows do.",
         )
     # Cannot be imported if torch.distributed is missing.
-    from ddpilot.group.joining import join_group
+    from ddpilot.group.creation import join_group
 
     group = join_group(backend, timeout_s, distributed)
     if seed is not None:

@@ -13,9 +13,10 @@ from typing import NoReturn
 
 import psutil
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import distributed_c10d as c10d
 
 from ddpilot.errors import RendezvousError
-from ddpilot.group.waiting import came
+from ddpilot.group.store import came
 
 _SLICE_S = 0.5
 _TWIN_WAIT_S = 3.0
@@ -151,3 +152,19 @@ def _refuse_disagreement(store: Store, members: Sequence[Member], me: Member) ->
             found = f"they disagree on {what}: {said}"
             fix = f"Start every rank with the same {what}."
             _refuse(store, me, "comparing what the ranks were started with", found, fix)
+
+
+def mark_entered(me: Member) -> None:
+    """Write `me` to the store of the default group, which ddpilot has just created."""
+    c10d._get_default_store().set(_entry_key(me.rank), json.dumps(asdict(me)))
+
+
+def read_member(store: Store, rank: int) -> Member | None:
+    """The entry that `rank` wrote to `store`, the store of its group; None if it wrote none."""
+    if not store.check([_entry_key(rank)]):
+        return None
+    return Member(**json.loads(store.get(_entry_key(rank))))
+
+
+def _entry_key(rank: int) -> str:
+    return f"ddpilot/member/{rank}"

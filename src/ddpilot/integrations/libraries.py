@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
+import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -32,3 +35,24 @@ def holders(package: str, name: str, value: Any) -> list[ModuleType]:
     """Return the loaded modules of `package` whose attribute `name` is `value`, as star imports copy names."""
     inside = [module for key, module in sys.modules.items() if key == package or key.startswith(f"{package}.")]
     return [module for module in inside if vars(module).get(name) is value]
+
+
+_VARIABLE = "OPENBLAS_NUM_THREADS"
+
+
+def import_quietly(*names: str) -> None:
+    """Import those of `names` that can be imported; import errors of the others show up in the cell that needs them.
+
+    SciPy's OpenBLAS starts one thread per core when it is loaded, and the rank server does not fork a process with
+    threads of unknown libraries. As ranks share the cores, SciPy gets one thread in each.
+    """
+    before = os.environ.get(_VARIABLE)
+    os.environ[_VARIABLE] = "1"
+    try:
+        for name in names:
+            with contextlib.suppress(ImportError, OSError, RuntimeError):
+                importlib.import_module(name)
+    finally:
+        del os.environ[_VARIABLE]
+        if before is not None:
+            os.environ[_VARIABLE] = before

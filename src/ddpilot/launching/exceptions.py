@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Sequence
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
 
 _MAX_HEADLINE_LINES = 3
 _GUARD_FRAME = re.compile(
@@ -44,3 +47,67 @@ def shorten_message(message: str) -> str:
     """Shorten a message for a headline: more than 3 non-empty lines become the first and the last one."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     return message if len(lines) <= _MAX_HEADLINE_LINES else f"{lines[0]} ... {lines[-1]}"
+
+
+def exitcode_of(error: BaseException) -> int:
+    """Exit code, 0 to 255: a `SystemExit`'s own code (0 for a bare `sys.exit()`), 1 for any other exception."""
+    if not isinstance(error, SystemExit):
+        return 1
+    return error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
+
+
+_VICTIM_TEXT = re.compile(
+    r"connection (was likely )?(closed|reset|refused|aborted)|broken pipe|socket (is )?closed|got 0 bytes"
+    r"|gloo.*(pair\.cc|connectFullMesh)|timed out waiting \d+ ?ms for (recv|send) operation"
+    r"|application timeout caused pair closure|ncclRemoteError|remote process exited|communicator was aborted"
+    r"|(client|server) socket has (failed|timed out)|DistNetworkError|recvValue failed|sendBytes failed"
+    r"|process group was freed",
+    re.IGNORECASE | re.DOTALL,
+)
+_VICTIM_TYPES = ("RemoteRankError", "RendezvousError", "DistNetworkError", "DistStoreError")
+
+
+def is_victim(error: BaseException) -> bool:
+    """True if `error`, or an exception it was raised from, looks like a lost connection or a failed peer rank."""
+    return any(
+        type(link).__name__ in _VICTIM_TYPES
+        or (isinstance(link, (RuntimeError, OSError)) and _VICTIM_TEXT.search(message_of(link)))
+        for link in _chain(error)
+    )
+
+
+def reads_like_victim(type_name: str, message: str) -> bool:
+    """Same as `is_victim`, for an error of which only the type name and the message are known."""
+    return type_name in _VICTIM_TYPES or bool(_VICTIM_TEXT.search(message))
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+
+
+_FORMING = ("init_process_group", "new_group")
+_MAX_CONNECTIONS = 20
+
+
+def show_connections(error: BaseException) -> None:
+    """Write this process's TCP connections to stderr if `error` was raised while torch formed a process group."""
+    if not any(frame.f_code.co_name in _FORMING for frame, _ in traceback.walk_tb(error.__traceback__)):
+        return
+    import psutil
+
+    with contextlib.suppress(psutil.Error, OSError, ValueError):  # only adds to the error, which is reported anyway
+        found = psutil.Process().net_connections(kind="tcp")
+        rows = [_render(each.laddr, each.raddr, each.status) for each in found[:_MAX_CONNECTIONS]]
+        more = f" and {len(found) - len(rows)} more" if len(found) > len(rows) else ""
+        sys.stderr.write(f"ddpilot: TCP connections of this rank: {'; '.join(rows) or 'none'}{more}\n")
+
+
+def _render(near: Sequence[object], far: Sequence[object], status: str) -> str:
+    """Format both ends as host:port, and the state; a listening socket has no remote end."""
+    ends = [f"{end[0]}:{end[1]}" for end in (near, far) if end]
+    return f"{' to '.join(ends)} {status}"

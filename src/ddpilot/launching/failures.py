@@ -7,17 +7,17 @@ import platform
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 from ddpilot.errors import RankError, is_known
-from ddpilot.findings.catalog import SHIP_ERROR, find_cause, find_known, is_of_child
-from ddpilot.findings.in_ranks import fix_in_rank
+from ddpilot.findings.catalog import SHIP_ERROR, find_cause, find_known, fix_in_rank, is_of_child
 from ddpilot.findings.text import render_ranks
-from ddpilot.launching.crash import find_crash_line, tidy_lines
 from ddpilot.launching.exceptions import find_unsent, shorten_message
-from ddpilot.launching.processes import is_ending
 from ddpilot.launching.rank_environment import EXIT_REQUEUE
 from ddpilot.launching.rank_reports import Exited, Raised
 from ddpilot.output.cell_sources import name_cells
+from ddpilot.user_files import is_users_line, starts_ranks
 
 _WATCHDOG = re.compile(r"watchdog thread terminated with exception: (?P<why>.+)")
 """How a backend of an accelerator (NCCL) says why it ends the process."""
@@ -202,3 +202,84 @@ def _describe_victims(victims: Sequence[int]) -> str:
     if not victims:
         return ""
     return f"{render_ranks(victims).capitalize()} failed because of it (a connection to a rank went away)."
+
+
+_FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+)(?: in (?P<function>.+))?$')
+_RAISED_FRAME = re.compile(
+    r'^  File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)(?:\n    (?P<text>\S.*))?$', re.M
+)
+_MAX_SHOWN = 20
+
+
+class RaisedAt(NamedTuple):
+    """One frame of a traceback. `text`: the stripped source line, or "" if it is not known."""
+
+    file: str
+    line: int
+    function: str
+    text: str
+
+
+def tidy_lines(lines: Iterable[str]) -> tuple[str, ...]:
+    """The last 20 of `lines`, without the launcher's frames and the list of extension modules."""
+    kept, called = [], ""
+    for line in lines:
+        frame = _FRAME.match(line)
+        is_own = frame is not None and _is_own(frame["file"], called)
+        called = frame["file"] if frame is not None else ""
+        if not (is_own or line.startswith("Extension modules: ")):
+            kept.append(line)
+    while kept and not kept[-1].strip():
+        kept.pop()
+    return tuple(kept[-_MAX_SHOWN:])
+
+
+def find_crash_line(lines: Iterable[str]) -> str | None:
+    """Location of the crashed thread, as ``file:line in function``; None if `lines` contains no stack.
+
+    Prefers the innermost frame outside installed libraries and ddpilot; falls back to the innermost frame.
+    """
+    in_stack = False
+    innermost = None
+    called = ""
+    for line in lines:
+        frame = _FRAME.match(line)
+        if frame is not None and in_stack and not _is_own(frame["file"], called):
+            place = f"{frame['file']}:{frame['line']} in {frame['function']}"
+            if is_users_line(frame["file"], frame["function"] or "", called):
+                return place
+            innermost = innermost or place
+        called = frame["file"] if frame is not None else ""
+        in_stack = in_stack or "(most recent call first)" in line
+    return innermost
+
+
+def find_raised_line(traceback: str) -> RaisedAt | None:
+    """The innermost frame outside installed libraries and ddpilot; in a chain of exceptions, that of the last one."""
+    found = None
+    for frame in _RAISED_FRAME.finditer(traceback):
+        if is_users_line(frame["file"], frame["function"]):
+            found = frame
+    if found is None:
+        return None
+    return RaisedAt(found["file"], int(found["line"]), found["function"], (found["text"] or "").strip())
+
+
+def _is_own(file: str, called: str) -> bool:
+    return starts_ranks(file) or (file == "<string>" and starts_ranks(called))
+
+
+_EXITING, _DUMPING_CORE = 0x4, 0x200
+"""The Linux kernel's PF_EXITING and PF_DUMPCORE flags (include/linux/sched.h)."""
+
+
+def is_ending(pid: int) -> bool:
+    """True if the process is exiting or gone, which can precede any report of it. Always False without ``/proc``."""
+    if not Path("/proc/self/stat").exists():
+        return False
+    try:
+        # The process name may contain anything, so parse what follows it: the state, then numbers (index 6: the flags).
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return fields[0] in "ZX" or bool(int(fields[6]) & (_EXITING | _DUMPING_CORE))

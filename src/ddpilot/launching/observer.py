@@ -37,7 +37,7 @@ class RankState(Protocol):
         """True if the rank's program finished without an error."""
 
 
-class Letter(NamedTuple):
+class Message(NamedTuple):
     """The most recent message from another node's companion."""
 
     text: str
@@ -48,7 +48,7 @@ class Letter(NamedTuple):
     """The letter was written between `after_ns` and `before_ns`, in this machine's CLOCK_MONOTONIC."""
 
 
-class Piece(NamedTuple):
+class Chunk(NamedTuple):
     """One message of the stream that another node's companion appends to."""
 
     text: str
@@ -58,7 +58,7 @@ class Piece(NamedTuple):
     """When this node read the piece, in this machine's CLOCK_MONOTONIC."""
 
 
-class Carrier(Protocol):
+class Mailbox(Protocol):
     """Exchanges messages between the companions of a job's nodes. Methods never block and never raise."""
 
     @property
@@ -70,7 +70,7 @@ class Carrier(Protocol):
         """Display name of each other node, by node rank."""
 
     @property
-    def letters(self) -> Mapping[int, Letter]:
+    def letters(self) -> Mapping[int, Message]:
         """The most recent letter from each other node that has written one, by node rank."""
 
     @property
@@ -83,11 +83,11 @@ class Carrier(Protocol):
     def append(self, text: str) -> None:
         """Append `text` to this node's stream. Node 0 reads every stream; the other nodes read node 0's."""
 
-    def take_pieces(self) -> Mapping[int, Sequence[Piece]]:
+    def take_pieces(self) -> Mapping[int, Sequence[Chunk]]:
         """Pieces received from other nodes since the last call, by node rank."""
 
 
-class Companion(Protocol):
+class LaunchObserver(Protocol):
     """Observer of one launch. Methods must not raise."""
 
     @property

@@ -4,16 +4,99 @@
 from __future__ import annotations
 
 import shlex
+import sys
+import threading
+import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from ddpilot.findings.text import render_ranks
-from ddpilot.magics.boards import add_status, show_status
-from ddpilot.magics.options import add_options, to_arguments
-from ddpilot.magics.parser import MagicParser, parse_rank, parse_ranks
+from ddpilot.magics.parser import MagicParser, add_options, parse_rank, parse_ranks, to_arguments
 from ddpilot.magics.push_pull import call_on_ranks, pull_values, push_values
-from ddpilot.magics.shell_session import Desk, briefly
+from ddpilot.magics.shell_session import ShellSession, briefly
+from ddpilot.output.shared_displays import Publisher
+from ddpilot.session.session import Session
+from ddpilot.session.status_board import render_board_html, render_board_text
+
+_INTERVAL_S = 1.0
+_ENDED = "the ranks were stopped"
+
+
+def show_status(desk: ShellSession, given: dict[str, Any]) -> None:
+    """Show the board; with `live`, start updating it; with `stop`, stop updating it."""
+    if given.get("stop"):
+        was_live = desk.keep(None)
+        desk.say("the board is not kept up to date any more" if was_live else "no board is kept up to date")
+        return
+    session = desk.need("reading the ranks' status")
+    if desk.is_terminal:
+        if given.get("live"):
+            _follow(session)
+        else:
+            desk.write(f"{_render(session)['text/plain']}\n")
+    elif given.get("live"):
+        desk.keep(LiveBoard(session, desk.shell.display_pub))
+    else:
+        desk.shell.display_pub.publish(_render(session))
+
+
+def add_status(parser: MagicParser) -> None:
+    """Add the options of `%ddp status`."""
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--live", action="store_true", help="keep the board up to date until the ranks are stopped")
+    how.add_argument("--stop", action="store_true", help="keep it up to date no longer")
+
+
+class LiveBoard:
+    """A display that is updated in place every second by its own thread, also while a cell runs."""
+
+    def __init__(self, session: Session, publisher: Publisher) -> None:
+        self._session = session
+        self._publisher = publisher
+        self._display = {"display_id": f"ddpilot-board-{uuid.uuid4().hex[:12]}"}
+        self._end = threading.Event()
+        publisher.publish(_render(session), transient=self._display)
+        self._thread = threading.Thread(target=self._run, name="ddpilot-board", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop updating and leave the display as it is, except that it reports if the ranks were stopped."""
+        self._end.set()
+        self._thread.join()
+        if not self._session.is_running:
+            self._update()
+
+    def _run(self) -> None:
+        while self._session.is_running and not self._end.wait(_INTERVAL_S):
+            self._update()
+
+    def _update(self) -> None:
+        self._publisher.publish(_render(self._session), transient=self._display, update=True)
+
+
+def _render(session: Session) -> dict[str, Any]:
+    if not session.is_running:
+        return {"text/plain": _ENDED, "text/html": f"<div>{_ENDED}</div>"}
+    statuses, now_s = session.status(), time.monotonic()
+    return {"text/plain": render_board_text(statuses, now_s), "text/html": render_board_html(statuses, now_s)}
+
+
+def _follow(session: Session) -> None:
+    """Redraw the board in place until Ctrl-C: a terminal cannot show it next to the prompt."""
+    num_lines = 0
+    try:
+        while session.is_running:
+            text = _render(session)["text/plain"]
+            up = f"\x1b[{num_lines}F\x1b[J" if num_lines else ""
+            sys.stdout.write(f"{up}{text}\n")
+            sys.stdout.flush()
+            num_lines = text.count("\n") + 1
+            time.sleep(_INTERVAL_S)
+    except KeyboardInterrupt:
+        sys.stdout.write("\n")
+
 
 Arguments = dict[str, Any]
 
@@ -24,7 +107,7 @@ class Verb:
 
     name: str
     does: str
-    run: Callable[[Desk, Arguments], Any]
+    run: Callable[[ShellSession, Arguments], Any]
     add: Callable[[MagicParser], None] = lambda parser: None
     split: Callable[[str], list[str]] = shlex.split
     """Splits the text after the verb into words."""
@@ -38,7 +121,7 @@ class Verb:
         return parser
 
 
-def _start(desk: Desk, given: Arguments) -> None:
+def _start(desk: ShellSession, given: Arguments) -> None:
     desk.start(to_arguments(given))
 
 
@@ -57,11 +140,11 @@ def _hint_numbers(word: str) -> str:
     return "Numbers of ranks stand alone, as in `%ddp restart 0 1`" if word in ("--rank", "--ranks") else ""
 
 
-def _stop(desk: Desk, _given: Arguments) -> None:
+def _stop(desk: ShellSession, _given: Arguments) -> None:
     desk.stop()
 
 
-def _restart(desk: Desk, given: Arguments) -> None:
+def _restart(desk: ShellSession, given: Arguments) -> None:
     session = desk.need("restarting ranks")
     ranks = given.get("ranks") or list(range(session.world_size))
     with briefly():
@@ -73,7 +156,7 @@ def _add_some_ranks(parser: MagicParser) -> None:
     parser.add_argument("ranks", metavar="RANK", nargs="*", type=parse_rank, help="these alone; default: all")
 
 
-def _auto(desk: Desk, given: Arguments) -> None:
+def _auto(desk: ShellSession, given: Arguments) -> None:
     state = given.get("state")
     if state == "on":
         desk.need("sending plain cells to the ranks")
@@ -87,14 +170,14 @@ def _add_auto(parser: MagicParser) -> None:
     parser.add_argument("state", nargs="?", choices=("on", "off"), default=None, help="default: say how it is")
 
 
-def _stacks(desk: Desk, given: Arguments) -> None:
+def _stacks(desk: ShellSession, given: Arguments) -> None:
     session = desk.need("reading stacks")
     for rank, stack in sorted(session.stacks(given.get("ranks") or None).items()):
         lines = stack.rstrip().split("\n")
         desk.write("".join(f"[rank {rank}] {line}\n" for line in lines))
 
 
-def _interrupt(desk: Desk, _given: Arguments) -> None:
+def _interrupt(desk: ShellSession, _given: Arguments) -> None:
     if not desk.need("interrupting the ranks").interrupt():
         desk.say("no cell runs on the ranks")
 

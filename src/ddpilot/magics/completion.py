@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core.completer import SimpleCompletion, context_matcher
 
-from ddpilot.magics.cells import make_cell_parser
 from ddpilot.magics.commands import VERBS
-from ddpilot.magics.shell_session import Desk
+from ddpilot.magics.magic import make_cell_parser
+from ddpilot.magics.shell_session import ShellSession
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -26,7 +26,7 @@ _LINE = re.compile(r"\s*(?:[\w.,\[\] ]+=\s*)?%ddp (?P<words>.*)")
 _NAME = re.compile(r"[^\W\d]\w*$")
 
 
-def make_matcher(desk: Desk) -> Callable[[CompletionContext], dict[str, Any]]:
+def make_matcher(desk: ShellSession) -> Callable[[CompletionContext], dict[str, Any]]:
     """Create a matcher for IPython's completer. It asks one idle rank and waits at most 0.3 s."""
 
     def match(context: CompletionContext) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def make_matcher(desk: Desk) -> Callable[[CompletionContext], dict[str, Any]]:
     return marked
 
 
-def _complete_code(desk: Desk, context: CompletionContext) -> dict[str, Any]:
+def _complete_code(desk: ShellSession, context: CompletionContext) -> dict[str, Any]:
     above = [f"{line}\n" for line in context.full_text.split("\n")[: context.cursor_line]]
     found = _find_code(desk, context.full_text, len("".join(above)) + context.cursor_position)
     if found is None:
@@ -52,7 +52,7 @@ def _complete_code(desk: Desk, context: CompletionContext) -> dict[str, Any]:
     return _from_rank(session, code, cursor)
 
 
-def _find_code(desk: Desk, text: str, cursor: int) -> tuple[Session, str, int] | None:
+def _find_code(desk: ShellSession, text: str, cursor: int) -> tuple[Session, str, int] | None:
     """Return the session, the code and the cursor's position in it if the cell `text` runs on the ranks; else None."""
     first, newline, body = text.partition("\n")
     session = desk.session
@@ -73,7 +73,7 @@ def _from_rank(session: Session, code: str, cursor: int) -> dict[str, Any]:
     }
 
 
-def _complete_line(desk: Desk, words: str) -> dict[str, Any]:
+def _complete_line(desk: ShellSession, words: str) -> dict[str, Any]:
     """Complete a verb, or its options, ranks, or names of variables in the notebook or on the ranks."""
     name, space, rest = words.partition(" ")
     verb, begun, session = VERBS.get(name), rest.rpartition(" ")[2], desk.session
@@ -94,7 +94,7 @@ def _complete_line(desk: Desk, words: str) -> dict[str, Any]:
     return {"completions": []}
 
 
-def _names_here(desk: Desk, begun: str) -> dict[str, Any]:
+def _names_here(desk: ShellSession, begun: str) -> dict[str, Any]:
     """Complete names of variables of the notebook. Attributes are left to other matchers."""
     name = _NAME.search(begun)
     begun_name = name[0] if name else ""
@@ -116,7 +116,7 @@ def _options(parser: object) -> list[str]:
     return [flag for action in actions for flag in action.option_strings if flag.startswith("--")]
 
 
-def inspect_on_ranks(desk: Desk) -> Callable[[], None]:
+def inspect_on_ranks(desk: ShellSession) -> Callable[[], None]:
     """Make Shift-Tab show objects of the ranks in their cells, else of the notebook.
 
     Return a function that undoes this.

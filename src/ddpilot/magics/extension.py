@@ -10,11 +10,10 @@ from typing import Any
 
 from ddpilot.errors import LaunchError
 from ddpilot.magics.completion import inspect_on_ranks, make_matcher
-from ddpilot.magics.input_transformer import Router
+from ddpilot.magics.input_transformer import CellTransformer
 from ddpilot.magics.magic import DdpMagics
-from ddpilot.magics.names import NameHints
-from ddpilot.magics.push_pull import MarkReturned
-from ddpilot.magics.shell_session import Desk, count_ranks
+from ddpilot.magics.push_pull import MarkReturned, NameHints
+from ddpilot.magics.shell_session import ShellSession, count_ranks
 from ddpilot.session.kernels.processes import check_installed, warm_up
 
 _ATTRIBUTE = "_ddpilot_parts"
@@ -24,8 +23,8 @@ class _Parts:
     """What the extension adds to a shell. The desk survives `%reload_ext`, and so do the ranks."""
 
     def __init__(self, shell: Any) -> None:
-        self.desk = Desk(shell)
-        self.router = Router(self.desk)
+        self.desk = ShellSession(shell)
+        self.router = CellTransformer(self.desk)
         self.matcher = make_matcher(self.desk)
         self.hints = NameHints(self.desk)
         self.marks = MarkReturned()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 
 from ddpilot.magics.magic import ABOVE, WHOLE
-from ddpilot.magics.shell_session import Desk
+from ddpilot.magics.shell_session import ShellSession
 
 _MEANT = re.compile(r"%ddp[ \t]*((?!-h\b|--help\b)--?\w.*)?\n?$")
 """`%ddp` without a verb, which lists the verbs if no code follows."""
@@ -28,13 +28,13 @@ HERE = frozenset({"pip", "conda", "mamba", "micromamba", "uv", "history", "lsmag
 """Line magics about the environment or the notebook; they run in the notebook only."""
 
 
-class Router:
+class CellTransformer:
     """A cell transformer that runs before those that look for magics."""
 
     # Makes IPython skip it when checking whether a cell is complete, so that the code is checked as typed.
     has_side_effects = True
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: ShellSession) -> None:
         self._desk = desk
 
     def __call__(self, lines: list[str]) -> list[str]:

@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+import re
+import sys
+from collections.abc import Collection
+from types import FrameType
 from typing import Any
 
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class, needs_local_scope
 
 from ddpilot.errors import did_you_mean
-from ddpilot.magics.cells import make_cell_parser, run_cell, run_on_ranks
 from ddpilot.magics.commands import VERBS
-from ddpilot.magics.parser import Helped, MagicUsageError
+from ddpilot.magics.parser import HelpRequested, MagicParser, MagicUsageError, parse_ranks
 from ddpilot.magics.push_pull import RETURNED, SCOPE
-from ddpilot.magics.shell_session import Desk
+from ddpilot.magics.shell_session import ShellSession, briefly
 
 WHOLE = "--whole"
 """Marks a line of `%%ddp` that ddpilot itself generates: the cell's lines are already numbered."""
@@ -25,7 +28,7 @@ ABOVE = "--above-code"
 class DdpMagics(Magics):
     """The magics of one shell."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: ShellSession) -> None:
         super().__init__(desk.shell)
         self._desk = desk
 
@@ -41,7 +44,7 @@ class DdpMagics(Magics):
                 run_on_ranks(self._desk, cell, make_cell_parser().read(words[1:]))
                 return None
             return run_cell(self._desk, line.strip(), cell, VERBS)
-        except Helped as helped:
+        except HelpRequested as helped:
             self._desk.write(str(helped))
         return None
 
@@ -64,9 +67,11 @@ class DdpMagics(Magics):
                 fix=f"Did you mean `{f'%%ddp {rest}'.rstrip()}`?",
             )
         if name in ("", "help", "-h", "--help"):
-            raise Helped(overview())
+            raise HelpRequested(overview())
         if name not in VERBS:
-            raise MagicUsageError(f"reading `%ddp {line.strip()}`", found=f"`{name}` is no verb", fix=_right(name))
+            raise MagicUsageError(
+                f"reading `%ddp {line.strip()}`", found=f"`{name}` is no verb", fix=_explain_verb(name)
+            )
         is_returned = rest.startswith(RETURNED)
         try:
             words = VERBS[name].split(rest.removeprefix(RETURNED).strip())
@@ -93,7 +98,96 @@ def overview() -> str:
     )
 
 
-def _right(name: str) -> str:
+def _explain_verb(name: str) -> str:
     if name.startswith("-"):
         return f"Options without a verb are the cell magic's: write `%%ddp {name} ...` above the code"
     return did_you_mean(name, VERBS) or f"The verbs are {', '.join(VERBS)}; to run code, put it below `%%ddp`"
+
+
+def make_cell_parser() -> MagicParser:
+    """Return the parser of the options of `%%ddp`."""
+    parser = MagicParser("%%ddp", description="Run the cell below on the ranks.")
+    parser.add_argument("--ranks", metavar="0,2-3", type=parse_ranks, help="on these ranks; default: all that live")
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument("--local", action="store_true", help="in the notebook alone, also while auto is on")
+    place.add_argument("--everywhere", action="store_true", help="on the ranks and then in the notebook")
+    parser.add_argument("--quiet", action="store_true", help="show nothing but errors")
+    parser.add_argument("--keep-cache", action="store_true", help="leave the GPU's memory cache as it is afterwards")
+    return parser
+
+
+def run_cell(desk: ShellSession, line: str, cell: str, verbs: Collection[str]) -> Any:
+    """Run `cell` with the options in `line`. Return what a cell magic in it returns in the notebook, else None.
+
+    `verbs`: the verbs of `%ddp`. Raises RankError, LaunchInterrupted, MagicUsageError.
+    """
+    words = line.split()
+    if words and not words[0].startswith("-"):
+        raise MagicUsageError(f"reading `%%ddp {line}`", found=f"`{words[0]}`", fix=_explain_word(words[0], verbs))
+    chosen = make_cell_parser().read(words)
+    is_local, is_everywhere = chosen.pop("local", False), chosen.pop("everywhere", False)
+    if is_local and chosen:
+        names = " ".join(f"--{name.replace('_', '-')}" for name in sorted(chosen))
+        flags = f"{names} {'is' if len(chosen) == 1 else 'are'}"
+        raise MagicUsageError(
+            f"reading `%%ddp {line}`",
+            found=f"`--local` runs the cell in the notebook, and {flags} about the ranks",
+            fix="Leave one of them out, or take `--everywhere` for both",
+        )
+    if not cell.strip():
+        raise MagicUsageError("running a cell on the ranks", found="nothing below `%%ddp`", fix="Write the code there")
+    if not is_local:
+        run_on_ranks(desk, number_lines(line, cell), chosen)
+    return run_here(desk, cell) if is_local or is_everywhere else None
+
+
+def run_on_ranks(desk: ShellSession, code: str, chosen: dict[str, Any]) -> None:
+    """Run `code`, whose lines are numbered as in the notebook's cell, on the ranks."""
+    session = desk.need("running a cell on the ranks")
+    with briefly():
+        session.execute(
+            code,
+            ranks=chosen.get("ranks"),
+            quiet=chosen.get("quiet", False),
+            keep_cache=chosen.get("keep_cache"),
+            cell=_cell_number(desk.shell),
+        )
+
+
+def _cell_number(shell: Any) -> int:
+    """Return the number of the running cell. Newer versions of IPython have already incremented `execution_count`."""
+    number: int = shell.execution_count
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        name = shell.compile.format_code_name(frame.f_code.co_filename)  # ("Cell", "In[7]") for a cell's code
+        found = re.search(r"\d+", name[1]) if name else None
+        number = int(found[0]) if found else number
+        frame = frame.f_back
+    return number
+
+
+def run_here(desk: ShellSession, cell: str) -> Any:
+    """Run `cell` in the notebook only, also while auto is on. Return what a cell magic in it returns, else None."""
+    with desk.local():
+        first, _, body = cell.lstrip().partition("\n")
+        if first.startswith("%%"):
+            name, _, line = first[2:].partition(" ")
+            return desk.shell.run_cell_magic(name, line, body)
+        desk.shell.run_cell(cell).raise_error()
+        return None
+
+
+def number_lines(line: str, cell: str) -> str:
+    """Return `cell` with a first line in place of the notebook's `%%ddp`, so that errors name the notebook's lines.
+
+    The line is a comment, as IPython drops leading blank lines. A cell magic has to remain the first line.
+    """
+    if cell.lstrip().startswith("%%"):
+        return cell
+    return f"# %%ddp {line}".rstrip() + f"\n{cell}"
+
+
+def _explain_word(word: str, verbs: Collection[str]) -> str:
+    if word in verbs:
+        return f"A verb is a line of its own, with one %: `%ddp {word}`"
+    return "Options begin with --, as in `%%ddp --ranks 0`; the code stands in the lines below"

@@ -4,10 +4,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, get_args
 
 from ddpilot.errors import DdpilotError, did_you_mean
+from ddpilot.launching.options import Output
+from ddpilot.session.options import SessionOptions
+from ddpilot.watch.options import Action
 
 
 class MagicUsageError(DdpilotError, ValueError):
@@ -18,12 +22,12 @@ class MagicUsageError(DdpilotError, ValueError):
         return [f"UsageError: {self.render()}"]
 
 
-class Helped(Exception):  # noqa: N818  # nothing is wrong
+class HelpRequested(Exception):  # noqa: N818  # nothing is wrong
     """`-h` was given: carries the help text to show. Not an error."""
 
 
 class MagicParser(argparse.ArgumentParser):
-    """An argument parser that raises MagicUsageError instead of exiting, and `Helped` for -h.
+    """An argument parser that raises MagicUsageError instead of exiting, and `HelpRequested` for -h.
 
     `hint` returns a suggestion for an unknown word, or "" to show the usage.
     """
@@ -34,7 +38,7 @@ class MagicParser(argparse.ArgumentParser):
         self.add_argument("-h", "--help", action=_Help, help="show this")
 
     def read(self, words: Sequence[str]) -> dict[str, Any]:
-        """Return the options in `words`, by name. Raises MagicUsageError, or Helped."""
+        """Return the options in `words`, by name. Raises MagicUsageError, or HelpRequested."""
         known, unknown = self.parse_known_args(words)
         if unknown:
             fix = self._hint(unknown[0]) if self._hint is not None else ""
@@ -55,7 +59,7 @@ class _Help(argparse.Action):
         super().__init__(option_strings, dest, nargs=0, **kwargs)
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
-        raise Helped(parser.format_help())
+        raise HelpRequested(parser.format_help())
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:
@@ -82,3 +86,79 @@ def parse_variable(text: str) -> tuple[str, str]:
     if not name or not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=value")
     return name, value
+
+
+_FLAGS: Mapping[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "nproc_per_node": (("-n", "--nproc-per-node"), {"metavar": "N", "type": lambda n: int(n) if n.isdecimal() else n}),
+    "gpus": (("--gpus",), {"metavar": "0,1", "type": parse_ranks}),
+    "backend": (("--backend",), {}),
+    "seed": (("--seed",), {"type": int}),
+    "apps": (("--app",), {"metavar": "NAME", "action": "append"}),
+    "env": (("--env",), {"metavar": "NAME=VALUE", "action": "append", "type": parse_variable}),
+    "preload": (("--preload",), {"metavar": "MODULE", "action": "append"}),
+    "respawn": (("--respawn",), {"action": "store_true"}),
+    "keep_cache": (("--keep-cache",), {"action": "store_true"}),
+    "verbose": (("--verbose",), {"action": "store_true"}),
+    "output": (("--output",), {"choices": get_args(Output)}),
+    "output_limit_bytes": (("--output-limit-bytes",), {"metavar": "BYTES", "type": int}),
+    "watch": (("--no-watch",), {"action": "store_false"}),
+    "guard": (("--no-guard",), {"action": "store_false"}),
+    "on_finding": (("--on-finding",), {"choices": get_args(Action)}),
+    "stall_warn_s": (("--stall-warn-s",), {"metavar": "S", "type": float}),
+}
+"""Flags and argparse arguments of each field. A test checks that every field of `SessionOptions` is present."""
+
+_HELP: Mapping[str, str] = {
+    "nproc_per_node": "number of ranks; auto: one for each visible GPU, else 1; gpu: one for each visible GPU; "
+    "cpu: one for each core. Default: auto",
+    "gpus": "numbers of the GPUs that the ranks may see, among those visible here; default: all",
+    "backend": "backend of the process group: gloo, nccl or cpu:gloo,cuda:nccl; default: chosen by the device",
+    "seed": "seed Python's random, torch and numpy with this number on every rank; default: no seed",
+    "apps": "prepare a training library on every rank, such as fastai or lightning; may be repeated",
+    "env": "environment variable of the ranks; may be repeated",
+    "preload": "module that is imported once before the ranks are forked; may be repeated",
+    "respawn": "restart a rank that died without waiting for %ddp restart",
+    "keep_cache": "leave the GPU's memory cache as it is between cells; default: empty it after a failure or if large",
+    "verbose": "print more about what apps change",
+    "output": "labelled: all output with its rank in front; rank_zero: only that of rank 0; silent: none. Default: "
+    "labelled",
+    "output_limit_bytes": "bytes of each rank's output that a cell shows; default: 1 MB in a notebook, else no limit",
+    "watch": "do not record collectives, and report neither hangs nor wrong numbers; default: do both",
+    "guard": "do not look for training that runs with wrong numbers, such as gradients that differ; default: do",
+    "on_finding": "report: show a finding and let the cell run; stop: end the cell at a finding that is an error. "
+    "Default: report",
+    "stall_warn_s": "seconds that ranks wait for one that is alive before a warning; default: 30",
+}
+"""Help text of each option, in terms of the command line; the docstrings of the fields describe Python values."""
+
+_SHAPES: Mapping[str, Any] = {"apps": tuple, "env": dict, "preload": tuple}
+
+
+def add_options(parser: MagicParser) -> None:
+    """Add an option for every field to `parser`."""
+    for name, (flags, how) in _FLAGS.items():
+        parser.add_argument(*flags, dest=name, help=_HELP[name].replace("%", "%%"), **how)
+
+
+def to_arguments(parsed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `Session` and `SessionOptions` that were given on the line."""
+    names = {field.name for field in dataclasses.fields(SessionOptions)}
+    return {name: _SHAPES.get(name, lambda same: same)(value) for name, value in parsed.items() if name in names}
+
+
+def describe_options(options: SessionOptions) -> str:
+    """Return the line that starts a session with `options`, leaving out defaults."""
+    words = []
+    for field in dataclasses.fields(SessionOptions):
+        value, flag = getattr(options, field.name), _FLAGS[field.name][0][0]
+        if value == getattr(SessionOptions(), field.name):
+            continue
+        if isinstance(value, bool):
+            words.append(flag)
+        elif field.name == "env":
+            words += [f"{flag} {name}={text}" for name, text in value.items()]
+        elif field.name == "gpus":
+            words.append(f"{flag} {','.join(map(str, value))}")
+        else:
+            words += [f"{flag} {each}" for each in (value if isinstance(value, tuple) else (value,))]
+    return " ".join(["%ddp start", *words])

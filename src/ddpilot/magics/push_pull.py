@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import ast
 import builtins
+import re
 from collections.abc import Mapping
 from keyword import iskeyword
+from types import ModuleType
 from typing import Any
 
-from ddpilot.errors import LaunchError, did_you_mean
+from ddpilot.errors import LaunchError, RankError, did_you_mean
 from ddpilot.findings.text import render_ranks
-from ddpilot.magics.names import is_on_a_rank
 from ddpilot.magics.parser import MagicUsageError
-from ddpilot.magics.shell_session import Desk, briefly
+from ddpilot.magics.shell_session import ShellSession, briefly
 from ddpilot.session.arguments import check_expression
-from ddpilot.session.own_names import own_names
+from ddpilot.session.protocol.variables import find_companions, user_names
 from ddpilot.session.session import Session
 
 SCOPE = "scope"
@@ -25,7 +26,7 @@ RETURNED = "--returned"
 """Marks a line of `%ddp` that ddpilot itself generates: its value is used in an expression, such as an assignment."""
 
 
-def push_values(desk: Desk, given: Mapping[str, Any]) -> None:
+def push_values(desk: ShellSession, given: Mapping[str, Any]) -> None:
     """Copy variables of the notebook to ranks."""
     session, names, here = desk.need("pushing"), given["names"], given[SCOPE]
     for name in names:
@@ -33,13 +34,13 @@ def push_values(desk: Desk, given: Mapping[str, Any]) -> None:
             raise MagicUsageError(
                 f"pushing `{name}`",
                 found="the notebook has no variable of that name",
-                fix=did_you_mean(name, own_names(here)) or "Names of variables stand apart: `%ddp push x y`",
+                fix=did_you_mean(name, user_names(here)) or "Names of variables stand apart: `%ddp push x y`",
             )
     with briefly():
         session.push({name: here[name] for name in names}, ranks=given.get("ranks"))
 
 
-def pull_values(desk: Desk, given: Mapping[str, Any]) -> Any:
+def pull_values(desk: ShellSession, given: Mapping[str, Any]) -> Any:
     """Copy values of ranks into variables of the notebook, and report which variables were overwritten.
 
     In an expression, such as `x = %ddp pull y`, return the values (one value, or a tuple) and set no variables.
@@ -120,7 +121,7 @@ def _is_expression(text: str) -> bool:
     return True
 
 
-def _bind(desk: Desk, name: str, value: object, source: str) -> None:
+def _bind(desk: ShellSession, name: str, value: object, source: str) -> None:
     namespace = desk.shell.user_ns
     was = f"; the notebook's own ({type(namespace[name]).__name__}) was replaced" if name in namespace else ""
     desk.shell.push({name: value}, interactive=True)
@@ -137,7 +138,7 @@ def _describe(value: object) -> str:
     return f"{type(value).__name__}{size}"
 
 
-def call_on_ranks(desk: Desk, given: Mapping[str, Any]) -> Any:
+def call_on_ranks(desk: ShellSession, given: Mapping[str, Any]) -> Any:
     """Call a function of the notebook on every rank, with arguments of the notebook; return the results by rank.
 
     Returns None if all results are None and the value is not used in an expression, as IPython would display it.
@@ -162,7 +163,7 @@ def _check_names(call: ast.Call, names: Mapping[str, Any], session: Session) -> 
         if not isinstance(node, ast.Name) or node.id in names or node.id in given or hasattr(builtins, node.id):
             continue
         on_ranks = is_on_a_rank(node.id, session)
-        near = did_you_mean(node.id, own_names(names))
+        near = did_you_mean(node.id, user_names(names))
         near = near or "`%ddp run` takes function and arguments from the notebook: define it there"
         raise MagicUsageError(
             f"running `{ast.unparse(call)}`",
@@ -198,3 +199,53 @@ def _parse_call(text: str) -> ast.Call:
             "running a function", found=f"`{text}`", fix="Write a call: `%ddp run train(model, epochs=3)`"
         )
     return parsed
+
+
+_MISSING = re.compile(r"NameError: name '(\w+)' is not defined")
+
+
+class NameHints:
+    """Adds a fix to NameErrors of ranks and of the notebook's cells if the other side has the name."""
+
+    def __init__(self, desk: ShellSession) -> None:
+        self._desk = desk
+
+    def advise(self, error: RankError | LaunchError) -> None:
+        """Set the fix of `error` if a rank raised a NameError for a name that the notebook has."""
+        missing = _MISSING.search(error.found)
+        if missing is None or error.fix:
+            return
+        error.fix = self._fix(missing[1])
+        error.args = (error.render(),)
+
+    def _fix(self, name: str) -> str:
+        shell = self._desk.shell
+        if name not in shell.user_ns or name in shell.user_ns_hidden:
+            return ""
+        value = shell.user_ns[name]
+        if isinstance(value, ModuleType):
+            whole = f"import {value.__name__}" + (f" as {name}" if name != value.__name__ else "")
+            return f"`{name}` is imported in the notebook: run `{whole}` in a `%%ddp` cell too"
+        here = ", or run this cell in the notebook with `%%ddp --local`" if self._desk.is_auto else ""
+        hidden = shell.user_ns_hidden
+        visible = {each: other for each, other in shell.user_ns.items() if each not in hidden and each[0] != "_"}
+        names = find_companions(name, {**visible, name: value})
+        if names is None:
+            return f"The notebook has `{name}` without the model that it trains: make both on the ranks"
+        them = "it" if len(names) == 1 else "both" if len(names) == 2 else "all"
+        return f"The notebook has `{name}`: `%ddp push {' '.join(names)}` copies {them} to the ranks{here}"
+
+    def after_cell(self, result: Any) -> None:
+        """Callback for IPython's "post_run_cell": print a hint if the cell lacked a name that the ranks have."""
+        error, session = result.error_in_exec, self._desk.session
+        name = getattr(error, "name", None) if isinstance(error, NameError) else None
+        if session is not None and name and name not in self._desk.shell.user_ns and is_on_a_rank(name, session):
+            self._desk.say(f"`{name}` is on the ranks: use it in a `%%ddp` cell, or copy it with `%ddp pull {name}`")
+
+
+def is_on_a_rank(name: str, session: Session) -> bool:
+    """True if the lowest live rank has a variable `name`; also False if the ranks are busy."""
+    try:
+        return any(session.pull(f"{name!r} in globals()", rank=rank) for rank in sorted(session.pids())[:1])
+    except (LaunchError, RankError):  # for example, the ranks are busy
+        return False

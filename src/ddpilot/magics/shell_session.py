@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Desk`: the session of an IPython shell, and whether plain cells run on its ranks."""
+"""`ShellSession`: the session of an IPython shell, and whether plain cells run on its ranks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from typing import Any, Protocol
 
 from ddpilot.errors import LaunchError, LaunchInterrupted, RankError, WatchError
 from ddpilot.findings.text import render_ranks
-from ddpilot.magics.options import describe_options
-from ddpilot.magics.parser import MagicUsageError
-from ddpilot.output.screen_view import ScreenView
+from ddpilot.magics.parser import MagicUsageError, describe_options
+from ddpilot.output.cell_output import BaseView
 from ddpilot.output.terminal_view import TextView
 from ddpilot.output.view import View
-from ddpilot.session.deaths import BEGIN_ANEW
+from ddpilot.session.kernels.states import START_OVER
 from ddpilot.session.options import SessionOptions
 from ddpilot.session.session import Session
 
@@ -30,7 +29,7 @@ class Board(Protocol):
         """Stop updating it."""
 
 
-class Desk:
+class ShellSession:
     """State shared by the magics of one shell."""
 
     def __init__(self, shell: Any) -> None:
@@ -72,7 +71,7 @@ class Desk:
                 )
             dead = sorted({*range(running.world_size)} - {*running.pids()})
             if not running.can_restart:
-                self.say(f"{count_ranks(running)} were started and have died with the rank server; {BEGIN_ANEW}")
+                self.say(f"{count_ranks(running)} were started and have died with the rank server; {START_OVER}")
                 return running
             hint = f"; {render_ranks(dead)} died: `%ddp restart {' '.join(map(str, dead))}`" if dead else ""
             self.say(f"{count_ranks(running)} run already, with their variables{hint}")
@@ -140,7 +139,7 @@ class Desk:
         return bool(parent.get("content", {}).get("silent"))
 
     def _make_view(self, options: SessionOptions) -> View:
-        view: ScreenView
+        view: BaseView
         if self.is_terminal:
             view = TextView(options.output, options.output_limit_bytes)
         else:

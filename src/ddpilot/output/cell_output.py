@@ -4,14 +4,81 @@
 from __future__ import annotations
 
 import re
+import time
+from abc import ABC, abstractmethod
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from ddpilot.output.line_merger import Collapser, Waiting
-from ddpilot.output.lines import Line, Lines, Progress
-from ddpilot.output.partial_lines import OpenLineSplitter, UnfinishedLines
-from ddpilot.output.rich_output import Rich
+from ddpilot.errors import LaunchError, RankError
+from ddpilot.output.lines import Line, LineMerger, Lines, LineSplitter, PendingLine, Progress
+from ddpilot.output.rich_output import RichOutput, read_rich
 from ddpilot.output.screen import Screen
+from ddpilot.output.view import RankMessage, SendToRank
+
+_AFTER_S = 0.12
+"""Seconds to wait for a newline: on a busy machine, complete lines of `print` also arrive in pieces."""
+
+_MAX_CHARS = 100
+"""Maximum length: a line that is redrawn in place has to fit into the window."""
+
+Source = tuple[int, str, bool]
+"""Rank, stream, and True if the output bypassed Python."""
+
+
+class OpenLineSplitter(LineSplitter):
+    """A `LineSplitter` that also gives access to the unfinished line."""
+
+    @property
+    def unfinished(self) -> str:
+        """The current line if it has no newline yet; "" if there is none, or if it is a progress bar."""
+        if b"\r" in self._pending:
+            return ""
+        return self._pending[-4 * _MAX_CHARS :].decode(errors="replace")[-_MAX_CHARS:]
+
+
+class PartialLines:
+    """Draws the unfinished line of the lowest rank that has one. Times are seconds of the monotonic clock."""
+
+    def __init__(self, screen: Screen) -> None:
+        self._screen = screen
+        self._waiting: dict[Source, tuple[str, float]] = {}  # text, and the time at which to draw it
+        self._drawn: tuple[Source, str] | None = None
+
+    def update(self, source: Source, text: str, now_s: float) -> None:
+        """Set the unfinished line of a source to `text`; "" if the line has ended."""
+        if text:
+            _, due_s = self._waiting.get(source, ("", now_s + _AFTER_S))
+            self._waiting[source] = text, due_s
+            return
+        self._waiting.pop(source, None)
+        if self._drawn is not None and self._drawn[0] == source:
+            self.erase()
+
+    def erase(self) -> None:
+        """Remove the line that is drawn: a progress bar or the complete line replaces it."""
+        if self._drawn is not None:
+            self._screen.unfinished(self._drawn[0][1], "")
+            self._drawn = None
+
+    def draw(self, now_s: float) -> bool:
+        """Draw the line if it is due. Return True if anything changed."""
+        wanted = self._wanted()
+        if wanted is None or wanted == self._drawn or self._waiting[wanted[0]][1] > now_s:
+            return False
+        source, text = self._drawn = wanted
+        self._waiting[source] = text, now_s + _AFTER_S
+        self._screen.unfinished(source[1], text, source[0])
+        return True
+
+    def next_due_s(self) -> float | None:
+        """Return when to call `draw` next; None if nothing is pending."""
+        wanted = self._wanted()
+        return None if wanted is None or wanted == self._drawn else self._waiting[wanted[0]][1]
+
+    def _wanted(self) -> tuple[Source, str] | None:
+        source = min(self._waiting, default=None)
+        return None if source is None else (source, self._waiting[source][0])
+
 
 _BAR_S = 0.05
 """Minimum seconds between two redraws of a progress bar; some loops redraw theirs thousands of times per second."""
@@ -36,10 +103,10 @@ class CellOutput:
         self._lead = min(ranks, default=0)  # the rank whose bars are shown, if it draws any
         self._first_bar_s: dict[int, float] = {}  # by rank: time of its first bar
         self._unshown_bars: dict[int, tuple[str, str]] = {}  # by rank: stream and text of its last bar
-        self._collapser = Collapser(max(1, len(ranks)))
+        self._collapser = LineMerger(max(1, len(ranks)))
         self._splitters: dict[tuple[int, str, bool], OpenLineSplitter] = defaultdict(OpenLineSplitter)
-        self._unfinished = UnfinishedLines(screen)
-        self._rich: dict[int, deque[Rich]] = defaultdict(deque)  # by rank, in order of arrival
+        self._unfinished = PartialLines(screen)
+        self._rich: dict[int, deque[RichOutput]] = defaultdict(deque)  # by rank, in order of arrival
         self._bar: tuple[str, str, int] | None = None  # stream, text, rank; not drawn yet
         self._has_bar = False  # True while a bar is unfinished
         self._drawn_s = 0.0
@@ -84,7 +151,7 @@ class CellOutput:
         else:
             self._collapser.add(rank, "result", _ADDRESS.sub(" at 0x…", text), now_s)
 
-    def rich(self, rank: int, rich: Rich, now_s: float, *, is_update: bool = False) -> None:
+    def rich(self, rank: int, rich: RichOutput, now_s: float, *, is_update: bool = False) -> None:
         """Add a rich display, or with `is_update` the new content of an earlier one."""
         if not self.screen.hides_rich(rank):
             self._rich[rank].append(rich)
@@ -174,7 +241,7 @@ class CellOutput:
             self.screen.progress(*self._bar)
             self._bar, self._drawn_s = None, now_s
 
-    def _emit(self, entry: Waiting) -> None:
+    def _emit(self, entry: PendingLine) -> None:
         self._is_new = True
         if entry.stream in ("rich", "update"):
             items = {rank: self._rich[rank].popleft() for rank in sorted(entry.ranks)}
@@ -188,3 +255,102 @@ class CellOutput:
             stream = "stdout" if entry.stream == "result" else entry.stream
             for line in entry.text.split("\n") if entry.stream == "result" else (entry.text,):
                 self.screen.line(entry.ranks, stream, line)
+
+
+class BaseView(ABC):
+    """A view that shows each cell on a new `Screen`. Output between cells gets a screen of its own when needed."""
+
+    def __init__(self) -> None:
+        self._output: CellOutput | None = None
+        self._ranks: tuple[int, ...] = ()
+        self.advise: Callable[[RankError | LaunchError], None] = lambda error: None
+        """Called with every error before it is shown; may set its `fix`."""
+
+    @abstractmethod
+    def make_screen(self) -> Screen:
+        """Return the screen for a new cell."""
+
+    @abstractmethod
+    def ask(self, rank: int, prompt: str, password: bool) -> str:
+        """Return the user's answer."""
+
+    def bind(self, send: SendToRank) -> None:  # noqa: B027  # a view without widgets has nothing to send
+        """Set the function that sends messages to the ranks' widgets."""
+
+    def read(self, message: RankMessage) -> RichOutput:
+        """Return the display in a message."""
+        return read_rich(message)
+
+    def take_comm(self, message: RankMessage) -> None:  # noqa: B027
+        """Handle a comm message of a rank's widget."""
+
+    def begin(self, ranks: Sequence[int]) -> None:
+        """A cell starts on `ranks`."""
+        self.end()
+        self._ranks = tuple(ranks)
+        self._output = CellOutput(self._ranks, self.make_screen())
+
+    def message(self, message: RankMessage, now_s: float) -> None:
+        """Handle an iopub message of a rank."""
+        output, rank, content = self._current(), message.rank, message.content
+        if message.kind == "stream":
+            output.text(rank, content["name"], content["text"].encode("utf-8", "replace"), now_s)
+        elif message.kind == "clear_output":
+            output.clear(rank, bool(content.get("wait")), now_s)
+        elif message.kind in ("display_data", "execute_result", "update_display_data"):
+            rich = self.read(message)
+            if message.kind == "update_display_data":
+                output.rich(rank, rich, now_s, is_update=True)
+            elif rich.is_plain:
+                output.result(rank, rich.text, now_s)
+            else:
+                output.rich(rank, rich, now_s)
+        elif message.kind.startswith("comm_"):
+            if message.kind == "comm_close":
+                output.show_all()  # a front end cannot show a widget that is already closed
+            self.take_comm(message)
+
+    def raw(self, rank: int, stream: str, data: bytes, now_s: float) -> None:
+        """Handle bytes that a rank's process wrote bypassing Python."""
+        self._current().text(rank, stream, data, now_s, past_python=True)
+
+    def show(self, now_s: float) -> None:
+        """Show output that has waited long enough."""
+        if self._output is not None:
+            self._output.show(now_s)
+
+    def next_due_s(self) -> float | None:
+        """Return when to call `show` next; None if nothing is pending."""
+        return None if self._output is None else self._output.next_due_s()
+
+    def error(self, error: RankError | LaunchError) -> None:
+        """Show the first failure, after all output printed before it."""
+        self.flush()
+        self.advise(error)
+        self.write_error("\n".join(error._render_traceback_()) + "\n")  # IPython's protocol for a coloured traceback
+
+    @abstractmethod
+    def write_error(self, text: str) -> None:
+        """Write the text of an error, which may contain ANSI colours."""
+
+    def note(self, text: str) -> None:
+        """Show a message of ddpilot itself."""
+        output = self._current()
+        output.show_all()
+        output.screen.note(text)
+        output.screen.flush()
+
+    def flush(self) -> None:
+        """Show all pending output, including unfinished lines, so that an error or question appears below it."""
+        self._current().finish_lines(time.monotonic())
+
+    def end(self) -> None:
+        """The cell is over."""
+        output, self._output = self._output, None
+        if output is not None:
+            output.close(time.monotonic())
+
+    def _current(self) -> CellOutput:
+        if self._output is None:
+            self._output = CellOutput(self._ranks, self.make_screen())
+        return self._output

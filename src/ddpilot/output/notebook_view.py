@@ -3,23 +3,24 @@
 
 from __future__ import annotations
 
+import functools
 import getpass
+import hashlib
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import comm
 from IPython.core.error import StdinNotImplementedError
 
 from ddpilot.launching.options import Output
-from ddpilot.output.comm_bridge import CommBridge
-from ddpilot.output.rich_output import WIDGET, Rich, read_rich
+from ddpilot.output.cell_output import BaseView
+from ddpilot.output.rich_output import WIDGET, RichOutput, read_rich
 from ddpilot.output.screen import Screen, TextScreen
-from ddpilot.output.screen_view import ScreenView
-from ddpilot.output.shared_displays import Place, Places, Publisher
+from ddpilot.output.shared_displays import Publisher, SharedDisplay, SharedDisplays
 from ddpilot.output.view import RankMessage, SendToRank
-from ddpilot.output.widget_states import WidgetStates
 
 _MAX_REMEMBERED = 10_000
 """Maximum number of lines and displays of a cell that can be shown again after `clear_output` on some of its ranks."""
@@ -35,18 +36,18 @@ class _ShownLine:
 class NotebookScreen(TextScreen):
     """Shows lines on the notebook's stdout and stderr, and rich displays in `places`."""
 
-    def __init__(self, mode: Output, limit_bytes: int | None, places: Places, publisher: Publisher) -> None:
+    def __init__(self, mode: Output, limit_bytes: int | None, places: SharedDisplays, publisher: Publisher) -> None:
         super().__init__(mode, limit_bytes)
         self._places = places
         self._publisher = publisher
         self._rank_mode: Output = mode
-        self._shown: deque[_ShownLine | Place] = deque(maxlen=_MAX_REMEMBERED)
+        self._shown: deque[_ShownLine | SharedDisplay] = deque(maxlen=_MAX_REMEMBERED)
         self._to_clear: set[int] = set()
         places.begin()
         places.is_labelled = mode == "labelled"
 
     def hides_rich(self, rank: int) -> bool:
-        """True if the output mode excludes this rank. Rich displays do not count for the limit."""
+        """True if the output mode excludes this rank. RichOutput displays do not count for the limit."""
         return self._rank_mode == "silent" or (self._rank_mode == "rank_zero" and rank != 0)
 
     def line(self, ranks: Sequence[int], stream: str, text: str) -> None:
@@ -55,14 +56,14 @@ class NotebookScreen(TextScreen):
         self._shown.append(_ShownLine(set(ranks), stream, text))
         super().line(ranks, stream, text)
 
-    def rich(self, items: Mapping[int, Rich]) -> None:
+    def rich(self, items: Mapping[int, RichOutput]) -> None:
         """Show a display below the label of its ranks, or add the ranks to the label of an equal one."""
         self._clear_now(items)
         place = self._places.show(items)
         if place is not None:
             self._shown.append(place)
 
-    def update(self, items: Mapping[int, Rich]) -> None:
+    def update(self, items: Mapping[int, RichOutput]) -> None:
         """Replace the content of the display."""
         self._places.update(items)
 
@@ -77,7 +78,7 @@ class NotebookScreen(TextScreen):
         self._shown.extend(self._places.settle())
         super().close()
 
-    def _clear_now(self, ranks: Sequence[int] | Mapping[int, Rich], wait: bool = True) -> None:
+    def _clear_now(self, ranks: Sequence[int] | Mapping[int, RichOutput], wait: bool = True) -> None:
         if not self._to_clear.intersection(ranks):
             return
         gone, self._to_clear = self._to_clear, set()
@@ -85,15 +86,15 @@ class NotebookScreen(TextScreen):
         self._shown = deque(kept, maxlen=_MAX_REMEMBERED)
         self._publisher.clear_output(wait or bool(kept))
         for entry in kept:
-            if isinstance(entry, Place):
+            if isinstance(entry, SharedDisplay):
                 self._places.reshow(entry)
             else:
                 super().line(sorted(entry.ranks), entry.stream, entry.text)
 
 
-def _leave(entry: _ShownLine | Place, gone: set[int]) -> bool:
+def _leave(entry: _ShownLine | SharedDisplay, gone: set[int]) -> bool:
     """Remove ranks from something that is shown. Return True if any rank is left."""
-    if isinstance(entry, Place):
+    if isinstance(entry, SharedDisplay):
         for rank in gone & set(entry.members):
             del entry.members[rank]
         return bool(entry.members)
@@ -101,7 +102,7 @@ def _leave(entry: _ShownLine | Place, gone: set[int]) -> bool:
     return bool(entry.ranks)
 
 
-class NotebookView(ScreenView):
+class NotebookView(BaseView):
     """Shows output in the notebook of `shell`. `mode`, `limit_bytes`: a session's `output` and `output_limit_bytes`."""
 
     def __init__(self, shell: Any, mode: Output = "labelled", limit_bytes: int | None = None) -> None:
@@ -111,7 +112,7 @@ class NotebookView(ScreenView):
         self._limit_bytes = limit_bytes
         self._widgets = WidgetStates()
         self._bridge: CommBridge | None = None
-        self._places = Places(self._publisher, self._pair)
+        self._places = SharedDisplays(self._publisher, self._pair)
 
     def make_screen(self) -> Screen:
         """Return a screen on the notebook's current streams."""
@@ -121,7 +122,7 @@ class NotebookView(ScreenView):
         """Set the function that sends messages to the ranks' widgets."""
         self._bridge = CommBridge(send)
 
-    def read(self, message: RankMessage) -> Rich:
+    def read(self, message: RankMessage) -> RichOutput:
         """Return the display in a message. A widget is identified by its state."""
         view = message.content.get("data", {}).get(WIDGET, {})
         return read_rich(message, self._widgets.looks(view.get("model_id", "")) if view else None)
@@ -155,3 +156,119 @@ class NotebookView(ScreenView):
             for mine, theirs in self._widgets.twins(shown, widget):
                 if self._bridge is not None:
                     self._bridge.pair(mine, rank, theirs)
+
+
+_REFERENCE = "IPY_MODEL_"
+
+
+class WidgetStates:
+    """The state of every widget model of every rank, by comm id."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, dict[str, Any]] = {}
+
+    def take(self, message: RankMessage) -> None:
+        """Update the states from a "comm_open", "comm_msg" or "comm_close" message; ignore comms of other objects."""
+        comm_id, data = message.content.get("comm_id", ""), message.content.get("data", {})
+        if message.kind == "comm_close":
+            self._states.pop(comm_id, None)
+        elif isinstance(data, dict) and isinstance(data.get("state"), dict):
+            if message.kind == "comm_open":
+                self._states[comm_id] = {}
+            elif data.get("method") not in ("update", "echo_update"):
+                return
+            if comm_id in self._states:
+                self._states[comm_id].update(data["state"])
+                self._states[comm_id].update(_digests(data.get("buffer_paths", ()), message.buffers))
+
+    def looks(self, comm_id: str) -> object:
+        """Return the state of the widget, including nested widgets but without ids; None if the widget is unknown."""
+        return self._looks(comm_id, ()) if comm_id in self._states else None
+
+    def _looks(self, comm_id: str, above: tuple[str, ...]) -> object:
+        if comm_id in above or comm_id not in self._states:
+            return f"widget {above.index(comm_id) if comm_id in above else 'closed'}"
+        return self._resolve(self._states[comm_id], (*above, comm_id))
+
+    def _resolve(self, value: Any, above: tuple[str, ...]) -> object:
+        if isinstance(value, dict):
+            return {key: self._resolve(each, above) for key, each in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self._resolve(each, above) for each in value]
+        if isinstance(value, str) and value.startswith(_REFERENCE):
+            return self._looks(value.removeprefix(_REFERENCE), above)
+        return value
+
+    def twins(self, one: str, other: str) -> Iterator[tuple[str, str]]:
+        """Yield pairs of model ids at the same position in two widgets that look the same."""
+        pending, seen = [(one, other)], set[str]()
+        while pending:
+            left, right = pending.pop()
+            if left in seen or left not in self._states or right not in self._states:
+                continue
+            seen.add(left)
+            yield left, right
+            references = (_references(self._states[left]), _references(self._states[right]))
+            pending += zip(*references, strict=False)
+
+
+def _references(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        return [found for key in sorted(value) for found in _references(value[key])]
+    if isinstance(value, (list, tuple)):
+        return [found for each in value for found in _references(each)]
+    is_reference = isinstance(value, str) and value.startswith(_REFERENCE)
+    return [value.removeprefix(_REFERENCE)] if is_reference else []
+
+
+def _digests(paths: Any, buffers: list[bytes]) -> dict[str, str]:
+    """Return digests of the binary values of a state, such as an image's data, by their path."""
+    return {
+        "/".join(map(str, path)): hashlib.blake2b(buffer, digest_size=16).hexdigest()
+        for path, buffer in zip(paths, buffers, strict=False)
+    }
+
+
+class CommBridge:
+    """Forwards messages between the ranks' comms and the front end. `send` sends a message to a rank."""
+
+    def __init__(self, send: SendToRank) -> None:
+        self._send = send
+        self._comms: dict[str, comm.base_comm.BaseComm] = {}
+        self._alike: dict[str, list[tuple[int, str]]] = {}
+
+    def take(self, message: RankMessage) -> None:
+        """Forward a rank's "comm_open", "comm_msg" or "comm_close" to the front end."""
+        comm_id, data = message.content["comm_id"], message.content.get("data", {})
+        if message.kind == "comm_open":
+            opened = comm.create_comm(
+                target_name=message.content["target_name"],
+                target_module=message.content.get("target_module"),
+                comm_id=comm_id,
+                data=data,
+                metadata=message.metadata,
+                buffers=message.buffers,
+            )
+            opened.on_msg(functools.partial(self._answer, message.rank, "comm_msg"))
+            opened.on_close(functools.partial(self._answer, message.rank, "comm_close"))
+            self._comms[comm_id] = opened
+        elif message.kind == "comm_msg" and comm_id in self._comms:
+            self._comms[comm_id].send(data, message.metadata, message.buffers)
+        elif message.kind == "comm_close" and comm_id in self._comms:
+            self._comms.pop(comm_id).close(data, message.metadata, message.buffers)
+            self._alike.pop(comm_id, None)
+
+    def pair(self, shown: str, rank: int, alike: str) -> None:
+        """Also send the user's actions on the widget `shown` to the widget `alike` of `rank`."""
+        pairs = self._alike.setdefault(shown, [])
+        if (rank, alike) not in pairs:
+            pairs.append((rank, alike))
+
+    def _answer(self, rank: int, kind: str, message: dict[str, Any]) -> None:
+        content, metadata = message["content"], message.get("metadata") or {}
+        buffers = [bytes(buffer) for buffer in message.get("buffers") or ()]
+        data, comm_id = content.get("data", {}), content["comm_id"]
+        self._send(rank, kind, {"comm_id": comm_id, "data": data}, metadata, buffers)
+        if data.get("method") != "request_state":
+            for other, alike in self._alike.get(comm_id, ()):
+                self._send(other, kind, {"comm_id": alike, "data": data}, metadata, buffers)

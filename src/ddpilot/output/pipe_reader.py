@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import BinaryIO
 
 from ddpilot.output.cell_sources import name_cells
-from ddpilot.output.line_merger import Collapser
-from ddpilot.output.lines import Line, Lines, LineSplitter, Progress, texts_of
-from ddpilot.output.writer import Display
+from ddpilot.output.lines import Line, LineMerger, Lines, LineSplitter, Progress, texts_of
+from ddpilot.output.writer import LabelledWriter
 
 _CHUNK_BYTES = 1 << 16
 _MAX_PIPE_BYTES = 1 << 20
@@ -22,7 +21,7 @@ _HIDDEN_BYTES = 1 << 14
 """Bytes of each 64 KiB of hidden output that are split into lines, for error reports; splitting is the main cost."""
 
 
-class OutputPump:
+class PipeReader:
     """Reads the ranks' stdout and stderr pipes, identified by (rank, "stdout" or "stderr").
 
     `ranks`: number of ranks, or the ranks if they do not start at 0; progress bars of the lowest one are shown.
@@ -32,7 +31,7 @@ class OutputPump:
     def __init__(
         self,
         ranks: int | Sequence[int],
-        display: Display,
+        display: LabelledWriter,
         copies: Mapping[tuple[int, str], BinaryIO] | None = None,
     ) -> None:
         numbers = range(ranks) if isinstance(ranks, int) else ranks
@@ -41,7 +40,7 @@ class OutputPump:
         self.num_bytes = 0
         """Bytes read so far from all pipes."""
         self._bars_rank = min(numbers)
-        self._collapser = Collapser(len(numbers))
+        self._collapser = LineMerger(len(numbers))
         self._splitters: dict[tuple[int, str], LineSplitter] = {}
         self._last_lines = {rank: deque[str](maxlen=_MAX_LAST_LINES) for rank in numbers}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Rich`: a figure, table or other rich display of a rank, with a fingerprint to find equal ones."""
+"""`RichOutput`: a figure, table or other rich display of a rank, with a fingerprint to find equal ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SOURCE = re.compile(r"application/vnd\.[^;]*\+json")
 
 
 @dataclass(frozen=True)
-class Rich:
+class RichOutput:
     """A rich display of one rank. `display_id` is the rank's own id for it, or ""."""
 
     data: dict[str, Any]
@@ -55,14 +55,14 @@ class Rich:
         return str(self.data[WIDGET].get("model_id", "")) if WIDGET in self.data else ""
 
 
-def read_rich(message: RankMessage, widget: object = None) -> Rich:
+def read_rich(message: RankMessage, widget: object = None) -> RichOutput:
     """Return the display in a "display_data", "execute_result" or "update_display_data" message.
 
     `widget`: the state of the widget if the display is one; its own data is just an id.
     """
     content = message.content
     data, metadata = content.get("data", {}), content.get("metadata", {})
-    return Rich(
+    return RichOutput(
         data=data,
         metadata=metadata,
         display_id=str(content.get("transient", {}).get("display_id", "")),

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from ddpilot.output.rich_output import Rich
-from ddpilot.output.writer import Display
+from ddpilot.output.rich_output import RichOutput
+from ddpilot.output.writer import LabelledWriter
 
 
 class Screen(Protocol):
@@ -38,10 +38,10 @@ class Screen(Protocol):
     def unfinished(self, stream: str, text: str, rank: int = 0) -> None:
         """Show a line without a newline below all others, until `rank` continues it; "" removes it."""
 
-    def rich(self, items: Mapping[int, Rich]) -> None:
+    def rich(self, items: Mapping[int, RichOutput]) -> None:
         """Show a rich display."""
 
-    def update(self, items: Mapping[int, Rich]) -> None:
+    def update(self, items: Mapping[int, RichOutput]) -> None:
         """Replace the content of the displays with the same display id."""
 
     def clear(self, ranks: Sequence[int], wait: bool) -> None:
@@ -57,7 +57,7 @@ class Screen(Protocol):
         """The cell is over."""
 
 
-class TextScreen(Display):
+class TextScreen(LabelledWriter):
     """Text only, on the parent's stdout and stderr: a rich display is shown as its plain text."""
 
     def hides_rich(self, rank: int) -> bool:
@@ -72,13 +72,13 @@ class TextScreen(Display):
         elif not text:
             self._erase_bar()
 
-    def rich(self, items: Mapping[int, Rich]) -> None:
+    def rich(self, items: Mapping[int, RichOutput]) -> None:
         """Show the plain text of the display."""
         text = next(iter(items.values())).text
         for line in text.split("\n") if text else ():
             self.line(list(items), "stdout", line)
 
-    def update(self, items: Mapping[int, Rich]) -> None:
+    def update(self, items: Mapping[int, RichOutput]) -> None:
         """Show the new text, unless it is only a placeholder such as "<Figure ...>"."""
         if not next(iter(items.values())).text.startswith("<"):
             self.rich(items)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Places`: rich displays of ranks in a notebook, one for all ranks whose display looks the same."""
+"""`SharedDisplays`: rich displays of ranks in a notebook, one for all ranks whose display looks the same."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ddpilot.findings.text import render_ranks
-from ddpilot.output.rich_output import Rich
+from ddpilot.output.rich_output import RichOutput
 
 # Has the style and horizontal position of the label of a line.
 _LABEL_STYLE = (
@@ -37,14 +37,14 @@ class Publisher(Protocol):
 
 
 @dataclass
-class Place:
+class SharedDisplay:
     """One display in the notebook, below a label that is itself a display, so that it can be updated."""
 
     display_id: str
     fingerprint: str
     """Fingerprint of what was first shown here, by which displays of slower ranks are matched."""
 
-    members: dict[int, Rich] = field(default_factory=dict)
+    members: dict[int, RichOutput] = field(default_factory=dict)
     """By rank: what it shows here now. The lowest rank's display is visible."""
 
     @property
@@ -53,7 +53,7 @@ class Place:
         return min(self.members)
 
 
-class Places:
+class SharedDisplays:
     """All displays of one session. `publisher()` returns the notebook's current publisher.
 
     `pair(shown, alike)` is called for widgets that share a place: the id of the visible one, and those of the others by
@@ -65,10 +65,10 @@ class Places:
         self._pair = pair
         self._prefix = f"ddpilot-{uuid.uuid4().hex[:12]}"
         self._count = 0
-        self._recent: list[Place] = []  # places of this cell, in order
+        self._recent: list[SharedDisplay] = []  # places of this cell, in order
         self._last: dict[int, int] = {}  # by rank: index of its last place in `_recent`
-        self._by_id: dict[tuple[int, str], Place] = {}  # by rank and the rank's own display id
-        self._changed: dict[str, Place] = {}
+        self._by_id: dict[tuple[int, str], SharedDisplay] = {}  # by rank and the rank's own display id
+        self._changed: dict[str, SharedDisplay] = {}
         self.is_labelled = True
 
     def begin(self) -> None:
@@ -76,7 +76,7 @@ class Places:
         self._recent.clear()
         self._last.clear()
 
-    def show(self, items: Mapping[int, Rich]) -> Place | None:
+    def show(self, items: Mapping[int, RichOutput]) -> SharedDisplay | None:
         """Show displays that look the same. Return the new place, or None if they were added to an existing one."""
         for rank, rich in items.items():
             if (rank, rich.display_id) in self._by_id:
@@ -96,7 +96,7 @@ class Places:
             self._pair(widgets.pop(place.lead), widgets)
         return place if is_new else None
 
-    def update(self, items: Mapping[int, Rich]) -> None:
+    def update(self, items: Mapping[int, RichOutput]) -> None:
         """Replace the content of displays with the same display ids. Unknown ids are ignored, as in Jupyter."""
         for rank, rich in items.items():
             place = self._by_id.get((rank, rich.display_id))
@@ -110,7 +110,7 @@ class Places:
                 if rich.is_blank != was_blank:
                     self._label(place, update=True)
 
-    def settle(self) -> list[Place]:
+    def settle(self) -> list[SharedDisplay]:
         """At the end of a cell, give ranks whose display differs from the visible one a place of their own.
 
         During a cell, ranks may differ because one is ahead of another.
@@ -118,7 +118,7 @@ class Places:
         new = []
         for place in self._changed.values():
             shown = place.members[place.lead].fingerprint if place.members else ""
-            apart: dict[str, dict[int, Rich]] = {}
+            apart: dict[str, dict[int, RichOutput]] = {}
             for rank, rich in place.members.items():
                 if rich.fingerprint != shown:
                     apart.setdefault(rich.fingerprint, {})[rank] = rich
@@ -132,13 +132,13 @@ class Places:
         self._changed.clear()
         return new
 
-    def reshow(self, place: Place) -> None:
+    def reshow(self, place: SharedDisplay) -> None:
         """Show a place with its label."""
         self._label(place)
         rich = place.members[place.lead]
         self._publish(place.display_id, rich.data, rich.metadata)
 
-    def _find(self, items: Mapping[int, Rich]) -> Place | None:
+    def _find(self, items: Mapping[int, RichOutput]) -> SharedDisplay | None:
         after = max(self._last.get(rank, -1) for rank in items)
         fingerprint = next(iter(items.values())).fingerprint
         for place in self._recent[after + 1 :]:
@@ -146,15 +146,15 @@ class Places:
                 return place
         return None
 
-    def _add(self, items: Mapping[int, Rich]) -> Place:
+    def _add(self, items: Mapping[int, RichOutput]) -> SharedDisplay:
         self._count += 1
         fingerprint = next(iter(items.values())).fingerprint
-        place = Place(f"{self._prefix}-{self._count}", fingerprint, dict(items))
+        place = SharedDisplay(f"{self._prefix}-{self._count}", fingerprint, dict(items))
         self._last.update(dict.fromkeys(items, len(self._recent)))
         self._recent.append(place)
         return place
 
-    def _join(self, place: Place, items: Mapping[int, Rich]) -> None:
+    def _join(self, place: SharedDisplay, items: Mapping[int, RichOutput]) -> None:
         lead = place.lead
         place.members.update(items)
         self._last.update(dict.fromkeys(items, self._recent.index(place)))
@@ -164,7 +164,7 @@ class Places:
             rich = place.members[place.lead]
             self._publish(place.display_id, rich.data, rich.metadata, update=True)
 
-    def _label(self, place: Place, *, update: bool = False) -> None:
+    def _label(self, place: SharedDisplay, *, update: bool = False) -> None:
         """Show the label with the ranks of the place; "" if its display is blank, such as a removed progress bar."""
         if self.is_labelled:
             is_blank = not place.members or place.members[place.lead].is_blank

@@ -9,13 +9,13 @@ import re
 import sys
 
 from ddpilot.launching.options import Output
+from ddpilot.output.cell_output import BaseView
 from ddpilot.output.screen import Screen, TextScreen
-from ddpilot.output.screen_view import ScreenView
 
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
 
-class TextView(ScreenView):
+class TextView(BaseView):
     """Writes to `sys.stdout` and `sys.stderr`. `mode` and `limit_bytes`: a session's `output` and `output_limit_bytes`.
 
     The limit applies per rank and cell; None: 1 MB in a notebook, else no limit.

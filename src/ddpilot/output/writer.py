@@ -11,7 +11,7 @@ from typing import TextIO
 
 from ddpilot.findings.text import render_ranks
 from ddpilot.launching.options import Output
-from ddpilot.output.line_merger import Waiting
+from ddpilot.output.lines import PendingLine
 
 _NOTEBOOK_LIMIT_BYTES = 1_000_000
 
@@ -23,7 +23,7 @@ class _Nowhere(io.TextIOBase):
         return len(text)
 
 
-class Display:
+class LabelledWriter:
     """Displays ranks' output on the parent's `sys.stdout` and `sys.stderr` as they are at construction."""
 
     def __init__(self, mode: Output, limit_bytes: int | None) -> None:
@@ -65,7 +65,7 @@ class Display:
             self._count_shown(ranks, text)
         self._write(stream, f"{self._label(ranks)}{text}\n")
 
-    def lines(self, entries: Iterable[Waiting]) -> None:
+    def lines(self, entries: Iterable[PendingLine]) -> None:
         """Show lines, with one write for consecutive lines of the same stream."""
         stream, label = "", ""
         ranks: list[int] = []

@@ -37,7 +37,7 @@ _MAX_FRAMES = 16
 """Number of frames around the user's frame that are examined, as in the compiled recorder."""
 
 
-Trail = tuple[FrameType | None, CodeType | None, str, bool]
+CallPath = tuple[FrameType | None, CodeType | None, str, bool]
 """The user's frame; the library function that its line called; the innermost function of DistributedDataParallel
 between them, or empty; True if the collective comes from torch's gradient reducer or from one of torch's communication
 hooks."""
@@ -51,10 +51,10 @@ class SiteFinder:
         self._starters = os.path.join(self._ours, "launching", "")
         self._kinds: dict[str, int] = {}
 
-    def walk(self, frame: FrameType | None) -> Trail:
+    def walk(self, frame: FrameType | None) -> CallPath:
         """Walk from `frame` outwards to the innermost frame of the user, or else to the innermost one of a library."""
         kinds = self._kinds
-        nearest: Trail | None = None
+        nearest: CallPath | None = None
         called = None
         ddp = ""
         # No frame: a thread of the autograd engine, or another thread created by torch.
@@ -129,7 +129,7 @@ def find_ddp_model(frame: FrameType | None) -> Any:
     return None
 
 
-def describe_site(trail: Trail, callers: Sequence[FrameType] = ()) -> dict[str, Any]:
+def describe_site(trail: CallPath, callers: Sequence[FrameType] = ()) -> dict[str, Any]:
     """Return the ring's fact for a trail, with the source line: the source of a cell cannot be read later."""
     frame, called, _, _ = trail
     fact: dict[str, Any] = {"via": _name(called)}

@@ -22,9 +22,8 @@ from typing import Any, NamedTuple
 
 from ddpilot.environments.private_files import open_own_file
 from ddpilot.errors import RecordError
-from ddpilot.record.flight_ring.writer import map_file
-from ddpilot.record.forks import ForkGuard
-from ddpilot.record.pieces import DAMAGES, Pieces
+from ddpilot.record.flight_ring.reader import DAMAGES, Pieces
+from ddpilot.record.flight_ring.writer import ForkGuard, map_file
 
 MAGIC = b"DDPJRNL\n"
 VERSION = 2

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import _thread
 import faulthandler
+import inspect
 import opcode
 import os
 import signal
@@ -19,11 +20,11 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
-from typing import NamedTuple
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
 
-from ddpilot.environments.private_files import is_own_process, open_own_fifo, open_own_file
-from ddpilot.environments.running_frames import reading_frames
+from ddpilot.environments.private_files import is_own_process, open_own_fifo, open_own_file, write_own_text
+from ddpilot.environments.running_frames import main_frame, reading_frames
 
 WATCH_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR1) + 6
 """Requests a stack from the fault handler. A real-time signal, as SIGUSR1 and SIGUSR2 are left to the user and
@@ -167,3 +168,120 @@ def is_answering(pid: int) -> bool:
         return False
     caught = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)
     return bool(caught >> (WATCH_SIGNAL - 1) & 1)
+
+
+_CHECK_NS = 1_000_000_000
+_THIS_MACHINE = ("localhost", "127.", "::1")
+
+
+class PendingInit(NamedTuple):
+    """A call of init_process_group that has not returned."""
+
+    since_ns: int
+    """Time at which it was first seen, on CLOCK_MONOTONIC."""
+    world_size: int
+    rank: int
+    is_closed: bool
+    """True if only ranks of this job can join: they meet in their launcher's store, on this machine, and this process
+    has no children that could be ranks too. False during the first second."""
+
+
+class InitFinder:
+    """Finds a call of `init_process_group` on the main thread's stack; polled by one thread."""
+
+    def __init__(self, init_process_group: Any) -> None:
+        self._code: CodeType = inspect.unwrap(init_process_group).__code__
+        self._since_ns = self._checked_ns = 0
+        self._is_closed = False
+
+    def find(self, now_ns: int) -> PendingInit | None:
+        """Return the call that the main thread is in; None without one, or before its rank and size are resolved."""
+        with reading_frames():
+            frame = self._find_frame()
+            said = None if frame is None else frame.f_locals
+        if said is None:
+            self._since_ns = 0
+            return None
+        self._since_ns = self._since_ns or now_ns
+        world_size, rank = said.get("world_size"), said.get("rank")
+        if not (isinstance(world_size, int) and isinstance(rank, int) and world_size > 0 and rank >= 0):
+            return None
+        if now_ns - max(self._since_ns, self._checked_ns) > _CHECK_NS:
+            self._checked_ns = now_ns
+            self._is_closed = _meets_in_own_store(said.get("init_method")) and not _has_children()
+        return PendingInit(self._since_ns, world_size, rank, self._is_closed and self._checked_ns > self._since_ns)
+
+    def _find_frame(self) -> FrameType | None:
+        frame = main_frame()
+        while frame is not None and frame.f_code is not self._code:
+            frame = frame.f_back
+        return frame
+
+
+def _has_children() -> bool:
+    import psutil  # imported here, as few ranks wait this long
+
+    return bool(psutil.Process().children())
+
+
+def _meets_in_own_store(init_method: object) -> bool:
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_here = os.environ.get("MASTER_ADDR", "").startswith(_THIS_MACHINE)
+    return isinstance(init_method, str) and init_method.startswith("env://") and is_agents and is_here
+
+
+_RENDEZVOUS = os.path.join("torch", "distributed", "rendezvous.py")
+_STORE = "TCPStore"
+
+
+def connecting_path(folder: str | os.PathLike[str], rank: int) -> Path:
+    """Return the file in which `rank` keeps its stack while it connects to a store; it does not exist otherwise."""
+    return Path(folder) / f"rank{rank}.connecting"
+
+
+class ConnectFile:
+    """Keeps the file `path` in existence while the main thread may be in a `TCPStore` call."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._written: tuple[tuple[str, int, str], ...] = ()
+        self._is_off = False
+        with suppress(OSError):
+            path.unlink(missing_ok=True)  # from an earlier process
+
+    def tick(self, *, is_outside: bool) -> None:
+        """Check where the main thread is. `is_outside`: True if the process is in no process group."""
+        if self._is_off or not (is_outside or self._written):
+            return
+        try:
+            self._note(_find_calls() if is_outside else ())
+        except Exception:  # noqa: BLE001 - without the file, the stack is requested by a signal as usual
+            self._is_off = True
+
+    def _note(self, calls: tuple[tuple[str, int, str], ...]) -> None:
+        if calls == self._written:
+            return
+        self._written = calls
+        if not calls:
+            self._path.unlink(missing_ok=True)
+            return
+        text = "".join(f'  File "{file}", line {line} in {function}\n' for file, line, function in calls)
+        write_own_text(self._path, text)
+
+
+def _find_calls() -> tuple[tuple[str, int, str], ...]:
+    """Return the main thread's calls, innermost first, if the innermost one may be connecting to a store; else none."""
+    frame = main_frame()
+    if frame is None or not may_make_store(frame):
+        return ()
+    found = []
+    with reading_frames():
+        while frame is not None:
+            found.append((frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
+            frame = frame.f_back
+    return tuple(found)
+
+
+def may_make_store(frame: FrameType) -> bool:
+    """True if this function calls `TCPStore`, which is implemented in C++ and has no Python frame."""
+    return _STORE in frame.f_code.co_names or frame.f_code.co_filename.endswith(_RENDEZVOUS)

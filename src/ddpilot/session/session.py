@@ -3,18 +3,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ddpilot.errors import LaunchInterrupted, RankError
+from ddpilot.errors import LaunchError, LaunchInterrupted, RankError
+from ddpilot.findings.text import render_ranks
 from ddpilot.launching.function_launch.launch import check_function
-from ddpilot.launching.keywords import check_keywords, explain_unknown
+from ddpilot.launching.options import check_keywords, explain_unknown
 from ddpilot.launching.shipping import fd_socket
 from ddpilot.launching.shipping.memory_file import map_private
 from ddpilot.launching.shipping.parcel import open_parcel
@@ -24,17 +26,16 @@ from ddpilot.launching.system_limits import limits_explained
 from ddpilot.output.cell_sources import collect_sources
 from ddpilot.output.view import View
 from ddpilot.session import arguments
-from ddpilot.session.choosing import choose, choose_one
-from ddpilot.session.deaths import describe_absent
+from ddpilot.session.arguments import check_rank, check_ranks
+from ddpilot.session.execution.outcome import Outcome
+from ddpilot.session.kernels.event_router import InterruptListener
 from ddpilot.session.kernels.processes import check_installed
 from ddpilot.session.kernels.stacks import trim_stack
+from ddpilot.session.kernels.states import describe_absent, make_dead_error
 from ddpilot.session.options import SessionOptions
-from ddpilot.session.protocol.variables import check_complete, describe_pushed
-from ddpilot.session.refusals import make_refusal_error
-from ddpilot.session.sourced import call_with_sources
+from ddpilot.session.protocol.entry_points import call_with_sources
+from ddpilot.session.protocol.variables import check_complete, describe_pushed, make_refusal_error
 from ddpilot.session.status import RankStatus
-from ddpilot.session.stopped import describe_push, saying
-from ddpilot.session.stops import Stops
 from ddpilot.watch.options import OnFinding
 
 if TYPE_CHECKING:
@@ -104,12 +105,12 @@ class Session:
             stall_warn_s=stall_warn_s,
         )
         check_installed()
-        from ddpilot.session.execution.runner import Work  # needs the packages that `check_installed` looks for
+        from ddpilot.session.execution.runner import Runner  # needs the packages that `check_installed` looks for
 
         self._view = _default_view(self.options) if view is None else view
         with limits_explained("starting a session"):
             self._ranks = _start_ranks(self.options, self._view)
-        self._work = Work(self._ranks)
+        self._work = Runner(self._ranks)
         self._num_cells = 0
         self._finalizer = weakref.finalize(self, self._ranks.close)
 
@@ -133,7 +134,7 @@ class Session:
 
         Can be called while another thread runs a cell. Takes a tenth of a second.
         """
-        from ddpilot.session.statuses import read_statuses
+        from ddpilot.session.status import read_statuses
 
         return read_statuses(self._ranks)
 
@@ -160,7 +161,7 @@ class Session:
         KeyboardInterrupt, if it is interrupted.
         """
         arguments.check_code(code)
-        chosen = choose(self._ranks, ranks, "running a cell")
+        chosen = select_ranks(self._ranks, ranks, "running a cell")
         if ranks is None and len(chosen) < self.world_size:
             self._ranks.note(describe_absent(self._ranks.standing.dead, chosen))
         self._num_cells = cell if cell is not None else self._num_cells + 1
@@ -179,10 +180,10 @@ class Session:
         """
         name = check_function(fn)
         check_keywords(name, fn, kwargs, lambda keyword: "")
-        chosen = choose(self._ranks, None, f"running `{name}`", all_live=True)
+        chosen = select_ranks(self._ranks, None, f"running `{name}`", all_live=True)
         parts = {"fn": fn, "args": args, "kwargs": kwargs}
         call = (call_with_sources, (collect_sources(), fn, *args), kwargs)
-        with saying(f"`{name}` was stopped before any rank ran it"):
+        with interrupt_message(f"`{name}` was stopped before any rank ran it"):
             parcel, known = ship("ddpilot-call", parts, call, did=f"running `{name}`", known=None)
         outcome, answers = self._with_parcel("call", {}, chosen, parcel, name)
         try:
@@ -203,9 +204,9 @@ class Session:
         """
         arguments.check_values(values)
         check_complete(values)
-        chosen = choose(self._ranks, ranks, "pushing")
+        chosen = select_ranks(self._ranks, ranks, "pushing")
         did = f"pushing {', '.join(values)}"
-        with saying(f"{did} was stopped: nothing was set on any rank"):
+        with interrupt_message(f"{did} was stopped: nothing was set on any rank"):
             parcel, _ = ship("ddpilot-push", values, dict(values), did=did, known=None)
         outcome, _ = self._with_parcel("push", {}, chosen, parcel, "push")
         if outcome.was_stopped:
@@ -226,7 +227,7 @@ class Session:
         is_one = isinstance(expression, str) or not isinstance(expression, Sequence)
         expressions = [arguments.check_expression(each) for each in ([expression] if is_one else expression)]
         did = f"pulling {', '.join(f'`{each}`' for each in expressions)}"
-        chosen = choose_one(self._ranks, rank, did)
+        chosen = select_rank(self._ranks, rank, did)
         name = f"pull {' '.join(expressions)}"
         outcome, answers = self._with_parcel("pull", {"expressions": expressions}, chosen, None, name)
         try:
@@ -266,7 +267,7 @@ class Session:
 
         By rank: the user's frames of the main thread, or "idle" if no cell is running. Takes up to a second.
         """
-        chosen = choose(self._ranks, ranks, "reading stacks")
+        chosen = select_ranks(self._ranks, ranks, "reading stacks")
         return {rank: trim_stack(text) for rank, text in self._ranks.read_stacks(chosen).items()}
 
     def complete(
@@ -305,14 +306,14 @@ class Session:
         A second call does nothing. Raises LaunchInterrupted if it is interrupted; the ranks have ended all the same.
         """
         if self.is_running:
-            with saying(
+            with interrupt_message(
                 "the stop was cut short: the ranks were killed before they were through with their exit handlers"
             ):
                 try:
                     self._ranks.end_turn()
                     self._work.finish()
                 finally:
-                    with Stops(queue.SimpleQueue()):
+                    with InterruptListener(queue.SimpleQueue()):
                         self._finalizer()
 
     def _open_error(self, parcel: int, known: list[Any], rank: int) -> BaseException | None:
@@ -361,3 +362,53 @@ def _start_ranks(options: SessionOptions, view: View) -> Ranks:
     except KeyboardInterrupt:
         raise LaunchInterrupted("starting the ranks was stopped: none of them runs") from None
     return ranks
+
+
+def select_ranks(ranks: Ranks, asked: Iterable[int] | None, did: str, *, all_live: bool = False) -> tuple[int, ...]:
+    """Return the ranks that `did` runs on: `asked`, or all live ranks if `asked` is None.
+
+    With `all_live`, None requires that every rank is alive. If the session respawns ranks, dead ranks count as live.
+    Raises LaunchError if a required rank is dead, if no rank is live, or if the session was stopped.
+    """
+    if ranks.is_closed:
+        raise LaunchError(did, found="the session was stopped", fix="Start a new one")
+    dead, respawns = ranks.standing.dead, ranks.options.respawn
+    chosen = tuple(range(ranks.world_size)) if asked is None else check_ranks(asked, ranks.world_size, did)
+    missing = [rank for rank in chosen if rank in dead]
+    if respawns or not missing:
+        return chosen
+    if asked is None and not all_live and len(missing) < ranks.world_size:
+        return tuple(rank for rank in chosen if rank not in dead)
+    raise make_dead_error(did, missing, dead, can_restart=ranks.host.can_start)
+
+
+def select_rank(ranks: Ranks, rank: int | None, did: str) -> tuple[int, ...]:
+    """Return `rank` as a tuple, or all ranks if it is None. Raises LaunchError if one of them is dead."""
+    if rank is None:
+        return select_ranks(ranks, None, did, all_live=True)
+    return select_ranks(ranks, [check_rank(rank, ranks.world_size, did, "Give the number of one rank, or None")], did)
+
+
+@contextlib.contextmanager
+def interrupt_message(text: str) -> Iterator[None]:
+    """Turn a KeyboardInterrupt in the body into LaunchInterrupted with `text`; a LaunchInterrupted is passed on."""
+    try:
+        yield
+    except LaunchInterrupted:
+        raise
+    except KeyboardInterrupt:
+        raise LaunchInterrupted(text) from None
+
+
+def describe_push(names: Iterable[str], outcome: Outcome) -> str:
+    """Describe on which ranks variables are set after an interrupted push. Each rank has set all of them or none."""
+    parts = outcome.parts.values()
+    done = sorted(part.rank for part in parts if part.report is not None and part.report.status == "ok")
+    dead = sorted(part.rank for part in parts if part.ended is not None)
+    left = sorted({part.rank for part in parts} - {*done, *dead})
+    states = [
+        f"{state} {render_ranks(ranks)}"
+        for state, ranks in (("set on", done), ("not set on", left), ("it cost the life of", dead))
+        if ranks
+    ]
+    return f"pushing {', '.join(names)} was stopped: {', '.join(states)}"

@@ -3,8 +3,18 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
+
+import psutil
+
+from ddpilot.environments.nvml import GpuUse, read_gpus
+from ddpilot.errors import RecordError
+from ddpilot.record.flight_ring.reader import read_now
+from ddpilot.record.hook import ring_path
+from ddpilot.session.kernels.manager import Ranks
 
 State = Literal["idle", "busy", "dead"]
 
@@ -48,3 +58,149 @@ class RankStatus:
     gpu_memory_bytes: int | None = None
     reason: str = ""
     """How it died, such as ``was killed by SIGKILL``; empty if it is alive."""
+
+
+def read_statuses(ranks: Ranks) -> tuple[RankStatus, ...]:
+    """Return the status of every rank, in rank order. Takes a tenth of a second, in which CPU usage is measured."""
+    pids = {rank: pid for rank in ranks.standing.live if (pid := ranks.host.pid(rank)) is not None}
+    usage = collect_usage(pids.values())
+    return tuple(_status(ranks, rank, pids.get(rank), usage) for rank in range(ranks.world_size))
+
+
+def _status(ranks: Ranks, rank: int, pid: int | None, usage: dict[int, Usage]) -> RankStatus:
+    reason, running = ranks.standing.dead.get(rank), ranks.standing.busy.get(rank)
+    idle_since_s = ranks.standing.since_s.get(rank, time.monotonic())
+    state: State = "dead" if reason is not None else "busy" if running is not None else "idle"
+    uses = None if pid is None else usage.get(pid)
+    return RankStatus(
+        rank=rank,
+        state=state,
+        since_s=running[1] if state == "busy" and running is not None else idle_since_s,
+        pid=pid,
+        cell=running[0] if running is not None else None,
+        collective=None if reason is not None else _collective(ranks, rank),
+        cpu_percent=None if uses is None else uses.cpu_percent,
+        memory_bytes=None if uses is None else uses.memory_bytes,
+        gpu_percent=None if uses is None else uses.gpu_percent,
+        gpu_memory_bytes=None if uses is None else uses.gpu_memory_bytes,
+        reason=reason or "",
+    )
+
+
+def _collective(ranks: Ranks, rank: int) -> CollectiveStatus | None:
+    try:
+        entry = read_now(ring_path(ranks.ring_folder, rank)).waiting
+    except (RecordError, OSError):  # no ring: the status has no collective
+        return None
+    if entry is None:
+        return None
+    is_default = entry.group is None or entry.group.description in ("default_pg", "") or entry.group.size == 0
+    return CollectiveStatus(
+        op=entry.op,
+        since_s=entry.start_ns / 1e9,
+        site=entry.line.place if entry.line is not None else "",
+        group="" if is_default or entry.group is None else entry.group.description or entry.group.name,
+        seq=entry.seq,
+        is_watched=entry.is_watched,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """Usage of one process and all its descendants, such as the workers of a `DataLoader`."""
+
+    cpu_percent: float
+    """In percent of one core: 200 is two cores."""
+    memory_bytes: int
+    """Memory; where the platform reports PSS, pages shared by several processes are divided between them."""
+    gpu_percent: float | None
+    """Utilization, by all processes, of the busiest GPU that it uses; None if it uses none or the driver does not
+    report it."""
+    gpu_memory_bytes: int | None
+    """Its own memory on all GPUs; None if not known."""
+
+
+def collect_usage(pids: Iterable[int], *, interval_s: float = 0.1) -> dict[int, Usage]:
+    """Return the usage of each process in `pids`; processes that have ended are left out.
+
+    Takes `interval_s` seconds, in which CPU usage is measured, and about 5 ms per process.
+    """
+    asked = tuple(pids)
+    if not asked:
+        return {}
+    cpu_before, began_s = _read_cpu(_families(asked)), time.monotonic()
+    time.sleep(interval_s)
+    families = _families(asked)
+    cpu_after, duration_s = _read_cpu(families), time.monotonic() - began_s
+    memory, gpus = {pid: _read_memory(family) for pid, family in families.items()}, read_gpus()
+    return {
+        pid: Usage(
+            cpu_percent=max(0.0, 100 * (cpu_after[pid] - cpu_before[pid]) / duration_s),
+            memory_bytes=memory[pid],
+            gpu_percent=_busiest(families[pid], gpus),
+            gpu_memory_bytes=_sum_gpu_memory(families[pid], gpus),
+        )
+        for pid in asked
+        if pid in cpu_before and pid in cpu_after and memory[pid]
+    }
+
+
+Family = list[psutil.Process]
+
+
+def _families(pids: Iterable[int]) -> dict[int, Family]:
+    """Return each process with all its descendants, by pid, from one listing of the machine's processes."""
+    children: dict[int, Family] = {}
+    processes: dict[int, psutil.Process] = {}
+    for process in psutil.process_iter(["ppid"]):
+        processes[process.pid] = process
+        children.setdefault(process.info["ppid"], []).append(process)
+    families = {}
+    for pid in pids:
+        if pid in processes:
+            family = families[pid] = [processes[pid]]
+            for member in family:  # grows during iteration
+                family += children.get(member.pid, [])
+    return families
+
+
+def _read_cpu(families: Mapping[int, Family]) -> dict[int, float]:
+    """Return the CPU seconds used by each family, by pid, including children that have ended."""
+    used: dict[int, float] = {}
+    for pid, family in families.items():
+        for process in family:
+            try:
+                times = process.cpu_times()
+            except psutil.Error:  # the process has just ended
+                continue
+            ended_s = getattr(times, "children_user", 0.0) + getattr(times, "children_system", 0.0)
+            used[pid] = used.get(pid, 0.0) + times.user + times.system + ended_s
+    return used
+
+
+def _read_memory(family: Family) -> int:
+    num_bytes = 0
+    for process in family:
+        try:
+            num_bytes += _share(process)
+        except psutil.Error:
+            continue
+    return num_bytes
+
+
+def _share(process: psutil.Process) -> int:
+    try:
+        memory = process.memory_full_info()
+    except psutil.AccessDenied:
+        return int(process.memory_info().rss)
+    return int(getattr(memory, "pss", memory.uss))
+
+
+def _busiest(family: Family, gpus: Iterable[GpuUse]) -> float | None:
+    mine = {process.pid for process in family}
+    return max((gpu.percent for gpu in gpus if mine & set(gpu.memory_bytes) and gpu.percent is not None), default=None)
+
+
+def _sum_gpu_memory(family: Family, gpus: Iterable[GpuUse]) -> int | None:
+    known = [gpu.memory_bytes.get(process.pid) for process in family for gpu in gpus]
+    return sum(found) if (found := [num_bytes for num_bytes in known if num_bytes is not None]) else None

@@ -7,7 +7,9 @@ import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ddpilot.source.parsed_file import Block, Source
+from ddpilot.source.parsed_file import Block, Source, Sources
+from ddpilot.watch.explain.text import show_file
+from ddpilot.watch.snapshot.stacks import Chain
 
 _ENDS = ("exit", "_exit", "quit", "abort")
 _SUPPRESSES = ("suppress",)
@@ -15,7 +17,7 @@ _PARTS_OF_MODELS = frozenset({"parameters", "named_parameters", "modules", "name
 
 
 @dataclass(frozen=True, slots=True)
-class Spot:
+class DecisionPoint:
     """A source line that decides which path is taken."""
 
     line: int
@@ -29,7 +31,7 @@ class Spot:
     """Lines that a rank runs either every time or never: the condition depends only on the rank and on constants."""
 
 
-def guards(source: Source, blocks: Sequence[Block], line: int, callee: str = "") -> list[Spot]:
+def guards(source: Source, blocks: Sequence[Block], line: int, callee: str = "") -> list[DecisionPoint]:
     """Return the conditions that decide whether `line` is reached, outermost first.
 
     These are conditions around it and early returns before it. `blocks`: the enclosing blocks to consider. `callee`:
@@ -45,28 +47,28 @@ def guards(source: Source, blocks: Sequence[Block], line: int, callee: str = "")
         if source.depends_on_rank(statement.test) and not is_in_loop:
             lines = range((statement.end_lineno or statement.lineno) + 1, line + 1)
             fixed = lines if source.is_fixed(statement.test) else range(0)
-            found.append(Spot(statement.lineno, source.text(statement.lineno), True, True, fixed_lines=fixed))
+            found.append(DecisionPoint(statement.lineno, source.text(statement.lineno), True, True, fixed_lines=fixed))
     return found
 
 
-def _condition(source: Source, block: Block) -> Spot | None:
+def _condition(source: Source, block: Block) -> DecisionPoint | None:
     node = block.node
     if isinstance(node, ast.If):
         is_else = block.part == "orelse"
         depends = source.depends_on_rank(node.test)
         lines = _lines_of(node.orelse if is_else else node.body)
         fixed = lines if depends and source.is_fixed(node.test) else range(0)
-        return Spot(node.lineno, source.text(node.lineno), depends, is_else, bool(node.orelse), fixed)
+        return DecisionPoint(node.lineno, source.text(node.lineno), depends, is_else, bool(node.orelse), fixed)
     if isinstance(node, ast.Match) and block.part.startswith("case "):
         case = node.cases[int(block.part.removeprefix("case "))]
         asked = [node.subject, *([case.guard] if case.guard is not None else [])]
         others = any(not isinstance(each.body[0], ast.Pass) for each in node.cases if each is not case)
         text = f"{source.text(node.lineno)} {source.text(case.pattern.lineno)}"
-        return Spot(node.lineno, text, any(map(source.depends_on_rank, asked)), False, others)
+        return DecisionPoint(node.lineno, text, any(map(source.depends_on_rank, asked)), False, others)
     return None
 
 
-def _inline_conditions(source: Source, line: int, callee: str) -> list[Spot]:
+def _inline_conditions(source: Source, line: int, callee: str) -> list[DecisionPoint]:
     """Return conditions on the rank within the statement at `line`: `is_main and dist.barrier()`, `... if is_main`.
 
     Excludes those that only decide the arguments of `callee`: `share(load() if is_main else None)`.
@@ -85,7 +87,7 @@ def _inline_conditions(source: Source, line: int, callee: str) -> list[Spot]:
             continue
         if source.depends_on_rank(test):
             fixed = _lines_of([statement]) if source.is_fixed(test) else range(0)
-            found.append(Spot(test.lineno, source.text(test.lineno), True, is_else, fixed_lines=fixed))
+            found.append(DecisionPoint(test.lineno, source.text(test.lineno), True, is_else, fixed_lines=fixed))
     return found
 
 
@@ -106,7 +108,7 @@ def _leaves(body: Sequence[ast.stmt]) -> bool:
     return isinstance(body[-1], ast.Return)
 
 
-def has_same_rounds(source: Source, loop: ast.AST) -> bool:
+def has_same_iterations(source: Source, loop: ast.AST) -> bool:
     """Return True if the loop is a `for` over a range that is the same on all ranks."""
     call = loop.iter if isinstance(loop, ast.For) else None
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.func.id != "range":
@@ -122,16 +124,16 @@ def goes_over_model(loop: ast.AST) -> bool:
     return bool(calls & _PARTS_OF_MODELS) or _mentions(loop.iter, "param_groups")
 
 
-def early_returns(source: Source, line: int) -> list[Spot]:
+def early_returns(source: Source, line: int) -> list[DecisionPoint]:
     """Return conditions that leave the function before `line` and may differ between ranks, nearest first."""
     return [
-        Spot(statement.lineno, with_condition(source, statement.body[-1], [statement.test]))
+        DecisionPoint(statement.lineno, with_condition(source, statement.body[-1], [statement.test]))
         for statement in source.before(line)
         if isinstance(statement, ast.If) and _leaves(statement.body) and may_differ(source, [statement.test])
     ]
 
 
-def handler_of(source: Source, blocks: Sequence[Block], line: int) -> Spot | None:
+def handler_of(source: Source, blocks: Sequence[Block], line: int) -> DecisionPoint | None:
     """Return the `except` or `finally` among `blocks` whose `try` body contains `line`.
 
     Only an error leads there while other ranks are at `line`. None if there is none.
@@ -142,9 +144,9 @@ def handler_of(source: Source, blocks: Sequence[Block], line: int) -> Spot | Non
         if not (block.node.body[0].lineno <= line <= (block.node.body[-1].end_lineno or 0)):
             continue
         if block.part == "finalbody":
-            return Spot(block.node.lineno, "finally:")
+            return DecisionPoint(block.node.lineno, "finally:")
         inner = next((each.node for each in blocks if isinstance(each.node, ast.ExceptHandler)), None)
-        return Spot(inner.lineno, source.text(inner.lineno)) if inner is not None else None
+        return DecisionPoint(inner.lineno, source.text(inner.lineno)) if inner is not None else None
     return None
 
 
@@ -158,10 +160,10 @@ def is_behind_yield(source: Source, line: int, function: str) -> bool:
     return bool(yields) and max(yields) < line
 
 
-def unsynced(source: Source, blocks: Sequence[Block]) -> list[Spot]:
+def unsynced(source: Source, blocks: Sequence[Block]) -> list[DecisionPoint]:
     """Return the `no_sync` blocks around a line that may apply in different iterations on different ranks."""
     return [
-        Spot(block.node.lineno, source.text(block.node.lineno))
+        DecisionPoint(block.node.lineno, source.text(block.node.lineno))
         for block in blocks
         if isinstance(block.node, ast.With)
         and any(_mentions(item.context_expr, "no_sync") for item in block.node.items)
@@ -173,10 +175,10 @@ def _mentions(node: ast.AST, name: str) -> bool:
     return any(getattr(each, "attr", getattr(each, "id", "")) == name for each in ast.walk(node))
 
 
-def skips(source: Source, loop: ast.AST, line: int) -> list[Spot]:
+def skips(source: Source, loop: ast.AST, line: int) -> list[DecisionPoint]:
     """Return `continue` statements that may skip the rest of an iteration before `line`, on some ranks only."""
     return [
-        Spot(node.lineno, with_condition(source, node, tests), any(map(source.depends_on_rank, tests)))
+        DecisionPoint(node.lineno, with_condition(source, node, tests), any(map(source.depends_on_rank, tests)))
         for node, tests in walk(loop, [], nested=False)
         if isinstance(node, ast.Continue) and tests and node.lineno < line and may_differ(source, tests)
     ]
@@ -214,7 +216,7 @@ def call_name(call: ast.Call) -> str:
     return call.func.attr if isinstance(call.func, ast.Attribute) else str(getattr(call.func, "id", ""))
 
 
-def swallowers(source: Source, blocks: Sequence[Block], *, leaving: ast.AST | None = None) -> list[Spot]:
+def swallowers(source: Source, blocks: Sequence[Block], *, leaving: ast.AST | None = None) -> list[DecisionPoint]:
     """Return handlers and `suppress` blocks around a line that continue after an error, innermost first.
 
     `leaving`: an endless loop; of the handlers inside it only those that leave it are included.
@@ -225,14 +227,14 @@ def swallowers(source: Source, blocks: Sequence[Block], *, leaving: ast.AST | No
             swallowing = [each for each in block.node.handlers if not (_raises(each) or is_end_of_data(each))]
             if leaving is not None and _holds(leaving, block.node):
                 swallowing = [handler for handler in swallowing if _has_way_out(handler)]
-            found += [Spot(handler.lineno, source.text(handler.lineno)) for handler in swallowing]
+            found += [DecisionPoint(handler.lineno, source.text(handler.lineno)) for handler in swallowing]
         is_inside = leaving is not None and _holds(leaving, block.node)
         if (
             isinstance(block.node, ast.With)
             and not is_inside
             and any(_is_suppress(item.context_expr) for item in block.node.items)
         ):
-            found.append(Spot(block.node.lineno, source.text(block.node.lineno)))
+            found.append(DecisionPoint(block.node.lineno, source.text(block.node.lineno)))
     return found
 
 
@@ -249,10 +251,10 @@ def _has_way_out(handler: ast.ExceptHandler) -> bool:
     return any(isinstance(node, (ast.Break, ast.Return)) for node, _ in walk(handler, [], nested=False))
 
 
-def skipping_handlers(source: Source, loop: ast.AST, line: int) -> list[Spot]:
+def skipping_handlers(source: Source, loop: ast.AST, line: int) -> list[DecisionPoint]:
     """Return handlers before `line` in the loop that continue with its next iteration after an error."""
     return [
-        Spot(handler.lineno, source.text(handler.lineno))
+        DecisionPoint(handler.lineno, source.text(handler.lineno))
         for node, _ in walk(loop, [], nested=False)
         if isinstance(node, ast.Try) and (node.end_lineno or line) < line
         for handler in node.handlers
@@ -313,3 +315,179 @@ def is_exit(node: ast.AST) -> bool:
 
 def _is_suppress(call: ast.expr) -> bool:
     return isinstance(call, ast.Call) and call_name(call) in _SUPPRESSES
+
+
+_PASS_ON = ("enumerate", "tqdm", "trange", "iter", "map")
+
+
+@dataclass(frozen=True, slots=True)
+class Exits:
+    """Where loops may be left before their end. Either field may be empty."""
+
+    decided: tuple[DecisionPoint, ...] = ()
+    """Exits for a reason that may differ between ranks."""
+    of_data: tuple[DecisionPoint, ...] = ()
+    """Exits because the data is exhausted."""
+
+
+def find_exits(source: Source, loops: Sequence[ast.AST], *, has_ended: bool) -> Exits:
+    """Return where `loops`, outermost first, may be left. `has_ended`: the exit may also have ended the program.
+
+    For an endless loop, exits whose conditions look the same on all ranks are included: nothing else can have ended it.
+    """
+    never_ends = is_endless(source, loops[0])
+    found = [
+        each
+        for loop in loops[: 1 if never_ends else None]
+        for each in (*_early_exits(source, loop, has_ended=has_ended), *_own_ends(source, loop))
+    ]
+    of_data = tuple(spot for spot, is_of_data in found if is_of_data)
+    decided = [spot for spot, is_of_data in found if not is_of_data]
+    if never_ends and not (decided or of_data):
+        decided = [spot for spot, _ in _early_exits(source, loops[0], has_ended=has_ended, also_same=True)]
+    return Exits(tuple(decided), of_data)
+
+
+def is_endless(source: Source, loop: ast.AST) -> bool:
+    """Return True if a loop ends only when it is left: `while True`, `for i in count()`, an endless generator."""
+    if isinstance(loop, ast.While):
+        return isinstance(loop.test, ast.Constant) and bool(loop.test.value)
+    return isinstance(loop, (ast.For, ast.AsyncFor)) and _never_ends(source, loop.iter)
+
+
+def _never_ends(source: Source, value: ast.expr) -> bool:
+    if not isinstance(value, ast.Call):
+        return False
+    name = call_name(value)
+    if name in _PASS_ON:
+        return bool(value.args) and _never_ends(source, value.args[-1 if name == "map" else 0])
+    if name in ("count", "cycle") or (name == "repeat" and len(value.args) + len(value.keywords) == 1):
+        return True
+    makers = source.functions_called(name)
+    return bool(makers) and all(_yields_forever(maker) for maker in makers)
+
+
+def _yields_forever(maker: ast.FunctionDef) -> bool:
+    for loop in maker.body:
+        if isinstance(loop, ast.While) and isinstance(loop.test, ast.Constant) and loop.test.value:
+            inner = [node for node, _ in walk(loop, [], nested=False)]
+            leaves = any(isinstance(node, (ast.Break, ast.Return)) for node in inner)
+            return not leaves and any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node in inner)
+    return False
+
+
+def _early_exits(
+    source: Source, loop: ast.AST, *, has_ended: bool, also_same: bool = False
+) -> Iterator[tuple[DecisionPoint, bool]]:
+    """Yield statements that leave the loop and may differ between ranks, with True for those at the end of data."""
+    at_stop = _handlers_of_stop(loop)
+    for node, tests in walk(loop, [], nested=False):
+        if not (isinstance(node, (ast.Break, ast.Return)) or (has_ended and _ends_well(node))):
+            continue
+        handler = next((each for each in at_stop if each.lineno <= line_of(node) <= (each.end_lineno or 0)), None)
+        if handler is not None:
+            yield DecisionPoint(handler.lineno, source.text(handler.lineno)), True
+        elif also_same or may_differ(source, tests):
+            depends = any(map(source.depends_on_rank, tests))
+            is_of_data = not depends and bool(tests) and _asks_for_next(source, tests[-1])
+            yield DecisionPoint(line_of(node), with_condition(source, node, tests), depends), is_of_data
+
+
+def _own_ends(source: Source, loop: ast.AST) -> Iterator[tuple[DecisionPoint, bool]]:
+    """Yield the condition of a `while` loop if it may end the loop at a different iteration on each rank."""
+    if isinstance(loop, ast.While) and not source.is_the_same_everywhere(loop.test):
+        depends = source.depends_on_rank(loop.test)
+        yield (
+            DecisionPoint(loop.lineno, source.text(loop.lineno), depends),
+            not depends and _asks_for_next(source, loop.test),
+        )
+
+
+def _handlers_of_stop(node: ast.AST) -> list[ast.ExceptHandler]:
+    return [each for each in ast.walk(node) if isinstance(each, ast.ExceptHandler) and is_end_of_data(each)]
+
+
+def _asks_for_next(source: Source, test: ast.expr) -> bool:
+    """True if the condition depends on the result of `next(iterator, default)`."""
+    names = [node for node in ast.walk(test) if isinstance(node, (ast.Name, ast.Attribute))]
+    values = [test, *(value for name in names for value in source.values_of(name))]
+    calls = [node for value in values for node in ast.walk(value) if isinstance(node, ast.Call)]
+    return any(call_name(call) in ("next", "anext") and len(call.args) > 1 for call in calls)
+
+
+def _ends_well(node: ast.AST) -> bool:
+    """True if the statement may end the program with exit status 0."""
+    if not is_exit(node):
+        return False
+    raised = node.exc if isinstance(node, ast.Raise) else node
+    call = raised.value if isinstance(raised, ast.Expr) else raised
+    given = call.args[0] if isinstance(call, ast.Call) and call.args else None
+    return not isinstance(given, ast.JoinedStr) and not (isinstance(given, ast.Constant) and given.value)
+
+
+UNORDERED_FIX = "go over `sorted(...)` of it, or over a list or a dict that all ranks fill in the same order"
+
+_SETS = ("set", "frozenset")
+_KEEP_ORDER = ("list", "tuple", "iter", "enumerate", "zip", "map", "filter", "reversed", "dict", "fromkeys", "tqdm")
+_OF_SETS = ("union", "intersection", "difference", "symmetric_difference")
+_VIEWS = ("keys", "items", "values", "copy")
+_DEPTH = 6
+"""Maximum number of names and calls through which a set is followed."""
+
+
+def say_unordered(one: Chain, other: Chain, sources: Sources) -> str:
+    """Return a sentence if both call chains are at one line in a loop over a set; empty otherwise.
+
+    For one of them only its line may be known.
+    """
+    num_common = min(len(one), len(other))
+    ends = [[(frame.file, frame.line) for frame in chain[len(chain) - num_common :]] for chain in (one, other)]
+    if not num_common or ends[0] != ends[1]:
+        return ""
+    for frame in reversed(max(one, other, key=len)):
+        source = sources.find(frame)
+        line = find_unordered_loop(source, frame.line) if source is not None else None
+        if source is not None and line is not None:
+            spot = f"`{source.text(line)}` ({show_file(frame.file)}:{line})"
+            return (
+                f"{spot} goes over a set, which has another order in each process: the ranks are at different entries"
+            )
+    return ""
+
+
+def find_unordered_loop(source: Source, line: int) -> int | None:
+    """Return the line of the innermost loop around `line` that iterates in no defined order."""
+    heads = (block.node for block in reversed(source.blocks(line)) if isinstance(block.node, ast.For))
+    return next((head.lineno for head in heads if _has_no_order(source, head.iter, _DEPTH)), None)
+
+
+def _has_no_order(source: Source, value: ast.expr, depth: int) -> bool:
+    """True if `value` is a set, or takes its order from one."""
+    if not depth:
+        return False
+    if isinstance(value, (ast.Set, ast.SetComp)):
+        return True
+    if isinstance(value, (ast.ListComp, ast.DictComp, ast.GeneratorExp)):
+        return any(_has_no_order(source, each.iter, depth - 1) for each in value.generators)
+    if isinstance(value, ast.BinOp):
+        return any(_is_keys(side) or _has_no_order(source, side, depth - 1) for side in (value.left, value.right))
+    if isinstance(value, ast.Call):
+        return _gives_no_order(source, value, depth - 1)
+    if isinstance(value, (ast.Name, ast.Attribute)):
+        return any(_has_no_order(source, each, depth - 1) for each in source.values_of(value))
+    return False
+
+
+def _gives_no_order(source: Source, call: ast.Call, depth: int) -> bool:
+    owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    if name in _SETS or (name in _OF_SETS and owner is not None):
+        return True
+    if name in _VIEWS and owner is not None:
+        return _has_no_order(source, owner, depth)
+    return name in _KEEP_ORDER and any(_has_no_order(source, each, depth) for each in call.args)
+
+
+def _is_keys(value: ast.expr) -> bool:
+    """True for ``d.keys()``: an operator on the keys of two dicts gives a set."""
+    return isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "keys"

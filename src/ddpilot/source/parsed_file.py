@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ddpilot.watch.snapshot.model import Frame
+from ddpilot.watch.snapshot.model import CodeLine
 
 _RANK_NAME = re.compile(
     r"""_*(?:(?:is|am|i|on|if|not|get|my|own|this|the|cur|current)_?)*(?:
@@ -219,7 +219,7 @@ class Sources:
     def __init__(self, texts: Mapping[str, str]) -> None:
         self._texts = texts
 
-    def find(self, frame: Frame) -> Source | None:
+    def find(self, frame: CodeLine) -> Source | None:
         """Return the source of `frame`; None if there is none, or if it has changed since."""
         text = self._texts.get(frame.file) or _read(frame.file)
         source = _parse(text) if text else None
@@ -227,7 +227,7 @@ class Sources:
             return None
         return source
 
-    def line(self, frame: Frame) -> str:
+    def line(self, frame: CodeLine) -> str:
         """Return the text of the line without indentation; empty if unknown."""
         source = None if frame.text else self.find(frame)
         return source.text(frame.line) if source is not None else frame.text

@@ -4,32 +4,84 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ddpilot.source.control_flow import (
-    Spot,
+    DecisionPoint,
     early_returns,
+    find_exits,
     goes_over_model,
     guards,
     handler_of,
-    has_same_rounds,
+    has_same_iterations,
     is_behind_yield,
+    is_endless,
     skipping_handlers,
     skips,
     swallowers,
     unsynced,
 )
-from ddpilot.source.exits import find_exits, is_endless
 from ddpilot.source.parsed_file import Block, Source, Sources
-from ddpilot.source.sides import Parting, Side
-from ddpilot.watch.snapshot.model import Frame
+from ddpilot.watch.snapshot.model import CodeLine
 from ddpilot.watch.snapshot.stacks import Chain
 
 
-def find_parting(first: Side, second: Side, sources: Sources) -> Parting | None:
+@dataclass(frozen=True, slots=True)
+class Side:
+    """Ranks with the same control flow."""
+
+    ranks: tuple[int, ...]
+    chain: Chain
+    """Empty if the ranks have reached the end of the program."""
+    lines: frozenset[tuple[str, int]] = frozenset()
+    """(file, line) of their earlier collectives in the same group, as far as known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """Where and why `ranks` took a different path than the others. Only fields of reasons that apply are set."""
+
+    ranks: tuple[int, ...]
+    file: str
+    """The file that contains all spots."""
+    guard: DecisionPoint | None = None
+    """A condition that only `ranks` have passed."""
+    at: CodeLine | None = None
+    """The line behind the guard, or the line in the loop's body where the others are."""
+    loop: DecisionPoint | None = None
+    """A loop that `ranks` have left while the others are in it."""
+    swallower: DecisionPoint | None = None
+    """A handler in that loop that continues after an error, around the line where the others are."""
+    skip: DecisionPoint | None = None
+    """Where an iteration of that loop may be cut short."""
+    exit: DecisionPoint | None = None
+    """Where that loop may be left early; the loop itself if its condition may end it."""
+    data_end: DecisionPoint | None = None
+    """Where that loop is left when the data is exhausted."""
+    handler: DecisionPoint | None = None
+    """An `except`, `finally` or end of a `with` that `ranks` are in while the others are in the body before it."""
+    left: DecisionPoint | None = None
+    """Where `ranks` may have left a function that the others are in."""
+    unsynced: DecisionPoint | None = None
+    """In that loop, a `no_sync` block that applies to some iterations only."""
+    same_rounds: bool = False
+    """True if that loop has the same number of iterations on all ranks unless it is left early."""
+    is_endless: bool = False
+    """True if that loop ends only when it is left."""
+    are_siblings: bool = False
+    """True if the others are in the other branch of the guard."""
+    same_loop: bool = False
+    """True if all ranks are still in the loop, in different iterations or at different lines."""
+    outer: Split | None = None
+    """If nothing explains the end of that loop: a loop around the call that it is in, which may be left early."""
+    swallowed: Split | None = None
+    """A handler that continues after an error, in a function called from that loop, around where the others are."""
+
+
+def find_split(first: Side, second: Side, sources: Sources) -> Split | None:
     """Return why two sets of ranks are at different lines; None if the source does not show it."""
     if not first.chain or not second.chain:
-        return find_end_parting(first, second, sources) if first.chain else find_end_parting(second, first, sources)
+        return find_split_at_end(first, second, sources) if first.chain else find_split_at_end(second, first, sources)
     pair = _part(first.chain, second.chain)
     source = sources.find(pair[0]) if pair is not None else None
     if pair is None or source is None:
@@ -58,29 +110,29 @@ def find_parting(first: Side, second: Side, sources: Sources) -> Parting | None:
 
 
 def _find_handler(
-    source: Source, one: tuple[Side, Frame], other: tuple[Side, Frame], sources: Sources
-) -> Parting | None:
+    source: Source, one: tuple[Side, CodeLine], other: tuple[Side, CodeLine], sources: Sources
+) -> Split | None:
     """Check whether one line is in a handler, a `finally`, or the exit of a `with` around the other line."""
     for (side, frame), (_, there) in ((one, other), (other, one)):
         spot = handler_of(source, source.blocks(frame.line), there.line) or _with_left(
             source, side, frame, there, sources
         )
         if spot is not None:
-            return Parting(ranks=side.ranks, file=frame.file, handler=spot, at=frame)
+            return Split(ranks=side.ranks, file=frame.file, handler=spot, at=frame)
     return None
 
 
-def _with_left(source: Source, side: Side, frame: Frame, there: Frame, sources: Sources) -> Spot | None:
+def _with_left(source: Source, side: Side, frame: CodeLine, there: CodeLine, sources: Sources) -> DecisionPoint | None:
     """Return the `with` at `frame` if its exit runs there while other ranks are at `there` in its body."""
     below = _below(side.chain, frame)
     deeper = sources.find(below[0]) if below else None
     is_around = any(block.node.lineno == frame.line and block.part == "body" for block in source.blocks(there.line))
     if deeper is None or not is_around or not is_behind_yield(deeper, below[0].line, below[0].function):
         return None
-    return Spot(frame.line, source.text(frame.line))
+    return DecisionPoint(frame.line, source.text(frame.line))
 
 
-def _find_deep_guard(side: Side, other: Side, at: Frame, sources: Sources) -> Parting | None:
+def _find_deep_guard(side: Side, other: Side, at: CodeLine, sources: Sources) -> Split | None:
     """Find a condition on the rank, in functions called from the line `at`, that only these ranks can have passed."""
     for frame in _below(side.chain, at):
         source = sources.find(frame)
@@ -92,13 +144,13 @@ def _find_deep_guard(side: Side, other: Side, at: Frame, sources: Sources) -> Pa
     return None
 
 
-def _below(chain: Chain, at: Frame) -> Chain:
+def _below(chain: Chain, at: CodeLine) -> Chain:
     """Return the calls made from the line `at`."""
     lines = [(frame.file, frame.line) for frame in chain]
     return chain[lines.index((at.file, at.line)) + 1 :] if (at.file, at.line) in lines else ()
 
 
-def _look_into_loop(found: Parting, behind: Side, ahead: Side, at: Frame, sources: Sources) -> Parting:
+def _look_into_loop(found: Split, behind: Side, ahead: Side, at: CodeLine, sources: Sources) -> Split:
     """Refine `found` by the functions called in the loop; return their loop if this one is the same on all ranks."""
     if found.swallower is not None or found.exit is not None or found.skip is not None:
         return found
@@ -109,7 +161,7 @@ def _look_into_loop(found: Parting, behind: Side, ahead: Side, at: Frame, source
     return replace(found, swallowed=_find_swallowed(behind, ahead, at, sources))
 
 
-def _find_swallowed(behind: Side, ahead: Side, at: Frame, sources: Sources) -> Parting | None:
+def _find_swallowed(behind: Side, ahead: Side, at: CodeLine, sources: Sources) -> Split | None:
     """Find a handler that continues after an error, in functions called from `at` and around where the others are."""
     for frame in reversed(_below(behind.chain, at)):
         source = sources.find(frame)
@@ -119,32 +171,32 @@ def _find_swallowed(behind: Side, ahead: Side, at: Frame, sources: Sources) -> P
     return None
 
 
-def _swallowed_at(source: Source, frame: Frame, ahead: Side) -> Parting | None:
+def _swallowed_at(source: Source, frame: CodeLine, ahead: Side) -> Split | None:
     spots = swallowers(source, source.blocks(frame.line))
-    return Parting(ranks=ahead.ranks, file=frame.file, same_loop=True, swallower=spots[0], at=frame) if spots else None
+    return Split(ranks=ahead.ranks, file=frame.file, same_loop=True, swallower=spots[0], at=frame) if spots else None
 
 
-def _callee(chain: Chain, at: Frame) -> str:
+def _callee(chain: Chain, at: CodeLine) -> str:
     """Return the name of the function called from the line `at`; empty if it is not the user's."""
     below = _below(chain, at)
     return below[0].function.rpartition(".")[2] if below else ""
 
 
-def _look_deeper(behind: Side, ahead: Side, at: Frame, sources: Sources) -> Parting | None:
+def _look_deeper(behind: Side, ahead: Side, at: CodeLine, sources: Sources) -> Split | None:
     """Search the call that the ranks `behind` are in and the ranks `ahead` have returned from."""
     deeper = _below(behind.chain, at)
     return _search_outwards(replace(behind, chain=deeper), ahead, sources) if deeper else None
 
 
-def find_end_parting(here: Side, gone: Side, sources: Sources) -> Parting | None:
+def find_split_at_end(here: Side, gone: Side, sources: Sources) -> Split | None:
     """Return why the ranks `gone` reached the end while others are `here`, searching from the innermost call."""
     return _search_outwards(here, gone, sources)
 
 
-def _search_outwards(here: Side, gone: Side, sources: Sources) -> Parting | None:
-    best: Parting | None = None
-    outer: Parting | None = None
-    swallowed: Parting | None = None
+def _search_outwards(here: Side, gone: Side, sources: Sources) -> Split | None:
+    best: Split | None = None
+    outer: Split | None = None
+    swallowed: Split | None = None
     for frame in reversed(here.chain):
         source = sources.find(frame)
         found = _parting_from_end(source, frame, here, gone) if source is not None else None
@@ -159,17 +211,17 @@ def _search_outwards(here: Side, gone: Side, sources: Sources) -> Parting | None
     return replace(best, outer=outer) if best is not None else _find_left(here, gone, sources)
 
 
-def _find_left(here: Side, gone: Side, sources: Sources) -> Parting | None:
+def _find_left(here: Side, gone: Side, sources: Sources) -> Split | None:
     """As a last resort, find a function that the ranks `gone` may have left before the line of the others."""
     for frame in reversed(here.chain):
         source = sources.find(frame)
         spots = early_returns(source, frame.line) if source is not None else []
         if spots:
-            return Parting(ranks=gone.ranks, file=frame.file, left=spots[0], at=frame)
+            return Split(ranks=gone.ranks, file=frame.file, left=spots[0], at=frame)
     return None
 
 
-def _part(one: Chain, other: Chain) -> tuple[Frame, Frame] | None:
+def _part(one: Chain, other: Chain) -> tuple[CodeLine, CodeLine] | None:
     """Return the first pair of frames, from the outermost, at which two chains differ within one function."""
     if not one or not other:
         return None
@@ -184,19 +236,19 @@ def _part(one: Chain, other: Chain) -> tuple[Frame, Frame] | None:
     return None
 
 
-def _parting_from_end(source: Source, frame: Frame, here: Side, gone: Side) -> Parting | None:
+def _parting_from_end(source: Source, frame: CodeLine, here: Side, gone: Side) -> Split | None:
     blocks = source.blocks(frame.line)
     found = guards(source, blocks, frame.line, _callee(here.chain, frame))
     guard = _choose(_deciding(found, frame.file, gone))
     if guard is not None and guard.depends_on_rank:
-        return Parting(ranks=here.ranks, file=frame.file, guard=guard, at=frame)
+        return Split(ranks=here.ranks, file=frame.file, guard=guard, at=frame)
     loop = _outermost_loop(blocks)
     if loop is not None:
         return _left_loop(source, loop, blocks, frame, gone)
-    return Parting(ranks=here.ranks, file=frame.file, guard=guard, at=frame) if guard is not None else None
+    return Split(ranks=here.ranks, file=frame.file, guard=guard, at=frame) if guard is not None else None
 
 
-def _compare(source: Source, one: tuple[Side, Frame], other: tuple[Side, Frame]) -> Parting | None:
+def _compare(source: Source, one: tuple[Side, CodeLine], other: tuple[Side, CodeLine]) -> Split | None:
     sides = (one, other)
     around = [source.blocks(frame.line) for _, frame in sides]
     common = _count_common(*around)
@@ -222,14 +274,14 @@ def _compare(source: Source, one: tuple[Side, Frame], other: tuple[Side, Frame])
     return _same_loop(source, one[1].file, around[0][:common], max(frame.line for _, frame in sides))
 
 
-def _behind(side: Side, frame: Frame, guard: Spot, siblings: bool) -> Parting:
-    return Parting(ranks=side.ranks, file=frame.file, guard=guard, at=frame, are_siblings=siblings)
+def _behind(side: Side, frame: CodeLine, guard: DecisionPoint, siblings: bool) -> Split:
+    return Split(ranks=side.ranks, file=frame.file, guard=guard, at=frame, are_siblings=siblings)
 
 
-def _same_loop(source: Source, file: str, common: Sequence[Block], line: int) -> Parting:
+def _same_loop(source: Source, file: str, common: Sequence[Block], line: int) -> Split:
     loop = [block for block in common if block.is_loop][-1]
     handlers = [*swallowers(source, source.blocks(line)), *skipping_handlers(source, loop.node, line)]
-    return Parting(
+    return Split(
         ranks=(),
         file=file,
         same_loop=True,
@@ -239,20 +291,20 @@ def _same_loop(source: Source, file: str, common: Sequence[Block], line: int) ->
 
 
 def _own_guards(
-    source: Source, side: Side, frame: Frame, own: Sequence[Block], other: Side, there: Frame
-) -> list[Spot]:
+    source: Source, side: Side, frame: CodeLine, own: Sequence[Block], other: Side, there: CodeLine
+) -> list[DecisionPoint]:
     """Return conditions of `frame` that do not apply to `there`; a return before both lines is common to both."""
     other_lines = {spot.line for spot in guards(source, (), there.line)}
     found = guards(source, own, frame.line, _callee(side.chain, frame))
     return [spot for spot in _deciding(found, frame.file, other) if spot.line not in other_lines]
 
 
-def _deciding(spots: Sequence[Spot], file: str, other: Side) -> list[Spot]:
+def _deciding(spots: Sequence[DecisionPoint], file: str, other: Side) -> list[DecisionPoint]:
     """Drop conditions that always or never hold on a rank and that the `other` ranks have passed before."""
     return [spot for spot in spots if not any((file, line) in other.lines for line in spot.fixed_lines)]
 
 
-def _choose(spots: Sequence[Spot]) -> Spot | None:
+def _choose(spots: Sequence[DecisionPoint]) -> DecisionPoint | None:
     """Return the innermost condition on the rank; without one, the innermost condition."""
     return next((spot for spot in reversed(spots) if spot.depends_on_rank), spots[-1] if spots else None)
 
@@ -270,13 +322,13 @@ def _count_common(one: Sequence[Block], other: Sequence[Block]) -> int:
     return same.index(False) if False in same else len(same)
 
 
-def _left_loop(source: Source, loop: Block, blocks: Sequence[Block], frame: Frame, gone: Side) -> Parting:
+def _left_loop(source: Source, loop: Block, blocks: Sequence[Block], frame: CodeLine, gone: Side) -> Split:
     loops = [block for block in blocks if _counts_rounds(block)]
     inside = list(blocks)[list(blocks).index(loop) :]
     exits = find_exits(source, [each.node for each in loops], has_ended=not gone.chain)
     never_ends = is_endless(source, loop.node)
     left = loop.node if never_ends else loops[-1].node
-    same_rounds = all(has_same_rounds(source, each.node) for each in loops)
+    same_rounds = all(has_same_iterations(source, each.node) for each in loops)
     if never_ends:  # a handler that continues with the next iteration does not end an endless loop
         handlers = swallowers(source, inside if exits.decided else blocks, leaving=loop.node)
         rounds = []
@@ -286,10 +338,10 @@ def _left_loop(source: Source, loop: Block, blocks: Sequence[Block], frame: Fram
             *(spot for each in loops for spot in skipping_handlers(source, each.node, frame.line)),
         ]
         rounds = [spot for each in loops for spot in skips(source, each.node, frame.line)]
-    return Parting(
+    return Split(
         ranks=gone.ranks,
         file=frame.file,
-        loop=Spot(left.lineno, source.text(left.lineno)),
+        loop=DecisionPoint(left.lineno, source.text(left.lineno)),
         at=frame,
         swallower=handlers[0] if handlers else None,
         skip=rounds[0] if rounds else None,

@@ -15,17 +15,16 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import LBFGS
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from ddpilot.data.loaders import make_loader, make_stream_loader
-from ddpilot.data.shard import shard_loader
+from ddpilot.data.loaders import make_loader, make_stream_loader, shard_loader
 from ddpilot.errors import LoopError, did_you_mean
-from ddpilot.trainer.calling import trained_parts
 from ddpilot.trainer.history import BOOKKEEPING
-from ddpilot.training.checkpoint_options import KeepOptions
+from ddpilot.trainer.run import trained_parts
 from ddpilot.training.loop import Loop
+from ddpilot.training.options import CheckpointOptions
 
 if TYPE_CHECKING:
-    from ddpilot.trainer.core import TrainerState
-    from ddpilot.trainer.fit import Fit
+    from ddpilot.trainer.core import TrainerCore
+    from ddpilot.trainer.fit import FitOptions
     from ddpilot.trainer.trainer import Trainer
 
 _Given = ParamSpec("_Given")
@@ -118,7 +117,7 @@ def check_metrics(metrics: object) -> None:
         raise LoopError(_MAKING, found=f"`metrics` is {metrics!r}", fix='Give a dict: {"accuracy": accuracy}.')
 
 
-def check_trainer(trainer: TrainerState) -> None:
+def check_trainer(trainer: TrainerCore) -> None:
     """Raise LoopError for invalid arguments, and for those that would train or measure something else than intended."""
     loss_fn: object = trainer.loss_fn
     if loss_fn is not None and not callable(loss_fn):
@@ -137,7 +136,7 @@ def check_trainer(trainer: TrainerState) -> None:
         raise LoopError(_MAKING, found=found, fix="Give a number of batches, 1 or more.")
 
 
-def check_fit(trainer: Trainer, fit: Fit, *, has_own_step: bool) -> None:
+def check_fit(trainer: Trainer, fit: FitOptions, *, has_own_step: bool) -> None:
     """Raise LoopError for what would fail on every rank, before a rank is started."""
     for name in ("epochs", "until_epoch"):
         number = getattr(fit, name)
@@ -221,7 +220,7 @@ def _is_count(number: object) -> bool:
     return isinstance(number, int) and not isinstance(number, bool)
 
 
-def _check_sizes(fit: Fit) -> None:
+def _check_sizes(fit: FitOptions) -> None:
     if isinstance(fit.train_set, DataLoader) or hasattr(fit.train_set, "iterate"):
         return
     given = [name for name, size in fit.sizes.items() if size is not None]
@@ -231,9 +230,9 @@ def _check_sizes(fit: Fit) -> None:
         raise LoopError(_FITTING, found=found, fix=fix)
 
 
-def _check_checkpoints(fit: Fit) -> None:
+def _check_checkpoints(fit: FitOptions) -> None:
     options = fit.checkpoints
-    known = [field.name for field in dataclasses.fields(KeepOptions)]
+    known = [field.name for field in dataclasses.fields(CheckpointOptions)]
     check_names(_FITTING, "`checkpoints`", options, known)
     more = [name for name in options if name not in ("checkpoint_dir", "resume")]
     if more and options["checkpoint_dir"] is None:
@@ -255,7 +254,7 @@ def _check_step(trainer: Trainer, has_own_step: bool) -> None:
             raise LoopError(_FITTING, found=found, fix="Use another optimizer, or override `train_batch`.")
 
 
-def _check_watched(trainer: Trainer, fit: Fit, has_own_step: bool) -> None:
+def _check_watched(trainer: Trainer, fit: FitOptions, has_own_step: bool) -> None:
     """Check monitored names against the columns of the history, unless user code may add columns."""
     if has_own_step or any(not type(one).__module__.startswith("ddpilot.") for one in trainer.callbacks):
         return

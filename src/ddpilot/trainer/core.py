@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`TrainerState`, the constructor, attributes and reports of a `Trainer`."""
+"""`TrainerCore`, the constructor, attributes and reports of a `Trainer`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
@@ -12,7 +13,6 @@ from torch.optim.swa_utils import AveragedModel
 from ddpilot.errors import LoopError
 from ddpilot.findings.finding import Finding
 from ddpilot.launcher import Launcher
-from ddpilot.trainer.batches import Forward
 from ddpilot.trainer.callback import Callback, check_callbacks
 from ddpilot.trainer.checks import (
     check_metrics,
@@ -21,9 +21,10 @@ from ddpilot.trainer.checks import (
     naming_arguments,
 )
 from ddpilot.trainer.history import History
+from ddpilot.trainer.losses import EpochLosses, Forward
 from ddpilot.trainer.optimizers import make_ema, make_optimizers, make_schedulers
-from ddpilot.trainer.position import Position
-from ddpilot.training.evaluation.forwarding import forward_batch
+from ddpilot.training.evaluation.evaluate import forward_batch
+from ddpilot.training.loop import Loop
 from ddpilot.training.models.ddp import class_name
 from ddpilot.training.models.explain import Explanation
 from ddpilot.training.step.precision import Kind
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-class TrainerState:
+class TrainerCore:
     """The parts and records of a `Trainer`; for the arguments see `Trainer`."""
 
     @naming_arguments(
@@ -117,6 +118,55 @@ class TrainerState:
 
         Raises LoopError if nothing has been recorded yet.
         """
-        from ddpilot.trainer.plotting import plot_history
+        from ddpilot.trainer.history import plot_history
 
         return plot_history(self.history)
+
+
+@dataclass
+class Position:
+    """Where the next fit starts."""
+
+    epoch: int = 0
+    next_batch: int = 0
+    """0, unless the last fit was stopped in the middle of `epoch`."""
+    num_updates: int = 0
+    data: dict[str, Any] = field(default_factory=dict)
+    """Description of the data to which `next_batch` applies."""
+
+
+class FitState:
+    """The history and the callbacks' states, saved and restored together with a checkpoint."""
+
+    def __init__(self, history: History, callbacks: Sequence[Callback]) -> None:
+        self._history = history
+        self._callbacks = callbacks
+        self._ledger: EpochLosses | None = None
+        self._left: dict[str, Any] | None = None
+
+    def begin_epoch(self, loop: Loop) -> EpochLosses:
+        """Return a ledger for an epoch that starts now, or that resumes from a checkpoint in its middle."""
+        before, self._left = self._left, None
+        self._ledger = EpochLosses(loop, before if loop.next_batch else None)
+        return self._ledger
+
+    def end_epoch(self) -> None:
+        """Drop the ledger, whose losses go into the history."""
+        self._ledger = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, with callbacks in order, by class name. Collective in the middle of an epoch."""
+        states = [(type(callback).__qualname__, callback.state_dict()) for callback in self._callbacks]
+        running = None if self._ledger is None else self._ledger.state_dict()
+        return {"history": self._history.state_dict(), "callbacks": states, "running": running}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the state. A callback without a saved state keeps its own; one without a callback is ignored."""
+        self._left = state["running"]
+        self._history.load_state_dict(state["history"])
+        left = list(state["callbacks"])
+        for callback in self._callbacks:
+            name = type(callback).__qualname__
+            place = next((place for place, (kind, _) in enumerate(left) if kind == name), None)
+            if place is not None:
+                callback.load_state_dict(left.pop(place)[1])

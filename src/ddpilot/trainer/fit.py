@@ -4,38 +4,40 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
-from ddpilot.trainer.calling import find_inner, trained_parts
+from ddpilot.data.loaders import make_loader, make_stream_loader, shard_loader
+from ddpilot.errors import LoopError
+from ddpilot.group.protocol import GroupLike
+from ddpilot.trainer.callback import CallbackRunner
+from ddpilot.trainer.core import FitState, Position
 from ddpilot.trainer.history import measured
-from ddpilot.trainer.loading import NO_SIZES, make_loader_of
 from ddpilot.trainer.optimizers import relink
-from ddpilot.trainer.position import Position, Story
 from ddpilot.trainer.ranks import group_here
-from ddpilot.trainer.result import Outcome, collect
-from ddpilot.trainer.run import Run
-from ddpilot.trainer.watchers import Watchers
+from ddpilot.trainer.result import FitResult, collect_result
+from ddpilot.trainer.run import Run, find_inner, trained_parts
 from ddpilot.training.batches import Loader
-from ddpilot.training.coordination.signals import StopSignals
+from ddpilot.training.coordination.stop import StopSignals
 from ddpilot.training.loop import Loop
 from ddpilot.training.models.ddp import unwrap
-from ddpilot.training.models.optimizers import Divided
+from ddpilot.training.models.optimizers import ShardedState
 from ddpilot.training.resume.position import describe_data
 
 if TYPE_CHECKING:
     from ddpilot.trainer.trainer import Trainer
 
+
 _REASONS = {"SIGINT": "interrupted", "time": "the time of `max_time_s` is over", "asked": "a callback asked for it"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fit:
+class FitOptions:
     """The arguments of one `fit`, sent to the ranks."""
 
     train_set: Any
@@ -56,14 +58,14 @@ class Fit:
     ddp: Mapping[str, Any]
 
 
-def fit_on_rank(trainer: Trainer, fit: Fit) -> Outcome | None:
+def fit_on_rank(trainer: Trainer, fit: FitOptions) -> FitResult | None:
     """Train on a rank that was started for it; returns on rank 0 what the parent loads. Collective."""
     with StopSignals() as signals:
         late = fit_here(trainer, fit, signals)
-        return collect(trainer, group_here(), late)
+        return collect_result(trainer, group_here(), late)
 
 
-def fit_here(trainer: Trainer, fit: Fit, signals: StopSignals) -> Exception | None:
+def fit_here(trainer: Trainer, fit: FitOptions, signals: StopSignals) -> Exception | None:
     """Train `trainer`'s model on this rank, together with the other ranks. Collective.
 
     `signals`: already entered, so that an interrupt before the first update or after the last one loses nothing.
@@ -87,7 +89,7 @@ def fit_here(trainer: Trainer, fit: Fit, signals: StopSignals) -> Exception | No
         loop.release_directory()
 
 
-def _fit_by(loop: Loop, trainer: Trainer, fit: Fit) -> Exception | None:
+def _fit_by(loop: Loop, trainer: Trainer, fit: FitOptions) -> Exception | None:
     loop.findings = trainer.findings
     train_loader, val_loader = _make_loaders(fit, loop)
     data = describe_data(train_loader)
@@ -96,7 +98,7 @@ def _fit_by(loop: Loop, trainer: Trainer, fit: Fit) -> Exception | None:
     run, story = _prepare(trainer, loop, fit)
     if fit.checkpoints["checkpoint_dir"] is not None and fit.checkpoints["resume"]:
         _resume(loop, run, fit)
-    watchers = Watchers(trainer.callbacks, run)
+    watchers = CallbackRunner(trainer.callbacks, run)
     try:
         watchers.tell("on_fit_start")
         for _ in loop.epochs(run.num_epochs):
@@ -132,7 +134,7 @@ def _say_left_out(loop: Loop, position: Position, data: Mapping[str, Any]) -> No
     )
 
 
-def _resume(loop: Loop, run: Run, fit: Fit) -> None:
+def _resume(loop: Loop, run: Run, fit: FitOptions) -> None:
     if not loop.resume(other_data=fit.other_data) or fit.progress is False:
         return
     left = max(0, run.num_epochs - loop.epoch)
@@ -140,13 +142,13 @@ def _resume(loop: Loop, run: Run, fit: Fit) -> None:
     loop.print(f"resumes at epoch {loop.epoch}; {goal}: {left} more, up to {run.num_epochs}", flush=True)
 
 
-def _prepare(trainer: Trainer, loop: Loop, fit: Fit) -> tuple[Run, Story]:
+def _prepare(trainer: Trainer, loop: Loop, fit: FitOptions) -> tuple[Run, FitState]:
     model, options = trainer.model, dict(fit.ddp)
     shard = options.pop("shard", None)
     parts = trained_parts(model) or {"": model}
     wrapped = [loop.prepare(part, **options) for part in parts.values()]
     for name, optimizer in trainer.optimizers.items():
-        if not isinstance(optimizer, Divided):  # divided by an earlier fit on these ranks
+        if not isinstance(optimizer, ShardedState):  # divided by an earlier fit on these ranks
             bring_state(optimizer)
             trainer.optimizers[name] = loop.prepare(optimizer, shard=shard)
         else:
@@ -156,7 +158,7 @@ def _prepare(trainer: Trainer, loop: Loop, fit: Fit) -> tuple[Run, Story]:
         loop.prepare(scheduler)
     if trainer.ema is not None:
         loop.prepare(trainer.ema)
-    story = Story(trainer.history, trainer.callbacks)
+    story = FitState(trainer.history, trainer.callbacks)
     loop.track(story=story)
     run = Run(
         loop=loop,
@@ -179,7 +181,7 @@ def bring_state(optimizer: Optimizer) -> None:
         optimizer.load_state_dict(optimizer.state_dict())
 
 
-def _make_loaders(fit: Fit, loop: Loop) -> tuple[Loader, Loader | None]:
+def _make_loaders(fit: FitOptions, loop: Loop) -> tuple[Loader, Loader | None]:
     common = {"num_workers": fit.num_workers}
     training = {**common, "shuffle": fit.shuffle, **fit.loader}
     train = make_loader_of(fit.train_set, loop.group, loop.seed, fit.sizes, training, say=loop.print)
@@ -195,7 +197,13 @@ def _make_loaders(fit: Fit, loop: Loop) -> tuple[Loader, Loader | None]:
 
 
 def _train_epoch(
-    trainer: Trainer, run: Run, train: Loader, val: Loader | None, watchers: Watchers, fit: Fit, story: Story
+    trainer: Trainer,
+    run: Run,
+    train: Loader,
+    val: Loader | None,
+    watchers: CallbackRunner,
+    fit: FitOptions,
+    story: FitState,
 ) -> None:
     loop = run.loop
     run.metrics = {}
@@ -221,7 +229,7 @@ def _train_epoch(
         loop.print(render_row(run.metrics, run.num_epochs), flush=True)
 
 
-def _numbers_to_save(run: Run, fit: Fit) -> dict[str, float]:
+def _numbers_to_save(run: Run, fit: FitOptions) -> dict[str, float]:
     numbers = {name: value for name, value in run.metrics.items() if isinstance(value, int | float)}
     name = str(fit.checkpoints.get("best") or "").partition(" ")[2].strip()
     # An epoch without validation cannot be the best one, and its missing metric is not an error.
@@ -230,7 +238,7 @@ def _numbers_to_save(run: Run, fit: Fit) -> dict[str, float]:
 
 def _say_untrained(run: Run) -> None:
     """Report trainable parameters that no optimizer holds: frozen when it was created, and unfrozen since."""
-    if any(isinstance(one, Divided) for one in run.optimizers.values()):  # it holds parameters in its own way
+    if any(isinstance(one, ShardedState) for one in run.optimizers.values()):  # it holds parameters in its own way
         return
     held = {id(p) for one in run.optimizers.values() for group in one.param_groups for p in group["params"]}
     left = [name for name, p in run.model.named_parameters() if p.requires_grad and id(p) not in held]
@@ -245,7 +253,7 @@ def _say_untrained(run: Run) -> None:
 
 
 def _train_batches(
-    trainer: Trainer, run: Run, loader: Loader, watchers: Watchers, story: Story
+    trainer: Trainer, run: Run, loader: Loader, watchers: CallbackRunner, story: FitState
 ) -> list[dict[str, Any]]:
     loop, ledger = run.loop, story.begin_epoch(run.loop)
     for batch in loop.batches(loader):
@@ -300,3 +308,49 @@ def _say_stop(loop: Loop) -> None:
         where = f" in the middle of epoch {loop.epoch}" if loop.next_batch else ""
         why = ", ".join(_REASONS.get(reason, reason) for reason in loop.stop_reasons)
         loop.print(f"stopped after update {loop.num_updates}{where} ({why})", flush=True)
+
+
+NO_SIZES: Mapping[str, int | None] = {"global_batch_size": None, "batch_size_per_rank": None}
+
+
+def make_loader_of(
+    data: Any,
+    group: GroupLike,
+    seed: int,
+    sizes: Mapping[str, int | None],
+    options: Mapping[str, Any],
+    say: Callable[[str], None] | None = None,
+) -> Loader:
+    """Return this rank's loader of `data`. Not collective. Raises DataError and LoopError.
+
+    `sizes`: `global_batch_size` and `batch_size_per_rank`; a dataset needs one of them, a DataLoader has its own.
+    `options`: those of `make_loader` or `make_stream_loader`, or of `shard_loader` for a DataLoader, without `shuffle`
+    and `num_workers`. `say` prints the batch size that a DataLoader results in.
+    """
+    if hasattr(data, "iterate"):
+        made: Loader = data
+        return made
+    job: dict[str, Any] = {"rank": group.rank, "world_size": group.world_size, "seed": seed}
+    if isinstance(data, DataLoader):
+        return shard_loader(data, **_options_of_loader(data, sizes, options), **job, say=say)
+    if isinstance(data, IterableDataset):
+        left = {name: value for name, value in options.items() if name != "shuffle"}
+        return make_stream_loader(data, **{**sizes, **left, **job})
+    return make_loader(data, **{**sizes, **options, **job})
+
+
+def _options_of_loader(
+    data: DataLoader[Any], sizes: Mapping[str, int | None], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    given = sizes["global_batch_size"]
+    per_rank = sizes["batch_size_per_rank"]
+    has = data.batch_size
+    if (given is not None and given != has) or (per_rank is not None and per_rank != has):
+        name = "global_batch_size" if given is not None else "batch_size_per_rank"
+        raise LoopError(
+            "sharding a DataLoader",
+            found=f"`{name}={given or per_rank}`, and the loader has `batch_size={has}`",
+            fix=f"Leave `{name}` out, or give the dataset instead of the loader.",
+        )
+    kept = {name: value for name, value in options.items() if name not in ("shuffle", "num_workers")}
+    return {**kept, "batch_size_per_rank": per_rank is not None}

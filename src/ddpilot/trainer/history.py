@@ -8,11 +8,16 @@ import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ddpilot.checkpoint.host_copy import can_hold
+from ddpilot.errors import LoopError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 BOOKKEEPING = ("epoch", "update", "lr", "samples", "seconds", "samples_per_s", "time")
 
@@ -83,3 +88,31 @@ def thin(rows: list[list[float]], limit: int) -> list[tuple[int, list[float]]]:
     size = -(-len(rows) // limit) or 1
     parts = [(start, rows[start : start + size]) for start in range(0, len(rows), size)]
     return [(start + len(part), [sum(column) for column in zip(*part, strict=True)]) for start, part in parts]
+
+
+def plot_history(history: History) -> Figure:
+    """Return a figure of the losses, and of the metrics next to them if there are any, over the epochs (from 1).
+
+    Raises LoopError if there are no epochs, or if matplotlib is not installed.
+    """
+    rows = [(row["epoch"] + 1, measured(row)) for row in history.epochs]
+    if not rows:
+        raise LoopError("plotting", found="no epoch was recorded yet", fix="Call fit() first.")
+    try:
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise LoopError("plotting", found="matplotlib is not installed", fix="pip install matplotlib") from error
+
+    names = dict.fromkeys(name for _, row in rows for name in row)
+    losses, metrics = ([name for name in names if name.endswith("loss") == is_loss] for is_loss in (True, False))
+    panels = [("loss", losses), *([("metrics", metrics)] if metrics else [])]
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(5.5 * len(panels), 3.5), squeeze=False, layout="tight")
+    for axis, (title, drawn) in zip(axes[0], panels, strict=True):
+        for name in drawn:
+            points = [(epoch, row[name]) for epoch, row in rows if name in row]
+            axis.plot(*zip(*points, strict=True), marker=".", label=name)
+        axis.set(xlabel="epoch", ylabel=title)
+        axis.grid(alpha=0.3)
+        axis.legend()
+    pyplot.close(figure)  # otherwise a notebook shows it twice, as it is also the value of the cell
+    return figure

@@ -6,9 +6,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -19,10 +20,10 @@ from ddpilot.group.init_group import init_group
 from ddpilot.group.protocol import GroupLike
 from ddpilot.launcher import Launcher
 from ddpilot.launching.shipping.rank_results import RankResults
-from ddpilot.trainer.settings import TorchSettings
 
 if TYPE_CHECKING:
-    from ddpilot.trainer.core import TrainerState
+    from ddpilot.trainer.core import TrainerCore
+
 
 HEAVY = "ddpilot.trainer.preload"
 
@@ -77,7 +78,7 @@ class _OnRank:
 
 
 def run_on_ranks(
-    trainer: TrainerState, nproc_per_node: int | str | None, name: str, function: Callable[..., Any], *args: Any
+    trainer: TrainerCore, nproc_per_node: int | str | None, name: str, function: Callable[..., Any], *args: Any
 ) -> RankResults:
     """Call `function(trainer, *args)`, for the method `name`, on new ranks. Raises what `Launcher.run` raises."""
     launcher = trainer.launcher or Launcher()
@@ -92,3 +93,23 @@ def group_here() -> GroupLike:
     if is_on_ranks():
         return init_group()
     return FakeGroup(device=use_device(resolve_device(detect_device_facts(os.environ, 0))), backend="none")
+
+
+@dataclass(frozen=True)
+class TorchSettings:
+    """The settings of the process that creates it. Reading and setting them does not initialize a GPU."""
+
+    dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+    matmul_precision: str = field(default_factory=torch.get_float32_matmul_precision)
+    is_deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
+    only_warns: bool = field(default_factory=torch.is_deterministic_algorithms_warn_only_enabled)
+    cudnn_benchmark: bool = field(default_factory=lambda: torch.backends.cudnn.benchmark)
+    cudnn_deterministic: bool = field(default_factory=lambda: torch.backends.cudnn.deterministic)
+
+    def apply(self) -> None:
+        """Apply the settings in this process."""
+        torch.set_default_dtype(self.dtype)
+        torch.set_float32_matmul_precision(self.matmul_precision)
+        torch.use_deterministic_algorithms(self.is_deterministic, warn_only=self.only_warns)
+        torch.backends.cudnn.benchmark = self.cudnn_benchmark
+        torch.backends.cudnn.deterministic = self.cudnn_deterministic

@@ -19,17 +19,17 @@ from ddpilot.group.protocol import GroupLike
 from ddpilot.launching.failures import Failure, build_error
 from ddpilot.launching.rank_reports import Raised
 from ddpilot.launching.rank_server.rank import describe_raised
-from ddpilot.trainer.position import Position
+from ddpilot.trainer.core import Position
 from ddpilot.training.models.explain import Explanation
 from ddpilot.training.models.optimizers import full_state
-from ddpilot.training.plain import plain_attributes
+from ddpilot.training.nested import plain_attributes
 
 if TYPE_CHECKING:
     from ddpilot.trainer.trainer import Trainer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class FitResult:
     """The state of a trainer after a fit; tensors are on the CPU."""
 
     weights: dict[str, Any]
@@ -51,7 +51,7 @@ class Outcome:
     pickled."""
 
 
-def collect(trainer: Trainer, group: GroupLike, late: Exception | None) -> Outcome | None:
+def collect_result(trainer: Trainer, group: GroupLike, late: Exception | None) -> FitResult | None:
     """Return the outcome on rank 0; None on other ranks. Collective if optimizer state is sharded."""
     optimizers = {name: full_state(optimizer) for name, optimizer in trainer.optimizers.items()}
     return _gather(trainer, optimizers, late) if group.is_rank_zero else None
@@ -84,9 +84,9 @@ def _pack(error: Exception) -> tuple[Raised, bytes]:
     return describe_raised(error), pickled
 
 
-def _gather(trainer: Trainer, optimizers: dict[str, dict[str, Any]], late: Exception | None = None) -> Outcome:
+def _gather(trainer: Trainer, optimizers: dict[str, dict[str, Any]], late: Exception | None = None) -> FitResult:
     model = trainer.model
-    return Outcome(
+    return FitResult(
         weights=model.state_dict(),
         frozen=frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad),
         attributes={name: _public(module) for name, module in model.named_modules()},
@@ -103,7 +103,7 @@ def _gather(trainer: Trainer, optimizers: dict[str, dict[str, Any]], late: Excep
     )
 
 
-def apply(trainer: Trainer, outcome: Outcome) -> None:
+def load_result(trainer: Trainer, outcome: FitResult) -> None:
     """Load `outcome` into `trainer`'s model, optimizers and callbacks in place."""
     model = trainer.model
     model.load_state_dict(outcome.weights)
@@ -128,13 +128,13 @@ def apply(trainer: Trainer, outcome: Outcome) -> None:
 
 
 @contextmanager
-def as_it_was(trainer: Trainer) -> Iterator[None]:
+def rollback_on_error(trainer: Trainer) -> Iterator[None]:
     """Restore the trainer's state if an exception is raised, as after a failed fit on ranks, which train copies."""
     before = copy.deepcopy(_gather(trainer, {name: each.state_dict() for name, each in trainer.optimizers.items()}))
     try:
         yield
     except BaseException:
-        apply(trainer, before)
+        load_result(trainer, before)
         for optimizer in trainer.optimizers.values():
             optimizer.zero_grad(set_to_none=True)
         raise

@@ -4,24 +4,124 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from ddpilot.errors import LoopError
-from ddpilot.trainer.batches import Summands, check_attached, check_weighted, with_count
-from ddpilot.trainer.checks import check_fit, check_goal, naming_arguments
-from ddpilot.trainer.fit import Fit, fit_here, fit_on_rank
+from ddpilot.group.device import capture_rng, move, restore_rng
+from ddpilot.group.protocol import GroupLike
+from ddpilot.trainer.checks import (
+    check_choice,
+    check_fit,
+    check_forward,
+    check_goal,
+    check_loader_options,
+    check_whole,
+    naming_arguments,
+)
+from ddpilot.trainer.core import TrainerCore
+from ddpilot.trainer.fit import NO_SIZES, FitOptions, bring_state, fit_here, fit_on_rank, make_loader_of
 from ddpilot.trainer.history import History
-from ddpilot.trainer.ranks import is_on_ranks, run_on_ranks, say_ignored
-from ddpilot.trainer.result import apply, as_it_was, explain_late
-from ddpilot.trainer.run import Run
-from ddpilot.trainer.sizing import Search, find_batch_size_here
-from ddpilot.trainer.trainer_looking import LookingTrainer
-from ddpilot.training.batch_size import BatchSizeSearch, check_search
-from ddpilot.training.coordination.signals import StopSignals
-from ddpilot.training.models.inside import run_inside
+from ddpilot.trainer.losses import Forward, Summands, check_attached, check_weighted, with_count
+from ddpilot.trainer.ranks import group_here, is_on_ranks, run_on_ranks, say_ignored, share_weights
+from ddpilot.trainer.result import explain_late, load_result, rollback_on_error
+from ddpilot.trainer.run import Run, call_model, find_inner
+from ddpilot.training.batch_size import BatchSizeSearch, check_search, find_batch_size
+from ddpilot.training.batches import Loader
+from ddpilot.training.coordination.stop import StopSignals
+from ddpilot.training.device_placement import ensure_on_device
+from ddpilot.training.evaluation.evaluate import evaluate, predict_batch
+from ddpilot.training.evaluation.predict import predict
+from ddpilot.training.loop import Loop
+from ddpilot.training.losses import add_losses
+from ddpilot.training.models.ddp import run_in_forward
+from ddpilot.training.step.precision import Precision
+
+if TYPE_CHECKING:
+    from ddpilot.trainer.core import TrainerCore
+
+
+class InferenceTrainer(TrainerCore):
+    """Evaluate, predict and call the model, in this process or on ranks."""
+
+    def evaluate(
+        self,
+        dataset: Any,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        forward: Forward | None = None,
+        nproc_per_node: int | str = 0,
+        **options: Any,
+    ) -> dict[str, Any]:
+        """Return the loss and each metric over all samples of `dataset`, each counted once.
+
+        Runs in this process, where it moves the model to the device; with `nproc_per_node` on ranks that are started
+        for it; on an existing rank in place, which is collective. `metrics`, `forward`: replace the trainer's.
+        `options`: those of `Loop.loader`, such as `global_batch_size` (default: that of the last fit, or 64) and
+        `num_workers`.
+        """
+        wanted = self.all_metrics if metrics is None else dict(metrics)
+        check_loader_options("evaluating", "`evaluate`", options)
+        check_forward("evaluating", self.model, forward is not None or self.has_own_forward)
+        check_whole("evaluating", "`dataset`", dataset)
+        if is_on_ranks() or nproc_per_node == 0:
+            return evaluate_here(self, dataset, wanted, forward, options)
+        said = run_on_ranks(self, nproc_per_node, "evaluate", evaluate_here, dataset, wanted, forward, options)
+        found: dict[str, Any] = said[0]
+        return found
+
+    def predict(
+        self,
+        dataset: Any,
+        *,
+        to: str | os.PathLike[str] | None = None,
+        forward: Callable[[nn.Module, Any], Any] | None = None,
+        nproc_per_node: int | str = 0,
+        **options: Any,
+    ) -> Any:
+        """Return the model's outputs for all samples of `dataset`, in its order, on the CPU. See `Loop.predict`.
+
+        Runs where `evaluate` would, with the same `options`. `to`: a folder, which must not exist, to write the outputs
+        to batch by batch. `forward(model, batch)` returns the part of the output to keep, with one row per sample:
+        `lambda model, batch: model(**batch)["logits"]`. On an existing rank, only rank 0 gets the outputs. Returns None
+        if there are no samples.
+        """
+        check_loader_options("predicting", "`predict`", options)
+        check_forward("predicting", self.model, forward is not None or self.has_own_forward)
+        check_whole("predicting", "`dataset`", dataset)
+        if is_on_ranks() or nproc_per_node == 0:
+            return predict_here(self, dataset, to, forward, options)
+        return run_on_ranks(self, nproc_per_node, "predict", predict_here, dataset, to, forward, options)[0]
+
+    def output_of(self, model: nn.Module, batch: Any) -> Any:
+        """Return the prediction for a batch; it needs a target in the batch only if `forward` does."""
+        return self.forward(model, batch)[0] if self.has_own_forward else predict_batch(model, batch)
+
+    def call(
+        self,
+        method: str,
+        *args: Any,
+        ranks: Literal["zero", "all"] = "zero",
+        nproc_per_node: int | str = 0,
+        **kwargs: Any,
+    ) -> Any:
+        """Call the model's `method`, such as "sample", unwrapped, in eval mode, without gradients.
+
+        Runs in this process; with `nproc_per_node` on ranks that are started for it, and returns rank 0's result, or
+        with `ranks="all"` a list of every rank's; on an existing rank in place, where ranks not in `ranks` return None.
+        Not collective. Tensors in the result are on the CPU.
+        """
+        check_choice(f"calling `{method}` of the model", "ranks", ranks, ("zero", "all"))
+        if is_on_ranks() or nproc_per_node == 0:
+            return call_here(self, method, args, kwargs, ranks)
+        said = run_on_ranks(self, nproc_per_node, "call", call_here, method, args, kwargs, ranks)
+        return list(said) if ranks == "all" else said[0]
+
 
 _WHICH_SIZE = "Say `global_batch_size`, of all ranks together, or `batch_size_per_rank`."
 
@@ -29,7 +129,7 @@ _NUM_CHECKED = 8
 """Number of batches per epoch whose labels are checked, which waits for the device."""
 
 
-class Trainer(LookingTrainer):
+class Trainer(InferenceTrainer):
     """A complete training loop built on `Loop`, with the model and what defines an update.
 
     `model`: a module on the CPU, or a ModuleDict of several. `loss_fn(output, target)`: returns this rank's mean loss,
@@ -96,7 +196,7 @@ class Trainer(LookingTrainer):
         before any rank starts.
         """
         check_goal(epochs, until_epoch)
-        fit = Fit(
+        fit = FitOptions(
             train_set=train_set,
             val_set=val_set,
             epochs=1 if epochs is None else epochs,
@@ -119,18 +219,18 @@ class Trainer(LookingTrainer):
             raise late
         return self.history
 
-    def _run_fit(self, fit: Fit, nproc_per_node: int | str | None) -> Exception | None:
+    def _run_fit(self, fit: FitOptions, nproc_per_node: int | str | None) -> Exception | None:
         """Run `fit` on the existing ranks, in this process or on new ranks; returns a callback's late error."""
         if is_on_ranks():
             say_ignored(nproc_per_node)
             with StopSignals() as signals:
                 return fit_here(self, fit, signals)
         if nproc_per_node == 0:
-            with StopSignals() as signals, as_it_was(self):
+            with StopSignals() as signals, rollback_on_error(self):
                 return fit_here(self, fit, signals)
         self.nproc_per_node = self.nproc_per_node if nproc_per_node is None else nproc_per_node
         outcomes = run_on_ranks(self, self.nproc_per_node, "fit", fit_on_rank, fit)
-        apply(self, outcomes[0])
+        load_result(self, outcomes[0])
         late = outcomes[0].late
         return None if late is None else explain_late(late, len(outcomes))
 
@@ -146,7 +246,7 @@ class Trainer(LookingTrainer):
         parts = run.wrapped.values() if isinstance(run.wrapped, dict) else [run.wrapped]
         wrapped = nn.ModuleDict(run.wrapped) if isinstance(run.wrapped, dict) else run.wrapped
         with loop.accumulate(*parts):
-            output, target = run_inside(wrapped, lambda model: self.forward(model, batch))
+            output, target = run_in_forward(wrapped, lambda model: self.forward(model, batch))
             loss, count = with_count(self.loss_fn(output, target))
             if not isinstance(loss, Mapping):
                 check_attached(loss, loop.rank)
@@ -176,7 +276,7 @@ class Trainer(LookingTrainer):
         `ddpilot.find_batch_size` raises, and LoopError for several optimizers or an overridden `train_batch`.
         """
         check_search(max_per_rank, headroom)
-        search = Search(dataset=dataset, max_per_rank=max_per_rank, headroom=headroom)
+        search = SearchOptions(dataset=dataset, max_per_rank=max_per_rank, headroom=headroom)
         nproc_per_node = self.nproc_per_node if nproc_per_node is None else nproc_per_node
         if is_on_ranks() or nproc_per_node == 0:
             return find_batch_size_here(self, search, self._has_own_step)
@@ -187,3 +287,110 @@ class Trainer(LookingTrainer):
     @property
     def _has_own_step(self) -> bool:
         return type(self).train_batch is not Trainer.train_batch
+
+
+def evaluate_here(
+    trainer: TrainerCore,
+    dataset: Any,
+    metrics: Mapping[str, Any],
+    forward: Forward | None,
+    options: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Implement `Trainer.evaluate`; `forward`: None for the trainer's. Collective on ranks."""
+    group = group_here()
+    model, loader = _place(trainer, dataset, options, group)
+    with Precision(trainer.precision, group.device).autocast():
+        return evaluate(model, loader, metrics, group, forward or trainer.forward)
+
+
+def predict_here(
+    trainer: InferenceTrainer,
+    dataset: Any,
+    to: str | os.PathLike[str] | None,
+    forward: Callable[[nn.Module, Any], Any] | None,
+    options: Mapping[str, Any],
+) -> Any:
+    """Implement `Trainer.predict`; `forward`: None for the trainer's. Collective on ranks."""
+    group = group_here()
+    model, loader = _place(trainer, dataset, options, group)
+    with Precision(trainer.precision, group.device).autocast():
+        return predict(model, loader, group, to=to, forward=forward or trainer.output_of)
+
+
+def call_here(trainer: TrainerCore, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], ranks: str) -> Any:
+    """Implement `Trainer.call`. Not collective."""
+    group = group_here()
+    if ranks == "zero" and not group.is_rank_zero:
+        return None
+    model = ensure_on_device(find_inner(trainer.ema or trainer.model), group.device)
+    with Precision(trainer.precision, group.device).autocast():
+        return call_model(model, method, *args, device=group.device, **kwargs)
+
+
+def _place(
+    trainer: TrainerCore, dataset: Any, options: Mapping[str, Any], group: GroupLike
+) -> tuple[nn.Module, Loader]:
+    """Return the model on the device, and this rank's loader."""
+    model = ensure_on_device(find_inner(trainer.ema or trainer.model), group.device)
+    if not trainer.position.num_updates:
+        share_weights(model, group)
+    sizes = {name: options.get(name) for name in NO_SIZES}
+    if not any(sizes.values()) and not isinstance(dataset, DataLoader):
+        sizes = {**NO_SIZES, "global_batch_size": trainer.batch_size}
+    left = {name: value for name, value in options.items() if name not in NO_SIZES}
+    return model, make_loader_of(dataset, group, trainer.seed, sizes, left)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions:
+    """The arguments of one search, sent to the ranks."""
+
+    dataset: Any
+    max_per_rank: int | None
+    headroom: float
+
+
+def find_batch_size_here(trainer: Trainer, search: SearchOptions, has_own_step: bool) -> BatchSizeSearch:
+    """Implement `Trainer.find_batch_size`. Collective."""
+    _check_searchable(trainer, has_own_step)
+    group = group_here()
+    rng = capture_rng(group.device)
+    loop = Loop(trainer.seed, precision=trainer.precision, group=group)
+    move(trainer.model, loop.device)
+    model, (optimizer,) = trainer.model, trainer.optimizers.values()
+    bring_state(optimizer)
+    is_loader = isinstance(search.dataset, DataLoader)
+
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        assert trainer.loss_fn is not None  # checked by _check_searchable()
+        loss: torch.Tensor = add_losses(with_count(trainer.loss_fn(*trainer.forward(model, batch)))[0])
+        return loss
+
+    try:
+        return find_batch_size(
+            loop,
+            model,
+            optimizer,
+            search.dataset.dataset if is_loader else search.dataset,
+            step,
+            collate_fn=search.dataset.collate_fn if is_loader else None,
+            max_per_rank=search.max_per_rank,
+            headroom=search.headroom,
+        )
+    finally:
+        restore_rng(rng, group.device)
+
+
+def _check_searchable(trainer: Trainer, has_own_step: bool) -> None:
+    """Raise LoopError for a trainer whose training step cannot be tried here."""
+    if has_own_step or trainer.loss_fn is None:
+        found = "a `train_batch` of one's own"
+    elif len(trainer.optimizers) > 1:
+        found = f"{len(trainer.optimizers)} optimizers"
+    else:
+        return
+    raise LoopError(
+        "looking for a batch size",
+        found=f"{found}, so it is not known what a step holds in memory",
+        fix="Call ddpilot.find_batch_size(loop, model, optimizer, dataset, step) on the ranks, with the step to try.",
+    )

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asynchronous copies of scalars from an accelerator to the host; only `Arriving.read` waits for the device."""
+"""Asynchronous copies of scalars from an accelerator to the host; only `PendingScalar.read` waits for the device."""
 
 from __future__ import annotations
 
 import torch
 
-from ddpilot.record.capturing import is_capturing
+from ddpilot.record.accelerator import is_capturing
 
 
 class _Slot:
@@ -19,7 +19,7 @@ class _Slot:
         self.event = torch.Event(device)
 
 
-class Arriving:
+class PendingScalar:
     """A scalar that is being copied to the host."""
 
     def __init__(self, slot: _Slot, free: list[_Slot]) -> None:
@@ -44,16 +44,16 @@ class Arriving:
         return self._number
 
 
-class Sender:
+class ScalarCopier:
     """Copies scalar tensors (shape ()) of accelerators to the host, through pinned memory that it reuses."""
 
     def __init__(self) -> None:
         self._free: dict[tuple[torch.dtype, torch.device], list[_Slot]] = {}
 
-    def send(self, number: torch.Tensor) -> Arriving:
+    def send(self, number: torch.Tensor) -> PendingScalar:
         """Start copying `number` to the host, in the current stream of its device."""
         free = self._free.setdefault((number.dtype, number.device), [])
         slot = free.pop() if free else _Slot(number.dtype, number.device)
         slot.number.copy_(number.detach(), non_blocking=True)
         slot.event.record(torch.accelerator.current_stream(number.device))
-        return Arriving(slot, free)
+        return PendingScalar(slot, free)

@@ -3,27 +3,32 @@
 
 from __future__ import annotations
 
+import copy
+import math
+import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
-from ddpilot.data.devices import to_device
+from ddpilot.data.batches import to_device
+from ddpilot.environments.detect import detect_topology
 from ddpilot.errors import LoopError
-from ddpilot.group.accelerator import peak_bytes, reset_peak
-from ddpilot.training.checks.batch_norm import find_batch_norms
+from ddpilot.group.device import capture_rng, peak_bytes, reset_peak, restore_rng
+from ddpilot.training.checks.buffers import find_batch_norms
 from ddpilot.training.coordination.out_of_memory import joint_try
 from ddpilot.training.models.ddp import unwrap
-from ddpilot.training.preserving import preserved
 
 if TYPE_CHECKING:
     from ddpilot.training.loop import Loop
+
 
 _NUM_SAMPLES = 16
 
@@ -97,13 +102,13 @@ def find_batch_size(
     if max_per_rank is None and loop.device.type == "cpu":
         what = "no `max_per_rank` on the CPU, where the system ends a process that uses too much memory"
         fix = "Give the largest number of samples on each rank to try, such as `max_per_rank=256`."
-        raise _refuse(loop.rank, what, fix)
+        raise _search_error(loop.rank, what, fix)
     limit = max_per_rank or max(1, len(dataset) // loop.world_size)
     first = 2 if find_batch_norms([model]) else 1
     if limit < first:
         what = f"`max_per_rank` is {limit}" if max_per_rank else f"the dataset has {limit} sample for each rank"
         fix = "BatchNorm needs two samples on each: allow more, or use GroupNorm."
-        raise _refuse(loop.rank, f"{what}, and the model has BatchNorm", fix)
+        raise _search_error(loop.rank, f"{what}, and the model has BatchNorm", fix)
     trying = _Trying(loop, unwrap(model), _local(optimizer), step, _Repeated(dataset, collate_fn or default_collate))
     with preserved(trying.model, trying.optimizer, loop.device):
         largest = largest_that(trying.fits, limit, first)
@@ -126,9 +131,11 @@ def find_batch_size(
 def check_search(max_per_rank: int | None, headroom: float, rank: int | None = None) -> None:
     """Raise LoopError if `max_per_rank` is below 1 or `headroom` is not in [0, 1). Not collective."""
     if max_per_rank is not None and max_per_rank < 1:
-        raise _refuse(rank, f"`max_per_rank` is {max_per_rank!r}", "Give a number of samples, 1 or more, or None.")
+        raise _search_error(
+            rank, f"`max_per_rank` is {max_per_rank!r}", "Give a number of samples, 1 or more, or None."
+        )
     if not 0 <= headroom < 1:
-        raise _refuse(rank, f"`headroom` is {headroom}", "Give a share of the batch, such as 0.1.")
+        raise _search_error(rank, f"`headroom` is {headroom}", "Give a share of the batch, such as 0.1.")
 
 
 def largest_that(fits: Callable[[int], bool], limit: int, first: int = 1) -> int:
@@ -234,7 +241,7 @@ def _outcome(trial: BatchSizeTrial) -> str:
 def _refuse_model(loop: Loop, first: BatchSizeTrial) -> LoopError:
     size = "two samples" if first.per_rank > 1 else "one sample"
     ranks = ", ".join(map(str, first.failed_ranks))
-    return _refuse(
+    return _search_error(
         loop.rank,
         f"a batch of {size} does not fit into the memory of rank {ranks} ({loop.device} here)",
         "Use precision='bf16', gradient checkpointing, shard='optimizer' or a smaller model; look whether other "
@@ -242,5 +249,111 @@ def _refuse_model(loop: Loop, first: BatchSizeTrial) -> LoopError:
     )
 
 
-def _refuse(rank: int | None, found: str, fix: str) -> LoopError:
+def _search_error(rank: int | None, found: str, fix: str) -> LoopError:
     return LoopError("looking for a batch size", found=found, fix=fix, rank=rank)
+
+
+@contextmanager
+def preserved(model: nn.Module, optimizer: Optimizer, device: torch.device) -> Iterator[None]:
+    """Restore `model`, `optimizer` and this process's random states after the block, bit for bit.
+
+    The copies are in CPU memory: on the device, a second model would leave less room than training has. The tensors
+    remain the same objects. Gradients are None in the block.
+    """
+    rng = capture_rng(device)
+    tensors = [*model.parameters(), *model.buffers()]
+    kept = [_to_host(tensor) for tensor in tensors]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    modes = [(layer, layer.training) for layer in model.modules()]
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    states = [(key, entries, _keep(entries)) for key, entries in optimizer.state.items()]
+    try:
+        for parameter, _ in gradients:
+            parameter.grad = None
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, host in zip(tensors, kept, strict=True):
+                tensor.copy_(host)
+            optimizer.state.clear()
+            optimizer.state.update({key: _put_back(entries, host) for key, entries, host in states})
+        for group, values in zip(optimizer.param_groups, groups, strict=True):
+            group.update(values)
+        for layer, was_training in modes:
+            layer.training = was_training
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        restore_rng(rng, device)
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _keep(entries: Any) -> Any:
+    """Return an optimizer's state of one parameter: its objects, each with a copy of its contents."""
+    if not isinstance(entries, dict):
+        return copy.deepcopy(entries)
+    return {
+        name: (value, _to_host(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value))
+        for name, value in entries.items()
+    }
+
+
+def _put_back(entries: Any, kept: Any) -> Any:
+    if not isinstance(entries, dict):
+        return kept
+    entries.clear()
+    for name, (value, inside) in kept.items():
+        entries[name] = value.copy_(inside) if isinstance(value, torch.Tensor) else inside
+    return entries
+
+
+Rule = Literal["linear", "sqrt"]
+
+_SOURCES: dict[str, str] = {
+    "linear": "the linear rule of Goyal et al. 2017, for SGD; warm up over the first epochs",
+    "sqrt": "the square-root rule of Krizhevsky 2014, for Adam see Malladi et al. 2022",
+}
+
+
+def scale_lr(
+    lr: float,
+    global_batch_size: int,
+    base_batch_size: int,
+    rule: Rule = "linear",
+    *,
+    say: Callable[[str], object] | None = None,
+) -> float:
+    """Return the learning rate for `global_batch_size`, given `lr` for `base_batch_size`; reported on rank 0.
+
+    Both sizes count the samples of all ranks in one update, including accumulated batches. More ranks with the same
+    global batch do not need a different learning rate, so ddpilot never scales it automatically.
+
+    "linear": multiply by the ratio, for SGD with a warm-up; it held up to 8,192 images (Goyal et al. 2017,
+    arXiv:1706.02677). "sqrt": multiply by the square root of the ratio, which keeps the variance of an update
+    (Krizhevsky 2014, arXiv:1404.5997), and for Adam and RMSProp follows from theory (Malladi et al. 2022,
+    arXiv:2205.10287, which also multiplies 1 - beta by the ratio and divides epsilon by its square root).
+
+    `say`: called with the message, on rank 0 only; default: print. Not collective. Raises LoopError for sizes below 1,
+    a learning rate that is not positive and finite, and an unknown `rule`.
+    """
+    if rule not in _SOURCES:
+        raise _lr_error(f"`rule` is {rule!r}", "Use 'linear' or 'sqrt'.")
+    if min(global_batch_size, base_batch_size) < 1:
+        found = f"batch sizes of {global_batch_size} and {base_batch_size}"
+        raise _lr_error(found, "Give the samples of all ranks in one update, 1 or more.")
+    if not (lr > 0 and math.isfinite(lr)):
+        raise _lr_error(f"`lr` is {lr}", "Give a positive learning rate.")
+    ratio = global_batch_size / base_batch_size
+    scaled = lr * (ratio if rule == "linear" else math.sqrt(ratio))
+    if detect_topology(os.environ).rank == 0:
+        (say or print)(
+            f"learning rate {lr:g} for batches of {base_batch_size:,} becomes {scaled:.6g} for {global_batch_size:,} "
+            f"({_SOURCES[rule]})"
+        )
+    return scaled
+
+
+def _lr_error(found: str, fix: str) -> LoopError:
+    return LoopError("scaling the learning rate", found=found, fix=fix)

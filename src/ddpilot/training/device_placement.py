@@ -41,7 +41,7 @@ def ensure_on_device(module: Module, device: torch.device | str) -> Module:
     """
     import torch
 
-    from ddpilot.group.accelerator import move
+    from ddpilot.group.device import move
 
     wanted = torch.device(device)
     if not isinstance(module, torch.nn.Module):

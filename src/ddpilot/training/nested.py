@@ -4,9 +4,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from pathlib import PurePath
 from typing import Any
 
+import numpy
 import torch
 
 from ddpilot.errors import LoopError
@@ -49,11 +53,11 @@ def check_rows(output: Any, count: int, did: str) -> None:
         for value in output:
             check_rows(value, count, did)
     elif not isinstance(output, torch.Tensor | list):
-        raise _refuse(did, f"a {type(output).__name__}, which has no rows")
+        raise _rows_error(did, f"a {type(output).__name__}, which has no rows")
     elif isinstance(output, torch.Tensor) and (output.ndim == 0 or len(output) != count):
-        raise _refuse(did, f"a tensor of shape {tuple(output.shape)} for {count} samples")
+        raise _rows_error(did, f"a tensor of shape {tuple(output.shape)} for {count} samples")
     elif len(output) != count:
-        raise _refuse(did, f"a list of {len(output)} objects for {count} samples")
+        raise _rows_error(did, f"a list of {len(output)} objects for {count} samples")
 
 
 def join_rows(parts: Sequence[Any]) -> Any:
@@ -133,10 +137,37 @@ def _rebuild_mapping(data: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
         return items
 
 
-def _refuse(did: str, found: str) -> LoopError:
+def _rows_error(did: str, found: str) -> LoopError:
     return LoopError(
         did,
         found=f"the model returned {found}",
         fix="Return tensors with one row per sample, tuples or dicts of them, or a list with one object per sample; "
         "pass `forward=` to choose what of the output is kept.",
     )
+
+
+_NUMBERS = (bool, int, float, complex, numpy.generic, numpy.ndarray)
+_VALUES = (type(None), *_NUMBERS, str, bytes, PurePath, Enum, torch.dtype)
+_CONTAINERS = (list, tuple, set, frozenset, deque)
+
+
+def is_plain(value: object) -> bool:
+    """True if `value` is a number, a string, a path, an array, a tensor without a graph, or a container of those."""
+    if isinstance(value, _VALUES):
+        return not (isinstance(value, numpy.ndarray) and value.dtype.hasobject)
+    if isinstance(value, torch.Tensor):
+        return type(value) is torch.Tensor and value.grad_fn is None
+    if isinstance(value, dict):
+        return all(is_plain(key) and is_plain(item) for key, item in value.items())
+    return isinstance(value, _CONTAINERS) and all(map(is_plain, value))
+
+
+def plain_attributes(owner: Any) -> dict[str, Any]:
+    """Return the attributes of `owner` that are plain; tensors are copied to the CPU."""
+    return {name: _on_cpu(value) for name, value in vars(owner).items() if is_plain(value)}
+
+
+def _on_cpu(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    return value

@@ -7,9 +7,9 @@ import sys
 import warnings
 from types import FrameType
 
-from ddpilot.checkpoint.telling import tell_stderr
+from ddpilot.checkpoint.directory import tell_stderr
 from ddpilot.errors import DataError
-from ddpilot.findings.as_text import render_text
+from ddpilot.findings.display import render_text
 from ddpilot.findings.finding import Finding
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.batches import CurrentBatch

@@ -7,17 +7,17 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from tqdm import tqdm
 
-from ddpilot.group.accelerator import runs_behind
+from ddpilot.group.device import runs_behind
 from ddpilot.launching.rank_environment import WATCHED_VARIABLE
 from ddpilot.launching.rank_environment import is_watched as is_shown_here
-from ddpilot.training.async_scalars import Arriving, Sender
+from ddpilot.training.async_scalars import PendingScalar, ScalarCopier
 
 LINE_INTERVAL_S = 30.0
 _BAR_INTERVAL_S = 0.2
@@ -87,8 +87,8 @@ class Progress:
         self._current: Bar | Lines | None = None
         self._loss: torch.Tensor | None = None
         self._said_loss: float | None = None
-        self._sender = Sender()
-        self._coming: Arriving | None = None
+        self._sender = ScalarCopier()
+        self._coming: PendingScalar | None = None
         self._shown: dict[str, str] = {}
 
     @property
@@ -197,3 +197,30 @@ def _length(loader: Any) -> int | None:
 def is_watched() -> bool:
     """True if the output is shown to a user: in a terminal, a notebook, or on a rank launched from one."""
     return WATCHED_VARIABLE in os.environ or is_shown_here()
+
+
+T = TypeVar("T")
+
+
+class WaitClock:
+    """Adds up the time that iterators take to return their next item."""
+
+    def __init__(self) -> None:
+        self.total_s = 0.0
+        """Total seconds so far."""
+
+    def over(self, items: Generator[T, None, None]) -> Iterator[T]:
+        """Yield from `items` and measure the time of each; closing this closes them."""
+        clock = time.perf_counter
+        try:
+            while True:
+                begin_s = clock()
+                try:
+                    item = next(items)
+                except StopIteration:
+                    return
+                finally:
+                    self.total_s += clock() - begin_s
+                yield item
+        finally:
+            items.close()

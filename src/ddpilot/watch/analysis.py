@@ -11,19 +11,22 @@ from ddpilot.findings.finding import Finding
 from ddpilot.record.flight_ring.log import Collective
 from ddpilot.source.parsed_file import Sources
 from ddpilot.watch.explain.ddp_constructor import explain_wraps
-from ddpilot.watch.explain.deaths import explain_death
-from ddpilot.watch.explain.mismatch import explain_clash, find_firsts, involved
-from ddpilot.watch.explain.outlasted import explain_outlasted
+from ddpilot.watch.explain.mismatch import explain_mismatch, find_first_mismatches, involved
 from ddpilot.watch.explain.process_group_init import find_rendezvous
-from ddpilot.watch.explain.rank_exit import explain_circle, explain_gone
-from ddpilot.watch.explain.waits import Open, explain_open, say_open
-from ddpilot.watch.matching.common_end import COMMON_END, before_common_end
-from ddpilot.watch.matching.messages import explain_message, find_unequal_messages
-from ddpilot.watch.matching.mismatch import SILENT
-from ddpilot.watch.matching.outcomes import Fate, as_left, fate_of, first_deaths
-from ddpilot.watch.matching.progress import Meet, Progress, find_meetings, find_progress
-from ddpilot.watch.matching.waits import Wait, find_circles, find_waits
-from ddpilot.watch.snapshot.model import JobView, RankView
+from ddpilot.watch.explain.rank_exit import explain_cycle, explain_death, explain_exited, explain_outlasted
+from ddpilot.watch.explain.waits import OpenWait, explain_open_wait, say_open_wait
+from ddpilot.watch.matching.mismatch import WRONG_BUT_RUNNING
+from ddpilot.watch.matching.outcomes import (
+    COMMON_END,
+    RankOutcome,
+    before_common_end,
+    first_deaths,
+    outcome_of,
+    with_departure,
+)
+from ddpilot.watch.matching.progress import GroupProgress, MismatchedCollective, find_incomplete, find_progress
+from ddpilot.watch.matching.waits import Wait, explain_message, find_cycles, find_unequal_messages, find_waits
+from ddpilot.watch.snapshot.model import JobSnapshot, RankSnapshot
 
 _STACK_AGE_NS = 1_000_000_000
 """An older stack may not show where the rank is now."""
@@ -50,7 +53,7 @@ class Analysis:
     """A note if all ranks were ended at once from outside; the other fields then describe the state before it."""
 
 
-def _is_interrupt(rank: RankView) -> bool:
+def _is_interrupt(rank: RankSnapshot) -> bool:
     return rank.error is not None and rank.error.type_name == "KeyboardInterrupt"
 
 
@@ -58,9 +61,9 @@ def _is_interrupt(rank: RankView) -> bool:
 class _Look:
     """The state of one analysis while it runs."""
 
-    view: JobView
-    earlier: JobView | None
-    fates: dict[int, Fate]
+    view: JobSnapshot
+    earlier: JobSnapshot | None
+    fates: dict[int, RankOutcome]
     sources: Sources
     stall_ns: int
     warn_ns: int
@@ -80,7 +83,7 @@ class _Look:
 
 
 def analyze(
-    view: JobView, earlier: JobView | None = None, *, stall_s: float = 2.0, stall_warn_s: float = 30.0
+    view: JobSnapshot, earlier: JobSnapshot | None = None, *, stall_s: float = 2.0, stall_warn_s: float = 30.0
 ) -> Analysis:
     """Analyze what the ranks of `view` do together, and what prevents them from continuing.
 
@@ -90,16 +93,16 @@ def analyze(
     different collectives and ranks that wait in each other's groups are proven and reported at once. Has no side
     effects.
     """
-    fates = {rank: fate_of(view.ranks.get(rank)) for rank in _all_ranks(view)}
+    fates = {rank: outcome_of(view.ranks.get(rank)) for rank in _all_ranks(view)}
     before = before_common_end(view, fates)
     if before is not None:
         return _after_end(analyze(before, earlier, stall_s=stall_s, stall_warn_s=stall_warn_s))
     look = _Look(view, earlier, fates, Sources(view.sources), int(stall_s * 1e9), int(stall_warn_s * 1e9))
     progress = find_progress(rank.log for rank in view.ranks.values() if rank.log is not None)
-    clashes = [meet for each in progress for meet in find_firsts(each)]
+    clashes = [meet for each in progress for meet in find_first_mismatches(each)]
     _say_clashes(look, [meet for meet in clashes if meet.newest_ns >= view.since_ns])
     _say_messages(look)
-    stuck = {id(meet.progress) for meet in clashes if meet.clash.aspect not in SILENT}
+    stuck = {id(meet.progress) for meet in clashes if meet.clash.aspect not in WRONG_BUT_RUNNING}
     _say_waits(look, [each for each in progress if id(each) not in stuck])
     _say_rendezvous(look)
     _say_wraps(look)
@@ -127,7 +130,7 @@ def say_end(analysis: Analysis, findings: Iterable[Finding]) -> tuple[str, ...]:
     return (analysis.end,) if analysis.end and not _has_errors(findings) else ()
 
 
-def _all_ranks(view: JobView) -> Iterable[int]:
+def _all_ranks(view: JobSnapshot) -> Iterable[int]:
     return sorted({*range(view.world_size), *view.ranks})
 
 
@@ -139,12 +142,12 @@ def _can_answer(look: _Look, rank: int) -> bool:
     return seen.stack is None or look.view.now_ns - seen.stack.taken_ns > _STACK_AGE_NS
 
 
-def _say_clashes(look: _Look, meets: Iterable[Meet]) -> None:
+def _say_clashes(look: _Look, meets: Iterable[MismatchedCollective]) -> None:
     for meet in sorted(meets, key=lambda meet: min(entry.start_ns for entry in meet.by_rank.values())):
-        finding = explain_clash(look.view, meet, look.sources)
+        finding = explain_mismatch(look.view, meet, look.sources)
         look.findings.append(finding)
         look.needs.update(involved(meet))
-        if meet.clash.aspect in SILENT:
+        if meet.clash.aspect in WRONG_BUT_RUNNING:
             look.silent.append(finding)
         else:
             look.is_stalled = True
@@ -159,18 +162,18 @@ def _say_messages(look: _Look) -> None:
                 look.explained.update((message.sender, message.receiver))
 
 
-def _say_waits(look: _Look, progress: Iterable[Progress]) -> None:
-    found = find_waits(look.view, look.fates, find_meetings(look.view, progress))
+def _say_waits(look: _Look, progress: Iterable[GroupProgress]) -> None:
+    found = find_waits(look.view, look.fates, find_incomplete(look.view, progress))
     for rank, missing in found.needs_stacks.items():
         if _has_waited(look, rank):
             look.needs.update((rank, *missing[:_MAX_STACKS]))
     waits = [wait for wait in found.waits if not look.explained & wait.held.keys()]
-    circles = [circle for circle in find_circles(waits) if _is_proven(look.view, circle)]
+    circles = [circle for circle in find_cycles(waits) if _is_proven(look.view, circle)]
     in_circles = {id(wait) for circle in circles for wait in circle}
     for circle in circles:
         look.is_stalled = True
         look.needs.update(rank for wait in circle for rank in list(wait.held)[:1])
-        look.findings.append(explain_circle(look.view, circle, look.sources))
+        look.findings.append(explain_cycle(look.view, circle, look.sources))
         look.explained.update(rank for wait in circle for rank in wait.held)
     held = {rank for wait in waits for rank in wait.held}
     for wait in waits:
@@ -199,7 +202,7 @@ def _say_wait(look: _Look, wait: Wait, held: set[int]) -> None:
     if gone:
         look.is_stalled = True
         look.needs.update(list(wait.held)[:1])
-        look.findings.append(explain_gone(look.view, wait, gone, fates, look.sources))
+        look.findings.append(explain_exited(look.view, wait, gone, fates, look.sources))
         look.explained.update(wait.held.keys() | set(gone))
         return
     absent = [rank for rank in wait.missing if rank not in held and not look.fates[rank].is_gone]
@@ -210,9 +213,9 @@ def _say_wait(look: _Look, wait: Wait, held: set[int]) -> None:
         return  # all ranks have arrived: it may be over without showing it
     look.is_stalled = True
     look.needs.update(absent[:_MAX_STACKS])
-    one = Open(look.view, look.earlier, wait, tuple(absent))
-    look.status.append(say_open(one))
-    finding = explain_open(one, waited_ns > look.warn_ns)
+    one = OpenWait(look.view, look.earlier, wait, tuple(absent))
+    look.status.append(say_open_wait(one))
+    finding = explain_open_wait(one, waited_ns > look.warn_ns)
     if finding is not None:
         look.findings.append(finding)
 
@@ -222,7 +225,7 @@ def _is_seen_open(entry: Collective) -> bool:
     return entry.is_watched and entry.state != "unknown"
 
 
-def _fate_in(look: _Look, wait: Wait, rank: int) -> Fate:
+def _fate_in(look: _Look, wait: Wait, rank: int) -> RankOutcome:
     """Return the state of `rank` with regard to the group of `wait`."""
     seen, fate = look.view.ranks.get(rank), look.fates[rank]
     if seen is None or seen.log is None or fate.state != "alive":
@@ -233,7 +236,7 @@ def _fate_in(look: _Look, wait: Wait, rank: int) -> Fate:
         groups = {_group_key(entry) for entry in wait.held.values()}
         last = next((entry for entry in reversed(seen.log.collectives) if _group_key(entry) in groups), None)
     is_cut_off = any(look.fates[each].state == "victim" for each in wait.held)
-    return as_left(seen, fate, last, look.view.now_ns, is_cut_off=is_cut_off)
+    return with_departure(seen, fate, last, look.view.now_ns, is_cut_off=is_cut_off)
 
 
 def _group_key(entry: Collective) -> tuple[object, ...] | None:
@@ -241,12 +244,12 @@ def _group_key(entry: Collective) -> tuple[object, ...] | None:
     return (group.name, group.ranks, group.attempt, group.incarnation) if group is not None else None
 
 
-def _is_proven(view: JobView, circle: Iterable[Wait]) -> bool:
+def _is_proven(view: JobSnapshot, circle: Iterable[Wait]) -> bool:
     """True if no other thread can resolve the cycle: no rank in it starts collectives from several threads."""
     return all(_num_threads(view.ranks[rank]) == 1 for wait in circle for rank in wait.held)
 
 
-def _num_threads(rank: RankView) -> int:
+def _num_threads(rank: RankSnapshot) -> int:
     entries = rank.log.collectives if rank.log is not None else ()
     return len({entry.thread for entry in entries if entry.ddp is None}) or 1
 

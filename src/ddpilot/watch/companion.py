@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import os
 import queue
+import re
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -13,22 +16,21 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ddpilot.errors import LaunchTimeoutError, RankError, WatchError
+from ddpilot.findings.catalog import SHIP_ERROR, Entry, find_cause, find_known, fix_in_rank, make_finding
 from ddpilot.findings.display import Findings
-from ddpilot.findings.finding import Finding
-from ddpilot.launching.observer import Carrier, RankState
+from ddpilot.findings.finding import Finding, Place
+from ddpilot.launching.failures import find_raised_line
+from ddpilot.launching.observer import Mailbox, RankState
 from ddpilot.record.hook import HOOK, RING_DIR_VARIABLE
+from ddpilot.user_files import is_users_line
 from ddpilot.watch import job_folder
-from ddpilot.watch.calling import Caller
-from ddpilot.watch.cells import label_cells, rename_in
-from ddpilot.watch.explain.deaths import OF_ENDS, find_cause_of_end
+from ddpilot.watch.explain.rank_exit import OF_ENDS, find_cause_of_end
 from ddpilot.watch.external.instrumentation import GUARD_HOOK
-from ddpilot.watch.known import find_known_error, put_first, without_waits
 from ddpilot.watch.nodes.exchange import Exchange
 from ddpilot.watch.observer import Observer
 from ddpilot.watch.options import WatchOptions
-from ddpilot.watch.repeated import Repeated
-from ddpilot.watch.report import Report
-from ddpilot.watch.snapshot.model import ErrorView, ProcessView
+from ddpilot.watch.report import RepeatedFindings, Report, label_cells, rename_in
+from ddpilot.watch.snapshot.model import ProcessState, RankException
 from ddpilot.watch.snapshot.reader import RankFacts
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
@@ -49,7 +51,7 @@ class Watcher:
         name: str,
         world_size: int,
         ranks: tuple[int, ...] = (),
-        carrier: Carrier | None = None,
+        carrier: Mailbox | None = None,
         others: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         self._options = options
@@ -60,7 +62,7 @@ class Watcher:
         self._lines: queue.SimpleQueue[tuple[str, bool]] = queue.SimpleQueue()
         self._error: WatchError | None = None
         self._num_resumed = 0
-        self._repeated = Repeated()
+        self._repeated = RepeatedFindings()
         self._caller = self._make_caller()
         self._since_ns = 0
         self._observer: Observer | None = None
@@ -238,7 +240,7 @@ class Watcher:
         if self._caller is not None:
             self._caller.call(report)
 
-    def _make_caller(self) -> Caller | None:
+    def _make_caller(self) -> CallbackThread | None:
         action = self._options.action()
         number = self._num_resumed
 
@@ -247,7 +249,7 @@ class Watcher:
                 self._error = self._error or make_error(self._name, report)
                 self._wake()
 
-        return None if isinstance(action, str) else Caller(action, stop=stop, say=self._say)
+        return None if isinstance(action, str) else CallbackThread(action, stop=stop, say=self._say)
 
     def _find_all(self) -> Sequence[Finding]:
         """Return all current findings; empty if the records cannot be read, which is reported."""
@@ -276,7 +278,7 @@ class Watcher:
 def facts_of(rank: RankState, since_ns: int = 0) -> RankFacts:
     """Return what is known of `rank`, which has or had a process; an end before `since_ns` is ignored."""
     exited, raised = rank.exited, rank.raised
-    process = ProcessView(pid=rank.pid or 0, state="running")
+    process = ProcessState(pid=rank.pid or 0, state="running")
     if exited is not None and exited.time_s * 1e9 < since_ns:
         process = replace(process, state="unknown")
     elif exited is not None:
@@ -290,7 +292,7 @@ def facts_of(rank: RankState, since_ns: int = 0) -> RankFacts:
     error = (
         None
         if raised is None
-        else ErrorView(type_name=raised.type_name, message=raised.message, traceback=raised.traceback)
+        else RankException(type_name=raised.type_name, message=raised.message, traceback=raised.traceback)
     )
     return RankFacts(process=process, error=error, returned=rank.has_returned)
 
@@ -316,3 +318,167 @@ def _ended_by_itself(rank: RankState) -> bool:
 
 def _is_of_end(finding: Finding) -> bool:
     return finding.code in OF_ENDS
+
+
+_FAULT_FRAME = re.compile(
+    r'^  (?:File "(?P<file>[^"]+)"|(?P<cell>Cell In\[\d+\])), line (?P<line>\d+) in (?P<function>.+)$'
+)
+_NEXT_IN_CHAIN = re.compile(
+    r"^(?:The above exception was the direct cause of the following exception:"
+    r"|During handling of the above exception, another exception occurred:)$",
+    re.MULTILINE,
+)
+_MAX_MESSAGE_CHARS = 200
+_SAID_OF_DESYNC = frozenset({"DDP201", "DDP202", "DDP203", "DDP218", "DDP603"})
+"""Pages of errors that gloo, NCCL and unpickling raise if ranks disagree; the messages do not name the cause."""
+_OF_CONSTRUCTION = frozenset({"DDP301", "DDP302", "DDP303", "DDP304"})
+"""Codes of models that differ between ranks: torch counts parameters frozen on one rank as missing there."""
+_OF_MEETING = frozenset({"DDP103", "DDP104"})
+"""Pages about why a rank could not reach the rendezvous: a port in use, a wrong address."""
+_OF_WAITS = frozenset({"DDP208", "DDP209", "DDP215"})
+"""Codes of findings about ranks that wait for a rank that could not reach the rendezvous."""
+
+
+def find_known_error(rank: int, error: RankException | None, last_lines: Sequence[str] = ()) -> Finding | None:
+    """Return the finding for how `rank` ended: by its exception, or else by the last lines of its output.
+
+    None if no page matches, and for ddpilot's ShipError, whose message is more specific than its page.
+    """
+    if error is not None and error.type_name == SHIP_ERROR:
+        return None
+    said = f"{error.type_name}: {error.message}" if error is not None else ""
+    traceback = error.traceback if error is not None else ""
+    known = find_cause(said, last_lines)
+    if not known:
+        known, said, traceback = _find_in_chain(traceback)
+    elif not known[0].matches(said):  # a child process of the rank, or C++ code, wrote the message
+        said = next((line for line in reversed(last_lines) if known[0].matches(line)), "\n".join(last_lines))
+    if not known:
+        return None
+    entry = known[0]
+    return make_finding(
+        entry.code,
+        ranks=(rank,),
+        line=_find_place(traceback) or _find_crash_place(last_lines),
+        evidence=(_shorten(said),),
+        why=" ".join(entry.section("What it means").partition("\n\n")[0].split()),
+        fix=f"{fix_in_rank(entry)}.",
+    )
+
+
+def _find_in_chain(traceback: str) -> tuple[tuple[Entry, ...], str, str]:
+    """Return pages, text and traceback of the last exception in the chain, before the raised one, with a page."""
+    parts = _NEXT_IN_CHAIN.split(traceback)[:-1]
+    for part in reversed(parts):
+        said = part.strip().rpartition("\n  ")[2].partition("\n")[2]
+        known = tuple(entry for entry in find_known(said) if entry.severity == "error")
+        if known:
+            return known, said, part
+    return (), "", ""
+
+
+def put_first(known: Finding, findings: list[Finding]) -> str:
+    """Insert `known` at the front of `findings`, unless these explain it.
+
+    Returns the fix of a finding if it is more specific than that of the message; empty otherwise.
+    """
+    if not is_explained(known, findings):
+        findings.insert(0, known)
+    better = (each.fix for each in findings if known.code != each.code and {known.code, each.code} <= _OF_CONSTRUCTION)
+    return next(better, "")
+
+
+def is_explained(known: Finding, recorded: Sequence[Finding]) -> bool:
+    """Return True if `known`, the page of an error message, adds nothing to the findings `recorded`.
+
+    A closed connection is a consequence of a recorded cause; a port in use is a cause itself.
+    """
+    codes = {finding.code for finding in recorded}
+    if known.code == "DDP209" or known.code in codes:
+        return True
+    if known.code in _OF_CONSTRUCTION:
+        return not codes.isdisjoint(_OF_CONSTRUCTION)
+    if known.code == "DDP308":
+        return not codes.isdisjoint({"DDP212", "DDP310"})
+    has_cause = any(code.startswith(("DDP2", "DDP30")) and code != "DDP209" for code in codes)
+    return known.code in _SAID_OF_DESYNC and has_cause
+
+
+def without_waits(findings: Sequence[Finding], known: Finding | None) -> list[Finding]:
+    """Drop findings about waiting ranks if `known` says that a rank could not reach them."""
+    is_of_meeting = known is not None and known.code in _OF_MEETING
+    return [each for each in findings if not (is_of_meeting and each.code in _OF_WAITS)]
+
+
+def _find_place(traceback: str) -> Place | None:
+    """Return the innermost line outside of installed libraries; in a chain of exceptions, that of the last one."""
+    raised = find_raised_line(traceback)
+    return None if raised is None else Place(**raised._asdict())
+
+
+def _find_crash_place(lines: Sequence[str]) -> Place | None:
+    """Return the innermost user line of the output of Python's fault handler, which lists the innermost call first."""
+    called = ""
+    for frame in filter(None, map(_FAULT_FRAME.match, lines)):
+        file = frame["file"] or frame["cell"]
+        if is_users_line(file, frame["function"], called):
+            return Place(file=file, line=int(frame["line"]), function=frame["function"])
+        called = file
+    return None
+
+
+def _shorten(message: str) -> str:
+    text = " ".join(message.split())
+    return text if len(text) <= _MAX_MESSAGE_CHARS else f"{text[: _MAX_MESSAGE_CHARS - 3]}..."
+
+
+OnFinding = Callable[[Finding], object]
+
+
+class CallbackThread:
+    """Calls `on_finding` with each finding of a report, one call at a time.
+
+    `stop` is called with a report if the function returned ``"stop"`` for one of its findings; `say` is called with a
+    line about any exception that the function raised.
+    """
+
+    def __init__(self, on_finding: OnFinding, *, stop: Callable[[Report], None], say: Callable[[str], None]) -> None:
+        self._on_finding = on_finding
+        self._stop = stop
+        self._say = say
+        self._todo: deque[Report] = deque()
+        self._changed = threading.Condition()
+        self._is_running = False
+
+    def call(self, report: Report) -> None:
+        """Queue `report`: its findings are passed on after those of earlier reports. Returns at once."""
+        with self._changed:
+            self._todo.append(report)
+            if not self._is_running:
+                self._is_running = True
+                threading.Thread(target=self._run, name="ddpilot-on-finding", daemon=True).start()
+
+    def wait(self, limit_s: float) -> None:
+        """Wait until the function has returned from all calls, for at most `limit_s`."""
+        end_s = time.monotonic() + limit_s
+        with self._changed:
+            while self._is_running and (left_s := end_s - time.monotonic()) > 0:
+                self._changed.wait(left_s)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._todo:
+                    self._is_running = False
+                    self._changed.notify_all()
+                    return
+                report = self._todo.popleft()
+            if "stop" in [self._ask(finding) for finding in report.findings]:
+                self._stop(report)
+
+    def _ask(self, finding: Finding) -> object:
+        try:
+            return self._on_finding(finding)
+        except Exception as error:  # noqa: BLE001 - raised by the user's function: reported, and the job continues
+            self._say(f"`on_finding` raised {type(error).__name__}: {error}")
+            return None

@@ -59,7 +59,7 @@ _MAX_WORLD_SIZE = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobAbout:
+class JobInfo:
     """Description of a job. `pid` and `pid_started_s` identify the process that watches it."""
 
     id: str
@@ -137,14 +137,14 @@ def locked(root: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def make_job_folder(name: str, world_size: int, ranks: tuple[int, ...] = ()) -> tuple[Path, JobAbout]:
+def make_job_folder(name: str, world_size: int, ranks: tuple[int, ...] = ()) -> tuple[Path, JobInfo]:
     """Create a private folder for a job that this process watches; old ones are removed down to 20.
 
     Raises `OSError` if the disk is full or the folder belongs to a different user.
     """
     root = open_root(jobs_root())
     remove_old(root)
-    about = JobAbout(
+    about = JobInfo(
         id=f"{time.strftime('%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}",
         name=name,
         command=tuple(sys.argv),
@@ -158,24 +158,24 @@ def make_job_folder(name: str, world_size: int, ranks: tuple[int, ...] = ()) -> 
     folder = root / about.id
     folder.mkdir(mode=0o700)
     try:
-        write_about(folder, about)
+        write_job_info(folder, about)
     except OSError:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     return folder, about
 
 
-def write_about(folder: Path, about: JobAbout) -> None:
+def write_job_info(folder: Path, about: JobInfo) -> None:
     """Write `job.json` atomically."""
     write_own_text(folder / _ABOUT, json.dumps(asdict(about), indent=1))
 
 
-def read_about(folder: Path) -> JobAbout:
+def read_job_info(folder: Path) -> JobInfo:
     """Read the description of the job in `folder`. Raises `DdpilotError` if it is not a job folder of this user."""
     try:
         check_own_folder(folder)
         said = json.loads(read_own_text(folder / _ABOUT))
-        about = JobAbout(**{**said, "command": tuple(said["command"]), "ranks": tuple(said["ranks"])})
+        about = JobInfo(**{**said, "command": tuple(said["command"]), "ranks": tuple(said["ranks"])})
         _check(about)
         return about
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -206,10 +206,10 @@ _CHECKS: Mapping[str, Callable[[Any], bool]] = {
     "tuple[str, ...]": lambda value: all(isinstance(each, str) for each in value),
     "tuple[int, ...]": lambda value: all(map(_is_count, value)),
 }
-"""Validators by the type of a field of `JobAbout`."""
+"""Validators by the type of a field of `JobInfo`."""
 
 
-def _check(about: JobAbout) -> None:
+def _check(about: JobInfo) -> None:
     """Raise `TypeError` if a field of `about` has the wrong type or an impossible value."""
     for field in fields(about):
         value = getattr(about, field.name)
@@ -231,14 +231,14 @@ def check_jobs_root() -> None:
         raise DdpilotError(f"reading the jobs in {root}", found=str(error), fix=fix) from error
 
 
-def list_jobs(root: Path | None = None) -> list[tuple[Path, JobAbout]]:
+def list_jobs(root: Path | None = None) -> list[tuple[Path, JobInfo]]:
     """Return the folders of this user's jobs, newest first. Folders of other users are skipped."""
     root = root or jobs_root()
     found = []
     with suppress(OSError):  # it does not exist, or belongs to a different user
         for folder in check_own_folder(root).glob("*/"):
             with suppress(DdpilotError):  # one that is being created or removed
-                found.append((folder, read_about(folder)))
+                found.append((folder, read_job_info(folder)))
     return sorted(found, key=lambda job: -job[1].started_s)
 
 
@@ -287,13 +287,13 @@ def _may_run(ring: Path) -> bool:
         return False
 
 
-def close_job(folder: Path, about: JobAbout, *, is_clean: bool) -> None:
+def close_job(folder: Path, about: JobInfo, *, is_clean: bool) -> None:
     """Remove the folder of a job that ended cleanly; otherwise record in it when the job ended."""
     if is_clean:
         remove(folder)
         return
     with suppress(OSError):  # on a full disk the job counts as ended once this process is gone
-        write_about(folder, replace(about, ended_s=time.time()))
+        write_job_info(folder, replace(about, ended_s=time.time()))
 
 
 def remove(folder: Path) -> None:

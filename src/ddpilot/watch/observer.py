@@ -12,17 +12,15 @@ from pathlib import Path
 
 from ddpilot.findings.display import Findings
 from ddpilot.findings.finding import Finding
-from ddpilot.guard.rules.registry import RULES_OF_SEVERAL_RANKS, RuleBook, rules_for
+from ddpilot.guard.rules.registry import RULES_OF_SEVERAL_RANKS, RuleRunner, rules_for
 from ddpilot.record.journal import Entry
 from ddpilot.watch.analysis import Analysis, analyze, say_end
-from ddpilot.watch.cells import label_cells, rename, rename_in
 from ddpilot.watch.nodes.exchange import Exchange
-from ddpilot.watch.nodes.shared_rules import Comparing
+from ddpilot.watch.nodes.shared_rules import SharedRules
 from ddpilot.watch.options import WatchOptions
-from ddpilot.watch.report import Report
-from ddpilot.watch.snapshot.model import JobView, StackView
-from ddpilot.watch.snapshot.reader import Gatherer, RankFacts
-from ddpilot.watch.told import Told, newest
+from ddpilot.watch.report import Report, ReportHistory, label_cells, newest, rename, rename_in
+from ddpilot.watch.snapshot.model import JobSnapshot, PythonStack
+from ddpilot.watch.snapshot.reader import RankFacts, SnapshotReader
 
 INTERVAL_S = 0.25
 """Interval between two looks."""
@@ -69,15 +67,15 @@ class Observer:
         self._tell = tell
         self._options = options
         seen = range(world_size) if ranks is None else ranks
-        self._gatherer = Gatherer(folder, world_size, seen, name)
+        self._gatherer = SnapshotReader(folder, world_size, seen, name)
         self._empty = Report(job=folder.name, name=name, world_size=world_size)
         rules = rules_for(world_size, seen)
-        self._rules = RuleBook(world_size, log=self._gatherer.full_log, sources=self._sources, rules=rules)
-        self._told = Told(options.stall_warn_s)
+        self._rules = RuleRunner(world_size, log=self._gatherer.full_log, sources=self._sources, rules=rules)
+        self._told = ReportHistory(options.stall_warn_s)
         self._others = others
         self._exchange = exchange
-        self._comparing = Comparing(exchange.carrier, self._make_book) if exchange is not None else None
-        self._views: deque[JobView] = deque()
+        self._comparing = SharedRules(exchange.carrier, self._make_book) if exchange is not None else None
+        self._views: deque[JobSnapshot] = deque()
         self._findings: list[Finding] = []
         self._lock = threading.Lock()
         self._stopped = threading.Event()
@@ -87,11 +85,11 @@ class Observer:
         self._is_wanted = threading.Event()
         self._labels: Mapping[str, str] = {}
 
-    def _make_book(self) -> RuleBook:
+    def _make_book(self) -> RuleRunner:
         """Return the rules that compare ranks, for the ranks of all nodes."""
         log, sources = self._gatherer.full_log, self._sources
         rules = RULES_OF_SEVERAL_RANKS
-        return RuleBook(self._empty.world_size, log=log, sources=sources, rules=rules, has_all_logs=False)
+        return RuleRunner(self._empty.world_size, log=log, sources=sources, rules=rules, has_all_logs=False)
 
     def start(self, *, is_paused: bool = False) -> None:
         """Start to observe, or with `is_paused` wait for `resume`."""
@@ -143,7 +141,7 @@ class Observer:
         with self._lock:
             begin()
             self._since_ns = since_ns
-            self._told = Told(self._options.stall_warn_s)
+            self._told = ReportHistory(self._options.stall_warn_s)
             self._findings.clear()
             self._views.clear()
             self._is_active = True
@@ -235,7 +233,7 @@ class Observer:
         self._save(replace(report, findings=Findings(self._findings), status=analysis.status))
         self._tell(replace(report, status=status))
 
-    def _has_just_ended(self, view: JobView) -> bool:
+    def _has_just_ended(self, view: JobSnapshot) -> bool:
         """True if a rank has ended since the previous look: other ranks that end with it may still be running."""
         before = self._views[-2].ranks if len(self._views) > 1 else {}
         return any(
@@ -243,7 +241,7 @@ class Observer:
             for rank, each in view.ranks.items()
         )
 
-    def _read_journals(self, view: JobView, *, is_last: bool = False) -> list[Finding]:
+    def _read_journals(self, view: JobSnapshot, *, is_last: bool = False) -> list[Finding]:
         return self._judge(self._gatherer.read_entries(), view.now_ns, is_last=is_last)
 
     def _judge(self, entries: Mapping[int, tuple[Entry, ...]], now_ns: int, *, is_last: bool = False) -> list[Finding]:
@@ -257,7 +255,7 @@ class Observer:
     def _named(self, findings: Iterable[Finding]) -> list[Finding]:
         return [rename_in(finding, self._labels) for finding in findings]
 
-    def _look(self) -> tuple[JobView, Analysis]:
+    def _look(self) -> tuple[JobSnapshot, Analysis]:
         here = self._gatherer.gather(self._present_facts(), self._since_ns)
         earlier = self._find_earlier(here.now_ns)
         view = self._widen(here)
@@ -277,10 +275,10 @@ class Observer:
         status = tuple(rename(line, self._labels) for line in analysis.status)
         return view, replace(analysis, findings=Findings(self._named(analysis.findings)), status=status)
 
-    def _widen(self, here: JobView) -> JobView:
+    def _widen(self, here: JobSnapshot) -> JobSnapshot:
         return here if self._exchange is None else self._exchange.widen(here)
 
-    def _with_stacks(self, here: JobView) -> JobView:
+    def _with_stacks(self, here: JobSnapshot) -> JobSnapshot:
         old = [rank for rank, each in here.ranks.items() if each.stack is None or _is_old(each.stack, here.now_ns)]
         return self._gatherer.add_stacks(here, old[:_MAX_STACKS]) if old else here
 
@@ -291,13 +289,13 @@ class Observer:
         # Between two cells, a rank that has completed one may still take part in the next.
         return {rank: replace(each, returned=False) for rank, each in facts.items()}
 
-    def _find_earlier(self, now_ns: int) -> JobView | None:
+    def _find_earlier(self, now_ns: int) -> JobSnapshot | None:
         """Return the newest look that is at least one second old, to see which ranks have moved; None if none is."""
         while len(self._views) > 1 and now_ns - self._views[1].now_ns >= _EARLIER_NS:
             self._views.popleft()
         return self._views[0] if self._views and now_ns - self._views[0].now_ns >= _EARLIER_NS else None
 
-    def _compose(self, view: JobView, analysis: Analysis, findings: Sequence[Finding]) -> Report:
+    def _compose(self, view: JobSnapshot, analysis: Analysis, findings: Sequence[Finding]) -> Report:
         seen = {rank for rank, each in view.ranks.items() if each.log is not None}
         return replace(
             self._empty,
@@ -319,5 +317,5 @@ class Observer:
             self._tell(replace(self._empty, notes=(text,)))
 
 
-def _is_old(stack: StackView, now_ns: int) -> bool:
+def _is_old(stack: PythonStack, now_ns: int) -> bool:
     return now_ns - stack.taken_ns > _EARLIER_NS

@@ -15,28 +15,27 @@ from ddpilot.errors import DdpilotError
 from ddpilot.findings.display import Findings
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import printable
-from ddpilot.guard.rules.registry import RuleBook, rules_for
+from ddpilot.guard.rules.registry import RuleRunner, rules_for
 from ddpilot.record.hook import find_rings
 from ddpilot.watch.analysis import Analysis, analyze, say_end
-from ddpilot.watch.explain.deaths import OF_ENDS
-from ddpilot.watch.job_folder import JobAbout, check_jobs_root, jobs_root, list_jobs, read_about
-from ddpilot.watch.report import Report, read_report
-from ddpilot.watch.snapshot.model import JobView
-from ddpilot.watch.snapshot.reader import Gatherer, RankFacts
-from ddpilot.watch.told import newest
+from ddpilot.watch.explain.rank_exit import OF_ENDS
+from ddpilot.watch.job_folder import JobInfo, check_jobs_root, jobs_root, list_jobs, read_job_info
+from ddpilot.watch.report import Report, newest, read_report
+from ddpilot.watch.snapshot.model import JobSnapshot
+from ddpilot.watch.snapshot.reader import RankFacts, SnapshotReader
 
 _BETWEEN_S = 1.0
 """Time between the two looks that show which ranks move."""
 
 
-def find_job(word: str) -> tuple[Path, JobAbout]:
+def find_job(word: str) -> tuple[Path, JobInfo]:
     """Return the job that `word` names: by its id or a part of it, the pid of one of its processes, or its folder.
 
     The processes of a job are its ranks, the processes that started them, and those that the ranks have started. Raises
     `DdpilotError` if no job matches, or more than one does.
     """
     if os.sep in word and Path(word).is_dir():
-        return Path(word), read_about(Path(word))
+        return Path(word), read_job_info(Path(word))
     if not Path(word).is_dir():
         check_jobs_root()
     jobs = list_jobs()
@@ -48,7 +47,7 @@ def find_job(word: str) -> tuple[Path, JobAbout]:
     if len(found) == 1:
         return found[0]
     if not found and Path(word).is_dir():
-        return Path(word), read_about(Path(word))
+        return Path(word), read_job_info(Path(word))
     if not jobs:
         fix = "Jobs that ended well are removed; the folder of a job can be given too"
         raise DdpilotError(f"looking for the job {word!r}", found=f"no jobs in {jobs_root()}", fix=fix)
@@ -60,10 +59,10 @@ def find_job(word: str) -> tuple[Path, JobAbout]:
     )
 
 
-def _find_by_process(pid: int, jobs: Sequence[tuple[Path, JobAbout]]) -> list[tuple[Path, JobAbout]]:
+def _find_by_process(pid: int, jobs: Sequence[tuple[Path, JobInfo]]) -> list[tuple[Path, JobInfo]]:
     """Return the jobs that `pid` is closest to; if some of these are running, only those."""
     ancestors = _ancestors(pid)
-    closest: dict[int, list[tuple[Path, JobAbout]]] = {}
+    closest: dict[int, list[tuple[Path, JobInfo]]] = {}
     for job in jobs:
         distance = _distance(pid, ancestors, *job)
         if distance is not None:
@@ -72,7 +71,7 @@ def _find_by_process(pid: int, jobs: Sequence[tuple[Path, JobAbout]]) -> list[tu
     return [job for job in found if job[1].is_running] or found
 
 
-def _distance(pid: int, ancestors: Container[int], folder: Path, about: JobAbout) -> int | None:
+def _distance(pid: int, ancestors: Container[int], folder: Path, about: JobInfo) -> int | None:
     """Return 0 if `pid` is a rank or observes the job, 1 for an ancestor or descendant of these, else None."""
     ranks = _pids(folder).values()
     if pid in (about.pid, *ranks):
@@ -91,15 +90,15 @@ def _ancestors(pid: int) -> set[int]:
 
 def _pids(folder: Path) -> Mapping[int, int]:
     ranks = list(find_rings(folder))
-    logs = Gatherer(folder, len(ranks), ranks, "").gather({}).ranks
+    logs = SnapshotReader(folder, len(ranks), ranks, "").gather({}).ranks
     return {rank: view.process.pid for rank, view in logs.items()}
 
 
-def explain_job(folder: Path, about: JobAbout) -> Report:
+def explain_job(folder: Path, about: JobInfo) -> Report:
     """Report the job's present state, and what its observer found while it ran. Takes the stacks of live ranks."""
     saved = read_report(folder)
-    gatherer = Gatherer(folder, about.world_size, about.ranks, about.name)
-    rules = RuleBook(about.world_size, log=gatherer.full_log, rules=rules_for(about.world_size, about.ranks))
+    gatherer = SnapshotReader(folder, about.world_size, about.ranks, about.name)
+    rules = RuleRunner(about.world_size, log=gatherer.full_log, rules=rules_for(about.world_size, about.ranks))
     earlier = gatherer.gather({}) if about.is_running else None
     if earlier is not None:
         time.sleep(_BETWEEN_S)
@@ -124,7 +123,7 @@ def explain_job(folder: Path, about: JobAbout) -> Report:
     )
 
 
-def _gather(gatherer: Gatherer, about: JobAbout) -> JobView:
+def _gather(gatherer: SnapshotReader, about: JobInfo) -> JobSnapshot:
     """Gather the job's present state. On a different machine its processes have ended if its observer recorded that."""
     view = gatherer.gather({})
     if not (about.is_elsewhere and about.is_over):
@@ -145,14 +144,14 @@ def _without_told_ends(findings: Iterable[Finding], saved: Report | None) -> lis
     return [each for each in findings if each.code not in OF_ENDS or told.isdisjoint(each.ranks)]
 
 
-def _analyze(gatherer: Gatherer, view: JobView, earlier: JobView | None) -> Analysis:
+def _analyze(gatherer: SnapshotReader, view: JobSnapshot, earlier: JobSnapshot | None) -> Analysis:
     analysis = analyze(view, earlier)
     if analysis.needs_stacks:
         analysis = analyze(gatherer.add_stacks(view, analysis.needs_stacks), earlier)
     return analysis
 
 
-def _describe_state(about: JobAbout, view: JobView) -> str:
+def _describe_state(about: JobInfo, view: JobSnapshot) -> str:
     command = printable(" ".join(about.command))
     if about.is_elsewhere and about.ended_s is None:
         seen = "whether it still runs can be seen only there"

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from ddpilot.errors import DdpilotError
 from ddpilot.findings.display import Findings
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import printable, render_ranks
+from ddpilot.watch.analysis import Analysis
 
 FORMAT = 1
 _JSON, _TEXT = "report.json", "report.txt"
@@ -89,3 +92,123 @@ def read_report(folder: Path) -> Report | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         found = f"{type(error).__name__}: {error}"
         raise DdpilotError(f"reading {path}", found=found, fix="Look at report.txt next to it") from error
+
+
+def label_cells(files: Iterable[str]) -> dict[str, str]:
+    """Map each of `files` that is a cell of this process to a label such as ``Cell In[3]``; empty outside IPython."""
+    interactive_shell = getattr(sys.modules.get("IPython.core.interactiveshell"), "InteractiveShell", None)
+    if interactive_shell is None or not interactive_shell.initialized():
+        return {}
+    label = getattr(interactive_shell.instance().compile, "format_code_name", lambda name: None)
+    return {file: " ".join(found) for file in files if (found := label(file))}
+
+
+def rename(text: str, labels: Mapping[str, str]) -> str:
+    """Replace every file of `labels` in `text` by its label."""
+    for file, label in labels.items():
+        text = text.replace(file, label)
+    return text
+
+
+def rename_in(finding: Finding, labels: Mapping[str, str]) -> Finding:
+    """Replace every file of `labels` in the texts of `finding` by its label."""
+    if not labels:
+        return finding
+    place = finding.place
+    return replace(
+        finding,
+        summary=rename(finding.summary, labels),
+        place=None if place is None else replace(place, file=labels.get(place.file, place.file)),
+        evidence=tuple(rename(line, labels) for line in finding.evidence),
+        why=rename(finding.why, labels),
+        fix=rename(finding.fix, labels),
+    )
+
+
+_QUIET_S = 1.5
+"""A wait that resumes after a shorter break than this is the same wait."""
+
+
+class ReportHistory:
+    """What one observer has reported. `again_s`: seconds after which a wait that persists is reported again."""
+
+    def __init__(self, again_s: float) -> None:
+        self._again_s = again_s
+        self._keys: set[object] = set()
+        self._due_s: float | None = None
+        self._wait_s = again_s
+        self._stalled_s: float | None = None
+
+    def new_findings(self, findings: Iterable[Finding]) -> list[Finding]:
+        """Return the findings that differ from all earlier ones."""
+        news = []
+        for finding in findings:
+            if self._keys.isdisjoint(keys_of(finding)):
+                news.append(finding)
+            self._keys |= keys_of(finding)
+        return news
+
+    def new_status(self, analysis: Analysis, now_s: float) -> tuple[str, ...]:
+        """Return the status lines when ranks begin to wait, and then at intervals that double; empty otherwise."""
+        if not analysis.is_stalled or not analysis.status:
+            if self._stalled_s is None or now_s - self._stalled_s >= _QUIET_S:
+                self._due_s = None
+            return ()
+        self._stalled_s = now_s
+        if self._due_s is not None and now_s < self._due_s:
+            return ()
+        self._wait_s = self._again_s if self._due_s is None else 2 * self._wait_s
+        self._due_s = now_s + self._wait_s
+        return analysis.status
+
+    def once(self, text: str) -> str:
+        """Return `text` the first time, and an empty string afterwards."""
+        is_new = text not in self._keys
+        self._keys.add(text)
+        return text if is_new else ""
+
+
+def keys_of(finding: Finding) -> set[object]:
+    """Return the keys of a finding. Two findings that share one are the same: equal place, or equal summary."""
+    return {(finding.code, finding.place or finding.summary), (finding.code, finding.summary)}
+
+
+def newest(findings: Iterable[Finding]) -> list[Finding]:
+    """Keep only the last of findings that are the same, in the position of the first."""
+    kept: list[Finding] = []
+    for finding in findings:
+        same = next((at for at, each in enumerate(kept) if not keys_of(each).isdisjoint(keys_of(finding))), None)
+        if same is None:
+            kept.append(finding)
+        else:
+            kept[same] = finding
+    return kept
+
+
+_OF_LAYERS = frozenset({"DDP408"})
+"""Codes that describe the model and not the cell; their evidence names layers and numbers."""
+
+_Key = tuple[str, tuple[str, ...]]
+
+
+class RepeatedFindings:
+    """Remembers findings about layers shown by earlier cells. Findings with other layers or numbers count as new."""
+
+    def __init__(self) -> None:
+        self._earlier: set[_Key] = set()
+        self._now: set[_Key] = set()
+
+    def begin(self) -> None:
+        """Start a new cell."""
+        self._earlier |= self._now
+        self._now = set()
+
+    def without(self, findings: Iterable[Finding]) -> list[Finding]:
+        """Return `findings` without those shown by an earlier cell; the rest counts as shown in this cell."""
+        kept = [each for each in findings if each.code not in _OF_LAYERS or _key(each) not in self._earlier]
+        self._now.update(_key(each) for each in kept if each.code in _OF_LAYERS)
+        return kept
+
+
+def _key(finding: Finding) -> _Key:
+    return finding.code, finding.evidence  # the same whichever ranks have come that far

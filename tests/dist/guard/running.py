@@ -16,11 +16,11 @@ import ddpilot
 from ddpilot.findings.finding import Finding
 from ddpilot.guard.hook import install
 from ddpilot.guard.probes import PROBES
-from ddpilot.guard.rules.registry import RuleBook
+from ddpilot.guard.rules.registry import RuleRunner
 from ddpilot.record.collectives.recording import start_recording
 from ddpilot.record.flight_ring.reader import read_ring
 from ddpilot.record.journal import Entry, read_journal
-from ddpilot.watch.told import Told
+from ddpilot.watch.report import ReportHistory
 
 NUM_RANKS = 2
 Program = Callable[[Path], None]
@@ -36,11 +36,11 @@ def run_all(folder: Path, programs: Sequence[Program]) -> dict[str, list[Finding
 def judge(folder: Path, name: str) -> list[Finding]:
     """What the rules say of the journals of a program. They are off after an error, which the test is told."""
     entries = {rank: read_entries(folder, name, rank) for rank in range(NUM_RANKS)}
-    book = RuleBook(NUM_RANKS, log=lambda rank: read_ring(_path(folder, name, rank, "ring")))
+    book = RuleRunner(NUM_RANKS, log=lambda rank: read_ring(_path(folder, name, rank, "ring")))
     now_ns = time.monotonic_ns()
     findings = [*book.feed(entries, now_ns), *book.finish(now_ns)]
     assert book.faults == []
-    return Told(30.0).new_findings(findings)
+    return ReportHistory(30.0).new_findings(findings)
 
 
 def read_entries(folder: Path, name: str, rank: int) -> tuple[Entry, ...]:

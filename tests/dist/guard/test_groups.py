@@ -8,12 +8,12 @@ from pathlib import Path
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from ddpilot.guard.probes.process_groups import Eras, describe_group, find_world, sequence_number
+from ddpilot.guard.probes.process_groups import GroupGenerations, describe_group, find_world, sequence_number
 
 
 def test_eras_change_with_the_default_group(tmp_path: Path) -> None:
     """None, one, and the next one are three; asked again, the same is no change."""
-    eras, names = Eras(), []
+    eras, names = GroupGenerations(), []
     for number in range(2):
         store = FileStore(str(tmp_path / str(number)), 1)
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)

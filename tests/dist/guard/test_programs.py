@@ -12,11 +12,11 @@ import pytest
 
 import ddpilot
 from ddpilot.findings.finding import Finding
-from ddpilot.guard.rules.registry import RuleBook
+from ddpilot.guard.rules.registry import RuleRunner
 from ddpilot.record.flight_ring.reader import read_ring
 from ddpilot.record.hook import journal_path, ring_path
 from ddpilot.record.journal import read_journal
-from ddpilot.watch.told import Told
+from ddpilot.watch.report import ReportHistory
 from tests.dist.guard import programs
 
 LIMIT_S = 100
@@ -26,13 +26,13 @@ LINES = Path(programs.__file__).read_text().splitlines()
 
 def find_in(folder: Path) -> tuple[list[Finding], list[Finding]]:
     """What the rules say of what 2 ranks noted in `folder`: while they run, and at the end. No rule may fail."""
-    book = RuleBook(2, log=lambda rank: read_ring(ring_path(folder, rank)))
+    book = RuleRunner(2, log=lambda rank: read_ring(ring_path(folder, rank)))
     now_ns = time.monotonic_ns()
     found = book.feed({rank: read_journal(journal_path(folder, rank)).entries for rank in (0, 1)}, now_ns)
     found += book.feed({}, now_ns + 10**9)
     late = book.finish(now_ns + 10**9)
     assert not book.faults
-    told = Told(30.0)
+    told = ReportHistory(30.0)
     return told.new_findings(found), told.new_findings(late)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import ddpilot
 from ddpilot import Launcher
-from ddpilot.environments import devices_count
+from ddpilot.environments import nvml
 from ddpilot.environments.nvml import NvmlDevices
 from ddpilot.launching.rank_environment import count_cores
 
@@ -23,14 +23,14 @@ def test_launch_starts_one_rank_with_a_hint_when_there_is_no_accelerator(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """ "auto": visible accelerators, else 1 with a hint."""
-    monkeypatch.setattr(devices_count, "read_nvml", lambda: None)
+    monkeypatch.setattr(nvml, "read_nvml", lambda: None)
     assert list(ddpilot.launch(place)) == [("0", "1")]
     assert "`nproc_per_node=2` gives two of them" in capfd.readouterr().err
 
 
 def test_launch_starts_one_rank_per_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver that reports three devices gives three ranks, two where the environment hides one."""
-    monkeypatch.setattr(devices_count, "read_nvml", lambda: NvmlDevices(("GPU-a", "GPU-b", "GPU-c")))
+    monkeypatch.setattr(nvml, "read_nvml", lambda: NvmlDevices(("GPU-a", "GPU-b", "GPU-c")))
     assert list(ddpilot.launch(place)) == [(str(rank), "3") for rank in range(3)]
     assert len(Launcher(nproc_per_node="gpu", env={"CUDA_VISIBLE_DEVICES": "2,0"}).run(place)) == 2
 
@@ -44,6 +44,6 @@ def test_launch_starts_more_ranks_than_gpus_and_says_so(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """ "More ranks than GPUs": they share them over gloo, which is said."""
-    monkeypatch.setattr(devices_count, "read_nvml", lambda: NvmlDevices(("GPU-a",)))
+    monkeypatch.setattr(nvml, "read_nvml", lambda: NvmlDevices(("GPU-a",)))
     assert len(Launcher(nproc_per_node=2).run(place)) == 2
     assert "2 ranks on 1 accelerator: ranks share them, over gloo" in capfd.readouterr().err

@@ -33,7 +33,7 @@ from ddpilot import Launcher
 
 def train(folder):
     import torch, torch.distributed as dist
-    from ddpilot.training.coordination.signals import StopSignals
+    from ddpilot.training.coordination.stop import StopSignals
     dist.init_process_group("gloo")
     dist.barrier()
     said = []

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ddpilot import Launcher, RankError
-from ddpilot.output import line_merger
+from ddpilot.output import lines
 from tests.dist.launching.scripts import run_script
 
 NUM_MB = 200 if os.environ.get("DDPILOT_SOAK") == "1" else 20
@@ -39,7 +39,7 @@ def talk() -> None:
 @pytest.fixture
 def _patient_collapser(monkeypatch: pytest.MonkeyPatch) -> None:
     """However busy the machine is, the same line of the other rank comes in time."""
-    monkeypatch.setattr(line_merger, "WINDOW_S", 20.0)
+    monkeypatch.setattr(lines, "WINDOW_S", 20.0)
 
 
 @pytest.mark.usefixtures("_patient_collapser")

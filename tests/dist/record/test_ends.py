@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpilot.errors import RankError
-from ddpilot.group.free import free_group
+from ddpilot.group.creation import rebuild_group
 from ddpilot.group.init_group import init_group
-from ddpilot.group.rebuild import rebuild_group
 from ddpilot.group.store import resolve_endpoint
+from ddpilot.group.teardown import free_group
 from ddpilot.record.collectives.recording import start_recording
-from ddpilot.record.flight_ring.current import read_now
 from ddpilot.record.flight_ring.log import RankLog
+from ddpilot.record.flight_ring.reader import read_now
 from tests.dist.record.ranks import matchable, my_rank, read_all, recorded, ring_of, run, wait_for
 from tests.dist.record.test_ddp import make_model, train
 

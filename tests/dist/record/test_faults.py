@@ -17,22 +17,22 @@ import torch.distributed as dist
 
 from ddpilot.errors import RecordError
 from ddpilot.record.call_sites import SiteFinder
-from ddpilot.record.collectives.record_builder import Describer
+from ddpilot.record.collectives.recorder import RecordBuilder
 from ddpilot.record.collectives.recording import start_recording
-from ddpilot.record.collectives.unfinished_works import PendingWorks
-from ddpilot.record.flight_ring.groups import GroupBook
+from ddpilot.record.collectives.unfinished_works import UnfinishedWorks
+from ddpilot.record.flight_ring.groups import GroupTable
 from ddpilot.record.flight_ring.reader import read_ring
 from ddpilot.record.flight_ring.writer import RingWriter
 from tests.dist.record.ranks import my_rank, read_all, recorded, ring_of, run
 
 BROKEN: list[tuple[type, str]] = [
-    (GroupBook, "find"),
+    (GroupTable, "find"),
     (SiteFinder, "walk"),
     (RingWriter, "begin"),
     (RingWriter, "finish"),
     (RingWriter, "write_fact"),
-    (PendingWorks, "add"),
-    (PendingWorks, "catch_up"),
+    (UnfinishedWorks, "add"),
+    (UnfinishedWorks, "catch_up"),
 ]
 
 
@@ -120,8 +120,8 @@ def interrupt_the_recording(folder: Path, owner: type, name: str) -> float:
     [
         (SiteFinder, "walk", [0, 1, 2, 3]),
         (RingWriter, "begin", [0, 1, 2, 2, 3]),
-        (Describer, "begin_of", [0, 1, 2, 3, 4]),
-        (PendingWorks, "add", [0, 1, 2, 3, 4]),
+        (RecordBuilder, "begin_of", [0, 1, 2, 3, 4]),
+        (UnfinishedWorks, "add", [0, 1, 2, 3, 4]),
     ],
 )
 def test_interrupt_within_the_recording_leaves_no_record_open(

@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from ddpilot.launching.function_launch.launch import run_local
 from ddpilot.launching.options import LaunchOptions
-from ddpilot.record.flight_ring.current import RankNow, read_now
-from ddpilot.record.flight_ring.reader import read_ring
+from ddpilot.record.flight_ring.reader import RankNow, read_now, read_ring
 from ddpilot.record.hook import RING_DIR_VARIABLE, find_rings, ring_path
 from ddpilot.watch.companion import Watcher
 from ddpilot.watch.options import WatchOptions

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from ddpilot import RankError
-from ddpilot.training.coordination import leaving
+from ddpilot.training.coordination import stop
 from ddpilot.training.coordination.stop import MAX_INTERVAL
 from ddpilot.training.loop import Loop
 from tests.dist.training.bodies import launch, launch_unwatched
@@ -129,7 +129,7 @@ def test_a_stop_between_epochs_or_of_all_ranks_is_exact() -> None:
 
 def leave_by_break() -> None:
     """All ranks leave a loop at its second batch, which is fine; rank 1 alone leaves the next loop there."""
-    leaving._PATIENCE_S, leaving._LIMIT_S = 1.0, 1.4
+    stop._PATIENCE_S, stop._LIMIT_S = 1.0, 1.4
     for is_first in (True, False):
         loop = Loop()
         model = loop.prepare(nn.Linear(1, 1))

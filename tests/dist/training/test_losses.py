@@ -18,8 +18,7 @@ from ddpilot.errors import LoopError
 from ddpilot.group.init_group import seed_all
 from ddpilot.training.loop import Loop
 from ddpilot.training.losses import NUM_COUNTS
-from ddpilot.training.models.ddp import unwrap
-from ddpilot.training.models.inside import run_inside
+from ddpilot.training.models.ddp import run_in_forward, unwrap
 from tests.dist.training.bodies import launch
 
 NUM_SAMPLES, BATCH_SIZE, NUM_EPOCHS = 25, 8, 2
@@ -216,7 +215,7 @@ def misuse_of_forwards() -> list[str]:
         for shift in (0.0, 1.0):
             value, scores = model(x + shift)
             loop.backward(mse_loss(value, y) + cross_entropy(scores, labels.clamp(min=0)))
-        first, second = run_inside(parts, lambda inner, x=x: (inner["a"](x), inner["b"](x)))  # type: ignore[misc]
+        first, second = run_in_forward(parts, lambda inner, x=x: (inner["a"](x), inner["b"](x)))  # type: ignore[misc]
         loop.backward(first.mean())
         loop.backward(second.mean())
         (value, scores), (later, _) = model(x), model(-x)

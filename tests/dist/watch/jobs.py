@@ -23,8 +23,8 @@ from ddpilot.record.flight_ring.log import RankLog
 from ddpilot.record.flight_ring.reader import read_ring
 from ddpilot.record.hook import ring_path
 from ddpilot.record.main_thread import answer_with_stacks, stacks_path
-from ddpilot.watch.snapshot.model import ErrorView, Frame, JobView, ProcessView, RankView, StackView
-from ddpilot.watch.snapshot.stack_files import take_stacks
+from ddpilot.watch.snapshot.files import take_stacks
+from ddpilot.watch.snapshot.model import CodeLine, JobSnapshot, ProcessState, PythonStack, RankException, RankSnapshot
 
 LIMIT_S = 90.0
 
@@ -45,8 +45,8 @@ def run_script(script: Path, folder: Path) -> None:
             os.replace(folder / f"rank{rank}.new", folder / f"rank{rank}.end")
 
 
-def _frame(file: str, line: int, function: str) -> Frame:
-    return Frame(file, line, function, linecache.getline(file, line).strip())
+def _frame(file: str, line: int, function: str) -> CodeLine:
+    return CodeLine(file, line, function, linecache.getline(file, line).strip())
 
 
 class Job:
@@ -69,15 +69,15 @@ class Job:
                 os.kill(log.pid, signal.SIGKILL)
         self._thread.join(LIMIT_S)
 
-    def look(self, stacks_of: Sequence[int] = ()) -> JobView:
+    def look(self, stacks_of: Sequence[int] = ()) -> JobSnapshot:
         """All ranks as they are now, with the stacks of some."""
         alive = {rank: self._is_alive(log.pid) for rank, log in self._logs().items()}
         logs = self._logs()
         stacks = {rank: self._stack(rank, logs[rank].pid) for rank in stacks_of if alive.get(rank)}
         ranks = {rank: self._view(rank, log, alive.get(rank, True), stacks.get(rank)) for rank, log in logs.items()}
-        return JobView(world_size=self._num_ranks, ranks=ranks, now_ns=time.monotonic_ns(), name="job")
+        return JobSnapshot(world_size=self._num_ranks, ranks=ranks, now_ns=time.monotonic_ns(), name="job")
 
-    def look_until(self, holds: Callable[[JobView], bool]) -> JobView:
+    def look_until(self, holds: Callable[[JobSnapshot], bool]) -> JobSnapshot:
         """The first look of which `holds` is true; an error when that never comes."""
         deadline = time.monotonic() + LIMIT_S
         while time.monotonic() < deadline:
@@ -98,17 +98,17 @@ class Job:
                 logs[rank] = read_ring(ring_path(self.folder, rank), newest=512)
         return logs
 
-    def _view(self, rank: int, log: RankLog, is_alive: bool, stack: StackView | None) -> RankView:
+    def _view(self, rank: int, log: RankLog, is_alive: bool, stack: PythonStack | None) -> RankSnapshot:
         error = None
         end = self.folder / f"rank{rank}.end"
         has_ended = end.exists()
         if has_ended and (said := json.loads(end.read_text(encoding="utf-8"))["error"]) is not None:
-            error = ErrorView(type_name=said[0], message=said[1], traceback=said[2])
-        process = ProcessView(pid=log.pid, host=log.host, state="running" if is_alive else "ended")
+            error = RankException(type_name=said[0], message=said[1], traceback=said[2])
+        process = ProcessState(pid=log.pid, host=log.host, state="running" if is_alive else "ended")
         returned = has_ended and error is None
-        return RankView(rank=rank, log=log, process=process, stack=stack, error=error, returned=returned)
+        return RankSnapshot(rank=rank, log=log, process=process, stack=stack, error=error, returned=returned)
 
-    def _stack(self, rank: int, pid: int) -> StackView | None:
+    def _stack(self, rank: int, pid: int) -> PythonStack | None:
         return take_stacks(self.folder, {rank: pid}).get(rank)
 
     @staticmethod

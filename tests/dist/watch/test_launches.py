@@ -20,7 +20,7 @@ from ddpilot import Finding, Launcher, RankError, WatchError
 from ddpilot.cli.watch_command import watch_job
 from ddpilot.errors import LaunchTimeoutError
 from ddpilot.watch import observer
-from ddpilot.watch.job_folder import JOBS_VARIABLE, JobAbout, list_jobs
+from ddpilot.watch.job_folder import JOBS_VARIABLE, JobInfo, list_jobs
 from ddpilot.watch.past_jobs import explain_job
 
 NAMED_S = 3.0
@@ -235,7 +235,7 @@ def test_watch_explains_a_job_that_runs(jobs: Path, capsys: pytest.CaptureFixtur
         assert job.result() == ["came through"] * 2
 
 
-def await_job() -> JobAbout:
+def await_job() -> JobInfo:
     """The one job that there is, once there is one."""
     deadline = time.monotonic() + 30
     while not (found := list_jobs()):

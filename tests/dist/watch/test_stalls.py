@@ -11,7 +11,7 @@ import pytest
 
 from ddpilot.findings.display import Findings
 from ddpilot.watch.analysis import Analysis, analyze
-from ddpilot.watch.snapshot.model import JobView
+from ddpilot.watch.snapshot.model import JobSnapshot
 from tests.dist.watch.jobs import Job
 
 STALL_S = 0.3
@@ -73,19 +73,19 @@ with Join([model]):
 }
 
 
-def has_ended(view: JobView) -> bool:
+def has_ended(view: JobSnapshot) -> bool:
     """Every rank has come to an end of some kind."""
     ends = [rank.returned or rank.error is not None or rank.process.state == "ended" for rank in view.ranks.values()]
     return len(ends) == 2 and all(ends)
 
 
-def is_left_alone(view: JobView) -> bool:
+def is_left_alone(view: JobSnapshot) -> bool:
     """Rank 0 has begun what it does not wait for, long ago."""
     log = view.ranks[0].log if 0 in view.ranks else None
     return bool(log and log.num_begun == 2 and view.now_ns - log.collectives[-1].start_ns > 2 * STALL_S * 1e9)
 
 
-UNTIL: dict[str, Callable[[JobView, Analysis], bool]] = {
+UNTIL: dict[str, Callable[[JobSnapshot, Analysis], bool]] = {
     "handle": lambda view, analysis: "rank 0 waits" in str(analysis.status) and "time.sleep" in str(analysis.status),
     "no_handle": lambda view, analysis: is_left_alone(view),
     "lock": lambda view, analysis: "re.match" in str(analysis.status) and "no Python" in str(analysis.status),
@@ -95,9 +95,9 @@ UNTIL: dict[str, Callable[[JobView, Analysis], bool]] = {
 """When the last look is taken; the others' when there is a finding."""
 
 
-def explain(job: Job, until: Callable[[JobView, Analysis], bool]) -> Analysis:
+def explain(job: Job, until: Callable[[JobSnapshot, Analysis], bool]) -> Analysis:
     """What is said as soon as `until` holds, with the stacks that were asked for; or of the first finding."""
-    earlier: JobView | None = None
+    earlier: JobSnapshot | None = None
     for _ in range(600):
         view = job.look()
         analysis = analyze(view, earlier, stall_s=STALL_S)

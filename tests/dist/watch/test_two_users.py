@@ -24,7 +24,7 @@ from ddpilot.record.collectives import native
 from ddpilot.record.flight_ring.reader import read_ring
 from ddpilot.record.main_thread import WATCH_SIGNAL, is_answering
 from ddpilot.watch.job_folder import JOBS_VARIABLE, jobs_root, list_jobs, make_job_folder
-from ddpilot.watch.snapshot.stack_files import take_stacks
+from ddpilot.watch.snapshot.files import take_stacks
 
 ATTACKER, VICTIM = 54242, 54343
 

@@ -21,14 +21,14 @@ import pytest
 import torch
 
 from ddpilot.checkpoint.directory import CheckpointDir
-from ddpilot.checkpoint.manifest import Progress
+from ddpilot.checkpoint.manifest import RunProgress
 from ddpilot.errors import CheckpointError, CorruptCheckpointError
 
 
 def save(directory: CheckpointDir, step: int, **kwargs: Any) -> None:
     """One small checkpoint, whose weight is its step, on the disk."""
     weights = {"model": {"w": torch.full((3,), float(step))}}
-    directory.save(Progress(step=step), weights=weights, **kwargs)
+    directory.save(RunProgress(step=step), weights=weights, **kwargs)
     assert directory.wait()
 
 
@@ -53,7 +53,7 @@ def test_save_gives_back_everything_when_it_is_loaded(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2)
     moments = {"step": torch.tensor(3.0), "exp_avg": torch.randn(2, 3), "exp_avg_sq": torch.randn(2, 3)}
     optimizer = {"state": {0: moments}, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.95), "params": [0, 1]}]}
-    progress = Progress(step=7, epoch=1, batch=3, samples_seen=99, seed=5, world_size=2, dataset_length=33)
+    progress = RunProgress(step=7, epoch=1, batch=3, samples_seen=99, seed=5, world_size=2, dataset_length=33)
     with CheckpointDir(tmp_path / "new" / "folder") as directory:
         directory.check_writable()
         directory.save(
@@ -80,7 +80,7 @@ def test_save_keeps_what_was_when_training_goes_on(tmp_path: Path) -> None:
     """What is written is the copy of the moment of `save`, although the weights change right after it."""
     weights = torch.zeros(2_000_000)
     with CheckpointDir(tmp_path) as directory:
-        directory.save(Progress(step=1), weights={"model": {"w": weights}})
+        directory.save(RunProgress(step=1), weights={"model": {"w": weights}})
         weights.fill_(1)
         directory.wait()
         found = directory.latest()
@@ -141,7 +141,7 @@ def test_save_tells_every_time_when_there_is_no_room(tmp_path: Path) -> None:
         before = sorted(tmp_path.iterdir())
         for step in (2, 3):
             with files_of_at_most(1_000_000):
-                directory.save(Progress(step=step), weights={"model": {"w": torch.ones(500_000)}})
+                directory.save(RunProgress(step=step), weights={"model": {"w": torch.ones(500_000)}})
                 assert not directory.wait()
         assert len(told) == 2
         assert (
@@ -151,7 +151,7 @@ def test_save_tells_every_time_when_there_is_no_room(tmp_path: Path) -> None:
         save(directory, 4)
         assert len(told) == 2
         with files_of_at_most(1_000_000):  # where torch.save writes: it shows only its own consequence of it
-            directory.save(Progress(step=5), weights={}, state={"optimizer": {"m": torch.ones(500_000)}})
+            directory.save(RunProgress(step=5), weights={}, state={"optimizer": {"m": torch.ones(500_000)}})
             assert not directory.close()
     assert "File too large: 'state.pt'" in told[2]
     assert len(told) == 3
@@ -165,12 +165,12 @@ def test_failure_is_told_at_the_next_save_or_look(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("in the way")
     directory.poll()
     weights = {"model": {"w": torch.ones(1)}}
-    directory.save(Progress(step=1), weights=weights)
-    directory.save(Progress(step=2), weights=weights)
+    directory.save(RunProgress(step=1), weights=weights)
+    directory.save(RunProgress(step=2), weights=weights)
     assert [("File exists" in text, "there is none yet" in text) for text in told] == [(True, True)]
     assert not directory.wait()
     (tmp_path / "checkpoints").unlink()
-    directory.save(Progress(step=3), weights=weights)
+    directory.save(RunProgress(step=3), weights=weights)
     assert directory.close()
     directory.poll()
     assert len(told) == 2
@@ -182,7 +182,7 @@ def test_background_failure_is_raised_when_it_is_not_the_disks(tmp_path: Path) -
     nothing: dict[str, None] = {}
     directory._background.start(lambda: nothing["mistake"])
     with pytest.raises(CheckpointError, match="saving a checkpoint: KeyError: 'mistake'") as caught:
-        directory.save(Progress(step=2), weights={})
+        directory.save(RunProgress(step=2), weights={})
     assert isinstance(caught.value.__cause__, KeyError)
     assert directory.close() is False
 
@@ -193,7 +193,7 @@ def test_save_tells_when_there_is_no_memory_for_the_copy(tmp_path: Path) -> None
     directory = CheckpointDir(tmp_path, tell=told.append)
     directory.reserve(1 << 60)
     assert directory.wait()
-    directory.save(Progress(step=1), weights={"model": {"w": torch.empty(1).expand(1 << 58)}})
+    directory.save(RunProgress(step=1), weights={"model": {"w": torch.empty(1).expand(1 << 58)}})
     assert not directory.wait()
     assert [text.split(":")[0].split(",")[0] for text in told] == [
         "no memory for the copies of checkpoints",
@@ -228,7 +228,7 @@ def test_one_process_writes_in_a_directory(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=said):
             directory.check_writable()
         with pytest.raises(CheckpointError, match=said):
-            directory.save(Progress(step=1), weights=weights)
+            directory.save(RunProgress(step=1), weights=weights)
         other.kill()
     directory.check_writable()
     with CheckpointDir(tmp_path) as second:
@@ -307,26 +307,26 @@ def test_save_tells_when_torch_has_no_memory_for_the_copy(tmp_path: Path, monkey
     directory = CheckpointDir(tmp_path, tell=told.append)
     for error in (RuntimeError("CUDA error: out of memory\nMore"), MemoryError()):
         monkeypatch.setattr(directory._snapshots, "take", Mock(side_effect=error))
-        directory.save(Progress(step=1), weights={})
+        directory.save(RunProgress(step=1), weights={})
         assert not directory.wait()
     assert "no memory for its copy ([Errno 12] Cannot allocate memory (CUDA error: out of memory)). Trai" in told[0]
     assert "no memory for its copy ([Errno 12] Cannot allocate memory (MemoryError)). Training" in told[1]
     monkeypatch.setattr(directory._snapshots, "take", Mock(side_effect=RuntimeError("another mistake")))
     with pytest.raises(RuntimeError, match="another mistake"):
-        directory.save(Progress(step=1), weights={})
+        directory.save(RunProgress(step=1), weights={})
 
 
 def test_save_refuses_what_cannot_be_saved(tmp_path: Path) -> None:
     """Parts of too few ranks, weights that are no tensors, a name that is no file's: named, and nothing is written."""
     directory = CheckpointDir(tmp_path)
     with pytest.raises(CheckpointError, match="1 parts for 2 ranks"):
-        directory.save(Progress(step=1, world_size=2), weights={}, parts=[{}])
+        directory.save(RunProgress(step=1, world_size=2), weights={}, parts=[{}])
     with pytest.raises(CheckpointError, match="'_extra_state' is a dict, not a tensor"):
-        directory.save(Progress(step=1), weights={"model": {"_extra_state": {}}})  # type: ignore[dict-item]
+        directory.save(RunProgress(step=1), weights={"model": {"_extra_state": {}}})  # type: ignore[dict-item]
     with pytest.raises(CheckpointError, match=r"weights '\.\./x'"):
-        directory.save(Progress(step=1), weights={"../x": {}})
+        directory.save(RunProgress(step=1), weights={"../x": {}})
     with pytest.raises(CheckpointError, match=r"\['state'\]\['sched'\]\['fn'\] is a builtins.function"):
-        directory.save(Progress(step=1), weights={}, state={"sched": {"fn": lambda: 1}})
+        directory.save(RunProgress(step=1), weights={}, state={"sched": {"fn": lambda: 1}})
     assert directory.close()
     assert directory.names() == []
 

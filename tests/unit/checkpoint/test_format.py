@@ -15,7 +15,7 @@ import torch
 from ddpilot.checkpoint.atomic_files import read_facts
 from ddpilot.checkpoint.directory import CheckpointDir
 from ddpilot.checkpoint.format import read_checkpoint
-from ddpilot.checkpoint.manifest import Manifest, Progress, parse_manifest
+from ddpilot.checkpoint.manifest import Manifest, RunProgress, parse_manifest
 from ddpilot.errors import CheckpointError, CorruptCheckpointError, MismatchedCheckpointError
 
 FILES = ("manifest.json", "model.safetensors", "state.pt", "rank-0.pt")
@@ -27,7 +27,9 @@ def two(tmp_path: Path) -> tuple[CheckpointDir, list[str]]:
     told: list[str] = []
     with CheckpointDir(tmp_path, tell=told.append) as directory:
         for step in (1, 2):
-            directory.save(Progress(step=step), weights={"model": {"w": torch.ones(9)}}, state={"n": step}, parts=[{}])
+            directory.save(
+                RunProgress(step=step), weights={"model": {"w": torch.ones(9)}}, state={"n": step}, parts=[{}]
+            )
             assert directory.wait()
     return directory, told
 
@@ -92,7 +94,7 @@ def test_manifest_is_not_believed_when_it_was_edited(two: tuple[CheckpointDir, l
 
 def test_manifest_is_refused_when_a_newer_version_wrote_it() -> None:
     """Its version is named, and it does not count as damaged."""
-    body = json.loads(Manifest(progress=Progress(step=1), versions={"ddpilot": "9.1"}).render())
+    body = json.loads(Manifest(progress=RunProgress(step=1), versions={"ddpilot": "9.1"}).render())
     with pytest.raises(CheckpointError, match="its format is 2, this ddpilot reads up to 1. Use ddpilot 9.1") as caught:
         parse_manifest(json.dumps({**body, "format": 2}), where="x")
     assert not isinstance(caught.value, CorruptCheckpointError)
@@ -100,9 +102,9 @@ def test_manifest_is_refused_when_a_newer_version_wrote_it() -> None:
 
 def test_manifest_reads_what_it_renders_when_a_metric_is_not_finite() -> None:
     """NaN and infinity are metrics too, and the checksum holds over them."""
-    manifest = Manifest(progress=Progress(step=1), metrics={"loss": float("inf")})
+    manifest = Manifest(progress=RunProgress(step=1), metrics={"loss": float("inf")})
     assert parse_manifest(manifest.render(), where="x") == manifest
-    assert "NaN" in Manifest(progress=Progress(step=1), metrics={"loss": float("nan")}).render()
+    assert "NaN" in Manifest(progress=RunProgress(step=1), metrics={"loss": float("nan")}).render()
 
 
 def test_files_outside_of_a_checkpoint_are_not_read(two: tuple[CheckpointDir, list[str]]) -> None:
@@ -110,7 +112,7 @@ def test_files_outside_of_a_checkpoint_are_not_read(two: tuple[CheckpointDir, li
     directory, _ = two
     path = directory.path / directory.names()[0]
     (directory.path / "outside").write_text("x")
-    manifest = Manifest(progress=Progress(step=1), files={"../outside": read_facts(directory.path / "outside")})
+    manifest = Manifest(progress=RunProgress(step=1), files={"../outside": read_facts(directory.path / "outside")})
     (path / "manifest.json").write_text(manifest.render())
     with pytest.raises(CorruptCheckpointError, match="'../outside' lies outside of it"):
         read_checkpoint(path)
@@ -134,7 +136,7 @@ def test_state_runs_no_code_when_the_file_was_replaced(two: tuple[CheckpointDir,
     torch.save({"n": Evil(mark)}, path / "state.pt")
     files = {**directory.open(directory.names()[1]).manifest.files, "state.pt": read_facts(path / "state.pt")}
     files = {name: read_facts(path / name) for name in files}
-    (path / "manifest.json").write_text(Manifest(progress=Progress(step=2), files=files).render())
+    (path / "manifest.json").write_text(Manifest(progress=RunProgress(step=2), files=files).render())
     found = directory.latest()
     assert found is not None
     with pytest.raises(CorruptCheckpointError, match=r"state.pt: .*reading it would run \w+.system"):
@@ -144,13 +146,13 @@ def test_state_runs_no_code_when_the_file_was_replaced(two: tuple[CheckpointDir,
 
 def test_progress_require_refuses_other_data() -> None:
     """Another dataset length, global batch size or seed is named with both values; what is unknown says nothing."""
-    progress = Progress(step=9, seed=1, dataset_length=100, global_batch_size=8)
+    progress = RunProgress(step=9, seed=1, dataset_length=100, global_batch_size=8)
     progress.require(dataset_length=100, global_batch_size=8, seed=1)
     progress.require(dataset_length=None)
-    Progress(step=9).require(dataset_length=7)
+    RunProgress(step=9).require(dataset_length=7)
     with pytest.raises(MismatchedCheckpointError, match=r"`dataset_length` was 100, is 90 .*`seed` was 1, is 0"):
         progress.require(dataset_length=90, global_batch_size=8, seed=0)
-    shuffled = Progress(step=9, batches="a1b2")
+    shuffled = RunProgress(step=9, batches="a1b2")
     with pytest.raises(MismatchedCheckpointError, match=r"^resuming ckpt/x at step 9: shuffling, drop_last") as caught:
         shuffled.require(source="ckpt/x", batches="c3d4")
     assert "c3d4" not in str(caught.value)

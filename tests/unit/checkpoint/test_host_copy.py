@@ -14,12 +14,11 @@ import pytest
 import safetensors.torch
 import torch
 
-from ddpilot.checkpoint.arena import Arena
-from ddpilot.checkpoint.atomic_files import Sink
-from ddpilot.checkpoint.host_copy import Snapshots
+from ddpilot.checkpoint.atomic_files import HashingFile
+from ddpilot.checkpoint.host_copy import Arena, HostCopy
 from ddpilot.checkpoint.safetensors_file import DTYPE_NAMES, write_safetensors
 from ddpilot.errors import CheckpointError
-from ddpilot.group.rng import capture_rng, restore_rng
+from ddpilot.group.device import capture_rng, restore_rng
 
 
 class Number(int):
@@ -36,12 +35,12 @@ def test_take_copies_what_loads_without_code(tmp_path: Path) -> None:
         "torch": [torch.float64, torch.device("cpu"), torch.Size([2])],
         ("a", 1): {0: {"step": 3}},
     }
-    taken = Snapshots().take(tree)
+    taken = HostCopy().take(tree)
     torch.save(taken, tmp_path / "x.pt")
     loaded = torch.load(tmp_path / "x.pt", weights_only=True)
     assert loaded == taken == tree
     assert type(loaded["counter"]) is Counter
-    assert type(Snapshots().take({"lr": np.float64(0.5)})["lr"]) is float
+    assert type(HostCopy().take({"lr": np.float64(0.5)})["lr"]) is float
 
 
 def test_take_refuses_what_would_need_code() -> None:
@@ -56,7 +55,7 @@ def test_take_refuses_what_would_need_code() -> None:
     ]
     for value, said in cases:
         with pytest.raises(CheckpointError, match=rf"\['a'\]\[1\] is a {said}"):
-            Snapshots().take({"a": [0, value]})
+            HostCopy().take({"a": [0, value]})
 
 
 def layouts() -> dict[str, torch.Tensor]:
@@ -82,7 +81,7 @@ def layouts() -> dict[str, torch.Tensor]:
 
 def test_take_copies_every_layout_exactly_also_into_used_memory() -> None:
     """Twice, with other values and in another order: equal, dense, detached, and with memory of their own."""
-    snapshots = Snapshots()
+    snapshots = HostCopy()
     for turn in (1, -1):
         tensors = dict([*layouts().items()][::turn])
         taken = snapshots.take(tensors)
@@ -99,7 +98,7 @@ def test_take_copies_every_layout_exactly_also_into_used_memory() -> None:
 def test_take_copies_tied_tensors_once() -> None:
     """Tensors that are one stay one; equal memory seen in another shape does not count as the same."""
     weight = torch.randn(2, 3)
-    taken = Snapshots().take({"a": weight, "b": weight.detach(), "c": weight.view(3, 2)})
+    taken = HostCopy().take({"a": weight, "b": weight.detach(), "c": weight.view(3, 2)})
     assert taken["a"] is taken["b"]
     assert taken["c"].shape == (3, 2)
 
@@ -121,8 +120,8 @@ def test_write_safetensors_is_read_by_the_library(tmp_path: Path) -> None:
     tensors |= {name: value.detach() for name, value in layouts().items() if value.numel() < 1_000_000}
     tensors["ünïcode \"'\n"] = tensors["tied"] = tensors["bfloat16"]
     for content in (tensors, {}):
-        with Sink(tmp_path / f"{len(content)}.safetensors") as sink:
-            write_safetensors(sink, Snapshots().take(content))
+        with HashingFile(tmp_path / f"{len(content)}.safetensors") as sink:
+            write_safetensors(sink, HostCopy().take(content))
         loaded = safetensors.torch.load_file(tmp_path / f"{len(content)}.safetensors")
         assert set(loaded) == set(content)
         for name, value in content.items():
@@ -137,7 +136,7 @@ def test_restore_rng_repeats_what_was_drawn(tmp_path: Path) -> None:
     """Python, numpy (with a normal number kept back) and torch draw the same again, through a file."""
     random.gauss(0, 1)
     np.random.normal()
-    torch.save(Snapshots().take(capture_rng(torch.device("cpu"))), tmp_path / "rng.pt")
+    torch.save(HostCopy().take(capture_rng(torch.device("cpu"))), tmp_path / "rng.pt")
 
     def draw() -> list[float]:
         return [random.gauss(0, 1), random.random(), *np.random.normal(size=3), *torch.randn(3).tolist()]

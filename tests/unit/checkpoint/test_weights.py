@@ -12,8 +12,8 @@ import safetensors.torch
 import torch
 
 from ddpilot.checkpoint.directory import CheckpointDir
-from ddpilot.checkpoint.manifest import Progress
-from ddpilot.checkpoint.names import plain_names
+from ddpilot.checkpoint.manifest import RunProgress
+from ddpilot.checkpoint.safetensors_file import plain_names
 from ddpilot.checkpoint.weights import load_into, load_weights
 from ddpilot.errors import CheckpointError, CorruptCheckpointError, MismatchedCheckpointError
 
@@ -85,7 +85,7 @@ def write_weights(folder: Path, form: str, weights: dict[str, torch.Tensor]) -> 
     folder.mkdir()
     if form in ("checkpoint", "directory"):
         with CheckpointDir(folder) as directory:
-            directory.save(Progress(step=1), weights={"model": weights})
+            directory.save(RunProgress(step=1), weights={"model": weights})
         return folder / directory.names()[0] if form == "checkpoint" else folder
     if form == "safetensors":
         safetensors.torch.save_file(weights, folder / "weights.safetensors")

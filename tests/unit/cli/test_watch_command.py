@@ -18,7 +18,7 @@ from ddpilot.record.flight_ring import layout
 from ddpilot.record.flight_ring.writer import RingWriter
 from ddpilot.record.hook import ring_path
 from ddpilot.watch import past_jobs
-from ddpilot.watch.job_folder import JOBS_VARIABLE, JobAbout, close_job, make_job_folder
+from ddpilot.watch.job_folder import JOBS_VARIABLE, JobInfo, close_job, make_job_folder
 from ddpilot.watch.report import Report
 from tests.unit.record.rings import ABOUT, open_ring
 
@@ -48,7 +48,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, JobAbout]:
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, JobInfo]:
     """A job that runs, as far as its folder says."""
     monkeypatch.setenv(JOBS_VARIABLE, str(tmp_path / "jobs"))
     return make_job_folder("train.py", 2, (0, 1))
@@ -60,7 +60,7 @@ def save(folder: Path, *findings: Finding) -> None:
 
 
 def test_wait_reports_what_is_new_and_ends_with_a_job_whose_parent_lives_on(
-    job: tuple[Path, JobAbout], steps: Steps, capsys: pytest.CaptureFixture[str]
+    job: tuple[Path, JobInfo], steps: Steps, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As the notebook does that launched it; the same is not printed twice."""
     folder, about = job
@@ -78,7 +78,7 @@ def test_wait_reports_what_is_new_and_ends_with_a_job_whose_parent_lives_on(
 
 
 def test_wait_ends_with_a_job_that_ends_well(
-    job: tuple[Path, JobAbout], steps: Steps, capsys: pytest.CaptureFixture[str]
+    job: tuple[Path, JobInfo], steps: Steps, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Which leaves no folder."""
     folder, about = job
@@ -88,7 +88,7 @@ def test_wait_ends_with_a_job_that_ends_well(
 
 
 @pytest.fixture
-def rings(job: tuple[Path, JobAbout]) -> Iterator[tuple[RingWriter, RingWriter]]:
+def rings(job: tuple[Path, JobInfo]) -> Iterator[tuple[RingWriter, RingWriter]]:
     """Of two ranks, in the job's folder: rank 0 waits in a barrier to which rank 1 never came."""
     writers = []
     for rank in (0, 1):
@@ -110,7 +110,7 @@ def rings(job: tuple[Path, JobAbout]) -> Iterator[tuple[RingWriter, RingWriter]]
 @pytest.mark.usefixtures("steps")
 @pytest.mark.parametrize(("told", "codes"), [((), ["DDP208"]), ((DIED,), ["DDP209"])])
 def test_an_end_that_was_told_is_not_told_again_as_another(
-    job: tuple[Path, JobAbout],
+    job: tuple[Path, JobInfo],
     rings: tuple[RingWriter, RingWriter],
     told: tuple[Finding, ...],
     codes: list[str],

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddpilot.data.glimpses import glimpse
+from ddpilot.data.batches import digest_sample
 
 
 @dataclass
@@ -45,12 +45,12 @@ class Pair:
 def test_glimpse_is_equal_for_equal_samples_alone(one: Any, other: Any, text: str) -> None:
     """By their content, not by where they are in memory."""
     again = one if type(one) is object else copy.deepcopy(one)
-    assert glimpse(one) == glimpse(again)
-    assert glimpse(one).number != glimpse(other).number
-    assert glimpse(one).text == text
+    assert digest_sample(one) == digest_sample(again)
+    assert digest_sample(one).number != digest_sample(other).number
+    assert digest_sample(one).text == text
 
 
 def test_glimpse_keeps_its_text_short() -> None:
     """A long sample is still told by what comes late in it."""
-    assert len(glimpse("x" * 500).text) == 60
-    assert glimpse(["x"] * 40 + ["y"]).number != glimpse(["x"] * 41).number
+    assert len(digest_sample("x" * 500).text) == 60
+    assert digest_sample(["x"] * 40 + ["y"]).number != digest_sample(["x"] * 41).number

@@ -13,9 +13,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from ddpilot import FakeGroup, Loop
-from ddpilot.data.loaders import make_loader, make_stream_loader
+from ddpilot.data.loaders import make_loader, make_stream_loader, shard_loader
 from ddpilot.data.options import WORKER_OPTIONS
-from ddpilot.data.shard import shard_loader
 from ddpilot.errors import DataError
 from tests.unit.data.samples import Stream
 

@@ -23,7 +23,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from ddpilot.data.shard import shard_loader
+from ddpilot.data.loaders import shard_loader
 from ddpilot.errors import DataError
 from tests.unit.data.samples import Stream, read_world
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from ddpilot.environments.alone import alone
-from ddpilot.environments.topology import Topology
+from ddpilot.environments.topology import Topology, alone
 from ddpilot.errors import TopologyError
 
 VALID: dict[str, Any] = {

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ddpilot import FakeGroup
-from ddpilot.group.accelerator import device_ids, fork_rng, is_divided, memory_facts, runs_behind, wire_device
+from ddpilot.group.device import device_ids, fork_rng, is_divided, memory_facts, runs_behind, wire_device
 from ddpilot.training.step.empty_batch import fills
 
 CUDA = torch.device("cuda", 1)

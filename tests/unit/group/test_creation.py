@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from ddpilot.group import creation
-from ddpilot.group.creation import binds_device, device_timeout
-from ddpilot.group.existing import is_backend
+from ddpilot.group.creation import binds_device, device_timeout, is_backend
 
 BOTH = "cpu:gloo,cuda:nccl"
 

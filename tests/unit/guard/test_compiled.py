@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddpilot.guard.probes.gradients import look_at_gradients
+from ddpilot.guard.probes.parameters.ddp_model import look_at_gradients
 from ddpilot.record.collectives import native
 from ddpilot.record.journal import NUM_STEPS, JournalWriter, read_journal
 

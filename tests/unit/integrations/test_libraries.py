@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import ExitStack
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from ddpilot.integrations.libraries import holders, replace, wrap
+from ddpilot.integrations.libraries import holders, import_quietly, replace, wrap
 
 
 class Library:
@@ -48,3 +50,21 @@ def test_holders_finds_the_copies_that_star_imports_made(monkeypatch: pytest.Mon
         vars(module)["thing"] = held
         monkeypatch.setitem(sys.modules, name, module)
     assert [module.__name__ for module in holders("pack", "thing", value)] == ["pack", "pack.part"]
+
+
+@pytest.mark.parametrize("before", [None, "7"])
+def test_import_quietly_imports_with_one_thread_and_passes_over_what_is_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
+    """A module that cannot be imported stops none of the others."""
+    (tmp_path / "brokenpart.py").write_text("raise RuntimeError('operator does not exist')")
+    (tmp_path / "goodpart.py").write_text("import os\nTHREADS = os.environ['OPENBLAS_NUM_THREADS']")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "goodpart", raising=False)
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    if before is not None:
+        monkeypatch.setenv("OPENBLAS_NUM_THREADS", before)
+    import_quietly("nosuchpart", "brokenpart", "goodpart")
+    assert sys.modules["goodpart"].THREADS == "1"
+    assert os.environ.get("OPENBLAS_NUM_THREADS") == before
+    del sys.modules["goodpart"]

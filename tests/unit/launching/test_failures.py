@@ -12,8 +12,17 @@ from typing import Any
 import pytest
 
 from ddpilot.errors import RankError
+from ddpilot.launching import failures
 from ddpilot.launching.exceptions import render_unsent
-from ddpilot.launching.failures import ENDING_LIMIT_S, SETTLE_S, VICTIM_GRACE_S, Failure, build_error, choose_failure
+from ddpilot.launching.failures import (
+    ENDING_LIMIT_S,
+    SETTLE_S,
+    VICTIM_GRACE_S,
+    Failure,
+    build_error,
+    choose_failure,
+    is_ending,
+)
 from ddpilot.launching.rank_reports import Exited, Raised
 
 
@@ -192,3 +201,76 @@ def test_build_error_adds_no_page_to_what_ddpilot_says_of_pickling() -> None:
     message = "could not send back what `f` returned: `result` cannot pickle 'generator' object. Return its values"
     assert "DDP113" in str(error_of(raising(0, 1.0, type_name="TypeError", message=message)))
     assert "DDP113" not in str(error_of(raising(0, 1.0, type_name="ShipError", message=message)))
+
+
+OWN = os.path.join(os.path.dirname(failures.__file__), "local", "rank.py")
+REPORT = [
+    "step 1",
+    "Fatal Python error: Segmentation fault",
+    "",
+    "Current thread 0x00007f (most recent call first):",
+    '  File "/project/net.py", line 12 in forward',
+    '  File "/project/train.py", line 40 in train',
+    f'  File "{OWN}", line 51 in _run',
+    '  File "<string>", line 1 in <module>',
+    "",
+    "Extension modules: numpy._core, torch._C (total: 30)",
+]
+
+
+def test_find_crash_line_gives_the_innermost_line_of_the_crashed_thread() -> None:
+    """The first frame of the stack is where Python was."""
+    assert failures.find_crash_line(REPORT) == "/project/net.py:12 in forward"
+
+
+def test_find_crash_line_passes_over_what_looks_on_between_torch_and_the_user() -> None:
+    """The line of the user's that called torch, and not that of the function around torch's which notes it."""
+    package = os.path.dirname(os.path.dirname(failures.__file__))
+    probe = f'  File "{os.path.join(package, "guard", "probe.py")}", line 191 in wrapper'
+    library = f'  File "{os.path.join(os.path.dirname(os.__file__), "json", "decoder.py")}", line 3 in decode'
+    assert failures.find_crash_line([*REPORT[:4], library, probe, *REPORT[5:]]) == "/project/train.py:40 in train"
+    assert failures.find_crash_line([*REPORT[:4], probe]) is not None
+
+
+def test_find_crash_line_gives_none_without_a_stack() -> None:
+    """Lines that only look like frames are not taken for a stack."""
+    assert failures.find_crash_line(["nothing", '  File "/project/net.py", line 12 in forward']) is None
+    assert failures.find_crash_line([]) is None
+
+
+def test_tidy_lines_drops_the_launcher_and_the_list_of_modules() -> None:
+    """What is left is the user's: printed lines, the signal, the user's frames."""
+    assert failures.tidy_lines(REPORT) == tuple(REPORT[:6])
+
+
+def test_tidy_lines_keeps_the_last_twenty() -> None:
+    """A long output is cut at its beginning."""
+    assert failures.tidy_lines(map(str, range(50))) == tuple(map(str, range(30, 50)))
+
+
+def test_find_raised_line_gives_the_innermost_line_of_the_users() -> None:
+    """Not that of torch, in which the error was raised, nor that of an error which led to this one."""
+    library = os.path.join(os.path.dirname(os.__file__), "json", "decoder.py")
+    traceback = (
+        'Traceback (most recent call last):\n  File "/project/net.py", line 3, in load\n    open(path)\n'
+        "FileNotFoundError: weights\n\nDuring handling of the above exception, another exception occurred:\n\n"
+        'Traceback (most recent call last):\n  File "/project/train.py", line 40, in <module>\n    run(parse(text))\n'
+        f'  File "{library}", line 51, in parse\n    raise ValueError\nValueError: bad\n'
+    )
+    assert failures.find_raised_line(traceback) == ("/project/train.py", 40, "<module>", "run(parse(text))")
+    assert failures.find_raised_line("") is None
+
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+def test_is_ending_tells_processes_that_live_from_those_that_are_gone() -> None:
+    """Also from one that nobody has waited for yet."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        assert not is_ending(os.getpid())
+        assert not is_ending(child.pid)
+        assert child.stdin is not None
+        child.stdin.close()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert is_ending(child.pid)
+    assert is_ending(child.pid)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from ddpilot.magics.input_transformer import EVERYWHERE, HERE, Router
-from ddpilot.magics.shell_session import Desk
+from ddpilot.magics.input_transformer import EVERYWHERE, HERE, CellTransformer
+from ddpilot.magics.shell_session import ShellSession
 from tests.unit.magics.samples import ipython_shell
 
 
@@ -23,16 +23,16 @@ def shell() -> Iterator[InteractiveShell]:
 
 
 @pytest.fixture
-def desk(shell: InteractiveShell) -> Desk:
+def desk(shell: InteractiveShell) -> ShellSession:
     """A desk with auto on."""
-    desk = Desk(shell)
+    desk = ShellSession(shell)
     desk.is_auto = True
     return desk
 
 
-def route(desk: Desk, cell: str) -> str:
+def route(desk: ShellSession, cell: str) -> str:
     """The cell as IPython would go on with it."""
-    return "".join(Router(desk)(cell.splitlines(keepends=True)))
+    return "".join(CellTransformer(desk)(cell.splitlines(keepends=True)))
 
 
 def sent(line: str) -> str:
@@ -45,7 +45,7 @@ def sent(line: str) -> str:
     return str(code)
 
 
-def test_router_sends_plain_cells_to_the_ranks(desk: Desk) -> None:
+def test_router_sends_plain_cells_to_the_ranks(desk: ShellSession) -> None:
     """All of it, as it is, so that line numbers stay."""
     cell = "x = 1\n\nif x:\n    print('%ddp')\n"
     assert sent(route(desk, cell)) == cell
@@ -61,12 +61,12 @@ NOTEBOOKS = (
 
 
 @pytest.mark.parametrize("cell", NOTEBOOKS)
-def test_router_leaves_cells_that_are_the_notebooks(desk: Desk, cell: str) -> None:
+def test_router_leaves_cells_that_are_the_notebooks(desk: ShellSession, cell: str) -> None:
     """Other cell magics, shell commands, installers and `%ddp` itself; what is empty stays empty."""
     assert route(desk, cell) == cell
 
 
-def test_router_sends_setting_up_everywhere(desk: Desk) -> None:
+def test_router_sends_setting_up_everywhere(desk: ShellSession) -> None:
     """`%matplotlib inline` and the like change the notebook and the ranks."""
     cell = "%load_ext autoreload\n# why\n%autoreload 2"
     first, rest = route(desk, cell).split("get_ipython()")
@@ -76,7 +76,7 @@ def test_router_sends_setting_up_everywhere(desk: Desk) -> None:
     assert not EVERYWHERE & HERE
 
 
-def test_router_splits_cells_at_lines_of_the_notebook(desk: Desk) -> None:
+def test_router_splits_cells_at_lines_of_the_notebook(desk: ShellSession) -> None:
     """In order, and with the numbers of the cell's lines."""
     lines = route(desk, "%ddp push x\ny = x\n%pip list\nz = y\n1/0\n%ddp pull z").splitlines(keepends=True)
     assert [lines[0], lines[2], lines[4]] == ["%ddp push x\n", "%pip list\n", "%ddp pull z\n"]
@@ -85,7 +85,7 @@ def test_router_splits_cells_at_lines_of_the_notebook(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("is_auto", [True, False])
-def test_router_makes_local_cells_plain_code(desk: Desk, is_auto: bool) -> None:
+def test_router_makes_local_cells_plain_code(desk: ShellSession, is_auto: bool) -> None:
     """IPython runs them as any other; their lines keep their numbers."""
     desk.is_auto = is_auto
     assert route(desk, "%%ddp --local\nx = 1\nx\n") == "# %%ddp --local\nx = 1\nx\n"
@@ -93,14 +93,14 @@ def test_router_makes_local_cells_plain_code(desk: Desk, is_auto: bool) -> None:
     assert route(desk, nested) == nested
 
 
-def test_router_makes_cells_for_everywhere_plain_code_behind_the_ranks(desk: Desk) -> None:
+def test_router_makes_cells_for_everywhere_plain_code_behind_the_ranks(desk: ShellSession) -> None:
     """The ranks come first, in the line of `%%ddp`."""
     call, *body = route(desk, "%%ddp --everywhere\nimport os\nos\n").splitlines(keepends=True)
     assert sent(call) == "# %%ddp --everywhere\nimport os\nos\n"
     assert body == ["import os\n", "os\n"]
 
 
-def test_router_leaves_everything_while_auto_is_off(desk: Desk) -> None:
+def test_router_leaves_everything_while_auto_is_off(desk: ShellSession) -> None:
     """Also inside what is run on purpose in the notebook, and what a front end runs for itself."""
     with desk.local():
         assert route(desk, "x\n") == "x\n"
@@ -109,7 +109,7 @@ def test_router_leaves_everything_while_auto_is_off(desk: Desk) -> None:
     assert route(desk, "x\n") == "x\n"
 
 
-def test_router_leaves_what_a_front_end_runs_for_itself(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_router_leaves_what_a_front_end_runs_for_itself(desk: ShellSession, monkeypatch: pytest.MonkeyPatch) -> None:
     """A list of variables is asked for with a silent request."""
     parent: dict[str, Any] = {"content": {"silent": True}}
     monkeypatch.setattr(desk.shell, "get_parent", lambda: parent, raising=False)
@@ -118,9 +118,9 @@ def test_router_leaves_what_a_front_end_runs_for_itself(desk: Desk, monkeypatch:
     assert route(desk, "x\n") != "x\n"
 
 
-def test_router_does_not_change_when_a_cell_is_complete(desk: Desk) -> None:
+def test_router_does_not_change_when_a_cell_is_complete(desk: ShellSession) -> None:
     """A terminal asks whether to go on with a block: about what was typed, not about a cell magic."""
-    router = Router(desk)
+    router = CellTransformer(desk)
     desk.shell.input_transformers_cleanup.append(router)
     try:
         assert desk.shell.check_complete("x = 1")[0] == "complete"
@@ -130,7 +130,7 @@ def test_router_does_not_change_when_a_cell_is_complete(desk: Desk) -> None:
         desk.shell.input_transformers_cleanup.remove(router)
 
 
-def test_router_leaves_the_end_of_a_terminal_to_ipython(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_router_leaves_the_end_of_a_terminal_to_ipython(desk: ShellSession, monkeypatch: pytest.MonkeyPatch) -> None:
     """`exit` ends the shell in front of a person; in a notebook it goes to the ranks, which say how to stop them."""
     for word in ("exit", "quit()\n"):
         assert route(desk, word) == word
@@ -140,7 +140,9 @@ def test_router_leaves_the_end_of_a_terminal_to_ipython(desk: Desk, monkeypatch:
 
 @pytest.mark.parametrize("is_auto", [False, True])
 @pytest.mark.parametrize("line", ["%ddp", "%ddp --ranks 0", "%ddp  "])
-def test_router_refuses_code_below_one_percent_sign_where_two_were_meant(desk: Desk, line: str, is_auto: bool) -> None:
+def test_router_refuses_code_below_one_percent_sign_where_two_were_meant(
+    desk: ShellSession, line: str, is_auto: bool
+) -> None:
     """Nothing of the cell runs in the notebook, whose variables would be others."""
     desk.is_auto = is_auto
     option = line[4:].strip()
@@ -149,7 +151,7 @@ def test_router_refuses_code_below_one_percent_sign_where_two_were_meant(desk: D
 
 
 @pytest.mark.parametrize("cell", ["%ddp", "%ddp\n# why\n", "%ddp -h\nx\n", "%ddp --help\nx", "%ddp start -n 2\nx\n"])
-def test_router_leaves_lines_that_are_meant_so(desk: Desk, cell: str) -> None:
+def test_router_leaves_lines_that_are_meant_so(desk: ShellSession, cell: str) -> None:
     """Alone it lists the verbs; a verb may stand above code."""
     desk.is_auto = False
     assert route(desk, cell) == cell

@@ -14,7 +14,7 @@ from ddpilot.magics.commands import VERBS
 from ddpilot.magics.completion import make_matcher
 from ddpilot.magics.extension import load_ipython_extension, unload_ipython_extension
 from ddpilot.magics.parser import MagicUsageError
-from ddpilot.magics.shell_session import Desk
+from ddpilot.magics.shell_session import ShellSession
 from tests.unit.magics.samples import ipython_shell
 
 
@@ -205,6 +205,6 @@ def test_completion_knows_verbs_and_options(shell: Any, text: str, found: set[st
         cursor_line=len(lines) - 1,
         limit=None,
     )
-    result = make_matcher(Desk(shell))(context)
+    result = make_matcher(ShellSession(shell))(context)
     assert {completion.text for completion in result["completions"]} >= found
     assert bool(result["completions"]) is bool(found)

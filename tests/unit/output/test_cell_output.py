@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from ddpilot.output.cell_output import CellOutput
-from ddpilot.output.rich_output import Rich
+from ddpilot.output.rich_output import RichOutput
 
 
 class ListScreen:
@@ -50,11 +50,11 @@ class ListScreen:
         """Keep the line."""
         self.shown.append(("unfinished", stream, rank, text) if text else ("unfinished", stream, "gone"))
 
-    def rich(self, items: Mapping[int, Rich]) -> None:
+    def rich(self, items: Mapping[int, RichOutput]) -> None:
         """Keep the ranks and the text."""
         self.shown.append(("rich", list(items), next(iter(items.values())).text))
 
-    def update(self, items: Mapping[int, Rich]) -> None:
+    def update(self, items: Mapping[int, RichOutput]) -> None:
         """Keep the ranks and the text."""
         self.shown.append(("update", list(items), next(iter(items.values())).text))
 
@@ -80,9 +80,9 @@ class ListScreen:
         return [each for each in self.shown if each != ("flush",)]
 
 
-def rich(text: str, fingerprint: str = "") -> Rich:
+def rich(text: str, fingerprint: str = "") -> RichOutput:
     """An object that looks like `text`."""
-    return Rich({"text/plain": text, "text/html": text}, fingerprint=fingerprint or text)
+    return RichOutput({"text/plain": text, "text/html": text}, fingerprint=fingerprint or text)
 
 
 def test_output_shows_what_ranks_print_alike_once_and_hands_it_on() -> None:

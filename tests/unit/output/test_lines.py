@@ -4,11 +4,23 @@
 from __future__ import annotations
 
 import itertools
+import time
+from collections.abc import Iterator
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddpilot.output.lines import Line, Lines, LineSplitter, Progress, texts_of
+from ddpilot.output.lines import (
+    WINDOW_S,
+    Line,
+    LineMerger,
+    Lines,
+    LineSplitter,
+    PendingLine,
+    Progress,
+    TailBuffer,
+    texts_of,
+)
 
 
 def cut(*pieces: bytes) -> list[Line | Progress]:
@@ -88,3 +100,183 @@ def test_line_splitter_decodes_lines_of_one_chunk_as_each_alone(raws: list[bytes
     lines = [raw.replace(b"\n", b"") for raw in raws]
     found = texts_of(LineSplitter().feed(b"".join(line + b"\n" for line in lines)))
     assert list(found) == [line.decode(errors="replace") for line in lines]
+
+
+def test_tails_keep_the_last_lines_of_each_rank() -> None:
+    """Both streams, by rank; bounded, also for one huge chunk."""
+    tails = TailBuffer()
+    tails.feed(0, "stdout", b"one\ntw")
+    tails.feed(0, "stderr", b"error\n")
+    tails.feed(0, "stdout", b"o\n")
+    tails.feed(1, "stdout", b"".join(b"%d\n" % number for number in range(100_000)))
+    assert tails.last_lines(0) == ("one", "error", "two")
+    assert tails.last_lines(1)[-1] == "99999"
+    assert len(tails.last_lines(1)) <= 200
+    assert tails.last_lines(2) == ()
+
+
+def test_tails_of_a_rank_that_starts_anew_are_empty() -> None:
+    """Its last incarnation's words are not its own."""
+    tails = TailBuffer()
+    tails.feed(0, "stdout", b"before\nepoch 3: 40%")
+    tails.forget(0)
+    assert tails.last_lines(0) == ()
+    tails.feed(0, "stdout", b"Traceback\n")
+    assert tails.last_lines(0) == ("Traceback",)
+
+
+def shown(collapser: LineMerger, now_s: float | None = None) -> list[tuple[list[int], str]]:
+    """(ranks, text) of what is ready at `now_s`, or of everything."""
+    entries = collapser.flush() if now_s is None else collapser.ready(now_s)
+    return [(entry.ranks, entry.text) for entry in entries]
+
+
+def test_collapser_shows_a_line_of_all_ranks_once_and_at_once() -> None:
+    """A line that is complete need not wait."""
+    collapser = LineMerger(3)
+    for rank in (2, 0, 1):
+        collapser.add(rank, "stdout", "epoch 1", 0.0)
+    assert shown(collapser, 0.0) == [([2, 0, 1], "epoch 1")]
+
+
+def test_collapser_waits_for_the_other_ranks_no_longer_than_its_window() -> None:
+    """A line of one rank alone is due `WINDOW_S` after it came."""
+    collapser = LineMerger(2)
+    assert collapser.next_due_s() is None
+    collapser.add(0, "stdout", "only me", 1.0)
+    assert collapser.next_due_s() == 1.0 + WINDOW_S
+    assert shown(collapser, 1.0 + WINDOW_S * 0.9) == []
+    assert shown(collapser, 1.0 + WINDOW_S) == [([0], "only me")]
+
+
+def test_collapser_keeps_stdout_and_stderr_apart() -> None:
+    """The same text on two streams is two lines."""
+    collapser = LineMerger(2)
+    collapser.add(0, "stdout", "x", 0.0)
+    collapser.add(1, "stderr", "x", 0.0)
+    assert shown(collapser) == [([0], "x"), ([1], "x")]
+
+
+def test_collapser_shows_each_repeat_of_a_rank() -> None:
+    """A rank that prints the same line twice is seen to do so."""
+    collapser = LineMerger(2)
+    for rank in (0, 0, 1):
+        collapser.add(rank, "stdout", "again", 0.0)
+    assert shown(collapser) == [([0, 1], "again"), ([0], "again")]
+
+
+def test_collapser_shows_a_common_line_once_below_lines_that_differ() -> None:
+    """A rank that prints all its lines before another begins does not keep the common ones apart."""
+    collapser = LineMerger(2)
+    for rank in (0, 1):
+        for text in (f"I am {rank}", "common", f"loss {rank}", "done"):
+            collapser.add(rank, "stdout", text, 0.0)
+    assert shown(collapser) == [
+        *(([0], "I am 0"), ([1], "I am 1"), ([0, 1], "common")),
+        *(([0], "loss 0"), ([1], "loss 1"), ([0, 1], "done")),
+    ]
+
+
+def test_collapser_keeps_no_line_behind_those_of_a_rank_that_goes_on_printing() -> None:
+    """A rank that is behind prints above what waits; that is shown after its window all the same."""
+    collapser = LineMerger(2)
+    for number in range(100):
+        collapser.add(0, "stdout", f"mine {number}", 0.0)
+    assert shown(collapser, 0.0) == []
+    collapser.add(1, "stdout", "other", WINDOW_S)
+    assert len(shown(collapser, WINDOW_S)) == 101
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from("abc"))))
+@settings(deadline=None)
+def test_collapser_keeps_the_order_of_every_rank(lines: list[tuple[int, str]]) -> None:
+    """Whatever three ranks print, each rank's lines come out complete and in its order."""
+    collapser = LineMerger(3)
+    for rank, text in lines:
+        collapser.add(rank, "stdout", text, 0.0)
+    entries = shown(collapser)
+    for rank in range(3):
+        assert [text for ranks, text in entries if rank in ranks] == [text for who, text in lines if who == rank]
+    assert all(len(set(ranks)) == len(ranks) for ranks, _ in entries)
+
+
+def test_collapser_holds_a_bounded_number_of_lines() -> None:
+    """A flood of one rank is shown before its window is over."""
+    collapser = LineMerger(2)
+    for number in range(5000):
+        collapser.add(0, "stdout", str(number), 0.0)
+    assert len(shown(collapser, 0.0)) == 3000
+
+
+def test_collapser_takes_a_line_printed_thousands_of_times_in_a_blink() -> None:
+    """The search for the same line does not start from the first one: 30,000 equal lines took 15 s once."""
+    collapser = LineMerger(2)
+    start = time.process_time()
+    for _ in range(30_000):
+        collapser.add(0, "stdout", "x", 0.0)
+    assert len(shown(collapser)) == 30_000
+    assert time.process_time() - start < 1.0
+
+
+def test_collapser_takes_a_chunk_of_lines_in_one_pass() -> None:
+    """200,000 lines that differ from rank to rank cost a launcher less time than it takes to print them."""
+    collapser = LineMerger(2)
+    chunks = [[f"rank {rank} step {step}" for step in range(2000)] for rank in range(2)]
+    start, num_shown = time.process_time(), 0
+    for _ in range(25):
+        for rank, chunk in enumerate(chunks):
+            collapser.add_lines(rank, "stdout", chunk, 0.0)
+            num_shown += len(collapser.ready(0.0))
+    assert num_shown + len(collapser.flush()) == 100_000
+    assert time.process_time() - start < 1.0
+
+
+class PlainCollapser:
+    """What `LineMerger` is to do, without any of its indexes."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self.waiting: list[PendingLine] = []
+        self.last: dict[int, tuple[int, int]] = {}
+
+    def add(self, rank: int, stream: str, text: str, now_s: float) -> None:
+        """Join the first equal line below the rank's last one, or begin a line."""
+        last = self.last.get(rank, (0, -1))
+        same = [each for each in self.waiting if (each.stream, each.text) == (stream, text) and each.place > last]
+        if not same:
+            same = [PendingLine(stream, text, now_s, (last[0] + 1, rank), [])]
+            self.waiting += same
+        entry = min(same, key=lambda each: each.place)
+        entry.ranks.append(rank)
+        self.last[rank] = entry.place
+
+    def ready(self, now_s: float) -> Iterator[PendingLine]:
+        """The first line for as long as it is complete, or any line has waited for the window."""
+        while self.waiting:
+            first = min(self.waiting, key=lambda each: each.place)
+            oldest_s = min(each.since_s for each in self.waiting)
+            if len(first.ranks) < self.num_ranks and now_s < oldest_s + WINDOW_S:
+                return
+            self.waiting.remove(first)
+            yield first
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["stdout", "stderr"]), st.sampled_from("abc"), st.booleans()))
+)
+@settings(deadline=None)
+def test_collapser_shows_what_a_plain_search_would(lines: list[tuple[int, str, str, bool]]) -> None:
+    """Ranks, text and order are the same, wherever lines are shown in between."""
+    ours, plain = LineMerger(3), PlainCollapser(3)
+    for number, (rank, stream, text, is_shown) in enumerate(lines):
+        now_s = number * WINDOW_S / 4
+        shown = []
+        for each in (ours, plain):
+            each.add(rank, stream, text, now_s)
+            shown.append([(entry.ranks, entry.stream, entry.text) for entry in each.ready(now_s)] if is_shown else [])
+        assert shown[0] == shown[1]
+    later_s = len(lines) + 1.0
+    assert [(each.ranks, each.text) for each in ours.ready(later_s)] == [
+        (each.ranks, each.text) for each in plain.ready(later_s)
+    ]
+    assert ours.next_due_s() is None

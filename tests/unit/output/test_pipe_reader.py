@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from ddpilot.launching.options import Output
-from ddpilot.output.pipe_reader import OutputPump
-from ddpilot.output.writer import Display
+from ddpilot.output.pipe_reader import PipeReader
+from ddpilot.output.writer import LabelledWriter
 
 
 @pytest.fixture
@@ -26,9 +26,9 @@ def pipe() -> Iterator[tuple[int, int]]:
             continue  # the test closed it
 
 
-def pump_of(world_size: int = 2, mode: Output = "labelled", limit_bytes: int | None = None) -> OutputPump:
+def pump_of(world_size: int = 2, mode: Output = "labelled", limit_bytes: int | None = None) -> PipeReader:
     """A pump for ranks that show everything unless told otherwise."""
-    return OutputPump(world_size, Display(mode, limit_bytes))
+    return PipeReader(world_size, LabelledWriter(mode, limit_bytes))
 
 
 def test_output_pump_shows_lines_and_keeps_the_last_ones(

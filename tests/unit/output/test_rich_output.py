@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ddpilot.output.rich_output import Rich, read_rich
+from ddpilot.output.rich_output import RichOutput, read_rich
 from tests.unit.session.shown.samples import displayed
 
 PNG = {"image/png": "iVBORw0KGgo=", "text/plain": "<Figure size 640x480 with 1 Axes>"}
@@ -80,11 +80,11 @@ def test_fingerprint_of_a_widget_is_what_it_shows() -> None:
 @pytest.mark.parametrize(
     ("rich", "is_plain"),
     [
-        (Rich({"text/plain": "2"}), True),
-        (Rich({"text/plain": "2"}, display_id="x"), False),
-        (Rich({"text/plain": "2", "text/html": "2"}), False),
+        (RichOutput({"text/plain": "2"}), True),
+        (RichOutput({"text/plain": "2"}, display_id="x"), False),
+        (RichOutput({"text/plain": "2", "text/html": "2"}), False),
     ],
 )
-def test_rich_is_plain_when_a_line_is_enough_for_it(rich: Rich, is_plain: bool) -> None:
+def test_rich_is_plain_when_a_line_is_enough_for_it(rich: RichOutput, is_plain: bool) -> None:
     """Text that may be updated needs a place of its own."""
     assert rich.is_plain is is_plain

@@ -3,27 +3,27 @@
 
 from __future__ import annotations
 
-from ddpilot.output.rich_output import Rich
-from ddpilot.output.shared_displays import Places
+from ddpilot.output.rich_output import RichOutput
+from ddpilot.output.shared_displays import SharedDisplays
 from tests.unit.magics.samples import FrontEnd
 
 
-def alike(ranks: list[int], text: str, display_id: str = "", widget: str = "") -> dict[int, Rich]:
+def alike(ranks: list[int], text: str, display_id: str = "", widget: str = "") -> dict[int, RichOutput]:
     """The same object on `ranks`; each rank has its own widget."""
     return {rank: one(text, display_id, f"{widget}{rank}" if widget else "") for rank in ranks}
 
 
-def one(text: str, display_id: str = "", widget: str = "") -> Rich:
+def one(text: str, display_id: str = "", widget: str = "") -> RichOutput:
     """An object that shows `text`."""
     data = {"text/html": text}
     view = {"application/vnd.jupyter.widget-view+json": {"model_id": widget}} if widget else {}
-    return Rich({**data, **view}, {}, display_id, fingerprint=text)
+    return RichOutput({**data, **view}, {}, display_id, fingerprint=text)
 
 
-def make() -> tuple[Places, FrontEnd, list[tuple[str, dict[int, str]]]]:
-    """Places, what they show, and the widgets that were paired."""
+def make() -> tuple[SharedDisplays, FrontEnd, list[tuple[str, dict[int, str]]]]:
+    """SharedDisplays, what they show, and the widgets that were paired."""
     front, pairs = FrontEnd(), list[tuple[str, dict[int, str]]]()
-    return Places(lambda: front, lambda shown, others: pairs.append((shown, others))), front, pairs
+    return SharedDisplays(lambda: front, lambda shown, others: pairs.append((shown, others))), front, pairs
 
 
 def test_places_show_what_looks_alike_once() -> None:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from ddpilot.output.writer import Display
+from ddpilot.output.writer import LabelledWriter
 
 
 class _KernelStream(io.StringIO):
@@ -20,7 +20,7 @@ _KernelStream.__module__ = "ipykernel.iostream"
 
 def test_display_labels_lines_with_their_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     """stdout goes to stdout, stderr to stderr, the ranks in front."""
-    display = Display("labelled", None)
+    display = LabelledWriter("labelled", None)
     display.line([1], "stdout", "loss 0.5")
     display.line([3, 0, 1, 2], "stderr", "warning")
     display.close()
@@ -29,7 +29,7 @@ def test_display_labels_lines_with_their_ranks(capsys: pytest.CaptureFixture[str
 
 def test_display_shows_rank_zero_alone_and_unlabelled_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
     """`output="rank_zero"` reads like a program of one process."""
-    display = Display("rank_zero", None)
+    display = LabelledWriter("rank_zero", None)
     assert not display.hides(0)
     assert display.hides(1)
     display.line([0], "stdout", "loss 0.5")
@@ -40,7 +40,7 @@ def test_display_shows_rank_zero_alone_and_unlabelled_when_asked(capsys: pytest.
 
 def test_display_shows_nothing_but_its_notes_when_silent(capsys: pytest.CaptureFixture[str]) -> None:
     """`output="silent"` hides every rank and reports no hidden bytes."""
-    display = Display("silent", 10)
+    display = LabelledWriter("silent", 10)
     assert display.hides(0)
     assert display.hides(1)
     display.count_hidden(0, 500)
@@ -51,7 +51,7 @@ def test_display_shows_nothing_but_its_notes_when_silent(capsys: pytest.CaptureF
 
 def test_display_says_how_much_it_hid_over_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
     """Each rank has its own limit; the note names the rank, the bytes and the option."""
-    display = Display("labelled", 10)
+    display = LabelledWriter("labelled", 10)
     display.line([0], "stdout", "x" * 20)
     assert display.hides(0)
     assert not display.hides(1)
@@ -70,14 +70,14 @@ def test_display_limits_output_in_a_notebook_and_nowhere_else(monkeypatch: pytes
 
 
 def _hides_after(num_bytes: int) -> bool:
-    display = Display("labelled", None)
+    display = LabelledWriter("labelled", None)
     display.line([0], "stdout", "x" * num_bytes)
     return display.hides(0)
 
 
 def test_display_draws_the_bar_below_the_lines(capsys: pytest.CaptureFixture[str]) -> None:
     """A line that comes while a bar stands erases it, is written, and the bar is drawn again."""
-    display = Display("labelled", None)
+    display = LabelledWriter("labelled", None)
     display.progress("stdout", "50%")
     display.line([1], "stdout", "hello")
     display.end_progress("stdout", "100%")
@@ -89,7 +89,7 @@ def test_display_draws_the_bar_below_the_lines(capsys: pytest.CaptureFixture[str
 
 def test_display_ends_the_line_of_an_unfinished_bar(capsys: pytest.CaptureFixture[str]) -> None:
     """The prompt does not land behind a bar of a launch that failed."""
-    display = Display("rank_zero", None)
+    display = LabelledWriter("rank_zero", None)
     display.progress("stderr", "50%")
     display.close()
     assert capsys.readouterr().err == "\r50%\n"

@@ -10,17 +10,17 @@ from typing import Any, cast
 import pytest
 
 from ddpilot.errors import LaunchError
-from ddpilot.session.kernels.events import Ended, Event, Said
-from ddpilot.session.kernels.states import Standing
-from ddpilot.session.outside import OutsideCells
-from ddpilot.session.readiness import await_ready
+from ddpilot.session.kernels.events import Ended, Event, KernelMessage
+from ddpilot.session.kernels.manager import await_ready
+from ddpilot.session.kernels.output import IdleOutput
+from ddpilot.session.kernels.states import RankStates
 
 END = Ended(1, None, "was killed")
 
 
-def said(channel: str) -> Said:
+def said(channel: str) -> KernelMessage:
     """A message of rank 1."""
-    return Said(rank=1, channel=channel, kind="", parent_id="", content={}, metadata={}, buffers=[], header={})
+    return KernelMessage(rank=1, channel=channel, kind="", parent_id="", content={}, metadata={}, buffers=[], header={})
 
 
 def test_await_ready_takes_the_end_of_an_earlier_process_for_nothing() -> None:
@@ -38,9 +38,9 @@ def test_await_ready_takes_the_end_of_an_earlier_process_for_nothing() -> None:
 def test_outside_cells_shows_no_end_of_a_rank_that_lives_again() -> None:
     """Until it dies again."""
     notes: list[str] = []
-    standing = Standing(2)
+    standing = RankStates(2)
     view, host = SimpleNamespace(note=notes.append), SimpleNamespace(can_start=True)
-    outside = OutsideCells(cast("Any", view), cast("Any", host), standing, respawns=False)
+    outside = IdleOutput(cast("Any", view), cast("Any", host), standing, respawns=False)
     outside.show(END)
     assert notes == []
     standing.note_end(END, ())

@@ -15,8 +15,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, TensorDataset
 import ddpilot
 from ddpilot.errors import LoopError
 from ddpilot.trainer.callbacks import BestWeights, EarlyStopping
-from ddpilot.trainer.ranks import say_ignored
-from ddpilot.trainer.settings import TorchSettings
+from ddpilot.trainer.ranks import TorchSettings, say_ignored
 
 DATA = TensorDataset(torch.arange(14.0).reshape(7, 2), torch.arange(7.0).reshape(7, 1))
 

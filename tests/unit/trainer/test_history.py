@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from ddpilot.errors import LoopError
-from ddpilot.trainer.history import History, flatten, measured, thin
-from ddpilot.trainer.plotting import plot_history
+from ddpilot.trainer.history import History, flatten, measured, plot_history, thin
 
 ROWS: list[dict[str, Any]] = [
     {"epoch": 0, "update": 2, "loss": 0.5, "lr": 0.1, "samples": 8, "seconds": 1.0, "samples_per_s": 8.0},

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpilot.errors import LoopError
 from ddpilot.trainer.callback import Callback, check_callbacks
-from ddpilot.trainer.calling import trained_parts
 from ddpilot.trainer.optimizers import make_ema, make_optimizers, make_schedulers, relink
+from ddpilot.trainer.run import trained_parts
 
 
 def sgd(parameters: Any) -> SGD:

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ddpilot.record.flight_ring.log import Collective, DdpPart, GroupOfRanks, Line, RankLog, Tensor
-from ddpilot.watch.snapshot.model import Frame, JobView, ProcessView, RankView, StackView
+from ddpilot.record.flight_ring.log import CallSite, Collective, DdpPart, GroupOfRanks, RankLog, Tensor
+from ddpilot.watch.snapshot.model import CodeLine, JobSnapshot, ProcessState, PythonStack, RankSnapshot
 
 S = 10**9
 """A second, in the nanoseconds of these logs; everything begins at 100 s."""
@@ -77,37 +77,37 @@ class Writer:
     def _text(self, line: int) -> str:
         return self._texts.get(line, "")
 
-    def _line(self, line: int, more: dict[str, Any]) -> Line:
+    def _line(self, line: int, more: dict[str, Any]) -> CallSite:
         callers = tuple((self._file, at, function, self._text(at)) for at, function in more.pop("led", ()))
         function, via = more.pop("function", "<module>"), more.pop("via", "")
-        return Line(file=self._file, line=line, text=self._text(line), function=function, via=via, callers=callers)
+        return CallSite(file=self._file, line=line, text=self._text(line), function=function, via=via, callers=callers)
 
 
-def alive(writer: Writer, *stack: Frame, **more: Any) -> RankView:
+def alive(writer: Writer, *stack: CodeLine, **more: Any) -> RankSnapshot:
     """The rank runs; `stack`: of its main thread, innermost first, taken last of all."""
-    process = ProcessView(pid=4000 + writer.rank, state="running")
-    taken = StackView(taken_ns=109 * S, threads={1: stack}, main=1) if stack else None
-    return RankView(rank=writer.rank, **{"log": writer.log(), "process": process, "stack": taken, **more})
+    process = ProcessState(pid=4000 + writer.rank, state="running")
+    taken = PythonStack(taken_ns=109 * S, threads={1: stack}, main=1) if stack else None
+    return RankSnapshot(rank=writer.rank, **{"log": writer.log(), "process": process, "stack": taken, **more})
 
 
-def returned(writer: Writer) -> RankView:
+def returned(writer: Writer) -> RankSnapshot:
     """It has come to its end."""
-    process = ProcessView(pid=4000 + writer.rank, state="ended", exitcode=0)
-    return RankView(rank=writer.rank, log=writer.log(closed_ns=105 * S), process=process, returned=True)
+    process = ProcessState(pid=4000 + writer.rank, state="ended", exitcode=0)
+    return RankSnapshot(rank=writer.rank, log=writer.log(closed_ns=105 * S), process=process, returned=True)
 
 
-def died(writer: Writer, signal_name: str = "SIGKILL", exitcode: int = -9, ended_ns: int = 105 * S) -> RankView:
+def died(writer: Writer, signal_name: str = "SIGKILL", exitcode: int = -9, ended_ns: int = 105 * S) -> RankSnapshot:
     """A signal ended it."""
-    process = ProcessView(
+    process = ProcessState(
         pid=4000 + writer.rank, state="ended", exitcode=exitcode, signal_name=signal_name, ended_ns=ended_ns
     )
-    return RankView(rank=writer.rank, log=writer.log(), process=process)
+    return RankSnapshot(rank=writer.rank, log=writer.log(), process=process)
 
 
-def job(ranks: Iterable[RankView], *, after_s: float = 10.0, **more: Any) -> JobView:
+def job(ranks: Iterable[RankSnapshot], *, after_s: float = 10.0, **more: Any) -> JobSnapshot:
     """All of them, so many seconds after everything began."""
     views = {view.rank: view for view in ranks}
-    return JobView(world_size=len(views), ranks=views, now_ns=100 * S + int(after_s * S), **more)
+    return JobSnapshot(world_size=len(views), ranks=views, now_ns=100 * S + int(after_s * S), **more)
 
 
 def texts_of(source: str) -> dict[int, str]:

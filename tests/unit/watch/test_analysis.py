@@ -9,17 +9,20 @@ from typing import Any
 import pytest
 
 from benchmarks.watch_analysis import make_log, view_of
-from ddpilot.findings.as_text import render_text
+from ddpilot.findings.display import render_text
 from ddpilot.record.flight_ring.log import Collective
 from ddpilot.record.journal import Entry
 from ddpilot.watch.analysis import Analysis, analyze
-from ddpilot.watch.snapshot.model import ErrorView, Frame, JobView, ProcessView, RankView, StackView
-from ddpilot.watch.told import newest
+from ddpilot.watch.report import newest
+from ddpilot.watch.snapshot.model import CodeLine, JobSnapshot, ProcessState, PythonStack, RankException, RankSnapshot
 from tests.unit.watch.logs import FILE, S, Writer, alive, bucket, died, group_of, job, part, returned, texts_of
 
 WORLD = group_of(0, 1)
 TORCH = "/x/site-packages/torch"
-IN_BARRIER = (Frame(f"{TORCH}/distributed/distributed_c10d.py", 5, "barrier"), Frame(FILE, 9, "main", "dist.barrier()"))
+IN_BARRIER = (
+    CodeLine(f"{TORCH}/distributed/distributed_c10d.py", 5, "barrier"),
+    CodeLine(FILE, 9, "main", "dist.barrier()"),
+)
 GIL: dict[str, Any] = {"heartbeat_ns": 100 * S}
 
 
@@ -31,9 +34,9 @@ def pair(**more: Any) -> tuple[Writer, Writer]:
     return ranks
 
 
-def at(line: int, text: str, *inner: Frame, taken_s: float = 109.0) -> StackView:
+def at(line: int, text: str, *inner: CodeLine, taken_s: float = 109.0) -> PythonStack:
     """A main thread that is at a line of the user's, and below it."""
-    return StackView(taken_ns=int(taken_s * S), threads={1: (*inner, Frame(FILE, line, "main", text))}, main=1)
+    return PythonStack(taken_ns=int(taken_s * S), threads={1: (*inner, CodeLine(FILE, line, "main", text))}, main=1)
 
 
 def codes(analysis: Analysis) -> list[tuple[str, str]]:
@@ -42,7 +45,7 @@ def codes(analysis: Analysis) -> list[tuple[str, str]]:
 
 
 def one_waits(
-    stack: StackView | None, *, after_s: float = 10.0, before: StackView | None = None, **log: Any
+    stack: PythonStack | None, *, after_s: float = 10.0, before: PythonStack | None = None, **log: Any
 ) -> Analysis:
     """Rank 0 waits in a barrier since 0.02 s; rank 1 is elsewhere, as its `stack` says."""
     zero, one = pair()
@@ -111,14 +114,14 @@ def test_a_wait_without_missing_ranks_counts_from_the_last_that_has_come() -> No
 @pytest.mark.parametrize(
     ("inner", "text", "code"),
     [
-        (Frame(f"{TORCH}/utils/data/dataloader.py", 1291, "_try_get_data"), "for x in loader:", "DDP213"),
-        (Frame(f"{TORCH}/serialization.py", 90, "save"), "torch.save(model, p)", "DDP214"),
-        (Frame("/usr/lib/python3.11/urllib/request.py", 9, "urlopen"), "fetch(url)", "DDP214"),
-        (Frame(f"{TORCH}/_inductor/compile_fx.py", 9, "compile_fx"), "y = step(x)", "DDP221"),
-        (Frame(f"{TORCH}/nn/modules/linear.py", 9, "forward"), "y = f(x)", "DDP218"),
+        (CodeLine(f"{TORCH}/utils/data/dataloader.py", 1291, "_try_get_data"), "for x in loader:", "DDP213"),
+        (CodeLine(f"{TORCH}/serialization.py", 90, "save"), "torch.save(model, p)", "DDP214"),
+        (CodeLine("/usr/lib/python3.11/urllib/request.py", 9, "urlopen"), "fetch(url)", "DDP214"),
+        (CodeLine(f"{TORCH}/_inductor/compile_fx.py", 9, "compile_fx"), "y = step(x)", "DDP221"),
+        (CodeLine(f"{TORCH}/nn/modules/linear.py", 9, "forward"), "y = f(x)", "DDP218"),
     ],
 )
-def test_what_an_absent_rank_does_is_told_by_its_stack(inner: Frame, text: str, code: str) -> None:
+def test_what_an_absent_rank_does_is_told_by_its_stack(inner: CodeLine, text: str, code: str) -> None:
     """The mechanism, not the name of anything of the user's."""
     assert codes(one_waits(at(20, text, inner, taken_s=139), after_s=40)) == [(code, "warning")]
 
@@ -136,7 +139,7 @@ def test_a_busy_processor_proves_nothing() -> None:
     zero.wait("barrier", 9)
     looks = []
     for later_s in (1.0, 3.0):
-        process = ProcessView(pid=1, state="running", os_state="R")
+        process = ProcessState(pid=1, state="running", os_state="R")
         stack = at(20, "f()", taken_s=136 + later_s)
         looks.append(job([alive(zero), alive(one, stack=stack, process=process)], after_s=36 + later_s))
     assert codes(analyze(looks[1], looks[0])) == [("DDP218", "warning")]
@@ -151,7 +154,7 @@ def test_a_stopped_process_is_said() -> None:
     """By Ctrl-Z or a debugger."""
     zero, one = pair()
     zero.wait("barrier", 9)
-    process = ProcessView(pid=1, state="running", os_state="T")
+    process = ProcessState(pid=1, state="running", os_state="T")
     assert "rank 1 is stopped" in analyze(job([alive(zero), alive(one, process=process)])).status[0]
 
 
@@ -253,8 +256,8 @@ def test_consequences_of_a_death_are_no_deaths() -> None:
     """One rank raises; the others lose their connections, and the launcher ends the last one."""
     group = group_of(0, 1, 2)
     zero, one, two = (Writer(rank, group).call("all_reduce", 1) for rank in range(3))
-    closed = ErrorView(type_name="RuntimeError", message="[pair.cc:553] Connection closed by peer [127.0.0.1]:9")
-    own = ErrorView(
+    closed = RankException(type_name="RuntimeError", message="[pair.cc:553] Connection closed by peer [127.0.0.1]:9")
+    own = RankException(
         type_name="ValueError", message="bad sample", traceback=f'  File "{FILE}", line 7, in main\n    f()\n'
     )
     ranks = [
@@ -273,8 +276,8 @@ def test_consequences_of_a_death_are_no_deaths() -> None:
 def test_a_rank_that_a_launcher_ends_after_an_error_is_not_the_cause_of_it(lived_s: float, blamed: int) -> None:
     """A download of rank 0 fails, and torchrun ends rank 1, whose signal nobody sees from outside."""
     zero, one = pair()
-    unseen = ProcessView(pid=1, state="ended")
-    reset = ErrorView(type_name="ConnectionResetError", message="[Errno 104] Connection reset by peer")
+    unseen = ProcessState(pid=1, state="ended")
+    reset = RankException(type_name="ConnectionResetError", message="[Errno 104] Connection reset by peer")
     first = alive(zero, log=zero.log(closed_ns=105 * S), process=unseen, error=reset)
     last = alive(one, log=one.log(heartbeat_ns=int(lived_s * S)), process=unseen)
     (finding,) = analyze(job([first, last])).findings
@@ -473,7 +476,7 @@ def test_all_have_come_and_it_does_not_end() -> None:
 def test_ranks_of_another_node_are_not_held_to_be_missing() -> None:
     """What is not seen here is said so."""
     zero = Writer(0, WORLD).call("all_reduce", 1).wait("barrier", 9)
-    view = JobView(world_size=2, ranks={0: alive(zero)}, now_ns=110 * S)
+    view = JobSnapshot(world_size=2, ranks={0: alive(zero)}, now_ns=110 * S)
     analysis = analyze(view)
     assert "of rank 1 nothing is known here" in analysis.status[0]
     assert not analysis.findings
@@ -482,7 +485,7 @@ def test_ranks_of_another_node_are_not_held_to_be_missing() -> None:
 def test_a_group_that_others_do_not_make_is_proven() -> None:
     """One rank is in new_group, which needs the one that waits for it in the default group."""
     zero, one = pair()
-    inner = Frame(f"{TORCH}/distributed/distributed_c10d.py", 6056, "new_group")
+    inner = CodeLine(f"{TORCH}/distributed/distributed_c10d.py", 6056, "new_group")
     view = job([alive(zero, stack=at(4, "g = dist.new_group([0, 1])", inner)), alive(one.wait("barrier", 9))])
     (finding,) = analyze(view).findings
     assert (finding.code, finding.severity, finding.ranks) == ("DDP215", "error", (0,))
@@ -492,7 +495,7 @@ def test_a_group_that_others_do_not_make_is_proven_also_where_they_wait_in_a_par
     """All ranks have to call new_group, members or not."""
     world, some = group_of(0, 1, 2), group_of(0, 1, name="1")
     zero, one, two = (Writer(rank, world).call("all_reduce", 1) for rank in range(3))
-    inner = Frame(f"{TORCH}/distributed/distributed_c10d.py", 6056, "new_group")
+    inner = CodeLine(f"{TORCH}/distributed/distributed_c10d.py", 6056, "new_group")
     making = alive(one, stack=at(4, "g = dist.new_group([1, 2])", inner))
     view = job([alive(zero.wait("all_reduce", 9, group=some)), making, alive(two, stack=at(7, "work()"))])
     (finding,) = analyze(view).findings
@@ -502,7 +505,7 @@ def test_a_group_that_others_do_not_make_is_proven_also_where_they_wait_in_a_par
 def test_a_rank_that_leaves_its_group_is_proven_to_be_missed() -> None:
     """It has called destroy_process_group while others are in a collective."""
     zero, one = pair()
-    inner = Frame(f"{TORCH}/distributed/distributed_c10d.py", 2000, "destroy_process_group")
+    inner = CodeLine(f"{TORCH}/distributed/distributed_c10d.py", 2000, "destroy_process_group")
     view = job([alive(zero, stack=at(4, "dist.destroy_process_group()", inner)), alive(one.wait("barrier", 9))])
     assert codes(analyze(view)) == [("DDP216", "error")]
     before = alive(zero, stack=replace(at(3, "dist.all_reduce(x, group=pair)"), taken_ns=107 * S))
@@ -554,8 +557,8 @@ def test_a_rank_that_has_left_is_named_sooner_when_others_have_lost_it(
 ) -> None:
     """Their error says that its connections are closed; only where it may still end by an error that is waited for."""
     zero, one = (Writer(rank, group_of(0, 1), texts=texts_of(BARRIER)).call("all_reduce", 2) for rank in range(2))
-    error = ErrorView(type_name="RuntimeError", message="gloo/transport/tcp/pair.cc:553] Connection closed by peer")
-    process = ProcessView(pid=4000, state="ended", exitcode=1, ended_ns=int(109.7 * S))
+    error = RankException(type_name="RuntimeError", message="gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+    process = ProcessState(pid=4000, state="ended", exitcode=1, ended_ns=int(109.7 * S))
     cut_off = alive(zero.wait("barrier", 6, state="failed"), process=process, error=error)
     closed_ns = None if closed_s is None else int(closed_s * S)
     gone = alive(one, log=one.log(left_ns=int(left_s * S), closed_ns=closed_ns))
@@ -567,9 +570,9 @@ def test_a_rank_that_has_made_its_groups_anew_has_left_none_that_it_has_not_used
     assert not gone(102.0, group=group_of(0, 1, name="1")).findings
 
 
-def rendezvous(*others: RankView, after_s: float) -> Analysis:
+def rendezvous(*others: RankSnapshot, after_s: float) -> Analysis:
     """Rank 0 is in init_process_group."""
-    inner = Frame(f"{TORCH}/distributed/rendezvous.py", 9, "_env_rendezvous_handler")
+    inner = CodeLine(f"{TORCH}/distributed/rendezvous.py", 9, "_env_rendezvous_handler")
     stack = replace(at(2, "dist.init_process_group()", inner), taken_ns=int((100 + after_s) * S))
     return analyze(job([alive(Writer(0, WORLD), stack=stack), *others], after_s=after_s))
 
@@ -588,7 +591,7 @@ def test_a_group_that_is_not_complete_says_who_is_missing() -> None:
 
 def test_a_rank_that_is_not_known_here_is_waited_for_too() -> None:
     """It runs on a node that has not been heard of yet, or has not been enabled: nothing is recorded of it here."""
-    inner = Frame(f"{TORCH}/distributed/rendezvous.py", 9, "_env_rendezvous_handler")
+    inner = CodeLine(f"{TORCH}/distributed/rendezvous.py", 9, "_env_rendezvous_handler")
     stack = replace(at(2, "dist.init_process_group()", inner), taken_ns=140 * S)
     alone = replace(job([alive(Writer(0, WORLD), stack=stack)], after_s=40), world_size=2)
     analysis = analyze(alone)
@@ -596,10 +599,10 @@ def test_a_rank_that_is_not_known_here_is_waited_for_too() -> None:
     assert [(each.code, each.severity, each.ranks) for each in analysis.findings] == [("DDP215", "warning", (1,))]
 
 
-ENTERING = Frame("/site-packages/ddpilot/group/creation.py", 41, "form_group")
+ENTERING = CodeLine("/site-packages/ddpilot/group/creation.py", 41, "form_group")
 
 
-def entering(after_s: float, *, others_returned: bool = True, left_s: float | None = None) -> JobView:
+def entering(after_s: float, *, others_returned: bool = True, left_s: float | None = None) -> JobSnapshot:
     """A session's cell that began at 200 s: rank 0 enters the process group at its first collective."""
     one, two = Writer(0, WORLD).call("barrier", 1), Writer(1, WORLD).call("barrier", 1)
     stack = replace(at(2, "dist.barrier()", ENTERING), taken_ns=int((200 + after_s) * S))
@@ -630,7 +633,7 @@ def test_a_rank_that_may_be_about_to_be_in_the_group_is_not_accused() -> None:
 
 def test_a_rank_that_imports_is_not_warned_of() -> None:
     """However long that takes: the status says so, and a rank that is gone is an error all the same."""
-    inner = Frame("<frozen importlib._bootstrap>", 9, "_find_and_load")
+    inner = CodeLine("<frozen importlib._bootstrap>", 9, "_find_and_load")
     imports = alive(Writer(1, WORLD), stack=at(3, "import transformers", inner))
     said = rendezvous(imports, after_s=400)
     assert said.status == ("1 of 2 ranks have joined the group; rank 1 is importing: train.py:3  import transformers",)
@@ -656,7 +659,9 @@ def test_a_start_of_many_ranks_takes_one_short_line() -> None:
 def test_a_rank_that_has_ended_since_the_other_was_looked_at_has_not_stayed_away() -> None:
     """Its ring was read later: it may have joined, worked with the other one, and left."""
     world = group_of(0, 1)
-    ended = replace(returned(Writer(1, world)), process=ProcessView(pid=1, state="ended", exitcode=0, ended_ns=104 * S))
+    ended = replace(
+        returned(Writer(1, world)), process=ProcessState(pid=1, state="ended", exitcode=0, ended_ns=104 * S)
+    )
     late = rendezvous(ended, after_s=3)
     assert (late.status, list(late.findings)) == ((), [])
     met = Writer(1, world).call("all_reduce", 3)
@@ -666,10 +671,10 @@ def test_a_rank_that_has_ended_since_the_other_was_looked_at_has_not_stayed_away
 @pytest.mark.parametrize(("left_s", "expected"), [(None, []), (100.0, [("DDP215", "warning")])])
 def test_a_group_that_all_make_and_that_does_not_come_is_said(left_s: float | None, expected: list[Any]) -> None:
     """Such as one that is made anew on the store of the one before; before the first it may just have begun."""
-    inner = Frame(f"{TORCH}/distributed/distributed_c10d.py", 9, "init_process_group")
+    inner = CodeLine(f"{TORCH}/distributed/distributed_c10d.py", 9, "init_process_group")
     left_ns = None if left_s is None else int(left_s * S)
 
-    def look(after_s: float) -> JobView:
+    def look(after_s: float) -> JobSnapshot:
         stack = replace(at(2, "dist.init_process_group()", inner), taken_ns=int((100 + after_s) * S))
         ranks = [Writer(rank, WORLD) for rank in range(2)]
         return job([alive(rank, stack=stack, log=rank.log(left_ns=left_ns)) for rank in ranks], after_s=after_s)
@@ -682,7 +687,7 @@ def test_a_group_that_all_make_and_that_does_not_come_is_said(left_s: float | No
 
 def vacant(*asked: tuple[int, int], after_s: float = 3, is_closed: bool = True, stop: bool = False) -> Analysis:
     """Each rank is in init_process_group, and asks for that world size and that rank; with `stop` no more."""
-    inner = Frame(f"{TORCH}/distributed/distributed_c10d.py", 9, "init_process_group")
+    inner = CodeLine(f"{TORCH}/distributed/distributed_c10d.py", 9, "init_process_group")
     stack = replace(at(2, "dist.init_process_group()", inner), taken_ns=int((100 + after_s) * S))
     ranks = []
     for rank, (world_size, number) in enumerate(asked):
@@ -737,7 +742,7 @@ def test_buffers_that_only_one_rank_broadcasts_are_named_when_the_other_returned
     zero, one = (Writer(rank, WORLD, texts=texts_of(source)).call("all_reduce", 1) for rank in (0, 1))
     zero.call("broadcast", 2, ddp=part("buffers"), state="failed", function="validate")
     text = f'  File "{FILE}", line 4, in <module>\n    validate()\n  File "{FILE}", line 2, in validate\n    model(x)\n'
-    error = ErrorView(type_name="RuntimeError", message="Connection closed by peer", traceback=text)
+    error = RankException(type_name="RuntimeError", message="Connection closed by peer", traceback=text)
     (finding,) = analyze(job([alive(zero, error=error), returned(one)], sources={FILE: source})).findings
     assert (finding.code, finding.ranks) == ("DDP211", (0,))
     assert "inside `if rank == 0:` (train.py:3)" in finding.why
@@ -765,7 +770,9 @@ def test_an_exchange_whose_last_send_was_forgotten_names_the_receive() -> None:
             rank.call("recv", 4, peer=1 - rank.rank, tag=0).call("send", 5, peer=1 - rank.rank, tag=0)
     zero.call("recv", 4, peer=1, tag=0)
     one.call("recv", 4, peer=0, tag=0).wait("send", 5, peer=0, tag=0)
-    error = ErrorView(type_name="RuntimeError", message="[/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+    error = RankException(
+        type_name="RuntimeError", message="[/gloo/transport/tcp/pair.cc:553] Connection closed by peer"
+    )
     (finding,) = analyze(job([returned(zero), replace(alive(one), error=error)])).findings
     assert (finding.code, finding.ranks) == ("DDP219", (0,))
     assert "rank 1 waits for it in recv" in finding.summary
@@ -783,7 +790,7 @@ def test_tags_that_differ_are_the_reason_of_a_circle() -> None:
 def test_ranks_that_somebody_interrupted_are_no_finding() -> None:
     """Ctrl-C under a launcher of somebody else's: it reaches all of them, in any order."""
     zero, one = pair()
-    error = ErrorView(type_name="KeyboardInterrupt", message="")
+    error = RankException(type_name="KeyboardInterrupt", message="")
     assert not analyze(job([returned(zero), replace(alive(one.wait("barrier", 9)), error=error)])).findings
     assert not analyze(job([alive(zero), replace(alive(one), error=error)])).findings
 
@@ -791,7 +798,7 @@ def test_ranks_that_somebody_interrupted_are_no_finding() -> None:
 def test_of_ranks_whose_end_nobody_saw_the_one_that_was_silent_first_is_named() -> None:
     """The other one was stopped because of it, by a launcher that says nothing to who looks from outside."""
     zero, one = pair()
-    ended = ProcessView(pid=1, state="ended")
+    ended = ProcessState(pid=1, state="ended")
     views = [
         alive(rank, log=rank.log(heartbeat_ns=beat_ns), process=ended)
         for rank, beat_ns in ((zero, 104_200 * S // 1000), (one, 104 * S))

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from ddpilot.watch.analysis import Analysis, analyze
-from ddpilot.watch.snapshot.model import Frame, RankView
+from ddpilot.watch.snapshot.model import CodeLine, RankSnapshot
 from tests.unit.watch.logs import FILE, S, Writer, alive, bucket, group_of, job, returned
 
 WORLD = group_of(0, 1)
 LATE: dict[str, Any] = {"is_watched": False}
 """Nobody looks whether it is over until the rank starts another one."""
 PASSED_OVER: dict[str, Any] = {"state": "unknown", "pending_ns": 101 * S}
-AT_ITEM = Frame(FILE, 20, "main", "print(loss.item())")
-COMPUTES = Frame(FILE, 30, "main", "plot(history)")
+AT_ITEM = CodeLine(FILE, 20, "main", "print(loss.item())")
+COMPUTES = CodeLine(FILE, 30, "main", "plot(history)")
 
 
 def pair() -> tuple[Writer, Writer]:
@@ -28,7 +28,7 @@ def pair() -> tuple[Writer, Writer]:
     return ranks
 
 
-def look(*ranks: RankView, after_s: float = 40.0) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
+def look(*ranks: RankSnapshot, after_s: float = 40.0) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
     """Codes and severities of what is found, and the status."""
     found: Analysis = analyze(job(ranks, after_s=after_s))
     return [(finding.code, finding.severity) for finding in found.findings], found.status
@@ -93,8 +93,8 @@ def test_a_first_message_between_two_ranks_waits_in_its_call() -> None:
     """To connect takes both of them; the call is made by recording's kernels, and the sender has come to its end."""
     zero, one = pair()
     one.wait("recv", 5, peer=0, tag=0, via="recv", **LATE)
-    in_call = Frame("/x/site-packages/ddpilot/record/collectives/kernels.py", 86, "kernel")
-    assert look(returned(zero), alive(one, in_call, Frame(FILE, 5, "main", "dist.recv(x, 0)")))[0] == [
+    in_call = CodeLine("/x/site-packages/ddpilot/record/collectives/kernels.py", 86, "kernel")
+    assert look(returned(zero), alive(one, in_call, CodeLine(FILE, 5, "main", "dist.recv(x, 0)")))[0] == [
         ("DDP219", "error")
     ]
 
@@ -147,15 +147,15 @@ def test_a_pipeline_whose_batch_of_messages_lacks_its_other_side_is_seen() -> No
 @pytest.mark.parametrize(
     ("frame", "waits"),
     [
-        (Frame("/x/site-packages/torch/cuda/__init__.py", 9, "synchronize"), True),
-        (Frame("/x/site-packages/torch/_tensor_str.py", 9, "_str_intern"), True),
-        (Frame(FILE, 20, "main", "total += float(loss)"), True),
-        (Frame("/x/site-packages/torch/nn/functional.py", 9, "linear"), False),
+        (CodeLine("/x/site-packages/torch/cuda/__init__.py", 9, "synchronize"), True),
+        (CodeLine("/x/site-packages/torch/_tensor_str.py", 9, "_str_intern"), True),
+        (CodeLine(FILE, 20, "main", "total += float(loss)"), True),
+        (CodeLine("/x/site-packages/torch/nn/functional.py", 9, "linear"), False),
     ],
 )
-def test_a_rank_waits_for_its_device_where_it_reads_numbers_from_it(frame: Frame, waits: bool) -> None:
+def test_a_rank_waits_for_its_device_where_it_reads_numbers_from_it(frame: CodeLine, waits: bool) -> None:
     """An asynchronous collective holds it up only there."""
     zero, one = pair()
     zero.wait("all_reduce", 5, is_async=True, **LATE)
-    inner = (frame,) if frame.file == FILE else (frame, Frame(FILE, 20, "main", "f(loss)"))
+    inner = (frame,) if frame.file == FILE else (frame, CodeLine(FILE, 20, "main", "f(loss)"))
     assert bool(look(alive(zero, *inner), alive(one, COMPUTES))[1]) is waits

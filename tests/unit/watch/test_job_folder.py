@@ -23,9 +23,9 @@ from ddpilot.watch.job_folder import (
     jobs_root,
     list_jobs,
     make_job_folder,
-    read_about,
+    read_job_info,
     remove_old,
-    write_about,
+    write_job_info,
 )
 from ddpilot.watch.past_jobs import explain_job, find_job
 from tests.unit.record.rings import ABOUT, open_ring
@@ -43,7 +43,7 @@ def test_make_job_folder_is_for_this_user_alone_and_listed_as_running(root: Path
     folder, about = make_job_folder("train", 4, (2, 3))
     assert folder.parent == root
     assert stat.S_IMODE(folder.stat().st_mode) == stat.S_IMODE(root.stat().st_mode) == 0o700
-    assert read_about(folder) == about
+    assert read_job_info(folder) == about
     assert about.is_running
     assert list_jobs() == [(folder, about)]
     assert (about.world_size, about.ranks) == (4, (2, 3))
@@ -63,7 +63,7 @@ def test_remove_old_keeps_the_newest_and_those_that_run(root: Path) -> None:
     running, _ = make_job_folder("running", 1)
     made = [make_job_folder(f"job{number}", 1) for number in range(4)]
     for number, (folder, about) in enumerate(made):
-        write_about(folder, replace(about, ended_s=1.0, started_s=about.started_s + number))
+        write_job_info(folder, replace(about, ended_s=1.0, started_s=about.started_s + number))
     remove_old(root, num_kept=2)
     assert {about.name for _, about in list_jobs()} == {"running", "job2", "job3"}
     assert running.exists()
@@ -72,7 +72,7 @@ def test_remove_old_keeps_the_newest_and_those_that_run(root: Path) -> None:
 def test_remove_old_keeps_a_folder_that_the_user_has_renamed(root: Path) -> None:
     """It is kept for what is in it."""
     folder, about = make_job_folder("train", 1)
-    write_about(folder, replace(about, ended_s=1.0))
+    write_job_info(folder, replace(about, ended_s=1.0))
     kept = folder.rename(root / "the-hang-of-monday")
     remove_old(root, num_kept=0)
     assert kept.exists()
@@ -81,14 +81,14 @@ def test_remove_old_keeps_a_folder_that_the_user_has_renamed(root: Path) -> None
 def test_a_job_of_another_machine_is_listed_with_its_name_and_ended_when_it_said_so(root: Path) -> None:
     """Its processes cannot be seen, and those with the same numbers here are not taken for them."""
     folder, about = make_job_folder("train", 1)
-    write_about(folder, replace(about, host="elsewhere"))
+    write_job_info(folder, replace(about, host="elsewhere"))
     ring = open_ring(ring_path(folder, 0), publish=False)
     ring.publish({**ABOUT, "rank": 0, "pid": os.getpid(), "host": "elsewhere"})
     assert "elsewhere" in render_jobs(list_jobs())
     report = str(explain_job(*find_job(str(folder))))
     assert "can be seen only there" in report
     assert "running since" not in report
-    write_about(folder, replace(about, host="elsewhere", ended_s=2.0))
+    write_job_info(folder, replace(about, host="elsewhere", ended_s=2.0))
     assert "DDP209" in str(explain_job(*find_job(str(folder))))
     ring.close(1)
 
@@ -133,7 +133,7 @@ def test_a_job_with_a_damaged_field_is_refused_and_stops_no_other(root: Path, da
     _, about = make_job_folder("sound", 1)
     assert [each.name for _, each in list_jobs(root)] == [about.name]
     with pytest.raises(DdpilotError, match=rf"`({next(iter(damage))}|world_size)` is"):
-        read_about(folder)
+        read_job_info(folder)
 
 
 def test_a_shared_folder_of_jobs_has_one_of_this_user_in_it(root: Path) -> None:
@@ -158,7 +158,7 @@ def test_files_of_a_job_are_for_this_user_alone_whatever_the_umask() -> None:
 def test_names_of_jobs_are_listed_without_their_terminal_commands(root: Path) -> None:
     """A name is what the command line said."""
     folder, about = make_job_folder("train\x1b]0;owned\x07", 1)
-    write_about(folder, replace(about, command=("x\x1b[2J",)))
+    write_job_info(folder, replace(about, command=("x\x1b[2J",)))
     assert "\x1b" not in render_jobs(list_jobs())
     assert "\x1b" not in str(explain_job(*find_job(about.id)))
 
@@ -197,7 +197,7 @@ def test_find_job_takes_any_process_of_a_job(root: Path) -> None:
         assert child.stdout is not None
         grandchild = psutil.Process(int(child.stdout.readline()))
         try:
-            write_about(folder, replace(about, pid=child.pid, pid_started_s=psutil.Process(child.pid).create_time()))
+            write_job_info(folder, replace(about, pid=child.pid, pid_started_s=psutil.Process(child.pid).create_time()))
             write_ring(ring_path(folder, 0), child.pid)
             for pid in (child.pid, grandchild.pid, os.getpid()):
                 assert find_job(str(pid))[0] == folder
@@ -234,6 +234,8 @@ def test_remove_old_keeps_jobs_of_other_machines_that_have_not_said_that_they_en
     made = [make_job_folder(f"job{number}", 1) for number in range(4)]
     for number, (folder, about) in enumerate(made):
         elsewhere = replace(about, host="another", ended_s=1.0 if number == 1 else None)
-        write_about(folder, replace(elsewhere, started_s=about.started_s - (40 * 24 * 3600 if number == 2 else number)))
+        write_job_info(
+            folder, replace(elsewhere, started_s=about.started_s - (40 * 24 * 3600 if number == 2 else number))
+        )
     remove_old(root, num_kept=0)
     assert {about.name for _, about in list_jobs()} == {"job0", "job3"}

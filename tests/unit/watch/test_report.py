@@ -15,9 +15,8 @@ from ddpilot.findings.finding import Finding, Place
 from ddpilot.watch.analysis import Analysis
 from ddpilot.watch.explain.text import merge_rows
 from ddpilot.watch.options import WatchOptions
-from ddpilot.watch.report import Report, read_report
-from ddpilot.watch.snapshot.stack_files import parse_stack
-from ddpilot.watch.told import Told, newest
+from ddpilot.watch.report import RepeatedFindings, Report, ReportHistory, newest, read_report
+from ddpilot.watch.snapshot.files import parse_stack
 
 DESYNC = Finding(
     code="DDP201",
@@ -49,7 +48,7 @@ def test_read_report_says_what_is_damaged(tmp_path: Path) -> None:
 
 def test_told_says_a_finding_once_for_its_line_or_words() -> None:
     """Ranks, evidence and even the line may differ when it is looked at again."""
-    told = Told(30.0)
+    told = ReportHistory(30.0)
     assert told.new_findings([DESYNC]) == [DESYNC]
     assert told.new_findings([replace(DESYNC, ranks=(1,)), replace(DESYNC, place=None)]) == []
     other = replace(DESYNC, summary="collective #9 differs", place=Place(file="train.py", line=91))
@@ -59,7 +58,7 @@ def test_told_says_a_finding_once_for_its_line_or_words() -> None:
 
 def test_told_says_a_wait_ever_more_seldom_while_it_lasts() -> None:
     """At once, after 30 s, 60 s later; and at once where it begins anew."""
-    told = Told(30.0)
+    told = ReportHistory(30.0)
     said = [at for at in range(200) if told.new_status(WAITING, float(at))]
     assert said == [0, 30, 90]
     assert told.new_status(Analysis(findings=Findings()), 201.0) == ()
@@ -68,7 +67,7 @@ def test_told_says_a_wait_ever_more_seldom_while_it_lasts() -> None:
 
 def test_told_takes_a_short_break_for_the_same_wait() -> None:
     """Ranks that others wait for may themselves wait for a moment, of which each look sees another."""
-    told = Told(30.0)
+    told = ReportHistory(30.0)
     assert told.new_status(WAITING, 0.0) == WAITING.status
     assert told.new_status(Analysis(findings=Findings()), 0.25) == ()
     assert told.new_status(WAITING, 0.5) == ()
@@ -111,3 +110,27 @@ def test_read_report_refuses_a_finding_that_is_none(tmp_path: Path) -> None:
     )
     with pytest.raises(DdpilotError, match="reading"):
         read_report(tmp_path)
+
+
+def find(code: str, *evidence: str, ranks: tuple[int, ...] = (0, 1)) -> Finding:
+    """A warning."""
+    return Finding(code=code, name="a-name", severity="warning", ranks=ranks, evidence=evidence)
+
+
+def test_a_finding_about_layers_is_shown_in_one_cell() -> None:
+    """Twice in the cell where it is first, in no later one; other layers and other codes are new each time."""
+    repeated = RepeatedFindings()
+    norm, other, wait = find("DDP408", "layers: bn"), find("DDP408", "layers: bn2"), find("DDP217", "slow")
+    assert repeated.without([norm, wait]) == repeated.without([norm, wait]) == [norm, wait]
+    repeated.begin()
+    assert repeated.without([norm, other, wait]) == [other, wait]
+    repeated.begin()
+    assert repeated.without([norm, other, wait]) == [wait]
+
+
+def test_the_same_layers_on_one_rank_alone_are_not_new() -> None:
+    """As in a cell in which the other rank fails before its first batch."""
+    repeated = RepeatedFindings()
+    repeated.without([find("DDP408", "layers: bn")])
+    repeated.begin()
+    assert repeated.without([find("DDP408", "layers: bn", ranks=(0,))]) == []

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpilot.gpu_check.check import CannotBeShownError
+from ddpilot.gpu_check.catalogue import CannotBeShownError
 from ddpilot.group.init_group import init_group
 from ddpilot.launcher import Launcher
 from ddpilot.launching.shipping.rank_results import RankResults

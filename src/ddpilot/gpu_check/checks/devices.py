@@ -12,9 +12,8 @@ import warnings
 import torch
 import torch.distributed as dist
 
-from ddpilot.environments.devices_count import count_accelerators
-from ddpilot.environments.nvml import NvmlDevices, find_devices, open_nvml, read_nvml
-from ddpilot.gpu_check.check import CannotBeShownError, Outcome, judge
+from ddpilot.environments.nvml import NvmlDevices, count_accelerators, find_devices, open_nvml, read_nvml
+from ddpilot.gpu_check.catalogue import CannotBeShownError, Outcome, judge
 from ddpilot.gpu_check.checks.accelerator import accelerator_kind, count_devices, run_ranks
 from ddpilot.group.device import device_identity
 from ddpilot.group.init_group import init_group

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ddpilot.errors import DdpilotError
-from ddpilot.gpu_check.check import Outcome, judge
+from ddpilot.gpu_check.catalogue import Outcome, judge
 from ddpilot.gpu_check.checks.accelerator import (
     accelerator_kind,
     backend_of,
@@ -28,8 +28,8 @@ from ddpilot.gpu_check.checks.accelerator import (
     wait_for,
     wait_for_file,
 )
-from ddpilot.group.free import free_group
 from ddpilot.group.init_group import init_group
+from ddpilot.group.teardown import free_group
 
 _FREE_LIMIT_S = 3.0
 """Seconds for which a session waits for `free_group` before it interrupts the rank."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpilot.gpu_check.check import Outcome, judge
+from ddpilot.gpu_check.catalogue import Outcome, judge
 from ddpilot.gpu_check.checks.accelerator import backend_of, join_pair, run_ranks, wait_for
 from ddpilot.guard.hook import install
 from ddpilot.guard.probes import PROBES

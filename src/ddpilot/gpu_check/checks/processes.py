@@ -12,10 +12,9 @@ import traceback
 import torch
 import torch.distributed as dist
 
-from ddpilot.environments.devices_count import count_accelerators
-from ddpilot.environments.nvml import read_gpus
+from ddpilot.environments.nvml import count_accelerators, read_gpus
 from ddpilot.errors import RankError
-from ddpilot.gpu_check.check import Outcome, judge
+from ddpilot.gpu_check.catalogue import Outcome, judge
 from ddpilot.gpu_check.checks.accelerator import (
     accelerator_kind,
     count_devices,

@@ -9,7 +9,7 @@ PROBES: tuple[str, ...] = (
     "ddpilot.guard.probes.parameters.steps:StepProbe",
     "ddpilot.guard.probes.collectives:CollectiveProbe",
     "ddpilot.guard.probes.parameters.reduction_order:ReducedOrderProbe",
-    "ddpilot.guard.probes.data_parallel:DataParallelProbe",
-    "ddpilot.guard.probes.frozen:FrozenProbe",
+    "ddpilot.guard.probes.ddp_use:DataParallelProbe",
+    "ddpilot.guard.probes.ddp_use:FrozenProbe",
 )
 """Every probe, as "module:class", in the order in which `guard.hook` installs them."""

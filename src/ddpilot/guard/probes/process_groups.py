@@ -23,7 +23,7 @@ def describe_group(group: Any) -> str:
     return listed if len(ranks) <= _MAX_LISTED else f"{len(ranks)} ranks {zlib.crc32(listed.encode()):08x}"
 
 
-class Eras:
+class GroupGenerations:
     """Names each default process group of this process with a name equal on all of its ranks, also after a rebuild.
 
     A restarted rank counts from 0 again, and so do its groups' collectives: notes from different eras are never

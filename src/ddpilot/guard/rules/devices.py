@@ -9,10 +9,17 @@ from typing import Any
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
-from ddpilot.guard.rules.gathering import Gathering, Members, some
-from ddpilot.guard.rules.newest import Newest
-from ddpilot.guard.rules.rule import PromptRule, RuleContext, line_of, place_of
-from ddpilot.guard.rules.waiting import WaitingRule
+from ddpilot.guard.rules.rule import (
+    BoundedDict,
+    ByRank,
+    ModelRanks,
+    PromptRule,
+    RuleContext,
+    WaitingRule,
+    line_of,
+    place_of,
+    some,
+)
 from ddpilot.record.journal import Entry
 
 
@@ -24,9 +31,9 @@ class OneDevice(PromptRule):
 
     def __init__(self, context: RuleContext) -> None:
         super().__init__(context)
-        self._members = Members(context.world_size)
-        self._models: Gathering[int, dict[str, Any]] = Gathering(64)
-        self._judged: Newest[int, None] = Newest(64)
+        self._members = ModelRanks(context.world_size)
+        self._models: ByRank[int, dict[str, Any]] = ByRank(64)
+        self._judged: BoundedDict[int, None] = BoundedDict(64)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
         """See `Rule.feed`."""

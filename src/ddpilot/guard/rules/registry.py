@@ -7,23 +7,24 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from ddpilot.findings.finding import Finding
-from ddpilot.guard.rules.collectives import NotAwaited, NotMember
+from ddpilot.guard.rules.collectives import NotAwaited, NotMember, OnGraph
 from ddpilot.guard.rules.data.evaluation import MeanOfMeans, PaddedEvaluation
 from ddpilot.guard.rules.data.random_draws import SameRandomStreams
-from ddpilot.guard.rules.data.same_batches import SameBatch
 from ddpilot.guard.rules.data.set_epoch import SetEpochForgotten
-from ddpilot.guard.rules.data.shards import ShardsOverlap
+from ddpilot.guard.rules.data.shards import SameBatch, ShardsOverlap, WorkersReadAlike
 from ddpilot.guard.rules.data.unequal_lengths import UnequalBatches
-from ddpilot.guard.rules.data.workers import WorkersReadAlike
-from ddpilot.guard.rules.ddp_use import DataParallel, GradientsMissing, NeedlessFindUnused, NoSyncInVain
+from ddpilot.guard.rules.ddp_use import (
+    AccumulationSynced,
+    DataParallel,
+    GradientsMissing,
+    NeedlessFindUnused,
+    NoSyncInVain,
+)
 from ddpilot.guard.rules.devices import OneDevice, SeveralDevices
-from ddpilot.guard.rules.numerics import NotFinite
-from ddpilot.guard.rules.on_graph import OnGraph
+from ddpilot.guard.rules.numerics import NotFinite, SmallBatchNorm
 from ddpilot.guard.rules.parameters.divergence import Divergence
 from ddpilot.guard.rules.rule import Rule, RuleContext, no_log
 from ddpilot.guard.rules.saving import AllRanksSave
-from ddpilot.guard.rules.small_norm import SmallBatchNorm
-from ddpilot.guard.rules.synced import AccumulationSynced
 from ddpilot.record.flight_ring.log import RankLog
 from ddpilot.record.journal import Entry
 
@@ -76,7 +77,7 @@ def rules_for(world_size: int, ranks: Iterable[int]) -> tuple[Callable[[RuleCont
     return RULES if len(set(ranks)) == world_size else RULES_OF_ONE_RANK
 
 
-class RuleBook:
+class RuleRunner:
     """All rules for a job of `world_size` ranks. Repeated findings are returned again; `Told` filters them.
 
     `log`: returns what a rank's ring holds; called only before a finding is reported. Without it, rules that need to

@@ -9,10 +9,7 @@ from typing import Any
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
-from ddpilot.guard.rules.gathering import NS_PER_S
-from ddpilot.guard.rules.newest import Newest
-from ddpilot.guard.rules.rule import RuleContext, line_of, place_of
-from ddpilot.guard.rules.waiting import WaitingRule
+from ddpilot.guard.rules.rule import NS_PER_S, BoundedDict, RuleContext, WaitingRule, line_of, place_of
 from ddpilot.record.journal import Entry
 
 WITHIN_NS = 5 * NS_PER_S
@@ -28,7 +25,7 @@ class AllRanksSave(WaitingRule):
 
     def __init__(self, context: RuleContext) -> None:
         super().__init__(context)
-        self._saves: Newest[tuple[str, str], dict[int, Any]] = Newest(_MAX_PATHS)
+        self._saves: BoundedDict[tuple[str, str], dict[int, Any]] = BoundedDict(_MAX_PATHS)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
         """See `Rule.feed`."""

@@ -21,6 +21,7 @@ from fastai.callback.schedule import LRFinder
 from fastai.learner import Learner, Recorder
 from fastcore.basics import defaults
 from fastprogress import fastprogress
+from fastprogress.fastprogress import MasterBar, ProgressBar
 
 from ddpilot.errors import GroupError
 from ddpilot.group.process_group import Group
@@ -28,7 +29,6 @@ from ddpilot.integrations.fastai.callbacks import ShareData, TrainTogether, is_s
 from ddpilot.integrations.fastai.downloads import download_once, untar_once
 from ddpilot.integrations.fastai.loaders import can_share
 from ddpilot.integrations.fastai.metrics import collect_predictions, count_batch
-from ddpilot.integrations.fastai.progress import SilentBar, SilentMasterBar
 from ddpilot.integrations.fastai.random_state import own_noise, start_equal
 from ddpilot.integrations.libraries import holders, replace, wrap
 from ddpilot.session.apps import AppContext
@@ -163,3 +163,22 @@ def _as_one_process(original: Callable[[Any], None], finder: Any) -> None:
         replace(until_done, learner_module, "rank_distrib", lambda: 0)
         replace(until_done, learner_module, "distrib_barrier", lambda: None)
         original(finder)
+
+
+class SilentBar(ProgressBar):  # type: ignore[misc]  # fastprogress is untyped
+    """A progress bar that shows nothing."""
+
+
+class SilentMasterBar(MasterBar):  # type: ignore[misc]  # fastprogress is untyped
+    """A master bar that shows nothing."""
+
+    pcls = SilentBar
+
+    def __init__(self, gen: Any, total: int | None = None, **_looks: Any) -> None:
+        super().__init__(gen, SilentBar, total)
+
+    def write(self, line: Any, table: bool = False) -> None:
+        """Do nothing."""
+
+    def show_imgs(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing."""

@@ -6,6 +6,6 @@ At import time, fastai and fastcore check for IPython to decide how progress and
 
 from __future__ import annotations
 
-from ddpilot.integrations.preloading import import_quietly
+from ddpilot.integrations.libraries import import_quietly
 
 import_quietly("pandas", "matplotlib.pyplot", "spacy", "scipy.stats", "sklearn.metrics", "torchvision")

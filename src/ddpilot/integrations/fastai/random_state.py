@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ddpilot.group.accelerator import rng_state, runs_behind, set_rng_state
+from ddpilot.group.device import rng_state, runs_behind, set_rng_state
 from ddpilot.group.init_group import seed_all
 from ddpilot.group.process_group import Group
 

@@ -20,7 +20,7 @@ __all__ = ["DdpilotFabricStrategy", "DdpilotStrategy", "RanksStopped", "use_for_
 
 def __getattr__(name: str) -> Any:
     if name == "RanksStopped":
-        return importlib.import_module("ddpilot.integrations.lightning.launcher").RanksStopped
+        return importlib.import_module("ddpilot.integrations.lightning.strategies").RanksStopped
     if name in ("DdpilotStrategy", "DdpilotFabricStrategy"):
         strategies = importlib.import_module("ddpilot.integrations.lightning.strategies")
         return strategies.default_strategy_class(for_fabric=name == "DdpilotFabricStrategy")

@@ -3,6 +3,6 @@
 
 from __future__ import annotations
 
-from ddpilot.integrations.preloading import import_quietly
+from ddpilot.integrations.libraries import import_quietly
 
 import_quietly("torchmetrics")

@@ -124,7 +124,7 @@ def _multiprocessing_launcher(module: ModuleType) -> Any:
 
 def _take_over(launcher_class: Any) -> None:
     """Patch Lightning's multiprocessing launcher, or a class that a library derived from it, for strategy objects."""
-    from ddpilot.integrations.lightning.launcher import RankServerLauncher
+    from ddpilot.integrations.lightning.strategies import RankServerLauncher
     from ddpilot.launcher import Launcher
 
     original = launcher_class.launch

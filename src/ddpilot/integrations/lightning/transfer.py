@@ -8,21 +8,66 @@ Nothing else is sent back.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
+import numpy
+import torch
 
 from ddpilot.integrations.lightning.namespaces import namespace_of
-from ddpilot.training.plain import plain_attributes
+from ddpilot.training.nested import plain_attributes
+
+
+@dataclass(frozen=True)
+class GlobalState:
+    """The state that Lightning's own strategies copy too. CUDA's generators are omitted: reading initializes CUDA."""
+
+    deterministic: bool
+    deterministic_warn_only: bool
+    cudnn_benchmark: bool
+    cudnn_deterministic: bool
+    matmul_precision: str
+    default_dtype: torch.dtype
+    random_states: tuple[Any, Any, torch.Tensor]
+
+    @classmethod
+    def capture(cls) -> GlobalState:
+        """Capture the current state of this process."""
+        return cls(
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            deterministic_warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+            cudnn_benchmark=torch.backends.cudnn.benchmark,
+            cudnn_deterministic=torch.backends.cudnn.deterministic,
+            matmul_precision=torch.get_float32_matmul_precision(),
+            default_dtype=torch.get_default_dtype(),
+            random_states=(random.getstate(), numpy.random.get_state(), torch.get_rng_state()),
+        )
+
+    def restore(self) -> None:
+        """Restore the state in this process."""
+        now = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        # Setting it imports the compiler, which takes a second.
+        if now != (self.deterministic, self.deterministic_warn_only):
+            torch.use_deterministic_algorithms(self.deterministic, warn_only=self.deterministic_warn_only)
+        torch.backends.cudnn.benchmark = self.cudnn_benchmark
+        torch.backends.cudnn.deterministic = self.cudnn_deterministic
+        torch.set_float32_matmul_precision(self.matmul_precision)
+        torch.set_default_dtype(self.default_dtype)
+        for_python, for_numpy, for_torch = self.random_states
+        random.setstate(for_python)
+        numpy.random.set_state(for_numpy)
+        torch.set_rng_state(for_torch)
+
 
 _LOOPS = ("fit_loop", "validate_loop", "test_loop", "predict_loop")
 _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class RankResult:
     """Result of one rank; ranks other than 0 only fill `predictions`."""
 
     results: Any = None
@@ -42,15 +87,15 @@ class Outcome:
     """Attributes of the loggers: one that is created again for each launch would restart its file or run."""
 
 
-def collect_outcome(
+def collect_result(
     trainer: Any, callbacks: Sequence[Any], results: Any, predictions: Any, *, with_weights: bool
-) -> Outcome:
+) -> RankResult:
     """Return this rank's outcome. Collective: the state of a module's metrics is gathered."""
     model = trainer.lightning_module
     weights = model.state_dict()
     if not trainer.is_global_zero:
-        return Outcome(predictions=predictions)
-    return Outcome(
+        return RankResult(predictions=predictions)
+    return RankResult(
         results=results,
         predictions=predictions,
         weights=weights if with_weights else None,
@@ -64,7 +109,7 @@ def collect_outcome(
     )
 
 
-def apply_outcome(trainer: Any, outcome: Outcome) -> None:
+def apply_result(trainer: Any, outcome: RankResult) -> None:
     """Apply rank 0's outcome to the parent's trainer, its model, callbacks and loggers."""
     model = trainer.lightning_module
     if outcome.weights is not None:
@@ -137,3 +182,92 @@ def _write_progress(loop: Any, read: dict[str, Any]) -> None:
             _write_progress(getattr(loop, name), value)
         else:
             setattr(loop, name, value)
+
+
+class Batch(NamedTuple):
+    """One batch predicted by a rank: the indices of its samples, and what `predict_step` returned."""
+
+    samples: list[int]
+    output: Any
+
+
+Loaders = list[list[Batch]]
+"""The batches of one rank, by data loader."""
+
+
+def collect_predictions(trainer: Any, results: Any) -> Loaders | None:
+    """Return this rank's part of the results of `trainer.predict`; None without results or sample indices."""
+    if not results:
+        return None
+    loop = trainer.predict_loop
+    found = []
+    by_loader = [results] if loop.num_dataloaders == 1 else results
+    for loader, outputs in zip(loop._combined_loader.flattened, by_loader, strict=True):
+        places = getattr(getattr(loader, "batch_sampler", None), "seen_batch_indices", None)
+        if not places:
+            return None
+        found.append([Batch(list(samples), output) for samples, output in zip(places, outputs, strict=False)])
+    return found
+
+
+def join_predictions(ranks: Sequence[Loaders | None]) -> Any:
+    """Return what `trainer.predict` returns on one device, from the parts of all ranks; None if a part is missing."""
+    parts = [part for part in ranks if part is not None]
+    if len(parts) < len(ranks):
+        return None
+    joined = [join_batches([batch for part in parts for batch in part[loader]]) for loader in range(len(parts[0]))]
+    return joined[0] if len(joined) == 1 else joined
+
+
+def join_batches(batches: Sequence[Batch]) -> list[Any]:
+    """Return the outputs in dataset order, each sample once, in batches of the largest size.
+
+    An output has rows if each part of it has one entry per sample: a tensor in its first dimension, a list by its
+    items. If an output has no rows, the batches are returned unchanged, sorted by their first sample.
+    """
+    in_order = sorted(batches, key=lambda batch: min(batch.samples, default=-1))
+    if not all(_has_rows(batch.output, len(batch.samples)) for batch in in_order):
+        return [batch.output for batch in in_order]
+    rows = {sample: _row(batch.output, index) for batch in in_order for index, sample in enumerate(batch.samples)}
+    size = max((len(batch.samples) for batch in in_order), default=1)
+    samples = sorted(rows)
+    return [_stack([rows[each] for each in samples[start : start + size]]) for start in range(0, len(samples), size)]
+
+
+class _Item(NamedTuple):
+    """One sample's item of a list."""
+
+    value: Any
+
+
+def _has_rows(output: Any, num_samples: int) -> bool:
+    if isinstance(output, torch.Tensor):
+        return output.ndim > 0 and len(output) == num_samples
+    if isinstance(output, dict):
+        return bool(output) and all(_has_rows(part, num_samples) for part in output.values())
+    if isinstance(output, tuple):
+        return bool(output) and all(_has_rows(part, num_samples) for part in output)
+    return isinstance(output, list) and len(output) == num_samples
+
+
+def _row(output: Any, index: int) -> Any:
+    if isinstance(output, dict):
+        return {key: _row(part, index) for key, part in output.items()}
+    if isinstance(output, tuple):
+        return _like(output, [_row(part, index) for part in output])
+    return _Item(output[index]) if isinstance(output, list) else output[index]
+
+
+def _stack(rows: list[Any]) -> Any:
+    first = rows[0]
+    if isinstance(first, _Item):
+        return [row.value for row in rows]
+    if isinstance(first, dict):
+        return {key: _stack([row[key] for row in rows]) for key in first}
+    if isinstance(first, tuple):
+        return _like(first, [_stack(list(parts)) for parts in zip(*rows, strict=True)])
+    return torch.stack(rows)
+
+
+def _like(example: Any, parts: list[Any]) -> Any:
+    return type(example)(*parts) if hasattr(example, "_fields") else tuple(parts)

@@ -5,27 +5,29 @@ from __future__ import annotations
 
 import platform
 import signal
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing.api import SignalException, SubprocessContext
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.api import SignalException, SubprocessContext, to_map
 
 from ddpilot.errors import DdpilotError, LaunchError, RankError, RendezvousError, WatchError
 from ddpilot.findings.text import render_ranks
-from ddpilot.launching.elastic.forerunner import Forerunner
-from ddpilot.launching.elastic.logs import PipedLogs
-from ddpilot.launching.elastic.node_ranks import FAILED_GRACE_S, LocalRank, LocalRanks
+from ddpilot.launching.elastic.attempt_observer import AttemptObserver
+from ddpilot.launching.elastic.node_ranks import FAILED_GRACE_S, NodeRank, NodeRanks
 from ddpilot.launching.elastic.options import RunOptions
-from ddpilot.launching.elastic.output_thread import Screen
+from ddpilot.launching.elastic.output_thread import OutputThread, Pipe
+from ddpilot.launching.elastic.rank_main import REPORT_VARIABLE
 from ddpilot.launching.elastic.rendezvous.node_state import NodeState
-from ddpilot.launching.elastic.rendezvous.static_handler import Meeting
+from ddpilot.launching.elastic.rendezvous.static_handler import StaticRendezvousHandler
 from ddpilot.launching.elastic.signals import OutputClosedError
-from ddpilot.launching.failures import Failure, build_error, choose_failure, find_words_of_child
+from ddpilot.launching.failures import Failure, build_error, choose_failure, find_raised_line, find_words_of_child
 from ddpilot.launching.rank_environment import EXIT_REQUEUE
 
 _NEWS_GRACE_S = 2.0
@@ -41,7 +43,12 @@ class Agent(LocalElasticAgent):
     """The elastic agent of this node. `meeting`: ddpilot's rendezvous; None if one of torch's backends is used."""
 
     def __init__(
-        self, spec: WorkerSpec, logs: PipedLogs, options: RunOptions, screen: Screen, meeting: Meeting | None
+        self,
+        spec: WorkerSpec,
+        logs: PipedLogs,
+        options: RunOptions,
+        screen: OutputThread,
+        meeting: StaticRendezvousHandler | None,
     ) -> None:
         super().__init__(spec, logs)
         self._logs = logs
@@ -49,8 +56,8 @@ class Agent(LocalElasticAgent):
         self._options = options
         self._screen = screen
         self._meeting = meeting
-        self._ranks = LocalRanks([], screen.note)
-        self._forerunner = Forerunner(screen.note)
+        self._ranks = NodeRanks([], screen.note)
+        self._forerunner = EarlyNotice(screen.note)
         self._has_passed_on = False
         self._requeue_elsewhere_s: float | None = None
         self._shown: list[tuple[str, str]] = []
@@ -66,12 +73,12 @@ class Agent(LocalElasticAgent):
         assert isinstance(self._pcontext, SubprocessContext)
         handlers = self._pcontext.subprocess_handlers
         self.error = self._requeue_elsewhere_s = None
-        self._forerunner = Forerunner(self._screen.note)
+        self._forerunner = EarlyNotice(self._screen.note)
         ranks = [
-            LocalRank(worker.global_rank, handlers[worker.local_rank].proc, self._logs.reports[worker.local_rank])
+            NodeRank(worker.global_rank, handlers[worker.local_rank].proc, self._logs.reports[worker.local_rank])
             for worker in worker_group.workers
         ]
-        self._ranks = LocalRanks(ranks, self._screen.note)
+        self._ranks = NodeRanks(ranks, self._screen.note)
         self._escort.watch(ranks)
         return pids
 
@@ -144,7 +151,7 @@ class Agent(LocalElasticAgent):
             self._end_by_silence(self._meeting, silent[0], chosen)
         return None if silent else chosen
 
-    def _end_by_silence(self, meeting: Meeting, node: NodeState, victim: Failure) -> NoReturn:
+    def _end_by_silence(self, meeting: StaticRendezvousHandler, node: NodeState, victim: Failure) -> NoReturn:
         """Terminate because of a lost node, which a rank here noticed first through a closed connection."""
         failed = [each.rank for each in self._ranks.failures()]
         self._ranks.end(signal.SIGTERM, FAILED_GRACE_S)
@@ -219,7 +226,7 @@ class Agent(LocalElasticAgent):
         self.error = self._meeting.failure_elsewhere(here)
         return self.error is not None
 
-    def _check_nodes(self, meeting: Meeting) -> None:
+    def _check_nodes(self, meeting: StaticRendezvousHandler) -> None:
         try:
             meeting.check()
         except DdpilotError as error:
@@ -261,3 +268,129 @@ def _describe_broken(broken: OSError) -> DdpilotError:
         found = f"nobody reads the output of `ddpilot run` on {platform.node()} any more"
         return OutputClosedError(did, found=found, exitcode=128 + signal.SIGPIPE)
     return LaunchError(did, found=str(broken), fix="Look whether the disk is full that the output goes to")
+
+
+_PATIENCE_S = 0.3
+"""Seconds within which a rank that raised usually exits; the full report is then available and no notice is needed."""
+
+_MAX_CHARS = 500
+
+
+class EarlyNotice:
+    """Shows the notice of one attempt, at most once, by `say`. A rank that imported torch takes 1 s or more to exit."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._has_told = False
+
+    def is_due(self, waited_s: float) -> bool:
+        """True if the notice should be shown: the failure has been known for `waited_s` and the rank has not exited."""
+        return not self._has_told and waited_s > _PATIENCE_S
+
+    def tell(self, error: DdpilotError) -> None:
+        """Show the notice about `error`, unless one was shown before."""
+        if not self._has_told:
+            self._has_told = True
+            self._say(f"{foretell(error)}; the report follows when the ranks have ended")
+
+
+def foretell(error: DdpilotError) -> str:
+    """The failure, its line and the codes of the findings in one line."""
+    findings: Sequence[Any] = getattr(error, "findings", ())
+    cause = next((each for each in findings if error.found.startswith(each.summary)), None)
+    if cause is not None:
+        return _shorten(f"{cause.summary} ({cause.code}); {cause.why}".removesuffix("; "))
+    parts = [_shorten(error.found.partition("\n")[0])]
+    if isinstance(error, RankError) and (raised := find_raised_line(error.rank_traceback)) is not None:
+        parts.append(f"at {raised.file}:{raised.line}" + (f"  {raised.text}" if raised.text else ""))
+    parts += [_describe(each) for each in findings if each.code not in error.found]
+    return ", ".join(parts)
+
+
+def _describe(finding: Any) -> str:
+    where = "" if finding.place is None else f", {finding.place.file}:{finding.place.line}"
+    return _shorten(f"{finding.code} {finding.name}: {finding.summary}") + where
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _MAX_CHARS else f"{text[: _MAX_CHARS - 3]}..."
+
+
+_STREAMS = {"stdout": Std.OUT, "stderr": Std.ERR}
+
+
+class PipedLogs(LogsSpecs):
+    """Directs ranks' output to the pipes of `screen`, and to files if `options` ask for them.
+
+    `folder`: for the ranks' reports. `variables`: added to each rank's environment, like those that `escort` returns
+    for the attempt.
+    """
+
+    def __init__(
+        self,
+        options: RunOptions,
+        screen: OutputThread,
+        folder: Path,
+        variables: Mapping[str, str],
+        escort: AttemptObserver,
+    ) -> None:
+        redirects, tee = Std.from_str(options.redirects), Std.from_str(options.tee)
+        if options.log_dir is not None and redirects == tee == Std.NONE:
+            tee = Std.ALL
+        super().__init__(str(folder), redirects, tee)
+        self._options = options
+        self._screen = screen
+        self._folder = folder
+        self._variables = variables
+        self.escort = escort
+        self._log_dir: Path | None = None
+        self.reports: dict[int, Path] = {}
+        """Report file of each local rank in the current attempt."""
+
+    @property
+    def root_log_dir(self) -> str:
+        """The folder of the reports."""
+        return str(self._folder)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Create pipes, files and variables for one attempt; torch calls this before it starts the ranks."""
+        numbers = {local_rank: int(env["RANK"]) for local_rank, env in envs.items()}
+        attempt = f"attempt_{envs[0]['TORCHELASTIC_RESTART_COUNT']}"
+        self.reports = {local_rank: self._folder / f"{attempt}_rank_{local_rank}.json" for local_rank in envs}
+        escorted = self.escort.begin_attempt(int(envs[0]["WORLD_SIZE"]), tuple(sorted(numbers.values())))
+        for local_rank, env in envs.items():
+            env.update({**self._variables, **escorted})
+            env[REPORT_VARIABLE] = str(self.reports[local_rank])
+        redirects, tee = to_map(self._redirects, len(envs)), to_map(self._tee, len(envs))
+        paths: dict[str, dict[int, str]] = {"stdout": {}, "stderr": {}}
+        piped: list[Pipe] = []
+        copies: dict[Pipe, Path] = {}
+        for local_rank, rank in numbers.items():
+            for stream, bit in _STREAMS.items():
+                if redirects[local_rank] & bit and not tee[local_rank] & bit:
+                    paths[stream][local_rank] = str(self._file(attempt, local_rank, stream))
+                    continue
+                piped.append((rank, stream))
+                if tee[local_rank] & bit:
+                    copies[rank, stream] = self._file(attempt, local_rank, stream)
+        wanted = self._options.shown_local_ranks
+        shown = None if wanted is None else {rank for local_rank, rank in numbers.items() if local_rank in wanted}
+        sources = self._screen.begin_attempt(list(numbers.values()), piped, copies, shown)
+        for rank, stream in piped:
+            local_rank = next(each for each, number in numbers.items() if number == rank)
+            paths[stream][local_rank] = sources[rank, stream]
+        reports = {local_rank: str(path) for local_rank, path in self.reports.items()}
+        return LogsDest(stdouts=paths["stdout"], stderrs=paths["stderr"], error_files=reports)
+
+    def _file(self, attempt: str, local_rank: int, stream: str) -> Path:
+        """Path in torchrun's layout: <log dir>/<run id>_<unique>/attempt_0/<local rank>/stdout.log."""
+        if self._log_dir is None:
+            base = self._options.log_dir
+            if base is not None:
+                base.mkdir(parents=True, exist_ok=True)
+            name = self._options.rdzv_id.replace("/", "_")
+            self._log_dir = Path(tempfile.mkdtemp(prefix=f"{name}_", dir=base))
+            self._screen.note(f"output goes to {self._log_dir}")
+        folder = self._log_dir / attempt / str(local_rank)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / f"{stream}.log"

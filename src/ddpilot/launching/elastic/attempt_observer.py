@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ddpilot.errors import RankError, WatchError
 from ddpilot.launching.elastic.rank_main import HOOKS_VARIABLE
-from ddpilot.launching.observer import Carrier, Companion, RankState
+from ddpilot.launching.observer import LaunchObserver, Mailbox, RankState
 
-Accompany = Callable[[str, int, tuple[int, ...], Carrier | None], Companion | None]
+MakeObserver = Callable[[str, int, tuple[int, ...], Mailbox | None], LaunchObserver | None]
 """Makes the observer of an attempt from the script's name, the world size, the ranks of this node and the carrier of
 messages to the other nodes (None on one node). Returns None for no observer."""
 
 
-class Escort:
+class AttemptObserver:
     """Asks `accompany`, if it is given, for a companion for each attempt. `say` shows a notice.
 
     `open_post`: returns the carrier of messages between the nodes for the current attempt, or None.
@@ -22,16 +22,16 @@ class Escort:
 
     def __init__(
         self,
-        accompany: Accompany | None,
+        accompany: MakeObserver | None,
         name: str,
         say: Callable[[str], None],
-        open_post: Callable[[], Carrier | None] = lambda: None,
+        open_post: Callable[[], Mailbox | None] = lambda: None,
     ) -> None:
         self._accompany = accompany
         self._open_post = open_post
         self._name = name
         self._say = say
-        self._companion: Companion | None = None
+        self._companion: LaunchObserver | None = None
 
     def begin_attempt(self, world_size: int, ranks: tuple[int, ...]) -> Mapping[str, str]:
         """Environment variables for `ranks`, which are about to be started."""

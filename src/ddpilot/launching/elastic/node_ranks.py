@@ -4,16 +4,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
-from ddpilot.launching.elastic.reports import read_report
+from ddpilot.launching.elastic.rank_main import REPORT_KEY
 from ddpilot.launching.failures import Failure
 from ddpilot.launching.rank_environment import EXIT_REQUEUE
 from ddpilot.launching.rank_reports import Exited, Raised
@@ -30,7 +31,7 @@ _PAUSE_S = 0.01
 
 
 @dataclass
-class LocalRank:
+class NodeRank:
     """One rank's process. `report`: file in which the rank reports its exception."""
 
     rank: int
@@ -86,10 +87,10 @@ class LocalRank:
         return f"exited with code {self.exited.exitcode}"
 
 
-class LocalRanks:
+class NodeRanks:
     """All ranks of this node in one attempt. `say` shows a notice."""
 
-    def __init__(self, ranks: Sequence[LocalRank], say: Callable[[str], None]) -> None:
+    def __init__(self, ranks: Sequence[NodeRank], say: Callable[[str], None]) -> None:
         self._ranks = ranks
         self._say = say
 
@@ -188,7 +189,7 @@ class LocalRanks:
             each.look()
         return any(each.is_live or each.has_group for each in self._ranks)
 
-    def _signal(self, ranks: Sequence[LocalRank], number: signal.Signals) -> None:
+    def _signal(self, ranks: Sequence[NodeRank], number: signal.Signals) -> None:
         for each in ranks:
             if not each.has_group:
                 continue
@@ -196,7 +197,7 @@ class LocalRanks:
                 os.killpg(each.process.pid, number)
 
 
-def _may_ask_for_requeue(rank: LocalRank) -> bool:
+def _may_ask_for_requeue(rank: NodeRank) -> bool:
     return all(end is None or end.exitcode == EXIT_REQUEUE for end in (rank.exited, rank.raised))
 
 
@@ -206,3 +207,12 @@ def _has_members(group: int) -> bool:
     except (ProcessLookupError, PermissionError):
         return False
     return True
+
+
+def read_report(path: Path) -> Raised | None:
+    """The exception that a rank reported in `path`; None if there is no report, or only one of torch's `record`."""
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))[REPORT_KEY]
+    except (OSError, ValueError, KeyError):
+        return None
+    return Raised(**{field.name: said[field.name] for field in fields(Raised)})

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
-from ddpilot.output.pipe_reader import OutputPump
-from ddpilot.output.writer import Display
+from ddpilot.output.pipe_reader import PipeReader
+from ddpilot.output.writer import LabelledWriter
 
 _IDLE_S = 0.2
 _SMALL_BYTES = 16 << 10
@@ -30,14 +30,14 @@ Pipe = tuple[int, str]
 """A rank and the name of its stream: (3, "stderr")."""
 
 
-class Screen:
+class OutputThread:
     """Shows the ranks' pipes, attempt after attempt, and ddpilot's notices between their lines."""
 
-    def __init__(self, display: Display) -> None:
+    def __init__(self, display: LabelledWriter) -> None:
         self._display = display
         self._lock = threading.RLock()
         self._selector = selectors.DefaultSelector()
-        self._pump: OutputPump | None = None
+        self._pump: PipeReader | None = None
         self._readers: dict[Pipe, int] = {}
         self._writers: dict[Pipe, int] = {}
         self._copies: dict[Pipe, BinaryIO] = {}
@@ -46,7 +46,7 @@ class Screen:
         self.broken: OSError | None = None
         """Why output cannot be shown any more: its reader has exited (`ddpilot run ... | head`) or the disk is full."""
 
-    def __enter__(self) -> Screen:
+    def __enter__(self) -> OutputThread:
         self._thread.start()
         return self
 
@@ -73,7 +73,7 @@ class Screen:
             self.end_attempt()
             self._display.shown_ranks = shown_ranks
             self._copies = {pipe: path.open("wb", buffering=0) for pipe, path in copies.items()}
-            self._pump = OutputPump(ranks, self._display, self._copies)
+            self._pump = PipeReader(ranks, self._display, self._copies)
             for pipe in piped:
                 reader, writer = os.pipe()
                 os.set_blocking(reader, False)

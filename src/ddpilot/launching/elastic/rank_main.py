@@ -22,10 +22,7 @@ import types
 from importlib.machinery import SourceFileLoader
 from types import TracebackType
 
-from ddpilot.launching.exceptions import message_of
-from ddpilot.launching.exitcode import exitcode_of
-from ddpilot.launching.unjoined import show_connections
-from ddpilot.launching.victims import is_victim
+from ddpilot.launching.exceptions import exitcode_of, is_victim, message_of, show_connections
 
 REPORT_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 REPORT_KEY = "ddpilot"
@@ -75,7 +72,7 @@ def _wait_for_torch(hooks: str) -> None:
     def call_hooks(_torch: types.ModuleType) -> None:
         import importlib
 
-        from ddpilot.group.gloo_threads import let_works_end
+        from ddpilot.group.teardown import let_works_end
 
         let_works_end()
         start = types.SimpleNamespace(rank=int(os.environ["RANK"]), environ=dict(os.environ))

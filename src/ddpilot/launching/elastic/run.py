@@ -13,20 +13,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ddpilot.environments.nvml import count_accelerators
 from ddpilot.environments.private_files import scratch_folder
 from ddpilot.errors import LaunchError
-from ddpilot.launching.elastic.attempt_observer import Accompany
-from ddpilot.launching.elastic.counting import count_ranks
+from ddpilot.launching.elastic.attempt_observer import MakeObserver
 from ddpilot.launching.elastic.options import RunOptions
-from ddpilot.launching.elastic.output_thread import Screen
+from ddpilot.launching.elastic.output_thread import OutputThread
 from ddpilot.launching.elastic.rendezvous.network import Endpoint, open_endpoint, rank_network_variables
 from ddpilot.launching.elastic.rendezvous.node_state import NodeState
 from ddpilot.launching.elastic.rendezvous.torch_backends import check_backend
 from ddpilot.launching.elastic.signals import RunStoppedError, StopSignal, signals_raise
 from ddpilot.launching.elastic.target import check_stream, check_target
-from ddpilot.launching.rank_environment import LAUNCH_VARIABLE, choose_num_threads
+from ddpilot.launching.rank_environment import LAUNCH_VARIABLE, choose_num_threads, count_cores
 from ddpilot.launching.system_limits import limits_explained
-from ddpilot.output.writer import Display
+from ddpilot.output.writer import LabelledWriter
 
 CPP_LEVEL_VARIABLE = "TORCH_CPP_LOG_LEVEL"
 
@@ -40,10 +40,10 @@ class PreparedRun:
     run_id: str
     endpoint: Endpoint | None
     variables: Mapping[str, str]
-    display: Display
+    display: LabelledWriter
 
 
-def run_script(options: RunOptions, accompany: Accompany | None = None) -> None:
+def run_script(options: RunOptions, accompany: MakeObserver | None = None) -> None:
     """Run the script of `options` on this node's ranks to the end of the job: `prepare_run`, then `run_prepared`."""
     run_prepared(prepare_run(options, os.environ), accompany)
 
@@ -58,7 +58,7 @@ def prepare_run(options: RunOptions, environ: Mapping[str, str]) -> PreparedRun:
     check_backend(options.rdzv_backend)
     if options.log_dir is not None:
         _check_log_dir(options.log_dir)
-    display = Display("labelled", None)
+    display = LabelledWriter("labelled", None)
     notes: list[str] = []
     count = count_ranks(options.nproc_per_node, environ, notes.append)
     if options.kind == "script":
@@ -121,7 +121,7 @@ def _check_log_dir(folder: Path) -> None:
         ) from error
 
 
-def run_prepared(prepared: PreparedRun, accompany: Accompany | None = None) -> None:
+def run_prepared(prepared: PreparedRun, accompany: MakeObserver | None = None) -> None:
     """Run the ranks of this node to the end of the job. Imports torch. `accompany`: makes the observer of an attempt.
 
     Raises RankError for the earliest failure on any node, RendezvousError for a node that never joined or was lost,
@@ -141,9 +141,9 @@ def run_prepared(prepared: PreparedRun, accompany: Accompany | None = None) -> N
             prepared.endpoint.close()
 
 
-def _run(prepared: PreparedRun, accompany: Accompany | None) -> None:
+def _run(prepared: PreparedRun, accompany: MakeObserver | None) -> None:
     with (
-        Screen(prepared.display) as screen,
+        OutputThread(prepared.display) as screen,
         scratch_folder("ddpilot-run-") as folder,
         _quiet_torch(),
         signals_raise(prepared.options.signals),
@@ -183,3 +183,28 @@ def _quiet_torch() -> Iterator[None]:
             del os.environ[CPP_LEVEL_VARIABLE]
         logger.removeHandler(nothing)
         logger.propagate = propagate
+
+
+def count_ranks(asked: int | str, environ: Mapping[str, str], say: Callable[[str], None]) -> int:
+    """Number of ranks that `asked` (a number, "auto", "gpu" or "cpu") means on this node. `say` shows a notice.
+
+    Raises LaunchError for "gpu" if no GPU is visible.
+    """
+    if asked == "cpu":
+        return count_cores()
+    num_gpus = count_accelerators(environ)
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if asked == "gpu" and num_gpus == 0:
+        seen = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
+        fix = "Check `nvidia-smi` and CUDA_VISIBLE_DEVICES, or give a number of ranks or cpu"
+        raise LaunchError("counting ranks for -n gpu", found=f"no GPU is visible{seen}", fix=fix)
+    if isinstance(asked, int):
+        if 0 < num_gpus < asked:
+            gpus = f"{num_gpus} GPU{'s' * (num_gpus > 1)}"
+            say(
+                f"{asked} ranks on {gpus}: `init_group()` lets them share, over gloo; NCCL refuses two ranks on one GPU"
+            )
+        return asked
+    if num_gpus == 0:
+        say(f"no GPU found, so one rank runs on the CPU; -n 2 gives two of them ({count_cores()} cores here)")
+    return max(1, num_gpus)

@@ -23,14 +23,13 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from ddpilot.errors import LaunchError, RankError, RendezvousError
 from ddpilot.launching.elastic import rank_main
-from ddpilot.launching.elastic.agent import Agent
-from ddpilot.launching.elastic.attempt_observer import Accompany, Escort
-from ddpilot.launching.elastic.logs import PipedLogs
+from ddpilot.launching.elastic.agent import Agent, PipedLogs
+from ddpilot.launching.elastic.attempt_observer import AttemptObserver, MakeObserver
 from ddpilot.launching.elastic.options import RunOptions
-from ddpilot.launching.elastic.output_thread import Screen
+from ddpilot.launching.elastic.output_thread import OutputThread
 from ddpilot.launching.elastic.rendezvous.network import Endpoint
 from ddpilot.launching.elastic.rendezvous.node_state import NodeState
-from ddpilot.launching.elastic.rendezvous.static_handler import Meeting
+from ddpilot.launching.elastic.rendezvous.static_handler import StaticRendezvousHandler
 from ddpilot.launching.elastic.rendezvous.torch_backends import Result, Waiter
 from ddpilot.launching.elastic.signals import RunStoppedError, StopSignal
 from ddpilot.launching.rank_environment import EXIT_REQUEUE
@@ -41,10 +40,10 @@ def run_assembled(
     me: NodeState,
     run_id: str,
     endpoint: Endpoint | None,
-    screen: Screen,
+    screen: OutputThread,
     folder: Path,
     variables: Mapping[str, str],
-    accompany: Accompany | None = None,
+    accompany: MakeObserver | None = None,
 ) -> None:
     """Run the ranks of this node to the end of the job. Raises the errors that `run_prepared` documents.
 
@@ -54,7 +53,7 @@ def run_assembled(
     meeting = None if endpoint is None else _meeting(endpoint, options, me, run_id, screen.note)
     handler = meeting or _torchs_rendezvous(options, run_id, screen.note)
     more = () if meeting is None else (meeting.open_post,)
-    escort = Escort(accompany, options.name, screen.note, *more)
+    escort = AttemptObserver(accompany, options.name, screen.note, *more)
     logs = PipedLogs(options, screen, folder, variables, escort)
     agent = Agent(_worker_spec(options, me, handler), logs, options, screen, meeting)
     is_clean = False
@@ -76,8 +75,8 @@ def run_assembled(
 
 def _meeting(
     endpoint: Endpoint, options: RunOptions, me: NodeState, run_id: str, say: Callable[[str], None]
-) -> Meeting:
-    return Meeting(
+) -> StaticRendezvousHandler:
+    return StaticRendezvousHandler(
         endpoint,
         me,
         run_id=run_id,

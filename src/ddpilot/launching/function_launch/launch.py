@@ -12,11 +12,11 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ddpilot.environments.devices_count import count_accelerators
+from ddpilot.environments.nvml import count_accelerators
 from ddpilot.errors import LaunchError, LaunchInterrupted
 from ddpilot.launching.function_launch.supervisor import Supervisor
 from ddpilot.launching.interrupts import InterruptCatcher
-from ddpilot.launching.observer import Companion
+from ddpilot.launching.observer import LaunchObserver
 from ddpilot.launching.options import LaunchOptions
 from ddpilot.launching.rank_environment import (
     LAUNCH_VARIABLE,
@@ -28,17 +28,15 @@ from ddpilot.launching.rank_environment import (
     rank_variables,
 )
 from ddpilot.launching.rank_reports import RankStart
-from ddpilot.launching.rank_server.client import RankServer, ensure_server
-from ddpilot.launching.rank_server.handles import RankHandle, start_rank
-from ddpilot.launching.rank_server.job import STORE, NotStarted, Start, Started
-from ddpilot.launching.rank_server.store import bind_listener
+from ddpilot.launching.rank_server.client import RankHandle, RankServer, ensure_server, start_rank
+from ddpilot.launching.rank_server.job import STORE, NotStarted, Start, Started, bind_listener
 from ddpilot.launching.shipping import fd_socket
 from ddpilot.launching.shipping.rank_results import RankResults
 from ddpilot.launching.shipping.unpicklable import ship
 from ddpilot.launching.system_limits import limits_explained
 from ddpilot.output.cell_sources import collect_sources
-from ddpilot.output.pipe_reader import OutputPump
-from ddpilot.output.writer import Display
+from ddpilot.output.pipe_reader import PipeReader
+from ddpilot.output.writer import LabelledWriter
 
 _MAX_UNANSWERED = 16
 
@@ -48,7 +46,7 @@ def run_local(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    accompany: Callable[[str, int], Companion | None] = lambda name, count: None,
+    accompany: Callable[[str, int], LaunchObserver | None] = lambda name, count: None,
 ) -> RankResults:
     """Run `function(*args, **kwargs)` on every rank and return the values by rank.
 
@@ -58,7 +56,7 @@ def run_local(
     name = check_function(function)
     _refuse_nested(os.environ, name)
     environ: Mapping[str, str] = {**default_variables(), **os.environ, **options.env}
-    display = Display(options.output, options.output_limit_bytes)
+    display = LabelledWriter(options.output, options.output_limit_bytes)
     count = resolve_count(options, environ, display)
     did = f"starting {count} rank{'s' * (count > 1)} of `{name}`"
     find_working_directory(did)
@@ -82,8 +80,8 @@ def _run_shipped(
     name: str,
     parcel: int,
     known: list[Any],
-    display: Display,
-    accompany: Callable[[str, int], Companion | None],
+    display: LabelledWriter,
+    accompany: Callable[[str, int], LaunchObserver | None],
 ) -> RankResults:
     server = ensure_server(environ, options.preload, may_fork(options))
     if server.hello.dirty is not None and options.start_method != "spawn":
@@ -101,7 +99,7 @@ def _run_shipped(
             launch_id=uuid.uuid4().hex,
             working_directory=os.getcwd(),
         )
-        results = _run_on(server, starts, count, parcel, OutputPump(count, display), options, name, known, companion)
+        results = _run_on(server, starts, count, parcel, PipeReader(count, display), options, name, known, companion)
         is_clean = True
         return results
     finally:
@@ -169,7 +167,7 @@ def _refuse_nested(environ: Mapping[str, str], name: str) -> None:
     )
 
 
-def resolve_count(options: LaunchOptions, environ: Mapping[str, str], display: Display) -> int:
+def resolve_count(options: LaunchOptions, environ: Mapping[str, str], display: LabelledWriter) -> int:
     """Resolve `nproc_per_node` to a number of ranks on this machine. Raises LaunchError for "gpu" without a GPU."""
     asked = options.nproc_per_node
     if asked == "cpu":
@@ -192,7 +190,7 @@ def resolve_count(options: LaunchOptions, environ: Mapping[str, str], display: D
     return max(1, num_accelerators)
 
 
-def _check_sharing(options: LaunchOptions, asked: int, num_accelerators: int, display: Display) -> None:
+def _check_sharing(options: LaunchOptions, asked: int, num_accelerators: int, display: LabelledWriter) -> None:
     if not 0 < num_accelerators < asked:
         return
     found = f"{asked} ranks on {num_accelerators} accelerator{'s' * (num_accelerators > 1)}"
@@ -210,7 +208,7 @@ def may_fork(options: LaunchOptions) -> bool:
     return sys.platform == "linux" and options.start_method != "spawn"
 
 
-def say_dirty(server: RankServer, options: LaunchOptions, display: Display) -> None:
+def say_dirty(server: RankServer, options: LaunchOptions, display: LabelledWriter) -> None:
     """Show why ranks start as fresh interpreters. Raises LaunchError if `start_method` is "fork"."""
     if options.start_method == "fork":
         raise LaunchError(
@@ -281,11 +279,11 @@ def _run_on(
     make_start: Callable[..., RankStart],
     count: int,
     parcel: int,
-    pump: OutputPump,
+    pump: PipeReader,
     options: LaunchOptions,
     name: str,
     known: list[Any],
-    companion: Companion | None,
+    companion: LaunchObserver | None,
 ) -> RankResults:
     handles: list[RankHandle] = []
     sources = collect_sources()

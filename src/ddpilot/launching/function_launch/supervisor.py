@@ -12,22 +12,22 @@ from typing import Any
 
 import psutil
 
-from ddpilot.errors import LaunchInterrupted, RankError
+from ddpilot.errors import LaunchError, LaunchInterrupted, LaunchTimeoutError, RankError
+from ddpilot.findings.text import render_ranks
 from ddpilot.launching.failures import Failure, build_error, choose_failure
-from ddpilot.launching.function_launch import endings
-from ddpilot.launching.function_launch.shutdown import STOP_GRACE_S, Ladder
-from ddpilot.launching.function_launch.stopping import Stopping
+from ddpilot.launching.function_launch import supervisor
+from ddpilot.launching.function_launch.shutdown import STOP_GRACE_S, Escalation, Stopping
 from ddpilot.launching.interrupts import InterruptCatcher
-from ddpilot.launching.observer import Companion
+from ddpilot.launching.observer import LaunchObserver
 from ddpilot.launching.options import LaunchOptions
 from ddpilot.launching.rank_environment import EXIT_REQUEUE
 from ddpilot.launching.rank_reports import Exited, Raised, Returned, Taken
-from ddpilot.launching.rank_server.handles import RankHandle
+from ddpilot.launching.rank_server.client import RankHandle
 from ddpilot.launching.rank_server.job import STORE, Finish, Finished, NotStarted, Signal, Started
 from ddpilot.launching.shipping import fd_socket
 from ddpilot.launching.shipping.memory_file import map_private
 from ddpilot.launching.shipping.parcel import open_parcel
-from ddpilot.output.pipe_reader import OutputPump
+from ddpilot.output.pipe_reader import PipeReader
 
 _SLOW_EXIT_NOTICE_S = 5.0
 _DEATH_LIMIT_S = 2.0
@@ -40,12 +40,12 @@ class Supervisor:
         self,
         job: socket.socket,
         handles: Sequence[RankHandle],
-        pump: OutputPump,
+        pump: PipeReader,
         options: LaunchOptions,
         function_name: str,
         known: Sequence[object],
         interrupts: InterruptCatcher,
-        companion: Companion | None = None,
+        companion: LaunchObserver | None = None,
     ) -> None:
         self._job = job
         self._handles = handles
@@ -58,7 +58,7 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._failures: list[Failure] = []
         self._ending: BaseException | None = None
-        self._ladder = Ladder(handles, self._ask, pump.display.note)
+        self._ladder = Escalation(handles, self._ask, pump.display.note)
         self._stopping = Stopping(interrupts, self._ladder, handles, options.stop_grace_s)
         self._finish_sent = self._finished = False
         self._timeout_at_s = float("inf") if options.timeout_s is None else time.monotonic() + options.timeout_s
@@ -135,7 +135,7 @@ class Supervisor:
             message = Finished(0)
             self._await_death_with_server()
             if self._ending is None:
-                self._ending = endings.server_ended(self._function_name)
+                self._ending = supervisor.server_ended(self._function_name)
         self._on_message(message)
 
     def _await_death_with_server(self) -> None:
@@ -159,12 +159,12 @@ class Supervisor:
 
     def _on_store_exit(self, exited: Exited) -> None:
         if self._ending is None:
-            self._ending = endings.store_ended(self._function_name, exited)
+            self._ending = supervisor.store_ended(self._function_name, exited)
             self._ladder.start_failed(time.monotonic())
 
     def _on_not_started(self, message: NotStarted) -> None:
         if self._ending is None:
-            self._ending = endings.not_started(self._function_name, message)
+            self._ending = supervisor.not_started(self._function_name, message)
         self._finish_sent = True
         self._ask(Finish())
 
@@ -254,7 +254,7 @@ class Supervisor:
                 self._companion.explain(self._ending)
             self._ladder.start_failed(now)
         elif now >= self._timeout_at_s:
-            self._ending = late = endings.timed_out(self._function_name, self._handles, self._options.timeout_s)
+            self._ending = late = supervisor.timed_out(self._function_name, self._handles, self._options.timeout_s)
             if self._companion is not None:
                 self._companion.explain(late)
             self._ladder.start_timed_out(now)
@@ -309,3 +309,42 @@ class Supervisor:
 
     def _describe_ends(self) -> str:
         return "; ".join(f"rank {handle.rank} {handle.describe_end()}" for handle in self._handles)
+
+
+_KILLED = "If nobody killed it, the kernel's OOM killer is the usual cause; launch again"
+
+
+def server_ended(function_name: str) -> LaunchError:
+    """Error: the rank server exited."""
+    return LaunchError(f"running `{function_name}`", found="the rank server ended, and the ranks with it", fix=_KILLED)
+
+
+def store_ended(function_name: str, exited: Exited) -> LaunchError:
+    """Error: the store's process exited."""
+    return LaunchError(
+        f"running `{function_name}`",
+        found=f"the process of its store ended with code {exited.exitcode}, and ranks cannot meet without it",
+        fix=_KILLED,
+    )
+
+
+def not_started(function_name: str, message: NotStarted) -> LaunchError:
+    """Error: a rank's process could not be started."""
+    return LaunchError(
+        f"starting rank {message.rank} of `{function_name}`",
+        found=message.reason,
+        fix="Ask for fewer ranks, or free memory or processes (`ulimit -u`)",
+    )
+
+
+def timed_out(function_name: str, handles: Sequence[RankHandle], timeout_s: float | None) -> LaunchTimeoutError:
+    """Error: `timeout_s` has passed. Reports which ranks had not returned or not exited."""
+    late = [handle.rank for handle in handles if handle.returned is None]
+    exiting = [handle.rank for handle in handles if handle.returned is not None and handle.is_live]
+    states = [f"{render_ranks(late)} had not returned"] * bool(late)
+    states += [f"{render_ranks(exiting)} had returned and still ran a thread or an exit handler"] * bool(exiting)
+    return LaunchTimeoutError(
+        f"running `{function_name}` on {len(handles)} ranks",
+        found=f"{', '.join(states)} after `timeout_s={timeout_s}`",
+        fix="Their Python stacks are in the output above; raise the limit if they were only slow",
+    )

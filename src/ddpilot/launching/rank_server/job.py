@@ -16,12 +16,13 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 
 from ddpilot.launching.rank_environment import LAUNCH_VARIABLE, module_paths
 from ddpilot.launching.rank_reports import Exited
+from ddpilot.launching.rank_server.fork import outlive_stops
 from ddpilot.launching.shipping import fd_socket
 
 STORE = -1
@@ -188,7 +189,7 @@ def kill_orphans(recorded: set[int], launch_id: str | None) -> int:
 def _run(rank: int, fds: list[int], folder: str | None) -> None:
     keep_files_in(folder)
     if rank == STORE:
-        from ddpilot.launching.rank_server.store import run_store
+        from ddpilot.launching.rank_server.job import run_store
 
         run_store(*fds)
     from ddpilot.launching.rank_server.rank import run_rank
@@ -210,3 +211,23 @@ def _argv(rank: int, fds: list[int], folder: str | None) -> list[str]:
     )
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return [sys.executable, *flags, "-c", code, json.dumps(module_paths())]
+
+
+def run_store(listen_fd: int) -> NoReturn:
+    """Serve the store until this process is killed."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    from ddpilot.group.store import host_on
+
+    with socket.socket(fileno=os.dup(listen_fd)) as listener:
+        host, port = listener.getsockname()
+    store = host_on(listen_fd, functools.partial(TCPStore, host, port, None, True, wait_for_workers=False))
+    outlive_stops()
+    while store is not None:
+        signal.pause()
+    raise AssertionError("unreachable")
+
+
+def bind_listener() -> socket.socket:
+    """A socket that listens on a free port of 127.0.0.1; binding it here reserves the port for the store."""
+    return socket.create_server(("127.0.0.1", 0), backlog=1024)

@@ -21,17 +21,21 @@ from importlib.machinery import ModuleSpec
 from typing import Any, NoReturn
 
 from ddpilot.errors import DdpilotError, user_tracebacks
-from ddpilot.launching.exceptions import leave_out_guard, message_of, render_unsent
-from ddpilot.launching.exitcode import exitcode_of
+from ddpilot.launching.exceptions import (
+    exitcode_of,
+    is_victim,
+    leave_out_guard,
+    message_of,
+    render_unsent,
+    show_connections,
+)
 from ddpilot.launching.interrupts import RankInterrupt, saw_interrupt
 from ddpilot.launching.rank_reports import Raised, RankStart, Returned, Taken
-from ddpilot.launching.rank_server.process import write_to
+from ddpilot.launching.rank_server.fork import write_to
 from ddpilot.launching.shipping import fd_socket
 from ddpilot.launching.shipping.memory_file import map_private
 from ddpilot.launching.shipping.parcel import importable_from_main, open_parcel, pack_parcel
 from ddpilot.launching.shipping.unpicklable import ship
-from ddpilot.launching.unjoined import show_connections
-from ddpilot.launching.victims import is_victim
 from ddpilot.output.cell_sources import install_sources
 
 PARCEL_VARIABLE = "DDPILOT_PARCEL"
@@ -92,8 +96,8 @@ def _become(start: RankStart, parcel: int) -> None:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
 
-    from ddpilot.group.env_handler import number_env_rendezvous
-    from ddpilot.group.gloo_threads import let_works_end
+    from ddpilot.group.store import number_env_rendezvous
+    from ddpilot.group.teardown import let_works_end
 
     let_works_end()
     number_env_rendezvous(start.environ["MASTER_ADDR"], int(start.environ["MASTER_PORT"]))
@@ -109,7 +113,7 @@ def _bind(definitions: list[Any]) -> None:
 
 def _obey(control: socket.socket) -> None:
     """Execute the parent's requests, even while the main thread is stuck in C++. Ends when the parent closes."""
-    from ddpilot.group.free import free_group
+    from ddpilot.group.teardown import free_group
 
     while True:
         try:

@@ -26,16 +26,15 @@ from typing import Any, NoReturn
 
 from ddpilot.launching.rank_environment import count_cores
 from ddpilot.launching.rank_reports import Hello
-from ddpilot.launching.rank_server.fork import CleanWatch
+from ddpilot.launching.rank_server.fork import CleanWatch, adopt_orphans, become_process_of, outlive_stops
 from ddpilot.launching.rank_server.job import Job, kill_orphans
-from ddpilot.launching.rank_server.process import adopt_orphans, become_process_of, outlive_stops
 from ddpilot.launching.shipping import fd_socket
 
 _IMPORTS = (
     "torch",
     "torch.distributed",
     "ddpilot.launching.rank_server.rank",
-    "ddpilot.launching.rank_server.store",
+    "ddpilot.launching.rank_server.job",
     "ddpilot.record.prefork",
 )
 _LATER_IMPORTS = ("torch._dynamo",)

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ddpilot.errors import ShipError
-from ddpilot.launching.shipping.parcel import ShipPickler, pack_parcel
-from ddpilot.launching.shipping.reducers import is_compiled, owning_module
+from ddpilot.launching.shipping.parcel import ShipPickler, is_compiled, owning_module, pack_parcel
 from ddpilot.launching.system_limits import explain_limit
 
 _MAX_CHILDREN = 1000
@@ -29,7 +28,7 @@ def ship(
     try:
         return pack_parcel(name, value, known)
     except Exception as error:  # pickling runs the objects' own code, which may raise anything
-        path, culprit = blame(parts, known)
+        path, culprit = find_unpicklable(parts, known)
         limit = explain_limit(did, error) if isinstance(error, OSError) and culprit is parts else None
         if limit is not None:
             raise limit from error
@@ -62,7 +61,7 @@ def _fix(culprit: Any, *, is_result: bool, is_call: bool) -> str:
     return f"{leave}{where}{': call `torch.compile` there' if is_compiled(culprit) else ''}"
 
 
-def blame(parts: Mapping[str, Any], known: list[Any] | None) -> tuple[str, Any]:
+def find_unpicklable(parts: Mapping[str, Any], known: list[Any] | None) -> tuple[str, Any]:
     """Find the innermost object within `parts` that cannot be pickled alone. Returns its path and the object."""
     for path, value in parts.items():
         if not _pickles(value, known):

@@ -138,7 +138,7 @@ class _Model:
             self._buckets.append(Bucket(sum(size for _, size in parameters), fact))
 
 
-class BucketBook:
+class BucketTable:
     """The live DDP models: those passed to `add`, and others found by a search of all live objects."""
 
     def __init__(self, ddp_class: type) -> None:

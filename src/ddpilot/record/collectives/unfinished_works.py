@@ -37,7 +37,7 @@ otherwise the ones kept could all come from one line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Usual:
+class RecordTemplate:
     """Properties that identical collectives share."""
 
     packed: bytes
@@ -68,13 +68,13 @@ class StreamMark:
         return bool(self._event.query())
 
 
-Ticket = tuple[int, Usual, int, Any]
+Ticket = tuple[int, RecordTemplate, int, Any]
 """Index of the record, properties shared with identical collectives, thread id, and the boxed reduce-op or None."""
-_Entry = tuple[int, Any, Usual]
+_Entry = tuple[int, Any, RecordTemplate]
 """Index of the record, boxed work, and properties shared with identical collectives."""
 
 
-class PendingWorks:
+class UnfinishedWorks:
     """Collectives of this process that are not known to have finished.
 
     `unbox` converts what is added to a `Work`, or to None if the backend returned none. `mark_stream` marks the current
@@ -293,7 +293,7 @@ class PendingWorks:
             self._newest_of.pop(key, None)
 
 
-def _has_failed(work: Any, usual: Usual) -> bool:
+def _has_failed(work: Any, usual: RecordTemplate) -> bool:
     # For a finished work. `is_success` and `exception` print a deprecation warning.
     if usual.is_waited_for:  # a fifth of the cost of a future, and the caller waits too
         try:
@@ -309,7 +309,7 @@ def _has_failed(work: Any, usual: Usual) -> bool:
     return False
 
 
-class Asker:
+class PollingThread:
     """A thread that calls `ask` every `interval_s`."""
 
     def __init__(self, ask: Callable[[], None], interval_s: float) -> None:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-_books: weakref.WeakSet[GroupBook] = weakref.WeakSet()
+_books: weakref.WeakSet[GroupTable] = weakref.WeakSet()
 """The book of the recording in progress, if any."""
 
 MAX_GROUPS = 1 << 20
@@ -44,7 +44,7 @@ class GroupEntry:
         return {self._backends.get(device, self._backends.get(""))} if device else {*self._backends.values()}
 
 
-class GroupBook:
+class GroupTable:
     """Every process group that this rank has used since recording started.
 
     `registry` is `torch.distributed.distributed_c10d`, which holds a group until it is destroyed. `next_seqs` holds the
@@ -118,7 +118,7 @@ class GroupBook:
 
 
 def count_by_group() -> dict[str, int]:
-    """Return `GroupBook.count` of the recording in progress; empty if collectives are not recorded."""
+    """Return `GroupTable.count` of the recording in progress; empty if collectives are not recorded."""
     return next((book.count() for book in tuple(_books)), {})
 
 

@@ -19,7 +19,7 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class CallSite:
     """The user's line that started a collective; a library's line if no line of the user did."""
 
     file: str = ""
@@ -113,7 +113,7 @@ class Collective:
     tag: int | None = None
     is_async: bool | None = None
     """True if the caller did not ask torch to wait, as in DDP's own collectives. None if torch does not report it."""
-    line: Line | None = None
+    line: CallSite | None = None
     ddp: DdpPart | None = None
     thread: int = 0
     """The operating system's id of the thread that started the operation."""

@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import zlib
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar
 
 from ddpilot.environments.private_files import open_own_file
 from ddpilot.errors import RecordError
 from ddpilot.record.flight_ring import layout
-from ddpilot.record.flight_ring.decoder import Decoder
-from ddpilot.record.flight_ring.log import RankLog
-from ddpilot.record.pieces import DAMAGES, Pieces
+from ddpilot.record.flight_ring.groups import unpack_ranks
+from ddpilot.record.flight_ring.log import CallSite, Collective, DdpPart, GroupOfRanks, RankLog, Tensor
 
 _FROM_ABOUT = ("rank", "pid", "host", "torch", "source", "started_ns", "started_unix_ns")
 
@@ -116,3 +118,218 @@ def _slots_after(after: int, num_begun: int, num_records: int) -> Sequence[range
         return []
     first, last = (after + 1) % num_records, newest % num_records
     return [range(first, last + 1)] if first <= last else [range(first, num_records), range(last + 1)]
+
+
+DAMAGES = (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError, struct.error)
+"""Exceptions that decoding damaged bytes can raise."""
+
+
+class Pieces:
+    """The current bytes of an open file; a read returns fewer at the end of the file."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+
+    @property
+    def size(self) -> int:
+        """Current size of the file in bytes."""
+        return os.fstat(self._file.fileno()).st_size
+
+    def read(self, at: int, num_bytes: int) -> bytes:
+        """Read `num_bytes` bytes from offset `at`."""
+        if hasattr(os, "pread"):
+            return os.pread(self._file.fileno(), num_bytes, at)
+        self._file.seek(at)
+        return self._file.read(num_bytes)
+
+
+_T = TypeVar("_T")
+_STATES: tuple[Literal["begun", "done", "failed", "unknown"], ...] = ("begun", "done", "failed", "unknown")
+
+
+class Decoder:
+    """Decodes the records of one ring. `read(at, num_bytes)` returns bytes of its two pages of facts."""
+
+    def __init__(self, read: Callable[[int, int], bytes], page_bytes: int) -> None:
+        self._read = read
+        self._page_bytes = page_bytes
+        self._facts: dict[int, dict[str, Any]] = {}
+        self._values: dict[tuple[Any, int], Any] = {}
+
+    def fact(self, ref: int) -> dict[str, Any]:
+        """Return the fact that `ref` refers to; empty if `ref` is 0 or the fact has been overwritten."""
+        if ref not in self._facts:
+            self._facts[ref] = layout.unpack_fact(self._read, self._page_bytes, ref) or {}
+        return self._facts[ref]
+
+    def decode(self, body: layout.Body, words: memoryview) -> Collective:
+        """Decode the record `body`; `words` is the whole record as 8-byte words."""
+        op, tensors = self.fact(body.op), self.fact(body.tensors)
+        index, outcome = divmod(words[layout.OUTCOME], 4)
+        state = _STATES[outcome] if index == body.number else "begun"
+        pending_ns = words[layout.PENDING_NS]
+        return Collective(
+            index=body.number,
+            op=op.get("op", "?"),
+            operator=op.get("operator", "?"),
+            group=self._value(_group, body.group),
+            seq=body.seq if body.seq >= 0 else None,
+            inputs=self._value(_inputs, body.tensors) or (),
+            outputs=self._value(_outputs, body.tensors) or (),
+            num_inputs=tensors.get("num_inputs", 0),
+            num_outputs=tensors.get("num_outputs", 0),
+            splits=tuple(tuple(sizes) for sizes in tensors.get("splits", ())),
+            num_bytes=body.num_bytes,
+            reduce_op=_reduce_op(body.number, words[layout.REDUCE_OP]),
+            root=_number(body.root),
+            peer=_number(body.peer),
+            tag=_number(body.tag),
+            is_async=_is_async(body.flags),
+            line=self._value(_line, body.site),
+            ddp=self._value(_ddp_part, body.role),
+            thread=body.thread,
+            start_ns=body.start_ns,
+            # A time before the start belongs to the record that was overwritten.
+            pending_ns=pending_ns if pending_ns >= body.start_ns else None,
+            end_ns=words[layout.END_NS] if state in ("done", "failed") else None,
+            state=state,
+            is_watched=bool(body.flags & layout.ASKED_ANY_TIME),
+        )
+
+    def _value(self, make: Callable[[dict[str, Any]], _T], ref: int) -> _T | None:
+        fact = self.fact(ref)
+        if not fact:
+            return None
+        if (make, ref) not in self._values:
+            self._values[make, ref] = make(fact)
+        value: _T = self._values[make, ref]
+        return value
+
+
+def _group(fact: dict[str, Any]) -> GroupOfRanks:
+    return GroupOfRanks(
+        name=fact["name"],
+        incarnation=fact["incarnation"],
+        attempt=fact.get("attempt", 0),
+        description=fact.get("desc", ""),
+        backend=fact.get("backend", ""),
+        size=fact.get("size", 0),
+        rank=fact.get("rank", -1),
+        ranks=unpack_ranks(fact.get("ranks", "")),
+        backend_seq=fact.get("backend_seq"),
+    )
+
+
+def _inputs(fact: dict[str, Any]) -> tuple[Tensor, ...]:
+    return _tensors(fact.get("inputs", []))
+
+
+def _outputs(fact: dict[str, Any]) -> tuple[Tensor, ...]:
+    return _tensors(fact.get("outputs", []))
+
+
+def _tensors(items: list[list[Any]]) -> tuple[Tensor, ...]:
+    return tuple(Tensor(dtype=dtype, shape=tuple(shape), device=device) for dtype, shape, device in items)
+
+
+def _line(fact: dict[str, Any]) -> CallSite:
+    return CallSite(**{**fact, "callers": tuple(tuple(each) for each in fact.get("callers", ()))})
+
+
+def _ddp_part(fact: dict[str, Any]) -> DdpPart:
+    return DdpPart(**{**fact, "names": tuple(fact.get("names", ()))})
+
+
+def _number(value: int) -> int | None:
+    return None if value == layout.NO_NUMBER else value
+
+
+def _is_async(flags: int) -> bool | None:
+    return True if flags & layout.ASYNC else False if flags & layout.NOT_ASYNC else None
+
+
+def _reduce_op(index: int, word: int) -> str | None:
+    number = word & 0xFF
+    if word >> 8 != index:
+        return None
+    return layout.REDUCE_OPS[number] if number < len(layout.REDUCE_OPS) else f"reduce-op {number}"
+
+
+NUM_NEWEST = 64
+"""Number of the rank's newest records that are read."""
+
+_DEFAULT = "0"
+"""Name of the default group."""
+_FIRST = (0, 1)
+"""Attempt and incarnation of a process's first default group. A session's rebuild is a new attempt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupNow:
+    """Progress of a rank in one group."""
+
+    group: GroupOfRanks
+    num_begun: int
+    """Collectives that this rank has started in the group, without point-to-point operations."""
+    num_ended: int
+    """Collectives of `num_begun` that have finished, judged by the newest records; up to 50 ms behind."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankNow:
+    """State of a rank at the time of reading."""
+
+    rank: int
+    pid: int
+    waiting: Collective | None
+    """The newest collective that has started and was not seen to finish, since its `start_ns`; None if there is none.
+    Collectives of destroyed groups, such as those before a rebuild, are ignored."""
+    groups: tuple[GroupNow, ...]
+    """Groups that occur in the newest records, most recently used first."""
+    num_begun: int
+    """Collectives and point-to-point operations since recording started."""
+    heartbeat_ns: int | None
+    """Time at which a Python thread of the rank last ran, on CLOCK_MONOTONIC."""
+    closed_ns: int | None
+    """Time at which the rank stopped recording normally; None while it runs or if it died."""
+
+
+def read_now(path: str | os.PathLike[str]) -> RankNow:
+    """Read the state of the rank that records into `path`. Raises as `ddpilot.record.flight_ring.reader.read_ring` does."""
+    log = read_ring(path, newest=NUM_NEWEST)
+    since_ns = max(log.left_ns or 0, _newest_start_ns(log.collectives))
+    unfinished = [entry for entry in log.collectives if entry.state == "begun" and entry.start_ns >= since_ns]
+    return RankNow(
+        rank=log.rank,
+        pid=log.pid,
+        waiting=unfinished[-1] if unfinished else None,
+        groups=tuple(_count(log.collectives)),
+        num_begun=log.num_begun,
+        heartbeat_ns=log.heartbeat_ns,
+        closed_ns=log.closed_ns,
+    )
+
+
+def _newest_start_ns(collectives: Sequence[Collective]) -> int:
+    """First use of the newest default group if it replaced an earlier one, whose groups are all gone; otherwise 0."""
+    groups = [
+        (entry.group.attempt, entry.group.incarnation, entry.start_ns)
+        for entry in collectives
+        if entry.group is not None
+        and entry.group.name == _DEFAULT
+        and (entry.group.attempt, entry.group.incarnation) > _FIRST
+    ]
+    newest = max((group[:2] for group in groups), default=None)
+    return min((start_ns for *age, start_ns in groups if tuple(age) == newest), default=0)
+
+
+def _count(collectives: Sequence[Collective]) -> Iterator[GroupNow]:
+    last: dict[tuple[str, int, int], tuple[GroupOfRanks, int]] = {}
+    pending: Counter[tuple[str, int, int]] = Counter()
+    for entry in reversed(collectives):
+        if entry.group is not None and entry.seq is not None:
+            key = (entry.group.name, entry.group.attempt, entry.group.incarnation)
+            last.setdefault(key, (entry.group, entry.seq))
+            pending[key] += entry.state == "begun"
+    for key, (group, seq) in last.items():
+        yield GroupNow(group=group, num_begun=seq + 1, num_ended=seq + 1 - pending[key])

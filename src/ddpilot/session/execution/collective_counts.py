@@ -3,18 +3,58 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from ddpilot.errors import RecordError
 from ddpilot.findings.text import render_ranks
 from ddpilot.record.flight_ring.groups import pack_ranks, unpack_ranks
+from ddpilot.record.flight_ring.layout import NUM_BEGUN
 from ddpilot.record.flight_ring.log import Collective
-from ddpilot.record.flight_ring.reader import read_ring
+from ddpilot.record.flight_ring.reader import NUM_NEWEST, read_ring
 from ddpilot.record.hook import ring_path
 from ddpilot.session.execution.outcome import Outcome
 from ddpilot.session.protocol.report import Report
 from ddpilot.watch.explain.text import name_group, say_call
+
+_WORD_BYTES = 8
+_RECORDED_LATE_S = 0.15
+_PAUSE_S = 0.01
+_GROUP_CODE = ("/torch/distributed/", "/ddpilot/group/")
+
+
+def count_begun(folder: Path, rank: int) -> int | None:
+    """Return the number of collectives and point-to-point operations that the rank has begun; None if not recorded."""
+    try:
+        with ring_path(folder, rank).open("rb") as ring:
+            ring.seek(NUM_BEGUN * _WORD_BYTES)
+            return int.from_bytes(ring.read(_WORD_BYTES), "little")
+    except OSError:
+        return None
+
+
+def has_unfinished(folder: Path, rank: int, *, p2p_only: bool = False) -> bool:
+    """True if the rank has an unfinished collective, or if that is unknown. Ends are recorded up to 50 ms late.
+
+    With `p2p_only`, only sends and receives count: a collective that all ranks have begun finishes on its own.
+    """
+    limit_s = time.monotonic() + _RECORDED_LATE_S
+    while True:
+        try:
+            newest = read_ring(ring_path(folder, rank), newest=NUM_NEWEST).collectives
+        except (RecordError, OSError):
+            return True
+        is_unfinished = any(each.state == "begun" and (each.is_p2p or not p2p_only) for each in newest)
+        if not is_unfinished or time.monotonic() > limit_s:
+            return is_unfinished
+        time.sleep(_PAUSE_S)
+
+
+def is_in_group_code(stack: str) -> bool:
+    """True if `stack`, of a main thread, is in code that may wait for other ranks, or if it is empty (unknown)."""
+    return not stack or any(part in stack for part in _GROUP_CODE)
+
 
 _NUM_NEWEST = 256
 """Number of a rank's newest records that are searched for the collectives that other ranks have not called."""
@@ -23,7 +63,7 @@ Counts = dict[str, dict[int, int]]
 """By group and rank: number of collectives begun."""
 
 
-def find_uneven(reports: Mapping[int, Report]) -> Counts:
+def find_count_mismatches(reports: Mapping[int, Report]) -> Counts:
     """Return the groups whose ranks have begun different numbers of collectives.
 
     Only groups that every one of their ranks has reported are compared.
@@ -39,7 +79,7 @@ def find_uneven(reports: Mapping[int, Report]) -> Counts:
     }
 
 
-class Uneven:
+class CountMismatch:
     """Describes collectives of a cell that only some ranks have called; the flight rings are in `folder`.
 
     Ranks match collectives by their order, so that such a collective would be matched with one of a later cell.
@@ -58,7 +98,7 @@ class Uneven:
         reports = {rank: part.report for rank, part in outcome.parts.items() if part.report is not None}
         if len(reports) < len(outcome.parts) or not any(report.num_collectives for report in reports.values()):
             return ""
-        before, self._known = self._known, find_uneven(reports)
+        before, self._known = self._known, find_count_mismatches(reports)
         for key, counts in self._known.items():
             if _leads(counts) == _leads(before.get(key, {})):
                 continue

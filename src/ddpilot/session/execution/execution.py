@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Round`: runs one cell, call or request until it has ended on all of its ranks, within three seconds of a failure."""
+"""`Execution`: runs one cell, call or request until it has ended on all of its ranks, within three seconds of a failure."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from ddpilot.launching.failures import Failure, build_error, choose_failure
 from ddpilot.launching.rank_reports import Raised
 from ddpilot.launching.rank_server.job import STORE
 from ddpilot.output.view import RankMessage
-from ddpilot.session.deaths import BEGIN_ANEW, blame_dead
-from ddpilot.session.execution.collective_counts import Uneven
+from ddpilot.session.execution.collective_counts import CountMismatch
 from ddpilot.session.execution.outcome import Outcome, Part
-from ddpilot.session.execution.stop_steps import Ladder
-from ddpilot.session.kernels.events import Ended, Event, Said, Wrote
+from ddpilot.session.execution.stop_steps import StopSteps
+from ddpilot.session.kernels.event_router import InterruptListener
+from ddpilot.session.kernels.events import Ended, Event, KernelMessage, Wrote
 from ddpilot.session.kernels.manager import Ranks
+from ddpilot.session.kernels.states import START_OVER, blame_dead
 from ddpilot.session.protocol.report import BEGUN, Report
-from ddpilot.session.stops import Stops
 
 _LONGEST_WAIT_S = 0.5
 _INTERNAL_KINDS = frozenset({"status", "execute_input", "error", "iopub_welcome", "debug_event"})
 
 
-class Lookout(Protocol):
+class CellObserver(Protocol):
     """Interface for watching from outside what the ranks of a cell do together."""
 
     def look(self, busy: Sequence[int], now_s: float) -> WatchError | None:
@@ -40,7 +40,7 @@ class Lookout(Protocol):
         """The cell is over; `is_ok` is True if it succeeded. Returns an error to end it with nevertheless, or None."""
 
 
-class Round:
+class Execution:
     """Waits for `parts`, shows the output of the ranks, and ends all parts after a failure or an interrupt.
 
     `lookout` may also end it, and adds evidence to the error with which it ends. `counts` compares how many collectives
@@ -54,10 +54,10 @@ class Round:
         *,
         name: str,
         events: queue.SimpleQueue[Event],
-        lookout: Lookout | None = None,
+        lookout: CellObserver | None = None,
         quiet: bool = False,
         patient: bool = False,
-        counts: Uneven | None = None,
+        counts: CountMismatch | None = None,
     ) -> None:
         self._outcome = Outcome({part.rank: part for part in parts})
         self._by_id = {part.message_id: part for part in parts}
@@ -69,9 +69,9 @@ class Round:
         self._quiet = quiet
         self._is_patient = patient
         self._failures: list[Failure] = []
-        self._ladder = Ladder(ranks, self._outcome)
+        self._ladder = StopSteps(ranks, self._outcome)
 
-    def run(self, stops: Stops) -> Outcome:
+    def run(self, stops: InterruptListener) -> Outcome:
         """Wait until every part is over. Failures of ranks are returned in the outcome, not raised."""
         self._wait(stops)
         if not self._outcome.was_cut and self._counts is not None and (text := self._counts.describe(self._outcome)):
@@ -85,7 +85,7 @@ class Round:
             self._ranks.view.error(error)
         return self._outcome
 
-    def _wait(self, stops: Stops) -> None:
+    def _wait(self, stops: InterruptListener) -> None:
         while not self._is_over():
             try:
                 self._take(self._events.get(timeout=self._wait_s()), stops)
@@ -115,9 +115,9 @@ class Round:
 
     # events
 
-    def _take(self, event: Event, stops: Stops) -> None:
+    def _take(self, event: Event, stops: InterruptListener) -> None:
         now = time.monotonic()
-        if isinstance(event, Said):
+        if isinstance(event, KernelMessage):
             self._on_said(event, stops, now)
         elif isinstance(event, Wrote):
             if not self._quiet:
@@ -129,7 +129,7 @@ class Round:
         else:
             self._on_stop(now)
 
-    def _on_said(self, said: Said, stops: Stops, now: float) -> None:
+    def _on_said(self, said: KernelMessage, stops: InterruptListener, now: float) -> None:
         part = self._by_id.get(said.parent_id)
         if said.channel == "iopub":
             if said.kind == "status" and part is not None:
@@ -158,7 +158,7 @@ class Round:
             if self._outcome.was_cut:
                 self._ladder.interrupt_late(part.rank)
 
-    def _answer(self, said: Said, stops: Stops) -> None:
+    def _answer(self, said: KernelMessage, stops: InterruptListener) -> None:
         if self._outcome.was_cut:
             return  # the rank is interrupted in `input`
         try:
@@ -200,12 +200,12 @@ class Round:
     def _on_store_end(self, ended: Ended) -> None:
         """Fail the cell: a rank may be entering a group, which waits for the store."""
         if ended.exited is None:  # the hub's thread has failed: no rank can be reached
-            raise LaunchError(f"running {self._name}", found=ended.reason, fix=BEGIN_ANEW)
+            raise LaunchError(f"running {self._name}", found=ended.reason, fix=START_OVER)
         text = self._ranks.standing.store_end
         if self._outcome.was_cut:
-            self._ranks.view.note(f"{text}; {BEGIN_ANEW}")
+            self._ranks.view.note(f"{text}; {START_OVER}")
         else:
-            self._fail(LaunchError(f"running {self._name}", found=text, fix=BEGIN_ANEW))
+            self._fail(LaunchError(f"running {self._name}", found=text, fix=START_OVER))
 
     def _fail_without_exit(self, ended: Ended) -> None:
         self._fail(

@@ -1,39 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Work`: runs cells and requests on ranks, and recovers from failures by rebuilding the process group."""
+"""`Runner`: runs cells and requests on ranks, and recovers from failures by rebuilding the process group."""
 
 from __future__ import annotations
 
 import queue
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from ddpilot.errors import LaunchError, LaunchInterrupted
 from ddpilot.findings.text import render_ranks
 from ddpilot.launching.shipping import fd_socket
-from ddpilot.record.connecting import connecting_path
-from ddpilot.session.bystanders import Bystanders
-from ddpilot.session.collectives import count_begun
-from ddpilot.session.deaths import BEGIN_ANEW, describe_device_error
-from ddpilot.session.execution.collective_counts import Uneven
-from ddpilot.session.execution.execution import Lookout, Round
+from ddpilot.record.main_thread import connecting_path
+from ddpilot.session.execution.collective_counts import CountMismatch, count_begun
+from ddpilot.session.execution.execution import CellObserver, Execution
 from ddpilot.session.execution.outcome import Outcome, Part
-from ddpilot.session.kernels.cell_watch import CellLookout
-from ddpilot.session.kernels.events import Ended, Event, Said
+from ddpilot.session.kernels.cell_watch import FindingsObserver, SubsetObserver
+from ddpilot.session.kernels.event_router import InterruptListener
+from ddpilot.session.kernels.events import Ended, Event, KernelMessage
 from ddpilot.session.kernels.manager import Ranks
+from ddpilot.session.kernels.states import START_OVER, describe_device_error
 from ddpilot.session.protocol.parcels import ParcelCall
 from ddpilot.session.protocol.report import REPORT_KEY, REQUEST, Report
-from ddpilot.session.rebuilt import describe_differences, describe_rebuilt
-from ddpilot.session.stops import Stops
 
 
-class Work:
+class Runner:
     """Runs cells and requests on ranks. After a failure the group is freed and rebuilt; all variables are kept."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._uneven = Uneven(ranks.ring_folder)
+        self._uneven = CountMismatch(ranks.ring_folder)
         self._wants_group = False
         self._backend: str | None = None
         self._is_broken = False
@@ -119,7 +116,7 @@ class Work:
                 sent = self._ranks.hub.send(rank, "shell", f"{kind}_request", content)
                 while (left_s := deadline_s - time.monotonic()) > 0:
                     event = events.get(timeout=left_s)
-                    if isinstance(event, Said) and event.parent_id == sent and event.kind == f"{kind}_reply":
+                    if isinstance(event, KernelMessage) and event.parent_id == sent and event.kind == f"{kind}_reply":
                         return event.content
                     self._ranks.outside.show(event)
         except (LaunchError, queue.Empty):
@@ -156,7 +153,7 @@ class Work:
         ids: dict[int, str],
         name: str,
         events: queue.SimpleQueue[Event],
-        stops: Stops,
+        stops: InterruptListener,
         *,
         number: int | None = None,
         quiet: bool = False,
@@ -176,7 +173,7 @@ class Work:
             for rank, message_id in ids.items()
         ]
         try:
-            return Round(
+            return Execution(
                 parts,
                 ranks,
                 name=name,
@@ -189,28 +186,30 @@ class Work:
         finally:
             ranks.view.end()
 
-    def _make_lookout(self, ids: Sequence[int], name: str, now: float, sources: Mapping[str, str]) -> Lookout | None:
+    def _make_lookout(
+        self, ids: Sequence[int], name: str, now: float, sources: Mapping[str, str]
+    ) -> CellObserver | None:
         ranks = self._ranks
         others = {*ranks.standing.live} - {*ids}
         if others:
-            return Bystanders(ids, others, folder=ranks.ring_folder, name=name, note=ranks.view.note)
-        return None if ranks.watcher is None else CellLookout(ranks.watcher, name, now, sources, ranks.view.note)
+            return SubsetObserver(ids, others, folder=ranks.ring_folder, name=name, note=ranks.view.note)
+        return None if ranks.watcher is None else FindingsObserver(ranks.watcher, name, now, sources, ranks.view.note)
 
     # recovery
 
-    def _mend(self, events: queue.SimpleQueue[Event], stops: Stops) -> None:
+    def _mend(self, events: queue.SimpleQueue[Event], stops: InterruptListener) -> None:
         """Before new work: restart unusable ranks if the session respawns, or retry a rebuild that failed."""
         if self._ranks.options.respawn and self._ranks.standing.unusable:
             self._respawn(events, stops)
         elif self._is_broken:
             self._regroup(events, stops)
 
-    def _respawn(self, events: queue.SimpleQueue[Event], stops: Stops) -> None:
+    def _respawn(self, events: queue.SimpleQueue[Event], stops: InterruptListener) -> None:
         ranks = self._ranks.standing.unusable
         self._restart(ranks, events, stops)
         self._ranks.view.note(f"{render_ranks(ranks)} restarted (`respawn`), with no variables")
 
-    def _restart(self, ranks: Sequence[int], events: queue.SimpleQueue[Event], stops: Stops) -> None:
+    def _restart(self, ranks: Sequence[int], events: queue.SimpleQueue[Event], stops: InterruptListener) -> None:
         self._ranks.host.check_start(f"restarting {render_ranks(ranks)}")
         try:
             for rank in ranks:
@@ -225,7 +224,9 @@ class Work:
         self._regroup(events, stops)
         self._fresh = frozenset()
 
-    def _give_up_restart(self, ranks: Sequence[int], events: queue.SimpleQueue[Event], stops: Stops) -> NoReturn:
+    def _give_up_restart(
+        self, ranks: Sequence[int], events: queue.SimpleQueue[Event], stops: InterruptListener
+    ) -> NoReturn:
         """End all of `ranks`: a partially started rank would be in no group with the others."""
         for rank in ranks:
             self._ranks.end_process(rank, events)
@@ -238,7 +239,7 @@ class Work:
             f"`%ddp restart {' '.join(map(str, ranks))}` starts {what}{kept}"
         ) from None
 
-    def _recover(self, outcome: Outcome, events: queue.SimpleQueue[Event], stops: Stops) -> None:
+    def _recover(self, outcome: Outcome, events: queue.SimpleQueue[Event], stops: InterruptListener) -> None:
         reports = [part.report for part in outcome.parts.values() if part.report is not None]
         self._note_device_errors(outcome)
         if (not outcome.was_cut and not outcome.is_uneven) or (
@@ -266,7 +267,7 @@ class Work:
                 standing.device_errors[rank] = text
                 self._ranks.view.note(describe_device_error(rank, text, self._ranks.options.respawn))
 
-    def _compare(self, events: queue.SimpleQueue[Event], stops: Stops) -> None:
+    def _compare(self, events: queue.SimpleQueue[Event], stops: InterruptListener) -> None:
         """Report DDP models that differ between ranks, such as after only some ranks have loaded a checkpoint."""
         live = self._ranks.standing.live
         ids = {rank: self._ask(rank, "compare", {}, live) for rank in live}
@@ -277,7 +278,7 @@ class Work:
         for text in describe_differences(list(outcome.values.values())):
             self._ranks.view.note(text)
 
-    def _regroup(self, events: queue.SimpleQueue[Event], stops: Stops) -> None:
+    def _regroup(self, events: queue.SimpleQueue[Event], stops: InterruptListener) -> None:
         """Take all live ranks out of their group; if a group was in use and every rank is usable, form a new one."""
         self._ranks.generation += 1
         enter = self._wants_group and not self._ranks.standing.unusable and not self._ranks.standing.store_end
@@ -296,7 +297,7 @@ class Work:
         """Return the reason why no rank can enter a group now; "" if none."""
         standing = self._ranks.standing
         if standing.store_end:
-            return f"{standing.store_end}; {BEGIN_ANEW}"
+            return f"{standing.store_end}; {START_OVER}"
         ranks = sorted(standing.dead) or sorted(standing.device_errors)
         if not ranks:
             return ""
@@ -325,3 +326,64 @@ class Work:
 def _ended_alike(reports: Sequence[Report]) -> bool:
     """True if all ranks failed at the same line with the same error, and so have done the same work until then."""
     return len({(report.status, report.type_name, report.message, report.traceback) for report in reports}) == 1
+
+
+_MAX_LINES = 5
+
+
+def describe_rebuilt(
+    values: Sequence[Mapping[str, Any]],
+    duration_s: float,
+    *,
+    live: Collection[int],
+    restarted: Collection[int],
+    unfinished: Collection[int] = (),
+) -> Iterator[str]:
+    """Yield the messages to show after a rebuild, one line each.
+
+    `values`: the reply of each rank; `live`: all live ranks; `restarted`: those of them that lost their variables;
+    `unfinished`: ranks on whose devices collectives were aborted with optimizer steps queued behind them.
+    """
+    rebound = max(value["rebound"] for value in values)
+    models = f"; {rebound} DDP model{'s' * (rebound > 1)} bound to it" if rebound else ""
+    whose = {*live} - {*restarted}
+    kept = f", variables{f' of {render_ranks(whose)}' if restarted else ''} are kept" if whose else ""
+    yield f"the process group was freed and rebuilt in {duration_s:.1f} s{kept}{models}"
+    lost = sorted({text for value in values for text in value["lost"]})
+    if lost:
+        yield f"gone with the old group, create again what you still need: {', '.join(lost)}"
+    for unbound in sorted({text for value in values for text in value["unbound"]}):
+        yield f"not bound to the new group: {unbound}"
+    if unfinished:
+        yield (
+            f"collectives were aborted on the devices of {render_ranks(sorted(unfinished))}: models and optimizers "
+            "there may hold an unfinished update; load a checkpoint on all ranks before training on"
+        )
+    yield from describe_differences(values)
+
+
+def describe_differences(values: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield messages about DDP models that differ between ranks; none if all are equal. `values` as above."""
+    if values and values[0]["disagreements"]:
+        yield from _describe_disagreements(values[0]["disagreements"], values[0]["named"])
+
+
+def _describe_disagreements(plain: Sequence[str], named: Mapping[str, str]) -> Iterator[str]:
+    """Yield messages about differing models.
+
+    `plain`: a sentence per parameter; `named`: one per variable that holds a model.
+    """
+    yield from list(named.values() or plain)[:_MAX_LINES]
+    if any("numbers of DDP models" in text or "different models" in text for text in plain):
+        yield "run the cells that make the models again, on all ranks, before the next step"
+        return
+    variable = next((name for name in named if " " not in name), None)
+    of_rank_zero = (
+        f"`for p in {variable}.parameters(): group.broadcast(p.data)`"
+        if variable is not None
+        else "`group.broadcast(p.data)` for each parameter `p` of the model"
+    )
+    yield (
+        f"{len(plain)} parameter{'s' * (len(plain) > 1)} would stay apart: load a checkpoint on all ranks, or take "
+        f"rank 0's ({of_rank_zero}) and create the optimizer again"
+    )

@@ -9,8 +9,12 @@ import time
 from collections.abc import Callable, Collection, Sequence
 
 from ddpilot.findings.text import render_ranks
-from ddpilot.session.collectives import count_begun, has_unfinished, is_in_group_code
-from ddpilot.session.execution.collective_counts import find_uneven
+from ddpilot.session.execution.collective_counts import (
+    count_begun,
+    find_count_mismatches,
+    has_unfinished,
+    is_in_group_code,
+)
 from ddpilot.session.execution.outcome import Outcome
 from ddpilot.session.kernels.manager import Ranks
 from ddpilot.session.protocol.report import FREE, Report
@@ -34,7 +38,7 @@ _PATIENCE_S = 30.0
 _LOOK_WHILE_PATIENT_S = 1.0
 
 
-class Ladder:
+class StopSteps:
     """Interrupts, frees and finally kills the busy ranks of `outcome`. Every step is reported in the view.
 
     A rank that is not in a collective may be in a long C++ operation that will return: it is killed only after a second
@@ -147,7 +151,7 @@ class Ladder:
         return (
             len({(report.num_groups, report.num_group_names) for report in known}) == 1
             and not any(report.in_backward for report in known)
-            and not find_uneven(known_by_rank)
+            and not find_count_mismatches(known_by_rank)
             and (all(report.num_collectives == 0 for report in known) or self._have_failed_alike(known))
         )
 

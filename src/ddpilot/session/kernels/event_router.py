@@ -8,13 +8,14 @@ import queue
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
 
 from ddpilot.errors import LaunchError, LaunchInterrupted
 from ddpilot.session.kernels.events import Event, Interrupted
-from ddpilot.session.stops import Stops
 
 
-class Attention:
+class EventRouter:
     """Routes events to one caller at a time.
 
     A caller takes the ranks with `turn`; while none has, `show` gets the events. `release` is called when a turn ends.
@@ -51,7 +52,7 @@ class Attention:
             self._show(event)
 
     @contextlib.contextmanager
-    def turn(self, did: str) -> Iterator[tuple[queue.SimpleQueue[Event], Stops]]:
+    def turn(self, did: str) -> Iterator[tuple[queue.SimpleQueue[Event], InterruptListener]]:
         """Take exclusive use of the ranks and yield the queue of their events and the interrupt handler.
 
         Raises LaunchError if another caller has the turn. An interrupt that is still in the queue at the end is raised
@@ -65,7 +66,7 @@ class Attention:
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         is_interrupted = is_stopped = False
         try:
-            with Stops(events) as stops:
+            with InterruptListener(events) as stops:
                 with self.switch:
                     self._consumer = events
                 yield events, stops
@@ -93,3 +94,38 @@ def _interrupt_caller(did: str) -> None:
         signal.raise_signal(signal.SIGINT)
     except KeyboardInterrupt:
         raise LaunchInterrupted(f"{did} was over already when it was stopped") from None
+
+
+class InterruptListener:
+    """Context manager in which SIGINT puts `Interrupted` into `events` instead of raising KeyboardInterrupt.
+
+    Does nothing outside the main thread, which is the only one to receive signals in Python.
+    """
+
+    def __init__(self, events: queue.SimpleQueue[Event]) -> None:
+        self._events = events
+        self._previous: Any = None
+
+    def __enter__(self) -> InterruptListener:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGINT, self._on_signal)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        if self._previous is not None:
+            signal.signal(signal.SIGINT, self._previous)
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        self._events.put(Interrupted())
+
+    @contextlib.contextmanager
+    def raised(self) -> Iterator[None]:
+        """Context manager in which SIGINT raises KeyboardInterrupt again: for calls that wait for the user."""
+        if self._previous is None:
+            yield
+            return
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, self._on_signal)

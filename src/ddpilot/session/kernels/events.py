@@ -10,7 +10,7 @@ from ddpilot.launching.rank_reports import Exited
 
 
 @dataclass(frozen=True, kw_only=True)
-class Said:
+class KernelMessage:
     """A Jupyter message from a rank's kernel. `parent_id` is the id of the message that it belongs to."""
 
     rank: int
@@ -51,4 +51,4 @@ class Interrupted:
     """The user interrupted the cell (interrupt button or Ctrl-C)."""
 
 
-Event = Said | Wrote | Ended | Interrupted
+Event = KernelMessage | Wrote | Ended | Interrupted

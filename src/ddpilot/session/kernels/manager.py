@@ -4,11 +4,15 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import queue
+import shutil
 import signal
-from collections.abc import Sequence
+import tempfile
+import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +20,9 @@ from typing import Any
 
 from jupyter_client.session import new_id_bytes
 
-from ddpilot.environments.devices_count import count_accelerators
+from ddpilot.environments.nvml import count_accelerators
 from ddpilot.errors import LaunchError
+from ddpilot.findings.text import render_ranks
 from ddpilot.launching.options import LaunchOptions
 from ddpilot.launching.rank_server.job import STORE
 from ddpilot.launching.shipping import fd_socket
@@ -26,23 +31,16 @@ from ddpilot.record.hook import HOOK, RING_DIR_VARIABLE
 from ddpilot.record.main_thread import WATCH_SIGNAL
 from ddpilot.session.apps import find_app, present_modules
 from ddpilot.session.arguments import check_gpus
-from ddpilot.session.channels import Connection
-from ddpilot.session.deaths import BEGIN_ANEW, describe_store_end
-from ddpilot.session.folder import make_folder, remove_folder
-from ddpilot.session.hosts import RankHost
-from ddpilot.session.kernels.cell_watch import SeenRank
-from ddpilot.session.kernels.event_router import Attention
-from ddpilot.session.kernels.events import Ended, Event, Interrupted, Said, Wrote
-from ddpilot.session.kernels.io_thread import Hub
-from ddpilot.session.kernels.output import Written
-from ddpilot.session.kernels.processes import LocalRanks
+from ddpilot.session.kernels.cell_watch import WatchedRank
+from ddpilot.session.kernels.event_router import EventRouter, InterruptListener
+from ddpilot.session.kernels.events import Ended, Event, Interrupted, KernelMessage, Wrote
+from ddpilot.session.kernels.io_thread import Connection, IOThread
+from ddpilot.session.kernels.output import IdleOutput, NativeOutput
+from ddpilot.session.kernels.processes import LocalProcesses, RankProcesses
 from ddpilot.session.kernels.stacks import read_stacks
-from ddpilot.session.kernels.states import Standing
+from ddpilot.session.kernels.states import START_OVER, RankStates, describe_store_end
 from ddpilot.session.options import SessionOptions
-from ddpilot.session.outside import OutsideCells
 from ddpilot.session.protocol.entry_points import KernelStart
-from ddpilot.session.readiness import await_ready
-from ddpilot.session.stops import Stops
 from ddpilot.watch.companion import Watcher
 
 _END_LIMIT_S = 30.0
@@ -69,17 +67,17 @@ class Ranks:
         """Watches the ranks from outside; None if the session was started without `watch`."""
         self._folder: Path | None = None
         try:
-            host = LocalRanks(self._launch_options(), self._kernel_start)
-            self.host: RankHost = host
+            host = LocalProcesses(self._launch_options(), self._kernel_start)
+            self.host: RankProcesses = host
             self._incarnations = [0] * host.world_size
             if options.watch:
                 self.watcher = Watcher(options, "the session", host.world_size)
-            self.standing = Standing(host.world_size)
-            self.outside = OutsideCells(view, host, self.standing, respawns=options.respawn)
-            self._attention = Attention(self.outside.show, self.standing.set_all_idle)
-            self._written = Written(self._attention)
+            self.standing = RankStates(host.world_size)
+            self.outside = IdleOutput(view, host, self.standing, respawns=options.respawn)
+            self._attention = EventRouter(self.outside.show, self.standing.set_all_idle)
+            self._written = NativeOutput(self._attention)
             self.tails = self._written.tails
-            self.hub = Hub(self._deliver, self._tick, self._on_broken, self._written.sending)
+            self.hub = IOThread(self._deliver, self._tick, self._on_broken, self._written.sending)
         except BaseException:
             self._remove_folders()
             raise
@@ -152,10 +150,10 @@ class Ranks:
             with self.turn("starting the session") as (events, _):
                 self.start_processes(range(self.world_size), events)
             if self.watcher is not None:
-                seen = [SeenRank(rank, self.standing, self.pid) for rank in range(self.world_size)]
+                seen = [WatchedRank(rank, self.standing, self.pid) for rank in range(self.world_size)]
                 self.watcher.begin(seen, is_paused=True)
         except BaseException:
-            with Stops(queue.SimpleQueue()):  # a second interrupt must not cut this clean-up short
+            with InterruptListener(queue.SimpleQueue()):  # a second interrupt must not cut this clean-up short
                 self.close()
             raise
 
@@ -172,7 +170,7 @@ class Ranks:
                 raise LaunchError(
                     f"starting rank {rank}",
                     found="the rank server is gone",
-                    fix=BEGIN_ANEW,
+                    fix=START_OVER,
                     rank=rank,
                 ) from error
         await_ready(self.hub, ranks, events, self._say_end)
@@ -226,12 +224,12 @@ class Ranks:
 
     # events
 
-    def turn(self, did: str) -> AbstractContextManager[tuple[queue.SimpleQueue[Event], Stops]]:
-        """Take exclusive use of the ranks, as `Attention.turn`. Raises LaunchError also if the session was stopped."""
+    def turn(self, did: str) -> AbstractContextManager[tuple[queue.SimpleQueue[Event], InterruptListener]]:
+        """Take exclusive use of the ranks, as `EventRouter.turn`. Raises LaunchError also if the session was stopped."""
         if self.is_closed:
             raise LaunchError(did, found="the session was stopped", fix="Start a new one")
         if self.hub.is_broken:
-            raise LaunchError(did, found=self.standing.store_end, fix=BEGIN_ANEW)
+            raise LaunchError(did, found=self.standing.store_end, fix=START_OVER)
         return self._attention.turn(did)
 
     def interrupt(self) -> bool:
@@ -255,7 +253,11 @@ class Ranks:
 
     def _deliver(self, event: Event) -> None:
         with self._attention.switch:
-            if isinstance(event, Said) and event.kind == "status" and event.content["execution_state"] == "idle":
+            if (
+                isinstance(event, KernelMessage)
+                and event.kind == "status"
+                and event.content["execution_state"] == "idle"
+            ):
                 self.host.drain(event.rank)  # bytes that bypassed Python arrive through pipes and belong to this cell
                 self._written.request_ended(event.rank, event.parent_id)
             if isinstance(event, Wrote):
@@ -295,3 +297,68 @@ class Ranks:
         """Send a comm message from the notebook's widgets to a rank."""
         if rank not in self.standing.dead and not self.is_closed:
             self.hub.send(rank, "shell", kind, content, metadata, buffers=buffers)
+
+
+_LIMIT_S = 120.0
+_SUBSCRIBE_S = 0.05
+"""Seconds after its reply at which a kernel is asked again, if none of its iopub messages was received."""
+
+
+def await_ready(
+    hub: IOThread, ranks: Sequence[int], events: queue.SimpleQueue[Event], say_end: Callable[[Ended], str | None]
+) -> None:
+    """Request kernel info from each of `ranks` until it has replied and one of its iopub messages was received.
+
+    Raises LaunchError if a rank ends (`say_end` describes how; it returns None for the end of an earlier process) or
+    does not reply within two minutes, and KeyboardInterrupt after an interrupt. What the ranks write is put back into
+    `events`.
+    """
+    written = []
+    waiting, heard = set(ranks), set[int]()
+    did = f"starting {render_ranks(sorted(waiting))}"
+    ask_again_s = dict.fromkeys(waiting, 0.0)
+    limit_s = time.monotonic() + _LIMIT_S
+    while waiting:
+        now = time.monotonic()
+        if now > limit_s:
+            raise LaunchError(
+                did,
+                found=f"{render_ranks(sorted(waiting))} did not answer in {_LIMIT_S:g} s",
+                fix="Ask for fewer ranks, or see whether the machine is out of memory",
+            )
+        for rank in [rank for rank in waiting if ask_again_s[rank] <= now]:
+            hub.send(rank, "shell", "kernel_info_request", {})
+            ask_again_s[rank] = limit_s
+        with contextlib.suppress(queue.Empty):
+            event = events.get(timeout=max(0.001, min([limit_s, *ask_again_s.values()]) - now))
+            if isinstance(event, KernelMessage) and event.channel == "iopub":
+                heard.add(event.rank)
+            elif isinstance(event, KernelMessage) and event.channel == "shell" and event.rank in waiting:
+                ask_again_s[event.rank] = time.monotonic() + _SUBSCRIBE_S
+            elif isinstance(event, Ended) and event.rank in waiting:
+                if (reason := say_end(event)) is not None:
+                    raise LaunchError(did, found=f"rank {event.rank} ended: {reason}", rank=event.rank)
+            elif isinstance(event, Interrupted):
+                raise KeyboardInterrupt
+            elif isinstance(event, Wrote):
+                written.append(event)
+        waiting -= {rank for rank in waiting if rank in heard and 0 < ask_again_s[rank] < limit_s}
+    for event in written:
+        events.put(event)
+
+
+_MAX_FOLDER_CHARS = 60
+"""Longest parent folder to use: the path of a Unix socket is limited to 107 characters."""
+
+
+def make_folder() -> Path:
+    """Create a folder with mode 0700 in the temporary directory, or in /tmp if the path of that one is long."""
+    for parent in (tempfile.gettempdir(), "/tmp"):
+        if len(os.fsencode(parent)) <= _MAX_FOLDER_CHARS:
+            return Path(tempfile.mkdtemp(prefix="ddpilot-", dir=parent))
+    return Path(tempfile.mkdtemp(prefix="ddpilot-"))
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove the folder and its contents; do nothing if it does not exist."""
+    shutil.rmtree(folder, ignore_errors=True)

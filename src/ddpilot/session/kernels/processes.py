@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LocalRanks`: the rank processes of a session on this machine, forked from the rank server as for `launch`."""
+"""`LocalProcesses`: the rank processes of a session on this machine, forked from the rank server as for `launch`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import socket
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from ddpilot.errors import LaunchError
 from ddpilot.launching.function_launch.launch import (
@@ -22,20 +23,69 @@ from ddpilot.launching.function_launch.launch import (
 from ddpilot.launching.options import LaunchOptions
 from ddpilot.launching.rank_environment import default_variables, module_paths
 from ddpilot.launching.rank_reports import Exited, Raised
-from ddpilot.launching.rank_server.client import ensure_server
-from ddpilot.launching.rank_server.handles import RankHandle, start_rank
-from ddpilot.launching.rank_server.job import STORE, Finish, Finished, NotStarted, Own, Signal, Start, Started
-from ddpilot.launching.rank_server.store import bind_listener
+from ddpilot.launching.rank_server.client import RankHandle, ensure_server, start_rank
+from ddpilot.launching.rank_server.job import (
+    STORE,
+    Finish,
+    Finished,
+    NotStarted,
+    Own,
+    Signal,
+    Start,
+    Started,
+    bind_listener,
+)
 from ddpilot.launching.shipping import fd_socket
 from ddpilot.launching.shipping.unpicklable import ship
 from ddpilot.launching.system_limits import check_open_files
-from ddpilot.output.writer import Display
+from ddpilot.output.writer import LabelledWriter
 from ddpilot.session.arguments import refuse_in_a_rank
-from ddpilot.session.deaths import SERVER_GONE
 from ddpilot.session.kernels.events import Ended, Wrote
-from ddpilot.session.kernels.io_thread import Hub
-from ddpilot.session.local_entry import serve
-from ddpilot.session.protocol.entry_points import KernelStart
+from ddpilot.session.kernels.io_thread import IOThread
+from ddpilot.session.kernels.states import SERVER_GONE
+from ddpilot.session.protocol.entry_points import KernelStart, serve
+
+
+class RankProcesses(Protocol):
+    """Starts, signals and ends the processes of ranks. Its methods are called in the hub's thread.
+
+    It sends what the processes write (`Wrote`) and how they end (`Ended`) to the hub. A session does not assume that a
+    rank is a child of its own process, nor that it runs on the same machine.
+    """
+
+    world_size: int
+
+    @property
+    def can_start(self) -> bool:
+        """True if ranks can still be started after `attach`."""
+
+    def attach(self, hub: IOThread) -> None:
+        """Connect to the hub; called once, before the first `start`."""
+
+    def accompany(self, hooks: tuple[str, ...], variables: Mapping[str, str]) -> None:
+        """Make every rank started from now on call `hooks` first, with `variables` added to its environment."""
+
+    def check_start(self, did: str) -> None:
+        """Raise LaunchError if ranks cannot be started now. Called before any rank is ended for `did`."""
+
+    def start(self, rank: int, generation: int) -> None:
+        """Start the process of a rank that has none. `generation` is the number of times the group has been rebuilt."""
+
+    def signal(self, ranks: Sequence[int], number: int) -> None:
+        """Send a signal to the processes of `ranks`; SIGKILL goes to their whole process groups."""
+
+    def drain(self, rank: int) -> None:
+        """Send the hub everything that the rank's process has written so far. Called when a cell ends on it."""
+
+    def pid(self, rank: int) -> int | None:
+        """Return the process id; None if the rank has no process, or runs on another machine."""
+
+    def is_live(self, rank: int) -> bool:
+        """True if the rank's process was started and has not ended."""
+
+    def close(self) -> None:
+        """End all remaining processes and release all resources; a second call does nothing."""
+
 
 # Not matplotlib: its import reads the backend from the environment and ties figures to a shell.
 PRELOAD = (
@@ -49,8 +99,8 @@ _MAX_CHUNKS = 32  # more than a pipe holds: a child process of the rank may writ
 _RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 
 
-class LocalRanks:
-    """A `RankHost` for this machine.
+class LocalProcesses:
+    """A `RankProcesses` for this machine.
 
     `kernel_start` is called for each rank that starts and returns its `KernelStart`.
     """
@@ -61,7 +111,7 @@ class LocalRanks:
         self._sys_path = module_paths()
         self._environ: Mapping[str, str] = {**default_variables(stays=True), **os.environ, **options.env}
         self._options = replace(options, preload=(*PRELOAD, *options.preload))
-        self._display = Display(options.output, None)
+        self._display = LabelledWriter(options.output, None)
         self.world_size = resolve_count(options, self._environ, self._display)
         check_open_files("starting a session", self.world_size)
         self._hooks: tuple[str, ...] = ()
@@ -79,7 +129,7 @@ class LocalRanks:
         self._hooks = hooks
         self._environ = {**self._environ, **variables}
 
-    def attach(self, hub: Hub) -> None:
+    def attach(self, hub: IOThread) -> None:
         """Start the session's store, and the rank server unless one is running."""
         self._hub = hub
         self._launch_id = uuid.uuid4().hex

@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from ddpilot.record.connecting import connecting_path
-from ddpilot.record.main_thread import StackRequest, first_stack, stacks_path
+from ddpilot.record.main_thread import StackRequest, connecting_path, first_stack, stacks_path
 
 _PAUSE_S = 0.01
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line \d+ in .+$')

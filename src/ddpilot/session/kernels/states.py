@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Standing`: state of each rank of a session: alive or dead, busy or idle, and what its last cell raised."""
+"""`RankStates`: state of each rank of a session: alive or dead, busy or idle, and what its last cell raised."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+from ddpilot.errors import LaunchError, RankError
+from ddpilot.findings.text import render_ranks
+from ddpilot.launching.failures import describe_exit
 from ddpilot.launching.rank_reports import Exited, Raised
-from ddpilot.session.endings import describe_end
 from ddpilot.session.kernels.events import Ended
 
 _END_GRACE_S = 2.0
 
 
-class Standing:
+class RankStates:
     """State of `world_size` ranks. To modify it, hold `Attention.switch` or have the turn."""
 
     def __init__(self, world_size: int) -> None:
@@ -85,3 +87,80 @@ class Standing:
         limit_s = time.monotonic() + _END_GRACE_S
         while any(rank not in self.dead for rank in ranks) and time.monotonic() < limit_s:
             time.sleep(0.005)
+
+
+def describe_end(ended: Ended, was_killed: bool, last_lines: Sequence[str]) -> str:
+    """Return the predicate of a sentence about the rank. `was_killed`: True if ddpilot killed it."""
+    if ended.exited is None or ended.reason:
+        return ended.reason
+    if was_killed:
+        return "was killed by ddpilot, since nothing else stopped it"
+    if ended.exited.signal_name is None:
+        return f"exited with code {ended.exited.exitcode}"
+    how, _ = describe_exit(ended.exited, "the session", last_lines)
+    return how
+
+
+SERVER_GONE = "ended with the rank server"
+START_OVER = "`%ddp stop`, then `%ddp start` (a new `Session`) starts from scratch"
+"""What to do if no rank can be started any more."""
+
+
+STORE_GONE = "the process of the session's store ended"
+
+
+def describe_store_end(ended: Ended) -> str:
+    """Describe the end of the session's store, which ranks need to form a group, or of the session's own thread."""
+    if ended.exited is None:
+        return ended.reason
+    status = ended.exited
+    how = f"was killed by {status.signal_name}" if status.signal_name else f"exited with code {status.exitcode}"
+    return f"{STORE_GONE} (it {how}): ranks cannot form a process group any more, variables are kept"
+
+
+def make_dead_error(did: str, ranks: Sequence[int], dead: Mapping[int, str], *, can_restart: bool) -> LaunchError:
+    """Build the error for `did`, which needs `ranks`. `dead` has the cause of death of each of them."""
+    again = f"`%ddp restart {' '.join(map(str, ranks))}` starts {_them(ranks)} again, and so does `session.restart`"
+    return LaunchError(
+        did,
+        found="; ".join(f"rank {rank} is dead: it {dead[rank]}" for rank in ranks),
+        fix=again if can_restart else START_OVER,
+        rank=ranks[0],
+    )
+
+
+def blame_dead(error: RankError, dead: Mapping[int, str]) -> None:
+    """Rewrite `error` to name the dead ranks that the failed rank needed. `dead` has their causes of death by rank."""
+    gone = ", ".join(f"rank {rank}, which is dead (it {dead[rank].partition(';')[0]})" for rank in sorted(dead))
+    error.found = f"rank {error.rank} needed {gone}"
+    error.fix = f"`%ddp restart {' '.join(map(str, sorted(dead)))}` brings {_them(sorted(dead))} back"
+    error.others = ""
+    error.args = (error.render(),)
+
+
+def describe_death(rank: int, reason: str, respawns: bool) -> str:
+    """Describe the death of a rank while no cell was running on it."""
+    again = "the next cell restarts it" if respawns else f"`%ddp restart {rank}` brings it back"
+    return f"rank {rank} {reason}; its variables are lost, {again}"
+
+
+def describe_device_error(rank: int, text: str, respawns: bool) -> str:
+    """Describe a rank whose device accepts no more work. `text` is the error that the device returns."""
+    again = "it is restarted" if respawns else f"`%ddp restart {rank}` starts it again"
+    where = "; `CUDA_LAUNCH_BLOCKING=1` in `env` shows the line that did it" if "CUDA" in text else ""
+    return (
+        f"rank {rank}: its device has failed and runs nothing more ({text}); what is in the device's memory is lost, "
+        f"{again}{where}"
+    )
+
+
+def describe_absent(dead: Mapping[int, str], live: Sequence[int]) -> str:
+    """Describe why a cell runs on the ranks in `live` only: the others are dead."""
+    ranks = sorted(dead)
+    causes = ", ".join(f"rank {rank} is dead (it {dead[rank].partition(';')[0]})" for rank in ranks)
+    again = f"`%ddp restart {' '.join(map(str, ranks))}` brings {_them(ranks)} back"
+    return f"{causes}: this cell runs on {render_ranks(live)}; {again}"
+
+
+def _them(ranks: Sequence[int]) -> str:
+    return "it" if len(ranks) == 1 else "them"

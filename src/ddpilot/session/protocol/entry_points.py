@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from ddpilot.output.cell_sources import install_sources
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,3 +37,16 @@ class KernelStart:
     def stem(self, rank: int) -> str:
         """Return the common prefix of the rank's file names, which differs after each restart."""
         return f"r{rank}.{self.incarnations[rank]}"
+
+
+def serve(start: KernelStart) -> None:
+    """Run a kernel until the session ends."""
+    from ddpilot.session.rank.main import serve_kernel
+
+    serve_kernel(start)
+
+
+def call_with_sources(sources: dict[str, list[str]], fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Install `sources` for `linecache` on this rank and return `fn(*args, **kwargs)`."""
+    install_sources(sources)
+    return fn(*args, **kwargs)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ddpilot.errors import LaunchError
+from ddpilot.errors import LaunchError, ShipError
 from ddpilot.findings.text import render_ranks
 from ddpilot.launching.shipping.parcel import ShipPickler, loaded_torch
 
@@ -118,3 +118,34 @@ def _list(names: Iterable[str]) -> str:
 
 def _them(names: list[str]) -> str:
     return "it" if len(names) == 1 else "them"
+
+
+MISSING = "there is no variable of that name"
+
+
+def make_refusal(found: str, fix: str = "", *, path: str = "") -> dict[str, str]:
+    """Return a refusal. `path` is the path of the object that cannot be pickled, if any."""
+    return {"found": found, "fix": fix, "path": path}
+
+
+def make_refusal_error(did: str, by_rank: Mapping[int, Mapping[str, str]]) -> LaunchError:
+    """Build one error from the refusals of the ranks: the first refusal, all ranks that share it, and all their fixes.
+
+    `did` is used if the refusal names no "expression". The error is a ShipError if a value cannot be pickled.
+    """
+    first = by_rank[min(by_rank)]
+    alike = [rank for rank, refusal in by_rank.items() if refusal["found"] == first["found"]]
+    did = f"pulling `{first['expression']}`" if "expression" in first else did
+    did = f"{did} from {render_ranks(alike)}"
+    fix = " ".join(dict.fromkeys(by_rank[rank]["fix"] for rank in sorted(alike) if by_rank[rank]["fix"]))
+    if first["path"]:
+        return ShipError(did, path=first["path"], found=first["found"], fix=fix)
+    return LaunchError(did, found=first["found"], fix=fix)
+
+
+def user_names(namespace: Mapping[str, Any]) -> list[str]:
+    """Return the names in `namespace` except those that IPython itself sets, such as `open` and `Out`."""
+    from IPython import get_ipython
+
+    hidden = getattr(get_ipython(), "user_ns_hidden", {})
+    return [name for name, value in namespace.items() if name not in hidden or hidden[name] is not value]

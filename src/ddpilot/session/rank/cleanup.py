@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 import traceback
@@ -10,14 +11,17 @@ import warnings
 from typing import Any
 
 import torch
+from torch.utils.data import _utils
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from ddpilot.session.rank.device_errors import find_device_error
+from ddpilot.session.rank.error_report import find_device_error
+from ddpilot.session.rank.interrupts import uninterrupted
 
 _MAX_UNUSED_PART = 8
 _LAST = ("last_type", "last_value", "last_traceback", "last_exc")
 
 
-def tidy(device: torch.device, *, keep_cache: bool, has_failed: bool) -> None:
+def release_memory(device: torch.device, *, keep_cache: bool, has_failed: bool) -> None:
     """Collect garbage and, unless `keep_cache`, return unused cached memory of `device` if that pays off."""
     gc.collect()
     if keep_cache or device.type == "cpu" or find_device_error(device):
@@ -74,3 +78,28 @@ def _clear_chain(error: BaseException | None, seen: set[int]) -> None:
         _ = frame.f_locals  # formatting the error has cached the variables here; this refreshes the cache
     _clear_chain(error.__cause__, seen)
     _clear_chain(error.__context__, seen)
+
+
+_GRACE_S = 1.0
+"""Seconds that all workers of an iteration together have to finish their current samples before they are terminated."""
+
+
+def end_workers_soon() -> None:
+    """Give the workers of an iterator that is deleted `_GRACE_S` together, where torch gives each of them 5 s.
+
+    Deleting an iterator waits for its workers: with two busy workers, an error in the loop would be shown, and an
+    interrupt would take effect, only after ten seconds. An iteration that is completed is not affected.
+    """
+    original = _MultiProcessingDataLoaderIter.__del__
+
+    @functools.wraps(original)
+    def end(iterator: _MultiProcessingDataLoaderIter) -> None:
+        before = _utils.MP_STATUS_CHECK_INTERVAL
+        _utils.MP_STATUS_CHECK_INTERVAL = _GRACE_S / max(1, len(getattr(iterator, "_workers", ())))
+        try:
+            with uninterrupted():  # exceptions in a finalizer are printed and ignored
+                original(iterator)
+        finally:
+            _utils.MP_STATUS_CHECK_INTERVAL = before
+
+    _MultiProcessingDataLoaderIter.__del__ = end  # type: ignore[method-assign]

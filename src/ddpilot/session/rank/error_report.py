@@ -12,12 +12,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ddpilot.errors import DdpilotError, user_tracebacks
-from ddpilot.launching.exceptions import leave_out_guard, message_of
-from ddpilot.launching.exitcode import exitcode_of
-from ddpilot.launching.victims import is_victim
+from ddpilot.launching.exceptions import exitcode_of, is_victim, leave_out_guard, message_of
 from ddpilot.record.flight_ring.groups import count_by_group
 from ddpilot.session.protocol.report import Report
-from ddpilot.session.rank.device_errors import find_device_error
 
 CELL = "Cell In["
 _GUARD = "/ddpilot/guard/"
@@ -111,3 +108,22 @@ def holds_group(error: BaseException | None) -> bool:
             return True
         error = error.__context__
     return False
+
+
+def find_device_error(device: torch.device) -> str:
+    """Return the error with which `device` answers every call in this process; "" if it works, or was not used.
+
+    Does not wait for the device: a kernel that is still queued may fail later.
+    """
+    if device.type == "cpu":
+        return ""
+    module = torch.get_device_module(device)
+    for name, wanted in (("is_initialized", True), ("is_current_stream_capturing", False)):
+        ask = getattr(module, name, None)
+        if ask is not None and bool(ask()) is not wanted:
+            return ""
+    try:
+        torch.accelerator.current_stream(device).query()
+    except RuntimeError as error:
+        return str(error).strip().partition("\n")[0]
+    return ""

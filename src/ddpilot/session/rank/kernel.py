@@ -23,12 +23,11 @@ from IPython.core.history import HistoryManager
 from torch.distributed import distributed_c10d as c10d
 from traitlets import Instance
 
-from ddpilot.launching.exceptions import message_of
-from ddpilot.launching.victims import is_victim
+from ddpilot.launching.exceptions import is_victim, message_of
 from ddpilot.session.protocol.report import BEGUN, FREE, REPLY, REPORT_KEY, REQUEST, Report, writable
-from ddpilot.session.rank.cleanup import forget_error, tidy
+from ddpilot.session.rank.cleanup import forget_error, release_memory
 from ddpilot.session.rank.error_report import CELL, cell_traceback, group_state, holds_group, prune_guard, report_error
-from ddpilot.session.rank.hurried import TooSlow, hurried, uninterrupted
+from ddpilot.session.rank.interrupts import TimeLimitExpired, time_limit, uninterrupted
 
 if TYPE_CHECKING:
     from ddpilot.session.rank.interrupts import StopHandler
@@ -110,9 +109,9 @@ class RankShell(ZMQInteractiveShell):
             else:
                 self._debugs = False
                 try:
-                    with hurried(_COLOURS_S):
+                    with time_limit(_COLOURS_S):
                         super().showtraceback(exc_tuple, *args, **kwargs)
-                except TooSlow:
+                except TimeLimitExpired:
                     self._last_traceback = cell_traceback(error).splitlines() if error is not None else None
         wants_debugger, self._debugs = self._debugs, None
         if wants_debugger:
@@ -291,7 +290,7 @@ class RankKernel(IPythonKernel):
     def _tidy(self, keeps_cache: bool) -> None:
         # After the reply, as it takes up to a second: `DataLoader` workers that the error kept alive end here.
         forget_error(self._rank_shell)
-        tidy(self.requests.space.device, keep_cache=keeps_cache, has_failed=self._has_failed)
+        release_memory(self.requests.space.device, keep_cache=keeps_cache, has_failed=self._has_failed)
 
     def _let_apps_tidy(self) -> None:
         try:
@@ -330,7 +329,7 @@ class RankKernel(IPythonKernel):
         self._reply(stream, REPLY, report, parent, ident)
 
     def _free(self, interrupt: bool) -> Report:
-        from ddpilot.group.free import free_group, uses_device
+        from ddpilot.group.teardown import free_group, uses_device
 
         self._rank_shell.is_freed = True
         was_in = dist.is_initialized()

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Space`: state of a rank in a session: its namespace, its process group and its apps."""
+"""`RankContext`: state of a rank in a session: its namespace, its process group and its apps."""
 
 from __future__ import annotations
 
 import os
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import distributed_c10d as c10d
@@ -15,13 +16,14 @@ from ddpilot.findings.text import render_ranks
 from ddpilot.group.device import detect_device_facts, resolve_device, use_device
 from ddpilot.group.init_group import init_group, seed_all
 from ddpilot.group.process_group import Group
+from ddpilot.record.flight_ring.layout import NUM_BEGUN
+from ddpilot.record.hook import RING_DIR_VARIABLE, ring_path
 from ddpilot.session.apps import AppContext, find_app
 from ddpilot.session.protocol.entry_points import KernelStart
-from ddpilot.session.rank.counting import CollectiveCounter
 from ddpilot.session.rank.session_group import SessionGroup, enter_when_needed
 
 
-class Space:
+class RankContext:
     """The state of one rank of a session."""
 
     def __init__(self, namespace: dict[str, Any], start: KernelStart) -> None:
@@ -148,8 +150,39 @@ class Space:
         self._cleanup.close()
 
 
-def fill_namespace(namespace: dict[str, Any], start: KernelStart) -> Space:
+def fill_namespace(namespace: dict[str, Any], start: KernelStart) -> RankContext:
     """Create a rank's state and set `rank`, `world_size`, `device` and `group` in its `namespace`."""
-    space = Space(namespace, start)
+    space = RankContext(namespace, start)
     space.prepare()
     return space
+
+
+_WORD_BYTES = 8
+
+
+class CollectiveCounter:
+    """Counts operations begun since `begin`. All counts are None if collectives are not recorded."""
+
+    def __init__(self) -> None:
+        folder = os.environ.get(RING_DIR_VARIABLE)
+        path = ring_path(folder, int(os.environ["RANK"])) if folder else Path(os.devnull)
+        self._fd = os.open(path, os.O_RDONLY) if folder and path.exists() else None
+        self._before = 0
+
+    def begin(self) -> None:
+        """Start counting."""
+        self._before = self._total()
+
+    @property
+    def before(self) -> int | None:
+        """Collectives and point-to-point operations begun before `begin`; None if not recorded."""
+        return None if self._fd is None else self._before
+
+    def count(self) -> int | None:
+        """Return the collectives and point-to-point operations begun since `begin`; None if not recorded."""
+        return None if self._fd is None else self._total() - self._before
+
+    def _total(self) -> int:
+        if self._fd is None:
+            return 0
+        return int.from_bytes(os.pread(self._fd, _WORD_BYTES, NUM_BEGUN * _WORD_BYTES), "little")

@@ -3,18 +3,45 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpilot.findings.text import render_ranks
 from ddpilot.group.ddp_models import find_models, fingerprint
 from ddpilot.group.process_group import Group
+
+_HOLDERS = (
+    ("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"),
+    ("torch.distributed.fsdp", "FSDPModule"),
+    ("torch.distributed.fsdp", "FullyShardedDataParallel"),
+    ("torch.distributed.device_mesh", "DeviceMesh"),
+)
+
+
+def find_lost(namespace: Mapping[str, Any]) -> list[str]:
+    """Return the kinds of objects in this process that are lost with its groups, and the variables that hold one."""
+    found = ["groups of `new_group`"] if len(c10d._world.pg_map) > 1 else []
+    kinds = {name: getattr(sys.modules[module], name, None) for module, name in _HOLDERS if module in sys.modules}
+    kinds = {name: kind for name, kind in kinds.items() if isinstance(kind, type)}
+    if not kinds:
+        return found
+    seen = {name for each in gc.get_objects() for name, kind in kinds.items() if kind in type(each).__mro__}
+    return found + [name + _in_variables(kinds[name], namespace) for name in sorted(seen)]
+
+
+def _in_variables(kind: Any, namespace: Mapping[str, Any]) -> str:
+    names = [name for name, value in namespace.items() if name[0] != "_" and kind in type(value).__mro__]
+    return f" ({', '.join(f'`{name}`' for name in names)})" if names else ""
+
 
 NOWHERE = " in no variable"
 _MAX_PARTS = 100

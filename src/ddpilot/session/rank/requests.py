@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ddpilot.environments.detect import detect_topology
+from ddpilot.group.creation import rebuild_group
 from ddpilot.group.ddp_models import compare_models, find_models
-from ddpilot.group.rebuild import rebuild_group
 from ddpilot.group.store import resolve_endpoint
 from ddpilot.group.teardown import take_down
 from ddpilot.launching.rank_server.rank import user_traceback
@@ -26,11 +26,9 @@ from ddpilot.session.protocol.parcels import ParcelPort
 from ddpilot.session.protocol.report import Report
 from ddpilot.session.rank.error_report import group_state, report_error
 from ddpilot.session.rank.kernel import RankKernel
-from ddpilot.session.rank.lost import find_lost
-from ddpilot.session.rank.namespace import Space
-from ddpilot.session.rank.pulling import pack_pulled
-from ddpilot.session.rank.rebuild import describe_divergence
-from ddpilot.session.rank.variables import Pushed, prefer_own
+from ddpilot.session.rank.namespace import RankContext
+from ddpilot.session.rank.rebuild import describe_divergence, find_lost
+from ddpilot.session.rank.variables import PushedVariables, pack_pulled, prefer_own
 
 _RENDEZVOUS_S = 30.0
 
@@ -38,14 +36,14 @@ _RENDEZVOUS_S = 30.0
 class Requests:
     """Serves requests by verb. `space`: the rank's state; `path`: the path of the socket for parcels."""
 
-    def __init__(self, kernel: RankKernel, space: Space, path: Path) -> None:
+    def __init__(self, kernel: RankKernel, space: RankContext, path: Path) -> None:
         self.space = space
         self.generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         """Generation of the group that this rank is in, or enters next."""
 
         self._kernel = kernel
         self._port = ParcelPort(path)
-        self._pushed = Pushed(space.namespace, space.names)
+        self._pushed = PushedVariables(space.namespace, space.names)
         self._verbs: dict[str, Callable[..., Any]] = {
             "call": self._call,
             "push": self._push,

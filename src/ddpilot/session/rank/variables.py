@@ -1,20 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Pushed`: sets variables that were pushed from the notebook, without overwriting other variables of the rank."""
+"""`PushedVariables`: sets variables that were pushed from the notebook, without overwriting other variables of the rank."""
 
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpilot.errors import ShipError, did_you_mean
+from ddpilot.launching.shipping.unpicklable import ship
+from ddpilot.session.protocol.variables import MISSING, find_incomplete, make_refusal, user_names
+from ddpilot.session.rank.session_group import SessionGroup
 
 _DEFINITIONS = (types.FunctionType, type, types.ModuleType)
 _PLAIN = (bool, int, float, complex, str, bytes, types.NoneType, torch.dtype, torch.device)
 _MAX_DEPTH = 10
 
 
-class Pushed:
+class PushedVariables:
     """Sets variables in `namespace`. `own`: the session's names, which a push does not replace.
 
     A function from the notebook uses the rank's variables as globals. Objects that it refers to are sent with it; they
@@ -119,3 +125,52 @@ def _is_plain(value: Any, depth: int = 0) -> bool:
     if type(value) is dict:
         return all(_is_plain(key, depth + 1) and _is_plain(each, depth + 1) for key, each in value.items())
     return type(value) in _PLAIN
+
+
+def pack_pulled(expressions: Sequence[str], names: dict[str, Any]) -> tuple[int | None, dict[str, str] | None]:
+    """Return a parcel (a file descriptor) with the values of `expressions`, and None; or None and a refusal.
+
+    Objects shared by several values, such as parameters of a model and its optimizer, are also shared in the parent.
+    Exceptions raised by an expression propagate.
+    """
+    values: dict[str, Any] = {}
+    for expression in expressions:
+        value, refusal = _evaluate(expression, names)
+        if refusal is not None:
+            return None, {**refusal, "expression": expression}
+        values[expression] = value
+    if (incomplete := find_incomplete(values)) is not None:
+        fix = f"Pull both at once, as in `%ddp pull {incomplete.kind} {incomplete.name}`, or its `state_dict()`"
+        return None, {**make_refusal(incomplete.found.format(verb="pulled"), fix), "expression": incomplete.name}
+    try:
+        parcel, _ = ship("ddpilot-pull", values, [values[each] for each in expressions], did="", known=[])
+    except ShipError as error:
+        return None, make_refusal(error.found, error.fix, path=error.path)
+    return parcel, None
+
+
+def _evaluate(expression: str, names: dict[str, Any]) -> tuple[Any, dict[str, str] | None]:
+    """Return the value of the expression and None, or None and a refusal."""
+    if expression.isidentifier() and expression not in names:
+        return None, make_refusal(MISSING, did_you_mean(expression, user_names(names), num=3))
+    try:
+        value = eval(expression, names)
+    except NameError as error:
+        return None, make_refusal(str(error))
+    except AttributeError as error:
+        model: Any = error.obj
+        if DistributedDataParallel not in type(model).__mro__:
+            raise
+        is_inside = hasattr(model.module, error.name or "")
+        fix = f"The model in it has one: write `.module.{error.name}` in place of `.{error.name}`" if is_inside else ""
+        return None, make_refusal(str(error), fix)
+    if isinstance(value, SessionGroup):
+        return None, make_refusal(
+            "it is the session's own and stays on its rank", "Pull what it gives, such as `group.rank`"
+        )
+    if isinstance(value, DistributedDataParallel):
+        return None, make_refusal(
+            "it is a DDP model, and its process group stays on its rank",
+            f"Pull the module in it, `{expression}.module`, or its weights, `{expression}.module.state_dict()`",
+        )
+    return value, None

@@ -9,8 +9,7 @@ from ddpilot.trainer.callbacks.csv_log import CsvLog
 from ddpilot.trainer.callbacks.early_stopping import EarlyStopping
 from ddpilot.trainer.callbacks.garbage_collection import GarbageCollection
 from ddpilot.trainer.callbacks.json_lines_log import JsonLinesLog
-from ddpilot.trainer.callbacks.lr_monitor import LRMonitor
-from ddpilot.trainer.callbacks.monitors import Norms
+from ddpilot.trainer.callbacks.monitors import LRMonitor, Norms
 from ddpilot.trainer.callbacks.pictures import Pictures
 from ddpilot.trainer.callbacks.schedule import Schedule
 from ddpilot.trainer.callbacks.tensorboard_log import TensorBoardLog

@@ -7,12 +7,11 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-from ddpilot.checkpoint.atomic_files import Sink
+from ddpilot.checkpoint.atomic_files import HashingFile
 from ddpilot.checkpoint.safetensors_file import check_dtypes, write_safetensors
 from ddpilot.trainer.callback import Callback
-from ddpilot.trainer.callbacks.log_rows import Watched
-from ddpilot.trainer.calling import find_inner
-from ddpilot.trainer.run import Run
+from ddpilot.trainer.callbacks.log_rows import MonitoredMetric
+from ddpilot.trainer.run import Run, find_inner
 
 
 class BestWeights(Callback):
@@ -35,7 +34,7 @@ class BestWeights(Callback):
         min_delta: float = 0.0,
     ) -> None:
         self._path = Path(path)
-        self._watched = Watched(monitor, mode, min_delta)
+        self._watched = MonitoredMetric(monitor, mode, min_delta)
         self.best_epoch: int | None = None
         """The epoch whose weights are in the file."""
 
@@ -60,7 +59,7 @@ class BestWeights(Callback):
         check_dtypes(weights, where="the best weights")
         new = self._path.with_name(f".{self._path.name}.new")
         new.unlink(missing_ok=True)
-        with Sink(new) as sink:
+        with HashingFile(new) as sink:
             write_safetensors(sink, weights)
         os.replace(new, self._path)
         self.best_epoch = run.epoch

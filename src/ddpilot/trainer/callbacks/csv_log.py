@@ -11,8 +11,7 @@ from typing import Any
 
 from ddpilot.checkpoint.atomic_files import replace_text
 from ddpilot.trainer.callback import Callback
-from ddpilot.trainer.callbacks.files import set_aside
-from ddpilot.trainer.callbacks.log_rows import epoch_row
+from ddpilot.trainer.callbacks.log_rows import epoch_row, set_aside
 from ddpilot.trainer.run import Run
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from ddpilot.errors import LoopError
 from ddpilot.trainer.callback import Callback
-from ddpilot.trainer.callbacks.log_rows import Watched
+from ddpilot.trainer.callbacks.log_rows import MonitoredMetric
 from ddpilot.trainer.run import Run
 
 
@@ -45,7 +45,7 @@ class EarlyStopping(Callback):
         if patience < 1:
             found = f"`patience` is {patience}"
             raise LoopError("making an EarlyStopping", found=found, fix="Give a number of epochs, 1 or more.")
-        self._watched = Watched(monitor, mode, min_delta)
+        self._watched = MonitoredMetric(monitor, mode, min_delta)
         self._patience = patience
         self._restore_best = restore_best
         self._weights: list[torch.Tensor] | None = None

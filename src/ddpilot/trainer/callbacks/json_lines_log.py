@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpilot.trainer.callback import Callback
-from ddpilot.trainer.callbacks.files import LineFile, set_aside
-from ddpilot.trainer.callbacks.log_rows import check_every, epoch_row, update_row
+from ddpilot.trainer.callbacks.log_rows import LineFile, check_every, epoch_row, set_aside, update_row
 from ddpilot.trainer.run import Run
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from ddpilot.errors import LoopError
-from ddpilot.group.accelerator import runs_behind
-from ddpilot.training.async_scalars import Arriving, Sender
+from ddpilot.group.device import runs_behind
+from ddpilot.training.async_scalars import PendingScalar, ScalarCopier
 from ddpilot.training.batches import CurrentBatch
 
 _MEAN = 1
@@ -53,8 +53,8 @@ _TOLERANCE = 1e-6
 class _Found:
     """A cross entropy without a count, and bounds of how much less than its size each sample's total weight is."""
 
-    least: Arriving | float
-    most: Arriving | float
+    least: PendingScalar | float
+    most: PendingScalar | float
     key: tuple[object, ...]
     """The same for this cross entropy in each batch."""
     is_weighted: bool
@@ -68,7 +68,7 @@ class _Found:
     @property
     def is_there(self) -> bool:
         """True if the bounds are known without a wait for the device."""
-        return not isinstance(self.most, Arriving) or self.most.is_there
+        return not isinstance(self.most, PendingScalar) or self.most.is_there
 
 
 class MeanWatch:
@@ -82,7 +82,7 @@ class MeanWatch:
     def __init__(self, rank: int, device: torch.device) -> None:
         self._rank = rank
         self._is_late = runs_behind(device)
-        self._sender = Sender()
+        self._sender = ScalarCopier()
         self._coming: deque[_Found] = deque()
         self._of_one: dict[tuple[object, ...], float] = {}
         self._batch: CurrentBatch | None = None
@@ -112,7 +112,7 @@ class MeanWatch:
         """Raise LoopError for what `check` found before, as far as it is known. `waits`: wait for the device."""
         while self._coming and (waits or self._coming[0].is_there):
             found = self._coming.popleft()
-            least, most = (one.read() if isinstance(one, Arriving) else one for one in (found.least, found.most))
+            least, most = (one.read() if isinstance(one, PendingScalar) else one for one in (found.least, found.most))
             known = self._of_one.setdefault(found.key, least) if found.is_of_one else least
             if max(most, known) - min(least, known) > _TOLERANCE * max(1.0, abs(most)):
                 self._coming.clear()
@@ -121,8 +121,8 @@ class MeanWatch:
     def _look(self, node: Any, batch: CurrentBatch, key: tuple[object, ...]) -> _Found:
         target, weight, ignored = node._saved_target, node._saved_weight, node._saved_ignore_index
         ignored -= 2**64 * (ignored >= 2**63)  # torch gives it without a sign
-        least: Arriving | float = 0.0
-        most: Arriving | float = 0.0
+        least: PendingScalar | float = 0.0
+        most: PendingScalar | float = 0.0
         if self._is_late or weight is not None or node._saved_total_weight.item() != target.numel():
             bounds = _left_out(target, weight, ignored, batch.count).aminmax()
             least, most = map(self._sender.send, bounds) if self._is_late else (one.item() for one in bounds)

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from ddpilot.errors import LoopError
-from ddpilot.group.accelerator import wire_device
+from ddpilot.errors import LoopError, RemoteRankError
+from ddpilot.group.device import wire_device
 from ddpilot.group.protocol import GroupLike, ReduceOp
 from ddpilot.training.nested import join_named_rows, to_host
 
@@ -141,3 +143,44 @@ class _GatherRows(torch.autograd.Function):
 
 def _refuse_rows(found: str, fix: str, group: GroupLike) -> LoopError:
     return LoopError("gathering the rows of a batch", found=found, fix=fix, rank=group.rank)
+
+
+class PrintOnce:
+    """Calls `say` with a sentence, unless it has already been called with it."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._said: set[str] = set()
+
+    def __call__(self, sentence: str) -> None:
+        if sentence not in self._said:
+            self._said.add(sentence)
+            self._say(sentence)
+
+
+@contextmanager
+def rank_zero_first(group: GroupLike) -> Iterator[None]:
+    """Run the block on rank 0, then on the other ranks in parallel; see `Loop.rank_zero_first`. Collective."""
+    if group.world_size == 1:
+        yield
+        return
+    if not group.is_rank_zero:
+        failure = group.broadcast_object(None)
+        if failure:
+            raise RemoteRankError(
+                "waiting for rank 0 to go first",
+                found=f"rank 0 raised {failure}",
+                fix="Look at rank 0's traceback; this rank stops with it.",
+                rank=group.rank,
+            )
+        yield
+        return
+    failure = "an exit"
+    try:
+        yield
+        failure = ""
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        group.broadcast_object(failure)

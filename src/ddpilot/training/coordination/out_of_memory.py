@@ -13,8 +13,7 @@ import psutil
 import torch
 
 from ddpilot.errors import OutOfMemoryError, RemoteRankError
-from ddpilot.group.accelerator import empty_cache, memory_facts, peak_bytes
-from ddpilot.group.device import device_identity
+from ddpilot.group.device import device_identity, empty_cache, memory_facts, peak_bytes
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.batches import CurrentBatch
 

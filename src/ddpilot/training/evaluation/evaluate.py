@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddpilot.data.devices import to_device
+from ddpilot.data.batches import to_device
 from ddpilot.errors import LoopError
-from ddpilot.group.accelerator import fork_rng
+from ddpilot.group.device import fork_rng
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.batches import CurrentBatch, Loader, iterate_groups
-from ddpilot.training.evaluation.forwarding import forward_batch, predict_batch
 from ddpilot.training.evaluation.metrics import divides_range, is_collection, make_meters, naming_metric
 from ddpilot.training.models.ddp import sync_buffers, unwrap
 
@@ -86,3 +85,27 @@ def local_outputs(
     for batch in iterate_groups(loader, group, epoch=0):
         output = (forward or predict_batch)(model, to_device(batch.data, group.device)) if batch.count else None
         yield batch, output
+
+
+def forward_batch(model: nn.Module, batch: Any) -> tuple[Any, Any]:
+    """Return (output, target) for a batch. Raises LoopError if it has no target.
+
+    For a tuple `(*inputs, target)`: `model(*inputs)` and the target. For a mapping: `model(**batch)` and the batch
+    itself, for models that return their own loss.
+    """
+    if isinstance(batch, Mapping):
+        return model(**batch), batch
+    if isinstance(batch, list | tuple) and len(batch) > 1:
+        return model(*batch[:-1]), batch[-1]
+    raise LoopError(
+        "running the model on a batch",
+        found=f"it is a {type(batch).__name__}{' of one item' * isinstance(batch, list | tuple)}: there is no target",
+        fix="Pass `forward=lambda model, batch: (output, target)`.",
+    )
+
+
+def predict_batch(model: nn.Module, batch: Any) -> Any:
+    """Return the output for a batch, as `forward_batch` does; a batch without a target is passed to the model whole."""
+    if isinstance(batch, list | tuple) and len(batch) == 1:
+        return model(batch[0])
+    return forward_batch(model, batch)[0] if isinstance(batch, list | tuple | Mapping) else model(batch)

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ddpilot.data.devices import to_device
+from ddpilot.data.batches import to_device
 from ddpilot.errors import LoopError
-from ddpilot.group.accelerator import wire_device
+from ddpilot.group.device import wire_device
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.nested import join_rows, to_host
 

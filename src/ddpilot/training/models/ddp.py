@@ -3,21 +3,25 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from ddpilot.errors import LoopError
-from ddpilot.group.accelerator import is_divided, move
+from ddpilot.group.device import is_divided, move
 from ddpilot.group.process_group import Group
 from ddpilot.group.protocol import GroupLike
-from ddpilot.training.models.comm_hooks import check_compressible, compress, is_fp16
 from ddpilot.training.models.ddp_options import HAS_FORWARD_SYNC, Choice, DdpOptions, resolve
-from ddpilot.training.models.inside import PreparedDDP
 
 
 def wrap(model: nn.Module, group: GroupLike, options: DdpOptions | None = None) -> tuple[nn.Module, tuple[Choice, ...]]:
@@ -126,3 +130,98 @@ def sync_buffers(model: nn.Module, group: GroupLike, src: int = 0) -> None:
         for buffer, part in zip(buffers, torch.split(flat, sizes), strict=True):
             # A part may be misaligned for its dtype.
             buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
+
+
+class PreparedDDP(DistributedDataParallel):
+    """DDP with the public methods and attributes of the wrapped model, so that programs also run on one rank unchanged.
+
+    A method runs as a forward pass of DDP: the gradients of its result are all-reduced.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        model = self.__dict__.get("_modules", {}).get("module")
+        if name == "module" and model is not None:  # read in every forward pass
+            return model
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if model is None or name.startswith("_"):
+                raise
+        value = getattr(model, name)
+        if not inspect.ismethod(value):
+            return value
+        return lambda *args, **kwargs: run_in_forward(self, lambda inner: getattr(inner, name)(*args, **kwargs))
+
+
+class _Once(nn.Module):
+    """Replaces the model inside DDP for one forward pass, so that the hooks of the model run as without DDP.
+
+    It holds the model, for hooks of DDP that read parameters.
+    """
+
+    def __init__(self, function: Callable[[], Any], model: nn.Module) -> None:
+        super().__init__()
+        self._function = function
+        self.model = model
+
+    def forward(self, _: None) -> Any:
+        return self._function()
+
+
+def run_in_forward(wrapped: Any, function: Callable[[Any], Any]) -> Any:
+    """Return `function(model)`, run as a forward pass of the DDP model `wrapped`; `model` is the wrapped module.
+
+    If `wrapped` is not a DDP model, return `function(wrapped)`. With `find_unused_parameters`, DDP searches the result
+    of `function`: tensors, and tuples and dicts of them.
+    """
+    if not isinstance(wrapped, DistributedDataParallel):
+        return function(wrapped)
+    model: nn.Module = wrapped.module
+
+    def call() -> Any:
+        wrapped.module = model
+        return function(model)
+
+    wrapped.module = _Once(call, model)
+    try:
+        return wrapped(None)  # with `device_ids`, torch fails for a call without arguments
+    finally:
+        wrapped.module = model
+
+
+# No postponed annotations here: DDP compares the annotations of a hook with the classes themselves.
+
+
+def check_compressible(model: nn.Module, comm: str, rank: int) -> None:
+    """Raise LoopError if `model` has float64 or complex parameters to train, or layers with sparse gradients."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.float64, torch.complex64, torch.complex128):
+            found = f"parameter {name} is {parameter.dtype}"
+            raise _compression_error(comm, found, "Leave `comm` out, or make the model float32.", rank)
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
+            found = f"layer {name or type(layer).__name__} has sparse gradients"
+            raise _compression_error(comm, found, "Make it with sparse=False, or leave `comm` out.", rank)
+
+
+def compress(model: DistributedDataParallel, comm: Literal["bf16", "fp16"]) -> None:
+    """All-reduce the gradients of `model` in the dtype `comm`.
+
+    They are summed in that dtype and converted back to their own.
+    """
+    # With state None, the hook uses the current default process group, also after that was rebuilt.
+    model.register_comm_hook(None, {"bf16": _to_bf16, "fp16": default_hooks.fp16_compress_hook}[comm])
+
+
+def is_fp16(model: DistributedDataParallel) -> bool:
+    """True if the gradients of `model` are all-reduced in fp16."""
+    return any(hook is default_hooks.fp16_compress_hook for hook, _ in model._comm_hooks)
+
+
+def _to_bf16(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    # DDP rejects bf16_compress_hook itself without CUDA, although gloo can sum bfloat16: it tests the hook's name.
+    return default_hooks.bf16_compress_hook(state, bucket)  # type: ignore[arg-type]
+
+
+def _compression_error(comm: str, found: str, fix: str, rank: int) -> LoopError:
+    return LoopError(f'preparing a model with `comm="{comm}"`', found=found, fix=fix, rank=rank)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpilot.errors import LoopError
-from ddpilot.group.accelerator import device_ids, is_divided
+from ddpilot.group.device import device_ids, is_divided
 from ddpilot.group.process_group import Group
 from ddpilot.training.options import suggest
 

@@ -3,15 +3,26 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
-from ddpilot.findings.as_html import render_html
-from ddpilot.findings.as_text import render_text
-from ddpilot.findings.display import Findings
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ddpilot.findings.display import Findings, render_html, render_text
 from ddpilot.findings.finding import Finding
+from ddpilot.findings.text import render_ranks
+from ddpilot.group.protocol import GroupLike
+from ddpilot.training.models.ddp import class_name, find_ddp, unwrap
 from ddpilot.training.models.ddp_options import Choice
+from ddpilot.training.models.optimizers import ShardedState
+from ddpilot.training.models.reducer import reduced
 
 
 @dataclass(frozen=True)
@@ -70,3 +81,287 @@ def _render_html(part: Explained) -> str:
     seen = "".join(f"<div>{escape(line)}</div>" for line in part.measured)
     table = f"<table>{rows}</table>" if rows else ""
     return f"<div><b>{escape(part.title)}</b></div>{table}{seen}{render_html(part.proposals) if part.proposals else ''}"
+
+
+_NS_PER_MS = 1_000_000
+
+
+class Prepared:
+    """The models and optimizers that `prepare` returned, in that order, with the options chosen for them."""
+
+    def __init__(self, group: GroupLike) -> None:
+        self._group = group
+        self._models: list[_Model] = []
+        self._optimizers: list[Optimizer] = []
+
+    def add_model(self, model: nn.Module, choices: tuple[Choice, ...]) -> None:
+        """Add a model as `prepare` returns it; replaces an earlier entry of the same module."""
+        self._models = [one for one in self._models if unwrap(one.model) is not unwrap(model)]
+        ddp = find_ddp(model)
+        self._models.append(_Model(model, choices, tuple(reduced(ddp)) if ddp is not None else ()))
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Add an optimizer as `prepare` returns it."""
+        self._optimizers = [one for one in self._optimizers if one is not optimizer]
+        self._optimizers.append(optimizer)
+
+    def forget_optimizer(self, optimizer: Optimizer) -> None:
+        """Remove an optimizer that a later one has replaced."""
+        self._optimizers = [one for one in self._optimizers if one is not optimizer]
+
+    def explain(self, accumulation: int, name_of: Callable[[object], str]) -> Explanation:
+        """Build the explanation of `Loop.explain`. Collective if there are several ranks.
+
+        `accumulation`: batches per update. `name_of`: returns the name of a model or optimizer in a checkpoint.
+        """
+        names = _tell_apart([(class_name(one.model), name_of(one.model)) for one in self._models])
+        own = [_look(one) for one in self._models], [_count_state(one) for one in self._optimizers]
+        of_ranks = self._group.all_gather_object(own) if self._group.world_size > 1 else [own]
+        parts = [
+            _explain_model(
+                one, names[place], [models[place] for models, _ in of_ranks], self._group.world_size, accumulation
+            )
+            for place, one in enumerate(self._models)
+        ]
+        names = _tell_apart([(_class_of(one), name_of(one)) for one in self._optimizers])
+        for place, optimizer in enumerate(self._optimizers):
+            parts.append(_explain_optimizer(optimizer, names[place], [sizes[place] for _, sizes in of_ranks]))
+        return Explanation(tuple(parts))
+
+
+class _Model(NamedTuple):
+    model: nn.Module
+    choices: tuple[Choice, ...]
+    names: tuple[str, ...]
+
+
+def _tell_apart(named: Sequence[tuple[str, str]]) -> list[str]:
+    """Return the class name of each, with its own name if the class is not unique or the user chose the name."""
+    counts = Counter(kind for kind, _ in named)
+    is_given = [not re.fullmatch(r"(model|averaged|optimizer)\d*", name) for _, name in named]
+    pairs = zip(named, is_given, strict=True)
+    return [f"{kind} ({name})" if given or counts[kind] > 1 else kind for (kind, name), given in pairs]
+
+
+def _look(one: _Model) -> Seen | None:
+    """Return what this rank's DDP has recorded; None if the model is not wrapped."""
+    ddp = find_ddp(one.model)
+    if ddp is None:
+        return None
+    data: dict[str, Any] = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    order = data.get("prev_iteration_grad_ready_order_indices")
+    ready = {int(index) for index in order.split(",")} if order else set()
+    times = [
+        data.get(f"avg_{name}_time", 0) / _NS_PER_MS
+        for name in ("forward_compute", "backward_compute", "backward_comm", "backward_compute_comm_overlap")
+    ]
+    sizes = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or ""
+    bucket_bytes = tuple(int(size) for size in sizes.split(",") if size.strip())
+    num_elements = sum(p.numel() for p in ddp.module.parameters() if p.requires_grad)
+    return Seen(
+        num_updates=int(data.get("iteration", 0)),
+        finds_unused=ddp.find_unused_parameters,
+        # Asks the reducer: with several models, the logger records `can_set_static_graph` of the first one only.
+        is_steady=ddp.reducer._ddp_graph_static(),  # type: ignore[attr-defined]
+        left_out=tuple(name for n, name in enumerate(one.names) if n not in ready) if ready else (),
+        bucket_bytes=bucket_bytes,
+        exchanged_bytes=sum(bucket_bytes) if find_value(one.choices, "comm") == "None" else 2 * num_elements,
+        is_rebuilt=bool(data.get("has_rebuilt_buckets")),
+        forward_ms=times[0],
+        backward_ms=times[1],
+        exchange_ms=times[2],
+        overlap_ms=times[3],
+    )
+
+
+def _explain_model(
+    one: _Model, name: str, seen: Sequence[Seen | None], world_size: int, accumulation: int
+) -> Explained:
+    facts = [fact for fact in seen if fact is not None]
+    ddp = find_ddp(one.model)
+    if ddp is None or not facts:
+        why = "one rank alone" if world_size == 1 else "nothing in it is trained"
+        return Explained(f"{name}: not wrapped, {why}: nothing is exchanged")
+    title = f"{name}: DistributedDataParallel over {world_size} ranks"
+    measured = [_say_buckets(facts[0], ddp), *_say_times(facts), *_say_left_out(facts)]
+    return Explained(
+        title,
+        one.choices,
+        tuple(measured),
+        propose(facts, name, list_remedies(unwrap(one.model), one.choices, accumulation)),
+    )
+
+
+def _say_buckets(fact: Seen, ddp: DistributedDataParallel) -> str:
+    total = sum(fact.bucket_bytes)
+    order = "in the order in which gradients came" if fact.is_rebuilt else "in the order of definition"
+    views = f"; as views they save {_size(total)} on each rank" if ddp.gradient_as_bucket_view else ""
+    sizes = ", ".join(_size(size) for size in fact.bucket_bytes)
+    num = len(fact.bucket_bytes)
+    return (
+        f"gradients: {_size(total)} in {num} bucket{'s' if num != 1 else ''} ({sizes}) {order}; "
+        f"{_size(fact.exchanged_bytes)} of each rank are exchanged in an update{views}"
+    )
+
+
+def _say_times(facts: Sequence[Seen]) -> Iterable[str]:
+    num = min(fact.num_updates for fact in facts)
+    if not num or not facts[0].backward_ms:
+        return [f"times: not measured yet, after {num} updates"]
+    slowest = max(facts, key=lambda fact: fact.forward_ms + fact.backward_ms)
+    parts = f"forward {slowest.forward_ms:.2f} ms, backward {slowest.backward_ms:.2f} ms"
+    exchange = f"exchange {slowest.exchange_ms:.2f} ms, {slowest.overlap_ms:.2f} ms of it during the backward pass"
+    return [f"times: up to update {num}, on the slowest rank ({facts.index(slowest)}) {parts}, {exchange}"]
+
+
+def _say_left_out(facts: Sequence[Seen]) -> Iterable[str]:
+    changing = [rank for rank, fact in enumerate(facts) if not fact.is_steady]
+    if changing:
+        yield f"what an update uses has changed on {render_ranks(changing)}: find_unused_parameters=True is needed"
+    for rank, fact in enumerate(facts):
+        if fact.left_out:
+            yield f"rank {rank} left out {_names(fact.left_out)} in the last update that DDP looked at"
+
+
+def _count_state(optimizer: Optimizer) -> int:
+    state = getattr(optimizer, "optim", optimizer).state
+    return sum(v.nbytes for values in state.values() for v in values.values() if isinstance(v, torch.Tensor) and v.ndim)
+
+
+def _class_of(optimizer: Optimizer) -> str:
+    return type(getattr(optimizer, "optim", optimizer)).__name__
+
+
+def _explain_optimizer(optimizer: Optimizer, name: str, sizes: Sequence[int]) -> Explained:
+    if isinstance(optimizer, ShardedState):
+        held = f"state: {', '.join(map(_size, sizes))} on ranks 0 to {len(sizes) - 1}, {_size(sum(sizes))} in all"
+        why = "each rank updates its share of the parameters, and sends it to the others after the update"
+        return Explained(f"{name}: ZeroRedundancyOptimizer", (Choice("shard", "optimizer", why),), (held,))
+    if len(sizes) == 1 or not sizes[0]:
+        return Explained(f"{name}: as it is", (), (f"state: {_size(sizes[0])}",))
+    held = f'state: {_size(sizes[0])} on each rank; with shard="optimizer" about {_size(sizes[0] // len(sizes))}'
+    return Explained(f"{name}: as it is", (Choice("shard", "None", "every rank updates all parameters"),), (held,))
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("bytes", "kB", "MB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.4g} GB"
+
+
+MIN_UPDATES = 10
+"""Number of updates before which nothing is proposed."""
+_MAX_WAITING = 0.25
+"""Fraction of an update's time spent only waiting for the all-reduce, above which it is reported."""
+_MIN_BYTES = 1_000_000
+"""At 10 Gbit/s a megabyte takes about a millisecond. The duration of a smaller all-reduce depends on latency and late
+ranks: fewer bytes would not shorten it, and such a model trains fast on one rank."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank's DDP has recorded for one model."""
+
+    num_updates: int
+    finds_unused: bool
+    is_steady: bool
+    """True if all updates so far used the same parameters. Known only with `finds_unused`."""
+    left_out: tuple[str, ...]
+    """Parameters without a gradient in the last update that DDP recorded."""
+    bucket_bytes: tuple[int, ...] = ()
+    exchanged_bytes: int = 0
+    """Bytes that a rank all-reduces per update: with `comm`, half of the buckets."""
+    is_rebuilt: bool = False
+    forward_ms: float = 0.0
+    backward_ms: float = 0.0
+    exchange_ms: float = 0.0
+    overlap_ms: float = 0.0
+    """Part of the all-reduce that overlapped with the backward pass."""
+
+
+def find_value(choices: Sequence[Choice], option: str) -> str:
+    """Return the value chosen for `option`, as text; "None" if there is none."""
+    return next((choice.value for choice in choices if choice.option == option), "None")
+
+
+def list_remedies(model: nn.Module, choices: Sequence[Choice], accumulation: int) -> list[str]:
+    """Return the options that would shorten the all-reduce of `model` and are neither in use nor unsupported."""
+    halves = all(parameter.dtype == torch.float32 for parameter in model.parameters() if parameter.requires_grad)
+    remedies = {
+        "accumulate=... (of Loop or Trainer), which exchanges once for several": accumulation == 1,
+        'comm="bf16", which halves the bytes and rounds gradients to 8 bits': (
+            halves and find_value(choices, "comm") == "None"
+        ),
+        "another bucket_cap_mb": find_value(choices, "bucket_cap_mb") == "25",
+    }
+    return [remedy for remedy, is_open in remedies.items() if is_open]
+
+
+def propose(facts: Sequence[Seen], model: str, remedies: Sequence[str]) -> tuple[Finding, ...]:
+    """Return proposals for one model as findings of severity "info". `facts`: in rank order.
+
+    `remedies`: options that would shorten the all-reduce, from `list_remedies`.
+    """
+    if min(fact.num_updates for fact in facts) < MIN_UPDATES:
+        return ()
+    return (*_about_unused(facts, model), *_about_exchange(facts, remedies))
+
+
+def _about_unused(facts: Sequence[Seen], model: str) -> Iterable[Finding]:
+    if not facts[0].finds_unused or not all(fact.is_steady for fact in facts):
+        return
+    num = min(fact.num_updates for fact in facts)
+    if not any(fact.left_out for fact in facts):
+        yield Finding(
+            code="DDP502",
+            name="needless-find-unused",
+            severity="info",
+            summary=f"every update so far has used every parameter of {model}, on every rank",
+            evidence=(f"{num} updates, ranks 0-{len(facts) - 1}",),
+            why="find_unused_parameters=True searches the graph in each forward, and keeps the buckets in the order of "
+            "definition, so that less of the exchange runs during the backward pass.",
+            fix="Leave it out, if no branch comes later or on one rank only; one that does is an error that names the "
+            "parameter.",
+        )
+    elif len({fact.left_out for fact in facts}) == 1:
+        names = facts[0].left_out
+        yield Finding(
+            code="DDP503",
+            name="parameters-never-used",
+            severity="info",
+            summary=f"the same parameters of {model} were left out in every update so far, on every rank",
+            evidence=(
+                f"{num} updates: {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}",
+            ),
+            why="find_unused_parameters=True searches the graph in each forward for what does not change.",
+            fix="Freeze them before prepare(), with requires_grad_(False), or, if that holds for the whole training, "
+            "pass static_graph=True in its place.",
+        )
+
+
+def _about_exchange(facts: Sequence[Seen], remedies: Sequence[str]) -> Iterator[Finding]:
+    if facts[0].exchanged_bytes < _MIN_BYTES:
+        return
+    # The rank that waits least came last: its waiting time is the all-reduce itself, without waiting for other ranks.
+    least = min(facts, key=lambda fact: fact.exchange_ms - fact.overlap_ms)
+    waiting = least.exchange_ms - least.overlap_ms
+    whole = least.forward_ms + least.backward_ms + waiting
+    if waiting <= _MAX_WAITING * whole:
+        return
+    parts = f"forward {least.forward_ms:.2f} ms, backward {least.backward_ms:.2f} ms"
+    yield Finding(
+        code="DDP504",
+        name="exchange-not-hidden",
+        severity="info",
+        summary=f"{100 * waiting / whole:.0f} % of an update is spent waiting for gradients",
+        ranks=(facts.index(least),),
+        evidence=(f"{parts}, then {waiting:.2f} ms of exchange alone, on the rank that waits least",),
+        why="The exchange of a bucket runs during the backward pass of earlier layers; the rest is waited for.",
+        fix=f"{'; '.join(['Larger batches', *remedies])}.",
+    )

@@ -8,11 +8,11 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch.optim import Optimizer
 
-from ddpilot.errors import MismatchedCheckpointError
+from ddpilot.errors import LoopError, MismatchedCheckpointError
 
 
 @runtime_checkable
-class Divided(Protocol):
+class ShardedState(Protocol):
     """An optimizer whose state is sharded: each rank holds the state of its own parameters."""
 
     def gather_state(self) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def full_state(optimizer: Optimizer) -> dict[str, Any]:
     The other ranks get the same groups and, for a sharded optimizer, no state. Tensors from other ranks are on the CPU;
     a rank's own tensors are not copied: the next update changes them.
     """
-    return optimizer.gather_state() if isinstance(optimizer, Divided) else optimizer.state_dict()
+    return optimizer.gather_state() if isinstance(optimizer, ShardedState) else optimizer.state_dict()
 
 
 def load_full_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -54,3 +54,32 @@ def check_groups(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 
 def _said(sizes: list[int]) -> str:
     return ", ".join(map(str, sizes)) or "no"
+
+
+_DID = "updating the weights with a closure"
+
+
+def check_closure(optimizer: Optimizer, accumulation: int, is_fp16: bool, rank: int) -> None:
+    """Raise LoopError for options that a closure does not support. Not collective; the same on every rank.
+
+    These are accumulation over several batches, fp16 and an optimizer whose state is sharded.
+    """
+    if accumulation > 1:
+        found = f"`accumulate` is {accumulation}, and a closure computes the loss of one batch"
+        raise LoopError(_DID, found=found, fix="Use Loop(accumulate=1) with larger batches.", rank=rank)
+    if is_fp16:
+        found = "`precision` is 'fp16', whose gradients are scaled while the optimizer looks at them"
+        raise LoopError(_DID, found=found, fix="Use Loop(precision='bf16') or 'fp32'.", rank=rank)
+    if isinstance(optimizer, ShardedState):
+        found = "the state of the optimizer is divided among ranks, each of which would step by itself"
+        raise LoopError(_DID, found=found, fix='Prepare it without shard="optimizer".', rank=rank)
+
+
+def needs_closure(optimizer: Optimizer, rank: int) -> LoopError:
+    """Return the error for an optimizer whose `step` requires a closure and got none."""
+    return LoopError(
+        "updating the weights",
+        found=f"{type(optimizer).__name__} computes the loss by itself and was given no closure",
+        fix="Write loop.step(optimizer, closure=closure), with a function that runs forward and loop.backward(loss).",
+        rank=rank,
+    )

@@ -23,7 +23,7 @@ _HIDDEN = (
 )
 
 
-class Reductions:
+class ReducerErrors:
     """The DDP models of a loop, with the names of the parameters that their reducers wait for."""
 
     def __init__(self, rank: int) -> None:

@@ -42,10 +42,10 @@ def shard_optimizer(optimizer: Optimizer, group: GroupLike) -> Optimizer:
     if len(types) > 1:
         found = f"parameters of {' and '.join(types)}, and torch's ZeroRedundancyOptimizer takes one dtype"
         raise _refuse(found, "Make an optimizer for each dtype, and pass both to prepare().", group)
-    return optimizer if group.world_size == 1 or not isinstance(group, Group) else ShardedOptimizer(optimizer, group)
+    return optimizer if group.world_size == 1 or not isinstance(group, Group) else ZeroOptimizer(optimizer, group)
 
 
-class ShardedOptimizer(ZeroRedundancyOptimizer):
+class ZeroOptimizer(ZeroRedundancyOptimizer):
     """An optimizer with the class, options, groups and state of `original`, sharded over ranks. `step` is collective.
 
     Schedulers of either work: the parameter groups are the same objects. Using `original` itself then raises LoopError.

@@ -1,44 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Keeper`: saves a loop's state when it is due, resumes from it, and exits so that a scheduler can requeue the job."""
+"""`RunCheckpointer`: saves a loop's state when it is due, resumes from it, and exits so that a scheduler can requeue the job."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from ddpilot.checkpoint.choosing import parse_best
-from ddpilot.checkpoint.collective import RNG, JointCheckpoints, on_all_ranks
-from ddpilot.checkpoint.directory import CheckpointDir
+from ddpilot.checkpoint.collective import RNG, CollectiveCheckpoints, on_all_ranks
+from ddpilot.checkpoint.directory import CheckpointDir, parse_best, tell_stderr
 from ddpilot.checkpoint.format import Checkpoint
 from ddpilot.checkpoint.host_copy import can_hold, measure
-from ddpilot.checkpoint.telling import tell_stderr
+from ddpilot.checkpoint.manifest import RunProgress
 from ddpilot.errors import CorruptCheckpointError, LoopError
 from ddpilot.group.protocol import GroupLike
 from ddpilot.launching.rank_environment import EXIT_REQUEUE
-from ddpilot.training.checkpoint_options import KeepOptions
-from ddpilot.training.coordination.stop import Decider
-from ddpilot.training.resume.position import Place
-from ddpilot.training.resume.sentences import (
-    LEFT_BY_BREAK,
-    SAVED_BEFORE,
-    STREAM_NOT_SAVED,
-    say_finished,
-    say_left,
-    say_no_metric,
-    say_nothing_left,
-    say_resumed,
-    say_saved,
-)
-from ddpilot.training.resume.tracked_state import Things, Weights
+from ddpilot.training.coordination.stop import FlagExchange
+from ddpilot.training.options import CheckpointOptions
+from ddpilot.training.resume.position import RunPosition
+from ddpilot.training.resume.tracked_state import TrackedState, Weights
 
 _FACTS = "passes"
 _STREAM = "stream"
 _REQUEUE = ("SIGTERM", "SIGUSR1")
 
 
-class Keeper:
+class RunCheckpointer:
     """The checkpoints of a loop. Creating one is collective if there are `options`; without them it does nothing.
 
     `check`: called on all ranks before each save; raises if the weights must not be saved. Raises LoopError for invalid
@@ -48,11 +37,11 @@ class Keeper:
     def __init__(
         self,
         group: GroupLike,
-        things: Things,
-        place: Place,
-        decider: Decider,
+        things: TrackedState,
+        place: RunPosition,
+        decider: FlagExchange,
         check: Callable[[], None],
-        options: KeepOptions | None,
+        options: CheckpointOptions | None,
     ) -> None:
         self._group = group
         self._check = check
@@ -60,7 +49,7 @@ class Keeper:
         self._place = place
         self._decider = decider
         self._options = options
-        self._joint: JointCheckpoints | None = None
+        self._joint: CollectiveCheckpoints | None = None
         self._has_begun = self._is_measured = self._is_stream_missed = False
         self.is_in_epochs = False
         """True while `Loop.epochs` counts the epochs."""
@@ -75,7 +64,7 @@ class Keeper:
         self.held_up_s = 0.0
         """Total seconds that training has waited for checkpoints."""
         if options is not None:
-            self._joint = JointCheckpoints(
+            self._joint = CollectiveCheckpoints(
                 group, CheckpointDir(options.checkpoint_dir, keep=options.keep, best=options.best)
             )
             self._joint.check_writable()
@@ -212,7 +201,7 @@ class Keeper:
         if self._joint is not None and self._group.is_rank_zero:
             self._joint.folder.close()
 
-    def __enter__(self) -> Keeper:
+    def __enter__(self) -> RunCheckpointer:
         self.is_in_epochs = True
         return self
 
@@ -236,7 +225,7 @@ class Keeper:
         progress.require(source=str(found.path), seed=self._place.seed, accumulate=accumulate)
         return self._things.match(found)
 
-    def _is_due(self, joint: JointCheckpoints, options: KeepOptions) -> bool:
+    def _is_due(self, joint: CollectiveCheckpoints, options: CheckpointOptions) -> bool:
         every, every_s = options.save_every_updates, options.save_every_s
         is_due = self._decider.take_save() or self._is_asked
         is_due |= every is not None and self._num_updates - self._num_updates_saved >= every
@@ -296,7 +285,7 @@ class Keeper:
         if self._group.is_rank_zero:
             tell_stderr(text)
 
-    def _require(self, did: str) -> JointCheckpoints:
+    def _require(self, did: str) -> CollectiveCheckpoints:
         if self._joint is None:
             raise self._refuse(did, "this loop has no directory for checkpoints", "Make it with `checkpoint_dir=`.")
         return self._joint
@@ -306,3 +295,67 @@ class Keeper:
 
     def _refuse(self, did: str, found: str, fix: str) -> LoopError:
         return LoopError(did, found=found, fix=fix, rank=self._group.rank)
+
+
+SAVED_BEFORE = (
+    "loop.save() makes no second checkpoint of an epoch that all ranks left in its middle: a run resumes from "
+    "the one that was made there."
+)
+LEFT_BY_BREAK = (
+    "a checkpoint that loop.save() asked for was not made: the epoch was left before its end. To end training early, "
+    "call loop.stop() instead of `break`."
+)
+STREAM_NOT_SAVED = (
+    "what the dataset's state_dict() returns cannot be saved: a run that continues from here reads the stream from its "
+    "start and leaves out what lies before. Return numbers, texts, tensors, and dicts, lists and tuples of them."
+)
+_REASONS = {"SIGINT": "Ctrl-C", "time": "the time is up (`max_time_s`)"}
+
+
+def say_resumed(path: Path, progress: RunProgress, world_size: int, accumulation: int) -> str:
+    """Return the resume message: position, and settings that changed."""
+    place = f"epoch {progress.epoch}" + (f", batch {progress.batch}" if progress.batch else "")
+    counts = " (`loop.batch.index` counts from there; enumerate() begins at 0)" if progress.batch else ""
+    sizes = f", on {world_size} rank{'s' * (world_size > 1)}"
+    if progress.world_size != world_size:
+        sizes += f" instead of {progress.world_size}"
+    if progress.accumulate not in (None, accumulation):
+        sizes += f", with accumulate={accumulation} instead of {progress.accumulate}"
+    return f"continues from {path}: {place}, after {progress.step} updates{sizes}{counts}"
+
+
+def say_finished(folder: Path, num_done: int, num: int) -> str:
+    """Return the message that a resumed run has no epochs left."""
+    return (
+        f"the run in {folder} is finished: it has made {num_done} epochs, and {num} are asked for. Ask for more epochs "
+        "to train longer, or start from scratch with `resume=False`."
+    )
+
+
+def say_left(reason: str, folder: Path, is_written: bool) -> str | None:
+    """Return the message for a run that Ctrl-C or the time limit stopped; None for other reasons."""
+    if reason not in _REASONS:
+        return None
+    goes_on = ". The same lines resume there." if is_written else "."
+    return f"{_REASONS[reason]}: {say_saved(folder, is_written)}{goes_on}"
+
+
+def say_saved(folder: Path, is_written: bool) -> str:
+    """Return whether the last checkpoint was written, as text."""
+    return f"the checkpoint in {folder} is written" if is_written else "the last checkpoint could not be written"
+
+
+def say_no_metric(best: str, name: str) -> str:
+    """Return the message that the metric of `best` was not given."""
+    return (
+        f"there is no best checkpoint: `best` is {best!r}, and this epoch's has no {name!r}. Give it in the epoch: "
+        f"loop.save({{{name!r}: ...}})."
+    )
+
+
+def say_nothing_left(epoch: int, batch: int) -> str:
+    """Return the message that a resumed stream has no batches left."""
+    return (
+        f"nothing was left of epoch {epoch}, which resumes at batch {batch}: the stream has none there. If it was "
+        "longer before, it is a different one now."
+    )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Place`: a loop's position (epoch, batch, pass over a loader), how it is saved, and how it is resumed."""
+"""`RunPosition`: a loop's position (epoch, batch, pass over a loader), how it is saved, and how it is resumed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from ddpilot.checkpoint.manifest import Progress
-from ddpilot.group.rng import restore_rng
-from ddpilot.training.resume.seeding import seed_epoch, seed_middle
+from ddpilot.checkpoint.manifest import RunProgress
+from ddpilot.data.sample_seeds import mix_seed
+from ddpilot.group.device import restore_rng
+from ddpilot.group.init_group import seed_all
 
 Facts = dict[str, Any]
 _MAX_FACTS = 64
@@ -54,7 +55,7 @@ class _Data:
         return True
 
 
-class Place:
+class RunPosition:
     """The position of a loop in its training, the same on every rank.
 
     An epoch consists of one or more passes over loaders. A resumed epoch skips the passes that are complete, and starts
@@ -76,7 +77,7 @@ class Place:
         self._data: list[_Data] = []
         self._num_to_skip = 0
         self._num_outside = 0
-        self._resumed: Progress | None = None
+        self._resumed: RunProgress | None = None
         self._source = ""
         self._resumed_facts: Sequence[Facts] = ()
         self._rng: Mapping[str, Any] | None = None
@@ -154,10 +155,10 @@ class Place:
         self._passes = 0
         self._facts, self._data = [], []
 
-    def progress(self, next_batch: int) -> Progress:
+    def progress(self, next_batch: int) -> RunProgress:
         """Return the position for a checkpoint from which the epoch resumes at `next_batch`."""
         facts = self._facts[-1] if self._facts else {}
-        return Progress(
+        return RunProgress(
             step=self.num_updates,
             epoch=self.epoch,
             batch=next_batch,
@@ -176,7 +177,7 @@ class Place:
 
     def go_on(
         self,
-        progress: Progress,
+        progress: RunProgress,
         facts: Sequence[Facts],
         rng: Mapping[str, Any] | None,
         other_data: bool,
@@ -203,7 +204,7 @@ class Place:
         assert self._resumed is not None  # checked by the caller
         # At the start of an epoch, a different batch size or order loses no samples.
         names = before.keys() if self.next_batch else before.keys() & {"dataset_length"}
-        Progress(step=self._resumed.step, batch=self.next_batch, **before).require(
+        RunProgress(step=self._resumed.step, batch=self.next_batch, **before).require(
             source=self._source, **{name: now.get(name) for name in names}
         )
 
@@ -235,3 +236,18 @@ def describe_data(loader: object) -> Facts:
         "batches": getattr(plan, "batches_fingerprint", None),
     }
     return {name: value for name, value in known.items() if value is not None}
+
+
+def seed_epoch(seed: int, epoch: int, rank: int) -> None:
+    """Seed torch with (seed, epoch, rank), and `random` and numpy with (seed, epoch) only.
+
+    Dropout must differ between ranks, or one mask applies to several samples of a batch. Decisions in Python (which
+    branch, which size) must be the same on all ranks, or their collectives do not match.
+    """
+    seed_all(mix_seed(seed, epoch))
+    torch.manual_seed(mix_seed(seed, epoch, rank))
+
+
+def seed_middle(seed: int, epoch: int, rank: int, batch: int) -> None:
+    """Seed torch to resume at `batch` with a different world_size, where saved states of ranks do not apply."""
+    torch.manual_seed(mix_seed(seed, epoch, rank, batch))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Things`: the objects whose state a checkpoint holds (models, optimizers, anything with a state_dict), by name."""
+"""`TrackedState`: the objects whose state a checkpoint holds (models, optimizers, anything with a state_dict), by name."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 
 from ddpilot.checkpoint.format import Checkpoint
-from ddpilot.checkpoint.names import plain_names
-from ddpilot.checkpoint.safetensors_file import DTYPE_NAMES
+from ddpilot.checkpoint.safetensors_file import DTYPE_NAMES, plain_names
 from ddpilot.checkpoint.weights import match_weights
 from ddpilot.errors import CheckpointError, LoopError, MismatchedCheckpointError
 from ddpilot.group.protocol import GroupLike
@@ -31,7 +30,7 @@ def has_state(thing: object) -> bool:
     return all(callable(getattr(thing, method, None)) for method in ("state_dict", "load_state_dict"))
 
 
-class Things:
+class TrackedState:
     """The objects that a run saves, by name, in the order in which they were added."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from ddpilot.training.batches import CurrentBatch
 from ddpilot.training.coordination.out_of_memory import explain_out_of_memory, is_out_of_memory
 from ddpilot.training.models.ddp import find_ddp
 from ddpilot.training.step.precision import Precision
-from ddpilot.training.step.update import Updates
+from ddpilot.training.step.update import UpdateState
 
 
 class Accumulation:
@@ -28,7 +28,7 @@ class Accumulation:
     def __init__(
         self,
         models: tuple[nn.Module, ...],
-        updates: Updates,
+        updates: UpdateState,
         precision: Precision,
         group: GroupLike,
         sharing: tuple[int, ...],

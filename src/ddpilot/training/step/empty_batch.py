@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ddpilot.data.batches import without_rows
-from ddpilot.group.accelerator import fork_rng
+from ddpilot.group.device import fork_rng
 from ddpilot.training.nested import map_tensors
 
 _NUM_ROWS = 2
@@ -28,7 +28,7 @@ _FILLS_ELSEWHERE = (0, 1)
 length of 0 is rejected on the host."""
 
 
-class StandIns:
+class EmptyBatchForward:
     """Prepared models whose `forward` accepts zero rows while this rank has no samples."""
 
     def __init__(self) -> None:

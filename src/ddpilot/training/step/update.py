@@ -14,18 +14,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddpilot.errors import DdpilotError, LoopError
-from ddpilot.group.accelerator import wire_device
+from ddpilot.group.device import wire_device
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.batches import CurrentBatch
-from ddpilot.training.checks.ddp_bypass import BypassWatch
+from ddpilot.training.checks.ddp_bypass import ForwardBypassCheck
 from ddpilot.training.checks.gradients import GraphWatch, GroupWatch, LeftoverWatch, SharedWatch
 from ddpilot.training.checks.loss_means import MeanWatch
 from ddpilot.training.checks.nonfinite import FiniteWatch, raise_nonfinite
-from ddpilot.training.coordination.stop import Decider, Decision
+from ddpilot.training.coordination.stop import Decision, FlagExchange
 from ddpilot.training.losses import (
     NUM_COUNTS,
+    CountTotals,
     NamedLoss,
     Objective,
+    backward_weighted,
     decode,
     encode,
     has_gather,
@@ -33,10 +35,9 @@ from ddpilot.training.losses import (
     silencing,
 )
 from ddpilot.training.models.ddp import sync_buffers, unwrap
-from ddpilot.training.models.reducer import Reductions, reduced
-from ddpilot.training.step.empty_batch import StandIns
+from ddpilot.training.models.reducer import ReducerErrors, reduced
+from ddpilot.training.step.empty_batch import EmptyBatchForward
 from ddpilot.training.step.precision import parameters_of
-from ddpilot.training.weighting import CountTotals, backward_weighted
 
 
 def clear_gradients(optimizer: Optimizer) -> None:
@@ -49,10 +50,10 @@ def clear_gradients(optimizer: Optimizer) -> None:
             parameter.grad = None
 
 
-class Updates:
+class UpdateState:
     """The current batch, the models in training, and their gradients up to the next update."""
 
-    def __init__(self, group: GroupLike, decider: Decider, watch: FiniteWatch | None) -> None:
+    def __init__(self, group: GroupLike, decider: FlagExchange, watch: FiniteWatch | None) -> None:
         self._group = group
         self._device_type = group.device.type
         self._decider = decider
@@ -61,7 +62,7 @@ class Updates:
         self._is_due = self._has_backward = self._is_spoilt = self._is_left = False
         self._graphs = GraphWatch(group.rank)
         self._means = MeanWatch(group.rank, group.device)
-        self._stand_ins = StandIns()
+        self._stand_ins = EmptyBatchForward()
         self._loss: weakref.ref[torch.Tensor] | None = None
         self._last_count = 0
         self._stepped: set[Optimizer] = set()  # in the current update
@@ -71,7 +72,7 @@ class Updates:
         self._is_whole = False  # the last backward pass is known to have used all parameters
         self._reduced: set[int] = set()
         self._checked: set[int] = set()  # parameters whose gradients were checked since the last backward pass
-        self.reductions = Reductions(group.rank)
+        self.reductions = ReducerErrors(group.rank)
         """The parameters that DDP waits for, by name."""
         self.groups = GroupWatch(group.rank)
         """Detects gradients of an accumulation group that were cleared before its update."""
@@ -79,7 +80,7 @@ class Updates:
         """Detects gradients from before a step of a different optimizer."""
         self.shared = SharedWatch(group.rank)
         """Detects optimizers whose gradients were cleared by one of the same parameters."""
-        self.bypasses = BypassWatch(group.rank)
+        self.bypasses = ForwardBypassCheck(group.rank)
         """Detects DDP models that an update bypasses."""
         self.models: list[nn.Module] = []
         """The models as `prepare` returned them."""

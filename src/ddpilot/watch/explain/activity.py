@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ddpilot.watch.explain.text import say_place, say_s
-from ddpilot.watch.snapshot.model import Frame, RankView, StackView
+from ddpilot.watch.snapshot.model import CodeLine, PythonStack, RankSnapshot
 from ddpilot.watch.snapshot.stacks import innermost, passes
 
 SUBPROCESS = "/subprocess.py:"
@@ -83,13 +83,13 @@ _FIX = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Absence:
+class Activity:
     """What a rank does instead of the collective that others wait for."""
 
     code: str
     words: str
     """What the rank does, as a clause without its subject."""
-    at: Frame | None
+    at: CodeLine | None
     moves: Moves
 
     @property
@@ -103,7 +103,7 @@ class Absence:
         return _FIX[self.code]
 
 
-def describe_absence(rank: RankView, earlier: RankView | None, now_ns: int) -> Absence:
+def describe_activity(rank: RankSnapshot, earlier: RankSnapshot | None, now_ns: int) -> Activity:
     """Describe where `rank` is now and whether it has moved since `earlier`."""
     at = innermost(rank.stack)
     moves = has_moved(rank, earlier)
@@ -118,10 +118,10 @@ def describe_absence(rank: RankView, earlier: RankView | None, now_ns: int) -> A
         words = "has come to the end of its program; the process has not ended yet"
     elif code == "DDP218" and (silent_ns := _without_python_ns(rank, now_ns)) > _NO_PYTHON_NS:
         words = f"has run no Python for {say_s(silent_ns)}: C code holds Python's lock"
-    return Absence(code=code, words=words, at=at, moves=moves)
+    return Activity(code=code, words=words, at=at, moves=moves)
 
 
-def _kind(rank: RankView, at: Frame | None) -> tuple[str, str]:
+def _kind(rank: RankSnapshot, at: CodeLine | None) -> tuple[str, str]:
     for code, words, parts in _KINDS:
         if passes(rank.stack, *parts) is not None:
             return code, words
@@ -130,7 +130,7 @@ def _kind(rank: RankView, at: Frame | None) -> tuple[str, str]:
     return "DDP218", "is elsewhere"
 
 
-def has_moved(rank: RankView, earlier: RankView | None) -> Moves:
+def has_moved(rank: RankSnapshot, earlier: RankSnapshot | None) -> Moves:
     """Return "moves" if the rank's stack changed or it began collectives since `earlier`.
 
     "unknown" if there are not two stacks to compare.
@@ -145,17 +145,17 @@ def has_moved(rank: RankView, earlier: RankView | None) -> Moves:
     return "moves" if is_running or _lines(rank.stack) != _lines(earlier.stack) else "stands"
 
 
-def _lines(stack: StackView) -> list[tuple[str, int]]:
+def _lines(stack: PythonStack) -> list[tuple[str, int]]:
     return [(frame.file, frame.line) for frame in stack.main_frames]
 
 
-def _without_python_ns(rank: RankView, now_ns: int) -> int:
+def _without_python_ns(rank: RankSnapshot, now_ns: int) -> int:
     if rank.log is None or rank.process.state != "running":
         return 0
     return now_ns - (rank.log.heartbeat_ns or rank.log.started_ns)
 
 
-def say_where(absence: Absence) -> str:
+def say_where(absence: Activity) -> str:
     """Format the rank's line and whether it moves; empty if the line is unknown."""
     standing = {"stands": " (has not moved)", "moves": " (moves)", "unknown": ""}[absence.moves]
     return f"{say_place(absence.at)}{standing}" if absence.at is not None else ""

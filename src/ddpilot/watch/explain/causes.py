@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 
 from ddpilot.findings.text import render_ranks
 from ddpilot.record.flight_ring.log import Collective, DdpPart
-from ddpilot.source.control_flow import Spot
+from ddpilot.source.control_flow import DecisionPoint
 from ddpilot.source.parsed_file import Sources
-from ddpilot.source.sides import Parting, Side
-from ddpilot.source.split import find_parting
+from ddpilot.source.split import Side, Split, find_split
 from ddpilot.watch.explain.text import describe_shortly, say_spot, show_file, who_does
-from ddpilot.watch.snapshot.model import Frame
+from ddpilot.watch.snapshot.model import CodeLine
 from ddpilot.watch.snapshot.stacks import Chain
 
 _FORWARD_PARTS = ("buffers", "bucket order")
@@ -71,7 +70,7 @@ class Cause:
     ranks: tuple[int, ...]
     """The ranks that differ from the others."""
     why: str
-    at: Frame | None = None
+    at: CodeLine | None = None
     is_branch: bool = False
     """True if only some ranks take the branch, and the others do not take a different branch of the same condition."""
     fix: str = ""
@@ -80,7 +79,7 @@ class Cause:
 
 def find_cause(one: Party, other: Party, sources: Sources) -> Cause | None:
     """Return why two sets of ranks are not in one collective; None if the cause cannot be determined."""
-    parting = find_parting(_side(one), _side(other), sources)
+    parting = find_split(_side(one), _side(other), sources)
     for here, there in ((one, other), (other, one)):
         cause = _unused(here, there) or _lone_forward(here, there, parting)
         if cause is not None:
@@ -127,7 +126,7 @@ def _bucket_of(entry: Collective | None) -> DdpPart | None:
     return part if part is not None and part.what == "bucket" else None
 
 
-def _lone_forward(here: Party, there: Party, parting: Parting | None) -> Cause | None:
+def _lone_forward(here: Party, there: Party, parting: Split | None) -> Cause | None:
     """Report DDP211 if `here` runs a forward of a DDP model that `there` does not run."""
     part = here.entry.ddp if here.entry is not None else None
     if here.entry is None or part is None or part.what not in _FORWARD_PARTS:
@@ -156,7 +155,7 @@ def _was_there(gone: Party, here: Party) -> bool:
     return bool(gone.lines & here.lines) if here.lines else True
 
 
-def _left_loop(parting: Parting, here: Party, gone: Party) -> Cause | None:
+def _left_loop(parting: Split, here: Party, gone: Party) -> Cause | None:
     if parting.outer is not None and _is_unexplained(parting) and _left_outside(here, gone):
         parting = parting.outer
     assert parting.loop is not None
@@ -198,7 +197,7 @@ def _left_loop(parting: Parting, here: Party, gone: Party) -> Cause | None:
     return Cause(code="DDP207", ranks=gone.ranks, why=why, at=_at(here))
 
 
-def _is_unexplained(parting: Parting) -> bool:
+def _is_unexplained(parting: Split) -> bool:
     return (parting.swallower or parting.swallowed or parting.exit or parting.skip or parting.unsynced) is None
 
 
@@ -216,7 +215,7 @@ def _left_outside(here: Party, gone: Party) -> bool:
     return not (here.talk or gone.talk)
 
 
-def _handled(parting: Parting, here: Party, gone: Party) -> Cause:
+def _handled(parting: Split, here: Party, gone: Party) -> Cause:
     assert parting.handler is not None
     who, others = render_ranks(gone.ranks), render_ranks(here.ranks)
     reason = "an error" if parting.handler.text.startswith("except") else "an error or an early exit"
@@ -225,7 +224,7 @@ def _handled(parting: Parting, here: Party, gone: Party) -> Cause:
     return Cause(code="DDP210", ranks=gone.ranks, why=why, at=_at(gone))
 
 
-def _left_function(parting: Parting, here: Party, gone: Party) -> Cause:
+def _left_function(parting: Split, here: Party, gone: Party) -> Cause:
     assert parting.left is not None
     what = f"the {describe_shortly(here.entry)}" if here.entry is not None else "what the others do"
     spot = _say(parting, parting.left)
@@ -233,7 +232,7 @@ def _left_function(parting: Parting, here: Party, gone: Party) -> Cause:
     return Cause(code="DDP201" if gone.entry is not None else "DDP220", ranks=gone.ranks, why=why, at=_at(here))
 
 
-def _guarded(parting: Parting, one: Party, other: Party) -> Cause:
+def _guarded(parting: Split, one: Party, other: Party) -> Cause:
     assert parting.guard is not None
     here, there = (one, other) if one.ranks == parting.ranks else (other, one)
     what = f"the {describe_shortly(here.entry)}" if here.entry is not None else f"what {who_does(here.ranks, 'does')}"
@@ -250,7 +249,7 @@ def _guarded(parting: Parting, one: Party, other: Party) -> Cause:
     return Cause(code=code, ranks=here.ranks, why=why, at=_at(here), is_branch=not parting.are_siblings)
 
 
-def _skipped(parting: Parting, one: Party) -> Cause | None:
+def _skipped(parting: Split, one: Party) -> Cause | None:
     spot = parting.swallower or parting.skip
     if spot is None:
         return None
@@ -259,13 +258,13 @@ def _skipped(parting: Parting, one: Party) -> Cause | None:
     return Cause(code="DDP210", ranks=parting.ranks, why=f"{why}them skip part of a round", at=_at(one))
 
 
-def _say(parting: Parting, spot: Spot) -> str:
+def _say(parting: Split, spot: DecisionPoint) -> str:
     text = spot.text.partition("  #")[0].strip()
     return f"`{text}` ({show_file(parting.file)}:{spot.line})"
 
 
-def _at(party: Party) -> Frame | None:
+def _at(party: Party) -> CodeLine | None:
     if party.chain:
         return party.chain[-1]
     line = party.entry.line if party.entry is not None else None
-    return Frame(line.file, line.line, line.function, line.text) if line is not None else None
+    return CodeLine(line.file, line.line, line.function, line.text) if line is not None else None

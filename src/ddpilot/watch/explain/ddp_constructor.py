@@ -10,7 +10,7 @@ from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
 from ddpilot.watch.explain.text import lay_out, merge_rows, place_of, say_place
-from ddpilot.watch.snapshot.model import Frame, JobView
+from ddpilot.watch.snapshot.model import CodeLine, JobSnapshot
 
 _MESSAGES = ("DDP expects same model across all ranks", "of the same param in process 0")
 _MAX_NAMED = 4
@@ -25,11 +25,11 @@ class WrapDifference(NamedTuple):
     ranks: tuple[int, ...]
     """The ranks that differ from the majority; of two ranks the second."""
     why: str
-    lines: Mapping[int, Frame | None]
+    lines: Mapping[int, CodeLine | None]
     """Where each rank wraps its model."""
 
 
-def explain_wraps(view: JobView) -> Finding | None:
+def explain_wraps(view: JobSnapshot) -> Finding | None:
     """Return the finding if DDP rejected models because they differ; None if guard noted no difference."""
     errors = [seen.error.message for seen in view.ranks.values() if seen.error is not None]
     if not any(message in error for error in errors for message in _MESSAGES):
@@ -47,7 +47,7 @@ def explain_wraps(view: JobView) -> Finding | None:
     )
 
 
-def find_wrap_difference(view: JobView) -> WrapDifference | None:
+def find_wrap_difference(view: JobSnapshot) -> WrapDifference | None:
     """Compare the models that ranks wrapped last, after the same number of collectives of one group; None if equal."""
     notes = {rank: note for rank, seen in view.ranks.items() if (note := _newest(seen.journal)) is not None}
     keys = {rank: (note["group"], note["at"]) for rank, note in notes.items()}
@@ -73,10 +73,10 @@ def _parameters(note: Mapping[str, Any]) -> _Parameters:
     return {name: (tuple(shape), dtype, trains) for name, shape, dtype, trains in note["parameters"]}
 
 
-def _line_of(site: Mapping[str, Any]) -> Frame | None:
+def _line_of(site: Mapping[str, Any]) -> CodeLine | None:
     if not site.get("file"):
         return None
-    return Frame(site["file"], site["line"], site.get("function", ""), site.get("text", ""))
+    return CodeLine(site["file"], site["line"], site.get("function", ""), site.get("text", ""))
 
 
 _ASPECTS: tuple[tuple[str, Callable[[_Parameters], Any]], ...] = (

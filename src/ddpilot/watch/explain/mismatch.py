@@ -3,28 +3,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
+from ddpilot.findings.text import render_ranks
 from ddpilot.record.flight_ring.log import Collective
+from ddpilot.source.control_flow import UNORDERED_FIX, say_unordered
 from ddpilot.source.parsed_file import Sources
 from ddpilot.watch.explain.causes import FIXES, Cause, Party, find_cause
 from ddpilot.watch.explain.ddp_constructor import find_wrap_difference
-from ddpilot.watch.explain.joined import find_joined
-from ddpilot.watch.explain.reasons import Reason, find_reason, special_fix
 from ddpilot.watch.explain.text import (
     describe,
+    describe_shortly,
     lay_out,
     merge_rows,
     name_group,
     place_of,
     say_call,
     say_place,
+    say_spot,
 )
-from ddpilot.watch.matching.all_to_all import EXCHANGES
-from ddpilot.watch.matching.mismatch import SILENT, find_clash, terms_of
-from ddpilot.watch.matching.progress import Meet, Progress
-from ddpilot.watch.snapshot.model import Frame, JobView, RankView
-from ddpilot.watch.snapshot.stacks import chain_of, chain_of_line
+from ddpilot.watch.matching.mismatch import EXCHANGES, WRONG_BUT_RUNNING, Mismatch, find_mismatch, signature_of
+from ddpilot.watch.matching.progress import GroupProgress, MismatchedCollective
+from ddpilot.watch.snapshot.model import CodeLine, JobSnapshot, RankSnapshot
+from ddpilot.watch.snapshot.stacks import Chain, chain_of, chain_of_line
 
 _CODES = {
     "op": "DDP201",
@@ -47,7 +52,7 @@ _NUM_SAME = 32
 """After this many collectives from the same lines on all ranks, an earlier split no longer counts as the origin."""
 
 
-def find_firsts(progress: Progress) -> list[Meet]:
+def find_first_mismatches(progress: GroupProgress) -> list[MismatchedCollective]:
     """Return the first mismatches of a group: at most one that does not stop training, and at most one that does."""
     terms: dict[tuple[int, int, str], object] = {}
     same: dict[object, object] = {}  # equal terms are one object, so that ranks are compared by identity
@@ -63,7 +68,7 @@ def find_firsts(progress: Progress) -> list[Meet]:
             key = (id(entry.inputs), id(entry.outputs), entry.op)
             mine = terms.get(key)
             if mine is None:
-                mine = terms_of(entry)
+                mine = signature_of(entry)
                 mine = terms[key] = same.setdefault(mine, mine)
             here = by_seq.get(seq)
             if here is None:
@@ -76,17 +81,17 @@ def find_firsts(progress: Progress) -> list[Meet]:
     # Exchanges of point-to-point parts are compared only where the ranks are now: comparing all of them takes too long.
     newest = max(map(progress.position, progress.by_rank))
     odd |= {seq for seq in (newest - 1, newest) if any(each.op in EXCHANGES for each in by_seq.get(seq, {}).values())}
-    found: dict[bool, Meet] = {}
+    found: dict[bool, MismatchedCollective] = {}
     for seq in sorted(odd):
-        clash = find_clash(by_seq[seq])
+        clash = find_mismatch(by_seq[seq])
         if clash is not None:
-            found.setdefault(clash.aspect in SILENT, Meet(progress, seq, clash, by_seq[seq]))
+            found.setdefault(clash.aspect in WRONG_BUT_RUNNING, MismatchedCollective(progress, seq, clash, by_seq[seq]))
         if False in found:
             break
     return list(found.values())
 
 
-def explain_clash(view: JobView, meet: Meet, sources: Sources) -> Finding:
+def explain_mismatch(view: JobSnapshot, meet: MismatchedCollective, sources: Sources) -> Finding:
     """Return the finding for a mismatch, with its cause where the source and the logs determine it."""
     sides = [ranks for _, ranks in meet.clash.said]
     rest, odd = _party(view, meet, sides[0]), _party(view, meet, sides[1])
@@ -111,14 +116,16 @@ def explain_clash(view: JobView, meet: Meet, sources: Sources) -> Finding:
     )
 
 
-def _find_cause(view: JobView, meet: Meet, rest: Party, odd: Party, sources: Sources) -> Cause | None:
+def _find_cause(
+    view: JobSnapshot, meet: MismatchedCollective, rest: Party, odd: Party, sources: Sources
+) -> Cause | None:
     if meet.clash.aspect != "op" and rest.chain[-1:] == odd.chain[-1:]:
         return None
     origin = find_origin(view, meet.progress, rest.ranks[0], odd.ranks[0], meet.seq, sources)
     return (find_cause(*origin, sources) if origin is not None else None) or find_cause(rest, odd, sources)
 
 
-def _choose_code(meet: Meet, cause: Cause | None) -> str:
+def _choose_code(meet: MismatchedCollective, cause: Cause | None) -> str:
     parts = {entry.ddp.what for entry in meet.by_rank.values() if entry.ddp is not None}
     own = (_OF_CONSTRUCTION if parts == {"construction"} else _CODES).get(meet.clash.aspect, "DDP201")
     if len({entry.ddp and (entry.ddp.what, entry.ddp.names) for entry in meet.by_rank.values()}) > 1:
@@ -130,7 +137,7 @@ def _choose_code(meet: Meet, cause: Cause | None) -> str:
     return cause.code
 
 
-def _summarize(meet: Meet) -> str:
+def _summarize(meet: MismatchedCollective) -> str:
     values = [value for value, _ in meet.clash.said[:4]]
     said = ", ".join(values[:-1]) + f" and {values[-1]}"
     words = _WORDS[meet.clash.aspect]
@@ -138,7 +145,7 @@ def _summarize(meet: Meet) -> str:
     return f"collective #{meet.seq} of {name_group(meet.progress.group)} differs between ranks{what}"
 
 
-def _why(meet: Meet) -> str:
+def _why(meet: MismatchedCollective) -> str:
     if meet.clash.aspect == "reduce-op":
         return "each rank reduces in its own way: the results differ between ranks, and nothing stops"
     if meet.clash.aspect == "shape":
@@ -148,7 +155,7 @@ def _why(meet: Meet) -> str:
     return f"ranks that are in one collective have to agree about its {meet.clash.aspect}"
 
 
-def _show_sides(view: JobView, meet: Meet) -> tuple[str, ...]:
+def _show_sides(view: JobSnapshot, meet: MismatchedCollective) -> tuple[str, ...]:
     said = {rank: value for value, ranks in meet.clash.said for rank in ranks}
     rows = []
     for rank, entry in meet.by_rank.items():
@@ -160,12 +167,12 @@ def _show_sides(view: JobView, meet: Meet) -> tuple[str, ...]:
     return lay_out(merge_rows(rows))
 
 
-def _fate(rank: RankView | None) -> str:
+def _fate(rank: RankSnapshot | None) -> str:
     signal_name = rank.process.signal_name if rank is not None else None
     return f", died of {signal_name}" if signal_name else ""
 
 
-def show_common(progress: Progress, seq: int) -> tuple[str, ...]:
+def show_common(progress: GroupProgress, seq: int) -> tuple[str, ...]:
     """Return a line about the collective before `seq` that all ranks share; empty if the logs do not hold it."""
     entries = [entry for rank in progress.by_rank if (entry := progress.at(rank, seq - 1)) is not None]
     if not entries or len(entries) < len(progress.by_rank):
@@ -175,11 +182,13 @@ def show_common(progress: Progress, seq: int) -> tuple[str, ...]:
     return (f"in common until #{seq - 1}: {say_call(entries[0])}",)
 
 
-def _party(view: JobView, meet: Meet, ranks: tuple[int, ...]) -> Party:
+def _party(view: JobSnapshot, meet: MismatchedCollective, ranks: tuple[int, ...]) -> Party:
     return make_party(view, meet.progress, ranks, meet.seq)
 
 
-def make_party(view: JobView, progress: Progress, ranks: tuple[int, ...], seq: int, *, stacks: bool = True) -> Party:
+def make_party(
+    view: JobSnapshot, progress: GroupProgress, ranks: tuple[int, ...], seq: int, *, stacks: bool = True
+) -> Party:
     """Build the party of `ranks` in collective `seq` from the first of them that has called it, or from the first."""
     rank = next((each for each in ranks if progress.at(each, seq) is not None), ranks[0])
     entry = progress.at(rank, seq)
@@ -204,7 +213,7 @@ def make_party(view: JobView, progress: Progress, ranks: tuple[int, ...], seq: i
     )
 
 
-def _passes_of(rank: RankView | None) -> dict[int, int]:
+def _passes_of(rank: RankSnapshot | None) -> dict[int, int]:
     found: dict[int, int] = {}
     for note in rank.journal if rank is not None else ():
         if note.kind == "loader_pass":
@@ -214,7 +223,7 @@ def _passes_of(rank: RankView | None) -> dict[int, int]:
 
 
 def find_origin(
-    view: JobView, progress: Progress, one: int, other: int, seq: int, sources: Sources
+    view: JobSnapshot, progress: GroupProgress, one: int, other: int, seq: int, sources: Sources
 ) -> tuple[Party, Party] | None:
     """Find where two ranks first called collectives from different lines, which may have caused the mismatch at `seq`.
 
@@ -235,7 +244,7 @@ def find_origin(
     return tuple(make_party(view, progress, (rank,), found, stacks=False) for rank in (one, other))  # type: ignore[return-value]
 
 
-def _first_seq(progress: Progress, rank: int) -> int:
+def _first_seq(progress: GroupProgress, rank: int) -> int:
     entries = progress.by_rank.get(rank)
     return entries[0].seq or 0 if entries else 0
 
@@ -257,11 +266,211 @@ def _are_siblings(one: Collective, other: Collective, sources: Sources) -> bool:
     return any(nodes.get(id(block.node), block.part) != block.part for block in source.blocks(second.line))
 
 
-def _frame_of(entry: Collective) -> Frame | None:
+def _frame_of(entry: Collective) -> CodeLine | None:
     line = entry.line
-    return Frame(line.file, line.line, line.function, line.text) if line is not None and line.file else None
+    return CodeLine(line.file, line.line, line.function, line.text) if line is not None and line.file else None
 
 
-def involved(meet: Meet) -> tuple[int, ...]:
+def involved(meet: MismatchedCollective) -> tuple[int, ...]:
     """Return one rank of each side: their stacks show the most."""
     return tuple(ranks[0] for _, ranks in meet.clash.said)
+
+
+_THREAD_FIX = (
+    "let the thread run on all ranks and give it a group of its own (`dist.new_group()` on all ranks), or call from "
+    "one thread only"
+)
+_SHAPE_FIX = "give tensors of one shape on all ranks: `transpose` or `permute` where they are turned"
+_EXCHANGE_FIX = "let each rank expect what the others give: exchange the split sizes first, with an even all_to_all"
+_OTHER_BUCKETS = (
+    "these are gradients of other parameters, as of another model, since DDP compares sizes when it wraps: the ranks "
+    "run backward passes in another order, or some run one more"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reason:
+    """The explanation from the logs or from a loop's source; empty if there is none."""
+
+    why: str = ""
+    fix: str = ""
+    """Empty if the usual fix for the code applies."""
+    are_other_calls: bool = False
+    """True if the ranks are in different calls."""
+
+
+def find_reason(view: JobSnapshot, meet: MismatchedCollective, one: Chain, other: Chain, sources: Sources) -> Reason:
+    """Return the first reason that applies to the two sides of `meet`, whose calls are `one` and `other`."""
+    sides = [ranks for _, ranks in meet.clash.said]
+    thread = _say_thread(view, meet)
+    other_calls = _say_other_calls(meet, sides)
+    if thread or other_calls:
+        fix = _THREAD_FIX if thread else special_fix(meet)
+        return Reason(why=thread or other_calls, fix=fix, are_other_calls=bool(other_calls))
+    unordered = say_unordered(one, other, sources)
+    if unordered:
+        return Reason(why=unordered, fix=UNORDERED_FIX)
+    left_order = say_left_order(meet.progress, meet.seq, *sides[:2]) if _is_of_tensors(meet) else ""
+    return Reason(why=left_order, fix=ORDER_FIX if left_order else special_fix(meet))
+
+
+def _is_of_tensors(meet: MismatchedCollective) -> bool:
+    return meet.clash.aspect in ("size", "dtype")
+
+
+def _say_other_calls(meet: MismatchedCollective, sides: Sequence[tuple[int, ...]]) -> str:
+    """Return a sentence if the sides are in different calls; empty otherwise."""
+    if not _is_of_tensors(meet):
+        return ""
+    is_other = are_other_buckets(meet.clash, *(meet.by_rank[ranks[0]] for ranks in sides[:2]))
+    return say_other_calls(meet.progress, meet.seq, *sides[:2]) or (_OTHER_BUCKETS if is_other else "")
+
+
+def special_fix(meet: MismatchedCollective) -> str:
+    """Return the fix for arguments of this kind; empty if the usual fix for the code applies."""
+    if meet.clash.aspect == "shape":
+        return _SHAPE_FIX
+    is_exchange = any(entry.op in EXCHANGES for entry in meet.by_rank.values())
+    return _EXCHANGE_FIX if is_exchange and meet.clash.aspect == "size" else ""
+
+
+def _say_thread(view: JobSnapshot, meet: MismatchedCollective) -> str:
+    """Return a sentence if one of the calls comes from a thread other than the main thread; empty otherwise."""
+    for rank, entry in sorted(meet.by_rank.items()):
+        main = _main_thread(view, rank)
+        if entry.ddp is None and main not in (0, entry.thread) and _is_shared(meet.progress.by_rank[rank], main):
+            others = [each for each in meet.by_rank if each != rank]
+            is_alone = not any(_calls_beside(view, meet, each) for each in others)
+            alone = f", as {render_ranks(others)} never did" if is_alone else ""
+            spot = say_spot(entry.line)
+            return (
+                f"{render_ranks([rank])} calls the one at {spot} from another thread{alone}: threads come in any order"
+            )
+    return ""
+
+
+def _main_thread(view: JobSnapshot, rank: int) -> int:
+    """Return the id of the main thread, which is the pid; 0 if it is unknown."""
+    seen = view.ranks.get(rank)
+    return seen.log.pid if seen is not None and seen.log is not None else 0
+
+
+def _is_shared(entries: Sequence[Collective], thread: int) -> bool:
+    return any(entry.thread == thread for entry in entries)
+
+
+def _calls_beside(view: JobSnapshot, meet: MismatchedCollective, rank: int) -> bool:
+    """True if `rank` has called collectives, other than DDP's, outside its main thread."""
+    main = _main_thread(view, rank)
+    return any(entry.ddp is None and entry.thread != main for entry in meet.progress.by_rank.get(rank, ()))
+
+
+ORDER_FIX = (
+    "let all ranks make these calls in the same order: sort what they are made for (a set has no order), and give "
+    "zeros where a rank has nothing to give"
+)
+_MIN_TIMES = 2
+"""A call counts as the regular successor if it followed the same call this often, with no exception."""
+
+
+def are_other_buckets(clash: Mismatch, first: Collective, second: Collective) -> bool:
+    """Return True if these are gradient buckets of different parameters.
+
+    DDP compares the sizes of the same parameters when it wraps the model, so different sizes imply different
+    parameters.
+    """
+    parts = [entry.ddp for entry in (first, second)]
+    return clash.aspect == "size" and all(part is not None and part.what == "bucket" for part in parts)
+
+
+def say_other_calls(progress: GroupProgress, seq: int, one: tuple[int, ...], other: tuple[int, ...]) -> str:
+    """Return a sentence if both sides call at `seq`, from different lines, what both have called before; else empty."""
+    mine, theirs = progress.at(one[0], seq), progress.at(other[0], seq)
+    if mine is None or theirs is None or _call_site(mine) == _call_site(theirs):
+        return ""
+    if not (_has_called(progress, one[0], seq, theirs) and _has_called(progress, other[0], seq, mine)):
+        return ""
+    spots = f"{render_ranks(one)} at {say_spot(mine.line)}, {render_ranks(other)} at {say_spot(theirs.line)}"
+    return f"these are different calls, of which all ranks make both: {spots}; some are ahead, or make one more"
+
+
+def say_left_order(progress: GroupProgress, seq: int, one: tuple[int, ...], other: tuple[int, ...]) -> str:
+    """Return a sentence if one side makes the usual call at `seq` and the other a known other call; else empty."""
+    for keeps, leaves in ((one, other), (other, one)):
+        before, mine, theirs = progress.at(keeps[0], seq - 1), progress.at(keeps[0], seq), progress.at(leaves[0], seq)
+        if before is None or mine is None or theirs is None:
+            continue
+        entries = [each for each in progress.by_rank[keeps[0]] if each.seq is not None and each.seq < seq]
+        after = [_key(later) for each, later in pairwise(entries) if _key(each) == _key(before)]
+        if len(after) >= _MIN_TIMES and set(after) == {_key(mine)} and _key(theirs) in map(_key, entries):
+            return (
+                f"so far {describe(mine)} has always come here, as on {render_ranks(keeps)}, and what "
+                f"{render_ranks(leaves)} {'gives' if len(leaves) == 1 else 'give'} has come elsewhere: "
+                "a call was left out there, or they come in another order"
+            )
+    return ""
+
+
+def _has_called(progress: GroupProgress, rank: int, seq: int, like: Collective) -> bool:
+    return any(
+        _call_site(entry) == _call_site(like)
+        for entry in progress.by_rank.get(rank, ())
+        if entry.seq is not None and entry.seq < seq
+    )
+
+
+def _call_site(entry: Collective) -> Hashable:
+    line = entry.line
+    return (line.file, line.line) if line is not None else None
+
+
+def _key(entry: Collective) -> Hashable:
+    return signature_of(entry), _call_site(entry)
+
+
+_ANSWERS = ("Join.__exit__", "__exit__")  # without the class name before Python 3.11
+_FIX = (
+    "call nothing else between ranks in a loop within Join: sum up on each rank, and all_reduce once behind it; or "
+    "give all ranks the same number of batches"
+)
+
+
+def find_joined(progress: GroupProgress, seq: int) -> Cause | None:
+    """Return the cause if at `seq` or before a collective of Join met one of the program's own; None otherwise."""
+    start = _first_answer(progress, seq)
+    for number in range(start, seq + 1):
+        here = {rank: entry for rank in sorted(progress.by_rank) if (entry := progress.at(rank, number)) is not None}
+        joined = tuple(rank for rank, entry in here.items() if _answers(entry))
+        others = tuple(rank for rank, entry in here.items() if _is_own(entry))
+        if joined and others:
+            return _explain(joined, here[joined[0]], others, here[others[0]])
+    return None
+
+
+def _first_answer(progress: GroupProgress, seq: int) -> int:
+    """Return the start of the uninterrupted run of Join's collectives up to `seq`; `seq` + 1 if there is none."""
+    start = seq + 1
+    while any((entry := progress.at(rank, start - 1)) is not None and _answers(entry) for rank in progress.by_rank):
+        start -= 1
+    return start
+
+
+def _answers(entry: Collective) -> bool:
+    return entry.line is not None and entry.line.via in _ANSWERS
+
+
+def _is_own(entry: Collective) -> bool:
+    return entry.ddp is None and entry.line is not None and not _answers(entry)
+
+
+def _explain(joined: tuple[int, ...], answer: Collective, others: tuple[int, ...], own: Collective) -> Cause:
+    assert answer.line is not None
+    assert own.line is not None
+    who = f"{render_ranks(joined)} {'has' if len(joined) == 1 else 'have'} no more batches and"
+    answers = f"{'waits' if len(joined) == 1 else 'wait'} in Join ({say_spot(answer.line)})"
+    why = (
+        f"{who} {answers}, which answers for DDP's collectives alone: the {describe_shortly(own)} of "
+        f"{render_ranks(others)} at {say_spot(own.line)} (#{own.seq}) met one of Join's"
+    )
+    at = CodeLine(own.line.file, own.line.line, own.line.function, own.line.text)
+    return Cause(code="DDP207", ranks=others, why=why, at=at, fix=_FIX)

@@ -10,11 +10,10 @@ from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
 from ddpilot.record.flight_ring.log import RankLog
-from ddpilot.watch.explain.activity import describe_absence, say_where
+from ddpilot.watch.explain.activity import describe_activity, say_where
 from ddpilot.watch.explain.text import lay_out, merge_rows, place_of, say_place, who_does
-from ddpilot.watch.explain.vacant import Vacancy, explain_vacancy, find_vacancy, say_vacancy
-from ddpilot.watch.matching.outcomes import Fate
-from ddpilot.watch.snapshot.model import Frame, JobView, RankView
+from ddpilot.watch.matching.outcomes import RankOutcome
+from ddpilot.watch.snapshot.model import CodeLine, JobSnapshot, RankSnapshot
 from ddpilot.watch.snapshot.stacks import innermost, passes
 
 _STACK_AGE_NS = 5_000_000_000
@@ -26,7 +25,7 @@ _SETTLED_NS = 1_000_000_000
 """A rank that is still seen entering a group this long after another rank has returned will not complete it."""
 _MAX_STACKS = 64
 _TORCH = (":init_process_group", "/rendezvous.py:")
-_DDPILOT = ("/ddpilot/group/creation.py:", "/ddpilot/group/joining.py:")
+_DDPILOT = ("/ddpilot/group/creation.py:", "/ddpilot/group/creation.py:")
 _IMPORTS = "<frozen importlib._bootstrap>:"
 _NO_TORCH = "not imported torch yet"
 _IN_TORCH = "waits in init_process_group"
@@ -43,7 +42,7 @@ class Rendezvous:
 
 
 def find_rendezvous(
-    view: JobView, earlier: JobView | None, fates: Mapping[int, Fate], stall_ns: int, warn_ns: int
+    view: JobSnapshot, earlier: JobSnapshot | None, fates: Mapping[int, RankOutcome], stall_ns: int, warn_ns: int
 ) -> Rendezvous:
     """Examine ranks that are in no group: those in init_process_group, and those that they wait for."""
     found = Rendezvous()
@@ -51,7 +50,7 @@ def find_rendezvous(
     fresh = [rank for rank, log in logs.items() if not log.num_begun or log.left_ns is not None]
     alive = [rank for rank in fresh if not fates[rank].is_gone and _age_ns(view, rank) > stall_ns]
     found.needs_stacks = [rank for rank in alive if _is_old(view, rank)][:_MAX_STACKS]
-    vacancy = find_vacancy(view)
+    vacancy = find_unused_ranks(view)
     if vacancy is not None:
         _say_vacancy(found, vacancy, fates, stall_ns, warn_ns)
         return found
@@ -79,12 +78,12 @@ def find_rendezvous(
     return found
 
 
-def _is_session(view: JobView, inside: list[int]) -> bool:
+def _is_session(view: JobSnapshot, inside: list[int]) -> bool:
     """True if the ranks were running before the period under examination, so that none is importing or starting."""
     return all((log := view.ranks[rank].log) is not None and log.started_ns < view.since_ns for rank in inside)
 
 
-def _is_settled(view: JobView, earlier: JobView | None, inside: list[int], gone: list[int]) -> bool:
+def _is_settled(view: JobSnapshot, earlier: JobSnapshot | None, inside: list[int], gone: list[int]) -> bool:
     """Return False if a rank of `gone` has only just returned: the ranks `inside` may be about to join the group."""
     living = [rank for rank in gone if view.ranks[rank].returned and view.ranks[rank].process.state == "running"]
     if not living:
@@ -95,7 +94,7 @@ def _is_settled(view: JobView, earlier: JobView | None, inside: list[int], gone:
     return all(stack.taken_ns - earlier.now_ns >= _SETTLED_NS for stack in stacks)
 
 
-def _say_joined(view: JobView, num_inside: int, elsewhere: Mapping[int, tuple[str, str]]) -> str:
+def _say_joined(view: JobSnapshot, num_inside: int, elsewhere: Mapping[int, tuple[str, str]]) -> str:
     """Format how many ranks have joined, and where most of the others are if a line is known."""
     line = f"{num_inside} of {view.world_size} ranks have joined the group"
     rows = merge_rows((rank, *said) for rank, said in elsewhere.items())
@@ -103,7 +102,7 @@ def _say_joined(view: JobView, num_inside: int, elsewhere: Mapping[int, tuple[st
     return line + "".join(f"; {ranks} {what}{f': {where}' if where else ''}" for ranks, what, where in others[:1])
 
 
-def _is_outdated(view: JobView, inside: list[int], absent: list[int]) -> bool:
+def _is_outdated(view: JobSnapshot, inside: list[int], absent: list[int]) -> bool:
     """True if absent ranks have ended, or met those `inside`, since the stacks of the latter were taken.
 
     The ranks may then have joined the group.
@@ -129,31 +128,35 @@ def _has_met(log: RankLog, other: int, since_ns: int) -> bool:
     )
 
 
-def _say_vacancy(found: Rendezvous, vacancy: Vacancy, fates: Mapping[int, Fate], stall_ns: int, warn_ns: int) -> None:
+def _say_vacancy(
+    found: Rendezvous, vacancy: UnusedRanks, fates: Mapping[int, RankOutcome], stall_ns: int, warn_ns: int
+) -> None:
     if vacancy.waited_ns < stall_ns:
         return
     if not any(fates[rank].is_gone for rank in vacancy.asking):
-        found.status.append(say_vacancy(vacancy))
+        found.status.append(say_unused_ranks(vacancy))
     if vacancy.is_proven or vacancy.waited_ns > warn_ns:
-        found.findings.append(explain_vacancy(vacancy))
+        found.findings.append(explain_unused_ranks(vacancy))
 
 
-def _is_inside(rank: RankView | None) -> bool:
+def _is_inside(rank: RankSnapshot | None) -> bool:
     stack = rank.stack if rank is not None else None
     return passes(stack, *_TORCH, *_DDPILOT) is not None
 
 
-def _say_inside(rank: RankView) -> str:
+def _say_inside(rank: RankSnapshot) -> str:
     return _IN_TORCH if passes(rank.stack, *_DDPILOT) is None else _AT_FIRST_USE
 
 
-def _is_in_group(rank: RankView | None) -> bool:
+def _is_in_group(rank: RankSnapshot | None) -> bool:
     """True if the rank has begun collectives in a group and has not left it."""
     log = rank.log if rank is not None else None
     return log is not None and log.num_begun > 0 and log.left_ns is None
 
 
-def _say_all_inside(found: Rendezvous, view: JobView, earlier: JobView | None, inside: list[int], warn_ns: int) -> None:
+def _say_all_inside(
+    found: Rendezvous, view: JobSnapshot, earlier: JobSnapshot | None, inside: list[int], warn_ns: int
+) -> None:
     waited_ns = min(_age_ns(view, rank) for rank in inside)
     if waited_ns < _ALL_INSIDE_NS or earlier is None or not all(_is_inside(earlier.ranks.get(rank)) for rank in inside):
         return
@@ -177,7 +180,7 @@ def _say_all_inside(found: Rendezvous, view: JobView, earlier: JobView | None, i
 
 
 def _explain_rendezvous(
-    view: JobView, inside: list[int], missing: list[int], evidence: tuple[str, ...], is_proven: bool
+    view: JobSnapshot, inside: list[int], missing: list[int], evidence: tuple[str, ...], is_proven: bool
 ) -> Finding:
     summary = f"{who_does(inside, 'waits in init_process_group')} for {render_ranks(missing)}"
     why = "a group is complete when all ranks have called init_process_group: these have not"
@@ -204,32 +207,34 @@ def _explain_rendezvous(
     )
 
 
-def _age_ns(view: JobView, rank: int) -> int:
+def _age_ns(view: JobSnapshot, rank: int) -> int:
     seen = view.ranks.get(rank)
     log = seen.log if seen is not None else None  # a rank of another node may not have been heard of yet
     return view.now_ns - max(log.left_ns or log.started_ns, view.since_ns) if log is not None else 0
 
 
-def _is_old(view: JobView, rank: int) -> bool:
+def _is_old(view: JobSnapshot, rank: int) -> bool:
     stack = view.ranks[rank].stack
     return stack is None or view.now_ns - stack.taken_ns > _STACK_AGE_NS
 
 
-def _line(view: JobView, rank: int) -> Frame | None:
+def _line(view: JobSnapshot, rank: int) -> CodeLine | None:
     return innermost(view.ranks[rank].stack)
 
 
-def _say_elsewhere(view: JobView, earlier: JobView | None, fates: Mapping[int, Fate], rank: int) -> tuple[str, str]:
+def _say_elsewhere(
+    view: JobSnapshot, earlier: JobSnapshot | None, fates: Mapping[int, RankOutcome], rank: int
+) -> tuple[str, str]:
     seen = view.ranks.get(rank)
     if seen is None or fates[rank].state == "unknown":
         return "is not seen here", ""
     if fates[rank].is_gone:
         return fates[rank].words, ""
-    absence = describe_absence(seen, earlier.ranks.get(rank) if earlier is not None else None, view.now_ns)
+    absence = describe_activity(seen, earlier.ranks.get(rank) if earlier is not None else None, view.now_ns)
     return _say_start(view, rank) or absence.words, say_where(absence)
 
 
-def _say_start(view: JobView, rank: int) -> str:
+def _say_start(view: JobSnapshot, rank: int) -> str:
     """Return what a starting rank is doing; empty for a rank that has started."""
     seen = view.ranks.get(rank)
     if seen is None or seen.process.state != "running":
@@ -237,3 +242,80 @@ def _say_start(view: JobView, rank: int) -> str:
     if seen.log is None:
         return f"has {_NO_TORCH}"
     return "is importing" if passes(seen.stack, _IMPORTS) is not None else ""
+
+
+_MAX_WORLD_SIZE = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class UnusedRanks:
+    """All ranks of `view` are in init_process_group, or were when they ended, and none of them uses `numbers`."""
+
+    view: JobSnapshot
+    asking: Mapping[int, RankLog]
+    numbers: tuple[int, ...]
+
+    @property
+    def waited_ns(self) -> int:
+        """Time since the last rank called init_process_group, in nanoseconds."""
+        return self.view.now_ns - max(log.entering_ns or 0 for log in self.asking.values())
+
+    @property
+    def is_proven(self) -> bool:
+        """True if no other process can join: each rank has no child processes and uses its launcher's store."""
+        return all(log.is_closed for log in self.asking.values())
+
+    @property
+    def line(self) -> CodeLine | None:
+        """The line that the ranks are at; None if it is unknown."""
+        return next(
+            (line for rank in self.asking if (line := innermost(self.view.ranks[rank].stack)) is not None), None
+        )
+
+
+def find_unused_ranks(view: JobSnapshot) -> UnusedRanks | None:
+    """Return the rank numbers that no rank uses although all have called init_process_group; None if there are none."""
+    asking = {
+        rank: seen.log for rank, seen in view.ranks.items() if seen.log is not None and seen.log.entering_ns is not None
+    }
+    if not asking or len(asking) < view.world_size:
+        return None
+    world_size = min(max(log.asked_world_size for log in asking.values()), _MAX_WORLD_SIZE)
+    numbers = sorted(set(range(world_size)) - {log.asked_rank for log in asking.values()})
+    return UnusedRanks(view, asking, tuple(numbers)) if numbers else None
+
+
+def say_unused_ranks(vacancy: UnusedRanks) -> str:
+    """Return one line that names the missing ranks."""
+    missing = f"nobody asks to be {render_ranks(vacancy.numbers)}"
+    return f"the group is not complete: {missing}; {_say_waiting(vacancy)}: {say_place(vacancy.line)}"
+
+
+def _say_waiting(vacancy: UnusedRanks) -> str:
+    return who_does(vacancy.asking, "waits in init_process_group")
+
+
+def explain_unused_ranks(vacancy: UnusedRanks) -> Finding:
+    """Return the finding: an error if it is proven, else a warning."""
+    num_started, num_asked = vacancy.view.world_size, max(vacancy.numbers) + 1
+    where = say_place(vacancy.line)
+    rows = [
+        (rank, f"asks to be rank {log.asked_rank} of {log.asked_world_size}", where)
+        for rank, log in vacancy.asking.items()
+    ]
+    if num_asked > num_started:
+        why = f"the group is to have {num_asked} ranks, and {num_started} were started"
+    else:
+        why = "each rank of a group has a number of its own, and several ask for the same one"
+    if not vacancy.is_proven:
+        why += "; somebody else may still come, such as a process that a rank has started"
+    return make_finding(
+        "DDP105",
+        severity="error" if vacancy.is_proven else "warning",
+        summary=f"{_say_waiting(vacancy)}, and nobody asks to be {render_ranks(vacancy.numbers)}",
+        ranks=tuple(vacancy.asking),
+        line=place_of(vacancy.line),
+        evidence=lay_out(merge_rows(rows)),
+        why=why,
+        fix="leave `world_size=` and `rank=` out, so that they are those of the launcher, or start as many ranks",
+    )

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ddpilot.findings.catalog import make_finding
@@ -23,11 +24,11 @@ from ddpilot.watch.explain.text import (
     say_place,
     who_does,
 )
-from ddpilot.watch.matching.messages import tag_of
-from ddpilot.watch.matching.outcomes import Fate, first_deaths
-from ddpilot.watch.matching.progress import Meeting, Progress
-from ddpilot.watch.matching.waits import Wait
-from ddpilot.watch.snapshot.model import JobView, RankView
+from ddpilot.watch.explain.waits import OpenWait, explain_open_wait
+from ddpilot.watch.matching.outcomes import RankOutcome, first_deaths
+from ddpilot.watch.matching.progress import GroupProgress, IncompleteCollective
+from ddpilot.watch.matching.waits import Wait, tag_of
+from ddpilot.watch.snapshot.model import JobSnapshot, ProcessState, RankSnapshot
 from ddpilot.watch.snapshot.stacks import chain_of
 
 _BRANCH_FIX = (
@@ -36,15 +37,15 @@ _BRANCH_FIX = (
 _DEATH_FIX = "look at how it ended; the others wait for it, and end with errors of their own"
 
 
-def explain_gone(
-    view: JobView, wait: Wait, gone: Sequence[int], fates: Mapping[int, Fate], sources: Sources
+def explain_exited(
+    view: JobSnapshot, wait: Wait, gone: Sequence[int], fates: Mapping[int, RankOutcome], sources: Sources
 ) -> Finding:
     """Return the finding for ranks that wait for ranks that have ended."""
     ranks = _blame(view, gone, fates)
     words = fates[ranks[0]].words
     has_died = fates[ranks[0]].state != "finished"
     held = tuple(sorted(wait.held))
-    one = _party(view, wait, held)
+    one = make_waiting_party(view, wait, held)
     cause = _find_cause(view, wait, one, ranks, has_died, sources)
     code = cause.code if cause is not None else _code_of(wait, view.ranks.get(ranks[0]), has_died)
     at = cause.at if cause is not None else one.chain[-1] if one.chain else None
@@ -54,7 +55,7 @@ def explain_gone(
     return make_finding(
         code,
         severity="error",
-        summary=f"{who_does(ranks, words)}, and {_wait_for(held)} {_it(ranks)} in {_say_what(wait)}",
+        summary=f"{who_does(ranks, words)}, and {say_waiting_for(held)} {_it(ranks)} in {_say_what(wait)}",
         ranks=cause.ranks if cause is not None and cause.ranks else ranks,
         line=place_of(at),
         evidence=(*_show(view, wait, gone, fates), *_common(wait)),
@@ -63,7 +64,7 @@ def explain_gone(
     )
 
 
-def _code_of(wait: Wait, gone: RankView | None, has_died: bool) -> str:
+def _code_of(wait: Wait, gone: RankSnapshot | None, has_died: bool) -> str:
     if has_died:
         return "DDP209"
     if wait.meeting is None:
@@ -73,7 +74,7 @@ def _code_of(wait: Wait, gone: RankView | None, has_died: bool) -> str:
     return "DDP216" if gone.log.closed_ns is None else "DDP208"
 
 
-def _blame(view: JobView, gone: Sequence[int], fates: Mapping[int, Fate]) -> tuple[int, ...]:
+def _blame(view: JobSnapshot, gone: Sequence[int], fates: Mapping[int, RankOutcome]) -> tuple[int, ...]:
     """Return the ranks, of those in `gone`, that ended first; all of them ended in the same way."""
     firsts = [rank for rank in first_deaths(view, dict(fates)) if rank in gone]
     for state in ("died", "finished", "victim"):
@@ -84,7 +85,7 @@ def _blame(view: JobView, gone: Sequence[int], fates: Mapping[int, Fate]) -> tup
     return tuple(gone)
 
 
-def _party(view: JobView, wait: Wait, held: tuple[int, ...]) -> Party:
+def make_waiting_party(view: JobSnapshot, wait: Wait, held: tuple[int, ...]) -> Party:
     if wait.meeting is not None:
         return make_party(view, wait.meeting.progress, held, wait.meeting.seq)
     entry, log = wait.held[held[0]], view.ranks[held[0]].log
@@ -94,7 +95,7 @@ def _party(view: JobView, wait: Wait, held: tuple[int, ...]) -> Party:
 
 
 def _find_cause(
-    view: JobView, wait: Wait, one: Party, gone: tuple[int, ...], has_died: bool, sources: Sources
+    view: JobSnapshot, wait: Wait, one: Party, gone: tuple[int, ...], has_died: bool, sources: Sources
 ) -> Cause | None:
     meeting = wait.meeting
     if meeting is None:
@@ -111,7 +112,9 @@ def _find_cause(
     return cause
 
 
-def _origin(view: JobView, meeting: Meeting, one: int, other: int, sources: Sources) -> tuple[Party, Party] | None:
+def _origin(
+    view: JobSnapshot, meeting: IncompleteCollective, one: int, other: int, sources: Sources
+) -> tuple[Party, Party] | None:
     if one not in meeting.progress.by_rank or other not in meeting.progress.by_rank:
         return None
     return find_origin(view, meeting.progress, one, other, meeting.seq, sources)
@@ -124,13 +127,13 @@ def _say_what(wait: Wait) -> str:
     return f"{describe_shortly(entry)} (#{wait.meeting.seq} of {name_group(wait.meeting.progress.group)})"
 
 
-def _show(view: JobView, wait: Wait, gone: Sequence[int], fates: Mapping[int, Fate]) -> tuple[str, ...]:
+def _show(view: JobSnapshot, wait: Wait, gone: Sequence[int], fates: Mapping[int, RankOutcome]) -> tuple[str, ...]:
     rows = [(rank, describe(entry), say_place(entry.line)) for rank, entry in sorted(wait.held.items())]
     rows += [(rank, fates[rank].words, _say_last(wait, view, rank)) for rank in gone]
     return lay_out(merge_rows(rows))
 
 
-def _say_last(wait: Wait, view: JobView, rank: int) -> str:
+def _say_last(wait: Wait, view: JobSnapshot, rank: int) -> str:
     chain = chain_of(view.ranks[rank], None) if rank in view.ranks and view.ranks[rank].error is not None else ()
     if chain:
         return say_place(chain[-1])
@@ -151,12 +154,12 @@ def _why(wait: Wait, ranks: Sequence[int], words: str, has_died: bool) -> str:
     return f"{who_does(ranks, words)} without calling this: it has come to its end on another way, or with fewer rounds"
 
 
-def explain_circle(view: JobView, circle: Sequence[Wait], sources: Sources) -> Finding:
+def explain_cycle(view: JobSnapshot, circle: Sequence[Wait], sources: Sources) -> Finding:
     """Return the finding for ranks that wait for each other in a cycle: DDP206 for collectives, else DDP219."""
     code = "DDP206" if all(wait.meeting is not None for wait in circle) else "DDP219"
     held = {rank: entry for wait in circle for rank, entry in wait.held.items()}
     rows = [(rank, _describe_in(wait), say_place(entry.line)) for wait in circle for rank, entry in wait.held.items()]
-    parties = [_party(view, wait, tuple(sorted(wait.held))) for wait in circle[:2]]
+    parties = [make_waiting_party(view, wait, tuple(sorted(wait.held))) for wait in circle[:2]]
     cause = find_cause(parties[0], parties[1], sources) if len(parties) == 2 and not _say_tags(circle) else None
     first = min(held)
     return make_finding(
@@ -177,7 +180,7 @@ def _describe_in(wait: Wait) -> str:
     return f"{describe(entry)}, #{wait.meeting.seq} of {_name(wait.meeting.progress)}"
 
 
-def _name(progress: Progress) -> str:
+def _name(progress: GroupProgress) -> str:
     return name_group(progress.group)
 
 
@@ -192,12 +195,12 @@ def _it(ranks: Collection[int]) -> str:
     return "it" if len(ranks) == 1 else "them"
 
 
-def _wait_for(ranks: Collection[int]) -> str:
+def say_waiting_for(ranks: Collection[int]) -> str:
     return f"{render_ranks(ranks, max_chars=40)} {'waits' if len(ranks) == 1 else 'wait'} for"
 
 
 def _why_circle(circle: Sequence[Wait]) -> str:
-    parts = [f"{_wait_for(wait.held)} {render_ranks(wait.missing, max_chars=40)}" for wait in circle[:4]]
+    parts = [f"{say_waiting_for(wait.held)} {render_ranks(wait.missing, max_chars=40)}" for wait in circle[:4]]
     return ", ".join(parts) + (_say_tags(circle) or ": nobody can be the first")
 
 
@@ -210,3 +213,136 @@ def _say_tags(circle: Sequence[Wait]) -> str:
         return ""
     sent, received = (one, other) if one.op == "send" else (other, one)
     return f": what is sent with tag {sent.tag} is received with tag {received.tag}, and tags have to be the same"
+
+
+_TIME_IS_UP = re.compile(r"timed ?out|timeout|failed to pass monitoredBarrier", re.IGNORECASE)
+_LONGER = "what is meant to take long needs a longer `timeout=` of init_process_group"
+_ENDING_NS = 1_500_000_000
+"""A rank that closes its connections because it exits is gone within this time."""
+_BY_LAUNCHER = ("SIGTERM", "SIGINT")
+
+
+def explain_outlasted(
+    view: JobSnapshot, earlier: JobSnapshot | None, wait: Wait, fates: Mapping[int, RankOutcome]
+) -> Finding | None:
+    """Return the finding for ranks that had not arrived at the timeout, or closed their connections; None if neither.
+
+    The launcher terminates the other ranks after a failure; a rank that it terminated counts as having continued.
+    """
+    ended_ns = [view.ranks[rank].process.ended_ns for rank in wait.held if fates[rank].is_gone]
+    first_ns = min((each for each in ended_ns if each is not None), default=None)
+    late = tuple(rank for rank in wait.missing if _ran_on(view.ranks.get(rank), fates[rank], first_ns))
+    if wait.meeting is None or not late or len(late) != len(wait.missing) or not all(_is_over(wait, fates)):
+        return None
+    errors = [view.ranks[rank].error for rank in wait.held]
+    if any(error is not None and _TIME_IS_UP.search(error.message) for error in errors):
+        return _explain_late(view, earlier, wait, late)
+    others = [fate for rank, fate in fates.items() if rank not in wait.held and rank not in late]
+    is_first = all(fate.state in ("alive", "victim") for fate in others)
+    have_stayed = all(_has_stayed(view, view.ranks[rank], first_ns) for rank in late)
+    is_closed = is_first and have_stayed and all(fates[rank].state == "victim" for rank in wait.held)
+    return _explain_closed(wait, late) if is_closed else None
+
+
+def _explain_late(view: JobSnapshot, earlier: JobSnapshot | None, wait: Wait, late: tuple[int, ...]) -> Finding | None:
+    then = replace(view, ranks={**view.ranks, **{rank: _running(view.ranks[rank]) for rank in late}})
+    finding = explain_open_wait(OpenWait(then, earlier, wait, late), has_lasted=True)
+    if finding is None:
+        return None
+    why = f"the group's `timeout` was over before {render_ranks(late)} came: {finding.why}"
+    return replace(finding, severity="error", evidence=finding.evidence[:-1], why=why, fix=f"{finding.fix}; {_LONGER}")
+
+
+def _is_over(wait: Wait, fates: Mapping[int, RankOutcome]) -> list[bool]:
+    return [fates[rank].state in ("victim", "died") for rank in wait.held]
+
+
+def _ran_on(rank: RankSnapshot | None, fate: RankOutcome, first_ns: int | None) -> bool:
+    """True if the rank was alive when the first of the waiting ranks ended."""
+    if rank is None or rank.error is not None or rank.returned:
+        return False
+    ended_ns = rank.process.ended_ns
+    is_stopped = rank.process.signal_name in _BY_LAUNCHER and None not in (ended_ns, first_ns)
+    return fate.state == "alive" or (is_stopped and (ended_ns or 0) > (first_ns or 0))
+
+
+def _has_stayed(view: JobSnapshot, rank: RankSnapshot, first_ns: int | None) -> bool:
+    """True if the rank did not close its connections by exiting: it would have closed its recording first."""
+    if rank.log is None or rank.log.closed_ns is not None:
+        return False
+    is_long_ago = first_ns is not None and view.now_ns - first_ns > _ENDING_NS
+    return rank.process.state == "ended" or is_long_ago
+
+
+def _running(rank: RankSnapshot) -> RankSnapshot:
+    return replace(rank, process=ProcessState(pid=rank.process.pid, host=rank.process.host, state="unknown"))
+
+
+def _explain_closed(wait: Wait, late: tuple[int, ...]) -> Finding:
+    assert wait.meeting is not None
+    entry = wait.held[min(wait.held)]
+    rows = [(rank, describe(each), say_place(each.line)) for rank, each in sorted(wait.held.items())]
+    for rank in late:
+        last = wait.meeting.progress.last(rank)
+        where = f"its last was #{last.seq}: {say_call(last)}" if last is not None else ""
+        rows.append((rank, "closed its connections, and ran on", where))
+    words = (
+        "closed its connections while others were" if len(late) == 1 else "closed their connections while others were"
+    )
+    return make_finding(
+        "DDP216",
+        severity="error",
+        summary=f"{who_does(late, words)} in {describe_shortly(entry)} (#{wait.meeting.seq})",
+        ranks=late,
+        line=place_of(entry.line),
+        evidence=lay_out(merge_rows(rows)),
+        why=f"{render_ranks(late)} did not end by itself and its connections did: it destroyed its process group, or "
+        "closed it after an error of its own, without calling this",
+        fix=FIXES["DDP216"],
+    )
+
+
+OF_ENDS = frozenset({"DDP208", "DDP209"})
+"""Codes of findings about how a rank ended."""
+
+_NEEDS_OTHERS = "DDP2"
+_GOES_ON = "DDP204"
+"""Different reduce-ops: the job does not stop because of them."""
+
+_FIXES = {
+    "SIGKILL": "look whether memory was out (`dmesg | tail`): fewer DataLoader workers, smaller batches",
+    "SIGBUS": "look whether shared memory was full (`df /dev/shm`), or a file that it had mapped was cut off; see "
+    "ddpilot explain DDP601",
+    "SIGSEGV": "look at native code that it used last; the stack that Python's fault handler printed says where it was",
+    "SIGABRT": "look at what it printed last: gloo and NCCL abort the process with a message",
+}
+
+
+def find_cause_of_end(findings: Iterable[Finding], rank: int) -> Finding | None:
+    """Return the finding that makes `rank` fail as it waits for others; None if there is none.
+
+    How `rank` itself ended is no cause of its end.
+    """
+    errors = (each for each in findings if each.code.startswith(_NEEDS_OTHERS) and each.severity == "error")
+    others = (each for each in errors if each.code not in OF_ENDS or each.ranks != (rank,))
+    return next((each for each in others if each.code != _GOES_ON), None)
+
+
+def explain_death(view: JobSnapshot, ranks: Sequence[int], words: str) -> Finding:
+    """Return the DDP209 finding for `ranks`, which ended as `words` describe."""
+    seen = view.ranks[ranks[0]]
+    chain = chain_of(seen, None)
+    last = seen.log.collectives[-1] if seen.log is not None and seen.log.collectives else None
+    where = say_place(last.line) if last is not None else ""
+    evidence = [f"its last was {f'{describe_shortly(last)}, {where}' if where else say_call(last)}"] if last else []
+    signal_name = seen.process.signal_name or ""
+    place = place_of(chain[-1]) if chain else place_of(last.line) if last is not None else None
+    return make_finding(
+        "DDP209",
+        summary=who_does(ranks, words),
+        ranks=tuple(ranks),
+        line=place,
+        evidence=tuple(evidence),
+        why="the other ranks cannot continue without it: their later errors follow from it",
+        fix=_FIXES.get(signal_name, "look at how it ended: at its last lines and its traceback"),
+    )

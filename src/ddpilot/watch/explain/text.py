@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterable, Sequence
 
 from ddpilot.findings.finding import Place
 from ddpilot.findings.text import render_ranks
-from ddpilot.record.flight_ring.log import Collective, GroupOfRanks, Line
-from ddpilot.watch.snapshot.model import Frame
+from ddpilot.record.flight_ring.log import CallSite, Collective, GroupOfRanks
+from ddpilot.watch.snapshot.model import CodeLine
 
 _UNITS = (("GB", 1 << 30), ("MB", 1 << 20), ("kB", 1 << 10))  # powers of 1024, as in `bucket_cap_mb`
 _MAX_ROWS = 8
@@ -120,20 +120,20 @@ def show_file(file: str) -> str:
     return file if relative.startswith("..") else relative
 
 
-def place_of(line: Line | Frame | None) -> Place | None:
+def place_of(line: CallSite | CodeLine | None) -> Place | None:
     """Return the place of a line; None if it is unknown."""
     if line is None or not line.file:
         return None
     return Place(file=show_file(line.file), line=line.line, function=line.function, text=line.text)
 
 
-def say_place(line: Line | Frame | None) -> str:
+def say_place(line: CallSite | CodeLine | None) -> str:
     """Format file, line number and text; empty if the line is unknown."""
     place = place_of(line)
     return str(place) if place is not None else ""
 
 
-def say_spot(line: Line | Frame | None) -> str:
+def say_spot(line: CallSite | CodeLine | None) -> str:
     """Format file and line number; empty if the line is unknown."""
     return f"{show_file(line.file)}:{line.line}" if line is not None and line.file else ""
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
-from ddpilot.watch.explain.activity import Absence, describe_absence, say_where
+from ddpilot.watch.explain.activity import Activity, describe_activity, say_where
 from ddpilot.watch.explain.mismatch import show_common
 from ddpilot.watch.explain.text import (
     describe,
@@ -24,26 +24,26 @@ from ddpilot.watch.explain.text import (
     who_does,
 )
 from ddpilot.watch.matching.waits import Wait
-from ddpilot.watch.snapshot.model import JobView
+from ddpilot.watch.snapshot.model import JobSnapshot
 from ddpilot.watch.snapshot.stacks import passes
 
 
 @dataclass(frozen=True, slots=True)
-class Open:
+class OpenWait:
     """A wait for live ranks. `absent`: those that are elsewhere; empty if all have arrived or none is known."""
 
-    view: JobView
-    earlier: JobView | None
+    view: JobSnapshot
+    earlier: JobSnapshot | None
     wait: Wait
     absent: tuple[int, ...]
 
-    def absences(self) -> Iterator[tuple[int, Absence]]:
+    def absences(self) -> Iterator[tuple[int, Activity]]:
         """Yield what each absent rank does."""
         for rank in self.absent:
             seen = self.view.ranks.get(rank)
             before = self.earlier.ranks.get(rank) if self.earlier is not None else None
             if seen is not None:
-                yield rank, describe_absence(seen, before, self.view.now_ns)
+                yield rank, describe_activity(seen, before, self.view.now_ns)
 
     @property
     def waited(self) -> str:
@@ -51,7 +51,7 @@ class Open:
         return say_s(self.view.now_ns - self.wait.since_ns)
 
 
-def say_open(one: Open) -> str:
+def say_open_wait(one: OpenWait) -> str:
     """Return one line: which ranks wait, where and for how long, which ranks are absent, and what these do."""
     held = one.wait.held
     entry = held[min(held)]
@@ -66,7 +66,7 @@ def _verb(ranks: Mapping[int, object]) -> str:
     return "waits" if len(ranks) == 1 else "wait"
 
 
-def _say_absent(one: Open) -> str:
+def _say_absent(one: OpenWait) -> str:
     if not one.absent:
         return (
             f"of {render_ranks(one.wait.unknown)} nothing is known here"
@@ -82,7 +82,7 @@ def _say_absent(one: Open) -> str:
     return "not there: " + "; ".join(said) + more
 
 
-def explain_open(one: Open, has_lasted: bool) -> Finding | None:
+def explain_open_wait(one: OpenWait, has_lasted: bool) -> Finding | None:
     """Return a warning once the wait `has_lasted`, an error if an absent rank is provably stuck, else None.
 
     An absent rank is stuck if it is in a call that itself needs the waiting ranks.
@@ -112,12 +112,12 @@ def explain_open(one: Open, has_lasted: bool) -> Finding | None:
     )
 
 
-def _say_how_long(one: Open) -> str:
+def _say_how_long(one: OpenWait) -> str:
     # Not part of the summary, by which repeated findings are recognized.
     return f"for {one.waited} now"
 
 
-def _is_proven(one: Open, rank: int, absence: Absence) -> bool:
+def _is_proven(one: OpenWait, rank: int, absence: Activity) -> bool:
     """True if the rank is in a call that needs the waiting ranks: creating a group, or destroying all groups."""
     group = one.wait.meeting.progress.group if one.wait.meeting is not None else None
     if group is None or absence.at is None or one.view.ranks[rank].stack is None:
@@ -130,7 +130,7 @@ def _is_proven(one: Open, rank: int, absence: Absence) -> bool:
     return is_making and "use_local_sync" not in absence.at.text  # all ranks must call new_group, members or not
 
 
-def _explain_full(one: Open) -> Finding:
+def _explain_full(one: OpenWait) -> Finding:
     entry = one.wait.held[min(one.wait.held)]
     return make_finding(
         "DDP218",

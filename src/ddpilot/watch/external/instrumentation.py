@@ -31,7 +31,7 @@ from ddpilot.errors import LaunchError
 from ddpilot.launching.on_import import when_imported
 from ddpilot.record.hook import HOOK, RING_DIR_VARIABLE
 from ddpilot.watch.external.rank_process import RankProcess, error_path, read_rank_process
-from ddpilot.watch.external.store_connection import describe_way
+from ddpilot.watch.external.store_connection import describe_connection
 from ddpilot.watch.job_folder import OBSERVER, jobs_root, locked, open_root
 from ddpilot.watch.options import Action, WatchOptions
 
@@ -194,7 +194,7 @@ def _enable(options: WatchOptions, topology: Topology, name: str, origin: Origin
     hooks = (HOOK, GUARD_HOOK) if options.guard else (HOOK,)
 
     def begin(_torch: ModuleType) -> None:
-        from ddpilot.group.gloo_threads import let_works_end
+        from ddpilot.group.teardown import let_works_end
 
         let_works_end()
         for hook in hooks:
@@ -270,7 +270,7 @@ def _describe(options: WatchOptions, topology: Topology, name: str, origin: Orig
             "local_rank": topology.local_rank,
             "on_finding": options.on_finding or "stop",
             "stall_warn_s": options.stall_warn_s,
-            "way": describe_way(topology, name, os.environ),
+            "way": describe_connection(topology, name, os.environ),
         },
     )
 

@@ -24,16 +24,14 @@ from ddpilot.record.flight_ring.log import RankLog
 from ddpilot.record.flight_ring.reader import read_ring
 from ddpilot.record.hook import ring_path
 from ddpilot.watch.external.rank_process import RankProcess, error_path, find_rank_processes
-from ddpilot.watch.external.store_connection import Way
-from ddpilot.watch.job_folder import OBSERVER, JobAbout, locked, remove, remove_old, write_about
+from ddpilot.watch.external.store_connection import StoreConnection
+from ddpilot.watch.job_folder import OBSERVER, JobInfo, locked, remove, remove_old, write_job_info
 from ddpilot.watch.nodes.exchange import Exchange
 from ddpilot.watch.observer import Observer
 from ddpilot.watch.options import WatchOptions
-from ddpilot.watch.report import Report
-from ddpilot.watch.snapshot.model import ErrorView
-from ddpilot.watch.snapshot.processes import look_at
-from ddpilot.watch.snapshot.reader import RankFacts
-from ddpilot.watch.told import keys_of
+from ddpilot.watch.report import Report, keys_of
+from ddpilot.watch.snapshot.model import RankException
+from ddpilot.watch.snapshot.reader import RankFacts, read_process_state
 
 _PAUSE_S = 0.1
 
@@ -47,7 +45,7 @@ _TERM_GRACE_S = 3.0
 """Time between SIGTERM and SIGKILL for ranks that are terminated."""
 
 
-class Observing:
+class ObserverProcess:
     """Observes the ranks that record in `folder` until all of them have ended.
 
     The processes that the ranks have at one time are observed together. A new process of a rank, such as the second
@@ -59,7 +57,7 @@ class Observing:
         self._ranks: dict[int, RankProcess] = {}
         self._job: Mapping[str, Any] = {}
         self._options = WatchOptions()
-        self._way: Way | None = None
+        self._way: StoreConnection | None = None
         self._shown: set[object] = set()
         self._looked_ns = 0
         self._is_stopping = self._has_errors = self._has_ended_ranks = False
@@ -98,7 +96,7 @@ class Observing:
         self._options = WatchOptions(on_finding=self._job["on_finding"], stall_warn_s=self._job["stall_warn_s"])
         self._write_about()
         if self._way is None and self._job["way"] is not None:
-            self._way = Way(self._job["way"])
+            self._way = StoreConnection(self._job["way"])
         observer = self._make_observer()
         observer.start()
         while not all(map(_is_over, self._ranks.values())):
@@ -187,7 +185,7 @@ class Observing:
             (self._folder / name).unlink(missing_ok=True)
 
     def _write_about(self) -> None:
-        about = JobAbout(
+        about = JobInfo(
             id=self._folder.name,
             name=self._job["name"],
             command=tuple(self._job["command"]),
@@ -199,14 +197,14 @@ class Observing:
             ranks=tuple(sorted(self._ranks)),
         )
         try:
-            write_about(self._folder, about)
+            write_job_info(self._folder, about)
         except OSError as error:
             _say(f"`ddpilot watch` does not list this job: {self._folder} cannot be written to ({error})")
 
     def _facts(self) -> dict[int, RankFacts]:
         found = {}
         for rank, process in self._ranks.items():
-            view = look_at(process.pid)
+            view = read_process_state(process.pid)
             may_return = process.may_return
             if process.is_running:
                 # Its shell may try again, as after a failed download: that does not end the rank.
@@ -220,12 +218,12 @@ class Observing:
                 found[rank] = RankFacts(process=view, error=error, returned=is_closed and error is None)
         return found
 
-    def _read_error(self, rank: int) -> ErrorView | None:
+    def _read_error(self, rank: int) -> RankException | None:
         try:
             name, message, text = json.loads(read_own_text(error_path(self._folder, rank)))
         except (OSError, ValueError):
             return None
-        return ErrorView(type_name=name, message=message, traceback=text)
+        return RankException(type_name=name, message=message, traceback=text)
 
     def _hear(self, report: Report) -> None:
         for line in (*report.notes, *report.status):
@@ -293,7 +291,7 @@ def _say(text: str) -> None:
 def main(folder: Path) -> None:
     """Observe the ranks in `folder`. An error here is reported in one line, and the ranks continue."""
     try:
-        Observing(folder).run()
+        ObserverProcess(folder).run()
     except Exception as error:  # noqa: BLE001 - reported; must not stop the training
         _say(f"watching ended with an error of its own, and the job continues: {type(error).__name__}: {error}")
 

@@ -10,8 +10,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ddpilot.environments.topology import Topology
-from ddpilot.launching.elastic.rendezvous.heartbeat import Peers
-from ddpilot.launching.elastic.rendezvous.mailbox import Post
+from ddpilot.launching.elastic.rendezvous.heartbeat import Heartbeat
+from ddpilot.launching.elastic.rendezvous.mailbox import StoreMailbox
 from ddpilot.launching.elastic.rendezvous.node_state import NodeState
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ _MEET_LIMIT = timedelta(hours=1)
 _LEVEL_VARIABLE = "TORCH_CPP_LOG_LEVEL"
 
 
-def describe_way(topology: Topology, name: str, environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """Return the arguments of `Way` as JSON-serializable values; None if there is only one node."""
+def describe_connection(topology: Topology, name: str, environ: Mapping[str, str]) -> dict[str, Any] | None:
+    """Return the arguments of `StoreConnection` as JSON-serializable values; None if there is only one node."""
     if topology.nnodes == 1:
         return None
     return {
@@ -39,8 +39,8 @@ def describe_way(topology: Topology, name: str, environ: Mapping[str, str]) -> d
     }
 
 
-class Way:
-    """The connection to the observers of the other nodes, through the store of the ranks. `said`: from `describe_way`.
+class StoreConnection:
+    """The connection to the observers of the other nodes, through the store of the ranks. `said`: from `describe_connection`.
 
     A separate thread waits for that store and holds the only connection to it.
     """
@@ -48,8 +48,8 @@ class Way:
     def __init__(self, said: Mapping[str, Any]) -> None:
         about = {name: said[name] for name in ("node_rank", "nnodes", "nproc_per_node", "target", "attempt")}
         me = NodeState(host=platform.node(), pid=os.getpid(), **about)
-        self._peers = Peers(_connect_to(said), me, pulse_s=_PULSE_S)
-        self.post: Post = self._peers.open_post(me.attempt)
+        self._peers = Heartbeat(_connect_to(said), me, pulse_s=_PULSE_S)
+        self.post: StoreMailbox = self._peers.open_post(me.attempt)
 
     def close(self) -> None:
         """Wait at most one second for pending writes to reach the store, then disconnect."""

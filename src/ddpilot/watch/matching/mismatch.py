@@ -9,10 +9,9 @@ from math import prod
 from typing import Literal
 
 from ddpilot.record.flight_ring.log import Collective, Tensor
-from ddpilot.watch.matching.all_to_all import EXCHANGES, find_unequal
 
 Aspect = Literal["op", "dtype", "size", "root", "shape", "reduce-op"]
-SILENT: frozenset[Aspect] = frozenset({"shape", "reduce-op"})
+WRONG_BUT_RUNNING: frozenset[Aspect] = frozenset({"shape", "reduce-op"})
 """Aspects in which ranks can differ without an error or a hang; the results are wrong."""
 
 REDUCING = frozenset(
@@ -42,7 +41,7 @@ _ANY_DTYPE = frozenset({"barrier", "monitored_barrier"})
 
 
 @dataclass(frozen=True, slots=True)
-class Clash:
+class Mismatch:
     """A disagreement between the ranks of one collective."""
 
     aspect: Aspect
@@ -50,7 +49,7 @@ class Clash:
     """The differing values, as text, each with the ranks that passed it; the largest set of ranks first."""
 
 
-def find_clash(by_rank: Mapping[int, Collective]) -> Clash | None:
+def find_mismatch(by_rank: Mapping[int, Collective]) -> Mismatch | None:
     """Return the first aspect, in the order of `Aspect`, in which the collectives differ; None if all ranks agree.
 
     An unknown value agrees with any other: a reduce-op is read up to 50 ms after the collective starts.
@@ -71,21 +70,21 @@ def find_clash(by_rank: Mapping[int, Collective]) -> Clash | None:
                 said.setdefault(value, []).append(rank)
         if len(said) > 1 and (aspect != "shape" or _is_turned(said)):
             by_size = sorted(said.items(), key=lambda item: (-len(item[1]), item[1][0]))
-            return Clash(aspect, tuple((_say(aspect, value), tuple(ranks)) for value, ranks in by_size))
+            return Mismatch(aspect, tuple((_say(aspect, value), tuple(ranks)) for value, ranks in by_size))
     return _find_unequal_parts(by_rank)
 
 
-def _find_unequal_parts(by_rank: Mapping[int, Collective]) -> Clash | None:
+def _find_unequal_parts(by_rank: Mapping[int, Collective]) -> Mismatch | None:
     is_exchange = any(entry.op in EXCHANGES for entry in by_rank.values())
     unequal = find_unequal(by_rank) if is_exchange else None
     if unequal is None:
         return None
     giver, given, taker, expected = unequal
     gives, takes = f"{given:,} elements for rank {taker}", f"{expected:,} elements from rank {giver}"
-    return Clash("size", ((gives, (giver,)), (takes, (taker,))))
+    return Mismatch("size", ((gives, (giver,)), (takes, (taker,))))
 
 
-def terms_of(entry: Collective) -> Hashable:
+def signature_of(entry: Collective) -> Hashable:
     """What must be equal on all ranks in a collective's op and tensors; equal if they cannot clash there."""
     return entry.op, _dtypes(entry), _sizes(entry), _dims(entry)
 
@@ -133,3 +132,39 @@ def _say(aspect: Aspect, value: Hashable) -> str:
     text = ", ".join(f"{part:,}" if isinstance(part, int) else str(part) for part in value[:4])
     more = f" and {len(value) - 4} more" if len(value) > 4 else ""
     return f"{text}{more} elements" if aspect == "size" else f"{text}{more}"
+
+
+EXCHANGES = frozenset({"all_to_all", "all_to_all_single"})
+MAX_RANKS = 256
+"""Larger groups are not compared: they have too many pairs to check repeatedly."""
+
+Unequal = tuple[int, int, int, int]
+"""The sending rank, number of elements sent, the receiving rank, number of elements expected."""
+
+
+def find_unequal(by_rank: Mapping[int, Collective]) -> Unequal | None:
+    """Return the first pair of ranks of which one sends a different number of elements than the other expects."""
+    if len(by_rank) > MAX_RANKS:
+        return None
+    for giver, sent in sorted(by_rank.items()):
+        for taker, received in sorted(by_rank.items()):
+            given = _part(sent, sent.inputs, 1, taker)
+            expected = _part(received, received.outputs, 0, giver)
+            if giver != taker and None not in (given, expected) and given != expected:
+                return giver, given or 0, taker, expected or 0
+    return None
+
+
+def _part(entry: Collective, tensors: tuple[Tensor, ...], splits_at: int, other: int) -> int | None:
+    """Number of elements of `tensors` that are sent to, or received from, rank `other`; None if not known."""
+    group = entry.group
+    if group is None or other not in group.ranks or not tensors:
+        return None
+    place = group.ranks.index(other)
+    if entry.op == "all_to_all":
+        return prod(tensors[place].shape) if place < len(tensors) else None
+    shape = tensors[0].shape
+    splits = entry.splits[splits_at] if len(entry.splits) > splits_at else ()
+    if splits:
+        return splits[place] * prod(shape[1:]) if place < len(splits) else None
+    return prod(shape) // len(group.ranks)

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from ddpilot.launching.victims import reads_like_victim
+from ddpilot.launching.exceptions import reads_like_victim
 from ddpilot.record.flight_ring.log import Collective
-from ddpilot.watch.snapshot.model import JobView, RankView
+from ddpilot.watch.snapshot.model import JobSnapshot, ProcessState, RankSnapshot
 from ddpilot.watch.snapshot.stacks import is_waiting, passes
 
 State = Literal["alive", "finished", "died", "victim", "unknown"]
@@ -30,7 +30,7 @@ _PATIENT_CALLS = ("send", "recv", "send_object_list", "recv_object_list")
 
 
 @dataclass(frozen=True, slots=True)
-class Fate:
+class RankOutcome:
     """The state of a rank, and its description."""
 
     state: State
@@ -42,33 +42,33 @@ class Fate:
         return self.state in ("finished", "died", "victim")
 
 
-def fate_of(rank: RankView | None) -> Fate:
+def outcome_of(rank: RankSnapshot | None) -> RankOutcome:
     """Return the state of a rank; "unknown" for None."""
     if rank is None:
-        return Fate("unknown")
+        return RankOutcome("unknown")
     error = rank.error
     if error is not None and error.type_name == "SystemExit" and error.message in ("", "0", "None"):
-        return Fate("finished", "has exited")
+        return RankOutcome("finished", "has exited")
     if error is not None:
         words = f"raised {error.type_name}: {_shorten(error.message)}".removesuffix(": ")
-        return Fate("victim" if reads_like_victim(error.type_name, error.message) else "died", words)
+        return RankOutcome("victim" if reads_like_victim(error.type_name, error.message) else "died", words)
     if rank.returned:
         is_cut = rank.process.exitcode == 0 and rank.log is not None and rank.log.closed_ns is None
-        return Fate("finished", "has ended at once, as by os._exit(0)" if is_cut else "has returned")
-    return _fate_of_process(rank) if rank.process.state == "ended" else Fate("alive")
+        return RankOutcome("finished", "has ended at once, as by os._exit(0)" if is_cut else "has returned")
+    return _fate_of_process(rank) if rank.process.state == "ended" else RankOutcome("alive")
 
 
-def _fate_of_process(rank: RankView) -> Fate:
+def _fate_of_process(rank: RankSnapshot) -> RankOutcome:
     process = rank.process
     if process.signal_name is not None:
-        return Fate("died", f"died of {process.signal_name}")
+        return RankOutcome("died", f"died of {process.signal_name}")
     if process.exitcode is not None and process.exitcode < 0:
-        return Fate("died", f"died of signal {-process.exitcode}")
+        return RankOutcome("died", f"died of signal {-process.exitcode}")
     if process.exitcode:
-        return Fate("died", f"exited with status {process.exitcode}")
+        return RankOutcome("died", f"exited with status {process.exitcode}")
     if process.exitcode == 0 or (rank.log is not None and rank.log.closed_ns is not None):
-        return Fate("finished", "has exited")
-    return Fate("died", "ended without closing the recording, as by a signal or os._exit")
+        return RankOutcome("finished", "has exited")
+    return RankOutcome("died", "ended without closing the recording, as by a signal or os._exit")
 
 
 def _shorten(message: str) -> str:
@@ -76,7 +76,7 @@ def _shorten(message: str) -> str:
     return line if len(line) <= _MAX_CHARS else f"{line[: _MAX_CHARS - 3]}..."
 
 
-def first_deaths(view: JobView, fates: Mapping[int, Fate]) -> list[int]:
+def first_deaths(view: JobSnapshot, fates: Mapping[int, RankOutcome]) -> list[int]:
     """Return the ranks that died first: neither victims, nor ranks that were terminated after another one had died."""
     died = [rank for rank, fate in fates.items() if fate.state == "died"]
     of_itself = [rank for rank in died if view.ranks[rank].process.signal_name not in _STOPPING]
@@ -86,7 +86,7 @@ def first_deaths(view: JobView, fates: Mapping[int, Fate]) -> list[int]:
     return _ended_before(view, fates, firsts) or firsts
 
 
-def _ended_before(view: JobView, fates: Mapping[int, Fate], stopped: Sequence[int]) -> list[int]:
+def _ended_before(view: JobSnapshot, fates: Mapping[int, RankOutcome], stopped: Sequence[int]) -> list[int]:
     """Return the victims that exited while all of `stopped` were running, if a launcher may have terminated `stopped`.
 
     The connection that such a victim lost was to something else, for example to a server of a download.
@@ -100,19 +100,19 @@ def _ended_before(view: JobView, fates: Mapping[int, Fate], stopped: Sequence[in
     return _earliest(view, early) if early else []
 
 
-def _may_be_stopped(rank: RankView) -> bool:
+def _may_be_stopped(rank: RankSnapshot) -> bool:
     process = rank.process
     return process.signal_name in _STOPPING if process.signal_name is not None else process.exitcode is None
 
 
-def _last_sign_ns(rank: RankView) -> int | None:
+def _last_sign_ns(rank: RankSnapshot) -> int | None:
     """Return the time of the rank's exit, of the end of its recording or of its last heartbeat."""
     log = rank.log
     signs = (rank.process.ended_ns, *((log.closed_ns, log.heartbeat_ns) if log is not None else ()))
     return next((sign for sign in signs if sign is not None), None)
 
 
-def _earliest(view: JobView, ranks: Iterable[int]) -> list[int]:
+def _earliest(view: JobSnapshot, ranks: Iterable[int]) -> list[int]:
     ends = {rank: view.ranks[rank].process.ended_ns for rank in ranks}
     known = [end for end in ends.values() if end is not None]
     if not known:
@@ -120,7 +120,7 @@ def _earliest(view: JobView, ranks: Iterable[int]) -> list[int]:
     return [rank for rank, end in ends.items() if end is not None and end <= min(known) + 100_000_000]
 
 
-def _first_silent(view: JobView, ranks: list[int]) -> list[int]:
+def _first_silent(view: JobSnapshot, ranks: list[int]) -> list[int]:
     """Return the ranks whose heartbeats stopped first, for ranks whose end was not observed."""
     beats = {rank: log.heartbeat_ns for rank in ranks if (log := view.ranks[rank].log) is not None and log.heartbeat_ns}
     if len(beats) < len(ranks):
@@ -128,9 +128,9 @@ def _first_silent(view: JobView, ranks: list[int]) -> list[int]:
     return [rank for rank, beat in beats.items() if beat <= min(beats.values()) + _BEAT_NS]
 
 
-def as_left(
-    rank: RankView | None, fate: Fate, last: Collective | None, now_ns: int, *, is_cut_off: bool = False
-) -> Fate:
+def with_departure(
+    rank: RankSnapshot | None, fate: RankOutcome, last: Collective | None, now_ns: int, *, is_cut_off: bool = False
+) -> RankOutcome:
     """Return "finished" for a live rank that has left the group in which `last` was its newest collective, else `fate`.
 
     `is_cut_off`: other ranks have lost their connection to it, so that the reason for leaving does not matter.
@@ -141,11 +141,11 @@ def as_left(
     has_ended = rank.log.closed_ns is not None
     patience_ns = _CUT_OFF_NS if is_cut_off and not has_ended else _ERROR_NS
     if left_ns is not None and last is not None and last.start_ns < left_ns and now_ns - left_ns > patience_ns:
-        return Fate("finished", "has come to its end" if has_ended else "has destroyed its process groups")
-    return Fate("finished", "leaves its group") if passes(rank.stack, _LEAVES) is not None else fate
+        return RankOutcome("finished", "has come to its end" if has_ended else "has destroyed its process groups")
+    return RankOutcome("finished", "leaves its group") if passes(rank.stack, _LEAVES) is not None else fate
 
 
-def holds_up(rank: RankView, fate: Fate, entry: Collective) -> bool | None:
+def is_blocked_by(rank: RankSnapshot, fate: RankOutcome, entry: Collective) -> bool | None:
     """Return True if the rank cannot continue before `entry` completes; None if only a current stack can tell.
 
     For a rank that has ended: True if it could not continue at that time.
@@ -175,10 +175,49 @@ def _may_end_alone(entry: Collective) -> bool:
     return (entry.op in ("broadcast", "scatter") and is_root) or (entry.op in ("reduce", "gather") and not is_root)
 
 
-def _has_begun_more(rank: RankView, entry: Collective) -> bool:
+def _has_begun_more(rank: RankSnapshot, entry: Collective) -> bool:
     """True if the rank has begun a later collective of the group that cannot complete without the other ranks."""
     later = (each for each in (rank.log.collectives if rank.log is not None else ()) if each.index > entry.index)
     return any(
         each.group == entry.group and not each.is_p2p and each.state == "begun" and not _may_end_alone(each)
         for each in later
     )
+
+
+COMMON_END = (
+    "all ranks that are seen from here ended at the same time, from outside: a time limit, `scancel` or another kill "
+    "of the whole job"
+)
+_FROM_OUTSIDE = ("SIGKILL", "SIGTERM")
+
+
+def before_common_end(view: JobSnapshot, fates: Mapping[int, RankOutcome]) -> JobSnapshot | None:
+    """Return the job as it was when all of its ranks were ended at once from outside; None if they were not."""
+    ranks = {number: rank for number, rank in view.ranks.items() if rank.process.state != "unknown"}
+    if len(ranks) < 2 or not all(_was_ended(rank) for rank in ranks.values()):
+        return None
+    if len({rank.process.signal_name for rank in ranks.values()}) > 1 or set(first_deaths(view, fates)) != set(ranks):
+        return None
+    ends_ns = [_ended_ns(rank) for rank in ranks.values()]
+    known_ns = [each for each in ends_ns if each is not None]
+    if len(known_ns) < len(ends_ns):
+        return None
+    before = {number: replace(rank, process=_of_unknown_end(rank.process)) for number, rank in ranks.items()}
+    return replace(view, ranks={**view.ranks, **before}, now_ns=min(view.now_ns, max(known_ns)))
+
+
+def _was_ended(rank: RankSnapshot) -> bool:
+    process = rank.process
+    is_over = rank.error is not None or rank.returned or rank.log is None or rank.log.closed_ns is not None
+    if process.state != "ended" or is_over:
+        return False
+    return process.exitcode is None if process.signal_name is None else process.signal_name in _FROM_OUTSIDE
+
+
+def _ended_ns(rank: RankSnapshot) -> int | None:
+    ended_ns = rank.process.ended_ns
+    return ended_ns if ended_ns is not None or rank.log is None else rank.log.heartbeat_ns
+
+
+def _of_unknown_end(process: ProcessState) -> ProcessState:
+    return ProcessState(pid=process.pid, host=process.host, state="unknown")

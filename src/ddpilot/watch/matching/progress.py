@@ -8,15 +8,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ddpilot.record.flight_ring.log import Collective, GroupOfRanks, RankLog
-from ddpilot.watch.matching.mismatch import Clash
-from ddpilot.watch.snapshot.model import JobView
+from ddpilot.watch.matching.mismatch import Mismatch
+from ddpilot.watch.snapshot.model import JobSnapshot
 
 GroupKey = tuple[str, tuple[int, ...]]
 """Name and ranks; of successive groups with the same key only the newest counts."""
 
 
 @dataclass(slots=True)
-class Progress:
+class GroupProgress:
     """The collectives that the ranks of one group have begun in it, in order."""
 
     group: GroupOfRanks
@@ -45,10 +45,10 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class IncompleteCollective:
     """A collective that some ranks of its group have begun and others have not."""
 
-    progress: Progress
+    progress: GroupProgress
     seq: int
     arrived: Mapping[int, Collective]
     missing: tuple[int, ...]
@@ -67,12 +67,12 @@ class Meeting:
 
 
 @dataclass(frozen=True, slots=True)
-class Meet:
+class MismatchedCollective:
     """A collective with different arguments on different ranks."""
 
-    progress: Progress
+    progress: GroupProgress
     seq: int
-    clash: Clash
+    clash: Mismatch
     by_rank: Mapping[int, Collective]
 
     @property
@@ -85,10 +85,10 @@ def _seq_of(entry: Collective) -> int:
     return -1 if entry.seq is None else entry.seq
 
 
-def find_progress(logs: Iterable[RankLog]) -> list[Progress]:
+def find_progress(logs: Iterable[RankLog]) -> list[GroupProgress]:
     """Return the progress in the newest group of every name and set of ranks."""
     newest: dict[GroupKey, tuple[int, int]] = {}
-    groups: dict[GroupKey, Progress] = {}
+    groups: dict[GroupKey, GroupProgress] = {}
     for log in logs:
         known: dict[int, list[Collective] | None] = {}  # one lookup per group: it may have thousands of ranks
         for entry in log.collectives:
@@ -104,7 +104,7 @@ def find_progress(logs: Iterable[RankLog]) -> list[Progress]:
 
 
 def _find_entries(
-    group: GroupOfRanks, rank: int, newest: dict[GroupKey, tuple[int, int]], groups: dict[GroupKey, Progress]
+    group: GroupOfRanks, rank: int, newest: dict[GroupKey, tuple[int, int]], groups: dict[GroupKey, GroupProgress]
 ) -> list[Collective] | None:
     if not group.ranks:
         return None
@@ -112,11 +112,11 @@ def _find_entries(
     if age < newest.get(key, (-1, -1)):
         return None
     if age > newest.get(key, (-1, -1)):
-        newest[key], groups[key] = age, Progress(group)
+        newest[key], groups[key] = age, GroupProgress(group)
     return groups[key].by_rank.setdefault(rank, [])
 
 
-def find_meetings(view: JobView, progress: Iterable[Progress]) -> Iterator[Meeting]:
+def find_incomplete(view: JobSnapshot, progress: Iterable[GroupProgress]) -> Iterator[IncompleteCollective]:
     """Yield, for each group in which some ranks are ahead of others, the first collective that these wait in."""
     for each in progress:
         meeting = _find_meeting(view, each)
@@ -124,7 +124,7 @@ def find_meetings(view: JobView, progress: Iterable[Progress]) -> Iterator[Meeti
             yield meeting
 
 
-def _find_meeting(view: JobView, progress: Progress) -> Meeting | None:
+def _find_meeting(view: JobSnapshot, progress: GroupProgress) -> IncompleteCollective | None:
     ahead = max(progress.position(rank) for rank in progress.by_rank)
     behind = {rank: progress.position(rank) for rank in progress.group.ranks}
     unknown = {rank for rank in progress.group.ranks if _may_have_come(view, progress, rank)}
@@ -138,20 +138,22 @@ def _find_meeting(view: JobView, progress: Progress) -> Meeting | None:
     if not arrived:
         return None
     missing = tuple(rank for rank, at in behind.items() if at == lowest and rank not in unknown)
-    return Meeting(progress, seq, arrived, missing, tuple(sorted(unknown - arrived.keys())))
+    return IncompleteCollective(progress, seq, arrived, missing, tuple(sorted(unknown - arrived.keys())))
 
 
-def _arrived(progress: Progress, seq: int) -> dict[int, Collective]:
+def _arrived(progress: GroupProgress, seq: int) -> dict[int, Collective]:
     return {rank: entry for rank in progress.by_rank if (entry := progress.at(rank, seq)) is not None}
 
 
-def _find_full_meeting(progress: Progress, seq: int, unknown: set[int]) -> Meeting | None:
+def _find_full_meeting(progress: GroupProgress, seq: int, unknown: set[int]) -> IncompleteCollective | None:
     # All ranks whose progress can be seen have begun it.
     arrived = _arrived(progress, seq)
-    return Meeting(progress, seq, arrived, (), tuple(sorted(unknown - arrived.keys()))) if arrived else None
+    return (
+        IncompleteCollective(progress, seq, arrived, (), tuple(sorted(unknown - arrived.keys()))) if arrived else None
+    )
 
 
-def _may_have_come(view: JobView, progress: Progress, rank: int) -> bool:
+def _may_have_come(view: JobSnapshot, progress: GroupProgress, rank: int) -> bool:
     """True if `rank` may have begun more collectives in this group than can be seen."""
     if rank in progress.by_rank:
         return False

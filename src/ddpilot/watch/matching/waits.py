@@ -7,12 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
+from ddpilot.findings.catalog import make_finding
+from ddpilot.findings.finding import Finding
 from ddpilot.record.flight_ring.log import Collective
-from ddpilot.watch.explain.text import peer_of
-from ddpilot.watch.matching.messages import find_lone_messages, group_key, tag_of
-from ddpilot.watch.matching.outcomes import Fate, holds_up
-from ddpilot.watch.matching.progress import GroupKey, Meeting
-from ddpilot.watch.snapshot.model import JobView
+from ddpilot.watch.explain.text import describe, lay_out, peer_of, place_of, say_place
+from ddpilot.watch.matching.outcomes import RankOutcome, is_blocked_by
+from ddpilot.watch.matching.progress import GroupKey, IncompleteCollective
+from ddpilot.watch.snapshot.model import JobSnapshot, RankSnapshot
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,7 +23,7 @@ class Wait:
     held: Mapping[int, Collective]
     missing: tuple[int, ...]
     unknown: tuple[int, ...] = ()
-    meeting: Meeting | None = None
+    meeting: IncompleteCollective | None = None
     """None for a point-to-point operation."""
 
     @property
@@ -42,7 +43,7 @@ class Waits:
     """Ranks for which only a stack can show whether they wait, with the ranks that they would wait for."""
 
 
-def find_waits(view: JobView, fates: Mapping[int, Fate], meetings: Iterable[Meeting]) -> Waits:
+def find_waits(view: JobSnapshot, fates: Mapping[int, RankOutcome], meetings: Iterable[IncompleteCollective]) -> Waits:
     """Return every wait of ranks that are alive, or that were waiting when they ended."""
     found = Waits()
     for meeting in meetings:
@@ -57,15 +58,17 @@ def find_waits(view: JobView, fates: Mapping[int, Fate], meetings: Iterable[Meet
     return found
 
 
-def _is_held(view: JobView, fate: Fate, rank: int, entry: Collective, found: Waits, missing: tuple[int, ...]) -> bool:
-    answer = holds_up(view.ranks[rank], fate, entry)
+def _is_held(
+    view: JobSnapshot, fate: RankOutcome, rank: int, entry: Collective, found: Waits, missing: tuple[int, ...]
+) -> bool:
+    answer = is_blocked_by(view.ranks[rank], fate, entry)
     if answer is None:
         found.needs_stacks[rank] = missing
     return bool(answer)
 
 
-def _find_p2p(view: JobView, fates: Mapping[int, Fate], found: Waits) -> Iterator[Wait]:
-    is_lone = find_lone_messages(view)
+def _find_p2p(view: JobSnapshot, fates: Mapping[int, RankOutcome], found: Waits) -> Iterator[Wait]:
+    is_lone = find_unmatched_messages(view)
     pending = {rank: list(_pending_p2p(view, rank, fates[rank], is_lone)) for rank in view.ranks}
     newest = _newest_groups(view) if any(pending.values()) else {}
     pending = {rank: [each for each in entries if _is_newest(each, newest)] for rank, entries in pending.items()}
@@ -86,7 +89,9 @@ def _find_p2p(view: JobView, fates: Mapping[int, Fate], found: Waits) -> Iterato
                 break
 
 
-def _pending_p2p(view: JobView, rank: int, fate: Fate, is_lone: Mapping[tuple[int, int], bool]) -> Iterator[Collective]:
+def _pending_p2p(
+    view: JobSnapshot, rank: int, fate: RankOutcome, is_lone: Mapping[tuple[int, int], bool]
+) -> Iterator[Collective]:
     entries = _entries_of(view, rank)
     newest = {entry.index for entry in takewhile(_has_unknown_end, reversed(entries))}
     for entry in entries:
@@ -101,7 +106,7 @@ def _pending_p2p(view: JobView, rank: int, fate: Fate, is_lone: Mapping[tuple[in
             yield entry
 
 
-def _entries_of(view: JobView, rank: int) -> Sequence[Collective]:
+def _entries_of(view: JobSnapshot, rank: int) -> Sequence[Collective]:
     log = view.ranks[rank].log
     return log.collectives if log is not None else ()
 
@@ -110,7 +115,7 @@ def _has_unknown_end(entry: Collective) -> bool:
     return entry.is_p2p and entry.state == "unknown"
 
 
-def _newest_groups(view: JobView) -> dict[GroupKey, tuple[int, int]]:
+def _newest_groups(view: JobSnapshot) -> dict[GroupKey, tuple[int, int]]:
     """Return the newest group that any rank has used, by name and ranks; earlier ones have been destroyed."""
     logs = [seen.log for seen in view.ranks.values() if seen.log is not None]
     groups = {id(entry.group): entry.group for log in logs for entry in log.collectives if entry.group is not None}
@@ -126,7 +131,7 @@ def _is_newest(entry: Collective, newest: Mapping[GroupKey, tuple[int, int]]) ->
     return group is None or (group.attempt, group.incarnation) == newest[group.name, group.ranks]
 
 
-def find_circles(waits: Iterable[Wait]) -> list[list[Wait]]:
+def find_cycles(waits: Iterable[Wait]) -> list[list[Wait]]:
     """Return cycles of waits: each wait needs a rank that the next one holds, and the last needs one of the first."""
     every = list(waits)
     holders: dict[int, list[Wait]] = {}
@@ -159,3 +164,112 @@ def _walk(start: Wait, holders: Mapping[int, list[Wait]], done: set[int]) -> Ite
 
 def _next(wait: Wait, holders: Mapping[int, list[Wait]]) -> list[Wait]:
     return list({id(each): each for rank in wait.missing for each in holders.get(rank, ())}.values())
+
+
+_Channel = tuple[int, int, int | None, str]
+"""Sender, receiver, tag and group key: messages of one channel arrive in order."""
+
+
+_WITH_TAGS = ("mpi", "ucc")
+"""Backends with tags besides gloo, which is recognized by `is_watched`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A send and the receive that matches it."""
+
+    sender: int
+    sent: Collective
+    receiver: int
+    received: Collective
+
+
+def find_unmatched_messages(view: JobSnapshot) -> dict[tuple[int, int], bool]:
+    """Return by (rank, index of the entry) True if a send or receive has no matching call.
+
+    Messages of one channel arrive in order and are matched by counting. Ranks whose logs have dropped entries, or that
+    receive from any source, are excluded.
+    """
+    ways: dict[_Channel, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {}
+    known = {rank for rank, seen in view.ranks.items() if _counts(seen)}
+    for rank in known:
+        for entry in _messages(view.ranks[rank]):
+            peer = peer_of(entry)
+            if peer in known and peer is not None:
+                is_sent = entry.op == "send"
+                way = (rank, peer) if is_sent else (peer, rank)
+                sides = ways.setdefault((*way, tag_of(entry), group_key(entry)), ([], []))
+                sides[0 if is_sent else 1].append((rank, entry.index))
+    found: dict[tuple[int, int], bool] = {}
+    for sent, received in ways.values():
+        for mine, theirs in ((sent, received), (received, sent)):
+            found |= {key: number >= len(theirs) for number, key in enumerate(mine)}
+    return found
+
+
+def _counts(rank: RankSnapshot) -> bool:
+    entries = rank.log.collectives if rank.log is not None else ()
+    is_whole = not entries or entries[-1].index == len(entries)
+    return is_whole and not any(entry.is_p2p and entry.peer is None for entry in entries)
+
+
+def find_unequal_messages(view: JobSnapshot) -> Iterator[Message]:
+    """Yield the first message of each channel whose sizes differ; excludes ranks whose logs have dropped entries."""
+    sent: dict[_Channel, list[Collective]] = {}
+    received: dict[_Channel, list[Collective]] = {}
+    for rank, seen in view.ranks.items():
+        for entry in _messages(seen):
+            peer = peer_of(entry)
+            if peer is None:  # a receive from any source may have taken a message of a different channel
+                received = {way: entries for way, entries in received.items() if way[1] != rank}
+                break
+            if entry.op == "send":
+                sent.setdefault((rank, peer, tag_of(entry), group_key(entry)), []).append(entry)
+            else:
+                received.setdefault((peer, rank, tag_of(entry), group_key(entry)), []).append(entry)
+    for way, entries in received.items():
+        for mine, theirs in zip(entries, sent.get(way, ()), strict=False):
+            if mine.num_bytes != theirs.num_bytes:
+                yield Message(way[0], theirs, way[1], mine)
+                break
+
+
+def _messages(rank: RankSnapshot) -> list[Collective]:
+    entries = rank.log.collectives if rank.log is not None else ()
+    if not entries or entries[-1].index != len(entries):  # a dropped entry would shift all later matches
+        return []
+    return [entry for entry in entries if entry.is_p2p]
+
+
+def group_key(entry: Collective) -> str:
+    """Return a key of the group of `entry`, distinct from earlier groups of the same name (rebuilds, attempts)."""
+    group = entry.group
+    return f"{group.name}/{group.attempt}/{group.incarnation}" if group is not None else ""
+
+
+def tag_of(entry: Collective) -> int | None:
+    """Return the tag by which `entry` is matched; None if its backend matches by order alone, as NCCL does."""
+    backend = entry.group.backend if entry.group is not None else ""
+    return entry.tag if entry.is_watched or any(name in backend for name in _WITH_TAGS) else None
+
+
+def explain_message(view: JobSnapshot, message: Message) -> Finding:
+    """Return the finding for `message`, with the lines of both sides."""
+    sides = ((message.sender, message.sent), (message.receiver, message.received))
+    rows = [(f"rank {rank}", describe(entry) + _fate(view.ranks[rank]), say_place(entry.line)) for rank, entry in sides]
+    gives, takes = f"{message.sent.num_bytes:,} bytes", f"{message.received.num_bytes:,}"
+    return make_finding(
+        "DDP202",
+        # Over gloo, some programs allocate larger buffers on purpose, for messages of any size.
+        severity="error" if message.sent.num_bytes > message.received.num_bytes else "warning",
+        summary=f"rank {message.sender} sends {gives} to rank {message.receiver}, which has room for {takes}",
+        ranks=(message.sender, message.receiver),
+        line=place_of(message.received.line),
+        evidence=lay_out(rows),
+        why="gloo ends the process that has too little room, and leaves the rest as it was where there is too much",
+        fix="give send and recv tensors of one size and dtype; where it varies, send the size before",
+    )
+
+
+def _fate(rank: RankSnapshot) -> str:
+    return f", died of {rank.process.signal_name}" if rank.process.signal_name else ""

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
-from ddpilot.record.flight_ring.log import Collective, DdpPart, GroupOfRanks, Line, RankLog, Tensor
-from ddpilot.watch.snapshot.model import ErrorView, Frame, JobView, ProcessView, RankView, StackView
+from ddpilot.record.flight_ring.log import CallSite, Collective, DdpPart, GroupOfRanks, RankLog, Tensor
+from ddpilot.watch.snapshot.model import CodeLine, JobSnapshot, ProcessState, PythonStack, RankException, RankSnapshot
 
 MAX_CHARS = 64 * 1024
 _NUM_ENTRIES = 256
@@ -24,12 +24,12 @@ _NUM_OF_GROUP = 4
 _NUM_FRAMES = 40
 _MAX_ERROR_CHARS = 4000
 
-_SHARED: Mapping[str, type] = {"group": GroupOfRanks, "line": Line, "ddp": DdpPart}
+_SHARED: Mapping[str, type] = {"group": GroupOfRanks, "line": CallSite, "ddp": DdpPart}
 """Fields of a record whose values are written once and then referred to by index."""
 _TENSORS = ("inputs", "outputs")
 _DEFAULTS: Mapping[type, Sequence[tuple[str, Any]]] = {
     kind: tuple((field.name, field.default) for field in fields(kind))
-    for kind in (RankLog, Collective, GroupOfRanks, Line, DdpPart, Tensor, ProcessView)
+    for kind in (RankLog, Collective, GroupOfRanks, CallSite, DdpPart, Tensor, ProcessState)
 }
 _TIMES_OF_LOG, _TIMES_OF_ENTRY = (
     tuple(field.name for field in fields(kind) if field.name.endswith("_ns") and field.name != "started_unix_ns")
@@ -47,7 +47,7 @@ class Digest:
     """The same moment on the writer's system clock (Unix time)."""
     is_asking: bool
     """True if the writer requests digests of the other nodes."""
-    ranks: Mapping[int, RankView]
+    ranks: Mapping[int, RankSnapshot]
 
     @property
     def is_final(self) -> bool:
@@ -91,7 +91,7 @@ def move_clock(digest: Digest, *, unix_minus_monotonic_ns: int, after_ns: int, b
     return replace(digest, now_ns=written_ns, ranks=ranks)
 
 
-def merge(view: JobView, digests: Iterable[Digest]) -> JobView:
+def merge(view: JobSnapshot, digests: Iterable[Digest]) -> JobSnapshot:
     """Add the ranks of `digests`, which are on the clock of `view`; ranks that `view` already has are kept."""
     ranks = dict(view.ranks)
     for digest in digests:
@@ -144,7 +144,7 @@ def _read_shared(kind: str, value: Any) -> Any:
     return _SHARED[kind](**_with_tuples(value))
 
 
-def _write_rank(rank: RankView, shared: _Shared, num_entries: int) -> dict[str, Any]:
+def _write_rank(rank: RankSnapshot, shared: _Shared, num_entries: int) -> dict[str, Any]:
     said: dict[str, Any] = {"rank": rank.rank, "process": _bare(rank.process), "returned": rank.returned}
     if rank.log is not None:
         chosen = _choose(rank.log.collectives, num_entries)
@@ -163,19 +163,21 @@ def _write_rank(rank: RankView, shared: _Shared, num_entries: int) -> dict[str, 
     return said
 
 
-def _read_rank(said: Mapping[str, Any], shared: list[Any]) -> RankView:
+def _read_rank(said: Mapping[str, Any], shared: list[Any]) -> RankSnapshot:
     log = stack = None
     if "log" in said:
         entries = tuple(_read_entry(each, shared) for each in said["log"]["collectives"])
         log = RankLog(**{**said["log"], "collectives": entries})
     if "stack" in said:
         main = said["stack"]["main"]
-        frames = tuple(Frame(*frame) for frame in said["stack"]["frames"])
+        frames = tuple(CodeLine(*frame) for frame in said["stack"]["frames"])
         more = {name: said["stack"][name] for name in ("taken_ns", "child", "is_running")}
-        stack = StackView(threads={main: frames}, main=main, **more)
-    error = ErrorView(**said["error"]) if "error" in said else None
-    process = ProcessView(**said["process"])
-    return RankView(rank=said["rank"], log=log, process=process, stack=stack, error=error, returned=said["returned"])
+        stack = PythonStack(threads={main: frames}, main=main, **more)
+    error = RankException(**said["error"]) if "error" in said else None
+    process = ProcessState(**said["process"])
+    return RankSnapshot(
+        rank=said["rank"], log=log, process=process, stack=stack, error=error, returned=said["returned"]
+    )
 
 
 def _choose(entries: tuple[Collective, ...], num_newest: int) -> list[Collective]:
@@ -226,7 +228,7 @@ def _as_tuple(value: Any) -> Any:
     return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 
 
-def _move_rank(rank: RankView, by_ns: int) -> RankView:
+def _move_rank(rank: RankSnapshot, by_ns: int) -> RankSnapshot:
     log, stack = rank.log, rank.stack
     if log is not None:
         entries = tuple(_move(entry, _TIMES_OF_ENTRY, by_ns) for entry in log.collectives)

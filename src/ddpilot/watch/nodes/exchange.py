@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
-from ddpilot.launching.observer import Carrier, Letter
+from ddpilot.launching.observer import Mailbox, Message
 from ddpilot.record.flight_ring.log import Collective
 from ddpilot.watch.analysis import Analysis
 from ddpilot.watch.nodes.digest import Digest, decode_digest, encode_digest, merge, move_clock
-from ddpilot.watch.nodes.relay import max_chars
-from ddpilot.watch.snapshot.model import JobView, RankView
+from ddpilot.watch.nodes.shared_rules import max_chars
+from ddpilot.watch.snapshot.model import JobSnapshot, RankSnapshot
 
 _ASK_AFTER_NS = 600_000_000
 """Ask the other nodes about a collective that has been unfinished for this long."""
@@ -54,7 +54,7 @@ _NUM_LOOKED_AT = 64
 class Exchange:
     """The exchange of the observer of `ranks` with the nodes that `carrier` reaches. Not thread-safe."""
 
-    def __init__(self, carrier: Carrier, ranks: Sequence[int]) -> None:
+    def __init__(self, carrier: Mailbox, ranks: Sequence[int]) -> None:
         self.ranks = tuple(ranks)
         self.carrier = carrier
         self._max_chars = max_chars(len(carrier.places))
@@ -66,7 +66,7 @@ class Exchange:
         self._begun_ns = self._told_ns = 0
         self._gone: frozenset[int] = frozenset()
 
-    def widen(self, view: JobView) -> JobView:
+    def widen(self, view: JobSnapshot) -> JobSnapshot:
         """Add ranks of other nodes to `view`, which holds the ranks here, as far as their digests are recent enough."""
         for node, letter in self.carrier.letters.items():
             if letter.number != self._numbers.get(node):
@@ -75,7 +75,7 @@ class Exchange:
         newest_ns = max((entry.start_ns for rank in view.ranks.values() for entry in _newest(rank, 1)), default=0)
         return merge(view, [each for each in self._digests.values() if _still_holds(each, view.now_ns, newest_ns)])
 
-    def _read(self, node: int, letter: Letter) -> None:
+    def _read(self, node: int, letter: Message) -> None:
         try:
             digest = decode_digest(letter.text)
         except ValueError as error:
@@ -89,7 +89,7 @@ class Exchange:
             before_ns=letter.before_ns,
         )
 
-    def tell(self, view: JobView, analysis: Analysis, with_stacks: Callable[[JobView], JobView]) -> None:
+    def tell(self, view: JobSnapshot, analysis: Analysis, with_stacks: Callable[[JobSnapshot], JobSnapshot]) -> None:
         """Send the other nodes a digest of the ranks of `view`, if there is a reason here or they have requested one.
 
         `analysis`: of all ranks that are known. `with_stacks`: returns the view with the stacks of all ranks here.
@@ -103,11 +103,11 @@ class Exchange:
         elif self._is_routine_due(view.now_ns):
             self._write(view, is_asking=False)  # a stack would take a signal to each rank
 
-    def say_farewell(self, view: JobView) -> None:
+    def say_farewell(self, view: JobSnapshot) -> None:
         """Send the last digest of the ranks of `view`."""
         self._write(view, is_asking=False)
 
-    def _write(self, view: JobView, *, is_asking: bool) -> None:
+    def _write(self, view: JobSnapshot, *, is_asking: bool) -> None:
         self._told_ns = view.now_ns
         unix_ns = view.now_ns + time.time_ns() - time.monotonic_ns()
         digest = Digest(now_ns=view.now_ns, unix_ns=unix_ns, is_asking=is_asking, ranks=view.ranks)
@@ -159,18 +159,18 @@ def _still_holds(digest: Digest, now_ns: int, newest_ns: int) -> bool:
     return digest.is_final or age_ns < _FRESH_NS or (digest.now_ns > newest_ns and age_ns < _OLD_NS)
 
 
-def _newest(rank: RankView, num: int) -> Sequence[Collective]:
+def _newest(rank: RankSnapshot, num: int) -> Sequence[Collective]:
     return rank.log.collectives[-num:] if rank.log is not None else ()
 
 
-def _is_gone(rank: RankView) -> bool:
+def _is_gone(rank: RankSnapshot) -> bool:
     return rank.error is not None or rank.process.state == "ended"
 
 
-def _needs_others(view: JobView) -> Callable[[RankView], bool]:
+def _needs_others(view: JobSnapshot) -> Callable[[RankSnapshot], bool]:
     """Return a predicate: True for a rank whose state cannot be explained by the ranks here alone."""
 
-    def needs(rank: RankView) -> bool:
+    def needs(rank: RankSnapshot) -> bool:
         if _is_gone(rank) and not rank.returned:
             return True
         newest = _newest(rank, _NUM_LOOKED_AT)

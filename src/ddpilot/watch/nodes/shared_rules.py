@@ -3,16 +3,22 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+from ddpilot.errors import DdpilotError
 from ddpilot.findings.finding import Finding
-from ddpilot.guard.rules.gathering import some
-from ddpilot.guard.rules.registry import RuleBook
-from ddpilot.launching.observer import Carrier
+from ddpilot.guard.rules.registry import RuleRunner
+from ddpilot.guard.rules.rule import some
+from ddpilot.launching.observer import Chunk, Mailbox
 from ddpilot.record.journal import Entry
-from ddpilot.watch.nodes.relay import MAX_HELD, Outbox, Sender
+from ddpilot.watch.nodes.digest import MAX_CHARS
 
 _SLACK_NS = 1_000_000_000
 """Margin for errors of the clock offset between nodes: nothing counts as missing before it has passed."""
@@ -28,18 +34,18 @@ _PAUSE_S = 0.05
 ByRank = Mapping[int, Sequence[Entry]]
 
 
-class Comparing:
+class SharedRules:
     """Compares ranks across nodes, on the node that `carrier` belongs to.
 
     `make_book`: returns the rules for all ranks; called on node 0 only. If the notes of a node cannot be read, the
     comparison ends: without them its ranks would seem to have done nothing.
     """
 
-    def __init__(self, carrier: Carrier, make_book: Callable[[], RuleBook]) -> None:
+    def __init__(self, carrier: Mailbox, make_book: Callable[[], RuleRunner]) -> None:
         self._carrier = carrier
         self._book = make_book() if carrier.node_rank == 0 else None
-        self._outbox = Outbox(carrier)
-        self._senders = {node: Sender() for node in carrier.places}
+        self._outbox = NoteSender(carrier)
+        self._senders = {node: NoteReceiver() for node in carrier.places}
         self._held: dict[int, list[tuple[int, Entry]]] = {node: [] for node in (0, *carrier.places)}
         self._fault = ""
 
@@ -72,7 +78,7 @@ class Comparing:
                 found += bundle.findings
         return found
 
-    def _compare(self, book: RuleBook, now_ns: int, *, is_last: bool) -> list[Finding]:
+    def _compare(self, book: RuleRunner, now_ns: int, *, is_last: bool) -> list[Finding]:
         if self._fault:
             return []
         until_ns = min((self._known_ns(node, now_ns) for node in self._senders), default=now_ns)
@@ -132,3 +138,178 @@ class Comparing:
         if self._fault:
             for held in self._held.values():
                 held.clear()
+
+
+_ALL_CHARS = 2 * 1024 * 1024
+_FEWEST_CHARS = 4 * 1024
+
+PAUSE_NS = 400_000_000
+"""Minimum interval between two pieces: one with every second look."""
+
+QUIET_PAUSE_NS = 1_000_000_000
+"""The same if nothing was noted: node 0 needs to know that nothing is missing."""
+
+MAX_HELD = 20_000
+"""Maximum number of entries of a node that wait to be sent or compared."""
+
+_GOES_ON, _ENDS = "+", "."
+
+
+def max_chars(num_others: int) -> int:
+    """Return the maximum length of one text of a node that all others, or node 0, have to read."""
+    return min(MAX_CHARS, max(_FEWEST_CHARS, _ALL_CHARS // (1 + num_others)))
+
+
+class NoteSender:
+    """Sends bundles through `carrier`, in pieces."""
+
+    def __init__(self, carrier: Mailbox) -> None:
+        self._carrier = carrier
+        self._size = max_chars(len(carrier.places)) - 1
+        self._pieces: deque[str] = deque()
+        self._entries: list[tuple[int, Entry]] = []
+        self._findings: list[Finding] = []
+        self._sent_ns = 0
+        self._has_begun = False
+        self._is_awaited = carrier.node_rank != 0
+        self.is_full = False
+        """True if there was more than could be sent, so that entries are missing."""
+
+    def put(self, by_rank: Mapping[int, Iterable[Entry]], findings: Iterable[Finding] = ()) -> None:
+        """Queue new entries and findings."""
+        self._entries += [(rank, entry) for rank, entries in by_rank.items() for entry in entries]
+        self._findings += findings
+        if len(self._entries) > MAX_HELD:
+            self.is_full = True
+            self._entries.clear()
+
+    def send(self, now_ns: int, *, is_last: bool = False) -> None:
+        """Send the next piece if it is due; nothing is sent before the first entry or finding."""
+        self._has_begun |= bool(self._entries or self._findings)
+        if self.is_full or not self._has_begun:
+            return
+        news = bool(self._entries or self._findings)
+        if not (self._pieces or news or self._is_awaited):
+            return
+        pause_ns = PAUSE_NS if self._pieces or news else QUIET_PAUSE_NS
+        if not is_last and now_ns - self._sent_ns < pause_ns:
+            return
+        if not self._pieces or is_last:
+            bundle = Bundle(now_ns=now_ns, entries=self._entries, findings=self._findings, is_last=is_last)
+            self._pieces += _split(encode_bundle(bundle), self._size)
+            self._entries, self._findings = [], []
+        self._sent_ns = now_ns
+        self._carrier.append(self._pieces.popleft())
+        while is_last and self._pieces:
+            self._carrier.append(self._pieces.popleft())
+
+
+def _split(text: str, size: int) -> list[str]:
+    parts = [text[at : at + size] for at in range(0, len(text), size)]
+    return [*(_GOES_ON + part for part in parts[:-1]), _ENDS + parts[-1]]
+
+
+@dataclass(slots=True)
+class NoteReceiver:
+    """What one of the other nodes has sent so far."""
+
+    offset_ns: int | None = None
+    """From its clock to the clock here; too large by at most the shortest transfer time of its bundles."""
+    told_ns: int | None = None
+    """Time up to which all of its entries have arrived, on its own clock."""
+    has_ended: bool = False
+    fault: str = ""
+    """Why what it sends can no longer be used; empty if it can."""
+    _number: int = 0
+    _text: list[str] = field(default_factory=list)
+
+    def take(self, pieces: Sequence[Chunk]) -> Iterator[Bundle]:
+        """Add pieces and yield the bundles that are now complete."""
+        for piece in pieces:
+            self._number += 1
+            if piece.number != self._number:
+                self.fault = f"piece {self._number} of its notes is lost"
+            if self.fault:
+                return
+            self._text.append(piece.text[1:])
+            if piece.text[:1] == _GOES_ON:
+                continue
+            try:
+                bundle = decode_bundle("".join(self._text))
+            except ValueError as error:
+                self.fault = str(error)
+                return
+            self._text.clear()
+            offset_ns = piece.read_ns - bundle.now_ns
+            self.offset_ns = offset_ns if self.offset_ns is None else min(offset_ns, self.offset_ns)
+            self.told_ns = bundle.now_ns
+            self.has_ended |= bundle.is_last
+            yield bundle
+
+
+_MIN_SHARED_CHARS = 64
+"""Shorter values are not worth a reference to the shared table."""
+
+_SHARED = "@"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bundle:
+    """What is new on one node since its previous bundle."""
+
+    now_ns: int
+    """The bundle is complete up to this time, on the CLOCK_MONOTONIC of the node that wrote it."""
+    entries: Sequence[tuple[int, Entry]] = ()
+    """(rank, entry) pairs; the entries of one rank are in order."""
+    findings: Sequence[Finding] = ()
+    is_last: bool = False
+    """True if the ranks of that node have ended."""
+
+
+def encode_bundle(bundle: Bundle) -> str:
+    """Encode the bundle as text. Values that several entries share, as those of ranks that agree, are written once."""
+    shared: dict[str, int] = {}
+    entries = []
+    for rank, entry in bundle.entries:
+        values = {key: _share(value, shared) for key, value in entry.values.items()}
+        entries.append((rank, entry.index, entry.time_ns, entry.kind, values))
+    said = {
+        "now_ns": bundle.now_ns,
+        "entries": entries,
+        "findings": [finding.to_dict() for finding in bundle.findings],
+        "is_last": bundle.is_last,
+        "shared": list(shared),
+    }
+    return base64.b64encode(zlib.compress(_to_json(said).encode())).decode()
+
+
+def decode_bundle(text: str) -> Bundle:
+    """Decode what `encode_bundle` wrote. Raises `ValueError` for any other text."""
+    try:
+        said = json.loads(zlib.decompress(base64.b64decode(text, validate=True)))
+        shared = [json.loads(each) for each in said["shared"]]
+        entries = [
+            (rank, Entry(index, time_ns, kind, {key: _find(each, shared) for key, each in values.items()}))
+            for rank, index, time_ns, kind, values in said["entries"]
+        ]
+        findings = [Finding.from_dict(each) for each in said["findings"]]
+        return Bundle(now_ns=said["now_ns"], entries=entries, findings=findings, is_last=said["is_last"])
+    except (ValueError, zlib.error, KeyError, TypeError, IndexError, AttributeError, DdpilotError) as error:
+        raise ValueError(f"no bundle of a node: {type(error).__name__}: {error}") from error
+
+
+def _share(value: Any, shared: dict[str, int]) -> Any:
+    if not isinstance(value, dict | list | str):
+        return value
+    text = _to_json(value)
+    if len(text) < _MIN_SHARED_CHARS:
+        return value
+    return {_SHARED: shared.setdefault(text, len(shared))}
+
+
+def _find(value: Any, shared: Sequence[Any]) -> Any:
+    return shared[value[_SHARED]] if isinstance(value, dict) and _SHARED in value else value
+
+
+def _to_json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), check_circular=False)

@@ -3,15 +3,26 @@
 
 from __future__ import annotations
 
+import linecache
+import os
+import re
 import time
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
+
+from ddpilot.environments.private_files import open_own_file, read_own_text
 from ddpilot.errors import RecordError
 from ddpilot.record.flight_ring.log import Collective, GroupOfRanks, RankLog
 from ddpilot.record.flight_ring.reader import read_ring
+from ddpilot.record.journal import Entry, read_journal
+from ddpilot.record.main_thread import RUNS, WATCH_SIGNAL, StackRequest, connecting_path, first_stack, stacks_path
 from ddpilot.watch.matching.mismatch import REDUCING
+from ddpilot.watch.snapshot.model import CodeLine, PythonStack
 
 NUM_HELD = 2048
 """Maximum number of collectives held per rank; far fewer can still get an end or a reduce-op."""
@@ -32,7 +43,7 @@ Key = tuple[str, int, int, tuple[int, ...]]
 """One incarnation of a group."""
 
 
-class LogReader:
+class RingFollower:
     """The contents of the ring at `path` that are still needed; `forget` drops the rest."""
 
     def __init__(self, path: Path) -> None:
@@ -108,3 +119,115 @@ def key_of(entry: Collective) -> Key:
 
 def _key_of_group(group: GroupOfRanks | None) -> Key:
     return ("", 0, 0, ()) if group is None else (group.name, group.attempt, group.incarnation, group.ranks)
+
+
+NUM_ENTRIES_HELD = 512
+"""Number of a rank's newest entries that are kept."""
+
+
+class JournalFollower:
+    """Reads the journal at `path` incrementally. `held`: its newest entries, oldest first."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._after = self._pid = 0
+        self.held: deque[Entry] = deque(maxlen=NUM_ENTRIES_HELD)
+        self.fault = ""
+        """Why the journal can no longer be read; empty if it can."""
+
+    def read(self) -> tuple[Entry, ...]:
+        """Return the entries since the last call; empty if there is no journal (yet)."""
+        try:
+            journal = read_journal(self._path, after=self._after)
+            if journal.pid != self._pid and self._after:  # the rank was restarted
+                journal = read_journal(self._path)
+        except (RecordError, OSError) as error:
+            self.fault = describe_fault(error, has_been_read=self._pid > 0)
+            return ()
+        self.fault = ""
+        entries = journal.entries
+        self._after = max((entry.index for entry in entries), default=self._after if journal.pid == self._pid else 0)
+        self._pid = journal.pid
+        self.held.extend(entries)
+        return entries
+
+
+_PAUSE_S = 0.01
+_FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
+_TEXTLESS = ("Cell In[", "<")
+
+
+def take_stacks(folder: Path, pids: Mapping[int, int]) -> dict[int, PythonStack]:
+    """Return the main thread's stack of each rank in `pids` that responds, by itself or to `WATCH_SIGNAL`, within 2 s.
+
+    A rank that is connecting to a store has already written its stack.
+    """
+    asked_ns = time.monotonic_ns()
+    told = {rank: _read(connecting_path(folder, rank)) for rank in pids}
+    found = {
+        rank: replace(parse_stack(text, pids[rank], asked_ns), is_kept=True) for rank, text in told.items() if text
+    }
+    rest = {rank: pid for rank, pid in pids.items() if rank not in found}
+    asked = {rank: _ask(stacks_path(folder, rank), pid) for rank, pid in rest.items()}
+    waiting = {rank: request for rank, request in asked.items() if request is not None}
+    seen: dict[int, str] = {}
+    while waiting:
+        time.sleep(_PAUSE_S)
+        for rank, request in list(waiting.items()):
+            text = _read(stacks_path(folder, rank))
+            if text and text == seen.get(rank):  # nothing was added since the last read: it is complete
+                found[rank] = parse_stack(text, pids[rank], asked_ns)
+            elif not text and request.wants_signal():
+                _signal(pids[rank])
+            if rank in found or request.is_over():
+                del waiting[rank]
+            seen[rank] = text
+    return found
+
+
+def read_stack(folder: Path, rank: int, pid: int) -> PythonStack | None:
+    """Return the stack that `rank` wrote last; None if it was never requested."""
+    path = stacks_path(folder, rank)
+    text = _read(path)
+    if not text:
+        return None
+    age_ns = max(0, time.time_ns() - os.lstat(path).st_mtime_ns)
+    return parse_stack(text, pid, time.monotonic_ns() - age_ns)
+
+
+def parse_stack(text: str, thread: int, taken_ns: int) -> PythonStack:
+    """Parse the fault handler's output for one thread, whose id is `thread`."""
+    lines = first_stack(text).splitlines()
+    frames = (_FRAME.match(line) for line in lines)
+    return PythonStack(
+        taken_ns=taken_ns,
+        threads={thread: tuple(_frame(found) for found in frames if found is not None)},
+        main=thread,
+        is_running=RUNS in lines,
+    )
+
+
+def _frame(found: re.Match[str]) -> CodeLine:
+    file, line = found["file"], int(found["line"])
+    text = "" if file.startswith(_TEXTLESS) else linecache.getline(file, line).strip()
+    return CodeLine(file, line, found["function"], text)
+
+
+def _ask(path: Path, pid: int) -> StackRequest | None:
+    try:
+        os.close(open_own_file(path, os.O_WRONLY | os.O_TRUNC))
+    except OSError:
+        return None
+    request = StackRequest(path, pid)
+    return request if request.has_asked else None
+
+
+def _signal(pid: int) -> None:
+    with suppress(OSError, psutil.Error):  # it has ended
+        psutil.Process(pid).send_signal(WATCH_SIGNAL)
+
+
+def _read(path: Path) -> str:
+    with suppress(OSError):
+        return read_own_text(path)
+    return ""

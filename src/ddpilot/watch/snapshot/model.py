@@ -11,7 +11,7 @@ from ddpilot.record.flight_ring.log import RankLog
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessView:
+class ProcessState:
     """The process of a rank, as known to the operating system or to its parent."""
 
     pid: int
@@ -30,7 +30,7 @@ class ProcessView:
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class CodeLine:
     """One call on a stack."""
 
     file: str
@@ -41,12 +41,12 @@ class Frame:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StackView:
+class PythonStack:
     """The Python stacks of a rank's threads."""
 
     taken_ns: int
     """When they were taken, on CLOCK_MONOTONIC."""
-    threads: Mapping[int, tuple[Frame, ...]] = field(default_factory=dict)
+    threads: Mapping[int, tuple[CodeLine, ...]] = field(default_factory=dict)
     """Frames, innermost first, by the operating system's thread id, or by any number if that is unknown."""
     main: int = 0
     """The key of the main thread in `threads`."""
@@ -61,13 +61,13 @@ class StackView:
     rank removes it up to some time after it has connected."""
 
     @property
-    def main_frames(self) -> tuple[Frame, ...]:
+    def main_frames(self) -> tuple[CodeLine, ...]:
         """Frames of the main thread, innermost first; empty if unknown."""
         return self.threads.get(self.main, ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ErrorView:
+class RankException:
     """The exception that a rank raised."""
 
     type_name: str
@@ -77,7 +77,7 @@ class ErrorView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankView:
+class RankSnapshot:
     """The state of one rank."""
 
     rank: int
@@ -85,21 +85,21 @@ class RankView:
     """The contents of its ring, or the newest records; None if it does not record (yet)."""
     journal: tuple[Any, ...] = ()
     """Entries of guard (`ddpilot.record.journal.Entry`), oldest first."""
-    process: ProcessView = field(default_factory=lambda: ProcessView(pid=0))
-    stack: StackView | None = None
+    process: ProcessState = field(default_factory=lambda: ProcessState(pid=0))
+    stack: PythonStack | None = None
     """None if no stack was taken or the rank did not respond."""
-    error: ErrorView | None = None
+    error: RankException | None = None
     """The exception that ended its program or its cell; None if there was none."""
     returned: bool = False
     """True if its program or its cell ended without an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobView:
+class JobSnapshot:
     """The state of all ranks at one moment."""
 
     world_size: int
-    ranks: Mapping[int, RankView]
+    ranks: Mapping[int, RankSnapshot]
     """By rank; unknown ranks may be missing."""
     now_ns: int
     """When this was gathered, on CLOCK_MONOTONIC of the machine that gathered it."""

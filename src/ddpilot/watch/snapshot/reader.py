@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import psutil
 
 from ddpilot.errors import RecordError
 from ddpilot.findings.text import render_ranks
@@ -15,11 +19,8 @@ from ddpilot.record.flight_ring.reader import read_ring
 from ddpilot.record.hook import journal_path, ring_path
 from ddpilot.record.journal import Entry
 from ddpilot.watch.explain.activity import SUBPROCESS
-from ddpilot.watch.snapshot.files import LogReader, passed_by_all
-from ddpilot.watch.snapshot.journals import JournalReader
-from ddpilot.watch.snapshot.model import ErrorView, JobView, ProcessView, RankView, StackView
-from ddpilot.watch.snapshot.processes import look_at, name_child
-from ddpilot.watch.snapshot.stack_files import read_stack, take_stacks
+from ddpilot.watch.snapshot.files import JournalFollower, RingFollower, passed_by_all, read_stack, take_stacks
+from ddpilot.watch.snapshot.model import JobSnapshot, ProcessState, PythonStack, RankException, RankSnapshot
 from ddpilot.watch.snapshot.stacks import passes
 
 _NUM_KEPT = 256
@@ -30,25 +31,25 @@ _NUM_KEPT = 256
 class RankFacts:
     """What the process that started a rank knows about it, beyond the rank's own records."""
 
-    process: ProcessView = field(default_factory=lambda: ProcessView(pid=0))
-    error: ErrorView | None = None
+    process: ProcessState = field(default_factory=lambda: ProcessState(pid=0))
+    error: RankException | None = None
     returned: bool = False
     is_away: bool = False
     """True if its process has ended and a new one may start: what the old one left is ignored."""
 
 
-class Gatherer:
+class SnapshotReader:
     """Reads the state of `ranks` of a job whose rings are in `folder`."""
 
     def __init__(self, folder: Path, world_size: int, ranks: Sequence[int], name: str) -> None:
         self._folder = folder
         self._world_size = world_size
         self._name = name
-        self._readers = {rank: LogReader(ring_path(folder, rank)) for rank in ranks}
-        self._journals = {rank: JournalReader(journal_path(folder, rank)) for rank in ranks}
+        self._readers = {rank: RingFollower(ring_path(folder, rank)) for rank in ranks}
+        self._journals = {rank: JournalFollower(journal_path(folder, rank)) for rank in ranks}
         self._away: set[int] = set()
         self._unread: dict[int, tuple[Entry, ...]] = {}
-        self._stacks: dict[int, StackView] = {}
+        self._stacks: dict[int, PythonStack] = {}
         self._num_begun: dict[int, int] = {}
         self._complained: set[tuple[int, str]] = set()
         self.sources: dict[str, str] = {}
@@ -89,7 +90,7 @@ class Gatherer:
         except (RecordError, OSError):
             return None
 
-    def gather(self, facts: Mapping[int, RankFacts], since_ns: int = 0) -> JobView:
+    def gather(self, facts: Mapping[int, RankFacts], since_ns: int = 0) -> JobSnapshot:
         """Return the current state of the job. `facts`: by rank, may include ranks that record nothing."""
         self._away = {rank for rank, each in facts.items() if each.is_away}
         self._read_journals()
@@ -102,7 +103,7 @@ class Gatherer:
         passed = passed_by_all(logs.values())
         for reader in self._readers.values():
             reader.forget(passed, now_ns, _NUM_KEPT)
-        return JobView(
+        return JobSnapshot(
             world_size=self._world_size,
             ranks={
                 rank: self._view(rank, logs.get(rank), facts.get(rank)) for rank in sorted({*self._readers, *facts})
@@ -113,16 +114,16 @@ class Gatherer:
             sources=dict(self.sources),
         )
 
-    def _view(self, rank: int, log: RankLog | None, facts: RankFacts | None) -> RankView:
+    def _view(self, rank: int, log: RankLog | None, facts: RankFacts | None) -> RankSnapshot:
         if log is not None and self._num_begun.get(rank) != log.num_begun:
             self._stacks.pop(rank, None)  # the rank has moved since then
             self._num_begun[rank] = log.num_begun
         if facts is None:
-            facts = RankFacts(process=look_at(log.pid, log.host)) if log is not None else RankFacts()
+            facts = RankFacts(process=read_process_state(log.pid, log.host)) if log is not None else RankFacts()
         elif facts.process.state == "running":
             # Its parent decides whether it is running: a process is gone before its exit status is known.
-            facts = replace(facts, process=replace(look_at(facts.process.pid), state="running"))
-        return RankView(
+            facts = replace(facts, process=replace(read_process_state(facts.process.pid), state="running"))
+        return RankSnapshot(
             rank=rank,
             log=log,
             journal=tuple(self._journals[rank].held) if rank in self._journals else (),
@@ -132,14 +133,14 @@ class Gatherer:
             returned=facts.returned,
         )
 
-    def add_stacks(self, view: JobView, ranks: Sequence[int]) -> JobView:
+    def add_stacks(self, view: JobSnapshot, ranks: Sequence[int]) -> JobSnapshot:
         """Return `view` with the current stacks of `ranks`, as far as these respond, within 2 s."""
         pids = {rank: view.ranks[rank].process.pid for rank in ranks if view.ranks[rank].process.state == "running"}
         taken = take_stacks(self._folder, pids)
         self._stacks |= {rank: _with_child(stack, pids[rank]) for rank, stack in taken.items()}
         return self._with_stacks(view)
 
-    def add_last_stacks(self, view: JobView) -> JobView:
+    def add_last_stacks(self, view: JobSnapshot) -> JobSnapshot:
         """Return `view` with the stacks that the ranks wrote last, including those of ranks that have ended."""
         for rank, each in view.ranks.items():
             pid = each.log.pid if each.log is not None else each.process.pid
@@ -148,11 +149,46 @@ class Gatherer:
                 self._stacks[rank] = _with_child(stack, pid)
         return self._with_stacks(view)
 
-    def _with_stacks(self, view: JobView) -> JobView:
+    def _with_stacks(self, view: JobSnapshot) -> JobSnapshot:
         ranks = {rank: replace(each, stack=self._stacks.get(rank)) for rank, each in view.ranks.items()}
         return replace(view, ranks=ranks)
 
 
-def _with_child(stack: StackView, pid: int) -> StackView:
+def _with_child(stack: PythonStack, pid: int) -> PythonStack:
     """Return `stack` of the process `pid`, with the child process that it waits for, if any."""
     return stack if passes(stack, SUBPROCESS) is None else replace(stack, child=name_child(pid))
+
+
+_HOST = platform.node()
+
+
+def read_process_state(pid: int, host: str = _HOST) -> ProcessState:
+    """Return the state of process `pid`: running, ended (exit status unknown), or unknown on a different host."""
+    if host != _HOST:
+        return ProcessState(pid=pid, host=host, state="unknown")
+    try:
+        # The first field after the process name, which may contain any character.
+        os_state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        state = "ended" if Path("/proc/self/stat").exists() else "unknown"
+        return ProcessState(pid=pid, host=_HOST, state=state)  # type: ignore[arg-type]
+    return ProcessState(pid=pid, host=_HOST, state="ended" if os_state in "ZX" else "running", os_state=os_state)
+
+
+def name_child(pid: int) -> str:
+    """Return the newest child process of `pid`, such as ``rsync (pid 4711)``; empty if there is none.
+
+    Copies of the process itself, such as DataLoader workers, are not included.
+    """
+    found = []
+    try:
+        parent = psutil.Process(pid)
+        own = parent.cmdline()
+        for child in parent.children():
+            with suppress(psutil.Error):  # it has ended in the meantime
+                words = child.cmdline()
+                if words and words != own and not any(word.startswith("from multiprocessing") for word in words):
+                    found.append((child.create_time(), f"{child.name()} (pid {child.pid})"))
+    except psutil.Error:
+        return ""
+    return max(found)[1] if found else ""

@@ -6,9 +6,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from ddpilot.record.flight_ring.log import Collective, Line
+from ddpilot.record.flight_ring.log import CallSite, Collective
 from ddpilot.user_files import is_users, is_users_line
-from ddpilot.watch.snapshot.model import Frame, RankView, StackView
+from ddpilot.watch.snapshot.model import CodeLine, PythonStack, RankSnapshot
 
 _TRACE = re.compile(
     r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)(?:\n    (?P<text>\S.*))?', re.MULTILINE
@@ -23,13 +23,13 @@ _BLOCKING_FILES = (
     "/ddpilot/record/collectives/kernels.py",  # calls the operators: a first send or recv waits there for its peer
 )
 
-Chain = tuple[Frame, ...]
+Chain = tuple[CodeLine, ...]
 """Calls in the user's code, outermost first: each is the line that made the next call."""
 
 
-def user_chain(frames: Iterable[Frame]) -> Chain:
+def user_chain(frames: Iterable[CodeLine]) -> Chain:
     """Return the user's calls among `frames`, which are innermost first."""
-    chain: list[Frame] = []
+    chain: list[CodeLine] = []
     called = ""
     for frame in frames:
         if is_users_line(frame.file, frame.function, called):
@@ -38,13 +38,13 @@ def user_chain(frames: Iterable[Frame]) -> Chain:
     return tuple(reversed(chain))
 
 
-def innermost(stack: StackView | None) -> Frame | None:
+def innermost(stack: PythonStack | None) -> CodeLine | None:
     """Return the user's innermost line of the main thread; None if there is none."""
     chain = user_chain(stack.main_frames) if stack is not None else ()
     return chain[-1] if chain else None
 
 
-def chain_of(rank: RankView, entry: Collective | None) -> Chain:
+def chain_of(rank: RankSnapshot, entry: Collective | None) -> Chain:
     """Return the user's calls that lead to `entry`; if None, to where the rank is now or where its error was raised.
 
     If the stack is not in `entry`, only the innermost calls are known, which were recorded with it.
@@ -57,7 +57,7 @@ def chain_of(rank: RankView, entry: Collective | None) -> Chain:
     return chain_of_line(entry.line) if entry is not None else ()
 
 
-def _from_stack(rank: RankView, entry: Collective | None) -> Chain:
+def _from_stack(rank: RankSnapshot, entry: Collective | None) -> Chain:
     if rank.stack is None or (entry is not None and rank.stack.taken_ns < entry.start_ns):
         return ()
     threads = rank.stack.threads
@@ -65,23 +65,23 @@ def _from_stack(rank: RankView, entry: Collective | None) -> Chain:
     return user_chain(frames)
 
 
-def _from_traceback(rank: RankView) -> Chain:
+def _from_traceback(rank: RankSnapshot) -> Chain:
     text = rank.error.traceback if rank.error is not None else ""
     found = (_TRACE.finditer(text), _CELL.finditer(text))
     frames = [_frame(match) for matches in found for match in matches]
     return user_chain(reversed(frames))
 
 
-def _frame(match: re.Match[str]) -> Frame:
+def _frame(match: re.Match[str]) -> CodeLine:
     said = match.groupdict()
-    return Frame(said["file"], int(said["line"]), said.get("function") or "", said.get("text") or "")
+    return CodeLine(said["file"], int(said["line"]), said.get("function") or "", said.get("text") or "")
 
 
-def _with_text(frame: Frame, text: str) -> Frame:
-    return frame if frame.text else Frame(frame.file, frame.line, frame.function, text)
+def _with_text(frame: CodeLine, text: str) -> CodeLine:
+    return frame if frame.text else CodeLine(frame.file, frame.line, frame.function, text)
 
 
-def _cut_at(chain: Chain, line: Line | None) -> Chain:
+def _cut_at(chain: Chain, line: CallSite | None) -> Chain:
     """Return `chain` up to `line`; empty if it does not pass through `line`."""
     if line is None:
         return ()
@@ -91,15 +91,15 @@ def _cut_at(chain: Chain, line: Line | None) -> Chain:
     return ()
 
 
-def chain_of_line(line: Line | None) -> Chain:
+def chain_of_line(line: CallSite | None) -> Chain:
     """Return the user's calls that were recorded with a collective's line."""
     if line is None or not line.file:
         return ()
-    callers = tuple(Frame(*caller) for caller in reversed(line.callers) if is_users(caller[0]))
-    return (*callers, Frame(line.file, line.line, line.function, line.text))
+    callers = tuple(CodeLine(*caller) for caller in reversed(line.callers) if is_users(caller[0]))
+    return (*callers, CodeLine(line.file, line.line, line.function, line.text))
 
 
-def is_waiting(stack: StackView | None, entry: Collective) -> bool | None:
+def is_waiting(stack: PythonStack | None, entry: Collective) -> bool | None:
     """Return True if the main thread waits in torch or for an asynchronous operation; None without a current stack."""
     if stack is None or stack.taken_ns < entry.start_ns or not stack.main_frames:
         return None
@@ -109,7 +109,7 @@ def is_waiting(stack: StackView | None, entry: Collective) -> bool | None:
     return bool(_WAITS.search(frame.text)) and is_users(frame.file)
 
 
-def passes(stack: StackView | None, *parts: str) -> Frame | None:
+def passes(stack: PythonStack | None, *parts: str) -> CodeLine | None:
     """Return the innermost main-thread frame whose ``file:function`` contains one of `parts`; None if none does."""
     for frame in stack.main_frames if stack is not None else ():
         if any(part in f"{frame.file}:{frame.function}" for part in parts):

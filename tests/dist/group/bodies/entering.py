@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from ddpilot.errors import GroupError, RendezvousError
-from ddpilot.group.env_handler import number_env_rendezvous
 from ddpilot.group.init_group import init_group
+from ddpilot.group.store import number_env_rendezvous
 
 
 def all_reduce_once() -> dict[str, Any]:

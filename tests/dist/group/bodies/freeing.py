@@ -19,12 +19,12 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from ddpilot.errors import GroupError
+from ddpilot.group.creation import rebuild_group
 from ddpilot.group.ddp_models import find_models
-from ddpilot.group.free import Freed, free_group
 from ddpilot.group.init_group import init_group
 from ddpilot.group.process_group import Group
-from ddpilot.group.rebuild import rebuild_group
 from ddpilot.group.store import resolve_endpoint
+from ddpilot.group.teardown import Freed, free_group
 
 Stuck = Callable[[Group], object]
 

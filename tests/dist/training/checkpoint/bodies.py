@@ -15,14 +15,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpilot
-from ddpilot.checkpoint.collective import RNG, JointCheckpoints, on_all_ranks
+from ddpilot.checkpoint.collective import RNG, CollectiveCheckpoints, on_all_ranks
 from ddpilot.checkpoint.directory import CheckpointDir
-from ddpilot.checkpoint.manifest import Progress
+from ddpilot.checkpoint.manifest import RunProgress
 from ddpilot.checkpoint.weights import load_into
 from ddpilot.data.plan import Plan
 from ddpilot.errors import CheckpointError
+from ddpilot.group.device import restore_rng
 from ddpilot.group.protocol import GroupLike
-from ddpilot.group.rng import restore_rng
 
 NUM_SAMPLES = 24
 GLOBAL_BATCH_SIZE = 4
@@ -46,7 +46,7 @@ class Training:
         self.taken: dict[int, list[int]] = {}
         torch.manual_seed(100 + group.rank)
 
-    def resume(self, checkpoints: JointCheckpoints) -> None:
+    def resume(self, checkpoints: CollectiveCheckpoints) -> None:
         """Go on where the latest checkpoint stands, if there is one."""
         found = checkpoints.latest()
         if found is None:
@@ -73,11 +73,11 @@ class Training:
         self.scheduler.step()
         self.step += 1
 
-    def save(self, checkpoints: JointCheckpoints) -> None:
+    def save(self, checkpoints: CollectiveCheckpoints) -> None:
         """Save where it stands."""
         epoch, batch = divmod(self.step, BATCHES_PER_EPOCH)
         checkpoints.save(
-            Progress(
+            RunProgress(
                 step=self.step,
                 epoch=epoch,
                 batch=batch,
@@ -100,7 +100,7 @@ def train(
     `killed`: a rank and the step in whose save it kills itself. Returns weights, first step and samples by step.
     """
     with ddpilot.init_group("gloo") as group, CheckpointDir(folder) as directory:
-        checkpoints = JointCheckpoints(group, directory)
+        checkpoints = CollectiveCheckpoints(group, directory)
         checkpoints.check_writable()
         training = Training(group, dropout)
         training.resume(checkpoints)
@@ -135,10 +135,10 @@ def fail_jointly(folder: Path) -> list[str]:
     """What each joint call that one rank cannot do says on this rank; and that the ranks can go on after it."""
     with ddpilot.init_group("gloo") as group:
         (folder / "file").write_text("")
-        refused = JointCheckpoints(group, CheckpointDir(folder / "file"))
+        refused = CollectiveCheckpoints(group, CheckpointDir(folder / "file"))
         good = CheckpointDir(folder / "good")
-        checkpoints = JointCheckpoints(group, good)
-        progress = Progress(step=1, world_size=group.world_size)
+        checkpoints = CollectiveCheckpoints(group, good)
+        progress = RunProgress(step=1, world_size=group.world_size)
         said = [
             failure(refused.check_writable),
             failure(lambda: checkpoints.save(progress, weights={}, part={"fn": len} if group.rank == 1 else {})),
@@ -159,6 +159,6 @@ def fail_jointly(folder: Path) -> list[str]:
         assert part["rank"] == group.rank
         # As where the directory lies on each machine's own disk.
         elsewhere = CheckpointDir(folder / ("good" if group.is_rank_zero else f"rank-{group.rank}"))
-        said.append(failure(JointCheckpoints(group, elsewhere).latest))
+        said.append(failure(CollectiveCheckpoints(group, elsewhere).latest))
         group.barrier()
         return said

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from ddpilot.checkpoint.directory import CheckpointDir
-from ddpilot.checkpoint.manifest import Progress
+from ddpilot.checkpoint.manifest import RunProgress
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
@@ -18,7 +18,7 @@ if __name__ == "__main__":
     with CheckpointDir(folder) as directory:
         directory.check_writable()
         for step, size in ((1, 10), (2, 1_000_000), (3, 1_000_000), (4, 10)):
-            directory.save(Progress(step=step), weights={"model": {"w": torch.ones(size)}})
+            directory.save(RunProgress(step=step), weights={"model": {"w": torch.ones(size)}})
             good.append(directory.wait())
         latest = directory.latest()
         assert latest is not None

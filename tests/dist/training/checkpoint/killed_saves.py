@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ddpilot.checkpoint.directory import CheckpointDir
-from ddpilot.checkpoint.manifest import Progress
+from ddpilot.checkpoint.manifest import RunProgress
 
 DISK_CALLS = ("fsync", "rename", "replace", "mkdir", "unlink")
 LONGEST_LIFE = 5
@@ -33,7 +33,7 @@ def save_steps(folder: Path, first: int, last: int, report: int) -> None:
     for step in range(first, last + 1):
         weights = {"model": {"w": torch.full((50_000,), float(step)), "b": torch.ones(3)}}
         directory.save(
-            Progress(step=step), weights=weights, state={"n": step}, parts=[{"n": step}], metrics={"acc": step}
+            RunProgress(step=step), weights=weights, state={"n": step}, parts=[{"n": step}], metrics={"acc": step}
         )
         if directory.wait():
             os.write(report, step.to_bytes(4, "little"))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from ddpilot.guard.probes.bypass_line import find_bypass_line
+from ddpilot.guard.probes.parameters.bypass import find_bypass_line
 
 
 class Inner(nn.Module):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ddpilot.guard.probes.synced import NUM_STEPS, SyncedBackwards
+from ddpilot.guard.probes.parameters.ddp_model import NUM_STEPS, SyncedBackwards
 
 LINE = ("train.py", 7)
 

@@ -23,10 +23,9 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from ddpilot.guard.probes.data.generators import LIBRARIES, device_digest, digest_of
-from ddpilot.guard.probes.data.samplers import describe_loader, may_repeat
-from ddpilot.guard.probes.data.schedule import is_due
-from ddpilot.guard.probes.data.sketch import Sketch
+from ddpilot.guard.probes.data.position import is_due
+from ddpilot.guard.probes.data.random_draws import LIBRARIES, device_digest, digest_of
+from ddpilot.guard.probes.data.samplers import Sketch, describe_loader, may_repeat
 from ddpilot.guard.probes.tensors import fingerprint, num_rows_of, print_rows, tensors_in
 
 

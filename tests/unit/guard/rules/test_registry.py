@@ -12,7 +12,7 @@ import pytest
 
 from ddpilot.findings.finding import Finding, Place
 from ddpilot.guard.rules.parameters.divergence import Divergence
-from ddpilot.guard.rules.registry import RULES, RuleBook, rules_for
+from ddpilot.guard.rules.registry import RULES, RuleRunner, rules_for
 from ddpilot.guard.rules.rule import RuleContext, place_of
 from ddpilot.record.hook import journal_path
 from ddpilot.record.journal import Entry, JournalWriter
@@ -56,7 +56,7 @@ def entry(number: int, kind: str = "number") -> Entry:
 
 def test_rule_book_says_what_each_rule_finds() -> None:
     """While ranks run and at their end; kinds that no rule asks for are passed over."""
-    book = RuleBook(4, rules=[Echo])
+    book = RuleRunner(4, rules=[Echo])
     found = book.feed({0: [entry(1), entry(2)], 1: [entry(1), entry(5, "other")]}, 0)
     assert [(finding.code, finding.ranks, finding.place and finding.place.line) for finding in found] == [
         ("DDP999", (0,), 1),
@@ -69,7 +69,7 @@ def test_rule_book_says_what_each_rule_finds() -> None:
 
 def test_rule_book_goes_on_without_a_rule_that_fails() -> None:
     """It is off, said once, and the others are asked as before."""
-    book = RuleBook(2, rules=[Echo, Echo])
+    book = RuleRunner(2, rules=[Echo, Echo])
     assert len(book.feed({0: [entry(1)]}, 0)) == 2
     assert book.feed({0: [entry(13), entry(2)]}, 0) == []
     assert book.faults == ["rule DDP999 is off: ValueError: thirteen"] * 2

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from ddpilot.launching.elastic import node_ranks
-from ddpilot.launching.elastic.node_ranks import LocalRank, LocalRanks
+from ddpilot.launching.elastic.node_ranks import NodeRank, NodeRanks
 from ddpilot.launching.elastic.rank_main import REPORT_KEY
 
 REPORT = {
@@ -27,7 +27,7 @@ REPORT = {
     "interrupted": False,
     "exitcode": 1,
 }
-Start = Callable[..., LocalRank]
+Start = Callable[..., NodeRank]
 
 
 @pytest.fixture
@@ -35,9 +35,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Starts a rank that runs a shell's line, in a session of its own as torch's agent does."""
     processes: list[subprocess.Popen[bytes]] = []
 
-    def begin(rank: int, line: str) -> LocalRank:
+    def begin(rank: int, line: str) -> NodeRank:
         processes.append(subprocess.Popen(["sh", "-c", line], start_new_session=True))
-        return LocalRank(rank, processes[-1], tmp_path / f"{rank}.json")
+        return NodeRank(rank, processes[-1], tmp_path / f"{rank}.json")
 
     yield begin
     for process in processes:
@@ -60,7 +60,7 @@ def running_in(group: int) -> list[int]:
 def test_local_ranks_end_what_is_left_of_every_group(start: Start) -> None:
     """Also what a rank started that has ended by itself."""
     one, other = start(0, "sleep 60 & exit 3"), start(1, "sleep 60")
-    ranks = LocalRanks([one, other], print)
+    ranks = NodeRanks([one, other], print)
     while 0 in ranks.live:
         ranks.look()
     left = [psutil.Process(pid) for pid in running_in(one.process.pid)]
@@ -75,18 +75,18 @@ def test_local_ranks_end_what_is_left_of_every_group(start: Start) -> None:
 def test_local_ranks_call_back_once_while_ranks_take_their_time_to_end(start: Start, tmp_path: Path) -> None:
     """Not where they end at once."""
     called: list[str] = []
-    LocalRanks([start(0, "exit 3")], print).end(signal.SIGTERM, 5.0, lambda: called.append("quick"))
+    NodeRanks([start(0, "exit 3")], print).end(signal.SIGTERM, 5.0, lambda: called.append("quick"))
     os.mkfifo(tmp_path / "up")
     stubborn = start(1, f"trap '' TERM; echo > '{tmp_path}/up'; while :; do sleep 0.01; done")
     (tmp_path / "up").read_bytes()  # waits until it is written
-    LocalRanks([stubborn], print).end(signal.SIGTERM, 0.5, lambda: called.append("slow"))
+    NodeRanks([stubborn], print).end(signal.SIGTERM, 0.5, lambda: called.append("slow"))
     assert called == ["slow"]
 
 
 def test_local_ranks_kill_what_ignores_the_signal(start: Start) -> None:
     """After the grace."""
     stubborn = start(0, "trap '' TERM; echo up; while :; do sleep 0.01; done")
-    ranks = LocalRanks([stubborn], print)
+    ranks = NodeRanks([stubborn], print)
     assert ranks.unheard() == [stubborn.process.pid]
     ranks.end(signal.SIGTERM, 0.05)
     assert stubborn.describe_end() in ("was ended by SIGKILL", "was ended by SIGTERM")
@@ -97,7 +97,7 @@ def test_local_ranks_tell_failures_from_good_ends(start: Start) -> None:
     """Code 0 is none, another one is, and a report counts before the process has ended."""
     ranks = [start(0, "exit 0"), start(1, "exit 4"), start(2, "sleep 60")]
     ranks[2].report.write_text(json.dumps({REPORT_KEY: REPORT}))
-    local = LocalRanks(ranks, print)
+    local = NodeRanks(ranks, print)
     while local.live != (2,):
         local.look()
     found = {failure.rank: failure for failure in local.failures()}
@@ -117,7 +117,7 @@ def test_local_ranks_let_a_rank_that_raised_end_by_itself_for_a_while(
     said: list[str] = []
     rank = start(0, "sleep 60")
     rank.report.write_text(json.dumps({REPORT_KEY: REPORT}))
-    local = LocalRanks([rank], said.append)
+    local = NodeRanks([rank], said.append)
     local.look()
     assert local.is_leaving(0)
     monkeypatch.setattr(node_ranks, "STUCK_EXIT_S", -1.0)
@@ -129,7 +129,7 @@ def test_local_ranks_let_a_rank_that_raised_end_by_itself_for_a_while(
 def test_local_ranks_may_follow_one_that_left_for_a_requeue(start: Start) -> None:
     """For the time given, while no rank has ended or raised in another way."""
     gone, busy = start(0, "exit 75"), start(1, "sleep 60")
-    ranks = LocalRanks([gone, busy], print)
+    ranks = NodeRanks([gone, busy], print)
     while gone.is_live:
         ranks.look()
     now_s = time.monotonic()

@@ -7,8 +7,8 @@ import os
 
 import pytest
 
-from ddpilot.launching.elastic.output_thread import Screen
-from ddpilot.output.writer import Display
+from ddpilot.launching.elastic.output_thread import OutputThread
+from ddpilot.output.writer import LabelledWriter
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,7 @@ from ddpilot.output.writer import Display
 )
 def test_screen_keeps_last_lines_up_to_the_last_that_shows_anything(written: bytes, kept: tuple[str, ...]) -> None:
     """A rank whose library resets the colours at exit has no last output because of that."""
-    with Screen(Display("labelled", None)) as screen:
+    with OutputThread(LabelledWriter("labelled", None)) as screen:
         path = screen.begin_attempt([1], [(1, "stdout")], {}, None)[1, "stdout"]
         os.write(int(path.rpartition("/")[2]), written)
         assert screen.last_lines(1) == kept

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from ddpilot.environments import devices_count
+from ddpilot.environments import nvml
 from ddpilot.environments.nvml import NvmlDevices
 from ddpilot.errors import LaunchError
 from ddpilot.launching.function_launch.launch import check_function, resolve_count, run_local
 from ddpilot.launching.options import LaunchOptions
 from ddpilot.launching.rank_environment import count_cores
-from ddpilot.output.writer import Display
+from ddpilot.output.writer import LabelledWriter
 
 
 def generator() -> Iterator[int]:
@@ -116,9 +116,9 @@ def count(
 ) -> int:
     """The number of ranks on a machine whose driver reports `num_devices` devices."""
     devices = NvmlDevices(tuple(f"GPU-{number}" for number in range(num_devices)))
-    monkeypatch.setattr(devices_count, "read_nvml", lambda: devices if num_devices else None)
+    monkeypatch.setattr(nvml, "read_nvml", lambda: devices if num_devices else None)
     options = LaunchOptions(**fields)
-    return resolve_count(options, environ or {}, Display("labelled", None))
+    return resolve_count(options, environ or {}, LabelledWriter("labelled", None))
 
 
 def test_resolve_count_takes_the_visible_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:

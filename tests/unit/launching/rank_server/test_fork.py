@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,3 +60,21 @@ def test_cuda_driver_in_use_is_false_without_a_driver() -> None:
         if "libcuda.so" in maps.read():
             pytest.skip("another test of this process loaded the CUDA driver")
     assert not fork.cuda_driver_in_use()
+
+
+ENDING = """
+import faulthandler, os
+from ddpilot.launching.rank_server.fork import STACKS_SIGNAL, write_to
+
+write_to(os.dup(1), os.dup(2))
+os.kill(os.getpid(), STACKS_SIGNAL)
+faulthandler.unregister(STACKS_SIGNAL)  # as Python does when it ends
+os.kill(os.getpid(), STACKS_SIGNAL)
+"""
+
+
+def test_rank_that_is_asked_for_its_stack_while_it_ends_is_not_killed() -> None:
+    """The stack is printed while Python can; afterwards the question is passed over."""
+    done = subprocess.run([sys.executable, "-c", ENDING], check=False, timeout=60, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert done.stderr.count("most recent call first") == 1

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import sys
 import types
@@ -15,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from ddpilot.launching.shipping import parcel
 from ddpilot.launching.shipping.memory_file import map_private
 from ddpilot.launching.shipping.parcel import importable_from_main, open_parcel, pack_parcel
 
@@ -318,3 +321,44 @@ def test_pack_parcel_takes_singledispatch_functions_of_main(cell: Callable[[str]
     arrived, *_ = there(dispatch)
     assert (arrived(3), arrived("3")) == ("number", "object")
     assert int in arrived.registry
+
+
+class OddError(Exception):
+    """Takes other arguments than those it hands on."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(first)
+        self.second = second
+
+
+def test_reduce_exception_rebuilds_without_init() -> None:
+    """The class, the arguments that it handed on, and its attributes come back."""
+    error = OddError("a", "b")
+    assert parcel.is_plain_exception(error)
+    build, arguments, state = parcel.reduce_exception(error)
+    again = build(*arguments)
+    vars(again).update(state)
+    assert (type(again), again.args, again.second) == (OddError, ("a",), "b")
+
+
+def test_is_plain_exception_leaves_classes_with_a_reduce_of_their_own_alone() -> None:
+    """OSError and ImportError know themselves how they travel."""
+    assert not parcel.is_plain_exception(OSError(2, "no"))
+    assert not parcel.is_plain_exception("text")
+
+
+def test_owning_module_is_that_of_the_globals_whatever_wraps_says() -> None:
+    """A wrapper from a module is the module's; a function of `__main__`, or of a namespace of its own, is not."""
+    wrapper = types.FunctionType(json.dumps.__code__, json.dumps.__globals__)
+    wrapper.__module__ = "__main__"
+    own: dict[str, object] = {"__name__": "json"}
+    exec("def free(): pass", own)
+    assert parcel.owning_module(own["free"]) is None
+    assert parcel.owning_module(wrapper) == "json"
+
+
+def test_reduce_cached_keeps_size_and_kind() -> None:
+    """The receiver's cache is empty, of the same size."""
+    cached = functools.lru_cache(maxsize=7, typed=True)(len)
+    build, arguments = parcel.reduce_cached(cached)
+    assert build(*arguments).cache_parameters() == {"maxsize": 7, "typed": True}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ddpilot.errors import LaunchError, ShipError
-from ddpilot.launching.shipping.unpicklable import blame, ship
+from ddpilot.launching.shipping.unpicklable import find_unpicklable, ship
 
 LOCK = threading.Lock()
 
@@ -97,7 +97,7 @@ def test_blame_ends_on_a_circle() -> None:
     """An object that holds itself is looked at once."""
     loader = Loader(None)
     loader.fn = [loader, LOCK]
-    assert blame({"args": (loader,)}, None) == ("args[0].fn[1]", LOCK)
+    assert find_unpicklable({"args": (loader,)}, None) == ("args[0].fn[1]", LOCK)
 
 
 def test_ship_says_of_a_result_what_to_return() -> None:

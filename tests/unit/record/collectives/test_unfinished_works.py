@@ -15,9 +15,9 @@ from ddpilot.record.collectives.unfinished_works import (
     MAX_WORKS,
     REDUCE_OP_STEP,
     TURN_NS,
-    PendingWorks,
+    RecordTemplate,
     StreamMark,
-    Usual,
+    UnfinishedWorks,
 )
 from ddpilot.record.flight_ring.reader import read_ring
 from tests.unit.record.rings import begin, open_ring
@@ -72,7 +72,7 @@ class Case:
         self.marks: list[Event] = []
         self.now_ns = 1000
         self.ring = open_ring(path, num_records=2 * MAX_WORKS)
-        self.pending = PendingWorks(
+        self.pending = UnfinishedWorks(
             self.ring,
             unbox=lambda boxed: boxed,
             is_capturing=lambda: self.capturing,
@@ -101,7 +101,7 @@ class Case:
         reduce_op: Any = None,
     ) -> None:
         """Begin a collective with this work."""
-        usual = Usual(
+        usual = RecordTemplate(
             packed=b"",
             num_bytes=num_bytes,
             group=group,

@@ -12,8 +12,7 @@ import pytest
 
 from ddpilot.errors import RecordError
 from ddpilot.record.flight_ring import layout
-from ddpilot.record.flight_ring.current import read_now
-from ddpilot.record.flight_ring.reader import read_ring
+from ddpilot.record.flight_ring.reader import read_now, read_ring
 from tests.unit.record.rings import begin, open_ring
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddpilot.record.flight_ring import layout
-from ddpilot.record.flight_ring.log import GroupOfRanks, Line, Tensor
+from ddpilot.record.flight_ring.log import CallSite, GroupOfRanks, Tensor
 from ddpilot.record.flight_ring.reader import read_ring
 from ddpilot.record.flight_ring.writer import RingWriter
 from tests.unit.record.rings import begin, open_ring
@@ -40,7 +40,9 @@ def test_ring_gives_back_what_was_written(tmp_path: Path) -> None:
     assert (entry.num_bytes, entry.reduce_op, entry.is_async, entry.is_watched) == (8, "MAX", False, True)
     assert (entry.root, entry.peer, entry.tag, entry.ddp) == (None, None, None, None)
     assert (entry.start_ns, entry.pending_ns, entry.end_ns, entry.state) == (100, 150, 200, "done")
-    assert entry.line == Line(file="train.py", line=88, function="step", text="loss.backward()", via="Tensor.backward")
+    assert entry.line == CallSite(
+        file="train.py", line=88, function="step", text="loss.backward()", via="Tensor.backward"
+    )
     assert entry.line.place == "train.py:88"
     assert read_ring(tmp_path / "ring").closed_ns == 220
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ddpilot.record.flight_ring.log import RankLog
-from ddpilot.session.execution.collective_counts import Uneven, find_uneven
+from ddpilot.session.execution.collective_counts import CountMismatch, find_count_mismatches
 from ddpilot.session.execution.outcome import Outcome, Part
 from ddpilot.session.protocol.report import Report
 from tests.unit.watch.logs import Writer, group_of
@@ -52,7 +52,7 @@ def test_a_collective_that_one_rank_alone_called_is_described_with_its_line(
 ) -> None:
     """Also if the group was rebuilt after it, and a later cell does the same."""
     logs[0] = log_of(0, (1, 2), state="begun")
-    uneven = Uneven(tmp_path)
+    uneven = CountMismatch(tmp_path)
     assert uneven.describe(outcome_of({WORLD: 1}, {WORLD: 1})) == ""
     said = (
         "the ranks have begun different numbers of collectives in the default group: 2 on rank 0, 1 on rank 1; rank 1 "
@@ -69,7 +69,7 @@ def test_a_collective_that_failed_or_that_a_thread_called_is_left_alone(
 ) -> None:
     """The thread may still be running on the other ranks."""
     logs[0] = log_of(0, (1, 2), **last)
-    uneven = Uneven(tmp_path)
+    uneven = CountMismatch(tmp_path)
     assert uneven.describe(outcome_of({WORLD: 2}, {WORLD: 1})) == ""
     logs[0] = log_of(0, (1, 2, 3))
     assert uneven.describe(outcome_of({WORLD: 3}, {WORLD: 2})) == ""
@@ -78,4 +78,4 @@ def test_a_collective_that_failed_or_that_a_thread_called_is_left_alone(
 def test_only_groups_that_all_of_their_ranks_have_are_compared() -> None:
     """Not a group of other ranks, nor one that a rank has destroyed."""
     reports = outcome_of({WORLD: 5, "1 0": 3, "2 0-1": 4}, {WORLD: 5, "1 1": 7}).parts
-    assert find_uneven({rank: part.report for rank, part in reports.items() if part.report is not None}) == {}
+    assert find_count_mismatches({rank: part.report for rank, part in reports.items() if part.report is not None}) == {}

@@ -6,16 +6,16 @@ from __future__ import annotations
 import pytest
 
 from ddpilot.errors import LaunchError, LaunchInterrupted
-from ddpilot.session.kernels.event_router import Attention
+from ddpilot.session.kernels.event_router import EventRouter
 from ddpilot.session.kernels.events import Event, Interrupted, Wrote
 
 LINE = Wrote(0, "stdout", b"line\n")
 
 
-def make() -> tuple[Attention, list[Event | str]]:
+def make() -> tuple[EventRouter, list[Event | str]]:
     """An attention, and what is shown outside turns, with "released" where one ended."""
     shown: list[Event | str] = []
-    return Attention(shown.append, lambda: shown.append("released")), shown
+    return EventRouter(shown.append, lambda: shown.append("released")), shown
 
 
 def test_attention_goes_to_the_one_turn_and_else_to_what_shows() -> None:
@@ -61,14 +61,14 @@ def test_attention_is_given_back_where_showing_what_is_left_fails() -> None:
     def show(_event: Event) -> None:
         raise LookupError("cannot be shown")
 
-    attention = Attention(show, lambda: None)
+    attention = EventRouter(show, lambda: None)
     with pytest.raises(LookupError), attention.turn("running") as (events, _):
         events.put(LINE)
     with attention.turn("running again"):
         assert attention.is_taken
 
 
-def stop_within(attention: Attention) -> None:
+def stop_within(attention: EventRouter) -> None:
     """A turn that is stopped, and stopped again on its way out."""
     with attention.turn("running"):
         attention.put(Interrupted())

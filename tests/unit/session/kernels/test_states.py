@@ -7,7 +7,7 @@ import signal
 
 from ddpilot.launching.rank_reports import Exited
 from ddpilot.session.kernels.events import Ended
-from ddpilot.session.kernels.states import Standing
+from ddpilot.session.kernels.states import RankStates
 
 
 def killed(rank: int) -> Ended:
@@ -17,7 +17,7 @@ def killed(rank: int) -> Ended:
 
 def test_standing_forgets_the_end_of_a_rank_that_is_started_anew() -> None:
     """The others stand as before."""
-    standing = Standing(3)
+    standing = RankStates(3)
     for rank in (1, 2):
         standing.note_end(killed(rank), ())
     assert (standing.live, set(standing.exited)) == ((0,), {1, 2})
@@ -27,7 +27,7 @@ def test_standing_forgets_the_end_of_a_rank_that_is_started_anew() -> None:
 
 def test_standing_says_who_killed_a_rank_once() -> None:
     """The next end of the same rank has a cause of its own."""
-    standing = Standing(2)
+    standing = RankStates(2)
     standing.note_kill([1])
     standing.note_end(killed(1), ())
     assert standing.dead[1] == "was killed by ddpilot, since nothing else stopped it"
@@ -38,7 +38,7 @@ def test_standing_says_who_killed_a_rank_once() -> None:
 
 def test_standing_is_busy_from_the_beginning_of_a_cell_until_the_rank_is_idle() -> None:
     """A rank that was idle already keeps the time since when it is."""
-    standing = Standing(2)
+    standing = RankStates(2)
     standing.note_work((0, 1), 7, 12.0)
     assert standing.busy == {0: (7, 12.0), 1: (7, 12.0)}
     standing.set_idle(0)

@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from ddpilot.errors import GroupError
-from ddpilot.session.rank.error_report import came_from_backward, cell_traceback, holds_group, report_error
+from ddpilot.session.kernels.states import describe_device_error
+from ddpilot.session.rank.cleanup import pays_to_empty
+from ddpilot.session.rank.error_report import (
+    came_from_backward,
+    cell_traceback,
+    find_device_error,
+    holds_group,
+    report_error,
+)
 
 
 class BaseExceptionGroup(Exception):  # noqa: N818  # as Python 3.10's backport names it
@@ -61,3 +69,66 @@ def test_report_error_has_the_cells_text_or_the_errors_own() -> None:
     assert (report.traceback, report.time_s, report.num_collectives) == ("ValueError: wrong\n", 1.5, 3)
     assert not came_from_backward(ValueError())
     assert report.device_error == ""
+
+
+class Device:
+    """A module of torch for a device, and its current stream."""
+
+    def __init__(self, error: str = "", is_initialized: bool = True, is_capturing: bool = False) -> None:
+        self.error, self.begun, self.captures = error, is_initialized, is_capturing
+
+    def is_initialized(self) -> bool:
+        return self.begun
+
+    def is_current_stream_capturing(self) -> bool:
+        return self.captures
+
+    def query(self) -> bool:
+        if self.error:
+            raise RuntimeError(self.error)
+        return False
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        (
+            Device("CUDA error: device-side assert triggered\nCUDA kernel errors might"),
+            "CUDA error: device-side assert",
+        ),
+        (Device(), ""),
+        (Device("not asked", is_initialized=False), ""),
+        (Device("operation not permitted when stream is capturing", is_capturing=True), ""),
+    ],
+)
+def test_find_device_error_asks_without_waiting(device: Device, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream's query has the error; one that is busy, captures or was never used has none."""
+    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: device)
+    found = find_device_error(torch.device("cuda:0"))
+    assert found.startswith(expected)
+    assert bool(found) is bool(expected)
+
+
+def test_find_device_error_asks_nothing_of_the_cpu() -> None:
+    """There is no context that could be gone."""
+    assert find_device_error(torch.device("cpu")) == ""
+
+
+def test_describe_device_error_says_what_is_lost_and_what_to_do() -> None:
+    """With CUDA's own way to the line, and without for other devices."""
+    text = describe_device_error(1, "CUDA error: device-side assert triggered", respawns=False)
+    assert text.startswith(
+        "rank 1: its device has failed and runs nothing more (CUDA error: device-side assert triggered)"
+    )
+    assert "`%ddp restart 1` starts it again; `CUDA_LAUNCH_BLOCKING=1` in `env` shows the line" in text
+    assert describe_device_error(0, "lost", respawns=True).endswith("memory is lost, it is restarted")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [((True, 0, 100), True), ((False, 12, 100), False), ((False, 13, 100), True), ((False, None, 0), True)],
+)
+def test_pays_to_empty_after_a_failure_and_where_much_is_unused(arguments: tuple[Any, ...], expected: bool) -> None:
+    """An eighth of the memory; where nobody knows how much is unused, as before."""
+    assert pays_to_empty(*arguments) is expected

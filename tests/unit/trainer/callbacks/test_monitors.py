@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from ddpilot.trainer.callbacks.json_lines_log import JsonLinesLog
-from ddpilot.trainer.callbacks.lr_monitor import LRMonitor
-from ddpilot.trainer.callbacks.monitors import Norms
+from ddpilot.trainer.callbacks.monitors import LRMonitor, Norms
 from tests.unit.trainer.callbacks.fits import DATA, Each, fit, make_trainer
 
 

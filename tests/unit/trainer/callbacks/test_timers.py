@@ -12,7 +12,7 @@ from torch import nn
 
 from ddpilot.errors import LoopError
 from ddpilot.trainer.callbacks.timers import PARTS, Timers, find_slow, render_times
-from ddpilot.training.waiting import WaitClock
+from ddpilot.training.progress import WaitClock
 from tests.unit.trainer.callbacks.fits import Each, fit, make_trainer
 
 ROW = {

@@ -8,14 +8,13 @@ import signal
 import pytest
 
 from ddpilot import FakeGroup
-from ddpilot.training.coordination.signals import StopSignals
-from ddpilot.training.coordination.stop import MAX_INTERVAL, REASONS, Decider
+from ddpilot.training.coordination.stop import MAX_INTERVAL, REASONS, FlagExchange, StopSignals
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_decider_exchanges_counts_and_reasons(world_size: int) -> None:
     """Counts and bad losses are summed over ranks; reasons stay once they were said."""
-    decider = Decider(FakeGroup(world_size=world_size))
+    decider = FlagExchange(FakeGroup(world_size=world_size))
     decider.begin(count=3.0, is_bad=True)
     decider.ask("SIGTERM")
     decision = decider.finish()
@@ -26,7 +25,7 @@ def test_decider_exchanges_counts_and_reasons(world_size: int) -> None:
 def test_decider_stops_when_the_time_is_up() -> None:
     """It counts from the start of training, once."""
     clock = [0.0]
-    decider = Decider(FakeGroup(), max_time_s=1.0, clock=lambda: clock[0])
+    decider = FlagExchange(FakeGroup(), max_time_s=1.0, clock=lambda: clock[0])
     clock[0] = 100.0  # a model was made, and data downloaded
     assert decider.finish().reasons == ()
     expected: list[tuple[float, tuple[str, ...]]] = [(100.0, ()), (101.0, ()), (101.1, ("time",))]
@@ -36,7 +35,7 @@ def test_decider_stops_when_the_time_is_up() -> None:
         assert decider.finish().reasons == reasons
 
 
-def gaps(decider: Decider, clock: list[float], duration_s: float, num: int) -> list[int]:
+def gaps(decider: FlagExchange, clock: list[float], duration_s: float, num: int) -> list[int]:
     """How many updates of `duration_s` lie between exchanges, `num` times."""
     found = []
     for _ in range(num):
@@ -54,17 +53,17 @@ def gaps(decider: Decider, clock: list[float], duration_s: float, num: int) -> l
 def test_decider_exchanges_every_tenth_of_a_second_and_grows_into_it() -> None:
     """With every update at first and where updates are long, every 32 at most; alone it costs nothing to look."""
     clock = [0.0]
-    decider = Decider(FakeGroup(world_size=2), clock=lambda: clock[0])
+    decider = FlagExchange(FakeGroup(world_size=2), clock=lambda: clock[0])
     assert gaps(decider, clock, 1e-4, 8) == [1, 2, 4, 8, 16, MAX_INTERVAL, MAX_INTERVAL, MAX_INTERVAL]
     assert gaps(decider, clock, 0.0099, 4) == [MAX_INTERVAL, 10, 10, 10]
     assert gaps(decider, clock, 1.0, 3) == [10, 1, 1]
     assert gaps(decider, clock, 0.0, 3) == [1, 2, 4]
-    assert gaps(Decider(FakeGroup(), clock=lambda: clock[0]), clock, 1e-4, 3) == [1, 1, 1]
+    assert gaps(FlagExchange(FakeGroup(), clock=lambda: clock[0]), clock, 1e-4, 3) == [1, 1, 1]
 
 
 def test_what_every_rank_says_needs_no_exchange() -> None:
     """It is decided at once, beside what an exchange has told."""
-    decider = Decider(FakeGroup(world_size=2))
+    decider = FlagExchange(FakeGroup(world_size=2))
     decider.ask("time")
     decider.finish()
     decider.agree("asked")

@@ -12,12 +12,10 @@ from torch import nn
 
 from ddpilot import FakeGroup
 from ddpilot.errors import LoopError, MismatchedCheckpointError
-from ddpilot.training.models.comm_hooks import check_compressible
-from ddpilot.training.models.ddp import prepare_optimizer
+from ddpilot.training.models.ddp import check_compressible, prepare_optimizer
 from ddpilot.training.models.ddp_options import Choice, DdpOptions, find_unused
-from ddpilot.training.models.explain import Explained, Explanation
+from ddpilot.training.models.explain import MIN_UPDATES, Explained, Explanation, Seen, list_remedies, propose
 from ddpilot.training.models.optimizers import full_state, load_full_state
-from ddpilot.training.models.proposing import MIN_UPDATES, Seen, list_remedies, propose
 
 pytestmark = pytest.mark.usefixtures("compiler_is_loaded")
 

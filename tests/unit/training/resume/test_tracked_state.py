@@ -14,8 +14,8 @@ from torch.optim.swa_utils import AveragedModel
 from ddpilot import FakeGroup, LoopError, MismatchedCheckpointError, load_weights
 from ddpilot.checkpoint.directory import CheckpointDir
 from ddpilot.checkpoint.format import Checkpoint
-from ddpilot.checkpoint.manifest import Progress
-from ddpilot.training.resume.tracked_state import Things
+from ddpilot.checkpoint.manifest import RunProgress
+from ddpilot.training.resume.tracked_state import TrackedState
 
 pytestmark = pytest.mark.usefixtures("compiler_is_loaded")
 
@@ -58,15 +58,15 @@ def save(folder: Path, *added: Any, **named: Any) -> Checkpoint:
     things = collect(*added, **named)
     weights, state = things.collect(FakeGroup())
     with CheckpointDir(folder) as directory:
-        directory.save(Progress(step=1), weights=weights, state=state)
+        directory.save(RunProgress(step=1), weights=weights, state=state)
     found = directory.latest()
     assert found is not None
     return found
 
 
-def collect(*added: Any, **named: Any) -> Things:
-    """Things that were added in this order."""
-    things = Things()
+def collect(*added: Any, **named: Any) -> TrackedState:
+    """TrackedState that were added in this order."""
+    things = TrackedState()
     for thing in added:
         things.add(thing)
     for name, thing in named.items():
@@ -145,7 +145,7 @@ def test_match_refuses_what_does_not_fit_and_changes_nothing(tmp_path: Path) -> 
 
 def test_add_names_renames_and_refuses() -> None:
     """The same thing has one name; two things have two."""
-    things = Things()
+    things = TrackedState()
     model, other = nn.Linear(1, 1), nn.Linear(1, 1)
     for thing in (model, other, model):
         things.add(thing)

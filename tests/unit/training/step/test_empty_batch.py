@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpilot.training.step.empty_batch import StandIns
+from ddpilot.training.step.empty_batch import EmptyBatchForward
 
 
 class Output(NamedTuple):
@@ -44,7 +44,7 @@ class Masked(nn.Module):
 
 def run_empty(model: nn.Module, call: Callable[[], Any]) -> Any:
     """`call`, while the rank has no sample."""
-    stand_ins = StandIns()
+    stand_ins = EmptyBatchForward()
     stand_ins.begin([model])
     try:
         return call()

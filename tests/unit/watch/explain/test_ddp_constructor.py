@@ -11,7 +11,7 @@ import pytest
 from ddpilot.record.flight_ring.log import Tensor
 from ddpilot.record.journal import Entry
 from ddpilot.watch.analysis import analyze
-from ddpilot.watch.snapshot.model import ErrorView, JobView
+from ddpilot.watch.snapshot.model import JobSnapshot, RankException
 from tests.unit.watch.logs import FILE, Writer, alive, group_of, job, part
 
 COUNT = "DDP expects same model across all ranks, but Rank 0 has 3 params, while rank 1 has inconsistent 4 params."
@@ -26,10 +26,10 @@ def wrapping(parameters: list[Any], *, at: int = 3) -> tuple[Entry, ...]:
     return (Entry(index=1, time_ns=0, kind="wrapping", values=values),)
 
 
-def failed(*models: list[Any], message: str = COUNT, more: Any = None) -> JobView:
+def failed(*models: list[Any], message: str = COUNT, more: Any = None) -> JobSnapshot:
     """A job whose ranks wrap these models; torch tells rank 0."""
     group = group_of(*range(len(models)))
-    error = ErrorView(type_name="RuntimeError", message=message)
+    error = RankException(type_name="RuntimeError", message=message)
     ranks = []
     for rank, model in enumerate(models):
         writer = Writer(rank, group).call("all_gather", 7, ddp=part("construction"))
@@ -67,7 +67,7 @@ def test_what_differs_and_on_whom_is_told_by_the_notes(odd: list[Any], message: 
     ],
     ids=["the same", "at another moment", "another error"],
 )
-def test_models_that_are_not_wrapped_together_are_not_compared(view: JobView) -> None:
+def test_models_that_are_not_wrapped_together_are_not_compared(view: JobSnapshot) -> None:
     """Ranks may wrap other models in other groups, or try again."""
     assert not any(finding.code.startswith("DDP30") for finding in analyze(view).findings)
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from ddpilot.findings.finding import Finding
-from ddpilot.record.flight_ring.log import Line, Tensor
+from ddpilot.record.flight_ring.log import CallSite, Tensor
 from ddpilot.watch.analysis import analyze
-from ddpilot.watch.snapshot.model import Frame, ProcessView, RankView
+from ddpilot.watch.snapshot.model import CodeLine, ProcessState, RankSnapshot
 from tests.unit.watch.logs import FILE, Writer, alive, bucket, died, group_of, job, part, returned, texts_of
 
 BRANCH = """\
@@ -228,10 +228,10 @@ def with_helper(call: str) -> Finding:
         rank.call("all_reduce", 3, ddp=bucket(), function="train", led=[(6, "main")])
     at = next(number for number, text in texts_of(source).items() if "reduce_mean" in text)
     callers = ((FILE, at, "other" if "other" in call else "main", texts_of(source)[at]),)
-    helper = Line(file="helpers.py", line=2, text="dist.all_reduce(value)", function="reduce_mean", callers=callers)
+    helper = CallSite(file="helpers.py", line=2, text="dist.all_reduce(value)", function="reduce_mean", callers=callers)
     zero.wait("all_reduce", 2, at=helper, inputs=(tensor(1),))
     one.wait("all_reduce", 3, ddp=bucket(), function="train", led=[(6, "main")])
-    outer = (Frame(FILE, 3, "train", "model(x).backward()"), Frame(FILE, 6, "main", "train(loader)"))
+    outer = (CodeLine(FILE, 3, "train", "model(x).backward()"), CodeLine(FILE, 6, "main", "train(loader)"))
     sources = {FILE: source, "helpers.py": HELPERS}
     (finding,) = analyze(job([alive(zero), alive(one, *outer)], sources=sources)).findings
     return finding
@@ -518,8 +518,8 @@ def test_an_exit_at_once_in_a_loop_is_named() -> None:
     source = "for i in range(9):\n    if rank == 1 and i == 4:\n        os._exit(0)\n    y.backward()\n"
     zero, one = (rank.call("all_reduce", 4, ddp=bucket()) for rank in writers(source))
     zero.wait("all_reduce", 4, ddp=bucket())
-    process = ProcessView(pid=4001, state="ended", exitcode=0)
-    cut = RankView(rank=1, log=one.log(), process=process, returned=True)
+    process = ProcessState(pid=4001, state="ended", exitcode=0)
+    cut = RankSnapshot(rank=1, log=one.log(), process=process, returned=True)
     (finding,) = analyze(job([alive(zero), cut], sources={FILE: source})).findings
     assert (finding.code, finding.ranks) == ("DDP208", (1,))
     assert "`if rank == 1 and i == 4: os._exit(0)` (train.py:3) is decided by each rank for itself" in finding.why
@@ -728,7 +728,7 @@ def test_the_end_of_a_with_is_told_where_others_are_inside_it() -> None:
     """What its generator does behind the `yield` is reached by an error that nobody has seen yet."""
     zero, one = writers(WITH)
     zero.wait("all_reduce", 8)
-    stack = (Frame(FILE, 6, "distributed", "dist.barrier()"), Frame(FILE, 7, "<module>", "with distributed():"))
+    stack = (CodeLine(FILE, 6, "distributed", "dist.barrier()"), CodeLine(FILE, 7, "<module>", "with distributed():"))
     one.wait("barrier", 6, function="distributed")
     finding = analyze(job([alive(zero), alive(one, *stack)], sources={FILE: WITH})).findings[0]
     assert (finding.code, finding.ranks) == ("DDP210", (1,))
@@ -835,11 +835,11 @@ for epoch in range(3):
 """
 
 
-def called(line: int) -> Line:
+def called(line: int) -> CallSite:
     """The collective of the helper, called from `line` of the script."""
     text = texts_of(CALLED_TWICE)
     caller = (FILE, line, "<module>", text[line])
-    return Line(file=FILE, line=2, function="mean", text=text[2], callers=(caller,))
+    return CallSite(file=FILE, line=2, function="mean", text=text[2], callers=(caller,))
 
 
 @pytest.mark.parametrize("is_dead", [False, True], ids=["waiting", "dead"])
@@ -887,8 +887,8 @@ ddp = DDP(model)
     zero, one = writers(source)
     zero.wait("broadcast", 2, function="share")
     one.wait("all_gather", 8, ddp=part("construction"))
-    stack = (Frame(FILE, 2, "share", ""), Frame(FILE, 6, "resume", ""), Frame(FILE, 7, "<module>", ""))
-    view = job([alive(zero, *stack), alive(one, Frame(FILE, 8, "<module>", ""))], sources={FILE: source})
+    stack = (CodeLine(FILE, 2, "share", ""), CodeLine(FILE, 6, "resume", ""), CodeLine(FILE, 7, "<module>", ""))
+    view = job([alive(zero, *stack), alive(one, CodeLine(FILE, 8, "<module>", ""))], sources={FILE: source})
     (finding,) = analyze(view).findings
     assert finding.code == "DDP201"
     assert "`if not found(path): return 0` (train.py:4) may have left before" in finding.why
@@ -915,8 +915,8 @@ def test_a_handler_in_what_the_loop_calls_is_named(source: str) -> None:
         rank.call("all_reduce", 3, ddp=bucket(), function="step")
     zero.wait("all_reduce", 3, ddp=bucket(), function="step")
     one.wait("all_reduce", 8, inputs=(tensor(1),))
-    stack = (Frame(FILE, 3, "step", ""), Frame(FILE, 7, "<module>", ""))
-    view = job([alive(zero, *stack), alive(one, Frame(FILE, 8, "<module>", ""))], sources={FILE: source})
+    stack = (CodeLine(FILE, 3, "step", ""), CodeLine(FILE, 7, "<module>", ""))
+    view = job([alive(zero, *stack), alive(one, CodeLine(FILE, 8, "<module>", ""))], sources={FILE: source})
     (finding,) = analyze(view).findings
     assert (finding.code, finding.ranks) == ("DDP210", (1,))
     assert "`except MemoryError:` (train.py:4)" in finding.why
@@ -938,8 +938,8 @@ dist.all_reduce(total)
         rank.call("all_reduce", 3, ddp=bucket(), function="train")
     zero.wait("all_reduce", 3, ddp=bucket(), function="train")
     one.wait("all_reduce", 6, inputs=(tensor(1),))
-    stack = (Frame(FILE, 3, "train", ""), Frame(FILE, 5, "<module>", ""))
-    view = job([alive(zero, *stack), alive(one, Frame(FILE, 6, "<module>", ""))], sources={FILE: source})
+    stack = (CodeLine(FILE, 3, "train", ""), CodeLine(FILE, 5, "<module>", ""))
+    view = job([alive(zero, *stack), alive(one, CodeLine(FILE, 6, "<module>", ""))], sources={FILE: source})
     (finding,) = analyze(view).findings
     assert (finding.code, finding.ranks) == ("DDP207", (1,))
     assert "`for x in loader:` (train.py:2) ended earlier on rank 1" in finding.why

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import pytest
 
-from ddpilot.record.flight_ring.log import Collective, Line
+from ddpilot.record.flight_ring.log import CallSite, Collective
 from ddpilot.source.parsed_file import Sources
 from ddpilot.watch.explain.causes import Party, find_cause
 from ddpilot.watch.explain.text import merge_rows, say_call, who_does
-from ddpilot.watch.snapshot.model import Frame
+from ddpilot.watch.snapshot.model import CodeLine
 
 GUARDED = "def train(rank):\n    if rank == 0:\n        work()\n"
 
@@ -31,7 +31,7 @@ def test_several_ranks_have_a_verb_and_a_pronoun_in_the_plural(words: str, told:
 
 def test_what_is_no_collective_is_told_without_an_article() -> None:
     """Rank 0 is behind a condition, and in no collective."""
-    here = Party(ranks=(0,), chain=(Frame("train.py", 3, "train", "work()"),))
+    here = Party(ranks=(0,), chain=(CodeLine("train.py", 3, "train", "work()"),))
     cause = find_cause(here, Party(ranks=(1,), chain=()), Sources({"train.py": GUARDED}))
     assert cause is not None
     assert cause.why.startswith("what rank 0 does at train.py:3 is inside `if rank == 0:` (train.py:2)")
@@ -39,5 +39,5 @@ def test_what_is_no_collective_is_told_without_an_article() -> None:
 
 def test_a_collective_of_ddpilots_own_is_told_without_a_line() -> None:
     """Nothing in the program calls it."""
-    entry = Collective(index=1, op="all_gather", operator="", group=None, seq=1, line=Line(via="enter"))
+    entry = Collective(index=1, op="all_gather", operator="", group=None, seq=1, line=CallSite(via="enter"))
     assert say_call(entry) == "all_gather, which no line of the program calls"

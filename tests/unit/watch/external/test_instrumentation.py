@@ -20,7 +20,7 @@ from ddpilot.record.flight_ring.writer import RingWriter
 from ddpilot.record.hook import ring_path
 from ddpilot.watch.external import instrumentation
 from ddpilot.watch.external.instrumentation import OWNER_VARIABLE, enable
-from ddpilot.watch.external.observer_process import Observing
+from ddpilot.watch.external.observer_process import ObserverProcess
 from ddpilot.watch.external.rank_process import RankProcess, error_path, find_rank_processes
 from ddpilot.watch.job_folder import JOBS_VARIABLE, OBSERVER
 from tests.unit.record.rings import ABOUT, open_ring
@@ -162,7 +162,7 @@ def test_the_observation_begins_again_for_a_late_rank_and_for_a_new_process(
     tmp_path: Path, sleeper: psutil.Process
 ) -> None:
     """Rings of processes that a rank has no more do not count."""
-    observing = Observing(tmp_path)
+    observing = ObserverProcess(tmp_path)
     first = rank_process(psutil.Process())
     first.write(tmp_path, 0)
     rings = [record(tmp_path, 0, os.getpid())]
@@ -193,7 +193,7 @@ def test_the_end_of_a_process_counts_when_its_shell_has_ended(tmp_path: Path, sl
     with subprocess.Popen([sys.executable, "-S", "-c", SLEEP], stdin=subprocess.PIPE) as gone:
         process = rank_process(psutil.Process(gone.pid), shell=sleeper)
     error_path(tmp_path, 0).write_text(json.dumps(["ValueError", "of the first", ""]))
-    observing = Observing(tmp_path)
+    observing = ObserverProcess(tmp_path)
     observing._ranks = {0: process}
     facts = observing._facts()[0]
     assert (facts.is_away, facts.error, facts.process.state) == (True, None, "unknown")
@@ -208,7 +208,7 @@ def test_an_observer_goes_on_in_a_folder_that_is_gone_or_takes_no_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A full disk is told in one line; of a deleted folder the rings say so."""
-    observing = Observing(tmp_path / "gone")
+    observing = ObserverProcess(tmp_path / "gone")
     observing._ranks = {0: rank_process(psutil.Process())}
     observing._job = {"name": "train.py", "command": [], "world_size": 1}
     observing._write_about()
@@ -225,5 +225,5 @@ def test_a_second_observer_of_one_job_does_nothing(tmp_path: Path) -> None:
     with open(folder / OBSERVER, "w") as first:
         (folder / OBSERVER).chmod(0o600)
         fcntl.flock(first, fcntl.LOCK_EX)
-        Observing(folder).run()
+        ObserverProcess(folder).run()
     assert folder.exists()

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from ddpilot.record.hook import ring_path
-from ddpilot.watch.external.observer_process import Observing
+from ddpilot.watch.external.observer_process import ObserverProcess
 from ddpilot.watch.external.rank_process import RankProcess
 
 
@@ -35,7 +35,7 @@ def test_a_rank_that_ended_before_its_observer_began_is_no_error(
     folder = tmp_path / "jobs" / "0101-000000-abcd"
     folder.mkdir(parents=True)
     ended.write(folder, 0)
-    Observing(folder).run()
+    ObserverProcess(folder).run()
     assert capsys.readouterr().err == ""
     assert not folder.exists()
 
@@ -45,7 +45,7 @@ def test_a_damaged_ring_of_a_rank_that_has_ended_ends_the_watching_without_an_er
 ) -> None:
     """It was not closed, as far as can be read."""
     ring_path(tmp_path, 0).write_bytes(b"\0" * 5000)
-    observing = Observing(tmp_path)
+    observing = ObserverProcess(tmp_path)
     observing._ranks = {0: ended}
     (facts,) = observing._facts().values()
     assert (facts.process.state, facts.returned) == ("ended", False)

@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from ddpilot.record.flight_ring.log import Collective, Line
+from ddpilot.record.flight_ring.log import CallSite, Collective
 from ddpilot.watch.analysis import analyze
 from ddpilot.watch.nodes.digest import MAX_CHARS, Digest, decode_digest, encode_digest, merge, move_clock
-from ddpilot.watch.snapshot.model import ErrorView, Frame, RankView
+from ddpilot.watch.snapshot.model import CodeLine, RankException, RankSnapshot
 from tests.unit.watch.logs import FILE, S, Writer, alive, bucket, died, group_of, job, returned
 
 WORLD = group_of(0, 1)
 
 
-def digest_of(*ranks: RankView, now_s: float = 110.0) -> Digest:
+def digest_of(*ranks: RankSnapshot, now_s: float = 110.0) -> Digest:
     """What a node says of `ranks`, whose calendar clock is at 10**18 when its other one is at 0."""
     return Digest(
         now_ns=int(now_s * S),
@@ -26,7 +26,7 @@ def digest_of(*ranks: RankView, now_s: float = 110.0) -> Digest:
     )
 
 
-def entries(rank: RankView) -> tuple[Collective, ...]:
+def entries(rank: RankSnapshot) -> tuple[Collective, ...]:
     """Its records."""
     assert rank.log is not None
     return rank.log.collectives
@@ -35,15 +35,15 @@ def entries(rank: RankView) -> tuple[Collective, ...]:
 def test_digest_is_the_same_on_the_other_side() -> None:
     """Records with all that they hold, stack, error and how the process ended."""
     one = Writer(1, WORLD).call("all_reduce", 5, ddp=bucket()).call("send", 6, peer=0, tag=3)
-    led = Line(file=FILE, line=9, callers=((FILE, 3, "main", "helper()"), (FILE, 20, "<module>", "main()")))
+    led = CallSite(file=FILE, line=9, callers=((FILE, 3, "main", "helper()"), (FILE, 20, "<module>", "main()")))
     one.call("all_reduce", 9, at=led).call("all_reduce", 9)
     one.call("all_to_all", 6, splits=((1, 2), (2, 1))).wait("broadcast", 7, root=0, inputs=())
-    error = ErrorView(type_name="ValueError", message="bad", traceback="Traceback")
+    error = RankException(type_name="ValueError", message="bad", traceback="Traceback")
     ranks = [
-        alive(one, Frame(FILE, 7, "main", "dist.broadcast(x, 0)"), error=error),
+        alive(one, CodeLine(FILE, 7, "main", "dist.broadcast(x, 0)"), error=error),
         died(Writer(2, WORLD).call("barrier", 1)),
         returned(Writer(3, WORLD)),
-        RankView(rank=4),
+        RankSnapshot(rank=4),
     ]
     assert decode_digest(encode_digest(digest_of(*ranks))) == digest_of(*ranks)
 
@@ -77,7 +77,7 @@ def test_digest_is_bounded(max_chars: int) -> None:
         writer = Writer(rank, group_of(*range(64)))
         for step in range(256):
             writer.call("all_reduce", step, ddp=bucket(step % 2), start_ns=100 * S + step * 7919 * (rank + 3))
-        ranks.append(alive(writer, *[Frame(f"/lib/module{n}.py", n, f"f{n}", f"f{n + 1}(x)") for n in range(60)]))
+        ranks.append(alive(writer, *[CodeLine(f"/lib/module{n}.py", n, f"f{n}", f"f{n + 1}(x)") for n in range(60)]))
     text = encode_digest(digest_of(*ranks), max_chars)
     assert 500 < len(text) <= max_chars
     assert decode_digest(text).ranks
@@ -93,7 +93,7 @@ def test_digest_that_is_none_is_refused(text: str) -> None:
 def test_move_clock_puts_every_time_on_this_machines_clock() -> None:
     """By the calendar clocks, which the machines have in common; here this machine has run 1,000 s longer."""
     one = Writer(1, WORLD).call("all_reduce", 5, end_ns=101 * S, pending_ns=100 * S)
-    view = alive(one, Frame(FILE, 7, "main"), log=one.log(heartbeat_ns=108 * S, left_ns=107 * S))
+    view = alive(one, CodeLine(FILE, 7, "main"), log=one.log(heartbeat_ns=108 * S, left_ns=107 * S))
     moved = move_clock(
         digest_of(view, died(Writer(2, WORLD))),
         unix_minus_monotonic_ns=10**18 - 1000 * S,
@@ -142,7 +142,7 @@ def test_merge_keeps_a_rank_beating_that_was_beating_when_it_was_looked_at() -> 
     zero = Writer(0, WORLD).call("all_reduce", 5).wait("barrier", 9)
     one = Writer(1, WORLD).call("all_reduce", 5)
     log = one.log(heartbeat_ns=int(108.9 * S))
-    there = alive(one, Frame(FILE, 12, "main", "sleep(60)"), log=log)
+    there = alive(one, CodeLine(FILE, 12, "main", "sleep(60)"), log=log)
     view = merge(replace(job([alive(zero)]), world_size=2), [digest_of(there, now_s=109.0)])
     (line,) = analyze(view).status
     assert "not there: rank 1 is elsewhere: train.py:12  sleep(60)" in line

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from ddpilot.launching.observer import Letter, Piece
+from ddpilot.launching.observer import Chunk, Message
 from ddpilot.watch.analysis import analyze
 from ddpilot.watch.nodes.exchange import Exchange
-from ddpilot.watch.snapshot.model import JobView, RankView
+from ddpilot.watch.snapshot.model import JobSnapshot, RankSnapshot
 from tests.unit.watch.logs import S, Writer, alive, died, group_of, job, returned
 
 WORLD = group_of(0, 1)
@@ -24,11 +24,11 @@ class Hand:
     def __init__(self, other: int) -> None:
         self.node_rank = 1 - other
         self.places: Mapping[int, str] = {other: f"node {other} (there)"}
-        self.letters: dict[int, Letter] = {}
+        self.letters: dict[int, Message] = {}
         self.written: list[str] = []
         self.fault = ""
         self.appended: list[str] = []
-        self.pieces: dict[int, list[Piece]] = {}
+        self.pieces: dict[int, list[Chunk]] = {}
 
     def write(self, text: str) -> None:
         """Keep it."""
@@ -38,14 +38,14 @@ class Hand:
         """Keep it."""
         self.appended.append(text)
 
-    def take_pieces(self) -> Mapping[int, Sequence[Piece]]:
+    def take_pieces(self) -> Mapping[int, Sequence[Chunk]]:
         """What was given."""
         taken, self.pieces = self.pieces, {}
         return taken
 
     def give(self, to: Hand, node: int, at_ns: int) -> None:
         """The newest letter reaches the other node at that moment."""
-        to.letters[node] = Letter(self.written[-1], len(self.written), at_ns, at_ns)
+        to.letters[node] = Message(self.written[-1], len(self.written), at_ns, at_ns)
 
 
 class Node:
@@ -56,7 +56,7 @@ class Node:
         self.hand = Hand(1 - number)
         self.exchange = Exchange(self.hand, (number,))
 
-    def look(self, rank: RankView, after_s: float) -> JobView:
+    def look(self, rank: RankSnapshot, after_s: float) -> JobSnapshot:
         """One look at its rank, so many seconds after everything began; what is known then."""
         here = replace(job([rank], after_s=after_s), world_size=2)
         view = self.exchange.widen(here)
@@ -64,12 +64,12 @@ class Node:
         return view
 
 
-def waiting(rank: int) -> RankView:
+def waiting(rank: int) -> RankSnapshot:
     """In a barrier since 0.02 s."""
     return alive(Writer(rank, WORLD).call("all_reduce", 1).wait("barrier", 9))
 
 
-def busy(rank: int) -> RankView:
+def busy(rank: int) -> RankSnapshot:
     """Done with what the other is done with."""
     return alive(Writer(rank, WORLD).call("all_reduce", 1))
 
@@ -177,7 +177,7 @@ def test_exchange_waits_for_answers_and_then_names_who_gave_none() -> None:
 def test_exchange_says_what_it_cannot_read() -> None:
     """As of a node with another version."""
     zero = Node(0)
-    zero.hand.letters[1] = Letter("{}", 1, at(0.5), at(0.6))
+    zero.hand.letters[1] = Message("{}", 1, at(0.5), at(0.6))
     zero.look(waiting(0), 1.0)
     (line,) = zero.exchange.complaints(at(4.0))
     assert line.startswith("what the ranks of node 1 (there) do is not seen from here: no digest of a node")

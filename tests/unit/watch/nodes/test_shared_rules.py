@@ -15,14 +15,12 @@ from tests.unit.watch.test_exchange import Hand
 
 from ddpilot.findings.finding import Finding
 from ddpilot.guard.rules.parameters.divergence import Divergence
-from ddpilot.guard.rules.registry import RuleBook
-from ddpilot.launching.observer import Piece
+from ddpilot.guard.rules.registry import RuleRunner
+from ddpilot.launching.observer import Chunk
 from ddpilot.record.journal import Entry
-from ddpilot.watch.nodes import relay
-from ddpilot.watch.nodes.bundle import Bundle, decode_bundle, encode_bundle
+from ddpilot.watch.nodes import shared_rules
 from ddpilot.watch.nodes.digest import MAX_CHARS
-from ddpilot.watch.nodes.relay import Outbox
-from ddpilot.watch.nodes.shared_rules import Comparing
+from ddpilot.watch.nodes.shared_rules import Bundle, NoteSender, SharedRules, decode_bundle, encode_bundle
 from tests.unit.watch.logs import Writer, bucket, group_of
 
 S = 1_000_000_000
@@ -37,7 +35,7 @@ class Node:
         self.number = number
         self.ahead_ns = ahead_ns
         self.hand = Hand(1 - number)
-        self.comparing = Comparing(self.hand, lambda: RuleBook(2, rules=[Divergence], has_all_logs=False))
+        self.comparing = SharedRules(self.hand, lambda: RuleRunner(2, rules=[Divergence], has_all_logs=False))
         self.num_given = 0
         self.index = 0
 
@@ -65,7 +63,7 @@ class Node:
     def give(self, other: Node, at_ns: int) -> None:
         """What it has sent reaches the other one then."""
         new = self.hand.appended[self.num_given :]
-        pieces = [Piece(text, self.num_given + at, other.ahead_ns + at_ns) for at, text in enumerate(new, 1)]
+        pieces = [Chunk(text, self.num_given + at, other.ahead_ns + at_ns) for at, text in enumerate(new, 1)]
         self.num_given += len(new)
         other.hand.pieces.setdefault(self.number, []).extend(pieces)
 
@@ -190,7 +188,7 @@ def test_a_lost_piece_ends_the_comparison_and_says_so() -> None:
 def test_what_cannot_be_read_ends_the_comparison_and_says_so() -> None:
     """As of a node with another version."""
     zero = Node(0, 0)
-    zero.hand.pieces = {1: [Piece(".e30=", 1, 5)]}
+    zero.hand.pieces = {1: [Chunk(".e30=", 1, 5)]}
     zero.look(S)
     (line,) = zero.comparing.faults
     assert "node 1 (there): no bundle of a node: " in line
@@ -201,7 +199,7 @@ def test_a_finding_of_a_newer_version_ends_the_comparison_and_says_so() -> None:
     newer = {**Finding(code="DDP325", name="x", severity="error", summary="x").to_dict(), "field_of_later": 1}
     said = {"now_ns": 1, "entries": [], "findings": [newer], "is_last": False, "shared": []}
     zero = Node(0, 0)
-    zero.hand.pieces = {1: [Piece(f".{base64.b64encode(zlib.compress(json.dumps(said).encode())).decode()}", 1, 5)]}
+    zero.hand.pieces = {1: [Chunk(f".{base64.b64encode(zlib.compress(json.dumps(said).encode())).decode()}", 1, 5)]}
     zero.look(S)
     (line,) = zero.comparing.faults
     assert "field_of_later" in line
@@ -209,7 +207,7 @@ def test_a_finding_of_a_newer_version_ends_the_comparison_and_says_so() -> None:
 
 def test_more_than_can_be_sent_ends_the_comparison_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the node that has too much of it."""
-    monkeypatch.setattr(relay, "MAX_HELD", 10)
+    monkeypatch.setattr(shared_rules, "MAX_HELD", 10)
     one = Node(1, 0)
     one.look(0, [one.unit(0) for _ in range(11)])
     (line,) = one.comparing.faults
@@ -220,7 +218,7 @@ def test_more_than_can_be_sent_ends_the_comparison_and_says_so(monkeypatch: pyte
 def test_an_outbox_of_node_0_sends_findings_alone() -> None:
     """Nobody waits for its notes."""
     zero = Node(0, 0)
-    outbox = Outbox(zero.hand)
+    outbox = NoteSender(zero.hand)
     outbox.put({}, [Finding(code="DDP325", name="x", severity="error", summary="x")])
     for second in range(5):
         outbox.send(second * S)
@@ -231,8 +229,8 @@ def test_a_late_look_at_two_ranks_of_one_node_does_not_hide_the_steps_of_the_sec
     """Their notes come rank by rank, and node 1 has not reported on the newest of the first rank yet."""
     zero, second, one = Node(0, 0), Node(0, 0), Node(1, 0)
     log = Writer(0, group_of(0, 1, 2)).call("all_reduce", 5, ddp=bucket()).log()
-    book = RuleBook(3, log=lambda rank: log, rules=[Divergence], has_all_logs=False)
-    zero.comparing = Comparing(zero.hand, lambda: book)
+    book = RuleRunner(3, log=lambda rank: log, rules=[Divergence], has_all_logs=False)
+    zero.comparing = SharedRules(zero.hand, lambda: book)
     notes = {rank: train(node, 200) for rank, node in enumerate((zero, second, one))}
     one.comparing.feed({2: [entry for noted_ns, entry in notes[2] if noted_ns < 39 * S // 10]}, 39 * S // 10)
     one.give(zero, 39 * S // 10)

@@ -10,11 +10,9 @@ import pytest
 
 from ddpilot.guard.rules.data.evaluation import MeanOfMeans, PaddedEvaluation
 from ddpilot.guard.rules.data.random_draws import SameRandomStreams
-from ddpilot.guard.rules.data.same_batches import SameBatch
 from ddpilot.guard.rules.data.set_epoch import SetEpochForgotten
-from ddpilot.guard.rules.data.shards import ShardsOverlap
+from ddpilot.guard.rules.data.shards import SameBatch, ShardsOverlap, WorkersReadAlike
 from ddpilot.guard.rules.data.unequal_lengths import UnequalBatches
-from ddpilot.guard.rules.data.workers import WorkersReadAlike
 from ddpilot.guard.rules.rule import Rule, RuleContext
 from ddpilot.guard.rules.saving import AllRanksSave
 from ddpilot.record.flight_ring.log import Collective, RankLog

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
+from ddpilot.guard.rules.collectives import OnGraph
 from ddpilot.guard.rules.data.random_draws import SameRandomStreams
-from ddpilot.guard.rules.data.same_batches import SameBatch
+from ddpilot.guard.rules.data.shards import SameBatch
 from ddpilot.guard.rules.ddp_use import GradientsMissing
 from ddpilot.guard.rules.devices import OneDevice, SeveralDevices
-from ddpilot.guard.rules.numerics import NotFinite
-from ddpilot.guard.rules.on_graph import OnGraph
+from ddpilot.guard.rules.numerics import NotFinite, SmallBatchNorm
 from ddpilot.guard.rules.rule import RuleContext, no_log
-from ddpilot.guard.rules.small_norm import SmallBatchNorm
 from ddpilot.record.journal import Entry
 from tests.unit.watch.rules.feeding import SECOND, SITE, Note, judge, model
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +23,8 @@ from ddpilot.record.hook import journal_path, ring_path
 from ddpilot.record.journal import JournalWriter, read_journal
 from ddpilot.watch.analysis import analyze
 from ddpilot.watch.snapshot import files, reader
-from ddpilot.watch.snapshot.reader import Gatherer
+from ddpilot.watch.snapshot.files import JournalFollower
+from ddpilot.watch.snapshot.reader import SnapshotReader
 from tests.unit.record.rings import ABOUT, begin, open_ring
 
 S = 10**9
@@ -49,7 +52,7 @@ class Job:
         self.folder = folder
         self.num_done = 0
         self._rings = [self._open(rank) for rank in (0, 1)]
-        self._gatherer = Gatherer(folder, 2, (0, 1), "job")
+        self._gatherer = SnapshotReader(folder, 2, (0, 1), "job")
 
     def _open(self, rank: int) -> tuple[RingWriter, bytes]:
         ring = open_ring(ring_path(self.folder, rank), num_records=8192, page_bytes=4096, publish=False)
@@ -216,7 +219,7 @@ def test_a_ring_that_is_damaged_from_outside_is_said_once_and_is_no_finding(job:
 
 def test_a_journal_that_is_damaged_is_said_once(tmp_path: Path) -> None:
     """Before there is one, nothing is to be said."""
-    gatherer = Gatherer(tmp_path, 1, (0,), "job")
+    gatherer = SnapshotReader(tmp_path, 1, (0,), "job")
     assert (gatherer.read_entries(), gatherer.complaints()) == ({}, [])
     writer = JournalWriter(journal_path(tmp_path, 0), rank=0)
     writer.write("step", {})
@@ -249,3 +252,24 @@ def test_noise_anywhere_in_a_file_never_raises_anything_else(tmp_path: Path, see
         file.write_bytes(data)
         with suppress(RecordError):
             read_ring(file) if file.name == "ring" else read_journal(file)
+
+
+def test_journal_reader_gives_each_entry_once_and_begins_anew_with_a_new_process(tmp_path: Path) -> None:
+    """The second process counts its entries from 1 again, and all of them are read."""
+    path = tmp_path / "rank0.journal"
+    reader = JournalFollower(path)
+    assert reader.read() == ()
+    code = (
+        "import sys; from ddpilot.record.journal import JournalWriter\n"
+        "writer = JournalWriter(sys.argv[1], rank=0)\n"
+        "for number in range(3): writer.write('first', {})\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(path)], check=True, timeout=20)
+    assert [entry.index for entry in reader.read()] == [1, 2, 3]
+    assert reader.read() == ()
+    writer = JournalWriter(path, rank=0)
+    assert reader.read() == ()
+    writer.write("second", {})
+    assert [(entry.index, entry.kind) for entry in reader.read()] == [(1, "second")]
+    writer.write("second", {})
+    assert [entry.index for entry in reader.read()] == [2]

@@ -4,21 +4,48 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 from ddpilot.environments.private_files import write_own_text
-from ddpilot.record.connecting import connecting_path
-from ddpilot.watch.snapshot.model import ProcessView
-from ddpilot.watch.snapshot.reader import Gatherer, RankFacts
+from ddpilot.record.main_thread import connecting_path
+from ddpilot.watch.explain.activity import describe_activity
+from ddpilot.watch.snapshot.model import CodeLine, ProcessState, PythonStack, RankSnapshot
+from ddpilot.watch.snapshot.reader import RankFacts, SnapshotReader, name_child
 
 
 def test_a_stack_that_a_rank_wrote_as_it_connected_is_valid_for_one_look(tmp_path: Path) -> None:
     """A rank that sleeps afterwards was reported to be in init_process_group still."""
-    gatherer = Gatherer(tmp_path, 1, (0,), "job")
-    facts = {0: RankFacts(process=ProcessView(pid=os.getpid(), state="running"))}
+    gatherer = SnapshotReader(tmp_path, 1, (0,), "job")
+    facts = {0: RankFacts(process=ProcessState(pid=os.getpid(), state="running"))}
     write_own_text(connecting_path(tmp_path, 0), '  File "train.py", line 3 in main\n')
     view = gatherer.add_stacks(gatherer.gather(facts), (0,))
     stack = view.ranks[0].stack
     assert stack is not None
     assert [frame.line for frame in stack.main_frames] == [3]
     assert gatherer.gather(facts).ranks[0].stack is None
+
+
+def test_a_rank_that_waits_for_a_child_names_it() -> None:
+    """It may be anything, and no reading or writing of its own."""
+    with subprocess.Popen(["sleep", "60"]) as child:
+        try:
+            name = name_child(os.getpid())
+            assert name == f"sleep (pid {child.pid})"
+        finally:
+            child.kill()
+    frames = (
+        CodeLine("/lib/python3/subprocess.py", 9, "wait"),
+        CodeLine("/home/u/train.py", 3, "main", "run(command)"),
+    )
+    rank = RankSnapshot(rank=1, stack=PythonStack(taken_ns=1, threads={7: frames}, main=7, child=name))
+    absence = describe_activity(rank, None, 2)
+    assert (absence.code, absence.words) == ("DDP214", f"waits for a process that it has started: {name}")
+
+
+def test_a_process_without_children_waits_for_none() -> None:
+    """Nor does one that has ended."""
+    with subprocess.Popen(["sleep", "60"]) as child:
+        assert name_child(child.pid) == ""
+        child.kill()
+    assert name_child(child.pid) == ""

@@ -18,13 +18,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpilot.guard.probe import Notes
-from ddpilot.guard.probes.data.generators import device_digest, words_between
 from ddpilot.guard.probes.data.loaders import pointers_of
-from ddpilot.guard.probes.data.position import Given, Position
-from ddpilot.guard.probes.data.schedule import is_due
+from ddpilot.guard.probes.data.position import Given, Position, is_due
+from ddpilot.guard.probes.data.random_draws import device_digest, words_between
 from ddpilot.guard.probes.tensors import fingerprint, num_rows_of
-from ddpilot.record.accelerator import can_copy_from
-from ddpilot.record.capturing import is_capturing
+from ddpilot.record.accelerator import can_copy_from, is_capturing
 
 _NUM_NORM_STEPS = 3
 _PREPARING = os.path.join("ddpilot", "training", "")
@@ -47,7 +45,7 @@ class _Counts:
         self.rows: list[int] = []
 
 
-class ForwardEyes:
+class ForwardObserver:
     """The part of the data probe that observes DDP models."""
 
     def __init__(self, notes: Notes, position: Position) -> None:

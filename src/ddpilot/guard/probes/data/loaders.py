@@ -17,10 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import dataloader as torch_loader
 
 from ddpilot.guard.probe import Notes
-from ddpilot.guard.probes.data.position import Given, Pass, Position
-from ddpilot.guard.probes.data.samplers import describe_loader, is_looked_at, may_repeat
-from ddpilot.guard.probes.data.schedule import is_due
-from ddpilot.guard.probes.data.sketch import Sketch
+from ddpilot.guard.probes.data.position import Given, Pass, Position, is_due
+from ddpilot.guard.probes.data.samplers import Sketch, describe_loader, is_looked_at, may_repeat
 from ddpilot.guard.probes.tensors import fingerprint, num_rows_of, tensors_in
 
 _NUM_ORDERED = 16
@@ -30,7 +28,7 @@ _NUM_NAMED_SAMPLES = 8
 _MAX_SIZES = 3
 
 
-class LoaderEyes:
+class LoaderObserver:
     """The part of the data probe that follows the iterators of DataLoaders."""
 
     def __init__(self, notes: Notes, position: Position) -> None:

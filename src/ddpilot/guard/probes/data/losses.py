@@ -17,8 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.data.position import Given, Position
 from ddpilot.guard.probes.tensors import tensors_in
-from ddpilot.record.accelerator import HostCopies, HostCopy
-from ddpilot.record.capturing import is_capturing
+from ddpilot.record.accelerator import HostCopies, HostCopy, is_capturing
 
 _NUM_CANDIDATES = 8
 _MAX_NOTED = 64
@@ -69,7 +68,7 @@ class _Spoiled:
         self._by_id = kept | {id(one): weakref.ref(one) for one in bad}
 
 
-class LossEyes:
+class LossObserver:
     """The part of the data probe that looks for non-finite values.
 
     Values on a device are checked once they have been copied, up to a step later, without waiting.

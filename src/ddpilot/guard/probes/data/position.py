@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ddpilot.guard.probes.data.sketch import Sketch
+from ddpilot.guard.probes.data.samplers import Sketch
 
 
 @dataclass(eq=False)
@@ -88,3 +88,8 @@ class Position:
                 if address in pointers and not storage.expired():  # type: ignore[no-untyped-call]
                     return given
         return self.given[-1] if self.given else None
+
+
+def is_due(number: int, first: int = 8, every: int = 1024) -> bool:
+    """True for the `first` numbers (from 1), powers of two, and every `every`-th number."""
+    return number <= first or number & (number - 1) == 0 or number % every == 0

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 from ddpilot.guard.probe import Notes
-from ddpilot.guard.probes.data.forwards import ForwardEyes
-from ddpilot.guard.probes.data.loaders import LoaderEyes
-from ddpilot.guard.probes.data.losses import LossEyes
+from ddpilot.guard.probes.data.forwards import ForwardObserver
+from ddpilot.guard.probes.data.loaders import LoaderObserver
+from ddpilot.guard.probes.data.losses import LossObserver
 from ddpilot.guard.probes.data.position import Position
-from ddpilot.guard.probes.data.random_draws import DrawEyes
-from ddpilot.guard.probes.data.reductions import ReductionEyes
+from ddpilot.guard.probes.data.random_draws import DrawObserver
+from ddpilot.guard.probes.data.reductions import ReductionObserver
 
 
 class DataProbe:
@@ -23,11 +23,11 @@ class DataProbe:
     def install(self, notes: Notes) -> Callable[[], None]:
         """Install the probe, see `Probe.install`."""
         position = Position()
-        loaders = LoaderEyes(notes, position)
-        draws = DrawEyes(notes, loaders)
+        loaders = LoaderObserver(notes, position)
+        draws = DrawObserver(notes, loaders)
         loaders.starts_workers, loaders.has_worker_notes = draws.share, draws.collect
-        eyes: tuple[Any, ...] = (loaders, draws, ForwardEyes(notes, position))
-        eyes += (LossEyes(notes, position), ReductionEyes(notes, position))
+        eyes: tuple[Any, ...] = (loaders, draws, ForwardObserver(notes, position))
+        eyes += (LossObserver(notes, position), ReductionObserver(notes, position))
         undo = [step for one in eyes for step in one.install()]
 
         def uninstall() -> None:

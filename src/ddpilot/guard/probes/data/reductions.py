@@ -43,7 +43,7 @@ _NUM_ALL_MARKED, _MARK_EVERY = 16, 8
 every step, and programs that accumulate losses with their graphs mostly start early."""
 
 
-class ReductionEyes:
+class ReductionObserver:
     """The part of the data probe that observes collectives which the program calls through torch.distributed."""
 
     def __init__(self, notes: Notes, position: Position) -> None:

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import sys
+from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any
 
@@ -11,7 +14,7 @@ from torch import is_grad_enabled, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpilot.guard.probe import Notes
-from ddpilot.guard.probes.bypass_line import find_bypass_line
+from ddpilot.guard.probes.caller_source import parse_function
 
 _MAX_LINES = 64
 _MAX_LOOKS = 256
@@ -82,3 +85,50 @@ class BypassCalls:
 
 def _is_compiled(module: nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def find_bypass_line(frame: FrameType, ddp: Any) -> int | None:
+    """Return the line in the function of `frame` that calls a module inside `ddp`, or a method that its class defines.
+
+    The last one up to the current line of `frame`, else the first one after it; None if there is none.
+    """
+    lines = sorted(_calls(frame, ddp))
+    before = [line for line in lines if line <= frame.f_lineno]
+    return before[-1] if before else lines[0] if lines else None
+
+
+def _calls(frame: FrameType, ddp: Any) -> Iterator[int]:
+    tree, first = parse_function(frame)
+    names = {**frame.f_globals, **frame.f_locals}
+    inside = {id(module) for module in ddp.module.modules()}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and _is_call_of(node.func, names, ddp, inside):
+            yield node.lineno + first - 1
+
+
+def _is_call_of(function: ast.expr, names: dict[str, Any], ddp: Any, inside: set[int]) -> bool:
+    if id(_owner(function, names, ddp)) in inside:
+        return True
+    if not isinstance(function, ast.Attribute):
+        return False
+    owner = _owner(function.value, names, ddp)
+    is_own = function.attr == "forward" or not hasattr(nn.Module, function.attr)
+    return id(owner) in inside and is_own and callable(inspect.getattr_static(owner, function.attr, None))
+
+
+def _owner(node: ast.expr, names: dict[str, Any], ddp: Any) -> Any:
+    """Evaluate like `_value`; a call with only the wrapper as argument, such as `unwrap(model)`, is its module."""
+    if isinstance(node, ast.Call) and len(node.args) == 1 and _value(node.args[0], names) is ddp:
+        return ddp.module
+    return _value(node, names)
+
+
+def _value(node: ast.expr, names: dict[str, Any]) -> Any:
+    """Evaluate a name or a chain of attributes without running code; None if that is not possible."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id)
+    if isinstance(node, ast.Attribute):
+        owner = _value(node.value, names)
+        held = getattr(owner, "__dict__", {})
+        return (held.get("_modules") or {}).get(node.attr) or held.get(node.attr)
+    return None

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddpilot.record.accelerator import HostCopies, HostCopy, can_copy_from
-from ddpilot.record.capturing import is_capturing
+from ddpilot.record.accelerator import HostCopies, HostCopy, can_copy_from, is_capturing
 
 WINDOW = 256
 """Number of elements, from the middle row on, from which the second number of a parameter and the number of a gradient

@@ -11,17 +11,18 @@ import time
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer
 
 from ddpilot.guard.probe import Notes
-from ddpilot.guard.probes.parameter_names import find_parameter_names
 from ddpilot.guard.probes.parameters.ddp_model import DdpModel
 from ddpilot.guard.probes.parameters.fingerprint import Arriving, Fingerprinter, LastCopy, LastWindows, is_plain
 from ddpilot.guard.probes.process_groups import sequence_number
@@ -44,7 +45,7 @@ _BUSY_S = 0.5
 """How long the last steps' notes wait for a busy GPU, in seconds."""
 
 
-class Unit:
+class ParameterSet:
     """Parameters of one optimizer that belong to `model`, or to no DDP model. `key` is equal on all ranks."""
 
     def __init__(self, *, number: int, key: list[Any], model: DdpModel | None) -> None:
@@ -114,7 +115,7 @@ class _Known:
 
     def __init__(self, optimizer: weakref.ref[Optimizer]) -> None:
         self.optimizer = optimizer
-        self.units: list[Unit] = []
+        self.units: list[ParameterSet] = []
         self.num_idle = 0
         """Number of steps without a unit."""
         self.newest_model = 0
@@ -136,7 +137,7 @@ class _Known:
 class _Part:
     """One unit in a step that is in progress."""
 
-    unit: Unit
+    unit: ParameterSet
     is_due: bool
     number: int
     """Number of collectives that its group had started when the step started."""
@@ -182,7 +183,7 @@ class OpenStep:
             part.cost_s += time.monotonic() - begun
 
 
-class UnitBook:
+class ParameterSets:
     """The units of each optimizer, and notes on its steps. `models` returns the current DDP models."""
 
     def __init__(self, notes: Notes, models: Callable[[], list[DdpModel]]) -> None:
@@ -225,7 +226,7 @@ class UnitBook:
                 values = {"u": last.number, "n": last.count, "s": last.sequence_number, "at": last.copy.places}
                 self._notes.write("last", **values, f=fingerprint)
 
-    def _keep_last(self, units: Iterable[Unit]) -> None:
+    def _keep_last(self, units: Iterable[ParameterSet]) -> None:
         for unit in units:
             copy = unit.windows.taken() if unit.windows is not None else None
             if copy is not None and unit.newest != _NO_STEP:
@@ -300,7 +301,7 @@ class UnitBook:
             if synced.is_over:
                 model.synced = None
 
-    def _units_of(self, optimizer: Optimizer, era: str) -> tuple[list[Unit], bool]:
+    def _units_of(self, optimizer: Optimizer, era: str) -> tuple[list[ParameterSet], bool]:
         """Return the units of `optimizer`, and True if its parameters have just been sorted into them."""
         self._era = era
         known = self._known.get(id(optimizer))
@@ -333,7 +334,7 @@ class UnitBook:
         return known
 
     def _note(
-        self, unit: Unit, optimizer: Optimizer, count: int, events: str, is_due: bool, part: _Part | None = None
+        self, unit: ParameterSet, optimizer: Optimizer, count: int, events: str, is_due: bool, part: _Part | None = None
     ) -> None:
         model = unit.model
         number = part.number if part is not None else _find_number(model)
@@ -365,7 +366,7 @@ class UnitBook:
             unit.checked(count, cost_s)
         self._notes.write("step", **values)
 
-    def _look(self, unit: Unit) -> tuple[dict[str, str] | None, list[Arriving]]:
+    def _look(self, unit: ParameterSet) -> tuple[dict[str, str] | None, list[Arriving]]:
         """Start or take the fingerprint of `unit`: (fingerprint, []) on the CPU, (None, [in flight]) on a device."""
         arriving = unit.fingerprinter.begin(self._copies)
         return (unit.fingerprinter.take(), []) if arriving is None else (None, [arriving])
@@ -379,7 +380,7 @@ class UnitBook:
                 fingerprint["g"] = gradients.fingerprint()["g"]
             self._notes.write("print", u=number, n=count, f=fingerprint)
 
-    def _plan(self, optimizer: Optimizer, units: list[Unit]) -> None:
+    def _plan(self, optimizer: Optimizer, units: list[ParameterSet]) -> None:
         """Sort the optimizer's parameters into units, and note units that are new or have changed."""
         live = [(model, ddp) for model in self._models() if (ddp := model.find()) is not None]
         models = [model for model, _ in live]
@@ -413,7 +414,7 @@ class UnitBook:
                 units.append(unit)
             self._describe(unit, optimizer, members[:_MAX_TENSORS])
 
-    def _new_unit(self, model: DdpModel | None, members: list[tuple[str, Tensor, bool]]) -> Unit:
+    def _new_unit(self, model: DdpModel | None, members: list[tuple[str, Tensor, bool]]) -> ParameterSet:
         if model is not None:
             key = ["ddp", model.group, model.ordinal]
         else:
@@ -423,9 +424,9 @@ class UnitBook:
         text = repr(key)
         ordinal = self._num_of_key[text] = self._num_of_key.get(text, -1) + 1
         self._num_units += 1
-        return Unit(number=self._num_units, key=[*key, ordinal], model=model)
+        return ParameterSet(number=self._num_units, key=[*key, ordinal], model=model)
 
-    def _describe(self, unit: Unit, optimizer: Optimizer, members: list[tuple[str, Tensor, bool]]) -> None:
+    def _describe(self, unit: ParameterSet, optimizer: Optimizer, members: list[tuple[str, Tensor, bool]]) -> None:
         parameters = [parameter for _, parameter, _ in members]
         names = [name for name, _, _ in members]
         late = [place for place, (_, _, is_reduced) in enumerate(members) if not is_reduced] if unit.model else []
@@ -499,3 +500,57 @@ def _moved(model: DdpModel | None, members: list[tuple[str, Tensor, bool]]) -> l
         for name, parameter, _ in members
         if (born := model.born.get(id(parameter))) and born != (parameter.dtype, parameter.device)
     ][:5]
+
+
+_MAX_FRAMES = 40
+_MAX_VARIABLES = 500
+
+
+def find_parameter_names(optimizer: Optimizer, frame: FrameType | None) -> dict[int, str]:
+    """Return names such as ``head.weight`` by the parameter's id.
+
+    Uses the names that `optimizer` was given, or else those of modules held by variables, and attributes of variables,
+    from `frame` outwards. Parameters without a name are left out.
+    """
+    found: dict[int, str] = {}
+    wanted: set[int] = set()
+    for group in optimizer.param_groups:
+        ids = [id(parameter) for parameter in group["params"]]
+        wanted.update(ids)
+        found.update(zip(ids, group.get("param_names", ()), strict=False))
+    modules = _modules_around(frame)
+    while not wanted <= found.keys() and (named := next(modules, None)) is not None:
+        name, module = named
+        for path, parameter in module.named_parameters():
+            if id(parameter) in wanted:
+                found.setdefault(id(parameter), f"{name}.{path}")
+    return found
+
+
+def _modules_around(frame: FrameType | None) -> Iterator[tuple[str, nn.Module]]:
+    outermost = frame
+    for _ in range(_MAX_FRAMES):
+        if frame is None:
+            break
+        outermost = outermost or frame
+        yield from _modules_in(frame.f_locals)
+        frame = frame.f_back
+    if outermost is not None:
+        yield from _modules_in(outermost.f_globals)
+
+
+def _modules_in(variables: Any, prefix: str = "", *, deeper: bool = True) -> Iterator[tuple[str, nn.Module]]:
+    # By type, not by isinstance: a proxy object may run code when it is asked for its class.
+    found = [(name, value, type(value)) for name, value in islice(list(variables.items()), _MAX_VARIABLES)]
+    yield from ((f"{prefix}{name}", value) for name, value, kind in found if issubclass(kind, nn.Module))
+    for name, value, kind in found if deeper else ():
+        if not issubclass(kind, (nn.Module, ModuleType, type)):
+            yield from _modules_in(_attributes_of(value), "" if name == "self" else f"{name}.", deeper=False)
+
+
+def _attributes_of(value: object) -> dict[str, Any]:
+    try:
+        held = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return held if type(held) is dict else {}

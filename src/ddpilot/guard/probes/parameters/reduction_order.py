@@ -13,11 +13,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ddpilot.guard.probe import Notes
-from ddpilot.guard.probes.parameter_names import find_parameter_names
 from ddpilot.guard.probes.parameters.fingerprint import Arriving, Fingerprinter, is_plain
-from ddpilot.guard.probes.process_groups import Eras, find_world
-from ddpilot.record.accelerator import HostCopies
-from ddpilot.record.capturing import is_capturing
+from ddpilot.guard.probes.parameters.parameter_sets import find_parameter_names
+from ddpilot.guard.probes.process_groups import GroupGenerations, find_world
+from ddpilot.record.accelerator import HostCopies, is_capturing
 
 _WeakRef: Any = StorageWeakRef
 _MAX_CALLS = 2000
@@ -44,7 +43,7 @@ class ReducedOrderProbe:
         self._line: dict[str, Any] = {}
         self._num_steps = 0
         self._num_noted: dict[str, int] = {}
-        self._eras = Eras()
+        self._eras = GroupGenerations()
         self._world: Any = None
         self._copies = HostCopies()
         self._arriving: list[tuple[dict[str, Any], Arriving]] = []

@@ -17,15 +17,13 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ddpilot.guard.probe import Notes
+from ddpilot.guard.probe import Notes, keep_dynamo_out
 from ddpilot.guard.probes.caller_source import reads_gradients
 from ddpilot.guard.probes.parameters.bypass import BypassCalls
-from ddpilot.guard.probes.parameters.ddp_model import DdpModel
-from ddpilot.guard.probes.parameters.parameter_sets import OpenStep, UnitBook
-from ddpilot.guard.probes.process_groups import Eras, describe_group, find_world
-from ddpilot.guard.probes.unused import UnusedCount
-from ddpilot.guard.wrappers import keep_dynamo_out
-from ddpilot.record.capturing import is_capturing
+from ddpilot.guard.probes.parameters.ddp_model import DdpModel, UnusedCount
+from ddpilot.guard.probes.parameters.parameter_sets import OpenStep, ParameterSets
+from ddpilot.guard.probes.process_groups import GroupGenerations, describe_group, find_world
+from ddpilot.record.accelerator import is_capturing
 
 _MAX_MODELS = 64
 _MAX_NAMES = 2000
@@ -42,7 +40,7 @@ class StepProbe:
         self._num_models = 0
         self._num_in_group: dict[str, int] = {}
         self._unused: list[UnusedCount] = []
-        self._eras = Eras()
+        self._eras = GroupGenerations()
         self._world: Any = None
         self._is_alone = True
         self._num_open = 0  # steps that have started and not ended
@@ -54,7 +52,7 @@ class StepProbe:
     def install(self, notes: Notes) -> Callable[[], None]:
         """Install the probe, see `Probe.install`."""
         self._notes = notes
-        self._units = UnitBook(notes, self._live_models)
+        self._units = ParameterSets(notes, self._live_models)
         pre_hook = notes.safely(self._before_step)
         keep_dynamo_out(pre_hook)
         self._note_last = note_last = notes.safely(lambda *_: self._units.note_last_steps())

@@ -12,10 +12,7 @@ from typing import Any
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
-from ddpilot.guard.rules.gathering import NS_PER_S
-from ddpilot.guard.rules.newest import Newest
-from ddpilot.guard.rules.rule import RuleContext, line_of, place_of
-from ddpilot.guard.rules.waiting import WaitingRule
+from ddpilot.guard.rules.rule import NS_PER_S, BoundedDict, RuleContext, WaitingRule, line_of, place_of
 from ddpilot.record.flight_ring.log import RankLog
 from ddpilot.record.journal import Entry
 
@@ -42,8 +39,8 @@ class PaddedEvaluation(WaitingRule):
 
     def __init__(self, context: RuleContext) -> None:
         super().__init__(context)
-        self._passes: Newest[tuple[int, int, int], dict[str, Any]] = Newest(_MAX_PASSES)
-        self._training: Newest[tuple[int, int], None] = Newest(_MAX_PASSES)
+        self._passes: BoundedDict[tuple[int, int, int], dict[str, Any]] = BoundedDict(_MAX_PASSES)
+        self._training: BoundedDict[tuple[int, int], None] = BoundedDict(_MAX_PASSES)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
         """See `Rule.feed`."""
@@ -147,7 +144,7 @@ class MeanOfMeans(WaitingRule):
 
     def __init__(self, context: RuleContext) -> None:
         super().__init__(context)
-        self._collected: Newest[tuple[int, int, int], list[Any]] = Newest(_MAX_PASSES)
+        self._collected: BoundedDict[tuple[int, int, int], list[Any]] = BoundedDict(_MAX_PASSES)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
         """See `Rule.feed`."""

@@ -9,9 +9,7 @@ from typing import Any
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding, Severity
 from ddpilot.findings.text import render_ranks
-from ddpilot.guard.rules.gathering import Gathering, Members
-from ddpilot.guard.rules.newest import Newest
-from ddpilot.guard.rules.rule import PromptRule, RuleContext, place_of
+from ddpilot.guard.rules.rule import BoundedDict, ByRank, ModelRanks, PromptRule, RuleContext, place_of
 from ddpilot.record.journal import Entry
 
 MIN_STEPS = 3
@@ -37,15 +35,15 @@ class SameRandomStreams(PromptRule):
 
     def __init__(self, context: RuleContext) -> None:
         super().__init__(context)
-        self._members = Members(context.world_size)
-        self._forwards: Gathering[tuple[int, int], dict[str, Any]] = Gathering(128)
-        self._alike: Newest[int, int] = Newest(_MAX_MODELS)
-        self._between: Newest[int, int] = Newest(_MAX_MODELS)
+        self._members = ModelRanks(context.world_size)
+        self._forwards: ByRank[tuple[int, int], dict[str, Any]] = ByRank(128)
+        self._alike: BoundedDict[int, int] = BoundedDict(_MAX_MODELS)
+        self._between: BoundedDict[int, int] = BoundedDict(_MAX_MODELS)
         self._told_fetches = False
-        self._fetches: Gathering[tuple[Any, ...], int] = Gathering(512)
-        self._fetched: Newest[tuple[int, int, str], int] = Newest(256)
-        self._training: Gathering[tuple[int, int], dict[str, Any]] = Gathering(64)
-        self._judged: Newest[tuple[Any, ...], None] = Newest(2 * _MAX_MODELS)
+        self._fetches: ByRank[tuple[Any, ...], int] = ByRank(512)
+        self._fetched: BoundedDict[tuple[int, int, str], int] = BoundedDict(256)
+        self._training: ByRank[tuple[int, int], dict[str, Any]] = ByRank(64)
+        self._judged: BoundedDict[tuple[Any, ...], None] = BoundedDict(2 * _MAX_MODELS)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
         """See `Rule.feed`."""

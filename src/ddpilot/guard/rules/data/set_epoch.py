@@ -9,9 +9,7 @@ from typing import Any
 
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
-from ddpilot.guard.rules.newest import Newest
-from ddpilot.guard.rules.rule import RuleContext, line_of, place_of
-from ddpilot.guard.rules.waiting import WaitingRule
+from ddpilot.guard.rules.rule import BoundedDict, RuleContext, WaitingRule, line_of, place_of
 from ddpilot.record.journal import Entry
 
 _Pass = tuple[int, int, int]  # rank, loader, number of the pass
@@ -42,10 +40,10 @@ class SetEpochForgotten(WaitingRule):
 
     def __init__(self, context: RuleContext) -> None:
         super().__init__(context)
-        self._passes: Newest[_Pass, _Seen] = Newest(_MAX_PASSES)
+        self._passes: BoundedDict[_Pass, _Seen] = BoundedDict(_MAX_PASSES)
         self._newest: dict[int, _Seen] = {}
         self._has_loaded: set[int] = set()
-        self._last: Newest[tuple[int, int], _Pass] = Newest(_MAX_PASSES)
+        self._last: BoundedDict[tuple[int, int], _Pass] = BoundedDict(_MAX_PASSES)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
         """See `Rule.feed`."""

@@ -9,13 +9,11 @@ from typing import Any
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
-from ddpilot.guard.rules.gathering import Gathering, Members
-from ddpilot.guard.rules.newest import Newest
-from ddpilot.guard.rules.rule import PromptRule, RuleContext, place_of
+from ddpilot.guard.rules.rule import BoundedDict, ByRank, ModelRanks, PromptRule, RuleContext, place_of
 from ddpilot.record.journal import Entry
 from ddpilot.source.control_flow import may_start_over
 from ddpilot.source.parsed_file import Sources
-from ddpilot.watch.snapshot.model import Frame
+from ddpilot.watch.snapshot.model import CodeLine
 
 _Key = tuple[int, int]
 _MAX_LOADERS = 256
@@ -34,12 +32,12 @@ class UnequalBatches(PromptRule):
 
     def __init__(self, context: RuleContext) -> None:
         super().__init__(context)
-        self._members = Members(context.world_size)
-        self._passes: Gathering[_Key, dict[str, Any]] = Gathering(64)
-        self._training: Gathering[_Key, dict[str, Any]] = Gathering(64)
-        self._ending: Gathering[_Key, int] = Gathering(64)
-        self._had_no_words: Newest[_Key, bool] = Newest(64)
-        self._judged: Newest[int, None] = Newest(_MAX_LOADERS)
+        self._members = ModelRanks(context.world_size)
+        self._passes: ByRank[_Key, dict[str, Any]] = ByRank(64)
+        self._training: ByRank[_Key, dict[str, Any]] = ByRank(64)
+        self._ending: ByRank[_Key, int] = ByRank(64)
+        self._had_no_words: BoundedDict[_Key, bool] = BoundedDict(64)
+        self._judged: BoundedDict[int, None] = BoundedDict(_MAX_LOADERS)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
         """See `Rule.feed`."""
@@ -95,7 +93,7 @@ class UnequalBatches(PromptRule):
         sources = Sources(self._context.sources())
         places = {place for rank in members if (place := place_of(passes[rank].get("site")))}
         for place in places:
-            source = sources.find(Frame(place.file, place.line, place.function, place.text))
+            source = sources.find(CodeLine(place.file, place.line, place.function, place.text))
             if source is not None and may_start_over(source, place.line):
                 return True
         return False

@@ -4,35 +4,35 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
-from ddpilot.guard.rules.newest import Newest
+from ddpilot.findings.text import render_ranks
 from ddpilot.guard.rules.parameters import causes
 from ddpilot.guard.rules.parameters.causes import Cause
 from ddpilot.guard.rules.parameters.fingerprints import compare
 from ddpilot.guard.rules.parameters.manual_averaging import (
+    MIN_EXCHANGED,
     Averaged,
     find_averaging,
-    tell_changed,
-    tell_left_out,
-    tell_unlike,
-)
-from ddpilot.guard.rules.parameters.other_reductions import (
-    MIN_EXCHANGED,
     is_never_exchanged,
+    make_changed_finding,
+    make_left_out_finding,
+    make_unlike_finding,
     may_be_reduced,
     num_exchanged,
 )
-from ddpilot.guard.rules.parameters.passes import PassesBegun
-from ddpilot.guard.rules.parameters.steps import Moment, When
-from ddpilot.guard.rules.parameters.steps_taken import MAX_STEPS, Skipped, StepsTaken
-from ddpilot.guard.rules.parameters.telling import tell_divergence
-from ddpilot.guard.rules.rule import RuleContext
-from ddpilot.record.flight_ring.log import Line, RankLog
+from ddpilot.guard.rules.parameters.steps import MAX_STEPS, MatchedStep, PassesBegun, Skipped, StepsTaken, When
+from ddpilot.guard.rules.rule import BoundedDict, RuleContext, place_of
+from ddpilot.record.flight_ring.log import CallSite, RankLog
 from ddpilot.record.journal import Entry
+
+if TYPE_CHECKING:
+    from ddpilot.guard.rules.parameters.steps import MatchedStep, Skipped
+
 
 NUM_LOCAL_STEPS = 16
 """Steps without a reduction by DDP that are tolerated before a bypass of DDP is reported.
@@ -72,12 +72,12 @@ class Comparison:
         self.is_over = False
         """True if nothing more is reported: there was a finding, or differences are intended."""
         self._context = context
-        self._moments: OrderedDict[When, Moment] = OrderedDict()
-        self._waiting: dict[When, Moment] = {}
-        self._expected: Newest[tuple[int, int], Moment] = Newest(MAX_STEPS)
+        self._moments: OrderedDict[When, MatchedStep] = OrderedDict()
+        self._waiting: dict[When, MatchedStep] = {}
+        self._expected: BoundedDict[tuple[int, int], MatchedStep] = BoundedDict(MAX_STEPS)
         self._taken = StepsTaken()
         self._last: dict[int, tuple[When, Entry]] = {}
-        self._first_bad: Moment | None = None
+        self._first_bad: MatchedStep | None = None
         self._began_alike: bool | None = None
         self._is_apart = False
         self._has_own_gradients = False
@@ -87,7 +87,7 @@ class Comparison:
         self._num_asked = 0
         self._num_unlike = 0
         self._never_exchanges: bool | None = None
-        self._weighed: Moment | None = None
+        self._weighed: MatchedStep | None = None
         self.alike_at = 0
         """The newest step at which parameters were the same on all ranks; 0 if they never were."""
 
@@ -113,7 +113,7 @@ class Comparison:
             return
         when = self._taken.add(rank, entry)
         self.passes.step(rank)
-        moment = self._moments.setdefault(when, Moment())
+        moment = self._moments.setdefault(when, MatchedStep())
         moment.steps[rank] = entry
         moment.units[rank] = self.units[rank]
         if not moment.is_compared and ("f" in entry.values or "later" in entry.values):
@@ -184,7 +184,7 @@ class Comparison:
         self._last.clear()
         self._taken.clear()
 
-    def _ready(self, now_ns: int | None) -> list[Moment]:
+    def _ready(self, now_ns: int | None) -> list[MatchedStep]:
         """Return the steps for which enough ranks have a fingerprint, oldest first."""
         ready = []
         for when, moment in list(self._waiting.items()):
@@ -200,7 +200,7 @@ class Comparison:
         group = "world" if self.is_free else self.key[1]
         return self._context.world_size if group == "world" else len(group.split(","))
 
-    def _weigh(self, moment: Moment) -> Finding | None:
+    def _weigh(self, moment: MatchedStep) -> Finding | None:
         """Compare the ranks at `moment`; return a finding if it proves a divergence."""
         fingerprints = {rank: step.values["f"] for rank, step in moment.steps.items() if "f" in step.values}
         names = {rank: moment.units[rank]["names"] for rank in fingerprints}
@@ -233,7 +233,7 @@ class Comparison:
             return self._tell(cause, self._first_bad, moment, may_be_meant=may_be_meant)
         return None
 
-    def _weigh_last(self, moment: Moment, lasts: dict[int, Entry]) -> Finding | None:
+    def _weigh_last(self, moment: MatchedStep, lasts: dict[int, Entry]) -> Finding | None:
         """Return a finding if parameters that were equal at an earlier step differ in the sample of the last one.
         DDP, or the program itself, must have averaged the gradients of the last step. Equal samples prove nothing: they
         are a small part of the parameters.
@@ -250,15 +250,15 @@ class Comparison:
             return None
         moment.difference = difference
         if line is not None:
-            return tell_changed(causes.CHANGED_AT_END, moment.units, moment, line, self.alike_at)
+            return make_changed_finding(causes.CHANGED_AT_END, moment.units, moment, line, self.alike_at)
         first = self._first_bad or moment
         cause = self._cause(first)
         return self._tell(causes.CHANGED_AT_END if cause is causes.CHANGED else cause, first, moment)
 
-    def _count(self, moment: Moment) -> int:
+    def _count(self, moment: MatchedStep) -> int:
         return max(int(step.values["n"]) for step in moment.steps.values())
 
-    def _is_proven(self, moment: Moment) -> bool:
+    def _is_proven(self, moment: MatchedStep) -> bool:
         if self.is_free:
             return (
                 self._num_local >= self._num_free_steps()
@@ -283,7 +283,7 @@ class Comparison:
             self._never_exchanges = is_dropped or is_never_exchanged(files, self._context.sources())
         return NUM_LOCAL_STEPS if self._never_exchanges else NUM_FREE_STEPS
 
-    def _is_one_model(self, moment: Moment) -> bool:
+    def _is_one_model(self, moment: MatchedStep) -> bool:
         """True if no DDP model has these parameters, which began equal and got different gradients."""
         return self.is_free and bool(self._began_alike and moment.difference.gradients and not moment.rates)
 
@@ -303,9 +303,9 @@ class Comparison:
         others = [] if own.least else [each.averaged() for each in self._all_of_job() if each is not self]
         averaged = [each for each in (own, *others) if each is not None and each.least]
         line = self._find_averaging(last, averaged)
-        return None if line is None else tell_left_out(last.units, first, last, line)
+        return None if line is None else make_left_out_finding(last.units, first, last, line)
 
-    def _find_averaging(self, moment: Moment, averaged: Sequence[Averaged]) -> Line | None:
+    def _find_averaging(self, moment: MatchedStep, averaged: Sequence[Averaged]) -> CallSite | None:
         """Return the line at which the program averages these gradients before the step at `moment`."""
         for rank, step in moment.steps.items() if averaged and self._num_asked < _MAX_ASKED else ():
             steps = [each.steps[rank].time_ns for each in self._moments.values() if rank in each.steps]
@@ -315,7 +315,7 @@ class Comparison:
                 return find_averaging(log, since_ns, step.time_ns, averaged)
         return None
 
-    def _unlike(self, moment: Moment) -> Finding | None:
+    def _unlike(self, moment: MatchedStep) -> Finding | None:
         """Return the finding if the program averages gradients itself and the weights differ check after check."""
         if moment.difference.gradients or not moment.difference.parameters:
             self._num_unlike = 0
@@ -325,10 +325,10 @@ class Comparison:
             return None
         line = self._find_own_averaging(moment)
         if line is not None and self.alike_at:
-            return tell_changed(causes.CHANGED, moment.units, moment, line, self.alike_at)
-        return None if line is None else tell_unlike(moment.units, moment, line, self._num_unlike)
+            return make_changed_finding(causes.CHANGED, moment.units, moment, line, self.alike_at)
+        return None if line is None else make_unlike_finding(moment.units, moment, line, self._num_unlike)
 
-    def _find_own_averaging(self, moment: Moment) -> Line | None:
+    def _find_own_averaging(self, moment: MatchedStep) -> CallSite | None:
         """Return the line at which the program averages all gradients, if they were the same at every check."""
         weighed = self._weighed
         if weighed is None or (self._began_alike and self._has_own_gradients):
@@ -336,7 +336,7 @@ class Comparison:
         own = Averaged(weighed.units, weighed, are_weights_apart=True)
         return self._find_averaging(moment, [own]) if own.least else None
 
-    def _cause(self, moment: Moment) -> Cause:
+    def _cause(self, moment: MatchedStep) -> Cause:
         if self.is_free:
             if not self._is_one_model(moment):
                 return causes.UNKNOWN
@@ -376,7 +376,7 @@ class Comparison:
             return None
         absent = tuple(rank for rank in group if rank not in self._taken.ranks)
         skipped = Skipped(steps[0].number, tuple(steps[0].steps), absent)
-        return tell_divergence(causes.STEP, self, steps[0], steps[-1], skipped=skipped)
+        return make_divergence_finding(causes.STEP, self, steps[0], steps[-1], skipped=skipped)
 
     def _is_reduced_otherwise(self) -> bool:
         """True if other collectives may have averaged what DDP did not, or if that is unknown."""
@@ -401,10 +401,140 @@ class Comparison:
         num_steps = self._taken.newest - (self._count(self._first_bad) if self._first_bad else 0)
         return 2 * num_exchanged(log, since_ns, MIN_EXCHANGED) >= max(2, num_steps)
 
-    def _tell(self, cause: Cause, first: Moment, proof: Moment, *, may_be_meant: bool = False) -> Finding:
+    def _tell(self, cause: Cause, first: MatchedStep, proof: MatchedStep, *, may_be_meant: bool = False) -> Finding:
         skipped = self._taken.find_skipped() if cause is causes.STEP else None
-        return tell_divergence(cause, self, first, proof, skipped=skipped, may_be_meant=may_be_meant)
+        return make_divergence_finding(cause, self, first, proof, skipped=skipped, may_be_meant=may_be_meant)
 
 
 def _ranks(group: str) -> list[int]:
     return [int(rank) for rank in group.split(",")] if " " not in group else []
+
+
+_EVENTS = {"F": "forward", "f": "forward in no_sync", "B": "backward", "b": "backward in no_sync", "R": "backward"}
+_MAX_NAMED = 3
+
+
+def make_divergence_finding(
+    cause: Cause,
+    comparison: Comparison,
+    first: MatchedStep,
+    proof: MatchedStep,
+    *,
+    skipped: Skipped | None = None,
+    may_be_meant: bool = False,
+) -> Finding:
+    """Build the finding for `cause`: gradients or steps first differed at `first`, parameters at `proof`.
+
+    `skipped`: the step that some ranks did not take, if that is the cause.
+    """
+    loaded = tuple(sorted(comparison.loads)) if cause is causes.PARAMETERS else ()
+    if len(loaded) == len(first.steps):
+        loaded = ()
+    left_out = skipped.ranks if skipped is not None else ()
+    ranks = left_out or loaded or proof.difference.ranks or first.difference.ranks or tuple(sorted(first.steps))
+    return make_finding(
+        cause.code,
+        severity="warning" if may_be_meant else None,
+        summary=_summary(first, proof, skipped),
+        ranks=tuple(ranks),
+        line=place_of(_site(cause, comparison, first, proof)),
+        evidence=tuple(_evidence(cause, comparison, first, proof)),
+        why=cause.why,
+        fix=cause.fix,
+    )
+
+
+def make_order_finding(first: int, names: list[Any], second: int, values: Mapping[str, Any]) -> Finding:
+    """Build the finding for parameters wrapped in a different order on two ranks; `values`: as noted by `second`."""
+    at = next(at for at, (one, other) in enumerate(zip(names, values["names"], strict=True)) if one != other)
+    return make_finding(
+        "DDP327",
+        summary=f"the model's parameters stand in another order on rank {second} than on rank {first}",
+        ranks=(first, second),
+        line=place_of(values["site"]),
+        evidence=tuple(
+            f"parameter {at}: rank {rank} {each[at][0]} {each[at][1]}"
+            for rank, each in ((first, names), (second, values["names"]))
+        ),
+        why="DDP matches parameters by their number, not by their name: gradients of different layers are averaged",
+        fix="Create layers in the same order on every rank: from a list or a sorted one, never from a set",
+    )
+
+
+def _summary(first: MatchedStep, proof: MatchedStep, skipped: Skipped | None) -> str:
+    if skipped is not None:
+        others, ranks = render_ranks(skipped.taken_by), render_ranks(skipped.ranks)
+        return f"step {skipped.number}: {others} called optimizer.step(), {ranks} did not"
+    if first.difference.gradients:
+        return f"gradients differ between ranks at step {first.number}" + (
+            f", parameters at step {proof.number}" if proof.difference.parameters else ""
+        )
+    what = f"parameters differ between ranks before step {proof.number}"
+    return f"{what}, gradients do not" if first.is_seen else f"{what}, the last"
+
+
+def _evidence(cause: Cause, comparison: Comparison, first: MatchedStep, proof: MatchedStep) -> list[str]:
+    lines = []
+    if first.difference.gradients:
+        lines += _name_some("gradient of", first.difference.gradients, first)
+    if proof.difference.parameters:
+        lines += _name_some("parameter", proof.difference.parameters, proof)
+    if cause is causes.NO_SYNC:
+        sites = {str(place_of(step.values["at"])) for step in first.steps.values() if step.values.get("at")}
+        lines += [f"no_sync() at {site}" for site in sorted(sites)]
+    events = {rank: events for rank in sorted(first.steps) if (events := first.value(rank, "e"))}
+    if events:
+        lines += _say_events(events)
+    unit = next(iter(comparison.units.values()))
+    if cause is causes.MOVED:
+        lines += unit["moved"][:_MAX_NAMED]
+    if unit["made"]:
+        lines.append(f"wrapped in DDP at {place_of(unit['made'])}")
+    for rank, entry in sorted(comparison.loads.items()):
+        if cause is causes.PARAMETERS:
+            what = "changed parameters by apply" if entry.values.get("by") == "apply" else "loaded a state dict"
+            lines.append(f"rank {rank} {what} at {place_of(entry.values['site'])}")
+    if cause is causes.RATES:
+        shown = list(first.rates.items())[:8]
+        lines += [f"rank {rank}: lr {', '.join(f'{rate:g}' for rate in rates)}" for rank, rates in shown]
+    if cause is causes.EPOCHS:
+        begun = sorted(comparison.passes.find_uneven(comparison.alike_at).items())[:8]
+        lines.append("an epoch began after " + ", ".join(f"{number} steps on rank {rank}" for rank, number in begun))
+    if cause in (causes.CHANGED, causes.CHANGED_AT_END):
+        lines.append(f"parameters were the same on all ranks before step {comparison.alike_at}")
+    lines.append(f"optimizer steps at {place_of(unit['site'])}")
+    return lines
+
+
+def _name_some(what: str, lines: Mapping[str, str], moment: MatchedStep) -> list[str]:
+    named = [f"step {moment.number}: {what} {name}: {line}" for name, line in list(lines.items())[:_MAX_NAMED]]
+    rest = len(lines) - _MAX_NAMED
+    return [*named, f"and {rest} more"] if rest > 0 else named
+
+
+def _say_events(events: Mapping[int, str]) -> list[str]:
+    alike: dict[str, list[int]] = {}
+    for rank, text in events.items():
+        alike.setdefault(text, []).append(rank)
+    return [
+        f"before it, {render_ranks(ranks)}: {', '.join(_EVENTS[event] for event in text[-8:])}"
+        for text, ranks in alike.items()
+    ]
+
+
+def _site(cause: Cause, comparison: Comparison, first: MatchedStep, proof: MatchedStep) -> Any:
+    unit = next(iter(comparison.units.values()))
+    if cause is causes.PARAMETERS:
+        loads = [entry.values["site"] for _, entry in sorted(comparison.loads.items())]
+        return (loads[0] if loads else unit["made"]) or unit["site"]
+    if cause in causes.LOCAL.values():
+        # The line of a call that bypasses DDP may be known only from the second call on.
+        steps = [step for moment in (proof, first) for _, step in sorted(moment.steps.items())]
+        known = {step.values.get("why") for step in first.steps.values()} - {None}
+        guilty = next((step.values for step in steps if step.values.get("why") in known), {})
+        return (guilty.get("site" if guilty.get("why") == "no_sync" else "at")) or unit["site"]
+    if cause is causes.DROPPED:
+        return next((unit["dropped"] for unit in comparison.units.values() if unit.get("dropped")), unit["site"])
+    if cause in (causes.LATE, causes.MOVED):
+        return unit["made"] or unit["site"]
+    return unit["site"]

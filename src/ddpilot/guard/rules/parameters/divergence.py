@@ -3,18 +3,113 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
-from ddpilot.guard.rules.newest import Newest
 from ddpilot.guard.rules.parameters.causes import LOCAL, NEVER_WRAPPED
-from ddpilot.guard.rules.parameters.comparison import WAIT_NS, Comparison
-from ddpilot.guard.rules.parameters.own_parts import OwnParts
-from ddpilot.guard.rules.parameters.reduced_order import ReducedOrder
-from ddpilot.guard.rules.parameters.telling import tell_order
-from ddpilot.guard.rules.rule import RuleContext
+from ddpilot.guard.rules.parameters.comparison import WAIT_NS, Comparison, make_order_finding
+from ddpilot.guard.rules.parameters.fingerprints import TOLERANCES, are_alike, unpack
+from ddpilot.guard.rules.rule import BoundedDict, ByRank, RuleContext, place_of
 from ddpilot.record.journal import Entry
+
+_MAX_KEYS = 64
+_MAX_LINES = 3
+
+
+class ReducedOrder:
+    """Compares which parameter's gradient each rank passed to its first, second, ... all_reduce before a step."""
+
+    kinds = ("reduced",)
+
+    def __init__(self) -> None:
+        self._first: BoundedDict[tuple[Any, ...], tuple[int, Mapping[str, Any]]] = BoundedDict(_MAX_KEYS)
+
+    def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
+        """Return the finding if what `rank` noted contradicts the first rank that noted the same step."""
+        first, values = self._first.setdefault(tuple(entry.values["key"]), (rank, entry.values))
+        mixed_up = find_mixed_up(values, entry.values)
+        return [_tell(first, values, rank, entry.values, mixed_up)] if mixed_up else []
+
+
+def find_mixed_up(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[int]:
+    """Return the positions in both orders at which gradients of different parameters met.
+
+    Empty unless it is certain: both ranks reduced the same parameters, and each parameter began with the same values on
+    both ranks. Two parameters with equal values are treated as one.
+    """
+    if one["order"] == other["order"] or sorted(one["order"]) != sorted(other["order"]):
+        return []
+    sums, others = (dict(zip(each["names"], unpack(each["f"]), strict=True)) for each in (one, other))
+    tolerance = TOLERANCES["w"]
+    if len(sums) != len(one["names"]) or not all(are_alike((sums[name], others[name]), tolerance) for name in sums):
+        return []
+    return [
+        at
+        for at, (here, there) in enumerate(zip(one["order"], other["order"], strict=True))
+        if here and there and here != there and not are_alike((sums[here], sums[there]), tolerance)
+    ]
+
+
+def _tell(first: int, one: Mapping[str, Any], second: int, other: Mapping[str, Any], mixed_up: list[int]) -> Finding:
+    at = mixed_up[0]
+    return make_finding(
+        "DDP327",
+        summary=f"rank {second} all-reduces gradients in a different order than rank {first}: the gradient of "
+        f"{other['order'][at]} is added to that of {one['order'][at]}",
+        ranks=(first, second),
+        line=place_of(other["line"]),
+        evidence=(
+            *(
+                f"all_reduce {place + 1} before the first step: rank {first} {one['order'][place]}, "
+                f"rank {second} {other['order'][place]}"
+                for place in mixed_up[:_MAX_LINES]
+            ),
+            f"optimizer steps at {place_of(other['site'])}",
+        ),
+        why="all_reduce matches tensors by the order of the calls, not by a name: gradients of different parameters "
+        "are averaged, and the weights of the ranks grow apart",
+        fix="Reduce them in the same order on every rank: from a list, `model.parameters()` or sorted names, never "
+        "from a set",
+    )
+
+
+MIN_TOGETHER = 1.1
+"""Different parts overlap if their sizes add up to at least this multiple of the dataset's size.
+Shards add up to the dataset's size plus a little padding.
+"""
+
+
+class OwnParts:
+    """Examines the loaders that are read outside of evaluation, and which samples of their dataset they take."""
+
+    kinds = ("loader_pass", "batch")
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._passes: ByRank[tuple[int, int], Mapping[str, Any]] = ByRank(64)
+        self._read: ByRank[tuple[int, int], bool] = ByRank(64)
+        self.overlap = False
+        """True if the parts of the newest pass that all ranks have begun differ and are too large to be shards."""
+
+    def feed(self, rank: int, entry: Entry) -> None:
+        """Add what `rank` noted."""
+        key = (entry.values["loader"], entry.values["pass"])
+        if entry.kind == "loader_pass":
+            self._passes.put(key, rank, entry.values)
+        elif rank not in self._read.get(key) and len(self._read.put(key, rank, True)) == self._world_size:
+            self.overlap = _overlap(self._passes.get(key))
+
+
+def _overlap(passes: Mapping[int, Mapping[str, Any]]) -> bool:
+    """True if different parts have more samples in total than their dataset, which shards never have."""
+    if any(facts.get("share") is None or "replicas" in (facts["sampler"] or {}) for facts in passes.values()):
+        return False
+    wholes = {facts["share"][1] for facts in passes.values()}
+    sizes = {facts["part"]: facts["share"][0] for facts in passes.values()}
+    return len(wholes) == 1 and len(sizes) > 1 and sum(sizes.values()) >= MIN_TOGETHER * min(wholes)
+
 
 _MAX_UNITS = 256
 
@@ -34,9 +129,9 @@ class Divergence:
         self._reduced_order = ReducedOrder()
         self._comparisons: dict[tuple[Any, ...], Comparison] = {}
         self._of_unit: dict[tuple[int, int], Comparison] = {}
-        self._orders: Newest[tuple[str, str], tuple[int, list[Any]]] = Newest(_MAX_UNITS)
-        self._loads: Newest[tuple[Any, ...], dict[int, Entry]] = Newest(_MAX_UNITS)
-        self._told_order: Newest[tuple[str, str], None] = Newest(_MAX_UNITS)
+        self._orders: BoundedDict[tuple[str, str], tuple[int, list[Any]]] = BoundedDict(_MAX_UNITS)
+        self._loads: BoundedDict[tuple[Any, ...], dict[int, Entry]] = BoundedDict(_MAX_UNITS)
+        self._told_order: BoundedDict[tuple[str, str], None] = BoundedDict(_MAX_UNITS)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
         """See `Rule.feed`."""
@@ -76,7 +171,7 @@ class Divergence:
         for comparison in self._comparisons.values():
             if comparison.key[1:3] == key:
                 comparison.end()
-        return [tell_order(first, names, rank, values)]
+        return [make_order_finding(first, names, rank, values)]
 
     def look(self, now_ns: int) -> Iterable[Finding]:
         """See `Rule.look`."""

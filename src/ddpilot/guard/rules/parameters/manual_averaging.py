@@ -3,22 +3,23 @@
 
 from __future__ import annotations
 
+import linecache
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding, Place
-from ddpilot.guard.rules.gathering import some
 from ddpilot.guard.rules.parameters.causes import LEFT_OUT, UNLIKE, Cause
 from ddpilot.guard.rules.parameters.fingerprints import seen_gradients
-from ddpilot.guard.rules.parameters.other_reductions import MIN_EXCHANGED
-from ddpilot.guard.rules.rule import place_of
-from ddpilot.record.flight_ring.log import Collective, Line, RankLog
+from ddpilot.guard.rules.rule import place_of, some
+from ddpilot.record.flight_ring.log import CallSite, Collective, RankLog
 
 if TYPE_CHECKING:
-    from ddpilot.guard.rules.parameters.steps import Moment
+    from ddpilot.guard.rules.parameters.steps import MatchedStep
+
 
 Units = Mapping[int, Mapping[str, Any]]
 """By rank: the description of the same optimizer's parameters that the rank noted."""
@@ -33,7 +34,7 @@ class Averaged:
     `are_weights_apart`: True if only the gradients need to be equal.
     """
 
-    def __init__(self, units: Units, moment: Moment, *, are_weights_apart: bool = False) -> None:
+    def __init__(self, units: Units, moment: MatchedStep, *, are_weights_apart: bool = False) -> None:
         rank = min(rank for rank, step in moment.steps.items() if "f" in step.values)
         unit = units[rank]
         apart = set(moment.difference.gradients) | (set() if are_weights_apart else set(moment.difference.parameters))
@@ -52,7 +53,7 @@ class Averaged:
         return any(end + num_elements in self._ends for end in self._ends)
 
 
-def find_averaging(log: RankLog, since_ns: int, until_ns: int, averaged: Sequence[Averaged]) -> Line | None:
+def find_averaging(log: RankLog, since_ns: int, until_ns: int, averaged: Sequence[Averaged]) -> CallSite | None:
     """Return the line that averages all of these gradients in a step that lasted from `since_ns` to `until_ns`.
 
     None if the program also exchanges something else that is not a metric: the ranks may then hold parts of one model.
@@ -82,7 +83,7 @@ def _between(log: RankLog, since_ns: int, until_ns: int) -> Iterator[Collective]
             yield collective
 
 
-def tell_left_out(units: Units, first: Moment, proof: Moment, line: Line) -> Finding:
+def make_left_out_finding(units: Units, first: MatchedStep, proof: MatchedStep, line: CallSite) -> Finding:
     """Return the finding for parameters that the averaging at `line` omits and that differ at `proof`."""
     rank = min(proof.steps)
     unit = units[rank]
@@ -111,7 +112,7 @@ def tell_left_out(units: Units, first: Moment, proof: Moment, line: Line) -> Fin
     )
 
 
-def tell_unlike(units: Units, proof: Moment, line: Line, num_checked: int) -> Finding:
+def make_unlike_finding(units: Units, proof: MatchedStep, line: CallSite, num_checked: int) -> Finding:
     """Return the finding for weights that were never equal while the program averages their gradients at `line`."""
     unit = units[min(proof.steps)]
     called = dict(zip(unit["names"], unit["called"], strict=True))
@@ -134,7 +135,7 @@ def tell_unlike(units: Units, proof: Moment, line: Line, num_checked: int) -> Fi
     )
 
 
-def tell_changed(cause: Cause, units: Units, proof: Moment, line: Line, alike_at: int) -> Finding:
+def make_changed_finding(cause: Cause, units: Units, proof: MatchedStep, line: CallSite, alike_at: int) -> Finding:
     """Return the finding for weights that were equal at step `alike_at`, and differ at `proof`.
 
     The program averages their gradients at `line`.
@@ -157,3 +158,54 @@ def tell_changed(cause: Cause, units: Units, proof: Moment, line: Line, alike_at
         why=cause.why,
         fix=cause.fix,
     )
+
+
+MIN_EXCHANGED = 32
+"""A collective or point-to-point operation of this many elements is not a metric.
+Ranks that hold parts of one model exchange this much in at least every second step.
+"""
+
+_EXCHANGES = re.compile(
+    r"reduce|broadcast|gather|scatter|send|recv|exchang|averag|avg(?!_?pool)|sync|merg|mix|shar(e|ing)|gossip|consensus|"
+    r"fed|diloco|local_?sgd|outer|ensemble|member|fold|replica|independent|island|population",
+    re.IGNORECASE,
+)
+"""Words in programs whose ranks train separately on purpose, temporarily or permanently."""
+
+
+def is_never_exchanged(files: Iterable[str], texts: Mapping[str, str]) -> bool:
+    """Return True if the user's `files` are known and nothing in them suggests an exchange or separate training.
+
+    `texts`: by name, sources that are not in a file.
+    """
+    sources = [texts.get(file) or "".join(linecache.getlines(file)) for file in files if file]
+    return bool(sources) and all(source and not _EXCHANGES.search(source) for source in sources)
+
+
+def may_be_reduced(log: RankLog, since_ns: int, num_elements: int) -> bool:
+    """Return True if a collective outside DDP since `since_ns` moved at least `num_elements`, or may have.
+
+    It may have if the log no longer reaches back that far. Point-to-point operations count too: gossip averages with
+    them.
+    """
+    for collective in reversed(log.collectives):
+        if collective.start_ns < since_ns:
+            return False
+        if collective.ddp is None and _num_elements(collective) >= num_elements:
+            return True
+    return bool(log.collectives) and log.collectives[0].index > 1
+
+
+def num_exchanged(log: RankLog, since_ns: int, num_elements: int) -> int:
+    """Count collectives and point-to-point operations outside DDP since `since_ns` of at least `num_elements`."""
+    count = 0
+    for collective in reversed(log.collectives):
+        if collective.start_ns < since_ns:
+            break
+        count += collective.ddp is None and _num_elements(collective) >= num_elements
+    return count
+
+
+def _num_elements(collective: Collective) -> int:
+    tensors = (*collective.inputs, *collective.outputs)
+    return sum(math.prod(tensor.shape) for tensor in tensors)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +16,7 @@ When = tuple[int, int]
 
 
 @dataclass
-class Moment:
+class MatchedStep:
     """One optimizer step, by the ranks that took it."""
 
     steps: dict[int, Entry] = field(default_factory=dict)
@@ -54,3 +56,96 @@ class Moment:
     def is_reduced(self) -> bool:
         """True if DDP reduced a backward before this step."""
         return any("F" in (step.values.get("e") or "") for step in self.steps.values())
+
+
+MAX_STEPS = 128
+"""Number of each rank's newest steps that are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A step that some ranks took and others did not."""
+
+    number: int
+    """The number of the step."""
+    taken_by: tuple[int, ...]
+    ranks: tuple[int, ...]
+    """The ranks that did not take it."""
+
+
+class StepsTaken:
+    """The newest steps of every rank with one unit, each identified by its `When`."""
+
+    def __init__(self) -> None:
+        self.first_ns: dict[int, int] = {}
+        """When each rank took its first step."""
+        self.newest = 0
+        """The highest step number."""
+        self._last: dict[int, When] = {}
+        self._order: dict[int, deque[tuple[When, int]]] = {}
+
+    @property
+    def ranks(self) -> Set[int]:
+        """The ranks that took a step."""
+        return self._order.keys()
+
+    def add(self, rank: int, entry: Entry) -> When:
+        """Add a step that `rank` is about to take, and return its `When`."""
+        number = entry.values["s"]
+        last = self._last.get(rank, (-1, 0))
+        when = (number, last[1] + 1 if last[0] == number else 0)
+        self._last[rank] = when
+        count = int(entry.values["n"])
+        self._order.setdefault(rank, deque(maxlen=MAX_STEPS)).append((when, count))
+        self.first_ns.setdefault(rank, entry.time_ns)
+        self.newest = max(self.newest, count)
+        return when
+
+    def newest_of(self, rank: int) -> When:
+        """Return the `When` of the newest step of `rank`."""
+        return self._last.get(rank, (-1, 0))
+
+    def find_skipped(self) -> Skipped | None:
+        """Return the first step that a rank skipped, in the range that all ranks cover; None if there is none."""
+        begun = max((order[0] for order in self._order.values()), default=((0, 0), 0))[0]
+        ended = min((order[-1] for order in self._order.values()), default=((0, 0), 0))[0]
+        taken = {rank: dict(order) for rank, order in self._order.items()}
+        for when in sorted(set().union(*taken.values())):
+            ranks = tuple(rank for rank in taken if when not in taken[rank])
+            if ranks and begun <= when <= ended:
+                counts = {rank: steps[when] for rank, steps in taken.items() if when in steps}
+                return Skipped(min(counts.values()), tuple(counts), ranks)
+        return None
+
+    def clear(self) -> None:
+        """Forget the order, once it is no longer needed."""
+        self._order.clear()
+
+
+_MAX_PASSES = 64
+
+
+class PassesBegun:
+    """The newest passes over loaders, for one optimizer on several ranks."""
+
+    def __init__(self) -> None:
+        self._num_steps: dict[int, int] = {}
+        self._begun: dict[tuple[int, int], dict[int, int]] = {}
+
+    def step(self, rank: int) -> None:
+        """Count a step of `rank`."""
+        self._num_steps[rank] = self._num_steps.get(rank, 0) + 1
+
+    def begin(self, rank: int, loader: int, number: int) -> None:
+        """Note that `rank` starts pass `number` over `loader`."""
+        self._begun.setdefault((loader, number), {}).setdefault(rank, self._num_steps.get(rank, 0))
+        if len(self._begun) > _MAX_PASSES:
+            self._begun.pop(next(iter(self._begun)))
+
+    def find_uneven(self, since: int) -> dict[int, int]:
+        """Return by rank the number of steps before the first pass that did not begin at the same step on all ranks.
+
+        Ignores passes that all began before step `since`; empty if there is none.
+        """
+        uneven = (begun for begun in self._begun.values() if len({*begun.values()}) > 1)
+        return next((begun for begun in uneven if max(begun.values()) >= since), {})

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ddpilot.launching.elastic.rendezvous.node_state import NodeState
-from ddpilot.launching.observer import Letter, Piece
+from ddpilot.launching.observer import Chunk, Message
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -25,7 +25,7 @@ _ON_ITS_WAY_NS = 1_000_000_000
 """Maximum time in nanoseconds between writing a letter and its arrival in the store."""
 
 
-class Post:
+class StoreMailbox:
     """A `Carrier` for one attempt. The thread that owns the connection calls `send` and `fetch`; `wake` wakes it.
 
     An idle mailbox causes no store traffic: the numbers of letters and pieces travel in `NodeState.letter` and
@@ -39,12 +39,12 @@ class Post:
         self._lock = threading.Lock()
         self._text = ""
         self._number = self._sent = 0
-        self._letters: dict[int, Letter] = {}
+        self._letters: dict[int, Message] = {}
         self._places = {node: f"node {node}" for node in range(me.nnodes) if node != me.node_rank}
         self._unsent: deque[str] = deque(maxlen=NUM_SLOTS)
         self._num_appended = 0
         self._num_read: dict[int, int] = {}
-        self._pieces: dict[int, deque[Piece]] = {}
+        self._pieces: dict[int, deque[Chunk]] = {}
         self._looked_ns = 0
         self._busy_s = float("-inf")
         self._fault = ""
@@ -61,7 +61,7 @@ class Post:
             return dict(self._places)
 
     @property
-    def letters(self) -> Mapping[int, Letter]:
+    def letters(self) -> Mapping[int, Message]:
         """The most recent letter of each other node."""
         with self._lock:
             return dict(self._letters)
@@ -93,7 +93,7 @@ class Post:
             self._num_appended += 1
         self._wake()
 
-    def take_pieces(self) -> Mapping[int, Sequence[Piece]]:
+    def take_pieces(self) -> Mapping[int, Sequence[Chunk]]:
         """Pieces received from other nodes since the last call, by node rank."""
         with self._lock:
             taken, self._pieces = self._pieces, {}
@@ -128,7 +128,7 @@ class Post:
         with self._lock:
             self._places.update({state.node_rank: state.place for state in here})
             for state, text in zip(new, texts, strict=True):
-                self._letters[state.node_rank] = Letter(text.decode(), state.letter, after_ns, read_ns)
+                self._letters[state.node_rank] = Message(text.decode(), state.letter, after_ns, read_ns)
                 self._busy_s = time.monotonic()
         for state in here:
             if 0 in (self.node_rank, state.node_rank):
@@ -146,7 +146,7 @@ class Post:
             held = self._pieces.setdefault(state.node_rank, deque(maxlen=4 * NUM_SLOTS))
             for text in texts:
                 number, _, piece = text.decode().partition(" ")
-                held.append(Piece(piece, int(number), read_ns))
+                held.append(Chunk(piece, int(number), read_ns))
 
     def _slot(self, node_rank: int, number: int) -> str:
         return f"piece/{self.attempt}/{node_rank}/{number % NUM_SLOTS}"

@@ -65,7 +65,7 @@ def decode_state(text: str | bytes) -> NodeState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class View:
+class NodesView:
     """What this node knows about the other nodes at one moment.
 
     `states`: of every node that has joined, including this one; `silent_s`: seconds since the last heartbeat of each

@@ -20,16 +20,15 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from ddpilot.errors import DdpilotError, LaunchError, RankError, RendezvousError
 from ddpilot.group.address import listen
 from ddpilot.group.store import host_on
-from ddpilot.launching.elastic.rendezvous.heartbeat import Peers
-from ddpilot.launching.elastic.rendezvous.liveness import Standstill, Vigil, silent_nodes
-from ddpilot.launching.elastic.rendezvous.mailbox import Post
+from ddpilot.launching.elastic.rendezvous.heartbeat import Heartbeat, LivenessCheck, Standstill, silent_nodes
+from ddpilot.launching.elastic.rendezvous.mailbox import StoreMailbox
 from ddpilot.launching.elastic.rendezvous.network import Endpoint
 from ddpilot.launching.elastic.rendezvous.node_state import (
     DONE,
     ENDED,
     READY,
     NodeState,
-    View,
+    NodesView,
     asks_for_requeue,
     check_agreement,
     decode_state,
@@ -45,7 +44,7 @@ _WORD_EVERY_S = 15.0
 _LAST_WORD_S = 5.0
 
 
-class Meeting(RendezvousHandler):
+class StaticRendezvousHandler(RendezvousHandler):
     """The rendezvous of this node. `say` shows a notice; `timeout_s`, `node_timeout_s`: as in `RunOptions`."""
 
     def __init__(
@@ -64,11 +63,11 @@ class Meeting(RendezvousHandler):
         self._timeout_s = timeout_s
         self._say = say
         self._standstill = Standstill()
-        self._vigil = Vigil(node_timeout_s, say, self._standstill)
+        self._vigil = LivenessCheck(node_timeout_s, say, self._standstill)
         self._server: TCPStore | None = None
         self._ranks_server: TCPStore | None = None
         self._store: Store | None = None
-        self._peers: Peers | None = None
+        self._peers: Heartbeat | None = None
         self._attempt = -1
 
     def get_backend(self) -> str:
@@ -115,7 +114,7 @@ class Meeting(RendezvousHandler):
         where = RendezvousStoreInfo(self._endpoint.addr, port)
         return RendezvousInfo(store, self._me.node_rank, self._me.nnodes, where)
 
-    def open_post(self) -> Post | None:
+    def open_post(self) -> StoreMailbox | None:
         """The mailbox for messages between nodes in this attempt; None if there is only one node."""
         return None if self._peers is None else self._peers.open_post(self._attempt)
 
@@ -201,7 +200,7 @@ class Meeting(RendezvousHandler):
             self._wait_for_node_zero()
         base = self._server if self._server is not None else self._connect(self._endpoint.port)
         if self._me.nnodes > 1:
-            self._peers = Peers(self._join, self._me)
+            self._peers = Heartbeat(self._join, self._me)
             self._standstill.start()
         return PrefixStore(f"ddpilot-run/{self._run_id}", base)
 
@@ -274,7 +273,7 @@ class Meeting(RendezvousHandler):
                 )
             time.sleep(min(0.5, 0.05 + waited_s / 10))
 
-    def _wait_for_all(self, peers: Peers) -> View:
+    def _wait_for_all(self, peers: Heartbeat) -> NodesView:
         start, said_s = time.monotonic(), _FIRST_WORD_S
         while True:
             view = peers.view()
@@ -300,7 +299,7 @@ class Meeting(RendezvousHandler):
                 )
             time.sleep(_PAUSE_S)
 
-    def _refuse(self, view: View) -> None:
+    def _refuse(self, view: NodesView) -> None:
         check_agreement(self._me, view.states)
         for state in view.states.values():
             if state.node_rank != self._me.node_rank and state.phase == ENDED and state.failure:

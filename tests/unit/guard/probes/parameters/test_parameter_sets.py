@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from ddpilot.guard.probe import Notes
-from ddpilot.guard.probes.parameters.parameter_sets import Unit, UnitBook
+from ddpilot.guard.probes.parameters.parameter_sets import ParameterSet, ParameterSets, find_parameter_names
 from ddpilot.record.call_sites import SiteFinder
 from ddpilot.record.journal import JournalWriter, read_journal
 
@@ -21,7 +22,7 @@ def checked_steps(monkeypatch: pytest.MonkeyPatch, num_steps: int, step_s: float
     """Those of `num_steps` steps of parameters without DDP that are checked."""
     now_s = 1000.0
     monkeypatch.setattr("ddpilot.guard.probes.parameters.parameter_sets.time.monotonic", lambda: now_s)
-    unit = Unit(number=1, key=[], model=None)
+    unit = ParameterSet(number=1, key=[], model=None)
     checked = []
     for _ in range(num_steps):
         now_s += step_s
@@ -51,7 +52,7 @@ def test_a_pause_between_steps_has_the_next_one_checked(monkeypatch: pytest.Monk
     """After an evaluation, say; from then on it goes on as before."""
     now_s = 1000.0
     monkeypatch.setattr("ddpilot.guard.probes.parameters.parameter_sets.time.monotonic", lambda: now_s)
-    unit = Unit(number=1, key=[], model=None)
+    unit = ParameterSet(number=1, key=[], model=None)
     checked = []
     for number in range(1, 101):
         now_s += 60.0 if number == 50 else 0.02
@@ -63,29 +64,31 @@ def test_a_pause_between_steps_has_the_next_one_checked(monkeypatch: pytest.Monk
 
 
 @pytest.fixture
-def book(tmp_path: Path) -> Iterator[UnitBook]:
+def book(tmp_path: Path) -> Iterator[ParameterSets]:
     """Without a DDP model, noting into a journal."""
     finder = SiteFinder(torch="torch", ours="ddpilot")
     journal = JournalWriter(tmp_path / "journal", rank=0)
-    yield UnitBook(Notes("steps", journal, rank=0, finder=finder, tell=pytest.fail), list)
+    yield ParameterSets(Notes("steps", journal, rank=0, finder=finder, tell=pytest.fail), list)
     journal.close()
 
 
 @pytest.fixture
 def num_plans(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """How often an optimizer's parameters were looked through."""
-    plans, plan = [], UnitBook._plan
+    plans, plan = [], ParameterSets._plan
 
     def counted(*args: Any) -> None:
         plans.append(args)
         plan(*args)
 
-    monkeypatch.setattr(UnitBook, "_plan", counted)
+    monkeypatch.setattr(ParameterSets, "_plan", counted)
     return lambda: len(plans)
 
 
 @pytest.mark.usefixtures("compiler_is_loaded")
-def test_parameters_are_looked_through_once_for_the_first_step(book: UnitBook, num_plans: Callable[[], int]) -> None:
+def test_parameters_are_looked_through_once_for_the_first_step(
+    book: ParameterSets, num_plans: Callable[[], int]
+) -> None:
     """Not once more since it is checked, too."""
     book.step(torch.optim.SGD(nn.Linear(2, 2).parameters()), "era")
     assert num_plans() == 1
@@ -93,7 +96,7 @@ def test_parameters_are_looked_through_once_for_the_first_step(book: UnitBook, n
 
 @pytest.mark.usefixtures("compiler_is_loaded")
 def test_what_cannot_be_compared_is_looked_through_more_and_more_seldom(
-    book: UnitBook, num_plans: Callable[[], int]
+    book: ParameterSets, num_plans: Callable[[], int]
 ) -> None:
     """An optimizer of sharded parameters only, as with FSDP: at steps 1, 2, 4, 8, ... of 1,000."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(3, device="meta"))])
@@ -103,7 +106,7 @@ def test_what_cannot_be_compared_is_looked_through_more_and_more_seldom(
 
 
 @pytest.mark.usefixtures("compiler_is_loaded")
-def test_what_is_added_to_an_optimizer_later_is_compared_from_some_step_on(book: UnitBook, tmp_path: Path) -> None:
+def test_what_is_added_to_an_optimizer_later_is_compared_from_some_step_on(book: ParameterSets, tmp_path: Path) -> None:
     """A parameter group that can be compared joins one that cannot."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(3, device="meta"))])
     for number in range(1, 9):
@@ -114,7 +117,7 @@ def test_what_is_added_to_an_optimizer_later_is_compared_from_some_step_on(book:
 
 
 @pytest.mark.usefixtures("compiler_is_loaded")
-def test_tensors_of_no_module_are_not_compared(book: UnitBook, tmp_path: Path) -> None:
+def test_tensors_of_no_module_are_not_compared(book: ParameterSets, tmp_path: Path) -> None:
     """Latents or inputs that each rank fits to samples of its own: no wrapper was forgotten."""
     latents = torch.optim.SGD([torch.zeros(3, requires_grad=True)])
     both = torch.optim.SGD([torch.zeros(3, requires_grad=True), nn.Parameter(torch.zeros(3))])
@@ -122,3 +125,48 @@ def test_tensors_of_no_module_are_not_compared(book: UnitBook, tmp_path: Path) -
     assert read_journal(tmp_path / "journal").entries == ()
     book.step(both, "era")
     assert [entry.kind for entry in read_journal(tmp_path / "journal").entries] == ["unit", "step"]
+
+
+pytestmark = pytest.mark.usefixtures("compiler_is_loaded")
+
+
+class Program:
+    """Has its module as an attribute."""
+
+    def __init__(self) -> None:
+        self.head = nn.Linear(2, 1)
+
+    def names(self, optimizer: torch.optim.Optimizer) -> list[str]:
+        """As found from here."""
+        return list(find_parameter_names(optimizer, sys._getframe()).values())
+
+
+class Proxy:
+    """Stands for something that is not there."""
+
+    @property
+    def __class__(self) -> Any:
+        """Nobody may ask."""
+        raise RuntimeError("working outside of a context")
+
+    @__class__.setter
+    def __class__(self, value: Any) -> None:
+        raise AssertionError
+
+
+def test_names_are_those_of_variables_and_their_attributes() -> None:
+    """Of the caller's caller too; what has none is left out, and what stands for something else is not asked."""
+    body, program, proxy = nn.Linear(2, 2), Program(), Proxy()
+    alone = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([*body.parameters(), alone, *program.head.parameters()], lr=0.1)
+    assert sorted(program.names(optimizer)) == ["body.bias", "body.weight", "head.bias", "head.weight"]
+    assert find_parameter_names(optimizer, None) == {}
+    assert type(proxy) is Proxy
+
+
+@pytest.mark.skipif(torch.__version__ < "2.6", reason="optimizers know no names")
+def test_names_that_an_optimizer_was_given_are_taken() -> None:
+    """They are the module's own."""
+    body = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(body.named_parameters(), lr=0.1)
+    assert sorted(find_parameter_names(optimizer, None).values()) == ["bias", "weight"]

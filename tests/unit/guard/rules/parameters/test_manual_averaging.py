@@ -12,11 +12,11 @@ import pytest
 
 from ddpilot.guard.rules.parameters.fingerprints import Difference
 from ddpilot.guard.rules.parameters.manual_averaging import Averaged, find_averaging
-from ddpilot.guard.rules.parameters.steps import Moment
-from ddpilot.record.flight_ring.log import Collective, Line, RankLog, Tensor
+from ddpilot.guard.rules.parameters.steps import MatchedStep
+from ddpilot.record.flight_ring.log import CallSite, Collective, RankLog, Tensor
 from ddpilot.record.journal import Entry
 
-LINE = Line(file="train.py", line=7)
+LINE = CallSite(file="train.py", line=7)
 SIZES = (64, 8, 100, 1, 50)
 GRADIENTS = (0.5, 0.5, 0.1, -1.0, 0.5)
 
@@ -25,7 +25,7 @@ def make_averaged() -> Averaged:
     """Of five parameters the last is apart and the fourth has no gradient."""
     names = [f"p{place}" for place in range(5)]
     fingerprint = {"g": base64.b64encode(array("f", GRADIENTS).tobytes()).decode()}
-    moment = Moment({rank: Entry(1, 1, "step", {"f": fingerprint}) for rank in (0, 1)})
+    moment = MatchedStep({rank: Entry(1, 1, "step", {"f": fingerprint}) for rank in (0, 1)})
     moment.difference = Difference(gradients={"p4": ""}, parameters={"p4": ""})
     return Averaged({0: {"names": names, "sizes": list(SIZES)}}, moment)
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 from torch._C._distributed_c10d import HashStore
 
-from ddpilot.launching.elastic.rendezvous.mailbox import NUM_SLOTS, Post
+from ddpilot.launching.elastic.rendezvous.mailbox import NUM_SLOTS, StoreMailbox
 from ddpilot.launching.elastic.rendezvous.node_state import NodeState
 
 ZERO = NodeState(node_rank=0, host="here", pid=7, nnodes=2, nproc_per_node=1, target="train.py", attempt=0)
 ONE = replace(ZERO, node_rank=1, host="there")
 
 
-def exchange(store: HashStore, zero: Post, one: Post) -> None:
+def exchange(store: HashStore, zero: StoreMailbox, one: StoreMailbox) -> None:
     """What the threads with the connections do, node 1 first."""
     num_letters, num_pieces = one.send(store)
     states = [replace(ONE, letter=num_letters, num_pieces=num_pieces, attempt=one.attempt)]
@@ -22,9 +22,9 @@ def exchange(store: HashStore, zero: Post, one: Post) -> None:
     zero.fetch(store, states, 5_000_000_000)
 
 
-def posts(attempt: int = 0) -> tuple[Post, Post]:
+def posts(attempt: int = 0) -> tuple[StoreMailbox, StoreMailbox]:
     """Of both nodes."""
-    return Post(ZERO, attempt, lambda: None), Post(ONE, attempt, lambda: None)
+    return StoreMailbox(ZERO, attempt, lambda: None), StoreMailbox(ONE, attempt, lambda: None)
 
 
 def test_post_carries_the_newest_letter_and_says_between_which_moments_it_was_written() -> None:
@@ -95,10 +95,10 @@ def test_post_shows_by_the_numbers_that_pieces_were_overwritten() -> None:
 def test_post_of_node_1_reads_the_pieces_of_node_0_alone() -> None:
     """Those of other nodes are for node 0."""
     store = HashStore()
-    two = Post(replace(ONE, node_rank=2, nnodes=3), 0, lambda: None)
+    two = StoreMailbox(replace(ONE, node_rank=2, nnodes=3), 0, lambda: None)
     states = []
     for state in (ZERO, ONE):
-        post = Post(state, 0, lambda: None)
+        post = StoreMailbox(state, 0, lambda: None)
         post.append("news")
         states.append(replace(state, num_pieces=post.send(store)[1]))
     two.fetch(store, states, 5_000_000_000)

@@ -9,10 +9,10 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from ddpilot.errors import RendezvousError
-from ddpilot.launching.elastic.rendezvous.heartbeat import Peers
+from ddpilot.launching.elastic.rendezvous.heartbeat import Heartbeat
 from ddpilot.launching.elastic.rendezvous.network import Endpoint
 from ddpilot.launching.elastic.rendezvous.node_state import NodeState
-from ddpilot.launching.elastic.rendezvous.static_handler import Meeting
+from ddpilot.launching.elastic.rendezvous.static_handler import StaticRendezvousHandler
 
 ZERO = NodeState(node_rank=0, host="here", pid=7, nnodes=2, nproc_per_node=1, target="train.py")
 ONE = replace(ZERO, node_rank=1, host="there")
@@ -22,9 +22,11 @@ def test_a_node_is_ready_only_after_it_has_published_the_port_of_the_ranks_store
     """The first heartbeat may reach the store before that: ranks connected to port 0 until they timed out."""
     store = HashStore()
     store.set("node/1", replace(ONE, attempt=0).encode())
-    meeting = Meeting(Endpoint(addr="here", port=29500), ZERO, run_id="", timeout_s=0.0, node_timeout_s=60.0, say=print)
+    meeting = StaticRendezvousHandler(
+        Endpoint(addr="here", port=29500), ZERO, run_id="", timeout_s=0.0, node_timeout_s=60.0, say=print
+    )
     meeting._attempt = 0
-    peers = Peers(lambda: store, ZERO)
+    peers = Heartbeat(lambda: store, ZERO)
     try:
         peers.flush(10.0)
         with pytest.raises(RendezvousError, match=r"node 0 \(here\) never came in 0 s; here: node 1"):

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""The status board: what every rank is doing now, rendered as text and as HTML."""

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which backwards DDP reduces, told from the order of events."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddpilot.guard.probes.parameters.ddp_model import BackwardTracker
+
+# Events of one optimizer step, and why the last backward was not reduced.
+CASES = {
+    "FB": "",
+    "fbfbFB": "",
+    "FBFB": "",
+    "FFB": "",
+    "Fb": "",
+    "FFBFB": "",
+    "BFB": "",
+    "B": "bypass",
+    "FBB": "bypass",
+    "FRB": "twice",
+    "FFBB": "two forwards",
+    "fb": "no_sync",
+    "FBfb": "no_sync",
+    "fB": "forward in no_sync",
+    "FFFBBB": "two forwards",
+}
+
+
+def follow(reductions: BackwardTracker, events: str) -> str:
+    """What the last backward of `events` is said to be."""
+    why = ""
+    for event in events:
+        if event in "Ff":
+            reductions.forward(syncs=event == "F")
+        else:
+            why = reductions.backward(syncs=event != "b", retains=event == "R")
+    return why
+
+
+@pytest.mark.parametrize("events", CASES)
+def test_reductions_say_why_a_backward_was_not_reduced(events: str) -> None:
+    """In the first step, and in one after an evaluation that left forwards behind."""
+    reductions = BackwardTracker()
+    assert follow(reductions, events) == CASES[events]
+    assert reductions.since(0) == events
+    reductions.step()
+    position = reductions.position
+    assert follow(reductions, "fbFB") == ""
+    reductions.step()
+    assert reductions.since(position) == "fbFB"
+
+
+def test_reductions_keep_little_of_what_was() -> None:
+    """After many events the newest are there, and positions go on counting."""
+    reductions = BackwardTracker()
+    for _ in range(5000):
+        follow(reductions, "FB")
+    assert reductions.position == 10_000
+    assert reductions.num_forwards == 5000
+    assert reductions.since(9996) == "FBFB"
+    assert len(reductions.since(0)) == 32

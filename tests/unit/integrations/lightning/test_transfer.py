@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predictions of several ranks become those of one device."""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+import numpy
+import torch
+
+from ddpilot.integrations.lightning.transfer import Batch, GlobalState, join_batches, join_predictions
+
+
+class Output(NamedTuple):
+    """As a `predict_step` may return."""
+
+    scores: torch.Tensor
+    names: list[str]
+
+
+def of_rank(rank: int, *, samples: int = 7, size: int = 2, num_ranks: int = 2) -> list[Batch]:
+    """The batches of a rank that has every `num_ranks`-th sample."""
+    mine = list(range(rank, samples, num_ranks))
+    chunks = [mine[start : start + size] for start in range(0, len(mine), size)]
+    return [Batch(chunk, Output(torch.tensor(chunk) * 10, [f"n{sample}" for sample in chunk])) for chunk in chunks]
+
+
+def test_join_batches_gives_the_datasets_order_and_one_devices_batches() -> None:
+    """Tensors by their first dimension, lists by item, inside what the step returned."""
+    joined = join_batches([*of_rank(0), *of_rank(1)])
+    assert [type(output) for output in joined] == [Output] * 4
+    assert [output.scores.tolist() for output in joined] == [[0, 10], [20, 30], [40, 50], [60]]
+    assert [output.names for output in joined] == [["n0", "n1"], ["n2", "n3"], ["n4", "n5"], ["n6"]]
+
+
+def test_join_batches_takes_a_sample_once_when_ranks_have_it_in_common() -> None:
+    """Padding, or a sampler that gives every rank everything."""
+    whole = [Batch([0, 1], {"x": torch.tensor([0, 1])}), Batch([2], {"x": torch.tensor([2])})]
+    joined = join_batches([*whole, *whole])
+    assert [output["x"].tolist() for output in joined] == [[0, 1], [2]]
+
+
+def test_join_batches_keeps_whole_batches_when_an_output_has_no_rows() -> None:
+    """A number for each batch cannot be cut; the batches come by their first sample."""
+    batches = [Batch([1, 3], "second"), Batch([0, 2], "first"), Batch([4], "third")]
+    assert join_batches(batches) == ["first", "second", "third"]
+    assert join_batches([Batch([0, 1], torch.tensor(1.0))]) == [torch.tensor(1.0)]
+
+
+def test_join_predictions_is_a_list_by_loader_when_there_are_several() -> None:
+    """As Lightning returns them; one loader's batches are not wrapped."""
+    one = join_predictions([[of_rank(0)], [of_rank(1)]])
+    assert [output.names[0] for output in one] == ["n0", "n2", "n4", "n6"]
+    two = join_predictions([[of_rank(0), of_rank(0)], [of_rank(1), of_rank(1)]])
+    assert [[output.names[0] for output in loader] for loader in two] == [["n0", "n2", "n4", "n6"]] * 2
+
+
+def test_join_predictions_is_none_when_a_rank_knows_no_samples() -> None:
+    """An iterable data set has no numbers, so there is no order to restore."""
+    assert join_predictions([[of_rank(0)], None]) is None
+
+
+def test_join_predictions_takes_ranks_without_a_batch() -> None:
+    """Three ranks and two samples."""
+    parts = [[of_rank(rank, samples=2, num_ranks=3)] for rank in range(3)]
+    assert [output.names for output in join_predictions(parts)] == [["n0"], ["n1"]]
+
+
+def test_global_state_restores_settings_and_random_states() -> None:
+    """What a cell has set, and where the three random generators were."""
+    before = GlobalState.capture()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        torch.set_default_dtype(torch.float64)
+        taken = GlobalState.capture()
+        drawn = random.random(), numpy.random.rand(), torch.rand(1)
+    finally:
+        before.restore()
+    assert torch.get_float32_matmul_precision() != "medium"
+    assert torch.get_default_dtype() == torch.float32
+    try:
+        taken.restore()
+        assert torch.get_float32_matmul_precision() == "medium"
+        assert (random.random(), numpy.random.rand(), torch.rand(1)) == drawn
+    finally:
+        before.restore()

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What real processes use."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+from ddpilot.session.status import collect_usage
+
+# Has 20 MB of its own and rests; its child has as much and never rests.
+FAMILY = """
+import os, signal
+mine = bytearray(b"p" * 20_000_000)
+parent_end, child_end = os.pipe()
+if os.fork() == 0:
+    mine[:] = b"c" * len(mine)
+    os.write(child_end, b"x")
+    while True: pass
+os.read(parent_end, 1)
+print("ready", flush=True)
+signal.pause()
+"""
+
+
+def test_collect_usage_counts_children_and_leaves_out_the_gone() -> None:
+    """A resting process uses the core and the memory that its child does; a pid without process is absent."""
+    argv = [sys.executable, "-S", "-c", FAMILY]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, start_new_session=True) as family:
+        try:
+            assert family.stdout is not None
+            assert family.stdout.readline() == b"ready\n"
+            gone = 2**22 + 1
+            # Time on a core is counted in hundredths of a second, of which a busy machine may give it none at first.
+            for _ in range(100):
+                used = collect_usage([family.pid, gone], interval_s=0.02)
+                if used[family.pid].cpu_percent > 0:
+                    break
+        finally:
+            os.killpg(family.pid, signal.SIGKILL)
+    assert set(used) == {family.pid}
+    assert used[family.pid].cpu_percent > 0
+    assert 40e6 < used[family.pid].memory_bytes < 80e6
+    assert used[family.pid].gpu_percent is None
+
+
+def test_collect_usage_of_nobody_takes_no_time() -> None:
+    """Without processes there is nothing to wait for."""
+    assert collect_usage([], interval_s=3600) == {}
