@@ -17,21 +17,21 @@ SOURCES = Path(__file__).parents[1] / "src"
 # These run in a rank, in the server that forks ranks, or in the agent of a running job. Everything else is free of
 # torch: it also runs in a shell or on a login node, where `import torch` would cost seconds and hundreds of megabytes.
 MAY_IMPORT_TORCH = (
-    *("ddpilot.group", "ddpilot.launching.rank_server.rank", "ddpilot.launching.rank_server.job"),
-    *("ddpilot.launching.elastic.agent", "ddpilot.launching.elastic.setup", "ddpilot.launching.elastic.agent"),
+    *("ddpilot.group", "ddpilot.launching.rank_server.rank"),
+    *("ddpilot.launching.elastic.agent", "ddpilot.launching.elastic.setup"),
     *("ddpilot.launching.elastic.rendezvous.static_handler", "ddpilot.launching.elastic.rendezvous.heartbeat"),
     *("ddpilot.session.rank", "ddpilot.integrations.fastai", "ddpilot.integrations.lightning"),
     *("ddpilot.data", "ddpilot.training", "ddpilot.trainer", "ddpilot.guard.probes"),
     *("ddpilot.record.prefork", "ddpilot.record.accelerator", "ddpilot.gpu_check.checks"),
 )
 YET_FREE_OF_TORCH = (
-    *("ddpilot.group", "ddpilot.environments.nvml"),
+    "ddpilot.group",
     *("ddpilot.guard.probes", "ddpilot.gpu_check.checks"),
     *("ddpilot.session.rank", "ddpilot.session.protocol.entry_points", "ddpilot.session.rank.namespace"),
     *("ddpilot.integrations.fastai", "ddpilot.integrations.fastai.app"),
     *("ddpilot.integrations.lightning", "ddpilot.integrations.lightning.app"),
 )
-MAY_IMPORT_IPYTHON = ("ddpilot.magics",)
+MAY_IMPORT_IPYTHON = ("ddpilot.magics", "ddpilot.output.notebook_view")
 
 PROBE = """
 import importlib, json, os, signal, sys, threading
@@ -92,7 +92,7 @@ def test_torch_free_modules_stay_free_of_torch_and_of_side_effects(are_magics: b
     """Importing them all in a fresh interpreter loads no torch, numpy or IPython and changes nothing else."""
     free = [name for name in module_names() if is_free_of_torch(name)]
     names = [name for name in free if name.startswith(MAY_IMPORT_IPYTHON) == are_magics]
-    assert set(names) >= ({"ddpilot.magics.magic"} if are_magics else {"ddpilot", "ddpilot.api", "ddpilot.errors"})
+    assert set(names) >= ({"ddpilot.magics.magic"} if are_magics else {"ddpilot", "ddpilot.launcher", "ddpilot.errors"})
     unwanted = ["torch", "numpy", *([] if are_magics else ["IPython"])]
     done = subprocess.run(
         [sys.executable, "-c", PROBE, json.dumps(names), *unwanted],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`CheckpointDir`: the checkpoints of a run, written by one process in the background."""
+"""`CheckpointDir`: the checkpoints of a run, written by one process in the background; newest and best are kept."""
 
 from __future__ import annotations
 
@@ -32,9 +32,7 @@ from ddpilot.checkpoint.host_copy import HostCopy
 from ddpilot.checkpoint.manifest import RunProgress
 from ddpilot.checkpoint.safetensors_file import check_dtypes, plain_names
 from ddpilot.errors import CheckpointError, CorruptCheckpointError
-from ddpilot.training.coordination.out_of_memory import is_out_of_memory
-
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+from ddpilot.group.device import is_out_of_memory
 
 
 def tell_stderr(text: str) -> None:
@@ -42,26 +40,7 @@ def tell_stderr(text: str) -> None:
     sys.stderr.write(f"ddpilot: {text}\n")
 
 
-def render_failure(folder: Path, failure: OSError, last: str | None) -> str:
-    """Return the message for a save in `folder` that failed; `last`: the name of the last good checkpoint, if any."""
-    stays = f"the last good one stays: {last}" if last else "there is none yet"
-    if failure.errno == errno.ENOMEM:
-        return (
-            f"no checkpoint was written in {folder}: no memory for its copy ({failure}). Training continues; {stays}."
-        )
-    said = f"no checkpoint was written in {folder}: {failure}. Training continues; {stays}. {_free(folder)}"
-    if failure.errno in _NO_ROOM:
-        return f"{said} Make room, or keep fewer (`keep`)."
-    return f"{said} Look at the directory and at its file system."
-
-
-def _free(folder: Path) -> str:
-    try:
-        return f"{shutil.disk_usage(folder).free / 1e6:.1f} MB are free there."
-    except OSError as error:
-        return f"The directory cannot be looked at ({error.strerror})."
-
-
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LATEST = "latest"
 BEST = "best"
 _NAME = re.compile(r"save-(\d{6,})-step-(\d+)")
@@ -400,6 +379,26 @@ def _plain(name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Te
         )
     check_dtypes(tensors, where=f"the weights {name!r}")
     return {short: tensors[full] for full, short in plain_names(tensors).items()}
+
+
+def render_failure(folder: Path, failure: OSError, last: str | None) -> str:
+    """Return the message for a save in `folder` that failed; `last`: the name of the last good checkpoint, if any."""
+    stays = f"the last good one stays: {last}" if last else "there is none yet"
+    if failure.errno == errno.ENOMEM:
+        return (
+            f"no checkpoint was written in {folder}: no memory for its copy ({failure}). Training continues; {stays}."
+        )
+    said = f"no checkpoint was written in {folder}: {failure}. Training continues; {stays}. {_free(folder)}"
+    if failure.errno in _NO_ROOM:
+        return f"{said} Make room, or keep fewer (`keep`)."
+    return f"{said} Look at the directory and at its file system."
+
+
+def _free(folder: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(folder).free / 1e6:.1f} MB are free there."
+    except OSError as error:
+        return f"The directory cannot be looked at ({error.strerror})."
 
 
 _EARLIER_PREFIX = "earlier-"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a checkpoint; verifies the size and checksum of every file before any of them is used."""
+"""Files of a checkpoint: staged, renamed atomically once complete, and verified by size and checksum when read."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes safetensors files with checksums; errors are raised as OSError with errno.
+"""Writes safetensors files with checksums, under the plain names of weights; errors are OSErrors with errno.
 
 The library's own writer maps the file into memory and reports a full disk without an errno. It reads these files.
 """

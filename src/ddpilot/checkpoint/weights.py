@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from ddpilot.checkpoint.directory import BEST, LATEST, CheckpointDir
 from ddpilot.checkpoint.format import is_safetensors, read_checkpoint, read_safetensors, read_torch
 from ddpilot.checkpoint.manifest import FILE_NAME
 from ddpilot.checkpoint.safetensors_file import plain_names
 from ddpilot.errors import CheckpointError, MismatchedCheckpointError
-from ddpilot.training.models.ddp import class_name
 
 _NESTED = ("state_dict", "model_state_dict", "model")
 _NUM_SHOWN = 10
@@ -70,11 +70,18 @@ def match_weights(model: torch.nn.Module, weights: Mapping[str, Any], *, source:
     ]
     if found:
         raise MismatchedCheckpointError(
-            f"loading {source} into a {class_name(model)}",
+            f"loading {source} into a {_class_name(model)}",
             found="it is of another architecture; " + "; ".join(found),
             fix="Build the model as it was when this was saved.",
         )
     return matched
+
+
+def _class_name(model: torch.nn.Module) -> str:
+    """Return the class name of the user's model, inside DDP and `torch.compile`."""
+    while hasattr(model, "_orig_mod") or isinstance(model, DistributedDataParallel):
+        model = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod
+    return type(model).__name__
 
 
 def read_weights(path: str | os.PathLike[str], name: str = "model") -> Mapping[str, torch.Tensor]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ddpilot gpu-check``: check ddpilot's claims about accelerators on this machine."""
+"""``ddpilot gpu-check``, ``build-recorder`` and ``topology``: check, prepare and describe this machine and process."""
 
 from __future__ import annotations
 

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ddpilot run``: turn command line words into options, run the script, and return an exit status."""
+"""``ddpilot run``: turn command line words into options, run the script, and return an exit status.
+
+If an option comes first, torchrun's rule applies: everything after the script belongs to the script. If the script
+comes first, the words up to `--` are ddpilot's options and the words after it belong to the script.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LocalBatch`, a rank's piece of a global batch, and empty batches."""
+"""`LocalBatch`, a rank's piece of a global batch; empty batches, sample digests, and moves to a device."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LocalBatch:
     after a last batch that is smaller."""
 
     first_seen: SampleDigest | None = None
-    """For a stream that every rank reads as a whole: a glimpse of the first sample of the global batch, to compare
+    """For a stream that every rank reads as a whole: the digest of the first sample of the global batch, to compare
     between ranks. None otherwise, and without `seed_samples`, when samples may differ."""
 
 
@@ -104,7 +104,7 @@ NOTHING = SampleDigest(0, "nothing")
 
 
 def digest_sample(sample: Any) -> SampleDigest:
-    """Return a digest_sample of `sample`.
+    """Return the digest of `sample`.
 
     Covers numbers, strings, bytes, tensors, arrays and PIL images, also in tuples, lists, mappings and dataclasses; of
     other objects, only the class.

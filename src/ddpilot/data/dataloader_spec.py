@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read sampling and worker options from an existing DataLoader."""
+"""Read sampling and worker options from a DataLoader, and make its samplers reproducible per epoch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make a rank's loader for a map-style or an iterable dataset."""
+"""Make a rank's loader for a map-style dataset, an iterable dataset or a torch DataLoader."""
 
 from __future__ import annotations
 

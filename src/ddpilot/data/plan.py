@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Plan`: divide an epoch into global batches, and each global batch into contiguous pieces, one per rank."""
+"""`Plan`: the order of an epoch's samples, its global batches, and the contiguous piece of each rank.
+
+The order is a function of seed and epoch, never of rank or world size.
+"""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class StreamReader(Dataset[Any]):
 
     It keeps its position in the stream between calls. Without `divides_itself` it reads the whole stream and takes this
     rank's piece of the requested batches: every worker of every rank sees the same stream. With it, the stream is this
-    worker's own. `compared`: include a digest_sample of the first sample of each batch.
+    worker's own. `compared`: include the digest of the first sample of each batch.
     """
 
     def __init__(

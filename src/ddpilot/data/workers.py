@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read with torch's DataLoader, and explain errors of its workers."""
+"""Read, seed and collate samples with torch's DataLoader workers or in the rank, and explain their errors."""
 
 from __future__ import annotations
 

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read NVIDIA's management library (NVML): devices, their PCI locations and usage. No torch and no CUDA context."""
+"""Read NVIDIA's management library (NVML): devices, their PCI locations and usage, and which are visible.
+
+No torch and no CUDA context: initializing CUDA in the launching parent (as `torch.cuda.is_available()` does) would make
+the GPU unusable in every process forked later.
+"""
 
 from __future__ import annotations
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Findings: the results of checks, recorded first and rendered later as text or HTML."""
+"""Findings: results of checks, recorded first and rendered later as text or HTML. Imports `errors`."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks as data, the most important claims first. Does not import torch."""
+"""`Check`, `Outcome`, and the checks as data, the most important claims first. Does not import torch."""
 
 from __future__ import annotations
 
@@ -144,28 +144,28 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(
         name="hang_is_named",
-        module="watching",
+        module="recording",
         claim="a rank that ends early while the other waits is named within 5 s",
         num_devices=0,
         is_pair=True,
     ),
     Check(
         name="mismatch_is_named",
-        module="watching",
+        module="recording",
         claim="different collectives under one number are named within 5 s",
         num_devices=0,
         is_pair=True,
     ),
     Check(
         name="skipped_backward_is_named",
-        module="watching",
+        module="recording",
         claim="a rank that skipped its backward is named within 5 s",
         num_devices=0,
         is_pair=True,
     ),
     Check(
         name="slow_ranks_are_left_alone",
-        module="watching",
+        module="recording",
         claim="slow ranks and queued work are no finding",
         num_devices=0,
         is_pair=True,
@@ -272,13 +272,13 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(
         name="checkpoint_is_of_its_moment",
-        module="saving",
+        module="training",
         claim="a checkpoint has the values of its moment",
         num_devices=0,
     ),
     Check(
         name="checkpoint_of_two_devices",
-        module="saving",
+        module="training",
         claim="the same for a model on two devices",
         num_devices=2,
     ),
@@ -319,7 +319,7 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(
         name="checkpoint_stall",
-        module="saving",
+        module="training",
         claim="saving 400 MB stops training for 0.2 of torch.save's time at most",
         num_devices=0,
     ),

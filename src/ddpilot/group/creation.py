@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Create a process group on a store; used both to enter and to rebuild a group."""
+"""Create the process group, adopt one that other code created, or rebuild it after a failure.
+
+torch's state is the only state; ddpilot keeps no copy of it. Needs a PyTorch that has torch.distributed.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose this rank's device and backend: facts are detected first, and decisions are pure functions of them."""
+"""A rank's device and backend, chosen from detected facts; memory, random states and events of any accelerator."""
 
 from __future__ import annotations
 
@@ -220,6 +220,7 @@ def _require(facts: DeviceFacts, backend: str | None) -> None:
 
 _KNOWN = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "meta")
 """Device types for which `Module.to` moves a parameter by swapping its `.data`."""
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 def runs_behind(device: torch.device) -> bool:
@@ -312,6 +313,13 @@ def memory_facts(device: torch.device) -> tuple[int, int, int] | None:
         return None
     free, total = measure(device)
     return int(free), int(total), int(hold(device))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True if `error` reports that memory ran out, on an accelerator or on the host."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
 def empty_cache(device: torch.device) -> None:

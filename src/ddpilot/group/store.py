@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The key-value store in which ranks meet: determine its host, host it or connect to it."""
+"""The key-value store in which ranks meet: determine its host, host it or connect to it, wait for keys.
+
+`number_env_rendezvous` gives every `init_process_group()` call of user code its own keys in a launch's store: that
+store outlives the groups created on it, and torch uses the same keys for each default group, so a second group would
+read the addresses of the first and wait for ranks that have exited.
+"""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import linecache
+import os
 import sys
 from collections.abc import Callable, Sequence
 from types import CodeType, FrameType
@@ -13,6 +14,11 @@ from typing import Any, NamedTuple, Protocol
 
 from ddpilot.record.call_sites import SiteFinder, describe_site
 from ddpilot.record.journal import JournalWriter
+
+WRAPPER_FILE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "<importlib._bootstrap>")
+"""File name in the code of wrappers. Python skips the frames of its import system, which it recognizes by
+"importlib" and "_bootstrap" in their file name, when it looks for the line that a warning with a `stacklevel` above
+1 refers to; `logging` does so since 3.11. Thus torch's warnings name the user's line, as without guard."""
 
 Hook = Callable[..., Any]
 
@@ -108,6 +114,7 @@ class FunctionWrapper:
                     set_compiler(compiler)
             return result
 
+        wrapper.__code__ = wrapper.__code__.replace(co_filename=WRAPPER_FILE)
         keep_dynamo_out(wrapper)
         wrapper._ddpilot_wrapping = self  # type: ignore[attr-defined]
         return wrapper

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patch attributes of a library in this process, and restore them when the session ends."""
+"""Import slow dependencies of a library before ranks are forked, and patch it until the session ends."""
 
 from __future__ import annotations
 

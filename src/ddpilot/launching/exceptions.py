@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Message of an exception, even if its own `__str__` raises."""
+"""Facts about an exception of a rank: its message, its exit code, and whether another rank's failure caused it.
+
+Such a victim's error can arrive before the failure that caused it (measured with gloo: up to 0.1 s earlier).
+"""
 
 from __future__ import annotations
 

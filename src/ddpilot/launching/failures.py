@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Determine which rank failed first and build the error that reports it."""
+"""Determine which rank failed first, and where, and build the error that reports it."""
 
 from __future__ import annotations
 

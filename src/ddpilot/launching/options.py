@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of a launch, validated on construction."""
+"""Options of a launch, validated on construction, and checks of keyword arguments."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_args
 
 from ddpilot.errors import LaunchError, did_you_mean
+from ddpilot.output.writer import Output
 
-Output = Literal["labelled", "rank_zero", "silent"]
 StartMethod = Literal["auto", "fork", "spawn"]
 _COUNT_WORDS = ("auto", "cpu", "gpu")
 _MAX_RANKS = 1024

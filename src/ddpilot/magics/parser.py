@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, get_args
 
 from ddpilot.errors import DdpilotError, did_you_mean
-from ddpilot.launching.options import Output
+from ddpilot.output.writer import Output
 from ddpilot.session.options import SessionOptions
 from ddpilot.watch.options import Action
 

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`CellOutput`: splits one cell's output into lines, merges equal output of several ranks and shows it in order."""
+"""Output of one cell: split into lines, merged if equal on several ranks, and shown in order.
+
+`BaseView` is the base class of the views for terminals and notebooks: it passes each message to its cell's output.
+`PartialLines` shows lines that have no newline yet, such as those of `print(".", end="", flush=True)` in a loop.
+"""
 
 from __future__ import annotations
 

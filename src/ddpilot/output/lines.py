@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Split a stream of bytes into lines and progress-bar updates."""
+"""Split streams of bytes into lines, merge identical lines of several ranks, and keep each rank's last lines."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class LineMerger:
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._begun: dict[int, deque[PendingLine]] = {}
-        """PendingLine lines by the rank that printed them first: each sorted by place, and by age."""
+        """Pending lines by the rank that printed them first: each sorted by place, and by age."""
         self._tops: list[tuple[int, int]] = []  # heap of the places of the first line of each of them
         self._num_waiting = 0
         self._by_text: dict[str, dict[str, list[PendingLine]]] = {}

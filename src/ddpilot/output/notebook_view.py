@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`NotebookView`: shows labelled lines of ranks, and rich displays once for all ranks where they look the same."""
+"""`NotebookView`: shows labelled lines of ranks, and rich displays once for all ranks where they look the same.
+
+`WidgetStates` reads the state of ranks' widgets from their messages, to find widgets that look the same. `CommBridge`
+connects them to the front end, by comms of the notebook's kernel with the same ids.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,12 @@ from typing import Any
 import comm
 from IPython.core.error import StdinNotImplementedError
 
-from ddpilot.launching.options import Output
 from ddpilot.output.cell_output import BaseView
 from ddpilot.output.rich_output import WIDGET, RichOutput, read_rich
 from ddpilot.output.screen import Screen, TextScreen
 from ddpilot.output.shared_displays import Publisher, SharedDisplay, SharedDisplays
 from ddpilot.output.view import RankMessage, SendToRank
+from ddpilot.output.writer import Output
 
 _MAX_REMEMBERED = 10_000
 """Maximum number of lines and displays of a cell that can be shown again after `clear_output` on some of its ranks."""
@@ -47,7 +51,7 @@ class NotebookScreen(TextScreen):
         places.is_labelled = mode == "labelled"
 
     def hides_rich(self, rank: int) -> bool:
-        """True if the output mode excludes this rank. RichOutput displays do not count for the limit."""
+        """True if the output mode excludes this rank. Rich output does not count for the limit."""
         return self._rank_mode == "silent" or (self._rank_mode == "rank_zero" and rank != 0)
 
     def line(self, ranks: Sequence[int], stream: str, text: str) -> None:

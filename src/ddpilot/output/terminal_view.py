@@ -8,9 +8,9 @@ import os
 import re
 import sys
 
-from ddpilot.launching.options import Output
 from ddpilot.output.cell_output import BaseView
 from ddpilot.output.screen import Screen, TextScreen
+from ddpilot.output.writer import Output
 
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 

@@ -7,11 +7,12 @@ import functools
 import io
 import sys
 from collections.abc import Container, Iterable, Sequence
-from typing import TextIO
+from typing import Literal, TextIO
 
 from ddpilot.findings.text import render_ranks
-from ddpilot.launching.options import Output
 from ddpilot.output.lines import PendingLine
+
+Output = Literal["labelled", "rank_zero", "silent"]
 
 _NOTEBOOK_LIMIT_BYTES = 1_000_000
 

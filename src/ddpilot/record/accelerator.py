@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asynchronous copies of accelerator tensors into host memory."""
+"""The accelerator without waiting for it: copies into host memory, and whether a graph is being captured."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _TORCH_KINDS = {
     "nn/parallel/distributed.py": DDP,
     "utils/_contextlib.py": WRAPPER,
 }
-_GUARD_WRAPPER = os.path.join("guard", "importlib_bootstrap_like.py")
+_GUARD_WRAPPER = os.path.join("guard", "<importlib._bootstrap>")  # `ddpilot.guard.probe.WRAPPER_FILE`
 _TORCH_HOOKS = "distributed/algorithms/ddp_comm_hooks/"
 _MAX_CALLERS = 5
 _MAX_FRAMES = 16

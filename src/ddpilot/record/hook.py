@@ -47,8 +47,8 @@ def find_rings(folder: str | os.PathLike[str]) -> Mapping[int, Path]:
 def start(rank_start: RankStart) -> Recording | None:
     """Record every collective of this process until it exits, in the folder of `RING_DIR_VARIABLE`.
 
-    Other processes can also request its main thread's stack there (`ddpilot.record.main_thread`). Returns the recording, or
-    None without that variable. Errors are reported in one line on stderr, and the rank continues.
+    Other processes can also request its main thread's stack there (`ddpilot.record.main_thread`). Returns the
+    recording, or None without that variable. Errors are reported in one line on stderr, and the rank continues.
     """
     folder = rank_start.environ.get(RING_DIR_VARIABLE)
     if not folder:

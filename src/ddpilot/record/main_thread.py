@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let a rank write its Python stack into a file on request from another process.
+"""Show other processes where a rank's main thread is: its Python stack, and calls that start a process group.
 
 A thread of the rank writes it as soon as it gets the GIL: the frames of a thread that is running Python code cannot be
 read from outside, nor from a signal handler in C. `faulthandler` tries, and about one signal in a hundred then ends a
@@ -240,7 +240,11 @@ def connecting_path(folder: str | os.PathLike[str], rank: int) -> Path:
 
 
 class ConnectFile:
-    """Keeps the file `path` in existence while the main thread may be in a `TCPStore` call."""
+    """Keeps the file `path`, with the main thread's stack, while that may be in a `TCPStore` call.
+
+    It must not be interrupted then: between two attempts to connect, torch sleeps; a signal ends this sleep with an
+    error, so that torch starts over and waits longer, or gives up if its timeout has expired.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ddpilot.errors import LaunchError
-from ddpilot.launching.options import LaunchOptions, Output
+from ddpilot.launching.options import LaunchOptions
+from ddpilot.output.writer import Output
 from ddpilot.watch.options import OnFinding, WatchOptions
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"

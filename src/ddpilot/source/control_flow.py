@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find statements where control flow may differ between ranks: guards, early exits, swallowed errors, skipped steps."""
+"""Find statements where control flow may differ between ranks.
+
+These are guards, early exits, swallowed errors, skipped iterations, ends of loops, and loops over sets.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,7 @@ import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ddpilot.source.parsed_file import Block, Source, Sources
-from ddpilot.watch.explain.text import show_file
-from ddpilot.watch.snapshot.stacks import Chain
+from ddpilot.source.parsed_file import Block, Source
 
 _ENDS = ("exit", "_exit", "quit", "abort")
 _SUPPRESSES = ("suppress",)
@@ -425,34 +426,12 @@ def _ends_well(node: ast.AST) -> bool:
     return not isinstance(given, ast.JoinedStr) and not (isinstance(given, ast.Constant) and given.value)
 
 
-UNORDERED_FIX = "go over `sorted(...)` of it, or over a list or a dict that all ranks fill in the same order"
-
 _SETS = ("set", "frozenset")
 _KEEP_ORDER = ("list", "tuple", "iter", "enumerate", "zip", "map", "filter", "reversed", "dict", "fromkeys", "tqdm")
 _OF_SETS = ("union", "intersection", "difference", "symmetric_difference")
 _VIEWS = ("keys", "items", "values", "copy")
 _DEPTH = 6
 """Maximum number of names and calls through which a set is followed."""
-
-
-def say_unordered(one: Chain, other: Chain, sources: Sources) -> str:
-    """Return a sentence if both call chains are at one line in a loop over a set; empty otherwise.
-
-    For one of them only its line may be known.
-    """
-    num_common = min(len(one), len(other))
-    ends = [[(frame.file, frame.line) for frame in chain[len(chain) - num_common :]] for chain in (one, other)]
-    if not num_common or ends[0] != ends[1]:
-        return ""
-    for frame in reversed(max(one, other, key=len)):
-        source = sources.find(frame)
-        line = find_unordered_loop(source, frame.line) if source is not None else None
-        if source is not None and line is not None:
-            spot = f"`{source.text(line)}` ({show_file(frame.file)}:{line})"
-            return (
-                f"{spot} goes over a set, which has another order in each process: the ranks are at different entries"
-            )
-    return ""
 
 
 def find_unordered_loop(source: Source, line: int) -> int | None:

@@ -10,7 +10,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ddpilot.watch.snapshot.model import CodeLine
+
+@dataclass(frozen=True, slots=True)
+class CodeLine:
+    """One call on a stack."""
+
+    file: str
+    line: int
+    function: str
+    text: str = ""
+    """The source line without indentation; empty if unknown."""
+
+
+Chain = tuple[CodeLine, ...]
+"""Calls in the user's code, outermost first: each is the line that made the next call."""
+
 
 _RANK_NAME = re.compile(
     r"""_*(?:(?:is|am|i|on|if|not|get|my|own|this|the|cur|current)_?)*(?:

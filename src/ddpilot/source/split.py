@@ -21,9 +21,7 @@ from ddpilot.source.control_flow import (
     swallowers,
     unsynced,
 )
-from ddpilot.source.parsed_file import Block, Source, Sources
-from ddpilot.watch.snapshot.model import CodeLine
-from ddpilot.watch.snapshot.stacks import Chain
+from ddpilot.source.parsed_file import Block, Chain, CodeLine, Source, Sources
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Callback`, the base class of objects that `Trainer` calls during training, on rank 0 or on all ranks."""
+"""`Callback`, the base class of callbacks, and `CallbackRunner`, which calls them on rank 0 or on all ranks."""
 
 from __future__ import annotations
 

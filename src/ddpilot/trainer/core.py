@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`TrainerCore`, the constructor, attributes and reports of a `Trainer`."""
+"""`TrainerCore`: the state of a `Trainer`, its default training step, and the part of it that checkpoints hold."""
 
 from __future__ import annotations
 
@@ -15,22 +15,29 @@ from ddpilot.findings.finding import Finding
 from ddpilot.launcher import Launcher
 from ddpilot.trainer.callback import Callback, check_callbacks
 from ddpilot.trainer.checks import (
+    check_choice,
     check_metrics,
     check_model,
-    check_trainer,
+    is_count,
     naming_arguments,
 )
 from ddpilot.trainer.history import History
-from ddpilot.trainer.losses import EpochLosses, Forward
+from ddpilot.trainer.losses import EpochLosses, Forward, Summands, check_attached, check_weighted, with_count
 from ddpilot.trainer.optimizers import make_ema, make_optimizers, make_schedulers
+from ddpilot.trainer.run import Run
 from ddpilot.training.evaluation.evaluate import forward_batch
 from ddpilot.training.loop import Loop
-from ddpilot.training.models.ddp import class_name
+from ddpilot.training.models.ddp import class_name, run_in_forward
 from ddpilot.training.models.explain import Explanation
 from ddpilot.training.step.precision import Kind
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+_MAKING = "making a Trainer"
+_NUM_CHECKED = 8
+"""Number of batches per epoch whose labels are checked, which waits for the device."""
 
 
 class TrainerCore:
@@ -96,6 +103,33 @@ class TrainerCore:
     def all_metrics(self) -> dict[str, Any]:
         """The metrics, and the loss under the name "loss"."""
         return self.metrics if self.loss_fn is None else {"loss": self.loss_fn, **self.metrics}
+
+    def train_batch(self, run: Run, batch: Any) -> Any:
+        """Process one batch: forward, backward, and an update if one is due. Override it for a different training step.
+
+        Returns what to record: a mean loss, (mean loss, count), or a dict of these by name. `run.wrapped` is the model
+        to call, `run.optimizers` are the optimizers to step, and `run.loop` has `accumulate`, `backward` and `step`.
+        """
+        loop = run.loop
+        if self.loss_fn is None:
+            raise LoopError("training a batch", found="no `loss_fn`", fix="Give one, or override `train_batch`.")
+        parts = run.wrapped.values() if isinstance(run.wrapped, dict) else [run.wrapped]
+        wrapped = nn.ModuleDict(run.wrapped) if isinstance(run.wrapped, dict) else run.wrapped
+        with loop.accumulate(*parts):
+            output, target = run_in_forward(wrapped, lambda model: self.forward(model, batch))
+            loss, count = with_count(self.loss_fn(output, target))
+            if not isinstance(loss, Mapping):
+                check_attached(loss, loop.rank)
+            if count is None and loop.batch is not None and loop.batch.index < _NUM_CHECKED:
+                check_weighted(loss, output, batch, loop.rank)
+            loop.backward(loss, count)
+        if self.clip_norm is not None:
+            loop.clip_grad_norm_(run.model.parameters(), self.clip_norm)
+        for name, optimizer in run.optimizers.items():
+            loop.step(optimizer, run.schedulers.get(name))
+        if isinstance(loss, Mapping):
+            return Summands(loss)
+        return loss if count is None else (loss, count)
 
     def __repr__(self) -> str:
         num = sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
@@ -170,3 +204,22 @@ class FitState:
             place = next((place for place, (kind, _) in enumerate(left) if kind == name), None)
             if place is not None:
                 callback.load_state_dict(left.pop(place)[1])
+
+
+def check_trainer(trainer: TrainerCore) -> None:
+    """Raise LoopError for invalid arguments, and for those that would train or measure something else than intended."""
+    loss_fn: object = trainer.loss_fn
+    if loss_fn is not None and not callable(loss_fn):
+        found = f"`loss_fn` is {loss_fn!r}"
+        raise LoopError(_MAKING, found=found, fix="Give a function of (output, target): torch.nn.functional.mse_loss.")
+    if trainer.loss_fn is not None and "loss" in trainer.metrics:
+        found = "a metric called 'loss', which is the name of `loss_fn` in the history and in evaluations"
+        raise LoopError(_MAKING, found=found, fix="Call the metric by another name.")
+    check_choice(_MAKING, "precision", trainer.precision, ("fp32", "bf16", "fp16"))
+    check_choice(_MAKING, "scheduler_per", trainer.scheduler_per, ("update", "epoch"))
+    if trainer.clip_norm is not None and not trainer.clip_norm > 0:
+        found = f"`clip_norm` is {trainer.clip_norm}"
+        raise LoopError(_MAKING, found=found, fix="Give a limit above 0; None does not clip.")
+    if not is_count(trainer.accumulate) or trainer.accumulate < 1:
+        found = f"`accumulate` is {trainer.accumulate!r}"
+        raise LoopError(_MAKING, found=found, fix="Give a number of batches, 1 or more.")

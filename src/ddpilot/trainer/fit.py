@@ -1,23 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of `Trainer.fit` that runs on a rank: the training loop."""
+"""`Trainer.fit`: its options, their checks, and the training loop that runs on each rank."""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch.optim import Optimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ddpilot.data.loaders import make_loader, make_stream_loader, shard_loader
 from ddpilot.errors import LoopError
 from ddpilot.group.protocol import GroupLike
 from ddpilot.trainer.callback import CallbackRunner
-from ddpilot.trainer.core import FitState, Position
-from ddpilot.trainer.history import measured
+from ddpilot.trainer.checks import check_forward, check_loader_options, check_names, check_whole, is_count, suggest
+from ddpilot.trainer.core import FitState, Position, TrainerCore
+from ddpilot.trainer.history import BOOKKEEPING, measured
 from ddpilot.trainer.optimizers import relink
 from ddpilot.trainer.ranks import group_here
 from ddpilot.trainer.result import FitResult, collect_result
@@ -27,13 +31,13 @@ from ddpilot.training.coordination.stop import StopSignals
 from ddpilot.training.loop import Loop
 from ddpilot.training.models.ddp import unwrap
 from ddpilot.training.models.optimizers import ShardedState
+from ddpilot.training.options import CheckpointOptions
 from ddpilot.training.resume.position import describe_data
 
-if TYPE_CHECKING:
-    from ddpilot.trainer.trainer import Trainer
-
-
 _REASONS = {"SIGINT": "interrupted", "time": "the time of `max_time_s` is over", "asked": "a callback asked for it"}
+
+
+_FITTING = "starting a fit"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +62,14 @@ class FitOptions:
     ddp: Mapping[str, Any]
 
 
-def fit_on_rank(trainer: Trainer, fit: FitOptions) -> FitResult | None:
+def fit_on_rank(trainer: TrainerCore, fit: FitOptions) -> FitResult | None:
     """Train on a rank that was started for it; returns on rank 0 what the parent loads. Collective."""
     with StopSignals() as signals:
         late = fit_here(trainer, fit, signals)
         return collect_result(trainer, group_here(), late)
 
 
-def fit_here(trainer: Trainer, fit: FitOptions, signals: StopSignals) -> Exception | None:
+def fit_here(trainer: TrainerCore, fit: FitOptions, signals: StopSignals) -> Exception | None:
     """Train `trainer`'s model on this rank, together with the other ranks. Collective.
 
     `signals`: already entered, so that an interrupt before the first update or after the last one loses nothing.
@@ -89,7 +93,7 @@ def fit_here(trainer: Trainer, fit: FitOptions, signals: StopSignals) -> Excepti
         loop.release_directory()
 
 
-def _fit_by(loop: Loop, trainer: Trainer, fit: FitOptions) -> Exception | None:
+def _fit_by(loop: Loop, trainer: TrainerCore, fit: FitOptions) -> Exception | None:
     loop.findings = trainer.findings
     train_loader, val_loader = _make_loaders(fit, loop)
     data = describe_data(train_loader)
@@ -142,7 +146,7 @@ def _resume(loop: Loop, run: Run, fit: FitOptions) -> None:
     loop.print(f"resumes at epoch {loop.epoch}; {goal}: {left} more, up to {run.num_epochs}", flush=True)
 
 
-def _prepare(trainer: Trainer, loop: Loop, fit: FitOptions) -> tuple[Run, FitState]:
+def _prepare(trainer: TrainerCore, loop: Loop, fit: FitOptions) -> tuple[Run, FitState]:
     model, options = trainer.model, dict(fit.ddp)
     shard = options.pop("shard", None)
     parts = trained_parts(model) or {"": model}
@@ -197,7 +201,7 @@ def _make_loaders(fit: FitOptions, loop: Loop) -> tuple[Loader, Loader | None]:
 
 
 def _train_epoch(
-    trainer: Trainer,
+    trainer: TrainerCore,
     run: Run,
     train: Loader,
     val: Loader | None,
@@ -253,7 +257,7 @@ def _say_untrained(run: Run) -> None:
 
 
 def _train_batches(
-    trainer: Trainer, run: Run, loader: Loader, watchers: CallbackRunner, story: FitState
+    trainer: TrainerCore, run: Run, loader: Loader, watchers: CallbackRunner, story: FitState
 ) -> list[dict[str, Any]]:
     loop, ledger = run.loop, story.begin_epoch(run.loop)
     for batch in loop.batches(loader):
@@ -276,12 +280,12 @@ def _train_batches(
     return rows
 
 
-def _validate(trainer: Trainer, run: Run, loader: Loader) -> dict[str, Any]:
+def _validate(trainer: TrainerCore, run: Run, loader: Loader) -> dict[str, Any]:
     model = find_inner(run.ema or run.model)
     return run.loop.evaluate(model, loader, trainer.all_metrics, forward=trainer.forward)
 
 
-def _step_per_epoch(trainer: Trainer, run: Run) -> None:
+def _step_per_epoch(trainer: TrainerCore, run: Run) -> None:
     for scheduler in trainer.schedulers.values():
         if isinstance(scheduler, ReduceLROnPlateau):
             if run.skips_validation:
@@ -293,7 +297,7 @@ def _step_per_epoch(trainer: Trainer, run: Run) -> None:
             scheduler.step()
 
 
-def _is_per_update(trainer: Trainer, scheduler: Any) -> bool:
+def _is_per_update(trainer: TrainerCore, scheduler: Any) -> bool:
     return trainer.scheduler_per == "update" and not isinstance(scheduler, ReduceLROnPlateau)
 
 
@@ -354,3 +358,117 @@ def _options_of_loader(
         )
     kept = {name: value for name, value in options.items() if name not in ("shuffle", "num_workers")}
     return {**kept, "batch_size_per_rank": per_rank is not None}
+
+
+def check_fit(trainer: TrainerCore, fit: FitOptions, *, has_own_step: bool) -> None:
+    """Raise LoopError for what would fail on every rank, before a rank is started."""
+    for name in ("epochs", "until_epoch"):
+        number = getattr(fit, name)
+        if not (number is None and name == "until_epoch") and (not is_count(number) or number < 0):
+            found = f"`{name}` is {number!r}"
+            raise LoopError(_FITTING, found=found, fix="Give a whole number of epochs, 0 or more.")
+    if fit.train_set is None:
+        raise LoopError(_FITTING, found="`train_set` is None", fix="Give a dataset or a DataLoader.")
+    for name, data in (("train_set", fit.train_set), ("val_set", fit.val_set)):
+        _check_single(name, data)
+        _check_samples(name, data)
+    check_whole(_FITTING, "`val_set`", fit.val_set)
+    if not is_count(fit.validate_every) or fit.validate_every < 1:
+        found = f"`validate_every` is {fit.validate_every!r}"
+        raise LoopError(_FITTING, found=found, fix="Give a number of epochs, 1 or more.")
+    _check_sizes(fit)
+    check_loader_options(_FITTING, "`loader`", fit.loader)
+    options = [*inspect.signature(Loop.prepare).parameters, *inspect.signature(DistributedDataParallel).parameters]
+    check_names(
+        _FITTING, "`ddp`", fit.ddp, [name for name in options if name not in ("self", "things", "more", "module")]
+    )
+    _check_checkpoints(fit)
+    _check_step(trainer, has_own_step)
+    if not has_own_step or fit.val_set is not None:
+        check_forward(_FITTING, trainer.model, trainer.has_own_forward)
+    _check_watched(trainer, fit, has_own_step)
+
+
+def _check_single(name: str, data: object) -> None:
+    """Raise LoopError for several datasets in a mapping or a sequence."""
+    if isinstance(data, Mapping) and data and 0 not in data:
+        several = f"a {type(data).__name__} of {', '.join(map(repr, data))}"
+    elif isinstance(data, list | tuple) and any(isinstance(one, Dataset | DataLoader) for one in data):
+        several = f"a {type(data).__name__} of {len(data)}: {', '.join(type(one).__name__ for one in data[:4])}"
+    else:
+        return
+    fix = "Give one dataset; torch.utils.data.ConcatDataset joins several."
+    if name == "val_set":
+        fix += " trainer.evaluate(data) measures each of the others after the fit."
+    raise LoopError(_FITTING, found=f"`{name}` is {several}, and a fit takes one dataset", fix=fix)
+
+
+def _check_samples(name: str, data: object) -> None:
+    """Raise LoopError for an empty dataset, whose mean loss would be NaN."""
+    dataset = data.dataset if isinstance(data, DataLoader) else data
+    if not isinstance(dataset, IterableDataset) and hasattr(dataset, "__len__") and not len(dataset):
+        found = f"`{name}` is empty: a {type(dataset).__name__} of 0 samples"
+        fix = "Look at where its samples come from." + " Without a `val_set` nothing is validated." * (
+            name == "val_set"
+        )
+        raise LoopError(_FITTING, found=found, fix=fix)
+
+
+def check_goal(epochs: int | None, until_epoch: int | None) -> None:
+    """Raise LoopError if both are given: the number of further epochs and the total."""
+    if epochs is not None and until_epoch is not None:
+        found = f"`epochs={epochs!r}`, so many more, and `until_epoch={until_epoch!r}`, so many in all"
+        raise LoopError(_FITTING, found=found, fix="Give one of the two.")
+
+
+def _check_sizes(fit: FitOptions) -> None:
+    if isinstance(fit.train_set, DataLoader) or hasattr(fit.train_set, "iterate"):
+        return
+    given = [name for name, size in fit.sizes.items() if size is not None]
+    if len(given) != 1:
+        found = f"{' and '.join(map(repr, given)) or 'no batch size'}, and a {type(fit.train_set).__name__}"
+        fix = "Give `global_batch_size`, of all ranks together, or `batch_size_per_rank`."
+        raise LoopError(_FITTING, found=found, fix=fix)
+
+
+def _check_checkpoints(fit: FitOptions) -> None:
+    options = fit.checkpoints
+    known = [field.name for field in dataclasses.fields(CheckpointOptions)]
+    check_names(_FITTING, "`checkpoints`", options, known)
+    more = [name for name in options if name not in ("checkpoint_dir", "resume")]
+    if more and options["checkpoint_dir"] is None:
+        found = f"`checkpoints` with {', '.join(map(repr, more))}, and no `checkpoint_dir`: nothing would be saved"
+        raise LoopError(_FITTING, found=found, fix="Give a `checkpoint_dir`.")
+
+
+def _check_step(trainer: TrainerCore, has_own_step: bool) -> None:
+    if not any(parameter.requires_grad for parameter in trainer.model.parameters()):
+        found = "all parameters of the model are frozen, so there is nothing to train"
+        raise LoopError(_FITTING, found=found, fix='Unfreeze some: `ddpilot.unfreeze(model, "head")`.')
+    if has_own_step:
+        return
+    if trainer.loss_fn is None:
+        raise LoopError(_FITTING, found="no `loss_fn`", fix="Give one, or override `train_batch`.")
+    for optimizer in trainer.optimizers.values():
+        if isinstance(optimizer, LBFGS):
+            found = "LBFGS, whose step calls the model several times"
+            raise LoopError(_FITTING, found=found, fix="Use another optimizer, or override `train_batch`.")
+
+
+def _check_watched(trainer: TrainerCore, fit: FitOptions, has_own_step: bool) -> None:
+    """Check monitored names against the columns of the history, unless user code may add columns."""
+    if has_own_step or any(not type(one).__module__.startswith("ddpilot.") for one in trainer.callbacks):
+        return
+    validation = [] if fit.val_set is None else [f"val_{name}" for name in trainer.all_metrics]
+    known = ["loss", *validation, *BOOKKEEPING]
+    best = str(fit.checkpoints.get("best") or "").split()
+    watched = [("`checkpoints` with best", best[1])] if len(best) == 2 else []
+    for callback in trainer.callbacks:
+        if isinstance(name := getattr(callback, "monitor", None), str):
+            watched.append((type(callback).__name__, name))
+    for who, name in watched:
+        if name not in known and name.split(".")[0] not in known:
+            needs = " There is no `val_set`." if name.startswith("val_") and fit.val_set is None else ""
+            raise LoopError(
+                _FITTING, found=f"{who} watches {name!r}, which no epoch will have", fix=suggest(name, known) + needs
+            )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`History`, the losses and metrics of a training as plain lists of dicts."""
+"""`History`, the losses and metrics of a training as plain lists of dicts, and its plot."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses of an epoch, accumulated without waiting for the device and reduced over the ranks once, at its end."""
+"""Losses that a training step returns: check, accumulate over an epoch, and reduce over the ranks once, at its end."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decide where a Trainer method runs: on newly launched ranks, on the current rank, or in this process."""
+"""Run a Trainer method on new ranks, on the current rank, or in this process, with the parent's torch settings."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 from torch import nn
@@ -19,13 +19,10 @@ from ddpilot.group.protocol import GroupLike
 from ddpilot.launching.failures import Failure, build_error
 from ddpilot.launching.rank_reports import Raised
 from ddpilot.launching.rank_server.rank import describe_raised
-from ddpilot.trainer.core import Position
+from ddpilot.trainer.core import Position, TrainerCore
 from ddpilot.training.models.explain import Explanation
 from ddpilot.training.models.optimizers import full_state
 from ddpilot.training.nested import plain_attributes
-
-if TYPE_CHECKING:
-    from ddpilot.trainer.trainer import Trainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +48,7 @@ class FitResult:
     pickled."""
 
 
-def collect_result(trainer: Trainer, group: GroupLike, late: Exception | None) -> FitResult | None:
+def collect_result(trainer: TrainerCore, group: GroupLike, late: Exception | None) -> FitResult | None:
     """Return the outcome on rank 0; None on other ranks. Collective if optimizer state is sharded."""
     optimizers = {name: full_state(optimizer) for name, optimizer in trainer.optimizers.items()}
     return _gather(trainer, optimizers, late) if group.is_rank_zero else None
@@ -84,7 +81,7 @@ def _pack(error: Exception) -> tuple[Raised, bytes]:
     return describe_raised(error), pickled
 
 
-def _gather(trainer: Trainer, optimizers: dict[str, dict[str, Any]], late: Exception | None = None) -> FitResult:
+def _gather(trainer: TrainerCore, optimizers: dict[str, dict[str, Any]], late: Exception | None = None) -> FitResult:
     model = trainer.model
     return FitResult(
         weights=model.state_dict(),
@@ -103,7 +100,7 @@ def _gather(trainer: Trainer, optimizers: dict[str, dict[str, Any]], late: Excep
     )
 
 
-def load_result(trainer: Trainer, outcome: FitResult) -> None:
+def load_result(trainer: TrainerCore, outcome: FitResult) -> None:
     """Load `outcome` into `trainer`'s model, optimizers and callbacks in place."""
     model = trainer.model
     model.load_state_dict(outcome.weights)
@@ -128,7 +125,7 @@ def load_result(trainer: Trainer, outcome: FitResult) -> None:
 
 
 @contextmanager
-def rollback_on_error(trainer: Trainer) -> Iterator[None]:
+def rollback_on_error(trainer: TrainerCore) -> Iterator[None]:
     """Restore the trainer's state if an exception is raised, as after a failed fit on ranks, which train copies."""
     before = copy.deepcopy(_gather(trainer, {name: each.state_dict() for name, each in trainer.optimizers.items()}))
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Run`, the running fit as seen by callbacks and by an overridden `train_batch`."""
+"""`Run`, the running fit as seen by callbacks and `train_batch`, and calls of its model outside of training."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Trainer`: a complete training loop."""
+"""`Trainer`: its methods, and the functions that run them on each rank."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -17,20 +17,27 @@ from ddpilot.group.device import capture_rng, move, restore_rng
 from ddpilot.group.protocol import GroupLike
 from ddpilot.trainer.checks import (
     check_choice,
-    check_fit,
     check_forward,
-    check_goal,
     check_loader_options,
     check_whole,
     naming_arguments,
 )
 from ddpilot.trainer.core import TrainerCore
-from ddpilot.trainer.fit import NO_SIZES, FitOptions, bring_state, fit_here, fit_on_rank, make_loader_of
+from ddpilot.trainer.fit import (
+    NO_SIZES,
+    FitOptions,
+    bring_state,
+    check_fit,
+    check_goal,
+    fit_here,
+    fit_on_rank,
+    make_loader_of,
+)
 from ddpilot.trainer.history import History
-from ddpilot.trainer.losses import Forward, Summands, check_attached, check_weighted, with_count
+from ddpilot.trainer.losses import Forward, with_count
 from ddpilot.trainer.ranks import group_here, is_on_ranks, run_on_ranks, say_ignored, share_weights
 from ddpilot.trainer.result import explain_late, load_result, rollback_on_error
-from ddpilot.trainer.run import Run, call_model, find_inner
+from ddpilot.trainer.run import call_model, find_inner
 from ddpilot.training.batch_size import BatchSizeSearch, check_search, find_batch_size
 from ddpilot.training.batches import Loader
 from ddpilot.training.coordination.stop import StopSignals
@@ -39,97 +46,12 @@ from ddpilot.training.evaluation.evaluate import evaluate, predict_batch
 from ddpilot.training.evaluation.predict import predict
 from ddpilot.training.loop import Loop
 from ddpilot.training.losses import add_losses
-from ddpilot.training.models.ddp import run_in_forward
 from ddpilot.training.step.precision import Precision
-
-if TYPE_CHECKING:
-    from ddpilot.trainer.core import TrainerCore
-
-
-class InferenceTrainer(TrainerCore):
-    """Evaluate, predict and call the model, in this process or on ranks."""
-
-    def evaluate(
-        self,
-        dataset: Any,
-        *,
-        metrics: Mapping[str, Any] | None = None,
-        forward: Forward | None = None,
-        nproc_per_node: int | str = 0,
-        **options: Any,
-    ) -> dict[str, Any]:
-        """Return the loss and each metric over all samples of `dataset`, each counted once.
-
-        Runs in this process, where it moves the model to the device; with `nproc_per_node` on ranks that are started
-        for it; on an existing rank in place, which is collective. `metrics`, `forward`: replace the trainer's.
-        `options`: those of `Loop.loader`, such as `global_batch_size` (default: that of the last fit, or 64) and
-        `num_workers`.
-        """
-        wanted = self.all_metrics if metrics is None else dict(metrics)
-        check_loader_options("evaluating", "`evaluate`", options)
-        check_forward("evaluating", self.model, forward is not None or self.has_own_forward)
-        check_whole("evaluating", "`dataset`", dataset)
-        if is_on_ranks() or nproc_per_node == 0:
-            return evaluate_here(self, dataset, wanted, forward, options)
-        said = run_on_ranks(self, nproc_per_node, "evaluate", evaluate_here, dataset, wanted, forward, options)
-        found: dict[str, Any] = said[0]
-        return found
-
-    def predict(
-        self,
-        dataset: Any,
-        *,
-        to: str | os.PathLike[str] | None = None,
-        forward: Callable[[nn.Module, Any], Any] | None = None,
-        nproc_per_node: int | str = 0,
-        **options: Any,
-    ) -> Any:
-        """Return the model's outputs for all samples of `dataset`, in its order, on the CPU. See `Loop.predict`.
-
-        Runs where `evaluate` would, with the same `options`. `to`: a folder, which must not exist, to write the outputs
-        to batch by batch. `forward(model, batch)` returns the part of the output to keep, with one row per sample:
-        `lambda model, batch: model(**batch)["logits"]`. On an existing rank, only rank 0 gets the outputs. Returns None
-        if there are no samples.
-        """
-        check_loader_options("predicting", "`predict`", options)
-        check_forward("predicting", self.model, forward is not None or self.has_own_forward)
-        check_whole("predicting", "`dataset`", dataset)
-        if is_on_ranks() or nproc_per_node == 0:
-            return predict_here(self, dataset, to, forward, options)
-        return run_on_ranks(self, nproc_per_node, "predict", predict_here, dataset, to, forward, options)[0]
-
-    def output_of(self, model: nn.Module, batch: Any) -> Any:
-        """Return the prediction for a batch; it needs a target in the batch only if `forward` does."""
-        return self.forward(model, batch)[0] if self.has_own_forward else predict_batch(model, batch)
-
-    def call(
-        self,
-        method: str,
-        *args: Any,
-        ranks: Literal["zero", "all"] = "zero",
-        nproc_per_node: int | str = 0,
-        **kwargs: Any,
-    ) -> Any:
-        """Call the model's `method`, such as "sample", unwrapped, in eval mode, without gradients.
-
-        Runs in this process; with `nproc_per_node` on ranks that are started for it, and returns rank 0's result, or
-        with `ranks="all"` a list of every rank's; on an existing rank in place, where ranks not in `ranks` return None.
-        Not collective. Tensors in the result are on the CPU.
-        """
-        check_choice(f"calling `{method}` of the model", "ranks", ranks, ("zero", "all"))
-        if is_on_ranks() or nproc_per_node == 0:
-            return call_here(self, method, args, kwargs, ranks)
-        said = run_on_ranks(self, nproc_per_node, "call", call_here, method, args, kwargs, ranks)
-        return list(said) if ranks == "all" else said[0]
-
 
 _WHICH_SIZE = "Say `global_batch_size`, of all ranks together, or `batch_size_per_rank`."
 
-_NUM_CHECKED = 8
-"""Number of batches per epoch whose labels are checked, which waits for the device."""
 
-
-class Trainer(InferenceTrainer):
+class Trainer(TrainerCore):
     """A complete training loop built on `Loop`, with the model and what defines an update.
 
     `model`: a module on the CPU, or a ModuleDict of several. `loss_fn(output, target)`: returns this rank's mean loss,
@@ -234,32 +156,78 @@ class Trainer(InferenceTrainer):
         late = outcomes[0].late
         return None if late is None else explain_late(late, len(outcomes))
 
-    def train_batch(self, run: Run, batch: Any) -> Any:
-        """Process one batch: forward, backward, and an update if one is due. Override it for a different training step.
+    def evaluate(
+        self,
+        dataset: Any,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        forward: Forward | None = None,
+        nproc_per_node: int | str = 0,
+        **options: Any,
+    ) -> dict[str, Any]:
+        """Return the loss and each metric over all samples of `dataset`, each counted once.
 
-        Returns what to record: a mean loss, (mean loss, count), or a dict of these by name. `run.wrapped` is the model
-        to call, `run.optimizers` are the optimizers to step, and `run.loop` has `accumulate`, `backward` and `step`.
+        Runs in this process, where it moves the model to the device; with `nproc_per_node` on ranks that are started
+        for it; on an existing rank in place, which is collective. `metrics`, `forward`: replace the trainer's.
+        `options`: those of `Loop.loader`, such as `global_batch_size` (default: that of the last fit, or 64) and
+        `num_workers`.
         """
-        loop = run.loop
-        if self.loss_fn is None:
-            raise LoopError("training a batch", found="no `loss_fn`", fix="Give one, or override `train_batch`.")
-        parts = run.wrapped.values() if isinstance(run.wrapped, dict) else [run.wrapped]
-        wrapped = nn.ModuleDict(run.wrapped) if isinstance(run.wrapped, dict) else run.wrapped
-        with loop.accumulate(*parts):
-            output, target = run_in_forward(wrapped, lambda model: self.forward(model, batch))
-            loss, count = with_count(self.loss_fn(output, target))
-            if not isinstance(loss, Mapping):
-                check_attached(loss, loop.rank)
-            if count is None and loop.batch is not None and loop.batch.index < _NUM_CHECKED:
-                check_weighted(loss, output, batch, loop.rank)
-            loop.backward(loss, count)
-        if self.clip_norm is not None:
-            loop.clip_grad_norm_(run.model.parameters(), self.clip_norm)
-        for name, optimizer in run.optimizers.items():
-            loop.step(optimizer, run.schedulers.get(name))
-        if isinstance(loss, Mapping):
-            return Summands(loss)
-        return loss if count is None else (loss, count)
+        wanted = self.all_metrics if metrics is None else dict(metrics)
+        check_loader_options("evaluating", "`evaluate`", options)
+        check_forward("evaluating", self.model, forward is not None or self.has_own_forward)
+        check_whole("evaluating", "`dataset`", dataset)
+        if is_on_ranks() or nproc_per_node == 0:
+            return evaluate_here(self, dataset, wanted, forward, options)
+        said = run_on_ranks(self, nproc_per_node, "evaluate", evaluate_here, dataset, wanted, forward, options)
+        found: dict[str, Any] = said[0]
+        return found
+
+    def predict(
+        self,
+        dataset: Any,
+        *,
+        to: str | os.PathLike[str] | None = None,
+        forward: Callable[[nn.Module, Any], Any] | None = None,
+        nproc_per_node: int | str = 0,
+        **options: Any,
+    ) -> Any:
+        """Return the model's outputs for all samples of `dataset`, in its order, on the CPU. See `Loop.predict`.
+
+        Runs where `evaluate` would, with the same `options`. `to`: a folder, which must not exist, to write the outputs
+        to batch by batch. `forward(model, batch)` returns the part of the output to keep, with one row per sample:
+        `lambda model, batch: model(**batch)["logits"]`. On an existing rank, only rank 0 gets the outputs. Returns None
+        if there are no samples.
+        """
+        check_loader_options("predicting", "`predict`", options)
+        check_forward("predicting", self.model, forward is not None or self.has_own_forward)
+        check_whole("predicting", "`dataset`", dataset)
+        if is_on_ranks() or nproc_per_node == 0:
+            return predict_here(self, dataset, to, forward, options)
+        return run_on_ranks(self, nproc_per_node, "predict", predict_here, dataset, to, forward, options)[0]
+
+    def output_of(self, model: nn.Module, batch: Any) -> Any:
+        """Return the prediction for a batch; it needs a target in the batch only if `forward` does."""
+        return self.forward(model, batch)[0] if self.has_own_forward else predict_batch(model, batch)
+
+    def call(
+        self,
+        method: str,
+        *args: Any,
+        ranks: Literal["zero", "all"] = "zero",
+        nproc_per_node: int | str = 0,
+        **kwargs: Any,
+    ) -> Any:
+        """Call the model's `method`, such as "sample", unwrapped, in eval mode, without gradients.
+
+        Runs in this process; with `nproc_per_node` on ranks that are started for it, and returns rank 0's result, or
+        with `ranks="all"` a list of every rank's; on an existing rank in place, where ranks not in `ranks` return None.
+        Not collective. Tensors in the result are on the CPU.
+        """
+        check_choice(f"calling `{method}` of the model", "ranks", ranks, ("zero", "all"))
+        if is_on_ranks() or nproc_per_node == 0:
+            return call_here(self, method, args, kwargs, ranks)
+        said = run_on_ranks(self, nproc_per_node, "call", call_here, method, args, kwargs, ranks)
+        return list(said) if ranks == "all" else said[0]
 
     def find_batch_size(
         self,
@@ -286,7 +254,7 @@ class Trainer(InferenceTrainer):
 
     @property
     def _has_own_step(self) -> bool:
-        return type(self).train_batch is not Trainer.train_batch
+        return type(self).train_batch is not TrainerCore.train_batch
 
 
 def evaluate_here(
@@ -304,7 +272,7 @@ def evaluate_here(
 
 
 def predict_here(
-    trainer: InferenceTrainer,
+    trainer: Trainer,
     dataset: Any,
     to: str | os.PathLike[str] | None,
     forward: Callable[[nn.Module, Any], Any] | None,

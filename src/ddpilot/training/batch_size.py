@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Searches for the largest batch size that fits into the memory of every rank."""
+"""Searches for the largest batch size that fits on every rank, and scales the learning rate to a batch size."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups the batches of an epoch for gradient accumulation; sample counts are known before a group's first batch."""
+"""Groups the batches of an epoch for gradient accumulation, with known counts, and checks that streams are alike."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several losses of one forward pass, with their own counts, in one backward pass."""
+"""Several losses of one forward pass with their own counts, and the weights that make DDP's mean the global mean."""
 
 from __future__ import annotations
 

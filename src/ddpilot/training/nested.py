@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Maps, checks, joins and selects rows of nested data: tensors in tuples, lists, dicts and dataclasses."""
+"""Nested data (tensors in tuples, lists, dicts, dataclasses): maps and joins rows, and selects plain values."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ import sys
 import warnings
 from types import FrameType
 
-from ddpilot.checkpoint.directory import tell_stderr
 from ddpilot.errors import DataError
 from ddpilot.findings.display import render_text
 from ddpilot.findings.finding import Finding
@@ -66,7 +65,7 @@ def _began_the_process(frame: FrameType) -> bool:
 
 def _warn(text: str, line: Line) -> None:
     if line == _NOWHERE:  # on ranks that a Trainer launched
-        tell_stderr(text)
+        sys.stderr.write(f"ddpilot: {text}\n")
         return
     warnings.warn_explicit(text, UserWarning, *line)
 

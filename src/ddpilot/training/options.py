@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validates the arguments of a `Loop` before any rank uses them."""
+"""Options of a `Loop`, validated before any rank uses them; `CheckpointOptions`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress of an epoch on rank 0: a bar in terminals and notebooks, a line every 30 seconds in logs."""
+"""Progress of an epoch on rank 0: a bar in terminals and notebooks, lines in logs; and the time spent on data."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The components and properties of a `Loop`: position, device, stop requests and output on rank 0."""
+"""`LoopBase`: the components and properties of a `Loop`, and its setup methods: prepare, explain, loader, shard."""
 
 from __future__ import annotations
 
@@ -248,10 +248,6 @@ class LoopBase:
         If rank 0 raises, the other ranks raise RemoteRankError. Use it to download or preprocess data once.
         """
         return rank_zero_first(self.group)
-
-
-class PreparingLoop(LoopBase):
-    """Wraps models in DDP, registers optimizers, and makes loaders of this rank's samples."""
 
     def prepare(
         self,

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watch a job from outside its ranks and report what is wrong as findings. Does not import torch.
+"""Watch a job from outside its ranks and report why they do not progress. Does not import torch.
 
-`view` holds the state that was gathered, `stall` and `rules` analyze it, `observer` repeats this while the job runs,
-and `watcher` attaches an observer to a launch. `enable` is for scripts that torchrun or srun starts.
+`snapshot` reads the state of the ranks, `matching` lines up their collectives, `explain` turns what is wrong into
+findings, `analysis` is the entry to both, and `observer` repeats this while the job runs. `companion` attaches an
+observer to a launch; `external` and `enable` are for ranks that torchrun or srun starts, `nodes` for several nodes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Analyze one view of a job: what is wrong with it, and what its ranks wait for."""
+"""Analyze one snapshot of a job: what is wrong with it, and what its ranks wait for."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ddpilot.findings.finding import Finding
 from ddpilot.record.flight_ring.log import Collective
 from ddpilot.source.parsed_file import Sources
 from ddpilot.watch.explain.ddp_constructor import explain_wraps
-from ddpilot.watch.explain.mismatch import explain_mismatch, find_first_mismatches, involved
+from ddpilot.watch.explain.mismatch import explain_mismatch, involved
 from ddpilot.watch.explain.process_group_init import find_rendezvous
-from ddpilot.watch.explain.rank_exit import explain_cycle, explain_death, explain_exited, explain_outlasted
-from ddpilot.watch.explain.waits import OpenWait, explain_open_wait, say_open_wait
-from ddpilot.watch.matching.mismatch import WRONG_BUT_RUNNING
+from ddpilot.watch.explain.rank_exit import explain_death, explain_exited, explain_outlasted
+from ddpilot.watch.explain.waits import OpenWait, explain_cycle, explain_message, explain_open_wait, say_open_wait
+from ddpilot.watch.matching.mismatch import WRONG_BUT_RUNNING, MismatchedCollective, find_first_mismatches
 from ddpilot.watch.matching.outcomes import (
     COMMON_END,
     RankOutcome,
@@ -24,8 +24,8 @@ from ddpilot.watch.matching.outcomes import (
     outcome_of,
     with_departure,
 )
-from ddpilot.watch.matching.progress import GroupProgress, MismatchedCollective, find_incomplete, find_progress
-from ddpilot.watch.matching.waits import Wait, explain_message, find_cycles, find_unequal_messages, find_waits
+from ddpilot.watch.matching.progress import GroupProgress, find_incomplete, find_progress
+from ddpilot.watch.matching.waits import Wait, find_cycles, find_unequal_messages, find_waits
 from ddpilot.watch.snapshot.model import JobSnapshot, RankSnapshot
 
 _STACK_AGE_NS = 1_000_000_000

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watch a launch: give its ranks a folder to record in, observe them, and end the launch on a proven error."""
+"""Watch a launch: give its ranks a folder to record in, observe them, and end the launch on a proven error.
+
+Errors that ranks raised and that the catalog knows become findings; `on_finding` is called in a separate thread.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,13 @@ from ddpilot.errors import LaunchTimeoutError, RankError, WatchError
 from ddpilot.findings.catalog import SHIP_ERROR, Entry, find_cause, find_known, fix_in_rank, make_finding
 from ddpilot.findings.display import Findings
 from ddpilot.findings.finding import Finding, Place
+from ddpilot.guard.hook import HOOK as GUARD_HOOK
 from ddpilot.launching.failures import find_raised_line
 from ddpilot.launching.observer import Mailbox, RankState
 from ddpilot.record.hook import HOOK, RING_DIR_VARIABLE
 from ddpilot.user_files import is_users_line
 from ddpilot.watch import job_folder
 from ddpilot.watch.explain.rank_exit import OF_ENDS, find_cause_of_end
-from ddpilot.watch.external.instrumentation import GUARD_HOOK
 from ddpilot.watch.nodes.exchange import Exchange
 from ddpilot.watch.observer import Observer
 from ddpilot.watch.options import WatchOptions

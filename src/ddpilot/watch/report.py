@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of an observer on a job: displayed, saved next to the rings, and read back."""
+"""The report of an observer: what was reported before, rendered, saved next to the rings, and read back."""
 
 from __future__ import annotations
 

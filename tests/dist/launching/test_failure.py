@@ -55,7 +55,7 @@ def test_launch_raises_the_first_failure_with_the_others_as_its_victims() -> Non
     assert text.startswith("rank 1 raised KeyError: 'bad sample' (running `training` on 3 ranks on ")
     assert 'raise KeyError("bad sample")' in text, "the source line"
     assert "test_failure.py" in text
-    assert "launching/local" not in text, "no frame of the launcher"
+    assert "launching/rank_server" not in text, "no frame of the launcher"
     assert error.last_lines == ("about to fail",)
 
 

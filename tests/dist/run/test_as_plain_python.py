@@ -119,7 +119,7 @@ def test_run_shows_the_traceback_that_plain_python_shows(tmp_path: Path) -> None
     done = run(tmp_path, "fail.py")
     shown = "\n".join(line.removeprefix("[rank 0] ") for line in done.err.splitlines() if line.startswith("[rank 0] "))
     assert shown + "\n" == plain(tmp_path, "fail.py").stderr
-    assert "worker_main" not in done.err
+    assert "rank_main" not in done.err
     assert done.notes()[-1].startswith("ddpilot: rank 0 raised ValueError: bad sample (running `fail.py` on 1 rank on ")
 
 

@@ -162,5 +162,5 @@ REFUSALS = (
     "its state is in the one that was returned. Write model, optimizer = loop.prepare(model, optimizer, ...)",
     "rank 1 has the state of its own parameters only. Call ddpilot.training.models.optimizers.full_state(optimizer)",
     "it is sharded already",
-    "it is of groups with 2 parameters, those of this ShardedOptimizer have 1",
+    "it is of groups with 2 parameters, those of this ZeroOptimizer have 1",
 )

@@ -172,7 +172,7 @@ def test_launch_goes_on_when_there_is_no_place_for_its_job(jobs: Path, capfd: py
     assert line.startswith("ddpilot: this job is not watched: its folder cannot be made (")
 
 
-@pytest.mark.parametrize("what", ["analyze", "Told.new_findings"])
+@pytest.mark.parametrize("what", ["analyze", "ReportHistory.new_findings"])
 def test_launch_goes_on_when_the_observer_breaks(
     jobs: Path, what: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -69,7 +69,7 @@ def test_command_help_loads_nothing_heavy() -> None:
         "import sys; sys.argv = ['ddpilot', '--help']\n"
         "from ddpilot.cli.app import main\n"
         "try:\n    main()\nexcept SystemExit:\n    pass\n"
-        "heavy = ('torch', 'numpy', 'rich', 'IPython', 'importlib.metadata', 'ddpilot.api', 'ddpilot.launching')\n"
+        "heavy = ('torch', 'numpy', 'rich', 'IPython', 'importlib.metadata', 'ddpilot.launcher', 'ddpilot.launching')\n"
         "print('loaded:', [name for name in heavy if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)

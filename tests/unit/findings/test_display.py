@@ -190,9 +190,9 @@ def test_render_html_says_so_when_there_is_nothing() -> None:
 
 def test_render_html_colors_read_on_white_and_on_black() -> None:
     """Each severity's colour has a contrast of at least 3 to both, the minimum for bold text and lines."""
-    from ddpilot.findings.display import _COLORS
+    from ddpilot.findings.display import _HTML_COLORS
 
-    for color in _COLORS.values():
+    for color in _HTML_COLORS.values():
         digits = color[1:] if len(color) == 7 else "".join(2 * digit for digit in color[1:])
         parts = [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
         linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]

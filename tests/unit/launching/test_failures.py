@@ -203,7 +203,7 @@ def test_build_error_adds_no_page_to_what_ddpilot_says_of_pickling() -> None:
     assert "DDP113" not in str(error_of(raising(0, 1.0, type_name="ShipError", message=message)))
 
 
-OWN = os.path.join(os.path.dirname(failures.__file__), "local", "rank.py")
+OWN = os.path.join(os.path.dirname(failures.__file__), "rank_server", "rank.py")
 REPORT = [
     "step 1",
     "Fatal Python error: Segmentation fault",

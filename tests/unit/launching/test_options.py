@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import ddpilot
-from ddpilot import LaunchError
 from ddpilot.errors import LaunchError
 from ddpilot.launching.options import LaunchOptions, check_keywords
 

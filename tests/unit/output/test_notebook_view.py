@@ -12,7 +12,7 @@ import pytest
 from ddpilot.output.notebook_view import NotebookView, WidgetStates
 from ddpilot.output.view import RankMessage
 from tests.unit.magics.samples import FrontEnd
-from tests.unit.session.shown.samples import changed, closed, html, opened, printed, widget
+from tests.unit.output.samples import changed, closed, html, opened, printed, widget
 
 
 @dataclass

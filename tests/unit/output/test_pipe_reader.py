@@ -9,9 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from ddpilot.launching.options import Output
 from ddpilot.output.pipe_reader import PipeReader
-from ddpilot.output.writer import LabelledWriter
+from ddpilot.output.writer import LabelledWriter, Output
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ddpilot.output.rich_output import RichOutput, read_rich
-from tests.unit.session.shown.samples import displayed
+from tests.unit.output.samples import displayed
 
 PNG = {"image/png": "iVBORw0KGgo=", "text/plain": "<Figure size 640x480 with 1 Axes>"}
 

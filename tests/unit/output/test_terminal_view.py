@@ -11,7 +11,7 @@ import pytest
 from ddpilot.errors import RankError
 from ddpilot.output.terminal_view import TextView
 from ddpilot.output.view import View
-from tests.unit.session.shown.samples import changed, closed, displayed, html, opened, printed
+from tests.unit.output.samples import changed, closed, displayed, html, opened, printed
 
 
 def failure() -> RankError:

@@ -7,7 +7,6 @@ import re
 from dataclasses import replace
 
 import pytest
-from tests.unit.findings.test_as_html import Reader
 
 from ddpilot.session.status import CollectiveStatus, RankStatus
 from ddpilot.session.status_board import (
@@ -19,6 +18,7 @@ from ddpilot.session.status_board import (
     render_board_text,
     summarize,
 )
+from tests.unit.findings.test_display import Reader
 from tests.unit.session.board.samples import BUSY, DEAD, HOSTILE, IDLE, NOW_S, ON_GPU, WAITING
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ddpilot.record.flight_ring.log import CallSite, Collective, DdpPart, GroupOfRanks, RankLog, Tensor
-from ddpilot.watch.snapshot.model import CodeLine, JobSnapshot, ProcessState, PythonStack, RankSnapshot
+from ddpilot.source.parsed_file import CodeLine
+from ddpilot.watch.snapshot.model import JobSnapshot, ProcessState, PythonStack, RankSnapshot
 
 S = 10**9
 """A second, in the nanoseconds of these logs; everything begins at 100 s."""

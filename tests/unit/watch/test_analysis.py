@@ -12,9 +12,10 @@ from benchmarks.watch_analysis import make_log, view_of
 from ddpilot.findings.display import render_text
 from ddpilot.record.flight_ring.log import Collective
 from ddpilot.record.journal import Entry
+from ddpilot.source.parsed_file import CodeLine
 from ddpilot.watch.analysis import Analysis, analyze
 from ddpilot.watch.report import newest
-from ddpilot.watch.snapshot.model import CodeLine, JobSnapshot, ProcessState, PythonStack, RankException, RankSnapshot
+from ddpilot.watch.snapshot.model import JobSnapshot, ProcessState, PythonStack, RankException, RankSnapshot
 from tests.unit.watch.logs import FILE, S, Writer, alive, bucket, died, group_of, job, part, returned, texts_of
 
 WORLD = group_of(0, 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check that collectives are recorded with sequence numbers and lines, also those started by the autograd engine."""
+"""Check that collectives are recorded with lines, and that hangs and mismatches of two ranks are reported."""
 
 from __future__ import annotations
 

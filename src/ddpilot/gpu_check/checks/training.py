@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check `Loop` on the accelerator: the CPU's results, resume, fp16, ranks without samples, host synchronization."""
+"""Check `Loop` on the accelerator: the CPU's results, resume, checkpoints, fp16, empty ranks, waits."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The probes, one module per aspect of training."""
+"""Probes: note what training does, in the ranks. Imports `guard.probe`, `record`."""
 
 PROBES: tuple[str, ...] = (
     "ddpilot.guard.probes.data.probe:DataProbe",

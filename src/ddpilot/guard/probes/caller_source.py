@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Static checks of the user's source around a line that is running."""
+"""Read the source of a function that is running: whether its loop reads gradients, and averages or scales a result."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Note the parameters that a rank is about to wrap in DDP: if ranks differ, its constructor fails without details."""
+"""Note what is wrapped in DDP or DataParallel, and parameters without a gradient when DDP fails because of them."""
 
 from __future__ import annotations
 

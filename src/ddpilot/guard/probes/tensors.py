@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fingerprints of batches, which are cheap to compare between ranks. Never waits for a device."""
+"""Find the tensors in a batch, and fingerprint them cheaply. Never waits for a device."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DDP222 and DDP223: a collective whose result is used before it completes, and one that does nothing on this rank."""
+"""DDP222, DDP223, DDP410: a result used too early, a collective without effect on a rank, or one on the graph."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DDP409: weights became NaN or infinite; on which rank it began, and in which batch."""
+"""DDP408 and DDP409: BatchNorm statistics from small parts of a batch, and weights that became NaN or infinite."""
 
 from __future__ import annotations
 

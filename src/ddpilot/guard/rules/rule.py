@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of a rule, and the context that it is created with."""
+"""What a rule is built from: its interface, base classes, context, and bounded state."""
 
 from __future__ import annotations
 

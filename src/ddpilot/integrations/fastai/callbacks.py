@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Callbacks added to a `Learner` on each rank while it fits or evaluates."""
+"""Callbacks that synchronize a `Learner` with those of the other ranks while it fits or evaluates."""
 
 from __future__ import annotations
 

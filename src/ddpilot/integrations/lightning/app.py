@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The app "lightning", also for `pytorch_lightning`. Imported in the notebook; imports neither of them, nor torch."""
+"""The app "lightning": adapts `Trainer` and `Fabric` arguments for one process to the ranks of a session.
+
+Imported in the notebook; imports neither `lightning` nor `pytorch_lightning`, nor torch. Both parse their arguments in
+one place, the connector. In a torchrun job, Lightning requires `devices` x `num_nodes` to be the world size, and a
+strategy that starts no processes; its defaults in a notebook are the opposite.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +21,6 @@ from ddpilot.session.apps import App, AppContext
 
 
 def _prepare(context: AppContext) -> None:
-    from ddpilot.integrations.lightning.app import adapt_connectors
-
     adapt_connectors(context)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The strategy "ddpilot": Lightning's own DDP, with processes started by ddpilot's rank server.
+"""The strategy "ddpilot": Lightning's own DDP, and the launcher that runs it on ranks from ddpilot's rank server.
 
 One class per installed Lightning and for each of Trainer and Fabric, created on first access.
 """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The outcome of a run on rank 0, applied to the notebook's trainer, model and callbacks.
+"""What a launch by Lightning sends: global state to the ranks; results, weights and predictions back.
 
-Consists of the weights as a state dict, plain attributes (numbers, strings, tensors and containers of them) of the
+Sent back are the weights as a state dict, plain attributes (numbers, strings, tensors and containers of them) of the
 user's module and callbacks, states that the user's callbacks save in checkpoints, progress of the loops, and loggers.
 Nothing else is sent back.
 """

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch elastic's agent, extended to find the first failure, terminate ranks and report to the other nodes."""
+"""torch elastic's agent, extended to find the first failure, terminate ranks and report to the other nodes.
+
+`PipedLogs` gives torch the destinations of output and reports. `EarlyNotice` says in one line why ranks are being
+terminated; the full report follows once they have exited.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Terminate the ranks of a launch step by step, each step after a stated time."""
+"""Apply the stop button and signals to the ranks of a launch, and terminate them step by step at stated times."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parent's event loop for a running launch: output, results, failures, the stop button, shutdown."""
+"""The parent's event loop for a running launch: output, results, failures, shutdown, and errors of the launch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parent's side of rank servers: start them, reuse warm ones, detect stale ones, stop them."""
+"""The parent's side of rank servers (start, reuse, detect stale ones, stop) and of the ranks that they fork."""
 
 from __future__ import annotations
 

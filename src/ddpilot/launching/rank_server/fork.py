@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check that forking this process is safe: the CUDA driver is not in use, and no thread beyond torch's own is running.
+"""Fork safely: check that the rank server may be forked, and set up the process that was forked from it.
 
 A fork after ``cuInit`` breaks CUDA in the child. A fork while another thread runs can leave a lock locked forever (an
 OpenMP pool that has run one parallel region hangs the child's first one).

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One launch inside the rank server: start its store and ranks, signal them, reap them."""
+"""One launch inside the rank server: start its store and ranks, signal them, reap them.
+
+The store process serves torch's TCPStore on a socket that the parent bound to loopback.
+"""
 
 from __future__ import annotations
 
@@ -189,8 +192,6 @@ def kill_orphans(recorded: set[int], launch_id: str | None) -> int:
 def _run(rank: int, fds: list[int], folder: str | None) -> None:
     keep_files_in(folder)
     if rank == STORE:
-        from ddpilot.launching.rank_server.job import run_store
-
         run_store(*fds)
     from ddpilot.launching.rank_server.rank import run_rank
 
@@ -203,11 +204,11 @@ def keep_files_in(folder: str | None) -> None:
 
 
 def _argv(rank: int, fds: list[int], folder: str | None) -> list[str]:
-    module, name = ("store", "run_store") if rank == STORE else ("rank", "run_rank")
+    module, name = ("job", "run_store") if rank == STORE else ("rank", "run_rank")
     code = (
         f"import sys; sys.path[:] = filter(None, sys.path); import json; sys.path[:] = json.loads(sys.argv.pop()); "
         f"from ddpilot.launching.rank_server.job import keep_files_in; keep_files_in({folder!r}); "
-        f"from ddpilot.launching.local.{module} import {name}; {name}(*{fds!r})"
+        f"from ddpilot.launching.rank_server.{module} import {name}; {name}(*{fds!r})"
     )
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return [sys.executable, *flags, "-c", code, json.dumps(module_paths())]

@@ -34,7 +34,6 @@ _IMPORTS = (
     "torch",
     "torch.distributed",
     "ddpilot.launching.rank_server.rank",
-    "ddpilot.launching.rank_server.job",
     "ddpilot.record.prefork",
 )
 _LATER_IMPORTS = ("torch._dynamo",)

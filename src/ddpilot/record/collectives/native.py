@@ -30,7 +30,7 @@ from ddpilot.record.collectives.operations import Operation
 from ddpilot.record.collectives.recorder import Recorder
 from ddpilot.record.flight_ring import layout
 
-SOURCES = Path(__file__).with_name("compiled")
+SOURCES = Path(__file__).parents[1] / "compiled"
 MODULE = "ddpilot_repeats"
 PYTHON_KEY = "TESTING_ONLY_GenericWrapper"
 """Dispatch key of the Python kernels that the compiled ones call; no tensor and no torch mode ever dispatches to it."""

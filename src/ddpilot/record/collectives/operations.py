@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Derive from the schemas of torch's `c10d::` operators which argument is the group, which the tensors, and so on."""
+"""Torch's `c10d::` operators: which argument is the group, which the tensors, and a call's sizes and flags."""
 
 from __future__ import annotations
 

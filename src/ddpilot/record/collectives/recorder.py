@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrap everything that recording does in a rank, so that an error in it never stops training."""
+"""Write the record of each collective; an error in recording never stops training."""
 
 from __future__ import annotations
 
@@ -211,7 +211,11 @@ class Memory(Protocol):
 
 
 class RecordBuilder:
-    """Writes records into `ring`. `unbox` converts the source's boxed group to a `ProcessGroup`."""
+    """Writes records into `ring`. `unbox` converts the source's boxed group to a `ProcessGroup`.
+
+    Most collectives repeat an earlier one, from the same line and with tensors of the same shapes: only number, time
+    and thread are new. Everything else is built once and cached by a key.
+    """
 
     def __init__(
         self,

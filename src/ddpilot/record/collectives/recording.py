@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ddpilot.errors import RecordError
-from ddpilot.record.accelerator import is_capturing
 from ddpilot.record.call_sites import SiteFinder
 from ddpilot.record.collectives import native
 from ddpilot.record.collectives.ddp_buckets import BucketTable
@@ -123,8 +122,6 @@ def start_recording(
         import torch.distributed.distributed_c10d
     except ImportError as error:
         return _off(show, f"this torch has no torch.distributed ({error})")
-    from ddpilot.record.collectives.recording import connect, refuse_second
-
     refuse_second()
     try:
         ring = _make_ring(path, num_records, page_bytes)
@@ -272,7 +269,7 @@ class _Parts:
         self._is_in_group = registry.is_initialized
         self._find_entering = InitFinder(registry.init_process_group).find
         self.groups = GroupTable(registry)
-        self.sites = SiteFinder(torch=os.path.dirname(torch.__file__), ours=str(Path(__file__).parents[1]))
+        self.sites = SiteFinder(torch=os.path.dirname(torch.__file__), ours=str(Path(__file__).parents[2]))
 
     def _mark_stream(self) -> StreamMark | None:
         if self._registry._world.pg_coalesce_state:  # nothing has been started yet
@@ -283,14 +280,16 @@ class _Parts:
         """Create a recorder that writes into `ring`. `repeats`: a `Repeats` of the compiled recorder."""
         from torch._C._distributed_c10d import ProcessGroup, Work
 
+        from ddpilot.record.accelerator import is_capturing
+
         buckets = BucketTable(self._torch.nn.parallel.DistributedDataParallel)
-        describer = RecordBuilder(
+        builder = RecordBuilder(
             ring, groups=self.groups, buckets=buckets, sites=self.sites, unbox=ProcessGroup.unbox, memory=repeats
         )
         pending = UnfinishedWorks(ring, unbox=Work.unbox, is_capturing=is_capturing, mark_stream=self._mark_stream)
         return Recorder(
             ring,
-            describer,
+            builder,
             pending,
             tell=tell,
             is_in_group=self._is_in_group,

@@ -179,3 +179,12 @@ class RankLog:
     first_fault: str
     collectives: tuple[Collective, ...]
     """The newest collectives, oldest first."""
+
+
+REDUCING = frozenset(
+    {
+        *("all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor"),
+        "reduce_scatter_tensor_coalesced",
+    }
+)
+"""Ops whose record contains the reduce-op, which is added some time after the record is written."""

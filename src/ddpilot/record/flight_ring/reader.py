@@ -125,7 +125,11 @@ DAMAGES = (ValueError, KeyError, IndexError, TypeError, AttributeError, Overflow
 
 
 class Pieces:
-    """The current bytes of an open file; a read returns fewer at the end of the file."""
+    """The current bytes of an open file, which other processes write and may truncate or damage meanwhile.
+
+    The file is not mapped: access to a mapped page beyond the end of a truncated file ends the process with SIGBUS.
+    A read returns fewer bytes at the end of the file.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -295,7 +299,7 @@ class RankNow:
 
 
 def read_now(path: str | os.PathLike[str]) -> RankNow:
-    """Read the state of the rank that records into `path`. Raises as `ddpilot.record.flight_ring.reader.read_ring` does."""
+    """Read the state of the rank that records into `path`. Raises as `read_ring` does."""
     log = read_ring(path, newest=NUM_NEWEST)
     since_ns = max(log.left_ns or 0, _newest_start_ns(log.collectives))
     unfinished = [entry for entry in log.collectives if entry.state == "begun" and entry.start_ns >= since_ns]

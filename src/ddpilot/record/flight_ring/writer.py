@@ -144,7 +144,7 @@ class RingWriter:
         self._words[layout.LEFT_NS] = now_ns
 
     def enter(self, since_ns: int, world_size: int = 0, rank: int = 0, is_closed: bool = False) -> None:
-        """Record that this process has been in init_process_group since `since_ns`, see `Entering`; 0: it is not."""
+        """Record that this process has been in init_process_group since `since_ns`, see `PendingInit`; 0: it is not."""
         self._words[layout.ENTERING_NS] = 0
         self._words[layout.ASKED_WORLD_SIZE], self._words[layout.ASKED_RANK] = world_size, rank
         self._words[layout.IS_CLOSED] = is_closed

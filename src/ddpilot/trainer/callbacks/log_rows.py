@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows for logs: a run's measurements as plain numbers by name, and monitored metrics."""
+"""Rows of logs as plain numbers, files to which they are appended, and monitored metrics."""
 
 from __future__ import annotations
 

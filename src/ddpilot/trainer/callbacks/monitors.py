@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Norms`: records the norms of gradients and weights."""
+"""`LRMonitor` and `Norms`: record learning rates, and norms of gradients and weights, right before a step."""
 
 from __future__ import annotations
 

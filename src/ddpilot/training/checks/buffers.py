@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detects buffers that differ between ranks because the forward pass updates them from local samples (DDP506)."""
+"""Detects buffers that differ between ranks (DDP506), and BatchNorm layers whose batches are too small (DDP501)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detects gradients of forward passes that bypassed DistributedDataParallel, which would not be all-reduced."""
+"""Detects gradients that are not all-reduced: forward passes that bypassed DDP, and parameters never prepared."""
 
 from __future__ import annotations
 

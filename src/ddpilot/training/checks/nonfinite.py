@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detects losses and gradients that are NaN or infinite on all ranks alike, and reports batch, samples and ranks."""
+"""Detects losses and gradients that are NaN or infinite, and reports batch, samples and the ranks they are from."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reduces values over ranks and gathers the rows of all ranks, also with gradients."""
+"""Reduces values and gathers rows over all ranks, also with gradients; runs rank 0 first; prints once."""
 
 from __future__ import annotations
 

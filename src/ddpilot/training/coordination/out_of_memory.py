@@ -13,19 +13,11 @@ import psutil
 import torch
 
 from ddpilot.errors import OutOfMemoryError, RemoteRankError
-from ddpilot.group.device import device_identity, empty_cache, memory_facts, peak_bytes
+from ddpilot.group.device import device_identity, empty_cache, is_out_of_memory, memory_facts, peak_bytes
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.batches import CurrentBatch
 
-_TEXTS = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 _GIB = 2**30
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """True if `error` reports that memory ran out, on an accelerator or on the host."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
 
 
 def find_sharing(group: GroupLike) -> tuple[int, ...]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joint decisions of all ranks (stop, save a checkpoint), exchanged in a small all_reduce every few updates."""
+"""Stops all ranks together: flags exchanged every few updates, signals, and a rank that left its loop alone."""
 
 from __future__ import annotations
 

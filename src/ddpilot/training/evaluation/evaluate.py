@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluates metrics over a whole dataset: each sample once, on the unwrapped model, at any world_size."""
+"""Evaluates metrics over a whole dataset, each sample once, at any world_size; default forward functions."""
 
 from __future__ import annotations
 

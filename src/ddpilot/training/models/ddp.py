@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wraps models in DistributedDataParallel on their device, and unwraps them."""
+"""Wraps models in DistributedDataParallel and unwraps them; methods as forward passes; gradient compression."""
 
 from __future__ import annotations
 

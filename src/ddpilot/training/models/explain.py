@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Explanation`: the options that `prepare` chose, their reasons and costs, and proposals; as text and HTML."""
+"""`Explanation` of what `prepare` chose, why and at what cost, with proposals from what DDP recorded on all ranks."""
 
 from __future__ import annotations
 

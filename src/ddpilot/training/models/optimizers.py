@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Full state of an optimizer for checkpoints: the same whether its state is sharded over ranks or not."""
+"""Full state of an optimizer, sharded or not, for checkpoints; and what optimizers with a closure support."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`RunCheckpointer`: saves a loop's state when it is due, resumes from it, and exits so that a scheduler can requeue the job."""
+"""`RunCheckpointer`: saves a loop's state when due, resumes from it, and exits for a scheduler to requeue."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`RunPosition`: a loop's position (epoch, batch, pass over a loader), how it is saved, and how it is resumed."""
+"""`RunPosition`: a loop's epoch, batch and pass over a loader, saved and resumed; random states of epochs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`TrackedState`: the objects whose state a checkpoint holds (models, optimizers, anything with a state_dict), by name."""
+"""`TrackedState`: the objects with a state_dict that a checkpoint holds, by name."""
 
 from __future__ import annotations
 

@@ -10,9 +10,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpilot.errors import DdpilotError, LoopError
+from ddpilot.group.device import is_out_of_memory
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.batches import CurrentBatch
-from ddpilot.training.coordination.out_of_memory import explain_out_of_memory, is_out_of_memory
+from ddpilot.training.coordination.out_of_memory import explain_out_of_memory
 from ddpilot.training.models.ddp import find_ddp
 from ddpilot.training.step.precision import Precision
 from ddpilot.training.step.update import UpdateState

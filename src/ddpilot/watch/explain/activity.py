@@ -6,12 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ddpilot.source.parsed_file import CodeLine
 from ddpilot.watch.explain.text import say_place, say_s
-from ddpilot.watch.snapshot.model import CodeLine, PythonStack, RankSnapshot
-from ddpilot.watch.snapshot.stacks import innermost, passes
-
-SUBPROCESS = "/subprocess.py:"
-"""In the stack of a rank that waits for a child process or reads its output."""
+from ddpilot.watch.snapshot.model import PythonStack, RankSnapshot
+from ddpilot.watch.snapshot.stacks import SUBPROCESS, innermost, passes
 
 Moves = Literal["moves", "stands", "unknown"]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the cause when two sets of ranks are not in the same collective."""
+"""Find the cause when two sets of ranks are not in the same collective, from their source and their logs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,19 @@ from dataclasses import dataclass, field
 from ddpilot.findings.text import render_ranks
 from ddpilot.record.flight_ring.log import Collective, DdpPart
 from ddpilot.source.control_flow import DecisionPoint
-from ddpilot.source.parsed_file import Sources
+from ddpilot.source.parsed_file import Chain, CodeLine, Sources
 from ddpilot.source.split import Side, Split, find_split
-from ddpilot.watch.explain.text import describe_shortly, say_spot, show_file, who_does
-from ddpilot.watch.snapshot.model import CodeLine
-from ddpilot.watch.snapshot.stacks import Chain
+from ddpilot.watch.explain.text import (
+    describe_shortly,
+    say_call,
+    say_spot,
+    show_file,
+    who_does,
+)
+from ddpilot.watch.matching.progress import GroupProgress
+from ddpilot.watch.matching.waits import Wait
+from ddpilot.watch.snapshot.model import JobSnapshot, RankSnapshot
+from ddpilot.watch.snapshot.stacks import chain_of, chain_of_line
 
 _FORWARD_PARTS = ("buffers", "bucket order")
 
@@ -268,3 +276,107 @@ def _at(party: Party) -> CodeLine | None:
         return party.chain[-1]
     line = party.entry.line if party.entry is not None else None
     return CodeLine(line.file, line.line, line.function, line.text) if line is not None else None
+
+
+_NUM_SAME = 32
+"""After this many collectives from the same lines on all ranks, an earlier split no longer counts as the origin."""
+
+
+def show_common(progress: GroupProgress, seq: int) -> tuple[str, ...]:
+    """Return a line about the collective before `seq` that all ranks share; empty if the logs do not hold it."""
+    entries = [entry for rank in progress.by_rank if (entry := progress.at(rank, seq - 1)) is not None]
+    if not entries or len(entries) < len(progress.by_rank):
+        return ()
+    if len({(entry.op, entry.line and (entry.line.file, entry.line.line)) for entry in entries}) > 1:
+        return ()  # different calls that were matched by their number
+    return (f"in common until #{seq - 1}: {say_call(entries[0])}",)
+
+
+def make_party(
+    view: JobSnapshot, progress: GroupProgress, ranks: tuple[int, ...], seq: int, *, stacks: bool = True
+) -> Party:
+    """Build the party of `ranks` in collective `seq` from the first of them that has called it, or from the first."""
+    rank = next((each for each in ranks if progress.at(each, seq) is not None), ranks[0])
+    entry = progress.at(rank, seq)
+    earlier = [each for each in progress.by_rank.get(rank, ()) if each.seq is not None and each.seq < seq]
+    lines = frozenset((each.line.file, each.line.line) for each in earlier if each.line is not None)
+    seen = view.ranks.get(rank)
+    chain = chain_of(seen, entry) if seen is not None and stacks else ()
+    if not chain and entry is not None:
+        chain = chain_of_line(entry.line)
+    error = seen.error.message if seen is not None and seen.error is not None else ""
+    before = earlier[-1] if earlier else None
+    return Party(
+        ranks=ranks,
+        chain=chain,
+        entry=entry,
+        before=before,
+        lines=lines,
+        error=error,
+        passes=_passes_of(seen),
+        knows_all_passes=seen is not None and any(note.index <= 1 for note in seen.journal[:1]),
+        talk=any(each.ddp is None and each.op != "barrier" for each in earlier),
+    )
+
+
+def _passes_of(rank: RankSnapshot | None) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for note in rank.journal if rank is not None else ():
+        if note.kind == "loader_pass":
+            found.pop(note.values["loader"], None)
+            found[note.values["loader"]] = note.values["pass"]
+    return found
+
+
+def find_origin(
+    view: JobSnapshot, progress: GroupProgress, one: int, other: int, seq: int, sources: Sources
+) -> tuple[Party, Party] | None:
+    """Find where two ranks first called collectives from different lines, which may have caused the mismatch at `seq`.
+
+    Returns their parties there; None if the lines do not differ, or the logs do not reach back far enough.
+    """
+    start = max(_first_seq(progress, one), _first_seq(progress, other))
+    found, same = None, 0
+    for number in range(seq - 1, start - 1, -1):
+        pair = (progress.at(one, number), progress.at(other, number))
+        if pair[0] is None or pair[1] is None or same > _NUM_SAME:
+            break
+        if _site(pair[0]) == _site(pair[1]) or _are_siblings(pair[0], pair[1], sources):
+            same += 1
+        else:
+            found, same = number, 0
+    if found is None or (found == start and start > 0):
+        return None
+    return tuple(make_party(view, progress, (rank,), found, stacks=False) for rank in (one, other))  # type: ignore[return-value]
+
+
+def _first_seq(progress: GroupProgress, rank: int) -> int:
+    entries = progress.by_rank.get(rank)
+    return entries[0].seq or 0 if entries else 0
+
+
+def _site(entry: Collective) -> tuple[object, ...]:
+    part = entry.ddp
+    return (*((frame.file, frame.line) for frame in chain_of_line(entry.line)), part and (part.what, part.index))
+
+
+def _are_siblings(one: Collective, other: Collective, sources: Sources) -> bool:
+    """True if the two call paths split at different branches of one condition, as the two sides of a broadcast may."""
+    ways = zip(chain_of_line(one.line), chain_of_line(other.line), strict=False)
+    parted = ((first, second) for first, second in ways if (first.file, first.line) != (second.file, second.line))
+    first, second = next(parted, (None, None))
+    source = sources.find(first) if first is not None else None
+    if source is None or first is None or second is None or first.file != second.file:
+        return False
+    nodes = {id(block.node): block.part for block in source.blocks(first.line)}
+    return any(nodes.get(id(block.node), block.part) != block.part for block in source.blocks(second.line))
+
+
+def make_waiting_party(view: JobSnapshot, wait: Wait, held: tuple[int, ...]) -> Party:
+    """Build the party of the ranks `held` in `wait`."""
+    if wait.meeting is not None:
+        return make_party(view, wait.meeting.progress, held, wait.meeting.seq)
+    entry, log = wait.held[held[0]], view.ranks[held[0]].log
+    entries = (*(each for each in (log.collectives if log is not None else ()) if each.is_p2p), entry)
+    lines = frozenset((each.line.file, each.line.line) for each in entries if each.line is not None)
+    return Party(ranks=held, chain=chain_of(view.ranks[held[0]], entry), entry=entry, lines=lines)

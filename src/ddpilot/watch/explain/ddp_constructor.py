@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
+from ddpilot.source.parsed_file import CodeLine
 from ddpilot.watch.explain.text import lay_out, merge_rows, place_of, say_place
-from ddpilot.watch.snapshot.model import CodeLine, JobSnapshot
+from ddpilot.watch.snapshot.model import JobSnapshot
 
 _MESSAGES = ("DDP expects same model across all ranks", "of the same param in process 0")
 _MAX_NAMED = 4

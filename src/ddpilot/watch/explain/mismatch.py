@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Explain ranks that are in one collective with different arguments: a proven error even before any rank waits."""
+"""Explain ranks that are in one collective with different arguments: an error even before any rank waits.
+
+The reasons that no branch shows: different calls or threads, their order, loops over sets, and DDP's Join.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,9 @@ from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
 from ddpilot.record.flight_ring.log import Collective
-from ddpilot.source.control_flow import UNORDERED_FIX, say_unordered
-from ddpilot.source.parsed_file import Sources
-from ddpilot.watch.explain.causes import FIXES, Cause, Party, find_cause
+from ddpilot.source.control_flow import find_unordered_loop
+from ddpilot.source.parsed_file import Chain, CodeLine, Sources
+from ddpilot.watch.explain.causes import FIXES, Cause, Party, find_cause, find_origin, make_party, show_common
 from ddpilot.watch.explain.ddp_constructor import find_wrap_difference
 from ddpilot.watch.explain.text import (
     describe,
@@ -22,14 +25,18 @@ from ddpilot.watch.explain.text import (
     merge_rows,
     name_group,
     place_of,
-    say_call,
     say_place,
     say_spot,
+    show_file,
 )
-from ddpilot.watch.matching.mismatch import EXCHANGES, WRONG_BUT_RUNNING, Mismatch, find_mismatch, signature_of
-from ddpilot.watch.matching.progress import GroupProgress, MismatchedCollective
-from ddpilot.watch.snapshot.model import CodeLine, JobSnapshot, RankSnapshot
-from ddpilot.watch.snapshot.stacks import Chain, chain_of, chain_of_line
+from ddpilot.watch.matching.mismatch import (
+    EXCHANGES,
+    Mismatch,
+    MismatchedCollective,
+    signature_of,
+)
+from ddpilot.watch.matching.progress import GroupProgress
+from ddpilot.watch.snapshot.model import JobSnapshot, RankSnapshot
 
 _CODES = {
     "op": "DDP201",
@@ -48,47 +55,6 @@ _WORDS = {
     "root": "in its root",
     "shape": "in shape",
 }
-_NUM_SAME = 32
-"""After this many collectives from the same lines on all ranks, an earlier split no longer counts as the origin."""
-
-
-def find_first_mismatches(progress: GroupProgress) -> list[MismatchedCollective]:
-    """Return the first mismatches of a group: at most one that does not stop training, and at most one that does."""
-    terms: dict[tuple[int, int, str], object] = {}
-    same: dict[object, object] = {}  # equal terms are one object, so that ranks are compared by identity
-    first = progress.first_common
-    by_seq: dict[int, dict[int, Collective]] = {}
-    said: dict[int, tuple[object, int | None, str | None]] = {}
-    odd: set[int] = set()
-    for rank, entries in progress.by_rank.items():
-        for entry in entries:
-            seq = entry.seq
-            if seq is None or seq < first:
-                continue
-            key = (id(entry.inputs), id(entry.outputs), entry.op)
-            mine = terms.get(key)
-            if mine is None:
-                mine = signature_of(entry)
-                mine = terms[key] = same.setdefault(mine, mine)
-            here = by_seq.get(seq)
-            if here is None:
-                by_seq[seq] = {rank: entry}
-                said[seq] = mine, entry.root, entry.reduce_op
-                continue
-            if said[seq] != (mine, entry.root, entry.reduce_op):
-                odd.add(seq)
-            here[rank] = entry
-    # Exchanges of point-to-point parts are compared only where the ranks are now: comparing all of them takes too long.
-    newest = max(map(progress.position, progress.by_rank))
-    odd |= {seq for seq in (newest - 1, newest) if any(each.op in EXCHANGES for each in by_seq.get(seq, {}).values())}
-    found: dict[bool, MismatchedCollective] = {}
-    for seq in sorted(odd):
-        clash = find_mismatch(by_seq[seq])
-        if clash is not None:
-            found.setdefault(clash.aspect in WRONG_BUT_RUNNING, MismatchedCollective(progress, seq, clash, by_seq[seq]))
-        if False in found:
-            break
-    return list(found.values())
 
 
 def explain_mismatch(view: JobSnapshot, meet: MismatchedCollective, sources: Sources) -> Finding:
@@ -172,98 +138,8 @@ def _fate(rank: RankSnapshot | None) -> str:
     return f", died of {signal_name}" if signal_name else ""
 
 
-def show_common(progress: GroupProgress, seq: int) -> tuple[str, ...]:
-    """Return a line about the collective before `seq` that all ranks share; empty if the logs do not hold it."""
-    entries = [entry for rank in progress.by_rank if (entry := progress.at(rank, seq - 1)) is not None]
-    if not entries or len(entries) < len(progress.by_rank):
-        return ()
-    if len({(entry.op, entry.line and (entry.line.file, entry.line.line)) for entry in entries}) > 1:
-        return ()  # different calls that were matched by their number
-    return (f"in common until #{seq - 1}: {say_call(entries[0])}",)
-
-
 def _party(view: JobSnapshot, meet: MismatchedCollective, ranks: tuple[int, ...]) -> Party:
     return make_party(view, meet.progress, ranks, meet.seq)
-
-
-def make_party(
-    view: JobSnapshot, progress: GroupProgress, ranks: tuple[int, ...], seq: int, *, stacks: bool = True
-) -> Party:
-    """Build the party of `ranks` in collective `seq` from the first of them that has called it, or from the first."""
-    rank = next((each for each in ranks if progress.at(each, seq) is not None), ranks[0])
-    entry = progress.at(rank, seq)
-    earlier = [each for each in progress.by_rank.get(rank, ()) if each.seq is not None and each.seq < seq]
-    lines = frozenset((each.line.file, each.line.line) for each in earlier if each.line is not None)
-    seen = view.ranks.get(rank)
-    chain = chain_of(seen, entry) if seen is not None and stacks else ()
-    if not chain and entry is not None:
-        chain = chain_of_line(entry.line)
-    error = seen.error.message if seen is not None and seen.error is not None else ""
-    before = earlier[-1] if earlier else None
-    return Party(
-        ranks=ranks,
-        chain=chain,
-        entry=entry,
-        before=before,
-        lines=lines,
-        error=error,
-        passes=_passes_of(seen),
-        knows_all_passes=seen is not None and any(note.index <= 1 for note in seen.journal[:1]),
-        talk=any(each.ddp is None and each.op != "barrier" for each in earlier),
-    )
-
-
-def _passes_of(rank: RankSnapshot | None) -> dict[int, int]:
-    found: dict[int, int] = {}
-    for note in rank.journal if rank is not None else ():
-        if note.kind == "loader_pass":
-            found.pop(note.values["loader"], None)
-            found[note.values["loader"]] = note.values["pass"]
-    return found
-
-
-def find_origin(
-    view: JobSnapshot, progress: GroupProgress, one: int, other: int, seq: int, sources: Sources
-) -> tuple[Party, Party] | None:
-    """Find where two ranks first called collectives from different lines, which may have caused the mismatch at `seq`.
-
-    Returns their parties there; None if the lines do not differ, or the logs do not reach back far enough.
-    """
-    start = max(_first_seq(progress, one), _first_seq(progress, other))
-    found, same = None, 0
-    for number in range(seq - 1, start - 1, -1):
-        pair = (progress.at(one, number), progress.at(other, number))
-        if pair[0] is None or pair[1] is None or same > _NUM_SAME:
-            break
-        if _site(pair[0]) == _site(pair[1]) or _are_siblings(pair[0], pair[1], sources):
-            same += 1
-        else:
-            found, same = number, 0
-    if found is None or (found == start and start > 0):
-        return None
-    return tuple(make_party(view, progress, (rank,), found, stacks=False) for rank in (one, other))  # type: ignore[return-value]
-
-
-def _first_seq(progress: GroupProgress, rank: int) -> int:
-    entries = progress.by_rank.get(rank)
-    return entries[0].seq or 0 if entries else 0
-
-
-def _site(entry: Collective) -> tuple[object, ...]:
-    part = entry.ddp
-    return (*((frame.file, frame.line) for frame in chain_of_line(entry.line)), part and (part.what, part.index))
-
-
-def _are_siblings(one: Collective, other: Collective, sources: Sources) -> bool:
-    """True if the two call paths split at different branches of one condition, as the two sides of a broadcast may."""
-    ways = zip(chain_of_line(one.line), chain_of_line(other.line), strict=False)
-    parted = ((first, second) for first, second in ways if (first.file, first.line) != (second.file, second.line))
-    first, second = next(parted, (None, None))
-    source = sources.find(first) if first is not None else None
-    if source is None or first is None or second is None or first.file != second.file:
-        return False
-    nodes = {id(block.node): block.part for block in source.blocks(first.line)}
-    return any(nodes.get(id(block.node), block.part) != block.part for block in source.blocks(second.line))
 
 
 def _frame_of(entry: Collective) -> CodeLine | None:
@@ -474,3 +350,26 @@ def _explain(joined: tuple[int, ...], answer: Collective, others: tuple[int, ...
     )
     at = CodeLine(own.line.file, own.line.line, own.line.function, own.line.text)
     return Cause(code="DDP207", ranks=others, why=why, at=at, fix=_FIX)
+
+
+UNORDERED_FIX = "go over `sorted(...)` of it, or over a list or a dict that all ranks fill in the same order"
+
+
+def say_unordered(one: Chain, other: Chain, sources: Sources) -> str:
+    """Return a sentence if both call chains are at one line in a loop over a set; empty otherwise.
+
+    For one of them only its line may be known.
+    """
+    num_common = min(len(one), len(other))
+    ends = [[(frame.file, frame.line) for frame in chain[len(chain) - num_common :]] for chain in (one, other)]
+    if not num_common or ends[0] != ends[1]:
+        return ""
+    for frame in reversed(max(one, other, key=len)):
+        source = sources.find(frame)
+        line = find_unordered_loop(source, frame.line) if source is not None else None
+        if source is not None and line is not None:
+            spot = f"`{source.text(line)}` ({show_file(frame.file)}:{line})"
+            return (
+                f"{spot} goes over a set, which has another order in each process: the ranks are at different entries"
+            )
+    return ""

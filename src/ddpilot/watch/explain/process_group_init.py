@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find ranks that wait in init_process_group: which ranks are missing, and whether they can still arrive."""
+"""Find ranks that wait in init_process_group: which ranks are missing, and whether they can still arrive.
+
+It cannot complete if WORLD_SIZE exceeds the number of ranks, or if two ranks use the same RANK.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,11 @@ from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
 from ddpilot.record.flight_ring.log import RankLog
+from ddpilot.source.parsed_file import CodeLine
 from ddpilot.watch.explain.activity import describe_activity, say_where
 from ddpilot.watch.explain.text import lay_out, merge_rows, place_of, say_place, who_does
 from ddpilot.watch.matching.outcomes import RankOutcome
-from ddpilot.watch.snapshot.model import CodeLine, JobSnapshot, RankSnapshot
+from ddpilot.watch.snapshot.model import JobSnapshot, RankSnapshot
 from ddpilot.watch.snapshot.stacks import innermost, passes
 
 _STACK_AGE_NS = 5_000_000_000

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Explain waits that cannot end: for a rank that has ended, or in a cycle."""
+"""Explain ranks that ended, left their group or closed their connections while others needed them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,16 @@ from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
 from ddpilot.source.parsed_file import Sources
-from ddpilot.watch.explain.causes import FIXES, Cause, Party, find_cause
-from ddpilot.watch.explain.mismatch import find_origin, make_party, show_common
+from ddpilot.watch.explain.causes import (
+    FIXES,
+    Cause,
+    Party,
+    find_cause,
+    find_origin,
+    make_party,
+    make_waiting_party,
+    show_common,
+)
 from ddpilot.watch.explain.text import (
     describe,
     describe_shortly,
@@ -24,16 +32,13 @@ from ddpilot.watch.explain.text import (
     say_place,
     who_does,
 )
-from ddpilot.watch.explain.waits import OpenWait, explain_open_wait
+from ddpilot.watch.explain.waits import OpenWait, explain_open_wait, say_waiting_for
 from ddpilot.watch.matching.outcomes import RankOutcome, first_deaths
-from ddpilot.watch.matching.progress import GroupProgress, IncompleteCollective
-from ddpilot.watch.matching.waits import Wait, tag_of
+from ddpilot.watch.matching.progress import IncompleteCollective
+from ddpilot.watch.matching.waits import Wait
 from ddpilot.watch.snapshot.model import JobSnapshot, ProcessState, RankSnapshot
 from ddpilot.watch.snapshot.stacks import chain_of
 
-_BRANCH_FIX = (
-    "call it on all ranks of its group: move it out of the branch; and use groups in the same order on all ranks"
-)
 _DEATH_FIX = "look at how it ended; the others wait for it, and end with errors of their own"
 
 
@@ -83,15 +88,6 @@ def _blame(view: JobSnapshot, gone: Sequence[int], fates: Mapping[int, RankOutco
             words = fates[of_state[0]].words
             return tuple(rank for rank in of_state if fates[rank].words == words)
     return tuple(gone)
-
-
-def make_waiting_party(view: JobSnapshot, wait: Wait, held: tuple[int, ...]) -> Party:
-    if wait.meeting is not None:
-        return make_party(view, wait.meeting.progress, held, wait.meeting.seq)
-    entry, log = wait.held[held[0]], view.ranks[held[0]].log
-    entries = (*(each for each in (log.collectives if log is not None else ()) if each.is_p2p), entry)
-    lines = frozenset((each.line.file, each.line.line) for each in entries if each.line is not None)
-    return Party(ranks=held, chain=chain_of(view.ranks[held[0]], entry), entry=entry, lines=lines)
 
 
 def _find_cause(
@@ -154,65 +150,8 @@ def _why(wait: Wait, ranks: Sequence[int], words: str, has_died: bool) -> str:
     return f"{who_does(ranks, words)} without calling this: it has come to its end on another way, or with fewer rounds"
 
 
-def explain_cycle(view: JobSnapshot, circle: Sequence[Wait], sources: Sources) -> Finding:
-    """Return the finding for ranks that wait for each other in a cycle: DDP206 for collectives, else DDP219."""
-    code = "DDP206" if all(wait.meeting is not None for wait in circle) else "DDP219"
-    held = {rank: entry for wait in circle for rank, entry in wait.held.items()}
-    rows = [(rank, _describe_in(wait), say_place(entry.line)) for wait in circle for rank, entry in wait.held.items()]
-    parties = [make_waiting_party(view, wait, tuple(sorted(wait.held))) for wait in circle[:2]]
-    cause = find_cause(parties[0], parties[1], sources) if len(parties) == 2 and not _say_tags(circle) else None
-    first = min(held)
-    return make_finding(
-        code,
-        summary=_summarize_circle(code, circle),
-        ranks=tuple(sorted(held)),
-        line=place_of(parties[0].chain[-1]) if parties[0].chain else place_of(held[first].line),
-        evidence=lay_out(merge_rows(rows)),
-        why=_why_circle(circle) + (f"; {cause.why}" if cause is not None else ""),
-        fix=_BRANCH_FIX if code == "DDP206" and cause is not None and cause.is_branch else FIXES[code],
-    )
-
-
-def _describe_in(wait: Wait) -> str:
-    entry = next(iter(wait.held.values()))
-    if wait.meeting is None:
-        return describe(entry)
-    return f"{describe(entry)}, #{wait.meeting.seq} of {_name(wait.meeting.progress)}"
-
-
-def _name(progress: GroupProgress) -> str:
-    return name_group(progress.group)
-
-
-def _summarize_circle(code: str, circle: Sequence[Wait]) -> str:
-    if code == "DDP219":
-        return "ranks wait for messages that no other rank sends or receives"
-    groups = " and ".join(sorted({_name(wait.meeting.progress) for wait in circle if wait.meeting is not None}))
-    return f"ranks wait for each other in {groups}"
-
-
 def _it(ranks: Collection[int]) -> str:
     return "it" if len(ranks) == 1 else "them"
-
-
-def say_waiting_for(ranks: Collection[int]) -> str:
-    return f"{render_ranks(ranks, max_chars=40)} {'waits' if len(ranks) == 1 else 'wait'} for"
-
-
-def _why_circle(circle: Sequence[Wait]) -> str:
-    parts = [f"{say_waiting_for(wait.held)} {render_ranks(wait.missing, max_chars=40)}" for wait in circle[:4]]
-    return ", ".join(parts) + (_say_tags(circle) or ": nobody can be the first")
-
-
-def _say_tags(circle: Sequence[Wait]) -> str:
-    """Return a clause if one rank sends what the other receives under a different tag; empty otherwise."""
-    if len(circle) != 2 or any(wait.meeting is not None for wait in circle):
-        return ""
-    one, other = (next(iter(wait.held.values())) for wait in circle)
-    if {one.op, other.op} != {"send", "recv"} or tag_of(one) == tag_of(other):
-        return ""
-    sent, received = (one, other) if one.op == "send" else (other, one)
-    return f": what is sent with tag {sent.tag} is received with tag {received.tag}, and tags have to be the same"
 
 
 _TIME_IS_UP = re.compile(r"timed ?out|timeout|failed to pass monitoredBarrier", re.IGNORECASE)

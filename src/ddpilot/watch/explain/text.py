@@ -10,7 +10,8 @@ from collections.abc import Collection, Iterable, Sequence
 from ddpilot.findings.finding import Place
 from ddpilot.findings.text import render_ranks
 from ddpilot.record.flight_ring.log import CallSite, Collective, GroupOfRanks
-from ddpilot.watch.snapshot.model import CodeLine
+from ddpilot.source.parsed_file import CodeLine
+from ddpilot.watch.matching.waits import peer_of
 
 _UNITS = (("GB", 1 << 30), ("MB", 1 << 20), ("kB", 1 << 10))  # powers of 1024, as in `bucket_cap_mb`
 _MAX_ROWS = 8
@@ -66,14 +67,6 @@ def root_of(entry: Collective) -> int:
     assert entry.root is not None
     ranks = entry.group.ranks if entry.group is not None else ()
     return ranks[entry.root] if 0 <= entry.root < len(ranks) else entry.root
-
-
-def peer_of(entry: Collective) -> int | None:
-    """Return the peer's rank in the job of a point-to-point operation; None for a receive from any source."""
-    ranks = entry.group.ranks if entry.group is not None else ()
-    if entry.peer is None:
-        return None
-    return ranks[entry.peer] if 0 <= entry.peer < len(ranks) else entry.peer
 
 
 def _describe_p2p(entry: Collective) -> str:

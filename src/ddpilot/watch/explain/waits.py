@@ -1,16 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describe waits that may still end: as a status, later as a warning. They never end a job on their own."""
+"""Explain waits for live ranks: cycles, unequal messages, and waits that may still end.
+
+The last are a status line, later a warning; they never end a job on their own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
+from ddpilot.source.parsed_file import Sources
 from ddpilot.watch.explain.activity import Activity, describe_activity, say_where
-from ddpilot.watch.explain.mismatch import show_common
+from ddpilot.watch.explain.causes import (
+    FIXES,
+    find_cause,
+    make_waiting_party,
+    show_common,
+)
 from ddpilot.watch.explain.text import (
     describe,
     describe_shortly,
@@ -23,8 +32,9 @@ from ddpilot.watch.explain.text import (
     say_spot,
     who_does,
 )
-from ddpilot.watch.matching.waits import Wait
-from ddpilot.watch.snapshot.model import JobSnapshot
+from ddpilot.watch.matching.progress import GroupProgress
+from ddpilot.watch.matching.waits import Message, Wait, tag_of
+from ddpilot.watch.snapshot.model import JobSnapshot, RankSnapshot
 from ddpilot.watch.snapshot.stacks import passes
 
 
@@ -144,3 +154,88 @@ def _explain_full(one: OpenWait) -> Finding:
         why="they agree about it, so it is the data's way between them: a network, a firewall, or a peer-to-peer link",
         fix="look at the interfaces (NCCL_DEBUG=INFO; ddpilot explain DDP107, DDP108), and whether a rank was stopped",
     )
+
+
+def explain_message(view: JobSnapshot, message: Message) -> Finding:
+    """Return the finding for `message`, with the lines of both sides."""
+    sides = ((message.sender, message.sent), (message.receiver, message.received))
+    rows = [(f"rank {rank}", describe(entry) + _fate(view.ranks[rank]), say_place(entry.line)) for rank, entry in sides]
+    gives, takes = f"{message.sent.num_bytes:,} bytes", f"{message.received.num_bytes:,}"
+    return make_finding(
+        "DDP202",
+        # Over gloo, some programs allocate larger buffers on purpose, for messages of any size.
+        severity="error" if message.sent.num_bytes > message.received.num_bytes else "warning",
+        summary=f"rank {message.sender} sends {gives} to rank {message.receiver}, which has room for {takes}",
+        ranks=(message.sender, message.receiver),
+        line=place_of(message.received.line),
+        evidence=lay_out(rows),
+        why="gloo ends the process that has too little room, and leaves the rest as it was where there is too much",
+        fix="give send and recv tensors of one size and dtype; where it varies, send the size before",
+    )
+
+
+def _fate(rank: RankSnapshot) -> str:
+    return f", died of {rank.process.signal_name}" if rank.process.signal_name else ""
+
+
+_BRANCH_FIX = (
+    "call it on all ranks of its group: move it out of the branch; and use groups in the same order on all ranks"
+)
+
+
+def explain_cycle(view: JobSnapshot, circle: Sequence[Wait], sources: Sources) -> Finding:
+    """Return the finding for ranks that wait for each other in a cycle: DDP206 for collectives, else DDP219."""
+    code = "DDP206" if all(wait.meeting is not None for wait in circle) else "DDP219"
+    held = {rank: entry for wait in circle for rank, entry in wait.held.items()}
+    rows = [(rank, _describe_in(wait), say_place(entry.line)) for wait in circle for rank, entry in wait.held.items()]
+    parties = [make_waiting_party(view, wait, tuple(sorted(wait.held))) for wait in circle[:2]]
+    cause = find_cause(parties[0], parties[1], sources) if len(parties) == 2 and not _say_tags(circle) else None
+    first = min(held)
+    return make_finding(
+        code,
+        summary=_summarize_circle(code, circle),
+        ranks=tuple(sorted(held)),
+        line=place_of(parties[0].chain[-1]) if parties[0].chain else place_of(held[first].line),
+        evidence=lay_out(merge_rows(rows)),
+        why=_why_circle(circle) + (f"; {cause.why}" if cause is not None else ""),
+        fix=_BRANCH_FIX if code == "DDP206" and cause is not None and cause.is_branch else FIXES[code],
+    )
+
+
+def _describe_in(wait: Wait) -> str:
+    entry = next(iter(wait.held.values()))
+    if wait.meeting is None:
+        return describe(entry)
+    return f"{describe(entry)}, #{wait.meeting.seq} of {_name(wait.meeting.progress)}"
+
+
+def _name(progress: GroupProgress) -> str:
+    return name_group(progress.group)
+
+
+def _summarize_circle(code: str, circle: Sequence[Wait]) -> str:
+    if code == "DDP219":
+        return "ranks wait for messages that no other rank sends or receives"
+    groups = " and ".join(sorted({_name(wait.meeting.progress) for wait in circle if wait.meeting is not None}))
+    return f"ranks wait for each other in {groups}"
+
+
+def say_waiting_for(ranks: Collection[int]) -> str:
+    """Format the beginning of a sentence, such as ``ranks 0,1 wait for``."""
+    return f"{render_ranks(ranks, max_chars=40)} {'waits' if len(ranks) == 1 else 'wait'} for"
+
+
+def _why_circle(circle: Sequence[Wait]) -> str:
+    parts = [f"{say_waiting_for(wait.held)} {render_ranks(wait.missing, max_chars=40)}" for wait in circle[:4]]
+    return ", ".join(parts) + (_say_tags(circle) or ": nobody can be the first")
+
+
+def _say_tags(circle: Sequence[Wait]) -> str:
+    """Return a clause if one rank sends what the other receives under a different tag; empty otherwise."""
+    if len(circle) != 2 or any(wait.meeting is not None for wait in circle):
+        return ""
+    one, other = (next(iter(wait.held.values())) for wait in circle)
+    if {one.op, other.op} != {"send", "recv"} or tag_of(one) == tag_of(other):
+        return ""
+    sent, received = (one, other) if one.op == "send" else (other, one)
+    return f": what is sent with tag {sent.tag} is received with tag {received.tag}, and tags have to be the same"

@@ -28,6 +28,8 @@ from ddpilot.environments.detect import detect_topology
 from ddpilot.environments.private_files import check_own_folder, lock_file, open_own_file, write_own_text
 from ddpilot.environments.topology import Topology
 from ddpilot.errors import LaunchError
+from ddpilot.guard.hook import GUARD_VARIABLE
+from ddpilot.guard.hook import HOOK as GUARD_HOOK
 from ddpilot.launching.on_import import when_imported
 from ddpilot.record.hook import HOOK, RING_DIR_VARIABLE
 from ddpilot.watch.external.rank_process import RankProcess, error_path, read_rank_process
@@ -38,12 +40,10 @@ from ddpilot.watch.options import Action, WatchOptions
 WATCH_VARIABLE = "DDPILOT_WATCH"
 """If 1, ranks are watched without any change to their script."""
 
-GUARD_VARIABLE = "DDPILOT_GUARD"
 ACTION_VARIABLE = "DDPILOT_ON_FINDING"
 OWNER_VARIABLE = "DDPILOT_WATCHED_PID"
 """Set in the environment of a watched rank, for the processes that it starts: the rank's pid."""
 
-GUARD_HOOK = "ddpilot.guard.hook:start"
 _ABOUT_A_RANK = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 _ABOUT_A_JOB = (
     *("MASTER_PORT", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"),

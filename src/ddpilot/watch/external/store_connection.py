@@ -40,9 +40,9 @@ def describe_connection(topology: Topology, name: str, environ: Mapping[str, str
 
 
 class StoreConnection:
-    """The connection to the observers of the other nodes, through the store of the ranks. `said`: from `describe_connection`.
+    """The connection to the observers of the other nodes, through the store of the ranks.
 
-    A separate thread waits for that store and holds the only connection to it.
+    `said`: from `describe_connection`. A separate thread waits for that store and holds the only connection to it.
     """
 
     def __init__(self, said: Mapping[str, Any]) -> None:

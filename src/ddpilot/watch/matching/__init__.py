@@ -1,2 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Match the ranks' collectives: mismatches, waits, cycles, exits; imports `snapshot` and `record`, has no texts."""
+"""Line up the ranks' collectives by group and number: mismatches, waits, cycles, and how ranks ended.
+
+Contains no text for users. Imports `snapshot`, `record` and what is below them.
+"""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare what all ranks of a collective must agree on: op, dtypes, sizes, root, reduce-op. Does not import torch."""
+"""Find collectives whose op, dtypes, sizes, root or reduce-op differ between the ranks of their group."""
 
 from __future__ import annotations
 
@@ -9,18 +9,12 @@ from math import prod
 from typing import Literal
 
 from ddpilot.record.flight_ring.log import Collective, Tensor
+from ddpilot.watch.matching.progress import GroupProgress
 
 Aspect = Literal["op", "dtype", "size", "root", "shape", "reduce-op"]
 WRONG_BUT_RUNNING: frozenset[Aspect] = frozenset({"shape", "reduce-op"})
 """Aspects in which ranks can differ without an error or a hang; the results are wrong."""
 
-REDUCING = frozenset(
-    {
-        *("all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor"),
-        "reduce_scatter_tensor_coalesced",
-    }
-)
-"""Ops whose record contains the reduce-op, which is added some time after the record is written."""
 
 # Ops whose sizes must be equal on all ranks. In the other ops each rank may send or receive a different number of
 # elements.
@@ -168,3 +162,57 @@ def _part(entry: Collective, tensors: tuple[Tensor, ...], splits_at: int, other:
     if splits:
         return splits[place] * prod(shape[1:]) if place < len(splits) else None
     return prod(shape) // len(group.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class MismatchedCollective:
+    """A collective with different arguments on different ranks."""
+
+    progress: GroupProgress
+    seq: int
+    clash: Mismatch
+    by_rank: Mapping[int, Collective]
+
+    @property
+    def newest_ns(self) -> int:
+        """When the last of the ranks began it."""
+        return max(entry.start_ns for entry in self.by_rank.values())
+
+
+def find_first_mismatches(progress: GroupProgress) -> list[MismatchedCollective]:
+    """Return the first mismatches of a group: at most one that does not stop training, and at most one that does."""
+    terms: dict[tuple[int, int, str], object] = {}
+    same: dict[object, object] = {}  # equal terms are one object, so that ranks are compared by identity
+    first = progress.first_common
+    by_seq: dict[int, dict[int, Collective]] = {}
+    said: dict[int, tuple[object, int | None, str | None]] = {}
+    odd: set[int] = set()
+    for rank, entries in progress.by_rank.items():
+        for entry in entries:
+            seq = entry.seq
+            if seq is None or seq < first:
+                continue
+            key = (id(entry.inputs), id(entry.outputs), entry.op)
+            mine = terms.get(key)
+            if mine is None:
+                mine = signature_of(entry)
+                mine = terms[key] = same.setdefault(mine, mine)
+            here = by_seq.get(seq)
+            if here is None:
+                by_seq[seq] = {rank: entry}
+                said[seq] = mine, entry.root, entry.reduce_op
+                continue
+            if said[seq] != (mine, entry.root, entry.reduce_op):
+                odd.add(seq)
+            here[rank] = entry
+    # Exchanges of point-to-point parts are compared only where the ranks are now: comparing all of them takes too long.
+    newest = max(map(progress.position, progress.by_rank))
+    odd |= {seq for seq in (newest - 1, newest) if any(each.op in EXCHANGES for each in by_seq.get(seq, {}).values())}
+    found: dict[bool, MismatchedCollective] = {}
+    for seq in sorted(odd):
+        clash = find_mismatch(by_seq[seq])
+        if clash is not None:
+            found.setdefault(clash.aspect in WRONG_BUT_RUNNING, MismatchedCollective(progress, seq, clash, by_seq[seq]))
+        if False in found:
+            break
+    return list(found.values())

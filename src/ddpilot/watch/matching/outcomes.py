@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Determine how a rank's process ended, and whether a live one is held up by a collective."""
+"""Determine how a rank's process ended, and whether a live one is blocked by a collective.
+
+Includes jobs that were ended as a whole from outside, so that no rank's end is reported as the cause.
+"""
 
 from __future__ import annotations
 

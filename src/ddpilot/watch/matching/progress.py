@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ddpilot.record.flight_ring.log import Collective, GroupOfRanks, RankLog
-from ddpilot.watch.matching.mismatch import Mismatch
 from ddpilot.watch.snapshot.model import JobSnapshot
 
 GroupKey = tuple[str, tuple[int, ...]]
@@ -64,21 +63,6 @@ class IncompleteCollective:
     def newest_ns(self) -> int:
         """When the last of the ranks began it."""
         return max(entry.start_ns for entry in self.arrived.values())
-
-
-@dataclass(frozen=True, slots=True)
-class MismatchedCollective:
-    """A collective with different arguments on different ranks."""
-
-    progress: GroupProgress
-    seq: int
-    clash: Mismatch
-    by_rank: Mapping[int, Collective]
-
-    @property
-    def newest_ns(self) -> int:
-        """When the last of the ranks began it."""
-        return max(entry.start_ns for entry in self.by_rank.values())
 
 
 def _seq_of(entry: Collective) -> int:

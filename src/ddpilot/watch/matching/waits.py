@@ -7,10 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from ddpilot.findings.catalog import make_finding
-from ddpilot.findings.finding import Finding
 from ddpilot.record.flight_ring.log import Collective
-from ddpilot.watch.explain.text import describe, lay_out, peer_of, place_of, say_place
 from ddpilot.watch.matching.outcomes import RankOutcome, is_blocked_by
 from ddpilot.watch.matching.progress import GroupKey, IncompleteCollective
 from ddpilot.watch.snapshot.model import JobSnapshot, RankSnapshot
@@ -253,23 +250,9 @@ def tag_of(entry: Collective) -> int | None:
     return entry.tag if entry.is_watched or any(name in backend for name in _WITH_TAGS) else None
 
 
-def explain_message(view: JobSnapshot, message: Message) -> Finding:
-    """Return the finding for `message`, with the lines of both sides."""
-    sides = ((message.sender, message.sent), (message.receiver, message.received))
-    rows = [(f"rank {rank}", describe(entry) + _fate(view.ranks[rank]), say_place(entry.line)) for rank, entry in sides]
-    gives, takes = f"{message.sent.num_bytes:,} bytes", f"{message.received.num_bytes:,}"
-    return make_finding(
-        "DDP202",
-        # Over gloo, some programs allocate larger buffers on purpose, for messages of any size.
-        severity="error" if message.sent.num_bytes > message.received.num_bytes else "warning",
-        summary=f"rank {message.sender} sends {gives} to rank {message.receiver}, which has room for {takes}",
-        ranks=(message.sender, message.receiver),
-        line=place_of(message.received.line),
-        evidence=lay_out(rows),
-        why="gloo ends the process that has too little room, and leaves the rest as it was where there is too much",
-        fix="give send and recv tensors of one size and dtype; where it varies, send the size before",
-    )
-
-
-def _fate(rank: RankSnapshot) -> str:
-    return f", died of {rank.process.signal_name}" if rank.process.signal_name else ""
+def peer_of(entry: Collective) -> int | None:
+    """Return the peer's rank in the job of a point-to-point operation; None for a receive from any source."""
+    ranks = entry.group.ranks if entry.group is not None else ()
+    if entry.peer is None:
+        return None
+    return ranks[entry.peer] if 0 <= entry.peer < len(ranks) else entry.peer

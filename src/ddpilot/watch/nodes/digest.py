@@ -15,7 +15,14 @@ from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 from ddpilot.record.flight_ring.log import CallSite, Collective, DdpPart, GroupOfRanks, RankLog, Tensor
-from ddpilot.watch.snapshot.model import CodeLine, JobSnapshot, ProcessState, PythonStack, RankException, RankSnapshot
+from ddpilot.source.parsed_file import CodeLine
+from ddpilot.watch.snapshot.model import JobSnapshot, ProcessState, PythonStack, RankException, RankSnapshot
+
+_ALL_CHARS = 2 * 1024 * 1024
+
+
+_FEWEST_CHARS = 4 * 1024
+
 
 MAX_CHARS = 64 * 1024
 _NUM_ENTRIES = 256
@@ -241,3 +248,8 @@ def _move_rank(rank: RankSnapshot, by_ns: int) -> RankSnapshot:
 def _move(value: Any, names: Iterable[str], by_ns: int) -> Any:
     times = {name: getattr(value, name) for name in names}
     return replace(value, **{name: time_ns + by_ns for name, time_ns in times.items() if time_ns is not None})
+
+
+def max_chars(num_others: int) -> int:
+    """Return the maximum length of one text of a node that all others, or node 0, have to read."""
+    return min(MAX_CHARS, max(_FEWEST_CHARS, _ALL_CHARS // (1 + num_others)))

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the guard rules that compare ranks if the ranks are on several nodes: on node 0, for all nodes."""
+"""Run the guard rules that compare ranks of several nodes, on node 0.
+
+Every node sends guard's notes to node 0, in bundles of text, and gets the findings back.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from ddpilot.guard.rules.registry import RuleRunner
 from ddpilot.guard.rules.rule import some
 from ddpilot.launching.observer import Chunk, Mailbox
 from ddpilot.record.journal import Entry
-from ddpilot.watch.nodes.digest import MAX_CHARS
+from ddpilot.watch.nodes.digest import max_chars
 
 _SLACK_NS = 1_000_000_000
 """Margin for errors of the clock offset between nodes: nothing counts as missing before it has passed."""
@@ -44,8 +47,8 @@ class SharedRules:
     def __init__(self, carrier: Mailbox, make_book: Callable[[], RuleRunner]) -> None:
         self._carrier = carrier
         self._book = make_book() if carrier.node_rank == 0 else None
-        self._outbox = NoteSender(carrier)
-        self._senders = {node: NoteReceiver() for node in carrier.places}
+        self._sender = NoteSender(carrier)
+        self._receivers = {node: NoteReceiver() for node in carrier.places}
         self._held: dict[int, list[tuple[int, Entry]]] = {node: [] for node in (0, *carrier.places)}
         self._fault = ""
 
@@ -58,14 +61,14 @@ class SharedRules:
         """Add entries of the ranks here and return node 0's new findings. `is_last`: no more entries will follow."""
         found = self._take()
         if self._book is None:
-            self._outbox.put(here)
+            self._sender.put(here)
         else:
             self._held[0] += [(rank, entry) for rank, entries in here.items() for entry in entries]
             if is_last:
                 self._await_others()
             found = self._compare(self._book, now_ns, is_last=is_last)
-            self._outbox.put({}, found)
-        self._outbox.send(now_ns, is_last=is_last)
+            self._sender.put({}, found)
+        self._sender.send(now_ns, is_last=is_last)
         self._look_for_faults()
         return found
 
@@ -73,7 +76,7 @@ class SharedRules:
         """Take what other nodes have sent: on node 0 entries, on the other nodes the findings of node 0."""
         found: list[Finding] = []
         for node, pieces in self._carrier.take_pieces().items():
-            for bundle in self._senders[node].take(pieces):
+            for bundle in self._receivers[node].take(pieces):
                 self._held[node] += bundle.entries
                 found += bundle.findings
         return found
@@ -81,7 +84,7 @@ class SharedRules:
     def _compare(self, book: RuleRunner, now_ns: int, *, is_last: bool) -> list[Finding]:
         if self._fault:
             return []
-        until_ns = min((self._known_ns(node, now_ns) for node in self._senders), default=now_ns)
+        until_ns = min((self._known_ns(node, now_ns) for node in self._receivers), default=now_ns)
         slices: dict[int, dict[int, list[Entry]]] = {}
         for rank, entry in self._ready(until_ns):
             slices.setdefault(entry.time_ns // _SLICE_NS, {}).setdefault(rank, []).append(entry)
@@ -95,14 +98,14 @@ class SharedRules:
 
     def _known_ns(self, node: int, now_ns: int) -> int:
         """Time up to which all entries of that node have arrived."""
-        sender = self._senders[node]
+        sender = self._receivers[node]
         if sender.told_ns is None or sender.offset_ns is None:
             return 0
         return now_ns if sender.has_ended else min(now_ns, sender.told_ns + sender.offset_ns)
 
     def _ready(self, until_ns: int) -> Iterator[tuple[int, Entry]]:
         for node, held in self._held.items():
-            offset_ns = 0 if node == 0 else self._senders[node].offset_ns or 0
+            offset_ns = 0 if node == 0 else self._receivers[node].offset_ns or 0
             # A node's entries arrive rank by rank, so a newer entry of one rank may precede older ones of the next
             # rank.
             self._held[node] = [(rank, entry) for rank, entry in held if entry.time_ns + offset_ns > until_ns]
@@ -111,14 +114,14 @@ class SharedRules:
                     yield rank, replace(entry, time_ns=entry.time_ns + offset_ns)
 
     def _have_ended(self) -> bool:
-        return all(sender.has_ended for sender in self._senders.values())
+        return all(sender.has_ended for sender in self._receivers.values())
 
     def _await_others(self) -> None:
         """Wait at most `_LAST_S` for the last bundles of the other nodes, if all of them have sent before."""
         deadline_s = time.monotonic() + _LAST_S
         while (
             not self._have_ended()
-            and all(sender.told_ns is not None for sender in self._senders.values())
+            and all(sender.told_ns is not None for sender in self._receivers.values())
             and not (self._fault or self._carrier.fault)
             and time.monotonic() < deadline_s
         ):
@@ -127,11 +130,11 @@ class SharedRules:
 
     def _look_for_faults(self) -> None:
         places = self._carrier.places
-        reasons = [f"{places[node]}: {sender.fault}" for node, sender in self._senders.items() if sender.fault]
-        if self._outbox.is_full:
+        reasons = [f"{places[node]}: {sender.fault}" for node, sender in self._receivers.items() if sender.fault]
+        if self._sender.is_full:
             reasons.append("the ranks of this node note more than can be sent")
         if any(len(held) > MAX_HELD for held in self._held.values()):
-            silent = [place for node, place in places.items() if self._senders[node].told_ns is None]
+            silent = [place for node, place in places.items() if self._receivers[node].told_ns is None]
             reasons.append(f"too little comes from {some(silent or list(places.values()))}")
         if reasons and not self._fault:
             self._fault = f"guard no longer compares ranks of different nodes: {reasons[0]}"
@@ -139,9 +142,6 @@ class SharedRules:
             for held in self._held.values():
                 held.clear()
 
-
-_ALL_CHARS = 2 * 1024 * 1024
-_FEWEST_CHARS = 4 * 1024
 
 PAUSE_NS = 400_000_000
 """Minimum interval between two pieces: one with every second look."""
@@ -153,11 +153,6 @@ MAX_HELD = 20_000
 """Maximum number of entries of a node that wait to be sent or compared."""
 
 _GOES_ON, _ENDS = "+", "."
-
-
-def max_chars(num_others: int) -> int:
-    """Return the maximum length of one text of a node that all others, or node 0, have to read."""
-    return min(MAX_CHARS, max(_FEWEST_CHARS, _ALL_CHARS // (1 + num_others)))
 
 
 class NoteSender:

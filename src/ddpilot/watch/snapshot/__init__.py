@@ -1,2 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of all ranks at one moment, and the readers that fill it; imports `record` and below."""
+"""The state of all ranks at one moment, and the readers that fill it.
+
+Imports `record`, `source.parsed_file` and what is below them.
+"""

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a rank's ring repeatedly: new collectives, and those that were unfinished before."""
+"""Read the files that a rank writes in the job's folder: its ring, guard's journal, and its stacks.
+
+Ring and journal are read repeatedly: what is new, and what was unfinished before.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ import psutil
 
 from ddpilot.environments.private_files import open_own_file, read_own_text
 from ddpilot.errors import RecordError
-from ddpilot.record.flight_ring.log import Collective, GroupOfRanks, RankLog
+from ddpilot.record.flight_ring.log import REDUCING, Collective, GroupOfRanks, RankLog
 from ddpilot.record.flight_ring.reader import read_ring
 from ddpilot.record.journal import Entry, read_journal
 from ddpilot.record.main_thread import RUNS, WATCH_SIGNAL, StackRequest, connecting_path, first_stack, stacks_path
-from ddpilot.watch.matching.mismatch import REDUCING
-from ddpilot.watch.snapshot.model import CodeLine, PythonStack
+from ddpilot.source.parsed_file import CodeLine
+from ddpilot.watch.snapshot.model import PythonStack
 
 NUM_HELD = 2048
 """Maximum number of collectives held per rank; far fewer can still get an end or a reduce-op."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ddpilot.record.flight_ring.log import RankLog
+from ddpilot.source.parsed_file import CodeLine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,17 +28,6 @@ class ProcessState:
     """When its end was observed, on CLOCK_MONOTONIC."""
     os_state: str = ""
     """The operating system's process state, such as ``R``, ``S`` or ``D``; ``T``: stopped."""
-
-
-@dataclass(frozen=True, slots=True)
-class CodeLine:
-    """One call on a stack."""
-
-    file: str
-    line: int
-    function: str
-    text: str = ""
-    """The source line without indentation; empty if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build a view of a job from the files in its folder and the state of its processes."""
+"""Build a snapshot of a job from the files in its folder and the state of its processes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from ddpilot.record.flight_ring.log import RankLog
 from ddpilot.record.flight_ring.reader import read_ring
 from ddpilot.record.hook import journal_path, ring_path
 from ddpilot.record.journal import Entry
-from ddpilot.watch.explain.activity import SUBPROCESS
 from ddpilot.watch.snapshot.files import JournalFollower, RingFollower, passed_by_all, read_stack, take_stacks
 from ddpilot.watch.snapshot.model import JobSnapshot, ProcessState, PythonStack, RankException, RankSnapshot
-from ddpilot.watch.snapshot.stacks import passes
+from ddpilot.watch.snapshot.stacks import SUBPROCESS, passes
 
 _NUM_KEPT = 256
 """Collectives of each rank that stay in view although all ranks have passed them."""

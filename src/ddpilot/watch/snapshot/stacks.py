@@ -7,8 +7,13 @@ import re
 from collections.abc import Iterable
 
 from ddpilot.record.flight_ring.log import CallSite, Collective
+from ddpilot.source.parsed_file import Chain, CodeLine
 from ddpilot.user_files import is_users, is_users_line
-from ddpilot.watch.snapshot.model import CodeLine, PythonStack, RankSnapshot
+from ddpilot.watch.snapshot.model import PythonStack, RankSnapshot
+
+SUBPROCESS = "/subprocess.py:"
+"""In the stack of a rank that waits for a child process or reads its output."""
+
 
 _TRACE = re.compile(
     r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)(?:\n    (?P<text>\S.*))?', re.MULTILINE
@@ -22,9 +27,6 @@ _BLOCKING_FILES = (
     *("/torch/_tensor.py", "/torch/_tensor_str.py", "/torch/amp/grad_scaler.py"),  # read numbers from a device
     "/ddpilot/record/collectives/kernels.py",  # calls the operators: a first send or recv waits there for its peer
 )
-
-Chain = tuple[CodeLine, ...]
-"""Calls in the user's code, outermost first: each is the line that made the next call."""
 
 
 def user_chain(frames: Iterable[CodeLine]) -> Chain:

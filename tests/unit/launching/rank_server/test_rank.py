@@ -12,7 +12,7 @@ from ddpilot.launching.rank_server.rank import user_traceback
 
 
 def call(function: Any, *args: Any) -> BaseException:
-    """What `function` raises if it is called from the file of `launching.local.rank`."""
+    """What `function` raises if it is called from the file of `launching.rank_server.rank`."""
     names: dict[str, Any] = {"function": function, "args": args}
     with pytest.raises(TypeError) as caught:
         exec(compile("function(*args)", rank.__file__, "exec"), names)

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from ddpilot import FakeGroup
-from ddpilot.training.coordination.out_of_memory import explain_out_of_memory, find_sharing, is_out_of_memory, joint_try
+from ddpilot.group.device import is_out_of_memory
+from ddpilot.training.coordination.out_of_memory import explain_out_of_memory, find_sharing, joint_try
 
 
 @pytest.mark.parametrize(

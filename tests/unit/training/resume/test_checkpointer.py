@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 from ddpilot import CheckpointError, CorruptCheckpointError, FakeGroup, LoopError, MismatchedCheckpointError
 from ddpilot.checkpoint.directory import CheckpointDir
 from ddpilot.training.loop import Loop
-from tests.unit.training.keeping.runs import BATCHES, Run, latest, position
+from tests.unit.training.resume.runs import BATCHES, Run, latest, position
 
 pytestmark = pytest.mark.usefixtures("compiler_is_loaded")
 

@@ -10,8 +10,9 @@ import pytest
 
 from ddpilot.findings.finding import Finding
 from ddpilot.record.flight_ring.log import CallSite, Tensor
+from ddpilot.source.parsed_file import CodeLine
 from ddpilot.watch.analysis import analyze
-from ddpilot.watch.snapshot.model import CodeLine, ProcessState, RankSnapshot
+from ddpilot.watch.snapshot.model import ProcessState, RankSnapshot
 from tests.unit.watch.logs import FILE, Writer, alive, bucket, died, group_of, job, part, returned, texts_of
 
 BRANCH = """\

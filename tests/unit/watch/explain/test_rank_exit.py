@@ -9,9 +9,10 @@ from typing import Literal
 import pytest
 
 from ddpilot.findings.finding import Finding
+from ddpilot.source.parsed_file import CodeLine
 from ddpilot.watch.analysis import Analysis, analyze
 from ddpilot.watch.explain.rank_exit import find_cause_of_end
-from ddpilot.watch.snapshot.model import CodeLine, ProcessState, PythonStack, RankException, RankSnapshot
+from ddpilot.watch.snapshot.model import ProcessState, PythonStack, RankException, RankSnapshot
 from tests.unit.watch.logs import FILE, S, Writer, alive, died, group_of, job, returned
 
 TIME_IS_UP = "[/__w/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to complete"

@@ -101,7 +101,8 @@ def origin_in(environ: dict[str, str], *, between: dict[str, str] | None = None)
     It is a child of this test's process, or, with `between`, of a Python with these variables, itself such a child.
     """
     code = (
-        "import os, psutil; from ddpilot.watch.external.instrumentation import find_origin; found = find_origin(os.environ);"
+        "import os, psutil; from ddpilot.watch.external.instrumentation import find_origin; "
+        "found = find_origin(os.environ);"
         "print(os.getpid(), os.getppid(), *([found.launcher.pid, found.shell.pid] if found else []))"
     )
     command = [sys.executable, "-c", code]

@@ -14,6 +14,7 @@ from ddpilot.findings.display import Findings
 from ddpilot.findings.finding import Finding
 from ddpilot.record.flight_ring import layout
 from ddpilot.record.hook import ring_path
+from ddpilot.source.parsed_file import CodeLine
 from ddpilot.watch.analysis import Analysis, analyze
 from ddpilot.watch.job_folder import JOBS_VARIABLE, JobInfo, close_job, make_job_folder
 from ddpilot.watch.matching.outcomes import COMMON_END
@@ -21,7 +22,7 @@ from ddpilot.watch.observer import Observer
 from ddpilot.watch.options import WatchOptions
 from ddpilot.watch.past_jobs import explain_job
 from ddpilot.watch.report import Report
-from ddpilot.watch.snapshot.model import CodeLine, JobSnapshot, ProcessState, PythonStack
+from ddpilot.watch.snapshot.model import JobSnapshot, ProcessState, PythonStack
 from ddpilot.watch.snapshot.reader import RankFacts
 from tests.unit.record.rings import ABOUT, open_ring
 from tests.unit.watch.logs import FILE, S, Writer, alive, died, group_of, job, returned

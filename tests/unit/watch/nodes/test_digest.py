@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 
 from ddpilot.record.flight_ring.log import CallSite, Collective
+from ddpilot.source.parsed_file import CodeLine
 from ddpilot.watch.analysis import analyze
 from ddpilot.watch.nodes.digest import MAX_CHARS, Digest, decode_digest, encode_digest, merge, move_clock
-from ddpilot.watch.snapshot.model import CodeLine, RankException, RankSnapshot
+from ddpilot.watch.snapshot.model import RankException, RankSnapshot
 from tests.unit.watch.logs import FILE, S, Writer, alive, bucket, died, group_of, job, returned
 
 WORLD = group_of(0, 1)

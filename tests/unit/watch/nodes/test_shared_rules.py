@@ -10,7 +10,6 @@ import zlib
 from collections.abc import Iterable, Mapping
 
 import pytest
-from tests.unit.watch.rules.test_divergence import SITE, pack
 from tests.unit.watch.test_exchange import Hand
 
 from ddpilot.findings.finding import Finding
@@ -21,6 +20,7 @@ from ddpilot.record.journal import Entry
 from ddpilot.watch.nodes import shared_rules
 from ddpilot.watch.nodes.digest import MAX_CHARS
 from ddpilot.watch.nodes.shared_rules import Bundle, NoteSender, SharedRules, decode_bundle, encode_bundle
+from tests.unit.guard.rules.parameters.test_divergence import SITE, pack
 from tests.unit.watch.logs import Writer, bucket, group_of
 
 S = 1_000_000_000

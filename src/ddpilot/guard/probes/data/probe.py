@@ -26,9 +26,9 @@ class DataProbe:
         loaders = LoaderObserver(notes, position)
         draws = DrawObserver(notes, loaders)
         loaders.starts_workers, loaders.has_worker_notes = draws.share, draws.collect
-        eyes: tuple[Any, ...] = (loaders, draws, ForwardObserver(notes, position))
-        eyes += (LossObserver(notes, position), ReductionObserver(notes, position))
-        undo = [step for one in eyes for step in one.install()]
+        observers: tuple[Any, ...] = (loaders, draws, ForwardObserver(notes, position))
+        observers += (LossObserver(notes, position), ReductionObserver(notes, position))
+        undo = [step for one in observers for step in one.install()]
 
         def uninstall() -> None:
             while undo:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Observe random draws while samples are read, in this process and in forked DataLoader workers."""
+"""Observe random draws while samples are read, in this process and in DataLoader workers."""
 
 from __future__ import annotations
 

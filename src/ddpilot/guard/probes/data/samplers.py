@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describe a DataLoader: number of batches, dataset, sampler and order."""
+"""Describe a DataLoader: number of batches, dataset, sampler and order, and a sketch of the samples read."""
 
 from __future__ import annotations
 

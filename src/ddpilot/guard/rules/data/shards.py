@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DDP403: the ranks' parts of an epoch overlap or miss samples."""
+"""DDP401 and DDP403: ranks train on the same batches, or their parts of an epoch overlap or miss samples."""
 
 from __future__ import annotations
 

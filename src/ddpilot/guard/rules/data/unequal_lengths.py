@@ -12,8 +12,7 @@ from ddpilot.findings.text import render_ranks
 from ddpilot.guard.rules.rule import BoundedDict, ByRank, ModelRanks, PromptRule, RuleContext, place_of
 from ddpilot.record.journal import Entry
 from ddpilot.source.control_flow import may_start_over
-from ddpilot.source.parsed_file import Sources
-from ddpilot.watch.snapshot.model import CodeLine
+from ddpilot.source.parsed_file import CodeLine, Sources
 
 _Key = tuple[int, int]
 _MAX_LOADERS = 256

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare one model and optimizer on several ranks step by step, and find since when and why they differ."""
+"""Compare one model and optimizer on several ranks step by step; report since when and why they differ."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
@@ -29,10 +29,6 @@ from ddpilot.guard.rules.parameters.steps import MAX_STEPS, MatchedStep, PassesB
 from ddpilot.guard.rules.rule import BoundedDict, RuleContext, place_of
 from ddpilot.record.flight_ring.log import CallSite, RankLog
 from ddpilot.record.journal import Entry
-
-if TYPE_CHECKING:
-    from ddpilot.guard.rules.parameters.steps import MatchedStep, Skipped
-
 
 NUM_LOCAL_STEPS = 16
 """Steps without a reduction by DDP that are tolerated before a bypass of DDP is reported.

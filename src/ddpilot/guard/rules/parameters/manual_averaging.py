@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that average gradients themselves, without DDP, and omit some of them."""
+"""Detect averaging without DDP, and programs that average gradients themselves and omit some."""
 
 from __future__ import annotations
 

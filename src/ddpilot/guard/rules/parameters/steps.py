@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One optimizer step as several ranks took it."""
+"""Match the optimizer steps and passes of several ranks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heartbeat thread: exchanges the nodes' states through node 0's store.
+"""Heartbeats: a thread exchanges the nodes' states through node 0's store, and a check detects silent nodes.
 
-It has its own thread and connection, because a call on a broken connection may never return, and the main thread of the
+The thread has its own connection, because a call on a broken connection may never return, and the main thread of the
 agent must not block on it.
 """
 

@@ -16,7 +16,7 @@ from ddpilot.guard.rules.parameters.divergence import Divergence
 from ddpilot.guard.rules.registry import RuleRunner
 from ddpilot.record.flight_ring.log import Collective, RankLog, Tensor
 from ddpilot.record.journal import Entry
-from tests.unit.watch.rules.feeding import SITE, judge
+from tests.unit.guard.rules.feeding import judge
 
 MS = 1_000_000
 SITE = {"file": "train.py", "line": 7, "function": "", "text": "optimizer.step()"}

@@ -15,7 +15,7 @@ from ddpilot.guard.rules.devices import OneDevice, SeveralDevices
 from ddpilot.guard.rules.numerics import NotFinite, SmallBatchNorm
 from ddpilot.guard.rules.rule import RuleContext, no_log
 from ddpilot.record.journal import Entry
-from tests.unit.watch.rules.feeding import SECOND, SITE, Note, judge, model
+from tests.unit.guard.rules.feeding import SECOND, SITE, Note, judge, model
 
 
 def forwards(rank: int, states: list[tuple[int, int]], *, drawn: int = 0, library: str = "torch") -> list[Note]:

@@ -18,7 +18,7 @@ from ddpilot.guard.rules.saving import AllRanksSave
 from ddpilot.record.flight_ring.log import Collective, RankLog
 from ddpilot.record.flight_ring.log import Tensor as LoggedTensor
 from ddpilot.record.journal import Entry
-from tests.unit.watch.rules.feeding import SECOND, SITE, Note, judge, loader_pass, model
+from tests.unit.guard.rules.feeding import SECOND, SITE, Note, judge, loader_pass, model
 
 
 def inputs(rank: int, prints: list[int], elements: int = 32) -> list[Note]:
