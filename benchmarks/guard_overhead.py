@@ -21,8 +21,8 @@ import torch.distributed as dist
 import ddpilot
 from benchmarks.measure import Row, main, render_values
 from ddpilot.guard.hook import install
-from ddpilot.guard.probes import PROBES
 from ddpilot.guard.probes.parameters.fingerprint import Fingerprinter
+from ddpilot.module_names import GUARD_PROBES
 from ddpilot.record.collectives.recording import start_recording
 
 CHECK_LIMIT_MS = 3.0
@@ -94,7 +94,7 @@ def guard_into(place: Path) -> Watch:
 
     def watch() -> Callable[[], None]:
         stop_recording = record_into(place)()
-        stop_probes = install(place.with_suffix(".journal"), rank=dist.get_rank(), probes=PROBES)
+        stop_probes = install(place.with_suffix(".journal"), rank=dist.get_rank(), probes=GUARD_PROBES)
 
         def stop() -> None:
             stop_probes()

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import ddpilot
 from benchmarks.measure import Row, main, render_values
 from ddpilot.guard.hook import install
-from ddpilot.guard.probes import PROBES
+from ddpilot.module_names import GUARD_PROBES
 from ddpilot.record.collectives.recording import start_recording
 from ddpilot.record.hook import journal_path, ring_path
 from ddpilot.watch.observer import Observer
@@ -46,7 +46,7 @@ def watch(folder: Path, pipe: int | None) -> Callable[[], None]:
     """Record and guard this rank as a launch does, and have the observer look; returns what ends that."""
     rank = dist.get_rank()
     recording = start_recording(ring_path(folder, rank), rank=rank)
-    stop_guard = install(journal_path(folder, rank), rank=rank, probes=PROBES)
+    stop_guard = install(journal_path(folder, rank), rank=rank, probes=GUARD_PROBES)
     dist.barrier()
     if pipe is not None:
         os.write(pipe, BEGIN)

@@ -27,7 +27,7 @@ MAY_IMPORT_TORCH = (
 YET_FREE_OF_TORCH = (
     "ddpilot.group",
     *("ddpilot.guard.probes", "ddpilot.gpu_check.checks"),
-    *("ddpilot.session.rank", "ddpilot.session.protocol.entry_points", "ddpilot.session.rank.namespace"),
+    "ddpilot.session.rank",
     *("ddpilot.integrations.fastai", "ddpilot.integrations.fastai.app"),
     *("ddpilot.integrations.lightning", "ddpilot.integrations.lightning.app"),
 )

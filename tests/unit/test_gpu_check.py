@@ -16,8 +16,9 @@ from ddpilot.cli.app import app
 from ddpilot.errors import DdpilotError
 from ddpilot.gpu_check import runner
 from ddpilot.gpu_check.catalogue import CHECKS, PAIR_ON_ONE_DEVICE, Check, Outcome, Status, choose_checks, find_check
-from ddpilot.gpu_check.child import CHECKS_PACKAGE, run_check
+from ddpilot.gpu_check.child import run_check
 from ddpilot.gpu_check.runner import Result, why_not
+from ddpilot.module_names import GPU_CHECKS
 
 
 def facts(num: int, kind: str = "cuda") -> dict[str, Any]:
@@ -35,7 +36,7 @@ def test_each_check_has_a_function_with_its_name_and_a_claim() -> None:
     """The strings of the catalogue lead to functions, and no name is there twice."""
     assert len({check.name for check in CHECKS}) == len(CHECKS)
     for check in CHECKS:
-        function = getattr(importlib.import_module(f"{CHECKS_PACKAGE}.{check.module}"), check.name)
+        function = getattr(importlib.import_module(f"{GPU_CHECKS}.{check.module}"), check.name)
         assert function.__doc__
         assert check.claim
 

@@ -69,7 +69,7 @@ class Entry:
 @cache
 def all_entries() -> tuple[Entry, ...]:
     """Return every page, sorted by code."""
-    pages = [page for page in files("ddpilot.findings").joinpath("pages").iterdir() if page.name.endswith(".md")]
+    pages = [page for page in files(__package__).joinpath("pages").iterdir() if page.name.endswith(".md")]
     return tuple(parse_page(page.read_text("utf-8")) for page in sorted(pages, key=lambda page: page.name))
 
 

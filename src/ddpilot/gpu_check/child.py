@@ -19,11 +19,11 @@ from typing import Any
 
 from ddpilot.environments.nvml import read_driver_version
 from ddpilot.gpu_check.catalogue import CannotBeShownError, Outcome, find_check
+from ddpilot.module_names import GPU_CHECKS
 
 FACTS = "facts"
 """Used instead of a check's name: the result is that of `read_facts`."""
 
-CHECKS_PACKAGE = "ddpilot.gpu_check.checks"
 _STACKS_BEFORE_LIMIT_S = 5.0
 
 
@@ -45,7 +45,7 @@ def run_check(name: str) -> Outcome:
     """Return the outcome of the check `name`; an exception is a failure, with its place in the source as evidence."""
     check = find_check(name)
     try:
-        function = getattr(importlib.import_module(f"{CHECKS_PACKAGE}.{check.module}"), check.name)
+        function = getattr(importlib.import_module(f"{GPU_CHECKS}.{check.module}"), check.name)
         outcome = function()
         assert isinstance(outcome, Outcome)
         return outcome

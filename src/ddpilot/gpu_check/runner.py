@@ -21,9 +21,9 @@ from typing import Any
 
 from ddpilot.errors import DdpilotError
 from ddpilot.gpu_check.catalogue import PAIR_ON_ONE_DEVICE, Check, Outcome, Status
+from ddpilot.module_names import GPU_CHECK_CHILD
 
 FORMAT = 1
-_CHILD = "ddpilot.gpu_check.child"
 _FACTS_LIMIT_S = 120.0
 _EXIT_GRACE_S = 10.0
 """Seconds that a process may take to exit after it has written its result."""
@@ -152,7 +152,7 @@ def _run_child(name: str, limit_s: float) -> _Ended:
         began = time.monotonic()
         with log.open("wb") as output:
             child = subprocess.Popen(
-                [sys.executable, "-m", _CHILD, name, str(result), str(limit_s)],
+                [sys.executable, "-m", GPU_CHECK_CHILD, name, str(result), str(limit_s)],
                 env=environ,
                 stdin=subprocess.DEVNULL,
                 stdout=output,

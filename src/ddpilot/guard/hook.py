@@ -11,14 +11,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ddpilot.guard.probes import PROBES
+from ddpilot.module_names import GUARD_PROBES
 from ddpilot.record.hook import RING_DIR_VARIABLE, RankStart, journal_path
 
 GUARD_VARIABLE = "DDPILOT_GUARD"
 """``0`` disables guard in a rank whose collectives are recorded."""
-
-HOOK = "ddpilot.guard.hook:start"
-"""Name of `start` for launchers, which call it in every rank."""
 
 
 def start(rank_start: RankStart) -> None:
@@ -31,7 +28,7 @@ def start(rank_start: RankStart) -> None:
     if not folder or rank_start.environ.get(GUARD_VARIABLE) == "0":
         return
     try:
-        stop = install(journal_path(folder, rank_start.rank), rank=rank_start.rank, probes=PROBES)
+        stop = install(journal_path(folder, rank_start.rank), rank=rank_start.rank, probes=GUARD_PROBES)
         atexit.register(stop)
     except Exception as error:  # noqa: BLE001 - reported, and must never stop training
         _print_line(rank_start.rank, f"training is not guarded: {error}")

@@ -12,9 +12,11 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 
+from ddpilot.module_names import GUARD_FOLDER
+
 _MAX_HEADLINE_LINES = 3
 _GUARD_FRAME = re.compile(
-    r'^([ \t]*)File "[^"\n]*/ddpilot/guard/[^"\n]*", line \d+, in .*\n(?:\1[ \t].*\n)*', re.MULTILINE
+    rf'^([ \t]*)File "[^"\n]*{GUARD_FOLDER}[^"\n]*", line \d+, in .*\n(?:\1[ \t].*\n)*', re.MULTILINE
 )
 
 _UNSENT = "the outcome of `{}` cannot be sent ("

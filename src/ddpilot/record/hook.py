@@ -16,9 +16,6 @@ RING_DIR_VARIABLE = "DDPILOT_RING_DIR"
 """Environment variable with the folder for rings, created by its owner, private to the user and removed after the ranks
 have ended."""
 
-HOOK = "ddpilot.record.hook:start"
-"""Name of `start` for launchers, which call it in every rank."""
-
 
 class RankStart(Protocol):
     """What `start` needs to know of its rank."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from keyword import iskeyword
 
 from ddpilot.errors import LaunchError
+from ddpilot.module_names import SESSION_KERNEL
 
 _SHELL_NAMES = ("get_ipython", "display", "In", "Out", "exit", "quit")
 
@@ -87,7 +88,7 @@ def check_values(values: object) -> Mapping[str, object]:
 
 def refuse_in_a_rank() -> None:
     """Raise if this process is a rank of a session."""
-    kernels = sys.modules.get("ddpilot.session.rank.kernel")  # also loaded in processes that ranks are forked from
+    kernels = sys.modules.get(SESSION_KERNEL)  # also loaded in processes that ranks are forked from
     if kernels is not None and kernels.RankKernel.initialized():
         raise LaunchError(
             "starting a session",

@@ -20,12 +20,10 @@ from ddpilot.group.init_group import init_group
 from ddpilot.group.protocol import GroupLike
 from ddpilot.launcher import Launcher
 from ddpilot.launching.shipping.rank_results import RankResults
+from ddpilot.module_names import TRAINER_PRELOAD
 
 if TYPE_CHECKING:
     from ddpilot.trainer.core import TrainerCore
-
-
-HEAVY = "ddpilot.trainer.preload"
 
 
 def is_on_ranks() -> bool:
@@ -83,7 +81,7 @@ def run_on_ranks(
     """Call `function(trainer, *args)`, for the method `name`, on new ranks. Raises what `Launcher.run` raises."""
     launcher = trainer.launcher or Launcher()
     count = launcher.nproc_per_node if nproc_per_node is None else nproc_per_node
-    preload = (HEAVY, *launcher.preload)
+    preload = (TRAINER_PRELOAD, *launcher.preload)
     on_rank = _OnRank(function, f"Trainer.{name}")
     return replace(launcher, nproc_per_node=count, preload=preload).run(on_rank, trainer, *args)
 

@@ -22,10 +22,10 @@ from ddpilot.errors import LaunchTimeoutError, RankError, WatchError
 from ddpilot.findings.catalog import SHIP_ERROR, Entry, find_cause, find_known, fix_in_rank, make_finding
 from ddpilot.findings.display import Findings
 from ddpilot.findings.finding import Finding, Place
-from ddpilot.guard.hook import HOOK as GUARD_HOOK
 from ddpilot.launching.failures import find_raised_line
 from ddpilot.launching.observer import Mailbox, RankState
-from ddpilot.record.hook import HOOK, RING_DIR_VARIABLE
+from ddpilot.module_names import GUARD_HOOK, RECORD_HOOK
+from ddpilot.record.hook import RING_DIR_VARIABLE
 from ddpilot.user_files import is_users_line
 from ddpilot.watch import job_folder
 from ddpilot.watch.explain.rank_exit import OF_ENDS, find_cause_of_end
@@ -82,7 +82,7 @@ class Watcher:
         except OSError as error:
             self._say(f"this job is not watched: its folder cannot be made ({error})")
             return
-        self.hooks = (HOOK, GUARD_HOOK) if options.guard else (HOOK,)
+        self.hooks = (RECORD_HOOK, GUARD_HOOK) if options.guard else (RECORD_HOOK,)
         self.variables = {RING_DIR_VARIABLE: str(self._folder)}
 
     @property

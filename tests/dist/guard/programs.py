@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Subset, SubsetRandomSampler, TensorDataset
 
 from ddpilot.guard.hook import install
-from ddpilot.guard.probes import PROBES
 from ddpilot.guard.probes.parameters.fingerprint import Fingerprinter
+from ddpilot.module_names import GUARD_PROBES
 from ddpilot.record.collectives.recording import start_recording
 from ddpilot.record.hook import journal_path, ring_path
 
@@ -48,7 +48,7 @@ def run_programs(folder: str, names: list[str]) -> tuple[list[str], tuple[list[s
         place.mkdir(exist_ok=True)
         torch.manual_seed(0)
         with start_recording(ring_path(place, rank), rank=rank, tell=said.append):
-            stop = install(journal_path(place, rank), rank=rank, probes=PROBES, tell=said.append)
+            stop = install(journal_path(place, rank), rank=rank, probes=GUARD_PROBES, tell=said.append)
             try:
                 ALL[name]()
             finally:
@@ -65,7 +65,7 @@ def train_with_faults(folder: str) -> tuple[list[str], bool]:
     said: list[str] = []
     for is_guarded in (False, True):
         torch.manual_seed(0)
-        stop = install(Path(folder) / f"faults{rank}", rank=rank, probes=PROBES, tell=said.append)
+        stop = install(Path(folder) / f"faults{rank}", rank=rank, probes=GUARD_PROBES, tell=said.append)
         if not is_guarded:
             stop()
         with broken_after(2) if is_guarded else contextlib.nullcontext():

@@ -15,8 +15,8 @@ import torch.distributed as dist
 import ddpilot
 from ddpilot.findings.finding import Finding
 from ddpilot.guard.hook import install
-from ddpilot.guard.probes import PROBES
 from ddpilot.guard.rules.registry import RuleRunner
+from ddpilot.module_names import GUARD_PROBES
 from ddpilot.record.collectives.recording import start_recording
 from ddpilot.record.flight_ring.reader import read_ring
 from ddpilot.record.journal import Entry, read_journal
@@ -61,7 +61,7 @@ def _run_on_rank(folder: Path, programs: list[Program]) -> None:
     rank = int(os.environ["RANK"])
     for number, program in enumerate(programs):
         torch.manual_seed(1000 * number + rank)
-        stop = install(_path(folder, program.__name__, rank, "journal"), rank=rank, probes=PROBES)
+        stop = install(_path(folder, program.__name__, rank, "journal"), rank=rank, probes=GUARD_PROBES)
         with start_recording(_path(folder, program.__name__, rank, "ring"), rank=rank):
             program(folder)
         stop()

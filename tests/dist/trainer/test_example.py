@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ddpilot.trainer.ranks import HEAVY
+from ddpilot.module_names import TRAINER_PRELOAD
 from examples import digits_trainer
 from tests.dist.trainer.bodies import launcher
 
@@ -20,6 +20,7 @@ def test_digits_are_learnt_alike_from_a_script_and_on_ranks(capfd: pytest.Captur
     said = capfd.readouterr().out.splitlines()[-1]
     assert said.startswith(f"test accuracy {accuracy:.1%}; the first ten digits are [5, ")
     assert (
-        list(replace(launcher(), nproc_per_node=2, preload=(HEAVY,)).run(digits_trainer.main, 2, 7)) == [accuracy] * 2
+        list(replace(launcher(), nproc_per_node=2, preload=(TRAINER_PRELOAD,)).run(digits_trainer.main, 2, 7))
+        == [accuracy] * 2
     )
     assert f"[rank 0] {said}" in capfd.readouterr().out.splitlines()

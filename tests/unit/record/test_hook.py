@@ -6,7 +6,8 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
-from ddpilot.record.hook import HOOK, find_rings, ring_path, start
+from ddpilot.module_names import RECORD_HOOK
+from ddpilot.record.hook import find_rings, ring_path, start
 
 
 def test_rings_are_found_by_rank(tmp_path: Path) -> None:
@@ -18,6 +19,6 @@ def test_rings_are_found_by_rank(tmp_path: Path) -> None:
 
 
 def test_hook_is_named_as_launchers_call_it() -> None:
-    """`HOOK` leads to `start`."""
-    module, _, name = HOOK.partition(":")
+    """`RECORD_HOOK` leads to `start`."""
+    module, _, name = RECORD_HOOK.partition(":")
     assert getattr(importlib.import_module(module), name) is start

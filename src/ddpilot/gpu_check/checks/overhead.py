@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpilot.gpu_check.catalogue import Outcome, judge
 from ddpilot.gpu_check.checks.accelerator import backend_of, join_pair, run_ranks, wait_for
 from ddpilot.guard.hook import install
-from ddpilot.guard.probes import PROBES
+from ddpilot.module_names import GUARD_PROBES
 from ddpilot.record.collectives.recording import start_recording
 from ddpilot.record.hook import journal_path, ring_path
 
@@ -81,7 +81,7 @@ def _measure(folder: str) -> tuple[str, list[tuple[Block, Block]]]:
 def _watch(folder: Path) -> Callable[[], None]:
     rank = int(os.environ["RANK"])
     recording = start_recording(ring_path(folder, rank), rank=rank)
-    stop_guard = install(journal_path(folder, rank), rank=rank, probes=PROBES)
+    stop_guard = install(journal_path(folder, rank), rank=rank, probes=GUARD_PROBES)
 
     def stop() -> None:
         stop_guard()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from ddpilot.module_names import FASTAI_PRELOAD
 from ddpilot.session.apps import App, AppContext
 
 
@@ -16,6 +17,6 @@ APP = App(
     name="fastai",
     libraries=("fastai",),
     install="ddpilot[fastai]",
-    preload=("ddpilot.integrations.fastai.preload",),
+    preload=(FASTAI_PRELOAD,),
     initializer=_prepare,
 )

@@ -10,7 +10,6 @@ In a session, the app "lightning" lets a `Trainer` or `Fabric` with the argument
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 from ddpilot.integrations.lightning.registry import register, use_for_notebooks
@@ -20,10 +19,13 @@ __all__ = ["DdpilotFabricStrategy", "DdpilotStrategy", "RanksStopped", "use_for_
 
 def __getattr__(name: str) -> Any:
     if name == "RanksStopped":
-        return importlib.import_module("ddpilot.integrations.lightning.strategies").RanksStopped
+        from ddpilot.integrations.lightning.strategies import RanksStopped
+
+        return RanksStopped
     if name in ("DdpilotStrategy", "DdpilotFabricStrategy"):
-        strategies = importlib.import_module("ddpilot.integrations.lightning.strategies")
-        return strategies.default_strategy_class(for_fabric=name == "DdpilotFabricStrategy")
+        from ddpilot.integrations.lightning.strategies import default_strategy_class
+
+        return default_strategy_class(for_fabric=name == "DdpilotFabricStrategy")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}; its names are {', '.join(__all__)}")
 
 

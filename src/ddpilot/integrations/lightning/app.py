@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ddpilot.integrations.libraries import replace, wrap
+from ddpilot.module_names import LIGHTNING_PRELOAD
 from ddpilot.session.apps import App, AppContext
 
 
@@ -28,7 +29,7 @@ APP = App(
     name="lightning",
     libraries=("lightning", "pytorch_lightning"),
     install="ddpilot[lightning]",
-    preload=("ddpilot.integrations.lightning.preload",),
+    preload=(LIGHTNING_PRELOAD,),
     initializer=_prepare,
 )
 

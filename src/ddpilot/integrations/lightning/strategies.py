@@ -24,6 +24,7 @@ from ddpilot.integrations.lightning.transfer import (
 )
 from ddpilot.launcher import Launcher
 from ddpilot.launching.shipping.unpicklable import ship
+from ddpilot.module_names import LIGHTNING_PRELOAD
 
 _DOC = """Lightning's `DDPStrategy` on ranks that are forked from ddpilot's rank server, not from this process.
 
@@ -111,9 +112,6 @@ def default_strategy_class(*, for_fabric: bool = False) -> type:
     return strategy_class(chosen[0], for_fabric=for_fabric)
 
 
-HEAVY = "ddpilot.integrations.lightning.preload"
-
-
 class RanksStopped(BaseException):
     """The stop button or Ctrl-C ended the ranks of a Trainer or Fabric; none is left, and nothing was returned.
 
@@ -183,7 +181,7 @@ class RankServerLauncher:
                 found=f"`num_nodes={strategy.num_nodes}`, and a launch from here reaches this machine alone",
                 fix="Start the script on each node with `ddpilot run` or torchrun; the strategy then starts nothing",
             )
-        preload = (HEAVY, *self._options.preload)
+        preload = (LIGHTNING_PRELOAD, *self._options.preload)
         launcher = replace(self._options, nproc_per_node=strategy.num_processes, preload=preload)
         return launcher.run(rank_function, owner, function, args, kwargs, GlobalState.capture())
 

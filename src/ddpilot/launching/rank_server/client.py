@@ -23,11 +23,12 @@ from ddpilot.launching.rank_environment import LAUNCH_VARIABLE, SERVER_VARIABLE,
 from ddpilot.launching.rank_reports import Exited, Hello, Raised, RankStart, Returned
 from ddpilot.launching.rank_server.job import Start
 from ddpilot.launching.shipping import fd_socket
+from ddpilot.module_names import RANK_SERVER
 
 _BOOT = (
     "import sys; sys.path[:] = filter(None, sys.path);"  # do not import json.py of the working directory
     "import json; given = json.loads(sys.argv[1]); sys.path[:] = given['sys_path']; sys.argv[:] = ['ddpilot'];"
-    "from ddpilot.launching.rank_server.server import serve;"
+    f"from {RANK_SERVER} import serve;"
     "serve(given['fd'], given['parent'], tuple(given['preload']), given['may_fork'])"
 )
 _COUNT_BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"

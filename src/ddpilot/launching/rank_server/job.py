@@ -27,6 +27,7 @@ from ddpilot.launching.rank_environment import LAUNCH_VARIABLE, module_paths
 from ddpilot.launching.rank_reports import Exited
 from ddpilot.launching.rank_server.fork import outlive_stops
 from ddpilot.launching.shipping import fd_socket
+from ddpilot.module_names import FORKED_RANK, RANK_JOB
 
 STORE = -1
 """Pseudo rank of the store process in requests and answers."""
@@ -204,11 +205,11 @@ def keep_files_in(folder: str | None) -> None:
 
 
 def _argv(rank: int, fds: list[int], folder: str | None) -> list[str]:
-    module, name = ("job", "run_store") if rank == STORE else ("rank", "run_rank")
+    module, name = (RANK_JOB, "run_store") if rank == STORE else (FORKED_RANK, "run_rank")
     code = (
         f"import sys; sys.path[:] = filter(None, sys.path); import json; sys.path[:] = json.loads(sys.argv.pop()); "
-        f"from ddpilot.launching.rank_server.job import keep_files_in; keep_files_in({folder!r}); "
-        f"from ddpilot.launching.rank_server.{module} import {name}; {name}(*{fds!r})"
+        f"from {RANK_JOB} import keep_files_in; keep_files_in({folder!r}); "
+        f"from {module} import {name}; {name}(*{fds!r})"
     )
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return [sys.executable, *flags, "-c", code, json.dumps(module_paths())]

@@ -36,6 +36,7 @@ from ddpilot.launching.shipping import fd_socket
 from ddpilot.launching.shipping.memory_file import map_private
 from ddpilot.launching.shipping.parcel import importable_from_main, open_parcel, pack_parcel
 from ddpilot.launching.shipping.unpicklable import ship
+from ddpilot.module_names import SPAWNED_MAIN
 from ddpilot.output.cell_sources import install_sources
 
 PARCEL_VARIABLE = "DDPILOT_PARCEL"
@@ -84,7 +85,7 @@ def _become(start: RankStart, parcel: int) -> None:
     install_sources(start.sources)
     main = types.ModuleType("__main__")
     # DataLoader workers that are not forked import this module as their __main__; it opens the parcel again.
-    main.__spec__ = ModuleSpec("ddpilot.launching.rank_server.spawned_main", None)
+    main.__spec__ = ModuleSpec(SPAWNED_MAIN, None)
     vars(main).update(start.main)
     sys.modules["__main__"] = main
 

@@ -29,12 +29,13 @@ from ddpilot.launching.rank_reports import Hello
 from ddpilot.launching.rank_server.fork import CleanWatch, adopt_orphans, become_process_of, outlive_stops
 from ddpilot.launching.rank_server.job import Job, kill_orphans
 from ddpilot.launching.shipping import fd_socket
+from ddpilot.module_names import FORKED_RANK, RECORD_PREFORK
 
 _IMPORTS = (
     "torch",
     "torch.distributed",
-    "ddpilot.launching.rank_server.rank",
-    "ddpilot.record.prefork",
+    FORKED_RANK,
+    RECORD_PREFORK,
 )
 _LATER_IMPORTS = ("torch._dynamo",)
 """Modules that the first optimizer of a process imports (0.9 to 1.3 s measured). The server imports them while it is

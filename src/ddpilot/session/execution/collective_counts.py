@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ddpilot.errors import RecordError
 from ddpilot.findings.text import render_ranks
+from ddpilot.module_names import GROUP_FOLDER
 from ddpilot.record.flight_ring.groups import pack_ranks, unpack_ranks
 from ddpilot.record.flight_ring.layout import NUM_BEGUN
 from ddpilot.record.flight_ring.log import Collective
@@ -21,7 +22,7 @@ from ddpilot.watch.explain.text import name_group, say_call
 _WORD_BYTES = 8
 _RECORDED_LATE_S = 0.15
 _PAUSE_S = 0.01
-_GROUP_CODE = ("/torch/distributed/", "/ddpilot/group/")
+_GROUP_CODE = ("/torch/distributed/", GROUP_FOLDER)
 
 
 def count_begun(folder: Path, rank: int) -> int | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Execution`: runs one cell, call or request until it has ended on all of its ranks, within three seconds of a failure."""
+"""`Execution`: runs one cell, call or request until all its ranks have ended it; after a failure, in three seconds."""
 
 from __future__ import annotations
 

@@ -26,8 +26,9 @@ from ddpilot.findings.text import render_ranks
 from ddpilot.launching.options import LaunchOptions
 from ddpilot.launching.rank_server.job import STORE
 from ddpilot.launching.shipping import fd_socket
+from ddpilot.module_names import RECORD_HOOK
 from ddpilot.output.view import View
-from ddpilot.record.hook import HOOK, RING_DIR_VARIABLE
+from ddpilot.record.hook import RING_DIR_VARIABLE
 from ddpilot.record.main_thread import WATCH_SIGNAL
 from ddpilot.session.apps import find_app, present_modules
 from ddpilot.session.arguments import check_gpus
@@ -144,7 +145,7 @@ class Ranks:
         try:
             self.host.attach(self.hub)
             # Record in any case: the rings show whether a failure has left the group intact.
-            hooks = (self.watcher.hooks if self.watcher is not None else ()) or (HOOK,)
+            hooks = (self.watcher.hooks if self.watcher is not None else ()) or (RECORD_HOOK,)
             self.host.accompany(hooks, {RING_DIR_VARIABLE: str(self.ring_folder)})
             self.hub.start()
             with self.turn("starting the session") as (events, _):
@@ -225,7 +226,7 @@ class Ranks:
     # events
 
     def turn(self, did: str) -> AbstractContextManager[tuple[queue.SimpleQueue[Event], InterruptListener]]:
-        """Take exclusive use of the ranks, as `EventRouter.turn`. Raises LaunchError also if the session was stopped."""
+        """Take exclusive use of the ranks, as `EventRouter.turn`. Raises LaunchError if the session was stopped."""
         if self.is_closed:
             raise LaunchError(did, found="the session was stopped", fix="Start a new one")
         if self.hub.is_broken:

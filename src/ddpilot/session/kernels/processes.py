@@ -38,6 +38,7 @@ from ddpilot.launching.rank_server.job import (
 from ddpilot.launching.shipping import fd_socket
 from ddpilot.launching.shipping.unpicklable import ship
 from ddpilot.launching.system_limits import check_open_files
+from ddpilot.module_names import SESSION_MAIN, SESSION_PRELOAD
 from ddpilot.output.writer import LabelledWriter
 from ddpilot.session.arguments import refuse_in_a_rank
 from ddpilot.session.kernels.events import Ended, Wrote
@@ -91,8 +92,8 @@ class RankProcesses(Protocol):
 PRELOAD = (
     "ipykernel.kernelapp",
     "ipykernel.debugger",
-    "ddpilot.session.rank.main",
-    "ddpilot.session.rank.preload",
+    SESSION_MAIN,
+    SESSION_PRELOAD,
 )
 _CHUNK_BYTES = 1 << 16
 _MAX_CHUNKS = 32  # more than a pipe holds: a child process of the rank may write without end

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from ddpilot.module_names import SESSION_REQUESTS
 from ddpilot.record.main_thread import StackRequest, connecting_path, first_stack, stacks_path
 
 _PAUSE_S = 0.01
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line \d+ in .+$')
-_REQUESTS = "/ddpilot/session/rank/requests.py"
 
 
 def read_stacks(folder: Path, pids: Mapping[int, int], ask: Callable[[tuple[int, ...]], object]) -> dict[int, str]:
@@ -55,6 +55,6 @@ def trim_stack(text: str) -> str:
         return "no answer: the process does not run Python code now"
     files = [file for _, file in frames]
     cells = [index for index, file in enumerate(files) if file.startswith("Cell In[")]
-    calls = [index for index, file in enumerate(files) if file.endswith(_REQUESTS)]
+    calls = [index for index, file in enumerate(files) if file.endswith(SESSION_REQUESTS)]
     end = cells[-1] + 1 if cells else calls[0] if calls else 0
     return "\n".join(line for line, _ in frames[:end]) or "idle"

@@ -16,7 +16,7 @@ _END_GRACE_S = 2.0
 
 
 class RankStates:
-    """State of `world_size` ranks. To modify it, hold `Attention.switch` or have the turn."""
+    """State of `world_size` ranks. To modify it, hold `EventRouter.switch` or have the turn."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ddpilot.module_names import SESSION_MAIN
 from ddpilot.output.cell_sources import install_sources
 
 
@@ -41,9 +43,7 @@ class KernelStart:
 
 def serve(start: KernelStart) -> None:
     """Run a kernel until the session ends."""
-    from ddpilot.session.rank.main import serve_kernel
-
-    serve_kernel(start)
+    importlib.import_module(SESSION_MAIN).serve_kernel(start)
 
 
 def call_with_sources(sources: dict[str, list[str]], fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -13,11 +13,11 @@ from torch.distributed import distributed_c10d as c10d
 
 from ddpilot.errors import DdpilotError, user_tracebacks
 from ddpilot.launching.exceptions import exitcode_of, is_victim, leave_out_guard, message_of
+from ddpilot.module_names import GUARD_FOLDER
 from ddpilot.record.flight_ring.groups import count_by_group
 from ddpilot.session.protocol.report import Report
 
 CELL = "Cell In["
-_GUARD = "/ddpilot/guard/"
 _UNKNOWN_GROUP = "is not initialized in the world group map"
 _TWICE = "trying to initialize the default process group twice"
 
@@ -60,7 +60,7 @@ def prune_guard(error: BaseException | None) -> None:
         seen.add(id(error))
         frames = error.__traceback__
         while frames is not None:
-            while frames.tb_next is not None and _GUARD in frames.tb_next.tb_frame.f_code.co_filename:
+            while frames.tb_next is not None and GUARD_FOLDER in frames.tb_next.tb_frame.f_code.co_filename:
                 frames.tb_next = frames.tb_next.tb_next
             frames = frames.tb_next
         error = error.__cause__ or error.__context__

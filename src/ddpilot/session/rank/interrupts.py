@@ -123,7 +123,7 @@ def uninterrupted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def time_limit(limit_s: float) -> Iterator[None]:
-    """Raise TimeLimitExpired in the body, once, after `limit_s` seconds or on SIGINT. No effect outside the main thread."""
+    """Raise TimeLimitExpired in the body, once, after `limit_s` seconds or on SIGINT. Only in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -24,6 +24,7 @@ from IPython.core.error import UsageError
 from tornado import ioloop
 from traitlets.config import Config
 
+from ddpilot.module_names import SESSION_STREAM
 from ddpilot.session.protocol.entry_points import KernelStart
 from ddpilot.session.protocol.report import writable
 from ddpilot.session.rank.cleanup import end_workers_soon
@@ -40,8 +41,8 @@ def serve_kernel(start: KernelStart) -> None:
     app = make_app(start.connection_file(rank), start.folder / f"{start.stem(rank)}.ipython")
     kernel = app.kernel
     space = fill_namespace(vars(sys.modules["__main__"]), start)
-    kernel.requests = Requests(kernel, space, start.parcel_socket(rank))
     kernel.stop_handler = StopHandler(app.control_thread.io_loop)
+    kernel.requests = Requests(space, start.parcel_socket(rank), kernel.stop_handler, kernel.freeing)
     _wake_on_signals()
     end_workers_soon()
     use_pdb()
@@ -117,7 +118,7 @@ def make_app(connection_file: Path, ipython_folder: Path) -> RankApp:
         app = RankApp(
             config=config,
             connection_file=str(connection_file),
-            outstream_class="ddpilot.session.rank.main.RankStream",
+            outstream_class=SESSION_STREAM,
             capture_fd_output=False,  # the session reads descriptors 1 and 2 itself, also after a crash
             quiet=True,
             user_ns=vars(main),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import threading
 import time
 import types
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from ddpilot.launching.shipping.unpicklable import ship
 from ddpilot.session.protocol.parcels import ParcelPort
 from ddpilot.session.protocol.report import Report
 from ddpilot.session.rank.error_report import group_state, report_error
-from ddpilot.session.rank.kernel import RankKernel
+from ddpilot.session.rank.interrupts import StopHandler
 from ddpilot.session.rank.namespace import RankContext
 from ddpilot.session.rank.rebuild import describe_divergence, find_lost
 from ddpilot.session.rank.variables import PushedVariables, pack_pulled, prefer_own
@@ -34,14 +35,17 @@ _RENDEZVOUS_S = 30.0
 
 
 class Requests:
-    """Serves requests by verb. `space`: the rank's state; `path`: the path of the socket for parcels."""
+    """Serves requests by verb.
 
-    def __init__(self, kernel: RankKernel, space: RankContext, path: Path) -> None:
+    `space`: the rank's state; `path`: the path of the socket for parcels; `freeing`: held while the group is freed.
+    """
+
+    def __init__(self, space: RankContext, path: Path, stop_handler: StopHandler, freeing: threading.Lock) -> None:
         self.space = space
         self.generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         """Generation of the group that this rank is in, or enters next."""
 
-        self._kernel = kernel
+        self._stop_handler, self._freeing = stop_handler, freeing
         self._port = ParcelPort(path)
         self._pushed = PushedVariables(space.namespace, space.names)
         self._verbs: dict[str, Callable[..., Any]] = {
@@ -55,7 +59,7 @@ class Requests:
 
     def serve(self, content: dict[str, Any]) -> Report:
         """Execute the request in `content`. Exceptions are returned in the report."""
-        stop_handler = self._kernel.stop_handler
+        stop_handler = self._stop_handler
         try:
             try:
                 stop_handler.arm()
@@ -106,7 +110,7 @@ class Requests:
 
     def _rebuild(self, generation: int, enter: bool, backend: str | None) -> dict[str, Any]:
         """Leave the current group, if any. With `enter`, enter a new one with all ranks, which is collective."""
-        with self._kernel.freeing:  # wait until freeing the previous group has finished
+        with self._freeing:  # wait until freeing the previous group has finished
             self.generation = generation
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(generation)
         lost = find_lost(self.space.namespace)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`PushedVariables`: sets variables that were pushed from the notebook, without overwriting other variables of the rank."""
+"""Variables that the notebook pushes to a rank, and pulls from it, without effect on the rank's other variables."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ddpilot.module_names import FORM_GROUP
 from ddpilot.source.parsed_file import CodeLine
 from ddpilot.watch.explain.text import say_place, say_s
 from ddpilot.watch.snapshot.model import PythonStack, RankSnapshot
@@ -29,7 +30,7 @@ _KINDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "waits for all ranks to make a group",
         (
             *(":init_process_group", ":_store_based_barrier", ":_new_process_group_helper", ":new_group"),
-            *("/rendezvous.py:", "/ddpilot/group/creation.py:"),
+            *("/rendezvous.py:", FORM_GROUP),
         ),
     ),
     ("DDP221", "compiles (torch.compile)", _COMPILES),

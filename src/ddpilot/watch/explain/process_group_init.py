@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
+from ddpilot.module_names import FORM_GROUP, JOIN_GROUP
 from ddpilot.record.flight_ring.log import RankLog
 from ddpilot.source.parsed_file import CodeLine
 from ddpilot.watch.explain.activity import describe_activity, say_where
@@ -29,7 +30,7 @@ _SETTLED_NS = 1_000_000_000
 """A rank that is still seen entering a group this long after another rank has returned will not complete it."""
 _MAX_STACKS = 64
 _TORCH = (":init_process_group", "/rendezvous.py:")
-_DDPILOT = ("/ddpilot/group/creation.py:", "/ddpilot/group/creation.py:")
+_DDPILOT = (FORM_GROUP, JOIN_GROUP)
 _IMPORTS = "<frozen importlib._bootstrap>:"
 _NO_TORCH = "not imported torch yet"
 _IN_TORCH = "waits in init_process_group"

@@ -29,9 +29,9 @@ from ddpilot.environments.private_files import check_own_folder, lock_file, open
 from ddpilot.environments.topology import Topology
 from ddpilot.errors import LaunchError
 from ddpilot.guard.hook import GUARD_VARIABLE
-from ddpilot.guard.hook import HOOK as GUARD_HOOK
 from ddpilot.launching.on_import import when_imported
-from ddpilot.record.hook import HOOK, RING_DIR_VARIABLE
+from ddpilot.module_names import GUARD_HOOK, OBSERVER_PROCESS, RECORD_HOOK
+from ddpilot.record.hook import RING_DIR_VARIABLE
 from ddpilot.watch.external.rank_process import RankProcess, error_path, read_rank_process
 from ddpilot.watch.external.store_connection import describe_connection
 from ddpilot.watch.job_folder import OBSERVER, jobs_root, locked, open_root
@@ -191,7 +191,7 @@ def _enable(options: WatchOptions, topology: Topology, name: str, origin: Origin
         is_observed = topology.local_rank != 0 or _is_observed(folder)
     _note_exceptions(error_path(folder, topology.rank))
     start = SimpleNamespace(rank=topology.rank, environ={**os.environ, RING_DIR_VARIABLE: str(folder)})
-    hooks = (HOOK, GUARD_HOOK) if options.guard else (HOOK,)
+    hooks = (RECORD_HOOK, GUARD_HOOK) if options.guard else (RECORD_HOOK,)
 
     def begin(_torch: ModuleType) -> None:
         from ddpilot.group.teardown import let_works_end
@@ -200,10 +200,10 @@ def _enable(options: WatchOptions, topology: Topology, name: str, origin: Origin
         for hook in hooks:
             module, _, function = hook.partition(":")
             recording = getattr(importlib.import_module(module), function)(start)
-            if hook == HOOK and recording is not None:
+            if hook == RECORD_HOOK and recording is not None:
                 _note_exit(recording.stop)
 
-    when_imported("torch", "ddpilot.watch", begin)
+    when_imported("torch", "watch", begin)
     if not is_observed:
         _start_observer(folder)
     _enabled_pid = os.getpid()
@@ -289,7 +289,7 @@ def _start_observer(folder: Path) -> None:
     environ["PYTHONPATH"] = os.pathsep.join(str(path) for path in sys.path if str(path))
     # The observer detaches itself: the script may wait for all of its child processes.
     subprocess.run(
-        [sys.executable, "-c", _DETACH, "ddpilot.watch.external.observer_process", str(folder)],
+        [sys.executable, "-c", _DETACH, OBSERVER_PROCESS, str(folder)],
         stdin=subprocess.DEVNULL,
         env=environ,
         start_new_session=True,

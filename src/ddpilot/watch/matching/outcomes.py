@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ddpilot.launching.exceptions import reads_like_victim
+from ddpilot.module_names import WAIT_FOR_PEERS
 from ddpilot.record.flight_ring.log import Collective
 from ddpilot.watch.snapshot.model import JobSnapshot, ProcessState, RankSnapshot
 from ddpilot.watch.snapshot.stacks import is_waiting, passes
@@ -28,7 +29,6 @@ _BEAT_NS = 60_000_000
 """Slightly more than the interval between two heartbeats in a ring."""
 _OUTLIVED_NS = 200_000_000
 """An error that another rank's exit causes may be raised this long before that exit is seen."""
-_LEAVES = "/ddpilot/group/teardown.py:wait_for_peers"
 _PATIENT_CALLS = ("send", "recv", "send_object_list", "recv_object_list")
 
 
@@ -145,7 +145,7 @@ def with_departure(
     patience_ns = _CUT_OFF_NS if is_cut_off and not has_ended else _ERROR_NS
     if left_ns is not None and last is not None and last.start_ns < left_ns and now_ns - left_ns > patience_ns:
         return RankOutcome("finished", "has come to its end" if has_ended else "has destroyed its process groups")
-    return RankOutcome("finished", "leaves its group") if passes(rank.stack, _LEAVES) is not None else fate
+    return RankOutcome("finished", "leaves its group") if passes(rank.stack, WAIT_FOR_PEERS) is not None else fate
 
 
 def is_blocked_by(rank: RankSnapshot, fate: RankOutcome, entry: Collective) -> bool | None:

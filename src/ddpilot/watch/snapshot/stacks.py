@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from ddpilot.module_names import RECORDED_KERNELS
 from ddpilot.record.flight_ring.log import CallSite, Collective
 from ddpilot.source.parsed_file import Chain, CodeLine
 from ddpilot.user_files import is_users, is_users_line
@@ -25,7 +26,7 @@ _WAITS = re.compile(r"\.(wait|wait_stream|synchronize|result|value|item|cpu|nump
 _BLOCKING_FILES = (
     *("/torch/distributed/", "/torch/autograd/graph.py", "/torch/nn/parallel/distributed.py"),
     *("/torch/_tensor.py", "/torch/_tensor_str.py", "/torch/amp/grad_scaler.py"),  # read numbers from a device
-    "/ddpilot/record/collectives/kernels.py",  # calls the operators: a first send or recv waits there for its peer
+    RECORDED_KERNELS,  # calls the operators: a first send or recv waits there for its peer
 )
 
 
