@@ -77,7 +77,7 @@ def match_weights(model: torch.nn.Module, weights: Mapping[str, Any], *, source:
     return matched
 
 
-def _class_name(model: torch.nn.Module) -> str:
+def _class_name(model: Any) -> str:
     """Return the class name of the user's model, inside DDP and `torch.compile`."""
     while hasattr(model, "_orig_mod") or isinstance(model, DistributedDataParallel):
         model = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod

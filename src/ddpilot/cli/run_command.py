@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from ddpilot.errors import DdpilotError, LaunchError, RankError, WatchError, did_you_mean
+from ddpilot.guard.hook import GUARD_VARIABLE
 from ddpilot.launching.elastic.options import RunOptions, TargetKind
 from ddpilot.launching.elastic.run import prepare_run, run_prepared
 from ddpilot.launching.elastic.signals import OutputClosedError, RunStoppedError, check_signals
 from ddpilot.launching.elastic.target import LAUNCHERS
 from ddpilot.watch.companion import Watcher
-from ddpilot.watch.external.instrumentation import ACTION_VARIABLE, GUARD_VARIABLE, WATCH_VARIABLE
+from ddpilot.watch.external.instrumentation import ACTION_VARIABLE, WATCH_VARIABLE
 from ddpilot.watch.options import Action, WatchOptions
 
 FAILED_STATUS = 1

@@ -114,7 +114,7 @@ class FunctionWrapper:
                     set_compiler(compiler)
             return result
 
-        wrapper.__code__ = wrapper.__code__.replace(co_filename=WRAPPER_FILE)
+        wrapper.__code__ = wrapper.__code__.replace(co_filename=WRAPPER_FILE)  # type: ignore[attr-defined]
         keep_dynamo_out(wrapper)
         wrapper._ddpilot_wrapping = self  # type: ignore[attr-defined]
         return wrapper

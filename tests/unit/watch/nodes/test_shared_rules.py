@@ -10,7 +10,6 @@ import zlib
 from collections.abc import Iterable, Mapping
 
 import pytest
-from tests.unit.watch.test_exchange import Hand
 
 from ddpilot.findings.finding import Finding
 from ddpilot.guard.rules.parameters.divergence import Divergence
@@ -22,6 +21,7 @@ from ddpilot.watch.nodes.digest import MAX_CHARS
 from ddpilot.watch.nodes.shared_rules import Bundle, NoteSender, SharedRules, decode_bundle, encode_bundle
 from tests.unit.guard.rules.parameters.test_divergence import SITE, pack
 from tests.unit.watch.logs import Writer, bucket, group_of
+from tests.unit.watch.nodes.test_exchange import Hand
 
 S = 1_000_000_000
 MS = 1_000_000
