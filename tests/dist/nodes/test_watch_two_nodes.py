@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ddpilot.module_names import OBSERVER_PROCESS
 from tests.dist.nodes.namespaces import DDPILOT, TORCHRUN, Agent, TwoNodes, two_nodes
 
 LIMIT_S = 100.0
@@ -233,7 +234,7 @@ def test_an_observer_that_is_killed_is_said_once_and_training_goes_on(nodes: Two
     b.wait_for("they have met", LIMIT_S)
     found = [psutil.Process(pid) for pid in nodes.pids()]
     (killed,) = [
-        each for each in found if str(tmp_path / "b") in str(each.cmdline()) and "observing" in str(each.cmdline())
+        each for each in found if OBSERVER_PROCESS in each.cmdline() and str(tmp_path / "b") in str(each.cmdline())
     ]
     killed.send_signal(signal.SIGKILL)
     assert [a.wait(LIMIT_S), b.wait(LIMIT_S)] == [0, 0], a.text + b.text
