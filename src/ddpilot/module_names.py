@@ -31,6 +31,7 @@ RANK_JOB = "ddpilot.launching.rank_server.job"
 SPAWNED_MAIN = "ddpilot.launching.rank_server.spawned_main"
 """The ``__main__`` of DataLoader workers that are not forked."""
 RECORD_PREFORK = "ddpilot.record.prefork"
+GROUP_TEARDOWN = "ddpilot.group.teardown"
 
 SESSION_KERNEL = "ddpilot.session.rank.kernel"
 SESSION_MAIN = "ddpilot.session.rank.main"
