@@ -8,33 +8,120 @@ import dataclasses
 import inspect
 import re
 import textwrap
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
+from typing import NamedTuple
 
 import ddpilot
+import ddpilot.callbacks
+import ddpilot.watch
 
 TARGET = Path(__file__).with_name("reference.md")
 HEAD = """<!-- Made by docs/render_reference.py from the docstrings. Edit those, then run it. -->
 # Reference
 
-Every public name of `ddpilot`. *Collective* means that every rank of the group has to make the call.
+Every public name of `ddpilot` and of its public module `ddpilot.callbacks`, by task. *Collective* means that every rank
+of the group has to make the call.
 """
 
 
+class Task(NamedTuple):
+    """A section of the page."""
+
+    title: str
+    guide: str
+    """Links to the pages that explain the task."""
+    names: tuple[str, ...]
+    """In the order of the section; dotted for the names of a public module."""
+
+
+CALLBACKS = (
+    *("CsvLog", "JsonLinesLog", "TensorBoardLog", "WandbLog", "Pictures", "BestWeights", "EarlyStopping"),
+    *("LRMonitor", "Norms", "Timers", "GarbageCollection", "Schedule"),
+)
+TASKS = (
+    Task(
+        "Launch ranks",
+        "[Quickstart](quickstart.md), [`ddpilot run`](run.md)",
+        ("launch", "Launcher", "RankResults", "run_script", "RunOptions"),
+    ),
+    Task("Keep ranks in a session", "[Magics](magics.md)", ("Session", "SessionOptions", "CellResult")),
+    Task(
+        "Process group and rank",
+        "[For library authors](library_authors.md)",
+        ("init_group", "Group", "topology", "Topology", "on_ranks", "rank_zero_only", "FakeGroup"),
+    ),
+    Task(
+        "Data and batch size",
+        "[Data](data.md), [before training](callbacks.md#before-training)",
+        ("find_batch_size", "BatchSizeSearch", "scale_lr"),
+    ),
+    Task(
+        "Write a training loop",
+        "[A training loop of your own](loop.md)",
+        ("Loop", "unwrap", "read_predictions", "joint_try", "JointTry"),
+    ),
+    Task(
+        "Train with a Trainer",
+        "[Trainer](trainer.md), [callbacks](callbacks.md)",
+        ("Trainer", "History", "Run", "Callback", *(f"callbacks.{name}" for name in CALLBACKS)),
+    ),
+    Task(
+        "Models and optimizers",
+        "[Before training](callbacks.md#before-training), [models that exist already](library_authors.md)",
+        (
+            *("count_parameters", "ParameterCount", "freeze", "unfreeze", "ensure_on_device"),
+            *("full_state", "load_full_state"),
+        ),
+    ),
+    Task(
+        "Save and load checkpoints",
+        "[Checkpoints](checkpoints.md)",
+        ("load_weights", "load_into", "CheckpointDir", "CollectiveCheckpoints", "Checkpoint", "RunProgress"),
+    ),
+    Task(
+        "Diagnose",
+        "[Watch](watch.md), [guard](guard.md), [findings](findings.md), [the flight ring](flight-ring.md)",
+        ("watch.enable", "Finding", "read_ring", "RankLog", "read_journal", "Journal"),
+    ),
+    Task("Integrate a library", "[Apps](apps.md), [Lightning](lightning.md)", ("App", "AppContext")),
+)
+RETURNED = ("Group", "RankResults", "Run")
+"""Classes whose objects ddpilot creates: their arguments are not shown."""
+
+
 def render_reference() -> str:
-    """The whole page: exceptions last, everything else in alphabetical order."""
-    values = {name: getattr(ddpilot, name) for name in ddpilot.__all__ if name[0] != "_"}
-    errors = {name: value for name, value in values.items() if inspect.isclass(value) and is_error(value)}
-    parts = [HEAD]
-    parts += [_render_name(name, values[name]) for name in sorted(sorted(values.keys() - errors.keys()), key=str.lower)]
-    parts += ["## Errors\n"]
-    parts += [_render_name(name, errors[name], level=3) for name in sorted(errors)]
+    """Return the whole page: an index, the sections of `TASKS`, and the exceptions."""
+    errors = [name for name in ddpilot.__all__ if name[0] != "_" and is_error(getattr(ddpilot, name))]
+    sections = [*TASKS, Task("Errors", "", tuple(errors))]
+    parts = [HEAD, _render_index(sections)]
+    for title, guide, names in sections:
+        parts.append(f"## {title}\n")
+        parts += [f"See {guide}.\n"] if guide else []
+        parts += [_render_name(name, attrgetter(name)(ddpilot)) for name in names]
     return "\n".join(parts)
 
 
-def is_error(value: type) -> bool:
-    """Whether it is an exception."""
-    return issubclass(value, BaseException)
+def _render_index(sections: Sequence[Task]) -> str:
+    anchors: Counter[str] = Counter()
+
+    def link(heading: str, text: str) -> str:
+        slug = re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+        anchors[slug] += 1
+        return f"[{text}](#{slug}{f'-{anchors[slug] - 1}' if anchors[slug] > 1 else ''})"
+
+    rows = []
+    for title, _, names in sections:
+        first = link(title, title)
+        rows.append(f"- {first}: {', '.join(link(name, f'`{name}`') for name in names)}")
+    return "\n".join([*rows, ""])
+
+
+def is_error(value: object) -> bool:
+    """True if `value` is an exception class."""
+    return inspect.isclass(value) and issubclass(value, BaseException)
 
 
 def public_members(cls: type) -> Iterator[tuple[str, object]]:
@@ -48,10 +135,10 @@ def public_members(cls: type) -> Iterator[tuple[str, object]]:
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """The string under each field of a dataclass, those of its bases included."""
+    """Return the string under each field of a dataclass or NamedTuple, those of its bases included."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
-        if base.__module__.startswith("ddpilot") and dataclasses.is_dataclass(base):
+        if base.__module__.startswith("ddpilot") and (dataclasses.is_dataclass(base) or hasattr(base, "_fields")):
             body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
             assert isinstance(body, ast.ClassDef)
             for field, text in zip(body.body, body.body[1:], strict=False):
@@ -61,24 +148,39 @@ def field_docs(cls: type) -> dict[str, str]:
     return found
 
 
-def _render_name(name: str, value: object, level: int = 2) -> str:
-    lines = [f"{'#' * level} {name}\n"]
-    if inspect.isfunction(value):
-        lines.append(f"```python\n{_signature(name, value)}\n```\n")
+def _render_name(name: str, value: object) -> str:
+    lines = [f"### {name}\n"]
+    is_made_by_users = name not in RETURNED and not is_error(value) and not _fields(value)
+    if inspect.isfunction(value) or (is_made_by_users and inspect.signature(value).parameters):  # type: ignore[arg-type]
+        lines.append(f"```python\n{_signature(name.rpartition('.')[2], value)}\n```\n")
     lines.append(f"{inspect.getdoc(value) or ''}\n")
     if inspect.isclass(value):
         docs = field_docs(value)
-        if dataclasses.is_dataclass(value):
-            lines += [_render_field(field, docs) for field in dataclasses.fields(value) if field.init]
-            lines.append("")
+        lines += [_render_field(*field, docs) for field in _fields(value)]
+        lines += [""] if _fields(value) else []
         if not is_error(value):
-            lines += [_render_member(name, member, what) for member, what in public_members(value)]
+            inherited = () if value is ddpilot.Callback else dir(ddpilot.Callback)
+            members = public_members(value)
+            lines += [_render_member(name, member, what) for member, what in members if member not in inherited]
     return "\n".join(lines)
 
 
-def _render_field(field: dataclasses.Field[object], docs: dict[str, str]) -> str:
-    default = "" if field.default is dataclasses.MISSING else f" = {field.default!r}"
-    return f"- `{field.name}: {field.type}{default}` {' '.join(docs.get(field.name, '').split())}"
+def _fields(value: object) -> list[tuple[str, str, str]]:
+    """Return name, type and default (" = ...") of each field of a dataclass or NamedTuple."""
+    if inspect.isclass(value) and dataclasses.is_dataclass(value):
+        return [(field.name, str(field.type), _default(field)) for field in dataclasses.fields(value) if field.init]
+    kinds = getattr(value, "__annotations__", {})
+    return [(name, kinds[name].__forward_arg__, "") for name in getattr(value, "_fields", ())]
+
+
+def _default(field: dataclasses.Field[object]) -> str:
+    if field.default_factory is not dataclasses.MISSING:
+        return f" = {field.default_factory()!r}"
+    return "" if field.default is dataclasses.MISSING else f" = {field.default!r}"
+
+
+def _render_field(name: str, kind: str, default: str, docs: dict[str, str]) -> str:
+    return f"- `{name}: {kind}{default}` {' '.join(docs.get(name, '').split())}".rstrip()
 
 
 def _render_member(owner: str, name: str, value: object) -> str:
@@ -90,7 +192,11 @@ def _render_member(owner: str, name: str, value: object) -> str:
 
 def _signature(name: str, function: object) -> str:
     assert callable(function)
-    text = str(inspect.signature(function)).replace("(self, /, ", "(").replace("(self, ", "(").replace("(self)", "()")
+    signature = inspect.signature(function)
+    if inspect.isclass(function):
+        signature = signature.replace(return_annotation=inspect.Signature.empty)
+    text = str(signature).replace("(self, /, ", "(").replace("(self, ", "(").replace("(self)", "()")
+    text = re.sub(r"<function (\w+) at \w+>", r"\1", text)
     return name + re.sub(r"(: |-> )'([^']*)'", r"\1\2", text)  # annotations are text, shown without their quotes
 
 

@@ -21,8 +21,8 @@ MAY_IMPORT_TORCH = (
     *("ddpilot.launching.elastic.agent", "ddpilot.launching.elastic.setup"),
     *("ddpilot.launching.elastic.rendezvous.static_handler", "ddpilot.launching.elastic.rendezvous.heartbeat"),
     *("ddpilot.session.rank", "ddpilot.integrations.fastai", "ddpilot.integrations.lightning"),
-    *("ddpilot.checkpoint", "ddpilot.data", "ddpilot.training", "ddpilot.trainer", "ddpilot.guard.probes"),
-    *("ddpilot.record.prefork", "ddpilot.record.accelerator", "ddpilot.gpu_check.checks"),
+    *("ddpilot.checkpoint", "ddpilot.data", "ddpilot.training", "ddpilot.trainer", "ddpilot.callbacks"),
+    *("ddpilot.guard.probes", "ddpilot.record.prefork", "ddpilot.record.accelerator", "ddpilot.gpu_check.checks"),
 )
 YET_FREE_OF_TORCH = (
     "ddpilot.group",

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.metadata
 import importlib.util
 import inspect
@@ -40,6 +41,24 @@ def test_public_name_resolves_and_is_documented(name: str) -> None:
     if name == "__version__":
         return  # a string: tested below
     assert f"# {name}\n" in (ROOT / "docs" / "reference.md").read_text(), f"{name} is missing in docs/reference.md"
+
+
+@pytest.mark.parametrize("name", ["callbacks", "watch"])
+def test_public_module_resolves_and_its_names_are_in_the_reference(name: str) -> None:
+    """It is an attribute of `ddpilot` and can be imported; each of its names has a docstring and a section."""
+    module = getattr(ddpilot, name)
+    assert module is importlib.import_module(f"ddpilot.{name}")
+    text = (ROOT / "docs" / "reference.md").read_text()
+    for public in module.__all__:
+        assert (getattr(module, public).__doc__ or "").strip(), f"{name}.{public} has no docstring"
+        assert f"# {name}.{public}\n" in text or f"# {public}\n" in text
+
+
+def test_public_modules_are_not_imported_with_the_package() -> None:
+    """Their callbacks import torch: only the first use of `ddpilot.callbacks` does."""
+    code = "import sys, ddpilot; print([name for name in sys.modules if name.startswith('ddpilot.')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_public_members_are_documented(reference: ModuleType) -> None:
@@ -89,6 +108,13 @@ def test_unknown_name_says_which_names_there_are() -> None:
     with pytest.raises(AttributeError, match=r"no attribute 'lunch'; its public names are .*RankError"):
         _ = ddpilot.lunch
     assert set(ddpilot.__all__) <= set(dir(ddpilot))
+
+
+def test_every_public_name_has_its_task_in_the_reference(reference: ModuleType) -> None:
+    """Exceptions stand in a section of their own."""
+    by_task = [name for task in reference.TASKS for name in task.names if "." not in name]
+    errors = [name for name in ddpilot.__all__ if name[0] != "_" and reference.is_error(getattr(ddpilot, name))]
+    assert sorted([*by_task, *errors, "__version__"]) == sorted(ddpilot.__all__)
 
 
 def test_reference_page_is_what_the_docstrings_say(reference: ModuleType) -> None:

@@ -14,12 +14,17 @@ if TYPE_CHECKING:
     __version__: str
     """Version of the installed package, such as "0.1.0"."""
 
-    from ddpilot.checkpoint.weights import load_weights
+    from ddpilot.checkpoint.collective import CollectiveCheckpoints
+    from ddpilot.checkpoint.directory import CheckpointDir
+    from ddpilot.checkpoint.format import Checkpoint
+    from ddpilot.checkpoint.manifest import RunProgress
+    from ddpilot.checkpoint.weights import load_into, load_weights
     from ddpilot.environments.detect import topology
     from ddpilot.environments.topology import Topology
     from ddpilot.errors import (
         CheckpointError,
         CorruptCheckpointError,
+        DataError,
         DdpilotError,
         GroupError,
         LaunchError,
@@ -30,6 +35,7 @@ if TYPE_CHECKING:
         NonFiniteError,
         OutOfMemoryError,
         RankError,
+        RecordError,
         RemoteRankError,
         RendezvousError,
         ShipError,
@@ -42,30 +48,48 @@ if TYPE_CHECKING:
     from ddpilot.group.init_group import init_group
     from ddpilot.group.process_group import Group
     from ddpilot.launcher import Launcher, launch
+    from ddpilot.launching.elastic.options import RunOptions
+    from ddpilot.launching.elastic.run import run_script
     from ddpilot.launching.shipping.rank_results import RankResults
+    from ddpilot.record.flight_ring.log import RankLog
+    from ddpilot.record.flight_ring.reader import read_ring
+    from ddpilot.record.journal import Journal, read_journal
+    from ddpilot.session.apps import App, AppContext
+    from ddpilot.session.options import SessionOptions
     from ddpilot.session.session import CellResult, Session
     from ddpilot.trainer.callback import Callback
     from ddpilot.trainer.history import History
     from ddpilot.trainer.run import Run
     from ddpilot.trainer.trainer import Trainer
     from ddpilot.training.batch_size import BatchSizeSearch, find_batch_size, scale_lr
+    from ddpilot.training.coordination.out_of_memory import JointTry, joint_try
     from ddpilot.training.device_placement import ensure_on_device
+    from ddpilot.training.evaluation.predict import read_predictions
     from ddpilot.training.loop import Loop
     from ddpilot.training.models.ddp import unwrap
+    from ddpilot.training.models.optimizers import full_state, load_full_state
     from ddpilot.training.models.parameters import ParameterCount, count_parameters, freeze, unfreeze
 
 _HOMES = {
+    "App": "ddpilot.session.apps",
+    "AppContext": "ddpilot.session.apps",
     "BatchSizeSearch": "ddpilot.training.batch_size",
     "Callback": "ddpilot.trainer.callback",
     "CellResult": "ddpilot.session.session",
+    "Checkpoint": "ddpilot.checkpoint.format",
+    "CheckpointDir": "ddpilot.checkpoint.directory",
     "CheckpointError": "ddpilot.errors",
+    "CollectiveCheckpoints": "ddpilot.checkpoint.collective",
     "CorruptCheckpointError": "ddpilot.errors",
+    "DataError": "ddpilot.errors",
     "DdpilotError": "ddpilot.errors",
     "FakeGroup": "ddpilot.group.fake",
     "Finding": "ddpilot.findings.finding",
     "Group": "ddpilot.group.process_group",
     "GroupError": "ddpilot.errors",
     "History": "ddpilot.trainer.history",
+    "JointTry": "ddpilot.training.coordination.out_of_memory",
+    "Journal": "ddpilot.record.journal",
     "LaunchError": "ddpilot.errors",
     "LaunchInterrupted": "ddpilot.errors",
     "LaunchTimeoutError": "ddpilot.errors",
@@ -77,11 +101,16 @@ _HOMES = {
     "OutOfMemoryError": "ddpilot.errors",
     "ParameterCount": "ddpilot.training.models.parameters",
     "RankError": "ddpilot.errors",
+    "RankLog": "ddpilot.record.flight_ring.log",
     "RankResults": "ddpilot.launching.shipping.rank_results",
+    "RecordError": "ddpilot.errors",
     "RemoteRankError": "ddpilot.errors",
     "RendezvousError": "ddpilot.errors",
     "Run": "ddpilot.trainer.run",
+    "RunOptions": "ddpilot.launching.elastic.options",
+    "RunProgress": "ddpilot.checkpoint.manifest",
     "Session": "ddpilot.session.session",
+    "SessionOptions": "ddpilot.session.options",
     "ShipError": "ddpilot.errors",
     "Topology": "ddpilot.environments.topology",
     "TopologyError": "ddpilot.errors",
@@ -91,11 +120,19 @@ _HOMES = {
     "ensure_on_device": "ddpilot.training.device_placement",
     "find_batch_size": "ddpilot.training.batch_size",
     "freeze": "ddpilot.training.models.parameters",
+    "full_state": "ddpilot.training.models.optimizers",
     "init_group": "ddpilot.group.init_group",
+    "joint_try": "ddpilot.training.coordination.out_of_memory",
     "launch": "ddpilot.launcher",
+    "load_full_state": "ddpilot.training.models.optimizers",
+    "load_into": "ddpilot.checkpoint.weights",
     "load_weights": "ddpilot.checkpoint.weights",
     "on_ranks": "ddpilot.group.decorators",
     "rank_zero_only": "ddpilot.group.decorators",
+    "read_journal": "ddpilot.record.journal",
+    "read_predictions": "ddpilot.training.evaluation.predict",
+    "read_ring": "ddpilot.record.flight_ring.reader",
+    "run_script": "ddpilot.launching.elastic.run",
     "scale_lr": "ddpilot.training.batch_size",
     "topology": "ddpilot.environments.detect",
     "unfreeze": "ddpilot.training.models.parameters",
@@ -109,17 +146,25 @@ _HOOKS = {
 """Functions that IPython calls for `%load_ext ddpilot`; they are not public names."""
 
 __all__ = [
+    "App",
+    "AppContext",
     "BatchSizeSearch",
     "Callback",
     "CellResult",
+    "Checkpoint",
+    "CheckpointDir",
     "CheckpointError",
+    "CollectiveCheckpoints",
     "CorruptCheckpointError",
+    "DataError",
     "DdpilotError",
     "FakeGroup",
     "Finding",
     "Group",
     "GroupError",
     "History",
+    "JointTry",
+    "Journal",
     "LaunchError",
     "LaunchInterrupted",
     "LaunchTimeoutError",
@@ -131,11 +176,16 @@ __all__ = [
     "OutOfMemoryError",
     "ParameterCount",
     "RankError",
+    "RankLog",
     "RankResults",
+    "RecordError",
     "RemoteRankError",
     "RendezvousError",
     "Run",
+    "RunOptions",
+    "RunProgress",
     "Session",
+    "SessionOptions",
     "ShipError",
     "Topology",
     "TopologyError",
@@ -146,11 +196,19 @@ __all__ = [
     "ensure_on_device",
     "find_batch_size",
     "freeze",
+    "full_state",
     "init_group",
+    "joint_try",
     "launch",
+    "load_full_state",
+    "load_into",
     "load_weights",
     "on_ranks",
     "rank_zero_only",
+    "read_journal",
+    "read_predictions",
+    "read_ring",
+    "run_script",
     "scale_lr",
     "topology",
     "unfreeze",
@@ -158,8 +216,8 @@ __all__ = [
 ]
 
 
-_MODULES = ("watch",)
-"""Public submodules: `ddpilot.watch.enable()`."""
+_MODULES = ("callbacks", "watch")
+"""Public submodules, such as `ddpilot.watch.enable()`."""
 
 
 def __getattr__(name: str) -> object:

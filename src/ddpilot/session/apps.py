@@ -109,7 +109,7 @@ def _load(point: EntryPoint, did: str) -> App:
         raise LaunchError(
             did,
             found=f"its entry point `{point.value}` is of type {type(app).__name__}",
-            fix="Let it name an instance of ddpilot.session.apps.App",
+            fix="Let it name an instance of ddpilot.App",
         )
     return app
 

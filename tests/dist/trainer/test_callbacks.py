@@ -19,8 +19,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from ddpilot import Launcher, RankError, Trainer
-from ddpilot.checkpoint.weights import load_weights
-from ddpilot.trainer.callbacks import (
+from ddpilot.callbacks import (
     BestWeights,
     Callback,
     CsvLog,
@@ -34,6 +33,7 @@ from ddpilot.trainer.callbacks import (
     TensorBoardLog,
     Timers,
 )
+from ddpilot.checkpoint.weights import load_weights
 from ddpilot.trainer.callbacks.timers import PARTS
 from ddpilot.trainer.run import Run
 

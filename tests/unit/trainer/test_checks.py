@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, TensorDataset
 
 import ddpilot
+from ddpilot.callbacks import BestWeights, EarlyStopping
 from ddpilot.errors import LoopError
-from ddpilot.trainer.callbacks import BestWeights, EarlyStopping
 from ddpilot.trainer.ranks import TorchSettings, say_ignored
 
 DATA = TensorDataset(torch.arange(14.0).reshape(7, 2), torch.arange(7.0).reshape(7, 1))

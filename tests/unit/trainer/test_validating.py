@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ddpilot
+from ddpilot.callbacks import BestWeights, EarlyStopping
 from ddpilot.checkpoint.directory import CheckpointDir
 from ddpilot.errors import LoopError
-from ddpilot.trainer.callbacks import BestWeights, EarlyStopping
 
 X = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(12, 2)
 DATA = TensorDataset(X, X.sum(1, keepdim=True))

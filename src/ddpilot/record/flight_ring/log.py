@@ -144,12 +144,14 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class RankLog:
-    """Contents of a rank's ring at the time of reading."""
+    """Contents of a rank's ring at the time of reading: `rank`, `pid`, collectives and the state of the recording."""
 
     rank: int
     pid: int
     host: str
+    """Name of the machine."""
     torch: str
+    """Version of torch."""
     source: str
     """Source of the records: ``native`` or ``kernels``."""
     started_ns: int
@@ -163,8 +165,9 @@ class RankLog:
     entering_ns: int | None = None
     """Time since which the main thread has been seen in init_process_group; None if it is not in it."""
     asked_world_size: int = 0
-    """World size passed to that call, as `asked_rank` is the rank; meaningless if `entering_ns` is None."""
+    """World size passed to that call; meaningless if `entering_ns` is None."""
     asked_rank: int = 0
+    """Rank passed to that call; meaningless if `entering_ns` is None."""
     is_closed: bool = False
     """True if only ranks of this job can join: this process has no children, and ranks meet in the launcher's store on
     one machine."""
@@ -177,6 +180,7 @@ class RankLog:
     num_faults: int
     """Errors of the recording itself."""
     first_fault: str
+    """Message of the first of them; "" if there is none."""
     collectives: tuple[Collective, ...]
     """The newest collectives, oldest first."""
 

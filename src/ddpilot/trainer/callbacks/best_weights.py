@@ -18,7 +18,7 @@ class BestWeights(Callback):
     """Write the weights of the epoch with the best `monitor` to `path`, a safetensors file, on rank 0.
 
     The EMA's weights if there is one, as it is what was evaluated; names have no prefixes, so any model of the same
-    architecture loads them: `load_weights(model, path)` of `ddpilot.checkpoint.weights`. The file is replaced
+    architecture loads them: `ddpilot.load_weights(model, path)`. The file is replaced
     atomically. To resume training, use a checkpoint, which holds more: `checkpoint_dir=`.
 
     `monitor`, `mode`, `min_delta`: as for `EarlyStopping`. Raises OSError if the file cannot be written, and LoopError
