@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints and weights files: written atomically, verified when read. Knows groups, but no loops."""
+"""Write checkpoints and weights atomically, and verify them when read. Imports `group` and `environments`."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``ddpilot`` command: each subcommand is a thin wrapper of a function that scripts can call too."""
+"""The `ddpilot` command: thin wrappers of functions that scripts can call too. Imports every floor below."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find training that continues with wrong numbers: probes in ranks, rules outside. Imports `record`, `source`."""
+"""Find training that continues with wrong numbers: probes in ranks, rules outside. Imports `record` and `source`."""

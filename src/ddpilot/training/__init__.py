@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Custom training loops with the same results at any world_size: `Loop`, updates, metrics and checkpoints."""
+"""Training loops with the same results at any world_size. Imports `checkpoint`, `data`, `launching` and below."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks, by subject. They import torch; each runs in a separate process (`gpu_check.child`)."""
+"""The checks of `ddpilot gpu-check`, by subject; each runs in a separate process. Imports every floor below."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fastai v2: a `Learner` written for one process trains on all ranks of a session; imports no other integration."""
+"""fastai v2: a `Learner` written for one process trains on all ranks of a session. Imports `session` and below."""

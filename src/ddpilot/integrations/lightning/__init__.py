@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lightning (`lightning` or `pytorch_lightning`): importing this module registers the strategy "ddpilot" with both.
+"""Lightning (also `pytorch_lightning`): registers the strategy "ddpilot" on import. Imports `launcher` and below.
 
 `Trainer(devices=2, strategy="ddpilot")` and `Fabric(devices=2, strategy="ddpilot")` then start their ranks from
 ddpilot's rank server, also in a notebook that has used torch or CUDA. The order of the imports does not matter, and

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watch ranks that torchrun, srun or mpirun started: the setup in each rank, and the observer process of a node.
+"""Watch ranks that torchrun, srun or mpirun started. Imports `observer`, `nodes` and below.
 
-Imports `observer` and what is below it, and the connection between agents from `launching.elastic`.
+Contains the setup in each rank and the observer process of a node. Observers connect through `launching.elastic`.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Line up the ranks' collectives by group and number: mismatches, waits, cycles, and how ranks ended.
+"""Line up the ranks' collectives by group and number: mismatches, waits, cycles, exits. Imports `snapshot`.
 
-Contains no text for users. Imports `snapshot`, `record` and what is below them.
+Contains no text for users.
 """

@@ -1,5 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of all ranks at one moment, and the readers that fill it.
-
-Imports `record`, `source.parsed_file` and what is below them.
-"""
+"""The state of all ranks at one moment, and the readers that fill it. Imports `record` and `source`."""
