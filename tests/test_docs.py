@@ -16,6 +16,8 @@ from types import ModuleType
 
 import pytest
 
+import ddpilot
+
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(path for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")) if path.name != "reference.md")
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -157,3 +159,78 @@ def load_script(name: str) -> ModuleType:
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+PACKAGE = ROOT / "src" / "ddpilot"
+DOTTED = re.compile(r"\bddpilot((?:\.[A-Za-z_]\w*)+)")
+CODE_PATH = re.compile(r"`([\w./-]*/[\w.-]*(?:\.py)?)`")
+FINDING_PAGES = sorted((PACKAGE / "findings" / "pages").glob("*.md"))
+# Pages about the inside of ddpilot, or about earlier versions.
+FOR_CONTRIBUTORS = {"CONTRIBUTING.md", "CHANGELOG.md", "how_it_works.md"}
+PUBLIC_MODULES = ("callbacks", "watch", "integrations.lightning")
+NO_MODULES = ("apps", "launch.local")  # a group of entry points; a module that decision 002 rejects
+
+
+def is_there(dotted: str) -> bool:
+    """True if ddpilot has the module, or if the source of the module before the last dot has the name after it."""
+    for path in (PACKAGE / f"{dotted.replace('.', '/')}.py", PACKAGE / dotted.replace(".", "/") / "__init__.py"):
+        if path.exists():
+            return True
+    home, _, name = dotted.rpartition(".")
+    sources = [PACKAGE / f"{home.replace('.', '/')}.py", PACKAGE / home.replace(".", "/") / "__init__.py"]
+    return any(path.exists() and re.search(rf"\b{name}\b", path.read_text()) for path in sources)
+
+
+@pytest.mark.parametrize("page", [*PAGES, *FINDING_PAGES], ids=lambda page: str(page.relative_to(ROOT)))
+def test_modules_and_names_on_pages_exist_and_are_public(page: Path) -> None:
+    """`ddpilot.x.y` is there; on a page for users it is a public name, or one of a public module."""
+    names = [name[1:] for name in DOTTED.findall(page.read_text()) if name[1:] not in NO_MODULES]
+    if page.name == "CHANGELOG.md":
+        return
+    assert [name for name in names if not is_there(name)] == []
+    if page.name in FOR_CONTRIBUTORS or page.parent.name == "decisions":
+        return
+    public = {*ddpilot.__all__, *PUBLIC_MODULES}
+    inside = [name for name in names if name.partition(".")[0] not in public and not name.startswith(PUBLIC_MODULES)]
+    assert inside == [], "users import from `ddpilot` and its public modules only"
+
+
+@pytest.mark.parametrize("page", [*PAGES, *FINDING_PAGES], ids=lambda page: str(page.relative_to(ROOT)))
+def test_paths_on_pages_exist(page: Path) -> None:
+    """A path of this repository in code font is there: from its root, or on pages for contributors from the package."""
+    paths = [path for path in CODE_PATH.findall(page.read_text()) if path.split("/")[0] in known_folders(page)]
+    gone = [path for path in paths if not (ROOT / path).exists() and not (PACKAGE / path).exists()]
+    assert page.name == "CHANGELOG.md" or gone == []
+
+
+def known_folders(page: Path) -> set[str]:
+    """First parts of paths in this repository; other paths on a page are examples of a user's files."""
+    ours = {"src", "tests", "docs", "examples", "benchmarks"}
+    if page.name in FOR_CONTRIBUTORS:
+        ours |= {path.name for path in PACKAGE.iterdir()}
+    return ours
+
+
+def test_table_of_changes_leads_to_modules() -> None:
+    """ "To change X, go to Y" has a row for at least 20 questions, each with a module or folder of the package."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    table = text.partition("## To change X, go to Y\n")[2].partition("\nTo add\n")[0]
+    rows = [row.split(" | ") for row in table.splitlines() if row.startswith("| ") and not row.startswith("| **")][2:]
+    places = [re.findall(r"`([\w/]+(?:\.py|/))`", where) for _, where in rows]
+    assert len(rows) >= 20
+    assert all(places)
+    assert [path for paths in places for path in paths if not (PACKAGE / path).exists()] == []
+
+
+def test_map_of_rooms_is_what_the_packages_say() -> None:
+    """CONTRIBUTING.md has the first line of every package, in the order of the floors."""
+    rooms = load_script("render_rooms")
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    assert page == rooms.render_page(page), "run `make reference` and commit CONTRIBUTING.md"
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.glob("*/**/__init__.py")), ids=lambda path: path.parent.name)
+def test_every_package_says_what_it_is_for_and_what_it_imports(path: Path) -> None:
+    """In the first line of its docstring."""
+    line = load_script("render_rooms").first_line(path)
+    assert re.search(r"\. (Imports|imports) |; (may )?imports? ", line), line

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the parent and its ranks send each other. Imports launching and below; neither torch nor IPython."""
+"""Messages between the parent and its ranks. Imports `launching` and below; neither torch nor IPython."""

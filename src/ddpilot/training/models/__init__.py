@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models and optimizers as `prepare` returns them. Imports only `options` of training."""
+"""Models and optimizers as `prepare` returns them. Imports `training.options` only."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saving a run and resuming it. Imports models, coordination and options of training."""
+"""Save a run and resume it. Imports `models`, `coordination` and `training.options`."""
