@@ -234,3 +234,12 @@ def test_every_package_says_what_it_is_for_and_what_it_imports(path: Path) -> No
     """In the first line of its docstring."""
     line = load_script("render_rooms").first_line(path)
     assert re.search(r"\. (Imports|imports) |; (may )?imports? ", line), line
+
+
+@pytest.mark.parametrize("heading", ["A launch", "An all_reduce that hangs", "One update of a Loop"])
+def test_walks_name_each_module_once(heading: str) -> None:
+    """A reader follows the modules in the order of the steps, and never goes back."""
+    walk = (ROOT / "docs" / "how_it_works.md").read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    modules = re.findall(r"`([\w/]+\.py)`", walk)
+    assert len(modules) >= 15
+    assert sorted(modules) == sorted(set(modules))
