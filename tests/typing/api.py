@@ -10,6 +10,7 @@ import torch
 from typing_extensions import assert_type
 
 import ddpilot
+from ddpilot.callbacks import EarlyStopping, Timers
 
 
 def train(epochs: int, lr: float = 0.1) -> dict[str, float]:
@@ -85,7 +86,11 @@ def check_trainer(data: torch.utils.data.Dataset[torch.Tensor]) -> None:
     """What belongs to the constructor and what to `fit` is told apart."""
     model = torch.nn.Linear(1, 1)
     trainer = ddpilot.Trainer(
-        model, torch.nn.functional.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), ema=0.9, callbacks=[Stop()]
+        model,
+        torch.nn.functional.mse_loss,
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        ema=0.9,
+        callbacks=[Stop(), EarlyStopping(), Timers()],
     )
     assert_type(trainer.fit(data, epochs=2, global_batch_size=8, nproc_per_node=2), ddpilot.History)
     assert_type(trainer.evaluate(data), dict[str, Any])
@@ -98,6 +103,37 @@ def check_ensure_on_device() -> None:
     """What it returns is of the type that it was given."""
     assert_type(ddpilot.ensure_on_device(torch.nn.Linear(1, 1), "cpu"), torch.nn.Linear)
     ddpilot.ensure_on_device(torch.ones(1), "cpu")  # type: ignore[type-var]
+
+
+def check_parts(model: torch.nn.Module, optimizer: torch.optim.Optimizer, group: ddpilot.Group) -> None:
+    """What a loop is made of can be used alone."""
+    outcome = ddpilot.joint_try(lambda: 1, group)
+    assert_type(outcome, ddpilot.JointTry)
+    assert_type(outcome.ran_out, tuple[int, ...])
+    assert_type(list(ddpilot.read_predictions("folder")), list[Any])
+    with ddpilot.CheckpointDir("folder", keep=2) as directory:
+        assert_type(directory.latest(), ddpilot.Checkpoint | None)
+        ddpilot.CollectiveCheckpoints(group, directory).save(ddpilot.RunProgress(step=1), weights={"model": {}})
+    ddpilot.load_into(model, {"weight": torch.ones(1)}, source="here")
+    state = ddpilot.full_state(optimizer)
+    assert_type(state, dict[str, Any])
+    ddpilot.load_full_state(optimizer, state)
+
+
+def check_diagnosis() -> None:
+    """A ring and a journal are read into values."""
+    assert_type(ddpilot.read_ring("rank0.ring"), ddpilot.RankLog)
+    assert_type(ddpilot.read_journal("rank0.journal"), ddpilot.Journal)
+
+
+def check_app() -> None:
+    """An app is a value; its functions get the state of a rank."""
+
+    def prepare(context: ddpilot.AppContext) -> None:
+        assert_type(context.rank, int)
+
+    ddpilot.App(name="mylib", libraries=("mylib",), initializer=prepare)
+    ddpilot.run_script(ddpilot.RunOptions(target="train.py", nproc_per_node=2))
 
 
 def check_errors() -> None:
