@@ -203,6 +203,16 @@ def test_paths_on_pages_exist(page: Path) -> None:
     assert page.name == "CHANGELOG.md" or gone == []
 
 
+@pytest.mark.parametrize("page", [*PAGES, *FINDING_PAGES], ids=lambda page: str(page.relative_to(ROOT)))
+def test_programs_and_commands_on_pages_exist(page: Path) -> None:
+    """`python -m x.y` names a module of this repository, and `make x` in code font a verb of the Makefile."""
+    text = page.read_text()
+    programs = re.findall(r"python -m ((?:tests|benchmarks)[\w.]+)", text)
+    assert [name for name in programs if not (ROOT / f"{name.replace('.', '/')}.py").exists()] == []
+    verbs = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(re.findall(r"`make ([a-z-]+)`", text)) <= set(verbs)
+
+
 def known_folders(page: Path) -> set[str]:
     """First parts of paths in this repository; other paths on a page are examples of a user's files."""
     ours = {"src", "tests", "docs", "examples", "benchmarks"}

@@ -18,7 +18,7 @@ from ddpilot.watch.options import WatchOptions
 @explain_unknown
 @dataclass(frozen=True, kw_only=True)
 class Launcher(LaunchOptions, WatchOptions):
-    """Runs functions on ranks of this machine with the options of `LaunchOptions` and `WatchOptions`.
+    """Runs functions on ranks of this machine, with options for the launch and for what watches it.
 
     The options are validated on construction. Raises LaunchError for an invalid value.
     """
