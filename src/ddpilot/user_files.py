@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Distinguish the user's files (scripts, modules and cells) from libraries, ddpilot and generated code."""
+"""Tell the user's files (scripts, modules and cells) from libraries, ddpilot and generated code."""
 
 from __future__ import annotations
 

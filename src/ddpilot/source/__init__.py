@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Analyse a program's text for ranks, branches, loops and handlers. Imports nothing of ddpilot.
+"""What a program's text says about ranks, branches, loops and handlers.
 
-Built on the standard library's `ast`. It knows nothing of collectives.
+Built on the standard library's `ast`; imports nothing of ddpilot and knows nothing of collectives.
 """

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules on what ranks read, shuffle, draw and evaluate. Imports `rules.rule`, `record` and `source`."""
+"""Whether ranks read, shuffle, draw and evaluate what they should. Imports `rules.rule`."""

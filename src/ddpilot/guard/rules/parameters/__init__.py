@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules on parameters that differ between ranks: since when, and why. Imports `rules.rule` and `record`."""
+"""Whether ranks' parameters stay equal; if not, since when and why. Imports `rules.rule`."""
