@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ddpilot
 import ddpilot.callbacks
@@ -190,10 +190,9 @@ def _render_member(owner: str, name: str, value: object) -> str:
     return f"`{shown}`\n: {' '.join((inspect.getdoc(function) or '').split())}\n"
 
 
-def _signature(name: str, function: object) -> str:
-    assert callable(function)
+def _signature(name: str, function: Any) -> str:
     signature = inspect.signature(function)
-    if inspect.isclass(function):
+    if isinstance(function, type):
         signature = signature.replace(return_annotation=inspect.Signature.empty)
     text = str(signature).replace("(self, /, ", "(").replace("(self, ", "(").replace("(self)", "()")
     text = re.sub(r"<function (\w+) at \w+>", r"\1", text)
