@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import errno
-import math
 import os
 import re
 import shutil
@@ -14,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -30,12 +29,13 @@ from ddpilot.checkpoint.atomic_files import (
 from ddpilot.checkpoint.format import STAGING_PREFIX, Checkpoint, Contents, read_checkpoint, write_checkpoint
 from ddpilot.checkpoint.host_copy import HostCopy
 from ddpilot.checkpoint.manifest import RunProgress
+from ddpilot.checkpoint.monitor import Monitor
 from ddpilot.checkpoint.safetensors_file import check_dtypes, plain_names
 from ddpilot.errors import CheckpointError, CorruptCheckpointError
 from ddpilot.group.device import is_out_of_memory
 
 
-def tell_stderr(text: str) -> None:
+def write_stderr(text: str) -> None:
     """Write `text` to stderr, with the prefix "ddpilot: "."""
     sys.stderr.write(f"ddpilot: {text}\n")
 
@@ -53,7 +53,7 @@ class CheckpointDir:
     """The checkpoints of one run, in the directory `path`. One process writes; any process reads.
 
     `keep`: number of newest checkpoints to keep, 3 by default, at least 1; None keeps all. `best`: "max acc" or "min
-    loss"; the best checkpoint by that metric is kept as well. `tell`: called with every message for the user, on the
+    loss"; the best checkpoint by that metric is kept as well. `report`: called with every message for the user, on the
     thread that called the method; stderr by default.
 
     A save that fails because of the disk (no space, no permission, an I/O error) is reported and does not stop
@@ -66,14 +66,14 @@ class CheckpointDir:
         *,
         keep: int | None = 3,
         best: str | None = None,
-        tell: Callable[[str], None] = tell_stderr,
+        report: Callable[[str], None] = write_stderr,
     ) -> None:
         if keep is not None and keep < 1:
             raise CheckpointError(f"keeping checkpoints in {path}", found=f"`keep` is {keep}", fix="Keep at least 1.")
         self.path = Path(path).expanduser()
         self._keep = keep
-        self._best = parse_best(best)
-        self._tell = tell
+        self._monitor = None if best is None else Monitor.parse(best)
+        self._report = report
         self._snapshots = HostCopy()
         self._background = Background()
         self._writer: Writer | None = None
@@ -104,7 +104,7 @@ class CheckpointDir:
                     fix="Training has not started. Choose a `checkpoint_dir` of its own, or remove that file.",
                 )
             aside = self._move_damaged(pointer)
-            self._tell(
+            self._report(
                 f"`{pointer}` in {self.path} is damaged (it names no checkpoint), and is now {aside.name}; the "
                 "checkpoints next to it are used without it"
             )
@@ -185,7 +185,7 @@ class CheckpointDir:
             if not (isinstance(error, OSError) or is_out_of_memory(error)):
                 raise
             self._background.fail()
-            self._tell_failure(error if isinstance(error, OSError) else _as_os_error(error))
+            self._report_failure(error if isinstance(error, OSError) else _as_os_error(error))
             return
         contents = Contents(progress=progress, metrics={n: float(v) for n, v in (metrics or {}).items()}, **copied)
         self._background.start(lambda: self._write(contents))
@@ -197,11 +197,11 @@ class CheckpointDir:
         """
         failure = self._background.finish()
         if isinstance(failure, OSError):
-            self._tell_failure(failure)
+            self._report_failure(failure)
         elif failure is not None:
             raise CheckpointError("saving a checkpoint", found=f"{type(failure).__name__}: {failure}") from failure
         for told in self._background.take_notes():
-            self._tell(told)
+            self._report(told)
         return self._background.is_good
 
     def poll(self) -> None:
@@ -244,7 +244,7 @@ class CheckpointDir:
         if pointed in candidates:
             candidates = candidates[candidates.index(pointed) :]
         elif pointed is not None:
-            self._tell(f"`latest` in {self.path} names {pointed!r}, which is not there")
+            self._report(f"`latest` in {self.path} names {pointed!r}, which is not there")
         wrong = []
         for name in candidates:
             try:
@@ -253,7 +253,7 @@ class CheckpointDir:
                 wrong.append(error)
                 continue
             for passed_over in wrong:
-                self._tell(f"{passed_over}. It is not used, the one before it is: {name}")
+                self._report(f"{passed_over}. It is not used, the one before it is: {name}")
             return checkpoint
         if wrong or pointed is not None:
             raise CorruptCheckpointError(
@@ -298,7 +298,10 @@ class CheckpointDir:
         self._prune()
 
     def _point_at_best(self, name: str, metrics: Mapping[str, float]) -> None:
-        if self._best is None or not better(self._best, metrics, self._best_so_far()):
+        monitor = self._monitor
+        if monitor is None or monitor.name not in metrics:
+            return
+        if not monitor.is_better(metrics[monitor.name], self._best_so_far().get(monitor.name)):
             return
         try:
             replace_text(self.path / BEST, f"{name}\n")
@@ -336,7 +339,7 @@ class CheckpointDir:
         num = len(self.names())
         what = f"the file `.writer` in {self.path}" if num else f"{self.path}, or all that was in it,"
         left = f"{num} checkpoint{'s are' if num > 1 else ' is'} there" if num else "it holds no checkpoint now"
-        self._tell(f"{what} was deleted or moved while this job saves there: {left}. Training and saving continue")
+        self._report(f"{what} was deleted or moved while this job saves there: {left}. Training and saving continue")
         with suppress(OSError):  # otherwise the save reports the error
             self.path.mkdir(parents=True, exist_ok=True)
 
@@ -358,12 +361,12 @@ class CheckpointDir:
             number += 1
         return (self.path / pointer).rename(aside)
 
-    def _tell_failure(self, failure: OSError) -> None:
+    def _report_failure(self, failure: OSError) -> None:
         try:
             last = self._pointed(LATEST)
         except OSError as error:
             last = f"`{LATEST}` cannot be read now ({error})"
-        self._tell(render_failure(self.path, failure, last))
+        self._report(render_failure(self.path, failure, last))
 
 
 def _as_os_error(error: BaseException) -> OSError:
@@ -417,33 +420,6 @@ def move_aside(folder: Path, names: Iterable[str]) -> Path:
         if (folder / name).exists():
             (folder / name).rename(aside / name)
     return aside
-
-
-Best = tuple[str, Literal["max", "min"]]
-"""A metric's name, and whether its largest or smallest value is best."""
-
-
-def parse_best(best: str | None) -> Best | None:
-    """Parse "max acc" or "min loss" into metric and direction. Raises CheckpointError for other texts."""
-    if best is None:
-        return None
-    way, _, name = best.strip().partition(" ")
-    if way not in ("max", "min") or not name.strip():
-        raise CheckpointError(
-            "choosing the best checkpoint", found=f"`best` is {best!r}", fix='Say "max acc" or "min acc".'
-        )
-    return (name.strip(), "max") if way == "max" else (name.strip(), "min")
-
-
-def better(best: Best, metrics: Mapping[str, float], so_far: Mapping[str, float]) -> bool:
-    """True if `metrics` is better than `so_far`. False for NaN, a missing metric and a tie."""
-    name, direction = best
-    value, other = metrics.get(name, math.nan), so_far.get(name, math.nan)
-    if math.isnan(value):
-        return False
-    if math.isnan(other):
-        return True
-    return value > other if direction == "max" else value < other
 
 
 class Background:

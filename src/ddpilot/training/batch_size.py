@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
-from ddpilot.data.batches import to_device
+from ddpilot.data.nested import to_device
 from ddpilot.environments.detect import detect_topology
 from ddpilot.errors import LoopError
 from ddpilot.group.device import capture_rng, peak_bytes, reset_peak, restore_rng

@@ -140,9 +140,9 @@ def test_a_branch_that_is_taken_late_is_an_error_that_names_the_parameters(expla
         assert ": on this rank the backward pass left out" in said["late by default"]
         assert "parameters second.weight, second.bias of Branching" in said["late by default"]
         assert "prepare(..., find_unused_parameters=True), or DDP_FIND_UNUSED_PARAMETERS=1" in said["late by default"]
-        assert "use find_unused_parameters=True in its place" in said["late in a static graph"]
+        assert "use find_unused_parameters=True instead" in said["late in a static graph"]
         assert "got its gradient twice in one backward pass" in said["hidden in an object"]
-        assert "has to be in the model's output: return tensors" in said["hidden in an object"]
+        assert "must be in the model's output: return tensors" in said["hidden in an object"]
         assert (
             "uses a parameter that the first one did not, and `static_graph` is True" in said["new in a static graph"]
         )

@@ -84,7 +84,7 @@ def end_early(num_ranks: int, folder: Path, kill: Kill, every: int, log: Path) -
 def check_latest(folder: Path, at: int | None) -> tuple[int, int]:
     """Epoch and batch where a new run goes on; the latest is whole, and after a signal in batch `at` it is later."""
     told: list[str] = []
-    found = CheckpointDir(folder, tell=told.append).latest()
+    found = CheckpointDir(folder, report=told.append).latest()
     assert told == []
     if found is None:
         assert at is None

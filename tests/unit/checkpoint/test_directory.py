@@ -136,7 +136,7 @@ def test_checkpoint_dir_refuses_what_it_cannot_keep(tmp_path: Path, arguments: A
 def test_save_tells_every_time_when_there_is_no_room(tmp_path: Path) -> None:
     """Training goes on, the last good one stays, nothing half written is left; with room again, it saves again."""
     told: list[str] = []
-    with CheckpointDir(tmp_path, tell=told.append) as directory:
+    with CheckpointDir(tmp_path, report=told.append) as directory:
         save(directory, 1)
         before = sorted(tmp_path.iterdir())
         for step in (2, 3):
@@ -161,7 +161,7 @@ def test_save_tells_every_time_when_there_is_no_room(tmp_path: Path) -> None:
 def test_failure_is_told_at_the_next_save_or_look(tmp_path: Path) -> None:
     """`poll` says nothing while all is well, and `save` tells of the one before it once."""
     told: list[str] = []
-    directory = CheckpointDir(tmp_path / "checkpoints", tell=told.append)
+    directory = CheckpointDir(tmp_path / "checkpoints", report=told.append)
     (tmp_path / "checkpoints").write_text("in the way")
     directory.poll()
     weights = {"model": {"w": torch.ones(1)}}
@@ -190,7 +190,7 @@ def test_background_failure_is_raised_when_it_is_not_the_disks(tmp_path: Path) -
 def test_save_tells_when_there_is_no_memory_for_the_copy(tmp_path: Path) -> None:
     """Training goes on, also where the memory was to be had beforehand."""
     told: list[str] = []
-    directory = CheckpointDir(tmp_path, tell=told.append)
+    directory = CheckpointDir(tmp_path, report=told.append)
     directory.reserve(1 << 60)
     assert directory.wait()
     directory.save(RunProgress(step=1), weights={"model": {"w": torch.empty(1).expand(1 << 58)}})
@@ -262,7 +262,7 @@ def test_a_directory_that_was_deleted_is_made_and_locked_again(tmp_path: Path) -
     told: list[str] = []
     folder = tmp_path / "run"
     command = [sys.executable, "-c", HOLD, str(folder)]
-    with CheckpointDir(folder, tell=told.append) as directory:
+    with CheckpointDir(folder, report=told.append) as directory:
         directory.check_writable()
         save(directory, 1)
         shutil.rmtree(folder)
@@ -284,7 +284,7 @@ def test_a_damaged_pointer_next_to_checkpoints_is_moved_aside(tmp_path: Path) ->
     for number, damage in enumerate((b"", b"\xff\xfe", None)):
         told: list[str] = []
         folder = tmp_path / str(number)
-        with CheckpointDir(folder, best="min loss", tell=told.append) as directory:
+        with CheckpointDir(folder, best="min loss", report=told.append) as directory:
             save(directory, 1, metrics={"loss": 1.0})
             for pointer in ("latest", "best"):
                 (folder / pointer).unlink()
@@ -304,7 +304,7 @@ def test_a_damaged_pointer_next_to_checkpoints_is_moved_aside(tmp_path: Path) ->
 def test_save_tells_when_torch_has_no_memory_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pinned memory and torch's allocator raise RuntimeError; training continues as with the kernel's OSError."""
     told: list[str] = []
-    directory = CheckpointDir(tmp_path, tell=told.append)
+    directory = CheckpointDir(tmp_path, report=told.append)
     for error in (RuntimeError("CUDA error: out of memory\nMore"), MemoryError()):
         monkeypatch.setattr(directory._snapshots, "take", Mock(side_effect=error))
         directory.save(RunProgress(step=1), weights={})
@@ -371,7 +371,7 @@ def test_files_have_the_rights_that_the_umask_leaves(tmp_path: Path) -> None:
 def test_latest_tells_when_its_pointer_leads_nowhere(tmp_path: Path) -> None:
     """The newest that is there is used instead, and that is said; with none, it is an error and no new beginning."""
     told: list[str] = []
-    with CheckpointDir(tmp_path, tell=told.append) as directory:
+    with CheckpointDir(tmp_path, report=told.append) as directory:
         save(directory, 1)
         (tmp_path / "latest").write_text("save-000009-step-9\n")
         found = directory.latest()

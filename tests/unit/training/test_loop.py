@@ -374,10 +374,10 @@ def test_what_was_not_prepared_is_refused_before_it_is_trained() -> None:
     """A model in `accumulate`; an optimizer in `step`, also one that got another group later. Alone too."""
     loop, model, optimizer, loader = make()
     other = nn.Linear(1, 1)
-    with pytest.raises(LoopError, match="weight, bias of this Linear went through no prepare.*model = loop.prepare"):
+    with pytest.raises(LoopError, match="weight, bias of this Linear were never passed to prepare.*= loop.prepare"):
         loop.accumulate(other)
     lonely = torch.optim.SGD(other.parameters(), lr=0.1)
-    with pytest.raises(LoopError, match=r"2 of the 2 parameters of this SGD \(shapes \(1, 1\), \(1,\)\) are in"):
+    with pytest.raises(LoopError, match=r"2 of the 2 parameters of this SGD \(shapes \(1, 1\), \(1,\)\) belong to"):
         loop.step(lonely)
     other.requires_grad_(False)
     loop.step(torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1))  # what is frozen is not trained

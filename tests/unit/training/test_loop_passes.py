@@ -97,14 +97,14 @@ def test_an_optimizer_with_all_parameters_of_an_earlier_one_takes_its_place() ->
     new = loop.prepare(torch.optim.Adam(model.parameters()))
     train(loop, model, new, loader)
     assert loop.num_updates == 4
-    assert list(loop._things._things) == ["model", "optimizer"]
-    assert loop._things.name_of(new) == "optimizer"
+    assert list(loop._tracked._objects) == ["model", "optimizer"]
+    assert loop._tracked.name_of(new) == "optimizer"
     assert [part.title for part in loop.explain().parts][1:] == ["Adam: as it is"]
     with pytest.raises(LoopError, match="this SGD was replaced.*in one call"):
         loop.step(old)
     both = [torch.optim.SGD(model.parameters(), lr=rate) for rate in (0.1, 0.2)]
     loop.prepare(*both)
-    assert list(loop._things._things) == ["model", "optimizer", "optimizer2"]
+    assert list(loop._tracked._objects) == ["model", "optimizer", "optimizer2"]
     train(loop, model, both[0], loader)
     assert loop.num_updates == 6
 

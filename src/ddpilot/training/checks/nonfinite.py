@@ -85,7 +85,7 @@ class FiniteWatch:
         self._found: _Update | None = None
         self._unprotected: list[tuple[frozenset[int], torch.Tensor]] = []
         self._gradients = Gradients()
-        self.taps = GradientProbes()
+        self.probes = GradientProbes()
         """Records gradients of this rank before the all-reduce."""
 
     def seed(
@@ -95,7 +95,7 @@ class FiniteWatch:
 
         Records the loss for the report. `name`: the loss's name, if there are several.
         """
-        self.taps.begin(batch)
+        self.probes.begin(batch)
         if self._is_late:
             self._seen.append((loss.detach(), _Place.of(batch), name))
             return (loss.detach() * 0).add_(weight)
@@ -186,8 +186,8 @@ class FiniteWatch:
         Clears the recorded gradients.
         """
         place = None if self._found is None else self._found.place
-        where = self.taps.find(_is_finite, None if place is None else (place.epoch, place.index + 1))
-        self.taps.forget()
+        where = self.probes.find(_is_finite, None if place is None else (place.epoch, place.index + 1))
+        self.probes.forget()
         return "" if where is None else str(_Place(*where))
 
     def say(self, models: Iterable[nn.Module]) -> str:

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from ddpilot.data.nested import join_named_rows, to_host
 from ddpilot.errors import LoopError, RemoteRankError
 from ddpilot.group.device import wire_device
 from ddpilot.group.protocol import GroupLike, ReduceOp
-from ddpilot.training.nested import join_named_rows, to_host
 
 
 def weighted_mean(value: torch.Tensor, count: float, group: GroupLike) -> torch.Tensor:

@@ -216,7 +216,7 @@ class StopSignals:
         else:
             self._tell(name)
 
-    def tell_to(self, tell: Callable[[str], None]) -> None:
+    def report_to(self, tell: Callable[[str], None]) -> None:
         """Call `tell` for future signals, and now for those received while there was no callback."""
         self._tell = tell
         while self._untold:
@@ -263,7 +263,7 @@ class LoneBreakCheck:
             batch.data = None
             self._left = batch, line
 
-    def meet(self) -> None:
+    def wait(self) -> None:
         """Wait for the other ranks to leave too. Called before a collective; does nothing on a rank that did not leave.
 
         After `_PATIENCE_S` it prints to stderr which ranks did not leave; after `_LIMIT_S` it raises LoopError.
@@ -289,8 +289,8 @@ class LoneBreakCheck:
         raise error
 
     def settle(self) -> None:
-        """Call `meet` before training continues, and report dropped gradients on rank 0."""
-        self.meet()
+        """Call `wait` before training continues, and report dropped gradients on rank 0."""
+        self.wait()
         # Not reported when the loop is left: an error or the exit of a different rank would look the same.
         if self._dropped_at is not None:
             say_dropped(self._dropped_at, self._group)

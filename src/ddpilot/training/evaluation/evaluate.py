@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddpilot.data.batches import to_device
+from ddpilot.data.nested import to_device
 from ddpilot.errors import LoopError
 from ddpilot.group.device import fork_rng
 from ddpilot.group.protocol import GroupLike

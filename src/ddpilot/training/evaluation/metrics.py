@@ -11,11 +11,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ddpilot.data.batches import to_device
+from ddpilot.data.nested import join_rows, to_device, to_host
 from ddpilot.errors import LoopError
 from ddpilot.group.device import wire_device
 from ddpilot.group.protocol import GroupLike
-from ddpilot.training.nested import join_rows, to_host
 
 
 class Meter(Protocol):

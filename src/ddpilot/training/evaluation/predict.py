@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddpilot.data.nested import check_rows, join_named_rows, take_rows, to_host
 from ddpilot.errors import LoopError
 from ddpilot.group.process_group import Group
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.batches import Loader
 from ddpilot.training.evaluation.evaluate import evaluation_mode, local_outputs
-from ddpilot.training.nested import check_rows, join_named_rows, take_rows, to_host
 
 _DID = "predicting"
 

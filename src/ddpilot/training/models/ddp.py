@@ -21,17 +21,17 @@ from ddpilot.errors import LoopError
 from ddpilot.group.device import is_divided, move
 from ddpilot.group.process_group import Group
 from ddpilot.group.protocol import GroupLike
-from ddpilot.training.models.ddp_options import HAS_FORWARD_SYNC, Choice, DdpOptions, resolve
+from ddpilot.training.models.ddp_options import HAS_FORWARD_SYNC, Choice, DDPOptions, resolve
 
 
-def wrap(model: nn.Module, group: GroupLike, options: DdpOptions | None = None) -> tuple[nn.Module, tuple[Choice, ...]]:
+def wrap(model: nn.Module, group: GroupLike, options: DDPOptions | None = None) -> tuple[nn.Module, tuple[Choice, ...]]:
     """Move `model` to the group's device and wrap it in DDP; return it with the options chosen.
 
     Not wrapped with one rank, or if no parameter requires a gradient. A model on several devices stays there.
     Collective with several ranks. Raises LoopError for a model that is already in DDP, and for options that it does not
     support.
     """
-    options = options or DdpOptions()
+    options = options or DDPOptions()
     if isinstance(model, DistributedDataParallel):
         raise LoopError(
             "preparing a model",

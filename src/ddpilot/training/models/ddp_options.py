@@ -34,7 +34,7 @@ class Choice(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DdpOptions:
+class DDPOptions:
     """The options that the user passed; None or left out: chosen by `resolve`.
 
     Raises LoopError for arguments that DDP does not have and for an unknown `comm`.
@@ -73,7 +73,7 @@ class DdpOptions:
 
 
 def resolve(
-    options: DdpOptions, model: nn.Module, group: Group, environ: Mapping[str, str]
+    options: DDPOptions, model: nn.Module, group: Group, environ: Mapping[str, str]
 ) -> tuple[dict[str, Any], list[Choice]]:
     """Return the arguments of DistributedDataParallel and the reason for each of them.
 
@@ -112,7 +112,7 @@ def resolve(
     return arguments, choices + [Choice(name, str(value), "asked for") for name, value in options.more.items()]
 
 
-def find_unused(options: DdpOptions, environ: Mapping[str, str]) -> tuple[bool, str]:
+def find_unused(options: DDPOptions, environ: Mapping[str, str]) -> tuple[bool, str]:
     """Return `find_unused_parameters` and a prefix for its reason, which names the variable if it set the value.
 
     Raises LoopError for an invalid value of the variable DDP_FIND_UNUSED_PARAMETERS.

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,10 +19,10 @@ from ddpilot.findings.display import Findings, render_html, render_text
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
 from ddpilot.group.protocol import GroupLike
-from ddpilot.training.models.ddp import class_name, find_ddp, unwrap
+from ddpilot.training.models.ddp import class_name
 from ddpilot.training.models.ddp_options import Choice
 from ddpilot.training.models.optimizers import ShardedState
-from ddpilot.training.models.reducer import reduced
+from ddpilot.training.models.registry import PreparedModel, PreparedObjects
 
 
 @dataclass(frozen=True)
@@ -86,56 +86,28 @@ def _render_html(part: Explained) -> str:
 _NS_PER_MS = 1_000_000
 
 
-class Prepared:
-    """The models and optimizers that `prepare` returned, in that order, with the options chosen for them."""
+def explain(
+    prepared: PreparedObjects, group: GroupLike, accumulation: int, name_of: Callable[[object], str]
+) -> Explanation:
+    """Build the explanation of `Loop.explain`. Collective if there are several ranks.
 
-    def __init__(self, group: GroupLike) -> None:
-        self._group = group
-        self._models: list[_Model] = []
-        self._optimizers: list[Optimizer] = []
-
-    def add_model(self, model: nn.Module, choices: tuple[Choice, ...]) -> None:
-        """Add a model as `prepare` returns it; replaces an earlier entry of the same module."""
-        self._models = [one for one in self._models if unwrap(one.model) is not unwrap(model)]
-        ddp = find_ddp(model)
-        self._models.append(_Model(model, choices, tuple(reduced(ddp)) if ddp is not None else ()))
-
-    def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Add an optimizer as `prepare` returns it."""
-        self._optimizers = [one for one in self._optimizers if one is not optimizer]
-        self._optimizers.append(optimizer)
-
-    def forget_optimizer(self, optimizer: Optimizer) -> None:
-        """Remove an optimizer that a later one has replaced."""
-        self._optimizers = [one for one in self._optimizers if one is not optimizer]
-
-    def explain(self, accumulation: int, name_of: Callable[[object], str]) -> Explanation:
-        """Build the explanation of `Loop.explain`. Collective if there are several ranks.
-
-        `accumulation`: batches per update. `name_of`: returns the name of a model or optimizer in a checkpoint.
-        """
-        names = _tell_apart([(class_name(one.model), name_of(one.model)) for one in self._models])
-        own = [_look(one) for one in self._models], [_count_state(one) for one in self._optimizers]
-        of_ranks = self._group.all_gather_object(own) if self._group.world_size > 1 else [own]
-        parts = [
-            _explain_model(
-                one, names[place], [models[place] for models, _ in of_ranks], self._group.world_size, accumulation
-            )
-            for place, one in enumerate(self._models)
-        ]
-        names = _tell_apart([(_class_of(one), name_of(one)) for one in self._optimizers])
-        for place, optimizer in enumerate(self._optimizers):
-            parts.append(_explain_optimizer(optimizer, names[place], [sizes[place] for _, sizes in of_ranks]))
-        return Explanation(tuple(parts))
+    `accumulation`: batches per update. `name_of`: returns the name of a model or optimizer in a checkpoint.
+    """
+    models, optimizers = prepared.models, prepared.optimizers
+    own = [_read_ddp(one) for one in models], [_count_state(one) for one in optimizers]
+    of_ranks = group.all_gather_object(own) if group.world_size > 1 else [own]
+    names = _distinct_names([(class_name(one.model), name_of(one.model)) for one in models])
+    parts = [
+        _explain_model(one, names[place], [seen[place] for seen, _ in of_ranks], group.world_size, accumulation)
+        for place, one in enumerate(models)
+    ]
+    names = _distinct_names([(_class_of(one), name_of(one)) for one in optimizers])
+    for place, optimizer in enumerate(optimizers):
+        parts.append(_explain_optimizer(optimizer, names[place], [sizes[place] for _, sizes in of_ranks]))
+    return Explanation(tuple(parts))
 
 
-class _Model(NamedTuple):
-    model: nn.Module
-    choices: tuple[Choice, ...]
-    names: tuple[str, ...]
-
-
-def _tell_apart(named: Sequence[tuple[str, str]]) -> list[str]:
+def _distinct_names(named: Sequence[tuple[str, str]]) -> list[str]:
     """Return the class name of each, with its own name if the class is not unique or the user chose the name."""
     counts = Counter(kind for kind, _ in named)
     is_given = [not re.fullmatch(r"(model|averaged|optimizer)\d*", name) for _, name in named]
@@ -143,9 +115,9 @@ def _tell_apart(named: Sequence[tuple[str, str]]) -> list[str]:
     return [f"{kind} ({name})" if given or counts[kind] > 1 else kind for (kind, name), given in pairs]
 
 
-def _look(one: _Model) -> Seen | None:
+def _read_ddp(one: PreparedModel) -> Seen | None:
     """Return what this rank's DDP has recorded; None if the model is not wrapped."""
-    ddp = find_ddp(one.model)
+    ddp = one.ddp
     if ddp is None:
         return None
     data: dict[str, Any] = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
@@ -163,7 +135,7 @@ def _look(one: _Model) -> Seen | None:
         finds_unused=ddp.find_unused_parameters,
         # Asks the reducer: with several models, the logger records `can_set_static_graph` of the first one only.
         is_steady=ddp.reducer._ddp_graph_static(),  # type: ignore[attr-defined]
-        left_out=tuple(name for n, name in enumerate(one.names) if n not in ready) if ready else (),
+        left_out=tuple(name for n, name in enumerate(one.reduced) if n not in ready) if ready else (),
         bucket_bytes=bucket_bytes,
         exchanged_bytes=sum(bucket_bytes) if find_value(one.choices, "comm") == "None" else 2 * num_elements,
         is_rebuilt=bool(data.get("has_rebuilt_buckets")),
@@ -175,24 +147,23 @@ def _look(one: _Model) -> Seen | None:
 
 
 def _explain_model(
-    one: _Model, name: str, seen: Sequence[Seen | None], world_size: int, accumulation: int
+    one: PreparedModel, name: str, seen: Sequence[Seen | None], world_size: int, accumulation: int
 ) -> Explained:
     facts = [fact for fact in seen if fact is not None]
-    ddp = find_ddp(one.model)
-    if ddp is None or not facts:
+    if one.ddp is None or not facts:
         why = "one rank alone" if world_size == 1 else "nothing in it is trained"
         return Explained(f"{name}: not wrapped, {why}: nothing is exchanged")
     title = f"{name}: DistributedDataParallel over {world_size} ranks"
-    measured = [_say_buckets(facts[0], ddp), *_say_times(facts), *_say_left_out(facts)]
+    measured = [_describe_buckets(facts[0], one.ddp), *_describe_times(facts), *_describe_left_out(facts)]
     return Explained(
         title,
         one.choices,
         tuple(measured),
-        propose(facts, name, list_remedies(unwrap(one.model), one.choices, accumulation)),
+        propose(facts, name, list_remedies(one.module, one.choices, accumulation)),
     )
 
 
-def _say_buckets(fact: Seen, ddp: DistributedDataParallel) -> str:
+def _describe_buckets(fact: Seen, ddp: DistributedDataParallel) -> str:
     total = sum(fact.bucket_bytes)
     order = "in the order in which gradients came" if fact.is_rebuilt else "in the order of definition"
     views = f"; as views they save {_size(total)} on each rank" if ddp.gradient_as_bucket_view else ""
@@ -204,7 +175,7 @@ def _say_buckets(fact: Seen, ddp: DistributedDataParallel) -> str:
     )
 
 
-def _say_times(facts: Sequence[Seen]) -> Iterable[str]:
+def _describe_times(facts: Sequence[Seen]) -> Iterable[str]:
     num = min(fact.num_updates for fact in facts)
     if not num or not facts[0].backward_ms:
         return [f"times: not measured yet, after {num} updates"]
@@ -214,7 +185,7 @@ def _say_times(facts: Sequence[Seen]) -> Iterable[str]:
     return [f"times: up to update {num}, on the slowest rank ({facts.index(slowest)}) {parts}, {exchange}"]
 
 
-def _say_left_out(facts: Sequence[Seen]) -> Iterable[str]:
+def _describe_left_out(facts: Sequence[Seen]) -> Iterable[str]:
     changing = [rank for rank, fact in enumerate(facts) if not fact.is_steady]
     if changing:
         yield f"what an update uses has changed on {render_ranks(changing)}: find_unused_parameters=True is needed"

@@ -14,6 +14,7 @@ import torch
 
 from ddpilot.checkpoint.manifest import RunProgress
 from ddpilot.data.sample_seeds import mix_seed
+from ddpilot.errors import MismatchedCheckpointError
 from ddpilot.group.device import restore_rng
 from ddpilot.group.init_group import seed_all
 
@@ -122,7 +123,10 @@ class RunPosition:
             return False
         facts = describe_data(loader)
         if self._resumed is not None and index < len(self._resumed_facts):
-            self._check(facts, self._resumed_facts[index])
+            before = self._resumed_facts[index]
+            if not self.next_batch:  # a different batch size or order loses no samples then
+                before = {name: value for name, value in before.items() if name == "dataset_length"}
+            check_unchanged(before, facts, self._resumed.step, self.next_batch, self._source)
         if index < _MAX_FACTS:
             self._facts.append(facts)
             self._data.append(_Data.of(loader))
@@ -175,7 +179,7 @@ class RunPosition:
         """Properties of the data of each pass in the epoch, as plain values."""
         return self._facts
 
-    def go_on(
+    def restore(
         self,
         progress: RunProgress,
         facts: Sequence[Facts],
@@ -199,14 +203,6 @@ class RunPosition:
         self._resumed_facts = () if other_data and not progress.batch else facts
         self._rng = rng if progress.batch else None
         self._stream = (progress.batch, stream_state)
-
-    def _check(self, now: Facts, before: Facts) -> None:
-        assert self._resumed is not None  # checked by the caller
-        # At the start of an epoch, a different batch size or order loses no samples.
-        names = before.keys() if self.next_batch else before.keys() & {"dataset_length"}
-        RunProgress(step=self._resumed.step, batch=self.next_batch, **before).require(
-            source=self._source, **{name: now.get(name) for name in names}
-        )
 
     def _set_random_state(self, device: torch.device) -> None:
         if not self.next_batch:
@@ -236,6 +232,44 @@ def describe_data(loader: object) -> Facts:
         "batches": getattr(plan, "batches_fingerprint", None),
     }
     return {name: value for name, value in known.items() if value is not None}
+
+
+_CHANGES = {
+    "dataset_length": "the length of the dataset differs",
+    "global_batch_size": "the position in the epoch counts global batches of a different size",
+    "seed": "a different seed gives a different order of samples",
+    "batches": "shuffle, drop_last, weights, the sampler or who divides the data differ from the saved run",
+    "accumulate": "the rest of the epoch would make different updates",
+}
+
+
+def check_unchanged(before: Mapping[str, Any], now: Mapping[str, Any], step: int, batch: int, source: str) -> None:
+    """Raise MismatchedCheckpointError with the differences if `now` differs from `before`, the facts of a saved run.
+
+    Values that are None or missing on one side are not compared. `step`, `batch`: the saved position; `source` names
+    the checkpoint.
+    """
+    known = [name for name in _CHANGES if before.get(name) is not None and now.get(name) is not None]
+    differing = [name for name in known if before[name] != now[name]]
+    if len(differing) > 1 and "batches" in differing:
+        differing.remove("batches")  # it follows from the others
+    if not differing:
+        return
+    changes = []
+    for name in differing:
+        meaning = _CHANGES[name]
+        if batch and name in ("dataset_length", "batches"):
+            meaning += ", so the rest of the epoch would be different samples"
+        values = f"`{name}` was {before[name]}, is {now[name]}"
+        changes.append(meaning if name == "batches" else f"{values} ({meaning})")
+    fix = "Resume"
+    if differing == ["dataset_length"] and not batch:
+        fix = "Continue with the new data by loop.resume(other_data=True), or fit(..., other_data=True). Or resume"
+    raise MismatchedCheckpointError(
+        f"resuming {source or 'a run'} at step {step}",
+        found="; ".join(changes),
+        fix=f"{fix} with the old values, start over with `resume=False`, or load only the weights (`loop.load`).",
+    )
 
 
 def seed_epoch(seed: int, epoch: int, rank: int) -> None:

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddpilot.data.batches import without_rows
+from ddpilot.data.nested import map_tensors, without_rows
 from ddpilot.group.device import fork_rng
-from ddpilot.training.nested import map_tensors
 
 _NUM_ROWS = 2
 """BatchNorm rejects a single row."""

@@ -13,7 +13,7 @@ from torch import nn
 from ddpilot import FakeGroup
 from ddpilot.errors import LoopError, MismatchedCheckpointError
 from ddpilot.training.models.ddp import check_compressible, prepare_optimizer
-from ddpilot.training.models.ddp_options import Choice, DdpOptions, find_unused
+from ddpilot.training.models.ddp_options import Choice, DDPOptions, find_unused
 from ddpilot.training.models.explain import MIN_UPDATES, Explained, Explanation, Seen, list_remedies, propose
 from ddpilot.training.models.optimizers import full_state, load_full_state
 
@@ -35,7 +35,7 @@ SEEN = Seen(num_updates=MIN_UPDATES, finds_unused=True, is_steady=True, left_out
 def test_options_refuse_what_ddp_does_not_have(options: dict[str, Any], said: str) -> None:
     """And say what there is."""
     with pytest.raises(LoopError) as caught:
-        DdpOptions(**options)
+        DDPOptions(**options)
     assert said in str(caught.value)
 
 
@@ -46,7 +46,7 @@ def test_options_refuse_what_ddp_does_not_have(options: dict[str, Any], said: st
 def test_find_unused_follows_the_variable_unless_asked(asked: bool | None, said: str | None, expected: bool) -> None:
     """Argument, then DDP_FIND_UNUSED_PARAMETERS, then False; the reason names the variable where it decided."""
     environ = {} if said is None else {"DDP_FIND_UNUSED_PARAMETERS": said}
-    value, origin = find_unused(DdpOptions(find_unused_parameters=asked), environ)
+    value, origin = find_unused(DDPOptions(find_unused_parameters=asked), environ)
     assert value is expected
     assert ("DDP_FIND_UNUSED_PARAMETERS=" in origin) == (asked is None and said is not None)
 
@@ -54,7 +54,7 @@ def test_find_unused_follows_the_variable_unless_asked(asked: bool | None, said:
 def test_find_unused_refuses_another_value_of_the_variable() -> None:
     """Rather than take "maybe" for one of both."""
     with pytest.raises(LoopError, match="DDP_FIND_UNUSED_PARAMETERS is 'maybe'. Set it to 1 or 0"):
-        find_unused(DdpOptions(), {"DDP_FIND_UNUSED_PARAMETERS": "maybe"})
+        find_unused(DDPOptions(), {"DDP_FIND_UNUSED_PARAMETERS": "maybe"})
 
 
 @pytest.mark.parametrize(
