@@ -40,7 +40,7 @@ def write_stderr(text: str) -> None:
     sys.stderr.write(f"ddpilot: {text}\n")
 
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LATEST = "latest"
 BEST = "best"
 _NAME = re.compile(r"save-(\d{6,})-step-(\d+)")
@@ -74,7 +74,7 @@ class CheckpointDir:
         self._keep = keep
         self._monitor = None if best is None else Monitor.parse(best)
         self._report = report
-        self._snapshots = HostCopy()
+        self._host_copy = HostCopy()
         self._background = Background()
         self._writer: Writer | None = None
 
@@ -89,7 +89,7 @@ class CheckpointDir:
             probe(self.path)
         except OSError as error:
             raise CheckpointError(
-                f"trying to write in {self.path}",
+                f"writing in {self.path}",
                 found=f"{error.strerror} ({type(error).__name__})",
                 fix="Training has not started. Choose a `checkpoint_dir` that this user may write to.",
             ) from error
@@ -99,14 +99,14 @@ class CheckpointDir:
                 continue
             if not self.names():
                 raise CheckpointError(
-                    f"making ready to save in {self.path}",
-                    found=f"there is a `{pointer}` that no checkpoint wrote, and the next one would replace it",
-                    fix="Training has not started. Choose a `checkpoint_dir` of its own, or remove that file.",
+                    f"preparing to save in {self.path}",
+                    found=f"there is a `{pointer}` of a different program, which the next checkpoint would replace",
+                    fix="Training has not started. Choose a different `checkpoint_dir`, or remove that file.",
                 )
-            aside = self._move_damaged(pointer)
+            renamed = self._rename_damaged(pointer)
             self._report(
-                f"`{pointer}` in {self.path} is damaged (it names no checkpoint), and is now {aside.name}; the "
-                "checkpoints next to it are used without it"
+                f"`{pointer}` in {self.path} is damaged (it does not name a checkpoint) and was renamed to "
+                f"{renamed.name}; the checkpoints next to it are used without it"
             )
 
     def claim(self) -> None:
@@ -127,13 +127,13 @@ class CheckpointDir:
             self._writer = Writer.of(self.path)
         except WriterTakenError as error:
             raise CheckpointError(
-                f"making ready to save in {self.path}",
-                found=f"another job writes its checkpoints there: {error.owner}",
-                fix="Give this one a `checkpoint_dir` of its own, or wait until that job has ended.",
+                f"preparing to save in {self.path}",
+                found=f"a different job writes its checkpoints there: {error.owner}",
+                fix="Choose a different `checkpoint_dir`, or wait until that job has ended.",
             ) from error
         except NotAFileError as error:
             raise CheckpointError(
-                f"making ready to save in {self.path}",
+                f"preparing to save in {self.path}",
                 found=str(error),
                 fix="Remove it, or choose a `checkpoint_dir` in which other users cannot write.",
             ) from error
@@ -176,11 +176,11 @@ class CheckpointDir:
             raise CheckpointError(
                 f"saving step {progress.step}",
                 found=f"{len(parts)} parts for {progress.world_size} ranks",
-                fix="Hand over the part of every rank, in rank order.",
+                fix="Pass the part of every rank, in rank order.",
             )
         plain = {name: _plain(name, tensors) for name, tensors in weights.items()}
         try:
-            copied = self._snapshots.take({"weights": plain, "state": dict(state or {}), "parts": list(parts)})
+            copied = self._host_copy.take({"weights": plain, "state": dict(state or {}), "parts": list(parts)})
         except (OSError, RuntimeError, MemoryError) as error:
             if not (isinstance(error, OSError) or is_out_of_memory(error)):
                 raise
@@ -200,8 +200,8 @@ class CheckpointDir:
             self._report_failure(failure)
         elif failure is not None:
             raise CheckpointError("saving a checkpoint", found=f"{type(failure).__name__}: {failure}") from failure
-        for told in self._background.take_notes():
-            self._report(told)
+        for note in self._background.take_notes():
+            self._report(note)
         return self._background.is_good
 
     def poll(self) -> None:
@@ -237,14 +237,14 @@ class CheckpointDir:
             pointed, candidates = self._pointed(LATEST), self.names()
         except OSError as error:
             raise CheckpointError(
-                f"looking for a checkpoint in {self.path}",
+                f"searching for a checkpoint in {self.path}",
                 found=str(error),
-                fix="Let this user read the directory, or choose another `checkpoint_dir`.",
+                fix="Let this user read the directory, or choose a different `checkpoint_dir`.",
             ) from error
         if pointed in candidates:
             candidates = candidates[candidates.index(pointed) :]
         elif pointed is not None:
-            self._report(f"`latest` in {self.path} names {pointed!r}, which is not there")
+            self._report(f"`latest` in {self.path} names {pointed!r}, which does not exist")
         wrong = []
         for name in candidates:
             try:
@@ -252,14 +252,14 @@ class CheckpointDir:
             except CorruptCheckpointError as error:
                 wrong.append(error)
                 continue
-            for passed_over in wrong:
-                self._report(f"{passed_over}. It is not used, the one before it is: {name}")
+            for skipped in wrong:
+                self._report(f"{skipped}. It was skipped; the checkpoint before it is used: {name}")
             return checkpoint
         if wrong or pointed is not None:
             raise CorruptCheckpointError(
-                f"looking for a checkpoint in {self.path}",
-                found="; ".join(error.render() for error in wrong) or "the one that `latest` names is gone",
-                fix="Restore one from a copy, or start from scratch in an empty directory.",
+                f"searching for a checkpoint in {self.path}",
+                found="; ".join(error.render() for error in wrong) or "the checkpoint in `latest` does not exist",
+                fix="Restore one from a copy, or start over in an empty directory.",
             )
         return None
 
@@ -278,7 +278,7 @@ class CheckpointDir:
 
     def _reserve(self, num_bytes: int) -> None:
         try:
-            self._snapshots.reserve(num_bytes)
+            self._host_copy.reserve(num_bytes)
         except (OSError, MemoryError) as error:
             self._background.note(f"no memory for the copies of checkpoints, {num_bytes / 1e6:.1f} MB: {error}")
 
@@ -315,7 +315,7 @@ class CheckpointDir:
         try:
             return self.open(name, verify=False).manifest.metrics
         except CorruptCheckpointError as error:
-            self._background.note(f"{error}. The best is chosen again")
+            self._background.note(f"{error}. The best checkpoint is chosen again")
             return {}
 
     def _prune(self) -> None:
@@ -327,18 +327,17 @@ class CheckpointDir:
                 continue
             try:
                 # A crash while deleting must not leave a directory that looks like a damaged checkpoint.
-                going = (self.path / name).rename(self.path / f"{_DELETING_PREFIX}{name}")
-                shutil.rmtree(going)
+                shutil.rmtree((self.path / name).rename(self.path / f"{_DELETING_PREFIX}{name}"))
             except FileNotFoundError:  # deleted by a different process
                 continue
             except OSError as error:
-                self._background.note(f"deleting the old checkpoint {name} in {self.path}: {error}. Delete it by hand")
+                self._background.note(f"deleting the old checkpoint {name} in {self.path}: {error}. Delete it yourself")
 
     def _restore(self) -> None:
         """Report that the lock file or its directory was deleted, and create the directory again."""
         num = len(self.names())
-        what = f"the file `.writer` in {self.path}" if num else f"{self.path}, or all that was in it,"
-        left = f"{num} checkpoint{'s are' if num > 1 else ' is'} there" if num else "it holds no checkpoint now"
+        what = f"the file `.writer` in {self.path}" if num else f"{self.path}, or everything in it,"
+        left = f"{num} checkpoint{'s are' if num > 1 else ' is'} left" if num else "no checkpoint is left"
         self._report(f"{what} was deleted or moved while this job saves there: {left}. Training and saving continue")
         with suppress(OSError):  # otherwise the save reports the error
             self.path.mkdir(parents=True, exist_ok=True)
@@ -355,11 +354,11 @@ class CheckpointDir:
         except IsADirectoryError:
             return ""
 
-    def _move_damaged(self, pointer: str) -> Path:
+    def _rename_damaged(self, pointer: str) -> Path:
         number = 1
-        while (aside := self.path / f"{pointer}-damaged-{number}").exists():
+        while (renamed := self.path / f"{pointer}-damaged-{number}").exists():
             number += 1
-        return (self.path / pointer).rename(aside)
+        return (self.path / pointer).rename(renamed)
 
     def _report_failure(self, failure: OSError) -> None:
         try:
@@ -371,14 +370,14 @@ class CheckpointDir:
 
 def _as_os_error(error: BaseException) -> OSError:
     """Convert torch's out-of-memory errors, also for pinned memory, to an OSError with ENOMEM."""
-    said = next(iter(str(error).splitlines()), type(error).__name__)
-    return OSError(errno.ENOMEM, f"{os.strerror(errno.ENOMEM)} ({said})")
+    text = next(iter(str(error).splitlines()), type(error).__name__)
+    return OSError(errno.ENOMEM, f"{os.strerror(errno.ENOMEM)} ({text})")
 
 
 def _plain(name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     if not re.fullmatch(r"[A-Za-z0-9_]+", name):
         raise CheckpointError(
-            f"saving the weights {name!r}", found="the name becomes a file's", fix="Use letters, digits and `_`."
+            f"saving the weights {name!r}", found="it becomes a file name", fix="Use letters, digits and `_`."
         )
     check_dtypes(tensors, where=f"the weights {name!r}")
     return {short: tensors[full] for full, short in plain_names(tensors).items()}
@@ -386,22 +385,20 @@ def _plain(name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Te
 
 def render_failure(folder: Path, failure: OSError, last: str | None) -> str:
     """Return the message for a save in `folder` that failed; `last`: the name of the last good checkpoint, if any."""
-    stays = f"the last good one stays: {last}" if last else "there is none yet"
+    kept = f"the last good checkpoint is {last}" if last else "there is no earlier one"
     if failure.errno == errno.ENOMEM:
-        return (
-            f"no checkpoint was written in {folder}: no memory for its copy ({failure}). Training continues; {stays}."
-        )
-    said = f"no checkpoint was written in {folder}: {failure}. Training continues; {stays}. {_free(folder)}"
-    if failure.errno in _NO_ROOM:
-        return f"{said} Make room, or keep fewer (`keep`)."
-    return f"{said} Look at the directory and at its file system."
+        return f"no checkpoint was written in {folder}: no memory for its copy ({failure}). Training continues; {kept}."
+    text = f"no checkpoint was written in {folder}: {failure}. Training continues; {kept}. {_free(folder)}"
+    if failure.errno in _NO_SPACE:
+        return f"{text} Free some space, or keep fewer checkpoints (`keep`)."
+    return f"{text} Check the directory and its file system."
 
 
 def _free(folder: Path) -> str:
     try:
         return f"{shutil.disk_usage(folder).free / 1e6:.1f} MB are free there."
     except OSError as error:
-        return f"The directory cannot be looked at ({error.strerror})."
+        return f"The free space is unknown ({error.strerror})."
 
 
 _EARLIER_PREFIX = "earlier-"
@@ -413,13 +410,13 @@ def move_aside(folder: Path, names: Iterable[str]) -> Path:
     Names that do not exist are skipped. Raises OSError if a move fails.
     """
     number = 1 + sum(path.name.startswith(_EARLIER_PREFIX) for path in folder.iterdir())
-    while (aside := folder / f"{_EARLIER_PREFIX}{number}").exists():
+    while (earlier := folder / f"{_EARLIER_PREFIX}{number}").exists():
         number += 1
-    aside.mkdir()
+    earlier.mkdir()
     for name in names:
         if (folder / name).exists():
-            (folder / name).rename(aside / name)
-    return aside
+            (folder / name).rename(earlier / name)
+    return earlier
 
 
 class Background:

@@ -100,11 +100,11 @@ def parse_manifest(text: str, *, where: str) -> Manifest:
                 fix=f"Use ddpilot {body['versions']['ddpilot']} or newer.",
             )
         if checksum(body) != claimed:
-            raise ValueError("its own checksum does not fit")
+            raise ValueError("its own checksum does not match")
         del body["format"]
         files = {name: FileFacts(**facts) for name, facts in body.pop("files").items()}
         return Manifest(progress=RunProgress(**body.pop("progress")), files=files, **body)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpointError(
-            f"reading {where}", found=f"{FILE_NAME} is torn or was changed ({type(error).__name__}: {error})"
+            f"reading {where}", found=f"{FILE_NAME} is truncated or was changed ({type(error).__name__}: {error})"
         ) from error

@@ -29,7 +29,7 @@ from ddpilot.training.evaluation.evaluate import evaluate
 from ddpilot.training.evaluation.predict import predict
 from ddpilot.training.losses import add_losses
 from ddpilot.training.models.optimizers import check_closure, needs_closure
-from ddpilot.training.notices import never_had_a_sample, say_findings, say_unsaved, user_line
+from ddpilot.training.notices import no_samples_error, user_line, warn_findings, warn_unsaved
 from ddpilot.training.resume.position import describe_data
 from ddpilot.training.setup import LoopBase
 from ddpilot.training.step.accumulation import Accumulation
@@ -119,7 +119,7 @@ class Loop(LoopBase):
                 for batch in groups:
                     self._updates.enter(batch)
                     if batch.data is None:
-                        raise never_had_a_sample(batch, self.group)
+                        raise no_samples_error(batch, self.group)
                     try:
                         yield to_device(batch.data, self.device)
                     except GeneratorExit:
@@ -194,10 +194,10 @@ class Loop(LoopBase):
 
     def _warn_unsaved(self) -> None:
         self._saves_by = "user"
-        say_unsaved(self.group)
+        warn_unsaved(self.group)
 
     def _report_findings(self, found: tuple[Finding, ...]) -> None:
-        say_findings(new := tuple(one for one in found if one not in self.findings), self.group)
+        warn_findings(new := tuple(one for one in found if one not in self.findings), self.group)
         self.findings += new
 
     def _begin_pass(self, loader: Loader) -> bool:

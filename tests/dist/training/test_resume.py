@@ -165,4 +165,6 @@ def test_training_goes_on_when_there_is_no_space(tmp_path: Path, capfd: pytest.C
     told = [line for line in capfd.readouterr().err.splitlines() if "no checkpoint was written" in line]
     assert len(told) == 2, told
     for line in told:
-        assert "File too large: 'model.safetensors'. Training continues; the last good one stays: save-000001" in line
+        assert (
+            "File too large: 'model.safetensors'. Training continues; the last good checkpoint is save-000001" in line
+        )

@@ -145,7 +145,8 @@ def test_save_tells_every_time_when_there_is_no_room(tmp_path: Path) -> None:
                 assert not directory.wait()
         assert len(told) == 2
         assert (
-            "File too large: 'model.safetensors'. Training continues; the last good one stays: save-000001" in told[1]
+            "File too large: 'model.safetensors'. Training continues; the last good checkpoint is save-000001"
+            in told[1]
         )
         assert sorted(tmp_path.iterdir()) == before
         save(directory, 4)
@@ -167,7 +168,7 @@ def test_failure_is_told_at_the_next_save_or_look(tmp_path: Path) -> None:
     weights = {"model": {"w": torch.ones(1)}}
     directory.save(RunProgress(step=1), weights=weights)
     directory.save(RunProgress(step=2), weights=weights)
-    assert [("File exists" in text, "there is none yet" in text) for text in told] == [(True, True)]
+    assert [("File exists" in text, "there is no earlier one" in text) for text in told] == [(True, True)]
     assert not directory.wait()
     (tmp_path / "checkpoints").unlink()
     directory.save(RunProgress(step=3), weights=weights)
@@ -206,7 +207,7 @@ def test_save_tells_when_there_is_no_memory_for_the_copy(tmp_path: Path) -> None
 def test_check_writable_refuses_when_a_file_is_in_the_way(tmp_path: Path) -> None:
     """The path of the directory is named before training starts."""
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match=r"trying to write in .*file/checkpoints: Not a directory"):
+    with pytest.raises(CheckpointError, match=r"writing in .*file/checkpoints: Not a directory"):
         CheckpointDir(tmp_path / "file" / "checkpoints").check_writable()
 
 
@@ -222,9 +223,7 @@ def test_one_process_writes_in_a_directory(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "True\n"
-        said = (
-            f"another job writes its checkpoints there: process {other.pid} on {socket.gethostname()}. Give this one a"
-        )
+        said = f"a different job writes its checkpoints there: process {other.pid} on {socket.gethostname()}. Choose a"
         with pytest.raises(CheckpointError, match=said):
             directory.check_writable()
         with pytest.raises(CheckpointError, match=said):
@@ -274,8 +273,8 @@ def test_a_directory_that_was_deleted_is_made_and_locked_again(tmp_path: Path) -
     assert steps(directory) == [2, 3, 4]
     what = "was deleted or moved while this job saves there"
     assert told == [
-        f"{folder}, or all that was in it, {what}: it holds no checkpoint now. Training and saving continue",
-        f"the file `.writer` in {folder} {what}: 2 checkpoints are there. Training and saving continue",
+        f"{folder}, or everything in it, {what}: no checkpoint is left. Training and saving continue",
+        f"the file `.writer` in {folder} {what}: 2 checkpoints are left. Training and saving continue",
     ]
 
 
@@ -291,13 +290,16 @@ def test_a_damaged_pointer_next_to_checkpoints_is_moved_aside(tmp_path: Path) ->
                 (folder / pointer).mkdir() if damage is None else (folder / pointer).write_bytes(damage)
             directory.check_writable()
             assert [text.partition(" in ")[0] for text in told] == ["`latest`", "`best`"]
-            assert "is damaged (it names no checkpoint), and is now latest-damaged-1; the checkpoints" in told[0]
+            assert (
+                "is damaged (it does not name a checkpoint) and was renamed to latest-damaged-1; the checkpoints"
+                in told[0]
+            )
             found = directory.latest()
             assert found is not None
             save(directory, 2, metrics={"loss": 2.0})
             assert len(told) == 2
     (tmp_path / "latest").write_text("")
-    with pytest.raises(CheckpointError, match=r"a `latest` that no checkpoint wrote.* of its own, or remove that file"):
+    with pytest.raises(CheckpointError, match=r"a `latest` of a different program.* or remove that file"):
         CheckpointDir(tmp_path).check_writable()
 
 
@@ -306,12 +308,12 @@ def test_save_tells_when_torch_has_no_memory_for_the_copy(tmp_path: Path, monkey
     told: list[str] = []
     directory = CheckpointDir(tmp_path, report=told.append)
     for error in (RuntimeError("CUDA error: out of memory\nMore"), MemoryError()):
-        monkeypatch.setattr(directory._snapshots, "take", Mock(side_effect=error))
+        monkeypatch.setattr(directory._host_copy, "take", Mock(side_effect=error))
         directory.save(RunProgress(step=1), weights={})
         assert not directory.wait()
     assert "no memory for its copy ([Errno 12] Cannot allocate memory (CUDA error: out of memory)). Trai" in told[0]
     assert "no memory for its copy ([Errno 12] Cannot allocate memory (MemoryError)). Training" in told[1]
-    monkeypatch.setattr(directory._snapshots, "take", Mock(side_effect=RuntimeError("another mistake")))
+    monkeypatch.setattr(directory._host_copy, "take", Mock(side_effect=RuntimeError("another mistake")))
     with pytest.raises(RuntimeError, match="another mistake"):
         directory.save(RunProgress(step=1), weights={})
 
@@ -377,7 +379,7 @@ def test_latest_tells_when_its_pointer_leads_nowhere(tmp_path: Path) -> None:
         found = directory.latest()
         assert found is not None
         assert found.manifest.progress.step == 1
-        assert "names 'save-000009-step-9', which is not there" in told[0]
+        assert "names 'save-000009-step-9', which does not exist" in told[0]
     found.path.rename(tmp_path / "elsewhere")
-    with pytest.raises(CorruptCheckpointError, match="the one that `latest` names is gone"):
+    with pytest.raises(CorruptCheckpointError, match="the checkpoint in `latest` does not exist"):
         directory.latest()

@@ -68,7 +68,7 @@ def test_latest_falls_back_when_a_file_is_damaged(
         assert len(told) == 1
         assert str(damaged) in told[0]
         assert name in told[0]
-        assert told[0].endswith(f"It is not used, the one before it is: {found.path.name}")
+        assert told[0].endswith(f"It was skipped; the checkpoint before it is used: {found.path.name}")
         (damaged / name).write_bytes(whole)
     assert directory.latest() == directory.open(damaged.name)
 
@@ -88,7 +88,9 @@ def test_manifest_is_not_believed_when_it_was_edited(two: tuple[CheckpointDir, l
     directory, _ = two
     path = directory.path / directory.names()[0] / "manifest.json"
     path.write_text(path.read_text().replace('"step": 2', '"step": 3'))
-    with pytest.raises(CorruptCheckpointError, match="manifest.json is torn or was changed.*checksum does not fit"):
+    with pytest.raises(
+        CorruptCheckpointError, match="manifest.json is truncated or was changed.*checksum does not match"
+    ):
         directory.open(directory.names()[0])
 
 
@@ -114,7 +116,7 @@ def test_files_outside_of_a_checkpoint_are_not_read(two: tuple[CheckpointDir, li
     (directory.path / "outside").write_text("x")
     manifest = Manifest(progress=RunProgress(step=1), files={"../outside": read_facts(directory.path / "outside")})
     (path / "manifest.json").write_text(manifest.render())
-    with pytest.raises(CorruptCheckpointError, match="'../outside' lies outside of it"):
+    with pytest.raises(CorruptCheckpointError, match="'../outside' is outside of it"):
         read_checkpoint(path)
 
 

@@ -99,7 +99,7 @@ def test_an_optimizer_with_all_parameters_of_an_earlier_one_takes_its_place() ->
     assert loop.num_updates == 4
     assert list(loop._tracked._objects) == ["model", "optimizer"]
     assert loop._tracked.name_of(new) == "optimizer"
-    assert [part.title for part in loop.explain().parts][1:] == ["Adam: as it is"]
+    assert [part.title for part in loop.explain().parts][1:] == ["Adam: unchanged"]
     with pytest.raises(LoopError, match="this SGD was replaced.*in one call"):
         loop.step(old)
     both = [torch.optim.SGD(model.parameters(), lr=rate) for rate in (0.1, 0.2)]

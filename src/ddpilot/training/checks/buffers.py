@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from ddpilot.data.plan import Plan
-from ddpilot.errors import LoopError
+from ddpilot.errors import LoopError, list_names
 from ddpilot.findings.finding import Finding
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.models.ddp import unwrap
@@ -21,7 +21,6 @@ _NUM_UPDATES = 2
 """In updates: during the first one, an optimizer may still warm up and a codebook be initialised."""
 _TOLERANCE = 1e-4
 """Relative: different devices round differently."""
-_NUM_NAMED = 5
 
 
 class BufferDrift:
@@ -117,12 +116,11 @@ def _are_equal(summaries: list[tuple[float, float, float]]) -> bool:
 
 
 def _make_finding(names: list[str], world_size: int) -> Finding:
-    more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
     return Finding(
         code="DDP506",
         name="buffers-differ",
         severity="warning",
-        summary=f"buffers of the model differ between ranks: {', '.join(names[:_NUM_NAMED])}{more}",
+        summary=f"buffers of the model differ between ranks: {list_names(names)}",
         ranks=tuple(range(world_size)),
         evidence=("the forward pass updates them from each rank's own samples",),
         why="A forward pass that reads them (a codebook, a queue, a running mean) gives different results on each "
@@ -172,7 +170,7 @@ def check_batch_norms(models: Iterable[nn.Module], plan: object, rank: int) -> t
             summary=f"BatchNorm takes its statistics from {min(sizes)} samples",
             ranks=small,
             evidence=(
-                f"layers: {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}",
+                f"layers: {list_names(names)}",
                 f"a global batch of {plan.batch_size(0)} samples is divided into {', '.join(map(str, sizes))}",
             ),
             why="Each rank normalises with its own samples only, so results depend on the number of ranks, and "

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddpilot.errors import LoopError
+from ddpilot.errors import LoopError, list_names
 from ddpilot.training.losses import walk
 from ddpilot.training.models.ddp import class_name, unwrap
 from ddpilot.training.models.reducer import is_finished
@@ -158,7 +158,7 @@ class UnpreparedCheck:
             raise LoopError(
                 "updating the weights",
                 found=f"{len(unknown)} of the {len(parameters)} parameters of this {type(optimizer).__name__} (shapes "
-                f"{_some([str(tuple(one.shape)) for one in unknown])}) belong to no model that was passed to "
+                f"{list_names([str(tuple(one.shape)) for one in unknown])}) belong to no model that was passed to "
                 "prepare(): their gradients would not be averaged across ranks",
                 fix="Write model, optimizer = loop.prepare(model, optimizer), with every model that it trains; put a "
                 "single parameter into a module. Use optimizer.step() for parameters that are meant to differ between "
@@ -173,8 +173,8 @@ class UnpreparedCheck:
             fix += " Add layers to a model before that."
         return LoopError(
             "accumulating gradients",
-            found=f"{_some(names)} of this {class_name(model)} {'were' if len(names) > 1 else 'was'} never passed to "
-            "prepare(): the gradients would not be averaged across ranks",
+            found=f"{list_names(names)} of this {class_name(model)} {_was(names)} never passed to prepare(): the "
+            "gradients would not be averaged across ranks",
             fix=fix,
             rank=self._rank,
         )
@@ -182,13 +182,12 @@ class UnpreparedCheck:
     def _changed(self, names: list[str]) -> LoopError:
         return LoopError(
             "training a prepared model",
-            found=f"{_some(names)} {'were' if len(names) > 1 else 'was'} frozen or unfrozen after prepare(), which DDP "
-            "does not support",
+            found=f"{list_names(names)} {_was(names)} frozen or unfrozen after prepare(), which DDP does not support",
             fix="Do it before prepare(), or call model = loop.prepare(ddpilot.unwrap(model)) again after it. With a "
             "Trainer: between two fits.",
             rank=self._rank,
         )
 
 
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def _was(names: list[str]) -> str:
+    return "were" if len(names) > 1 else "was"

@@ -15,12 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from ddpilot.errors import NonFiniteError
+from ddpilot.errors import NonFiniteError, list_names
 from ddpilot.group.device import runs_behind
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.async_scalars import PendingScalar, ScalarCopier
 from ddpilot.training.batches import CurrentBatch
-from ddpilot.training.models.ddp import crosses_as_fp16, unwrap
+from ddpilot.training.models.ddp import reduces_in_fp16, unwrap
 
 _NUM_NAMED = 8
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -41,7 +41,7 @@ class _Place:
 
     def __str__(self) -> str:
         """Return epoch, batch and samples as text."""
-        named = _names([str(number) for number in self.sample_ids.tolist()])
+        named = list_names([str(number) for number in self.sample_ids.tolist()], _NUM_NAMED)
         return f"epoch {self.epoch}, batch {self.index}, " + (f"of samples {named}" if named else "of no samples")
 
 
@@ -190,7 +190,7 @@ class FiniteWatch:
         self.probes.forget()
         return "" if where is None else str(_Place(*where))
 
-    def say(self, models: Iterable[nn.Module]) -> str:
+    def report(self, models: Iterable[nn.Module]) -> str:
         """Return this rank's report of values that are not finite; "" if all its losses were finite."""
         seen = [(loss.item(), place, name) for loss, place, name in self._seen]
         late = [_describe(*one) for one in seen if not math.isfinite(one[0])]
@@ -283,16 +283,11 @@ def describe_parameters(models: Iterable[nn.Module], *, with_gradients: bool = T
     """Return the names of weights and gradients that are not finite, at most eight of each."""
     named = [(name, p) for model in models for name, p in unwrap(model).named_parameters()]
     weights = [name for name, p in named if not _is_finite(p)]
-    said = f"weights that are not finite: {_names(weights) or 'none'}"
+    text = f"weights that are not finite: {list_names(weights, _NUM_NAMED) or 'none'}"
     if not with_gradients:
-        return said
+        return text
     gradients = [name for name, p in named if p.grad is not None and not _is_finite(p.grad)]
-    return f"{said}; gradients: {_names(gradients) or 'none'}"
-
-
-def _names(names: list[str]) -> str:
-    more = "" if len(names) <= _NUM_NAMED else f" and {len(names) - _NUM_NAMED} more"
-    return ", ".join(names[:_NUM_NAMED]) + more
+    return f"{text}; gradients: {list_names(gradients, _NUM_NAMED) or 'none'}"
 
 
 def raise_nonfinite(
@@ -304,32 +299,30 @@ def raise_nonfinite(
     """
     models = list(models)
     watch.find_pending()  # this rank may know less than the rank that reported it
-    mine = watch.updated_with(batch), watch.say(models), watch.find_own()
+    mine = watch.updated_with(batch), watch.report(models), watch.find_own()
     described = watch.describe(models)
     watch.forget()
-    said = group.all_gather_object(mine) if group.world_size > 1 else [mine]
-    by_rank = [(rank, text) for rank, (_, text, _) in enumerate(said) if text]
+    reports = group.all_gather_object(mine) if group.world_size > 1 else [mine]
+    by_rank = [(rank, text) for rank, (_, text, _) in enumerate(reports) if text]
     if by_rank:
         raise NonFiniteError(
             "computing the loss",
             found="; ".join(f"on rank {rank} {text}" for rank, text in by_rank),
-            fix="Look at those samples first. Weights that are not finite point to an earlier step: a smaller learning "
-            "rate, or clip_grad_norm_(); finite weights point to data or loss. "
-            "With check_finite=False, Loop and fit continue.",
+            fix="Check those samples first. Weights that are not finite point to an earlier step: use a smaller "
+            "learning rate, or clip_grad_norm_(); finite weights point to data or loss. With check_finite=False, Loop "
+            "and fit continue.",
             rank=by_rank[0][0],
         )
-    fp16 = (
-        'They cross as fp16, which ends at 65,504: comm="bf16" does not. ' if any(map(crosses_as_fp16, models)) else ""
-    )
-    own = {rank: f"rank {rank}, in {place}" for rank, (_, _, place) in enumerate(said) if place}
-    places = "; ".join(f"rank {rank} in {place}" for rank, (place, _, _) in enumerate(said) if place)
+    fp16 = 'Gradients are all-reduced in fp16 (max 65,504); comm="bf16" has the range of fp32. '
+    own = {rank: f"rank {rank}, in {place}" for rank, (_, _, place) in enumerate(reports) if place}
+    places = "; ".join(f"rank {rank} in {place}" for rank, (place, _, _) in enumerate(reports) if place)
     found = f"on {'; on '.join(own.values())}, they are not finite" if own else "their sum over ranks is not finite"
     raise NonFiniteError(
         "computing gradients",
         found=f"{found}, though every rank's loss was finite; {'' if own else places + '; ' * bool(places)}{described}",
-        fix=f"{fp16}Look at those samples, and for a square root, a logarithm or a division by zero in the loss or the "
-        "model; torch.autograd.set_detect_anomaly(True) finds the line. With check_finite=False, Loop and fit "
-        "continue.",
+        fix=f"{fp16 * any(map(reduces_in_fp16, models))}Check those samples, and look for a square root, a logarithm "
+        "or a division by zero in the loss or the model; torch.autograd.set_detect_anomaly(True) finds the line. With "
+        "check_finite=False, Loop and fit continue.",
         rank=next(iter(own), group.rank),
     )
 

@@ -24,7 +24,7 @@ from ddpilot.group.protocol import GroupLike
 from ddpilot.group.store import came
 from ddpilot.launching.interrupts import RankInterrupt
 from ddpilot.training.batches import CurrentBatch
-from ddpilot.training.notices import Line, say_dropped
+from ddpilot.training.notices import Line, warn_dropped
 
 REASONS = ("asked", "time", "SIGINT", "SIGTERM", "SIGUSR1")
 """Reasons for a joint stop, in the order of their flags in the all_reduce."""
@@ -164,7 +164,7 @@ _SIGNALS = tuple(
 
 
 class StopSignals:
-    """Context in which SIGINT, SIGTERM and SIGUSR1 only call `tell` with their name; no collective runs in a handler.
+    """Context in which SIGINT, SIGTERM and SIGUSR1 only call `report` with their name; no collective runs in a handler.
 
     A launched rank also reports to its parent that it handled SIGINT and will exit by itself.
 
@@ -172,9 +172,9 @@ class StopSignals:
     handles them. Does nothing outside the main thread. Reentrant.
     """
 
-    def __init__(self, tell: Callable[[str], None] | None = None) -> None:
-        self._tell = tell
-        self._untold: list[str] = []
+    def __init__(self, report: Callable[[str], None] | None = None) -> None:
+        self._report = report
+        self._unreported: list[str] = []
         self._depth = 0
         self._was_interrupted = False
         self._previous: dict[int, Any] = {}
@@ -211,16 +211,16 @@ class StopSignals:
             if isinstance(before := self._previous[number], RankInterrupt):
                 before.take()  # the function handles it, and its return value is wanted
         name = signal.Signals(number).name
-        if self._tell is None:
-            self._untold.append(name)
+        if self._report is None:
+            self._unreported.append(name)
         else:
-            self._tell(name)
+            self._report(name)
 
-    def report_to(self, tell: Callable[[str], None]) -> None:
-        """Call `tell` for future signals, and now for those received while there was no callback."""
-        self._tell = tell
-        while self._untold:
-            tell(self._untold.pop(0))
+    def report_to(self, report: Callable[[str], None]) -> None:
+        """Call `report` for future signals, and now for those received while there was no callback."""
+        self._report = report
+        while self._unreported:
+            report(self._unreported.pop(0))
 
 
 _PATIENCE_S = 3.0
@@ -279,7 +279,7 @@ class LoneBreakCheck:
             store.set(f"{key}{rank}", "")
             if came(store, list(others.values()), _PATIENCE_S):
                 return
-            error = self._alone(batch, line, [one for one, name in others.items() if not store.check([name])])
+            error = self._make_error(batch, line, [one for one, name in others.items() if not store.check([name])])
             sys.stderr.write(f"ddpilot: waits for {_LIMIT_S - _PATIENCE_S:.0f} s more: {error}\n")
             sys.stderr.flush()
             if came(store, list(others.values()), _LIMIT_S - _PATIENCE_S):
@@ -293,15 +293,15 @@ class LoneBreakCheck:
         self.wait()
         # Not reported when the loop is left: an error or the exit of a different rank would look the same.
         if self._dropped_at is not None:
-            say_dropped(self._dropped_at, self._group)
+            warn_dropped(self._dropped_at, self._group)
             self._dropped_at = None
 
-    def _alone(self, batch: CurrentBatch, line: Line, missing: list[int]) -> LoopError:
+    def _make_error(self, batch: CurrentBatch, line: Line, missing: list[int]) -> LoopError:
         return LoopError(
             f"leaving batches() at batch {batch.index} of epoch {batch.epoch} ({line[0]}:{line[1]})",
-            found=f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} did not leave there, and what comes "
-            "next here would meet other collectives of theirs",
-            fix="Where one rank decides, call loop.stop(): it ends the loop of all of them after the same update. A "
-            "`break` has to be every rank's, at one batch.",
+            found=f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} did not leave there; this rank's "
+            "next collective would be paired with a different one there",
+            fix="If one rank decides, call loop.stop(), which stops all ranks after the same update. A `break` has to "
+            "be executed by every rank, at the same batch.",
             rank=self._group.rank,
         )

@@ -143,16 +143,16 @@ class MeanOf:
         self._sums: dict[str, tuple[float, float]] = {}
 
     def update(self, arguments: tuple[Any, ...], count: int) -> None:
-        said = self._function(*arguments)
-        for name, part in said.items() if isinstance(said, Mapping) else [("", said)]:
+        result = self._function(*arguments)
+        for name, part in result.items() if isinstance(result, Mapping) else [("", result)]:
             self._add(str(name), part, count)
 
-    def _add(self, name: str, said: Any, count: int) -> None:
-        mean, weight = said if isinstance(said, tuple) and len(said) == 2 else (said, None)
+    def _add(self, name: str, result: Any, count: int) -> None:
+        mean, weight = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         if not isinstance(mean, torch.Tensor | np.ndarray | np.generic | numbers.Number | list):
             raise LoopError(
                 f"evaluating the metric {self._name!r}",
-                found=f"it returned {said!r:.60}, a {type(said).__name__}",
+                found=f"it returned {result!r:.60}, a {type(result).__name__}",
                 fix="Return one value per sample, their mean as a scalar, or (mean, count).",
             )
         value = torch.as_tensor(mean).detach().to(device="cpu", dtype=torch.float64)
@@ -175,9 +175,10 @@ class MeanOf:
         """Do nothing."""
 
     def compute(self, group: GroupLike) -> float:
-        said = group.all_gather_object(self._sums) if group.world_size > 1 else [self._sums]
-        names = dict.fromkeys(name for one in said for name in one)
-        sums = [[sum(part) for part in zip(*(one[name] for one in said if name in one), strict=True)] for name in names]
+        of_ranks = group.all_gather_object(self._sums) if group.world_size > 1 else [self._sums]
+        names = dict.fromkeys(name for one in of_ranks for name in one)
+        parts = [zip(*(one[name] for one in of_ranks if name in one), strict=True) for name in names]
+        sums = [[sum(part) for part in pair] for pair in parts]
         means = [total / count for total, count in sums if count]
         return sum(means) if means else float("nan")
 

@@ -96,19 +96,16 @@ def _finish(sink: _Sink | None, failure: Exception | None, group: GroupLike, to:
         if failure is not None:
             raise failure
         return value
-    told = None if failure is None else _tell(failure)
-    told = group.broadcast_object(told) if group.world_size > 1 else told
-    if told is not None:
-        raise LoopError(f"{_DID} into {Path(to)}", found=told[0], fix=told[1], rank=0) from failure
-    return Path(to)
-
-
-def _tell(failure: Exception) -> tuple[str, str]:
-    """Return what was found and the fix, for the error on all ranks."""
+    report = None  # found and fix, for the error on all ranks
     if isinstance(failure, LoopError):
-        return failure.found, failure.fix
-    fix = "Give a folder that does not exist yet, where rank 0 can write and where there is room."
-    return f"{type(failure).__name__}: {failure}", fix
+        report = failure.found, failure.fix
+    elif failure is not None:
+        fix = "Pass a directory that does not exist yet and that rank 0 can write to, on a disk with free space."
+        report = f"{type(failure).__name__}: {failure}", fix
+    report = group.broadcast_object(report) if group.world_size > 1 else report
+    if report is not None:
+        raise LoopError(f"{_DID} into {Path(to)}", found=report[0], fix=report[1], rank=0) from failure
+    return Path(to)
 
 
 class _InMemory:
@@ -142,7 +139,7 @@ class _InFolder:
 
     def __init__(self, folder: Path) -> None:
         if folder.exists():
-            raise LoopError(_DID, found=f"{folder} is there already", fix="Remove it or choose another name.")
+            raise LoopError(_DID, found=f"{folder} exists already", fix="Remove it or choose a different name.")
         self._folder = folder
         self._unfinished = folder.with_name(f".{folder.name}.unfinished-{os.getpid()}")
         self._unfinished.mkdir(parents=True)
@@ -153,7 +150,7 @@ class _InFolder:
         if any(number <= before for before, number in pairwise([self._last_id, *sample_ids])):
             raise LoopError(
                 f"{_DID} into a folder",
-                found="samples that are not in the order of the dataset, and what is streamed stays as it comes",
+                found="samples that are not in the order of the dataset, in which they have to be written",
                 fix="Use a loader with shuffle=False and without weights.",
             )
         data = io.BytesIO()

@@ -35,7 +35,7 @@ def wrap(model: nn.Module, group: GroupLike, options: DDPOptions | None = None) 
     if isinstance(model, DistributedDataParallel):
         raise LoopError(
             "preparing a model",
-            found="it is a DistributedDataParallel already",
+            found="it is already a DistributedDataParallel",
             fix="Pass the model itself: prepare() wraps it.",
             rank=group.rank,
         )
@@ -65,7 +65,7 @@ def prepare_optimizer(optimizer: Optimizer, group: GroupLike, shard: str | None 
         raise LoopError(
             "preparing an optimizer",
             found=f"`shard` is {shard!r}",
-            fix='Use shard="optimizer", which divides the state of the optimizers among ranks, or None.',
+            fix='Use shard="optimizer", which shards the state of the optimizers over ranks, or None.',
             rank=group.rank,
         )
     from ddpilot.training.models.zero import shard_optimizer
@@ -77,8 +77,8 @@ def _with_synced_batch_norm(model: nn.Module, group: GroupLike) -> nn.Module:
     if group.device.type == "cpu":
         raise LoopError(
             "preparing a model with `sync_batch_norm=True`",
-            found="torch's SyncBatchNorm runs on GPUs only, and this rank's device is the CPU",
-            fix="Use GroupNorm or LayerNorm, which need no statistics of a batch, or leave it out on the CPU.",
+            found="torch's SyncBatchNorm runs only on GPUs, and this rank's device is the CPU",
+            fix="Use GroupNorm or LayerNorm, which need no batch statistics, or omit the option on the CPU.",
             rank=group.rank,
         )
     return nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-any-return,no-untyped-call]
@@ -108,7 +108,7 @@ def class_name(model: nn.Module) -> str:
     return type(getattr(inner, "_orig_mod", inner)).__name__
 
 
-def crosses_as_fp16(model: nn.Module) -> bool:
+def reduces_in_fp16(model: nn.Module) -> bool:
     """True if `model` was prepared with `comm="fp16"`, in which a gradient above 65,504 becomes infinite."""
     ddp = find_ddp(model)
     return ddp is not None and is_fp16(ddp)

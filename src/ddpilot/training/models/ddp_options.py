@@ -119,42 +119,42 @@ def find_unused(options: DDPOptions, environ: Mapping[str, str]) -> tuple[bool, 
     """
     if options.find_unused_parameters is not None:
         return options.find_unused_parameters, ""
-    said = environ.get(FIND_UNUSED_VARIABLE)
-    if said is None:
+    value = environ.get(FIND_UNUSED_VARIABLE)
+    if value is None:
         return False, ""
-    if said.strip().lower() not in _SWITCHES:
+    if value.strip().lower() not in _SWITCHES:
         raise LoopError(
             "preparing a model",
-            found=f"the variable {FIND_UNUSED_VARIABLE} is {said!r}",
+            found=f"the variable {FIND_UNUSED_VARIABLE} is {value!r}",
             fix="Set it to 1 or 0, or pass find_unused_parameters= to prepare().",
         )
-    return _SWITCHES[said.strip().lower()], f"{FIND_UNUSED_VARIABLE}={said} says so; "
+    return _SWITCHES[value.strip().lower()], f"set by {FIND_UNUSED_VARIABLE}={value}; "
 
 
 def _why_bucket(asked: float | None) -> str:
-    return "DDP's own, after a first bucket of 1" if asked is None else "asked for"
+    return "DDP's default, after a first bucket of 1" if asked is None else "requested"
 
 
 _WHY_DIVIDED = "the model is on several devices, and stays there"
 _WHY_BUFFERS = {
-    False: "no collective in a forward, so no rank that runs one more can wait there; buffers are made equal here, "
-    "before an evaluation and before a save",
-    True: "asked for; every rank has to run the same number of forwards, also to look at something",
+    False: "no collective in the forward pass, so ranks may run different numbers of them; buffers are broadcast by "
+    "prepare(), before an evaluation and before a save",
+    True: "requested; every rank has to run the same number of forward passes",
 }
 _WHY_UNUSED = {
-    False: "no search through the graph in each forward; a parameter that an update leaves out is named in an error",
-    True: "a search through the graph in each forward, and buckets in the order of definition",
+    False: "no search through the graph in each forward pass; a parameter that an update leaves out raises an error",
+    True: "a search through the graph in each forward pass, and buckets in the order of definition",
 }
 _WHY_STATIC = {
-    False: "a branch may be taken late, or on one rank only: nothing that has been seen so far rules that out",
-    True: "asked for; an update that uses other parameters than the first one is an error",
+    False: "a branch may be taken later, or on one rank only",
+    True: "requested; an update that uses different parameters than the first one raises an error",
 }
 _WHY_VIEWS = {
-    True: "gradients lie in the buckets: no second copy of them in memory, and none to make",
-    False: "asked for; gradients are copied into the buckets and back",
+    True: "gradients are views into the buckets, without a second copy in memory",
+    False: "requested; gradients are copied into the buckets and back",
 }
 _WHY_COMM = {
-    None: "gradients cross as they are, so that the numbers are those of one process",
+    None: "gradients are all-reduced in their own dtype, with the numbers of a single process",
     "bf16": "half of fp32's bytes, with its range and 8 bits of precision",
     "fp16": "half of fp32's bytes, with 11 bits of precision; above 65,504 on any rank a gradient becomes infinite",
 }

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ddpilot.errors import list_names
 from ddpilot.findings.display import Findings, render_html, render_text
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
@@ -36,7 +37,7 @@ class Explained:
     measured: tuple[str, ...] = ()
     """Measurements so far, one per line."""
     proposals: tuple[Finding, ...] = ()
-    """Changes that the measurements suggest; none of them is applied automatically."""
+    """Changes that the measurements suggest; they are not applied automatically."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -51,7 +52,7 @@ class Explanation:
         return Findings(proposal for part in self.parts for proposal in part.proposals)
 
     def __str__(self) -> str:
-        return "\n\n".join(_render(part) for part in self.parts) or "nothing is prepared yet"
+        return "\n\n".join(_render(part) for part in self.parts) or "nothing has been prepared yet"
 
     __repr__ = __str__
 
@@ -60,7 +61,7 @@ class Explanation:
 
     def _repr_html_(self) -> str:
         parts = "".join(_render_html(part) for part in self.parts)
-        return f'<div class="ddpilot-explanation">{parts or "<p>nothing is prepared yet</p>"}</div>'
+        return f'<div class="ddpilot-explanation">{parts or "<p>nothing has been prepared yet</p>"}</div>'
 
 
 def _render(part: Explained) -> str:
@@ -151,8 +152,8 @@ def _explain_model(
 ) -> Explained:
     facts = [fact for fact in seen if fact is not None]
     if one.ddp is None or not facts:
-        why = "one rank alone" if world_size == 1 else "nothing in it is trained"
-        return Explained(f"{name}: not wrapped, {why}: nothing is exchanged")
+        why = "world_size is 1" if world_size == 1 else "it has no trainable parameters"
+        return Explained(f"{name}: not wrapped in DDP, as {why}")
     title = f"{name}: DistributedDataParallel over {world_size} ranks"
     measured = [_describe_buckets(facts[0], one.ddp), *_describe_times(facts), *_describe_left_out(facts)]
     return Explained(
@@ -165,13 +166,13 @@ def _explain_model(
 
 def _describe_buckets(fact: Seen, ddp: DistributedDataParallel) -> str:
     total = sum(fact.bucket_bytes)
-    order = "in the order in which gradients came" if fact.is_rebuilt else "in the order of definition"
-    views = f"; as views they save {_size(total)} on each rank" if ddp.gradient_as_bucket_view else ""
+    order = "in the order of the gradients" if fact.is_rebuilt else "in the order of definition"
+    views = f"; views save {_size(total)} on each rank" if ddp.gradient_as_bucket_view else ""
     sizes = ", ".join(_size(size) for size in fact.bucket_bytes)
     num = len(fact.bucket_bytes)
     return (
         f"gradients: {_size(total)} in {num} bucket{'s' if num != 1 else ''} ({sizes}) {order}; "
-        f"{_size(fact.exchanged_bytes)} of each rank are exchanged in an update{views}"
+        f"each rank all-reduces {_size(fact.exchanged_bytes)} per update{views}"
     )
 
 
@@ -181,17 +182,17 @@ def _describe_times(facts: Sequence[Seen]) -> Iterable[str]:
         return [f"times: not measured yet, after {num} updates"]
     slowest = max(facts, key=lambda fact: fact.forward_ms + fact.backward_ms)
     parts = f"forward {slowest.forward_ms:.2f} ms, backward {slowest.backward_ms:.2f} ms"
-    exchange = f"exchange {slowest.exchange_ms:.2f} ms, {slowest.overlap_ms:.2f} ms of it during the backward pass"
-    return [f"times: up to update {num}, on the slowest rank ({facts.index(slowest)}) {parts}, {exchange}"]
+    exchange = f"all-reduce {slowest.exchange_ms:.2f} ms ({slowest.overlap_ms:.2f} ms during the backward pass)"
+    return [f"times: up to update {num}, on the slowest rank ({facts.index(slowest)}): {parts}, {exchange}"]
 
 
 def _describe_left_out(facts: Sequence[Seen]) -> Iterable[str]:
     changing = [rank for rank, fact in enumerate(facts) if not fact.is_steady]
     if changing:
-        yield f"what an update uses has changed on {render_ranks(changing)}: find_unused_parameters=True is needed"
+        yield f"the parameters in use have changed on {render_ranks(changing)}: find_unused_parameters=True is needed"
     for rank, fact in enumerate(facts):
         if fact.left_out:
-            yield f"rank {rank} left out {_names(fact.left_out)} in the last update that DDP looked at"
+            yield f"rank {rank} left out {list_names(fact.left_out)} in the last update that DDP recorded"
 
 
 def _count_state(optimizer: Optimizer) -> int:
@@ -205,17 +206,13 @@ def _class_of(optimizer: Optimizer) -> str:
 
 def _explain_optimizer(optimizer: Optimizer, name: str, sizes: Sequence[int]) -> Explained:
     if isinstance(optimizer, ShardedState):
-        held = f"state: {', '.join(map(_size, sizes))} on ranks 0 to {len(sizes) - 1}, {_size(sum(sizes))} in all"
-        why = "each rank updates its share of the parameters, and sends it to the others after the update"
+        held = f"state: {', '.join(map(_size, sizes))} on ranks 0 to {len(sizes) - 1}, {_size(sum(sizes))} in total"
+        why = "each rank updates its share of the parameters and broadcasts it"
         return Explained(f"{name}: ZeroRedundancyOptimizer", (Choice("shard", "optimizer", why),), (held,))
     if len(sizes) == 1 or not sizes[0]:
-        return Explained(f"{name}: as it is", (), (f"state: {_size(sizes[0])}",))
+        return Explained(f"{name}: unchanged", (), (f"state: {_size(sizes[0])}",))
     held = f'state: {_size(sizes[0])} on each rank; with shard="optimizer" about {_size(sizes[0] // len(sizes))}'
-    return Explained(f"{name}: as it is", (Choice("shard", "None", "every rank updates all parameters"),), (held,))
-
-
-def _names(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return Explained(f"{name}: unchanged", (Choice("shard", "None", "every rank updates all parameters"),), (held,))
 
 
 def _size(num_bytes: float) -> str:
@@ -265,11 +262,11 @@ def list_remedies(model: nn.Module, choices: Sequence[Choice], accumulation: int
     """Return the options that would shorten the all-reduce of `model` and are neither in use nor unsupported."""
     halves = all(parameter.dtype == torch.float32 for parameter in model.parameters() if parameter.requires_grad)
     remedies = {
-        "accumulate=... (of Loop or Trainer), which exchanges once for several": accumulation == 1,
+        "accumulate=... (of Loop or Trainer), with one all-reduce for several batches": accumulation == 1,
         'comm="bf16", which halves the bytes and rounds gradients to 8 bits': (
             halves and find_value(choices, "comm") == "None"
         ),
-        "another bucket_cap_mb": find_value(choices, "bucket_cap_mb") == "25",
+        "a different bucket_cap_mb": find_value(choices, "bucket_cap_mb") == "25",
     }
     return [remedy for remedy, is_open in remedies.items() if is_open]
 
@@ -293,12 +290,12 @@ def _about_unused(facts: Sequence[Seen], model: str) -> Iterable[Finding]:
             code="DDP502",
             name="needless-find-unused",
             severity="info",
-            summary=f"every update so far has used every parameter of {model}, on every rank",
+            summary=f"every update so far used every parameter of {model}, on every rank",
             evidence=(f"{num} updates, ranks 0-{len(facts) - 1}",),
-            why="find_unused_parameters=True searches the graph in each forward, and keeps the buckets in the order of "
-            "definition, so that less of the exchange runs during the backward pass.",
-            fix="Leave it out, if no branch comes later or on one rank only; one that does is an error that names the "
-            "parameter.",
+            why="find_unused_parameters=True searches the graph in each forward pass and keeps the buckets in the "
+            "order of definition, so that less of the all-reduce overlaps with the backward pass.",
+            fix="Omit it if no parameter is left out later or on one rank only; that would raise an error with the "
+            "parameter's name.",
         )
     elif len({fact.left_out for fact in facts}) == 1:
         names = facts[0].left_out
@@ -307,12 +304,10 @@ def _about_unused(facts: Sequence[Seen], model: str) -> Iterable[Finding]:
             name="parameters-never-used",
             severity="info",
             summary=f"the same parameters of {model} were left out in every update so far, on every rank",
-            evidence=(
-                f"{num} updates: {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}",
-            ),
-            why="find_unused_parameters=True searches the graph in each forward for what does not change.",
-            fix="Freeze them before prepare(), with requires_grad_(False), or, if that holds for the whole training, "
-            "pass static_graph=True in its place.",
+            evidence=(f"{num} updates: {list_names(names)}",),
+            why="find_unused_parameters=True searches the graph in each forward pass, with the same result each time.",
+            fix="Freeze them before prepare(), with requires_grad_(False), or, if they are never used in the whole "
+            "training, pass static_graph=True instead.",
         )
 
 
@@ -332,7 +327,7 @@ def _about_exchange(facts: Sequence[Seen], remedies: Sequence[str]) -> Iterator[
         severity="info",
         summary=f"{100 * waiting / whole:.0f} % of an update is spent waiting for gradients",
         ranks=(facts.index(least),),
-        evidence=(f"{parts}, then {waiting:.2f} ms of exchange alone, on the rank that waits least",),
-        why="The exchange of a bucket runs during the backward pass of earlier layers; the rest is waited for.",
+        evidence=(f"{parts}, then {waiting:.2f} ms of all-reduce alone, on the rank that waits least",),
+        why="The all-reduce of a bucket overlaps with the backward pass of earlier layers; ranks wait for the rest.",
         fix=f"{'; '.join(['Larger batches', *remedies])}.",
     )

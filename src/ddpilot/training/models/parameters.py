@@ -86,7 +86,7 @@ def _set(model: nn.Module, patterns: tuple[str, ...], *, trained: bool) -> list[
     if isinstance(model, DistributedDataParallel):
         raise LoopError(
             did,
-            found="the model is in DDP, which decided at its making which gradients it waits for",
+            found="the model is in DDP, which has determined already which gradients it waits for",
             fix=f"Do it before prepare(); or {'un' * trained}freeze(ddpilot.unwrap(model), ...) and then "
             "model = loop.prepare(ddpilot.unwrap(model)). With a Trainer: between two fits.",
         )
@@ -122,5 +122,5 @@ def _nothing_matches(pattern: str, named: dict[str, nn.Parameter], did: str) -> 
     return LoopError(
         did,
         found=f"no parameter or layer is called {pattern!r}",
-        fix=f"Near ones are {', '.join(map(repr, near))}; wildcards as in 'blocks.*' are possible.",
+        fix=f"Similar names are {', '.join(map(repr, near))}; wildcards as in 'blocks.*' are possible.",
     )

@@ -8,7 +8,7 @@ import re
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpilot.errors import DdpilotError, LoopError
+from ddpilot.errors import DdpilotError, LoopError, list_names
 from ddpilot.training.models.ddp import class_name
 from ddpilot.training.models.registry import PreparedObjects
 
@@ -17,7 +17,6 @@ _CHANGED = "Your training graph has changed in this iteration"
 _TWICE = "Expected to mark a variable ready only once"
 _MISSING = re.compile(r"did not receive grad for rank \d+: ([\d ,]+)")
 _AT_INDEX = re.compile(r"Parameter at index (\d+)")
-_SHOWN = 5
 _HIDDEN = (
     "With find_unused_parameters=True everything that the loss depends on must be in the model's output: return "
     "tensors, in tuples, lists, dicts or dataclasses. "
@@ -109,8 +108,7 @@ def is_finished(model: DistributedDataParallel) -> bool:
 def _name_parameters(names: list[str]) -> str:
     if not names:
         return "a parameter"
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"parameter{'s' if len(names) > 1 else ''} {', '.join(names[:_SHOWN])}{more}"
+    return f"parameter{'s' if len(names) > 1 else ''} {list_names(names)}"
 
 
 def _fix(model: DistributedDataParallel, frozen: list[str]) -> str:

@@ -34,14 +34,14 @@ def shard_optimizer(optimizer: Optimizer, group: GroupLike) -> Optimizer:
     LoopError for optimizers that cannot be sharded.
     """
     if isinstance(optimizer, ZeroRedundancyOptimizer):
-        raise _refuse("it is sharded already", "Pass the optimizer itself: prepare() shards it.", group)
+        raise _error("it is sharded already", "Pass the optimizer itself: prepare() shards it.", group)
     if isinstance(optimizer, LBFGS):
-        found = "LBFGS, which looks at all parameters together, so a share of them would be updated differently"
-        raise _refuse(found, "Use an optimizer that updates each parameter by itself, such as AdamW or SGD.", group)
+        found = "LBFGS, which updates all parameters together, so a shard of them would be updated differently"
+        raise _error(found, "Use an optimizer that updates each parameter independently, such as AdamW or SGD.", group)
     types = sorted({str(p.dtype) for one in optimizer.param_groups for p in one["params"]})
     if len(types) > 1:
         found = f"parameters of {' and '.join(types)}, and torch's ZeroRedundancyOptimizer takes one dtype"
-        raise _refuse(found, "Make an optimizer for each dtype, and pass both to prepare().", group)
+        raise _error(found, "Make an optimizer for each dtype, and pass both to prepare().", group)
     return optimizer if group.world_size == 1 or not isinstance(group, Group) else ZeroOptimizer(optimizer, group)
 
 
@@ -82,7 +82,7 @@ class ZeroOptimizer(ZeroRedundancyOptimizer):
         """Raise LoopError: the state is spread over all ranks."""
         raise LoopError(
             "reading the state of a sharded optimizer",
-            found=f"rank {self._group.rank} has the state of its own parameters only",
+            found=f"rank {self._group.rank} has only the state of its own parameters",
             fix="Call ddpilot.training.models.optimizers.full_state(optimizer) on every rank: rank 0 gets all of it.",
             rank=self._group.rank,
         )
@@ -171,8 +171,8 @@ def _make_refusal(group: Group) -> Callable[..., NoReturn]:
     def refuse(*_: object, **__: object) -> NoReturn:
         raise LoopError(
             "using an optimizer",
-            found='it was given to prepare(..., shard="optimizer"), and its state is in the one that was returned',
-            fix="Write model, optimizer = loop.prepare(model, optimizer, ...), and use that one.",
+            found='it was passed to prepare(..., shard="optimizer"), and its state is in the returned optimizer',
+            fix="Write model, optimizer = loop.prepare(model, optimizer, ...), and use the returned optimizer.",
             rank=group.rank,
         )
 
@@ -180,5 +180,5 @@ def _make_refusal(group: Group) -> Callable[..., NoReturn]:
     return refuse
 
 
-def _refuse(found: str, fix: str, group: GroupLike) -> LoopError:
+def _error(found: str, fix: str, group: GroupLike) -> LoopError:
     return LoopError(_DID, found=found, fix=fix, rank=group.rank)

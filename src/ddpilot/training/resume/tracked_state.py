@@ -45,14 +45,14 @@ class TrackedState:
         digits and `_`, and for an object without `state_dict` and `load_state_dict`.
         """
         if not has_state(thing):
-            raise _refuse(f"a {type(thing).__name__}", "Keep what has `state_dict` and `load_state_dict`.")
+            raise _error(f"a {type(thing).__name__}", "Pass objects with `state_dict` and `load_state_dict`.")
         before = next((known for known, other in self._objects.items() if _inner(other) is _inner(thing)), None)
         if name is None:
             name = before or self._free_name(_kind(thing))
         if not re.fullmatch(r"[A-Za-z0-9_]+", name):
-            raise _refuse(f"the name {name!r}", "Use letters, digits and `_`: it becomes a file's.")
+            raise _error(f"the name {name!r}", "Use letters, digits and `_`: it becomes a file name.")
         if name in self._objects and name != before:
-            raise _refuse(f"a second {name!r}", "Choose another name.")
+            raise _error(f"a second {name!r}", "Choose a different name.")
         self._objects = {name if known == before else known: other for known, other in self._objects.items()}
         self._objects[name] = thing
         if optional:
@@ -60,11 +60,11 @@ class TrackedState:
 
     def replace(self, old: Optimizer, new: Optimizer) -> None:
         """Replace `old` by `new` under the same name, and remove schedulers of `old`."""
-        things = {name: other for name, other in self._objects.items() if other is not new}
+        objects = {name: other for name, other in self._objects.items() if other is not new}
         is_schedule = (LRScheduler, ReduceLROnPlateau)
         self._objects = {
             name: new if other is old else other
-            for name, other in things.items()
+            for name, other in objects.items()
             if not (isinstance(other, is_schedule) and getattr(other, "optimizer", None) is old)
         }
 
@@ -93,7 +93,7 @@ class TrackedState:
                     state["others"][name] = thing.state_dict()
             except Exception as error:  # noqa: BLE001  (raised below: the other ranks are in the collectives to come)
                 found = f"{name!r} ({type(thing).__name__}) raised {type(error).__name__}: {error}"
-                failure = failure or CheckpointError("collecting what is to be saved", found=found, rank=group.rank)
+                failure = failure or CheckpointError("collecting the state to save", found=found, rank=group.rank)
                 failure.__cause__ = failure.__cause__ or error
         if failure is not None:
             raise failure
@@ -140,7 +140,7 @@ class TrackedState:
         unexpected = [name for name in saved if name not in self._objects and name != "scaler"]
         if missing or unexpected:
             parts = [f"it lacks {', '.join(map(repr, missing))}"] * bool(missing)
-            parts += [f"it has {', '.join(map(repr, unexpected))}, which this run has not"] * bool(unexpected)
+            parts += [f"it has {', '.join(map(repr, unexpected))}, which this run lacks"] * bool(unexpected)
             raise _mismatch(found, "; ".join(parts))
 
     def _free_name(self, kind: str) -> str:
@@ -195,10 +195,10 @@ def _mismatch(found: Checkpoint, what: str) -> MismatchedCheckpointError:
     return MismatchedCheckpointError(
         f"resuming from {found.path}",
         found=what,
-        fix="Prepare what was prepared when it was saved, in the same order; or start from scratch (`resume=False`) "
-        "with the weights alone (`loop.load`).",
+        fix="Prepare the same objects as in the saved run, in the same order; or start over (`resume=False`) and load "
+        "only the weights (`loop.load`).",
     )
 
 
-def _refuse(found: str, fix: str) -> LoopError:
-    return LoopError("adding to what a run saves", found=found, fix=fix)
+def _error(found: str, fix: str) -> LoopError:
+    return LoopError("adding to the state that a run saves", found=found, fix=fix)

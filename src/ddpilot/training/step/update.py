@@ -213,7 +213,7 @@ class UpdateState:
         self._drop_spoilt()
         self._forget_checks()
         if count is not None:
-            raise self._error("`count` with several losses", 'Give each its own: {"box": (loss, count)}.')
+            raise self._error("`count` with several losses", 'Pass a count for each: {"box": (loss, count)}.')
         parts = self._read(losses)
         for one in parts:
             if one.count is None:
@@ -464,14 +464,14 @@ class UpdateState:
 
     def _check_loss(self, loss: object, where: str = "") -> None:
         if not isinstance(loss, torch.Tensor):
-            found = f"a {type(loss).__name__} in place of a loss{where}"
+            found = f"a {type(loss).__name__} instead of a loss{where}"
             raise self._error(found, "Pass the tensor, not loss.item().")
         if loss.ndim:
             found = f"a loss of shape {tuple(loss.shape)}{where}"
             raise self._error(found, "Pass its mean over this rank's samples.")
         if not loss.requires_grad:
             raise self._error(
-                f"a loss without a gradient{where}: nothing would be trained",
+                f"a loss without a gradient{where}, so nothing would be trained",
                 "Compute it from the model's output, without detach(), .item() or no_grad().",
             )
 
@@ -479,13 +479,13 @@ class UpdateState:
         if count is not None:
             if not 0 <= float(count) < math.inf:
                 raise self._error(
-                    f"`count`{which} is {count}", "Pass how many the mean is over on this rank: 0 or more."
+                    f"`count`{which} is {count}", "Pass the number of items in this rank's mean, 0 or more."
                 )
             return float(count)
         if self.batch is None:
             raise self._error(
-                "it is outside `batches`, so the number of samples is not known",
-                "Iterate over loop.batches(loader), or pass `count=`: samples (or tokens) behind this rank's mean.",
+                "it was called outside `batches`, so the number of samples is unknown",
+                "Iterate over loop.batches(loader), or pass `count=`, the samples (or tokens) in this rank's mean.",
             )
         return float(self.batch.count)
 
@@ -513,8 +513,8 @@ class UpdateState:
             self._check_loss(one.value, f" under {one.name!r}")
         if self.batch is not None and self.batch.group_size > 1 and any(one.count is not None for one in parts):
             raise self._error(
-                "several losses with counts of their own in an accumulation group, whose totals are known too late",
-                "Do not accumulate, or give each loss as a mean over samples, without a count.",
+                "several losses with counts in an accumulation group, whose totals are known too late",
+                "Do not accumulate, or pass each loss as a mean over samples, without a count.",
             )
         return parts
 
@@ -527,7 +527,7 @@ class UpdateState:
         if totals is None:
             raise self._error(
                 f"the ranks have different losses: {', '.join(repr(one.name) for one in parts)} here",
-                "Give the same names on every rank, and a count of 0 where there is nothing: "
+                "Pass the same names on every rank, and a count of 0 for an empty mean: "
                 '{"box": (output.sum() * 0, 0)}.',
             )
         if rest := own[NUM_COUNTS:]:
@@ -541,8 +541,8 @@ class UpdateState:
         models = tuple(id(model) for model in self.accumulating)
         if not models:
             raise self._error(
-                "`count=` with accumulation, and it is not known whose gradients are accumulated",
-                "Put forward and backward into `with loop.accumulate(model):`.",
+                "`count=` with accumulation, outside of `accumulate`, so the model is unknown",
+                "Run the forward and backward pass in `with loop.accumulate(model):`.",
             )
         if batch.is_first and models in self._totals:
             raise self._error(

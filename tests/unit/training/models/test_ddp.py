@@ -31,7 +31,7 @@ def test_wrap_leaves_a_model_alone_when_it_trains_nothing() -> None:
 
 def test_wrap_refuses_synced_batch_norm_on_the_cpu() -> None:
     """torch's own error comes in the first forward; this one says what to use."""
-    with pytest.raises(LoopError, match="runs on GPUs only, and this rank's device is the CPU. Use GroupNorm"):
+    with pytest.raises(LoopError, match="runs only on GPUs, and this rank's device is the CPU. Use GroupNorm"):
         wrap(nn.BatchNorm1d(2), FakeGroup(), DDPOptions(sync_batch_norm=True))
 
 

@@ -100,11 +100,11 @@ def test_propose_looks_at_the_rank_that_waits_least() -> None:
         exchanged_bytes=10_000_000,
     )
     last = replace(waiting, exchange_ms=30, overlap_ms=10)
-    (finding,) = propose([waiting, last], "Net", ["another bucket_cap_mb"])
+    (finding,) = propose([waiting, last], "Net", ["a different bucket_cap_mb"])
     assert finding.code == "DDP504"
     assert finding.ranks == (1,)
     assert finding.summary == "40 % of an update is spent waiting for gradients"
-    assert finding.fix == "Larger batches; another bucket_cap_mb."
+    assert finding.fix == "Larger batches; a different bucket_cap_mb."
     assert propose([waiting, replace(last, overlap_ms=25)], "Net", ()) == ()
 
 
@@ -114,10 +114,10 @@ def test_list_remedies_leaves_out_what_is_on_already_or_does_not_go() -> None:
     assert [text[:11] for text in list_remedies(nn.Linear(1, 1), default, 1)] == [
         "accumulate=",
         'comm="bf16"',
-        "another buc",
+        "a different",
     ]
     assert list_remedies(nn.Linear(1, 1), chosen, 4) == []
-    assert list_remedies(nn.Linear(1, 1).double(), default, 4) == ["another bucket_cap_mb"]
+    assert list_remedies(nn.Linear(1, 1).double(), default, 4) == ["a different bucket_cap_mb"]
 
 
 def test_propose_says_nothing_of_an_exchange_of_few_bytes() -> None:
@@ -130,7 +130,7 @@ def test_propose_says_nothing_of_an_exchange_of_few_bytes() -> None:
 def test_explanation_shows_text_as_text() -> None:
     """HTML in a name stays a name; nothing prepared is said, too."""
     assert "&lt;b&gt;" in Explanation((Explained("<b>"),))._repr_html_()
-    assert str(Explanation(())) == "nothing is prepared yet"
+    assert str(Explanation(())) == "nothing has been prepared yet"
 
 
 def test_full_state_of_a_plain_optimizer_is_its_state_dict() -> None:
@@ -142,7 +142,9 @@ def test_full_state_of_a_plain_optimizer_is_its_state_dict() -> None:
     load_full_state(optimizer, state)
     assert optimizer.param_groups[0]["lr"] == 0.5
     other = torch.optim.SGD([{"params": [nn.Parameter(torch.ones(1))]} for _ in range(2)], lr=0.1)
-    with pytest.raises(MismatchedCheckpointError, match="of groups with 1 parameters, those of this SGD have 1, 1"):
+    with pytest.raises(
+        MismatchedCheckpointError, match="its groups have 1 parameters, the groups of this SGD have 1, 1"
+    ):
         load_full_state(other, state)
 
 
@@ -159,7 +161,7 @@ def make_mixed() -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("make", "shard", "said"),
     [
-        (make_lbfgs, "optimizer", "LBFGS, which looks at all parameters together"),
+        (make_lbfgs, "optimizer", "LBFGS, which updates all parameters together"),
         (make_mixed, "optimizer", "parameters of torch.float32 and torch.float64"),
         (make_mixed, "model", "`shard` is 'model'"),
     ],

@@ -306,7 +306,9 @@ def test_loop_refuses_what_makes_no_sense(tmp_path: Path) -> None:
         run.loop.resume()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "latest").write_text("notes of mine")
-    with pytest.raises(CheckpointError, match="there is a `latest` that no checkpoint wrote, and the next one would"):
+    with pytest.raises(
+        CheckpointError, match="there is a `latest` of a different program, which the next checkpoint would"
+    ):
         Run(tmp_path / "mine")
     assert (tmp_path / "mine" / "latest").read_text() == "notes of mine"
 
