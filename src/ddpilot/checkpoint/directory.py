@@ -75,7 +75,9 @@ class CheckpointDir:
         self._monitor = None if best is None else Monitor.parse(best)
         self._report = report
         self._host_copy = HostCopy()
-        self._background = Background()
+        self._future: Future[None] | None = None
+        self._notes: list[str] = []
+        self._is_saved = True  # the last save succeeded, or there was none
         self._writer: Writer | None = None
 
     def check_writable(self) -> None:
@@ -151,7 +153,7 @@ class CheckpointDir:
     def reserve(self, num_bytes: int) -> None:
         """Preallocate memory for a copy of `num_bytes`, in the background, so that the first save is fast, too."""
         self.wait()
-        self._background.start(lambda: self._reserve(num_bytes))
+        self._start(lambda: self._reserve(num_bytes))
 
     def save(
         self,
@@ -184,29 +186,31 @@ class CheckpointDir:
         except (OSError, RuntimeError, MemoryError) as error:
             if not (isinstance(error, OSError) or is_out_of_memory(error)):
                 raise
-            self._background.fail()
+            self._is_saved = False
             self._report_failure(error if isinstance(error, OSError) else _as_os_error(error))
             return
         contents = Contents(progress=progress, metrics={n: float(v) for n, v in (metrics or {}).items()}, **copied)
-        self._background.start(lambda: self._write(contents))
+        self._start(lambda: self._write(contents))
 
     def wait(self) -> bool:
         """Wait for pending writes and report failures. True if the last save is on disk.
 
         Raises CheckpointError from the writer's exception if it is not an OSError.
         """
-        failure = self._background.finish()
+        failure = None if self._future is None else self._future.exception()
+        if self._future is not None:
+            self._is_saved, self._future = failure is None, None
         if isinstance(failure, OSError):
             self._report_failure(failure)
         elif failure is not None:
             raise CheckpointError("saving a checkpoint", found=f"{type(failure).__name__}: {failure}") from failure
-        for note in self._background.take_notes():
-            self._report(note)
-        return self._background.is_good
+        while self._notes:
+            self._report(self._notes.pop(0))
+        return self._is_saved
 
     def poll(self) -> None:
         """Report failures so far, without waiting: cheap enough for every step."""
-        if self._background.is_done:
+        if self._future is not None and self._future.done():
             self.wait()
 
     def close(self) -> bool:
@@ -276,11 +280,17 @@ class CheckpointDir:
     ) -> None:
         self.close()
 
+    def _start(self, task: Callable[[], None]) -> None:
+        """Run `task` in a thread that ends with it; the interpreter waits for the thread at exit."""
+        executor = ThreadPoolExecutor(1, thread_name_prefix="ddpilot-checkpoint")
+        self._future = executor.submit(task)
+        executor.shutdown(wait=False)
+
     def _reserve(self, num_bytes: int) -> None:
         try:
             self._host_copy.reserve(num_bytes)
         except (OSError, MemoryError) as error:
-            self._background.note(f"no memory for the copies of checkpoints, {num_bytes / 1e6:.1f} MB: {error}")
+            self._notes.append(f"no memory for the copies of checkpoints, {num_bytes / 1e6:.1f} MB: {error}")
 
     def _write(self, contents: Contents) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
@@ -306,7 +316,7 @@ class CheckpointDir:
         try:
             replace_text(self.path / BEST, f"{name}\n")
         except OSError as error:  # the checkpoint itself was written
-            self._background.note(f"{name} in {self.path} is the best so far, but `{BEST}` cannot name it: {error}")
+            self._notes.append(f"{name} in {self.path} is the best so far, but `{BEST}` cannot name it: {error}")
 
     def _best_so_far(self) -> Mapping[str, float]:
         name = self._pointed(BEST)
@@ -315,7 +325,7 @@ class CheckpointDir:
         try:
             return self.open(name, verify=False).manifest.metrics
         except CorruptCheckpointError as error:
-            self._background.note(f"{error}. The best checkpoint is chosen again")
+            self._notes.append(f"{error}. The best checkpoint is chosen again")
             return {}
 
     def _prune(self) -> None:
@@ -331,7 +341,7 @@ class CheckpointDir:
             except FileNotFoundError:  # deleted by a different process
                 continue
             except OSError as error:
-                self._background.note(f"deleting the old checkpoint {name} in {self.path}: {error}. Delete it yourself")
+                self._notes.append(f"deleting the old checkpoint {name} in {self.path}: {error}. Delete it yourself")
 
     def _restore(self) -> None:
         """Report that the lock file or its directory was deleted, and create the directory again."""
@@ -417,46 +427,3 @@ def move_aside(folder: Path, names: Iterable[str]) -> Path:
         if (folder / name).exists():
             (folder / name).rename(earlier / name)
     return earlier
-
-
-class Background:
-    """Runs a task in a thread that ends with it; the interpreter waits for the thread at exit."""
-
-    def __init__(self) -> None:
-        self._future: Future[None] | None = None
-        self._notes: list[str] = []
-        self.is_good = True
-        """True if the last finished task succeeded, and before the first one."""
-
-    def start(self, task: Callable[[], None]) -> None:
-        """Run `task`; the caller must have finished the previous one."""
-        executor = ThreadPoolExecutor(1, thread_name_prefix="ddpilot-checkpoint")
-        self._future = executor.submit(task)
-        executor.shutdown(wait=False)
-
-    @property
-    def is_done(self) -> bool:
-        """True if a task has ended and `finish` has not been called since."""
-        return self._future is not None and self._future.done()
-
-    def finish(self) -> BaseException | None:
-        """Wait for the task and return its exception; None if it succeeded or there is no task."""
-        if self._future is None:
-            return None
-        failure = self._future.exception()
-        self.is_good = failure is None
-        self._future = None
-        return failure
-
-    def fail(self) -> None:
-        """Mark the last task as failed, before it was started."""
-        self.is_good = False
-
-    def note(self, text: str) -> None:
-        """Record a message for the user that is not an error; called by the task."""
-        self._notes.append(text)
-
-    def take_notes(self) -> list[str]:
-        """Return the recorded messages and clear them."""
-        notes, self._notes = self._notes, []
-        return notes

@@ -216,7 +216,7 @@ class Loop(LoopBase):
         self._lone_break.settle()
         self._updates.complete_left()
         self._lone_break.begin_pass()
-        self._updates.share_owed_buffers()
+        self._updates.share_buffers()
         self._unprepared.begin_pass()
         with naming_rank(self.rank):
             found = check_batch_norms(self._prepared, getattr(loader, "plan", None), self.rank)

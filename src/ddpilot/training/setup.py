@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from contextlib import AbstractContextManager
 from typing import Any, Literal
@@ -22,10 +23,10 @@ from ddpilot.group.device import move
 from ddpilot.group.init_group import init_group, seed_all
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.batches import CurrentBatch
-from ddpilot.training.checks.buffers import BufferDrift
+from ddpilot.training.checks.buffers import BufferCheck
 from ddpilot.training.checks.ddp_bypass import UnpreparedCheck
-from ddpilot.training.checks.nonfinite import FiniteWatch
-from ddpilot.training.coordination.collectives import PrintOnce, rank_zero_first
+from ddpilot.training.checks.nonfinite import FiniteCheck
+from ddpilot.training.coordination.collectives import rank_zero_first
 from ddpilot.training.coordination.out_of_memory import find_sharing
 from ddpilot.training.coordination.stop import FlagExchange, LoneBreakCheck, StopSignals
 from ddpilot.training.models.ddp import prepare_optimizer, wrap
@@ -77,13 +78,13 @@ class LoopBase:
         self._sharing = find_sharing(self.group)
         self._prepared = PreparedObjects()
         self._flags = FlagExchange(self.group, max_time_s)
-        watch = FiniteWatch(self.group.device) if check_finite and precision != "fp16" else None
+        watch = FiniteCheck(self.group.device) if check_finite and precision != "fp16" else None
         self._updates = UpdateState(self._prepared, self.group, self._flags, watch)
         self._signals = StopSignals(self._flags.ask)
-        self._print_once = PrintOnce(self.print)
+        self._print_once = functools.cache(self.print)
         self._unprepared = UnpreparedCheck(self._prepared, self.group.rank)
         self._lone_break = LoneBreakCheck(self.group)
-        self._buffers = BufferDrift(self._prepared, self.group)
+        self._buffers = BufferCheck(self._prepared, self.group)
         self._open_pass: object | None = None
         self._saves_by: Literal["nothing", "unsaved epoch", "user"] = "user" if checkpoint_dir is None else "nothing"
         self._data_clock = WaitClock()

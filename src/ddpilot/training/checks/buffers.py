@@ -23,7 +23,7 @@ _TOLERANCE = 1e-4
 """Relative: different devices round differently."""
 
 
-class BufferDrift:
+class BufferCheck:
     """Compares the buffers of prepared models across ranks twice: after two updates and after the first pass."""
 
     def __init__(self, prepared: PreparedObjects, group: GroupLike) -> None:

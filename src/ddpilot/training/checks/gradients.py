@@ -18,7 +18,7 @@ from ddpilot.training.models.ddp import class_name
 from ddpilot.training.models.registry import PreparedModel, PreparedObjects, parameters_of
 
 
-class GroupWatch:
+class ClearedGradientCheck:
     """Detects gradients of an accumulation group that were cleared before its update.
 
     It looks at one parameter of each model for each optimizer, as optimizers clear the gradients of their own
@@ -106,7 +106,7 @@ class _Added:
         return not any(one.grad is not None and bool(one.grad.any()) for one in (self.parameter, *self._part))
 
 
-class LeftoverWatch:
+class LeftoverGradientCheck:
     """Detects gradients that remained after the step of a different optimizer and were added to since.
 
     A GAN's generator step leaves gradients in the discriminator, whose next update must not contain them. Gradients
@@ -197,7 +197,7 @@ class _Others(NamedTuple):
     parameters: list[nn.Parameter]
 
 
-class SharedWatch:
+class SharedParameterCheck:
     """Detects optimizers that step after one of the same parameters, which has applied and cleared their gradients.
 
     Both may be used in turn, each after a backward pass of its own.
@@ -253,7 +253,7 @@ def _remains(parameter: nn.Parameter, version: int) -> bool:
     return gradient is not None and (gradient._version == version or bool(gradient.any()))
 
 
-class GraphWatch:
+class RepeatedBackwardCheck:
     """Detects two backward passes through one forward pass: DDP all-reduces each gradient once per forward pass."""
 
     def __init__(self, rank: int) -> None:

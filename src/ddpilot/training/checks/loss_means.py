@@ -71,7 +71,7 @@ class _Found:
         return not isinstance(self.most, PendingScalar) or self.most.is_there
 
 
-class MeanWatch:
+class LossMeanCheck:
     """Detects losses without a count that are not means over samples. Not collective; waits for no device.
 
     A cross entropy that leaves out equally much of every sample, such as the last position of a causal language model,

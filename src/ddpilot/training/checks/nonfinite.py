@@ -66,7 +66,7 @@ class _Update:
         return f"the update of {self.size} batches that ends with {self.place}"
 
 
-class FiniteWatch:
+class FiniteCheck:
     """Detects losses and gradients that are not finite, without communication.
 
     A loss that is not finite makes the gradients of its rank NaN (`seed`), so all ranks find the same in the
@@ -291,7 +291,7 @@ def describe_parameters(models: Iterable[nn.Module], *, with_gradients: bool = T
 
 
 def raise_nonfinite(
-    group: GroupLike, watch: FiniteWatch, models: Iterable[nn.Module], batch: CurrentBatch | None
+    group: GroupLike, watch: FiniteCheck, models: Iterable[nn.Module], batch: CurrentBatch | None
 ) -> NoReturn:
     """Raise NonFiniteError on every rank, with the reports of all ranks. Collective: call it once all ranks know.
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reduces values and gathers rows over all ranks, also with gradients; runs rank 0 first; prints once."""
+"""Reduces values and gathers rows over all ranks, also with gradients; runs rank 0 first."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -143,19 +143,6 @@ class _GatherRows(torch.autograd.Function):
 
 def _rows_error(found: str, fix: str, group: GroupLike) -> LoopError:
     return LoopError("gathering the rows of a batch", found=found, fix=fix, rank=group.rank)
-
-
-class PrintOnce:
-    """Calls `write` with a text, unless it has already been called with it."""
-
-    def __init__(self, write: Callable[[str], None]) -> None:
-        self._write = write
-        self._written: set[str] = set()
-
-    def __call__(self, text: str) -> None:
-        if text not in self._written:
-            self._written.add(text)
-            self._write(text)
 
 
 @contextmanager

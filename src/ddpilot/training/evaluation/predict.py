@@ -10,26 +10,20 @@ import shutil
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpilot.data.nested import check_rows, join_named_rows, take_rows, to_host
+from ddpilot.data.nested import check_rows, join_named_rows, take_rows, to_device, to_host
 from ddpilot.errors import LoopError
 from ddpilot.group.process_group import Group
 from ddpilot.group.protocol import GroupLike
-from ddpilot.training.batches import Loader
-from ddpilot.training.evaluation.evaluate import evaluation_mode, local_outputs
+from ddpilot.training.batches import Loader, iterate_groups
+from ddpilot.training.evaluation.evaluate import evaluation_mode, predict_batch
 
 _DID = "predicting"
-
-
-class _Sink(Protocol):
-    def add(self, output: Any, sample_ids: list[int]) -> None: ...
-    def finish(self) -> Any: ...
-    def discard(self) -> None: ...
 
 
 def predict(
@@ -42,15 +36,17 @@ def predict(
     forward: Callable[[nn.Module, Any], Any] | None = None,
 ) -> Any:
     """Implement `Loop.predict`. Collective. An I/O error on rank 0 is raised on all ranks, at the end."""
-    sink: _Sink | None = None
+    sink: _InMemory | _InFolder | None = None
     failure: Exception | None = None
     if group.is_rank_zero or (on_all_ranks and to is None):
         sink, failure = _open(to, group.rank)
     with evaluation_mode(model, group) as inner:
-        for batch, output in local_outputs(inner, loader, group, forward):
+        for batch in iterate_groups(loader, group, epoch=0):
+            piece = None
             if batch.count:
+                output = (forward or predict_batch)(inner, to_device(batch.data, group.device))
                 check_rows(output, batch.count, f"{_DID} batch {batch.index}")
-            piece = (to_host(output), batch.sample_ids.tolist()) if batch.count else None
+                piece = to_host(output), batch.sample_ids.tolist()
             given = _exchange(piece, group, on_all_ranks and to is None)
             pieces = {f"rank {rank}": part for rank, part in enumerate(given) if part is not None}
             if sink is None or not pieces:
@@ -65,7 +61,7 @@ def predict(
     return _finish(sink, failure, group, to)
 
 
-def _open(to: str | os.PathLike[str] | None, rank: int) -> tuple[_Sink | None, Exception | None]:
+def _open(to: str | os.PathLike[str] | None, rank: int) -> tuple[_InMemory | _InFolder | None, Exception | None]:
     if to is None:
         return _InMemory(rank), None
     try:
@@ -84,7 +80,7 @@ def _exchange(piece: Any, group: GroupLike, on_all_ranks: bool) -> list[Any]:
     return pieces or []
 
 
-def _finish(sink: _Sink | None, failure: Exception | None, group: GroupLike, to: Any) -> Any:
+def _finish(sink: _InMemory | _InFolder | None, failure: Exception | None, group: GroupLike, to: Any) -> Any:
     value = None
     if sink is not None and failure is None:
         try:

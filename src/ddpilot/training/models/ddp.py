@@ -111,7 +111,7 @@ def class_name(model: nn.Module) -> str:
 def reduces_in_fp16(model: nn.Module) -> bool:
     """True if `model` was prepared with `comm="fp16"`, in which a gradient above 65,504 becomes infinite."""
     ddp = find_ddp(model)
-    return ddp is not None and is_fp16(ddp)
+    return ddp is not None and any(hook is default_hooks.fp16_compress_hook for hook, _ in ddp._comm_hooks)
 
 
 def sync_buffers(model: nn.Module, group: GroupLike, src: int = 0) -> None:
@@ -211,11 +211,6 @@ def compress(model: DistributedDataParallel, comm: Literal["bf16", "fp16"]) -> N
     """
     # With state None, the hook uses the current default process group, also after that was rebuilt.
     model.register_comm_hook(None, {"bf16": _to_bf16, "fp16": default_hooks.fp16_compress_hook}[comm])
-
-
-def is_fp16(model: DistributedDataParallel) -> bool:
-    """True if the gradients of `model` are all-reduced in fp16."""
-    return any(hook is default_hooks.fp16_compress_hook for hook, _ in model._comm_hooks)
 
 
 def _to_bf16(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -91,25 +91,23 @@ def resolve(
         "bucket_cap_mb": options.bucket_cap_mb,
         **options.more,
     }
-    choices = [
-        Choice(
-            "device_ids",
-            str(arguments["device_ids"]),
-            _WHY_DIVIDED if divided else f"this rank's device is {group.device}",
-        ),
-        Choice("forward_sync_buffers", str(options.forward_sync_buffers), _WHY_BUFFERS[options.forward_sync_buffers]),
-        Choice("find_unused_parameters", str(finds_unused), origin + _WHY_UNUSED[finds_unused]),
-        Choice("static_graph", str(options.static_graph), _WHY_STATIC[options.static_graph]),
-        Choice(
-            "gradient_as_bucket_view",
-            str(options.gradient_as_bucket_view),
-            _WHY_VIEWS[options.gradient_as_bucket_view],
-        ),
-        Choice("bucket_cap_mb", str(options.bucket_cap_mb or 25), _why_bucket(options.bucket_cap_mb)),
-        Choice("comm", str(options.comm), _WHY_COMM[options.comm]),
-    ]
-    choices += [Choice("sync_batch_norm", "True", "asked for")] if options.sync_batch_norm else []
-    return arguments, choices + [Choice(name, str(value), "asked for") for name, value in options.more.items()]
+    values: dict[str, Any] = {
+        "forward_sync_buffers": options.forward_sync_buffers,
+        "find_unused_parameters": finds_unused,
+        "static_graph": options.static_graph,
+        "gradient_as_bucket_view": options.gradient_as_bucket_view,
+        "bucket_cap_mb": options.bucket_cap_mb or 25,
+        "comm": options.comm,
+    }
+    reasons = {name: _WHY[name][value] for name, value in values.items() if name in _WHY}
+    reasons["find_unused_parameters"] = origin + reasons["find_unused_parameters"]
+    is_default = options.bucket_cap_mb is None
+    reasons["bucket_cap_mb"] = "DDP's default, after a first bucket of 1" if is_default else "requested"
+    why = "the model is on several devices and stays there" if divided else f"this rank's device is {group.device}"
+    choices = [Choice("device_ids", str(arguments["device_ids"]), why)]
+    choices += [Choice(name, str(value), reasons[name]) for name, value in values.items()]
+    choices += [Choice("sync_batch_norm", "True", "requested")] if options.sync_batch_norm else []
+    return arguments, choices + [Choice(name, str(value), "requested") for name, value in options.more.items()]
 
 
 def find_unused(options: DDPOptions, environ: Mapping[str, str]) -> tuple[bool, str]:
@@ -131,30 +129,28 @@ def find_unused(options: DDPOptions, environ: Mapping[str, str]) -> tuple[bool, 
     return _SWITCHES[value.strip().lower()], f"set by {FIND_UNUSED_VARIABLE}={value}; "
 
 
-def _why_bucket(asked: float | None) -> str:
-    return "DDP's default, after a first bucket of 1" if asked is None else "requested"
-
-
-_WHY_DIVIDED = "the model is on several devices, and stays there"
-_WHY_BUFFERS = {
-    False: "no collective in the forward pass, so ranks may run different numbers of them; buffers are broadcast by "
-    "prepare(), before an evaluation and before a save",
-    True: "requested; every rank has to run the same number of forward passes",
+_WHY: dict[str, dict[Any, str]] = {
+    "forward_sync_buffers": {
+        False: "no collective in the forward pass, so ranks may run different numbers of them; buffers are broadcast "
+        "by prepare(), before an evaluation and before a save",
+        True: "requested; every rank has to run the same number of forward passes",
+    },
+    "find_unused_parameters": {
+        False: "no search through the graph in each forward pass; a parameter that an update leaves out is an error",
+        True: "a search through the graph in each forward pass, and buckets in the order of definition",
+    },
+    "static_graph": {
+        False: "a branch may be taken later, or on one rank only",
+        True: "requested; an update that uses different parameters than the first one raises an error",
+    },
+    "gradient_as_bucket_view": {
+        True: "gradients are views into the buckets, without a second copy in memory",
+        False: "requested; gradients are copied into the buckets and back",
+    },
+    "comm": {
+        None: "gradients are all-reduced in their own dtype, with the numbers of a single process",
+        "bf16": "half of fp32's bytes, with its range and 8 bits of precision",
+        "fp16": "half of fp32's bytes, with 11 bits of precision; above 65,504 on any rank a gradient becomes infinite",
+    },
 }
-_WHY_UNUSED = {
-    False: "no search through the graph in each forward pass; a parameter that an update leaves out raises an error",
-    True: "a search through the graph in each forward pass, and buckets in the order of definition",
-}
-_WHY_STATIC = {
-    False: "a branch may be taken later, or on one rank only",
-    True: "requested; an update that uses different parameters than the first one raises an error",
-}
-_WHY_VIEWS = {
-    True: "gradients are views into the buckets, without a second copy in memory",
-    False: "requested; gradients are copied into the buckets and back",
-}
-_WHY_COMM = {
-    None: "gradients are all-reduced in their own dtype, with the numbers of a single process",
-    "bf16": "half of fp32's bytes, with its range and 8 bits of precision",
-    "fp16": "half of fp32's bytes, with 11 bits of precision; above 65,504 on any rank a gradient becomes infinite",
-}
+"""Reasons by option and value."""

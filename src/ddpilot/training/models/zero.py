@@ -90,7 +90,7 @@ class ZeroOptimizer(ZeroRedundancyOptimizer):
     def gather_state(self) -> dict[str, Any]:
         """Return the unsharded `state_dict()`, complete on rank 0, without state on the other ranks. Collective."""
         state: dict[int, dict[str, Any]] = {}
-        outlines = self._group.all_gather_object({n: _outline(s) for n, s in self._local_state().items()})
+        outlines = self._group.all_gather_object(_outline(self._local_state()))
         for owner, outline in enumerate(outlines):
             own = self._local_state() if owner == self._group.rank else {}
             for number, values in outline.items():
@@ -153,11 +153,9 @@ class _Shape(tuple[Any, ...]):
     """Shape and dtype of a tensor to be received."""
 
 
-def _outline(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _outlined(value) for name, value in values.items()}
-
-
-def _outlined(value: Any) -> Any:
+def _outline(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _outline(part) for name, part in value.items()}
     if not isinstance(value, torch.Tensor):
         return value
     return _Shape((tuple(value.shape), value.dtype)) if value.ndim else value.detach().cpu().clone()

@@ -18,9 +18,14 @@ from ddpilot.group.device import wire_device
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.batches import CurrentBatch
 from ddpilot.training.checks.ddp_bypass import ForwardBypassCheck
-from ddpilot.training.checks.gradients import GraphWatch, GroupWatch, LeftoverWatch, SharedWatch
-from ddpilot.training.checks.loss_means import MeanWatch
-from ddpilot.training.checks.nonfinite import FiniteWatch, raise_nonfinite
+from ddpilot.training.checks.gradients import (
+    ClearedGradientCheck,
+    LeftoverGradientCheck,
+    RepeatedBackwardCheck,
+    SharedParameterCheck,
+)
+from ddpilot.training.checks.loss_means import LossMeanCheck
+from ddpilot.training.checks.nonfinite import FiniteCheck, raise_nonfinite
 from ddpilot.training.coordination.stop import Decision, FlagExchange
 from ddpilot.training.losses import (
     NUM_COUNTS,
@@ -73,7 +78,7 @@ class UpdateState:
     """The current batch, and the gradients of the `prepared` models up to the next update."""
 
     def __init__(
-        self, prepared: PreparedObjects, group: GroupLike, flags: FlagExchange, watch: FiniteWatch | None
+        self, prepared: PreparedObjects, group: GroupLike, flags: FlagExchange, watch: FiniteCheck | None
     ) -> None:
         self._prepared = prepared
         self._group = group
@@ -81,9 +86,11 @@ class UpdateState:
         self._flags = flags
         self._watch = watch
         self._totals: dict[tuple[int, ...], CountTotals] = {}
-        self._is_due = self._has_backward = self._is_spoilt = self._is_left = False
-        self._graphs = GraphWatch(group.rank)
-        self._means = MeanWatch(group.rank, group.device)
+        self._is_due = self._is_spoilt = self._is_left = False
+        self.has_backward = False
+        """True if a backward pass of the accumulation group has run."""
+        self._graphs = RepeatedBackwardCheck(group.rank)
+        self._means = LossMeanCheck(group.rank, group.device)
         self._empty_forward = EmptyBatchForward()
         self._loss: weakref.ref[torch.Tensor] | None = None
         self._last_count = 0
@@ -93,9 +100,9 @@ class UpdateState:
         """The loss of the current update over its backward passes; None unless it is needed."""
         self._is_reduced = False  # the last backward pass is known to have used all parameters
         self._checked: set[int] = set()  # parameters whose gradients were checked since the last backward pass
-        self._groups = GroupWatch(prepared, group.rank)
-        self._leftovers = LeftoverWatch(prepared, group.rank)
-        self._shared = SharedWatch(prepared, group.rank)
+        self._groups = ClearedGradientCheck(prepared, group.rank)
+        self._leftovers = LeftoverGradientCheck(prepared, group.rank)
+        self._shared = SharedParameterCheck(prepared, group.rank)
         self.reducers = ReducerErrors(prepared, group.rank)
         """Detects parameters that DDP waits for in vain."""
         self.bypasses = ForwardBypassCheck(prepared, group.rank)
@@ -139,34 +146,26 @@ class UpdateState:
             self._leftovers.begin_group()
             if self.objective is not None:
                 self.objective.begin()
-            self._has_backward = False
-
-    @property
-    def has_backward(self) -> bool:
-        """True if a backward pass of the accumulation group has run."""
-        return self._has_backward
+            self.has_backward = False
 
     def share_buffers(self) -> None:
-        """Broadcast the buffers of the first rank with samples, after a batch in which some rank had none.
+        """Broadcast the buffers of the first rank with samples, after a batch in which some rank had none. Collective.
 
-        Collective. Values that a forward pass without rows writes to a buffer (a step counter, a power iteration) are
-        missing or wrong.
+        Values that a forward pass without rows writes to a buffer (a step counter, a power iteration) are missing or
+        wrong. Does nothing after other batches.
         """
         had_samples, self._had_samples = self._had_samples, None
+        if self._group.world_size == 1 or had_samples is None:
+            return
         modules = [prepared.module for prepared in self._prepared.models]
         models = [one for one in modules if one.training and any(True for _ in one.buffers())]
-        if self._group.world_size == 1 or not models or had_samples is None:
+        if not models:
             return
         number = self._group.rank if had_samples else self._group.world_size
         first = torch.tensor(number, device=wire_device(self._group))
         src = int(self._group.all_reduce(first, "min").item())
         for model in models:
             sync_buffers(model, self._group, src)
-
-    def share_owed_buffers(self) -> None:
-        """Call `share_buffers` after a loop that was left in such a batch. Collective."""
-        if self._had_samples is not None:
-            self.share_buffers()
 
     def count_behind(self, value: object) -> float:
         """Return the number of samples behind `value` on this rank, also for the batch's loss afterwards; else 1."""
@@ -194,7 +193,7 @@ class UpdateState:
         if count is None:
             self._means.check(loss, self.batch)
         self._loss = weakref.ref(loss)
-        self._has_backward = True
+        self.has_backward = True
         total, correction = self._total(count)
         seed = self._seed(loss, num_local * self._num_factors(scaler) / total) if num_local and total else None
         if self._is_due and count is None and not self._flags.is_under_way:
@@ -220,7 +219,7 @@ class UpdateState:
                 self._means.check(one.value, self.batch, one.name)
         self._is_reduced = False
         self._loss = None
-        self._has_backward = True
+        self.has_backward = True
         factor = self._num_factors(scaler)
         weights = [num * factor / total if num and total else 0.0 for num, total in self._shares(parts)]
         if self.objective is not None:
@@ -384,7 +383,7 @@ class UpdateState:
         self._means.check_arrived(waits=True)
 
     def _check_backward(self, optimizer: Optimizer) -> None:
-        if self.batch is None or self._has_backward:
+        if self.batch is None or self.has_backward:
             self.bypasses.check(parameters_of(optimizer))
         elif any(parameter.grad is not None for parameter in parameters_of(optimizer)):
             raise LoopError(
@@ -423,7 +422,7 @@ class UpdateState:
         if self._watch is not None and self._watch.find(parameters, self.batch, norm):
             self._raise_nonfinite(self._watch)
 
-    def _raise_nonfinite(self, watch: FiniteWatch) -> NoReturn:
+    def _raise_nonfinite(self, watch: FiniteCheck) -> NoReturn:
         self._is_spoilt = True
         self._checked.clear()  # a program that catches the error may still step on these gradients
         raise_nonfinite(self._group, watch, self._prepared, self.batch)
