@@ -75,8 +75,7 @@ class Loop(LoopBase):
         with self._signals, self._checkpointer:
             self._checkpointer.report_if_finished(num)
             while self.epoch < num:
-                self._lone_break.settle()
-                self._updates.complete_left()
+                self._join()
                 self._updates.exchange_between_epochs()
                 if self.should_stop:
                     self._checkpointer.leave()
@@ -86,8 +85,7 @@ class Loop(LoopBase):
                 if self.next_batch:  # stopped within the epoch and saved there: a later run resumes it
                     return
                 self._checkpointer.end_epoch()
-            self._lone_break.settle()
-            self._updates.complete_left()
+            self._join()
             self._checkpointer.wait()
 
     def batches(self, loader: Loader) -> Iterator[Any]:
@@ -138,11 +136,8 @@ class Loop(LoopBase):
                         break
                 else:
                     self._updates.check_pending()
-                    if (
-                        self.next_batch
-                        and self._updates.batch is None
-                        and "dataset_length" not in describe_data(loader)
-                    ):
+                    is_empty = self.next_batch and self._updates.batch is None
+                    if is_empty and "dataset_length" not in describe_data(loader):
                         self._checkpointer.report_nothing_left()
                     self._position.end_pass()
                     self._report_findings(self._buffers.end_pass())
@@ -213,8 +208,7 @@ class Loop(LoopBase):
                 self._warn_unsaved()
             if is_next:
                 self._position.begin_epoch_outside()
-        self._lone_break.settle()
-        self._updates.complete_left()
+        self._join()
         self._lone_break.begin_pass()
         self._updates.share_buffers()
         self._unprepared.begin_pass()

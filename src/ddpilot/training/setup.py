@@ -106,7 +106,7 @@ class LoopBase:
         seed_all(seed)
 
     def _join(self) -> None:
-        """Wait for the other ranks to leave `batches`, if this rank left it by `break`, before a collective call.
+        """Before a collective call, wait for the other ranks to leave `batches` too, if this rank left it by `break`.
 
         Raises NonFiniteError on all ranks for an update before the `break`.
         """

@@ -264,37 +264,35 @@ class LoneBreakCheck:
             self._left = batch, line
 
     def wait(self) -> None:
-        """Wait for the other ranks to leave too. Called before a collective; does nothing on a rank that did not leave.
+        """Wait for the other ranks to leave too, and report dropped gradients on rank 0. Called before a collective.
 
-        After `_PATIENCE_S` it prints to stderr which ranks did not leave; after `_LIMIT_S` it raises LoopError.
+        Does nothing on a rank that did not leave. After `_PATIENCE_S` it prints to stderr which ranks did not leave;
+        after `_LIMIT_S` it raises LoopError.
         """
-        if self._left is None or not isinstance(self._group, Group):
-            return
-        (batch, line), self._left = self._left, None
-        rank = self._group.rank
+        left, self._left = self._left, None
+        if left is not None and isinstance(self._group, Group):
+            self._wait(*left, self._group)
+        # Not reported when the loop is left: an error or the exit of a different rank would look the same.
+        if self._dropped_at is not None:
+            warn_dropped(self._dropped_at, self._group)
+            self._dropped_at = None
+
+    def _wait(self, batch: CurrentBatch, line: Line, group: Group) -> None:
         key = f"ddpilot/left/{self._loop}/{self._num_passes}/{batch.epoch}/{batch.index}/"
-        others = {one: f"{key}{one}" for one in range(self._group.world_size) if one != rank}
+        others = {rank: f"{key}{rank}" for rank in range(group.world_size) if rank != group.rank}
         try:
-            store = _get_process_group_store(self._group.process_group)
-            store.set(f"{key}{rank}", "")
+            store = _get_process_group_store(group.process_group)
+            store.set(f"{key}{group.rank}", "")
             if came(store, list(others.values()), _PATIENCE_S):
                 return
-            error = self._make_error(batch, line, [one for one, name in others.items() if not store.check([name])])
-            sys.stderr.write(f"ddpilot: waits for {_LIMIT_S - _PATIENCE_S:.0f} s more: {error}\n")
+            error = self._make_error(batch, line, [rank for rank, name in others.items() if not store.check([name])])
+            sys.stderr.write(f"ddpilot: waiting for {_LIMIT_S - _PATIENCE_S:.0f} s more: {error}\n")
             sys.stderr.flush()
             if came(store, list(others.values()), _LIMIT_S - _PATIENCE_S):
                 return
         except RuntimeError:  # the rank that hosts the store has exited: the next collective raises for it
             return
         raise error
-
-    def settle(self) -> None:
-        """Call `wait` before training continues, and report dropped gradients on rank 0."""
-        self.wait()
-        # Not reported when the loop is left: an error or the exit of a different rank would look the same.
-        if self._dropped_at is not None:
-            warn_dropped(self._dropped_at, self._group)
-            self._dropped_at = None
 
     def _make_error(self, batch: CurrentBatch, line: Line, missing: list[int]) -> LoopError:
         return LoopError(
