@@ -70,14 +70,14 @@ def match_weights(model: torch.nn.Module, weights: Mapping[str, Any], *, source:
     ]
     if found:
         raise MismatchedCheckpointError(
-            f"loading {source} into a {_class_name(model)}",
+            f"loading {source} into a {class_name(model)}",
             found="the architecture differs; " + "; ".join(found),
             fix="Create the model as in the saved run.",
         )
     return matched
 
 
-def _class_name(model: Any) -> str:
+def class_name(model: Any) -> str:
     """Return the class name of the user's model, inside DDP and `torch.compile`."""
     while hasattr(model, "_orig_mod") or isinstance(model, DistributedDataParallel):
         model = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from ddpilot.group.device import capture_rng, peak_bytes, reset_peak, restore_rn
 from ddpilot.training.checks.buffers import find_batch_norms
 from ddpilot.training.coordination.out_of_memory import joint_try
 from ddpilot.training.models.ddp import unwrap
+from ddpilot.training.models.optimizers import local_optimizer
 
 if TYPE_CHECKING:
     from ddpilot.training.loop import Loop
@@ -109,7 +109,9 @@ def find_batch_size(
         what = f"`max_per_rank` is {limit}" if max_per_rank else f"the dataset has {limit} sample for each rank"
         fix = "BatchNorm needs two samples on each: allow more, or use GroupNorm."
         raise _search_error(loop.rank, f"{what}, and the model has BatchNorm", fix)
-    trials = _Trials(loop, unwrap(model), _local(optimizer), step, _Repeated(dataset, collate_fn or default_collate))
+    trials = _Trials(
+        loop, unwrap(model), local_optimizer(optimizer), step, _Repeated(dataset, collate_fn or default_collate)
+    )
     with preserved(trials.model, trials.optimizer, loop.device):
         largest = largest_that(trials.fits, limit, first)
     if not largest:
@@ -207,28 +209,17 @@ class _Trials:
         return not outcome.ran_out
 
     def _take(self, size: int) -> None:
-        is_first = not self.results
-        for _ in range(2 if is_first else 1):  # the optimizer has its state from the second step on
-            self._take_step(size)
-
-    def _take_step(self, size: int) -> None:
-        try:
-            batch = to_device(self._samples.batch(size), self._loop.device)
-            with self._loop.autocast():
-                loss = self._step(self.model, batch)
-            loss.backward()  # type: ignore[no-untyped-call]
-            self.optimizer.step()
-            if self._loop.device.type != "cpu":
-                torch.accelerator.synchronize(self._loop.device)
-        finally:
-            self.model.zero_grad(set_to_none=True)
-
-
-def _local(optimizer: Optimizer) -> Optimizer:
-    """Return an optimizer that this rank can step alone: the local shard of a ZeroRedundancyOptimizer."""
-    sharded = sys.modules.get("torch.distributed.optim")  # if it was not imported, no optimizer is sharded
-    is_sharded = sharded is not None and isinstance(optimizer, sharded.ZeroRedundancyOptimizer)
-    return optimizer.optim if is_sharded else optimizer  # type: ignore[attr-defined]
+        for _ in range(1 if self.results else 2):  # the optimizer has its state from the second step on
+            try:
+                batch = to_device(self._samples.batch(size), self._loop.device)
+                with self._loop.autocast():
+                    loss = self._step(self.model, batch)
+                loss.backward()  # type: ignore[no-untyped-call]
+                self.optimizer.step()
+                if self._loop.device.type != "cpu":
+                    torch.accelerator.synchronize(self._loop.device)
+            finally:
+                self.model.zero_grad(set_to_none=True)
 
 
 def _outcome(trial: BatchSizeTrial) -> str:

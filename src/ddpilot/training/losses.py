@@ -162,7 +162,6 @@ def backward_weighted(
     is NaN, and so is zero times NaN. `models`: all models that the graph may reach, used only without `seeds`.
     """
     if seeds is not None:
-        # None is torch's default, which costs less than a tensor.
         given = [_seed_tensor(loss, seed) for loss, seed in zip(losses, seeds, strict=True)]
         torch.autograd.backward(losses, given, retain_graph=retain_graph)
         return
@@ -179,6 +178,7 @@ def backward_weighted(
 def _seed_tensor(loss: torch.Tensor, seed: torch.Tensor | float) -> torch.Tensor | None:
     if isinstance(seed, torch.Tensor):
         return seed
+    # None is torch's default, which costs less than a tensor of 1.
     return None if seed == 1.0 else torch.full_like(loss, seed, requires_grad=False)
 
 

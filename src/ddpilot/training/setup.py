@@ -29,7 +29,7 @@ from ddpilot.training.checks.nonfinite import FiniteCheck
 from ddpilot.training.coordination.collectives import rank_zero_first
 from ddpilot.training.coordination.out_of_memory import find_sharing
 from ddpilot.training.coordination.stop import FlagExchange, LoneBreakCheck, StopSignals
-from ddpilot.training.models.ddp import prepare_optimizer, wrap
+from ddpilot.training.models.ddp import wrap
 from ddpilot.training.models.ddp_options import DDPOptions
 from ddpilot.training.models.explain import Explanation, explain
 from ddpilot.training.models.registry import PreparedObjects
@@ -283,19 +283,20 @@ class LoopBase:
                 gradient_as_bucket_view=gradient_as_bucket_view,
                 forward_sync_buffers=forward_sync_buffers,
                 comm=comm,
+                shard=shard,
                 sync_batch_norm=sync_batch_norm,
                 more=more,
             )
             earlier = tuple(self._prepared.optimizers)
             for thing in things:
-                returned.append(self._prepare_thing(thing, options, shard))
+                returned.append(self._prepare_thing(thing, options))
                 if isinstance(returned[-1], Optimizer):
                     for old in self._prepared.replace_optimizers(earlier, returned[-1]):
                         self._tracked.replace(old, returned[-1])
                 self._tracked.add(returned[-1])
         return returned[0] if len(returned) == 1 else tuple(returned)
 
-    def _prepare_thing(self, thing: Any, options: DDPOptions, shard: Literal["optimizer"] | None) -> Any:
+    def _prepare_thing(self, thing: Any, options: DDPOptions) -> Any:
         if isinstance(thing, AveragedModel):
             move(thing, self.device)
             return thing
@@ -306,10 +307,13 @@ class LoopBase:
             self._buffers.add(prepared)
             return model
         if isinstance(thing, Optimizer):
-            optimizer = prepare_optimizer(thing, self.group, shard)
-            self._prepared.add_optimizer(optimizer)
-            self._updates.add_optimizer(optimizer)
-            return optimizer
+            if options.shard is not None:
+                from ddpilot.training.models.zero import shard_optimizer  # slow to import
+
+                thing = shard_optimizer(thing, self.group)
+            self._prepared.add_optimizer(thing)
+            self._updates.add_optimizer(thing)
+            return thing
         if has_state(thing):
             if isinstance(thing, ReduceLROnPlateau):
                 self._updates.keep_objective()

@@ -11,9 +11,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ddpilot.checkpoint.weights import class_name
 from ddpilot.errors import LoopError, list_names
 from ddpilot.training.losses import walk
-from ddpilot.training.models.ddp import class_name, unwrap
+from ddpilot.training.models.ddp import unwrap
 from ddpilot.training.models.reducer import is_finished
 from ddpilot.training.models.registry import PreparedObjects, parameters_of
 

@@ -12,9 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from ddpilot.checkpoint.weights import class_name
 from ddpilot.errors import LoopError
 from ddpilot.training.losses import walk
-from ddpilot.training.models.ddp import class_name
 from ddpilot.training.models.registry import PreparedModel, PreparedObjects, parameters_of
 
 

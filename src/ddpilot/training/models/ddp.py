@@ -14,7 +14,6 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from ddpilot.errors import LoopError
@@ -57,22 +56,6 @@ def wrap(model: nn.Module, group: GroupLike, options: DDPOptions | None = None) 
     return wrapped, tuple(choices)
 
 
-def prepare_optimizer(optimizer: Optimizer, group: GroupLike, shard: str | None = None) -> Optimizer:
-    """Return `optimizer`, sharded if `shard` is "optimizer". Raises LoopError for other values of `shard`."""
-    if shard is None:
-        return optimizer
-    if shard != "optimizer":
-        raise LoopError(
-            "preparing an optimizer",
-            found=f"`shard` is {shard!r}",
-            fix='Use shard="optimizer", which shards the state of the optimizers over ranks, or None.',
-            rank=group.rank,
-        )
-    from ddpilot.training.models.zero import shard_optimizer
-
-    return shard_optimizer(optimizer, group)
-
-
 def _with_synced_batch_norm(model: nn.Module, group: GroupLike) -> nn.Module:
     if group.device.type == "cpu":
         raise LoopError(
@@ -100,12 +83,6 @@ def unwrap(model: nn.Module) -> nn.Module:
         return unwrap(model.module)
     inner = getattr(model, "_orig_mod", None) or (model.module if isinstance(model, AveragedModel) else None)
     return unwrap(inner) if isinstance(inner, DistributedDataParallel) else model
-
-
-def class_name(model: nn.Module) -> str:
-    """Return the class name of the user's model, inside DDP and `torch.compile`."""
-    inner = unwrap(model)
-    return type(getattr(inner, "_orig_mod", inner)).__name__
 
 
 def reduces_in_fp16(model: nn.Module) -> bool:

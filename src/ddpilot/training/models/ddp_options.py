@@ -35,9 +35,9 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DDPOptions:
-    """The options that the user passed; None or left out: chosen by `resolve`.
+    """Options of `Loop.prepare` for DistributedDataParallel, and of `Trainer.fit` as `ddp=`.
 
-    Raises LoopError for arguments that DDP does not have and for an unknown `comm`.
+    Raises LoopError for arguments that DDP does not have and for an unknown `comm` or `shard`.
     """
 
     find_unused_parameters: bool | None = None
@@ -52,6 +52,8 @@ class DDPOptions:
     """True if rank 0 broadcasts its buffers in the first forward pass after each update, which is DDP's default."""
     comm: Literal["bf16", "fp16"] | None = None
     """The dtype in which gradients are all-reduced; None: their own dtype."""
+    shard: Literal["optimizer"] | None = None
+    """"optimizer": each rank keeps the optimizer state of its share of the parameters (ZeroRedundancyOptimizer)."""
     sync_batch_norm: bool = False
     """True if BatchNorm computes its statistics over all ranks; on GPUs only."""
     more: Mapping[str, Any] = field(default_factory=dict)
@@ -61,7 +63,7 @@ class DDPOptions:
         unknown = [name for name in self.more if name not in _KNOWN or name in _TAKEN]
         if unknown:
             own = [one.name for one in fields(self) if one.name != "more"]
-            others = [*own, "shard", *(name for name in _KNOWN if name not in (*_TAKEN, *own))]
+            others = [*own, *(name for name in _KNOWN if name not in (*_TAKEN, *own))]
             hint = "`broadcast_buffers` is `forward_sync_buffers` here."
             raise LoopError(
                 "preparing a model",
@@ -70,6 +72,9 @@ class DDPOptions:
             )
         if self.comm not in (None, "bf16", "fp16"):
             raise LoopError("preparing a model", found=f"`comm` is {self.comm!r}", fix="Use 'bf16', 'fp16' or None.")
+        if self.shard not in (None, "optimizer"):
+            fix = "Use 'optimizer', which shards the state of the optimizers over ranks, or None."
+            raise LoopError("preparing an optimizer", found=f"`shard` is {self.shard!r}", fix=fix)
 
 
 def resolve(

@@ -15,14 +15,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ddpilot.checkpoint.weights import class_name
 from ddpilot.errors import list_names
 from ddpilot.findings.display import Findings, render_html, render_text
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
 from ddpilot.group.protocol import GroupLike
-from ddpilot.training.models.ddp import class_name
 from ddpilot.training.models.ddp_options import Choice
-from ddpilot.training.models.optimizers import ShardedState
+from ddpilot.training.models.optimizers import ShardedState, local_optimizer
 from ddpilot.training.models.registry import PreparedModel, PreparedObjects
 
 
@@ -102,7 +102,7 @@ def explain(
         _explain_model(one, names[place], [seen[place] for seen, _ in of_ranks], group.world_size, accumulation)
         for place, one in enumerate(models)
     ]
-    names = _distinct_names([(_class_of(one), name_of(one)) for one in optimizers])
+    names = _distinct_names([(type(local_optimizer(one)).__name__, name_of(one)) for one in optimizers])
     for place, optimizer in enumerate(optimizers):
         parts.append(_explain_optimizer(optimizer, names[place], [sizes[place] for _, sizes in of_ranks]))
     return Explanation(tuple(parts))
@@ -196,12 +196,8 @@ def _describe_left_out(facts: Sequence[Seen]) -> Iterable[str]:
 
 
 def _count_state(optimizer: Optimizer) -> int:
-    state = getattr(optimizer, "optim", optimizer).state
+    state = local_optimizer(optimizer).state
     return sum(v.nbytes for values in state.values() for v in values.values() if isinstance(v, torch.Tensor) and v.ndim)
-
-
-def _class_of(optimizer: Optimizer) -> str:
-    return type(getattr(optimizer, "optim", optimizer)).__name__
 
 
 def _explain_optimizer(optimizer: Optimizer, name: str, sizes: Sequence[int]) -> Explained:

@@ -19,6 +19,12 @@ class ShardedState(Protocol):
         """Return the state of all ranks. Collective."""
 
 
+def local_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer of this rank's own parameters, if `optimizer` is sharded; else `optimizer` itself."""
+    inner = getattr(optimizer, "optim", None)  # of a ZeroRedundancyOptimizer, which is slow to import
+    return inner if isinstance(inner, Optimizer) else optimizer
+
+
 def full_state(optimizer: Optimizer) -> dict[str, Any]:
     """Return the unsharded `optimizer.state_dict()`, complete on rank 0. Collective if the optimizer is sharded.
 

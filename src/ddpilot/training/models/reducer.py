@@ -8,8 +8,8 @@ import re
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpilot.checkpoint.weights import class_name
 from ddpilot.errors import DdpilotError, LoopError, list_names
-from ddpilot.training.models.ddp import class_name
 from ddpilot.training.models.registry import PreparedObjects
 
 _UNFINISHED = "Expected to have finished reduction in the prior iteration"

@@ -20,7 +20,7 @@ from ddpilot.checkpoint.weights import match_weights
 from ddpilot.errors import CheckpointError, LoopError, MismatchedCheckpointError
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.models.ddp import sync_buffers
-from ddpilot.training.models.optimizers import check_groups, full_state, load_full_state
+from ddpilot.training.models.optimizers import check_groups, full_state, load_full_state, local_optimizer
 
 Weights = dict[str, dict[str, torch.Tensor]]
 
@@ -161,8 +161,8 @@ def _kind(thing: object) -> str:
 
 
 def _class_of(optimizer: Optimizer) -> str:
-    """Return the class name that determines the format of the state: for a sharded optimizer, of its shard."""
-    return type(getattr(optimizer, "optim", optimizer)).__name__
+    """Return the class name that determines the format of the state."""
+    return type(local_optimizer(optimizer)).__name__
 
 
 def _inner(thing: Any) -> Any:

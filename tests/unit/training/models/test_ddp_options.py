@@ -12,10 +12,11 @@ from torch import nn
 
 from ddpilot import FakeGroup
 from ddpilot.errors import LoopError, MismatchedCheckpointError
-from ddpilot.training.models.ddp import check_compressible, prepare_optimizer
+from ddpilot.training.models.ddp import check_compressible
 from ddpilot.training.models.ddp_options import Choice, DDPOptions, find_unused
 from ddpilot.training.models.explain import MIN_UPDATES, Explained, Explanation, Seen, list_remedies, propose
 from ddpilot.training.models.optimizers import full_state, load_full_state
+from ddpilot.training.models.zero import shard_optimizer
 
 pytestmark = pytest.mark.usefixtures("compiler_is_loaded")
 
@@ -30,6 +31,7 @@ SEEN = Seen(num_updates=MIN_UPDATES, finds_unused=True, is_steady=True, left_out
         ({"more": {"broadcast_buffers": True}}, "`broadcast_buffers` is `forward_sync_buffers` here."),
         ({"more": {"process_group": None}}, "no option `process_group`"),
         ({"comm": "fp8"}, "`comm` is 'fp8'. Use 'bf16', 'fp16' or None."),
+        ({"shard": "model"}, "`shard` is 'model'. Use 'optimizer'"),
     ],
 )
 def test_options_refuse_what_ddp_does_not_have(options: dict[str, Any], said: str) -> None:
@@ -159,21 +161,19 @@ def make_mixed() -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize(
-    ("make", "shard", "said"),
+    ("make", "found"),
     [
-        (make_lbfgs, "optimizer", "LBFGS, which updates all parameters together"),
-        (make_mixed, "optimizer", "parameters of torch.float32 and torch.float64"),
-        (make_mixed, "model", "`shard` is 'model'"),
+        (make_lbfgs, "LBFGS, which updates all parameters together"),
+        (make_mixed, "parameters of torch.float32 and torch.float64"),
     ],
 )
-def test_shard_refuses_what_cannot_be_divided(make: Any, shard: str, said: str) -> None:
+def test_shard_refuses_what_cannot_be_divided(make: Any, found: str) -> None:
     """On one rank too: a program is to be the same at any number of them."""
-    with pytest.raises(LoopError) as caught:
-        prepare_optimizer(make(), FakeGroup(), shard)
-    assert said in str(caught.value)
+    with pytest.raises(LoopError, match=found):
+        shard_optimizer(make(), FakeGroup())
 
 
 def test_shard_leaves_an_optimizer_alone_when_there_is_one_rank() -> None:
     """The same object."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    assert prepare_optimizer(optimizer, FakeGroup(), "optimizer") is optimizer
+    assert shard_optimizer(optimizer, FakeGroup()) is optimizer
