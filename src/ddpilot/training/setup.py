@@ -78,8 +78,8 @@ class LoopBase:
         self._sharing = find_sharing(self.group)
         self._prepared = PreparedObjects()
         self._flags = FlagExchange(self.group, max_time_s)
-        watch = FiniteCheck(self.group.device) if check_finite and precision != "fp16" else None
-        self._updates = UpdateState(self._prepared, self.group, self._flags, watch)
+        finite = FiniteCheck(self.group.device) if check_finite and precision != "fp16" else None
+        self._updates = UpdateState(self._prepared, self.group, self._flags, finite)
         self._signals = StopSignals(self._flags.ask)
         self._print_once = functools.cache(self.print)
         self._unprepared = UnpreparedCheck(self._prepared, self.group.rank)

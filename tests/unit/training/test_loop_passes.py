@@ -249,7 +249,7 @@ def break_after_nan(loop: Loop, model: nn.Module, optimizer: torch.optim.Optimiz
 def test_nan_before_a_break_is_raised_by_the_next_collective_call(call: Callable[[Loop, nn.Module], Any]) -> None:
     """Once, on an accelerator, whose checks have not arrived at the `break`; the weights remain finite."""
     loop, model, optimizer = make()
-    loop._updates._watch = FiniteCheck(torch.device("cuda"), Behind())  # type: ignore[arg-type]
+    loop._updates._finite = FiniteCheck(torch.device("cuda"), Behind())  # type: ignore[arg-type]
     break_after_nan(loop, model, optimizer)
     with pytest.raises(NonFiniteError, match="the loss is nan in epoch 0, batch 0"):
         call(loop, model)
@@ -260,7 +260,7 @@ def test_nan_before_a_break_is_raised_by_the_next_collective_call(call: Callable
 def test_nan_before_a_break_in_the_last_epoch_is_raised_at_the_end_of_epochs() -> None:
     """On an accelerator."""
     loop, model, optimizer = make()
-    loop._updates._watch = FiniteCheck(torch.device("cuda"), Behind())  # type: ignore[arg-type]
+    loop._updates._finite = FiniteCheck(torch.device("cuda"), Behind())  # type: ignore[arg-type]
     epochs = loop.epochs(1)
     next(epochs)
     break_after_nan(loop, model, optimizer)

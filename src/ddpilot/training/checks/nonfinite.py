@@ -29,15 +29,16 @@ _NUM_KEPT = 256
 
 @dataclass(frozen=True, eq=False)
 class _Place:
-    """Where a loss was computed; keeping the batch itself would keep its data in memory."""
+    """A batch without its data, which would stay in memory."""
 
     epoch: int
     index: int
     sample_ids: NDArray[np.int64]
+    group_size: int = 1
 
     @classmethod
     def of(cls, batch: CurrentBatch | None) -> _Place | None:
-        return None if batch is None else cls(batch.epoch, batch.index, batch.sample_ids)
+        return None if batch is None else cls(batch.epoch, batch.index, batch.sample_ids, batch.group_size)
 
     def __str__(self) -> str:
         """Return epoch, batch and samples as text."""
@@ -45,25 +46,12 @@ class _Place:
         return f"epoch {self.epoch}, batch {self.index}, " + (f"of samples {named}" if named else "of no samples")
 
 
-@dataclass(frozen=True, eq=False)
-class _Update:
+class _Update(NamedTuple):
     """Gradients of an update on an accelerator whose check has not reached the host yet."""
 
     is_finite: PendingScalar
     place: _Place | None
     """The last batch of the update."""
-    size: int
-    """Number of batches in the update."""
-
-    @classmethod
-    def of(cls, is_finite: PendingScalar, batch: CurrentBatch | None) -> _Update:
-        return cls(is_finite, _Place.of(batch), 1 if batch is None else batch.group_size)
-
-    def __str__(self) -> str:
-        """Return epoch, batch and samples as text; "" if they are unknown."""
-        if self.place is None or self.size == 1:
-            return "" if self.place is None else str(self.place)
-        return f"the update of {self.size} batches that ends with {self.place}"
 
 
 class FiniteCheck:
@@ -131,7 +119,7 @@ class FiniteCheck:
         if gradients:
             is_finite = torch.isfinite(largest(gradients) if norm is None else norm.detach())
             self._unprotected.append((frozenset(map(id, parameters)), is_finite))
-            self._pending.append(_Update.of(self._sender.send(is_finite), batch))
+            self._pending.append(_Update(self._sender.send(is_finite), _Place.of(batch)))
         return False
 
     def protect(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -151,7 +139,7 @@ class FiniteCheck:
         zero_unless(flags, [one.grad for one in parameters if one.grad is not None])
 
     def drop_unprotected(self) -> None:
-        """Forget which gradients `protect` has not seen: they are cleared or checked again before they are applied."""
+        """Forget the gradients that wait for `protect`: they are cleared or checked again before they are applied."""
         self._unprotected.clear()
 
     def find_pending(self) -> bool:
@@ -165,19 +153,18 @@ class FiniteCheck:
 
     def _read(self) -> None:
         update = self._pending.popleft()
-        if not update.is_finite.read():
-            self._found = update
+        self._found = None if update.is_finite.read() else update
 
     def updated_with(self, batch: CurrentBatch | None) -> str:
         """Return epoch, batch and this rank's samples of the update whose gradients are not finite; "" if unknown.
 
         On the CPU, it is the update that ends with `batch`. For an update of several batches, the last one is named.
         """
-        if self._is_late:
-            return "" if self._found is None else str(self._found)
         place = _Place.of(batch)
-        if place is not None and batch is not None and batch.group_size > 1:
-            return f"the update of {batch.group_size} batches that ends with {place}"
+        if self._is_late:
+            place = None if self._found is None else self._found.place
+        if place is not None and place.group_size > 1:
+            return f"the update of {place.group_size} batches that ends with {place}"
         return "" if place is None else str(place)
 
     def find_own(self) -> str:
@@ -291,17 +278,17 @@ def describe_parameters(models: Iterable[nn.Module], *, with_gradients: bool = T
 
 
 def raise_nonfinite(
-    group: GroupLike, watch: FiniteCheck, models: Iterable[nn.Module], batch: CurrentBatch | None
+    group: GroupLike, check: FiniteCheck, models: Iterable[nn.Module], batch: CurrentBatch | None
 ) -> NoReturn:
     """Raise NonFiniteError on every rank, with the reports of all ranks. Collective: call it once all ranks know.
 
     `batch`: the current batch of the ranks.
     """
     models = list(models)
-    watch.find_pending()  # this rank may know less than the rank that reported it
-    mine = watch.updated_with(batch), watch.report(models), watch.find_own()
-    described = watch.describe(models)
-    watch.forget()
+    check.find_pending()  # this rank may know less than the rank that reported it
+    mine = check.updated_with(batch), check.report(models), check.find_own()
+    described = check.describe(models)
+    check.forget()
     reports = group.all_gather_object(mine) if group.world_size > 1 else [mine]
     by_rank = [(rank, text) for rank, (_, text, _) in enumerate(reports) if text]
     if by_rank:

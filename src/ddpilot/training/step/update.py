@@ -7,6 +7,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
@@ -78,13 +79,13 @@ class UpdateState:
     """The current batch, and the gradients of the `prepared` models up to the next update."""
 
     def __init__(
-        self, prepared: PreparedObjects, group: GroupLike, flags: FlagExchange, watch: FiniteCheck | None
+        self, prepared: PreparedObjects, group: GroupLike, flags: FlagExchange, finite: FiniteCheck | None
     ) -> None:
         self._prepared = prepared
         self._group = group
         self._device_type = group.device.type
         self._flags = flags
-        self._watch = watch
+        self._finite = finite
         self._totals: dict[tuple[int, ...], CountTotals] = {}
         self._is_due = self._is_spoilt = self._is_left = False
         self.has_backward = False
@@ -104,7 +105,7 @@ class UpdateState:
         self._leftovers = LeftoverGradientCheck(prepared, group.rank)
         self._shared = SharedParameterCheck(prepared, group.rank)
         self.reducers = ReducerErrors(prepared, group.rank)
-        """Detects parameters that DDP waits for in vain."""
+        """Detects parameters whose gradients DDP waits for and did not get."""
         self.bypasses = ForwardBypassCheck(prepared, group.rank)
         """Detects DDP models that an update bypasses."""
         self.accumulating: tuple[nn.Module, ...] = ()
@@ -114,8 +115,8 @@ class UpdateState:
 
     def add_model(self, prepared: PreparedModel) -> None:
         """Record the local gradients of `prepared`, which was just added, before they are all-reduced."""
-        if self._watch is not None and prepared.ddp is not None:
-            self._watch.probes.watch(prepared.module, prepared.reduced.values())
+        if self._finite is not None and prepared.ddp is not None:
+            self._finite.probes.watch(prepared.module, prepared.reduced.values())
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Compare the parameters of `optimizer`, which was just prepared, with those of the other optimizers."""
@@ -185,8 +186,7 @@ class UpdateState:
         self, loss: torch.Tensor, count: float | None, scaler: torch.amp.GradScaler | None, retain_graph: bool
     ) -> None:
         """Implement `Loop.backward`. Collective if gradients are all-reduced or `count` is given."""
-        self._drop_spoilt()
-        self._forget_checks()
+        self._begin_backward()
         self._check_loss(loss)
         self._is_reduced = False
         num_local = self._local_count(count)
@@ -209,8 +209,7 @@ class UpdateState:
         self, losses: Mapping[Any, Any], count: float | None, scaler: torch.amp.GradScaler | None, retain_graph: bool
     ) -> None:
         """Run `backward` for several named losses, each with or without its own count. Collective."""
-        self._drop_spoilt()
-        self._forget_checks()
+        self._begin_backward()
         if count is not None:
             raise self._error("`count` with several losses", 'Pass a count for each: {"box": (loss, count)}.')
         parts = self._read(losses)
@@ -246,8 +245,8 @@ class UpdateState:
 
         Without `seeds`, it adds only other ranks' gradients to gathered rows.
         """
-        if seeds is None and self._watch is not None:
-            self._watch.probes.pause()
+        if seeds is None and self._finite is not None:
+            self._finite.probes.pause()
         if seeds is None and has_gather(losses):
             with silencing(losses, ()):
                 self._run(losses, [0.0] * len(losses), scaler, retain_graph)
@@ -263,11 +262,9 @@ class UpdateState:
             losses = [scaler.scale(loss) for loss in losses]
         self._shared.begin_pass()
         hooks = self._leftovers.begin_pass()
+        is_autocast = torch.is_autocast_enabled(self._device_type)
         try:
-            if torch.is_autocast_enabled(self._device_type):
-                with torch.autocast(self._device_type, enabled=False):
-                    backward_weighted(losses, seeds, self._prepared, retain_graph=retain_graph)
-            else:
+            with torch.autocast(self._device_type, enabled=False) if is_autocast else nullcontext():
                 backward_weighted(losses, seeds, self._prepared, retain_graph=retain_graph)
         except RuntimeError as error:
             self.reducers.explain(error)
@@ -348,7 +345,7 @@ class UpdateState:
             self._begin()
         if self._flags.is_under_way:
             self._finish()
-        if optimizer is not None and self._watch is not None:
+        if optimizer is not None and self._finite is not None:
             known = self._prepared.trained_ids
             reduced = [one for one in parameters_of(optimizer) if id(one) in known]
             if reduced and not (self._checked and self._checked.issuperset(map(id, reduced))):
@@ -366,9 +363,9 @@ class UpdateState:
 
         Collective after a `break` or an exception, and waits for the device; otherwise it does nothing.
         """
-        if self._is_left and self._watch is not None:
+        if self._is_left and self._finite is not None:
             self._is_left = False
-            self._watch.find_pending()
+            self._finite.find_pending()
             self._begin()  # an exception may have ended the last update of one rank before its check
             self._finish()
 
@@ -378,8 +375,8 @@ class UpdateState:
         On an accelerator it waits for the device, whose results arrive late. Call it before weights are saved or
         evaluated.
         """
-        if self._watch is not None and self._watch.find_pending():
-            self._raise_nonfinite(self._watch)
+        if self._finite is not None and self._finite.find_pending():
+            self._raise_nonfinite(self._finite)
         self._means.check_arrived(waits=True)
 
     def _check_backward(self, optimizer: Optimizer) -> None:
@@ -399,7 +396,7 @@ class UpdateState:
         """Raise NonFiniteError, on all ranks alike, if the `norm` of the gradients of `parameters` is not finite."""
         clipped = {id(parameter) for parameter in parameters}
         # The norm of gradients that were not all-reduced may differ between ranks.
-        if self._watch is not None and clipped <= self._prepared.trained_ids:
+        if self._finite is not None and clipped <= self._prepared.trained_ids:
             self._check_finite(parameters, norm)
             self._checked |= clipped
 
@@ -414,21 +411,22 @@ class UpdateState:
         return unfinished
 
     def protect(self, optimizer: Optimizer) -> None:
-        """Before `optimizer` steps, set gradients to zeros that are not finite, which only the device knows yet."""
-        if self._watch is not None:
-            self._watch.protect(list(parameters_of(optimizer)))
+        """Before `optimizer` steps, set its gradients to zeros, on the device, if they are not finite."""
+        if self._finite is not None:
+            self._finite.protect(list(parameters_of(optimizer)))
 
     def _check_finite(self, parameters: Sequence[torch.Tensor], norm: torch.Tensor | None = None) -> None:
-        if self._watch is not None and self._watch.find(parameters, self.batch, norm):
-            self._raise_nonfinite(self._watch)
+        if self._finite is not None and self._finite.find(parameters, self.batch, norm):
+            self._raise_nonfinite(self._finite)
 
-    def _raise_nonfinite(self, watch: FiniteCheck) -> NoReturn:
+    def _raise_nonfinite(self, finite: FiniteCheck) -> NoReturn:
         self._is_spoilt = True
         self._checked.clear()  # a program that catches the error may still step on these gradients
-        raise_nonfinite(self._group, watch, self._prepared, self.batch)
+        raise_nonfinite(self._group, finite, self._prepared, self.batch)
 
-    def _drop_spoilt(self) -> None:
-        """Clear the gradients that a NonFiniteError has kept for inspection: training continues without them."""
+    def _begin_backward(self) -> None:
+        """Clear the gradients that a NonFiniteError has kept for inspection, and check all gradients again later."""
+        self._forget_checks()
         if self._is_spoilt:
             self._is_spoilt = False
             for model in self._prepared:
@@ -436,13 +434,13 @@ class UpdateState:
             self._groups.begin()
 
     def _forget_checks(self) -> None:
-        """Check all gradients again before they are applied: a backward pass adds to them."""
+        """Check all gradients again before they are applied."""
         self._checked.clear()
-        if self._watch is not None:
-            self._watch.drop_unprotected()
+        if self._finite is not None:
+            self._finite.drop_unprotected()
 
     def _seed(self, loss: torch.Tensor, weight: float, name: str = "") -> torch.Tensor | float:
-        return weight if self._watch is None else self._watch.seed(loss, weight, self.batch, name)
+        return weight if self._finite is None else self._finite.seed(loss, weight, self.batch, name)
 
     def _num_factors(self, scaler: torch.amp.GradScaler | None) -> int:
         # fp16 losses leave out DDP's factor world_size, so they overflow where a single process does: see `Precision`.
@@ -451,14 +449,14 @@ class UpdateState:
     def _begin(self, count: float = 0.0, more: Sequence[float] = ()) -> None:
         if self._flags.is_under_way:
             self._finish()
-        is_bad = self.is_update and self._watch is not None and self._watch.is_bad
+        is_bad = self.is_update and self._finite is not None and self._finite.is_bad
         self._flags.begin(count=count, is_bad=is_bad, more=more)
         self._is_due = False
 
     def _finish(self) -> Decision:
         decision = self._flags.finish()
-        if decision.num_bad and self._watch is not None:
-            self._raise_nonfinite(self._watch)
+        if decision.num_bad and self._finite is not None:
+            self._raise_nonfinite(self._finite)
         return decision
 
     def _check_loss(self, loss: object, where: str = "") -> None:
