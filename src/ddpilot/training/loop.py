@@ -459,7 +459,7 @@ class Loop(LoopBase):
         stop the training. Raises LoopError without a `checkpoint_dir`.
         """
         self._saves_by = "user"
-        self._checkpointer.ask(metrics, in_batch=self._updates.batch is not None)
+        self._checkpointer.request(metrics, in_batch=self._updates.batch is not None)
 
     def resume(self, *, other_data: bool = False) -> bool:
         """Resume from the latest intact checkpoint. True if there is one. Collective.

@@ -80,7 +80,7 @@ class LoopBase:
         self._flags = FlagExchange(self.group, max_time_s)
         finite = FiniteCheck(self.group.device) if check_finite and precision != "fp16" else None
         self._updates = UpdateState(self._prepared, self.group, self._flags, finite)
-        self._signals = StopSignals(self._flags.ask)
+        self._signals = StopSignals(self._flags.request)
         self._print_once = functools.cache(self.print)
         self._unprepared = UnpreparedCheck(self._prepared, self.group.rank)
         self._lone_break = LoneBreakCheck(self.group)
@@ -201,7 +201,7 @@ class LoopBase:
         Not collective.
         """
         self._signals = signals
-        signals.report_to(self._flags.ask)
+        signals.report_to(self._flags.request)
 
     def release_directory(self) -> None:
         """Allow other processes to write to the checkpoint directory, once pending writes are on disk. Not collective.
@@ -227,7 +227,7 @@ class LoopBase:
         if everywhere:
             self._flags.agree("asked")
         else:
-            self._flags.ask("asked")
+            self._flags.request("asked")
 
     def print(self, *values: object, **options: Any) -> None:
         """Call `print` on rank 0, above the progress bar; does nothing on the other ranks."""

@@ -21,8 +21,7 @@ from ddpilot.training.models.registry import PreparedModel, PreparedObjects, par
 class ClearedGradientCheck:
     """Detects gradients of an accumulation group that were cleared before its update.
 
-    It looks at one parameter of each model for each optimizer, as optimizers clear the gradients of their own
-    parameters.
+    It checks one parameter of each model for each optimizer, as optimizers clear the gradients of their own parameters.
     """
 
     def __init__(self, prepared: PreparedObjects, rank: int) -> None:
@@ -102,7 +101,7 @@ class _Added:
         if now is None or now is not self._gradient or now._version == self._version:
             return now is None
         self._version = now._version
-        # The gradient of one parameter may be zero by itself.
+        # The gradient of a single parameter may be zero.
         return not any(one.grad is not None and bool(one.grad.any()) for one in (self.parameter, *self._part))
 
 

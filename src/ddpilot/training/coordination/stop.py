@@ -46,7 +46,7 @@ class Decision:
     reasons: tuple[str, ...]
     """Those of `REASONS` that some rank sent; if any, all ranks stop after this update."""
     saves: bool = False
-    """True if some rank asked for a checkpoint."""
+    """True if some rank requested a checkpoint."""
     more: tuple[float, ...] = ()
     """Sums of the further numbers that the ranks sent."""
 
@@ -66,8 +66,8 @@ class FlagExchange:
         self._clock = clock
         self._max_time_s = max_time_s
         self._deadline: float | None = None
-        self._asked: set[str] = set()
-        self._asks_save = self._decided_save = False
+        self._requested: set[str] = set()
+        self._requests_save = self._decided_save = False
         self._sent: list[float] | None = None
         self._handle: dist.Work | None = None
         self._flags: torch.Tensor | None = None
@@ -82,13 +82,13 @@ class FlagExchange:
         if self._deadline is None and self._max_time_s is not None:
             self._deadline = self._clock() + self._max_time_s
 
-    def ask(self, reason: str) -> None:
+    def request(self, reason: str) -> None:
         """Request a stop of all ranks, for one of `REASONS`. Not collective; safe in a signal handler."""
-        self._asked.add(reason)
+        self._requested.add(reason)
 
-    def ask_save(self) -> None:
+    def request_save(self) -> None:
         """Request a checkpoint of all ranks after an update. Not collective."""
-        self._asks_save = True
+        self._requests_save = True
 
     def take_save(self) -> bool:
         """True if a checkpoint was decided since the last call. The same on every rank; not collective."""
@@ -111,11 +111,11 @@ class FlagExchange:
         """
         now_s = self._clock()
         if self._deadline is not None and now_s > self._deadline:
-            self._asked.add("time")
+            self._requested.add("time")
         pace_s = (now_s - self._since_s) / max(self._num_updates, 1)
-        wants = (self._asks_save, *(reason in self._asked for reason in REASONS))
-        self._sent = [count, float(is_bad), pace_s, *map(float, wants), *more]
-        self._asks_save = False
+        requests = (self._requests_save, *(reason in self._requested for reason in REASONS))
+        self._sent = [count, float(is_bad), pace_s, *map(float, requests), *more]
+        self._requests_save = False
         if self._group.world_size == 1:
             return
         self._flags = torch.tensor(self._sent, dtype=torch.float64, device=wire_device(self._group))
@@ -166,7 +166,7 @@ _SIGNALS = tuple(
 class StopSignals:
     """Context in which SIGINT, SIGTERM and SIGUSR1 only call `report` with their name; no collective runs in a handler.
 
-    A launched rank also reports to its parent that it handled SIGINT and will exit by itself.
+    A launched rank also reports to its parent that it handled SIGINT and will exit on its own.
 
     A second SIGINT calls the previous handler, to stop at once. SIGTERM and SIGUSR1 are left unchanged if other code
     handles them. Does nothing outside the main thread. Reentrant.

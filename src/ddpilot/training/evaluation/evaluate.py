@@ -60,13 +60,13 @@ def evaluate(
             rank=group.rank,
         )
     meters = make_meters(metrics, group.device)
-    asks = group.world_size > 1 and any(meter.asks_for_range for meter in meters.values())
+    needs_range = group.world_size > 1 and any(meter.needs_range for meter in meters.values())
     with evaluation_mode(model, group) as inner:
         for batch in iterate_groups(loader, group, epoch=0):
             arguments = None
             if batch.count:
                 arguments = (forward or forward_batch)(inner, to_device(batch.data, group.device))
-            is_divided = asks and divides_range(arguments, group)
+            is_divided = needs_range and divides_range(arguments, group)
             for name, meter in meters.items():
                 with naming_metric(name, batch.index, group.rank):
                     if arguments is not None:

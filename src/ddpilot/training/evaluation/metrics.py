@@ -21,7 +21,7 @@ class Meter(Protocol):
     """Accumulates one metric over the batches of an evaluation."""
 
     @property
-    def asks_for_range(self) -> bool:
+    def needs_range(self) -> bool:
         """True if the metric depends on whether a whole batch is in [0, 1]; `end_batch` then needs `is_divided`."""
 
     def update(self, arguments: tuple[Any, ...], count: int, /) -> None:
@@ -135,7 +135,7 @@ class MeanOf:
     If it returns (mean, count), that count is the weight, e.g. of tokens. Of a dict of values, the result is the sum.
     """
 
-    asks_for_range = False
+    needs_range = False
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self._name = name
@@ -189,7 +189,7 @@ class MergedMetric:
     def __init__(self, metric: Any) -> None:
         self._metric = metric
         self._waiting: tuple[Any, ...] | None = None
-        self.asks_for_range = _normalises(metric)
+        self.needs_range = _normalises(metric)
 
     def update(self, arguments: tuple[Any, ...], _count: int, /) -> None:
         self._waiting = arguments
@@ -200,7 +200,7 @@ class MergedMetric:
         Collective if the ranks' outputs differ in range: rank 0 then updates with all samples.
         """
         mine, self._waiting = self._waiting, None
-        if is_divided and self.asks_for_range:
+        if is_divided and self.needs_range:
             whole = _gather(mine, group)
             mine = whole if group.is_rank_zero else None
         if mine is not None:
@@ -223,7 +223,7 @@ class CollectedMetrics:
 
     def __init__(self, meters: Mapping[str, Meter]) -> None:
         self._meters = meters
-        self.asks_for_range = any(meter.asks_for_range for meter in meters.values())
+        self.needs_range = any(meter.needs_range for meter in meters.values())
 
     def update(self, arguments: tuple[Any, ...], count: int) -> None:
         for meter in self._meters.values():
@@ -241,7 +241,7 @@ class CollectedMetrics:
 class GatheredMetric:
     """Any other torchmetrics metric: every rank updates it with all samples of a batch, in dataset order."""
 
-    asks_for_range = False
+    needs_range = False
 
     def __init__(self, metric: Any, device: torch.device) -> None:
         self._metric = metric

@@ -54,7 +54,7 @@ class RunCheckpointer:
         self._has_begun = self._is_measured = self._is_stream_missed = False
         self.is_in_epochs = False
         """True while `Loop.epochs` counts the epochs."""
-        self._is_asked = self._is_unreported = self._is_metric_missed = False
+        self._is_requested = self._is_unreported = self._is_metric_missed = False
         self._resumed = ""
         self._best = None if options.best is None else Monitor.parse(options.best)
         self._metrics: dict[str, float] = {}
@@ -138,14 +138,14 @@ class RunCheckpointer:
             "the stream ends before that batch. If it was longer in the saved run, it is a different stream now."
         )
 
-    def ask(self, metrics: Mapping[str, float] | None, *, in_batch: bool) -> None:
+    def request(self, metrics: Mapping[str, float] | None, *, in_batch: bool) -> None:
         """Implement `Loop.save`. Collective outside of epochs and batches."""
         self._require("saving")
         self._metrics = {name: float(value) for name, value in (metrics or {}).items()}
         if self._best is not None and metrics is not None and self._best.name not in self._metrics:
             found = f"`best` is '{self._best}', and the metrics are {', '.join(map(repr, metrics)) or 'empty'}"
             raise self._error("saving", found, "Pass the metric under the name in `best`.")
-        self._is_asked = True
+        self._is_requested = True
         if not in_batch and not self.is_in_epochs:
             self._save(self._position.next_batch)
             self.wait()
@@ -227,8 +227,8 @@ class RunCheckpointer:
             self.report_resumed()
         if self._checkpoints is None:
             return
-        if self._is_asked:
-            self._is_asked = False
+        if self._is_requested:
+            self._is_requested = False
             self._report(_SAVED_BEFORE if kind is None else _LEFT_BY_BREAK)
         self.release()
 
@@ -241,12 +241,12 @@ class RunCheckpointer:
 
     def _is_due(self, checkpoints: CollectiveCheckpoints) -> bool:
         every, every_s = self._options.save_every_updates, self._options.save_every_s
-        is_due = self._flags.take_save() or self._is_asked
+        is_due = self._flags.take_save() or self._is_requested
         is_due |= every is not None and self._num_updates - self._num_updates_saved >= every
         if self._group.is_rank_zero:
             checkpoints.folder.poll()
             if not is_due and every_s is not None and time.monotonic() - self._saved_s >= every_s:
-                self._flags.ask_save()
+                self._flags.request_save()
         return is_due
 
     def _save(self, next_batch: int) -> None:
@@ -261,7 +261,7 @@ class RunCheckpointer:
             part={_FACTS: self._position.facts, **self._stream_state(next_batch)},
             metrics=self._metrics,
         )
-        self._is_asked, self._is_unreported, self._metrics = False, True, {}
+        self._is_requested, self._is_unreported, self._metrics = False, True, {}
         self._num_updates_saved = self._num_updates
         self._saved_s = time.monotonic()
         self.held_up_s += time.perf_counter() - began_s

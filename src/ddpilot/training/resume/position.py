@@ -249,7 +249,7 @@ def check_unchanged(before: Mapping[str, Any], now: Mapping[str, Any], step: int
     known = [name for name in _CHANGES if before.get(name) is not None and now.get(name) is not None]
     differing = [name for name in known if before[name] != now[name]]
     if len(differing) > 1 and "batches" in differing:
-        differing.remove("batches")  # it follows from the others
+        differing.remove("batches")  # it follows from the other differences
     if not differing:
         return
     changes = []
