@@ -82,7 +82,7 @@ class ZeroOptimizer(ZeroRedundancyOptimizer):
         """Raise LoopError: the state is spread over all ranks."""
         raise LoopError(
             "reading the state of a sharded optimizer",
-            found=f"rank {self._group.rank} has only the state of its own parameters",
+            found=f"rank {self._group.rank} has the state of its own parameters only",
             fix="Call ddpilot.training.models.optimizers.full_state(optimizer) on every rank: rank 0 gets all of it.",
             rank=self._group.rank,
         )
