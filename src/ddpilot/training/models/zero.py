@@ -90,9 +90,12 @@ class ZeroOptimizer(ZeroRedundancyOptimizer):
     def gather_state(self) -> dict[str, Any]:
         """Return the unsharded `state_dict()`, complete on rank 0, without state on the other ranks. Collective."""
         state: dict[int, dict[str, Any]] = {}
-        outlines = self._group.all_gather_object(_outline(self._local_state()))
+        mine = self._local_state()
+        outlines = self._group.all_gather_object(
+            {number: {name: _outline(value) for name, value in values.items()} for number, values in mine.items()}
+        )
         for owner, outline in enumerate(outlines):
-            own = self._local_state() if owner == self._group.rank else {}
+            own = mine if owner == self._group.rank else {}
             for number, values in outline.items():
                 tensors = own.get(number, {})
                 found = {name: self._fetch(value, tensors.get(name), owner) for name, value in values.items()}
@@ -154,8 +157,6 @@ class _Shape(tuple[Any, ...]):
 
 
 def _outline(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _outline(part) for name, part in value.items()}
     if not isinstance(value, torch.Tensor):
         return value
     return _Shape((tuple(value.shape), value.dtype)) if value.ndim else value.detach().cpu().clone()
