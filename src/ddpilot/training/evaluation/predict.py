@@ -92,7 +92,7 @@ def _finish(sink: _InMemory | _InFolder | None, failure: Exception | None, group
         if failure is not None:
             raise failure
         return value
-    report = None  # found and fix, for the error on all ranks
+    report: tuple[str, str] | None = None  # found and fix, for the error on all ranks
     if isinstance(failure, LoopError):
         report = failure.found, failure.fix
     elif failure is not None:

@@ -7,7 +7,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
@@ -262,9 +262,11 @@ class UpdateState:
             losses = [scaler.scale(loss) for loss in losses]
         self._shared.begin_pass()
         hooks = self._leftovers.begin_pass()
-        is_autocast = torch.is_autocast_enabled(self._device_type)
+        outside: AbstractContextManager[object] = nullcontext()
+        if torch.is_autocast_enabled(self._device_type):
+            outside = torch.autocast(self._device_type, enabled=False)
         try:
-            with torch.autocast(self._device_type, enabled=False) if is_autocast else nullcontext():
+            with outside:
                 backward_weighted(losses, seeds, self._prepared, retain_graph=retain_graph)
         except RuntimeError as error:
             self.reducers.explain(error)
