@@ -106,11 +106,11 @@ class Trainer(TrainerCore):
         `train_set`, `val_set`: datasets, with `global_batch_size` or `batch_size_per_rank`; or DataLoaders, with their
         own batch size. `validate_every`: number of epochs between validations, counted over all fits; the last epoch is
         always validated. `loader`: further options of `Loop.loader` for the training data; `ddp`: options of
-        `Loop.prepare`, as DDPOptions or a dict. `checkpoint_dir`, `resume`: as for `Loop`, which resumes from the latest checkpoint there if it
-        is further than this trainer; `other_data`: also if an epoch starts with a dataset of different length.
-        `checkpoints`: `keep`, `best` (with a name of the history, "max val_acc") and the others, as CheckpointOptions
-        or a dict. As `epochs`
-        counts from the trainer's position, a repeated call trains further; with `until_epoch`, a total, it does not.
+        `Loop.prepare`, as DDPOptions or a dict. `checkpoint_dir`, `resume`: as for `Loop`, which resumes from the
+        latest checkpoint there if it is further than this trainer; `other_data`: also if an epoch starts with a dataset
+        of different length. `checkpoints`: `keep`, `best` (with a name of the history, "max val_acc") and the other
+        options, as CheckpointOptions or a dict. As `epochs` counts from the trainer's position, a repeated call trains
+        further; with `until_epoch`, a total, it does not.
         `check_finite`: as for `Loop`. `progress`: False shows neither a bar nor a line per epoch.
 
         After Ctrl-C, `max_time_s` seconds or a callback's stop, all ranks stop after the same update, within about 0.1
