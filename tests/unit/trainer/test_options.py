@@ -18,7 +18,8 @@ def test_fit_takes_option_dataclasses(tmp_path: Path) -> None:
     """As it takes dictionaries; the directory is an argument of its own."""
     model = nn.Linear(1, 1)
     data = TensorDataset(torch.ones(4, 1), torch.ones(4, 1))
-    trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Trainer(model=model, optimizer=optimizer, loss_fn=nn.MSELoss())
     trainer.fit(
         data,
         epochs=3,
