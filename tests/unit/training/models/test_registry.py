@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 from ddpilot.training.models.registry import PreparedObjects
+
+pytestmark = pytest.mark.usefixtures("compiler_is_loaded")
 
 
 def make_optimizer(*models: nn.Module) -> torch.optim.SGD:
