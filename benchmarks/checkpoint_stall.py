@@ -51,7 +51,7 @@ class Training:
 
     def finish(self) -> None:
         """Wait until nothing is being written."""
-        assert self.loop._keeper.wait(), "the disk is full"
+        assert self.loop._checkpointer.wait(), "the disk is full"
 
     def save(self) -> float:
         """Seconds that a save stops training; it is on the disk before this returns."""

@@ -92,6 +92,11 @@ def did_you_mean(
     return f"Did you mean {' or '.join(map(show, near))}?" if near else ""
 
 
+def list_names(names: Sequence[str], num: int = 5) -> str:
+    """Return the first `num` of `names` and how many follow, such as "a, b and 3 more"."""
+    return ", ".join(names[:num]) + (f" and {len(names) - num} more" if len(names) > num else "")
+
+
 def is_known(type_name: str) -> bool:
     """True if `type_name` is an exception of ddpilot, whose message starts with its rank."""
     return type_name in globals()

@@ -13,11 +13,11 @@ from torch.utils.data import TensorDataset
 
 from benchmarks.same_training import train_with_loop
 from benchmarks.small_models import make_data, make_model
+from ddpilot.data.nested import to_host
 from ddpilot.errors import LoopError, NonFiniteError, OutOfMemoryError
 from ddpilot.training.batch_size import find_batch_size
 from ddpilot.training.loop import Loop
 from ddpilot.training.models.ddp import unwrap
-from ddpilot.training.nested import to_host
 
 KINDS = ("mlp", "cnn", "gpt")
 SHARES = {2: [2.0, 1.0]}

@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import Dataset
 
 from ddpilot import FakeGroup
-from ddpilot.data.batches import to_device
 from ddpilot.data.loaders import make_loader
+from ddpilot.data.nested import to_device
 from ddpilot.environments.nvml import count_accelerators
 
 pytestmark = [

@@ -215,8 +215,8 @@ class Writer:
     def of(cls, folder: Path) -> Writer | None:
         """Lock the existing directory `folder`; None if it cannot be locked.
 
-        Raises WriterTakenError, and NotAFileError for a symbolic link in place of the lock file, which another user of
-        a shared directory may have made.
+        Raises WriterTakenError, and NotAFileError for a symbolic link in place of the lock file, which a different
+        user of a shared directory may have made.
         """
         path = folder / _WRITER
         with contextlib.suppress(FileNotFoundError):

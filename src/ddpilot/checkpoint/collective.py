@@ -36,7 +36,7 @@ class CollectiveCheckpoints:
     def __init__(self, group: GroupLike, folder: CheckpointDir) -> None:
         self.folder = folder
         self._group = group
-        self._snapshots = HostCopy()
+        self._host_copy = HostCopy()
 
     def check_writable(self) -> None:
         """Raise CheckpointError on every rank if rank 0 cannot write to the directory. Collective."""
@@ -66,7 +66,7 @@ class CollectiveCheckpoints:
         """
         own: CheckpointError | dict[str, Any]
         try:
-            own = self._snapshots.take({RNG: capture_rng(self._group.device), **(part or {})})
+            own = self._host_copy.take({RNG: capture_rng(self._group.device), **(part or {})})
         except Exception as error:  # noqa: BLE001  (whatever it is, all ranks raise it)
             own = _as_checkpoint_error("copying this rank's part of a checkpoint", error, self._group)
             own.rank = self._group.rank
@@ -103,11 +103,11 @@ class CollectiveCheckpoints:
         else:
             if own.manifest.checksum == chosen.manifest.checksum:
                 return own, None
-            found = "this rank sees another one under that name"
+            found = "this rank sees a different checkpoint under that name"
         return None, CheckpointError(
             f"opening the checkpoint that rank 0 found, {self.folder.path / chosen.path.name}",
             found=found,
-            fix="Every rank has to see the same directory: put it on a file system that all machines share.",
+            fix="Every rank has to see the same directory: use a file system that all machines share.",
             rank=self._group.rank,
         )
 

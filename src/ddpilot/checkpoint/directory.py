@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import errno
-import math
 import os
 import re
 import shutil
@@ -14,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -30,17 +29,18 @@ from ddpilot.checkpoint.atomic_files import (
 from ddpilot.checkpoint.format import STAGING_PREFIX, Checkpoint, Contents, read_checkpoint, write_checkpoint
 from ddpilot.checkpoint.host_copy import HostCopy
 from ddpilot.checkpoint.manifest import RunProgress
+from ddpilot.checkpoint.monitor import Monitor
 from ddpilot.checkpoint.safetensors_file import check_dtypes, plain_names
 from ddpilot.errors import CheckpointError, CorruptCheckpointError
 from ddpilot.group.device import is_out_of_memory
 
 
-def tell_stderr(text: str) -> None:
+def write_stderr(text: str) -> None:
     """Write `text` to stderr, with the prefix "ddpilot: "."""
     sys.stderr.write(f"ddpilot: {text}\n")
 
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LATEST = "latest"
 BEST = "best"
 _NAME = re.compile(r"save-(\d{6,})-step-(\d+)")
@@ -53,7 +53,7 @@ class CheckpointDir:
     """The checkpoints of one run, in the directory `path`. One process writes; any process reads.
 
     `keep`: number of newest checkpoints to keep, 3 by default, at least 1; None keeps all. `best`: "max acc" or "min
-    loss"; the best checkpoint by that metric is kept as well. `tell`: called with every message for the user, on the
+    loss"; the best checkpoint by that metric is kept as well. `report`: called with every message for the user, on the
     thread that called the method; stderr by default.
 
     A save that fails because of the disk (no space, no permission, an I/O error) is reported and does not stop
@@ -66,16 +66,18 @@ class CheckpointDir:
         *,
         keep: int | None = 3,
         best: str | None = None,
-        tell: Callable[[str], None] = tell_stderr,
+        report: Callable[[str], None] = write_stderr,
     ) -> None:
         if keep is not None and keep < 1:
             raise CheckpointError(f"keeping checkpoints in {path}", found=f"`keep` is {keep}", fix="Keep at least 1.")
         self.path = Path(path).expanduser()
         self._keep = keep
-        self._best = parse_best(best)
-        self._tell = tell
-        self._snapshots = HostCopy()
-        self._background = Background()
+        self._monitor = None if best is None else Monitor.parse(best)
+        self._report = report
+        self._host_copy = HostCopy()
+        self._future: Future[None] | None = None
+        self._notes: list[str] = []
+        self._is_saved = True  # the last save succeeded, or there was none
         self._writer: Writer | None = None
 
     def check_writable(self) -> None:
@@ -89,7 +91,7 @@ class CheckpointDir:
             probe(self.path)
         except OSError as error:
             raise CheckpointError(
-                f"trying to write in {self.path}",
+                f"writing in {self.path}",
                 found=f"{error.strerror} ({type(error).__name__})",
                 fix="Training has not started. Choose a `checkpoint_dir` that this user may write to.",
             ) from error
@@ -99,14 +101,14 @@ class CheckpointDir:
                 continue
             if not self.names():
                 raise CheckpointError(
-                    f"making ready to save in {self.path}",
-                    found=f"there is a `{pointer}` that no checkpoint wrote, and the next one would replace it",
-                    fix="Training has not started. Choose a `checkpoint_dir` of its own, or remove that file.",
+                    f"preparing to save in {self.path}",
+                    found=f"there is a `{pointer}` of a different program, which the next checkpoint would replace",
+                    fix="Training has not started. Choose a different `checkpoint_dir`, or remove that file.",
                 )
-            aside = self._move_damaged(pointer)
-            self._tell(
-                f"`{pointer}` in {self.path} is damaged (it names no checkpoint), and is now {aside.name}; the "
-                "checkpoints next to it are used without it"
+            renamed = self._rename_damaged(pointer)
+            self._report(
+                f"`{pointer}` in {self.path} is damaged (it does not name a checkpoint) and was renamed to "
+                f"{renamed.name}; the checkpoints next to it are used without it"
             )
 
     def claim(self) -> None:
@@ -127,13 +129,13 @@ class CheckpointDir:
             self._writer = Writer.of(self.path)
         except WriterTakenError as error:
             raise CheckpointError(
-                f"making ready to save in {self.path}",
-                found=f"another job writes its checkpoints there: {error.owner}",
-                fix="Give this one a `checkpoint_dir` of its own, or wait until that job has ended.",
+                f"preparing to save in {self.path}",
+                found=f"a different job writes its checkpoints there: {error.owner}",
+                fix="Choose a different `checkpoint_dir`, or wait until that job has ended.",
             ) from error
         except NotAFileError as error:
             raise CheckpointError(
-                f"making ready to save in {self.path}",
+                f"preparing to save in {self.path}",
                 found=str(error),
                 fix="Remove it, or choose a `checkpoint_dir` in which other users cannot write.",
             ) from error
@@ -151,7 +153,7 @@ class CheckpointDir:
     def reserve(self, num_bytes: int) -> None:
         """Preallocate memory for a copy of `num_bytes`, in the background, so that the first save is fast, too."""
         self.wait()
-        self._background.start(lambda: self._reserve(num_bytes))
+        self._start(lambda: self._reserve(num_bytes))
 
     def save(
         self,
@@ -176,37 +178,39 @@ class CheckpointDir:
             raise CheckpointError(
                 f"saving step {progress.step}",
                 found=f"{len(parts)} parts for {progress.world_size} ranks",
-                fix="Hand over the part of every rank, in rank order.",
+                fix="Pass the part of every rank, in rank order.",
             )
         plain = {name: _plain(name, tensors) for name, tensors in weights.items()}
         try:
-            copied = self._snapshots.take({"weights": plain, "state": dict(state or {}), "parts": list(parts)})
+            copied = self._host_copy.take({"weights": plain, "state": dict(state or {}), "parts": list(parts)})
         except (OSError, RuntimeError, MemoryError) as error:
             if not (isinstance(error, OSError) or is_out_of_memory(error)):
                 raise
-            self._background.fail()
-            self._tell_failure(error if isinstance(error, OSError) else _as_os_error(error))
+            self._is_saved = False
+            self._report_failure(error if isinstance(error, OSError) else _as_os_error(error))
             return
         contents = Contents(progress=progress, metrics={n: float(v) for n, v in (metrics or {}).items()}, **copied)
-        self._background.start(lambda: self._write(contents))
+        self._start(lambda: self._write(contents))
 
     def wait(self) -> bool:
         """Wait for pending writes and report failures. True if the last save is on disk.
 
         Raises CheckpointError from the writer's exception if it is not an OSError.
         """
-        failure = self._background.finish()
+        failure = None if self._future is None else self._future.exception()
+        if self._future is not None:
+            self._is_saved, self._future = failure is None, None
         if isinstance(failure, OSError):
-            self._tell_failure(failure)
+            self._report_failure(failure)
         elif failure is not None:
             raise CheckpointError("saving a checkpoint", found=f"{type(failure).__name__}: {failure}") from failure
-        for told in self._background.take_notes():
-            self._tell(told)
-        return self._background.is_good
+        while self._notes:
+            self._report(self._notes.pop(0))
+        return self._is_saved
 
     def poll(self) -> None:
         """Report failures so far, without waiting: cheap enough for every step."""
-        if self._background.is_done:
+        if self._future is not None and self._future.done():
             self.wait()
 
     def close(self) -> bool:
@@ -237,14 +241,14 @@ class CheckpointDir:
             pointed, candidates = self._pointed(LATEST), self.names()
         except OSError as error:
             raise CheckpointError(
-                f"looking for a checkpoint in {self.path}",
+                f"searching for a checkpoint in {self.path}",
                 found=str(error),
-                fix="Let this user read the directory, or choose another `checkpoint_dir`.",
+                fix="Let this user read the directory, or choose a different `checkpoint_dir`.",
             ) from error
         if pointed in candidates:
             candidates = candidates[candidates.index(pointed) :]
         elif pointed is not None:
-            self._tell(f"`latest` in {self.path} names {pointed!r}, which is not there")
+            self._report(f"`latest` in {self.path} names {pointed!r}, which does not exist")
         wrong = []
         for name in candidates:
             try:
@@ -252,14 +256,14 @@ class CheckpointDir:
             except CorruptCheckpointError as error:
                 wrong.append(error)
                 continue
-            for passed_over in wrong:
-                self._tell(f"{passed_over}. It is not used, the one before it is: {name}")
+            for skipped in wrong:
+                self._report(f"{skipped}. It was skipped; the checkpoint before it is used: {name}")
             return checkpoint
         if wrong or pointed is not None:
             raise CorruptCheckpointError(
-                f"looking for a checkpoint in {self.path}",
-                found="; ".join(error.render() for error in wrong) or "the one that `latest` names is gone",
-                fix="Restore one from a copy, or start from scratch in an empty directory.",
+                f"searching for a checkpoint in {self.path}",
+                found="; ".join(error.render() for error in wrong) or "the checkpoint in `latest` does not exist",
+                fix="Restore one from a copy, or start over in an empty directory.",
             )
         return None
 
@@ -276,11 +280,17 @@ class CheckpointDir:
     ) -> None:
         self.close()
 
+    def _start(self, task: Callable[[], None]) -> None:
+        """Run `task` in a thread that ends with it; the interpreter waits for the thread at exit."""
+        executor = ThreadPoolExecutor(1, thread_name_prefix="ddpilot-checkpoint")
+        self._future = executor.submit(task)
+        executor.shutdown(wait=False)
+
     def _reserve(self, num_bytes: int) -> None:
         try:
-            self._snapshots.reserve(num_bytes)
+            self._host_copy.reserve(num_bytes)
         except (OSError, MemoryError) as error:
-            self._background.note(f"no memory for the copies of checkpoints, {num_bytes / 1e6:.1f} MB: {error}")
+            self._notes.append(f"no memory for the copies of checkpoints, {num_bytes / 1e6:.1f} MB: {error}")
 
     def _write(self, contents: Contents) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
@@ -298,12 +308,15 @@ class CheckpointDir:
         self._prune()
 
     def _point_at_best(self, name: str, metrics: Mapping[str, float]) -> None:
-        if self._best is None or not better(self._best, metrics, self._best_so_far()):
+        monitor = self._monitor
+        if monitor is None or monitor.name not in metrics:
+            return
+        if not monitor.is_better(metrics[monitor.name], self._best_so_far().get(monitor.name)):
             return
         try:
             replace_text(self.path / BEST, f"{name}\n")
         except OSError as error:  # the checkpoint itself was written
-            self._background.note(f"{name} in {self.path} is the best so far, but `{BEST}` cannot name it: {error}")
+            self._notes.append(f"{name} in {self.path} is the best so far, but `{BEST}` cannot name it: {error}")
 
     def _best_so_far(self) -> Mapping[str, float]:
         name = self._pointed(BEST)
@@ -312,7 +325,7 @@ class CheckpointDir:
         try:
             return self.open(name, verify=False).manifest.metrics
         except CorruptCheckpointError as error:
-            self._background.note(f"{error}. The best is chosen again")
+            self._notes.append(f"{error}. The best checkpoint is chosen again")
             return {}
 
     def _prune(self) -> None:
@@ -324,19 +337,18 @@ class CheckpointDir:
                 continue
             try:
                 # A crash while deleting must not leave a directory that looks like a damaged checkpoint.
-                going = (self.path / name).rename(self.path / f"{_DELETING_PREFIX}{name}")
-                shutil.rmtree(going)
+                shutil.rmtree((self.path / name).rename(self.path / f"{_DELETING_PREFIX}{name}"))
             except FileNotFoundError:  # deleted by a different process
                 continue
             except OSError as error:
-                self._background.note(f"deleting the old checkpoint {name} in {self.path}: {error}. Delete it by hand")
+                self._notes.append(f"deleting the old checkpoint {name} in {self.path}: {error}. Delete it yourself")
 
     def _restore(self) -> None:
         """Report that the lock file or its directory was deleted, and create the directory again."""
         num = len(self.names())
-        what = f"the file `.writer` in {self.path}" if num else f"{self.path}, or all that was in it,"
-        left = f"{num} checkpoint{'s are' if num > 1 else ' is'} there" if num else "it holds no checkpoint now"
-        self._tell(f"{what} was deleted or moved while this job saves there: {left}. Training and saving continue")
+        what = f"the file `.writer` in {self.path}" if num else f"{self.path}, or everything in it,"
+        left = f"{num} checkpoint{'s are' if num > 1 else ' is'} left" if num else "no checkpoint is left"
+        self._report(f"{what} was deleted or moved while this job saves there: {left}. Training and saving continue")
         with suppress(OSError):  # otherwise the save reports the error
             self.path.mkdir(parents=True, exist_ok=True)
 
@@ -352,30 +364,30 @@ class CheckpointDir:
         except IsADirectoryError:
             return ""
 
-    def _move_damaged(self, pointer: str) -> Path:
+    def _rename_damaged(self, pointer: str) -> Path:
         number = 1
-        while (aside := self.path / f"{pointer}-damaged-{number}").exists():
+        while (renamed := self.path / f"{pointer}-damaged-{number}").exists():
             number += 1
-        return (self.path / pointer).rename(aside)
+        return (self.path / pointer).rename(renamed)
 
-    def _tell_failure(self, failure: OSError) -> None:
+    def _report_failure(self, failure: OSError) -> None:
         try:
             last = self._pointed(LATEST)
         except OSError as error:
             last = f"`{LATEST}` cannot be read now ({error})"
-        self._tell(render_failure(self.path, failure, last))
+        self._report(render_failure(self.path, failure, last))
 
 
 def _as_os_error(error: BaseException) -> OSError:
     """Convert torch's out-of-memory errors, also for pinned memory, to an OSError with ENOMEM."""
-    said = next(iter(str(error).splitlines()), type(error).__name__)
-    return OSError(errno.ENOMEM, f"{os.strerror(errno.ENOMEM)} ({said})")
+    text = next(iter(str(error).splitlines()), type(error).__name__)
+    return OSError(errno.ENOMEM, f"{os.strerror(errno.ENOMEM)} ({text})")
 
 
 def _plain(name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     if not re.fullmatch(r"[A-Za-z0-9_]+", name):
         raise CheckpointError(
-            f"saving the weights {name!r}", found="the name becomes a file's", fix="Use letters, digits and `_`."
+            f"saving the weights {name!r}", found="it becomes a file name", fix="Use letters, digits and `_`."
         )
     check_dtypes(tensors, where=f"the weights {name!r}")
     return {short: tensors[full] for full, short in plain_names(tensors).items()}
@@ -383,22 +395,20 @@ def _plain(name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Te
 
 def render_failure(folder: Path, failure: OSError, last: str | None) -> str:
     """Return the message for a save in `folder` that failed; `last`: the name of the last good checkpoint, if any."""
-    stays = f"the last good one stays: {last}" if last else "there is none yet"
+    kept = f"the last good checkpoint is {last}" if last else "there is no earlier one"
     if failure.errno == errno.ENOMEM:
-        return (
-            f"no checkpoint was written in {folder}: no memory for its copy ({failure}). Training continues; {stays}."
-        )
-    said = f"no checkpoint was written in {folder}: {failure}. Training continues; {stays}. {_free(folder)}"
-    if failure.errno in _NO_ROOM:
-        return f"{said} Make room, or keep fewer (`keep`)."
-    return f"{said} Look at the directory and at its file system."
+        return f"no checkpoint was written in {folder}: no memory for its copy ({failure}). Training continues; {kept}."
+    text = f"no checkpoint was written in {folder}: {failure}. Training continues; {kept}. {_free(folder)}"
+    if failure.errno in _NO_SPACE:
+        return f"{text} Free some space, or keep fewer checkpoints (`keep`)."
+    return f"{text} Check the directory and its file system."
 
 
 def _free(folder: Path) -> str:
     try:
         return f"{shutil.disk_usage(folder).free / 1e6:.1f} MB are free there."
     except OSError as error:
-        return f"The directory cannot be looked at ({error.strerror})."
+        return f"The free space is unknown ({error.strerror})."
 
 
 _EARLIER_PREFIX = "earlier-"
@@ -410,80 +420,10 @@ def move_aside(folder: Path, names: Iterable[str]) -> Path:
     Names that do not exist are skipped. Raises OSError if a move fails.
     """
     number = 1 + sum(path.name.startswith(_EARLIER_PREFIX) for path in folder.iterdir())
-    while (aside := folder / f"{_EARLIER_PREFIX}{number}").exists():
+    while (earlier := folder / f"{_EARLIER_PREFIX}{number}").exists():
         number += 1
-    aside.mkdir()
+    earlier.mkdir()
     for name in names:
         if (folder / name).exists():
-            (folder / name).rename(aside / name)
-    return aside
-
-
-Best = tuple[str, Literal["max", "min"]]
-"""A metric's name, and whether its largest or smallest value is best."""
-
-
-def parse_best(best: str | None) -> Best | None:
-    """Parse "max acc" or "min loss" into metric and direction. Raises CheckpointError for other texts."""
-    if best is None:
-        return None
-    way, _, name = best.strip().partition(" ")
-    if way not in ("max", "min") or not name.strip():
-        raise CheckpointError(
-            "choosing the best checkpoint", found=f"`best` is {best!r}", fix='Say "max acc" or "min acc".'
-        )
-    return (name.strip(), "max") if way == "max" else (name.strip(), "min")
-
-
-def better(best: Best, metrics: Mapping[str, float], so_far: Mapping[str, float]) -> bool:
-    """True if `metrics` is better than `so_far`. False for NaN, a missing metric and a tie."""
-    name, direction = best
-    value, other = metrics.get(name, math.nan), so_far.get(name, math.nan)
-    if math.isnan(value):
-        return False
-    if math.isnan(other):
-        return True
-    return value > other if direction == "max" else value < other
-
-
-class Background:
-    """Runs a task in a thread that ends with it; the interpreter waits for the thread at exit."""
-
-    def __init__(self) -> None:
-        self._future: Future[None] | None = None
-        self._notes: list[str] = []
-        self.is_good = True
-        """True if the last finished task succeeded, and before the first one."""
-
-    def start(self, task: Callable[[], None]) -> None:
-        """Run `task`; the caller must have finished the previous one."""
-        executor = ThreadPoolExecutor(1, thread_name_prefix="ddpilot-checkpoint")
-        self._future = executor.submit(task)
-        executor.shutdown(wait=False)
-
-    @property
-    def is_done(self) -> bool:
-        """True if a task has ended and `finish` has not been called since."""
-        return self._future is not None and self._future.done()
-
-    def finish(self) -> BaseException | None:
-        """Wait for the task and return its exception; None if it succeeded or there is no task."""
-        if self._future is None:
-            return None
-        failure = self._future.exception()
-        self.is_good = failure is None
-        self._future = None
-        return failure
-
-    def fail(self) -> None:
-        """Mark the last task as failed, before it was started."""
-        self.is_good = False
-
-    def note(self, text: str) -> None:
-        """Record a message for the user that is not an error; called by the task."""
-        self._notes.append(text)
-
-    def take_notes(self) -> list[str]:
-        """Return the recorded messages and clear them."""
-        notes, self._notes = self._notes, []
-        return notes
+            (folder / name).rename(earlier / name)
+    return earlier

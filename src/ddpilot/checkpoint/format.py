@@ -103,7 +103,7 @@ class Checkpoint:
             raise CheckpointError(
                 f"reading the weights {name!r} of {self.path}",
                 found=f"it has weights for {', '.join(map(repr, there)) or 'no model'}",
-                fix="Ask for one of these.",
+                fix="Request one of these.",
             )
         return read_safetensors(self.path / weights_file(name))
 
@@ -128,10 +128,10 @@ def read_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
         text = (path / FILE_NAME).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CorruptCheckpointError(
-            f"reading {path}", found=f"{FILE_NAME} cannot be read ({error}): it is half written, or no checkpoint"
+            f"reading {path}", found=f"{FILE_NAME} cannot be read ({error}): it is incomplete, or not a checkpoint"
         ) from error
     manifest = parse_manifest(text, where=str(path))
-    wrong = [said for name, facts in manifest.files.items() if (said := _compare(path, name, facts, verify))]
+    wrong = [text for name, facts in manifest.files.items() if (text := _compare(path, name, facts, verify))]
     if wrong:
         raise CorruptCheckpointError(f"reading {path}", found="; ".join(wrong))
     return Checkpoint(path, manifest)
@@ -139,13 +139,13 @@ def read_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
 
 def _compare(path: Path, name: str, facts: FileFacts, verify: bool) -> str:
     if Path(name).name != name:
-        return f"{name!r} lies outside of it"
+        return f"{name!r} is outside of it"
     try:
         num_bytes = (path / name).stat().st_size
         if num_bytes != facts.num_bytes:
             return f"{name} has {num_bytes} bytes, not {facts.num_bytes}"
         if verify and read_facts(path / name) != facts:
-            return f"{name} was changed: its checksum does not fit"
+            return f"{name} was changed: its checksum does not match"
     except FileNotFoundError:
         return f"{name} is missing"
     except OSError as error:
@@ -158,7 +158,8 @@ def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
-        raise CorruptCheckpointError(f"reading {path}", found=f"it is no whole safetensors file ({error})") from error
+        found = f"it is not a complete safetensors file ({error})"
+        raise CorruptCheckpointError(f"reading {path}", found=found) from error
 
 
 def is_safetensors(path: Path) -> bool:
@@ -200,15 +201,15 @@ def read_torch(path: Path) -> Mapping[str, Any]:
         called = named[1] if named else _find_call(path)
         raise CorruptCheckpointError(
             f"reading {path}",
-            found=f"it holds more than tensors and plain values: reading it would run {called}"
+            found=f"it contains more than tensors and plain values: reading it would run {called}"
             if called
-            else "it cannot be read as tensors and plain values: it is no file of torch.save, or a damaged one",
+            else "it cannot be read as tensors and plain values: it is not a file of torch.save, or it is damaged",
             fix="If you trust it, load it with torch.load(weights_only=False) and save its state_dict() again.",
         ) from error
     except (RuntimeError, OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise CorruptCheckpointError(
-            f"reading {path}", found=f"it is no whole file of torch.save ({str(error).splitlines()[0]})"
+            f"reading {path}", found=f"it is not a complete file of torch.save ({str(error).splitlines()[0]})"
         ) from error
     if not isinstance(loaded, Mapping):
-        raise CorruptCheckpointError(f"reading {path}", found=f"it holds a {type(loaded).__name__}, not a dict")
+        raise CorruptCheckpointError(f"reading {path}", found=f"it contains a {type(loaded).__name__}, not a dict")
     return loaded

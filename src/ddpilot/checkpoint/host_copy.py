@@ -89,17 +89,17 @@ class _Copying:
             return kind([self.copy(item, f"{path}[{index}]") for index, item in enumerate(value)])
         if kind is set:
             return {self.copy(item, f"{path}{{{item!r}}}") for item in value}
-        raise _refuse(path, f"a {kind.__module__}.{kind.__qualname__}")
+        raise _error(path, f"a {kind.__module__}.{kind.__qualname__}")
 
     def key(self, key: Any, path: str) -> Any:
         if type(key) in _LEAVES or (type(key) is tuple and all(type(part) in _LEAVES for part in key)):
             return key
-        raise _refuse(path, f"a dict with a key of type {type(key).__module__}.{type(key).__qualname__}")
+        raise _error(path, f"a dict with a key of type {type(key).__module__}.{type(key).__qualname__}")
 
     def copy_tensor(self, tensor: torch.Tensor, path: str) -> torch.Tensor:
         is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
         if not is_plain or tensor.is_meta or tensor.is_quantized or tensor.is_nested:
-            raise _refuse(path, f"a {type(tensor).__name__} of layout {tensor.layout} on {tensor.device}")
+            raise _error(path, f"a {type(tensor).__name__} of layout {tensor.layout} on {tensor.device}")
         tensor = tensor.detach()
         identity = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         if tensor.numel() and identity in self.same:
@@ -131,9 +131,9 @@ class _Measuring(_Copying):
         return tensor
 
 
-def _refuse(path: str, what: str) -> CheckpointError:
+def _error(path: str, what: str) -> CheckpointError:
     return CheckpointError(
-        "copying what is to be saved",
+        "copying the state to save",
         found=f"{path} is {what}, which could not be loaded without running code",
         fix="Save numbers, strings, dense tensors, and dicts, lists, tuples or sets of them, as state_dict() gives.",
     )

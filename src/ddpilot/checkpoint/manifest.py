@@ -13,23 +13,11 @@ from importlib.metadata import version
 from typing import Any
 
 from ddpilot.checkpoint.atomic_files import FileFacts
-from ddpilot.errors import CheckpointError, CorruptCheckpointError, MismatchedCheckpointError
+from ddpilot.errors import CheckpointError, CorruptCheckpointError
 
 FILE_NAME = "manifest.json"
 FORMAT = 1
 """The format version that is written; older versions can be read."""
-
-_MEANINGS = {
-    "dataset_length": "the dataset has another length",
-    "global_batch_size": "the position in the epoch counts global batches of another size",
-    "seed": "another seed gives another order of samples",
-    "batches": "shuffling, drop_last, weights, a sampler, or who divides the data is another",
-    "accumulate": "the rest of the epoch would make other updates",
-}
-_OTHER_SAMPLES = ("dataset_length", "batches")
-
-
-_OTHER_DATA = "Go on with the new data by loop.resume(other_data=True), or fit(..., other_data=True). Or resume"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,37 +46,6 @@ class RunProgress:
     """Fingerprint of how samples form global batches; None: unknown."""
     accumulate: int | None = None
     """Number of batches per update; None: unknown."""
-
-    def require(self, *, source: str = "", **now: int | str | None) -> None:
-        """Raise MismatchedCheckpointError if the data of this run differ; the error lists the differences.
-
-        `now`: `dataset_length`, `global_batch_size`, `seed`, `batches` and `accumulate` of this run, as keywords; None
-        is not compared. `source` names the checkpoint. Raises TypeError for other keywords.
-        """
-        unknown = set(now) - set(_MEANINGS)
-        if unknown:
-            raise TypeError(f"require() knows {', '.join(_MEANINGS)}, not {', '.join(sorted(unknown))}")
-        before = {name: getattr(self, name) for name in now}
-        differing = [name for name, value in now.items() if None not in (value, before[name]) and value != before[name]]
-        if len(differing) > 1 and "batches" in differing:
-            differing.remove("batches")  # it follows from the others
-        if differing:
-            rest = ", so the rest of the epoch would be other samples" if self.batch else ""
-            meanings = {name: _MEANINGS[name] + (rest if name in _OTHER_SAMPLES else "") for name in differing}
-            changes = [
-                meanings[name]
-                if name == "batches"
-                else f"`{name}` was {before[name]}, is {now[name]} ({meanings[name]})"
-                for name in differing
-            ]
-            takes_other = differing == ["dataset_length"] and not self.batch
-            raise MismatchedCheckpointError(
-                f"resuming {source or 'a run'} at step {self.step}",
-                found="; ".join(changes),
-                fix=(_OTHER_DATA if takes_other else "Resume")
-                + " with the old values, start from scratch with `resume=False`, or take the weights alone "
-                "(`loop.load`).",
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,11 +100,11 @@ def parse_manifest(text: str, *, where: str) -> Manifest:
                 fix=f"Use ddpilot {body['versions']['ddpilot']} or newer.",
             )
         if checksum(body) != claimed:
-            raise ValueError("its own checksum does not fit")
+            raise ValueError("its own checksum does not match")
         del body["format"]
         files = {name: FileFacts(**facts) for name, facts in body.pop("files").items()}
         return Manifest(progress=RunProgress(**body.pop("progress")), files=files, **body)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpointError(
-            f"reading {where}", found=f"{FILE_NAME} is torn or was changed ({type(error).__name__}: {error})"
+            f"reading {where}", found=f"{FILE_NAME} is truncated or was changed ({type(error).__name__}: {error})"
         ) from error

@@ -43,10 +43,10 @@ def check_dtypes(weights: Mapping[str, object], *, where: str) -> None:
         if not isinstance(value, torch.Tensor):
             found = f"{name!r} is a {type(value).__name__}, not a tensor"
         elif value.dtype not in DTYPE_NAMES:
-            found = f"{name!r} is of type {value.dtype}, which safetensors has no name for"
+            found = f"{name!r} is of type {value.dtype}, which safetensors does not support"
         else:
             continue
-        raise CheckpointError(f"saving {where}", found=found, fix="Hand it over in `state` instead of `weights`.")
+        raise CheckpointError(f"saving {where}", found=found, fix="Pass it in `state` instead of `weights`.")
 
 
 def write_safetensors(sink: HashingFile, weights: Mapping[str, torch.Tensor]) -> None:

@@ -70,14 +70,14 @@ def match_weights(model: torch.nn.Module, weights: Mapping[str, Any], *, source:
     ]
     if found:
         raise MismatchedCheckpointError(
-            f"loading {source} into a {_class_name(model)}",
-            found="it is of another architecture; " + "; ".join(found),
-            fix="Build the model as it was when this was saved.",
+            f"loading {source} into a {class_name(model)}",
+            found="the architecture differs; " + "; ".join(found),
+            fix="Create the model as in the saved run.",
         )
     return matched
 
 
-def _class_name(model: Any) -> str:
+def class_name(model: Any) -> str:
     """Return the class name of the user's model, inside DDP and `torch.compile`."""
     while hasattr(model, "_orig_mod") or isinstance(model, DistributedDataParallel):
         model = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod
@@ -98,8 +98,8 @@ def read_weights(path: str | os.PathLike[str], name: str = "model") -> Mapping[s
     if not path.is_file():
         raise CheckpointError(
             f"loading weights from {path}",
-            found="there is neither a file nor a checkpoint",
-            fix="Give a .safetensors or .pt file, a checkpoint, or the directory that holds `latest`.",
+            found="it is neither a file nor a checkpoint",
+            fix="Pass a .safetensors or .pt file, a checkpoint, or the directory that contains `latest`.",
         )
     if path.suffix == ".safetensors" or is_safetensors(path):
         return read_safetensors(path)
@@ -115,6 +115,6 @@ def _find_state_dict(loaded: Mapping[str, Any], path: Path) -> Mapping[str, torc
     held = ", ".join(f"{key!r}: {type(value).__name__}" for key, value in list(loaded.items())[:_NUM_SHOWN])
     raise CheckpointError(
         f"loading weights from {path}",
-        found=f"it holds no state_dict, but {held or 'nothing'}",
+        found=f"it does not contain a state_dict, but {held or 'nothing'}",
         fix=f"Save model.state_dict(), alone or under one of {', '.join(map(repr, _NESTED))}.",
     )

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LocalBatch`, a rank's piece of a global batch; empty batches, sample digests, and moves to a device."""
+"""`LocalBatch`, a rank's piece of a global batch, and digests of samples."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import zlib
 from collections.abc import Iterator, Mapping
@@ -41,47 +40,6 @@ class LocalBatch:
     first_seen: SampleDigest | None = None
     """For a stream that every rank reads as a whole: the digest of the first sample of the global batch, to compare
     between ranks. None otherwise, and without `seed_samples`, when samples may differ."""
-
-
-def without_rows(one: Any, two: Any) -> Any:
-    """Make a batch without samples, from a batch of one sample (`one`) and a batch of that sample twice (`two`).
-
-    What is twice as long in `two` contains rows and loses them: dimensions of tensors and arrays, lists, tuples. What
-    is equal in both (a number, a shape) stays, as do objects that are neither containers nor dataclasses.
-    """
-    if isinstance(one, torch.Tensor | np.ndarray):
-        if one.ndim != two.ndim:
-            return one[:0]
-        return one[tuple(slice(None if a == b else 0) for a, b in zip(one.shape, two.shape, strict=True))]
-    if isinstance(one, Mapping):
-        return _with_items(one, {key: without_rows(value, two[key]) for key, value in one.items()})
-    if isinstance(one, tuple) and hasattr(one, "_fields"):
-        return type(one)(*(without_rows(a, b) for a, b in zip(one, two, strict=True)))
-    if isinstance(one, list | tuple):
-        parts = [without_rows(a, b) for a, b in zip(one, two, strict=True)] if len(one) == len(two) else []
-        return type(one)(parts)
-    if dataclasses.is_dataclass(one) and not isinstance(one, type):
-        names = [field.name for field in dataclasses.fields(one)]
-        return _with_attributes(one, {name: without_rows(getattr(one, name), getattr(two, name)) for name in names})
-    return one
-
-
-def _with_items(data: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """Return a mapping of the class of `data` (an OrderedDict, a tokenizer's encoding) with these items."""
-    if type(data) is dict:
-        return items
-    result: Any = copy.copy(data)
-    for key, value in items.items():
-        result[key] = value
-    return result
-
-
-def _with_attributes(data: Any, values: dict[str, Any]) -> Any:
-    """Return a copy of the dataclass `data`, which may be frozen, without calling `__init__`."""
-    result = copy.copy(data)
-    for name, value in values.items():
-        object.__setattr__(result, name, value)
-    return result
 
 
 _MAX_PARTS = 64
@@ -167,54 +125,3 @@ def _few(values: list[Any], num: int) -> str:
     return f"[{', '.join(f'{value:.4g}' if isinstance(value, float) else str(value) for value in values)}" + (
         ", ...]" if num > len(values) else "]"
     )
-
-
-def to_device(batch: Any, device: torch.device | str, *, non_blocking: bool = True) -> Any:
-    """Return `batch` with all of its tensors on `device`. Not collective.
-
-    Recurses into tuples, named tuples, lists, mappings and dataclasses, which keep their class, and calls `.to(device)`
-    of objects that have this method; other objects, and tensors already on `device`, are returned unchanged.
-    `non_blocking` (default True): copies from pinned memory are asynchronous; copies from other host memory are not, as
-    in torch.
-    """
-    if isinstance(batch, torch.Tensor):
-        if batch.device == device:
-            return batch
-        # From a device to the host, an asynchronous copy would return the tensor before it has its values.
-        return batch.to(device, non_blocking=non_blocking and batch.device.type == "cpu")
-    if type(batch) in (list, tuple):
-        return type(batch)([to_device(part, device, non_blocking=non_blocking) for part in batch])
-    if isinstance(batch, str | bytes | int | float | bool | complex | None):
-        return batch
-    if callable(getattr(batch, "to", None)):
-        return _call_to(batch, device, non_blocking)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(part, device, non_blocking=non_blocking) for part in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(to_device(part, device, non_blocking=non_blocking) for part in batch)
-    if isinstance(batch, Mapping):
-        return _move_mapping(batch, device, non_blocking)
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        result = copy.copy(batch)
-        for field in dataclasses.fields(batch):
-            value = to_device(getattr(batch, field.name), device, non_blocking=non_blocking)
-            object.__setattr__(result, field.name, value)  # works for frozen ones and does not call `__init__`
-        return result
-    return batch
-
-
-def _call_to(batch: Any, device: torch.device | str, non_blocking: bool) -> Any:
-    try:
-        return batch.to(device, non_blocking=non_blocking)
-    except TypeError:
-        return batch.to(device)  # many classes accept only the device
-
-
-def _move_mapping(batch: Mapping[Any, Any], device: torch.device | str, non_blocking: bool) -> Any:
-    moved = {key: to_device(value, device, non_blocking=non_blocking) for key, value in batch.items()}
-    if type(batch) is dict:
-        return moved
-    result: Any = copy.copy(batch)
-    for key, value in moved.items():
-        result[key] = value
-    return result

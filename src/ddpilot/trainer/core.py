@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from ddpilot.checkpoint.weights import class_name
 from ddpilot.errors import LoopError
 from ddpilot.findings.finding import Finding
 from ddpilot.launcher import Launcher
@@ -27,7 +28,7 @@ from ddpilot.trainer.optimizers import make_ema, make_optimizers, make_scheduler
 from ddpilot.trainer.run import Run
 from ddpilot.training.evaluation.evaluate import forward_batch
 from ddpilot.training.loop import Loop
-from ddpilot.training.models.ddp import class_name, run_in_forward
+from ddpilot.training.models.ddp import run_in_forward
 from ddpilot.training.models.explain import Explanation
 from ddpilot.training.step.precision import Kind
 

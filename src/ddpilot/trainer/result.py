@@ -13,6 +13,7 @@ from typing import Any
 import cloudpickle
 from torch import nn
 
+from ddpilot.data.nested import plain_attributes
 from ddpilot.errors import RankError
 from ddpilot.findings.finding import Finding
 from ddpilot.group.protocol import GroupLike
@@ -22,7 +23,6 @@ from ddpilot.launching.rank_server.rank import describe_raised
 from ddpilot.trainer.core import Position, TrainerCore
 from ddpilot.training.models.explain import Explanation
 from ddpilot.training.models.optimizers import full_state
-from ddpilot.training.nested import plain_attributes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,14 +12,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from ddpilot.data.batches import to_device
+from ddpilot.data.nested import to_device, to_host
 from ddpilot.errors import LoopError
 from ddpilot.group.device import fork_rng
 from ddpilot.trainer.history import History
 from ddpilot.training.evaluation.evaluate import eval_mode
 from ddpilot.training.loop import Loop
 from ddpilot.training.models.ddp import unwrap
-from ddpilot.training.nested import to_host
 
 
 @dataclass(kw_only=True, eq=False)

@@ -46,6 +46,8 @@ from ddpilot.training.evaluation.evaluate import evaluate, predict_batch
 from ddpilot.training.evaluation.predict import predict
 from ddpilot.training.loop import Loop
 from ddpilot.training.losses import add_losses
+from ddpilot.training.models.ddp_options import DDPOptions
+from ddpilot.training.options import CheckpointOptions, keywords_of
 from ddpilot.training.step.precision import Precision
 
 _WHICH_SIZE = "Say `global_batch_size`, of all ranks together, or `batch_size_per_rank`."
@@ -87,11 +89,11 @@ class Trainer(TrainerCore):
         checkpoint_dir: str | os.PathLike[str] | None = None,
         resume: bool = True,
         other_data: bool = False,
-        checkpoints: Mapping[str, Any] | None = None,
+        checkpoints: CheckpointOptions | Mapping[str, Any] | None = None,
         check_finite: bool = True,
         progress: bool | None = None,
         loader: Mapping[str, Any] | None = None,
-        ddp: Mapping[str, Any] | None = None,
+        ddp: DDPOptions | Mapping[str, Any] | None = None,
     ) -> History:
         """Train for `epochs` more epochs (default 1), or until `until_epoch` epochs in total, and return `history`.
 
@@ -104,10 +106,11 @@ class Trainer(TrainerCore):
         `train_set`, `val_set`: datasets, with `global_batch_size` or `batch_size_per_rank`; or DataLoaders, with their
         own batch size. `validate_every`: number of epochs between validations, counted over all fits; the last epoch is
         always validated. `loader`: further options of `Loop.loader` for the training data; `ddp`: options of
-        `Loop.prepare`. `checkpoint_dir`, `resume`: as for `Loop`, which resumes from the latest checkpoint there if it
-        is further than this trainer; `other_data`: also if an epoch starts with a dataset of different length.
-        `checkpoints`: `keep`, `best` (with a name of the history, "max val_acc") and the other options. As `epochs`
-        counts from the trainer's position, a repeated call trains further; with `until_epoch`, a total, it does not.
+        `Loop.prepare`, as DDPOptions or a dict. `checkpoint_dir`, `resume`: as for `Loop`, which resumes from the
+        latest checkpoint there if it is further than this trainer; `other_data`: also if an epoch starts with a dataset
+        of different length. `checkpoints`: `keep`, `best` (with a name of the history, "max val_acc") and the other
+        options, as CheckpointOptions or a dict. As `epochs` counts from the trainer's position, a repeated call trains
+        further; with `until_epoch`, a total, it does not.
         `check_finite`: as for `Loop`. `progress`: False shows neither a bar nor a line per epoch.
 
         After Ctrl-C, `max_time_s` seconds or a callback's stop, all ranks stop after the same update, within about 0.1
@@ -128,12 +131,12 @@ class Trainer(TrainerCore):
             num_workers=num_workers,
             max_time_s=max_time_s,
             validate_every=validate_every,
-            checkpoints={"checkpoint_dir": checkpoint_dir, "resume": resume, **(checkpoints or {})},
+            checkpoints={"checkpoint_dir": checkpoint_dir, "resume": resume, **keywords_of(checkpoints)},
             other_data=other_data,
             check_finite=check_finite,
             progress=progress,
             loader=loader or {},
-            ddp=ddp or {},
+            ddp=keywords_of(ddp),
         )
         check_fit(self, fit, has_own_step=self._has_own_step)
         late = self._run_fit(fit, nproc_per_node)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,13 +17,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
-from ddpilot.data.batches import to_device
+from ddpilot.data.nested import to_device
 from ddpilot.environments.detect import detect_topology
 from ddpilot.errors import LoopError
 from ddpilot.group.device import capture_rng, peak_bytes, reset_peak, restore_rng
 from ddpilot.training.checks.buffers import find_batch_norms
 from ddpilot.training.coordination.out_of_memory import joint_try
 from ddpilot.training.models.ddp import unwrap
+from ddpilot.training.models.optimizers import local_optimizer
 
 if TYPE_CHECKING:
     from ddpilot.training.loop import Loop
@@ -100,8 +100,8 @@ def find_batch_size(
     """
     check_search(max_per_rank, headroom, loop.rank)
     if max_per_rank is None and loop.device.type == "cpu":
-        what = "no `max_per_rank` on the CPU, where the system ends a process that uses too much memory"
-        fix = "Give the largest number of samples on each rank to try, such as `max_per_rank=256`."
+        what = "no `max_per_rank` on the CPU, where the system kills a process that uses too much memory"
+        fix = "Pass the largest number of samples on each rank to try, such as `max_per_rank=256`."
         raise _search_error(loop.rank, what, fix)
     limit = max_per_rank or max(1, len(dataset) // loop.world_size)
     first = 2 if find_batch_norms([model]) else 1
@@ -109,17 +109,19 @@ def find_batch_size(
         what = f"`max_per_rank` is {limit}" if max_per_rank else f"the dataset has {limit} sample for each rank"
         fix = "BatchNorm needs two samples on each: allow more, or use GroupNorm."
         raise _search_error(loop.rank, f"{what}, and the model has BatchNorm", fix)
-    trying = _Trying(loop, unwrap(model), _local(optimizer), step, _Repeated(dataset, collate_fn or default_collate))
-    with preserved(trying.model, trying.optimizer, loop.device):
-        largest = largest_that(trying.fits, limit, first)
+    trials = _Trials(
+        loop, unwrap(model), local_optimizer(optimizer), step, _Repeated(dataset, collate_fn or default_collate)
+    )
+    with preserved(trials.model, trials.optimizer, loop.device):
+        largest = largest_that(trials.fits, limit, first)
     if not largest:
-        raise _refuse_model(loop, trying.trials[0])
+        raise _nothing_fits(loop, trials.results[0])
     per_rank = max(first, int(largest * (1 - headroom)))
     found = BatchSizeSearch(
         per_rank=per_rank,
         global_batch_size=per_rank * loop.world_size,
         largest=largest,
-        trials=tuple(trying.trials),
+        trials=tuple(trials.results),
     )
     loop.print(
         f"the largest batch that fits has {largest:,} samples on each rank; less {headroom:.0%}: "
@@ -132,10 +134,10 @@ def check_search(max_per_rank: int | None, headroom: float, rank: int | None = N
     """Raise LoopError if `max_per_rank` is below 1 or `headroom` is not in [0, 1). Not collective."""
     if max_per_rank is not None and max_per_rank < 1:
         raise _search_error(
-            rank, f"`max_per_rank` is {max_per_rank!r}", "Give a number of samples, 1 or more, or None."
+            rank, f"`max_per_rank` is {max_per_rank!r}", "Pass a number of samples, 1 or more, or None."
         )
     if not 0 <= headroom < 1:
-        raise _search_error(rank, f"`headroom` is {headroom}", "Give a share of the batch, such as 0.1.")
+        raise _search_error(rank, f"`headroom` is {headroom}", "Pass a fraction of the batch, such as 0.1.")
 
 
 def largest_that(fits: Callable[[int], bool], limit: int, first: int = 1) -> int:
@@ -170,7 +172,7 @@ class _Repeated:
         return self._collate([self._samples[place % len(self._samples)] for place in range(size)])
 
 
-class _Trying:
+class _Trials:
     """Runs the trial steps on this rank and combines the outcomes of all ranks."""
 
     def __init__(
@@ -186,7 +188,7 @@ class _Trying:
         self.optimizer = optimizer
         self._step = step
         self._samples = samples
-        self.trials: list[BatchSizeTrial] = []
+        self.results: list[BatchSizeTrial] = []
 
     def fits(self, size: int) -> bool:
         """True if a step with `size` samples fits on every rank. Collective; raises errors of `step` on all ranks."""
@@ -195,40 +197,29 @@ class _Trying:
         outcome = joint_try(lambda: self._take(size), self._loop.group)
         seconds = time.monotonic() - begin
         peak = peak_bytes(self._loop.device)
-        said = self._loop.group.all_gather_object((seconds, peak))
-        self.trials.append(
+        of_ranks = self._loop.group.all_gather_object((seconds, peak))
+        self.results.append(
             BatchSizeTrial(
                 per_rank=size,
                 failed_ranks=outcome.ran_out,
-                seconds=max(seconds for seconds, _ in said),
-                peak_bytes=max(peak for _, peak in said),
+                seconds=max(seconds for seconds, _ in of_ranks),
+                peak_bytes=max(peak for _, peak in of_ranks),
             )
         )
         return not outcome.ran_out
 
     def _take(self, size: int) -> None:
-        is_first = not self.trials
-        for _ in range(2 if is_first else 1):  # the optimizer has its state from the second step on
-            self._take_step(size)
-
-    def _take_step(self, size: int) -> None:
-        try:
-            batch = to_device(self._samples.batch(size), self._loop.device)
-            with self._loop.autocast():
-                loss = self._step(self.model, batch)
-            loss.backward()  # type: ignore[no-untyped-call]
-            self.optimizer.step()
-            if self._loop.device.type != "cpu":
-                torch.accelerator.synchronize(self._loop.device)
-        finally:
-            self.model.zero_grad(set_to_none=True)
-
-
-def _local(optimizer: Optimizer) -> Optimizer:
-    """Return an optimizer that this rank can step alone: the local shard of a ZeroRedundancyOptimizer."""
-    sharded = sys.modules.get("torch.distributed.optim")  # if it was not imported, no optimizer is sharded
-    is_sharded = sharded is not None and isinstance(optimizer, sharded.ZeroRedundancyOptimizer)
-    return optimizer.optim if is_sharded else optimizer  # type: ignore[attr-defined]
+        for _ in range(1 if self.results else 2):  # the optimizer has its state from the second step on
+            try:
+                batch = to_device(self._samples.batch(size), self._loop.device)
+                with self._loop.autocast():
+                    loss = self._step(self.model, batch)
+                loss.backward()  # type: ignore[no-untyped-call]
+                self.optimizer.step()
+                if self._loop.device.type != "cpu":
+                    torch.accelerator.synchronize(self._loop.device)
+            finally:
+                self.model.zero_grad(set_to_none=True)
 
 
 def _outcome(trial: BatchSizeTrial) -> str:
@@ -238,19 +229,19 @@ def _outcome(trial: BatchSizeTrial) -> str:
     return f"fits, {trial.seconds:.3g} s for a step{peak}"
 
 
-def _refuse_model(loop: Loop, first: BatchSizeTrial) -> LoopError:
+def _nothing_fits(loop: Loop, first: BatchSizeTrial) -> LoopError:
     size = "two samples" if first.per_rank > 1 else "one sample"
     ranks = ", ".join(map(str, first.failed_ranks))
     return _search_error(
         loop.rank,
         f"a batch of {size} does not fit into the memory of rank {ranks} ({loop.device} here)",
-        "Use precision='bf16', gradient checkpointing, shard='optimizer' or a smaller model; look whether other "
+        "Use precision='bf16', gradient checkpointing, shard='optimizer' or a smaller model; check whether other "
         "processes use the device.",
     )
 
 
 def _search_error(rank: int | None, found: str, fix: str) -> LoopError:
-    return LoopError("looking for a batch size", found=found, fix=fix, rank=rank)
+    return LoopError("searching for a batch size", found=found, fix=fix, rank=rank)
 
 
 @contextmanager

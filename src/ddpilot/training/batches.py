@@ -83,10 +83,10 @@ def iterate_groups(
     else:
         batches = loader.iterate(epoch, first_batch)
     # Every rank reads the whole stream: the division is exact only if all ranks see the same one.
-    is_seen_by_all = isinstance(loader, StreamLoader) and not loader.is_joint and group.world_size > 1
+    is_read_by_all = isinstance(loader, StreamLoader) and not loader.is_joint and group.world_size > 1
     try:
         with naming_rank(group.rank):
-            yield from _group(batches, group, epoch, accumulation, is_seen_by_all, _uneven_division(loader))
+            yield from _group(batches, group, epoch, accumulation, is_read_by_all, _uneven_division(loader))
     finally:
         if isinstance(batches, Generator):  # stops its workers now, not when it is garbage-collected
             batches.close()
@@ -106,13 +106,13 @@ def _check_agreement(loader: Loader, group: GroupLike) -> None:
     plan = getattr(loader, "plan", None)
     if group.world_size == 1 or plan is None:
         return
-    said = group.all_gather_object(plan.fingerprint())
-    if len(set(said)) > 1:
-        odd = [rank for rank, text in enumerate(said) if text != said[0]]
+    of_ranks = group.all_gather_object(plan.fingerprint())
+    if len(set(of_ranks)) > 1:
+        odd = [rank for rank, text in enumerate(of_ranks) if text != of_ranks[0]]
         raise DataError(
             "beginning an epoch",
-            found=f"ranks {', '.join(map(str, odd))} would read other batches than rank 0",
-            fix="Give every rank a dataset of the same length, and the same sizes, shares, weights and seed.",
+            found=f"ranks {', '.join(map(str, odd))} would read different batches than rank 0",
+            fix="Pass every rank a dataset of the same length, and the same sizes, shares, weights and seed.",
             rank=odd[0],
         )
 
@@ -124,10 +124,8 @@ def check_loader(loader: Any, group: GroupLike) -> None:
     is_torchs = isinstance(loader, DataLoader)
     raise LoopError(
         "beginning an epoch",
-        found=f"a {type(loader).__name__}" + (", of which every rank would read everything" if is_torchs else ""),
-        fix="Pass what loop.shard(loader) returns, or loop.loader(dataset, global_batch_size=...)."
-        if is_torchs
-        else "Pass what loop.loader(dataset, global_batch_size=...) returns.",
+        found=f"a {type(loader).__name__}" + (", which every rank would read as a whole" if is_torchs else ""),
+        fix=f"Pass {'loop.shard(loader) or ' * is_torchs}loop.loader(dataset, global_batch_size=...).",
         rank=group.rank,
     )
 
@@ -144,13 +142,13 @@ def _group(
     group: GroupLike,
     epoch: int,
     accumulation: int,
-    is_seen_by_all: bool,
+    is_read_by_all: bool,
     uneven: Division | None,
 ) -> Iterator[CurrentBatch]:
     num_ranks = group.world_size
     while True:
         members = list(islice(batches, accumulation))
-        if is_seen_by_all:
+        if is_read_by_all:
             check_stream(members, group, epoch)
         if not members:
             return
@@ -194,8 +192,8 @@ def _global_counts(members: list[LocalBatch], group: GroupLike) -> tuple[list[in
 
 
 _FIX = (
-    "Let the dataset yield every sample on every rank, for each takes its part by itself; or let it divide them by "
-    "torch.utils.data.get_worker_info(), which then counts the workers of all ranks, and say `divides_itself=True`."
+    "Let the dataset yield every sample on every rank, which selects its part itself; or let it divide them by "
+    "torch.utils.data.get_worker_info(), which then counts the workers of all ranks, and pass `divides_itself=True`."
 )
 
 
@@ -210,18 +208,18 @@ def check_stream(members: Sequence[LocalBatch], group: GroupLike, epoch: int) ->
     limits = torch.tensor([count, -count, content, -content], dtype=torch.float64)
     most, least, largest, smallest = group.all_reduce(limits.to(wire_device(group)), op="max").tolist()
     if (most, largest) != (-least, -smallest):
-        _refuse(int(count), seen[0] if seen else NOTHING, group, f"epoch {epoch}")
+        _raise_different(int(count), seen[0] if seen else NOTHING, group, f"epoch {epoch}")
 
 
-def _refuse(count: int, seen: SampleDigest, group: GroupLike, when: str) -> NoReturn:
-    said: list[tuple[int, str]] = group.all_gather_object((count, seen.text))
-    each = "; ".join(f"rank {rank} {number} samples, the first {text}" for rank, (number, text) in enumerate(said[:4]))
-    more = f"; and {len(said) - 4} more ranks" if len(said) > 4 else ""
-    is_same_count = len({number for number, _ in said}) == 1
-    about = " (`seed_samples=False` compares sizes alone, where samples are the same but for augmentation.)"
+def _raise_different(count: int, seen: SampleDigest, group: GroupLike, when: str) -> NoReturn:
+    read: list[tuple[int, str]] = group.all_gather_object((count, seen.text))
+    each = "; ".join(f"rank {rank} {number} samples, the first {text}" for rank, (number, text) in enumerate(read[:4]))
+    more = f"; and {len(read) - 4} more ranks" if len(read) > 4 else ""
+    is_same_count = len({number for number, _ in read}) == 1
+    about = " (`seed_samples=False` compares only sizes, for samples that differ by augmentation.)"
     raise DataError(
         f"reading a stream in {when}",
-        found=f"the ranks do not see the same stream; for the next update {each}{more}",
+        found=f"the ranks do not read the same stream; for the next update {each}{more}",
         fix=_FIX + (about if is_same_count else ""),
         rank=group.rank,
     )

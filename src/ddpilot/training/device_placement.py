@@ -48,14 +48,14 @@ def ensure_on_device(module: Module, device: torch.device | str) -> Module:
         raise DdpilotError(
             f"moving {type(module).__name__} to {wanted}",
             found=f"`module` is a {type(module).__module__}.{type(module).__qualname__}, not a torch.nn.Module",
-            fix="Give the module; a tensor moves by its own `.to(device)`, which returns another one",
+            fix="Give the module; a tensor moves by its own `.to(device)`, which returns a different tensor",
         )
     if _is_there(module, wanted):
         return module
     with _moving:
-        has_been_moved = _is_there(module, wanted)  # by another thread in the meantime
+        has_been_moved = _is_there(module, wanted)  # by a different thread in the meantime
         if not has_been_moved:
-            _refuse(module, wanted)
+            _check_movable(module, wanted)
             with torch.inference_mode(False):
                 move(module, wanted)
     return module
@@ -85,7 +85,7 @@ def _devices(module: torch.nn.Module) -> Iterator[torch.device]:
                 todo.append(child)
 
 
-def _refuse(module: torch.nn.Module, wanted: torch.device) -> None:
+def _check_movable(module: torch.nn.Module, wanted: torch.device) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     did = f"moving {type(module).__name__} to {wanted}"

@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from ddpilot.checkpoint.collective import load_jointly
-from ddpilot.data.batches import to_device
 from ddpilot.data.loaders import shard_loader
+from ddpilot.data.nested import to_device
 from ddpilot.data.options import naming_rank
 from ddpilot.errors import LoopError
 from ddpilot.findings.finding import Finding
@@ -29,11 +29,11 @@ from ddpilot.training.evaluation.evaluate import evaluate
 from ddpilot.training.evaluation.predict import predict
 from ddpilot.training.losses import add_losses
 from ddpilot.training.models.optimizers import check_closure, needs_closure
-from ddpilot.training.notices import never_had_a_sample, say_findings, say_unsaved, user_line
+from ddpilot.training.notices import no_samples_error, user_line, warn_findings, warn_unsaved
 from ddpilot.training.resume.position import describe_data
 from ddpilot.training.setup import LoopBase
 from ddpilot.training.step.accumulation import Accumulation
-from ddpilot.training.step.update import clear_gradients
+from ddpilot.training.step.update import clear_gradients, locating
 
 
 class Loop(LoopBase):
@@ -68,27 +68,25 @@ class Loop(LoopBase):
         epoch; when it ends, the last one is on disk. SIGTERM and SIGUSR1 then save a checkpoint and raise
         SystemExit(75) on all ranks, so that a scheduler can requeue the job.
         """
-        self._place.begin_epochs()
-        self._keeper.begin()
-        self._decider.start()
+        self._position.begin_epochs()
+        self._checkpointer.begin()
+        self._flags.start()
         self._num_epochs = num
-        with self._signals, self._keeper:
-            self._keeper.say_if_finished(num)
+        with self._signals, self._checkpointer:
+            self._checkpointer.report_if_finished(num)
             while self.epoch < num:
-                self._leaving.settle()
-                self._updates.settle_left()
-                self._updates.settle_outside()
+                self._join()
+                self._updates.exchange_between_epochs()
                 if self.should_stop:
-                    self._keeper.leave()
+                    self._checkpointer.leave()
                     return
-                self._place.begin_epoch()
+                self._position.begin_epoch()
                 yield self.epoch
                 if self.next_batch:  # stopped within the epoch and saved there: a later run resumes it
                     return
-                self._keeper.end_epoch()
-            self._leaving.settle()
-            self._updates.settle_left()
-            self._keeper.wait()
+                self._checkpointer.end_epoch()
+            self._join()
+            self._checkpointer.wait()
 
     def batches(self, loader: Loader) -> Iterator[Any]:
         """Yield this rank's part of every batch of the epoch, on the device. Collective.
@@ -102,14 +100,14 @@ class Loop(LoopBase):
         """
         if not self._begin_pass(loader):
             return
-        groups = self._waiting.over(
+        groups = self._data_clock.over(
             iterate_groups(
                 loader,
                 self.group,
                 epoch=self.epoch,
                 first_batch=self.next_batch,
                 accumulation=self._accumulate,
-                stream_state=self._place.stream_state(self.next_batch),
+                stream_state=self._position.stream_state(self.next_batch),
             )
         )
         shown = self.progress.epoch(self.epoch, self._num_epochs, self.next_batch, loader)
@@ -119,7 +117,7 @@ class Loop(LoopBase):
                 for batch in groups:
                     self._updates.enter(batch)
                     if batch.data is None:
-                        raise never_had_a_sample(batch, self.group)
+                        raise no_samples_error(batch, self.group)
                     try:
                         yield to_device(batch.data, self.device)
                     except GeneratorExit:
@@ -138,14 +136,11 @@ class Loop(LoopBase):
                         break
                 else:
                     self._updates.check_pending()
-                    if (
-                        self.next_batch
-                        and self._updates.batch is None
-                        and "dataset_length" not in describe_data(loader)
-                    ):
-                        self._keeper.say_nothing_left()
-                    self._place.end_pass()
-                    self._tell_findings(self._drift.end_pass())
+                    is_empty = self.next_batch and self._updates.batch is None
+                    if is_empty and "dataset_length" not in describe_data(loader):
+                        self._checkpointer.report_nothing_left()
+                    self._position.end_pass()
+                    self._report_findings(self._buffers.end_pass())
                 self._updates.leave()
         finally:
             if self._open_pass is this:
@@ -156,22 +151,22 @@ class Loop(LoopBase):
 
         Collective if an exchange, comparison or checkpoint is due.
         """
-        self._updates.settle()
+        self._updates.complete()
         if self._precision.scaler is not None:
             self._precision.settle()
-        self._place.samples_seen += batch.group_count
-        self._place.note_stream(batch.index + 1, batch.stream_state)
-        if self._drift.is_waiting and self._updates.has_backward:
-            self._tell_findings(self._drift.after_update())
+        self._position.samples_seen += batch.group_count
+        self._position.note_stream(batch.index + 1, batch.stream_state)
+        if self._buffers.is_waiting and self._updates.has_backward:
+            self._report_findings(self._buffers.after_update())
         if self._saves_by == "nothing" and self._updates.has_backward:
             self._note_unsaved()
-        self._keeper.after_update(batch.index + 1, leaves=self.should_stop)
+        self._checkpointer.after_update(batch.index + 1, leaves=self.should_stop)
 
     def _leave_pass(self, batch: CurrentBatch, this: object) -> None:
         """Handle a loop over `batches` that ended by `break` or an exception, or whose generator was closed."""
         if self._open_pass is this:
-            self._place.end_pass()
-            self._leaving.note(batch, user_line(), drops=self._updates.drop_unfinished())
+            self._position.end_pass()
+            self._lone_break.note(batch, user_line(), drops=self._updates.drop_unfinished())
 
     def _check_pass(self, this: object) -> None:
         """Raise LoopError if a second pass over `batches` began after `this` one and is still open."""
@@ -180,7 +175,7 @@ class Loop(LoopBase):
             return
         raise LoopError(
             "reading the next batch",
-            found="a second loop.batches() was begun before this one ended, so losses were weighted by its samples",
+            found="a second loop.batches() began before this one ended, so losses were weighted by its samples",
             fix="Iterate over one at a time. For pairs make one dataset: torch.utils.data.StackDataset(a, b), or "
             "one whose __getitem__(i) returns (a[i], b[i % len(b)]); loop.loader(pairs) divides it.",
             rank=self.rank,
@@ -188,44 +183,42 @@ class Loop(LoopBase):
 
     def _note_unsaved(self) -> None:
         """Warn, after the first update of a loop with a `checkpoint_dir`, if no checkpoint will be resumed or saved."""
-        self._saves_by = "user" if self._keeper.is_in_epochs else "unsaved epoch"
-        if not self._keeper.is_in_epochs and self._keeper.has_latest:
-            self._say_unsaved()
+        self._saves_by = "user" if self._checkpointer.is_in_epochs else "unsaved epoch"
+        if not self._checkpointer.is_in_epochs and self._checkpointer.has_latest:
+            self._warn_unsaved()
 
-    def _say_unsaved(self) -> None:
+    def _warn_unsaved(self) -> None:
         self._saves_by = "user"
-        say_unsaved(self.group)
+        warn_unsaved(self.group)
 
-    def _tell_findings(self, found: tuple[Finding, ...]) -> None:
-        say_findings(new := tuple(one for one in found if one not in self.findings), self.group)
+    def _report_findings(self, found: tuple[Finding, ...]) -> None:
+        warn_findings(new := tuple(one for one in found if one not in self.findings), self.group)
         self.findings += new
 
     def _begin_pass(self, loader: Loader) -> bool:
         check_loader(loader, self.group)
         if self.should_stop and self.next_batch:
             return False  # an earlier pass stopped within this epoch, which resumes from there
-        if not self._keeper.is_in_epochs:
+        if not self._checkpointer.is_in_epochs:
             with naming_rank(self.rank):  # the plan may call its sampler, whose errors do not know the rank
-                is_next = self._place.is_next_epoch(loader)
+                is_next = self._position.is_next_epoch(loader)
             if is_next and self.should_stop:
                 return False
             if is_next and self._saves_by == "unsaved epoch":
-                self._say_unsaved()
+                self._warn_unsaved()
             if is_next:
-                self._place.begin_epoch_outside()
-        self._leaving.settle()
-        self._updates.settle_left()
-        self._leaving.begin_pass()
-        self._updates.share_owed_buffers()
-        self._trained.begin()
-        self._known = ()
+                self._position.begin_epoch_outside()
+        self._join()
+        self._lone_break.begin_pass()
+        self._updates.share_buffers()
+        self._unprepared.begin_pass()
         with naming_rank(self.rank):
-            found = check_batch_norms(self._updates.models, getattr(loader, "plan", None), self.rank)
-            is_open = self._place.begin_pass(loader, self.device)
-        self._tell_findings(found)
+            found = check_batch_norms(self._prepared, getattr(loader, "plan", None), self.rank)
+            is_open = self._position.begin_pass(loader, self.device)
+        self._report_findings(found)
         if is_open:
-            self._decider.start()
-            self._keeper.say_resumed()
+            self._flags.start()
+            self._checkpointer.report_resumed()
         return is_open
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
@@ -236,12 +229,10 @@ class Loop(LoopBase):
         of ranks, and if the forward pass bypassed DDP, so that gradients were not all-reduced. Raises OutOfMemoryError
         if memory runs out inside, on this rank only: the other ranks end as after any error of one rank.
         """
-        if models != self._known:
-            self._trained.check(models, self.rank)
-            self._unprepared.check_models(models)
-            self._known = models
+        self._unprepared.check_models(models)
         return Accumulation(models, self._updates, self._precision, self.group, self._sharing)
 
+    @locating
     def backward(
         self,
         loss: torch.Tensor | Mapping[str, torch.Tensor | tuple[torch.Tensor, float | torch.Tensor]],
@@ -261,19 +252,16 @@ class Loop(LoopBase):
         """
         scaler = self._precision.scaler
         if scaler is not None:
-            self._precision.settle_overflow(self._optimizers)
-        try:
-            if isinstance(loss, torch.Tensor) or not isinstance(loss, Mapping):
-                self._updates.backward(loss, count, scaler, retain_graph)
-                self.progress.note_loss(loss)
-            else:
-                self._updates.backward_several(loss, count, scaler, retain_graph)
-                if self.progress.is_shown:
-                    self.progress.note_loss(add_losses(loss))
-        except LoopError as error:
-            self._updates.locate(error)
-            raise
+            self._precision.settle_overflow(self._prepared.optimizers)
+        if isinstance(loss, torch.Tensor) or not isinstance(loss, Mapping):
+            self._updates.backward(loss, count, scaler, retain_graph)
+            self.progress.note_loss(loss)
+        else:
+            self._updates.backward_several(loss, count, scaler, retain_graph)
+            if self.progress.is_shown:
+                self.progress.note_loss(add_losses(loss))
 
+    @locating
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float
     ) -> torch.Tensor | None:
@@ -285,14 +273,15 @@ class Loop(LoopBase):
         if not self.is_update:
             return None
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        self._updates.settle()
-        self._precision.unscale(given, self._optimizers)
+        self._updates.complete()
+        self._precision.unscale(given, self._prepared.optimizers)
         norm = nn.utils.get_total_norm([p.grad for p in given if p.grad is not None])
         self._updates.check_norm(given, norm)  # clipping by a NaN norm would make all gradients NaN
-        self._precision.note_norm(given, self._optimizers, norm)
+        self._precision.note_norm(given, self._prepared.optimizers, norm)
         nn.utils.clip_grads_with_norm_(given, max_norm, norm)
         return norm
 
+    @locating
     def step(self, optimizer: Optimizer, scheduler: Any = None, *, closure: Callable[[], object] | None = None) -> bool:
         """Step the optimizer, clear its gradients and step `scheduler`. True if the weights were updated. Collective.
 
@@ -316,27 +305,11 @@ class Loop(LoopBase):
         """
         if not self.is_update:
             return False
-        try:
-            return self._step(optimizer, scheduler, closure)
-        except LoopError as error:
-            self._updates.locate(error)
-            raise
-
-    def _step(self, optimizer: Optimizer, scheduler: Any, closure: Callable[[], object] | None) -> bool:
         if not hasattr(optimizer, "param_groups"):
             found = f"a {type(optimizer).__name__} in place of an optimizer"
             raise LoopError("updating the weights", found=found, fix="Write loop.step(optimizer).", rank=self.rank)
-        if self._replaced is not None and optimizer in self._replaced:
-            found = f"this {type(optimizer).__name__} was replaced: one that has all its parameters was prepared later"
-            fix = "Step that one. If both are to be used, prepare them in one call: loop.prepare(first, second)."
-            raise LoopError("updating the weights", found=found, fix=fix, rank=self.rank)
         self._unprepared.check_optimizer(optimizer)
-        self._updates.check_backward(optimizer)
-        if closure is None:  # which clears them before each call
-            self._updates.leftovers.check(optimizer)
-            self._updates.shared.check(optimizer)
-        self._updates.settle()
-        self._updates.check(optimizer)
+        self._updates.complete(optimizer, has_closure=closure is not None)
         try:
             done = self._update(optimizer, closure)
         except (RuntimeError, MemoryError) as error:  # an optimizer allocates its state in its first step
@@ -346,11 +319,11 @@ class Loop(LoopBase):
         clear_gradients(optimizer)
         self._updates.after_step(optimizer)
         if self._updates.batch is None:
-            self._precision.settle(self._optimizers)
+            self._precision.settle(self._prepared.optimizers)
         if done and scheduler is not None:
             self._step_scheduler(scheduler)
         if done and self._updates.begins_update(optimizer):
-            self._place.num_updates += 1
+            self._position.num_updates += 1
         return done
 
     def _update(self, optimizer: Optimizer, closure: Callable[[], object] | None) -> bool:
@@ -374,8 +347,8 @@ class Loop(LoopBase):
             raise LoopError(
                 "stepping a ReduceLROnPlateau",
                 found="it was not prepared, so the loss of the update was not kept for it",
-                fix="Write scheduler = loop.prepare(scheduler); or step it by yourself, once per epoch, with a value "
-                "that is the same on all ranks, as loop.reduce and loop.evaluate return it.",
+                fix="Write scheduler = loop.prepare(scheduler); or call scheduler.step() once per epoch with a value "
+                "that is the same on all ranks, such as the result of loop.reduce or loop.evaluate.",
                 rank=self.rank,
             )
         scheduler.step(objective.reduce().item())
@@ -389,7 +362,7 @@ class Loop(LoopBase):
         the ranks' local losses is then the mean over all samples. Outside of `batches` the default is 1, except for the
         loss tensor that `backward` was last called with, whose batch still determines it.
         """
-        self._meet()
+        self._join()
         weight = self._updates.count_behind(value) if count is None else count
         return reduce_value(value, op, weight, self.group)
 
@@ -398,7 +371,7 @@ class Loop(LoopBase):
 
         `data`: tensors with any number of rows on each rank, tuples and dicts of them, or lists.
         """
-        self._meet()
+        self._join()
         return gather_rows(data, self.group)
 
     def gather_batch(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -409,7 +382,7 @@ class Loop(LoopBase):
         including 0; returns (sum of n, ...) in rank order. The backward pass is collective as well. Raises LoopError on
         all ranks if the shapes of a row or the dtypes differ.
         """
-        self._meet()
+        self._join()
         return gather_batch(rows, self.group)
 
     def evaluate(
@@ -430,9 +403,9 @@ class Loop(LoopBase):
         metrics; default: `(model(*batch[:-1]), batch[-1])`, or `(model(**batch), batch)` for a mapping. Torch's random
         state is restored. Raises NonFiniteError on all ranks for an earlier update that has not been reported yet.
         """
-        self._meet()
+        self._join()
         self._updates.check_pending()
-        self._keeper.say_resumed()
+        self._checkpointer.report_resumed()
         with naming_rank(self.rank), self.autocast():
             return evaluate(model, self._divided(loader), metrics, self.group, forward)
 
@@ -455,9 +428,9 @@ class Loop(LoopBase):
         `model(**batch)` for a mapping, `model(batch)` for anything else. Raises NonFiniteError on all ranks for an
         earlier update that has not been reported yet.
         """
-        self._meet()
+        self._join()
         self._updates.check_pending()
-        self._keeper.say_resumed()
+        self._checkpointer.report_resumed()
         with naming_rank(self.rank), self.autocast():
             return predict(model, self._divided(loader), self.group, to=to, on_all_ranks=on_all_ranks, forward=forward)
 
@@ -476,7 +449,7 @@ class Loop(LoopBase):
         """
         with naming_rank(self.rank):
             for name, thing in things.items():
-                self._things.add(thing, name)
+                self._tracked.add(thing, name)
 
     def save(self, metrics: Mapping[str, float] | None = None) -> None:
         """Save a checkpoint; `metrics` are used to choose the best one. Collective: every rank calls it.
@@ -486,7 +459,7 @@ class Loop(LoopBase):
         stop the training. Raises LoopError without a `checkpoint_dir`.
         """
         self._saves_by = "user"
-        self._keeper.ask(metrics, in_batch=self._updates.batch is not None)
+        self._checkpointer.request(metrics, in_batch=self._updates.batch is not None)
 
     def resume(self, *, other_data: bool = False) -> bool:
         """Resume from the latest intact checkpoint. True if there is one. Collective.
@@ -498,7 +471,7 @@ class Loop(LoopBase):
         change, if it belongs to a different run.
         """
         self._saves_by = "user"
-        return self._keeper.resume(other_data=other_data)
+        return self._checkpointer.resume(other_data=other_data)
 
     def load(self, model: nn.Module, path: str | os.PathLike[str], *, name: str = "model") -> None:
         """Load weights only, from a file or a checkpoint directory, into `model`, on its own device. Collective.
@@ -506,5 +479,5 @@ class Loop(LoopBase):
         `path`, `name`: as for `load_weights`. Raises its errors, on all ranks if one of them fails; no model is changed
         then.
         """
-        self._keeper.wait()
+        self._checkpointer.wait()
         load_jointly(model, path, name, self.group)

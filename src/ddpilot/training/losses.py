@@ -32,20 +32,13 @@ class NamedLoss:
 
 def read_losses(losses: Mapping[Any, Any]) -> tuple[NamedLoss, ...]:
     """Return the losses of a mapping from a name to a mean, or to (mean, count). Values are not checked."""
-    return tuple(NamedLoss(name=str(name), value=_mean(said), count=_count(said)) for name, said in losses.items())
+    pairs = {name: one if isinstance(one, tuple) and len(one) == 2 else (one, None) for name, one in losses.items()}
+    return tuple(NamedLoss(name=str(name), value=mean, count=count) for name, (mean, count) in pairs.items())
 
 
-def add_losses(said: Any) -> Any:
+def add_losses(losses: Any) -> Any:
     """Return the sum of the means of a mapping, without counts; anything else unchanged."""
-    return sum(one.value for one in read_losses(said)) if isinstance(said, Mapping) else said
-
-
-def _mean(said: Any) -> Any:
-    return said[0] if isinstance(said, tuple) and len(said) == 2 else said
-
-
-def _count(said: Any) -> Any:
-    return said[1] if isinstance(said, tuple) and len(said) == 2 else None
+    return sum(one.value for one in read_losses(losses)) if isinstance(losses, Mapping) else losses
 
 
 def encode(losses: Sequence[NamedLoss], counts: Sequence[float]) -> list[float]:
@@ -53,8 +46,8 @@ def encode(losses: Sequence[NamedLoss], counts: Sequence[float]) -> list[float]:
 
     Always NUM_COUNTS + 2 values. The rest of the counts is summed once `decode` shows that the losses are the same.
     """
-    said = "\n".join(f"{one.name}{' counted' * (one.count is not None)}" for one in losses)
-    number = int.from_bytes(hashlib.sha256(said.encode()).digest()[:8], "little") % _NAME_VALUES
+    text = "\n".join(f"{one.name}{' counted' * (one.count is not None)}" for one in losses)
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") % _NAME_VALUES
     first = counts[:NUM_COUNTS]
     return [float(number), float(number**2), *first, *[0.0] * (NUM_COUNTS - len(first))]
 
@@ -169,7 +162,6 @@ def backward_weighted(
     is NaN, and so is zero times NaN. `models`: all models that the graph may reach, used only without `seeds`.
     """
     if seeds is not None:
-        # None is torch's default, which costs less than a tensor.
         given = [_seed_tensor(loss, seed) for loss, seed in zip(losses, seeds, strict=True)]
         torch.autograd.backward(losses, given, retain_graph=retain_graph)
         return
@@ -186,6 +178,7 @@ def backward_weighted(
 def _seed_tensor(loss: torch.Tensor, seed: torch.Tensor | float) -> torch.Tensor | None:
     if isinstance(seed, torch.Tensor):
         return seed
+    # None is torch's default, which costs less than a tensor of 1.
     return None if seed == 1.0 else torch.full_like(loss, seed, requires_grad=False)
 
 

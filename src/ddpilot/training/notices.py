@@ -22,28 +22,28 @@ Line = tuple[str, int]
 _NOWHERE: Line = ("ddpilot", 0)
 
 
-def say_findings(findings: tuple[Finding, ...], group: GroupLike) -> None:
+def warn_findings(findings: tuple[Finding, ...], group: GroupLike) -> None:
     """Warn of `findings` on rank 0, as text."""
     if findings and group.is_rank_zero:
         _warn(render_text(findings), user_line())
 
 
-def say_dropped(line: Line, group: GroupLike) -> None:
+def warn_dropped(line: Line, group: GroupLike) -> None:
     """Warn on rank 0 that the loop left an accumulation group at `line`, whose gradients were dropped."""
     if group.is_rank_zero:
         _warn(
-            "a loop over batches() was left in the middle of an accumulation group: the gradients of that group are "
-            "dropped, since they were not synchronised. Leave it where loop.is_update is True.",
+            "a loop over batches() was left within an accumulation group: the gradients of that group were dropped, as "
+            "they had not been all-reduced. Leave the loop when loop.is_update is True.",
             line,
         )
 
 
-def say_unsaved(group: GroupLike) -> None:
+def warn_unsaved(group: GroupLike) -> None:
     """Warn on rank 0 that a loop with a `checkpoint_dir` trains without saving checkpoints."""
     if group.is_rank_zero:
         _warn(
-            "this loop has a `checkpoint_dir`, but trains outside of loop.epochs(), so nothing is saved or resumed by "
-            "itself. Write `for epoch in loop.epochs(n):`; or call loop.resume() before it and loop.save() after "
+            "this loop has a `checkpoint_dir`, but trains outside of loop.epochs(), so it does not save or resume "
+            "automatically. Write `for epoch in loop.epochs(n):`; or call loop.resume() first, and loop.save() after "
             "each epoch.",
             user_line(),
         )
@@ -54,10 +54,10 @@ def user_line() -> Line:
     frame: FrameType = sys._getframe(1)
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == _PACKAGE:
         frame = frame.f_back
-    return _NOWHERE if _began_the_process(frame) else (frame.f_code.co_filename, frame.f_lineno)
+    return _NOWHERE if _is_launcher(frame) else (frame.f_code.co_filename, frame.f_lineno)
 
 
-def _began_the_process(frame: FrameType) -> bool:
+def _is_launcher(frame: FrameType) -> bool:
     """True if `frame` belongs to the code that started this rank: the outermost frame when a `Trainer` launched it."""
     name = str(frame.f_globals.get("__name__")).partition(".")[0]
     return name in sys.stdlib_module_names or (name == "__main__" and frame.f_code.co_filename == "<string>")
@@ -70,11 +70,11 @@ def _warn(text: str, line: Line) -> None:
     warnings.warn_explicit(text, UserWarning, *line)
 
 
-def never_had_a_sample(batch: CurrentBatch, group: GroupLike) -> DataError:
+def no_samples_error(batch: CurrentBatch, group: GroupLike) -> DataError:
     """Return the error of a rank whose part of a stream has no samples."""
     return DataError(
         f"beginning epoch {batch.epoch}",
-        found="this rank's part of the stream is empty, so what a batch looks like is not known here",
-        fix="Let the dataset give every part something, or use fewer ranks or workers.",
+        found="this rank's part of the stream is empty, so the structure of a batch is unknown",
+        fix="Let the dataset yield samples in every part, or use fewer ranks or workers.",
         rank=group.rank,
     )

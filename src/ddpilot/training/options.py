@@ -8,7 +8,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ddpilot.environments.detect import detect_topology
@@ -34,14 +34,14 @@ def naming_options(init: Callable[Concatenate[_Self, _Given], None]) -> Callable
             init(self, *args, **options)
         except LoopError as error:
             if error.rank is None:
-                error.rank = self.group.rank if hasattr(self, "group") else _rank_to_be()
+                error.rank = self.group.rank if hasattr(self, "group") else _detect_rank()
                 error.args = (error.render(),)
             raise
 
     return checked
 
 
-def _rank_to_be() -> int | None:
+def _detect_rank() -> int | None:
     """Return the rank of a process that has not joined its group yet; None if it is alone or the rank is unknown."""
     try:
         topology = detect_topology(os.environ)
@@ -58,16 +58,16 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 def check_numbers(*, seed: object, accumulate: object, max_time_s: object) -> None:
     """Raise LoopError unless `seed` is an int, `accumulate` an int >= 1, and `max_time_s` finite and >= 0, or None."""
-    if not _is_whole(seed):
-        raise LoopError("making a Loop", found=f"`seed` is {seed!r}", fix="Give a whole number.")
-    if not _is_whole(accumulate) or int(accumulate) < 1:  # type: ignore[call-overload]
+    if not _is_integer(seed):
+        raise LoopError("making a Loop", found=f"`seed` is {seed!r}", fix="Pass an integer.")
+    if not _is_integer(accumulate) or int(accumulate) < 1:  # type: ignore[call-overload]
         raise LoopError("making a Loop", found=f"`accumulate` is {accumulate!r}", fix="Pass 1 or more batches.")
     if max_time_s is not None and not (isinstance(max_time_s, int | float) and 0 <= max_time_s < math.inf):
         found = f"`max_time_s` is {max_time_s!r}"
-        raise LoopError("making a Loop", found=found, fix="Give seconds, 0 or more, or None for no limit.")
+        raise LoopError("making a Loop", found=found, fix="Pass seconds, 0 or more, or None for no limit.")
 
 
-def _is_whole(value: Any) -> bool:
+def _is_integer(value: Any) -> bool:
     return hasattr(value, "__index__") and not isinstance(value, bool)
 
 
@@ -75,8 +75,8 @@ def _is_whole(value: Any) -> bool:
 class CheckpointOptions:
     """Options for checkpoints: where, how often, and which ones to keep. Raises LoopError for invalid values."""
 
-    checkpoint_dir: str | os.PathLike[str]
-    """A directory for this run only; created if it does not exist."""
+    checkpoint_dir: str | os.PathLike[str] | None = None
+    """A directory for this run only; created if it does not exist. None: no checkpoints."""
     keep: int | None = 3
     """Number of newest checkpoints to keep; None: all."""
     best: str | None = None
@@ -88,30 +88,41 @@ class CheckpointOptions:
     resume: bool = True
     """True: resume from the latest checkpoint; False: start over, and move existing ones to a subdirectory."""
 
-    @classmethod
-    def of(cls, checkpoint_dir: str | os.PathLike[str] | None, **given: Any) -> CheckpointOptions | None:
-        """Return the options, or None without a directory. Raises LoopError for other options without a directory."""
-        if checkpoint_dir is not None:
-            return cls(checkpoint_dir=checkpoint_dir, **given)
-        _check_resume(given.get("resume", True))
-        defaults = {field.name: field.default for field in fields(cls)}
-        for name, value in given.items():
-            if name != "resume" and value != defaults[name]:
-                found = f"`{name}` is {value!r}, and there is no `checkpoint_dir`, so no checkpoints are made"
-                raise LoopError("making a Loop", found=found, fix="Say where with `checkpoint_dir=`.")
-        return None
-
     def __post_init__(self) -> None:
         _check_resume(self.resume)
-        if not os.fspath(self.checkpoint_dir):
+        if self.checkpoint_dir is not None and not os.fspath(self.checkpoint_dir):
             raise LoopError("making a Loop", found="`checkpoint_dir` is empty", fix="Name a directory, or pass None.")
         for name in ("save_every_s", "save_every_updates"):
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise LoopError("making a Loop", found=f"`{name}` is {value}", fix="Pass a number above 0, or None.")
 
+    def check_unused(self) -> None:
+        """Raise LoopError for an option that has no effect without a `checkpoint_dir`; `resume` may be set."""
+        for name, value in keywords_of(self).items():
+            if name != "resume":
+                found = f"`{name}` is {value!r}, and there is no `checkpoint_dir`, so no checkpoints are made"
+                raise LoopError("making a Loop", found=found, fix="Pass `checkpoint_dir=`.")
+
 
 def _check_resume(resume: object) -> None:
     if not isinstance(resume, bool):
-        fix = "Pass True to resume from the latest checkpoint if there is one, or False to start from scratch."
+        fix = "Pass True to resume from the latest checkpoint if there is one, or False to start over."
         raise LoopError("making a Loop", found=f"`resume` is {resume!r}", fix=fix)
+
+
+def keywords_of(options: Any) -> dict[str, Any]:
+    """Return options as keyword arguments: of a mapping its items, of a dataclass the fields that differ from defaults.
+
+    None has no keywords.
+    """
+    if not is_dataclass(options):
+        return dict(options or {})
+    keywords: dict[str, Any] = {}
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if field.name == "more":  # further arguments of DistributedDataParallel
+            keywords |= value
+        elif value != field.default:
+            keywords[field.name] = value
+    return keywords

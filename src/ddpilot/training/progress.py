@@ -45,16 +45,16 @@ class Lines:
         self._total = total
         self._initial = initial
         self._clock = clock
-        self._began_s = self._said_s = clock()
+        self._began_s = self._written_s = clock()
         self._postfix = ""
 
     def update(self) -> bool:
         """Count a batch. True if a line was written."""
         self.n += 1
         now_s = self._clock()
-        if now_s - self._said_s < LINE_INTERVAL_S:
+        if now_s - self._written_s < LINE_INTERVAL_S:
             return False
-        self._said_s = now_s
+        self._written_s = now_s
         rate = (self.n - self._initial) / (now_s - self._began_s)
         of_all = "" if self._total is None else f" of {self._total}"
         left = "" if self._total is None else f", {tqdm.format_interval((self._total - self.n) / rate)} left"
@@ -86,9 +86,9 @@ class Progress:
             self._kind = Bar
         self._current: Bar | Lines | None = None
         self._loss: torch.Tensor | None = None
-        self._said_loss: float | None = None
+        self._shown_loss: float | None = None
         self._sender = ScalarCopier()
-        self._coming: PendingScalar | None = None
+        self._pending: PendingScalar | None = None
         self._shown: dict[str, str] = {}
 
     @property
@@ -119,7 +119,7 @@ class Progress:
         try:
             yield
             self._take_loss(waits=True)
-            self._ask_loss()
+            self._request_loss()
             self._take_loss(waits=True)
         finally:
             self._current.set_postfix_str(self._postfix(), refresh=False)
@@ -137,8 +137,8 @@ class Progress:
             return
         is_redrawn = self._current.update()
         if is_redrawn:
-            self._ask_loss()
-        if is_redrawn or (self._coming is not None and self._coming.is_there):
+            self._request_loss()
+        if is_redrawn or (self._pending is not None and self._pending.is_there):
             self._take_loss()
             self._current.set_postfix_str(self._postfix(), refresh=False)
 
@@ -154,19 +154,19 @@ class Progress:
         finally:
             self._current.refresh()
 
-    def _ask_loss(self) -> None:
+    def _request_loss(self) -> None:
         """Read the latest loss: at once on the CPU; from an accelerator, start an asynchronous copy."""
-        if self._loss is None or self._coming is not None:
+        if self._loss is None or self._pending is not None:
             return
         if runs_behind(self._loss.device):
-            self._coming = self._sender.send(self._loss)
+            self._pending = self._sender.send(self._loss)
         else:
-            self._said_loss = self._loss.item()
+            self._shown_loss = self._loss.item()
         self._loss = None
 
     def _take_loss(self, *, waits: bool = False) -> None:
-        if self._coming is not None and (waits or self._coming.is_there):
-            self._said_loss, self._coming = self._coming.read(), None
+        if self._pending is not None and (waits or self._pending.is_there):
+            self._shown_loss, self._pending = self._pending.read(), None
 
     def _make(self, desc: str, total: int | None, initial: int) -> Bar | Lines:
         if self._kind is Lines:
@@ -183,7 +183,7 @@ class Progress:
         )
 
     def _postfix(self) -> str:
-        loss = {} if self._said_loss is None else {"loss": f"{self._said_loss:.4g}"}
+        loss = {} if self._shown_loss is None else {"loss": f"{self._shown_loss:.4g}"}
         return ", ".join(f"{name} {value}" for name, value in {**loss, **self._shown}.items())
 
 

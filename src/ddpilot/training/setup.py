@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from contextlib import AbstractContextManager
 from typing import Any, Literal
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -23,22 +23,22 @@ from ddpilot.group.device import move
 from ddpilot.group.init_group import init_group, seed_all
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.batches import CurrentBatch
-from ddpilot.training.checks.buffers import BufferDrift
+from ddpilot.training.checks.buffers import BufferCheck
 from ddpilot.training.checks.ddp_bypass import UnpreparedCheck
-from ddpilot.training.checks.nonfinite import FiniteWatch
-from ddpilot.training.coordination.collectives import PrintOnce, rank_zero_first
+from ddpilot.training.checks.nonfinite import FiniteCheck
+from ddpilot.training.coordination.collectives import rank_zero_first
 from ddpilot.training.coordination.out_of_memory import find_sharing
 from ddpilot.training.coordination.stop import FlagExchange, LoneBreakCheck, StopSignals
-from ddpilot.training.models.ddp import prepare_optimizer, wrap
-from ddpilot.training.models.ddp_options import DdpOptions
-from ddpilot.training.models.explain import Explanation, Prepared
-from ddpilot.training.models.parameters import TrainedWatch
+from ddpilot.training.models.ddp import wrap
+from ddpilot.training.models.ddp_options import DDPOptions
+from ddpilot.training.models.explain import Explanation, explain
+from ddpilot.training.models.registry import PreparedObjects
 from ddpilot.training.options import CheckpointOptions, check_numbers, naming_options
 from ddpilot.training.progress import Progress, WaitClock
 from ddpilot.training.resume.checkpointer import RunCheckpointer
 from ddpilot.training.resume.position import RunPosition
 from ddpilot.training.resume.tracked_state import TrackedState, has_state
-from ddpilot.training.step.precision import Kind, Precision, parameters_of
+from ddpilot.training.step.precision import Kind, Precision
 from ddpilot.training.step.update import UpdateState
 
 
@@ -76,49 +76,42 @@ class LoopBase:
         self._accumulate = accumulate
         self._precision = Precision(precision, self.group.device, self.group.world_size)
         self._sharing = find_sharing(self.group)
-        self._decider = FlagExchange(self.group, max_time_s)
-        watch = FiniteWatch(self.group.device) if check_finite and precision != "fp16" else None
-        self._updates = UpdateState(self.group, self._decider, watch)
-        self._signals = StopSignals(self._decider.ask)
-        self._optimizers: list[Optimizer] = []
-        self._replaced: WeakSet[Optimizer] | None = None
-        self._say_once = PrintOnce(self.print)
-        self._trained = TrainedWatch()
-        self._unprepared = UnpreparedCheck(self.group.rank)
-        self._known: tuple[nn.Module, ...] = ()  # the models that `accumulate` has checked in this pass
-        self._leaving = LoneBreakCheck(self.group)
-        self._drift = BufferDrift(self.group)
+        self._prepared = PreparedObjects()
+        self._flags = FlagExchange(self.group, max_time_s)
+        finite = FiniteCheck(self.group.device) if check_finite and precision != "fp16" else None
+        self._updates = UpdateState(self._prepared, self.group, self._flags, finite)
+        self._signals = StopSignals(self._flags.request)
+        self._print_once = functools.cache(self.print)
+        self._unprepared = UnpreparedCheck(self._prepared, self.group.rank)
+        self._lone_break = LoneBreakCheck(self.group)
+        self._buffers = BufferCheck(self._prepared, self.group)
         self._open_pass: object | None = None
         self._saves_by: Literal["nothing", "unsaved epoch", "user"] = "user" if checkpoint_dir is None else "nothing"
-        self._waiting = WaitClock()
-        self._things = TrackedState()
-        self._place = RunPosition(seed, self.group.rank, self.group.world_size, accumulate)
-        self._prepared = Prepared(self.group)
-        self._keeper = self._make_keeper(
-            CheckpointOptions.of(
-                checkpoint_dir,
-                keep=keep,
-                best=best,
-                save_every_s=save_every_s,
-                save_every_updates=save_every_updates,
-                resume=resume,
-            )
+        self._data_clock = WaitClock()
+        self._tracked = TrackedState()
+        if self._precision.scaler is not None:
+            self._tracked.add(self._precision.scaler, "scaler", optional=True)
+        self._position = RunPosition(seed, self.group.rank, self.group.world_size, accumulate)
+        options = CheckpointOptions(
+            checkpoint_dir=checkpoint_dir,
+            keep=keep,
+            best=best,
+            save_every_s=save_every_s,
+            save_every_updates=save_every_updates,
+            resume=resume,
+        )
+        self._checkpointer = RunCheckpointer(
+            self.group, self._tracked, self._position, self._flags, self._updates.check_pending, options
         )
         seed_all(seed)
 
-    def _make_keeper(self, options: CheckpointOptions | None) -> RunCheckpointer:
-        if self._precision.scaler is not None:
-            self._things.add(self._precision.scaler, "scaler", optional=True)
-        check = self._updates.check_pending
-        return RunCheckpointer(self.group, self._things, self._place, self._decider, check, options)
-
-    def _meet(self) -> None:
-        """Wait for the other ranks to leave `batches`, if this rank left it by `break`, before a collective call.
+    def _join(self) -> None:
+        """Before a collective call, wait for the other ranks to leave `batches` too, if this rank left it by `break`.
 
         Raises NonFiniteError on all ranks for an update before the `break`.
         """
-        self._leaving.meet()
-        self._updates.settle_left()
+        self._lone_break.wait()
+        self._updates.complete_left()
 
     @property
     def rank(self) -> int:
@@ -146,20 +139,20 @@ class LoopBase:
 
         Outside of `epochs`, each further pass of `batches` over the same data is the next epoch.
         """
-        return self._place.epoch
+        return self._position.epoch
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
-        self._place.go_to(epoch)
+        self._position.go_to(epoch)
 
     @property
     def next_batch(self) -> int:
         """Index of the batch from which the next `batches` starts: 0, unless all ranks stopped within an epoch."""
-        return self._place.next_batch
+        return self._position.next_batch
 
     @next_batch.setter
     def next_batch(self, batch: int) -> None:
-        self._place.next_batch = batch
+        self._position.next_batch = batch
 
     @property
     def num_updates(self) -> int:
@@ -167,7 +160,7 @@ class LoopBase:
 
         The first step after a batch begins an update, and so does each further step of an optimizer of that update.
         """
-        return self._place.num_updates
+        return self._position.num_updates
 
     @property
     def is_update(self) -> bool:
@@ -177,30 +170,30 @@ class LoopBase:
     @property
     def should_stop(self) -> bool:
         """True if all ranks have decided to stop. The same on every rank; not collective."""
-        return bool(self._decider.reasons)
+        return bool(self._flags.reasons)
 
     @property
     def stop_reasons(self) -> tuple[str, ...]:
         """Reasons for the stop, of "asked", "time", "SIGINT", "SIGTERM" and "SIGUSR1"; empty while there is none."""
-        return self._decider.reasons
+        return self._flags.reasons
 
     @property
     def data_s(self) -> float:
         """Total seconds that this rank has waited for data in `batches`."""
-        return self._waiting.total_s
+        return self._data_clock.total_s
 
     @property
     def save_s(self) -> float:
         """Total seconds that this rank has waited for checkpoints, which are written in the background."""
-        return self._keeper.held_up_s
+        return self._checkpointer.held_up_s
 
     def start_at(self, epoch: int, *, next_batch: int = 0, num_updates: int = 0) -> None:
         """Start at this position with the current state of all objects, e.g. from an earlier loop. Not collective.
 
         A checkpoint is then resumed only if it has more than `num_updates` updates.
         """
-        self._place.epoch, self._place.next_batch, self._place.num_updates = epoch, next_batch, num_updates
-        self._keeper.first_update = num_updates
+        self._position.epoch, self._position.next_batch, self._position.num_updates = epoch, next_batch, num_updates
+        self._checkpointer.first_update = num_updates
 
     def stop_by(self, signals: StopSignals) -> None:
         """Let `signals`, which may already be entered, request stops; signals received before count too.
@@ -208,14 +201,14 @@ class LoopBase:
         Not collective.
         """
         self._signals = signals
-        signals.tell_to(self._decider.ask)
+        signals.report_to(self._flags.request)
 
     def release_directory(self) -> None:
         """Allow other processes to write to the checkpoint directory, once pending writes are on disk. Not collective.
 
         The end of `epochs` releases it too. A later save locks it again.
         """
-        self._keeper.release()
+        self._checkpointer.release()
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the autocast context of the loop's precision; it does nothing for fp32.
@@ -232,9 +225,9 @@ class LoopBase:
         ranks then stop after exactly this update.
         """
         if everywhere:
-            self._decider.agree("asked")
+            self._flags.agree("asked")
         else:
-            self._decider.ask("asked")
+            self._flags.request("asked")
 
     def print(self, *values: object, **options: Any) -> None:
         """Call `print` on rank 0, above the progress bar; does nothing on the other ranks."""
@@ -283,38 +276,44 @@ class LoopBase:
         """
         returned = []
         with naming_rank(self.rank):
-            options = DdpOptions(
+            options = DDPOptions(
                 find_unused_parameters=find_unused_parameters,
                 static_graph=static_graph,
                 bucket_cap_mb=bucket_cap_mb,
                 gradient_as_bucket_view=gradient_as_bucket_view,
                 forward_sync_buffers=forward_sync_buffers,
                 comm=comm,
+                shard=shard,
                 sync_batch_norm=sync_batch_norm,
                 more=more,
             )
-            earlier = tuple(self._optimizers)
+            earlier = tuple(self._prepared.optimizers)
             for thing in things:
-                returned.append(self._prepare_thing(thing, options, shard))
+                returned.append(self._prepare_thing(thing, options))
                 if isinstance(returned[-1], Optimizer):
-                    self._replace_optimizers(earlier, returned[-1])
-                self._things.add(returned[-1])
+                    for old in self._prepared.replace_optimizers(earlier, returned[-1]):
+                        self._tracked.replace(old, returned[-1])
+                self._tracked.add(returned[-1])
         return returned[0] if len(returned) == 1 else tuple(returned)
 
-    def _prepare_thing(self, thing: Any, options: DdpOptions, shard: Literal["optimizer"] | None) -> Any:
+    def _prepare_thing(self, thing: Any, options: DDPOptions) -> Any:
         if isinstance(thing, AveragedModel):
             move(thing, self.device)
             return thing
         if isinstance(thing, nn.Module):
-            return self._prepare_model(thing, options)
+            model, choices = wrap(thing, self.group, options)
+            prepared = self._prepared.add_model(model, choices)
+            self._updates.add_model(prepared)
+            self._buffers.add(prepared)
+            return model
         if isinstance(thing, Optimizer):
-            optimizer = prepare_optimizer(thing, self.group, shard)
-            if not any(one is optimizer for one in self._optimizers):
-                self._optimizers.append(optimizer)
-            self._prepared.add_optimizer(optimizer)
-            self._updates.groups.watch(optimizer)
-            self._updates.shared.watch(optimizer, self._optimizers)
-            return optimizer
+            if options.shard is not None:
+                from ddpilot.training.models.zero import shard_optimizer  # slow to import
+
+                thing = shard_optimizer(thing, self.group)
+            self._prepared.add_optimizer(thing)
+            self._updates.add_optimizer(thing)
+            return thing
         if has_state(thing):
             if isinstance(thing, ReduceLROnPlateau):
                 self._updates.keep_objective()
@@ -322,33 +321,9 @@ class LoopBase:
         raise LoopError(
             "preparing",
             found=f"a {type(thing).__name__}",
-            fix="Pass models, optimizers, and what else has a state_dict; datasets go to loop.loader().",
+            fix="Pass models, optimizers and other objects with a state_dict; pass datasets to loop.loader().",
             rank=self.rank,
         )
-
-    def _replace_optimizers(self, earlier: tuple[Optimizer, ...], optimizer: Optimizer) -> None:
-        """Replace those of `earlier` whose parameters all belong to `optimizer` now."""
-        taken = set(map(id, parameters_of(optimizer)))
-        for place, old in enumerate(self._optimizers):
-            is_earlier = any(one is old for one in earlier) and old is not optimizer
-            if not is_earlier or not taken.issuperset(map(id, parameters_of(old))):
-                continue
-            rest = [one for one in self._optimizers if one is not old and one is not optimizer]
-            self._optimizers = [*rest[:place], optimizer, *rest[place:]]
-            self._things.replace(old, optimizer)
-            self._prepared.forget_optimizer(old)
-            self._updates.groups.forget(old)
-            self._replaced = self._replaced or WeakSet()
-            self._replaced.add(old)
-
-    def _prepare_model(self, given: nn.Module, options: DdpOptions) -> nn.Module:
-        model, choices = wrap(given, self.group, options)
-        self._updates.add(model)
-        self._trained.remember(self._updates.models)
-        self._unprepared.add(model)
-        self._drift.add(model)
-        self._prepared.add_model(model, choices)
-        return model
 
     def explain(self) -> Explanation:
         """Report the options chosen by `prepare`, with their reasons and costs, and proposals. Collective.
@@ -358,7 +333,7 @@ class LoopBase:
         may be taken later, or on one rank only. The result is the same on every rank; show it with
         `loop.print(loop.explain())`.
         """
-        return self._prepared.explain(self._accumulate, self._things.name_of)
+        return explain(self._prepared, self.group, self._accumulate, self._tracked.name_of)
 
     def loader(self, dataset: Any, **options: Any) -> ShardedLoader | StreamLoader:
         """Return a loader of this rank's samples of `dataset`, map-style or iterable; not collective.
@@ -386,6 +361,6 @@ class LoopBase:
         of each rank. `options`: also `shares`, `seed`, `divides_itself` and `seed_samples`; see docs/data.md.
         Raises DataError.
         """
-        job = {"rank": self.rank, "world_size": self.world_size, "seed": self.seed, "say": self._say_once}
+        job = {"rank": self.rank, "world_size": self.world_size, "seed": self.seed, "say": self._print_once}
         with naming_rank(self.rank):
             return shard_loader(loader, **{**job, **options})

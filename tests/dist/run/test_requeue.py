@@ -54,7 +54,7 @@ def test_run_ends_with_75_after_a_checkpoint_and_the_same_command_goes_on(tmp_pa
     again = run(tmp_path, "-n", 2, "train.py")
     assert again.status == 0, again.err
     assert "done True" in again.out
-    assert "ddpilot: continues from ckpt/save-" in again.err
+    assert "ddpilot: resuming from ckpt/save-" in again.err
 
 
 def test_run_ends_with_75_only_if_every_rank_left_with_it(tmp_path: Path) -> None:

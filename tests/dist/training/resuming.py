@@ -151,7 +151,7 @@ def small_loop(folder: Path, width: int = 4) -> tuple[Loop, nn.Module, Any]:
 def run_small(loop: Loop, model: nn.Module, loader: Any, num_epochs: int, limits: dict[int, int]) -> None:
     """Train; before epoch `n`, files of rank 0 may grow to `limits[n]` bytes, where it is given."""
     for epoch in loop.epochs(num_epochs):
-        loop._keeper.wait()  # what is being written belongs to the epoch before
+        loop._checkpointer.wait()  # what is being written belongs to the epoch before
         if loop.group.is_rank_zero and epoch in limits:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limits[epoch], resource.RLIM_INFINITY))
         for (x,) in loop.batches(loader):

@@ -105,8 +105,8 @@ def test_explain_says_the_same_on_all_ranks_with_reasons_and_figures(explained: 
     assert explanation == explained[1]["default"][0]
     text = str(explanation)
     assert "Branching: DistributedDataParallel over 2 ranks" in text
-    assert "find_unused_parameters = False  no search through the graph in each forward" in text
-    assert "gradients: 48 bytes in 1 bucket (48 bytes) in the order in which gradients came" in text
+    assert "find_unused_parameters = False  no search through the graph in each forward pass" in text
+    assert "gradients: 48 bytes in 1 bucket (48 bytes) in the order of the gradients" in text
     assert "times: up to update 10, on the slowest rank" in text
     assert "<code>static_graph = False</code>" in explanation._repr_html_()
     assert not explanation.proposals
@@ -124,13 +124,15 @@ def test_explain_proposes_only_what_every_rank_and_every_update_bear_out(explain
     assert list(proposed("never")) == ["DDP503"]
     assert "second.weight, second.bias" in proposed("never")["DDP503"]
     assert proposed("late") == proposed("on one rank") == {}
-    assert "what an update uses has changed on ranks 0,1: find_unused_parameters=True" in str(explained[0]["late"][0])
+    assert "the parameters in use have changed on ranks 0,1: find_unused_parameters=True" in str(
+        explained[0]["late"][0]
+    )
     assert "rank 1 left out second.weight, second.bias" in str(explained[0]["on one rank"][0])
     for rank in explained:
         assert rank["late"][1] == explained[0]["late"][1] != rank["always"][1]
         assert rank["on one rank"][1] == explained[0]["on one rank"][1]
         assert rank["by the variable"][1] == rank["late"][1]
-        assert "DDP_FIND_UNUSED_PARAMETERS=1 says so; a search through" in str(rank["by the variable"][0])
+        assert "set by DDP_FIND_UNUSED_PARAMETERS=1; a search through" in str(rank["by the variable"][0])
 
 
 def test_a_branch_that_is_taken_late_is_an_error_that_names_the_parameters(explained: list[dict[str, Any]]) -> None:
@@ -140,9 +142,9 @@ def test_a_branch_that_is_taken_late_is_an_error_that_names_the_parameters(expla
         assert ": on this rank the backward pass left out" in said["late by default"]
         assert "parameters second.weight, second.bias of Branching" in said["late by default"]
         assert "prepare(..., find_unused_parameters=True), or DDP_FIND_UNUSED_PARAMETERS=1" in said["late by default"]
-        assert "use find_unused_parameters=True in its place" in said["late in a static graph"]
+        assert "use find_unused_parameters=True instead" in said["late in a static graph"]
         assert "got its gradient twice in one backward pass" in said["hidden in an object"]
-        assert "has to be in the model's output: return tensors" in said["hidden in an object"]
+        assert "must be in the model's output: return tensors" in said["hidden in an object"]
         assert (
             "uses a parameter that the first one did not, and `static_graph` is True" in said["new in a static graph"]
         )
@@ -289,4 +291,4 @@ def test_comm_halves_the_bytes_and_trains_as_well(tmp_path: Path) -> None:
         assert losses[0][comm] == losses[1][comm] != losses[0]["None"]
         assert losses[0][comm] == pytest.approx(losses[0]["None"], rel=0.02)
     assert "their sum over ranks is not finite, though every rank's loss was finite" in losses[1]["overflow"]
-    assert 'They cross as fp16, which ends at 65,504: comm="bf16" does not.' in losses[1]["overflow"]
+    assert 'Gradients are all-reduced in fp16 (max 65,504); comm="bf16" has the range of fp32.' in losses[1]["overflow"]

@@ -151,5 +151,5 @@ def test_a_rank_that_leaves_by_break_alone_is_named_with_its_line(capfd: pytest.
     assert "rank 0 did not leave there" in text
     assert "call loop.stop()" in text
     said = capfd.readouterr().err
-    assert "waits for 0 s more: [rank 1] leaving batches() at batch 1 of epoch 0 (" in said
+    assert "waiting for 0 s more: [rank 1] leaving batches() at batch 1 of epoch 0 (" in said
     assert said.count("leaving batches() at") == 1

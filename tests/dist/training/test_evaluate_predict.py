@@ -145,7 +145,7 @@ def test_predict_says_on_every_rank_why_rank_0_could_not_write(tmp_path: Path, s
     with pytest.raises(RankError) as caught:
         launch(2, predict_to, tmp_path / "out", 21, shuffle)
     assert isinstance(caught.value.__cause__, LoopError)
-    assert ("not in the order of the dataset" if shuffle else "is there already") in str(caught.value)
+    assert ("not in the order of the dataset" if shuffle else "exists already") in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ([] if shuffle else ["out"])
 
 

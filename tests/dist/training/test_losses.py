@@ -227,7 +227,7 @@ def misuse_of_forwards() -> list[str]:
 def test_ranks_that_do_not_fit_together_are_refused_on_all_of_them() -> None:
     """Before the backward pass, with what this rank has."""
     for rank, (rows, names, numbers, twice, later) in enumerate(launch(2, misuse)):
-        assert "ran before another loop.backward(), which exchanged" in later
+        assert "ran before another loop.backward(), which all-reduced" in later
         assert f"(*, {3 + rank})" in rows
         assert "the ranks have different losses: 'value'" in names
         assert ("'8' here" if rank else "'7' here") in numbers

@@ -61,4 +61,4 @@ def test_freeze_keeps_layers_out_of_ddp_and_the_optimizer() -> None:
     )
     assert "the model is in DDP, which decided" in zero["refusals"][0]
     for found in (zero["refusals"], one["refusals"], alone["refusals"]):
-        assert "0.bias, 0.weight were frozen or unfrozen after prepare(), which DDP does not follow" in found[-1]
+        assert "0.bias, 0.weight were frozen or unfrozen after prepare(), which DDP does not support" in found[-1]

@@ -84,7 +84,7 @@ def end_early(num_ranks: int, folder: Path, kill: Kill, every: int, log: Path) -
 def check_latest(folder: Path, at: int | None) -> tuple[int, int]:
     """Epoch and batch where a new run goes on; the latest is whole, and after a signal in batch `at` it is later."""
     told: list[str] = []
-    found = CheckpointDir(folder, tell=told.append).latest()
+    found = CheckpointDir(folder, report=told.append).latest()
     assert told == []
     if found is None:
         assert at is None
@@ -165,4 +165,6 @@ def test_training_goes_on_when_there_is_no_space(tmp_path: Path, capfd: pytest.C
     told = [line for line in capfd.readouterr().err.splitlines() if "no checkpoint was written" in line]
     assert len(told) == 2, told
     for line in told:
-        assert "File too large: 'model.safetensors'. Training continues; the last good one stays: save-000001" in line
+        assert (
+            "File too large: 'model.safetensors'. Training continues; the last good checkpoint is save-000001" in line
+        )

@@ -209,7 +209,7 @@ def test_a_method_of_a_prepared_model_trains_as_forward_does_and_what_goes_round
         assert together == pytest.approx(alone, rel=1e-10)
         for text in refused:
             assert text.startswith(f"[rank {rank}] updating the weights in batch 1 of epoch 0: Rated has gradients")
-            assert "Call what prepare() returned, or one of its methods" in text
+            assert "Call the model that prepare() returned, or one of its methods" in text
 
 
 def overflow_on_rank_one() -> list[tuple[bool, list[float], float]]:
@@ -336,7 +336,7 @@ def train_reshaping() -> None:
 
 def test_a_loop_that_cannot_take_zero_rows_is_told_what_to_do_and_a_model_can() -> None:
     """The error names the batch, and the usual cause. What fails in the model is not in the way."""
-    with pytest.raises(RankError, match=r"it has 1 samples for 2 ranks, none of them here") as caught:
+    with pytest.raises(RankError, match=r"it has 1 samples for 2 ranks, none of them on this rank") as caught:
         launch(2, train_reshaping)
     assert isinstance(caught.value.__cause__, LoopError)
     assert caught.value.rank == 1

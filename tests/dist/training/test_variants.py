@@ -195,7 +195,7 @@ def train_on_unequal_datasets() -> None:
 
 def test_ranks_with_unequal_datasets_are_told_before_the_epoch() -> None:
     """Rather than train on other batches without a word."""
-    with pytest.raises(RankError, match="ranks 1 would read other batches than rank 0") as caught:
+    with pytest.raises(RankError, match="ranks 1 would read different batches than rank 0") as caught:
         launch(2, train_on_unequal_datasets)
     assert isinstance(caught.value.__cause__, DataError)
 
@@ -242,7 +242,7 @@ def test_ranks_with_streams_of_their_own_are_told_and_lose_no_samples() -> None:
         assert "for the next update rank 0 " in unequal
         for text in equal:
             assert text.startswith(f"[rank {rank}] reading a stream in epoch ")
-            assert ": the ranks do not see the same stream" in text
+            assert ": the ranks do not read the same stream" in text
             assert "rank 0 4 samples, the first [0, 2]; rank 1 4 samples, the first [1, 3]" in text
             assert "yield every sample on every rank" in text
             assert "`divides_itself=True`" in text

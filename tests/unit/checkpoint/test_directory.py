@@ -136,7 +136,7 @@ def test_checkpoint_dir_refuses_what_it_cannot_keep(tmp_path: Path, arguments: A
 def test_save_tells_every_time_when_there_is_no_room(tmp_path: Path) -> None:
     """Training goes on, the last good one stays, nothing half written is left; with room again, it saves again."""
     told: list[str] = []
-    with CheckpointDir(tmp_path, tell=told.append) as directory:
+    with CheckpointDir(tmp_path, report=told.append) as directory:
         save(directory, 1)
         before = sorted(tmp_path.iterdir())
         for step in (2, 3):
@@ -145,7 +145,8 @@ def test_save_tells_every_time_when_there_is_no_room(tmp_path: Path) -> None:
                 assert not directory.wait()
         assert len(told) == 2
         assert (
-            "File too large: 'model.safetensors'. Training continues; the last good one stays: save-000001" in told[1]
+            "File too large: 'model.safetensors'. Training continues; the last good checkpoint is save-000001"
+            in told[1]
         )
         assert sorted(tmp_path.iterdir()) == before
         save(directory, 4)
@@ -161,13 +162,13 @@ def test_save_tells_every_time_when_there_is_no_room(tmp_path: Path) -> None:
 def test_failure_is_told_at_the_next_save_or_look(tmp_path: Path) -> None:
     """`poll` says nothing while all is well, and `save` tells of the one before it once."""
     told: list[str] = []
-    directory = CheckpointDir(tmp_path / "checkpoints", tell=told.append)
+    directory = CheckpointDir(tmp_path / "checkpoints", report=told.append)
     (tmp_path / "checkpoints").write_text("in the way")
     directory.poll()
     weights = {"model": {"w": torch.ones(1)}}
     directory.save(RunProgress(step=1), weights=weights)
     directory.save(RunProgress(step=2), weights=weights)
-    assert [("File exists" in text, "there is none yet" in text) for text in told] == [(True, True)]
+    assert [("File exists" in text, "there is no earlier one" in text) for text in told] == [(True, True)]
     assert not directory.wait()
     (tmp_path / "checkpoints").unlink()
     directory.save(RunProgress(step=3), weights=weights)
@@ -180,7 +181,7 @@ def test_background_failure_is_raised_when_it_is_not_the_disks(tmp_path: Path) -
     """A mistake in the writing is no full disk: it surfaces as an error, with its cause, at the next call."""
     directory = CheckpointDir(tmp_path)
     nothing: dict[str, None] = {}
-    directory._background.start(lambda: nothing["mistake"])
+    directory._start(lambda: nothing["mistake"])
     with pytest.raises(CheckpointError, match="saving a checkpoint: KeyError: 'mistake'") as caught:
         directory.save(RunProgress(step=2), weights={})
     assert isinstance(caught.value.__cause__, KeyError)
@@ -190,7 +191,7 @@ def test_background_failure_is_raised_when_it_is_not_the_disks(tmp_path: Path) -
 def test_save_tells_when_there_is_no_memory_for_the_copy(tmp_path: Path) -> None:
     """Training goes on, also where the memory was to be had beforehand."""
     told: list[str] = []
-    directory = CheckpointDir(tmp_path, tell=told.append)
+    directory = CheckpointDir(tmp_path, report=told.append)
     directory.reserve(1 << 60)
     assert directory.wait()
     directory.save(RunProgress(step=1), weights={"model": {"w": torch.empty(1).expand(1 << 58)}})
@@ -206,7 +207,7 @@ def test_save_tells_when_there_is_no_memory_for_the_copy(tmp_path: Path) -> None
 def test_check_writable_refuses_when_a_file_is_in_the_way(tmp_path: Path) -> None:
     """The path of the directory is named before training starts."""
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match=r"trying to write in .*file/checkpoints: Not a directory"):
+    with pytest.raises(CheckpointError, match=r"writing in .*file/checkpoints: Not a directory"):
         CheckpointDir(tmp_path / "file" / "checkpoints").check_writable()
 
 
@@ -222,9 +223,7 @@ def test_one_process_writes_in_a_directory(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "True\n"
-        said = (
-            f"another job writes its checkpoints there: process {other.pid} on {socket.gethostname()}. Give this one a"
-        )
+        said = f"a different job writes its checkpoints there: process {other.pid} on {socket.gethostname()}. Choose a"
         with pytest.raises(CheckpointError, match=said):
             directory.check_writable()
         with pytest.raises(CheckpointError, match=said):
@@ -262,7 +261,7 @@ def test_a_directory_that_was_deleted_is_made_and_locked_again(tmp_path: Path) -
     told: list[str] = []
     folder = tmp_path / "run"
     command = [sys.executable, "-c", HOLD, str(folder)]
-    with CheckpointDir(folder, tell=told.append) as directory:
+    with CheckpointDir(folder, report=told.append) as directory:
         directory.check_writable()
         save(directory, 1)
         shutil.rmtree(folder)
@@ -274,8 +273,8 @@ def test_a_directory_that_was_deleted_is_made_and_locked_again(tmp_path: Path) -
     assert steps(directory) == [2, 3, 4]
     what = "was deleted or moved while this job saves there"
     assert told == [
-        f"{folder}, or all that was in it, {what}: it holds no checkpoint now. Training and saving continue",
-        f"the file `.writer` in {folder} {what}: 2 checkpoints are there. Training and saving continue",
+        f"{folder}, or everything in it, {what}: no checkpoint is left. Training and saving continue",
+        f"the file `.writer` in {folder} {what}: 2 checkpoints are left. Training and saving continue",
     ]
 
 
@@ -284,34 +283,37 @@ def test_a_damaged_pointer_next_to_checkpoints_is_moved_aside(tmp_path: Path) ->
     for number, damage in enumerate((b"", b"\xff\xfe", None)):
         told: list[str] = []
         folder = tmp_path / str(number)
-        with CheckpointDir(folder, best="min loss", tell=told.append) as directory:
+        with CheckpointDir(folder, best="min loss", report=told.append) as directory:
             save(directory, 1, metrics={"loss": 1.0})
             for pointer in ("latest", "best"):
                 (folder / pointer).unlink()
                 (folder / pointer).mkdir() if damage is None else (folder / pointer).write_bytes(damage)
             directory.check_writable()
             assert [text.partition(" in ")[0] for text in told] == ["`latest`", "`best`"]
-            assert "is damaged (it names no checkpoint), and is now latest-damaged-1; the checkpoints" in told[0]
+            assert (
+                "is damaged (it does not name a checkpoint) and was renamed to latest-damaged-1; the checkpoints"
+                in told[0]
+            )
             found = directory.latest()
             assert found is not None
             save(directory, 2, metrics={"loss": 2.0})
             assert len(told) == 2
     (tmp_path / "latest").write_text("")
-    with pytest.raises(CheckpointError, match=r"a `latest` that no checkpoint wrote.* of its own, or remove that file"):
+    with pytest.raises(CheckpointError, match=r"a `latest` of a different program.* or remove that file"):
         CheckpointDir(tmp_path).check_writable()
 
 
 def test_save_tells_when_torch_has_no_memory_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pinned memory and torch's allocator raise RuntimeError; training continues as with the kernel's OSError."""
     told: list[str] = []
-    directory = CheckpointDir(tmp_path, tell=told.append)
+    directory = CheckpointDir(tmp_path, report=told.append)
     for error in (RuntimeError("CUDA error: out of memory\nMore"), MemoryError()):
-        monkeypatch.setattr(directory._snapshots, "take", Mock(side_effect=error))
+        monkeypatch.setattr(directory._host_copy, "take", Mock(side_effect=error))
         directory.save(RunProgress(step=1), weights={})
         assert not directory.wait()
     assert "no memory for its copy ([Errno 12] Cannot allocate memory (CUDA error: out of memory)). Trai" in told[0]
     assert "no memory for its copy ([Errno 12] Cannot allocate memory (MemoryError)). Training" in told[1]
-    monkeypatch.setattr(directory._snapshots, "take", Mock(side_effect=RuntimeError("another mistake")))
+    monkeypatch.setattr(directory._host_copy, "take", Mock(side_effect=RuntimeError("another mistake")))
     with pytest.raises(RuntimeError, match="another mistake"):
         directory.save(RunProgress(step=1), weights={})
 
@@ -371,13 +373,13 @@ def test_files_have_the_rights_that_the_umask_leaves(tmp_path: Path) -> None:
 def test_latest_tells_when_its_pointer_leads_nowhere(tmp_path: Path) -> None:
     """The newest that is there is used instead, and that is said; with none, it is an error and no new beginning."""
     told: list[str] = []
-    with CheckpointDir(tmp_path, tell=told.append) as directory:
+    with CheckpointDir(tmp_path, report=told.append) as directory:
         save(directory, 1)
         (tmp_path / "latest").write_text("save-000009-step-9\n")
         found = directory.latest()
         assert found is not None
         assert found.manifest.progress.step == 1
-        assert "names 'save-000009-step-9', which is not there" in told[0]
+        assert "names 'save-000009-step-9', which does not exist" in told[0]
     found.path.rename(tmp_path / "elsewhere")
-    with pytest.raises(CorruptCheckpointError, match="the one that `latest` names is gone"):
+    with pytest.raises(CorruptCheckpointError, match="the checkpoint in `latest` does not exist"):
         directory.latest()

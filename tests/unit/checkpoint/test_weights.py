@@ -103,9 +103,9 @@ def test_load_into_lists_every_difference_and_changes_nothing() -> None:
     with pytest.raises(MismatchedCheckpointError) as caught:
         load_into(model, weights, source="x.pt")
     assert str(caught.value) == (
-        "loading x.pt into a Sequential: it is of another architecture; 2 missing: 1.weight, 1.bias; "
+        "loading x.pt into a Sequential: the architecture differs; 2 missing: 1.weight, 1.bias; "
         "1 unexpected: 2.bias; 1 mis-shaped: 0.weight (4, 2) where the model has (3, 2). "
-        "Build the model as it was when this was saved."
+        "Create the model as in the saved run."
     )
     torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
 
@@ -132,9 +132,12 @@ def test_load_weights_names_what_a_file_is_instead(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 1)
     contents: dict[str, tuple[Any, str]] = {
         "model.pt": (Wrapped(model), r"reading it would run .*Wrapped.*If you trust it"),
-        "list.pt": ([1], "it holds a list, not a dict"),
-        "other.pt": ({"epoch": 3, "optimizer": {}}, "it holds no state_dict, but 'epoch': int, 'optimizer': dict"),
-        "empty.pt": ({}, "it holds no state_dict, but nothing"),
+        "list.pt": ([1], "it contains a list, not a dict"),
+        "other.pt": (
+            {"epoch": 3, "optimizer": {}},
+            "it does not contain a state_dict, but 'epoch': int, 'optimizer': dict",
+        ),
+        "empty.pt": ({}, "it does not contain a state_dict, but nothing"),
     }
     for name, (content, said) in contents.items():
         torch.save(content, tmp_path / name)
@@ -147,7 +150,7 @@ def test_load_weights_names_what_a_file_is_instead(tmp_path: Path) -> None:
         assert "likely succeed" not in str(caught.value)
     for name in ("torn.pt", "torn.safetensors"):
         (tmp_path / name).write_bytes((tmp_path / "list.pt").read_bytes()[:200])
-        with pytest.raises(CorruptCheckpointError, match=f"{name}: it (is no whole|cannot be read)"):
+        with pytest.raises(CorruptCheckpointError, match=f"{name}: it (is not a complete|cannot be read)"):
             load_weights(model, tmp_path / name)
     for path in (tmp_path / "none.pt", tmp_path):
         with pytest.raises(CheckpointError, match="neither a file nor a checkpoint"):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from ddpilot.data.batches import without_rows
+from ddpilot.data.nested import without_rows
 
 
 class Pair(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ddpilot.data.batches import to_device
+from ddpilot.data.nested import to_device
 
 
 class Pair(NamedTuple):

@@ -210,7 +210,7 @@ def test_verbs_refuse_options_that_they_have_not(tmp_path: Path) -> None:
         trainer.evaluate(DataLoader(DATA, 4, drop_last=True))
     with pytest.raises(LoopError, match="`ranks` is 'al'. Say 'zero' or 'all'"):
         trainer.call("forward", ranks="al")  # type: ignore[arg-type]
-    with pytest.raises(LoopError, match=rf"predicting into {tmp_path}: {tmp_path} is there already\. Remove it"):
+    with pytest.raises(LoopError, match=rf"predicting into {tmp_path}: {tmp_path} exists already\. Remove it"):
         trainer.predict(DATA, to=tmp_path)
 
 

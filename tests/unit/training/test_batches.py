@@ -71,9 +71,9 @@ def test_iterate_groups_of_no_samples_is_empty(known: bool) -> None:
     [
         (
             DataLoader(TensorDataset(torch.ones(3))),
-            r"a DataLoader, of which every rank would read everything. Pass what loop.shard",
+            r"a DataLoader, which every rank would read as a whole. Pass loop.shard",
         ),
-        ([1, 2], r"a list. Pass what loop.loader\(dataset, global_batch_size=...\) returns"),
+        ([1, 2], r"a list. Pass loop.loader\(dataset, global_batch_size=...\)"),
     ],
 )
 def test_iterate_groups_refuses_what_nobody_divided(loader: Any, text: str) -> None:
@@ -106,7 +106,7 @@ def test_iterate_groups_tells_ranks_that_they_see_different_streams(others: tupl
             return iter(range(4))
 
     loader = make_stream_loader(Numbers(), rank=0, world_size=2, global_batch_size=2)
-    with pytest.raises(DataError, match="not see the same stream; for the next update rank 0 4 samples, the first 0;"):
+    with pytest.raises(DataError, match="not read the same stream; for the next update rank 0 4 samples, the first 0;"):
         next(iterate_groups(loader, Unequal(*others), epoch=0, accumulation=2))
     seen = [batch.sample_ids.tolist() for batch in iterate_groups(loader, FakeGroup(world_size=2), epoch=0)]
     assert seen == [[0], [2]]

@@ -165,14 +165,14 @@ def test_a_loss_that_is_not_finite_is_an_error_only_where_it_is_asked_for() -> N
 def test_backward_refuses_what_it_cannot_weight() -> None:
     """A loss per sample; a loss outside of batches without a count; a count whose gradients it does not know."""
     loop, model, _, loader = make(accumulate=2)
-    with pytest.raises(LoopError, match="outside `batches`, so the number of samples is not known"):
+    with pytest.raises(LoopError, match="outside `batches`, so the number of samples is unknown"):
         loop.backward(model(torch.ones(1, 1)).mean())
     loop.backward(model(torch.ones(1, 1)).mean(), count=1)
     batches = loop.batches(loader)
     for (x,) in batches:
         with pytest.raises(LoopError, match=r"a loss of shape \(4, 1\)"):
             loop.backward(model(x))
-        with pytest.raises(LoopError, match="not known whose gradients are accumulated"):
+        with pytest.raises(LoopError, match="outside of `accumulate`, so the model is unknown"):
             loop.backward(model(x).mean(), count=4)
         with loop.accumulate(model):
             loop.backward(model(x).mean(), count=4)
@@ -180,7 +180,7 @@ def test_backward_refuses_what_it_cannot_weight() -> None:
                 loop.backward(model(x).mean(), count=4)
         break
     batches.close()  # type: ignore[attr-defined]
-    with pytest.warns(UserWarning, match="left in the middle of an accumulation group"):
+    with pytest.warns(UserWarning, match="left within an accumulation group"):
         next(loop.batches(loader))
 
 
@@ -247,7 +247,7 @@ def test_prepare_and_reduce_refuse_what_they_do_not_know() -> None:
     wrong: Any = "x"
     with pytest.raises(LoopError, match=r"^\[rank 0\] updating the weights: a str in place of an optimizer"):
         loop.step(wrong)
-    with pytest.raises(LoopError, match=r"^\[rank 0\] reducing a value over ranks: 'x', of which no tensor"):
+    with pytest.raises(LoopError, match=r"^\[rank 0\] reducing a value over ranks: 'x', which cannot be converted"):
         loop.reduce(wrong)
     with pytest.raises(LoopError, match="`count` is -3"):
         loop.backward(torch.ones((), requires_grad=True), count=-3)
@@ -261,7 +261,7 @@ def test_prepare_and_reduce_refuse_what_they_do_not_know() -> None:
     ("spoil", "found"),
     [
         (torch.Tensor.detach, "a loss without a gradient"),
-        (torch.Tensor.item, "a float in place of a loss"),
+        (torch.Tensor.item, "a float instead of a loss"),
         (lambda loss: loss.expand(3), r"a loss of shape \(3,\)"),
     ],
 )
@@ -282,7 +282,7 @@ def test_options_and_tracked_things_that_are_refused_name_the_rank() -> None:
     loop, model, *_ = make()
     with pytest.raises(LoopError, match=r"^\[rank 0\] preparing a model: no option `bucket_cap`. Did you mean"):
         loop.prepare(model, bucket_cap=3)
-    with pytest.raises(LoopError, match=r"^\[rank 0\] adding to what a run saves: a int"):
+    with pytest.raises(LoopError, match=r"^\[rank 0\] adding to the state that a run saves: a int"):
         loop.track(number=3)
 
 
@@ -344,9 +344,9 @@ def test_explain_says_what_is_not_wrapped_and_why() -> None:
     optimizer.step()
     loop.prepare(torch.compile(nn.Bilinear(1, 1, 1), backend="eager"))
     linear, bilinear, sgd = str(loop.explain()).split("\n\n")
-    assert linear == "Linear: not wrapped, one rank alone: nothing is exchanged"
+    assert linear == "Linear: not wrapped in DDP, as world_size is 1"
     assert bilinear.startswith("Bilinear: not wrapped")
-    assert sgd == "SGD: as it is\n  state: 0 bytes"
+    assert sgd == "SGD: unchanged\n  state: 0 bytes"
 
 
 def test_explain_tells_models_of_one_class_apart() -> None:
@@ -374,10 +374,10 @@ def test_what_was_not_prepared_is_refused_before_it_is_trained() -> None:
     """A model in `accumulate`; an optimizer in `step`, also one that got another group later. Alone too."""
     loop, model, optimizer, loader = make()
     other = nn.Linear(1, 1)
-    with pytest.raises(LoopError, match="weight, bias of this Linear went through no prepare.*model = loop.prepare"):
+    with pytest.raises(LoopError, match="weight, bias of this Linear were never passed to prepare.*= loop.prepare"):
         loop.accumulate(other)
     lonely = torch.optim.SGD(other.parameters(), lr=0.1)
-    with pytest.raises(LoopError, match=r"2 of the 2 parameters of this SGD \(shapes \(1, 1\), \(1,\)\) are in"):
+    with pytest.raises(LoopError, match=r"2 of the 2 parameters of this SGD \(shapes \(1, 1\), \(1,\)\) belong to"):
         loop.step(lonely)
     other.requires_grad_(False)
     loop.step(torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1))  # what is frozen is not trained
@@ -416,7 +416,7 @@ def test_a_plain_dataloader_is_refused_for_training_and_taken_for_evaluation() -
     """There its batches are only a way to read every sample once."""
     loop = Loop(group=FakeGroup())
     plain = DataLoader(TensorDataset(torch.arange(10.0)), batch_size=3, shuffle=True)
-    with pytest.raises(LoopError, match=r"a DataLoader, .*Pass what loop.shard\(loader\) returns"):
+    with pytest.raises(LoopError, match=r"a DataLoader, .*Pass loop.shard\(loader\)"):
         next(loop.batches(plain))  # type: ignore[arg-type]
     with pytest.raises(LoopError, match=r"a DataLoader.*loop.shard\(loader\)"):
         loop.loader(plain, global_batch_size=4)
@@ -444,7 +444,7 @@ def test_leaving_an_accumulation_group_is_said_at_the_line_that_did_it_and_not_a
         gc.collect()
     assert caught == []
     loop, model, _, loader = make(accumulate=2)
-    with pytest.warns(UserWarning, match="left in the middle") as said:
+    with pytest.warns(UserWarning, match="left within an accumulation group") as said:
         lines = [leave(error=False) for _ in loop.epochs(1)]
     assert (said[0].filename, said[0].lineno) == (__file__, lines[0] - 1)
 

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from ddpilot import FakeGroup
 from ddpilot.errors import LoopError, NonFiniteError
-from ddpilot.training.checks.nonfinite import FiniteWatch
+from ddpilot.training.checks.nonfinite import FiniteCheck
 from ddpilot.training.loop import Loop
 
 pytestmark = pytest.mark.usefixtures("compiler_is_loaded")
@@ -97,14 +97,14 @@ def test_an_optimizer_with_all_parameters_of_an_earlier_one_takes_its_place() ->
     new = loop.prepare(torch.optim.Adam(model.parameters()))
     train(loop, model, new, loader)
     assert loop.num_updates == 4
-    assert list(loop._things._things) == ["model", "optimizer"]
-    assert loop._things.name_of(new) == "optimizer"
-    assert [part.title for part in loop.explain().parts][1:] == ["Adam: as it is"]
+    assert list(loop._tracked._objects) == ["model", "optimizer"]
+    assert loop._tracked.name_of(new) == "optimizer"
+    assert [part.title for part in loop.explain().parts][1:] == ["Adam: unchanged"]
     with pytest.raises(LoopError, match="this SGD was replaced.*in one call"):
         loop.step(old)
     both = [torch.optim.SGD(model.parameters(), lr=rate) for rate in (0.1, 0.2)]
     loop.prepare(*both)
-    assert list(loop._things._things) == ["model", "optimizer", "optimizer2"]
+    assert list(loop._tracked._objects) == ["model", "optimizer", "optimizer2"]
     train(loop, model, both[0], loader)
     assert loop.num_updates == 6
 
@@ -249,7 +249,7 @@ def break_after_nan(loop: Loop, model: nn.Module, optimizer: torch.optim.Optimiz
 def test_nan_before_a_break_is_raised_by_the_next_collective_call(call: Callable[[Loop, nn.Module], Any]) -> None:
     """Once, on an accelerator, whose checks have not arrived at the `break`; the weights remain finite."""
     loop, model, optimizer = make()
-    loop._updates._watch = FiniteWatch(torch.device("cuda"), Behind())  # type: ignore[arg-type]
+    loop._updates._finite = FiniteCheck(torch.device("cuda"), Behind())  # type: ignore[arg-type]
     break_after_nan(loop, model, optimizer)
     with pytest.raises(NonFiniteError, match="the loss is nan in epoch 0, batch 0"):
         call(loop, model)
@@ -260,7 +260,7 @@ def test_nan_before_a_break_is_raised_by_the_next_collective_call(call: Callable
 def test_nan_before_a_break_in_the_last_epoch_is_raised_at_the_end_of_epochs() -> None:
     """On an accelerator."""
     loop, model, optimizer = make()
-    loop._updates._watch = FiniteWatch(torch.device("cuda"), Behind())  # type: ignore[arg-type]
+    loop._updates._finite = FiniteCheck(torch.device("cuda"), Behind())  # type: ignore[arg-type]
     epochs = loop.epochs(1)
     next(epochs)
     break_after_nan(loop, model, optimizer)

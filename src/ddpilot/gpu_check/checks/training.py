@@ -410,7 +410,7 @@ def checkpoint_stall() -> Outcome:
             wait_for(device)
             loop.save()
             ours.append(_seconds_of_next(batches))
-            loop._keeper.wait()
+            loop._checkpointer.wait()
             theirs.append(_seconds_of_torch(model, Path(name) / f"{number}.pt"))
         del batches
     first, later, peer = ours[0], statistics.median(ours[1:]), statistics.median(theirs)
@@ -462,7 +462,7 @@ def _save_while_training(devices: list[torch.device]) -> Outcome:
                     each.fill_(number)
             if number == _NUM_STEPS - 2:
                 loop.save()
-        loop._keeper.wait()
+        loop._checkpointer.wait()
         again = Loop(group=FakeGroup(device=devices[0]), checkpoint_dir=name, progress=False)
         loaded = _make_counters(devices)
         again.track(model=loaded)

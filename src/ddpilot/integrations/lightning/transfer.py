@@ -17,8 +17,8 @@ import cloudpickle
 import numpy
 import torch
 
+from ddpilot.data.nested import plain_attributes
 from ddpilot.integrations.lightning.namespaces import namespace_of
-from ddpilot.training.nested import plain_attributes
 
 
 @dataclass(frozen=True)

@@ -11,77 +11,79 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from ddpilot.data.plan import Plan
-from ddpilot.errors import LoopError
+from ddpilot.errors import LoopError, list_names
 from ddpilot.findings.finding import Finding
 from ddpilot.group.protocol import GroupLike
-from ddpilot.training.models.ddp import find_ddp, unwrap
+from ddpilot.training.models.ddp import unwrap
+from ddpilot.training.models.registry import PreparedModel, PreparedObjects
 
-_LOOKS_AFTER = 2
+_NUM_UPDATES = 2
 """In updates: during the first one, an optimizer may still warm up and a codebook be initialised."""
 _TOLERANCE = 1e-4
 """Relative: different devices round differently."""
-_NUM_NAMED = 5
 
 
-class BufferDrift:
+class BufferCheck:
     """Compares the buffers of prepared models across ranks twice: after two updates and after the first pass."""
 
-    def __init__(self, group: GroupLike) -> None:
+    def __init__(self, prepared: PreparedObjects, group: GroupLike) -> None:
+        self._prepared = prepared
         self._group = group
-        self._models: list[weakref.ref[nn.Module]] = []
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._num_updates = 0
-        self._looks_at_end = True
+        self._is_due_at_end = False
         self.is_waiting = False
         """True until the first comparison; False if there are no buffers to compare."""
 
-    def add(self, model: nn.Module) -> None:
-        """Watch `model`, as `prepare` returns it."""
-        ddp = find_ddp(model)
-        if ddp is None or getattr(ddp, "broadcast_buffers", False) or getattr(ddp, "forward_sync_buffers", False):
-            return
-        buffers = dict(_watched(unwrap(model)))
-        self._known |= {id(one): (weakref.ref(one), one._version) for one in buffers.values()}
+    def add(self, prepared: PreparedModel) -> None:
+        """Compare the buffers of `prepared`, which was just added, later."""
+        buffers = [one for _, one in _compared(prepared)]
+        self._known |= {id(one): (weakref.ref(one), one._version) for one in buffers}
         if buffers:
-            self._models.append(weakref.ref(model))
-            self.is_waiting = self._looks_at_end = True
+            self.is_waiting = self._is_due_at_end = True
 
     def after_update(self) -> tuple[Finding, ...]:
         """Count an update; after the second one, compare buffers and return the findings. Collective then."""
         self._num_updates += 1
-        if self._num_updates < _LOOKS_AFTER:
+        if self._num_updates < _NUM_UPDATES:
             return ()
         self.is_waiting = False
-        return self._look()
+        return self._compare()
 
     def end_pass(self) -> tuple[Finding, ...]:
         """Compare buffers after the first pass with updates and return the findings. Collective then."""
-        if not self._looks_at_end or not self._models or not self._num_updates:
+        if not self._is_due_at_end or not self._num_updates:
             return ()
-        self._looks_at_end = self.is_waiting = False
-        return self._look()
+        self._is_due_at_end = self.is_waiting = False
+        return self._compare()
 
-    def _look(self) -> tuple[Finding, ...]:
+    def _compare(self) -> tuple[Finding, ...]:
         own = {name: _summarise(buffer) for name, buffer in self._buffers() if self._has_changed(buffer)}
-        names = _find_unlike(self._group.all_gather_object(own))
+        names = _find_differing(self._group.all_gather_object(own))
         if not names:
             return ()
-        self._looks_at_end = False
+        self._is_due_at_end = False
         return (_make_finding(names, self._group.world_size),)
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for ref in self._models:
-            if (model := ref()) is not None and unwrap(model).training:
-                yield from _watched(unwrap(model))
+        for prepared in self._prepared.models:
+            if prepared.module.training:
+                yield from _compared(prepared)
 
     def _has_changed(self, buffer: torch.Tensor) -> bool:
         ref, version = self._known.get(id(buffer), (None, -1))
         return ref is None or ref() is not buffer or buffer._version != version
 
 
-def _watched(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield persistent buffers by name, without the statistics of norm layers, which differ per rank by design."""
-    for path, layer in model.named_modules():
+def _compared(prepared: PreparedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield persistent buffers by name, without the statistics of norm layers, which differ per rank by design.
+
+    Yields nothing for a model that is not in DDP, and if DDP broadcasts its buffers.
+    """
+    ddp = prepared.ddp
+    if ddp is None or getattr(ddp, "broadcast_buffers", False) or getattr(ddp, "forward_sync_buffers", False):
+        return
+    for path, layer in prepared.module.named_modules():
         if isinstance(layer, _NormBase):
             continue
         for name, buffer in layer._buffers.items():
@@ -98,12 +100,12 @@ def _summarise(buffer: torch.Tensor) -> tuple[float, float, float]:
     return values.norm().item(), values.sum().item(), (values * weights).sum().item()
 
 
-def _find_unlike(said: list[dict[str, tuple[float, float, float]]]) -> list[str]:
-    names = dict.fromkeys(name for one in said for name in one)
-    return [name for name in names if not _are_alike([one[name] for one in said if name in one])]
+def _find_differing(of_ranks: list[dict[str, tuple[float, float, float]]]) -> list[str]:
+    names = dict.fromkeys(name for one in of_ranks for name in one)
+    return [name for name in names if not _are_equal([one[name] for one in of_ranks if name in one])]
 
 
-def _are_alike(summaries: list[tuple[float, float, float]]) -> bool:
+def _are_equal(summaries: list[tuple[float, float, float]]) -> bool:
     size = max(abs(norm) for norm, _, _ in summaries)
     # Comparisons with NaN are False: values that are not finite are reported by other checks.
     return not any(
@@ -114,19 +116,17 @@ def _are_alike(summaries: list[tuple[float, float, float]]) -> bool:
 
 
 def _make_finding(names: list[str], world_size: int) -> Finding:
-    more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
     return Finding(
         code="DDP506",
         name="buffers-differ",
         severity="warning",
-        summary=f"buffers of the model differ between ranks: {', '.join(names[:_NUM_NAMED])}{more}",
+        summary=f"buffers of the model differ between ranks: {list_names(names)}",
         ranks=tuple(range(world_size)),
         evidence=("the forward pass updates them from each rank's own samples",),
-        why="A forward pass that reads them (a codebook, a queue, a running mean) computes something else on each, "
-        "and only rank 0's are saved.",
-        fix="Compute the update from all ranks' samples (loop.gather_batch), or let rank 0's count: "
-        "prepare(..., forward_sync_buffers=True). Not registered as a buffer, or with persistent=False, it is not "
-        "looked at.",
+        why="A forward pass that reads them (a codebook, a queue, a running mean) gives different results on each "
+        "rank, and only rank 0's buffers are saved.",
+        fix="Compute the update from all ranks' samples (loop.gather_batch), or use rank 0's buffers on all ranks: "
+        "prepare(..., forward_sync_buffers=True). Buffers with persistent=False are not compared.",
     )
 
 
@@ -157,7 +157,7 @@ def check_batch_norms(models: Iterable[nn.Module], plan: object, rank: int) -> t
     names = find_batch_norms(models)
     if not isinstance(plan, Plan) or plan.world_size == 1 or not plan.num_batches or not names:
         return ()
-    _refuse_single(names, plan, rank)
+    _check_single_samples(names, plan, rank)
     sizes = _parts(plan, 0)
     small = tuple(rank for rank, size in enumerate(sizes) if size < MIN_SAMPLES)
     if not small:
@@ -170,13 +170,13 @@ def check_batch_norms(models: Iterable[nn.Module], plan: object, rank: int) -> t
             summary=f"BatchNorm takes its statistics from {min(sizes)} samples",
             ranks=small,
             evidence=(
-                f"layers: {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}",
+                f"layers: {list_names(names)}",
                 f"a global batch of {plan.batch_size(0)} samples is divided into {', '.join(map(str, sizes))}",
             ),
             why="Each rank normalises with its own samples only, so results depend on the number of ranks, and "
             f"statistics of fewer than {MIN_SAMPLES} samples are noisy.",
-            fix="Use GroupNorm, a larger global batch, or on GPUs prepare(..., sync_batch_norm=True), of a Trainer "
-            'fit(..., ddp={"sync_batch_norm": True}).',
+            fix="Use GroupNorm, a larger global batch, or on GPUs prepare(..., sync_batch_norm=True), in a "
+            'Trainer fit(..., ddp={"sync_batch_norm": True}).',
         ),
     )
 
@@ -185,7 +185,7 @@ def _parts(plan: Plan, batch: int) -> list[int]:
     return [stop - start for start, stop in (plan.piece(batch, rank) for rank in range(plan.world_size))]
 
 
-def _refuse_single(names: list[str], plan: Plan, rank: int) -> None:
+def _check_single_samples(names: list[str], plan: Plan, rank: int) -> None:
     for batch in sorted({0, plan.num_batches - 1}):
         sizes = _parts(plan, batch)
         if min(sizes) > 1:
@@ -194,6 +194,6 @@ def _refuse_single(names: list[str], plan: Plan, rank: int) -> None:
             "beginning an epoch",
             found=f"batch {batch} has {plan.batch_size(batch)} samples for {plan.world_size} ranks "
             f"({', '.join(map(str, sizes))}), and BatchNorm ({names[0]}) needs two on each",
-            fix="Use drop_last=True, another global_batch_size, fewer ranks, or GroupNorm.",
+            fix="Use drop_last=True, a different global_batch_size, fewer ranks, or GroupNorm.",
             rank=rank,
         )

@@ -4,22 +4,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddpilot.errors import LoopError
+from ddpilot.checkpoint.weights import class_name
+from ddpilot.errors import LoopError, list_names
 from ddpilot.training.losses import walk
-from ddpilot.training.models.ddp import class_name, unwrap
+from ddpilot.training.models.ddp import unwrap
 from ddpilot.training.models.reducer import is_finished
+from ddpilot.training.models.registry import PreparedObjects, parameters_of
 
 _NOTE = "require_forward_param_sync"
 _UNUSED = "not used since this update began"
 _BEFORE = "used before an earlier backward pass, and not since"
-_NUM_LOOKS = 3
+_NUM_GRAPHS = 3
 """Number of updates in which autograd graphs are searched: such a mistake shows from the first update on."""
 # DDP sets this attribute in every forward pass and only tests its truth value; these strings are true. A hook would
 # cost a microsecond per forward pass, and torch.compile would trace it.
@@ -28,25 +30,20 @@ _NUM_LOOKS = 3
 class ForwardBypassCheck:
     """Tracks which DDP models were called in an update, at no cost in the forward pass."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, prepared: PreparedObjects, rank: int) -> None:
+        self._prepared = prepared
         self._rank = rank
-        self._models: dict[DistributedDataParallel, frozenset[int]] = {}
         self._num_updates = 0
 
     @property
-    def looks_at_graphs(self) -> bool:
-        """True if the autograd graphs of this update are to be checked: in the first updates, if a model is watched."""
-        return self._num_updates <= _NUM_LOOKS and bool(self._models)
-
-    def watch(self, model: DistributedDataParallel, parameters: Iterable[nn.Parameter]) -> None:
-        """Watch `model`, whose reducer expects `parameters`. Replaces an earlier DDP of the same module."""
-        self._models = {known: ids for known, ids in self._models.items() if known.module is not model.module}
-        self._models[model] = frozenset(map(id, parameters))
+    def checks_graphs(self) -> bool:
+        """True if the autograd graphs of this update are to be checked: in the first updates, if a model is in DDP."""
+        return self._num_updates <= _NUM_GRAPHS and bool(self._prepared.ddp_models)
 
     def begin(self) -> None:
         """Mark all models as not called: the forward passes of an update's last batch follow. Not collective."""
         self._num_updates += 1
-        for model in self._models:
+        for model in self._prepared.ddp_models:
             model.__dict__[_NOTE] = _UNUSED  # a tenth of the cost of Module.__setattr__
 
     def check_graph(self, losses: Iterable[torch.Tensor]) -> None:
@@ -56,11 +53,11 @@ class ForwardBypassCheck:
         all-reduce in one backward pass, and no gradients in a second one. Not collective.
         """
         reached = {id(getattr(node, "variable", None)) for node in walk(losses)}
-        for model, parameters in self._models.items():
-            if reached.isdisjoint(parameters):
+        for model, prepared in self._prepared.ddp_models.items():
+            if reached.isdisjoint(prepared.reduced_ids):
                 continue
             if model.__dict__.get(_NOTE) is _BEFORE and is_finished(model):
-                raise self._refuse_second(model)
+                raise self._second_backward(model)
             if model.__dict__.get(_NOTE) is not _UNUSED:
                 model.__dict__[_NOTE] = _BEFORE
 
@@ -69,107 +66,129 @@ class ForwardBypassCheck:
 
         A parameter that belongs to several models is accepted if any of them was called. Not collective.
         """
-        unused = [model for model in self._models if model.__dict__.get(_NOTE) is _UNUSED]
+        models = self._prepared.ddp_models
+        unused = [model for model in models if model.__dict__.get(_NOTE) is _UNUSED]
         if not unused:
             return
-        crossed = frozenset[int]().union(*(ids for model, ids in self._models.items() if model not in unused))
-        of = {one: model for model in unused for one in self._models[model] - crossed}
+        reduced = frozenset[int]().union(*(one.reduced_ids for model, one in models.items() if model not in unused))
+        owners = {one: model for model in unused for one in models[model].reduced_ids - reduced}
         for parameter in parameters:
-            if parameter.grad is not None and id(parameter) in of and bool(parameter.grad.any()):
-                raise self._refuse(of[id(parameter)])
+            if parameter.grad is not None and id(parameter) in owners and bool(parameter.grad.any()):
+                raise self._bypassed(owners[id(parameter)])
 
     def check_all(self, models: Iterable[nn.Module]) -> None:
         """Run `check` on all parameters of `models`, unless one of their DDP models was called."""
-        if all(model.__dict__.get(_NOTE) is not _UNUSED for model in self._models):
+        known = self._prepared.ddp_models
+        if all(model.__dict__.get(_NOTE) is not _UNUSED for model in known):
             return
         inner = {id(unwrap(model)) for model in models}
-        asked = [model for model in self._models if id(unwrap(model)) in inner]
-        if all(model.__dict__.get(_NOTE) is _UNUSED for model in asked):
-            self.check(parameter for model in asked for parameter in model.module.parameters())
+        given = [model for model, prepared in known.items() if id(prepared.module) in inner]
+        if all(model.__dict__.get(_NOTE) is _UNUSED for model in given):
+            self.check(parameter for model in given for parameter in model.module.parameters())
 
-    def _refuse_second(self, model: DistributedDataParallel) -> LoopError:
+    def _second_backward(self, model: DistributedDataParallel) -> LoopError:
         name = class_name(model)
         return LoopError(
             "running backward",
-            found=f"the forward pass of {name} behind this loss ran before another loop.backward(), which exchanged "
-            "the gradients of all its forward passes; those of this one would not cross between ranks",
+            found=f"the forward pass of {name} behind this loss ran before another loop.backward(), which all-reduced "
+            "the gradients of all its forward passes; those of this loss would not be all-reduced",
             fix="Add the losses and call loop.backward once, or by name: "
-            'loop.backward({"a": loss_a, "b": (loss_b, count)}); or run each forward pass after the backward of '
-            "the one before.",
+            'loop.backward({"a": loss_a, "b": (loss_b, count)}); or run each forward pass after the backward pass of '
+            "the previous one.",
             rank=self._rank,
         )
 
-    def _refuse(self, model: DistributedDataParallel) -> LoopError:
+    def _bypassed(self, model: DistributedDataParallel) -> LoopError:
         name = class_name(model)
         return LoopError(
             "updating the weights",
-            found=f"{name} has gradients, and the {name} that prepare() returned was not called in this update, so "
-            "they did not cross between ranks: each rank would train by itself",
-            fix="Call what prepare() returned, or one of its methods (of a Trainer: run.wrapped), and not the model as "
-            "it was before, what unwrap() gives (run.model), or a part of it alone. What is meant to differ between "
-            "ranks takes loss.backward() and optimizer.step().",
+            found=f"{name} has gradients, but the {name} that prepare() returned was not called in this update, so "
+            "they were not all-reduced: the ranks would train different models",
+            fix="Call the model that prepare() returned, or one of its methods (in a Trainer: run.wrapped), not the "
+            "original model, the result of unwrap() (run.model) or a part of the model. Use loss.backward() and "
+            "optimizer.step() for a model that is meant to differ between ranks.",
             rank=self._rank,
         )
 
 
 class UnpreparedCheck:
-    """Tracks the parameters of prepared models. Models and optimizers are checked once, not in every step."""
+    """Detects trainable parameters that `prepare` does not know. Checks once per pass, not in every step."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, prepared: PreparedObjects, rank: int) -> None:
+        self._prepared = prepared
         self._rank = rank
-        self._known: set[int] = set()
-        self._models: WeakSet[nn.Module] = WeakSet()
-        self._groups: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._models: set[nn.Module] = set()
+        self._num_groups: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
-    def add(self, model: nn.Module) -> None:
-        """Add all current parameters of `model`, which was prepared."""
-        self._known |= set(map(id, model.parameters()))
+    def begin_pass(self) -> None:
+        """Check every model again at its next use."""
+        self._models.clear()
 
     def check_models(self, models: tuple[nn.Module, ...]) -> None:
-        """Raise LoopError if one of `models` has trainable parameters that belong to no prepared model."""
+        """Raise LoopError if one of `models` was not prepared, or had parameters frozen or unfrozen since.
+
+        DDP keeps waiting for the gradients of the parameters that it was constructed with: without one of them it does
+        not all-reduce their bucket, and the ranks diverge one step before DDP reports it. Not collective; the same on
+        all ranks.
+        """
+        if self._models.issuperset(models):
+            return
         for model in models:
-            if model not in self._models:
-                named = model.named_parameters()
-                if unknown := [name for name, one in named if one.requires_grad and id(one) not in self._known]:
-                    raise self._refuse_model(model, unknown)
-                self._models.add(model)
+            prepared = self._prepared.find(model)
+            if prepared is not None and (changed := prepared.list_changed()):
+                raise self._changed(changed)
+            trained = ((name, id(one)) for name, one in model.named_parameters() if one.requires_grad)
+            if unknown := [name for name, number in trained if number not in self._prepared.parameter_ids]:
+                raise self._unprepared(model, unknown)
+        self._models.update(models)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raise LoopError if `optimizer` holds such parameters. Checks again after it got more groups."""
-        if self._groups.get(optimizer) != len(optimizer.param_groups):
-            unknown = [one for one in _parameters(optimizer) if one.requires_grad and id(one) not in self._known]
-            if unknown:
-                raise self._refuse_optimizer(optimizer, unknown)
-            self._groups[optimizer] = len(optimizer.param_groups)
+        """Raise LoopError if `optimizer` holds parameters of no prepared model. Checks again after it got more groups.
 
-    def _refuse_model(self, model: nn.Module, names: list[str]) -> LoopError:
-        fix = "Write model = loop.prepare(model) before the loop, and pass what it returns."
-        if self._known:
-            fix += " A layer that is put into a model belongs there before that."
+        Raises LoopError also if a later optimizer has replaced it.
+        """
+        if optimizer in self._prepared.replaced:
+            found = f"this {type(optimizer).__name__} was replaced: one that has all its parameters was prepared later"
+            fix = "Step that one. If both are to be used, prepare them in one call: loop.prepare(first, second)."
+            raise LoopError("updating the weights", found=found, fix=fix, rank=self._rank)
+        if self._num_groups.get(optimizer) == len(optimizer.param_groups):
+            return
+        parameters = list(parameters_of(optimizer))
+        unknown = [one for one in parameters if one.requires_grad and id(one) not in self._prepared.parameter_ids]
+        if unknown:
+            raise LoopError(
+                "updating the weights",
+                found=f"{len(unknown)} of the {len(parameters)} parameters of this {type(optimizer).__name__} (shapes "
+                f"{list_names([str(tuple(one.shape)) for one in unknown])}) belong to no model that was passed to "
+                "prepare(): their gradients would not be averaged across ranks",
+                fix="Write model, optimizer = loop.prepare(model, optimizer), with every model that it trains; put a "
+                "single parameter into a module. Use optimizer.step() for parameters that are meant to differ between "
+                "ranks.",
+                rank=self._rank,
+            )
+        self._num_groups[optimizer] = len(optimizer.param_groups)
+
+    def _unprepared(self, model: nn.Module, names: list[str]) -> LoopError:
+        fix = "Write model = loop.prepare(model) before the loop, and pass the returned model."
+        if self._prepared.parameter_ids:
+            fix += " Add layers to a model before that."
         return LoopError(
             "accumulating gradients",
-            found=f"{_some(names)} of this {class_name(model)} went through no prepare(), so each rank would train "
-            "them by itself",
+            found=f"{list_names(names)} of this {class_name(model)} {_was(names)} never passed to prepare(): the "
+            "gradients would not be averaged across ranks",
             fix=fix,
             rank=self._rank,
         )
 
-    def _refuse_optimizer(self, optimizer: Optimizer, unknown: list[torch.Tensor]) -> LoopError:
-        num = sum(1 for _ in _parameters(optimizer))
+    def _changed(self, names: list[str]) -> LoopError:
         return LoopError(
-            "updating the weights",
-            found=f"{len(unknown)} of the {num} parameters of this {type(optimizer).__name__} (shapes "
-            f"{_some([str(tuple(one.shape)) for one in unknown])}) are in no model that went through prepare(), so "
-            "each rank would train them by itself",
-            fix="Write model, optimizer = loop.prepare(model, optimizer), with every model that it trains; put a "
-            "parameter that stands alone into a module. What is meant to differ between ranks takes optimizer.step().",
+            "training a prepared model",
+            found=f"{list_names(names)} {_was(names)} frozen or unfrozen after prepare(), which DDP does not support",
+            fix="Do it before prepare(), or call model = loop.prepare(ddpilot.unwrap(model)) again after it. With a "
+            "Trainer: between two fits.",
             rank=self._rank,
         )
 
 
-def _parameters(optimizer: Optimizer) -> Iterable[torch.Tensor]:
-    return (one for group in optimizer.param_groups for one in group["params"])
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def _was(names: list[str]) -> str:
+    return "were" if len(names) > 1 else "was"

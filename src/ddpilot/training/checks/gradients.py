@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -12,39 +12,32 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from ddpilot.checkpoint.weights import class_name
 from ddpilot.errors import LoopError
 from ddpilot.training.losses import walk
-from ddpilot.training.models.ddp import class_name, unwrap
+from ddpilot.training.models.registry import PreparedModel, PreparedObjects, parameters_of
 
 
-class GroupWatch:
+class ClearedGradientCheck:
     """Detects gradients of an accumulation group that were cleared before its update.
 
-    It looks at one parameter of each model for each optimizer, as optimizers clear the gradients of their own
-    parameters.
+    It checks one parameter of each model for each optimizer, as optimizers clear the gradients of their own parameters.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, prepared: PreparedObjects, rank: int) -> None:
+        self._prepared = prepared
         self._rank = rank
-        self._optimizers: WeakSet[Optimizer] = WeakSet()
+        self._stepped: WeakSet[Optimizer] = WeakSet()
         self._parts: WeakKeyDictionary[nn.Module, tuple[list[tuple[int, int]], list[list[nn.Parameter]]]]
         self._parts = WeakKeyDictionary()
         self._added: dict[nn.Module, list[_Added]] = {}
-
-    def watch(self, optimizer: Optimizer) -> None:
-        """Watch the parameters of `optimizer`, which was just prepared or has just stepped for the first time."""
-        self._optimizers.add(optimizer)
-
-    def forget(self, optimizer: Optimizer) -> None:
-        """Do not watch the parameters of `optimizer` by themselves: a later optimizer has replaced it."""
-        self._optimizers.discard(optimizer)
 
     def begin(self) -> None:
         """Forget all gradients: an accumulation group begins, or they were cleared on purpose."""
         self._added.clear()
 
     def check(self, batch: Any) -> None:
-        """Raise LoopError if gradients of the group of `batch` are gone. Waits for a GPU only if one was modified."""
+        """Raise LoopError if gradients of the group of `batch` were cleared. Waits for a GPU if one was modified."""
         for found in self._added.values():
             for one in found:
                 if one.is_cleared():
@@ -68,20 +61,23 @@ class GroupWatch:
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Forget the gradients of `optimizer`, which were applied and cleared."""
-        self.watch(optimizer)
+        self._stepped.add(optimizer)
         if self._added:
-            own = {one for group in optimizer.param_groups for one in group["params"]}
+            own = set(parameters_of(optimizer))
             for model, found in self._added.items():
                 self._added[model] = [one for one in found if one.parameter not in own]
 
     def _parts_of(self, model: nn.Module) -> list[list[nn.Parameter]]:
         """Return the parameters of `model` by optimizer, and as the last part those that no known optimizer holds."""
-        sizes = [(id(one), sum(len(group["params"]) for group in one.param_groups)) for one in self._optimizers]
+        prepared = self._prepared
+        others = (one for one in self._stepped if one not in prepared.replaced and one not in prepared.optimizers)
+        optimizers = [*prepared.optimizers, *others]
+        sizes = [(id(one), _count(one)) for one in optimizers]
         known, parts = self._parts.get(model, (None, []))
         if known != sizes:
             rest, parts = dict.fromkeys(model.parameters()), []
-            for optimizer in self._optimizers:
-                own = {one for group in optimizer.param_groups for one in group["params"]}
+            for optimizer in optimizers:
+                own = set(parameters_of(optimizer))
                 parts.append([one for one in model.parameters() if one in own])
                 for one in parts[-1]:
                     rest.pop(one, None)
@@ -105,29 +101,24 @@ class _Added:
         if now is None or now is not self._gradient or now._version == self._version:
             return now is None
         self._version = now._version
-        # The gradient of one parameter may be zero by itself.
+        # The gradient of a single parameter may be zero.
         return not any(one.grad is not None and bool(one.grad.any()) for one in (self.parameter, *self._part))
 
 
-class LeftoverWatch:
+class LeftoverGradientCheck:
     """Detects gradients that remained after the step of a different optimizer and were added to since.
 
     A GAN's generator step leaves gradients in the discriminator, whose next update must not contain them. Gradients
     that no later backward pass adds to are not refused: several optimizers may step after one backward pass.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, prepared: PreparedObjects, rank: int) -> None:
+        self._prepared = prepared
         self._rank = rank
-        self._trained: dict[nn.Module, list[nn.Parameter]] = {}
-        self._others: WeakKeyDictionary[Optimizer, tuple[int, list[nn.Parameter]]] = WeakKeyDictionary()
+        self._others: WeakKeyDictionary[Optimizer, _Others] = WeakKeyDictionary()
         self._left: dict[nn.Parameter, int] = {}  # with the version of the gradient
         self._added: set[nn.Parameter] = set()
         self._stepped: list[Optimizer] = []  # at the end of the current accumulation group
-
-    def watch(self, model: nn.Module) -> None:
-        """Watch `model`, which was just prepared, and its parameters that require a gradient now."""
-        self._trained[unwrap(model)] = [one for one in model.parameters() if one.requires_grad]
-        self._others.clear()
 
     def begin_pass(self) -> list[RemovableHandle]:
         """Before a backward pass, forget gradients that were cleared, and record which of the rest it adds to.
@@ -149,10 +140,10 @@ class LeftoverWatch:
         """Raise LoopError if `optimizer` is about to apply such gradients. Not collective."""
         if not self._added:
             return
-        own = {one for group in optimizer.param_groups for one in group["params"] if one.grad is not None}
-        for model, parameters in self._trained.items():
-            if not own.isdisjoint(self._added.intersection(parameters)):
-                raise self._refuse(class_name(model), type(optimizer).__name__)
+        own = {one for one in parameters_of(optimizer) if one.grad is not None}
+        for prepared in self._prepared.models:
+            if not own.isdisjoint(self._added.intersection(prepared.trained.values())):
+                raise self._error(class_name(prepared.model), type(optimizer).__name__)
 
     def note_step(self, optimizer: Optimizer, *, in_group: bool = False) -> None:
         """Record which gradients remain after a step of `optimizer`, whose own gradients were cleared.
@@ -163,9 +154,8 @@ class LeftoverWatch:
             self._stepped.append(optimizer)
             return
         if self._left:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    self._left.pop(parameter, None)
+            for parameter in parameters_of(optimizer):
+                self._left.pop(parameter, None)
             self._added &= self._left.keys()
         for parameter in self._not_in(optimizer):
             if parameter.grad is not None:
@@ -178,42 +168,51 @@ class LeftoverWatch:
             self.note_step(optimizer)
 
     def _not_in(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        number = sum(len(group["params"]) for group in optimizer.param_groups)
-        known, others = self._others.get(optimizer, (-1, []))
-        if known != number:
-            own = {one for group in optimizer.param_groups for one in group["params"]}
-            others = [one for parameters in self._trained.values() for one in parameters if one not in own]
-            self._others[optimizer] = number, others
-        return others
+        models, number = self._prepared.models, _count(optimizer)
+        known = self._others.get(optimizer)
+        if known is None or known.models is not models or known.number != number:
+            own = set(parameters_of(optimizer))
+            others = [one for prepared in models for one in prepared.trained.values() if one not in own]
+            known = self._others[optimizer] = _Others(models, number, others)
+        return known.parameters
 
-    def _refuse(self, model: str, optimizer: str) -> LoopError:
+    def _error(self, model: str, optimizer: str) -> LoopError:
         return LoopError(
             "updating the weights",
             found=f"the gradients of {model} contain those of a loop.backward() that ran before the last loop.step() "
             f"of a different optimizer, which clears only its own, so this {optimizer} would apply them, too",
             fix="Write optimizer.zero_grad() for this optimizer before the loop.backward() that computes its "
             "gradients, as in a plain PyTorch loop. If it is to apply the gradients of both, call loop.step() of the "
-            "other optimizer after both, or its own step() and zero_grad().",
+            "other optimizer after both, or optimizer.step() and optimizer.zero_grad() of this one.",
             rank=self._rank,
         )
 
 
-class SharedWatch:
+class _Others(NamedTuple):
+    """The parameters of the prepared `models` that an optimizer with `number` parameters does not have."""
+
+    models: list[PreparedModel]
+    number: int
+    parameters: list[nn.Parameter]
+
+
+class SharedParameterCheck:
     """Detects optimizers that step after one of the same parameters, which has applied and cleared their gradients.
 
     Both may be used in turn, each after a backward pass of its own.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, prepared: PreparedObjects, rank: int) -> None:
+        self._prepared = prepared
         self._rank = rank
         self._sharing: WeakKeyDictionary[Optimizer, WeakSet[Optimizer]] = WeakKeyDictionary()
         self._stepped: WeakSet[Optimizer] = WeakSet()  # since the last backward pass
 
-    def watch(self, optimizer: Optimizer, others: Iterable[Optimizer]) -> None:
-        """Watch `optimizer`, which was just prepared, next to `others`."""
-        own = {one for group in optimizer.param_groups for one in group["params"]}
-        for other in others:
-            if other is not optimizer and any(one in own for group in other.param_groups for one in group["params"]):
+    def add(self, optimizer: Optimizer) -> None:
+        """Find the prepared optimizers that share parameters with `optimizer`, which was just prepared."""
+        own = set(parameters_of(optimizer))
+        for other in self._prepared.optimizers:
+            if other is not optimizer and not own.isdisjoint(parameters_of(other)):
                 self._sharing.setdefault(optimizer, WeakSet()).add(other)
                 self._sharing.setdefault(other, WeakSet()).add(optimizer)
 
@@ -243,13 +242,17 @@ class SharedWatch:
                 )
 
 
+def _count(optimizer: Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
+
+
 def _remains(parameter: nn.Parameter, version: int) -> bool:
     """True if the gradient that had `version` was not cleared, by None or by zeros."""
     gradient = parameter.grad
     return gradient is not None and (gradient._version == version or bool(gradient.any()))
 
 
-class GraphWatch:
+class RepeatedBackwardCheck:
     """Detects two backward passes through one forward pass: DDP all-reduces each gradient once per forward pass."""
 
     def __init__(self, rank: int) -> None:
@@ -265,7 +268,7 @@ class GraphWatch:
         """Forget the graphs of the previous batch."""
         self._nodes.clear()
 
-    def look(self, losses: Iterable[torch.Tensor], trained: Iterable[nn.Module], *, retains: bool) -> None:
+    def check(self, losses: Iterable[torch.Tensor], trained: Iterable[nn.Module], *, retains: bool) -> None:
         """Raise LoopError if an earlier backward pass ran through a part of the graph of `losses`.
 
         Call it before the backward pass of `losses`. Only parts that lead to trainable parameters of the models in
@@ -279,9 +282,9 @@ class GraphWatch:
                 raise LoopError(
                     "running backward",
                     found="an earlier backward pass of this batch (with retain_graph=True) went through the same "
-                    "forward pass, whose gradients cross between ranks once",
+                    "forward pass, whose gradients are all-reduced once",
                     fix='Add the losses and call backward once; or loop.backward({"a": loss_a, "b": (loss_b, count)}) '
-                    "if they are means over different things.",
+                    "if they are means over different items.",
                     rank=self._rank,
                 )
         if retains:

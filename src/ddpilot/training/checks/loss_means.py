@@ -60,7 +60,7 @@ class _Found:
     is_weighted: bool
     ignored: int
     """The target that is ignored."""
-    is_of_one: bool
+    is_single: bool
     """True if this rank has one sample of the batch."""
     did: str
     where: str
@@ -71,7 +71,7 @@ class _Found:
         return not isinstance(self.most, PendingScalar) or self.most.is_there
 
 
-class MeanWatch:
+class LossMeanCheck:
     """Detects losses without a count that are not means over samples. Not collective; waits for no device.
 
     A cross entropy that leaves out equally much of every sample, such as the last position of a causal language model,
@@ -83,8 +83,8 @@ class MeanWatch:
         self._rank = rank
         self._is_late = runs_behind(device)
         self._sender = ScalarCopier()
-        self._coming: deque[_Found] = deque()
-        self._of_one: dict[tuple[object, ...], float] = {}
+        self._pending: deque[_Found] = deque()
+        self._single: dict[tuple[object, ...], float] = {}
         self._batch: CurrentBatch | None = None
         self._num_losses = 0
 
@@ -105,20 +105,20 @@ class MeanWatch:
         if len(nodes) >= batch.count > 1:
             return  # the program computes a mean for each sample
         for number, node in enumerate(nodes):
-            self._coming.append(self._look(node, batch, (name, self._num_losses, number)))
+            self._pending.append(self._inspect(node, batch, (name, self._num_losses, number)))
         self.check_arrived()
 
     def check_arrived(self, *, waits: bool = False) -> None:
         """Raise LoopError for what `check` found before, as far as it is known. `waits`: wait for the device."""
-        while self._coming and (waits or self._coming[0].is_there):
-            found = self._coming.popleft()
+        while self._pending and (waits or self._pending[0].is_there):
+            found = self._pending.popleft()
             least, most = (one.read() if isinstance(one, PendingScalar) else one for one in (found.least, found.most))
-            known = self._of_one.setdefault(found.key, least) if found.is_of_one else least
+            known = self._single.setdefault(found.key, least) if found.is_single else least
             if max(most, known) - min(least, known) > _TOLERANCE * max(1.0, abs(most)):
-                self._coming.clear()
-                raise self._refuse(found)
+                self._pending.clear()
+                raise self._error(found)
 
-    def _look(self, node: Any, batch: CurrentBatch, key: tuple[object, ...]) -> _Found:
+    def _inspect(self, node: Any, batch: CurrentBatch, key: tuple[object, ...]) -> _Found:
         target, weight, ignored = node._saved_target, node._saved_weight, node._saved_ignore_index
         ignored -= 2**64 * (ignored >= 2**63)  # torch gives it without a sign
         least: PendingScalar | float = 0.0
@@ -130,7 +130,7 @@ class MeanWatch:
         where = f" {key[0]!r}" if key[0] else ""
         return _Found(least, most, key, weight is not None, ignored, batch.count == 1, did, where)
 
-    def _refuse(self, found: _Found) -> LoopError:
+    def _error(self, found: _Found) -> LoopError:
         if found.is_weighted:
             what = "with class weights and no count: its mean is over the weights of its targets, which differ in sum"
             count = "weight[target].sum()"

@@ -15,12 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from ddpilot.errors import NonFiniteError
+from ddpilot.errors import NonFiniteError, list_names
 from ddpilot.group.device import runs_behind
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.async_scalars import PendingScalar, ScalarCopier
 from ddpilot.training.batches import CurrentBatch
-from ddpilot.training.models.ddp import crosses_as_fp16, unwrap
+from ddpilot.training.models.ddp import reduces_in_fp16, unwrap
 
 _NUM_NAMED = 8
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -29,44 +29,32 @@ _NUM_KEPT = 256
 
 @dataclass(frozen=True, eq=False)
 class _Place:
-    """Where a loss was computed; keeping the batch itself would keep its data in memory."""
+    """A batch without its data, which would stay in memory."""
 
     epoch: int
     index: int
     sample_ids: NDArray[np.int64]
+    group_size: int = 1
 
     @classmethod
     def of(cls, batch: CurrentBatch | None) -> _Place | None:
-        return None if batch is None else cls(batch.epoch, batch.index, batch.sample_ids)
+        return None if batch is None else cls(batch.epoch, batch.index, batch.sample_ids, batch.group_size)
 
     def __str__(self) -> str:
         """Return epoch, batch and samples as text."""
-        named = _names([str(number) for number in self.sample_ids.tolist()])
+        named = list_names([str(number) for number in self.sample_ids.tolist()], _NUM_NAMED)
         return f"epoch {self.epoch}, batch {self.index}, " + (f"of samples {named}" if named else "of no samples")
 
 
-@dataclass(frozen=True, eq=False)
-class _Update:
+class _Update(NamedTuple):
     """Gradients of an update on an accelerator whose check has not reached the host yet."""
 
     is_finite: PendingScalar
     place: _Place | None
     """The last batch of the update."""
-    size: int
-    """Number of batches in the update."""
-
-    @classmethod
-    def of(cls, is_finite: PendingScalar, batch: CurrentBatch | None) -> _Update:
-        return cls(is_finite, _Place.of(batch), 1 if batch is None else batch.group_size)
-
-    def __str__(self) -> str:
-        """Return epoch, batch and samples as text; "" if they are unknown."""
-        if self.place is None or self.size == 1:
-            return "" if self.place is None else str(self.place)
-        return f"the update of {self.size} batches that ends with {self.place}"
 
 
-class FiniteWatch:
+class FiniteCheck:
     """Detects losses and gradients that are not finite, without communication.
 
     A loss that is not finite makes the gradients of its rank NaN (`seed`), so all ranks find the same in the
@@ -85,7 +73,7 @@ class FiniteWatch:
         self._found: _Update | None = None
         self._unprotected: list[tuple[frozenset[int], torch.Tensor]] = []
         self._gradients = Gradients()
-        self.taps = GradientProbes()
+        self.probes = GradientProbes()
         """Records gradients of this rank before the all-reduce."""
 
     def seed(
@@ -95,7 +83,7 @@ class FiniteWatch:
 
         Records the loss for the report. `name`: the loss's name, if there are several.
         """
-        self.taps.begin(batch)
+        self.probes.begin(batch)
         if self._is_late:
             self._seen.append((loss.detach(), _Place.of(batch), name))
             return (loss.detach() * 0).add_(weight)
@@ -131,7 +119,7 @@ class FiniteWatch:
         if gradients:
             is_finite = torch.isfinite(largest(gradients) if norm is None else norm.detach())
             self._unprotected.append((frozenset(map(id, parameters)), is_finite))
-            self._pending.append(_Update.of(self._sender.send(is_finite), batch))
+            self._pending.append(_Update(self._sender.send(is_finite), _Place.of(batch)))
         return False
 
     def protect(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -151,7 +139,7 @@ class FiniteWatch:
         zero_unless(flags, [one.grad for one in parameters if one.grad is not None])
 
     def drop_unprotected(self) -> None:
-        """Forget which gradients `protect` has not seen: they are cleared or checked again before they are applied."""
+        """Forget the gradients that wait for `protect`: they are cleared or checked again before they are applied."""
         self._unprotected.clear()
 
     def find_pending(self) -> bool:
@@ -165,19 +153,18 @@ class FiniteWatch:
 
     def _read(self) -> None:
         update = self._pending.popleft()
-        if not update.is_finite.read():
-            self._found = update
+        self._found = None if update.is_finite.read() else update
 
     def updated_with(self, batch: CurrentBatch | None) -> str:
         """Return epoch, batch and this rank's samples of the update whose gradients are not finite; "" if unknown.
 
         On the CPU, it is the update that ends with `batch`. For an update of several batches, the last one is named.
         """
-        if self._is_late:
-            return "" if self._found is None else str(self._found)
         place = _Place.of(batch)
-        if place is not None and batch is not None and batch.group_size > 1:
-            return f"the update of {batch.group_size} batches that ends with {place}"
+        if self._is_late:
+            place = None if self._found is None else self._found.place
+        if place is not None and place.group_size > 1:
+            return f"the update of {place.group_size} batches that ends with {place}"
         return "" if place is None else str(place)
 
     def find_own(self) -> str:
@@ -186,11 +173,11 @@ class FiniteWatch:
         Clears the recorded gradients.
         """
         place = None if self._found is None else self._found.place
-        where = self.taps.find(_is_finite, None if place is None else (place.epoch, place.index + 1))
-        self.taps.forget()
+        where = self.probes.find(_is_finite, None if place is None else (place.epoch, place.index + 1))
+        self.probes.forget()
         return "" if where is None else str(_Place(*where))
 
-    def say(self, models: Iterable[nn.Module]) -> str:
+    def report(self, models: Iterable[nn.Module]) -> str:
         """Return this rank's report of values that are not finite; "" if all its losses were finite."""
         seen = [(loss.item(), place, name) for loss, place, name in self._seen]
         late = [_describe(*one) for one in seen if not math.isfinite(one[0])]
@@ -283,53 +270,46 @@ def describe_parameters(models: Iterable[nn.Module], *, with_gradients: bool = T
     """Return the names of weights and gradients that are not finite, at most eight of each."""
     named = [(name, p) for model in models for name, p in unwrap(model).named_parameters()]
     weights = [name for name, p in named if not _is_finite(p)]
-    said = f"weights that are not finite: {_names(weights) or 'none'}"
+    text = f"weights that are not finite: {list_names(weights, _NUM_NAMED) or 'none'}"
     if not with_gradients:
-        return said
+        return text
     gradients = [name for name, p in named if p.grad is not None and not _is_finite(p.grad)]
-    return f"{said}; gradients: {_names(gradients) or 'none'}"
-
-
-def _names(names: list[str]) -> str:
-    more = "" if len(names) <= _NUM_NAMED else f" and {len(names) - _NUM_NAMED} more"
-    return ", ".join(names[:_NUM_NAMED]) + more
+    return f"{text}; gradients: {list_names(gradients, _NUM_NAMED) or 'none'}"
 
 
 def raise_nonfinite(
-    group: GroupLike, watch: FiniteWatch, models: Iterable[nn.Module], batch: CurrentBatch | None
+    group: GroupLike, check: FiniteCheck, models: Iterable[nn.Module], batch: CurrentBatch | None
 ) -> NoReturn:
     """Raise NonFiniteError on every rank, with the reports of all ranks. Collective: call it once all ranks know.
 
     `batch`: the current batch of the ranks.
     """
     models = list(models)
-    watch.find_pending()  # this rank may know less than the rank that reported it
-    mine = watch.updated_with(batch), watch.say(models), watch.find_own()
-    described = watch.describe(models)
-    watch.forget()
-    said = group.all_gather_object(mine) if group.world_size > 1 else [mine]
-    by_rank = [(rank, text) for rank, (_, text, _) in enumerate(said) if text]
+    check.find_pending()  # this rank may know less than the rank that reported it
+    mine = check.updated_with(batch), check.report(models), check.find_own()
+    described = check.describe(models)
+    check.forget()
+    reports = group.all_gather_object(mine) if group.world_size > 1 else [mine]
+    by_rank = [(rank, text) for rank, (_, text, _) in enumerate(reports) if text]
     if by_rank:
         raise NonFiniteError(
             "computing the loss",
             found="; ".join(f"on rank {rank} {text}" for rank, text in by_rank),
-            fix="Look at those samples first. Weights that are not finite point to an earlier step: a smaller learning "
-            "rate, or clip_grad_norm_(); finite weights point to data or loss. "
-            "With check_finite=False, Loop and fit continue.",
+            fix="Check those samples first. Weights that are not finite point to an earlier step: use a smaller "
+            "learning rate, or clip_grad_norm_(); finite weights point to data or loss. With check_finite=False, Loop "
+            "and fit continue.",
             rank=by_rank[0][0],
         )
-    fp16 = (
-        'They cross as fp16, which ends at 65,504: comm="bf16" does not. ' if any(map(crosses_as_fp16, models)) else ""
-    )
-    own = {rank: f"rank {rank}, in {place}" for rank, (_, _, place) in enumerate(said) if place}
-    places = "; ".join(f"rank {rank} in {place}" for rank, (place, _, _) in enumerate(said) if place)
+    fp16 = 'Gradients are all-reduced in fp16 (max 65,504); comm="bf16" has the range of fp32. '
+    own = {rank: f"rank {rank}, in {place}" for rank, (_, _, place) in enumerate(reports) if place}
+    places = "; ".join(f"rank {rank} in {place}" for rank, (place, _, _) in enumerate(reports) if place)
     found = f"on {'; on '.join(own.values())}, they are not finite" if own else "their sum over ranks is not finite"
     raise NonFiniteError(
         "computing gradients",
         found=f"{found}, though every rank's loss was finite; {'' if own else places + '; ' * bool(places)}{described}",
-        fix=f"{fp16}Look at those samples, and for a square root, a logarithm or a division by zero in the loss or the "
-        "model; torch.autograd.set_detect_anomaly(True) finds the line. With check_finite=False, Loop and fit "
-        "continue.",
+        fix=f"{fp16 * any(map(reduces_in_fp16, models))}Check those samples, and look for a square root, a logarithm "
+        "or a division by zero in the loss or the model; torch.autograd.set_detect_anomaly(True) finds the line. With "
+        "check_finite=False, Loop and fit continue.",
         rank=next(iter(own), group.rank),
     )
 

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reduces values and gathers rows over all ranks, also with gradients; runs rank 0 first; prints once."""
+"""Reduces values and gathers rows over all ranks, also with gradients; runs rank 0 first."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from ddpilot.data.nested import join_named_rows, to_host
 from ddpilot.errors import LoopError, RemoteRankError
 from ddpilot.group.device import wire_device
 from ddpilot.group.protocol import GroupLike, ReduceOp
-from ddpilot.training.nested import join_named_rows, to_host
 
 
 def weighted_mean(value: torch.Tensor, count: float, group: GroupLike) -> torch.Tensor:
@@ -43,7 +43,7 @@ def reduce_value(value: Any, op: str, count: float, group: GroupLike) -> torch.T
     except (TypeError, ValueError, RuntimeError) as error:
         raise LoopError(
             "reducing a value over ranks",
-            found=f"{value!r}, of which no tensor can be made",
+            found=f"{value!r}, which cannot be converted to a tensor",
             fix="Pass a number or a tensor, of the same shape on all ranks; loop.gather() takes lists of objects.",
             rank=group.rank,
         ) from error
@@ -88,7 +88,7 @@ def gather_batch(rows: Any, group: GroupLike) -> tuple[torch.Tensor, int]:
     if not isinstance(rows, torch.Tensor) or not rows.ndim:
         is_tensor = isinstance(rows, torch.Tensor)
         found = f"a tensor of shape {tuple(rows.shape)}" if is_tensor else f"a {type(rows).__name__}"
-        raise _refuse_rows(found, "Pass a tensor whose first dimension is rows; of one value: reshape(1).", group)
+        raise _rows_error(found, "Pass a tensor whose first dimension is rows; of one value: reshape(1).", group)
     if group.world_size == 1:
         return rows, 0
     sizes, needs_gradient = _agree_on_sizes(rows, group)
@@ -113,7 +113,7 @@ def _agree_on_sizes(rows: torch.Tensor, group: GroupLike) -> tuple[list[int], bo
     *sizes, first, second, num_needing = sums
     if first**2 != group.world_size * second:
         fix = "Only the number of rows may differ; a rank without rows passes (0, ...) of the same shape and dtype."
-        raise _refuse_rows(f"rows that do not fit those of other ranks: {kind} here", fix, group)
+        raise _rows_error(f"rows that do not fit those of other ranks: {kind} here", fix, group)
     return sizes, num_needing > 0
 
 
@@ -141,21 +141,8 @@ class _GatherRows(torch.autograd.Function):
         return (own.to(narrow) if narrow else own), None, None, None
 
 
-def _refuse_rows(found: str, fix: str, group: GroupLike) -> LoopError:
+def _rows_error(found: str, fix: str, group: GroupLike) -> LoopError:
     return LoopError("gathering the rows of a batch", found=found, fix=fix, rank=group.rank)
-
-
-class PrintOnce:
-    """Calls `say` with a sentence, unless it has already been called with it."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-        self._said: set[str] = set()
-
-    def __call__(self, sentence: str) -> None:
-        if sentence not in self._said:
-            self._said.add(sentence)
-            self._say(sentence)
 
 
 @contextmanager
@@ -170,7 +157,7 @@ def rank_zero_first(group: GroupLike) -> Iterator[None]:
             raise RemoteRankError(
                 "waiting for rank 0 to go first",
                 found=f"rank 0 raised {failure}",
-                fix="Look at rank 0's traceback; this rank stops with it.",
+                fix="See rank 0's traceback; this rank stops because of it.",
                 rank=group.rank,
             )
         yield

@@ -97,13 +97,13 @@ def joint_try(attempt: Callable[[], Any], group: GroupLike) -> JointTry:
     value, failure = None, None
     try:
         value = attempt()
-    except Exception as error:  # noqa: BLE001  (raised again below, once the others know)
+    except Exception as error:  # noqa: BLE001  (raised again below, after the exchange)
         failure = error
     ran_out = failure is not None and is_out_of_memory(failure)
-    said = ""
+    text = ""
     if failure is not None:
-        said = explain_out_of_memory(failure, group).found if ran_out else f"{type(failure).__name__}: {failure}"
-    outcomes = [(ran_out, said)]
+        text = explain_out_of_memory(failure, group).found if ran_out else f"{type(failure).__name__}: {failure}"
+    outcomes = [(ran_out, text)]
     if ran_out:
         failure = None  # its traceback keeps the tensors to release alive
         release_memory(group.device)

@@ -24,7 +24,7 @@ from ddpilot.group.protocol import GroupLike
 from ddpilot.group.store import came
 from ddpilot.launching.interrupts import RankInterrupt
 from ddpilot.training.batches import CurrentBatch
-from ddpilot.training.notices import Line, say_dropped
+from ddpilot.training.notices import Line, warn_dropped
 
 REASONS = ("asked", "time", "SIGINT", "SIGTERM", "SIGUSR1")
 """Reasons for a joint stop, in the order of their flags in the all_reduce."""
@@ -46,7 +46,7 @@ class Decision:
     reasons: tuple[str, ...]
     """Those of `REASONS` that some rank sent; if any, all ranks stop after this update."""
     saves: bool = False
-    """True if some rank asked for a checkpoint."""
+    """True if some rank requested a checkpoint."""
     more: tuple[float, ...] = ()
     """Sums of the further numbers that the ranks sent."""
 
@@ -66,8 +66,8 @@ class FlagExchange:
         self._clock = clock
         self._max_time_s = max_time_s
         self._deadline: float | None = None
-        self._asked: set[str] = set()
-        self._asks_save = self._decided_save = False
+        self._requested: set[str] = set()
+        self._requests_save = self._decided_save = False
         self._sent: list[float] | None = None
         self._handle: dist.Work | None = None
         self._flags: torch.Tensor | None = None
@@ -82,13 +82,13 @@ class FlagExchange:
         if self._deadline is None and self._max_time_s is not None:
             self._deadline = self._clock() + self._max_time_s
 
-    def ask(self, reason: str) -> None:
+    def request(self, reason: str) -> None:
         """Request a stop of all ranks, for one of `REASONS`. Not collective; safe in a signal handler."""
-        self._asked.add(reason)
+        self._requested.add(reason)
 
-    def ask_save(self) -> None:
+    def request_save(self) -> None:
         """Request a checkpoint of all ranks after an update. Not collective."""
-        self._asks_save = True
+        self._requests_save = True
 
     def take_save(self) -> bool:
         """True if a checkpoint was decided since the last call. The same on every rank; not collective."""
@@ -111,11 +111,11 @@ class FlagExchange:
         """
         now_s = self._clock()
         if self._deadline is not None and now_s > self._deadline:
-            self._asked.add("time")
+            self._requested.add("time")
         pace_s = (now_s - self._since_s) / max(self._num_updates, 1)
-        wants = (self._asks_save, *(reason in self._asked for reason in REASONS))
-        self._sent = [count, float(is_bad), pace_s, *map(float, wants), *more]
-        self._asks_save = False
+        requests = (self._requests_save, *(reason in self._requested for reason in REASONS))
+        self._sent = [count, float(is_bad), pace_s, *map(float, requests), *more]
+        self._requests_save = False
         if self._group.world_size == 1:
             return
         self._flags = torch.tensor(self._sent, dtype=torch.float64, device=wire_device(self._group))
@@ -164,17 +164,17 @@ _SIGNALS = tuple(
 
 
 class StopSignals:
-    """Context in which SIGINT, SIGTERM and SIGUSR1 only call `tell` with their name; no collective runs in a handler.
+    """Context in which SIGINT, SIGTERM and SIGUSR1 only call `report` with their name; no collective runs in a handler.
 
-    A launched rank also reports to its parent that it handled SIGINT and will exit by itself.
+    A launched rank also reports to its parent that it handled SIGINT and will exit on its own.
 
     A second SIGINT calls the previous handler, to stop at once. SIGTERM and SIGUSR1 are left unchanged if other code
     handles them. Does nothing outside the main thread. Reentrant.
     """
 
-    def __init__(self, tell: Callable[[str], None] | None = None) -> None:
-        self._tell = tell
-        self._untold: list[str] = []
+    def __init__(self, report: Callable[[str], None] | None = None) -> None:
+        self._report = report
+        self._unreported: list[str] = []
         self._depth = 0
         self._was_interrupted = False
         self._previous: dict[int, Any] = {}
@@ -211,16 +211,16 @@ class StopSignals:
             if isinstance(before := self._previous[number], RankInterrupt):
                 before.take()  # the function handles it, and its return value is wanted
         name = signal.Signals(number).name
-        if self._tell is None:
-            self._untold.append(name)
+        if self._report is None:
+            self._unreported.append(name)
         else:
-            self._tell(name)
+            self._report(name)
 
-    def tell_to(self, tell: Callable[[str], None]) -> None:
-        """Call `tell` for future signals, and now for those received while there was no callback."""
-        self._tell = tell
-        while self._untold:
-            tell(self._untold.pop(0))
+    def report_to(self, report: Callable[[str], None]) -> None:
+        """Call `report` for future signals, and now for those received while there was no callback."""
+        self._report = report
+        while self._unreported:
+            report(self._unreported.pop(0))
 
 
 _PATIENCE_S = 3.0
@@ -263,24 +263,30 @@ class LoneBreakCheck:
             batch.data = None
             self._left = batch, line
 
-    def meet(self) -> None:
-        """Wait for the other ranks to leave too. Called before a collective; does nothing on a rank that did not leave.
+    def wait(self) -> None:
+        """Wait for the other ranks to leave too, and report dropped gradients on rank 0. Called before a collective.
 
-        After `_PATIENCE_S` it prints to stderr which ranks did not leave; after `_LIMIT_S` it raises LoopError.
+        Does nothing on a rank that did not leave. After `_PATIENCE_S` it prints to stderr which ranks did not leave;
+        after `_LIMIT_S` it raises LoopError.
         """
-        if self._left is None or not isinstance(self._group, Group):
-            return
-        (batch, line), self._left = self._left, None
-        rank = self._group.rank
+        left, self._left = self._left, None
+        if left is not None and isinstance(self._group, Group):
+            self._wait(*left, self._group)
+        # Not reported when the loop is left: an error or the exit of a different rank would look the same.
+        if self._dropped_at is not None:
+            warn_dropped(self._dropped_at, self._group)
+            self._dropped_at = None
+
+    def _wait(self, batch: CurrentBatch, line: Line, group: Group) -> None:
         key = f"ddpilot/left/{self._loop}/{self._num_passes}/{batch.epoch}/{batch.index}/"
-        others = {one: f"{key}{one}" for one in range(self._group.world_size) if one != rank}
+        others = {rank: f"{key}{rank}" for rank in range(group.world_size) if rank != group.rank}
         try:
-            store = _get_process_group_store(self._group.process_group)
-            store.set(f"{key}{rank}", "")
+            store = _get_process_group_store(group.process_group)
+            store.set(f"{key}{group.rank}", "")
             if came(store, list(others.values()), _PATIENCE_S):
                 return
-            error = self._alone(batch, line, [one for one, name in others.items() if not store.check([name])])
-            sys.stderr.write(f"ddpilot: waits for {_LIMIT_S - _PATIENCE_S:.0f} s more: {error}\n")
+            error = self._make_error(batch, line, [rank for rank, name in others.items() if not store.check([name])])
+            sys.stderr.write(f"ddpilot: waiting for {_LIMIT_S - _PATIENCE_S:.0f} s more: {error}\n")
             sys.stderr.flush()
             if came(store, list(others.values()), _LIMIT_S - _PATIENCE_S):
                 return
@@ -288,20 +294,12 @@ class LoneBreakCheck:
             return
         raise error
 
-    def settle(self) -> None:
-        """Call `meet` before training continues, and report dropped gradients on rank 0."""
-        self.meet()
-        # Not reported when the loop is left: an error or the exit of a different rank would look the same.
-        if self._dropped_at is not None:
-            say_dropped(self._dropped_at, self._group)
-            self._dropped_at = None
-
-    def _alone(self, batch: CurrentBatch, line: Line, missing: list[int]) -> LoopError:
+    def _make_error(self, batch: CurrentBatch, line: Line, missing: list[int]) -> LoopError:
         return LoopError(
             f"leaving batches() at batch {batch.index} of epoch {batch.epoch} ({line[0]}:{line[1]})",
-            found=f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} did not leave there, and what comes "
-            "next here would meet other collectives of theirs",
-            fix="Where one rank decides, call loop.stop(): it ends the loop of all of them after the same update. A "
-            "`break` has to be every rank's, at one batch.",
+            found=f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} did not leave there; this rank's "
+            "next collective would be paired with a different one there",
+            fix="If one rank decides, call loop.stop(), which stops all ranks after the same update. A `break` has to "
+            "be executed by every rank, at the same batch.",
             rank=self._group.rank,
         )

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddpilot.data.batches import to_device
+from ddpilot.data.nested import to_device
 from ddpilot.errors import LoopError
 from ddpilot.group.device import fork_rng
 from ddpilot.group.protocol import GroupLike
-from ddpilot.training.batches import CurrentBatch, Loader, iterate_groups
+from ddpilot.training.batches import Loader, iterate_groups
 from ddpilot.training.evaluation.metrics import divides_range, is_collection, make_meters, naming_metric
 from ddpilot.training.models.ddp import sync_buffers, unwrap
 
@@ -60,31 +60,19 @@ def evaluate(
             rank=group.rank,
         )
     meters = make_meters(metrics, group.device)
-    asks = group.world_size > 1 and any(meter.asks_for_range for meter in meters.values())
+    needs_range = group.world_size > 1 and any(meter.needs_range for meter in meters.values())
     with evaluation_mode(model, group) as inner:
         for batch in iterate_groups(loader, group, epoch=0):
             arguments = None
             if batch.count:
                 arguments = (forward or forward_batch)(inner, to_device(batch.data, group.device))
-            is_divided = asks and divides_range(arguments, group)
+            is_divided = needs_range and divides_range(arguments, group)
             for name, meter in meters.items():
                 with naming_metric(name, batch.index, group.rank):
                     if arguments is not None:
                         meter.update(arguments, batch.count)
                     meter.end_batch(group, is_divided)
     return {name: meter.compute(group) for name, meter in meters.items()}
-
-
-def local_outputs(
-    model: nn.Module,
-    loader: Loader,
-    group: GroupLike,
-    forward: Callable[[nn.Module, Any], Any] | None = None,
-) -> Iterator[tuple[CurrentBatch, Any]]:
-    """Yield this rank's part of every global batch with the model's output; the output is None if the part is empty."""
-    for batch in iterate_groups(loader, group, epoch=0):
-        output = (forward or predict_batch)(model, to_device(batch.data, group.device)) if batch.count else None
-        yield batch, output
 
 
 def forward_batch(model: nn.Module, batch: Any) -> tuple[Any, Any]:

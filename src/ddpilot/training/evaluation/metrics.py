@@ -11,18 +11,17 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ddpilot.data.batches import to_device
+from ddpilot.data.nested import join_rows, to_device, to_host
 from ddpilot.errors import LoopError
 from ddpilot.group.device import wire_device
 from ddpilot.group.protocol import GroupLike
-from ddpilot.training.nested import join_rows, to_host
 
 
 class Meter(Protocol):
     """Accumulates one metric over the batches of an evaluation."""
 
     @property
-    def asks_for_range(self) -> bool:
+    def needs_range(self) -> bool:
         """True if the metric depends on whether a whole batch is in [0, 1]; `end_batch` then needs `is_divided`."""
 
     def update(self, arguments: tuple[Any, ...], count: int, /) -> None:
@@ -136,7 +135,7 @@ class MeanOf:
     If it returns (mean, count), that count is the weight, e.g. of tokens. Of a dict of values, the result is the sum.
     """
 
-    asks_for_range = False
+    needs_range = False
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self._name = name
@@ -144,16 +143,16 @@ class MeanOf:
         self._sums: dict[str, tuple[float, float]] = {}
 
     def update(self, arguments: tuple[Any, ...], count: int) -> None:
-        said = self._function(*arguments)
-        for name, part in said.items() if isinstance(said, Mapping) else [("", said)]:
+        result = self._function(*arguments)
+        for name, part in result.items() if isinstance(result, Mapping) else [("", result)]:
             self._add(str(name), part, count)
 
-    def _add(self, name: str, said: Any, count: int) -> None:
-        mean, weight = said if isinstance(said, tuple) and len(said) == 2 else (said, None)
+    def _add(self, name: str, result: Any, count: int) -> None:
+        mean, weight = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         if not isinstance(mean, torch.Tensor | np.ndarray | np.generic | numbers.Number | list):
             raise LoopError(
                 f"evaluating the metric {self._name!r}",
-                found=f"it returned {said!r:.60}, a {type(said).__name__}",
+                found=f"it returned {result!r:.60}, a {type(result).__name__}",
                 fix="Return one value per sample, their mean as a scalar, or (mean, count).",
             )
         value = torch.as_tensor(mean).detach().to(device="cpu", dtype=torch.float64)
@@ -176,9 +175,10 @@ class MeanOf:
         """Do nothing."""
 
     def compute(self, group: GroupLike) -> float:
-        said = group.all_gather_object(self._sums) if group.world_size > 1 else [self._sums]
-        names = dict.fromkeys(name for one in said for name in one)
-        sums = [[sum(part) for part in zip(*(one[name] for one in said if name in one), strict=True)] for name in names]
+        of_ranks = group.all_gather_object(self._sums) if group.world_size > 1 else [self._sums]
+        names = dict.fromkeys(name for one in of_ranks for name in one)
+        parts = [zip(*(one[name] for one in of_ranks if name in one), strict=True) for name in names]
+        sums = [[sum(part) for part in pair] for pair in parts]
         means = [total / count for total, count in sums if count]
         return sum(means) if means else float("nan")
 
@@ -189,7 +189,7 @@ class MergedMetric:
     def __init__(self, metric: Any) -> None:
         self._metric = metric
         self._waiting: tuple[Any, ...] | None = None
-        self.asks_for_range = _normalises(metric)
+        self.needs_range = _normalises(metric)
 
     def update(self, arguments: tuple[Any, ...], _count: int, /) -> None:
         self._waiting = arguments
@@ -200,7 +200,7 @@ class MergedMetric:
         Collective if the ranks' outputs differ in range: rank 0 then updates with all samples.
         """
         mine, self._waiting = self._waiting, None
-        if is_divided and self.asks_for_range:
+        if is_divided and self.needs_range:
             whole = _gather(mine, group)
             mine = whole if group.is_rank_zero else None
         if mine is not None:
@@ -223,7 +223,7 @@ class CollectedMetrics:
 
     def __init__(self, meters: Mapping[str, Meter]) -> None:
         self._meters = meters
-        self.asks_for_range = any(meter.asks_for_range for meter in meters.values())
+        self.needs_range = any(meter.needs_range for meter in meters.values())
 
     def update(self, arguments: tuple[Any, ...], count: int) -> None:
         for meter in self._meters.values():
@@ -241,7 +241,7 @@ class CollectedMetrics:
 class GatheredMetric:
     """Any other torchmetrics metric: every rank updates it with all samples of a batch, in dataset order."""
 
-    asks_for_range = False
+    needs_range = False
 
     def __init__(self, metric: Any, device: torch.device) -> None:
         self._metric = metric

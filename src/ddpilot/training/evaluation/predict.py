@@ -10,26 +10,20 @@ import shutil
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddpilot.data.nested import check_rows, join_named_rows, take_rows, to_device, to_host
 from ddpilot.errors import LoopError
 from ddpilot.group.process_group import Group
 from ddpilot.group.protocol import GroupLike
-from ddpilot.training.batches import Loader
-from ddpilot.training.evaluation.evaluate import evaluation_mode, local_outputs
-from ddpilot.training.nested import check_rows, join_named_rows, take_rows, to_host
+from ddpilot.training.batches import Loader, iterate_groups
+from ddpilot.training.evaluation.evaluate import evaluation_mode, predict_batch
 
 _DID = "predicting"
-
-
-class _Sink(Protocol):
-    def add(self, output: Any, sample_ids: list[int]) -> None: ...
-    def finish(self) -> Any: ...
-    def discard(self) -> None: ...
 
 
 def predict(
@@ -42,15 +36,17 @@ def predict(
     forward: Callable[[nn.Module, Any], Any] | None = None,
 ) -> Any:
     """Implement `Loop.predict`. Collective. An I/O error on rank 0 is raised on all ranks, at the end."""
-    sink: _Sink | None = None
+    sink: _InMemory | _InFolder | None = None
     failure: Exception | None = None
     if group.is_rank_zero or (on_all_ranks and to is None):
         sink, failure = _open(to, group.rank)
     with evaluation_mode(model, group) as inner:
-        for batch, output in local_outputs(inner, loader, group, forward):
+        for batch in iterate_groups(loader, group, epoch=0):
+            piece = None
             if batch.count:
+                output = (forward or predict_batch)(inner, to_device(batch.data, group.device))
                 check_rows(output, batch.count, f"{_DID} batch {batch.index}")
-            piece = (to_host(output), batch.sample_ids.tolist()) if batch.count else None
+                piece = to_host(output), batch.sample_ids.tolist()
             given = _exchange(piece, group, on_all_ranks and to is None)
             pieces = {f"rank {rank}": part for rank, part in enumerate(given) if part is not None}
             if sink is None or not pieces:
@@ -65,7 +61,7 @@ def predict(
     return _finish(sink, failure, group, to)
 
 
-def _open(to: str | os.PathLike[str] | None, rank: int) -> tuple[_Sink | None, Exception | None]:
+def _open(to: str | os.PathLike[str] | None, rank: int) -> tuple[_InMemory | _InFolder | None, Exception | None]:
     if to is None:
         return _InMemory(rank), None
     try:
@@ -84,7 +80,7 @@ def _exchange(piece: Any, group: GroupLike, on_all_ranks: bool) -> list[Any]:
     return pieces or []
 
 
-def _finish(sink: _Sink | None, failure: Exception | None, group: GroupLike, to: Any) -> Any:
+def _finish(sink: _InMemory | _InFolder | None, failure: Exception | None, group: GroupLike, to: Any) -> Any:
     value = None
     if sink is not None and failure is None:
         try:
@@ -96,19 +92,16 @@ def _finish(sink: _Sink | None, failure: Exception | None, group: GroupLike, to:
         if failure is not None:
             raise failure
         return value
-    told = None if failure is None else _tell(failure)
-    told = group.broadcast_object(told) if group.world_size > 1 else told
-    if told is not None:
-        raise LoopError(f"{_DID} into {Path(to)}", found=told[0], fix=told[1], rank=0) from failure
-    return Path(to)
-
-
-def _tell(failure: Exception) -> tuple[str, str]:
-    """Return what was found and the fix, for the error on all ranks."""
+    report: tuple[str, str] | None = None  # found and fix, for the error on all ranks
     if isinstance(failure, LoopError):
-        return failure.found, failure.fix
-    fix = "Give a folder that does not exist yet, where rank 0 can write and where there is room."
-    return f"{type(failure).__name__}: {failure}", fix
+        report = failure.found, failure.fix
+    elif failure is not None:
+        fix = "Pass a directory that does not exist yet and that rank 0 can write to, on a disk with free space."
+        report = f"{type(failure).__name__}: {failure}", fix
+    report = group.broadcast_object(report) if group.world_size > 1 else report
+    if report is not None:
+        raise LoopError(f"{_DID} into {Path(to)}", found=report[0], fix=report[1], rank=0) from failure
+    return Path(to)
 
 
 class _InMemory:
@@ -142,7 +135,7 @@ class _InFolder:
 
     def __init__(self, folder: Path) -> None:
         if folder.exists():
-            raise LoopError(_DID, found=f"{folder} is there already", fix="Remove it or choose another name.")
+            raise LoopError(_DID, found=f"{folder} exists already", fix="Remove it or choose a different name.")
         self._folder = folder
         self._unfinished = folder.with_name(f".{folder.name}.unfinished-{os.getpid()}")
         self._unfinished.mkdir(parents=True)
@@ -153,7 +146,7 @@ class _InFolder:
         if any(number <= before for before, number in pairwise([self._last_id, *sample_ids])):
             raise LoopError(
                 f"{_DID} into a folder",
-                found="samples that are not in the order of the dataset, and what is streamed stays as it comes",
+                found="samples that are not in the order of the dataset, in which they have to be written",
                 fix="Use a loader with shuffle=False and without weights.",
             )
         data = io.BytesIO()

@@ -14,28 +14,27 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from ddpilot.errors import LoopError
 from ddpilot.group.device import is_divided, move
 from ddpilot.group.process_group import Group
 from ddpilot.group.protocol import GroupLike
-from ddpilot.training.models.ddp_options import HAS_FORWARD_SYNC, Choice, DdpOptions, resolve
+from ddpilot.training.models.ddp_options import HAS_FORWARD_SYNC, Choice, DDPOptions, resolve
 
 
-def wrap(model: nn.Module, group: GroupLike, options: DdpOptions | None = None) -> tuple[nn.Module, tuple[Choice, ...]]:
+def wrap(model: nn.Module, group: GroupLike, options: DDPOptions | None = None) -> tuple[nn.Module, tuple[Choice, ...]]:
     """Move `model` to the group's device and wrap it in DDP; return it with the options chosen.
 
     Not wrapped with one rank, or if no parameter requires a gradient. A model on several devices stays there.
     Collective with several ranks. Raises LoopError for a model that is already in DDP, and for options that it does not
     support.
     """
-    options = options or DdpOptions()
+    options = options or DDPOptions()
     if isinstance(model, DistributedDataParallel):
         raise LoopError(
             "preparing a model",
-            found="it is a DistributedDataParallel already",
+            found="it is already a DistributedDataParallel",
             fix="Pass the model itself: prepare() wraps it.",
             rank=group.rank,
         )
@@ -57,28 +56,12 @@ def wrap(model: nn.Module, group: GroupLike, options: DdpOptions | None = None) 
     return wrapped, tuple(choices)
 
 
-def prepare_optimizer(optimizer: Optimizer, group: GroupLike, shard: str | None = None) -> Optimizer:
-    """Return `optimizer`, sharded if `shard` is "optimizer". Raises LoopError for other values of `shard`."""
-    if shard is None:
-        return optimizer
-    if shard != "optimizer":
-        raise LoopError(
-            "preparing an optimizer",
-            found=f"`shard` is {shard!r}",
-            fix='Use shard="optimizer", which divides the state of the optimizers among ranks, or None.',
-            rank=group.rank,
-        )
-    from ddpilot.training.models.zero import shard_optimizer
-
-    return shard_optimizer(optimizer, group)
-
-
 def _with_synced_batch_norm(model: nn.Module, group: GroupLike) -> nn.Module:
     if group.device.type == "cpu":
         raise LoopError(
             "preparing a model with `sync_batch_norm=True`",
-            found="torch's SyncBatchNorm runs on GPUs only, and this rank's device is the CPU",
-            fix="Use GroupNorm or LayerNorm, which need no statistics of a batch, or leave it out on the CPU.",
+            found="torch's SyncBatchNorm runs only on GPUs, and this rank's device is the CPU",
+            fix="Use GroupNorm or LayerNorm, which need no batch statistics, or omit the option on the CPU.",
             rank=group.rank,
         )
     return nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-any-return,no-untyped-call]
@@ -102,16 +85,10 @@ def unwrap(model: nn.Module) -> nn.Module:
     return unwrap(inner) if isinstance(inner, DistributedDataParallel) else model
 
 
-def class_name(model: nn.Module) -> str:
-    """Return the class name of the user's model, inside DDP and `torch.compile`."""
-    inner = unwrap(model)
-    return type(getattr(inner, "_orig_mod", inner)).__name__
-
-
-def crosses_as_fp16(model: nn.Module) -> bool:
+def reduces_in_fp16(model: nn.Module) -> bool:
     """True if `model` was prepared with `comm="fp16"`, in which a gradient above 65,504 becomes infinite."""
     ddp = find_ddp(model)
-    return ddp is not None and is_fp16(ddp)
+    return ddp is not None and any(hook is default_hooks.fp16_compress_hook for hook, _ in ddp._comm_hooks)
 
 
 def sync_buffers(model: nn.Module, group: GroupLike, src: int = 0) -> None:
@@ -211,11 +188,6 @@ def compress(model: DistributedDataParallel, comm: Literal["bf16", "fp16"]) -> N
     """
     # With state None, the hook uses the current default process group, also after that was rebuilt.
     model.register_comm_hook(None, {"bf16": _to_bf16, "fp16": default_hooks.fp16_compress_hook}[comm])
-
-
-def is_fp16(model: DistributedDataParallel) -> bool:
-    """True if the gradients of `model` are all-reduced in fp16."""
-    return any(hook is default_hooks.fp16_compress_hook for hook, _ in model._comm_hooks)
 
 
 def _to_bf16(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -34,10 +34,10 @@ class Choice(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DdpOptions:
-    """The options that the user passed; None or left out: chosen by `resolve`.
+class DDPOptions:
+    """Options of `Loop.prepare` for DistributedDataParallel, and of `Trainer.fit` as `ddp=`.
 
-    Raises LoopError for arguments that DDP does not have and for an unknown `comm`.
+    Raises LoopError for arguments that DDP does not have and for an unknown `comm` or `shard`.
     """
 
     find_unused_parameters: bool | None = None
@@ -52,6 +52,8 @@ class DdpOptions:
     """True if rank 0 broadcasts its buffers in the first forward pass after each update, which is DDP's default."""
     comm: Literal["bf16", "fp16"] | None = None
     """The dtype in which gradients are all-reduced; None: their own dtype."""
+    shard: Literal["optimizer"] | None = None
+    """"optimizer": each rank keeps the optimizer state of its share of the parameters (ZeroRedundancyOptimizer)."""
     sync_batch_norm: bool = False
     """True if BatchNorm computes its statistics over all ranks; on GPUs only."""
     more: Mapping[str, Any] = field(default_factory=dict)
@@ -61,7 +63,7 @@ class DdpOptions:
         unknown = [name for name in self.more if name not in _KNOWN or name in _TAKEN]
         if unknown:
             own = [one.name for one in fields(self) if one.name != "more"]
-            others = [*own, "shard", *(name for name in _KNOWN if name not in (*_TAKEN, *own))]
+            others = [*own, *(name for name in _KNOWN if name not in (*_TAKEN, *own))]
             hint = "`broadcast_buffers` is `forward_sync_buffers` here."
             raise LoopError(
                 "preparing a model",
@@ -70,10 +72,13 @@ class DdpOptions:
             )
         if self.comm not in (None, "bf16", "fp16"):
             raise LoopError("preparing a model", found=f"`comm` is {self.comm!r}", fix="Use 'bf16', 'fp16' or None.")
+        if self.shard not in (None, "optimizer"):
+            fix = "Use 'optimizer', which shards the state of the optimizers over ranks, or None."
+            raise LoopError("preparing an optimizer", found=f"`shard` is {self.shard!r}", fix=fix)
 
 
 def resolve(
-    options: DdpOptions, model: nn.Module, group: Group, environ: Mapping[str, str]
+    options: DDPOptions, model: nn.Module, group: Group, environ: Mapping[str, str]
 ) -> tuple[dict[str, Any], list[Choice]]:
     """Return the arguments of DistributedDataParallel and the reason for each of them.
 
@@ -91,70 +96,66 @@ def resolve(
         "bucket_cap_mb": options.bucket_cap_mb,
         **options.more,
     }
-    choices = [
-        Choice(
-            "device_ids",
-            str(arguments["device_ids"]),
-            _WHY_DIVIDED if divided else f"this rank's device is {group.device}",
-        ),
-        Choice("forward_sync_buffers", str(options.forward_sync_buffers), _WHY_BUFFERS[options.forward_sync_buffers]),
-        Choice("find_unused_parameters", str(finds_unused), origin + _WHY_UNUSED[finds_unused]),
-        Choice("static_graph", str(options.static_graph), _WHY_STATIC[options.static_graph]),
-        Choice(
-            "gradient_as_bucket_view",
-            str(options.gradient_as_bucket_view),
-            _WHY_VIEWS[options.gradient_as_bucket_view],
-        ),
-        Choice("bucket_cap_mb", str(options.bucket_cap_mb or 25), _why_bucket(options.bucket_cap_mb)),
-        Choice("comm", str(options.comm), _WHY_COMM[options.comm]),
-    ]
-    choices += [Choice("sync_batch_norm", "True", "asked for")] if options.sync_batch_norm else []
-    return arguments, choices + [Choice(name, str(value), "asked for") for name, value in options.more.items()]
+    values: dict[str, Any] = {
+        "forward_sync_buffers": options.forward_sync_buffers,
+        "find_unused_parameters": finds_unused,
+        "static_graph": options.static_graph,
+        "gradient_as_bucket_view": options.gradient_as_bucket_view,
+        "bucket_cap_mb": options.bucket_cap_mb or 25,
+        "comm": options.comm,
+    }
+    reasons = {name: _WHY[name][value] for name, value in values.items() if name in _WHY}
+    reasons["find_unused_parameters"] = origin + reasons["find_unused_parameters"]
+    is_default = options.bucket_cap_mb is None
+    reasons["bucket_cap_mb"] = "DDP's default, after a first bucket of 1" if is_default else "requested"
+    why = "the model is on several devices and stays there" if divided else f"this rank's device is {group.device}"
+    choices = [Choice("device_ids", str(arguments["device_ids"]), why)]
+    choices += [Choice(name, str(value), reasons[name]) for name, value in values.items()]
+    choices += [Choice("sync_batch_norm", "True", "requested")] if options.sync_batch_norm else []
+    return arguments, choices + [Choice(name, str(value), "requested") for name, value in options.more.items()]
 
 
-def find_unused(options: DdpOptions, environ: Mapping[str, str]) -> tuple[bool, str]:
+def find_unused(options: DDPOptions, environ: Mapping[str, str]) -> tuple[bool, str]:
     """Return `find_unused_parameters` and a prefix for its reason, which names the variable if it set the value.
 
     Raises LoopError for an invalid value of the variable DDP_FIND_UNUSED_PARAMETERS.
     """
     if options.find_unused_parameters is not None:
         return options.find_unused_parameters, ""
-    said = environ.get(FIND_UNUSED_VARIABLE)
-    if said is None:
+    value = environ.get(FIND_UNUSED_VARIABLE)
+    if value is None:
         return False, ""
-    if said.strip().lower() not in _SWITCHES:
+    if value.strip().lower() not in _SWITCHES:
         raise LoopError(
             "preparing a model",
-            found=f"the variable {FIND_UNUSED_VARIABLE} is {said!r}",
+            found=f"the variable {FIND_UNUSED_VARIABLE} is {value!r}",
             fix="Set it to 1 or 0, or pass find_unused_parameters= to prepare().",
         )
-    return _SWITCHES[said.strip().lower()], f"{FIND_UNUSED_VARIABLE}={said} says so; "
+    return _SWITCHES[value.strip().lower()], f"set by {FIND_UNUSED_VARIABLE}={value}; "
 
 
-def _why_bucket(asked: float | None) -> str:
-    return "DDP's own, after a first bucket of 1" if asked is None else "asked for"
-
-
-_WHY_DIVIDED = "the model is on several devices, and stays there"
-_WHY_BUFFERS = {
-    False: "no collective in a forward, so no rank that runs one more can wait there; buffers are made equal here, "
-    "before an evaluation and before a save",
-    True: "asked for; every rank has to run the same number of forwards, also to look at something",
+_WHY: dict[str, dict[Any, str]] = {
+    "forward_sync_buffers": {
+        False: "no collective in the forward pass, so ranks may run different numbers of them; buffers are broadcast "
+        "by prepare(), before an evaluation and before a save",
+        True: "requested; every rank has to run the same number of forward passes",
+    },
+    "find_unused_parameters": {
+        False: "no search through the graph in each forward pass; a parameter that an update leaves out is an error",
+        True: "a search through the graph in each forward pass, and buckets in the order of definition",
+    },
+    "static_graph": {
+        False: "a branch may be taken later, or on one rank only",
+        True: "requested; an update that uses different parameters than the first one raises an error",
+    },
+    "gradient_as_bucket_view": {
+        True: "gradients are views into the buckets, without a second copy in memory",
+        False: "requested; gradients are copied into the buckets and back",
+    },
+    "comm": {
+        None: "gradients are all-reduced in their own dtype, with the numbers of a single process",
+        "bf16": "half of fp32's bytes, with its range and 8 bits of precision",
+        "fp16": "half of fp32's bytes, with 11 bits of precision; above 65,504 on any rank a gradient becomes infinite",
+    },
 }
-_WHY_UNUSED = {
-    False: "no search through the graph in each forward; a parameter that an update leaves out is named in an error",
-    True: "a search through the graph in each forward, and buckets in the order of definition",
-}
-_WHY_STATIC = {
-    False: "a branch may be taken late, or on one rank only: nothing that has been seen so far rules that out",
-    True: "asked for; an update that uses other parameters than the first one is an error",
-}
-_WHY_VIEWS = {
-    True: "gradients lie in the buckets: no second copy of them in memory, and none to make",
-    False: "asked for; gradients are copied into the buckets and back",
-}
-_WHY_COMM = {
-    None: "gradients cross as they are, so that the numbers are those of one process",
-    "bf16": "half of fp32's bytes, with its range and 8 bits of precision",
-    "fp16": "half of fp32's bytes, with 11 bits of precision; above 65,504 on any rank a gradient becomes infinite",
-}
+"""Reasons by option and value."""

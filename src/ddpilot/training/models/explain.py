@@ -8,21 +8,22 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ddpilot.checkpoint.weights import class_name
+from ddpilot.errors import list_names
 from ddpilot.findings.display import Findings, render_html, render_text
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
 from ddpilot.group.protocol import GroupLike
-from ddpilot.training.models.ddp import class_name, find_ddp, unwrap
 from ddpilot.training.models.ddp_options import Choice
-from ddpilot.training.models.optimizers import ShardedState
-from ddpilot.training.models.reducer import reduced
+from ddpilot.training.models.optimizers import ShardedState, local_optimizer
+from ddpilot.training.models.registry import PreparedModel, PreparedObjects
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Explained:
     measured: tuple[str, ...] = ()
     """Measurements so far, one per line."""
     proposals: tuple[Finding, ...] = ()
-    """Changes that the measurements suggest; none of them is applied automatically."""
+    """Changes that the measurements suggest; they are not applied automatically."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -51,7 +52,7 @@ class Explanation:
         return Findings(proposal for part in self.parts for proposal in part.proposals)
 
     def __str__(self) -> str:
-        return "\n\n".join(_render(part) for part in self.parts) or "nothing is prepared yet"
+        return "\n\n".join(_render(part) for part in self.parts) or "nothing has been prepared yet"
 
     __repr__ = __str__
 
@@ -60,7 +61,7 @@ class Explanation:
 
     def _repr_html_(self) -> str:
         parts = "".join(_render_html(part) for part in self.parts)
-        return f'<div class="ddpilot-explanation">{parts or "<p>nothing is prepared yet</p>"}</div>'
+        return f'<div class="ddpilot-explanation">{parts or "<p>nothing has been prepared yet</p>"}</div>'
 
 
 def _render(part: Explained) -> str:
@@ -86,56 +87,28 @@ def _render_html(part: Explained) -> str:
 _NS_PER_MS = 1_000_000
 
 
-class Prepared:
-    """The models and optimizers that `prepare` returned, in that order, with the options chosen for them."""
+def explain(
+    prepared: PreparedObjects, group: GroupLike, accumulation: int, name_of: Callable[[object], str]
+) -> Explanation:
+    """Build the explanation of `Loop.explain`. Collective if there are several ranks.
 
-    def __init__(self, group: GroupLike) -> None:
-        self._group = group
-        self._models: list[_Model] = []
-        self._optimizers: list[Optimizer] = []
-
-    def add_model(self, model: nn.Module, choices: tuple[Choice, ...]) -> None:
-        """Add a model as `prepare` returns it; replaces an earlier entry of the same module."""
-        self._models = [one for one in self._models if unwrap(one.model) is not unwrap(model)]
-        ddp = find_ddp(model)
-        self._models.append(_Model(model, choices, tuple(reduced(ddp)) if ddp is not None else ()))
-
-    def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Add an optimizer as `prepare` returns it."""
-        self._optimizers = [one for one in self._optimizers if one is not optimizer]
-        self._optimizers.append(optimizer)
-
-    def forget_optimizer(self, optimizer: Optimizer) -> None:
-        """Remove an optimizer that a later one has replaced."""
-        self._optimizers = [one for one in self._optimizers if one is not optimizer]
-
-    def explain(self, accumulation: int, name_of: Callable[[object], str]) -> Explanation:
-        """Build the explanation of `Loop.explain`. Collective if there are several ranks.
-
-        `accumulation`: batches per update. `name_of`: returns the name of a model or optimizer in a checkpoint.
-        """
-        names = _tell_apart([(class_name(one.model), name_of(one.model)) for one in self._models])
-        own = [_look(one) for one in self._models], [_count_state(one) for one in self._optimizers]
-        of_ranks = self._group.all_gather_object(own) if self._group.world_size > 1 else [own]
-        parts = [
-            _explain_model(
-                one, names[place], [models[place] for models, _ in of_ranks], self._group.world_size, accumulation
-            )
-            for place, one in enumerate(self._models)
-        ]
-        names = _tell_apart([(_class_of(one), name_of(one)) for one in self._optimizers])
-        for place, optimizer in enumerate(self._optimizers):
-            parts.append(_explain_optimizer(optimizer, names[place], [sizes[place] for _, sizes in of_ranks]))
-        return Explanation(tuple(parts))
+    `accumulation`: batches per update. `name_of`: returns the name of a model or optimizer in a checkpoint.
+    """
+    models, optimizers = prepared.models, prepared.optimizers
+    own = [_read_ddp(one) for one in models], [_count_state(one) for one in optimizers]
+    of_ranks = group.all_gather_object(own) if group.world_size > 1 else [own]
+    names = _distinct_names([(class_name(one.model), name_of(one.model)) for one in models])
+    parts = [
+        _explain_model(one, names[place], [seen[place] for seen, _ in of_ranks], group.world_size, accumulation)
+        for place, one in enumerate(models)
+    ]
+    names = _distinct_names([(type(local_optimizer(one)).__name__, name_of(one)) for one in optimizers])
+    for place, optimizer in enumerate(optimizers):
+        parts.append(_explain_optimizer(optimizer, names[place], [sizes[place] for _, sizes in of_ranks]))
+    return Explanation(tuple(parts))
 
 
-class _Model(NamedTuple):
-    model: nn.Module
-    choices: tuple[Choice, ...]
-    names: tuple[str, ...]
-
-
-def _tell_apart(named: Sequence[tuple[str, str]]) -> list[str]:
+def _distinct_names(named: Sequence[tuple[str, str]]) -> list[str]:
     """Return the class name of each, with its own name if the class is not unique or the user chose the name."""
     counts = Counter(kind for kind, _ in named)
     is_given = [not re.fullmatch(r"(model|averaged|optimizer)\d*", name) for _, name in named]
@@ -143,9 +116,9 @@ def _tell_apart(named: Sequence[tuple[str, str]]) -> list[str]:
     return [f"{kind} ({name})" if given or counts[kind] > 1 else kind for (kind, name), given in pairs]
 
 
-def _look(one: _Model) -> Seen | None:
+def _read_ddp(one: PreparedModel) -> Seen | None:
     """Return what this rank's DDP has recorded; None if the model is not wrapped."""
-    ddp = find_ddp(one.model)
+    ddp = one.ddp
     if ddp is None:
         return None
     data: dict[str, Any] = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
@@ -163,7 +136,7 @@ def _look(one: _Model) -> Seen | None:
         finds_unused=ddp.find_unused_parameters,
         # Asks the reducer: with several models, the logger records `can_set_static_graph` of the first one only.
         is_steady=ddp.reducer._ddp_graph_static(),  # type: ignore[attr-defined]
-        left_out=tuple(name for n, name in enumerate(one.names) if n not in ready) if ready else (),
+        left_out=tuple(name for n, name in enumerate(one.reduced) if n not in ready) if ready else (),
         bucket_bytes=bucket_bytes,
         exchanged_bytes=sum(bucket_bytes) if find_value(one.choices, "comm") == "None" else 2 * num_elements,
         is_rebuilt=bool(data.get("has_rebuilt_buckets")),
@@ -175,76 +148,67 @@ def _look(one: _Model) -> Seen | None:
 
 
 def _explain_model(
-    one: _Model, name: str, seen: Sequence[Seen | None], world_size: int, accumulation: int
+    one: PreparedModel, name: str, seen: Sequence[Seen | None], world_size: int, accumulation: int
 ) -> Explained:
     facts = [fact for fact in seen if fact is not None]
-    ddp = find_ddp(one.model)
-    if ddp is None or not facts:
-        why = "one rank alone" if world_size == 1 else "nothing in it is trained"
-        return Explained(f"{name}: not wrapped, {why}: nothing is exchanged")
+    if one.ddp is None or not facts:
+        why = "world_size is 1" if world_size == 1 else "it has no trainable parameters"
+        return Explained(f"{name}: not wrapped in DDP, as {why}")
     title = f"{name}: DistributedDataParallel over {world_size} ranks"
-    measured = [_say_buckets(facts[0], ddp), *_say_times(facts), *_say_left_out(facts)]
+    measured = [_describe_buckets(facts[0], one.ddp), *_describe_times(facts), *_describe_left_out(facts)]
     return Explained(
         title,
         one.choices,
         tuple(measured),
-        propose(facts, name, list_remedies(unwrap(one.model), one.choices, accumulation)),
+        propose(facts, name, list_remedies(one.module, one.choices, accumulation)),
     )
 
 
-def _say_buckets(fact: Seen, ddp: DistributedDataParallel) -> str:
+def _describe_buckets(fact: Seen, ddp: DistributedDataParallel) -> str:
     total = sum(fact.bucket_bytes)
-    order = "in the order in which gradients came" if fact.is_rebuilt else "in the order of definition"
-    views = f"; as views they save {_size(total)} on each rank" if ddp.gradient_as_bucket_view else ""
+    order = "in the order of the gradients" if fact.is_rebuilt else "in the order of definition"
+    views = f"; views save {_size(total)} on each rank" if ddp.gradient_as_bucket_view else ""
     sizes = ", ".join(_size(size) for size in fact.bucket_bytes)
     num = len(fact.bucket_bytes)
     return (
         f"gradients: {_size(total)} in {num} bucket{'s' if num != 1 else ''} ({sizes}) {order}; "
-        f"{_size(fact.exchanged_bytes)} of each rank are exchanged in an update{views}"
+        f"each rank all-reduces {_size(fact.exchanged_bytes)} per update{views}"
     )
 
 
-def _say_times(facts: Sequence[Seen]) -> Iterable[str]:
+def _describe_times(facts: Sequence[Seen]) -> Iterable[str]:
     num = min(fact.num_updates for fact in facts)
     if not num or not facts[0].backward_ms:
         return [f"times: not measured yet, after {num} updates"]
     slowest = max(facts, key=lambda fact: fact.forward_ms + fact.backward_ms)
     parts = f"forward {slowest.forward_ms:.2f} ms, backward {slowest.backward_ms:.2f} ms"
-    exchange = f"exchange {slowest.exchange_ms:.2f} ms, {slowest.overlap_ms:.2f} ms of it during the backward pass"
-    return [f"times: up to update {num}, on the slowest rank ({facts.index(slowest)}) {parts}, {exchange}"]
+    exchange = f"all-reduce {slowest.exchange_ms:.2f} ms ({slowest.overlap_ms:.2f} ms during the backward pass)"
+    return [f"times: up to update {num}, on the slowest rank ({facts.index(slowest)}): {parts}, {exchange}"]
 
 
-def _say_left_out(facts: Sequence[Seen]) -> Iterable[str]:
+def _describe_left_out(facts: Sequence[Seen]) -> Iterable[str]:
     changing = [rank for rank, fact in enumerate(facts) if not fact.is_steady]
     if changing:
-        yield f"what an update uses has changed on {render_ranks(changing)}: find_unused_parameters=True is needed"
+        yield f"the parameters in use have changed on {render_ranks(changing)}: find_unused_parameters=True is needed"
     for rank, fact in enumerate(facts):
         if fact.left_out:
-            yield f"rank {rank} left out {_names(fact.left_out)} in the last update that DDP looked at"
+            yield f"rank {rank} left out {list_names(fact.left_out)} in the last update that DDP recorded"
 
 
 def _count_state(optimizer: Optimizer) -> int:
-    state = getattr(optimizer, "optim", optimizer).state
+    state = local_optimizer(optimizer).state
     return sum(v.nbytes for values in state.values() for v in values.values() if isinstance(v, torch.Tensor) and v.ndim)
-
-
-def _class_of(optimizer: Optimizer) -> str:
-    return type(getattr(optimizer, "optim", optimizer)).__name__
 
 
 def _explain_optimizer(optimizer: Optimizer, name: str, sizes: Sequence[int]) -> Explained:
     if isinstance(optimizer, ShardedState):
-        held = f"state: {', '.join(map(_size, sizes))} on ranks 0 to {len(sizes) - 1}, {_size(sum(sizes))} in all"
-        why = "each rank updates its share of the parameters, and sends it to the others after the update"
+        held = f"state: {', '.join(map(_size, sizes))} on ranks 0 to {len(sizes) - 1}, {_size(sum(sizes))} in total"
+        why = "each rank updates its share of the parameters and broadcasts it"
         return Explained(f"{name}: ZeroRedundancyOptimizer", (Choice("shard", "optimizer", why),), (held,))
     if len(sizes) == 1 or not sizes[0]:
-        return Explained(f"{name}: as it is", (), (f"state: {_size(sizes[0])}",))
+        return Explained(f"{name}: unchanged", (), (f"state: {_size(sizes[0])}",))
     held = f'state: {_size(sizes[0])} on each rank; with shard="optimizer" about {_size(sizes[0] // len(sizes))}'
-    return Explained(f"{name}: as it is", (Choice("shard", "None", "every rank updates all parameters"),), (held,))
-
-
-def _names(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return Explained(f"{name}: unchanged", (Choice("shard", "None", "every rank updates all parameters"),), (held,))
 
 
 def _size(num_bytes: float) -> str:
@@ -294,11 +258,11 @@ def list_remedies(model: nn.Module, choices: Sequence[Choice], accumulation: int
     """Return the options that would shorten the all-reduce of `model` and are neither in use nor unsupported."""
     halves = all(parameter.dtype == torch.float32 for parameter in model.parameters() if parameter.requires_grad)
     remedies = {
-        "accumulate=... (of Loop or Trainer), which exchanges once for several": accumulation == 1,
+        "accumulate=... (of Loop or Trainer), with one all-reduce for several batches": accumulation == 1,
         'comm="bf16", which halves the bytes and rounds gradients to 8 bits': (
             halves and find_value(choices, "comm") == "None"
         ),
-        "another bucket_cap_mb": find_value(choices, "bucket_cap_mb") == "25",
+        "a different bucket_cap_mb": find_value(choices, "bucket_cap_mb") == "25",
     }
     return [remedy for remedy, is_open in remedies.items() if is_open]
 
@@ -322,12 +286,12 @@ def _about_unused(facts: Sequence[Seen], model: str) -> Iterable[Finding]:
             code="DDP502",
             name="needless-find-unused",
             severity="info",
-            summary=f"every update so far has used every parameter of {model}, on every rank",
+            summary=f"every update so far used every parameter of {model}, on every rank",
             evidence=(f"{num} updates, ranks 0-{len(facts) - 1}",),
-            why="find_unused_parameters=True searches the graph in each forward, and keeps the buckets in the order of "
-            "definition, so that less of the exchange runs during the backward pass.",
-            fix="Leave it out, if no branch comes later or on one rank only; one that does is an error that names the "
-            "parameter.",
+            why="find_unused_parameters=True searches the graph in each forward pass and keeps the buckets in the "
+            "order of definition, so that less of the all-reduce overlaps with the backward pass.",
+            fix="Omit it if no parameter is left out later or on one rank only; that would raise an error with the "
+            "parameter's name.",
         )
     elif len({fact.left_out for fact in facts}) == 1:
         names = facts[0].left_out
@@ -336,12 +300,10 @@ def _about_unused(facts: Sequence[Seen], model: str) -> Iterable[Finding]:
             name="parameters-never-used",
             severity="info",
             summary=f"the same parameters of {model} were left out in every update so far, on every rank",
-            evidence=(
-                f"{num} updates: {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}",
-            ),
-            why="find_unused_parameters=True searches the graph in each forward for what does not change.",
-            fix="Freeze them before prepare(), with requires_grad_(False), or, if that holds for the whole training, "
-            "pass static_graph=True in its place.",
+            evidence=(f"{num} updates: {list_names(names)}",),
+            why="find_unused_parameters=True searches the graph in each forward pass, with the same result each time.",
+            fix="Freeze them before prepare(), with requires_grad_(False), or, if they are never used in the whole "
+            "training, pass static_graph=True instead.",
         )
 
 
@@ -361,7 +323,7 @@ def _about_exchange(facts: Sequence[Seen], remedies: Sequence[str]) -> Iterator[
         severity="info",
         summary=f"{100 * waiting / whole:.0f} % of an update is spent waiting for gradients",
         ranks=(facts.index(least),),
-        evidence=(f"{parts}, then {waiting:.2f} ms of exchange alone, on the rank that waits least",),
-        why="The exchange of a bucket runs during the backward pass of earlier layers; the rest is waited for.",
+        evidence=(f"{parts}, then {waiting:.2f} ms of all-reduce alone, on the rank that waits least",),
+        why="The all-reduce of a bucket overlaps with the backward pass of earlier layers; ranks wait for the rest.",
         fix=f"{'; '.join(['Larger batches', *remedies])}.",
     )

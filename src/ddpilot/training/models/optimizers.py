@@ -19,6 +19,12 @@ class ShardedState(Protocol):
         """Return the state of all ranks. Collective."""
 
 
+def local_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer of this rank's own parameters, if `optimizer` is sharded; else `optimizer` itself."""
+    inner = getattr(optimizer, "optim", None)  # of a ZeroRedundancyOptimizer, which is slow to import
+    return inner if isinstance(inner, Optimizer) else optimizer
+
+
 def full_state(optimizer: Optimizer) -> dict[str, Any]:
     """Return the unsharded `optimizer.state_dict()`, complete on rank 0. Collective if the optimizer is sharded.
 
@@ -46,13 +52,13 @@ def check_groups(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     if saved != own:
         raise MismatchedCheckpointError(
             "loading the state of an optimizer",
-            found=f"it is of groups with {_said(saved)} parameters, those of this {type(optimizer).__name__} have "
-            f"{_said(own)}",
-            fix="Make the optimizer with the groups that it was saved with, of the same model.",
+            found=f"its groups have {_join(saved)} parameters, the groups of this {type(optimizer).__name__} have "
+            f"{_join(own)}",
+            fix="Create the optimizer with the same groups as in the saved run, of the same model.",
         )
 
 
-def _said(sizes: list[int]) -> str:
+def _join(sizes: list[int]) -> str:
     return ", ".join(map(str, sizes)) or "no"
 
 
@@ -68,10 +74,10 @@ def check_closure(optimizer: Optimizer, accumulation: int, is_fp16: bool, rank: 
         found = f"`accumulate` is {accumulation}, and a closure computes the loss of one batch"
         raise LoopError(_DID, found=found, fix="Use Loop(accumulate=1) with larger batches.", rank=rank)
     if is_fp16:
-        found = "`precision` is 'fp16', whose gradients are scaled while the optimizer looks at them"
+        found = "`precision` is 'fp16', whose gradients are scaled within the closure"
         raise LoopError(_DID, found=found, fix="Use Loop(precision='bf16') or 'fp32'.", rank=rank)
     if isinstance(optimizer, ShardedState):
-        found = "the state of the optimizer is divided among ranks, each of which would step by itself"
+        found = "the state of the optimizer is sharded, so each rank would step independently"
         raise LoopError(_DID, found=found, fix='Prepare it without shard="optimizer".', rank=rank)
 
 
@@ -79,7 +85,7 @@ def needs_closure(optimizer: Optimizer, rank: int) -> LoopError:
     """Return the error for an optimizer whose `step` requires a closure and got none."""
     return LoopError(
         "updating the weights",
-        found=f"{type(optimizer).__name__} computes the loss by itself and was given no closure",
+        found=f"{type(optimizer).__name__} requires a closure, and none was passed",
         fix="Write loop.step(optimizer, closure=closure), with a function that runs forward and loop.backward(loss).",
         rank=rank,
     )

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -81,57 +81,12 @@ def unfreeze(model: nn.Module, *patterns: str) -> list[str]:
     return _set(model, patterns, trained=True)
 
 
-class TrainedWatch:
-    """Detects parameters that were frozen or unfrozen after `prepare`.
-
-    DDP keeps waiting for the gradients of the parameters that it was constructed with: without one of them it does not
-    all-reduce their bucket, and the ranks diverge one step before DDP reports it.
-    """
-
-    def __init__(self) -> None:
-        self._trained: dict[int, frozenset[str]] = {}
-        self._due: set[int] = set()
-
-    def remember(self, models: Sequence[nn.Module]) -> None:
-        """Record the trainable parameters of the last of `models`, and forget models that are not among them."""
-        old = {id(model): self._trained[id(model)] for model in models[:-1]}
-        self._trained = {**old, id(models[-1]): _trained(models[-1])}
-
-    def begin(self) -> None:
-        """Check every model again at its next use."""
-        self._due = set(self._trained)
-
-    def check(self, models: tuple[nn.Module, ...], rank: int) -> None:
-        """Raise LoopError if one of `models` is due and has changed. Not collective: the same on all ranks."""
-        for model in models if self._due else ():
-            if id(model) in self._due:
-                self._due.discard(id(model))
-                changed = sorted(self._trained[id(model)] ^ _trained(model))
-                if changed:
-                    raise _changed_since(changed, rank)
-
-
-def _trained(model: nn.Module) -> frozenset[str]:
-    return frozenset(name for name, parameter in unwrap(model).named_parameters() if parameter.requires_grad)
-
-
-def _changed_since(names: list[str], rank: int) -> LoopError:
-    named = ", ".join(names[:_NUM_NEAR]) + (f" and {len(names) - _NUM_NEAR} more" if len(names) > _NUM_NEAR else "")
-    return LoopError(
-        "training a prepared model",
-        found=f"{named} were frozen or unfrozen after prepare(), which DDP does not follow",
-        fix="Do it before; or once more model = loop.prepare(ddpilot.unwrap(model)) after it. With a Trainer: between "
-        "two fits.",
-        rank=rank,
-    )
-
-
 def _set(model: nn.Module, patterns: tuple[str, ...], *, trained: bool) -> list[str]:
     did = "unfreezing parameters" if trained else "freezing parameters"
     if isinstance(model, DistributedDataParallel):
         raise LoopError(
             did,
-            found="the model is in DDP, which decided at its making which gradients it waits for",
+            found="the model is in DDP, which has determined already which gradients it waits for",
             fix=f"Do it before prepare(); or {'un' * trained}freeze(ddpilot.unwrap(model), ...) and then "
             "model = loop.prepare(ddpilot.unwrap(model)). With a Trainer: between two fits.",
         )
@@ -167,5 +122,5 @@ def _nothing_matches(pattern: str, named: dict[str, nn.Parameter], did: str) -> 
     return LoopError(
         did,
         found=f"no parameter or layer is called {pattern!r}",
-        fix=f"Near ones are {', '.join(map(repr, near))}; wildcards as in 'blocks.*' are possible.",
+        fix=f"Similar names are {', '.join(map(repr, near))}; wildcards as in 'blocks.*' are possible.",
     )

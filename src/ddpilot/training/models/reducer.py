@@ -8,42 +8,27 @@ import re
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpilot.errors import DdpilotError, LoopError
-from ddpilot.training.models.ddp import class_name
+from ddpilot.checkpoint.weights import class_name
+from ddpilot.errors import DdpilotError, LoopError, list_names
+from ddpilot.training.models.registry import PreparedObjects
 
 _UNFINISHED = "Expected to have finished reduction in the prior iteration"
 _CHANGED = "Your training graph has changed in this iteration"
 _TWICE = "Expected to mark a variable ready only once"
 _MISSING = re.compile(r"did not receive grad for rank \d+: ([\d ,]+)")
 _AT_INDEX = re.compile(r"Parameter at index (\d+)")
-_SHOWN = 5
 _HIDDEN = (
-    "With find_unused_parameters=True all that the loss depends on has to be in the model's output: return tensors, in "
-    "tuples, lists, dicts or dataclasses. "
+    "With find_unused_parameters=True everything that the loss depends on must be in the model's output: return "
+    "tensors, in tuples, lists, dicts or dataclasses. "
 )
 
 
 class ReducerErrors:
-    """The DDP models of a loop, with the names of the parameters that their reducers wait for."""
+    """Checks that the reducers of the `prepared` models got all gradients, and names the parameters in their errors."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, prepared: PreparedObjects, rank: int) -> None:
+        self._prepared = prepared
         self._rank = rank
-        self._models: list[tuple[DistributedDataParallel, dict[str, nn.Parameter]]] = []
-        self._unordered: list[DistributedDataParallel] = []
-
-    def watch(self, model: nn.Module) -> None:
-        """Watch `model`, which was just constructed: its reducer expects the parameters that require a gradient now.
-
-        Does nothing for a model that is not in DDP.
-        """
-        if not isinstance(model, DistributedDataParallel):
-            return
-        # If a module is prepared again, only the new reducer waits for its gradients.
-        self._models = [(known, of) for known, of in self._models if known.module is not model.module]
-        self._models.append((model, reduced(model)))
-        self._unordered = [known for known in self._unordered if known.module is not model.module]
-        if model.static_graph or not model.find_unused_parameters:
-            self._unordered.append(model)
 
     def order_buckets(self) -> None:
         """Rebuild the buckets of each new model once, in an order that its ranks agree on. Collective then.
@@ -51,21 +36,20 @@ class ReducerErrors:
         Call it after a backward pass. DDP would rebuild them in the next forward pass with gradients: a rank that runs
         an extra forward pass would wait there for the other ranks.
         """
-        for model in tuple(self._unordered):
-            if not is_finished(model):  # this backward pass covered only a part
+        for model, prepared in self._prepared.ddp_models.items():
+            if prepared.has_final_buckets or not is_finished(model):  # this backward pass covered only a part
                 continue
             if not model._has_rebuilt_buckets:
                 model._has_rebuilt_buckets = model.reducer._rebuild_buckets()
-            if model._has_rebuilt_buckets:
-                self._unordered.remove(model)
+            prepared.has_final_buckets = model._has_rebuilt_buckets
 
     def check(self) -> None:
         """Raise LoopError if a backward pass left a parameter out, so that other ranks still wait. Not collective."""
-        for model, parameters in self._models:
+        for model, prepared in self._prepared.ddp_models.items():
             try:
                 model._check_reducer_finalized()  # type: ignore[no-untyped-call]
             except RuntimeError as error:
-                raise self._left_out(error, model, parameters) from error
+                raise self._left_out(error, model, prepared.reduced) from error
 
     def explain(self, error: BaseException) -> None:
         """Raise LoopError from `error` if it is an error of a reducer that can be explained."""
@@ -85,8 +69,8 @@ class ReducerErrors:
         frozen = [name for name in missing if not parameters[name].requires_grad]
         return LoopError(
             "synchronising gradients",
-            found=f"on this rank the backward pass left out {_say(missing)} of {class_name(model)}; a rank "
-            "that used it waits for this one",
+            found=f"on this rank the backward pass left out {_name_parameters(missing)} of {class_name(model)}; "
+            "a rank that used it waits for this one",
             fix=_fix(model, frozen),
             rank=self._rank,
         )
@@ -94,16 +78,16 @@ class ReducerErrors:
     def _translate(self, text: str) -> LoopError | None:
         if _CHANGED in text:
             found = "this update uses a parameter that the first one did not, and `static_graph` is True"
-            return self._error(found, "Use find_unused_parameters=True in place of static_graph=True.")
+            return self._error(found, "Use find_unused_parameters=True instead of static_graph=True.")
         if _TWICE in text:
             number = _AT_INDEX.search(text)
             at = int(number[1]) if number else 0
-            names = {list(parameters)[at] for _, parameters in self._models if at < len(parameters)}
+            names = {list(one.reduced)[at] for one in self._prepared.models if at < len(one.reduced)}
             which = " or ".join(sorted(names)) or "a parameter"
-            hidden = _HIDDEN if any(model.find_unused_parameters for model, _ in self._models) else ""
+            hidden = _HIDDEN if any(model.find_unused_parameters for model in self._prepared.ddp_models) else ""
             return self._error(
                 f"{which} got its gradient twice in one backward pass",
-                f"{hidden}Use torch.utils.checkpoint with use_reentrant=False, or, where every update uses it in the "
+                f"{hidden}Use torch.utils.checkpoint with use_reentrant=False, or, if every update uses it in the "
                 "same way, prepare(..., static_graph=True).",
             )
         return None
@@ -121,30 +105,20 @@ def is_finished(model: DistributedDataParallel) -> bool:
     return True
 
 
-def reduced(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
-    """Return the parameters that the reducer of a new `model` waits for, by name, in the reducer's order."""
-    return {
-        name.replace("_orig_mod.", ""): parameter
-        for name, parameter in model.module.named_parameters()
-        if parameter.requires_grad and name not in model.parameters_to_ignore
-    }
-
-
-def _say(names: list[str]) -> str:
+def _name_parameters(names: list[str]) -> str:
     if not names:
         return "a parameter"
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"parameter{'s' if len(names) > 1 else ''} {', '.join(names[:_SHOWN])}{more}"
+    return f"parameter{'s' if len(names) > 1 else ''} {list_names(names)}"
 
 
 def _fix(model: DistributedDataParallel, frozen: list[str]) -> str:
     if frozen:
         return f"{frozen[0]} was frozen after prepare(): freeze before it."
     if model.static_graph:
-        return "With static_graph=True each update has to use the same: use find_unused_parameters=True in its place."
+        return "With static_graph=True all updates must use the same ones: use find_unused_parameters=True instead."
     if model.find_unused_parameters:
         return _HIDDEN.rstrip()
     return (
-        "Where a branch leaves it out now and then, or on some ranks: prepare(..., find_unused_parameters=True), or "
-        "DDP_FIND_UNUSED_PARAMETERS=1. Where it is never used: requires_grad_(False) before prepare()."
+        "If a branch leaves it out in some updates or on some ranks: prepare(..., find_unused_parameters=True), or "
+        "DDP_FIND_UNUSED_PARAMETERS=1. If it is never used: requires_grad_(False) before prepare()."
     )

@@ -34,14 +34,14 @@ def shard_optimizer(optimizer: Optimizer, group: GroupLike) -> Optimizer:
     LoopError for optimizers that cannot be sharded.
     """
     if isinstance(optimizer, ZeroRedundancyOptimizer):
-        raise _refuse("it is sharded already", "Pass the optimizer itself: prepare() shards it.", group)
+        raise _error("it is sharded already", "Pass the optimizer itself: prepare() shards it.", group)
     if isinstance(optimizer, LBFGS):
-        found = "LBFGS, which looks at all parameters together, so a share of them would be updated differently"
-        raise _refuse(found, "Use an optimizer that updates each parameter by itself, such as AdamW or SGD.", group)
+        found = "LBFGS, which updates all parameters together, so a shard of them would be updated differently"
+        raise _error(found, "Use an optimizer that updates each parameter independently, such as AdamW or SGD.", group)
     types = sorted({str(p.dtype) for one in optimizer.param_groups for p in one["params"]})
     if len(types) > 1:
         found = f"parameters of {' and '.join(types)}, and torch's ZeroRedundancyOptimizer takes one dtype"
-        raise _refuse(found, "Make an optimizer for each dtype, and pass both to prepare().", group)
+        raise _error(found, "Make an optimizer for each dtype, and pass both to prepare().", group)
     return optimizer if group.world_size == 1 or not isinstance(group, Group) else ZeroOptimizer(optimizer, group)
 
 
@@ -90,9 +90,12 @@ class ZeroOptimizer(ZeroRedundancyOptimizer):
     def gather_state(self) -> dict[str, Any]:
         """Return the unsharded `state_dict()`, complete on rank 0, without state on the other ranks. Collective."""
         state: dict[int, dict[str, Any]] = {}
-        outlines = self._group.all_gather_object({n: _outline(s) for n, s in self._local_state().items()})
+        mine = self._local_state()
+        outlines = self._group.all_gather_object(
+            {number: {name: _outline(value) for name, value in values.items()} for number, values in mine.items()}
+        )
         for owner, outline in enumerate(outlines):
-            own = self._local_state() if owner == self._group.rank else {}
+            own = mine if owner == self._group.rank else {}
             for number, values in outline.items():
                 tensors = own.get(number, {})
                 found = {name: self._fetch(value, tensors.get(name), owner) for name, value in values.items()}
@@ -153,11 +156,7 @@ class _Shape(tuple[Any, ...]):
     """Shape and dtype of a tensor to be received."""
 
 
-def _outline(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _outlined(value) for name, value in values.items()}
-
-
-def _outlined(value: Any) -> Any:
+def _outline(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return _Shape((tuple(value.shape), value.dtype)) if value.ndim else value.detach().cpu().clone()
@@ -171,8 +170,8 @@ def _make_refusal(group: Group) -> Callable[..., NoReturn]:
     def refuse(*_: object, **__: object) -> NoReturn:
         raise LoopError(
             "using an optimizer",
-            found='it was given to prepare(..., shard="optimizer"), and its state is in the one that was returned',
-            fix="Write model, optimizer = loop.prepare(model, optimizer, ...), and use that one.",
+            found='it was passed to prepare(..., shard="optimizer"), and its state is in the returned optimizer',
+            fix="Write model, optimizer = loop.prepare(model, optimizer, ...), and use the returned optimizer.",
             rank=group.rank,
         )
 
@@ -180,5 +179,5 @@ def _make_refusal(group: Group) -> Callable[..., NoReturn]:
     return refuse
 
 
-def _refuse(found: str, fix: str, group: GroupLike) -> LoopError:
+def _error(found: str, fix: str, group: GroupLike) -> LoopError:
     return LoopError(_DID, found=found, fix=fix, rank=group.rank)

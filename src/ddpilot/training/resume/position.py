@@ -14,6 +14,7 @@ import torch
 
 from ddpilot.checkpoint.manifest import RunProgress
 from ddpilot.data.sample_seeds import mix_seed
+from ddpilot.errors import MismatchedCheckpointError
 from ddpilot.group.device import restore_rng
 from ddpilot.group.init_group import seed_all
 
@@ -73,7 +74,8 @@ class RunPosition:
         self._rank = rank
         self._world_size = world_size
         self._passes = 0
-        self._facts: list[Facts] = []
+        self.facts: list[Facts] = []
+        """Properties of the data of each pass in the epoch, as plain values."""
         self._data: list[_Data] = []
         self._num_to_skip = 0
         self._num_outside = 0
@@ -90,7 +92,7 @@ class RunPosition:
         self.begin_epoch()
 
     def begin_epochs(self) -> None:
-        """Let `Loop.epochs` count the epochs from now on: earlier passes outside of it are not counted."""
+        """Let `Loop.epochs` count the epochs: earlier passes outside of it are not counted."""
         self.epoch -= self._num_outside
         self._num_outside = 0
 
@@ -101,7 +103,7 @@ class RunPosition:
         one, and length, batch sizes and the line of the program that began the pass are equal.
         """
         facts, now = describe_data(loader), _Data.of(loader)
-        return any(known == facts and data.may_be(now) for known, data in zip(self._facts, self._data, strict=True))
+        return any(known == facts and data.may_be(now) for known, data in zip(self.facts, self._data, strict=True))
 
     def begin_epoch_outside(self) -> None:
         """Advance to the next epoch, with a pass outside of `Loop.epochs`."""
@@ -114,23 +116,26 @@ class RunPosition:
 
         Raises MismatchedCheckpointError if the data of `loader` differ from those of the saved pass.
         """
-        index = len(self._facts)
+        index = len(self.facts)
         if self._passes < self._num_to_skip:
             self._passes += 1
-            self._facts.append(dict(self._resumed_facts[index]) if index < len(self._resumed_facts) else {})
+            self.facts.append(dict(self._resumed_facts[index]) if index < len(self._resumed_facts) else {})
             self._data.append(_Data.of(loader))
             return False
         facts = describe_data(loader)
         if self._resumed is not None and index < len(self._resumed_facts):
-            self._check(facts, self._resumed_facts[index])
+            before = self._resumed_facts[index]
+            if not self.next_batch:  # a different batch size or order loses no samples then
+                before = {name: value for name, value in before.items() if name == "dataset_length"}
+            check_unchanged(before, facts, self._resumed.step, self.next_batch, self._source)
         if index < _MAX_FACTS:
-            self._facts.append(facts)
+            self.facts.append(facts)
             self._data.append(_Data.of(loader))
         self._set_random_state(device)
         return True
 
     def end_pass(self) -> None:
-        """Mark the pass as complete, also if the loop over it was left for good."""
+        """Mark the pass as complete, also if the loop over it was left by `break`."""
         self.next_batch = 0
         self._stream = (0, None)
         self._passes += 1
@@ -153,11 +158,11 @@ class RunPosition:
     def begin_epoch(self) -> None:
         """Forget the passes of the previous epoch, or of this one if it was left by `break`."""
         self._passes = 0
-        self._facts, self._data = [], []
+        self.facts, self._data = [], []
 
     def progress(self, next_batch: int) -> RunProgress:
         """Return the position for a checkpoint from which the epoch resumes at `next_batch`."""
-        facts = self._facts[-1] if self._facts else {}
+        facts = self.facts[-1] if self.facts else {}
         return RunProgress(
             step=self.num_updates,
             epoch=self.epoch,
@@ -170,12 +175,7 @@ class RunPosition:
             **facts,
         )
 
-    @property
-    def facts(self) -> list[Facts]:
-        """Properties of the data of each pass in the epoch, as plain values."""
-        return self._facts
-
-    def go_on(
+    def restore(
         self,
         progress: RunProgress,
         facts: Sequence[Facts],
@@ -194,19 +194,11 @@ class RunPosition:
         self.epoch, self.next_batch = progress.epoch, progress.batch
         self.num_updates, self.samples_seen = progress.step, progress.samples_seen
         self._passes, self._num_to_skip, self._num_outside = 0, progress.passes, 0
-        self._facts, self._data = [], []
+        self.facts, self._data = [], []
         self._resumed, self._source = progress, source
         self._resumed_facts = () if other_data and not progress.batch else facts
         self._rng = rng if progress.batch else None
         self._stream = (progress.batch, stream_state)
-
-    def _check(self, now: Facts, before: Facts) -> None:
-        assert self._resumed is not None  # checked by the caller
-        # At the start of an epoch, a different batch size or order loses no samples.
-        names = before.keys() if self.next_batch else before.keys() & {"dataset_length"}
-        RunProgress(step=self._resumed.step, batch=self.next_batch, **before).require(
-            source=self._source, **{name: now.get(name) for name in names}
-        )
 
     def _set_random_state(self, device: torch.device) -> None:
         if not self.next_batch:
@@ -214,7 +206,8 @@ class RunPosition:
         elif self._rng is not None and self._resumed is not None:
             restore_rng(self._rng, device)
             if self._resumed.world_size != self._world_size:
-                seed_middle(self.seed, self.epoch, self._rank, self.next_batch)
+                # The saved states of ranks do not apply to a different world_size.
+                torch.manual_seed(mix_seed(self.seed, self.epoch, self._rank, self.next_batch))
         self._rng = None
 
 
@@ -238,6 +231,44 @@ def describe_data(loader: object) -> Facts:
     return {name: value for name, value in known.items() if value is not None}
 
 
+_CHANGES = {
+    "dataset_length": "the length of the dataset differs",
+    "global_batch_size": "the position in the epoch counts global batches of a different size",
+    "seed": "a different seed gives a different order of samples",
+    "batches": "shuffle, drop_last, weights, the sampler or who divides the data differ from the saved run",
+    "accumulate": "the rest of the epoch would make different updates",
+}
+
+
+def check_unchanged(before: Mapping[str, Any], now: Mapping[str, Any], step: int, batch: int, source: str) -> None:
+    """Raise MismatchedCheckpointError with the differences if `now` differs from `before`, the facts of a saved run.
+
+    Values that are None or missing on one side are not compared. `step`, `batch`: the saved position; `source` names
+    the checkpoint.
+    """
+    known = [name for name in _CHANGES if before.get(name) is not None and now.get(name) is not None]
+    differing = [name for name in known if before[name] != now[name]]
+    if len(differing) > 1 and "batches" in differing:
+        differing.remove("batches")  # it follows from the other differences
+    if not differing:
+        return
+    changes = []
+    for name in differing:
+        meaning = _CHANGES[name]
+        if batch and name in ("dataset_length", "batches"):
+            meaning += ", so the rest of the epoch would be different samples"
+        values = f"`{name}` was {before[name]}, is {now[name]}"
+        changes.append(meaning if name == "batches" else f"{values} ({meaning})")
+    fix = "Resume"
+    if differing == ["dataset_length"] and not batch:
+        fix = "Continue with the new data by loop.resume(other_data=True), or fit(..., other_data=True). Or resume"
+    raise MismatchedCheckpointError(
+        f"resuming {source or 'a run'} at step {step}",
+        found="; ".join(changes),
+        fix=f"{fix} with the old values, start over with `resume=False`, or load only the weights (`loop.load`).",
+    )
+
+
 def seed_epoch(seed: int, epoch: int, rank: int) -> None:
     """Seed torch with (seed, epoch, rank), and `random` and numpy with (seed, epoch) only.
 
@@ -246,8 +277,3 @@ def seed_epoch(seed: int, epoch: int, rank: int) -> None:
     """
     seed_all(mix_seed(seed, epoch))
     torch.manual_seed(mix_seed(seed, epoch, rank))
-
-
-def seed_middle(seed: int, epoch: int, rank: int, batch: int) -> None:
-    """Seed torch to resume at `batch` with a different world_size, where saved states of ranks do not apply."""
-    torch.manual_seed(mix_seed(seed, epoch, rank, batch))

@@ -20,7 +20,7 @@ from ddpilot.checkpoint.weights import match_weights
 from ddpilot.errors import CheckpointError, LoopError, MismatchedCheckpointError
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.models.ddp import sync_buffers
-from ddpilot.training.models.optimizers import check_groups, full_state, load_full_state
+from ddpilot.training.models.optimizers import check_groups, full_state, load_full_state, local_optimizer
 
 Weights = dict[str, dict[str, torch.Tensor]]
 
@@ -34,7 +34,7 @@ class TrackedState:
     """The objects that a run saves, by name, in the order in which they were added."""
 
     def __init__(self) -> None:
-        self._things: dict[str, Any] = {}
+        self._objects: dict[str, Any] = {}
         self._optional: set[str] = set()
 
     def add(self, thing: Any, name: str | None = None, *, optional: bool = False) -> None:
@@ -45,32 +45,32 @@ class TrackedState:
         digits and `_`, and for an object without `state_dict` and `load_state_dict`.
         """
         if not has_state(thing):
-            raise _refuse(f"a {type(thing).__name__}", "Keep what has `state_dict` and `load_state_dict`.")
-        before = next((known for known, other in self._things.items() if _inner(other) is _inner(thing)), None)
+            raise _error(f"a {type(thing).__name__}", "Pass objects with `state_dict` and `load_state_dict`.")
+        before = next((known for known, other in self._objects.items() if _inner(other) is _inner(thing)), None)
         if name is None:
             name = before or self._free_name(_kind(thing))
         if not re.fullmatch(r"[A-Za-z0-9_]+", name):
-            raise _refuse(f"the name {name!r}", "Use letters, digits and `_`: it becomes a file's.")
-        if name in self._things and name != before:
-            raise _refuse(f"a second {name!r}", "Choose another name.")
-        self._things = {name if known == before else known: other for known, other in self._things.items()}
-        self._things[name] = thing
+            raise _error(f"the name {name!r}", "Use letters, digits and `_`: it becomes a file name.")
+        if name in self._objects and name != before:
+            raise _error(f"a second {name!r}", "Choose a different name.")
+        self._objects = {name if known == before else known: other for known, other in self._objects.items()}
+        self._objects[name] = thing
         if optional:
             self._optional.add(name)
 
     def replace(self, old: Optimizer, new: Optimizer) -> None:
         """Replace `old` by `new` under the same name, and remove schedulers of `old`."""
-        things = {name: other for name, other in self._things.items() if other is not new}
+        objects = {name: other for name, other in self._objects.items() if other is not new}
         is_schedule = (LRScheduler, ReduceLROnPlateau)
-        self._things = {
+        self._objects = {
             name: new if other is old else other
-            for name, other in things.items()
+            for name, other in objects.items()
             if not (isinstance(other, is_schedule) and getattr(other, "optimizer", None) is old)
         }
 
     def name_of(self, thing: object) -> str:
         """Return the name of `thing`, also inside a different DDP model; "" if it was not added."""
-        return next((name for name, other in self._things.items() if _inner(other) is _inner(thing)), "")
+        return next((name for name, other in self._objects.items() if _inner(other) is _inner(thing)), "")
 
     def collect(self, group: GroupLike) -> tuple[Weights, dict[str, Any]]:
         """Return the models' weights and the state dicts of the other objects; those of rank 0 are saved.
@@ -81,7 +81,7 @@ class TrackedState:
         weights: Weights = {}
         failure: CheckpointError | None = None
         state: dict[str, Any] = {"optimizers": {}, "others": {}, "extra": {}, "kinds": {}}
-        for name, thing in self._things.items():
+        for name, thing in self._objects.items():
             try:
                 if isinstance(thing, nn.Module):
                     sync_buffers(_inner(thing), group)
@@ -93,7 +93,7 @@ class TrackedState:
                     state["others"][name] = thing.state_dict()
             except Exception as error:  # noqa: BLE001  (raised below: the other ranks are in the collectives to come)
                 found = f"{name!r} ({type(thing).__name__}) raised {type(error).__name__}: {error}"
-                failure = failure or CheckpointError("collecting what is to be saved", found=found, rank=group.rank)
+                failure = failure or CheckpointError("collecting the state to save", found=found, rank=group.rank)
                 failure.__cause__ = failure.__cause__ or error
         if failure is not None:
             raise failure
@@ -107,7 +107,7 @@ class TrackedState:
         state = found.state()
         self._check_names(found, state)
         matched = {name: self._match(name, model, found, state) for name, model in self._models()}
-        for name, thing in self._things.items():
+        for name, thing in self._objects.items():
             if name in state["optimizers"]:
                 _check_optimizer(name, thing, state["optimizers"][name], state["kinds"][name], found)
         return lambda: self._load(found, matched, state)
@@ -118,7 +118,7 @@ class TrackedState:
             if isinstance(model, AveragedModel):
                 model.n_averaged.copy_(state["extra"][name]["n_averaged"])
         for name, saved in (state["optimizers"] | state["others"]).items():
-            thing = self._things.get(name)
+            thing = self._objects.get(name)
             if thing is None:  # a scaler, and this run does not use fp16
                 continue
             try:
@@ -128,7 +128,7 @@ class TrackedState:
                 raise _mismatch(found, what) from error
 
     def _models(self) -> Iterator[tuple[str, nn.Module]]:
-        return ((name, thing) for name, thing in self._things.items() if isinstance(thing, nn.Module))
+        return ((name, thing) for name, thing in self._objects.items() if isinstance(thing, nn.Module))
 
     def _match(self, name: str, model: nn.Module, found: Checkpoint, state: Mapping[str, Any]) -> dict[str, Any]:
         extra = {key: value for key, value in state["extra"][name].items() if key != "n_averaged"}
@@ -136,16 +136,16 @@ class TrackedState:
 
     def _check_names(self, found: Checkpoint, state: Mapping[str, Any]) -> None:
         saved = [*state["extra"], *state["optimizers"], *state["others"]]
-        missing = [name for name in self._things if name not in saved and name not in self._optional]
-        unexpected = [name for name in saved if name not in self._things and name != "scaler"]
+        missing = [name for name in self._objects if name not in saved and name not in self._optional]
+        unexpected = [name for name in saved if name not in self._objects and name != "scaler"]
         if missing or unexpected:
             parts = [f"it lacks {', '.join(map(repr, missing))}"] * bool(missing)
-            parts += [f"it has {', '.join(map(repr, unexpected))}, which this run has not"] * bool(unexpected)
+            parts += [f"it has {', '.join(map(repr, unexpected))}, which this run lacks"] * bool(unexpected)
             raise _mismatch(found, "; ".join(parts))
 
     def _free_name(self, kind: str) -> str:
         number = 1
-        while (name := kind if number == 1 else f"{kind}{number}") in self._things:
+        while (name := kind if number == 1 else f"{kind}{number}") in self._objects:
             number += 1
         return name
 
@@ -161,8 +161,8 @@ def _kind(thing: object) -> str:
 
 
 def _class_of(optimizer: Optimizer) -> str:
-    """Return the class name that determines the format of the state: for a sharded optimizer, of its shard."""
-    return type(getattr(optimizer, "optim", optimizer)).__name__
+    """Return the class name that determines the format of the state."""
+    return type(local_optimizer(optimizer)).__name__
 
 
 def _inner(thing: Any) -> Any:
@@ -195,10 +195,10 @@ def _mismatch(found: Checkpoint, what: str) -> MismatchedCheckpointError:
     return MismatchedCheckpointError(
         f"resuming from {found.path}",
         found=what,
-        fix="Prepare what was prepared when it was saved, in the same order; or start from scratch (`resume=False`) "
-        "with the weights alone (`loop.load`).",
+        fix="Prepare the same objects as in the saved run, in the same order; or start over (`resume=False`) and load "
+        "only the weights (`loop.load`).",
     )
 
 
-def _refuse(found: str, fix: str) -> LoopError:
-    return LoopError("adding to what a run saves", found=found, fix=fix)
+def _error(found: str, fix: str) -> LoopError:
+    return LoopError("adding to the state that a run saves", found=found, fix=fix)

@@ -16,7 +16,7 @@ from ddpilot.training.batches import CurrentBatch
 from ddpilot.training.coordination.out_of_memory import explain_out_of_memory
 from ddpilot.training.models.ddp import find_ddp
 from ddpilot.training.step.precision import Precision
-from ddpilot.training.step.update import UpdateState
+from ddpilot.training.step.update import UpdateState, locating
 
 
 class Accumulation:
@@ -49,35 +49,32 @@ class Accumulation:
         self._stack = ExitStack()
         for model in self._models:
             ddp = None if self._updates.is_update else find_ddp(model)
-            if ddp is not None and not _has_to_see(ddp):
+            if ddp is not None and not _records_graph(ddp):
                 self._stack.enter_context(ddp.no_sync())
         self._stack.enter_context(self._precision.autocast())
 
+    @locating
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._updates.accumulating = self._outside
         if self._stack is not None:
             self._stack.close()
-        try:
-            if error is None:
-                if self._updates.is_update:
-                    self._updates.bypasses.check_all(self._models)
-            elif not isinstance(error, DdpilotError):
-                self._explain(error, self._updates.batch)
-        except DdpilotError as found:
-            self._updates.locate(found)
-            raise
+        if error is None:
+            if self._updates.is_update:
+                self._updates.bypasses.check_all(self._models)
+        elif not isinstance(error, DdpilotError):
+            self._explain(error, self._updates.batch)
 
     def _explain(self, error: BaseException, batch: CurrentBatch | None) -> None:
-        self._updates.reductions.explain(error)
+        self._updates.reducers.explain(error)
         if is_out_of_memory(error):
             raise explain_out_of_memory(error, self._group, self._sharing, batch) from error
         if isinstance(error, RuntimeError | ValueError | IndexError) and batch is not None and not batch.count:
             raise _empty_forward_failed(batch, self._group, error) from error
 
 
-def _has_to_see(ddp: DistributedDataParallel) -> bool:
+def _records_graph(ddp: DistributedDataParallel) -> bool:
     # With static_graph, DDP records the graph in the first backward pass, which fails under no_sync(). The gradients
     # all-reduced then are equal on all ranks, and remain so when the group's last batch all-reduces them again.
     return ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued
@@ -86,8 +83,8 @@ def _has_to_see(ddp: DistributedDataParallel) -> bool:
 def _empty_forward_failed(batch: CurrentBatch, group: GroupLike, error: Exception) -> LoopError:
     return LoopError(
         f"training on batch {batch.index} of epoch {batch.epoch}",
-        found=f"it has {batch.global_count} samples for {group.world_size} ranks, none of them here, and what is "
-        f"computed does not run on zero rows ({error})",
-        fix="Write x.flatten(1) for x.view(len(x), -1); or use drop_last=True or another global_batch_size.",
+        found=f"it has {batch.global_count} samples for {group.world_size} ranks, none of them on this rank, and "
+        f"the computation fails for zero rows ({error})",
+        fix="Write x.flatten(1) for x.view(len(x), -1); or use drop_last=True or a different global_batch_size.",
         rank=group.rank,
     )

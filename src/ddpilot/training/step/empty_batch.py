@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddpilot.data.batches import without_rows
+from ddpilot.data.nested import iterate_tensors, map_tensors, without_rows
 from ddpilot.group.device import fork_rng
-from ddpilot.training.nested import map_tensors
 
 _NUM_ROWS = 2
 """BatchNorm rejects a single row."""
@@ -64,9 +63,9 @@ def _uncompiled(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _forward(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not _has_no_rows((args, kwargs)):
+    if all(tensor.numel() for tensor in iterate_tensors((args, kwargs))):
         return forward(*args, **kwargs)
-    with _borrowed_buffers(model), _kept_random_state(model):
+    with _copied_buffers(model), fork_rng({one.device for one in model.parameters()}):
         attributes = _Attributes(model)
         try:
             return forward(*args, **kwargs)
@@ -106,17 +105,6 @@ def _with_rows(tensor: torch.Tensor, num: int, fill: int) -> torch.Tensor:
     return made + tensor.sum().to(made.dtype) if tensor.requires_grad else made
 
 
-def _has_no_rows(data: Any) -> bool:
-    tensors: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        tensors.append(tensor)
-        return tensor
-
-    map_tensors(data, note)
-    return any(tensor.numel() == 0 for tensor in tensors)
-
-
 class _Attributes:
     """The numbers and tensors in plain attributes of a model's modules, for repeated forward passes."""
 
@@ -138,7 +126,7 @@ class _Attributes:
 
 
 @contextmanager
-def _borrowed_buffers(model: nn.Module) -> Iterator[None]:
+def _copied_buffers(model: nn.Module) -> Iterator[None]:
     """Replace the buffers by copies within the block, so that writes to them are discarded."""
     places = [(layer, dict(layer._buffers)) for layer in model.modules() if layer._buffers]
     try:
@@ -148,9 +136,3 @@ def _borrowed_buffers(model: nn.Module) -> Iterator[None]:
     finally:
         for layer, buffers in places:
             layer._buffers.update(buffers)
-
-
-@contextmanager
-def _kept_random_state(model: nn.Module) -> Iterator[None]:
-    with fork_rng({one.device for one in model.parameters()}):
-        yield

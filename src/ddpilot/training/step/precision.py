@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from typing import Any, Literal
@@ -13,6 +13,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from ddpilot.errors import LoopError
+from ddpilot.training.models.registry import parameters_of
 
 Kind = Literal["fp32", "bf16", "fp16"]
 """fp32 leaves all dtypes unchanged."""
@@ -56,7 +57,7 @@ class _Scaler(torch.amp.GradScaler):
                 found.logical_or_(is_bad.to(found.device, non_blocking=True))
 
     @property
-    def has_looked(self) -> bool:
+    def has_unscaled(self) -> bool:
         """True if gradients were unscaled since the last `update`."""
         return any(state["found_inf_per_device"] for state in self._per_optimizer_states.values())
 
@@ -137,7 +138,7 @@ class Precision:
 
         Does nothing if one of the optimizers `waiting` has gradients, which have the current scale.
         """
-        if self.scaler is None or not self.scaler.has_looked:
+        if self.scaler is None or not self.scaler.has_unscaled:
             return
         if any(parameter.grad is not None for optimizer in waiting for parameter in parameters_of(optimizer)):
             return
@@ -154,8 +155,3 @@ def _holding(parameters: Iterable[torch.Tensor], optimizers: Iterable[Optimizer]
     """Return those of `optimizers` that hold any of `parameters`."""
     ids = {id(parameter) for parameter in parameters}
     return [optimizer for optimizer in optimizers if not ids.isdisjoint(map(id, parameters_of(optimizer)))]
-
-
-def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """Return an iterator over all parameters of `optimizer`."""
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])

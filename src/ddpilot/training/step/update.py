@@ -3,24 +3,30 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddpilot.errors import DdpilotError, LoopError
+from ddpilot.errors import LoopError
 from ddpilot.group.device import wire_device
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.batches import CurrentBatch
 from ddpilot.training.checks.ddp_bypass import ForwardBypassCheck
-from ddpilot.training.checks.gradients import GraphWatch, GroupWatch, LeftoverWatch, SharedWatch
-from ddpilot.training.checks.loss_means import MeanWatch
-from ddpilot.training.checks.nonfinite import FiniteWatch, raise_nonfinite
+from ddpilot.training.checks.gradients import (
+    ClearedGradientCheck,
+    LeftoverGradientCheck,
+    RepeatedBackwardCheck,
+    SharedParameterCheck,
+)
+from ddpilot.training.checks.loss_means import LossMeanCheck
+from ddpilot.training.checks.nonfinite import FiniteCheck, raise_nonfinite
 from ddpilot.training.coordination.stop import Decision, FlagExchange
 from ddpilot.training.losses import (
     NUM_COUNTS,
@@ -34,10 +40,29 @@ from ddpilot.training.losses import (
     read_losses,
     silencing,
 )
-from ddpilot.training.models.ddp import sync_buffers, unwrap
-from ddpilot.training.models.reducer import ReducerErrors, reduced
+from ddpilot.training.models.ddp import sync_buffers
+from ddpilot.training.models.reducer import ReducerErrors
+from ddpilot.training.models.registry import PreparedModel, PreparedObjects, parameters_of
 from ddpilot.training.step.empty_batch import EmptyBatchForward
-from ddpilot.training.step.precision import parameters_of
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def locating(method: _Method) -> _Method:
+    """Decorate a method of an object with `_updates`: a LoopError that it raises names the current batch."""
+
+    @functools.wraps(method)
+    def located(self: Any, *args: Any, **options: Any) -> Any:
+        try:
+            return method(self, *args, **options)
+        except LoopError as error:
+            batch = self._updates.batch
+            if batch is not None and "batch " not in error.did + error.found:
+                error.did += f" in batch {batch.index} of epoch {batch.epoch}"
+                error.args = (error.render(),)
+            raise
+
+    return cast(_Method, located)
 
 
 def clear_gradients(optimizer: Optimizer) -> None:
@@ -51,54 +76,51 @@ def clear_gradients(optimizer: Optimizer) -> None:
 
 
 class UpdateState:
-    """The current batch, the models in training, and their gradients up to the next update."""
+    """The current batch, and the gradients of the `prepared` models up to the next update."""
 
-    def __init__(self, group: GroupLike, decider: FlagExchange, watch: FiniteWatch | None) -> None:
+    def __init__(
+        self, prepared: PreparedObjects, group: GroupLike, flags: FlagExchange, finite: FiniteCheck | None
+    ) -> None:
+        self._prepared = prepared
         self._group = group
         self._device_type = group.device.type
-        self._decider = decider
-        self._watch = watch
+        self._flags = flags
+        self._finite = finite
         self._totals: dict[tuple[int, ...], CountTotals] = {}
-        self._is_due = self._has_backward = self._is_spoilt = self._is_left = False
-        self._graphs = GraphWatch(group.rank)
-        self._means = MeanWatch(group.rank, group.device)
-        self._stand_ins = EmptyBatchForward()
+        self._is_due = self._is_spoilt = self._is_left = False
+        self.has_backward = False
+        """True if a backward pass of the accumulation group has run."""
+        self._graphs = RepeatedBackwardCheck(group.rank)
+        self._means = LossMeanCheck(group.rank, group.device)
+        self._empty_forward = EmptyBatchForward()
         self._loss: weakref.ref[torch.Tensor] | None = None
         self._last_count = 0
         self._stepped: set[Optimizer] = set()  # in the current update
         self._had_samples: bool | None = None  # in a batch of which some rank has no samples
         self.objective: Objective | None = None
         """The loss of the current update over its backward passes; None unless it is needed."""
-        self._is_whole = False  # the last backward pass is known to have used all parameters
-        self._reduced: set[int] = set()
+        self._is_reduced = False  # the last backward pass is known to have used all parameters
         self._checked: set[int] = set()  # parameters whose gradients were checked since the last backward pass
-        self.reductions = ReducerErrors(group.rank)
-        """The parameters that DDP waits for, by name."""
-        self.groups = GroupWatch(group.rank)
-        """Detects gradients of an accumulation group that were cleared before its update."""
-        self.leftovers = LeftoverWatch(group.rank)
-        """Detects gradients from before a step of a different optimizer."""
-        self.shared = SharedWatch(group.rank)
-        """Detects optimizers whose gradients were cleared by one of the same parameters."""
-        self.bypasses = ForwardBypassCheck(group.rank)
+        self._groups = ClearedGradientCheck(prepared, group.rank)
+        self._leftovers = LeftoverGradientCheck(prepared, group.rank)
+        self._shared = SharedParameterCheck(prepared, group.rank)
+        self.reducers = ReducerErrors(prepared, group.rank)
+        """Detects parameters whose gradients DDP waits for and did not get."""
+        self.bypasses = ForwardBypassCheck(prepared, group.rank)
         """Detects DDP models that an update bypasses."""
-        self.models: list[nn.Module] = []
-        """The models as `prepare` returned them."""
         self.accumulating: tuple[nn.Module, ...] = ()
         """The models of the current `Loop.accumulate`."""
         self.batch: CurrentBatch | None = None
         """The current batch; None outside `batches`."""
 
-    def add(self, model: nn.Module) -> None:
-        """Train `model`, as `prepare` returns it; replaces an earlier one with the same module."""
-        self.models = [*(one for one in self.models if unwrap(one) is not unwrap(model)), model]
-        self.reductions.watch(model)
-        self.leftovers.watch(model)
-        if isinstance(model, DistributedDataParallel):
-            self.bypasses.watch(model, reduced(model).values())
-            if self._watch is not None:
-                self._watch.taps.watch(model.module, reduced(model).values())
-        self._reduced |= {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    def add_model(self, prepared: PreparedModel) -> None:
+        """Record the local gradients of `prepared`, which was just added, before they are all-reduced."""
+        if self._finite is not None and prepared.ddp is not None:
+            self._finite.probes.watch(prepared.module, prepared.reduced.values())
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Compare the parameters of `optimizer`, which was just prepared, with those of the other optimizers."""
+        self._shared.add(optimizer)
 
     @property
     def is_update(self) -> bool:
@@ -112,46 +134,39 @@ class UpdateState:
         if batch.has_empty_rank:
             self._had_samples = batch.count > 0
         if not batch.count:
-            self._stand_ins.begin([unwrap(model) for model in self.models])
-        self._is_due = batch.is_last and self._decider.next_update()
-        self._is_whole = False
+            self._empty_forward.begin([prepared.module for prepared in self._prepared.models])
+        self._is_due = batch.is_last and self._flags.next_update()
+        self._is_reduced = False
         self._forget_checks()
         if batch.is_last:
             self.bypasses.begin()
         if batch.is_first:
             self._stepped.clear()
             self._totals.clear()
-            self.groups.begin()
-            self.leftovers.begin_group()
+            self._groups.begin()
+            self._leftovers.begin_group()
             if self.objective is not None:
                 self.objective.begin()
-            self._has_backward = False
-
-    @property
-    def has_backward(self) -> bool:
-        """True if a backward pass of the accumulation group has run."""
-        return self._has_backward
+            self.has_backward = False
 
     def share_buffers(self) -> None:
-        """Broadcast the buffers of the first rank with samples, after a batch in which some rank had none.
+        """Broadcast the buffers of the first rank with samples, after a batch in which some rank had none. Collective.
 
-        Collective. Values that a forward pass without rows writes to a buffer (a step counter, a power iteration) are
-        missing or wrong.
+        Values that a forward pass without rows writes to a buffer (a step counter, a power iteration) are missing or
+        wrong. Does nothing after other batches.
         """
         had_samples, self._had_samples = self._had_samples, None
-        models = [one for one in map(unwrap, self.models) if one.training and any(True for _ in one.buffers())]
-        if self._group.world_size == 1 or not models or had_samples is None:
+        if self._group.world_size == 1 or had_samples is None:
+            return
+        modules = [prepared.module for prepared in self._prepared.models]
+        models = [one for one in modules if one.training and any(True for _ in one.buffers())]
+        if not models:
             return
         number = self._group.rank if had_samples else self._group.world_size
         first = torch.tensor(number, device=wire_device(self._group))
         src = int(self._group.all_reduce(first, "min").item())
         for model in models:
             sync_buffers(model, self._group, src)
-
-    def share_owed_buffers(self) -> None:
-        """Call `share_buffers` after a loop that was left in such a batch. Collective."""
-        if self._had_samples is not None:
-            self.share_buffers()
 
     def count_behind(self, value: object) -> float:
         """Return the number of samples behind `value` on this rank, also for the batch's loss afterwards; else 1."""
@@ -165,24 +180,23 @@ class UpdateState:
             self._last_count = self.batch.count
         self.batch = None
         self._graphs.begin()
-        self._stand_ins.end()
+        self._empty_forward.end()
 
     def backward(
         self, loss: torch.Tensor, count: float | None, scaler: torch.amp.GradScaler | None, retain_graph: bool
     ) -> None:
         """Implement `Loop.backward`. Collective if gradients are all-reduced or `count` is given."""
-        self._drop_spoilt()
-        self._forget_checks()
+        self._begin_backward()
         self._check_loss(loss)
-        self._is_whole = False
+        self._is_reduced = False
         num_local = self._local_count(count)
         if count is None:
             self._means.check(loss, self.batch)
         self._loss = weakref.ref(loss)
-        self._has_backward = True
+        self.has_backward = True
         total, correction = self._total(count)
         seed = self._seed(loss, num_local * self._num_factors(scaler) / total) if num_local and total else None
-        if self._is_due and count is None and not self._decider.is_under_way:
+        if self._is_due and count is None and not self._flags.is_under_way:
             self._begin()  # overlaps with the all-reduce of gradients
         self._run((loss,), None if seed is None else (seed,), scaler, retain_graph)
         if correction != 1.0:
@@ -195,17 +209,16 @@ class UpdateState:
         self, losses: Mapping[Any, Any], count: float | None, scaler: torch.amp.GradScaler | None, retain_graph: bool
     ) -> None:
         """Run `backward` for several named losses, each with or without its own count. Collective."""
-        self._drop_spoilt()
-        self._forget_checks()
+        self._begin_backward()
         if count is not None:
-            raise self._refuse("`count` with several losses", 'Give each its own: {"box": (loss, count)}.')
+            raise self._error("`count` with several losses", 'Pass a count for each: {"box": (loss, count)}.')
         parts = self._read(losses)
         for one in parts:
             if one.count is None:
                 self._means.check(one.value, self.batch, one.name)
-        self._is_whole = False
+        self._is_reduced = False
         self._loss = None
-        self._has_backward = True
+        self.has_backward = True
         factor = self._num_factors(scaler)
         weights = [num * factor / total if num and total else 0.0 for num, total in self._shares(parts)]
         if self.objective is not None:
@@ -232,45 +245,45 @@ class UpdateState:
 
         Without `seeds`, it adds only other ranks' gradients to gathered rows.
         """
-        if seeds is None and self._watch is not None:
-            self._watch.taps.pause()
+        if seeds is None and self._finite is not None:
+            self._finite.probes.pause()
         if seeds is None and has_gather(losses):
             with silencing(losses, ()):
                 self._run(losses, [0.0] * len(losses), scaler, retain_graph)
             return
         accumulates = self.batch is not None and self.batch.group_size > 1
         if accumulates:
-            self.groups.check(self.batch)
+            self._groups.check(self.batch)
         if (retain_graph or self._graphs.has_graph) and self.is_update:
-            self._graphs.look(losses, self.models, retains=retain_graph)
-        if self.batch is not None and self.batch.is_last and self.bypasses.looks_at_graphs:
+            self._graphs.check(losses, self._prepared, retains=retain_graph)
+        if self.batch is not None and self.batch.is_last and self.bypasses.checks_graphs:
             self.bypasses.check_graph(losses)
         if scaler is not None:
             losses = [scaler.scale(loss) for loss in losses]
-        self.shared.begin_pass()
-        hooks = self.leftovers.begin_pass()
+        self._shared.begin_pass()
+        hooks = self._leftovers.begin_pass()
+        outside: AbstractContextManager[object] = nullcontext()
+        if torch.is_autocast_enabled(self._device_type):
+            outside = torch.autocast(self._device_type, enabled=False)
         try:
-            if torch.is_autocast_enabled(self._device_type):
-                with torch.autocast(self._device_type, enabled=False):
-                    backward_weighted(losses, seeds, self.models, retain_graph=retain_graph)
-            else:
-                backward_weighted(losses, seeds, self.models, retain_graph=retain_graph)
+            with outside:
+                backward_weighted(losses, seeds, self._prepared, retain_graph=retain_graph)
         except RuntimeError as error:
-            self.reductions.explain(error)
+            self.reducers.explain(error)
             raise
         finally:
             for hook in hooks:
                 hook.remove()
         if self.is_update:
-            self.reductions.order_buckets()
+            self.reducers.order_buckets()
         if accumulates:
-            self.groups.note(self.accumulating or self.models)
+            self._groups.note(self.accumulating or self._prepared)
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Mark the accumulated gradients of `optimizer` as applied and cleared."""
-        self.groups.note_step(optimizer)
-        self.shared.note_step(optimizer)
-        self.leftovers.note_step(optimizer, in_group=self.batch is not None and self.batch.group_size > 1)
+        self._groups.note_step(optimizer)
+        self._shared.note_step(optimizer)
+        self._leftovers.note_step(optimizer, in_group=self.batch is not None and self.batch.group_size > 1)
         if self.objective is not None:
             self.objective.end()
 
@@ -308,40 +321,53 @@ class UpdateState:
                 fix="Write loop.backward(loss) in the closure instead of loss.backward().",
                 rank=self._group.rank,
             )
-        self.check_backward(optimizer)
-        self.settle()
-        self.check(optimizer)
+        self.complete(optimizer, has_closure=True)
         self.check_pending()  # an optimizer that tries steps must not get a loss that is not finite
         return objective.reduce()
 
-    def settle(self) -> None:
-        """Finish the exchange of this update, if it has one. Collective then.
+    def complete(self, optimizer: Optimizer | None = None, *, has_closure: bool = False) -> None:
+        """Check that the gradients are complete, and finish the exchange of this update, if it has one.
 
-        Raises NonFiniteError on all ranks alike, and LoopError on a rank whose backward pass left a parameter out.
+        Called before gradients are clipped or applied and at the end of the update, whichever comes first; then it is
+        collective, if an exchange is due. With the `optimizer` that is about to step, its gradients are checked.
+        `has_closure`: the optimizer clears them and computes them again.
+
+        Raises NonFiniteError on all ranks alike, and LoopError on a rank whose backward pass left a parameter out, or
+        where `optimizer` would apply gradients that are not from `backward`, not all-reduced or not of this update.
         """
-        if not self._is_whole:
-            self.reductions.check()
-            self._is_whole = True
-        if self._is_due and not self._decider.is_under_way:
+        if optimizer is not None:
+            self._check_backward(optimizer)
+            if not has_closure:
+                self._leftovers.check(optimizer)
+                self._shared.check(optimizer)
+        if not self._is_reduced:
+            self.reducers.check()
+            self._is_reduced = True
+        if self._is_due and not self._flags.is_under_way:
             self._begin()
-        if self._decider.is_under_way:
+        if self._flags.is_under_way:
             self._finish()
+        if optimizer is not None and self._finite is not None:
+            known = self._prepared.trained_ids
+            reduced = [one for one in parameters_of(optimizer) if id(one) in known]
+            if reduced and not (self._checked and self._checked.issuperset(map(id, reduced))):
+                self._check_finite(reduced)
 
-    def settle_outside(self) -> None:
-        """Exchange the ranks' flags between epochs. Collective."""
+    def exchange_between_epochs(self) -> None:
+        """Exchange the ranks' flags. Collective."""
         self.leave()
         self._is_due = True
-        self.settle()
+        self.complete()
         self.check_pending()
 
-    def settle_left(self) -> None:
+    def complete_left(self) -> None:
         """Raise NonFiniteError, on all ranks alike, for the updates before a `break` out of `batches`, once.
 
         Collective after a `break` or an exception, and waits for the device; otherwise it does nothing.
         """
-        if self._is_left and self._watch is not None:
+        if self._is_left and self._finite is not None:
             self._is_left = False
-            self._watch.find_pending()
+            self._finite.find_pending()
             self._begin()  # an exception may have ended the last update of one rank before its check
             self._finish()
 
@@ -351,128 +377,114 @@ class UpdateState:
         On an accelerator it waits for the device, whose results arrive late. Call it before weights are saved or
         evaluated.
         """
-        if self._watch is not None and self._watch.find_pending():
-            self._raise_nonfinite(self._watch)
+        if self._finite is not None and self._finite.find_pending():
+            self._raise_nonfinite(self._finite)
         self._means.check_arrived(waits=True)
 
-    def check(self, optimizer: Optimizer) -> None:
-        """Raise NonFiniteError, on all ranks alike, if gradients that `optimizer` is about to apply are not finite."""
-        if self._watch is None:
-            return
-        known = self._reduced
-        reduced = [p for group in optimizer.param_groups for p in group["params"] if id(p) in known]
-        if reduced and not (self._checked and self._checked.issuperset(map(id, reduced))):
-            self._look(reduced)
-
-    def check_backward(self, optimizer: Optimizer) -> None:
-        """Raise LoopError if `optimizer` is about to apply gradients that bypassed `backward` or DDP."""
-        if self.batch is None or self._has_backward:
-            self.bypasses.check(p for group in optimizer.param_groups for p in group["params"])
-        elif any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+    def _check_backward(self, optimizer: Optimizer) -> None:
+        if self.batch is None or self.has_backward:
+            self.bypasses.check(parameters_of(optimizer))
+        elif any(parameter.grad is not None for parameter in parameters_of(optimizer)):
             raise LoopError(
                 "updating the weights",
                 found=f"there are gradients, and no loop.backward() was called for this update (batch "
                 f"{self.batch.index} of epoch {self.batch.epoch}), so they are not weighted by samples",
-                fix="Write loop.backward(loss) instead of loss.backward(). Gradients that you make in another way are "
-                "applied by optimizer.step().",
+                fix="Write loop.backward(loss) instead of loss.backward(). Apply gradients that were computed in a "
+                "different way by optimizer.step().",
                 rank=self._group.rank,
             )
 
     def check_norm(self, parameters: Sequence[torch.Tensor], norm: torch.Tensor) -> None:
-        """Run `check` for `parameters` that were clipped, from the known `norm` of their gradients."""
+        """Raise NonFiniteError, on all ranks alike, if the `norm` of the gradients of `parameters` is not finite."""
         clipped = {id(parameter) for parameter in parameters}
         # The norm of gradients that were not all-reduced may differ between ranks.
-        if self._watch is not None and clipped <= self._reduced:
-            self._look(parameters, norm)
+        if self._finite is not None and clipped <= self._prepared.trained_ids:
+            self._check_finite(parameters, norm)
             self._checked |= clipped
-
-    def locate(self, error: DdpilotError) -> None:
-        """Add the current batch to the message of `error`, unless it is there already."""
-        if self.batch is not None and "batch " not in error.did + error.found:
-            error.did += f" in batch {self.batch.index} of epoch {self.batch.epoch}"
-            error.args = (error.render(),)
 
     def drop_unfinished(self) -> bool:
         """Leave the current batch. True if it was within an accumulation group, whose gradients are cleared."""
         unfinished = not self.is_update
         self.leave()
         self._is_left = True
-        for parameter in (parameter for model in self.models for parameter in model.parameters() if unfinished):
-            parameter.grad = None
+        if unfinished:
+            for model in self._prepared:
+                model.zero_grad(set_to_none=True)
         return unfinished
 
     def protect(self, optimizer: Optimizer) -> None:
-        """Before `optimizer` steps, set gradients to zeros that are not finite, which only the device knows yet."""
-        if self._watch is not None:
-            self._watch.protect(list(parameters_of(optimizer)))
+        """Before `optimizer` steps, set its gradients to zeros, on the device, if they are not finite."""
+        if self._finite is not None:
+            self._finite.protect(list(parameters_of(optimizer)))
 
-    def _look(self, parameters: Sequence[torch.Tensor], norm: torch.Tensor | None = None) -> None:
-        if self._watch is not None and self._watch.find(parameters, self.batch, norm):
-            self._raise_nonfinite(self._watch)
+    def _check_finite(self, parameters: Sequence[torch.Tensor], norm: torch.Tensor | None = None) -> None:
+        if self._finite is not None and self._finite.find(parameters, self.batch, norm):
+            self._raise_nonfinite(self._finite)
 
-    def _raise_nonfinite(self, watch: FiniteWatch) -> NoReturn:
+    def _raise_nonfinite(self, finite: FiniteCheck) -> NoReturn:
         self._is_spoilt = True
         self._checked.clear()  # a program that catches the error may still step on these gradients
-        raise_nonfinite(self._group, watch, self.models, self.batch)
+        raise_nonfinite(self._group, finite, self._prepared, self.batch)
 
-    def _drop_spoilt(self) -> None:
-        """Clear the gradients that a NonFiniteError has kept for inspection: training continues without them."""
+    def _begin_backward(self) -> None:
+        """Clear the gradients that a NonFiniteError has kept for inspection, and check all gradients again later."""
+        self._forget_checks()
         if self._is_spoilt:
             self._is_spoilt = False
-            for model in self.models:
+            for model in self._prepared:
                 model.zero_grad(set_to_none=True)
-            self.groups.begin()
+            self._groups.begin()
 
     def _forget_checks(self) -> None:
-        """Have `check` look again at all gradients: a backward pass adds to them."""
+        """Check all gradients again before they are applied."""
         self._checked.clear()
-        if self._watch is not None:
-            self._watch.drop_unprotected()
+        if self._finite is not None:
+            self._finite.drop_unprotected()
 
     def _seed(self, loss: torch.Tensor, weight: float, name: str = "") -> torch.Tensor | float:
-        return weight if self._watch is None else self._watch.seed(loss, weight, self.batch, name)
+        return weight if self._finite is None else self._finite.seed(loss, weight, self.batch, name)
 
     def _num_factors(self, scaler: torch.amp.GradScaler | None) -> int:
         # fp16 losses leave out DDP's factor world_size, so they overflow where a single process does: see `Precision`.
         return self._group.world_size if scaler is None else 1
 
     def _begin(self, count: float = 0.0, more: Sequence[float] = ()) -> None:
-        if self._decider.is_under_way:
+        if self._flags.is_under_way:
             self._finish()
-        is_bad = self.is_update and self._watch is not None and self._watch.is_bad
-        self._decider.begin(count=count, is_bad=is_bad, more=more)
+        is_bad = self.is_update and self._finite is not None and self._finite.is_bad
+        self._flags.begin(count=count, is_bad=is_bad, more=more)
         self._is_due = False
 
     def _finish(self) -> Decision:
-        decision = self._decider.finish()
-        if decision.num_bad and self._watch is not None:
-            self._raise_nonfinite(self._watch)
+        decision = self._flags.finish()
+        if decision.num_bad and self._finite is not None:
+            self._raise_nonfinite(self._finite)
         return decision
 
     def _check_loss(self, loss: object, where: str = "") -> None:
         if not isinstance(loss, torch.Tensor):
-            found = f"a {type(loss).__name__} in place of a loss{where}"
-            raise self._refuse(found, "Pass the tensor, not loss.item().")
+            found = f"a {type(loss).__name__} instead of a loss{where}"
+            raise self._error(found, "Pass the tensor, not loss.item().")
         if loss.ndim:
             found = f"a loss of shape {tuple(loss.shape)}{where}"
-            raise self._refuse(found, "Pass its mean over this rank's samples.")
+            raise self._error(found, "Pass its mean over this rank's samples.")
         if not loss.requires_grad:
-            raise self._refuse(
-                f"a loss without a gradient{where}: nothing would be trained",
+            raise self._error(
+                f"a loss without a gradient{where}, so nothing would be trained",
                 "Compute it from the model's output, without detach(), .item() or no_grad().",
             )
 
     def _local_count(self, count: float | None, which: str = "") -> float:
         if count is not None:
             if not 0 <= float(count) < math.inf:
-                raise self._refuse(
-                    f"`count`{which} is {count}", "Pass how many the mean is over on this rank: 0 or more."
+                raise self._error(
+                    f"`count`{which} is {count}", "Pass the number of items in this rank's mean, 0 or more."
                 )
             return float(count)
         if self.batch is None:
-            raise self._refuse(
-                "it is outside `batches`, so the number of samples is not known",
-                "Iterate over loop.batches(loader), or pass `count=`: samples (or tokens) behind this rank's mean.",
+            raise self._error(
+                "it was called outside `batches`, so the number of samples is unknown",
+                "Iterate over loop.batches(loader), or pass `count=`, the samples (or tokens) in this rank's mean.",
             )
         return float(self.batch.count)
 
@@ -495,13 +507,13 @@ class UpdateState:
     def _read(self, losses: Mapping[Any, Any]) -> tuple[NamedLoss, ...]:
         parts = read_losses(losses)
         if not parts:
-            raise self._refuse("a mapping without losses", 'Pass {"name": loss}, or {"name": (loss, count)}.')
+            raise self._error("a mapping without losses", 'Pass {"name": loss}, or {"name": (loss, count)}.')
         for one in parts:
             self._check_loss(one.value, f" under {one.name!r}")
         if self.batch is not None and self.batch.group_size > 1 and any(one.count is not None for one in parts):
-            raise self._refuse(
-                "several losses with counts of their own in an accumulation group, whose totals are known too late",
-                "Do not accumulate, or give each loss as a mean over samples, without a count.",
+            raise self._error(
+                "several losses with counts in an accumulation group, whose totals are known too late",
+                "Do not accumulate, or pass each loss as a mean over samples, without a count.",
             )
         return parts
 
@@ -512,9 +524,9 @@ class UpdateState:
         self._begin(more=encode(parts, own))
         totals = decode(self._finish().more, self._group.world_size)
         if totals is None:
-            raise self._refuse(
+            raise self._error(
                 f"the ranks have different losses: {', '.join(repr(one.name) for one in parts)} here",
-                "Give the same names on every rank, and a count of 0 where there is nothing: "
+                "Pass the same names on every rank, and a count of 0 for an empty mean: "
                 '{"box": (output.sum() * 0, 0)}.',
             )
         if rest := own[NUM_COUNTS:]:
@@ -527,12 +539,12 @@ class UpdateState:
     def _totals_of_group(self, global_count: float, batch: CurrentBatch) -> CountTotals:
         models = tuple(id(model) for model in self.accumulating)
         if not models:
-            raise self._refuse(
-                "`count=` with accumulation, and it is not known whose gradients are accumulated",
-                "Put forward and backward into `with loop.accumulate(model):`.",
+            raise self._error(
+                "`count=` with accumulation, outside of `accumulate`, so the model is unknown",
+                "Run the forward and backward pass in `with loop.accumulate(model):`.",
             )
         if batch.is_first and models in self._totals:
-            raise self._refuse(
+            raise self._error(
                 "two losses with `count=` for one model in one batch of an accumulation group",
                 "Add the losses and call backward() once, or do not accumulate.",
             )
@@ -540,5 +552,5 @@ class UpdateState:
             self._totals[models] = CountTotals(global_count, batch.group_size)
         return self._totals[models]
 
-    def _refuse(self, found: str, fix: str) -> LoopError:
+    def _error(self, found: str, fix: str) -> LoopError:
         return LoopError("running backward", found=found, fix=fix, rank=self._group.rank)

@@ -51,7 +51,8 @@ class Training:
         found = checkpoints.latest()
         if found is None:
             return
-        found.manifest.progress.require(dataset_length=NUM_SAMPLES, global_batch_size=GLOBAL_BATCH_SIZE, seed=SEED)
+        saved = found.manifest.progress
+        assert (saved.dataset_length, saved.global_batch_size, saved.seed) == (NUM_SAMPLES, GLOBAL_BATCH_SIZE, SEED)
         load_into(self.model, found.weights(), source=str(found.path))
         state = found.state()
         self.optimizer.load_state_dict(state["optimizer"])

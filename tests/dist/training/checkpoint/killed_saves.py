@@ -84,7 +84,7 @@ def run_saver(body: Callable[[int], None], life_s: float | None) -> tuple[int, i
 def look(folder: Path) -> dict[str, Any]:
     """What a new run would find there: the step, whether all of it is of that step, and what was told."""
     told: list[str] = []
-    found = CheckpointDir(folder, tell=told.append).latest()
+    found = CheckpointDir(folder, report=told.append).latest()
     if found is None:
         return {"step": 0, "whole": True, "told": told}
     step = found.manifest.progress.step

@@ -85,7 +85,7 @@ def test_save_goes_on_when_the_file_system_is_full(tmp_path: Path) -> None:
     assert len(lines) == 2, done.stderr
     for line in lines:
         assert "[Errno 28] No space left on device: 'model.safetensors'. Training continues" in line
-        assert "the last good one stays: save-000001-step-1. " in line
+        assert "the last good checkpoint is save-000001-step-1. " in line
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_check_writable_refuses_a_read_only_directory(unwritable: Path) -> None:
     """Before training starts, for the directory itself and for one to be made in it; reading is not refused."""
     for folder in (unwritable, unwritable / "new"):
         directory = CheckpointDir(folder)
-        with pytest.raises(CheckpointError, match=f"trying to write in {folder}: Permission denied") as caught:
+        with pytest.raises(CheckpointError, match=f"writing in {folder}: Permission denied") as caught:
             directory.check_writable()
         assert "Training has not started. Choose a `checkpoint_dir`" in str(caught.value)
         assert isinstance(caught.value.__cause__, PermissionError)

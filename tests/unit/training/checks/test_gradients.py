@@ -156,7 +156,7 @@ def test_several_losses_are_weighted_by_their_counts_and_none_by_a_mean_over_not
         loop.backward({"a": a.mean(), "b": (b.mean() * 2, torch.tensor(3))})
         assert gradients(model) == [2.0, 2.0]
         a, b = model(x)
-        with pytest.raises(LoopError, match="'b': nothing would be trained"):
+        with pytest.raises(LoopError, match="'b', so nothing would be trained"):
             loop.backward({"a": a.mean(), "b": b.detach().mean()})
         loop.backward({"a": a.mean(), "b": (b.mean() * math.nan, 1)})
         with pytest.raises(NonFiniteError, match="the loss 'b' is nan in epoch 0, batch 0"):
@@ -182,7 +182,7 @@ def test_several_losses_are_refused_where_they_cannot_be_weighted() -> None:
             loop.backward({})
         with pytest.raises(LoopError, match="`count` with several"):
             loop.backward({"a": a}, count=3)
-        with pytest.raises(LoopError, match="counts of their own in an accumulation group"):
+        with pytest.raises(LoopError, match="several losses with counts in an accumulation group"):
             loop.backward({"a": a, "b": (b, 3)})
         with pytest.raises(LoopError, match="a loss of shape"):
             loop.backward({"a": a, "b": b.reshape(1)})
@@ -346,7 +346,7 @@ def test_closures_and_plateaus_that_cannot_work_are_refused() -> None:
     lbfgs = torch.optim.LBFGS(model.parameters())
     for (x,) in loop.batches(loader):
         loop.backward(torch.cat(model(x)).mean())
-        with pytest.raises(LoopError, match="LBFGS computes the loss by itself.*closure=closure"):
+        with pytest.raises(LoopError, match="LBFGS requires a closure.*closure=closure"):
             loop.step(lbfgs)
         with pytest.raises(LoopError, match="the closure did not call"):
             loop.step(lbfgs, closure=lambda: torch.cat(model(torch.ones(4, 1))).mean().backward())  # type: ignore[no-untyped-call]

@@ -16,7 +16,7 @@ from ddpilot import FakeGroup
 from ddpilot.errors import NonFiniteError
 from ddpilot.training.batches import CurrentBatch
 from ddpilot.training.checks.nonfinite import (
-    FiniteWatch,
+    FiniteCheck,
     GradientProbes,
     Gradients,
     largest,
@@ -114,7 +114,7 @@ class Queue:
 def test_gradients_of_an_accelerator_become_zeros_and_are_reported_once_they_have_arrived() -> None:
     """Without a wait of the host before that; what is finite stays; a report names the update, and forgets it."""
     queue = Queue()
-    watch = FiniteWatch(torch.device("cuda"), queue)  # type: ignore[arg-type]
+    watch = FiniteCheck(torch.device("cuda"), queue)  # type: ignore[arg-type]
     model = nn.Linear(2, 1)
     seen = []
     for value in (1.0, math.nan, 2.0):
@@ -137,7 +137,7 @@ def test_gradients_of_an_accelerator_become_zeros_and_are_reported_once_they_hav
 def test_find_pending_waits_for_gradients_that_have_not_arrived() -> None:
     """Before a save and at the end of an epoch nothing may be unknown; elements may share memory."""
     queue = Queue()
-    watch = FiniteWatch(torch.device("cuda"), queue)  # type: ignore[arg-type]
+    watch = FiniteCheck(torch.device("cuda"), queue)  # type: ignore[arg-type]
     weight = nn.Parameter(torch.ones(3))
     weight.grad = torch.full((1,), math.inf).expand(3)
     watch.find([weight])
@@ -148,7 +148,7 @@ def test_find_pending_waits_for_gradients_that_have_not_arrived() -> None:
 
 def test_one_check_protects_the_gradients_of_every_optimizer_that_it_covers() -> None:
     """A clip over two optimizers, which step one after the other; a dropped check zeroes no later gradients."""
-    watch = FiniteWatch(torch.device("cuda"), Queue())  # type: ignore[arg-type]
+    watch = FiniteCheck(torch.device("cuda"), Queue())  # type: ignore[arg-type]
     both = [nn.Parameter(torch.ones(2)) for _ in range(2)]
     for one in both:
         one.grad = torch.full_like(one, math.nan)

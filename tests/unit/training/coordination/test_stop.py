@@ -16,7 +16,7 @@ def test_decider_exchanges_counts_and_reasons(world_size: int) -> None:
     """Counts and bad losses are summed over ranks; reasons stay once they were said."""
     decider = FlagExchange(FakeGroup(world_size=world_size))
     decider.begin(count=3.0, is_bad=True)
-    decider.ask("SIGTERM")
+    decider.request("SIGTERM")
     decision = decider.finish()
     assert (decision.count, decision.num_bad, decision.reasons) == (3.0 * world_size, world_size, ())
     assert decider.finish().reasons == decider.reasons == ("SIGTERM",)
@@ -64,7 +64,7 @@ def test_decider_exchanges_every_tenth_of_a_second_and_grows_into_it() -> None:
 def test_what_every_rank_says_needs_no_exchange() -> None:
     """It is decided at once, beside what an exchange has told."""
     decider = FlagExchange(FakeGroup(world_size=2))
-    decider.ask("time")
+    decider.request("time")
     decider.finish()
     decider.agree("asked")
     assert decider.reasons == ("asked", "time")

@@ -38,6 +38,6 @@ def test_predict_says_what_the_system_said_where_a_batch_cannot_be_written(tmp_p
         pytest.raises(LoopError, match=r"predicting into .*out: OSError: .*File too large") as caught,
     ):
         loop.predict(nn.Linear(1, 1), loader, to=tmp_path / "out", forward=lambda m, batch: torch.ones(3, 1 << 19))
-    assert "where there is room" in str(caught.value)
+    assert "on a disk with free space" in str(caught.value)
     assert isinstance(caught.value.__cause__, OSError)
     assert list(tmp_path.iterdir()) == []

@@ -13,7 +13,7 @@ from ddpilot.data.plan import Plan
 from ddpilot.errors import LoopError
 from ddpilot.training.checks.buffers import check_batch_norms, find_batch_norms
 from ddpilot.training.models.ddp import sync_buffers, unwrap, wrap
-from ddpilot.training.models.ddp_options import DdpOptions
+from ddpilot.training.models.ddp_options import DDPOptions
 
 
 def test_wrap_leaves_a_model_alone_when_there_is_one_rank() -> None:
@@ -31,8 +31,8 @@ def test_wrap_leaves_a_model_alone_when_it_trains_nothing() -> None:
 
 def test_wrap_refuses_synced_batch_norm_on_the_cpu() -> None:
     """torch's own error comes in the first forward; this one says what to use."""
-    with pytest.raises(LoopError, match="runs on GPUs only, and this rank's device is the CPU. Use GroupNorm"):
-        wrap(nn.BatchNorm1d(2), FakeGroup(), DdpOptions(sync_batch_norm=True))
+    with pytest.raises(LoopError, match="runs only on GPUs, and this rank's device is the CPU. Use GroupNorm"):
+        wrap(nn.BatchNorm1d(2), FakeGroup(), DDPOptions(sync_batch_norm=True))
 
 
 def test_unwrap_keeps_an_averaged_model() -> None:

@@ -12,10 +12,11 @@ from torch import nn
 
 from ddpilot import FakeGroup
 from ddpilot.errors import LoopError, MismatchedCheckpointError
-from ddpilot.training.models.ddp import check_compressible, prepare_optimizer
-from ddpilot.training.models.ddp_options import Choice, DdpOptions, find_unused
+from ddpilot.training.models.ddp import check_compressible
+from ddpilot.training.models.ddp_options import Choice, DDPOptions, find_unused
 from ddpilot.training.models.explain import MIN_UPDATES, Explained, Explanation, Seen, list_remedies, propose
 from ddpilot.training.models.optimizers import full_state, load_full_state
+from ddpilot.training.models.zero import shard_optimizer
 
 pytestmark = pytest.mark.usefixtures("compiler_is_loaded")
 
@@ -30,12 +31,13 @@ SEEN = Seen(num_updates=MIN_UPDATES, finds_unused=True, is_steady=True, left_out
         ({"more": {"broadcast_buffers": True}}, "`broadcast_buffers` is `forward_sync_buffers` here."),
         ({"more": {"process_group": None}}, "no option `process_group`"),
         ({"comm": "fp8"}, "`comm` is 'fp8'. Use 'bf16', 'fp16' or None."),
+        ({"shard": "model"}, "`shard` is 'model'. Use 'optimizer'"),
     ],
 )
 def test_options_refuse_what_ddp_does_not_have(options: dict[str, Any], said: str) -> None:
     """And say what there is."""
     with pytest.raises(LoopError) as caught:
-        DdpOptions(**options)
+        DDPOptions(**options)
     assert said in str(caught.value)
 
 
@@ -46,7 +48,7 @@ def test_options_refuse_what_ddp_does_not_have(options: dict[str, Any], said: st
 def test_find_unused_follows_the_variable_unless_asked(asked: bool | None, said: str | None, expected: bool) -> None:
     """Argument, then DDP_FIND_UNUSED_PARAMETERS, then False; the reason names the variable where it decided."""
     environ = {} if said is None else {"DDP_FIND_UNUSED_PARAMETERS": said}
-    value, origin = find_unused(DdpOptions(find_unused_parameters=asked), environ)
+    value, origin = find_unused(DDPOptions(find_unused_parameters=asked), environ)
     assert value is expected
     assert ("DDP_FIND_UNUSED_PARAMETERS=" in origin) == (asked is None and said is not None)
 
@@ -54,7 +56,7 @@ def test_find_unused_follows_the_variable_unless_asked(asked: bool | None, said:
 def test_find_unused_refuses_another_value_of_the_variable() -> None:
     """Rather than take "maybe" for one of both."""
     with pytest.raises(LoopError, match="DDP_FIND_UNUSED_PARAMETERS is 'maybe'. Set it to 1 or 0"):
-        find_unused(DdpOptions(), {"DDP_FIND_UNUSED_PARAMETERS": "maybe"})
+        find_unused(DDPOptions(), {"DDP_FIND_UNUSED_PARAMETERS": "maybe"})
 
 
 @pytest.mark.parametrize(
@@ -100,11 +102,11 @@ def test_propose_looks_at_the_rank_that_waits_least() -> None:
         exchanged_bytes=10_000_000,
     )
     last = replace(waiting, exchange_ms=30, overlap_ms=10)
-    (finding,) = propose([waiting, last], "Net", ["another bucket_cap_mb"])
+    (finding,) = propose([waiting, last], "Net", ["a different bucket_cap_mb"])
     assert finding.code == "DDP504"
     assert finding.ranks == (1,)
     assert finding.summary == "40 % of an update is spent waiting for gradients"
-    assert finding.fix == "Larger batches; another bucket_cap_mb."
+    assert finding.fix == "Larger batches; a different bucket_cap_mb."
     assert propose([waiting, replace(last, overlap_ms=25)], "Net", ()) == ()
 
 
@@ -114,10 +116,10 @@ def test_list_remedies_leaves_out_what_is_on_already_or_does_not_go() -> None:
     assert [text[:11] for text in list_remedies(nn.Linear(1, 1), default, 1)] == [
         "accumulate=",
         'comm="bf16"',
-        "another buc",
+        "a different",
     ]
     assert list_remedies(nn.Linear(1, 1), chosen, 4) == []
-    assert list_remedies(nn.Linear(1, 1).double(), default, 4) == ["another bucket_cap_mb"]
+    assert list_remedies(nn.Linear(1, 1).double(), default, 4) == ["a different bucket_cap_mb"]
 
 
 def test_propose_says_nothing_of_an_exchange_of_few_bytes() -> None:
@@ -130,7 +132,7 @@ def test_propose_says_nothing_of_an_exchange_of_few_bytes() -> None:
 def test_explanation_shows_text_as_text() -> None:
     """HTML in a name stays a name; nothing prepared is said, too."""
     assert "&lt;b&gt;" in Explanation((Explained("<b>"),))._repr_html_()
-    assert str(Explanation(())) == "nothing is prepared yet"
+    assert str(Explanation(())) == "nothing has been prepared yet"
 
 
 def test_full_state_of_a_plain_optimizer_is_its_state_dict() -> None:
@@ -142,7 +144,9 @@ def test_full_state_of_a_plain_optimizer_is_its_state_dict() -> None:
     load_full_state(optimizer, state)
     assert optimizer.param_groups[0]["lr"] == 0.5
     other = torch.optim.SGD([{"params": [nn.Parameter(torch.ones(1))]} for _ in range(2)], lr=0.1)
-    with pytest.raises(MismatchedCheckpointError, match="of groups with 1 parameters, those of this SGD have 1, 1"):
+    with pytest.raises(
+        MismatchedCheckpointError, match="its groups have 1 parameters, the groups of this SGD have 1, 1"
+    ):
         load_full_state(other, state)
 
 
@@ -157,21 +161,19 @@ def make_mixed() -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize(
-    ("make", "shard", "said"),
+    ("make", "found"),
     [
-        (make_lbfgs, "optimizer", "LBFGS, which looks at all parameters together"),
-        (make_mixed, "optimizer", "parameters of torch.float32 and torch.float64"),
-        (make_mixed, "model", "`shard` is 'model'"),
+        (make_lbfgs, "LBFGS, which updates all parameters together"),
+        (make_mixed, "parameters of torch.float32 and torch.float64"),
     ],
 )
-def test_shard_refuses_what_cannot_be_divided(make: Any, shard: str, said: str) -> None:
+def test_shard_refuses_what_cannot_be_divided(make: Any, found: str) -> None:
     """On one rank too: a program is to be the same at any number of them."""
-    with pytest.raises(LoopError) as caught:
-        prepare_optimizer(make(), FakeGroup(), shard)
-    assert said in str(caught.value)
+    with pytest.raises(LoopError, match=found):
+        shard_optimizer(make(), FakeGroup())
 
 
 def test_shard_leaves_an_optimizer_alone_when_there_is_one_rank() -> None:
     """The same object."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    assert prepare_optimizer(optimizer, FakeGroup(), "optimizer") is optimizer
+    assert shard_optimizer(optimizer, FakeGroup()) is optimizer

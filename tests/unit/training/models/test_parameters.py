@@ -67,7 +67,7 @@ def test_freeze_takes_everything_when_there_is_no_pattern() -> None:
 def test_freeze_changes_nothing_when_a_pattern_matches_nothing() -> None:
     """Near names are listed: a misspelt one would have trained what was to stay."""
     model = make()
-    with pytest.raises(LoopError, match="no parameter or layer is called 'encodr'. Near ones are 'encoder'"):
+    with pytest.raises(LoopError, match="no parameter or layer is called 'encodr'. Similar names are 'encoder'"):
         freeze(model, "head", "encodr")
     assert all(parameter.requires_grad for parameter in model.parameters())
 

@@ -34,9 +34,9 @@ def test_epochs_save_after_each_and_go_on_there(tmp_path: Path, capsys: pytest.C
     assert torch.equal(second.model.weight, whole.model.weight)
     assert Run(tmp_path).train(3).seen == []
     said = capsys.readouterr().err.splitlines()
-    assert said[0] == f"ddpilot: continues from {tmp_path}/save-000001-step-3: epoch 1, after 3 updates, on 1 rank"
-    done = f"ddpilot: the run in {tmp_path} is finished: it has made 3 epochs, and 3 are asked for. Ask for more epochs"
-    assert said[1:] == [f"{done} to train longer, or start from scratch with `resume=False`."]
+    assert said[0] == f"ddpilot: resuming from {tmp_path}/save-000001-step-3: epoch 1, after 3 updates, on 1 rank"
+    done = f"ddpilot: the run in {tmp_path} is finished: it has made 3 epochs of 3. Pass a larger number of epochs"
+    assert said[1:] == [f"{done} to train longer, or start over with `resume=False`."]
 
 
 @pytest.mark.parametrize("how", ["asked", "SIGINT"])
@@ -101,13 +101,13 @@ def test_what_is_refused_says_how_to_go_on_and_not_that_it_goes_on(
 ) -> None:
     """Other data where an epoch begins; nothing that is whole."""
     Run(tmp_path).train(1)
-    said = r"another length\)\. Go on with .* by loop.resume\(other_data=True\).* Or .* with `resume=False`, or .*load"
+    said = r"dataset differs\)\. Continue with .* loop.resume\(other_data=True\).* Or .*`resume=False`, or .*load"
     with pytest.raises(MismatchedCheckpointError, match=said):
         Run(tmp_path, num_samples=11).train(2)
     assert capsys.readouterr().err == ""
     (latest(tmp_path).path / "state.pt").write_bytes(b"torn")
     with pytest.raises(
-        CorruptCheckpointError, match="start from scratch with `resume=False`, which moves what is there aside"
+        CorruptCheckpointError, match="start over with `resume=False`, which moves the damaged ones away"
     ):
         Run(tmp_path).train(2)
 
@@ -115,15 +115,15 @@ def test_what_is_refused_says_how_to_go_on_and_not_that_it_goes_on(
 def test_a_best_without_its_metric_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With the first checkpoint of an epoch that lacks it."""
     Run(tmp_path, best="max acc").train(2)
-    said = "there is no best checkpoint: `best` is 'max acc', and this epoch's has no 'acc'. Give it in the epoch: "
-    assert capsys.readouterr().err == f"ddpilot: {said}loop.save({{'acc': ...}}).\n"
+    said = "no best checkpoint was chosen: `best` is 'max acc', and this epoch has no metric 'acc'. Pass it within the "
+    assert capsys.readouterr().err == f"ddpilot: {said}epoch: loop.save({{'acc': ...}}).\n"
 
 
 @pytest.mark.parametrize(
     ("options", "found"),
     [
         ({"keep": None}, "`keep` is None, and there is no `checkpoint_dir`"),
-        ({"best": "max acc"}, "`best` is 'max acc', and there is no `checkpoint_dir`.*Say where"),
+        ({"best": "max acc"}, "`best` is 'max acc', and there is no `checkpoint_dir`.*Pass"),
         ({"save_every_s": 5.0}, "`save_every_s` is 5.0, and there"),
         ({"resume": "auto"}, "`resume` is 'auto'. Pass True"),
         ({"checkpoint_dir": ""}, "`checkpoint_dir` is empty"),
@@ -246,7 +246,7 @@ def test_a_save_that_cannot_be_made_is_told(tmp_path: Path, capsys: pytest.Captu
     for _ in other.loop.epochs(2):
         other.read(other.loop.stop)
         other.loop.save({"acc": 1.0})
-    assert "makes no second checkpoint of an epoch that all ranks left in its middle" in capsys.readouterr().err
+    assert "loop.save() ignored: this epoch was stopped early and already has a checkpoint" in capsys.readouterr().err
 
 
 def test_resume_false_moves_what_is_there_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -255,9 +255,8 @@ def test_resume_false_moves_what_is_there_aside(tmp_path: Path, capsys: pytest.C
     before = position(tmp_path)
     for number in (1, 2):
         Run(tmp_path, resume=False, keep=1).train(1)
-        assert f"starts from scratch; the checkpoints that were in {tmp_path} are in {tmp_path}/earlier-{number}" in (
-            capsys.readouterr().err
-        )
+        moved = f"the checkpoints in {tmp_path} were moved to {tmp_path}/earlier-{number}"
+        assert f"starting over (resume=False); {moved}" in capsys.readouterr().err
         assert CheckpointDir(tmp_path).names() == ["save-000001-step-3"]
     assert position(tmp_path / "earlier-1") == before
 
@@ -292,12 +291,12 @@ def test_loop_refuses_what_makes_no_sense(tmp_path: Path) -> None:
     """Arguments, calls without a directory, metrics without the best's, a directory with somebody else's `latest`."""
     with pytest.raises(LoopError, match="`save_every_s` is 0. Pass a number above 0"):
         Run(tmp_path, save_every_s=0)
-    with pytest.raises(CheckpointError, match='`best` is \'acc\'. Say "max acc" or "min acc"'):
+    with pytest.raises(CheckpointError, match='`best` is \'acc\'. Use "max acc" or "min loss"'):
         Run(tmp_path, best="acc")
     bare = Loop(group=FakeGroup())
-    with pytest.raises(LoopError, match="saving: this loop has no directory for checkpoints. Make it with"):
+    with pytest.raises(LoopError, match="saving: this loop has no `checkpoint_dir`. Pass `checkpoint_dir=` to Loop"):
         bare.save()
-    with pytest.raises(LoopError, match="resuming: this loop has no directory"):
+    with pytest.raises(LoopError, match="resuming: this loop has no `checkpoint_dir`"):
         bare.resume()
     run = Run(tmp_path, best="min loss")
     with pytest.raises(LoopError, match="`best` is 'min loss', and the metrics are 'acc'"):
@@ -307,7 +306,9 @@ def test_loop_refuses_what_makes_no_sense(tmp_path: Path) -> None:
         run.loop.resume()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "latest").write_text("notes of mine")
-    with pytest.raises(CheckpointError, match="there is a `latest` that no checkpoint wrote, and the next one would"):
+    with pytest.raises(
+        CheckpointError, match="there is a `latest` of a different program, which the next checkpoint would"
+    ):
         Run(tmp_path / "mine")
     assert (tmp_path / "mine" / "latest").read_text() == "notes of mine"
 
@@ -325,7 +326,7 @@ def test_resume_refuses_another_run(tmp_path: Path) -> None:
         Run(tmp_path, batch_size=5).train(1)
     other = Run(tmp_path)
     other.loader = other.loop.loader(other.loader.dataset, global_batch_size=4, shuffle=True)
-    with pytest.raises(MismatchedCheckpointError, match="shuffling, drop_last, weights, a sampler, or who divides"):
+    with pytest.raises(MismatchedCheckpointError, match="shuffle, drop_last, weights, the sampler or who divides"):
         other.train(1)
     assert other.seen == []
 
@@ -365,9 +366,8 @@ def test_a_stream_goes_on_in_the_middle(tmp_path: Path, capsys: pytest.CaptureFi
     place = Loop(group=FakeGroup())
     place.next_batch = 7
     assert list(place.batches(place.loader(Stream(), global_batch_size=4))) == []
-    assert (
-        "nothing was left of epoch 0, which resumes at batch 7: the stream has none there." in capsys.readouterr().err
-    )
+    left = "nothing was left of epoch 0, which resumes at batch 7: the stream ends before that batch."
+    assert left in capsys.readouterr().err
 
 
 def test_batches_that_ranks_divide_themselves_are_refused_in_the_middle_at_another_number_of_ranks(
@@ -380,7 +380,7 @@ def test_batches_that_ranks_divide_themselves_are_refused_in_the_middle_at_anoth
         batches = loop.batches(loader)
         for _ in loop.epochs(1):
             if refused:
-                with pytest.raises(MismatchedCheckpointError, match="the rest of the epoch would be other samples"):
+                with pytest.raises(MismatchedCheckpointError, match="the rest of the epoch would be different samples"):
                     next(batches)
                 return
             for _ in batches:
@@ -443,11 +443,11 @@ def test_a_stream_whose_state_cannot_be_saved_is_read_from_its_start(
 ) -> None:
     """Which is said once; the samples are the same."""
     stream_run(tmp_path, Numbers(22, extra=len), stops=True)
-    assert "ddpilot: what the dataset's state_dict() returns cannot be saved: a run that" in capsys.readouterr().err
+    assert "ddpilot: the state of the dataset's state_dict() cannot be saved: a resumed run" in capsys.readouterr().err
     again = stream_run(tmp_path, Numbers(22, extra=len))
     assert [int(number) for _, batch in again.seen for number in batch] == [*range(8, 22), *range(22)]
     assert again.loader.dataset.read == [*range(22), *range(22)]
-    said = f"continues from {tmp_path}/save-000001-step-2: epoch 0, batch 2, after 2 updates, on 1 rank "
+    said = f"resuming from {tmp_path}/save-000001-step-2: epoch 0, batch 2, after 2 updates, on 1 rank "
     assert f"{said}(`loop.batch.index` counts from there; enumerate() begins at 0)" in capsys.readouterr().err
 
 

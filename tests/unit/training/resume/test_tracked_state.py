@@ -129,7 +129,7 @@ def test_match_refuses_what_does_not_fit_and_changes_nothing(tmp_path: Path) -> 
     model = nn.Linear(2, 2)
     found = save(tmp_path, model, adam(model), seen=Counter(7))
     wrong: list[tuple[list[Any], dict[str, Any], str]] = [
-        ([nn.Linear(3, 2)], {"seen": Counter()}, r"'optimizer', which this run has not"),
+        ([nn.Linear(3, 2)], {"seen": Counter()}, r"'optimizer', which this run lacks"),
         ([nn.Linear(2, 2)], {"optimizer": adam(model), "new": Counter()}, "it lacks 'new'; it has 'seen', which"),
         ([wide := nn.Linear(2, 3), adam(wide)], {"seen": Counter()}, r"weight \(2, 2\) where the model has \(3, 2\)"),
         ([nn.Sequential(nn.Linear(2, 2)), adam(model)], {"seen": Counter()}, "2 missing: 0.weight, 0.bias; 2 unexp"),
@@ -155,5 +155,5 @@ def test_add_names_renames_and_refuses() -> None:
         things.add(Counter(), "critic")
     with pytest.raises(LoopError, match="the name 'größe'. Use letters"):
         things.add(Counter(), "größe")
-    with pytest.raises(LoopError, match="a list. Keep what has `state_dict` and `load_state_dict`"):
+    with pytest.raises(LoopError, match="a list. Pass objects with `state_dict` and `load_state_dict`"):
         things.add([model])

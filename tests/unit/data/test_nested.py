@@ -13,8 +13,7 @@ import numpy
 import pytest
 import torch
 
-from ddpilot.errors import LoopError
-from ddpilot.training.nested import (
+from ddpilot.data.nested import (
     check_rows,
     is_plain,
     join_named_rows,
@@ -24,6 +23,7 @@ from ddpilot.training.nested import (
     take_rows,
     to_host,
 )
+from ddpilot.errors import LoopError
 
 
 class Pair(NamedTuple):

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`PreparedObjects`: the models and optimizers that `prepare` returned, and which parameters belong to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from weakref import WeakSet
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ddpilot.training.models.ddp import unwrap
+from ddpilot.training.models.ddp_options import Choice
+
+
+class PreparedModel:
+    """A model as `prepare` returned it, with the facts of that moment."""
+
+    def __init__(self, model: nn.Module, choices: tuple[Choice, ...] = ()) -> None:
+        self.model = model
+        """The returned model, in DDP with several ranks."""
+        self.module = unwrap(model)
+        """The model without DDP."""
+        self.ddp = model if isinstance(model, DistributedDataParallel) else None
+        """None with a single rank, and for a model without trainable parameters."""
+        self.choices = choices
+        """The options of DDP with their reasons."""
+        self.trained = {name: one for name, one in self.module.named_parameters() if one.requires_grad}
+        """The parameters that required a gradient, by name."""
+        self.reduced = {} if self.ddp is None else _reduced(self.ddp)
+        """The parameters that DDP's reducer waits for, by name, in the reducer's order."""
+        self.reduced_ids = frozenset(map(id, self.reduced.values()))
+        self.has_final_buckets = self.ddp is None or (self.ddp.find_unused_parameters and not self.ddp.static_graph)
+        """False until the reducer has rebuilt its buckets in the order of the gradients, which it does once."""
+
+    def list_changed(self) -> list[str]:
+        """Return the names of parameters that were frozen, unfrozen, added or removed since."""
+        now = {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
+        return sorted(self.trained.keys() ^ now)
+
+
+class PreparedObjects:
+    """The prepared models and optimizers of a loop, in order. A module that is prepared again replaces its record."""
+
+    def __init__(self) -> None:
+        self.models: list[PreparedModel] = []
+        self.ddp_models: dict[DistributedDataParallel, PreparedModel] = {}
+        """Those of `models` that are in DDP."""
+        self.optimizers: list[Optimizer] = []
+        self.replaced: WeakSet[Optimizer] = WeakSet()
+        """Optimizers whose parameters all belong to one that was prepared later."""
+        self.parameter_ids: set[int] = set()
+        """All parameters of all models that were ever prepared."""
+        self.trained_ids: set[int] = set()
+        """Those that required a gradient."""
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        """Iterate over the models as `prepare` returned them."""
+        return (one.model for one in self.models)
+
+    def add_model(self, model: nn.Module, choices: tuple[Choice, ...] = ()) -> PreparedModel:
+        """Add `model`, as `prepare` returns it, and return its record."""
+        added = PreparedModel(model, choices)
+        self.models = [*(one for one in self.models if one.module is not added.module), added]
+        self.ddp_models = {one.ddp: one for one in self.models if one.ddp is not None}
+        self.parameter_ids.update(map(id, model.parameters()))
+        self.trained_ids.update(map(id, added.trained.values()))
+        return added
+
+    def find(self, model: nn.Module) -> PreparedModel | None:
+        """Return the record of `model` as `prepare` returned it; None if there is none."""
+        return next((one for one in self.models if one.model is model), None)
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Add `optimizer`, as `prepare` returns it."""
+        self.replaced.discard(optimizer)
+        if not any(one is optimizer for one in self.optimizers):
+            self.optimizers.append(optimizer)
+
+    def replace_optimizers(self, earlier: tuple[Optimizer, ...], optimizer: Optimizer) -> list[Optimizer]:
+        """Replace those of `earlier` whose parameters all belong to `optimizer` now, and return them."""
+        taken = set(map(id, parameters_of(optimizer)))
+        replaced = [
+            old
+            for old in self.optimizers
+            if old is not optimizer and old in earlier and taken.issuperset(map(id, parameters_of(old)))
+        ]
+        for old in replaced:
+            place = next(number for number, one in enumerate(self.optimizers) if one is old)
+            rest = [one for one in self.optimizers if one is not old and one is not optimizer]
+            self.optimizers = [*rest[:place], optimizer, *rest[place:]]
+            self.replaced.add(old)
+        return replaced
+
+
+def parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    """Return an iterator over all parameters of `optimizer`."""
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _reduced(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
+    return {
+        name.replace("_orig_mod.", ""): parameter
+        for name, parameter in ddp.module.named_parameters()
+        if parameter.requires_grad and name not in ddp.parameters_to_ignore
+    }

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prepared models and optimizers of a loop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ddpilot.training.models.registry import PreparedObjects
+
+pytestmark = pytest.mark.usefixtures("compiler_is_loaded")
+
+
+def make_optimizer(*models: nn.Module) -> torch.optim.SGD:
+    """An optimizer of all parameters of `models`."""
+    return torch.optim.SGD([one for model in models for one in model.parameters()], lr=0.1)
+
+
+def test_add_model_replaces_the_record_of_the_same_module() -> None:
+    """The new record has the parameters that require a gradient now; what was known stays known."""
+    prepared, model, other = PreparedObjects(), nn.Linear(1, 1), nn.Linear(1, 1)
+    first = prepared.add_model(model)
+    prepared.add_model(other)
+    assert first.list_changed() == []
+    model.bias.requires_grad_(False)
+    assert first.list_changed() == ["bias"]
+    second = prepared.add_model(model)
+    assert [one.model for one in prepared.models] == [*prepared] == [other, model]
+    assert prepared.find(model) is second
+    assert [*second.trained] == ["weight"]
+    assert prepared.find(nn.Linear(1, 1)) is None
+    assert prepared.trained_ids == prepared.parameter_ids == {*map(id, [*model.parameters(), *other.parameters()])}
+
+
+def test_an_optimizer_replaces_earlier_ones_whose_parameters_it_has() -> None:
+    """In their place; several of one call stay side by side, and one that is prepared again counts again."""
+    prepared, left, right = PreparedObjects(), nn.Linear(1, 1), nn.Linear(1, 1)
+    parts = [make_optimizer(left), make_optimizer(right), make_optimizer(right)]
+    for one in parts:
+        prepared.add_optimizer(one)
+        assert prepared.replace_optimizers((), one) == []
+    both = make_optimizer(left, right)
+    earlier = tuple(prepared.optimizers)
+    prepared.add_optimizer(both)
+    assert prepared.replace_optimizers(earlier, both) == parts
+    assert prepared.optimizers == [both]
+    assert all(one in prepared.replaced for one in parts)
+    prepared.add_optimizer(parts[0])
+    assert parts[0] not in prepared.replaced
+    assert prepared.replace_optimizers((both,), parts[0]) == []
+    assert prepared.optimizers == [both, parts[0]]
