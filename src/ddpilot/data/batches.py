@@ -112,12 +112,12 @@ def digest_sample(sample: Any) -> SampleDigest:
     number = 0
     words = []
     for place, part in zip(range(_MAX_PARTS), _parts(sample), strict=False):
-        content, text = _look(part)
+        content, text = _read_part(part)
         number = zlib.crc32(content, number)
         if place < 3:
             words.append(text)
-    said = ", ".join(words)
-    return SampleDigest(number, said if len(said) <= _MAX_CHARACTERS else f"{said[: _MAX_CHARACTERS - 3]}...")
+    whole = ", ".join(words)
+    return SampleDigest(number, whole if len(whole) <= _MAX_CHARACTERS else f"{whole[: _MAX_CHARACTERS - 3]}...")
 
 
 def _parts(sample: Any) -> Iterator[Any]:
@@ -135,7 +135,7 @@ def _parts(sample: Any) -> Iterator[Any]:
         yield sample
 
 
-def _look(part: Any) -> tuple[bytes, str]:
+def _read_part(part: Any) -> tuple[bytes, str]:
     if isinstance(part, str | bytes):
         text = repr(part[:4096])
         return text.encode(errors="replace"), text
@@ -187,34 +187,19 @@ def to_device(batch: Any, device: torch.device | str, *, non_blocking: bool = Tr
     if isinstance(batch, str | bytes | int | float | bool | complex | None):
         return batch
     if callable(getattr(batch, "to", None)):
-        return _call_to(batch, device, non_blocking)
+        try:
+            return batch.to(device, non_blocking=non_blocking)
+        except TypeError:
+            return batch.to(device)  # many classes accept only the device
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(to_device(part, device, non_blocking=non_blocking) for part in batch))
     if isinstance(batch, list | tuple):
         return type(batch)(to_device(part, device, non_blocking=non_blocking) for part in batch)
     if isinstance(batch, Mapping):
-        return _move_mapping(batch, device, non_blocking)
+        moved = {key: to_device(value, device, non_blocking=non_blocking) for key, value in batch.items()}
+        return _with_items(batch, moved)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        result = copy.copy(batch)
-        for field in dataclasses.fields(batch):
-            value = to_device(getattr(batch, field.name), device, non_blocking=non_blocking)
-            object.__setattr__(result, field.name, value)  # works for frozen ones and does not call `__init__`
-        return result
+        names = [field.name for field in dataclasses.fields(batch)]
+        moved = {name: to_device(getattr(batch, name), device, non_blocking=non_blocking) for name in names}
+        return _with_attributes(batch, moved)
     return batch
-
-
-def _call_to(batch: Any, device: torch.device | str, non_blocking: bool) -> Any:
-    try:
-        return batch.to(device, non_blocking=non_blocking)
-    except TypeError:
-        return batch.to(device)  # many classes accept only the device
-
-
-def _move_mapping(batch: Mapping[Any, Any], device: torch.device | str, non_blocking: bool) -> Any:
-    moved = {key: to_device(value, device, non_blocking=non_blocking) for key, value in batch.items()}
-    if type(batch) is dict:
-        return moved
-    result: Any = copy.copy(batch)
-    for key, value in moved.items():
-        result[key] = value
-    return result

@@ -91,7 +91,7 @@ def refuse_other_loaders(loader: Any) -> None:
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise DataError(
             _DID,
-            found=f"{type(loader).__name__} has an `__iter__` of its own, which may do anything with the samples",
+            found=f"{type(loader).__name__} overrides `__iter__`, which may change the samples",
             fix="Do that in the dataset or in `collate_fn`, and give a plain DataLoader.",
         )
 
@@ -101,8 +101,8 @@ def refuse_whole_batches(loader: Any) -> None:
     if loader.batch_size is None and loader.batch_sampler is None:
         raise DataError(
             _DID,
-            found="its `batch_size` is None, so that its dataset hands out whole batches",
-            fix="Let the dataset hand out single samples, and give a `batch_size`.",
+            found="its `batch_size` is None, so its dataset returns whole batches",
+            fix="Let the dataset return single samples, and give a `batch_size`.",
         )
 
 
@@ -150,8 +150,8 @@ def _count_source(sampler: Any, source: Any, num_samples: int) -> int:
     if num_first > num_samples:
         raise DataError(
             _DID,
-            found=f"its {type(sampler).__name__} is of {num_first} samples, and its dataset has {num_samples}",
-            fix="Make the sampler of the dataset that the loader reads.",
+            found=f"its {type(sampler).__name__} has {num_first} samples, and its dataset {num_samples}",
+            fix="Create the sampler from the dataset that the loader reads.",
         )
     return num_first
 
@@ -197,7 +197,7 @@ class SamplerOrder:
             raise DataError(
                 f"taking the order of {type(self._sampler).__name__} for epoch {epoch}",
                 found=f"{len(order)} samples, and {self._length} in epoch 0",
-                fix="Give each epoch as many samples, or give a `batch_sampler`.",
+                fix="Let every epoch have as many samples, or give a `batch_sampler`.",
             )
         return order
 
@@ -252,8 +252,8 @@ def as_order(numbers: Any) -> NDArray[np.int64]:
     if values and (order.ndim != 1 or order.dtype.kind not in "iu"):
         raise DataError(
             "taking the order of a sampler",
-            found=f"it gives {values[0]!r}, which is no sample number",
-            fix="Let it give whole numbers from 0 to `len(dataset) - 1`.",
+            found=f"it yields {values[0]!r}, which is not a sample index",
+            fix="Let it yield integers from 0 to `len(dataset) - 1`.",
         )
     return order.astype(np.int64)
 
@@ -263,6 +263,6 @@ def refuse_other(sampler: Any, is_same: bool) -> None:
     if not is_same:
         raise DataError(
             f"taking the order of {type(sampler).__name__}",
-            found="it gives other samples each time it is asked about the same epoch",
-            fix="Give it `set_epoch`, from which its order follows, or let it draw from the global random state.",
+            found="it yields different samples each time it is iterated in the same epoch",
+            fix="Give it a `set_epoch` that determines its order, or let it draw from the global random state.",
         )

@@ -109,14 +109,11 @@ class PieceReader(Dataset[Any]):
 
     def __getitems__(self, orders: Sequence[Order]) -> Any:
         (order,) = orders
-        self._tell_epoch(order.epoch)
+        if order.epoch != self._epoch and hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(order.epoch)
+        self._epoch = order.epoch
         with random_apart(self.seeded):
             return self._make(order)
-
-    def _tell_epoch(self, epoch: int) -> None:
-        if epoch != self._epoch and hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
-        self._epoch = epoch
 
     def _make(self, order: Order) -> Any:
         if self._rows is not None and not order.is_empty:
@@ -147,7 +144,7 @@ class PieceReader(Dataset[Any]):
         except Exception as error:  # noqa: BLE001 - the rank raises it, with its number
             number = numbers[place]
             doing = f"reading sample {number} (batch {order.batch} of epoch {order.epoch})"
-            return catch_failure(doing, f"Look at `dataset[{number}]`.", error)
+            return catch_failure(doing, f"Inspect `dataset[{number}]`.", error)
         return samples
 
     def _seed_for(self, *parts: int) -> None:
@@ -186,7 +183,7 @@ class Workers:
         # A separate generator: starting workers must not draw from the random state that the model uses.
         self._generator = torch.Generator()
         self._loader: DataLoader[Any] = DataLoader(
-            reader, batch_sampler=orders, collate_fn=_as_it_is, generator=self._generator, **options
+            reader, batch_sampler=orders, collate_fn=_identity, generator=self._generator, **options
         )
         self._reader: Any = reader
         self._orders = orders
@@ -209,16 +206,16 @@ class Workers:
         if not self._loader.num_workers and not self._loader.pin_memory:
             # Same results as torch's DataLoader, without its overhead per batch.
             return map(self._reader.__getitems__, self._orders)
-        return self._go_on(self._start(), self._number)
+        return self._read_pass(self._start(), self._number)
 
-    def _go_on(self, results: Iterator[Any], number: int) -> Iterator[Any]:
+    def _read_pass(self, results: Iterator[Any], number: int) -> Iterator[Any]:
         num_read = 0
         while True:
             if self._loader.persistent_workers and number != self._number:
                 raise DataError(
-                    "reading on in an epoch",
-                    found="another one was begun since, and `persistent_workers` read one at a time",
-                    fix="Make a second loader, or leave `persistent_workers` out.",
+                    "continuing an epoch",
+                    found="a later epoch was started, and `persistent_workers` read one epoch at a time",
+                    fix="Create a second loader, or leave `persistent_workers` out.",
                     rank=self._rank,
                 )
             try:
@@ -260,5 +257,5 @@ class Workers:
             ) from error
 
 
-def _as_it_is(data: Any) -> Any:
+def _identity(data: Any) -> Any:
     return data

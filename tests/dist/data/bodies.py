@@ -14,7 +14,8 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import ddpilot
 from ddpilot.data.batches import LocalBatch
-from ddpilot.data.loaders import ShardedLoader, make_loader, make_stream_loader
+from ddpilot.data.loaders import make_loader, make_stream_loader
+from ddpilot.data.map_loader import MapLoader
 from ddpilot.errors import DataError
 from tests.unit.data.samples import Augmented, Resumable, Stream, rows
 
@@ -132,7 +133,7 @@ def LOCAL() -> Dataset[Any]:  # noqa: N802 - it stands for a class
     return Local()
 
 
-def error_of(loader: ShardedLoader) -> tuple[str, str]:
+def error_of(loader: MapLoader) -> tuple[str, str]:
     """The message of the error that an epoch ends in, and the class of its cause."""
     try:
         list(loader.iterate(0))

@@ -50,7 +50,7 @@ def test_workers_end_and_go_on_as_torchs_do() -> None:
     message, cause = seen["broken"]
     assert message.startswith("[rank 0] reading sample 3 (batch 1 of epoch 0): RuntimeError: Caught ")
     assert "no such picture" in message
-    assert "Look at `dataset[3]`" in message
+    assert "Inspect `dataset[3]`" in message
     assert cause == "RuntimeError"
     message, cause = seen["killed"]
     assert message.startswith("[rank 0] reading batch ")

@@ -24,7 +24,7 @@ DATA = TensorDataset(torch.arange(4))
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"batch_size": 4}, "`batch_size=4`. Say `global_batch_size`, samples of all ranks together"),
+        ({"batch_size": 4}, "`batch_size=4`. Give `global_batch_size`, the samples of all ranks together"),
         ({"batch_sampler": [[0]]}, "Give a DataLoader that has it to loop.shard()"),
         ({"num_worker": 2}, "`num_worker=2`. Did you mean `num_workers`?"),
         ({"shufle": True}, "`shufle=True`. Did you mean `shuffle`?"),
@@ -33,7 +33,7 @@ DATA = TensorDataset(torch.arange(4))
         ({"num_workers": "2"}, "`num_workers='2'`. Give a whole number."),
         ({"persistent_workers": True}, "`persistent_workers=True` without workers. Give `num_workers` of at least 1"),
         ({"timeout": 5}, "`timeout=5` without workers"),
-        ({"global_batch_size": None, "batch_size_per_rank": -1}, "`batch_size_per_rank=-1`. It has to be at least 1."),
+        ({"global_batch_size": None, "batch_size_per_rank": -1}, "`batch_size_per_rank=-1`. Give at least 1."),
         ({"global_batch_size": 4.0}, "`global_batch_size=4.0`. Give a whole number."),
     ],
 )
@@ -57,7 +57,7 @@ def test_make_loader_sends_a_dataloader_to_shard() -> None:
     """And a generator to an IterableDataset."""
     with pytest.raises(DataError, match=r"Give its dataset, or the DataLoader itself to loop.shard\(\)"):
         make_loader(DataLoader(DATA), rank=0, world_size=1, global_batch_size=2)
-    with pytest.raises(DataError, match="make an `IterableDataset` of it"):
+    with pytest.raises(DataError, match="can only be iterated in an `IterableDataset`"):
         make_loader(iter(range(3)), rank=0, world_size=1, global_batch_size=2)
 
 
@@ -65,7 +65,7 @@ def test_make_loader_sends_a_dataloader_to_shard() -> None:
     ("options", "text"),
     [
         ({"global_batch_size": 4}, "The DataLoader's `batch_size` is that of all ranks"),
-        ({"shuffle": True}, "`shuffle=True`. Say it in the DataLoader"),
+        ({"shuffle": True}, "`shuffle=True`. Pass it to the DataLoader"),
         ({"share": [1, 1]}, "`share=[1, 1]`. Did you mean `shares`?"),
     ],
 )

@@ -114,15 +114,15 @@ def test_plan_draws_each_sample_once_without_replacement() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"global_batch_size": 2, "world_size": 3}, "a global batch of 2 samples among 3 ranks: some rank would never"),
+    ({"global_batch_size": 2, "world_size": 3}, "a global batch of 2 samples among 3 ranks: at least one rank would never"),
     ({"shares": [100, 1], "global_batch_size": 4}, "`shares=[100.0, 1.0]` rank 1 would never have a sample"),
     ({"shares": [1]}, "`shares` is [1]. Give one number above 0 for each rank"),
     ({"shares": [1, 0]}, "`shares` is [1, 0]"),
-    ({"num_samples": -1}, "`num_samples` is -1. It has to be at least 0"),
+    ({"num_samples": -1}, "`num_samples` is -1. Give at least 0"),
     ({"global_batch_size": 0}, "`global_batch_size` is 0"),
     ({"world_size": 0}, "`world_size` is 0"),
     ({"num_samples": 0, "shuffle": True}, "planning an epoch with `shuffle`: the dataset is empty"),
-    ({"num_samples": 3, "drop_last": True}, "3 samples are less than one batch, so that every one of them"),
+    ({"num_samples": 3, "drop_last": True}, "3 samples are less than one batch, so all of them would be dropped"),
     ({"num_draws": 3}, "`num_draws` is 3, without `weights`"),
     ({"weights": [1.0] * 9}, "`weights` has the shape (9,). Give one weight for each sample"),
     ({"weights": [1.0, -2.0] * 5}, "weights[1] is -2.0. A weight is finite and not negative"),
@@ -130,7 +130,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"weights": [0.0] * 10}, "0 samples have a weight above 0"),
     (
         {"weights": [1.0] * 5 + [0.0] * 5, "replacement": False},
-        "5 samples have a weight above 0, and a sample comes only",
+        "5 samples have a weight above 0, and a sample can be drawn only",
     ),
 ]
 
