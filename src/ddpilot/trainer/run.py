@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,9 @@ from ddpilot.training.evaluation.evaluate import eval_mode
 from ddpilot.training.loop import Loop
 from ddpilot.training.models.ddp import unwrap
 from ddpilot.training.nested import to_host
+
+Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
+"""Takes a model and a batch, and returns (output, target), the arguments of loss and metrics."""
 
 
 @dataclass(kw_only=True, eq=False)

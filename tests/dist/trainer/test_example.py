@@ -20,7 +20,7 @@ def test_digits_are_learnt_alike_from_a_script_and_on_ranks(capfd: pytest.Captur
     said = capfd.readouterr().out.splitlines()[-1]
     assert said.startswith(f"test accuracy {accuracy:.1%}; the first ten digits are [5, ")
     assert (
-        list(replace(launcher(), nproc_per_node=2, preload=(TRAINER_PRELOAD,)).run(digits_trainer.main, 2, 7))
+        list(replace(launcher(), nproc_per_node=2, preload=TRAINER_PRELOAD).run(digits_trainer.main, 2, 7))
         == [accuracy] * 2
     )
     assert f"[rank 0] {said}" in capfd.readouterr().out.splitlines()

@@ -257,7 +257,7 @@ def fit_on_a_rank() -> dict[str, Any]:
 
 def test_a_trainer_on_a_rank_trains_right_there() -> None:
     """The same code in a launched function: no further ranks, weights of rank 0 first, the same on all afterwards."""
-    zero, one = replace(launcher(), nproc_per_node=2, preload=(TRAINER_PRELOAD,)).run(fit_on_a_rank)
+    zero, one = replace(launcher(), nproc_per_node=2, preload=TRAINER_PRELOAD).run(fit_on_a_rank)
     assert one["predictions"] is one["called"] is None
     assert zero["predictions"].shape == (5, 1)
     assert zero["called"].shape == (1, 1)

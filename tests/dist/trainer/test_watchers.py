@@ -132,7 +132,7 @@ def test_a_stop_of_all_ranks_keeps_what_was_learnt_and_the_next_fit_goes_on(
     ]
     assert trainer.history.epochs[1]["samples"] == 24
     assert re.search(
-        r"stopped after update 4 in the middle of epoch 1 \(a callback asked for it\)", capfd.readouterr().out
+        r"stopped after update 4 in the middle of epoch 1 \(a callback requested it\)", capfd.readouterr().out
     )
     trainer.callbacks.clear()
     fit(trainer, epochs=1)
@@ -241,7 +241,7 @@ def test_what_rank_zero_cannot_write_after_the_last_update_is_raised_and_loses_n
     with pytest.raises(ddpilot.RankError, match='self._file.write\\("loss') as caught:
         fit(trainer, epochs=2)
     assert isinstance(caught.value.__cause__, OSError)
-    assert "Training was over by then: what it learnt is here" in str(caught.value)
+    assert "Training had already ended: the trained weights and the history were loaded here" in str(caught.value)
     assert "running `Trainer.fit` on 2 ranks" in str(caught.value)
     fit(whole, 0, epochs=2)
     torch.testing.assert_close(trainer.model.state_dict(), whole.model.state_dict(), rtol=1e-10, atol=1e-13)

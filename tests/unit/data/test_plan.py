@@ -114,7 +114,10 @@ def test_plan_draws_each_sample_once_without_replacement() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"global_batch_size": 2, "world_size": 3}, "a global batch of 2 samples among 3 ranks: at least one rank would never"),
+    (
+        {"global_batch_size": 2, "world_size": 3},
+        "a global batch of 2 samples among 3 ranks: at least one rank would never",
+    ),
     ({"shares": [100, 1], "global_batch_size": 4}, "`shares=[100.0, 1.0]` rank 1 would never have a sample"),
     ({"shares": [1]}, "`shares` is [1]. Give one number above 0 for each rank"),
     ({"shares": [1, 0]}, "`shares` is [1, 0]"),

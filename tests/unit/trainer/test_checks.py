@@ -15,7 +15,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, TensorDataset
 import ddpilot
 from ddpilot.errors import LoopError
 from ddpilot.trainer.callbacks import BestWeights, EarlyStopping
-from ddpilot.trainer.ranks import TorchSettings, say_ignored
+from ddpilot.trainer.ranks import report_ignored_ranks
 
 DATA = TensorDataset(torch.arange(14.0).reshape(7, 2), torch.arange(7.0).reshape(7, 1))
 
@@ -48,9 +48,9 @@ class Late(ddpilot.Callback):
     [
         ({"clip_norm": 0.0}, r"`clip_norm` is 0\.0\. Give a limit above 0; None"),
         ({"clip_norm": -1}, "`clip_norm` is -1"),
-        ({"metrics": {"loss": nn.functional.l1_loss}}, "a metric called 'loss'.* by another name"),
-        ({"scheduler_per": "epochs"}, "`scheduler_per` is 'epochs'. Say 'update' or 'epoch'"),
-        ({"precision": "bf32"}, "`precision` is 'bf32'. Say 'fp32' or 'bf16' or 'fp16'"),
+        ({"metrics": {"loss": nn.functional.l1_loss}}, "a metric called 'loss'.* a different name"),
+        ({"scheduler_per": "epochs"}, "`scheduler_per` is 'epochs'. Use 'update' or 'epoch'"),
+        ({"precision": "bf32"}, "`precision` is 'bf32'. Use 'fp32' or 'bf16' or 'fp16'"),
         ({"accumulate": 0}, "`accumulate` is 0"),
         ({"loss_fn": "mse"}, r"`loss_fn` is 'mse'\. Give a function"),
         ({"model": nn.LazyLinear(1)}, r"without a shape yet: weight, bias\. Call the model with one batch"),
@@ -79,13 +79,17 @@ def test_trainer_refuses_arguments_that_say_something_else(options: dict[str, An
         (
             {},
             {"val_set": {"a": DATA, "b": DATA}},
-            r"`val_set` is a dict of 'a', 'b', and .* trainer\.evaluate\(data\) me",
+            r"`val_set` is a dict of 'a', 'b', and .* trainer\.evaluate\(data\) ev",
         ),
         ({}, {"val_set": [DATA, DATA]}, "`val_set` is a list of 2: TensorDataset, TensorDataset, and a fit takes one"),
         ({}, {"train_set": {"train": DATA}}, "`train_set` is a dict of 'train', and a fit takes one dataset. Give one"),
-        ({}, {"batch_size": 20}, r"an argument `batch_size=20`\. Say `global_batch_size`, of all ranks together, or"),
+        (
+            {},
+            {"batch_size": 20},
+            r"an argument `batch_size=20`\. Give `global_batch_size`, the samples of all ranks together, or",
+        ),
         ({}, {"epoch": 2}, r"an argument `epoch=2`\. Did you mean 'epochs'\?"),
-        ({"model": nn.ModuleDict({"g": nn.Linear(2, 1)})}, {}, "a ModuleDict of 'g', which has no forward pass of its"),
+        ({"model": nn.ModuleDict({"g": nn.Linear(2, 1)})}, {}, "a ModuleDict of 'g', which has no `forward` of its"),
         ({}, {"checkpoints": {"kep": 3}, "checkpoint_dir": "x"}, "`checkpoints` has no 'kep'. Did you mean 'keep'"),
         ({}, {"checkpoints": {"best": "min loss"}}, "'best', and no `checkpoint_dir`: nothing would be saved"),
         ({}, {"loader": {"weigths": [1.0]}}, "`loader` has no 'weigths'. Did you mean 'weights'"),
@@ -93,10 +97,10 @@ def test_trainer_refuses_arguments_that_say_something_else(options: dict[str, An
         (
             {"metrics": {"accuracy": nn.functional.l1_loss}},
             {"checkpoints": {"best": "max val_acuracy"}, "checkpoint_dir": "x", "val_set": DATA},
-            "`checkpoints` with best watches 'val_acuracy', which no epoch will have. Did you mean 'val_accuracy'",
+            "`checkpoints` with best monitors 'val_acuracy', which no epoch will have. Did you mean 'val_accuracy'",
         ),
-        ({"callbacks": [EarlyStopping()]}, {}, "EarlyStopping watches 'val_loss'.* There is no `val_set`"),
-        ({"callbacks": [BestWeights(monitor="los")]}, {}, "BestWeights watches 'los'.* Did you mean 'loss'"),
+        ({"callbacks": [EarlyStopping()]}, {}, "EarlyStopping monitors 'val_loss'.* There is no `val_set`"),
+        ({"callbacks": [BestWeights(monitor="los")]}, {}, "BestWeights monitors 'los'.* Did you mean 'loss'"),
         ({}, {"val_set": DataLoader(DATA, 4, drop_last=True)}, "drop_last=True: 4 of 7 samples would count"),
         ({"model": frozen()}, {}, "all parameters of the model are frozen"),
         ({}, {"global_batch_size": None}, "no batch size, and a TensorDataset. Give `global_batch_size`"),
@@ -155,9 +159,9 @@ def test_fit_until_an_epoch_does_not_train_on_when_it_is_repeated(
         for total in (1, 3):
             trainer.fit(DATA, until_epoch=total, global_batch_size=4, nproc_per_node=0, checkpoint_dir=tmp_path)
         assert trainer.position.epoch == 3
-    assert "resumes at epoch 3; until_epoch=1: 0 more, up to 1" in capsys.readouterr().out
+    assert "resuming at epoch 3; until_epoch=1: 0 more, up to 1" in capsys.readouterr().out
     make().fit(DATA, epochs=5, global_batch_size=4, nproc_per_node=0, checkpoint_dir=tmp_path)
-    assert "resumes at epoch 3; epochs=5: 2 more, up to 5" in capsys.readouterr().out
+    assert "resuming at epoch 3; epochs=5: 2 more, up to 5" in capsys.readouterr().out
 
 
 class Named(nn.Module):
@@ -208,7 +212,7 @@ def test_verbs_refuse_options_that_they_have_not(tmp_path: Path) -> None:
         trainer.predict(DATA, batch_size=3)
     with pytest.raises(LoopError, match="4 of 7 samples would count"):
         trainer.evaluate(DataLoader(DATA, 4, drop_last=True))
-    with pytest.raises(LoopError, match="`ranks` is 'al'. Say 'zero' or 'all'"):
+    with pytest.raises(LoopError, match="`ranks` is 'al'. Use 'zero' or 'all'"):
         trainer.call("forward", ranks="al")  # type: ignore[arg-type]
     with pytest.raises(LoopError, match=rf"predicting into {tmp_path}: {tmp_path} is there already\. Remove it"):
         trainer.predict(DATA, to=tmp_path)
@@ -225,7 +229,7 @@ class Full(ddpilot.Callback):
 def test_an_error_of_the_disk_names_the_callback() -> None:
     """It stays an OSError with its number."""
     with pytest.raises(
-        OSError, match=r"No space left on device \(in Full\.on_epoch_end on rank 0; make room"
+        OSError, match=r"No space left on device \(in Full\.on_epoch_end on rank 0; free some space"
     ) as caught:
         make(callbacks=[Full()]).fit(DATA, global_batch_size=4, nproc_per_node=0, progress=False)
     assert caught.value.errno == 28
@@ -236,14 +240,14 @@ def test_fit_says_which_parameters_no_optimizer_has(capsys: pytest.CaptureFixtur
     model = nn.Linear(2, 1)
     trainer = make(model=model, optimizer=sgd([model.weight]))
     trainer.fit(DATA, epochs=2, global_batch_size=4, nproc_per_node=0, progress=False)
-    assert capsys.readouterr().out.count("no optimizer has bias, which are not frozen: they will not change") == 1
+    assert capsys.readouterr().out.count("no optimizer has bias, which are not frozen: they will not be trained") == 1
 
 
-def test_say_ignored_tells_that_this_is_a_rank_already(
+def test_report_ignored_ranks_states_that_this_process_is_a_rank(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As with torchrun's variables in a notebook's environment."""
-    say_ignored(2)
+    report_ignored_ranks(2)
     assert not capsys.readouterr().err
     for name, value in {
         "RANK": "0",
@@ -253,33 +257,17 @@ def test_say_ignored_tells_that_this_is_a_rank_already(
         "MASTER_PORT": "1",
     }.items():
         monkeypatch.setenv(name, value)
-    say_ignored(1)
+    report_ignored_ranks(1)
     assert not capsys.readouterr().err
-    say_ignored(2)
+    report_ignored_ranks(2)
     assert "nproc_per_node=2 is not used: this process is rank 0 of 1 already" in capsys.readouterr().err
-
-
-def test_torch_settings_bring_those_of_the_notebook() -> None:
-    """Default dtype, determinism and the precision of products."""
-    before = TorchSettings()
-    try:
-        torch.set_default_dtype(torch.float64)
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.set_float32_matmul_precision("high")
-        wanted = TorchSettings()
-        before.apply()
-        assert torch.get_default_dtype() == before.dtype
-        wanted.apply()
-        assert TorchSettings() == wanted
-        assert torch.ones(1).dtype == torch.float64
-        assert torch.is_deterministic_algorithms_warn_only_enabled()
-    finally:
-        before.apply()
 
 
 def test_fit_takes_a_number_of_epochs_or_a_total() -> None:
     """Not both, of which one would be ignored."""
-    with pytest.raises(LoopError, match="`epochs=2`, so many more, and `until_epoch=3`, so many in all. Give one of"):
+    with pytest.raises(
+        LoopError, match="`epochs=2`, a number of further epochs, and `until_epoch=3`, a total. Give one of"
+    ):
         make().fit(DATA, epochs=2, until_epoch=3, global_batch_size=4, nproc_per_node=0)
 
 

@@ -133,8 +133,8 @@ def test_a_part_of_an_epoch_that_other_data_leave_out_is_said(capsys: pytest.Cap
     assert trainer.position.next_batch
     capsys.readouterr()
     trainer.fit(DATA, epochs=1, global_batch_size=6, nproc_per_node=0, progress=False)
-    said = "the rest of epoch 1, from batch 2 on, is left out, since the data are others now (global_batch_size 4 -> 6)"
-    assert f"{said}: epoch 2 begins" in capsys.readouterr().out
+    reason = "as the training data changed (global_batch_size 4 -> 6)"
+    assert f"skipping the rest of epoch 1 (from batch 2), {reason}: starting epoch 2" in capsys.readouterr().out
     assert [row["epoch"] for row in trainer.history.epochs] == [0, 1, 2]
 
 

@@ -18,7 +18,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpilot.errors import LoopError
-from ddpilot.trainer.callback import Callback, check_callbacks
+from ddpilot.trainer.callback import Callback
+from ddpilot.trainer.checks import check_callbacks
 from ddpilot.trainer.optimizers import make_ema, make_optimizers, make_schedulers, relink
 from ddpilot.trainer.run import trained_parts
 
@@ -46,7 +47,7 @@ def test_make_optimizers_takes_one_a_function_or_several() -> None:
         (lambda model: sgd(nn.Linear(1, 1).parameters()), "2 of the parameters of `optimizer` do not belong to the mo"),
         (
             lambda model: {"a": lambda parameters: None},
-            "the part 'a', .* Give the function alone, without",
+            "the part 'a', .* give the function without",
         ),
         (lambda model: {"a": None}, "`a` is a NoneType"),
     ],
@@ -113,7 +114,7 @@ def test_make_schedulers_finds_the_optimizer_that_it_belongs_to() -> None:
     assert make_schedulers(lambda one: StepLR(one, 1), optimizers)["first"].optimizer is optimizers["first"]
     both = make_schedulers({"first": lambda one: StepLR(one, 1), "second": second}, optimizers)
     assert both["first"].optimizer is optimizers["first"]
-    with pytest.raises(LoopError, match="the StepLR is not of the optimizer that was given"):
+    with pytest.raises(LoopError, match="the StepLR belongs to a different optimizer"):
         make_schedulers(second, {"first": optimizers["first"]})
     with pytest.raises(LoopError, match=r"a scheduler of `third`\. Name one of the optimizers\. There is 'first'"):
         make_schedulers({"third": lambda one: StepLR(one, 1)}, optimizers)
@@ -199,5 +200,5 @@ def test_check_callbacks_refuses_what_is_none() -> None:
     check_callbacks([Callback()])
     with pytest.raises(LoopError, match="a function among `callbacks`"):
         check_callbacks([sgd])
-    with pytest.raises(LoopError, match=r"Nowhere\.ranks is 'some'\. Say 'zero' or 'all'"):
+    with pytest.raises(LoopError, match=r"Nowhere\.ranks is 'some'\. Use 'zero' or 'all'"):
         check_callbacks([Nowhere()])

@@ -43,7 +43,7 @@ def test_find_batch_size_refuses_what_it_cannot_try() -> None:
 
     base = make_trainer()
     own = Own(base.model, base.loss_fn, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-    with pytest.raises(LoopError, match="a `train_batch` of one's own, so it is not known"):
+    with pytest.raises(LoopError, match="an overridden `train_batch`, so the memory"):
         own.find_batch_size(DATA, nproc_per_node=0)
     base.optimizers |= {"second": torch.optim.SGD(base.model.parameters(), lr=0.1)}
     with pytest.raises(LoopError, match=r"2 optimizers, so .* Call ddpilot.find_batch_size\(loop"):

@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import random
 from typing import NamedTuple
 
-import numpy
 import torch
 
-from ddpilot.integrations.lightning.transfer import Batch, GlobalState, join_batches, join_predictions
+from ddpilot.integrations.lightning.transfer import Batch, join_batches, join_predictions
 
 
 class Output(NamedTuple):
@@ -65,23 +63,3 @@ def test_join_predictions_takes_ranks_without_a_batch() -> None:
     """Three ranks and two samples."""
     parts = [[of_rank(rank, samples=2, num_ranks=3)] for rank in range(3)]
     assert [output.names for output in join_predictions(parts)] == [["n0"], ["n1"]]
-
-
-def test_global_state_restores_settings_and_random_states() -> None:
-    """What a cell has set, and where the three random generators were."""
-    before = GlobalState.capture()
-    try:
-        torch.set_float32_matmul_precision("medium")
-        torch.set_default_dtype(torch.float64)
-        taken = GlobalState.capture()
-        drawn = random.random(), numpy.random.rand(), torch.rand(1)
-    finally:
-        before.restore()
-    assert torch.get_float32_matmul_precision() != "medium"
-    assert torch.get_default_dtype() == torch.float32
-    try:
-        taken.restore()
-        assert torch.get_float32_matmul_precision() == "medium"
-        assert (random.random(), numpy.random.rand(), torch.rand(1)) == drawn
-    finally:
-        before.restore()
