@@ -187,19 +187,34 @@ def to_device(batch: Any, device: torch.device | str, *, non_blocking: bool = Tr
     if isinstance(batch, str | bytes | int | float | bool | complex | None):
         return batch
     if callable(getattr(batch, "to", None)):
-        try:
-            return batch.to(device, non_blocking=non_blocking)
-        except TypeError:
-            return batch.to(device)  # many classes accept only the device
+        return _call_to(batch, device, non_blocking)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(to_device(part, device, non_blocking=non_blocking) for part in batch))
     if isinstance(batch, list | tuple):
         return type(batch)(to_device(part, device, non_blocking=non_blocking) for part in batch)
     if isinstance(batch, Mapping):
-        moved = {key: to_device(value, device, non_blocking=non_blocking) for key, value in batch.items()}
-        return _with_items(batch, moved)
+        return _move_mapping(batch, device, non_blocking)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        names = [field.name for field in dataclasses.fields(batch)]
-        moved = {name: to_device(getattr(batch, name), device, non_blocking=non_blocking) for name in names}
-        return _with_attributes(batch, moved)
+        result = copy.copy(batch)
+        for field in dataclasses.fields(batch):
+            value = to_device(getattr(batch, field.name), device, non_blocking=non_blocking)
+            object.__setattr__(result, field.name, value)  # works for frozen ones and does not call `__init__`
+        return result
     return batch
+
+
+def _call_to(batch: Any, device: torch.device | str, non_blocking: bool) -> Any:
+    try:
+        return batch.to(device, non_blocking=non_blocking)
+    except TypeError:
+        return batch.to(device)  # many classes accept only the device
+
+
+def _move_mapping(batch: Mapping[Any, Any], device: torch.device | str, non_blocking: bool) -> Any:
+    moved = {key: to_device(value, device, non_blocking=non_blocking) for key, value in batch.items()}
+    if type(batch) is dict:
+        return moved
+    result: Any = copy.copy(batch)
+    for key, value in moved.items():
+        result[key] = value
+    return result

@@ -43,9 +43,6 @@ class CsvLog(Callback):
         writer.writerows(self._rows)
         replace_text(self._path, table.getvalue())
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
 
 def _read(path: Path) -> list[dict[str, Any]]:
     with path.open(newline="", encoding="utf-8") as file:

@@ -78,9 +78,6 @@ class Pictures(Callback):
         figure.savefig(path, dpi=100)
         self.paths.append(str(path))
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"paths": self.paths}
-
 
 def _predict(run: Run, batch: Any) -> Any:
     if isinstance(batch, Mapping):

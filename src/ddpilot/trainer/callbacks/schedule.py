@@ -47,7 +47,7 @@ class Schedule(Callback):
 
     def on_fit_start(self, run: Run) -> None:
         if self._target == "lr" and run.schedulers:
-            raise self._refuse("a scheduler sets it too", "Leave one of them out.", run)
+            raise self._error("a scheduler also sets it", "Leave one of them out.", run)
         self._set(run)
 
     def on_epoch_start(self, run: Run) -> None:
@@ -56,9 +56,6 @@ class Schedule(Callback):
     def on_update_end(self, run: Run) -> None:
         if self._by == "update":
             self._set(run)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
 
     def _set(self, run: Run) -> None:
         value = self._value(run.update if self._by == "update" else run.epoch)
@@ -73,7 +70,7 @@ class Schedule(Callback):
         chosen: Mapping[str, Any] = run.optimizers
         if self._optimizer is not None:
             if self._optimizer not in chosen:
-                raise self._refuse(f"no optimizer {self._optimizer!r}", f"There are {', '.join(chosen)}.", run)
+                raise self._error(f"no optimizer {self._optimizer!r}", f"There are {', '.join(chosen)}.", run)
             chosen = {self._optimizer: chosen[self._optimizer]}
         groups = [
             group
@@ -84,7 +81,7 @@ class Schedule(Callback):
         if not groups:
             known = dict.fromkeys(key for o in chosen.values() for group in o.param_groups for key in group)
             there = ", ".join(key for key in known if key != "params")
-            raise self._refuse("no parameter group has it", f"There are {there}; of a model 'model.<attribute>'.", run)
+            raise self._error("no parameter group has it", f"There are {there}; of a model 'model.<attribute>'.", run)
         return groups
 
     def _set_attribute(self, run: Run, value: Any) -> None:
@@ -95,14 +92,12 @@ class Schedule(Callback):
                 owner = getattr(owner, part)
             old = getattr(owner, name)
         except AttributeError as error:
-            raise self._refuse(
-                f"{error}", "Give the attribute its first value in the model's __init__.", run
-            ) from error
+            raise self._error(f"{error}", "Give the attribute its first value in the model's __init__.", run) from error
         if isinstance(old, torch.Tensor):
             with torch.no_grad():
                 old.fill_(value)
         else:
             setattr(owner, name, value)
 
-    def _refuse(self, found: str, fix: str, run: Run) -> LoopError:
+    def _error(self, found: str, fix: str, run: Run) -> LoopError:
         return LoopError(f"scheduling {self._target!r}", found=found, fix=fix, rank=run.loop.rank)

@@ -92,7 +92,7 @@ def test_schedule_sets_attributes_of_the_model() -> None:
         ("momentum", {"group": 3}, "no parameter group has it"),
         ("momentum", {"optimizer": "generator"}, "no optimizer 'generator'. There are optimizer"),
         ("model.head.p", {}, "'Sequential' object has no attribute 'head'. Give the attribute its first value"),
-        ("lr", {}, "a scheduler sets it too"),
+        ("lr", {}, "a scheduler also sets it"),
     ],
 )
 def test_schedule_refuses_what_there_is_not(target: str, options: Any, found: str) -> None:

@@ -42,7 +42,7 @@ def test_render_times_is_a_line() -> None:
     """The longest of each part, and what the slow rank did longer."""
     assert render_times(ROW, 1.3) == (
         "epoch 2: data 0.5 s, forward 1.1 s, update 2 s, save 0 s, evaluate 0.3 s; "
-        "rank 2 is slow: data 0.5 s and forward 1 s, 1.3 times the others'"
+        "rank 2 is slow: data 0.5 s and forward 1 s, 1.3 times the median of the other ranks"
     )
 
 
