@@ -192,4 +192,4 @@ def test_evidence_of_a_time_out_is_where_the_main_thread_was() -> None:
     )
     assert runner._last_line(f"starting\n{stacks}") == 'File "train.py", line 5 in wait'
     assert runner._last_line(f"{stacks}RuntimeError: lost") == "RuntimeError: lost"
-    assert runner._last_line("") == "it printed nothing"
+    assert runner._last_line("") == "no output"

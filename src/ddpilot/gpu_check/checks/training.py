@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from ddpilot.errors import NonFiniteError, OutOfMemoryError
-from ddpilot.gpu_check.catalogue import CannotBeShownError, Outcome, judge
+from ddpilot.gpu_check.catalogue import Answer, CannotBeShownError, Outcome, judge, judge_answers
 from ddpilot.gpu_check.checks.accelerator import (
     LAUNCH_LIMIT_S,
     accelerator_kind,
@@ -301,11 +301,10 @@ def _train_to_nan(folder: str) -> tuple[int, bool]:
 
 def capture_under_guard() -> Outcome:
     """A CUDA graph of forward and backward can be captured while the rank is recorded and guarded."""
-    ((holds, evidence),) = run_ranks(_capture, num_ranks=1)
-    return judge(holds, evidence)
+    return judge_answers(run_ranks(_capture, num_ranks=1))
 
 
-def _capture() -> tuple[bool, str]:
+def _capture() -> Answer:
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     net = nn.Linear(64, 64).to(device)
@@ -362,7 +361,7 @@ def out_of_memory_is_explained() -> Outcome:
 def resume_continues_exactly() -> Outcome:
     """A run interrupted and resumed on the accelerator has the weights of an uninterrupted one, dropout included."""
     if accelerator_kind() == "cpu":
-        raise CannotBeShownError("no accelerator: the CPU's random state is another one")
+        raise CannotBeShownError("no accelerator, whose random state is a separate one")
     with tempfile.TemporaryDirectory() as whole, tempfile.TemporaryDirectory() as cut:
         (wanted,) = run_ranks(_train_with_dropout, whole, 3, num_ranks=1)
         run_ranks(_train_with_dropout, cut, 1, num_ranks=1)
@@ -444,9 +443,7 @@ def checkpoint_of_two_devices() -> Outcome:
     """The values loaded are those at the save, for a model whose layers are on two devices."""
     kind = accelerator_kind()
     if count_devices() < 2:
-        raise CannotBeShownError(
-            f"it takes 2 devices, and there {'is' if count_devices() == 1 else 'are'} {count_devices()}"
-        )
+        raise CannotBeShownError(f"needs 2 devices, {count_devices() or 'none'} here")
     return _save_while_training([torch.device(kind, 0), torch.device(kind, 1)])
 
 
