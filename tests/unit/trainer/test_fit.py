@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fit in this process: how it ends early, and what is there then."""
+"""A fit in this process: early ends, validation, and what is kept."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import ddpilot
+from ddpilot.checkpoint.directory import CheckpointDir
+from ddpilot.errors import LoopError
+from ddpilot.group.fake import FakeGroup
+from ddpilot.trainer.callbacks import BestWeights, EarlyStopping
 
 X = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(12, 2)
 DATA = TensorDataset(X, X.sum(1, keepdim=True))
@@ -251,3 +255,88 @@ def test_a_fit_that_failed_lets_other_processes_write_its_checkpoints(tmp_path: 
         fit(make_trainer(seed=1), checkpoint_dir=tmp_path)
     assert subprocess.run(command, capture_output=True, check=False).returncode == 0
     assert kept.tb is not None
+
+
+def make_plain(*callbacks: ddpilot.Callback, maximize: bool = False, **options: Any) -> ddpilot.Trainer:
+    """A linear model in float64."""
+    return ddpilot.Trainer(
+        nn.Linear(2, 1).double(),
+        nn.functional.mse_loss,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, maximize=maximize),
+        callbacks=callbacks,
+        **options,
+    )
+
+
+def validated(trainer: ddpilot.Trainer, **options: Any) -> list[int]:
+    """Train in this process; return the epochs of all fits that were validated."""
+    options = {"global_batch_size": 5, "nproc_per_node": 0, "progress": False, **options}
+    history = trainer.fit(DATA, DATA, **options)
+    return [row["epoch"] for row in history.epochs if "val_loss" in row]
+
+
+def test_every_kth_epoch_over_all_fits_and_the_last_of_each_is_validated() -> None:
+    """Counted from the first epoch of the training, so that a fit in two parts validates the same epochs."""
+    trainer = make_plain()
+    assert validated(trainer, epochs=7, validate_every=3) == [2, 5, 6]
+    assert validated(trainer, epochs=3, validate_every=3) == [2, 5, 6, 8, 9]
+
+
+def test_monitors_of_a_validation_metric_read_validated_epochs_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Best weights, the best checkpoint and early stopping skip the other epochs, without a warning."""
+    best, stopping = BestWeights(tmp_path / "best.safetensors"), EarlyStopping("val_loss", patience=2)
+    options = {"checkpoint_dir": tmp_path / "ckpt", "checkpoints": {"best": "min val_loss"}}
+    assert validated(make_plain(best, stopping, maximize=True), epochs=20, validate_every=2, **options) == [1, 3, 5]
+    chosen = CheckpointDir(tmp_path / "ckpt", best="min val_loss").best()
+    assert best.best_epoch == stopping.best_epoch == 1
+    assert chosen is not None
+    assert chosen.manifest.metrics["val_loss"] == best.best
+    assert "there is no best" not in capsys.readouterr().err
+
+
+def test_a_plateau_scheduler_steps_with_validations_only() -> None:
+    """It does not get the training loss in between."""
+    trainer = make_plain(scheduler=lambda one: torch.optim.lr_scheduler.ReduceLROnPlateau(one, patience=9))
+    validated(trainer, epochs=5, validate_every=2)
+    assert trainer.schedulers["optimizer"].last_epoch == 3
+
+
+@pytest.mark.parametrize("every", [0, True, 1.5])
+def test_validate_every_is_a_number_of_epochs(every: Any) -> None:
+    """Other values are rejected before training."""
+    with pytest.raises(LoopError, match="`validate_every` is"):
+        validated(make_plain(), validate_every=every)
+
+
+def test_explain_renders_the_choices_of_the_last_fit() -> None:
+    """Raises before the first fit."""
+    trainer = make_plain()
+    with pytest.raises(LoopError, match="no fit has ended yet"):
+        trainer.explain()
+    validated(trainer)
+    assert "Linear: not wrapped, one rank alone" in str(trainer.explain())
+
+
+class Small(ddpilot.Trainer):
+    """Its step also reads data whose batches are small for a BatchNorm on two ranks."""
+
+    def train_batch(self, run: ddpilot.Run, batch: object) -> torch.Tensor:
+        """Cause the finding inside of `Trainer.fit`."""
+        del run, batch
+        loop = ddpilot.Loop(group=FakeGroup(world_size=2))
+        loop.prepare(nn.BatchNorm1d(2))
+        next(iter(loop.batches(loop.loader(ONES, global_batch_size=4))))
+        return torch.zeros(())
+
+
+ONES = TensorDataset(torch.ones(4, 2), torch.ones(4, 1))
+
+
+def test_a_finding_names_the_users_line() -> None:
+    """With frames of ddpilot above and below it."""
+    trainer = Small(nn.Linear(2, 1), None, lambda p: torch.optim.SGD(p, lr=0.1))
+    with pytest.warns(UserWarning, match="DDP501") as caught:
+        trainer.fit(ONES, global_batch_size=4, nproc_per_node=0, progress=False)
+    assert [one.filename for one in caught if "DDP501" in str(one.message)] == [__file__]
