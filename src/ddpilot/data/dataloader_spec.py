@@ -69,7 +69,8 @@ def read_loader(loader: Any, seed: int) -> DataLoaderSpec:
 
 def read_seed(loader: DataLoader[Any], seed: int) -> int:
     """Return the initial seed of the generator that determines the order of `loader`; `seed` if it has none."""
-    generators = (getattr(_sampler_of(loader), "generator", None), loader.generator)
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    generators = (getattr(sampler, "generator", None), loader.generator)
     return next((one.initial_seed() for one in generators if isinstance(one, torch.Generator)), seed)
 
 
@@ -161,10 +162,6 @@ def _subset_order(indices: Any, seed: int) -> Callable[[int], NDArray[np.int64]]
     return lambda epoch: numbers[draw_permutation(len(numbers), seed, epoch)]
 
 
-def _sampler_of(loader: DataLoader[Any]) -> Any:
-    return getattr(loader.batch_sampler, "sampler", loader.sampler)
-
-
 def _is_divided(sampler: Any) -> bool:
     """True if `sampler` divides samples among ranks: it has attributes like those of torch's DistributedSampler."""
     for one in (sampler, getattr(sampler, "sampler", None)):
@@ -184,7 +181,7 @@ class SamplerOrder:
         self._sampler = sampler
         self._seed = seed
         first, second = (as_order(list_sampler(sampler, seed, 0)) for _ in range(2))
-        refuse_other(sampler, bool(np.array_equal(first, second)))
+        refuse_unequal(sampler, bool(np.array_equal(first, second)))
         self._length = len(first)
         self.has_repeats = len(np.unique(first)) < len(first)
 
@@ -215,11 +212,11 @@ class BatchSamplerOrder:
         self._sampler = sampler
         self._division = Division.of(1 if are_divided else world_size)
         first, second = list_sampler(sampler, seed, 0), list_sampler(sampler, seed, 0)
-        refuse_other(sampler, [[*batch] for batch in first] == [[*batch] for batch in second])
+        refuse_unequal(sampler, [[*batch] for batch in first] == [[*batch] for batch in second])
         self.num_batches = len(first)
-        shared = () if are_divided else (*self._division.edges, *map(as_order, first))
-        self._fingerprint = digest(seed, *shared)
-        self.batches_fingerprint = digest(seed, world_size) if are_divided else digest(seed, *map(as_order, first))
+        batches = [] if are_divided else [*map(as_order, first)]
+        self._fingerprint = digest(seed, *(() if are_divided else self._division.edges), *batches)
+        self.batches_fingerprint = digest(seed, world_size) if are_divided else digest(seed, *batches)
         """A hash of what determines the global batches; includes the world size if they are divided already."""
 
     def epoch(self, epoch: int) -> Epoch:
@@ -258,7 +255,7 @@ def as_order(numbers: Any) -> NDArray[np.int64]:
     return order.astype(np.int64)
 
 
-def refuse_other(sampler: Any, is_same: bool) -> None:
+def refuse_unequal(sampler: Any, is_same: bool) -> None:
     """Raise `DataError` unless `is_same`: ranks that iterate separately would get different samples."""
     if not is_same:
         raise DataError(

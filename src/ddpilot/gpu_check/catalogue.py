@@ -75,198 +75,108 @@ PAIR_ON_ONE_DEVICE = "pair_is_formed"
 
 _SESSION = ("ipykernel", "jupyter_client")
 
+
+def _cuda(name: str, module: str, claim: str, packages: tuple[str, ...] = ()) -> Check:
+    """Return a check that requires an NVIDIA device."""
+    return Check(name, module, claim, only_cuda=True, packages=packages)
+
+
+def _any(name: str, module: str, claim: str, packages: tuple[str, ...] = ()) -> Check:
+    """Return a check that also runs on the CPU."""
+    return Check(name, module, claim, num_devices=0, packages=packages)
+
+
+def _pair(name: str, module: str, claim: str, packages: tuple[str, ...] = ()) -> Check:
+    """Return a check of two ranks that also runs on the CPU."""
+    return Check(name, module, claim, num_devices=0, is_pair=True, packages=packages)
+
+
 CHECKS: tuple[Check, ...] = (
     # The other checks depend on these.
-    Check(
-        "no_context_at_import",
-        "processes",
-        "importing ddpilot and counting devices creates no CUDA context",
-        only_cuda=True,
-    ),
-    Check(
-        "fork_after_imports",
-        "processes",
-        "a fork of a process with the rank server's imports can use CUDA",
-        only_cuda=True,
-    ),
-    Check(
+    _cuda("no_context_at_import", "processes", "importing ddpilot and counting devices creates no CUDA context"),
+    _cuda("fork_after_imports", "processes", "a fork of a process with the rank server's imports can use CUDA"),
+    _cuda(
         "no_context_in_parent_or_server",
         "processes",
         "a launch creates no CUDA context in the parent or the rank server",
-        only_cuda=True,
     ),
-    Check("launch_after_device_use", "processes", "a launch works after the parent used the device", num_devices=0),
-    Check(
-        "group_of_one",
-        "groups",
-        "one rank reduces device and CPU tensors; objects do not use the device",
-        num_devices=0,
-    ),
-    Check("ddp_buckets_are_recorded", "recording", "DDP's buckets are recorded with numbers and lines", num_devices=0),
-    Check(
-        "loop_has_the_cpus_numbers",
-        "training",
-        "Loop's gradients and weights in float64 are the CPU's to 1e-10",
-        num_devices=0,
-    ),
-    Check(
-        "fp16_two_optimizers",
-        "training",
-        "with fp16 two optimizers step on gradients of the right size",
-        only_cuda=True,
-    ),
+    _any("launch_after_device_use", "processes", "a launch works after the parent used the device"),
+    _any("group_of_one", "groups", "one rank reduces device and CPU tensors; objects do not use the device"),
+    _any("ddp_buckets_are_recorded", "recording", "DDP's buckets are recorded with numbers and lines"),
+    _any("loop_has_the_cpus_numbers", "training", "Loop's gradients and weights in float64 are the CPU's to 1e-10"),
+    _cuda("fp16_two_optimizers", "training", "with fp16 two optimizers step on gradients of the right size"),
     # Two ranks.
-    Check(
-        "pair_is_formed",
-        "groups",
-        "two ranks on the accelerator's own backend get right numbers",
-        num_devices=0,
-        is_pair=True,
-    ),
-    Check(
-        "ddp_buckets_of_a_pair",
-        "recording",
-        "two ranks record the same buckets under the same numbers",
-        num_devices=0,
-        is_pair=True,
-    ),
-    Check(
-        "collectives_are_recorded",
-        "recording",
-        "each collective is recorded with its name, number and line",
-        num_devices=0,
-        is_pair=True,
-    ),
+    _pair("pair_is_formed", "groups", "two ranks on the accelerator's own backend get right numbers"),
+    _pair("ddp_buckets_of_a_pair", "recording", "two ranks record the same buckets under the same numbers"),
+    _pair("collectives_are_recorded", "recording", "each collective is recorded with its name, number and line"),
     Check(
         "synchronous_collectives_are_followed",
         "recording",
         "collectives that are not asynchronous are recorded as begun until all ranks came, then as done",
         is_pair=True,
     ),
-    Check(
-        "hang_is_named",
-        "recording",
-        "a rank that ends early while the other waits is named within 5 s",
-        num_devices=0,
-        is_pair=True,
-    ),
-    Check(
-        "mismatch_is_named",
-        "recording",
-        "different collectives under one number are named within 5 s",
-        num_devices=0,
-        is_pair=True,
-    ),
-    Check(
-        "skipped_backward_is_named",
-        "recording",
-        "a rank that skipped its backward is named within 5 s",
-        num_devices=0,
-        is_pair=True,
-    ),
-    Check(
-        "slow_ranks_are_left_alone",
-        "recording",
-        "slow ranks and queued work are no finding",
-        num_devices=0,
-        is_pair=True,
-    ),
-    Check(
+    _pair("hang_is_named", "recording", "a rank that ends early while the other waits is named within 5 s"),
+    _pair("mismatch_is_named", "recording", "different collectives under one number are named within 5 s"),
+    _pair("skipped_backward_is_named", "recording", "a rank that skipped its backward is named within 5 s"),
+    _pair("slow_ranks_are_left_alone", "recording", "slow ranks and queued work are no finding"),
+    _pair(
         "stuck_rank_is_freed",
         "groups",
         "a rank whose device waits in a collective is freed, and its next step is refused",
-        num_devices=0,
-        is_pair=True,
     ),
-    Check(
-        "first_collective_is_freed",
-        "groups",
-        "a rank that is stuck in the group's first collective is freed",
-        num_devices=0,
-        is_pair=True,
-    ),
-    Check(
-        "three_stuck_groups_are_freed",
-        "groups",
-        "three stuck communicators are aborted within 3 s",
-        num_devices=0,
-        is_pair=True,
-    ),
-    Check(
+    _pair("first_collective_is_freed", "groups", "a rank that is stuck in the group's first collective is freed"),
+    _pair("three_stuck_groups_are_freed", "groups", "three stuck communicators are aborted within 3 s"),
+    _pair(
         "session_is_freed_and_rebuilt",
         "groups",
         "after one rank's error a session frees the other and rebuilds the group",
-        num_devices=0,
-        is_pair=True,
         packages=_SESSION,
     ),
     Check("memory_is_returned", "processes", "device memory of a failed rank is free within 2 s"),
     # One rank, continued.
-    Check(
+    _any(
         "session_of_one_continues",
         "groups",
         "a session continues after an error and a stop, and frees a failed cell's tensors",
-        num_devices=0,
         packages=_SESSION,
     ),
-    Check(
+    _cuda(
         "device_assert_is_survived",
         "groups",
         "after a device-side assert a session keeps variables, and a restarted rank computes",
-        only_cuda=True,
         packages=_SESSION,
     ),
     Check("in_flight_is_followed", "recording", "eight all_reduces of 32 MiB in flight are followed to their end"),
-    Check(
+    _any(
         "stand_in_keeps_the_context",
         "training",
         "made-up rows for a rank without samples do not break the CUDA context",
-        num_devices=0,
     ),
-    Check(
-        "nan_stops_before_a_checkpoint",
-        "training",
-        "a NaN loss raises NonFiniteError and reaches no checkpoint",
-        num_devices=0,
-    ),
-    Check(
-        "capture_under_guard", "training", "a CUDA graph can be captured while watch and guard are on", only_cuda=True
-    ),
-    Check(
+    _any("nan_stops_before_a_checkpoint", "training", "a NaN loss raises NonFiniteError and reaches no checkpoint"),
+    _cuda("capture_under_guard", "training", "a CUDA graph can be captured while watch and guard are on"),
+    _any(
         "loop_of_two_has_the_cpus_numbers",
         "training",
         "Loop's numbers on two ranks are the CPU's; on one device they share it",
-        num_devices=0,
     ),
-    Check(
+    _any(
         "trainer_of_two_has_the_cpus_numbers",
         "training",
         "Trainer's weights on two ranks are those of a plain loop on the CPU",
-        num_devices=0,
     ),
     Check("resume_continues_exactly", "training", "a resumed run has the weights of one that ran through, bit for bit"),
-    Check("fused_optimizer_trains", "training", "a fused optimizer under bf16 trains", num_devices=0),
+    _any("fused_optimizer_trains", "training", "a fused optimizer under bf16 trains"),
     Check("out_of_memory_is_explained", "training", "OutOfMemoryError is raised, and the memory is free after it"),
-    Check("checkpoint_is_of_its_moment", "training", "a checkpoint has the values of its moment", num_devices=0),
+    _any("checkpoint_is_of_its_moment", "training", "a checkpoint has the values of its moment"),
     Check("checkpoint_of_two_devices", "training", "the same for a model on two devices", num_devices=2),
     Check("devices_by_uuid", "devices", "devices are told apart, on NVIDIA's by UUID"),
-    Check("masked_devices", "devices", "CUDA_VISIBLE_DEVICES is read as the driver reads it", only_cuda=True),
-    Check("mig_slices", "devices", "MIG slices are counted, and two of one GPU are known to share it", only_cuda=True),
+    _cuda("masked_devices", "devices", "CUDA_VISIBLE_DEVICES is read as the driver reads it"),
+    _cuda("mig_slices", "devices", "MIG slices are counted, and two of one GPU are known to share it"),
     Check("ranks_on_one_device", "devices", "two ranks on one device use gloo and say so"),
-    Check(
-        "preloaded_module_is_named",
-        "processes",
-        "a preloaded module that touches CUDA does not break the ranks",
-        only_cuda=True,
-    ),
+    _cuda("preloaded_module_is_named", "processes", "a preloaded module that touches CUDA does not break the ranks"),
     # Performance.
-    Check("waits_of_a_step", "training", "Loop's step waits for the device never, with fp16 once", only_cuda=True),
-    Check(
-        "checkpoint_stall",
-        "training",
-        "saving 400 MB stops training for 0.2 of torch.save's time at most",
-        num_devices=0,
-    ),
+    _cuda("waits_of_a_step", "training", "Loop's step waits for the device never, with fp16 once"),
+    _any("checkpoint_stall", "training", "saving 400 MB stops training for 0.2 of torch.save's time at most"),
     Check(
         "overhead_on_one_rank", "overhead", "watch and guard cost a 20 ms step 5 % at most on one rank", limit_s=180.0
     ),

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 _NUM_CHECKED = 8
-"""Number of batches per epoch whose labels are checked, which waits for the device."""
+"""Number of batches per epoch in which labels are checked; the check waits for the device."""
 
 
 class TrainerCore:

@@ -216,9 +216,11 @@ def _train_epoch(
     is_due = callbacks.is_over or (loop.epoch + 1) % fit.validate_every == 0
     run.skips_validation = val is not None and not is_due
     if val is not None and is_due and not loop.next_batch:  # not after a stop in the middle of the epoch
-        found = {f"val_{name}": value for name, value in _validate(trainer, run, val).items()}
-        run.metrics |= found
-        loop.progress.show(**measured(found))
+        model = find_inner(run.ema or run.model)
+        results = loop.evaluate(model, val, trainer.all_metrics, forward=trainer.forward)
+        values = {f"val_{name}": value for name, value in results.items()}
+        run.metrics |= values
+        loop.progress.show(**measured(values))
         callbacks.call("on_evaluate_end")
     if not loop.next_batch:
         _step_per_epoch(trainer, run)
@@ -276,11 +278,6 @@ def _train_batches(
     if not num_samples and written and written[-1]["epoch"] == loop.epoch:
         run.metrics |= written.pop()  # resumed after the epoch's last batch: complete the row written before the stop
     return rows
-
-
-def _validate(trainer: TrainerCore, run: Run, loader: Loader) -> dict[str, Any]:
-    model = find_inner(run.ema or run.model)
-    return run.loop.evaluate(model, loader, trainer.all_metrics, forward=trainer.forward)
 
 
 def _step_per_epoch(trainer: TrainerCore, run: Run) -> None:
@@ -402,7 +399,7 @@ def _check_single(name: str, data: object) -> None:
 
 
 def _check_samples(name: str, data: object) -> None:
-    """Raise LoopError for an empty dataset, whose mean loss would be NaN."""
+    """Raise LoopError for an empty dataset, as its mean loss would be NaN."""
     dataset = data.dataset if isinstance(data, DataLoader) else data
     if not isinstance(dataset, IterableDataset) and hasattr(dataset, "__len__") and not len(dataset):
         found = f"`{name}` is empty: a {type(dataset).__name__} of 0 samples"

@@ -19,7 +19,7 @@ _IGNORED = -100
 
 
 class Summands(dict[str, Any]):
-    """Losses by name, each a mean or (mean, count), whose sum is trained on."""
+    """Losses by name, each a mean or (mean, count); their sum is minimized."""
 
 
 def with_count(loss: Any) -> tuple[Any, float | None]:
@@ -42,7 +42,8 @@ def check_attached(loss: Any, rank: int) -> None:
 def check_weighted(loss: Any, output: Any, batch: Any, rank: int) -> None:
     """Raise LoopError for a transformers model's own loss without a count if it is not a mean over samples.
 
-    That loss is a mean over the labels that are not -100, whose number differs between ranks with equally many samples.
+    That loss is a mean over the labels that are not -100, of which ranks with equally many samples may have different
+    numbers.
     """
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or not _is_own_loss(loss, output):
@@ -54,7 +55,7 @@ def check_weighted(loss: Any, output: Any, batch: Any, rank: int) -> None:
         raise LoopError(
             "training a batch",
             found=f"`loss_fn` returned `output.loss`, which is a mean over the {num_counted} of {labels.numel()} "
-            f"labels that are not {_IGNORED}; without that count it would be taken for a mean over {len(labels)} "
+            f"labels that are not {_IGNORED}; without that count it would be taken as a mean over {len(labels)} "
             "samples, and the results would depend on the number of ranks",
             fix=f"Return (output.loss, {counts}); of a causal language model, which shifts its labels, "
             f"(output.loss, {shifted}).",

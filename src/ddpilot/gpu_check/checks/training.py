@@ -9,7 +9,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -98,15 +98,11 @@ class _Gpt(nn.Module):
         return torch.as_tensor(self.head(self.block(self.embedding(tokens), src_mask=mask).mean(1)))
 
 
-def _make_cnn() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(36, 1))
-
-
-def _make_mlp() -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 1))
-
-
-MODELS = {"CNN": _make_cnn, "MLP": _make_mlp, "GPT": _Gpt}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "CNN": lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(36, 1)),
+    "MLP": lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 1)),
+    "GPT": _Gpt,
+}
 """Each takes images of shape (1, 8, 8) and returns one number per image."""
 
 
