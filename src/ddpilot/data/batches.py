@@ -111,10 +111,10 @@ def digest_sample(sample: Any) -> SampleDigest:
     """
     number = 0
     words = []
-    for place, part in zip(range(_MAX_PARTS), _parts(sample), strict=False):
+    for index, part in zip(range(_MAX_PARTS), _parts(sample), strict=False):
         content, text = _read_part(part)
         number = zlib.crc32(content, number)
-        if place < 3:
+        if index < 3:
             words.append(text)
     whole = ", ".join(words)
     return SampleDigest(number, whole if len(whole) <= _MAX_CHARACTERS else f"{whole[: _MAX_CHARACTERS - 3]}...")

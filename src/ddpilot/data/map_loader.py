@@ -61,7 +61,7 @@ class MapLoader:
         self.plan = plan
         self.rank = rank
         self.is_joint = is_joint
-        self._place = 0 if is_joint else rank
+        self._piece_rank = 0 if is_joint else rank  # batches that are already divided have one piece
         self._orders = _Orders()
         self._reader = PieceReader(dataset, collate, plan.seed, seed_samples)
         self._workers = Workers(self._reader, self._orders, rank, options)
@@ -86,7 +86,7 @@ class MapLoader:
             )
         batches = range(first_batch, division.num_batches)
         for index, data in zip(batches, self._load(epoch, division, batches), strict=True):
-            start, stop = division.piece(index, self._place)
+            start, stop = division.piece(index, self._piece_rank)
             ids = division.order[start:stop]
             yield LocalBatch(data, index, stop - start, None if self.is_joint else division.batch_size(index), ids)
         if self.is_joint:
@@ -111,7 +111,7 @@ class MapLoader:
             yield data
 
     def _order(self, epoch: int, division: Epoch, batch: int) -> list[Order]:
-        start, stop = division.piece(batch, self._place)
+        start, stop = division.piece(batch, self._piece_rank)
         is_empty = start == stop
         if is_empty:
             # An empty batch can be made from any sample of the batch.

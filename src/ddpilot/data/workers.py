@@ -131,18 +131,18 @@ class PieceReader(Dataset[Any]):
             return catch_failure(doing, "Call `collate_fn` with these samples, without workers.", error)
 
     def _read(self, order: Order) -> list[Any] | Failure:
-        place, numbers = 0, order.sample_ids.tolist()
+        index, numbers = 0, order.sample_ids.tolist()
         try:
             if not self._seeds_samples and (many := getattr(self.dataset, "__getitems__", None)):
                 return list(many(numbers))
             samples = []
-            for place, number in enumerate(numbers):
+            for index, number in enumerate(numbers):
                 if self._seeds_samples:
-                    draw = 0 if order.draws is None else order.draws[place] + 1
+                    draw = 0 if order.draws is None else order.draws[index] + 1
                     self._seed_for(order.epoch, number, draw, 0)
                 samples.append(self.dataset[number])
         except Exception as error:  # noqa: BLE001 - the rank raises it, with its number
-            number = numbers[place]
+            number = numbers[index]
             doing = f"reading sample {number} (batch {order.batch} of epoch {order.epoch})"
             return catch_failure(doing, f"Inspect `dataset[{number}]`.", error)
         return samples

@@ -71,7 +71,7 @@ def _check_apart(optimizers: Mapping[str, Optimizer], model: nn.Module) -> None:
                     raise LoopError(
                         MAKING,
                         found=f"the optimizers {other!r} and {name!r} both have the parameter {names[id(parameter)]!r}",
-                        fix="Give each parameter to one optimizer: every update would change it twice.",
+                        fix="Give each parameter to one optimizer; otherwise every update changes it twice.",
                     )
 
 
@@ -83,11 +83,11 @@ def _check_optimizer(name: str, optimizer: object, model: nn.Module) -> None:
             fix="Give a torch optimizer, or a function that makes one: `lambda params: torch.optim.AdamW(params)`.",
         )
     own = {id(parameter) for parameter in model.parameters()}
-    strange = sum(id(each) not in own for group in optimizer.param_groups for each in group["params"])
-    if strange:
+    num_foreign = sum(id(each) not in own for group in optimizer.param_groups for each in group["params"])
+    if num_foreign:
         raise LoopError(
             MAKING,
-            found=f"{strange} of the parameters of `{name}` do not belong to the model",
+            found=f"{num_foreign} of the parameters of `{name}` do not belong to the model",
             fix="Create the optimizer from this model's parameters; in a notebook, run both cells again.",
         )
 
@@ -97,7 +97,9 @@ def make_schedulers(given: Any, optimizers: Mapping[str, Optimizer]) -> dict[str
     if given is None:
         return {}
     if isinstance(given, Mapping):
-        return {name: one if hasattr(one, "step") else one(_named(name, optimizers)) for name, one in given.items()}
+        return {
+            name: one if hasattr(one, "step") else one(_optimizer_of(name, optimizers)) for name, one in given.items()
+        }
     if not hasattr(given, "step"):
         name = next(iter(optimizers))
         return {name: given(optimizers[name])}
@@ -111,7 +113,7 @@ def make_schedulers(given: Any, optimizers: Mapping[str, Optimizer]) -> dict[str
     return {names[0]: given}
 
 
-def _named(name: str, optimizers: Mapping[str, Optimizer]) -> Optimizer:
+def _optimizer_of(name: str, optimizers: Mapping[str, Optimizer]) -> Optimizer:
     if name not in optimizers:
         fix = f"Name one of the optimizers. {suggest(name, optimizers)}"
         raise LoopError(MAKING, found=f"a scheduler of `{name}`", fix=fix)
@@ -145,13 +147,13 @@ class _Average(AveragedModel):
         self._known = self.n_averaged, self.n_averaged._version
 
     def _average(self, model: nn.Module) -> None:
-        alike: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        by_kind: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for own, new in zip(self.module.parameters(), model.parameters(), strict=True):
-            averages, values = alike.setdefault((own.device, own.dtype), ([], []))
+            averages, values = by_kind.setdefault((own.device, own.dtype), ([], []))
             averages.append(own.detach())
             values.append(new.detach().to(own.device))
         assert self.multi_avg_fn is not None
-        for averages, values in alike.values():
+        for averages, values in by_kind.values():
             self.multi_avg_fn(averages, values, 1)
         for copy, buffer in zip(self.module.buffers(), model.buffers(), strict=True):
             copy.detach().copy_(buffer.detach().to(copy.device))

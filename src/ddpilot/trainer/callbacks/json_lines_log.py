@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ddpilot.trainer.callbacks.log_rows import LineFile, RowLog, set_aside
+from ddpilot.trainer.callbacks.log_rows import LineFile, RowLog, rename_existing
 from ddpilot.trainer.run import Run
 
 
@@ -29,7 +29,7 @@ class JsonLinesLog(RowLog):
 
     def on_fit_start(self, run: Run) -> None:
         if not run.update:
-            set_aside(self._path)
+            rename_existing(self._path)
         self._file = LineFile(self._path, keep=lambda line: _is_before(line, run))
 
     def _write(self, kind: str, row: dict[str, Any], update: int) -> None:

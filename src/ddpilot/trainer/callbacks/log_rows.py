@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -146,12 +147,8 @@ class LineFile:
             self._file = None
 
 
-def set_aside(path: Path) -> Path | None:
-    """Rename an earlier run's file at `path` to the first free one of name-1, name-2, ...; None without one."""
-    if not path.is_file():
-        return None
-    number = 1
-    while (aside := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
-        number += 1
-    path.rename(aside)
-    return aside
+def rename_existing(path: Path) -> None:
+    """Rename an earlier run's file at `path`, if there is one, to the first free name of name-1, name-2, ..."""
+    if path.is_file():
+        names = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in count(1))
+        path.rename(next(name for name in names if not name.exists()))

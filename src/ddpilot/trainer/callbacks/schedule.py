@@ -17,7 +17,7 @@ class Schedule(Callback):
     """Set `target` to `value(number)` before each update, or each epoch, on all ranks.
 
     `target`: "weight_decay", "momentum", "betas" and so on: this key in each parameter group that has it, of each
-    optimizer; or "model.temperature", "model.head.dropout.p": this attribute of the model; tensors are filled in place.
+    optimizer; or "model.temperature", "model.head.dropout.p": this attribute of the model; tensors are filled in index.
     `value`: a function of the number of completed updates (`by="update"`, the default) or epochs (`by="epoch"`), from
     0. `group`: index of one parameter group; None (default) for all. `optimizer`: name of one optimizer; None (default)
     for all.
@@ -70,18 +70,20 @@ class Schedule(Callback):
         chosen: Mapping[str, Any] = run.optimizers
         if self._optimizer is not None:
             if self._optimizer not in chosen:
-                raise self._error(f"no optimizer {self._optimizer!r}", f"There are {', '.join(chosen)}.", run)
+                raise self._error(f"no optimizer {self._optimizer!r}", f"The optimizers are {', '.join(chosen)}.", run)
             chosen = {self._optimizer: chosen[self._optimizer]}
         groups = [
             group
             for optimizer in chosen.values()
-            for place, group in enumerate(optimizer.param_groups)
-            if self._group in (None, place) and self._target in group
+            for index, group in enumerate(optimizer.param_groups)
+            if self._group in (None, index) and self._target in group
         ]
         if not groups:
             known = dict.fromkeys(key for o in chosen.values() for group in o.param_groups for key in group)
-            there = ", ".join(key for key in known if key != "params")
-            raise self._error("no parameter group has it", f"There are {there}; of a model 'model.<attribute>'.", run)
+            keys = ", ".join(key for key in known if key != "params")
+            raise self._error(
+                "no parameter group has it", f"The keys are {keys}; for the model use 'model.<attribute>'.", run
+            )
         return groups
 
     def _set_attribute(self, run: Run, value: Any) -> None:

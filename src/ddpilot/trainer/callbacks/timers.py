@@ -80,9 +80,9 @@ class Timers(Callback):
         data_s, forward_s = run.loop.data_s - self._data_s, self._clock.take_s()
         rest_s = self._trained_s - self._begin_s - data_s - forward_s - (run.loop.save_s - self._in_epoch_s)
         save_s, self._save_s = run.loop.save_s - self._save_s, run.loop.save_s
-        mine = (data_s, forward_s, max(rest_s, 0.0), save_s, self._evaluated_s - self._trained_s)
-        of_ranks = list(zip(*run.loop.group.all_gather_object(mine), strict=True))
-        row = {part: list(seconds) for part, seconds in zip(PARTS, of_ranks, strict=True)}
+        own = (data_s, forward_s, max(rest_s, 0.0), save_s, self._evaluated_s - self._trained_s)
+        by_part = zip(*run.loop.group.all_gather_object(own), strict=True)
+        row = {part: list(seconds) for part, seconds in zip(PARTS, by_part, strict=True)}
         run.metrics["time"] = {part: max(seconds) for part, seconds in row.items()}
         self.rows.append({"epoch": run.epoch, **row})
         if self._say:
@@ -118,9 +118,9 @@ def find_slow(row: dict[str, Any], factor: float) -> list[tuple[int, float]]:
     found = []
     for rank, seconds in enumerate(own):
         others = own[:rank] + own[rank + 1 :]
-        usual = statistics.median(others) if others else seconds
-        if seconds > factor * usual and seconds - usual >= least_s:
-            found.append((rank, seconds / usual if usual else float("inf")))
+        median = statistics.median(others) if others else seconds
+        if seconds > factor * median and seconds - median >= least_s:
+            found.append((rank, seconds / median if median else float("inf")))
     return found
 
 

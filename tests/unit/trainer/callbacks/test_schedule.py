@@ -88,9 +88,9 @@ def test_schedule_sets_attributes_of_the_model() -> None:
 @pytest.mark.parametrize(
     ("target", "options", "found"),
     [
-        ("momentun", {}, "no parameter group has it. There are lr, .*momentum"),
+        ("momentun", {}, "no parameter group has it. The keys are lr, .*momentum"),
         ("momentum", {"group": 3}, "no parameter group has it"),
-        ("momentum", {"optimizer": "generator"}, "no optimizer 'generator'. There are optimizer"),
+        ("momentum", {"optimizer": "generator"}, "no optimizer 'generator'. The optimizers are optimizer"),
         ("model.head.p", {}, "'Sequential' object has no attribute 'head'. Give the attribute its first value"),
         ("lr", {}, "a scheduler also sets it"),
     ],
