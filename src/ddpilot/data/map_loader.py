@@ -102,13 +102,9 @@ class MapLoader:
         return self._epoch[1]
 
     def _load(self, epoch: int, division: Epoch, batches: range) -> Iterator[Any]:
-        if not batches:
-            return
-        self._orders.orders = (self._order(epoch, division, batch) for batch in batches)
-        for data in self._workers.read(mix_seed(self.plan.seed, epoch, self.rank)):
-            if isinstance(data, Failure):
-                data.throw(self.rank)
-            yield data
+        if batches:  # otherwise workers would be started for nothing
+            self._orders.orders = (self._order(epoch, division, batch) for batch in batches)
+            yield from self._workers.read(mix_seed(self.plan.seed, epoch, self.rank))
 
     def _order(self, epoch: int, division: Epoch, batch: int) -> list[Order]:
         start, stop = division.piece(batch, self._piece_rank)

@@ -260,10 +260,7 @@ class StreamLoader:
 
     def _load(self, epoch: int, first_batch: int, state: Any) -> Iterator[StreamPiece]:
         self._orders.begin_pass(epoch, first_batch, state)
-        for piece in self._workers.read(mix_seed(self.plan.seed, epoch, self.rank)):
-            if isinstance(piece, Failure):
-                piece.throw(self.rank)
-            yield piece
+        return self._workers.read(mix_seed(self.plan.seed, epoch, self.rank))
 
 
 class _StreamOrders(Sampler[list[StreamOrder]]):

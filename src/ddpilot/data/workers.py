@@ -198,15 +198,19 @@ class Workers:
     def read(self, seed: int) -> Iterator[Any]:
         """Yield the reader's result for each order. `seed`: for the base seed of the workers' own random state.
 
-        Raises `DataError` if the dataset has to be pickled for its workers and cannot be, or if persistent workers have
-        started a different epoch since.
+        Raises `DataError` for a `Failure`, if the dataset has to be pickled for its workers and cannot be, or if
+        persistent workers have started a different epoch since.
         """
         self._number += 1
         self._generator.manual_seed(seed)
-        if not self._loader.num_workers and not self._loader.pin_memory:
-            # Same results as torch's DataLoader, without its overhead per batch.
-            return map(self._reader.__getitems__, self._orders)
-        return self._read_pass(self._start(), self._number)
+        if self._loader.num_workers or self._loader.pin_memory:
+            results = self._read_pass(self._start(), self._number)
+        else:  # same results as torch's DataLoader, without its overhead per batch
+            results = map(self._reader.__getitems__, self._orders)
+        for result in results:
+            if isinstance(result, Failure):
+                result.throw(self._rank)
+            yield result
 
     def _read_pass(self, results: Iterator[Any], number: int) -> Iterator[Any]:
         num_read = 0
