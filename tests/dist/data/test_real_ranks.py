@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loaders on real ranks, with workers: together they read what one process reads without any."""
+"""Loaders on real ranks with workers: together they read what one process reads without workers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""examples/digits_trainer.py learns, and says the same where it starts ranks and where it is started on them."""
+"""examples/digits_trainer.py learns, and prints the same if it starts ranks and if it runs on them."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def stream_world(dataset: Any, world_size: int, size: int = 4, **options: Any) -
 
 @pytest.mark.parametrize("num", [0, 1, 13, 16])
 def test_loader_reads_the_same_batches_at_any_world_size(num: int) -> None:
-    """Samples and what augments them, in the same order; ranks that have none of a last batch yield an empty one."""
+    """Samples and their augmentation, in the same order; ranks without samples of a last batch yield an empty one."""
     options = {"shuffle": True} if num else {}
     expected = read_world(world(Augmented(num), 1, seed=3, **options), epoch=2)
     assert sorted(row[0] for batch in expected for row in batch) == list(range(num))
@@ -60,7 +60,7 @@ def test_loader_reads_the_same_batches_at_any_world_size(num: int) -> None:
 
 
 def test_loader_augments_by_seed_epoch_and_sample_alone() -> None:
-    """Sample 5 draws the same in any order and batch, and something else in another epoch or with another seed."""
+    """Sample 5 is augmented equally in any order and batch, and differently in each epoch and with each seed."""
 
     def draws(epoch: int = 1, **options: Any) -> Any:
         loader = make_loader(Augmented(9), rank=0, world_size=1, **options)
@@ -73,7 +73,7 @@ def test_loader_augments_by_seed_epoch_and_sample_alone() -> None:
 
 
 def test_loader_augments_each_draw_of_a_sample_anew() -> None:
-    """A sample that its weight brings up several times would else be the same picture each time."""
+    """Otherwise a sample that is drawn several times would be augmented equally each time."""
     options: Any = {"weights": [1.0, 0.0], "num_draws": 6}
     seen = [read_world(world(Augmented(2), world_size, **options)) for world_size in (1, 2, 3)]
     assert seen == [seen[0]] * 3
@@ -82,7 +82,7 @@ def test_loader_augments_each_draw_of_a_sample_anew() -> None:
 
 
 def test_loader_goes_on_at_a_batch_as_if_it_had_read_the_ones_before() -> None:
-    """The rest of an epoch is the same from any batch on and at another world size; nothing before it is read."""
+    """The rest of an epoch is the same from any batch and at any world size; earlier samples are not read."""
     expected = read_world(world(Augmented(23), 2, shuffle=True), epoch=3)
     assert read_world(world(Augmented(23), 3, shuffle=True), epoch=3, first_batch=4) == expected[4:]
     dataset = Counted(23)
@@ -94,7 +94,7 @@ def test_loader_goes_on_at_a_batch_as_if_it_had_read_the_ones_before() -> None:
 
 
 def test_loader_leaves_the_random_state_of_the_rank_alone() -> None:
-    """The model's dropout draws the same whatever was read, and what the dataset draws does not depend on it."""
+    """The model's dropout and the dataset's draws do not affect each other."""
 
     def draw() -> tuple[float, float, float]:
         return random.random(), float(np.random.rand()), float(torch.rand(()))
@@ -130,7 +130,7 @@ def test_loader_seeds_nothing_when_told_or_where_nothing_can_draw() -> None:
 
 
 def test_loader_seeds_what_a_subclass_of_a_plain_dataset_draws() -> None:
-    """The `__getitem__` of a Subset or ConcatDataset of one's own may augment what a plain dataset stores."""
+    """The `__getitem__` of a subclass of Subset or ConcatDataset may augment stored samples."""
 
     class Noisy(Subset[Any]):
         def __getitem__(self, number: Any) -> Any:
@@ -149,7 +149,7 @@ def test_loader_seeds_what_a_subclass_of_a_plain_dataset_draws() -> None:
 
 
 def test_loader_seeds_only_the_collating_of_stored_samples() -> None:
-    """A list draws nothing by itself; what its `collate_fn` draws is that of the batch."""
+    """A list draws nothing itself; its `collate_fn` draws from the batch's seed."""
 
     def collate(samples: list[Any]) -> Any:
         return torch.tensor(samples) + random.random()
@@ -186,7 +186,7 @@ def test_loader_seeds_each_sample_of_a_dataset_that_keeps_what_it_draws(first_dr
 
 
 def test_loader_tells_a_dataset_the_epoch() -> None:
-    """Also where it is read, which with workers is another process."""
+    """Also in the process that reads it, which may be a worker."""
 
     class Curriculum(Counted):
         epoch = -1
@@ -223,7 +223,7 @@ def test_loader_names_the_sample_that_cannot_be_read() -> None:
 
 @pytest.mark.parametrize("num", [0, 1, 11, 12])
 def test_stream_loader_reads_the_same_batches_at_any_world_size(num: int) -> None:
-    """Every rank sees the whole stream, its end too, so that nobody has to be asked how many samples there are."""
+    """Every rank reads the whole stream and its end, so the number of samples needs no collective."""
     dataset = SizedStream(num)
     expected = read_world(stream_world(Stream(num), 1, seed=5), epoch=2)
     assert [int(row[0]) for batch in expected for row in batch] == list(range(num))
@@ -258,7 +258,7 @@ def test_stream_loader_goes_on_from_a_state_without_reading_what_lies_before() -
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 def test_stream_loader_goes_on_with_empty_batches_when_the_dataset_divides_itself(world_size: int) -> None:
-    """Each sample comes once, from the rank that has it; a rank that has run out, or never had any, does not end."""
+    """Each sample is read once, by its rank; a rank that has no more samples yields empty batches."""
     loaders = stream_world(Stream(4, own=True), world_size, size=5, divides_itself=True)
     assert all(loader.is_joint for loader in loaders)
     batches = read_world(loaders)
@@ -286,7 +286,7 @@ def test_stream_loader_says_where_a_stream_broke() -> None:
 
 
 def test_make_loader_refuses_what_it_cannot_do() -> None:
-    """Each with what was given and what to do."""
+    """Each error states the value and the fix."""
     with pytest.raises(DataError, match="`global_batch_size=None` and `batch_size_per_rank=None`. Give one of them"):
         make_loader([1], rank=0, world_size=1)
     with pytest.raises(DataError, match="`batch_size_per_rank=2` with unequal `shares`. Give `global_batch_size`"):

@@ -37,7 +37,7 @@ def frozen() -> nn.Module:
 
 
 class Late(ddpilot.Callback):
-    """Has a method that nobody calls."""
+    """Has a method that is never called."""
 
     def on_epoch_finish(self, run: ddpilot.Run) -> None:
         raise AssertionError(run)
@@ -61,7 +61,7 @@ class Late(ddpilot.Callback):
     ],
 )
 def test_trainer_refuses_arguments_that_say_something_else(options: dict[str, Any], message: str) -> None:
-    """Each with the value and what to do."""
+    """The error states the value and the fix."""
     with pytest.raises(LoopError, match=message):
         make(**options)
 
@@ -129,7 +129,7 @@ def test_what_is_missing_is_named() -> None:
 
 
 class Own(ddpilot.Callback):
-    """Writes a number of its own, which others may watch."""
+    """Writes its own metric, which other callbacks may monitor."""
 
     def on_evaluate_end(self, run: ddpilot.Run) -> None:
         run.metrics["val_score"] = 1.0
@@ -153,7 +153,7 @@ def test_fit_refuses_a_loss_without_a_gradient() -> None:
 def test_fit_until_an_epoch_does_not_train_on_when_it_is_repeated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """ "Run all cells" again ends where it ended; `epochs` goes on, and says so."""
+    """ "Run all cells" again trains no further; `epochs` does, and reports it."""
     for _ in range(2):
         trainer = make()
         for total in (1, 3):
@@ -189,7 +189,7 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
 
 
 def test_predict_keeps_what_its_forward_returns() -> None:
-    """Of a model that returns its loss beside the output, which has no row for each sample."""
+    """For a model that also returns its loss, which does not have one row per sample."""
     model = Named()
     trainer = make(model=model, loss_fn=lambda output, batch: output["loss"])
     trainer.fit(Rows(), global_batch_size=4, nproc_per_node=0, progress=False)
@@ -206,7 +206,7 @@ def test_predict_keeps_what_its_forward_returns() -> None:
 
 
 def test_verbs_refuse_options_that_they_have_not(tmp_path: Path) -> None:
-    """`batch_size` is ambiguous among ranks; a folder that is there is one clear sentence."""
+    """`batch_size` is ambiguous with several ranks; an existing folder is rejected."""
     trainer = make()
     with pytest.raises(LoopError, match="`predict` has no 'batch_size'. Did you mean 'global_batch_size'"):
         trainer.predict(DATA, batch_size=3)
@@ -272,7 +272,7 @@ def test_fit_takes_a_number_of_epochs_or_a_total() -> None:
 
 
 def test_fit_goes_on_with_other_data_where_it_is_told_to(tmp_path: Path) -> None:
-    """The error says how; a trainer says how far it is."""
+    """The error names the option; `repr` shows the position."""
     given: dict[str, Any] = {"global_batch_size": 4, "nproc_per_node": 0, "checkpoint_dir": tmp_path}
     make().fit(DATA, epochs=1, **given)
     longer: Dataset[Any] = ConcatDataset([DATA, DATA])

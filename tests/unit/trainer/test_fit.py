@@ -28,7 +28,7 @@ DATA = TensorDataset(X, X.sum(1, keepdim=True))
 
 
 class Stream(IterableDataset[Any]):
-    """The same samples, of which nobody knows how many come."""
+    """The same samples as a stream of unknown length."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(DATA)
@@ -58,7 +58,7 @@ class StopAt(ddpilot.Callback):
 
 
 class Lonely(ddpilot.Callback):
-    """Of rank 0, and calls for all ranks."""
+    """Runs on rank 0 only, and calls a collective."""
 
     def __init__(self, of_group: bool) -> None:
         self.of_group = of_group
@@ -95,7 +95,7 @@ def state_of(trainer: ddpilot.Trainer) -> Any:
 
 
 def test_fit_in_this_process_leaves_all_as_it_was_when_it_fails() -> None:
-    """As ranks do, which train copies; the next fit goes on from there."""
+    """As with ranks, which train copies; the next fit starts from the restored state."""
     trainer, other = make_trainer(), make_trainer()
     other.model.load_state_dict(trainer.model.state_dict())
     for each in (trainer, other):
@@ -116,7 +116,7 @@ def test_fit_in_this_process_leaves_all_as_it_was_when_it_fails() -> None:
 
 @pytest.mark.parametrize("data", [DATA, Stream()], ids=["dataset", "stream"])
 def test_a_stop_after_the_last_batch_leaves_no_part_without_samples(data: Any) -> None:
-    """Of a dataset the epoch is complete; a stream's end is found by the next fit, which completes the row."""
+    """With a dataset the epoch is complete; the end of a stream is found by the next fit, which completes the row."""
     trainer = make_trainer(callbacks=[StopAt(2)])
     fit(trainer, data, epochs=4)
     row = trainer.history.epochs[-1]
@@ -169,7 +169,7 @@ def test_an_epoch_that_goes_on_from_a_checkpoint_has_all_of_its_losses(stop_afte
 
 
 class FailsAtTheEnd(ddpilot.Callback):
-    """Cannot write what it has once training is over."""
+    """Fails to write its file after the last update."""
 
     def __init__(self, event: str) -> None:
         self.event = event
@@ -237,7 +237,7 @@ def test_a_step_may_return_losses_of_other_names_in_each_batch() -> None:
 
 
 def test_evaluations_have_the_batch_size_of_the_last_fit() -> None:
-    """Of all ranks together, however it was said."""
+    """The global one, also if the batch size per rank or a DataLoader was given."""
     trainer = make_trainer()
     assert trainer.batch_size == 64
     trainer.fit(DATA, batch_size_per_rank=3, nproc_per_node=0, progress=False)
@@ -320,7 +320,7 @@ def test_explain_renders_the_choices_of_the_last_fit() -> None:
 
 
 class Small(ddpilot.Trainer):
-    """Its step also reads data whose batches are small for a BatchNorm on two ranks."""
+    """Its step also reads data with batches too small for a BatchNorm on two ranks."""
 
     def train_batch(self, run: ddpilot.Run, batch: object) -> torch.Tensor:
         """Cause the finding inside of `Trainer.fit`."""

@@ -32,7 +32,7 @@ def test_history_says_what_is_in_it() -> None:
 
 
 def test_to_csv_writes_a_table_with_all_columns(tmp_path: Path) -> None:
-    """Values of dicts have columns of their own, and what a row lacks is empty."""
+    """Values of dicts have their own columns, and missing values are empty."""
     path = make_history().to_csv(tmp_path / "history.csv")
     first, second = csv.DictReader(path.open())
     assert (first["loss"], first["val_loss"]) == ("0.5", "")
@@ -81,7 +81,7 @@ def pyplot() -> Any:
 
 
 def test_plot_draws_losses_and_metrics_over_epochs(pyplot: Any) -> None:
-    """Two panels, a line for each, with a point where there is a value; the figure is not left open."""
+    """Two panels with a line per name and a point per value; the figure is closed."""
     figure = plot_history(make_history())
     losses, metrics = figure.axes
     assert [line.get_label() for line in losses.lines] == ["loss", "val_loss"]

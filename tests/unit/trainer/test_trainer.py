@@ -35,7 +35,7 @@ def test_find_batch_size_tries_the_trainers_own_step() -> None:
 
 
 def test_find_batch_size_refuses_what_it_cannot_try() -> None:
-    """A step of one's own, and several optimizers."""
+    """An overridden step, and several optimizers."""
 
     class Own(Trainer):
         def train_batch(self, run: Any, batch: Any) -> Any:

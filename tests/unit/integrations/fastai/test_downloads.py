@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of several processes that want a file, one downloads it."""
+"""One of several processes that need a file downloads it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ddpilot.integrations.fastai.downloads import download_once, one_at_a_time, 
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Locks are made in a folder of the test's, and none may be left there."""
+    """Locks are created in the test's folder, and removed."""
     folder = tmp_path / "locks"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))

@@ -14,7 +14,7 @@ FOUR_ON_TWO_NODES = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}
 
 @pytest.mark.parametrize("devices", ["auto", 1, "1", -1, "-1"])
 def test_resolve_arguments_uses_all_ranks_when_one_device_was_meant(devices: Any) -> None:
-    """Each way to say "what is here" means the ranks of this node; nodes are counted too."""
+    """Each spelling of one process becomes the ranks of this node; nodes are counted too."""
     given = {"devices": devices, "num_nodes": 1, "strategy": "auto"}
     assert resolve_arguments(given, FOUR_ON_TWO_NODES) == {"devices": 2, "num_nodes": 2, "strategy": "ddp"}
 

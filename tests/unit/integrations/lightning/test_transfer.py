@@ -25,7 +25,7 @@ def of_rank(rank: int, *, samples: int = 7, size: int = 2, num_ranks: int = 2) -
 
 
 def test_join_batches_gives_the_datasets_order_and_one_devices_batches() -> None:
-    """Tensors by their first dimension, lists by item, inside what the step returned."""
+    """Tensors by their first dimension, lists by item, inside the step's output."""
     joined = join_batches([*of_rank(0), *of_rank(1)])
     assert [type(output) for output in joined] == [Output] * 4
     assert [output.scores.tolist() for output in joined] == [[0, 10], [20, 30], [40, 50], [60]]
@@ -40,7 +40,7 @@ def test_join_batches_takes_a_sample_once_when_ranks_have_it_in_common() -> None
 
 
 def test_join_batches_keeps_whole_batches_when_an_output_has_no_rows() -> None:
-    """A number for each batch cannot be cut; the batches come by their first sample."""
+    """A number per batch has no rows; batches are sorted by their first sample."""
     batches = [Batch([1, 3], "second"), Batch([0, 2], "first"), Batch([4], "third")]
     assert join_batches(batches) == ["first", "second", "third"]
     assert join_batches([Batch([0, 1], torch.tensor(1.0))]) == [torch.tensor(1.0)]
@@ -55,7 +55,7 @@ def test_join_predictions_is_a_list_by_loader_when_there_are_several() -> None:
 
 
 def test_join_predictions_is_none_when_a_rank_knows_no_samples() -> None:
-    """An iterable data set has no numbers, so there is no order to restore."""
+    """An iterable dataset has no sample indices, so the order is unknown."""
     assert join_predictions([[of_rank(0)], None]) is None
 
 

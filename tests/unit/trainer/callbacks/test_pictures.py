@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of predictions are files that can be opened, of what the model says."""
+"""Pictures of predictions: valid files that show the model's outputs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_draw_classes_has_the_guess_and_the_right_class_where_it_is_another() ->
 
 
 def test_pictures_are_drawn_of_what_the_model_says(tmp_path: Path) -> None:
-    """Of the same samples after every second epoch, with the weights of that moment; PNG files that open."""
+    """Of the same samples after every second epoch, with the current weights, as valid PNG files."""
     seen: list[Any] = []
 
     def draw(figure: Any, batch: Any, output: torch.Tensor) -> None:

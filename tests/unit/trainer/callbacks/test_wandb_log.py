@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights & Biases, where it is installed: a run without a network, read back from its file."""
+"""Weights & Biases, if it is installed: an offline run, read back from its file."""
 
 from __future__ import annotations
 
