@@ -237,8 +237,7 @@ class _Job(NamedTuple):
 
     def report_size(self, size: int, batch_size: int, is_per_rank: bool) -> None:
         """Report the loader's batch size, per rank and global, once it is known to be divisible."""
-        pieces = [Division.of(self.world_size, self.shares).piece(size, rank) for rank in range(self.world_size)]
-        counts = sorted({stop - start for start, stop in pieces})
+        counts = sorted({*Division.of(self.world_size, self.shares).sizes(size)})
         each = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
         meaning = "each rank's" if is_per_rank else "that of all ranks together"
         self.report(

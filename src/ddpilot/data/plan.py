@@ -41,10 +41,14 @@ class Division:
         total = self.edges[-1]
         return -(-num * self.edges[rank] // total), -(-num * self.edges[rank + 1] // total)
 
+    def sizes(self, num: int) -> list[int]:
+        """Return the number of samples that each rank takes of `num` samples."""
+        pieces = (self.piece(num, rank) for rank in range(len(self.edges) - 1))
+        return [stop - start for start, stop in pieces]
+
     def has_empty(self, num: int) -> bool:
         """True if at least one rank gets no sample of `num`."""
-        pieces = (self.piece(num, rank) for rank in range(len(self.edges) - 1))
-        return any(start == stop for start, stop in pieces)
+        return 0 in self.sizes(num)
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,21 +248,17 @@ class Plan:
             raise DataError(did, found=f"`shares` is {list(self.shares)}", fix="Give one number above 0 for each rank.")
 
     def _check_pieces(self) -> None:
-        did = f"dividing a global batch of {_count(self.global_batch_size)} among {self.world_size} ranks"
-        if self.global_batch_size < self.world_size:
+        size = self.global_batch_size
+        did = f"dividing a global batch of {size} sample{'s' * (size != 1)} among {self.world_size} ranks"
+        if size < self.world_size:
             raise DataError(
                 did,
                 found="at least one rank would never have a sample",
                 fix=f"Use a `global_batch_size` of at least {self.world_size}, `batch_size_per_rank`, or fewer ranks.",
             )
-        for rank in range(self.world_size):
-            start, stop = self.division.piece(self.global_batch_size, rank)
-            if start == stop:
-                raise DataError(
-                    did,
-                    found=f"with `shares={list(self.shares or ())}` rank {rank} would never have a sample",
-                    fix="Make its share or the `global_batch_size` larger.",
-                )
+        if 0 in (sizes := self.division.sizes(size)):
+            found = f"with `shares={list(self.shares or ())}` rank {sizes.index(0)} would never have a sample"
+            raise DataError(did, found=found, fix="Increase its share or the `global_batch_size`.")
 
     def _check_not_empty(self) -> None:
         name = "shuffle" if self.shuffle else "weights" if self.weights is not None else ""
@@ -274,10 +274,6 @@ class Plan:
                 found=f"{self.epoch_size} samples are less than one batch, so all of them would be dropped",
                 fix="Use a smaller `global_batch_size`, or `drop_last=False`.",
             )
-
-
-def _count(num_samples: int) -> str:
-    return f"{num_samples} sample{'s' * (num_samples != 1)}"
 
 
 _ORDER = 0x0D0E
