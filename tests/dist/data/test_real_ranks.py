@@ -44,7 +44,7 @@ def test_ranks_with_workers_read_what_one_process_reads(
     assert put_together(pieces, "own from batch 1") == own[1:]
 
 
-def test_workers_end_and_go_on_as_torchs_do() -> None:
+def test_workers_end_and_continue_as_torchs_do() -> None:
     """Errors name the sample, also those that cannot travel; options are kept; an epoch that was left is over."""
     (seen,) = launch(1, use_workers)
     message, cause = seen["broken"]

@@ -238,7 +238,7 @@ tell(**found)
 """
 
 
-def test_errors_say_what_to_do(tmp_path: Path) -> None:
+def test_errors_state_the_fix(tmp_path: Path) -> None:
     """What cannot travel by its path in the user's objects, unused parameters with our names, several nodes."""
     facts = told(ERRORS, tmp_path)
     assert "starting 2 ranks of `Trainer.fit`: `model.lock` (_thread.lock) cannot be pickled" in facts["ship"]

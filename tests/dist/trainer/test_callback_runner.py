@@ -77,7 +77,7 @@ def fit(trainer: ddpilot.Trainer, num_ranks: int = 2, **options: Any) -> ddpilot
     return trainer.fit(make_data(), make_data(21, first=60), **given)
 
 
-def test_callbacks_are_told_in_order_and_come_back() -> None:
+def test_callbacks_are_called_in_order_and_return_their_state() -> None:
     """Rank 0's record is returned after the fit, and a second fit continues it; the sum covers all ranks."""
     diary, counter = Diary(), Counter()
     trainer = make_trainer(callbacks=[diary, counter])
@@ -116,7 +116,7 @@ class StopTogether(Stop):
     ranks = "all"
 
 
-def test_a_stop_of_all_ranks_keeps_what_was_learnt_and_the_next_fit_goes_on(
+def test_a_stop_of_all_ranks_keeps_the_weights_and_the_next_fit_resumes(
     capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """In the middle of an epoch: no validation, a row of the part; then the rest, as if there had been no stop.

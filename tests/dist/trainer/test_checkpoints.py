@@ -41,7 +41,7 @@ def fit(trainer: ddpilot.Trainer, num_ranks: int, **options: Any) -> None:
     trainer.fit(make_data(), make_data(21, first=60), **data, **options)
 
 
-def test_fit_goes_on_from_its_checkpoint_after_a_rank_was_killed(
+def test_fit_resumes_from_its_checkpoint_after_a_rank_was_killed(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """At a different number of ranks: weights, average, history and callbacks equal those of an uninterrupted run."""

@@ -13,7 +13,7 @@ from tests.dist.trainer.bodies import launcher
 
 
 @pytest.mark.timeout(120)
-def test_digits_are_learnt_alike_from_a_script_and_on_ranks(capfd: pytest.CaptureFixture[str]) -> None:
+def test_digits_are_trained_equally_from_a_script_and_on_ranks(capfd: pytest.CaptureFixture[str]) -> None:
     """More than 93 of 100 after two epochs on two ranks; the very same where these are there already."""
     accuracy = digits_trainer.main(epochs=2, nproc_per_node=2)
     assert accuracy > 0.93

@@ -297,7 +297,7 @@ def test_an_exception_of_a_rank_is_raised_here_and_leaves_all_as_it_was() -> Non
     assert trainer.position.num_updates == 0
 
 
-def test_a_finding_is_said_once_in_all_fits_of_a_trainer(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_finding_is_reported_once_in_all_fits_of_a_trainer(capfd: pytest.CaptureFixture[str]) -> None:
     """On ranks that it started there is no user line, so none is shown. The error states what a Trainer accepts."""
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
     trainer = ddpilot.Trainer(model, nn.functional.mse_loss, make_optimizer, launcher=launcher())
@@ -310,7 +310,7 @@ def test_a_finding_is_said_once_in_all_fits_of_a_trainer(capfd: pytest.CaptureFi
     assert [finding.code for finding in trainer.findings] == ["DDP501"]
 
 
-def test_explain_brings_back_what_the_ranks_chose() -> None:
+def test_explain_returns_the_choices_of_the_ranks() -> None:
     """DDP's options with their reasons and measurements, after a fit on two ranks."""
     trainer = make_trainer()
     trainer.fit(make_data(), epochs=4, global_batch_size=BATCH_SIZE, nproc_per_node=2, ddp={"bucket_cap_mb": 5})

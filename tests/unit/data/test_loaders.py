@@ -72,7 +72,7 @@ def test_loader_augments_by_seed_epoch_and_sample_alone() -> None:
     assert len({value for row in others for value in row[1:]}) == 9
 
 
-def test_loader_augments_each_draw_of_a_sample_anew() -> None:
+def test_loader_augments_each_draw_of_a_sample_differently() -> None:
     """Otherwise a sample that is drawn several times would be augmented equally each time."""
     options: Any = {"weights": [1.0, 0.0], "num_draws": 6}
     seen = [read_world(world(Augmented(2), world_size, **options)) for world_size in (1, 2, 3)]
@@ -81,7 +81,7 @@ def test_loader_augments_each_draw_of_a_sample_anew() -> None:
     assert ({row[0] for row in drawn}, len({row[1] for row in drawn})) == ({0}, 6)
 
 
-def test_loader_goes_on_at_a_batch_as_if_it_had_read_the_ones_before() -> None:
+def test_loader_starts_at_a_batch_as_if_it_had_read_the_earlier_ones() -> None:
     """The rest of an epoch is the same from any batch and at any world size; earlier samples are not read."""
     expected = read_world(world(Augmented(23), 2, shuffle=True), epoch=3)
     assert read_world(world(Augmented(23), 3, shuffle=True), epoch=3, first_batch=4) == expected[4:]
@@ -114,7 +114,7 @@ def test_loader_collates_with_the_same_random_state_on_every_rank() -> None:
     assert drawn[0] != drawn[1]
 
 
-def test_loader_seeds_nothing_when_told_or_where_nothing_can_draw() -> None:
+def test_loader_seeds_nothing_on_request_or_if_nothing_can_draw() -> None:
     """Tensors handed out as they are need no seeding; a dataset's own way to read many is used without it."""
 
     class Many(Augmented):
@@ -185,7 +185,7 @@ def test_loader_seeds_each_sample_of_a_dataset_that_keeps_what_it_draws(first_dr
         assert num_workers or [each.num_read for each in datasets] == [12 // world_size] * world_size
 
 
-def test_loader_tells_a_dataset_the_epoch() -> None:
+def test_loader_sets_the_epoch_of_a_dataset() -> None:
     """Also in the process that reads it, which may be a worker."""
 
     class Curriculum(Counted):
@@ -237,7 +237,7 @@ def test_stream_loader_reads_the_same_batches_at_any_world_size(num: int) -> Non
         assert [len(batch) for batch in whole] == [4] * (num // 4)
 
 
-def test_stream_loader_goes_on_from_a_state_without_reading_what_lies_before() -> None:
+def test_stream_loader_starts_from_a_state_without_reading_earlier_samples() -> None:
     """The state after a batch is the same on every rank, and goes to any world size."""
     dataset = Resumable(22)
     loaders = stream_world(dataset, 1)
@@ -257,7 +257,7 @@ def test_stream_loader_goes_on_from_a_state_without_reading_what_lies_before() -
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_stream_loader_goes_on_with_empty_batches_when_the_dataset_divides_itself(world_size: int) -> None:
+def test_stream_loader_yields_empty_batches_at_the_end_when_the_dataset_divides_itself(world_size: int) -> None:
     """Each sample is read once, by its rank; a rank that has no more samples yields empty batches."""
     loaders = stream_world(Stream(4, own=True), world_size, size=5, divides_itself=True)
     assert all(loader.is_joint for loader in loaders)
@@ -273,7 +273,7 @@ def test_stream_loader_goes_on_with_empty_batches_when_the_dataset_divides_itsel
     last.close()
 
 
-def test_stream_loader_says_where_a_stream_broke() -> None:
+def test_stream_loader_names_the_position_of_an_error() -> None:
     """With the position in the stream, on every rank that was to read on."""
 
     class Broken(Stream):
@@ -443,7 +443,7 @@ def test_shard_loader_uses_batches_of_a_rank_as_given() -> None:
     assert read_world(loaders) == [[(1,), (2,), (3,)], [(4,)]]
 
 
-def test_shard_loader_says_both_readings_of_the_batch_size() -> None:
+def test_shard_loader_reports_global_and_per_rank_batch_size() -> None:
     """Reported once, on rank 0, per rank and globally; not for a loader that is refused."""
     reports: list[str] = []
     loader = DataLoader(NUMBERS, batch_size=5)
@@ -521,7 +521,7 @@ def test_shard_loader_refuses_what_it_cannot_keep_exact() -> None:
         assert caught.value.fix
 
 
-def test_shard_loader_says_nothing_where_both_readings_are_the_same() -> None:
+def test_shard_loader_reports_nothing_with_one_rank() -> None:
     """With one rank, global and per-rank batch size are equal."""
     reports: list[str] = []
     shard_loader(DataLoader(NUMBERS, batch_size=4), rank=0, world_size=1, say=reports.append)

@@ -53,7 +53,7 @@ def test_holders_finds_the_copies_that_star_imports_made(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("before", [None, "7"])
-def test_import_quietly_imports_with_one_thread_and_passes_over_what_is_broken(
+def test_import_quietly_imports_with_one_thread_and_skips_broken_modules(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str | None
 ) -> None:
     """Other modules are imported after one that fails."""

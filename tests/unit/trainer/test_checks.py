@@ -60,7 +60,7 @@ class Late(ddpilot.Callback):
         ({"callbacks": [Late()]}, r"Late\.on_epoch_finish, which is never called\. Did you mean `on_epoch_end`\?"),
     ],
 )
-def test_trainer_refuses_arguments_that_say_something_else(options: dict[str, Any], message: str) -> None:
+def test_trainer_rejects_invalid_arguments(options: dict[str, Any], message: str) -> None:
     """The error states the value and the fix."""
     with pytest.raises(LoopError, match=message):
         make(**options)
@@ -135,7 +135,7 @@ class Own(ddpilot.Callback):
         run.metrics["val_score"] = 1.0
 
 
-def test_fit_lets_others_watch_what_a_callback_of_ones_own_writes() -> None:
+def test_fit_accepts_monitors_of_metrics_that_a_user_callback_writes() -> None:
     """What that will be is not known before."""
     stopping = EarlyStopping("val_score")
     trainer = make(callbacks=[Own(), stopping])
@@ -188,7 +188,7 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
         return {"x": x, "y": y}
 
 
-def test_predict_keeps_what_its_forward_returns() -> None:
+def test_predict_keeps_the_output_of_its_forward() -> None:
     """For a model that also returns its loss, which does not have one row per sample."""
     model = Named()
     trainer = make(model=model, loss_fn=lambda output, batch: output["loss"])
@@ -235,7 +235,7 @@ def test_an_error_of_the_disk_names_the_callback() -> None:
     assert caught.value.errno == 28
 
 
-def test_fit_says_which_parameters_no_optimizer_has(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fit_reports_parameters_that_no_optimizer_has(capsys: pytest.CaptureFixture[str]) -> None:
     """Above all those that were frozen when it was made, and unfrozen since."""
     model = nn.Linear(2, 1)
     trainer = make(model=model, optimizer=sgd([model.weight]))
@@ -271,7 +271,7 @@ def test_fit_takes_a_number_of_epochs_or_a_total() -> None:
         make().fit(DATA, epochs=2, until_epoch=3, global_batch_size=4, nproc_per_node=0)
 
 
-def test_fit_goes_on_with_other_data_where_it_is_told_to(tmp_path: Path) -> None:
+def test_fit_resumes_with_different_data_on_request(tmp_path: Path) -> None:
     """The error names the option; `repr` shows the position."""
     given: dict[str, Any] = {"global_batch_size": 4, "nproc_per_node": 0, "checkpoint_dir": tmp_path}
     make().fit(DATA, epochs=1, **given)

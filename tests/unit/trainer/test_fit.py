@@ -130,7 +130,7 @@ def test_a_stop_after_the_last_batch_leaves_no_part_without_samples(data: Any) -
     assert rows == [(0, 3, 12, True, True), (1, 6, 12, True, True)][: 2 if data is DATA else 1]
 
 
-def test_a_part_of_an_epoch_that_other_data_leave_out_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_part_of_an_epoch_skipped_for_different_data_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     """With the batch size that changed; the history counts the epoch once."""
     trainer = make_trainer(callbacks=[StopAt(4)])
     fit(trainer, epochs=4)
@@ -152,7 +152,7 @@ def test_a_history_of_an_epoch_in_parts_counts_it_once() -> None:
 
 
 @pytest.mark.parametrize("stop_after", [1, 4])
-def test_an_epoch_that_goes_on_from_a_checkpoint_has_all_of_its_losses(stop_after: int, tmp_path: Path) -> None:
+def test_an_epoch_resumed_from_a_checkpoint_has_all_of_its_losses(stop_after: int, tmp_path: Path) -> None:
     """One row for the epoch, over all of its samples, and one for each update."""
     first, second, whole = make_trainer(callbacks=[StopAt(stop_after)]), make_trainer(), make_trainer()
     for each in (second, whole):

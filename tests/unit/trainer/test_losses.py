@@ -105,7 +105,7 @@ def test_make_loader_of_takes_datasets_loaders_and_streams() -> None:
         ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, None),
     ],
 )
-def test_is_on_ranks_looks_for_a_launcher(
+def test_is_on_ranks_detects_a_launcher(
     variables: dict[str, str], expected: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A notebook in a Slurm job of one task starts ranks; a job of one rank under torchrun does not."""

@@ -195,7 +195,7 @@ class Nowhere(Callback):
     ranks = "some"  # type: ignore[assignment]
 
 
-def test_check_callbacks_refuses_what_is_none() -> None:
+def test_check_callbacks_rejects_other_objects() -> None:
     """Before a rank is started."""
     check_callbacks([Callback()])
     with pytest.raises(LoopError, match="a function among `callbacks`"):

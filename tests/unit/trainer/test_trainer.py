@@ -50,7 +50,7 @@ def test_find_batch_size_refuses_what_it_cannot_try() -> None:
         base.find_batch_size(DATA, nproc_per_node=0)
 
 
-def test_find_batch_size_begins_with_two_samples_where_batch_norm_takes_no_single_one() -> None:
+def test_find_batch_size_starts_with_two_samples_with_batch_norm() -> None:
     """And refuses limits that make no sense, before a rank is started."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
     trainer = Trainer(model, torch.nn.functional.mse_loss, lambda parameters: torch.optim.SGD(parameters, lr=0.1))

@@ -35,7 +35,7 @@ def test_resolve_arguments_starts_no_processes(given: str, wanted: str) -> None:
     assert resolve_arguments(arguments, FOUR_ON_TWO_NODES)["strategy"] == wanted
 
 
-def test_resolve_arguments_leaves_what_was_said_on_purpose() -> None:
+def test_resolve_arguments_keeps_explicit_values() -> None:
     """A number of devices or nodes, a list of them, a strategy object and all other arguments stay."""
     strategy = object()
     for devices in (2, [0, 1]):

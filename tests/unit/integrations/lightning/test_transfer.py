@@ -54,7 +54,7 @@ def test_join_predictions_is_a_list_by_loader_when_there_are_several() -> None:
     assert [[output.names[0] for output in loader] for loader in two] == [["n0", "n2", "n4", "n6"]] * 2
 
 
-def test_join_predictions_is_none_when_a_rank_knows_no_samples() -> None:
+def test_join_predictions_is_none_when_a_rank_has_no_sample_indices() -> None:
     """An iterable dataset has no sample indices, so the order is unknown."""
     assert join_predictions([[of_rank(0)], None]) is None
 

@@ -31,7 +31,7 @@ def test_best_weights_are_those_of_the_best_epoch(tmp_path: Path, ema: float | N
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["best.safetensors"]
 
 
-def test_best_weights_stay_when_a_run_goes_on_and_gets_no_better(tmp_path: Path) -> None:
+def test_best_weights_stay_when_a_resumed_run_does_not_improve(tmp_path: Path) -> None:
     """The best value is restored with the state."""
     path = tmp_path / "best.safetensors"
     first, second = (BestWeights(path, "val_score", mode="max") for _ in range(2))

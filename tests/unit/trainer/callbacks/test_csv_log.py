@@ -36,7 +36,7 @@ def test_csv_log_has_the_rows_of_the_history(tmp_path: Path) -> None:
     assert (first["late"], second["late"]) == ("", "x,\n'y\"")
 
 
-def test_csv_log_goes_on_when_the_same_trainer_fits_again(tmp_path: Path) -> None:
+def test_csv_log_continues_when_the_same_trainer_fits_again(tmp_path: Path) -> None:
     """One row per epoch; also with a new callback on the same file, as after a restart of the notebook."""
     path = tmp_path / "epochs.csv"
     trainer = fit(make_trainer(CsvLog(path)), 2)

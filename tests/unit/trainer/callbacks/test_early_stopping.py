@@ -68,7 +68,7 @@ def test_early_stopping_restores_the_weights_of_the_best_epoch(capsys: pytest.Ca
     assert "val_score was not better than 5.0 of epoch 1 for 2 epochs" in capsys.readouterr().out
 
 
-def test_early_stopping_goes_on_from_its_state() -> None:
+def test_early_stopping_continues_from_its_state() -> None:
     """As from a checkpoint: the count and the best weights too."""
     stopping = EarlyStopping("val_score", mode="max", patience=3, restore_best=True)
     states: list[Any] = []

@@ -63,7 +63,7 @@ def test_garbage_collection_is_as_before_when_training_fails(was_enabled: bool) 
         gc.enable()
 
 
-def test_garbage_collection_leaves_what_others_have_frozen() -> None:
+def test_garbage_collection_keeps_objects_that_other_code_has_frozen() -> None:
     """As ranks have from the server that they were forked from."""
     seen: list[int] = []
     gc.freeze()

@@ -39,7 +39,7 @@ def test_json_lines_log_writes_updates_and_epochs(tmp_path: Path) -> None:
     assert [row["val_loss"] for row in rows if row["row"] == "epoch"] == [e["val_loss"] for e in trainer.history.epochs]
 
 
-def test_json_lines_log_cuts_what_is_done_again(tmp_path: Path) -> None:
+def test_json_lines_log_removes_lines_of_repeated_updates(tmp_path: Path) -> None:
     """A run resumes from update 4, in the middle of epoch 1: later and incomplete lines are removed, others kept."""
     path = tmp_path / "log.jsonl"
     trainer = fit(make_trainer(JsonLinesLog(path, every=1)), 3)

@@ -25,7 +25,7 @@ ROW = {
 }
 
 
-def test_find_slow_compares_a_rank_with_the_median_of_the_others() -> None:
+def test_find_slow_compares_a_rank_with_the_median_of_the_other_ranks() -> None:
     """1.5 s against 1.15 s; no rank within the factor, and none with one rank."""
     ((rank, times),) = find_slow(ROW, 1.3)
     assert rank == 2
@@ -96,7 +96,7 @@ def test_timers_leave_no_hook_when_training_fails() -> None:
         Timers(slow=1)
 
 
-def test_wait_clock_counts_waiting_alone_and_closes_what_it_goes_over() -> None:
+def test_wait_clock_counts_waiting_only_and_closes_its_iterator() -> None:
     """What the consumer does between items is no waiting; a loop that is left ends the generator."""
     ended = []
 
