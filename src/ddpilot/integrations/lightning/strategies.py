@@ -70,13 +70,7 @@ def _with_our_names(text: Any) -> Any:
     return text.replace("strategy='ddp_find", "strategy='ddpilot_find").replace("=DDPStrategy(", "=DdpilotStrategy(")
 
 
-def _make(name: str, namespace: Namespace, *, for_fabric: bool) -> type:
-    module = (namespace.of_fabric if for_fabric else namespace.of_trainer)("strategies.ddp")
-    about = {"__module__": __name__, "__qualname__": name, "__doc__": _DOC}
-    return type(name, (_OnRankServer, module.DDPStrategy), about)
-
-
-_MAKERS = {
+_STRATEGIES = {
     "DdpilotStrategy": (LIGHTNING, False),
     "DdpilotFabricStrategy": (LIGHTNING, True),
     "PytorchLightningDdpilotStrategy": (PYTORCH_LIGHTNING, False),
@@ -86,19 +80,20 @@ _MAKERS = {
 
 def __getattr__(name: str) -> type:
     # Also called when a trainer is unpickled on a rank.
-    if name not in _MAKERS:
+    if name not in _STRATEGIES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    namespace, for_fabric = _MAKERS[name]
-    made = _make(name, namespace, for_fabric=for_fabric)
-    globals()[name] = made
-    return made
+    namespace, for_fabric = _STRATEGIES[name]
+    module = (namespace.of_fabric if for_fabric else namespace.of_trainer)("strategies.ddp")
+    about = {"__module__": __name__, "__qualname__": name, "__doc__": _DOC}
+    globals()[name] = created = type(name, (_OnRankServer, module.DDPStrategy), about)
+    return created
 
 
 def strategy_class(namespace: Namespace, *, for_fabric: bool = False) -> type:
     """Return the strategy for the Trainer of `namespace`, or for its Fabric."""
-    name = next(name for name, wanted in _MAKERS.items() if wanted == (namespace, for_fabric))
-    made: type = globals().get(name) or __getattr__(name)
-    return made
+    name = next(name for name, key in _STRATEGIES.items() if key == (namespace, for_fabric))
+    strategy: type = globals().get(name) or __getattr__(name)
+    return strategy
 
 
 def default_strategy_class(*, for_fabric: bool = False) -> type:
@@ -106,10 +101,10 @@ def default_strategy_class(*, for_fabric: bool = False) -> type:
 
     Raises ImportError if neither package is installed.
     """
-    chosen = [each for each in NAMESPACES if each.is_loaded] or [each for each in NAMESPACES if each.is_installed]
-    if not chosen:
+    candidates = [each for each in NAMESPACES if each.is_loaded] or [each for each in NAMESPACES if each.is_installed]
+    if not candidates:
         raise ImportError('neither `lightning` nor `pytorch_lightning` is installed; pip install "ddpilot[lightning]"')
-    return strategy_class(chosen[0], for_fabric=for_fabric)
+    return strategy_class(candidates[0], for_fabric=for_fabric)
 
 
 class RanksStopped(BaseException):
