@@ -232,8 +232,8 @@ class _Job(NamedTuple):
 
     def global_size(self, batch_size: int, is_per_rank: bool) -> int:
         """Return the global batch size for the loader's `batch_size`."""
-        sizes = (None, batch_size) if is_per_rank else (batch_size, None)
-        return resolve_global_size(*sizes, self.world_size, self.shares, self.rank)
+        of_all, of_each = (None, batch_size) if is_per_rank else (batch_size, None)
+        return resolve_global_size(of_all, of_each, self.world_size, self.shares, self.rank)
 
     def report_size(self, size: int, batch_size: int, is_per_rank: bool) -> None:
         """Report the loader's batch size, per rank and global, once it is known to be divisible."""
