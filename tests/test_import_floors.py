@@ -25,7 +25,7 @@ MAY_IMPORT_TORCH = (
     *("ddpilot.guard.probes", "ddpilot.record.prefork", "ddpilot.record.accelerator", "ddpilot.gpu_check.checks"),
 )
 YET_FREE_OF_TORCH = (
-    "ddpilot.group",
+    *("ddpilot.group", "ddpilot.group.address", "ddpilot.group.decorators"),
     *("ddpilot.guard.probes", "ddpilot.gpu_check.checks"),
     "ddpilot.session.rank",
     *("ddpilot.integrations.fastai", "ddpilot.integrations.fastai.app"),

@@ -38,7 +38,9 @@ SESSION_MAIN = "ddpilot.session.rank.main"
 SESSION_PRELOAD = "ddpilot.session.rank.preload"
 SESSION_STREAM = "ddpilot.session.rank.main.RankStream"
 
-TRAINER_PRELOAD = "ddpilot.trainer.preload"
+TRAINER_PRELOAD = ("torch._dynamo", "ddpilot.trainer.trainer")
+"""Imported before ranks are forked: each rank would otherwise import them in every fit (3 s, mostly Dynamo, which every
+torch optimizer imports when it is created)."""
 FASTAI_PRELOAD = "ddpilot.integrations.fastai.preload"
 LIGHTNING_PRELOAD = "ddpilot.integrations.lightning.preload"
 

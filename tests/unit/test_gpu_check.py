@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ddpilot gpu-check` without an accelerator: its catalogue, what it leaves out and why, its report and exit status."""
+"""`ddpilot gpu-check` without an accelerator: its catalogue, skipped checks, report and exit status."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ddpilot.module_names import GPU_CHECKS
 
 
 def facts(num: int, kind: str = "cuda") -> dict[str, Any]:
-    """What a machine with `num` devices says of itself."""
+    """The facts of a machine with `num` devices."""
     cuda = "13.0" if kind == "cuda" else None
     return {"kind": kind if num else "cpu", "devices": [{"name": "GPU"}] * num, "cuda": cuda, "ddpilot": "1"}
 
@@ -70,7 +70,7 @@ def test_why_not_names_what_the_machine_lacks(name: str, num: int, kind: str, wa
 
 
 def test_a_pair_on_one_device_is_left_out_once_nccl_refused_it() -> None:
-    """Then the checks that need it say which one failed; with two devices they run all the same."""
+    """Then the checks that depend on it name the failed one; with two devices they run."""
     failed = [result_of(PAIR_ON_ONE_DEVICE, "failed")]
     assert PAIR_ON_ONE_DEVICE in why_not(find_check("hang_is_named"), facts(1), failed)
     assert why_not(find_check("hang_is_named"), facts(2), failed) == ""
@@ -103,7 +103,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any]], None]
 def test_report_has_versions_devices_and_each_check(
     answers: Callable[[dict[str, Any]], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ok, FAILED and cannot be shown are told apart on the screen and in the file; one that FAILED makes status 1."""
+    """The output and the file distinguish ok, FAILED and cannot be shown; a FAILED check gives exit status 1."""
     answers({"group_of_one": {"status": "ok", "evidence": "nccl"}})
     path = tmp_path / "report.json"
     names = ["group_of_one", "loop_has_the_cpus_numbers", "checkpoint_of_two_devices"]
@@ -192,4 +192,4 @@ def test_evidence_of_a_time_out_is_where_the_main_thread_was() -> None:
     )
     assert runner._last_line(f"starting\n{stacks}") == 'File "train.py", line 5 in wait'
     assert runner._last_line(f"{stacks}RuntimeError: lost") == "RuntimeError: lost"
-    assert runner._last_line("") == "it printed nothing"
+    assert runner._last_line("") == "no output"

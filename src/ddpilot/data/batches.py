@@ -69,13 +69,13 @@ def digest_sample(sample: Any) -> SampleDigest:
     """
     number = 0
     words = []
-    for place, part in zip(range(_MAX_PARTS), _parts(sample), strict=False):
-        content, text = _look(part)
+    for index, part in zip(range(_MAX_PARTS), _parts(sample), strict=False):
+        content, text = _read_part(part)
         number = zlib.crc32(content, number)
-        if place < 3:
+        if index < 3:
             words.append(text)
-    said = ", ".join(words)
-    return SampleDigest(number, said if len(said) <= _MAX_CHARACTERS else f"{said[: _MAX_CHARACTERS - 3]}...")
+    whole = ", ".join(words)
+    return SampleDigest(number, whole if len(whole) <= _MAX_CHARACTERS else f"{whole[: _MAX_CHARACTERS - 3]}...")
 
 
 def _parts(sample: Any) -> Iterator[Any]:
@@ -93,7 +93,7 @@ def _parts(sample: Any) -> Iterator[Any]:
         yield sample
 
 
-def _look(part: Any) -> tuple[bytes, str]:
+def _read_part(part: Any) -> tuple[bytes, str]:
     if isinstance(part, str | bytes):
         text = repr(part[:4096])
         return text.encode(errors="replace"), text

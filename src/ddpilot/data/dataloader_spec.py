@@ -69,7 +69,8 @@ def read_loader(loader: Any, seed: int) -> DataLoaderSpec:
 
 def read_seed(loader: DataLoader[Any], seed: int) -> int:
     """Return the initial seed of the generator that determines the order of `loader`; `seed` if it has none."""
-    generators = (getattr(_sampler_of(loader), "generator", None), loader.generator)
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    generators = (getattr(sampler, "generator", None), loader.generator)
     return next((one.initial_seed() for one in generators if isinstance(one, torch.Generator)), seed)
 
 
@@ -91,7 +92,7 @@ def refuse_other_loaders(loader: Any) -> None:
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise DataError(
             _DID,
-            found=f"{type(loader).__name__} has an `__iter__` of its own, which may do anything with the samples",
+            found=f"{type(loader).__name__} overrides `__iter__`, which may change the samples",
             fix="Do that in the dataset or in `collate_fn`, and give a plain DataLoader.",
         )
 
@@ -101,8 +102,8 @@ def refuse_whole_batches(loader: Any) -> None:
     if loader.batch_size is None and loader.batch_sampler is None:
         raise DataError(
             _DID,
-            found="its `batch_size` is None, so that its dataset hands out whole batches",
-            fix="Let the dataset hand out single samples, and give a `batch_size`.",
+            found="its `batch_size` is None, so its dataset returns whole batches",
+            fix="Let the dataset return single samples, and give a `batch_size`.",
         )
 
 
@@ -150,8 +151,8 @@ def _count_source(sampler: Any, source: Any, num_samples: int) -> int:
     if num_first > num_samples:
         raise DataError(
             _DID,
-            found=f"its {type(sampler).__name__} is of {num_first} samples, and its dataset has {num_samples}",
-            fix="Make the sampler of the dataset that the loader reads.",
+            found=f"its {type(sampler).__name__} has {num_first} samples, and its dataset {num_samples}",
+            fix="Create the sampler from the dataset that the loader reads.",
         )
     return num_first
 
@@ -159,10 +160,6 @@ def _count_source(sampler: Any, source: Any, num_samples: int) -> int:
 def _subset_order(indices: Any, seed: int) -> Callable[[int], NDArray[np.int64]]:
     numbers = np.asarray(list(indices), dtype=np.int64)
     return lambda epoch: numbers[draw_permutation(len(numbers), seed, epoch)]
-
-
-def _sampler_of(loader: DataLoader[Any]) -> Any:
-    return getattr(loader.batch_sampler, "sampler", loader.sampler)
 
 
 def _is_divided(sampler: Any) -> bool:
@@ -184,7 +181,7 @@ class SamplerOrder:
         self._sampler = sampler
         self._seed = seed
         first, second = (as_order(list_sampler(sampler, seed, 0)) for _ in range(2))
-        refuse_other(sampler, bool(np.array_equal(first, second)))
+        refuse_unequal(sampler, bool(np.array_equal(first, second)))
         self._length = len(first)
         self.has_repeats = len(np.unique(first)) < len(first)
 
@@ -197,7 +194,7 @@ class SamplerOrder:
             raise DataError(
                 f"taking the order of {type(self._sampler).__name__} for epoch {epoch}",
                 found=f"{len(order)} samples, and {self._length} in epoch 0",
-                fix="Give each epoch as many samples, or give a `batch_sampler`.",
+                fix="Let every epoch have as many samples, or give a `batch_sampler`.",
             )
         return order
 
@@ -215,11 +212,11 @@ class BatchSamplerOrder:
         self._sampler = sampler
         self._division = Division.of(1 if are_divided else world_size)
         first, second = list_sampler(sampler, seed, 0), list_sampler(sampler, seed, 0)
-        refuse_other(sampler, [[*batch] for batch in first] == [[*batch] for batch in second])
+        refuse_unequal(sampler, [[*batch] for batch in first] == [[*batch] for batch in second])
         self.num_batches = len(first)
-        shared = () if are_divided else (*self._division.edges, *map(as_order, first))
-        self._fingerprint = digest(seed, *shared)
-        self.batches_fingerprint = digest(seed, world_size) if are_divided else digest(seed, *map(as_order, first))
+        batches = [] if are_divided else [*map(as_order, first)]
+        self._fingerprint = digest(seed, *(() if are_divided else self._division.edges), *batches)
+        self.batches_fingerprint = digest(seed, world_size) if are_divided else digest(seed, *batches)
         """A hash of what determines the global batches; includes the world size if they are divided already."""
 
     def epoch(self, epoch: int) -> Epoch:
@@ -252,17 +249,17 @@ def as_order(numbers: Any) -> NDArray[np.int64]:
     if values and (order.ndim != 1 or order.dtype.kind not in "iu"):
         raise DataError(
             "taking the order of a sampler",
-            found=f"it gives {values[0]!r}, which is no sample number",
-            fix="Let it give whole numbers from 0 to `len(dataset) - 1`.",
+            found=f"it yields {values[0]!r}, which is not a sample index",
+            fix="Let it yield integers from 0 to `len(dataset) - 1`.",
         )
     return order.astype(np.int64)
 
 
-def refuse_other(sampler: Any, is_same: bool) -> None:
+def refuse_unequal(sampler: Any, is_same: bool) -> None:
     """Raise `DataError` unless `is_same`: ranks that iterate separately would get different samples."""
     if not is_same:
         raise DataError(
             f"taking the order of {type(sampler).__name__}",
-            found="it gives other samples each time it is asked about the same epoch",
-            fix="Give it `set_epoch`, from which its order follows, or let it draw from the global random state.",
+            found="it yields different samples each time it is iterated in the same epoch",
+            fix="Give it a `set_epoch` that determines its order, or let it draw from the global random state.",
         )

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from ddpilot.data.batches import LocalBatch
 from ddpilot.data.dataloader_spec import (
     BatchSamplerOrder,
     DataLoaderSpec,
@@ -20,14 +19,12 @@ from ddpilot.data.dataloader_spec import (
     refuse_other_loaders,
     refuse_whole_batches,
 )
-from ddpilot.data.map_loader import ShardedLoader
+from ddpilot.data.map_loader import MapLoader
 from ddpilot.data.options import check_batch_size, check_options, check_shard_options
 from ddpilot.data.plan import Division, Plan
 from ddpilot.data.stream_loader import StreamLoader, StreamPlan
 from ddpilot.data.workers import Collate
 from ddpilot.errors import DataError
-
-__all__ = ["LocalBatch", "ShardedLoader", "StreamLoader", "make_loader", "make_stream_loader", "resolve_global_size"]
 
 
 def make_loader(
@@ -48,7 +45,7 @@ def make_loader(
     seed_samples: bool = True,
     num_workers: int = 0,
     **options: Any,
-) -> ShardedLoader:
+) -> MapLoader:
     """Return the loader of `rank` for a map-style `dataset`, with `len()` and `dataset[index]`. Not collective.
 
     Exactly one of `global_batch_size` (of all ranks together; same results at any world size) and `batch_size_per_rank`
@@ -65,12 +62,20 @@ def make_loader(
     _refuse_no_samples(dataset, rank)
     options = {"num_workers": num_workers, **options}
     check_options(options, rank, is_stream=False)
-    size = resolve_global_size(global_batch_size, batch_size_per_rank, world_size, shares, rank)
-    given: dict[str, Any] = {"seed": seed, "shuffle": shuffle, "drop_last": drop_last, "shares": shares}
-    drawn: dict[str, Any] = {"weights": weights, "num_draws": num_draws, "replacement": replacement}
-    plan = Plan(len(dataset), size, world_size=world_size, **given, **drawn)
-    reading: dict[str, Any] = {"collate": collate_fn or default_collate, "seed_samples": seed_samples}
-    return ShardedLoader(dataset, plan, rank=rank, options=options, **reading)
+    plan = Plan(
+        len(dataset),
+        resolve_global_size(global_batch_size, batch_size_per_rank, world_size, shares, rank),
+        world_size=world_size,
+        seed=seed,
+        shuffle=shuffle,
+        drop_last=drop_last,
+        shares=shares,
+        weights=weights,
+        num_draws=num_draws,
+        replacement=replacement,
+    )
+    collate = collate_fn or default_collate
+    return MapLoader(dataset, plan, rank=rank, collate=collate, seed_samples=seed_samples, options=options)
 
 
 def _refuse_no_samples(dataset: Any, rank: int) -> None:
@@ -78,8 +83,8 @@ def _refuse_no_samples(dataset: Any, rank: int) -> None:
     is_stream = isinstance(dataset, IterableDataset)
     if not is_stream and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         return
-    what = "is an iterable dataset" if is_stream else "has not both `__len__` and `__getitem__`"
-    fix = "For what can only be gone over, make an `IterableDataset` of it."
+    what = "is an iterable dataset" if is_stream else "does not have both `__len__` and `__getitem__`"
+    fix = "Wrap data that can only be iterated in an `IterableDataset`."
     if is_stream:
         fix = "For an iterable dataset, use `make_stream_loader`."
     elif isinstance(dataset, DataLoader):
@@ -119,7 +124,7 @@ def make_stream_loader(
     check_options(options, rank, is_stream=True)
     size = resolve_global_size(global_batch_size, batch_size_per_rank, world_size, shares, rank)
     if divides_itself and drop_last:
-        found = "`drop_last` with `divides_itself`: no rank knows which samples are in the last global batch"
+        found = "`drop_last` with `divides_itself`: the ranks do not know which samples are in the last global batch"
         raise DataError("making a loader", found=found, fix="Leave `drop_last` out.", rank=rank)
     # Raises for what any plan rejects: a batch smaller than the world size, invalid shares.
     Plan(size, size, world_size=world_size, shares=shares, empty_ranks=empty_ranks)
@@ -180,7 +185,7 @@ def shard_loader(
     empty_ranks: bool = False,
     say: Callable[[str], None] | None = None,
     **options: Any,
-) -> ShardedLoader | StreamLoader:
+) -> MapLoader | StreamLoader:
     """Return the loader of `rank` that does what the torch `loader` does in one process. Not collective.
 
     Its batch size is the global one, of all ranks together; with `batch_size_per_rank` that of each rank. `drop_last`,
@@ -197,13 +202,21 @@ def shard_loader(
     refuse_other_loaders(loader)
     check_shard_options(options, rank)
     refuse_whole_batches(loader)
-    is_heard = say is not None and rank == 0 and world_size > 1
-    said = say if say and is_heard else _say_nothing
-    job = _Job(rank, world_size, shares, batch_size_per_rank, seed_samples, empty_ranks, said)
+    report = say if say is not None and rank == 0 and world_size > 1 else _ignore
+    job = _Job(rank, world_size, shares, batch_size_per_rank, seed_samples, empty_ranks, report)
     if isinstance(loader.dataset, IterableDataset):
         return _shard_stream(loader, job, read_seed(loader, seed), divides_itself)
-    reading = read_loader(loader, seed)
-    return _shard_samples(loader, job, reading) if reading.batches is None else _shard_batches(loader, job, reading)
+    spec = read_loader(loader, seed)
+    plan = _plan_samples(loader, job, spec) if spec.batches is None else _plan_batches(job, spec)
+    return MapLoader(
+        loader.dataset,
+        plan,
+        rank=rank,
+        collate=loader.collate_fn,
+        seed_samples=seed_samples,
+        is_joint=spec.batches is not None and spec.are_divided,
+        options=read_options(loader),
+    )
 
 
 class _Job(NamedTuple):
@@ -215,12 +228,27 @@ class _Job(NamedTuple):
     is_per_rank: bool
     seed_samples: bool
     empty_ranks: bool
-    say: Callable[[str], None]
+    report: Callable[[str], None]
+
+    def global_size(self, batch_size: int, is_per_rank: bool) -> int:
+        """Return the global batch size for the loader's `batch_size`."""
+        of_all, of_each = (None, batch_size) if is_per_rank else (batch_size, None)
+        return resolve_global_size(of_all, of_each, self.world_size, self.shares, self.rank)
+
+    def report_size(self, size: int, batch_size: int, is_per_rank: bool) -> None:
+        """Report the loader's batch size, per rank and global, once it is known to be divisible."""
+        counts = sorted({*Division.of(self.world_size, self.shares).sizes(size)})
+        each = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+        meaning = "each rank's" if is_per_rank else "that of all ranks together"
+        self.report(
+            f"The loader's batch size of {batch_size} is taken as {meaning}: a global batch has {size} samples, "
+            f"{each} for each of {self.world_size} ranks."
+        )
 
 
 def _shard_stream(loader: DataLoader[Any], job: _Job, seed: int, divides_itself: bool) -> StreamLoader:
     batch_size = loader.batch_size or 0
-    size = _size(batch_size, job, job.is_per_rank)
+    size = job.global_size(batch_size, job.is_per_rank)
     made = make_stream_loader(
         loader.dataset,
         rank=job.rank,
@@ -235,71 +263,37 @@ def _shard_stream(loader: DataLoader[Any], job: _Job, seed: int, divides_itself:
         empty_ranks=job.empty_ranks,
         **read_options(loader),
     )
-    _say_size(size, batch_size, job, job.is_per_rank)
+    job.report_size(size, batch_size, job.is_per_rank)
     return made
 
 
-def _shard_samples(loader: DataLoader[Any], job: _Job, reading: DataLoaderSpec) -> ShardedLoader:
-    dataset: Any = loader.dataset
-    is_per_rank = job.is_per_rank or reading.are_divided
-    size = _size(reading.batch_size, job, is_per_rank)
+def _plan_samples(loader: DataLoader[Any], job: _Job, spec: DataLoaderSpec) -> Plan:
+    is_per_rank = job.is_per_rank or spec.are_divided
+    size = job.global_size(spec.batch_size, is_per_rank)
     plan = Plan(
-        len(dataset),
+        len(loader.dataset),  # type: ignore[arg-type]
         size,
         world_size=job.world_size,
-        seed=reading.seed,
-        drop_last=reading.drop_last,
+        seed=spec.seed,
+        drop_last=spec.drop_last,
         shares=job.shares,
         empty_ranks=job.empty_ranks,
-        **reading.plan,
+        **spec.plan,
     )
-    _say_size(size, reading.batch_size, job, is_per_rank)
-    return _made(loader, job, plan, is_joint=False)
+    job.report_size(size, spec.batch_size, is_per_rank)
+    return plan
 
 
-def _shard_batches(loader: DataLoader[Any], job: _Job, reading: DataLoaderSpec) -> ShardedLoader:
+def _plan_batches(job: _Job, spec: DataLoaderSpec) -> BatchSamplerOrder:
     if job.shares is not None:
         found = f"`shares={list(job.shares)}` with batches of its own sampler"
         raise DataError("sharding a DataLoader", found=found, fix="Leave `shares` out.", rank=job.rank)
-    whose = f"each taken as one of all {job.world_size} ranks together"
-    if reading.are_divided:
-        whose = "which knows of ranks: each rank takes its own as they are"
-    job.say(f"The loader's batches are those of its {type(reading.batches).__name__}, {whose}.")
-    plan = BatchSamplerOrder(
-        reading.batches, world_size=job.world_size, seed=reading.seed, are_divided=reading.are_divided
-    )
-    return _made(loader, job, plan, is_joint=reading.are_divided)
+    division = f"each taken as one of all {job.world_size} ranks together"
+    if spec.are_divided:
+        division = "which already divides among ranks: each rank takes its own batches unchanged"
+    job.report(f"The loader's batches are those of its {type(spec.batches).__name__}, {division}.")
+    return BatchSamplerOrder(spec.batches, world_size=job.world_size, seed=spec.seed, are_divided=spec.are_divided)
 
 
-def _made(loader: DataLoader[Any], job: _Job, plan: Plan | BatchSamplerOrder, *, is_joint: bool) -> ShardedLoader:
-    return ShardedLoader(
-        loader.dataset,
-        plan,
-        rank=job.rank,
-        collate=loader.collate_fn,
-        seed_samples=job.seed_samples,
-        is_joint=is_joint,
-        options=read_options(loader),
-    )
-
-
-def _size(batch_size: int, job: _Job, is_per_rank: bool) -> int:
-    """Return the global batch size."""
-    given, other = (None, batch_size) if is_per_rank else (batch_size, None)
-    return resolve_global_size(given, other, job.world_size, job.shares, job.rank)
-
-
-def _say_size(size: int, batch_size: int, job: _Job, is_per_rank: bool) -> None:
-    """Report the loader's batch size, per rank and global, once it is known to be divisible."""
-    pieces = [Division.of(job.world_size, job.shares).piece(size, rank) for rank in range(job.world_size)]
-    counts = sorted({stop - start for start, stop in pieces})
-    each = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    whose = "each rank's" if is_per_rank else "that of all ranks together"
-    job.say(
-        f"The loader's batch size of {batch_size} is taken as {whose}: a global batch has {size} samples, "
-        f"{each} for each of {job.world_size} ranks."
-    )
-
-
-def _say_nothing(sentence: str) -> None:
-    del sentence
+def _ignore(_sentence: str) -> None:
+    """Drop a report."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ShardedLoader`: loads a rank's pieces of the global batches of a map-style dataset, with torch's workers."""
+"""`MapLoader`: loads a rank's pieces of the global batches of a map-style dataset, with torch's workers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Batches(Protocol):
         """A hash of what must be equal on all ranks."""
 
 
-class ShardedLoader:
+class MapLoader:
     """A rank's pieces of the global batches of a dataset; created by `make_loader` or `shard_loader`.
 
     Nothing in it is collective: the samples of a rank follow from its number. `len()` is the number of batches in an
@@ -61,10 +61,10 @@ class ShardedLoader:
         self.plan = plan
         self.rank = rank
         self.is_joint = is_joint
-        self._place = 0 if is_joint else rank
-        self._pieces = _Pieces()
+        self._piece_rank = 0 if is_joint else rank  # batches that are already divided have one piece
+        self._orders = _Orders()
         self._reader = PieceReader(dataset, collate, plan.seed, seed_samples)
-        self._workers = Workers(self._reader, self._pieces, rank, options)
+        self._workers = Workers(self._reader, self._orders, rank, options)
         self._epoch: tuple[int, Epoch] | None = None
 
     def __len__(self) -> int:
@@ -86,11 +86,11 @@ class ShardedLoader:
             )
         batches = range(first_batch, division.num_batches)
         for index, data in zip(batches, self._load(epoch, division, batches), strict=True):
-            start, stop = division.piece(index, self._place)
+            start, stop = division.piece(index, self._piece_rank)
             ids = division.order[start:stop]
             yield LocalBatch(data, index, stop - start, None if self.is_joint else division.batch_size(index), ids)
         if self.is_joint:
-            yield from self._go_on_empty(epoch, division)
+            yield from self._yield_empty(epoch, division)
 
     def _divide(self, epoch: int) -> Epoch:
         if epoch < 0:
@@ -102,16 +102,12 @@ class ShardedLoader:
         return self._epoch[1]
 
     def _load(self, epoch: int, division: Epoch, batches: range) -> Iterator[Any]:
-        if not batches:
-            return
-        self._pieces.orders = (self._order(epoch, division, batch) for batch in batches)
-        for data in self._workers.read(mix_seed(self.plan.seed, epoch, self.rank)):
-            if isinstance(data, Failure):
-                data.throw(self.rank)
-            yield data
+        if batches:  # otherwise workers would be started for nothing
+            self._orders.orders = (self._order(epoch, division, batch) for batch in batches)
+            yield from self._workers.read(mix_seed(self.plan.seed, epoch, self.rank))
 
     def _order(self, epoch: int, division: Epoch, batch: int) -> list[Order]:
-        start, stop = division.piece(batch, self._place)
+        start, stop = division.piece(batch, self._piece_rank)
         is_empty = start == stop
         if is_empty:
             # An empty batch can be made from any sample of the batch.
@@ -120,7 +116,7 @@ class ShardedLoader:
         draws = list(range(start, stop)) if self.plan.has_repeats else None
         return [Order(epoch, batch, division.order[start:stop], draws, is_empty)]
 
-    def _go_on_empty(self, epoch: int, division: Epoch) -> Iterator[LocalBatch]:
+    def _yield_empty(self, epoch: int, division: Epoch) -> Iterator[LocalBatch]:
         data = None
         if len(division.order):
             data = self._reader.__getitems__([Order(epoch, 0, division.order[:1], None, True)])
@@ -132,7 +128,7 @@ class ShardedLoader:
             index += 1
 
 
-class _Pieces(Sampler[list[Order]]):
+class _Orders(Sampler[list[Order]]):
     """Batch sampler that torch's DataLoader iterates when reading starts."""
 
     def __init__(self) -> None:

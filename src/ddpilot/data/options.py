@@ -21,16 +21,16 @@ WORKER_OPTIONS = (
 """DataLoader options that ddpilot's loaders accept too."""
 
 _INSTEAD = {
-    "batch_size": "Say `global_batch_size`, samples of all ranks together, or `batch_size_per_rank`.",
+    "batch_size": "Give `global_batch_size`, the samples of all ranks together, or `batch_size_per_rank`.",
     "sampler": "Give `weights`, or a DataLoader that has the sampler to loop.shard().",
     "batch_sampler": "Give a DataLoader that has it to loop.shard().",
-    "generator": "Give `seed`: the order follows from it on every rank.",
-    "in_order": "Leave it out: batches come in order.",
+    "generator": "Give `seed`, which determines the order on every rank.",
+    "in_order": "Leave it out: batches are always in order.",
 }
 _OF_STREAMS = {
-    "shuffle": "An iterable dataset has the order that it yields: shuffle in it, with Python's, numpy's or torch's "
-    "global random state, which is the same on all ranks.",
-    "weights": "An iterable dataset has the order that it yields: draw by weight in it.",
+    "shuffle": "An iterable dataset determines its own order: shuffle in it, with Python's, numpy's or torch's global "
+    "random state, which is the same on all ranks.",
+    "weights": "An iterable dataset determines its own order: draw by weight in it.",
 }
 _NAMES = (
     "global_batch_size",
@@ -79,13 +79,13 @@ def check_options(options: Mapping[str, Any], rank: int, *, is_stream: bool) -> 
 
 
 def check_shard_options(options: Mapping[str, Any], rank: int) -> None:
-    """Raise `DataError` for `options`, as none of them is an argument of `shard_loader`."""
+    """Raise `DataError` for `options`, which are not arguments of `shard_loader`."""
     for name, value in options.items():
         fix = _guess(name, _OF_SHARDS)
         if name in {"global_batch_size", "batch_size"}:
             fix = "The DataLoader's `batch_size` is that of all ranks; with `batch_size_per_rank=True`, of each."
         elif name in {*_NAMES, *_INSTEAD}:
-            fix = "Say it in the DataLoader, or give its dataset to loop.loader()."
+            fix = "Pass it to the DataLoader, or give its dataset to loop.loader()."
         raise DataError("sharding a DataLoader", found=f"`{name}={value!r}`", fix=fix, rank=rank)
 
 
@@ -105,4 +105,4 @@ def check_batch_size(name: str, size: int | None, rank: int) -> None:
     check_size(name, size, rank)
     if size is not None and size < 1:
         found = f"`{name}={size}`"
-        raise DataError("making a loader", found=found, fix="It has to be at least 1.", rank=rank)
+        raise DataError("making a loader", found=found, fix="Give at least 1.", rank=rank)

@@ -41,10 +41,14 @@ class Division:
         total = self.edges[-1]
         return -(-num * self.edges[rank] // total), -(-num * self.edges[rank + 1] // total)
 
-    def has_empty(self, num: int) -> bool:
-        """True if a rank takes none of `num` samples."""
+    def sizes(self, num: int) -> list[int]:
+        """Return the number of samples that each rank takes of `num` samples."""
         pieces = (self.piece(num, rank) for rank in range(len(self.edges) - 1))
-        return any(start == stop for start, stop in pieces)
+        return [stop - start for start, stop in pieces]
+
+    def has_empty(self, num: int) -> bool:
+        """True if at least one rank gets no sample of `num`."""
+        return 0 in self.sizes(num)
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,7 +225,7 @@ class Plan:
             raise DataError(
                 f"taking the order of epoch {epoch} from a sampler",
                 found=f"sample {bad[0]} of {self.num_samples}" if bad else f"{len(order)} samples of {self.epoch_size}",
-                fix="Let the sampler give `num_draws` numbers of samples of this dataset.",
+                fix="Let the sampler return `num_draws` indices into this dataset.",
             )
         return order
 
@@ -231,12 +235,12 @@ class Plan:
         for name, at_least in least.items():
             value = getattr(self, name)
             if value is not None and value < at_least:
-                raise DataError(did, found=f"`{name}` is {value}", fix=f"It has to be at least {at_least}.")
+                raise DataError(did, found=f"`{name}` is {value}", fix=f"Give at least {at_least}.")
         if self.num_draws is not None and self.weights is None and self.sampler is None:
             raise DataError(
                 did,
                 found=f"`num_draws` is {self.num_draws}, without `weights`",
-                fix="Give `weights`, all 1 for evenly.",
+                fix="Give `weights`, all 1 for equal probabilities.",
             )
         if self.shares is not None and (
             len(self.shares) != self.world_size or not all(0 < share < float("inf") for share in self.shares)
@@ -244,22 +248,17 @@ class Plan:
             raise DataError(did, found=f"`shares` is {list(self.shares)}", fix="Give one number above 0 for each rank.")
 
     def _check_pieces(self) -> None:
-        did = f"dividing a global batch of {_count(self.global_batch_size)} among {self.world_size} ranks"
-        if self.global_batch_size < self.world_size:
+        size = self.global_batch_size
+        did = f"dividing a global batch of {size} sample{'s' * (size != 1)} among {self.world_size} ranks"
+        if size < self.world_size:
             raise DataError(
                 did,
-                found="some rank would never have a sample",
-                fix=f"Take a `global_batch_size` of at least {self.world_size}, or say `batch_size_per_rank`; "
-                "or use fewer ranks.",
+                found="at least one rank would never have a sample",
+                fix=f"Use a `global_batch_size` of at least {self.world_size}, `batch_size_per_rank`, or fewer ranks.",
             )
-        for rank in range(self.world_size):
-            start, stop = self.division.piece(self.global_batch_size, rank)
-            if start == stop:
-                raise DataError(
-                    did,
-                    found=f"with `shares={list(self.shares or ())}` rank {rank} would never have a sample",
-                    fix="Make its share or the `global_batch_size` larger.",
-                )
+        if 0 in (sizes := self.division.sizes(size)):
+            found = f"with `shares={list(self.shares or ())}` rank {sizes.index(0)} would never have a sample"
+            raise DataError(did, found=found, fix="Increase its share or the `global_batch_size`.")
 
     def _check_not_empty(self) -> None:
         name = "shuffle" if self.shuffle else "weights" if self.weights is not None else ""
@@ -267,18 +266,14 @@ class Plan:
             raise DataError(
                 f"planning an epoch with `{name}`",
                 found="the dataset is empty",
-                fix="Look at where its samples come from.",
+                fix="Check where its samples come from.",
             )
         if self.drop_last and not self.num_batches:
             raise DataError(
                 f"planning an epoch of global batches of {self.global_batch_size} with `drop_last`",
-                found=f"{self.epoch_size} samples are less than one batch, so that every one of them would be dropped",
-                fix="Take a smaller `global_batch_size`, or `drop_last=False`.",
+                found=f"{self.epoch_size} samples are less than one batch, so all of them would be dropped",
+                fix="Use a smaller `global_batch_size`, or `drop_last=False`.",
             )
-
-
-def _count(num_samples: int) -> str:
-    return f"{num_samples} sample{'s' * (num_samples != 1)}"
 
 
 _ORDER = 0x0D0E
@@ -328,9 +323,9 @@ def check_weights(
     if num_drawable == 0 or (not replacement and num_draws > num_drawable):
         raise DataError(
             did,
-            found=f"{num_drawable} samples have a weight above 0, and a sample comes "
+            found=f"{num_drawable} samples have a weight above 0, and a sample can be drawn "
             + ("any number of times (`replacement=True`)" if replacement else "only once (`replacement=False`)"),
-            fix="Raise the weights that are 0, or draw fewer (`num_draws`).",
+            fix="Increase the weights that are 0, or draw fewer samples (`num_draws`).",
         )
     array.flags.writeable = False
     return array

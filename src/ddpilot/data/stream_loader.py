@@ -93,17 +93,18 @@ class StreamReader(Dataset[Any]):
         self._stream: Iterator[Any] = iter(())
         self._position = 0
         self._part = 0
-        self._shown: list[Any] = []
+        self._last_sample: list[Any] = []
+        """A sample of which an empty batch can be made, if there was one."""
 
     def __getitems__(self, orders: Sequence[StreamOrder]) -> StreamPiece | Failure:
         (order,) = orders
         try:
-            with random_apart(self._seeded), self._seen_as_whole_or_part():
+            with random_apart(self._seeded), self._worker_info():
                 self._start(order)
                 return self._read(order)
         except Exception as error:  # noqa: BLE001 - the rank raises it, with its number
             doing = f"reading sample {self._position} of the stream (batch {order.batch} of epoch {order.epoch})"
-            return catch_failure(doing, "Go over the dataset without a loader, or look at `collate_fn`.", error)
+            return catch_failure(doing, "Iterate over the dataset without a loader, or check `collate_fn`.", error)
 
     def _start(self, order: StreamOrder) -> None:
         if order.pass_number == self._pass_number:
@@ -123,13 +124,13 @@ class StreamReader(Dataset[Any]):
         if self._plan.divides_itself:
             start, stop = self._plan.division.piece(size, self._rank)
             samples = list(islice(self._samples(order.epoch), stop - start))
-            self._shown = samples[:1] or self._shown
+            self._last_sample = samples[:1] or self._last_sample
             return self._piece(order, samples, len(samples), self._position - len(samples))
         behind = order.batch * size - self._position
         samples = list(islice(self._samples(order.epoch), behind, behind + size))
         if self._plan.drop_last and len(samples) < size:
             samples = []
-        self._shown = samples[:1] or self._shown
+        self._last_sample = samples[:1] or self._last_sample
         start, stop = self._plan.division.piece(len(samples), self._rank)
         piece = self._piece(order, samples[start:stop], len(samples), order.batch * size + start)
         return piece._replace(first_seen=digest_sample(samples[0])) if samples and self._compared else piece
@@ -139,8 +140,8 @@ class StreamReader(Dataset[Any]):
             seed_random(mix_seed(self._plan.seed, order.epoch, order.batch, 1))
         if samples:
             data = self._collate(samples)
-        elif self._shown:
-            data = without_rows(self._collate(self._shown), self._collate(self._shown * 2))
+        elif self._last_sample:
+            data = without_rows(self._collate(self._last_sample), self._collate(self._last_sample * 2))
         else:
             data = None
         can_resume = hasattr(self._dataset, "state_dict") and hasattr(self._dataset, "load_state_dict")
@@ -164,7 +165,7 @@ class StreamReader(Dataset[Any]):
             seed_random(mix_seed(self._plan.seed, epoch, self._position, self._part, 2))
 
     @contextmanager
-    def _seen_as_whole_or_part(self) -> Iterator[None]:
+    def _worker_info(self) -> Iterator[None]:
         """Set what `get_worker_info()` returns while the dataset is read: None, or rank x worker if it divides."""
         info = get_worker_info()
         shown = None
@@ -216,7 +217,7 @@ class StreamLoader:
 
     def __len__(self) -> int:
         if self.plan.divides_itself or not hasattr(self.dataset, "__len__"):
-            raise TypeError(f"how many batches {type(self.dataset).__name__} has is known when they have been read")
+            raise TypeError(f"the number of batches of {type(self.dataset).__name__} is unknown until it has been read")
         num_samples, size = len(self.dataset), self.plan.global_batch_size
         return num_samples // size if self.plan.drop_last else -(-num_samples // size)
 
@@ -260,10 +261,7 @@ class StreamLoader:
 
     def _load(self, epoch: int, first_batch: int, state: Any) -> Iterator[StreamPiece]:
         self._orders.begin_pass(epoch, first_batch, state)
-        for piece in self._workers.read(mix_seed(self.plan.seed, epoch, self.rank)):
-            if isinstance(piece, Failure):
-                piece.throw(self.rank)
-            yield piece
+        return self._workers.read(mix_seed(self.plan.seed, epoch, self.rank))
 
 
 class _StreamOrders(Sampler[list[StreamOrder]]):

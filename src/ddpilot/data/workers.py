@@ -109,14 +109,11 @@ class PieceReader(Dataset[Any]):
 
     def __getitems__(self, orders: Sequence[Order]) -> Any:
         (order,) = orders
-        self._tell_epoch(order.epoch)
+        if order.epoch != self._epoch and hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(order.epoch)
+        self._epoch = order.epoch
         with random_apart(self.seeded):
             return self._make(order)
-
-    def _tell_epoch(self, epoch: int) -> None:
-        if epoch != self._epoch and hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
-        self._epoch = epoch
 
     def _make(self, order: Order) -> Any:
         if self._rows is not None and not order.is_empty:
@@ -134,20 +131,20 @@ class PieceReader(Dataset[Any]):
             return catch_failure(doing, "Call `collate_fn` with these samples, without workers.", error)
 
     def _read(self, order: Order) -> list[Any] | Failure:
-        place, numbers = 0, order.sample_ids.tolist()
+        index, numbers = 0, order.sample_ids.tolist()
         try:
             if not self._seeds_samples and (many := getattr(self.dataset, "__getitems__", None)):
                 return list(many(numbers))
             samples = []
-            for place, number in enumerate(numbers):
+            for index, number in enumerate(numbers):
                 if self._seeds_samples:
-                    draw = 0 if order.draws is None else order.draws[place] + 1
+                    draw = 0 if order.draws is None else order.draws[index] + 1
                     self._seed_for(order.epoch, number, draw, 0)
                 samples.append(self.dataset[number])
         except Exception as error:  # noqa: BLE001 - the rank raises it, with its number
-            number = numbers[place]
+            number = numbers[index]
             doing = f"reading sample {number} (batch {order.batch} of epoch {order.epoch})"
-            return catch_failure(doing, f"Look at `dataset[{number}]`.", error)
+            return catch_failure(doing, f"Inspect `dataset[{number}]`.", error)
         return samples
 
     def _seed_for(self, *parts: int) -> None:
@@ -186,7 +183,7 @@ class Workers:
         # A separate generator: starting workers must not draw from the random state that the model uses.
         self._generator = torch.Generator()
         self._loader: DataLoader[Any] = DataLoader(
-            reader, batch_sampler=orders, collate_fn=_as_it_is, generator=self._generator, **options
+            reader, batch_sampler=orders, collate_fn=_identity, generator=self._generator, **options
         )
         self._reader: Any = reader
         self._orders = orders
@@ -201,24 +198,28 @@ class Workers:
     def read(self, seed: int) -> Iterator[Any]:
         """Yield the reader's result for each order. `seed`: for the base seed of the workers' own random state.
 
-        Raises `DataError` if the dataset has to be pickled for its workers and cannot be, or if persistent workers have
-        started a different epoch since.
+        Raises `DataError` for a `Failure`, if the dataset has to be pickled for its workers and cannot be, or if
+        persistent workers have started a different epoch since.
         """
         self._number += 1
         self._generator.manual_seed(seed)
-        if not self._loader.num_workers and not self._loader.pin_memory:
-            # Same results as torch's DataLoader, without its overhead per batch.
-            return map(self._reader.__getitems__, self._orders)
-        return self._go_on(self._start(), self._number)
+        if self._loader.num_workers or self._loader.pin_memory:
+            results = self._read_pass(self._start(), self._number)
+        else:  # same results as torch's DataLoader, without its overhead per batch
+            results = map(self._reader.__getitems__, self._orders)
+        for result in results:
+            if isinstance(result, Failure):
+                result.throw(self._rank)
+            yield result
 
-    def _go_on(self, results: Iterator[Any], number: int) -> Iterator[Any]:
+    def _read_pass(self, results: Iterator[Any], number: int) -> Iterator[Any]:
         num_read = 0
         while True:
             if self._loader.persistent_workers and number != self._number:
                 raise DataError(
-                    "reading on in an epoch",
-                    found="another one was begun since, and `persistent_workers` read one at a time",
-                    fix="Make a second loader, or leave `persistent_workers` out.",
+                    "continuing an epoch",
+                    found="a later epoch was started, and `persistent_workers` read one epoch at a time",
+                    fix="Create a second loader, or leave `persistent_workers` out.",
                     rank=self._rank,
                 )
             try:
@@ -260,5 +261,5 @@ class Workers:
             ) from error
 
 
-def _as_it_is(data: Any) -> Any:
+def _identity(data: Any) -> Any:
     return data

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 from ddpilot.errors import DdpilotError, did_you_mean
@@ -25,7 +25,7 @@ class Outcome:
     """What was observed, with values, in one line."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Check:
     """One claim and its requirements."""
 
@@ -34,6 +34,7 @@ class Check:
     module: str
     """Module of the function, in `ddpilot.gpu_check.checks`."""
     claim: str
+    _: KW_ONLY
     num_devices: int = 1
     """Number of accelerators that it requires; 0: it also runs on the CPU."""
     is_pair: bool = False
@@ -59,280 +60,130 @@ def judge(holds: bool, evidence: str) -> Outcome:
     return Outcome(status="ok" if holds else "failed", evidence=evidence)
 
 
+Answer = tuple[bool, str]
+"""A rank's result: True if the claim holds there, and what it observed."""
+
+
+def judge_answers(answers: Iterable[Answer]) -> Outcome:
+    """Return ok if the claim holds on every rank. The evidence is that of all ranks, equal texts once."""
+    holds, texts = zip(*answers, strict=True)
+    return judge(all(holds), " // ".join(dict.fromkeys(texts)))
+
+
 PAIR_ON_ONE_DEVICE = "pair_is_formed"
 """If this check fails on a single device, the other checks with two ranks are skipped there."""
 
 _SESSION = ("ipykernel", "jupyter_client")
 
+
+def _cuda(name: str, module: str, claim: str, packages: tuple[str, ...] = ()) -> Check:
+    """Return a check that requires an NVIDIA device."""
+    return Check(name, module, claim, only_cuda=True, packages=packages)
+
+
+def _any(name: str, module: str, claim: str, packages: tuple[str, ...] = ()) -> Check:
+    """Return a check that also runs on the CPU."""
+    return Check(name, module, claim, num_devices=0, packages=packages)
+
+
+def _pair(name: str, module: str, claim: str, packages: tuple[str, ...] = ()) -> Check:
+    """Return a check of two ranks that also runs on the CPU."""
+    return Check(name, module, claim, num_devices=0, is_pair=True, packages=packages)
+
+
 CHECKS: tuple[Check, ...] = (
-    # If these fail, the others mean little.
-    Check(
-        name="no_context_at_import",
-        module="processes",
-        claim="importing ddpilot and counting devices creates no CUDA context",
-        only_cuda=True,
+    # The other checks depend on these.
+    _cuda("no_context_at_import", "processes", "importing ddpilot and counting devices creates no CUDA context"),
+    _cuda("fork_after_imports", "processes", "a fork of a process with the rank server's imports can use CUDA"),
+    _cuda(
+        "no_context_in_parent_or_server",
+        "processes",
+        "a launch creates no CUDA context in the parent or the rank server",
     ),
-    Check(
-        name="fork_after_imports",
-        module="processes",
-        claim="a fork of a process with the rank server's imports can use CUDA",
-        only_cuda=True,
-    ),
-    Check(
-        name="no_context_in_parent_or_server",
-        module="processes",
-        claim="a launch creates no CUDA context in the parent or the rank server",
-        only_cuda=True,
-    ),
-    Check(
-        name="launch_after_device_use",
-        module="processes",
-        claim="a launch works after the parent used the device",
-        num_devices=0,
-    ),
-    Check(
-        name="group_of_one",
-        module="groups",
-        claim="one rank reduces device and CPU tensors; objects do not use the device",
-        num_devices=0,
-    ),
-    Check(
-        name="ddp_buckets_are_recorded",
-        module="recording",
-        claim="DDP's buckets are recorded with numbers and lines",
-        num_devices=0,
-    ),
-    Check(
-        name="loop_has_the_cpus_numbers",
-        module="training",
-        claim="Loop's gradients and weights in float64 are the CPU's to 1e-10",
-        num_devices=0,
-    ),
-    Check(
-        name="fp16_two_optimizers",
-        module="training",
-        claim="with fp16 two optimizers step on gradients of the right size",
-        only_cuda=True,
-    ),
+    _any("launch_after_device_use", "processes", "a launch works after the parent used the device"),
+    _any("group_of_one", "groups", "one rank reduces device and CPU tensors; objects do not use the device"),
+    _any("ddp_buckets_are_recorded", "recording", "DDP's buckets are recorded with numbers and lines"),
+    _any("loop_has_the_cpus_numbers", "training", "Loop's gradients and weights in float64 are the CPU's to 1e-10"),
+    _cuda("fp16_two_optimizers", "training", "with fp16 two optimizers step on gradients of the right size"),
     # Two ranks.
+    _pair("pair_is_formed", "groups", "two ranks on the accelerator's own backend get right numbers"),
+    _pair("ddp_buckets_of_a_pair", "recording", "two ranks record the same buckets under the same numbers"),
+    _pair("collectives_are_recorded", "recording", "each collective is recorded with its name, number and line"),
     Check(
-        name="pair_is_formed",
-        module="groups",
-        claim="two ranks on the accelerator's own backend get right numbers",
-        num_devices=0,
+        "synchronous_collectives_are_followed",
+        "recording",
+        "collectives that are not asynchronous are recorded as begun until all ranks came, then as done",
         is_pair=True,
     ),
-    Check(
-        name="ddp_buckets_of_a_pair",
-        module="recording",
-        claim="two ranks record the same buckets under the same numbers",
-        num_devices=0,
-        is_pair=True,
+    _pair("hang_is_named", "recording", "a rank that ends early while the other waits is named within 5 s"),
+    _pair("mismatch_is_named", "recording", "different collectives under one number are named within 5 s"),
+    _pair("skipped_backward_is_named", "recording", "a rank that skipped its backward is named within 5 s"),
+    _pair("slow_ranks_are_left_alone", "recording", "slow ranks and queued work are no finding"),
+    _pair(
+        "stuck_rank_is_freed",
+        "groups",
+        "a rank whose device waits in a collective is freed, and its next step is refused",
     ),
-    Check(
-        name="collectives_are_recorded",
-        module="recording",
-        claim="each collective is recorded with its name, number and line",
-        num_devices=0,
-        is_pair=True,
-    ),
-    Check(
-        name="synchronous_collectives_are_followed",
-        module="recording",
-        claim="collectives that are not asynchronous are recorded as begun until all ranks came, then as done",
-        is_pair=True,
-    ),
-    Check(
-        name="hang_is_named",
-        module="recording",
-        claim="a rank that ends early while the other waits is named within 5 s",
-        num_devices=0,
-        is_pair=True,
-    ),
-    Check(
-        name="mismatch_is_named",
-        module="recording",
-        claim="different collectives under one number are named within 5 s",
-        num_devices=0,
-        is_pair=True,
-    ),
-    Check(
-        name="skipped_backward_is_named",
-        module="recording",
-        claim="a rank that skipped its backward is named within 5 s",
-        num_devices=0,
-        is_pair=True,
-    ),
-    Check(
-        name="slow_ranks_are_left_alone",
-        module="recording",
-        claim="slow ranks and queued work are no finding",
-        num_devices=0,
-        is_pair=True,
-    ),
-    Check(
-        name="stuck_rank_is_freed",
-        module="groups",
-        claim="a rank whose device waits in a collective is freed, and its next step is refused",
-        num_devices=0,
-        is_pair=True,
-    ),
-    Check(
-        name="first_collective_is_freed",
-        module="groups",
-        claim="a rank that is stuck in the group's first collective is freed",
-        num_devices=0,
-        is_pair=True,
-    ),
-    Check(
-        name="three_stuck_groups_are_freed",
-        module="groups",
-        claim="three stuck communicators are aborted within 3 s",
-        num_devices=0,
-        is_pair=True,
-    ),
-    Check(
-        name="session_is_freed_and_rebuilt",
-        module="groups",
-        claim="after one rank's error a session frees the other and rebuilds the group",
-        num_devices=0,
-        is_pair=True,
+    _pair("first_collective_is_freed", "groups", "a rank that is stuck in the group's first collective is freed"),
+    _pair("three_stuck_groups_are_freed", "groups", "three stuck communicators are aborted within 3 s"),
+    _pair(
+        "session_is_freed_and_rebuilt",
+        "groups",
+        "after one rank's error a session frees the other and rebuilds the group",
         packages=_SESSION,
     ),
-    Check(
-        name="memory_is_returned",
-        module="processes",
-        claim="device memory of a failed rank is free within 2 s",
-    ),
+    Check("memory_is_returned", "processes", "device memory of a failed rank is free within 2 s"),
     # One rank, continued.
-    Check(
-        name="session_of_one_continues",
-        module="groups",
-        claim="a session continues after an error and a stop, and frees a failed cell's tensors",
-        num_devices=0,
+    _any(
+        "session_of_one_continues",
+        "groups",
+        "a session continues after an error and a stop, and frees a failed cell's tensors",
         packages=_SESSION,
     ),
-    Check(
-        name="device_assert_is_survived",
-        module="groups",
-        claim="after a device-side assert a session keeps variables, and a restarted rank computes",
-        only_cuda=True,
+    _cuda(
+        "device_assert_is_survived",
+        "groups",
+        "after a device-side assert a session keeps variables, and a restarted rank computes",
         packages=_SESSION,
     ),
-    Check(
-        name="in_flight_is_followed",
-        module="recording",
-        claim="eight all_reduces of 32 MiB in flight are followed to their end",
+    Check("in_flight_is_followed", "recording", "eight all_reduces of 32 MiB in flight are followed to their end"),
+    _any(
+        "stand_in_keeps_the_context",
+        "training",
+        "made-up rows for a rank without samples do not break the CUDA context",
     ),
-    Check(
-        name="stand_in_keeps_the_context",
-        module="training",
-        claim="made-up rows for a rank without samples do not break the CUDA context",
-        num_devices=0,
+    _any("nan_stops_before_a_checkpoint", "training", "a NaN loss raises NonFiniteError and reaches no checkpoint"),
+    _cuda("capture_under_guard", "training", "a CUDA graph can be captured while watch and guard are on"),
+    _any(
+        "loop_of_two_has_the_cpus_numbers",
+        "training",
+        "Loop's numbers on two ranks are the CPU's; on one device they share it",
     ),
-    Check(
-        name="nan_stops_before_a_checkpoint",
-        module="training",
-        claim="a NaN loss raises NonFiniteError and reaches no checkpoint",
-        num_devices=0,
+    _any(
+        "trainer_of_two_has_the_cpus_numbers",
+        "training",
+        "Trainer's weights on two ranks are those of a plain loop on the CPU",
     ),
-    Check(
-        name="capture_under_guard",
-        module="training",
-        claim="a CUDA graph can be captured while watch and guard are on",
-        only_cuda=True,
-    ),
-    Check(
-        name="loop_of_two_has_the_cpus_numbers",
-        module="training",
-        claim="Loop's numbers on two ranks are the CPU's; on one device they share it",
-        num_devices=0,
-    ),
-    Check(
-        name="trainer_of_two_has_the_cpus_numbers",
-        module="training",
-        claim="Trainer's weights on two ranks are those of a plain loop on the CPU",
-        num_devices=0,
-    ),
-    Check(
-        name="resume_continues_exactly",
-        module="training",
-        claim="a resumed run has the weights of one that ran through, bit for bit",
-    ),
-    Check(
-        name="fused_optimizer_trains",
-        module="training",
-        claim="a fused optimizer under bf16 trains",
-        num_devices=0,
-    ),
-    Check(
-        name="out_of_memory_is_explained",
-        module="training",
-        claim="OutOfMemoryError is raised, and the memory is free after it",
-    ),
-    Check(
-        name="checkpoint_is_of_its_moment",
-        module="training",
-        claim="a checkpoint has the values of its moment",
-        num_devices=0,
-    ),
-    Check(
-        name="checkpoint_of_two_devices",
-        module="training",
-        claim="the same for a model on two devices",
-        num_devices=2,
-    ),
-    Check(
-        name="devices_by_uuid",
-        module="devices",
-        claim="devices are told apart, on NVIDIA's by UUID",
-    ),
-    Check(
-        name="masked_devices",
-        module="devices",
-        claim="CUDA_VISIBLE_DEVICES is read as the driver reads it",
-        only_cuda=True,
-    ),
-    Check(
-        name="mig_slices",
-        module="devices",
-        claim="MIG slices are counted, and two of one GPU are known to share it",
-        only_cuda=True,
-    ),
-    Check(
-        name="ranks_on_one_device",
-        module="devices",
-        claim="two ranks on one device use gloo and say so",
-    ),
-    Check(
-        name="preloaded_module_is_named",
-        module="processes",
-        claim="a preloaded module that touches CUDA does not break the ranks",
-        only_cuda=True,
-    ),
+    Check("resume_continues_exactly", "training", "a resumed run has the weights of one that ran through, bit for bit"),
+    _any("fused_optimizer_trains", "training", "a fused optimizer under bf16 trains"),
+    Check("out_of_memory_is_explained", "training", "OutOfMemoryError is raised, and the memory is free after it"),
+    _any("checkpoint_is_of_its_moment", "training", "a checkpoint has the values of its moment"),
+    Check("checkpoint_of_two_devices", "training", "the same for a model on two devices", num_devices=2),
+    Check("devices_by_uuid", "devices", "devices are told apart, on NVIDIA's by UUID"),
+    _cuda("masked_devices", "devices", "CUDA_VISIBLE_DEVICES is read as the driver reads it"),
+    _cuda("mig_slices", "devices", "MIG slices are counted, and two of one GPU are known to share it"),
+    Check("ranks_on_one_device", "devices", "two ranks on one device use gloo and say so"),
+    _cuda("preloaded_module_is_named", "processes", "a preloaded module that touches CUDA does not break the ranks"),
     # Performance.
+    _cuda("waits_of_a_step", "training", "Loop's step waits for the device never, with fp16 once"),
+    _any("checkpoint_stall", "training", "saving 400 MB stops training for 0.2 of torch.save's time at most"),
     Check(
-        name="waits_of_a_step",
-        module="training",
-        claim="Loop's step waits for the device never, with fp16 once",
-        only_cuda=True,
+        "overhead_on_one_rank", "overhead", "watch and guard cost a 20 ms step 5 % at most on one rank", limit_s=180.0
     ),
     Check(
-        name="checkpoint_stall",
-        module="training",
-        claim="saving 400 MB stops training for 0.2 of torch.save's time at most",
-        num_devices=0,
-    ),
-    Check(
-        name="overhead_on_one_rank",
-        module="overhead",
-        claim="watch and guard cost a 20 ms step 5 % at most on one rank",
-        limit_s=180.0,
-    ),
-    Check(
-        name="overhead_on_a_pair",
-        module="overhead",
-        claim="watch and guard cost a 20 ms step 5 % at most on two ranks",
+        "overhead_on_a_pair",
+        "overhead",
+        "watch and guard cost a 20 ms step 5 % at most on two ranks",
         num_devices=2,
         is_pair=True,
         limit_s=180.0,
@@ -349,7 +200,7 @@ def find_check(name: str) -> Check:
     raise DdpilotError(
         "choosing checks",
         found=f"there is no check {name!r}",
-        fix=f"{guess} `ddpilot gpu-check --list` shows their names".lstrip(),
+        fix=f"{guess} `ddpilot gpu-check --list` lists the names".lstrip(),
     )
 
 

@@ -89,9 +89,9 @@ def read_facts() -> dict[str, Any]:
     ended = _run_child("facts", _FACTS_LIMIT_S)
     if ended.value is None:
         raise DdpilotError(
-            "looking for accelerators",
+            "detecting accelerators",
             found=f"{ended.why}: {ended.output[-600:].strip()}",
-            fix=f"See that `{sys.executable} -c 'import torch'` works",
+            fix=f"Check that `{sys.executable} -c 'import torch'` works",
         )
     return {"ddpilot": _own_version(), **ended.value}
 
@@ -113,7 +113,7 @@ def describe_facts(facts: Mapping[str, Any]) -> str:
     line = f"{devices}; ddpilot {facts['ddpilot'] or 'not installed'}, {', '.join(versions)}"
     if facts["devices"]:
         return line
-    return f"{line}\nOnly what the CPU and gloo can show is checked here: nothing of it is about accelerators."
+    return f"{line}\nOnly claims that the CPU and gloo can show are checked, none about accelerators."
 
 
 def why_not(check: Check, facts: Mapping[str, Any], results: Iterable[Result]) -> str:
@@ -194,7 +194,7 @@ def _last_line(text: str) -> str:
     """Return the last line of output, or where the main thread was if the output ends with faulthandler's stacks."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
-        return "it printed nothing"
+        return "no output"
     stacks = [at for at, line in enumerate(lines[:-1]) if line.endswith(_INNERMOST_FIRST)]
     is_stack = bool(stacks) and all(line.startswith('File "') for line in lines[stacks[-1] + 1 :])
     return lines[stacks[-1] + 1 if is_stack else -1][:300]
@@ -214,7 +214,7 @@ def render_summary(results: Sequence[Result], json_path: Path) -> str:
     failed = [each.check.name for each in results if each.outcome.status == "failed"]
     lines = [f"{counts['ok']} ok, {counts['failed']} FAILED, {counts['cannot be shown']} cannot be shown here"]
     if failed:
-        lines.append(f"FAILED: {', '.join(failed)}; what they printed is in the report")
+        lines.append(f"FAILED: {', '.join(failed)}; their output is in the report")
     lines.append(f"report: {json_path}")
     return "\n".join(lines)
 

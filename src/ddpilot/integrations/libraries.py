@@ -41,7 +41,7 @@ _VARIABLE = "OPENBLAS_NUM_THREADS"
 
 
 def import_quietly(*names: str) -> None:
-    """Import those of `names` that can be imported; import errors of the others show up in the cell that needs them.
+    """Import those of `names` that can be imported; the cell that needs a missing one raises its ImportError.
 
     SciPy's OpenBLAS starts one thread per core when it is loaded, and the rank server does not fork a process with
     threads of unknown libraries. As ranks share the cores, SciPy gets one thread in each.

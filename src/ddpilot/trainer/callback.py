@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, Literal, cast
 
 from ddpilot.checkpoint.host_copy import can_hold
-from ddpilot.errors import LoopError, did_you_mean
+from ddpilot.errors import LoopError
 from ddpilot.group.decorators import on_ranks
 from ddpilot.trainer.run import Run
 from ddpilot.training.loop import Loop
@@ -65,151 +65,110 @@ class Callback:
         vars(self).update(state)
 
 
-def check_callbacks(given: Sequence[object]) -> None:
-    """Raise LoopError for an object that is not a Callback, an invalid `ranks`, or an unknown `on_...` method."""
-    for one in given:
-        if not isinstance(one, Callback):
-            found = f"a {type(one).__name__} among `callbacks`"
-            raise LoopError("making a Trainer", found=found, fix="Derive its class from ddpilot.Callback.")
-        if str(one.ranks) not in ("zero", "all"):
-            found = f"{type(one).__name__}.ranks is {one.ranks!r}"
-            raise LoopError("making a Trainer", found=found, fix="Say 'zero' or 'all'.")
-        for name in dir(type(one)):
-            if name.startswith("on_") and not hasattr(Callback, name) and callable(getattr(one, name)):
-                known = [each for each in vars(Callback) if each.startswith("on_")]
-                fix = did_you_mean(name, known) or f"Those that are: {', '.join(known)}."
-                found = f"{type(one).__name__}.{name}, which is never called"
-                raise LoopError("making a Trainer", found=found, fix=fix)
-
-
 class CallbackRunner:
-    """The callbacks of one `fit` on this rank."""
+    """Calls the callbacks of one `fit` on this rank."""
 
     def __init__(self, callbacks: Sequence[Callback], run: Run) -> None:
-        self._callbacks = callbacks
+        is_rank_zero = run.loop.group.is_rank_zero
+        self._callbacks = [one for one in callbacks if is_rank_zero or one.ranks == "all"]
+        self._has_rank_zero_callbacks = any(one.ranks == "zero" for one in callbacks)
         self._run = run
-        self._has_own_of_zero = any(callback.ranks == "zero" for callback in callbacks)
         self._failure: Exception | None = None
         self.is_over = False
         """True once the last update was made, when a failure no longer ends training."""
-        self.late: Exception | None = None
+        self.late_error: Exception | None = None
         """The first failure since then."""
-        self._guarded = {
-            id(callback): GuardedLoop(run.loop, type(callback).__qualname__)
-            for callback in callbacks
-            if callback.ranks == "zero"
-        }
 
-    def tell(self, event: str) -> None:
+    def call(self, event: str) -> None:
         """Call method `event` of each callback. Collective. An exception raised on rank 0 is raised on all ranks.
 
-        If `is_over`, the exception is kept in `late` instead, and the remaining events still occur.
+        If `is_over`, the exception is kept in `late_error` instead, and the remaining events still occur.
         """
-        self._call(event)
-        self.settle()
+        self._call_each(event)
+        self.raise_failure()
 
-    def tell_update(self) -> None:
+    def call_update_end(self) -> None:
         """Call `on_update_end`; not collective. After a failure on rank 0, all ranks stop, see `Run.stop`."""
-        self._call("on_update_end")
+        self._call_each("on_update_end")
         if self._failure is not None:
             self._run.stop()
 
-    def settle(self) -> None:
+    def raise_failure(self) -> None:
         """Raise on all ranks what a callback raised on rank 0. Collective if a callback runs on rank 0 only."""
-        if not self._has_own_of_zero:
+        if not self._has_rank_zero_callbacks:
             return
         try:
-            on_ranks(0)(self._raise_failure)()
+            on_ranks(0)(self._pop_failure)()
         except Exception as error:
             if not self.is_over:
                 raise
-            self.late = self.late or error
+            self.late_error = self.late_error or error
 
-    def tell_exception(self, error: BaseException) -> None:
+    def call_exception(self, error: BaseException) -> None:
         """Call `on_exception`, on this rank only; an exception in it becomes a warning in addition to `error`."""
-        for callback in self._here():
+        for callback in self._callbacks:
             try:
-                with self._seen_by(callback) as run:
+                with self._restricted(callback) as run:
                     callback.on_exception(run, error)
             except Exception as second:  # noqa: BLE001  (the first error is the one to be raised)
                 warnings.warn(f"{type(callback).__name__}.on_exception raised {second!r}", stacklevel=2)
 
-    def _call(self, event: str) -> None:
-        for callback in self._here():
+    def _call_each(self, event: str) -> None:
+        for callback in self._callbacks:
             if callback.ranks == "all":
-                self._tell_one(callback, event)
+                self._call_one(callback, event)
             elif self._failure is None:
                 try:
-                    self._tell_one(callback, event)
-                except Exception as error:  # noqa: BLE001  (the other ranks go on: so does this one, to the next exchange)
+                    self._call_one(callback, event)
+                except Exception as error:  # noqa: BLE001  (the other ranks continue: so does this one, until they stop)
                     self._failure = error
 
-    def _tell_one(self, callback: Callback, event: str) -> None:
+    def _call_one(self, callback: Callback, event: str) -> None:
         try:
-            with self._seen_by(callback) as run:
+            with self._restricted(callback) as run:
                 getattr(callback, event)(run)
         except OSError as error:
             if error.errno is None:
                 raise
             where = f"{type(callback).__name__}.{event} on rank {self._run.loop.rank}"
-            said = f"{error.strerror} (in {where}; make room or give it another path, and fit again)"
-            raise OSError(error.errno, said, error.filename) from error
+            text = f"{error.strerror} (in {where}; free some space or use a different path, and fit again)"
+            raise OSError(error.errno, text, error.filename) from error
 
     @contextmanager
-    def _seen_by(self, callback: Callback) -> Iterator[Run]:
-        """Yield the run for `callback`: without collectives in `run.loop` if other ranks do not call the callback."""
+    def _restricted(self, callback: Callback) -> Iterator[Run]:
+        """Yield the run, with a `loop` that rejects collectives if other ranks do not call the callback."""
         loop = self._run.loop
-        self._run.loop = cast(Loop, self._guarded.get(id(callback), loop))
+        if callback.ranks == "zero":
+            self._run.loop = cast(Loop, _without_collectives(loop, type(callback).__qualname__))
         try:
             yield self._run
         finally:
             self._run.loop = loop
 
-    def _here(self) -> list[Callback]:
-        is_zero = self._run.loop.group.is_rank_zero
-        return [callback for callback in self._callbacks if is_zero or callback.ranks == "all"]
-
-    def _raise_failure(self) -> None:
+    def _pop_failure(self) -> None:
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
 
 
-_OF_LOOP = frozenset(
-    {
-        "prepare",
-        "explain",
-        "epochs",
-        "batches",
-        "save",
-        "resume",
-        "load",
-        "backward",
-        "step",
-        "reduce",
-        "gather",
-        "gather_batch",
-        "evaluate",
-        "predict",
-        "rank_zero_first",
-    }
-)
-_OF_GROUP = frozenset({"barrier", "all_reduce", "broadcast", "all_gather_object", "broadcast_object", "leave"})
+_LOOP_COLLECTIVES = {
+    *("prepare", "explain", "epochs", "batches", "save", "resume", "load", "backward", "step", "reduce", "gather"),
+    *("gather_batch", "evaluate", "predict", "rank_zero_first"),
+}
+_GROUP_COLLECTIVES = {"barrier", "all_reduce", "broadcast", "all_gather_object", "broadcast_object", "leave"}
 
 
-class GuardedLoop:
-    """Proxy of `loop` without its collectives, which raise a LoopError that names `callback`."""
-
-    def __init__(self, loop: Any, callback: str) -> None:
-        self.group = _Guard(loop.group, _OF_GROUP, "run.loop.group", callback)
-        self._guard = _Guard(loop, _OF_LOOP, "run.loop", callback)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._guard, name)
+def _without_collectives(loop: Loop, callback: str) -> Any:
+    """Return a proxy of `loop` whose collectives, and its group's, raise a LoopError that names `callback`."""
+    group = _Restricted(loop.group, _GROUP_COLLECTIVES, "run.loop.group", callback)
+    return _Restricted(loop, _LOOP_COLLECTIVES, "run.loop", callback, group=group)
 
 
-class _Guard:
-    def __init__(self, inner: Any, refused: frozenset[str], path: str, callback: str) -> None:
+class _Restricted:
+    """Proxy of `inner` with the attributes `replaced`, which raises LoopError for the attributes `refused`."""
+
+    def __init__(self, inner: Any, refused: set[str], path: str, callback: str, **replaced: Any) -> None:
+        vars(self).update(replaced)
         self._inner = inner
         self._refused = refused
         self._path = path
@@ -220,7 +179,7 @@ class _Guard:
             return getattr(self._inner, name)
         raise LoopError(
             f"calling {self._path}.{name} in {self._callback}",
-            found="`ranks` is 'zero': only rank 0 is there, and would wait for the others for ever",
-            fix=f'Set `ranks = "all"` in {self._callback}, or do without the other ranks.',
+            found="`ranks` is 'zero': only rank 0 calls it, and would wait for the other ranks forever",
+            fix=f'Set `ranks = "all"` in {self._callback}, or do without collectives.',
             rank=0,
         )

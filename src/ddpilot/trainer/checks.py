@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import ParamSpec, TypeVar
 
 from torch import nn
@@ -14,12 +14,15 @@ from torch.utils.data import DataLoader
 
 from ddpilot.data.loaders import make_loader, make_stream_loader, shard_loader
 from ddpilot.errors import LoopError, did_you_mean
+from ddpilot.trainer.callback import Callback
 from ddpilot.trainer.run import trained_parts
 
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
 
-_MAKING = "making a Trainer"
+MAKING = "making a Trainer"
+"""What a constructor's errors state as the failed action."""
+
 _OWN = ("self", "dataset", "loader", "rank", "world_size", "seed", "say", "options")
 """Arguments that the user cannot pass: they are set by the trainer, the group or the data."""
 
@@ -75,34 +78,49 @@ def check_names(did: str, what: str, given: Iterable[str], known: Collection[str
 def check_choice(did: str, what: str, given: object, known: Collection[str]) -> None:
     """Raise LoopError unless `given` is one of `known`."""
     if given not in known:
-        raise LoopError(did, found=f"`{what}` is {given!r}", fix=f"Say {' or '.join(map(repr, known))}.")
+        raise LoopError(did, found=f"`{what}` is {given!r}", fix=f"Use {' or '.join(map(repr, known))}.")
 
 
 def check_forward(did: str, model: nn.Module, has_own_forward: bool) -> None:
     """Raise LoopError for a ModuleDict without `forward=`, as its parts do not define a forward pass."""
     parts = trained_parts(model)
     if parts is not None and not has_own_forward:
-        found = f"the model is a ModuleDict of {', '.join(map(repr, parts))}, which has no forward pass of its own"
-        fix = (
-            "Pass `forward=lambda model, batch: (output, target)`, which calls the parts; for a step of another kind, "
-        )
-        raise LoopError(did, found=found, fix=fix + "override `train_batch`.")
+        found = f"the model is a ModuleDict of {', '.join(map(repr, parts))}, which has no `forward` of its own"
+        fix = "Pass `forward=lambda model, batch: (output, target)`, which calls the parts, or override `train_batch`."
+        raise LoopError(did, found=found, fix=fix)
 
 
 def check_model(model: object) -> None:
     """Raise LoopError if `model` is not a module, or if it has uninitialized parameters."""
     if not isinstance(model, nn.Module):
-        raise LoopError(_MAKING, found=f"`model` is a {type(model).__name__}", fix="Give a torch.nn.Module.")
+        raise LoopError(MAKING, found=f"`model` is a {type(model).__name__}", fix="Give a torch.nn.Module.")
     lazy = [name for name, parameter in model.named_parameters() if isinstance(parameter, UninitializedParameter)]
     if lazy:
         found = f"parameters without a shape yet: {', '.join(lazy[:4])}"
-        raise LoopError(_MAKING, found=found, fix="Call the model with one batch first, which gives them theirs.")
+        raise LoopError(MAKING, found=found, fix="Call the model with one batch first, which initializes them.")
 
 
 def check_metrics(metrics: object) -> None:
     """Raise LoopError if `metrics` is not a mapping of metrics by name."""
     if metrics is not None and not callable(getattr(metrics, "items", None)):
-        raise LoopError(_MAKING, found=f"`metrics` is {metrics!r}", fix='Give a dict: {"accuracy": accuracy}.')
+        raise LoopError(MAKING, found=f"`metrics` is {metrics!r}", fix='Give a dict: {"accuracy": accuracy}.')
+
+
+def check_callbacks(given: Sequence[object]) -> None:
+    """Raise LoopError for an object that is not a Callback, an invalid `ranks`, or an unknown `on_...` method."""
+    for one in given:
+        if not isinstance(one, Callback):
+            found = f"a {type(one).__name__} among `callbacks`"
+            raise LoopError(MAKING, found=found, fix="Derive its class from ddpilot.Callback.")
+        if str(one.ranks) not in ("zero", "all"):
+            found = f"{type(one).__name__}.ranks is {one.ranks!r}"
+            raise LoopError(MAKING, found=found, fix="Use 'zero' or 'all'.")
+        for name in dir(type(one)):
+            if name.startswith("on_") and not hasattr(Callback, name) and callable(getattr(one, name)):
+                known = [each for each in vars(Callback) if each.startswith("on_")]
+                fix = did_you_mean(name, known) or f"The methods are {', '.join(known)}."
+                found = f"{type(one).__name__}.{name}, which is never called"
+                raise LoopError(MAKING, found=found, fix=fix)
 
 
 def check_loader_options(did: str, what: str, options: Iterable[str]) -> None:

@@ -14,8 +14,10 @@ from ddpilot.checkpoint.weights import class_name
 from ddpilot.errors import LoopError
 from ddpilot.findings.finding import Finding
 from ddpilot.launcher import Launcher
-from ddpilot.trainer.callback import Callback, check_callbacks
+from ddpilot.trainer.callback import Callback
 from ddpilot.trainer.checks import (
+    MAKING,
+    check_callbacks,
     check_choice,
     check_metrics,
     check_model,
@@ -23,9 +25,9 @@ from ddpilot.trainer.checks import (
     naming_arguments,
 )
 from ddpilot.trainer.history import History
-from ddpilot.trainer.losses import EpochLosses, Forward, Summands, check_attached, check_weighted, with_count
+from ddpilot.trainer.losses import EpochLosses, Summands, check_attached, check_weighted, with_count
 from ddpilot.trainer.optimizers import make_ema, make_optimizers, make_schedulers
-from ddpilot.trainer.run import Run
+from ddpilot.trainer.run import Forward, Run
 from ddpilot.training.evaluation.evaluate import forward_batch
 from ddpilot.training.loop import Loop
 from ddpilot.training.models.ddp import run_in_forward
@@ -36,16 +38,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-_MAKING = "making a Trainer"
 _NUM_CHECKED = 8
-"""Number of batches per epoch whose labels are checked, which waits for the device."""
+"""Number of batches per epoch in which labels are checked; the check waits for the device."""
 
 
 class TrainerCore:
     """The parts and records of a `Trainer`; for the arguments see `Trainer`."""
 
     @naming_arguments(
-        "making a Trainer",
+        MAKING,
         dict.fromkeys(("epochs", "global_batch_size", "batch_size", "nproc_per_node"), "It belongs to `fit`."),
     )
     def __init__(
@@ -101,6 +102,11 @@ class TrainerCore:
         check_trainer(self)
 
     @property
+    def has_own_step(self) -> bool:
+        """True if a subclass overrides `train_batch`."""
+        return type(self).train_batch is not TrainerCore.train_batch
+
+    @property
     def all_metrics(self) -> dict[str, Any]:
         """The metrics, and the loss under the name "loss"."""
         return self.metrics if self.loss_fn is None else {"loss": self.loss_fn, **self.metrics}
@@ -144,8 +150,8 @@ class TrainerCore:
         before the first fit.
         """
         if self.explanation is None:
-            found = "no fit has ended yet, which is what chooses and measures"
-            raise LoopError("explaining what was chosen", found=found, fix="Call fit() first; `ddp=` chooses yourself.")
+            found = "no fit has ended yet, and the choices are made and measured in a fit"
+            raise LoopError("explaining what was chosen", found=found, fix="Call fit() first; or choose with `ddp=`.")
         return self.explanation
 
     def plot(self) -> Figure:
@@ -176,35 +182,35 @@ class FitState:
     def __init__(self, history: History, callbacks: Sequence[Callback]) -> None:
         self._history = history
         self._callbacks = callbacks
-        self._ledger: EpochLosses | None = None
-        self._left: dict[str, Any] | None = None
+        self._losses: EpochLosses | None = None
+        self._resumed: dict[str, Any] | None = None
 
     def begin_epoch(self, loop: Loop) -> EpochLosses:
-        """Return a ledger for an epoch that starts now, or that resumes from a checkpoint in its middle."""
-        before, self._left = self._left, None
-        self._ledger = EpochLosses(loop, before if loop.next_batch else None)
-        return self._ledger
+        """Return the losses of an epoch that starts now, or that resumes from a checkpoint in its middle."""
+        before, self._resumed = self._resumed, None
+        self._losses = EpochLosses(loop, before if loop.next_batch else None)
+        return self._losses
 
     def end_epoch(self) -> None:
-        """Drop the ledger, whose losses go into the history."""
-        self._ledger = None
+        """Drop the losses, which go into the history."""
+        self._losses = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, with callbacks in order, by class name. Collective in the middle of an epoch."""
         states = [(type(callback).__qualname__, callback.state_dict()) for callback in self._callbacks]
-        running = None if self._ledger is None else self._ledger.state_dict()
+        running = None if self._losses is None else self._losses.state_dict()
         return {"history": self._history.state_dict(), "callbacks": states, "running": running}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state. A callback without a saved state keeps its own; one without a callback is ignored."""
-        self._left = state["running"]
+        self._resumed = state["running"]
         self._history.load_state_dict(state["history"])
-        left = list(state["callbacks"])
+        remaining = list(state["callbacks"])
         for callback in self._callbacks:
             name = type(callback).__qualname__
-            place = next((place for place, (kind, _) in enumerate(left) if kind == name), None)
-            if place is not None:
-                callback.load_state_dict(left.pop(place)[1])
+            index = next((index for index, (kind, _) in enumerate(remaining) if kind == name), None)
+            if index is not None:
+                callback.load_state_dict(remaining.pop(index)[1])
 
 
 def check_trainer(trainer: TrainerCore) -> None:
@@ -212,15 +218,15 @@ def check_trainer(trainer: TrainerCore) -> None:
     loss_fn: object = trainer.loss_fn
     if loss_fn is not None and not callable(loss_fn):
         found = f"`loss_fn` is {loss_fn!r}"
-        raise LoopError(_MAKING, found=found, fix="Give a function of (output, target): torch.nn.functional.mse_loss.")
+        raise LoopError(MAKING, found=found, fix="Give a function of (output, target): torch.nn.functional.mse_loss.")
     if trainer.loss_fn is not None and "loss" in trainer.metrics:
         found = "a metric called 'loss', which is the name of `loss_fn` in the history and in evaluations"
-        raise LoopError(_MAKING, found=found, fix="Call the metric by another name.")
-    check_choice(_MAKING, "precision", trainer.precision, ("fp32", "bf16", "fp16"))
-    check_choice(_MAKING, "scheduler_per", trainer.scheduler_per, ("update", "epoch"))
+        raise LoopError(MAKING, found=found, fix="Give the metric a different name.")
+    check_choice(MAKING, "precision", trainer.precision, ("fp32", "bf16", "fp16"))
+    check_choice(MAKING, "scheduler_per", trainer.scheduler_per, ("update", "epoch"))
     if trainer.clip_norm is not None and not trainer.clip_norm > 0:
         found = f"`clip_norm` is {trainer.clip_norm}"
-        raise LoopError(_MAKING, found=found, fix="Give a limit above 0; None does not clip.")
+        raise LoopError(MAKING, found=found, fix="Give a limit above 0; None does not clip.")
     if not is_count(trainer.accumulate) or trainer.accumulate < 1:
         found = f"`accumulate` is {trainer.accumulate!r}"
-        raise LoopError(_MAKING, found=found, fix="Give a number of batches, 1 or more.")
+        raise LoopError(MAKING, found=found, fix="Give a number of batches, 1 or more.")

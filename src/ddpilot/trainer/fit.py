@@ -34,9 +34,7 @@ from ddpilot.training.models.optimizers import ShardedState
 from ddpilot.training.options import CheckpointOptions
 from ddpilot.training.resume.position import describe_data
 
-_REASONS = {"SIGINT": "interrupted", "time": "the time of `max_time_s` is over", "asked": "a callback asked for it"}
-
-
+_REASONS = {"SIGINT": "interrupted", "time": "`max_time_s` has elapsed", "asked": "a callback requested it"}
 _FITTING = "starting a fit"
 
 
@@ -65,8 +63,8 @@ class FitOptions:
 def fit_on_rank(trainer: TrainerCore, fit: FitOptions) -> FitResult | None:
     """Train on a rank that was started for it; returns on rank 0 what the parent loads. Collective."""
     with StopSignals() as signals:
-        late = fit_here(trainer, fit, signals)
-        return collect_result(trainer, group_here(), late)
+        late_error = fit_here(trainer, fit, signals)
+        return collect_result(trainer, group_here(), late_error)
 
 
 def fit_here(trainer: TrainerCore, fit: FitOptions, signals: StopSignals) -> Exception | None:
@@ -99,41 +97,41 @@ def _fit_by(loop: Loop, trainer: TrainerCore, fit: FitOptions) -> Exception | No
     data = describe_data(train_loader)
     trainer.batch_size = getattr(getattr(train_loader, "plan", None), "global_batch_size", None) or trainer.batch_size
     _start(loop, trainer.position, data)
-    run, story = _prepare(trainer, loop, fit)
+    run, state = _prepare(trainer, loop, fit)
     if fit.checkpoints["checkpoint_dir"] is not None and fit.checkpoints["resume"]:
         _resume(loop, run, fit)
-    watchers = CallbackRunner(trainer.callbacks, run)
+    callbacks = CallbackRunner(trainer.callbacks, run)
     try:
-        watchers.tell("on_fit_start")
+        callbacks.call("on_fit_start")
         for _ in loop.epochs(run.num_epochs):
-            _train_epoch(trainer, run, train_loader, val_loader, watchers, fit, story)
-        watchers.is_over = True
-        watchers.tell("on_fit_end")
+            _train_epoch(trainer, run, train_loader, val_loader, callbacks, fit, state)
+        callbacks.is_over = True
+        callbacks.call("on_fit_end")
     except BaseException as error:
-        watchers.tell_exception(error)
+        callbacks.call_exception(error)
         raise
-    _say_stop(loop)
+    _report_stop(loop)
     trainer.explanation = loop.explain()
     trainer.position = Position(loop.epoch, loop.next_batch, loop.num_updates, data)
     trainer.findings = loop.findings
-    return watchers.late
+    return callbacks.late_error
 
 
 def _start(loop: Loop, position: Position, data: Mapping[str, Any]) -> None:
     epoch, next_batch = position.epoch, position.next_batch
     if next_batch and position.data != data:  # with different data there is no rest of the epoch: the next epoch starts
-        _say_left_out(loop, position, data)
+        _report_skipped_rest(loop, position, data)
         epoch, next_batch = epoch + 1, 0
     loop.start_at(epoch, next_batch=next_batch, num_updates=position.num_updates)
 
 
-def _say_left_out(loop: Loop, position: Position, data: Mapping[str, Any]) -> None:
+def _report_skipped_rest(loop: Loop, position: Position, data: Mapping[str, Any]) -> None:
     before, epoch = position.data, position.epoch
     names = [name for name in ("dataset_length", "global_batch_size") if before.get(name) != data.get(name)]
-    changed = ", ".join(f"{name} {before.get(name)} -> {data.get(name)}" for name in names) or "or their order"
+    changed = ", ".join(f"{name} {before.get(name)} -> {data.get(name)}" for name in names) or "their order"
     loop.print(
-        f"the rest of epoch {epoch}, from batch {position.next_batch} on, is left out, since the data are others "
-        f"now ({changed}): epoch {epoch + 1} begins",
+        f"skipping the rest of epoch {epoch} (from batch {position.next_batch}), as the training data changed "
+        f"({changed}): starting epoch {epoch + 1}",
         flush=True,
     )
 
@@ -143,7 +141,7 @@ def _resume(loop: Loop, run: Run, fit: FitOptions) -> None:
         return
     left = max(0, run.num_epochs - loop.epoch)
     goal = f"until_epoch={fit.until_epoch}" if fit.until_epoch is not None else f"epochs={fit.epochs}"
-    loop.print(f"resumes at epoch {loop.epoch}; {goal}: {left} more, up to {run.num_epochs}", flush=True)
+    loop.print(f"resuming at epoch {loop.epoch}; {goal}: {left} more, up to {run.num_epochs}", flush=True)
 
 
 def _prepare(trainer: TrainerCore, loop: Loop, fit: FitOptions) -> tuple[Run, FitState]:
@@ -153,7 +151,7 @@ def _prepare(trainer: TrainerCore, loop: Loop, fit: FitOptions) -> tuple[Run, Fi
     wrapped = [loop.prepare(part, **options) for part in parts.values()]
     for name, optimizer in trainer.optimizers.items():
         if not isinstance(optimizer, ShardedState):  # divided by an earlier fit on these ranks
-            bring_state(optimizer)
+            move_optimizer_state(optimizer)
             trainer.optimizers[name] = loop.prepare(optimizer, shard=shard)
         else:
             loop.prepare(optimizer)
@@ -162,8 +160,8 @@ def _prepare(trainer: TrainerCore, loop: Loop, fit: FitOptions) -> tuple[Run, Fi
         loop.prepare(scheduler)
     if trainer.ema is not None:
         loop.prepare(trainer.ema)
-    story = FitState(trainer.history, trainer.callbacks)
-    loop.track(story=story)
+    state = FitState(trainer.history, trainer.callbacks)
+    loop.track(story=state)  # the name of its entry in checkpoints
     run = Run(
         loop=loop,
         model=unwrap(wrapped[0]) if "" in parts else model,
@@ -175,10 +173,10 @@ def _prepare(trainer: TrainerCore, loop: Loop, fit: FitOptions) -> tuple[Run, Fi
         num_epochs=loop.epoch + fit.epochs if fit.until_epoch is None else fit.until_epoch,
         until_epoch=fit.until_epoch,
     )
-    return run, story
+    return run, state
 
 
-def bring_state(optimizer: Optimizer) -> None:
+def move_optimizer_state(optimizer: Optimizer) -> None:
     """Move optimizer state left by an earlier fit to the device of the parameters."""
     first = optimizer.param_groups[0]["params"][0]
     if optimizer.state and first.device.type != "cpu":
@@ -205,28 +203,30 @@ def _train_epoch(
     run: Run,
     train: Loader,
     val: Loader | None,
-    watchers: CallbackRunner,
+    callbacks: CallbackRunner,
     fit: FitOptions,
-    story: FitState,
+    state: FitState,
 ) -> None:
     loop = run.loop
     run.metrics = {}
-    watchers.tell("on_epoch_start")
-    _say_untrained(run)
-    rows = _train_batches(trainer, run, train, watchers, story)
-    watchers.is_over = loop.should_stop or (not loop.next_batch and loop.epoch + 1 >= run.num_epochs)
-    is_due = watchers.is_over or (loop.epoch + 1) % fit.validate_every == 0
+    callbacks.call("on_epoch_start")
+    _report_untrained(run)
+    rows = _train_batches(trainer, run, train, callbacks, state)
+    callbacks.is_over = loop.should_stop or (not loop.next_batch and loop.epoch + 1 >= run.num_epochs)
+    is_due = callbacks.is_over or (loop.epoch + 1) % fit.validate_every == 0
     run.skips_validation = val is not None and not is_due
     if val is not None and is_due and not loop.next_batch:  # not after a stop in the middle of the epoch
-        found = {f"val_{name}": value for name, value in _validate(trainer, run, val).items()}
-        run.metrics |= found
-        loop.progress.show(**measured(found))
-        watchers.tell("on_evaluate_end")
+        model = find_inner(run.ema or run.model)
+        results = loop.evaluate(model, val, trainer.all_metrics, forward=trainer.forward)
+        values = {f"val_{name}": value for name, value in results.items()}
+        run.metrics |= values
+        loop.progress.show(**measured(values))
+        callbacks.call("on_evaluate_end")
     if not loop.next_batch:
         _step_per_epoch(trainer, run)
     run.history.epochs.append(run.metrics)
     run.history.updates.extend(rows)
-    watchers.tell("on_epoch_end")
+    callbacks.call("on_epoch_end")
     if fit.checkpoints["checkpoint_dir"] is not None and not loop.next_batch:
         loop.save(_numbers_to_save(run, fit))
     if fit.progress is not False:
@@ -240,7 +240,7 @@ def _numbers_to_save(run: Run, fit: FitOptions) -> dict[str, float]:
     return {name: math.nan, **numbers} if run.skips_validation and name.startswith("val_") else numbers
 
 
-def _say_untrained(run: Run) -> None:
+def _report_untrained(run: Run) -> None:
     """Report trainable parameters that no optimizer holds: frozen when it was created, and unfrozen since."""
     if any(isinstance(one, ShardedState) for one in run.optimizers.values()):  # it holds parameters in its own way
         return
@@ -249,40 +249,35 @@ def _say_untrained(run: Run) -> None:
     if left and left != run.left_out:
         more = f" and {len(left) - 4} more" if len(left) > 4 else ""
         run.loop.print(
-            f"ddpilot: no optimizer has {', '.join(left[:4])}{more}, which are not frozen: they will not change. "
-            "Give them to the optimizer, or freeze them.",
+            f"ddpilot: no optimizer has {', '.join(left[:4])}{more}, which are not frozen: they will not be trained. "
+            "Pass them to the optimizer, or freeze them.",
             flush=True,
         )
     run.left_out = left
 
 
 def _train_batches(
-    trainer: TrainerCore, run: Run, loader: Loader, watchers: CallbackRunner, story: FitState
+    trainer: TrainerCore, run: Run, loader: Loader, callbacks: CallbackRunner, state: FitState
 ) -> list[dict[str, Any]]:
-    loop, ledger = run.loop, story.begin_epoch(run.loop)
+    loop, losses = run.loop, state.begin_epoch(run.loop)
     for batch in loop.batches(loader):
         before = loop.num_updates
-        run.loss = ledger.add(trainer.train_batch(run, batch))
+        run.loss = losses.add(trainer.train_batch(run, batch))
         if loop.num_updates > before:
             if run.ema is not None:
                 run.ema.update_parameters(run.model)
-            watchers.tell_update()
-    watchers.settle()
-    story.end_epoch()
-    means, rows = ledger.close(loop.num_updates)
-    seconds = ledger.seconds
+            callbacks.call_update_end()
+    callbacks.raise_failure()
+    state.end_epoch()
+    means, rows = losses.close(loop.num_updates)
+    seconds, num_samples = losses.seconds, losses.num_samples
     run.metrics |= {"epoch": loop.epoch, "update": loop.num_updates, **means}
-    run.metrics |= {"lr": float(run.optimizer.param_groups[0]["lr"]), "samples": ledger.num_samples}
-    run.metrics |= {"seconds": seconds, "samples_per_s": ledger.num_samples / seconds}
+    run.metrics |= {"lr": float(run.optimizer.param_groups[0]["lr"]), "samples": num_samples}
+    run.metrics |= {"seconds": seconds, "samples_per_s": num_samples / seconds}
     written = run.history.epochs
-    if not ledger.num_samples and written and written[-1]["epoch"] == loop.epoch:
+    if not num_samples and written and written[-1]["epoch"] == loop.epoch:
         run.metrics |= written.pop()  # resumed after the epoch's last batch: complete the row written before the stop
     return rows
-
-
-def _validate(trainer: TrainerCore, run: Run, loader: Loader) -> dict[str, Any]:
-    model = find_inner(run.ema or run.model)
-    return run.loop.evaluate(model, loader, trainer.all_metrics, forward=trainer.forward)
 
 
 def _step_per_epoch(trainer: TrainerCore, run: Run) -> None:
@@ -290,9 +285,9 @@ def _step_per_epoch(trainer: TrainerCore, run: Run) -> None:
         if isinstance(scheduler, ReduceLROnPlateau):
             if run.skips_validation:
                 continue
-            watched = run.metrics.get("val_loss", run.metrics.get("loss"))
-            if watched is not None and not math.isnan(watched):
-                scheduler.step(watched)
+            monitored = run.metrics.get("val_loss", run.metrics.get("loss"))
+            if monitored is not None and not math.isnan(monitored):
+                scheduler.step(monitored)
         elif not _is_per_update(trainer, scheduler):
             scheduler.step()
 
@@ -307,7 +302,7 @@ def render_row(row: dict[str, Any], num_epochs: int) -> str:
     return f"epoch {row['epoch']} ({row['epoch'] + 1} of {num_epochs}): {', '.join(numbers)} ({row['seconds']:.1f} s)"
 
 
-def _say_stop(loop: Loop) -> None:
+def _report_stop(loop: Loop) -> None:
     if loop.should_stop:
         where = f" in the middle of epoch {loop.epoch}" if loop.next_batch else ""
         why = ", ".join(_REASONS.get(reason, reason) for reason in loop.stop_reasons)
@@ -360,8 +355,8 @@ def _options_of_loader(
     return {**kept, "batch_size_per_rank": per_rank is not None}
 
 
-def check_fit(trainer: TrainerCore, fit: FitOptions, *, has_own_step: bool) -> None:
-    """Raise LoopError for what would fail on every rank, before a rank is started."""
+def check_fit(trainer: TrainerCore, fit: FitOptions) -> None:
+    """Raise LoopError for arguments that would fail on every rank, before a rank starts."""
     for name in ("epochs", "until_epoch"):
         number = getattr(fit, name)
         if not (number is None and name == "until_epoch") and (not is_count(number) or number < 0):
@@ -383,10 +378,10 @@ def check_fit(trainer: TrainerCore, fit: FitOptions, *, has_own_step: bool) -> N
         _FITTING, "`ddp`", fit.ddp, [name for name in options if name not in ("self", "things", "more", "module")]
     )
     _check_checkpoints(fit)
-    _check_step(trainer, has_own_step)
-    if not has_own_step or fit.val_set is not None:
+    _check_step(trainer)
+    if not trainer.has_own_step or fit.val_set is not None:
         check_forward(_FITTING, trainer.model, trainer.has_own_forward)
-    _check_watched(trainer, fit, has_own_step)
+    _check_monitors(trainer, fit)
 
 
 def _check_single(name: str, data: object) -> None:
@@ -399,25 +394,23 @@ def _check_single(name: str, data: object) -> None:
         return
     fix = "Give one dataset; torch.utils.data.ConcatDataset joins several."
     if name == "val_set":
-        fix += " trainer.evaluate(data) measures each of the others after the fit."
+        fix += " After the fit, trainer.evaluate(data) evaluates a different one."
     raise LoopError(_FITTING, found=f"`{name}` is {several}, and a fit takes one dataset", fix=fix)
 
 
 def _check_samples(name: str, data: object) -> None:
-    """Raise LoopError for an empty dataset, whose mean loss would be NaN."""
+    """Raise LoopError for an empty dataset, as its mean loss would be NaN."""
     dataset = data.dataset if isinstance(data, DataLoader) else data
     if not isinstance(dataset, IterableDataset) and hasattr(dataset, "__len__") and not len(dataset):
         found = f"`{name}` is empty: a {type(dataset).__name__} of 0 samples"
-        fix = "Look at where its samples come from." + " Without a `val_set` nothing is validated." * (
-            name == "val_set"
-        )
+        fix = "Check where its samples come from." + " `val_set` is optional." * (name == "val_set")
         raise LoopError(_FITTING, found=found, fix=fix)
 
 
 def check_goal(epochs: int | None, until_epoch: int | None) -> None:
     """Raise LoopError if both are given: the number of further epochs and the total."""
     if epochs is not None and until_epoch is not None:
-        found = f"`epochs={epochs!r}`, so many more, and `until_epoch={until_epoch!r}`, so many in all"
+        found = f"`epochs={epochs!r}`, a number of further epochs, and `until_epoch={until_epoch!r}`, a total"
         raise LoopError(_FITTING, found=found, fix="Give one of the two.")
 
 
@@ -427,7 +420,7 @@ def _check_sizes(fit: FitOptions) -> None:
     given = [name for name, size in fit.sizes.items() if size is not None]
     if len(given) != 1:
         found = f"{' and '.join(map(repr, given)) or 'no batch size'}, and a {type(fit.train_set).__name__}"
-        fix = "Give `global_batch_size`, of all ranks together, or `batch_size_per_rank`."
+        fix = "Give `global_batch_size`, the samples of all ranks together, or `batch_size_per_rank`."
         raise LoopError(_FITTING, found=found, fix=fix)
 
 
@@ -441,34 +434,33 @@ def _check_checkpoints(fit: FitOptions) -> None:
         raise LoopError(_FITTING, found=found, fix="Give a `checkpoint_dir`.")
 
 
-def _check_step(trainer: TrainerCore, has_own_step: bool) -> None:
+def _check_step(trainer: TrainerCore) -> None:
     if not any(parameter.requires_grad for parameter in trainer.model.parameters()):
         found = "all parameters of the model are frozen, so there is nothing to train"
         raise LoopError(_FITTING, found=found, fix='Unfreeze some: `ddpilot.unfreeze(model, "head")`.')
-    if has_own_step:
+    if trainer.has_own_step:
         return
     if trainer.loss_fn is None:
         raise LoopError(_FITTING, found="no `loss_fn`", fix="Give one, or override `train_batch`.")
     for optimizer in trainer.optimizers.values():
         if isinstance(optimizer, LBFGS):
             found = "LBFGS, whose step calls the model several times"
-            raise LoopError(_FITTING, found=found, fix="Use another optimizer, or override `train_batch`.")
+            raise LoopError(_FITTING, found=found, fix="Use a different optimizer, or override `train_batch`.")
 
 
-def _check_watched(trainer: TrainerCore, fit: FitOptions, has_own_step: bool) -> None:
+def _check_monitors(trainer: TrainerCore, fit: FitOptions) -> None:
     """Check monitored names against the columns of the history, unless user code may add columns."""
-    if has_own_step or any(not type(one).__module__.startswith("ddpilot.") for one in trainer.callbacks):
+    if trainer.has_own_step or any(not type(one).__module__.startswith("ddpilot.") for one in trainer.callbacks):
         return
     validation = [] if fit.val_set is None else [f"val_{name}" for name in trainer.all_metrics]
     known = ["loss", *validation, *BOOKKEEPING]
     best = str(fit.checkpoints.get("best") or "").split()
-    watched = [("`checkpoints` with best", best[1])] if len(best) == 2 else []
+    monitored = [("`checkpoints` with best", best[1])] if len(best) == 2 else []
     for callback in trainer.callbacks:
         if isinstance(name := getattr(callback, "monitor", None), str):
-            watched.append((type(callback).__name__, name))
-    for who, name in watched:
+            monitored.append((type(callback).__name__, name))
+    for source, name in monitored:
         if name not in known and name.split(".")[0] not in known:
             needs = " There is no `val_set`." if name.startswith("val_") and fit.val_set is None else ""
-            raise LoopError(
-                _FITTING, found=f"{who} watches {name!r}, which no epoch will have", fix=suggest(name, known) + needs
-            )
+            found = f"{source} monitors {name!r}, which no epoch will have"
+            raise LoopError(_FITTING, found=found, fix=suggest(name, known) + needs)

@@ -46,11 +46,11 @@ class History:
 
     def __repr__(self) -> str:
         last = measured(self.epochs[-1]) if self.epochs else {}
-        said = ", ".join(f"{name}={value:.4g}" for name, value in last.items())
+        values = ", ".join(f"{name}={value:.4g}" for name, value in last.items())
         num_updates = self.updates[-1]["update"] if self.updates else 0
         num_epochs = len({row["epoch"] for row in self.epochs})  # an epoch has several rows if it resumed after a stop
         counts = f"{num_epochs} epoch{'s' * (num_epochs != 1)}, {num_updates} updates"
-        return f"History({counts}{'; last: ' * bool(said)}{said})"
+        return f"History({counts}{'; last: ' * bool(values)}{values})"
 
     def state_dict(self) -> dict[str, Any]:
         """Return both lists without values that a checkpoint cannot hold; `updates`, which is long, as a tensor."""

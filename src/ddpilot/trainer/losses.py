@@ -5,25 +5,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from ddpilot.errors import LoopError
 from ddpilot.trainer.history import thin
 from ddpilot.training.loop import Loop
-
-Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
-"""Takes a model and a batch, and returns (output, target), the arguments of loss and metrics."""
 
 _IGNORED = -100
 """The label that torch's cross entropy, and therefore transformers' models, ignore."""
 
 
 class Summands(dict[str, Any]):
-    """Losses by name, each a mean or (mean, count), whose sum is trained on."""
+    """Losses by name, each a mean or (mean, count); their sum is minimized."""
 
 
 def with_count(loss: Any) -> tuple[Any, float | None]:
@@ -46,7 +42,8 @@ def check_attached(loss: Any, rank: int) -> None:
 def check_weighted(loss: Any, output: Any, batch: Any, rank: int) -> None:
     """Raise LoopError for a transformers model's own loss without a count if it is not a mean over samples.
 
-    That loss is a mean over the labels that are not -100, whose number differs between ranks with equally many samples.
+    That loss is a mean over the labels that are not -100, of which ranks with equally many samples may have different
+    numbers.
     """
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or not _is_own_loss(loss, output):
@@ -58,8 +55,8 @@ def check_weighted(loss: Any, output: Any, batch: Any, rank: int) -> None:
         raise LoopError(
             "training a batch",
             found=f"`loss_fn` returned `output.loss`, which is a mean over the {num_counted} of {labels.numel()} "
-            f"labels that are not {_IGNORED}; without that count it would be taken for a mean over {len(labels)} "
-            "samples, and the numbers would be others on each number of ranks",
+            f"labels that are not {_IGNORED}; without that count it would be taken as a mean over {len(labels)} "
+            "samples, and the results would depend on the number of ranks",
             fix=f"Return (output.loss, {counts}); of a causal language model, which shifts its labels, "
             f"(output.loss, {shifted}).",
             rank=rank,
@@ -103,16 +100,16 @@ class EpochLosses:
         """Duration of the epoch so far."""
         return time.perf_counter() - self._began_s + (0.0 if self._before is None else self._before["seconds"])
 
-    def add(self, said: Any) -> torch.Tensor:
+    def add(self, returned: Any) -> torch.Tensor:
         """Add what a training step returned for the current batch. Returns its first loss, detached.
 
-        `said`: a mean loss, (mean loss, count), or a dict of them by name; names may differ between batches. For
+        `returned`: a mean loss, (mean loss, count), or a dict of them by name; names may differ between batches. For
         `Summands`, the sum of the means is also recorded, as "loss". Raises LoopError for a value that is not a single
         number.
         """
         batch = self._loop.batch
         assert batch is not None  # called inside `batches` only
-        loss, count = with_count(said)
+        loss, count = with_count(returned)
         named = dict(loss) if isinstance(loss, Mapping) else {"loss": loss}
         self._adds_up = isinstance(loss, Summands)
         parts = {name: with_count(value) for name, value in named.items()}
@@ -138,8 +135,8 @@ class EpochLosses:
             if self._is_open:
                 last = self._updates[-1]
                 for name, (total, part) in sums.items():
-                    before, others = last.get(name, (0.0, 0.0))
-                    last[name] = before + total, others + part
+                    before, weight = last.get(name, (0.0, 0.0))
+                    last[name] = before + total, weight + part
             else:
                 self._updates.append(sums)
             self._is_open = not is_end

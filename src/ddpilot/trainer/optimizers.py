@@ -13,9 +13,8 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ddpilot.errors import LoopError
-from ddpilot.trainer.checks import suggest
+from ddpilot.trainer.checks import MAKING, suggest
 
-_DID = "making a Trainer"
 _ONLY = "optimizer"
 
 
@@ -27,7 +26,7 @@ def make_optimizers(given: Any, model: nn.Module) -> dict[str, Optimizer]:
     model's, and for parameters in two optimizers.
     """
     if isinstance(given, Mapping) and not given:
-        raise LoopError(_DID, found="`optimizer` is an empty mapping", fix="Name at least one optimizer.")
+        raise LoopError(MAKING, found="`optimizer` is an empty mapping", fix="Name at least one optimizer.")
     parts = {name: _part(model, name, one) for name, one in given.items()} if isinstance(given, Mapping) else {}
     if not isinstance(given, Mapping):
         given, parts = {_ONLY: given}, {_ONLY: model}
@@ -49,15 +48,14 @@ def _part(model: nn.Module, name: str, one: object) -> nn.Module:
         part = None
     if part is None:
         known = [path for path, module in model.named_modules() if path and next(module.parameters(), None) is not None]
+        guess = f"{suggest(name, known)} " if known else ""
         raise LoopError(
-            _DID,
-            found=f"an optimizer for the part {name!r}, and the model has no such part",
-            fix=f"{suggest(name, known)} For all of the model give the function alone, without a mapping."
-            if known
-            else "Give the function alone, without a mapping: it gets the parameters of the whole model.",
+            MAKING,
+            found=f"an optimizer for the part {name!r}, which the model does not have",
+            fix=f"{guess}For the whole model, give the function without a mapping.",
         )
     if next(part.parameters(), None) is None:
-        raise LoopError(_DID, found=f"the part {name!r} has no parameters to train", fix="Leave its optimizer out.")
+        raise LoopError(MAKING, found=f"the part {name!r} has no parameters to train", fix="Leave its optimizer out.")
     return part
 
 
@@ -71,26 +69,26 @@ def _check_apart(optimizers: Mapping[str, Optimizer], model: nn.Module) -> None:
                 other = owners.setdefault(id(parameter), name)
                 if other != name:
                     raise LoopError(
-                        _DID,
+                        MAKING,
                         found=f"the optimizers {other!r} and {name!r} both have the parameter {names[id(parameter)]!r}",
-                        fix="Give each parameter to one optimizer: every update would change it twice.",
+                        fix="Give each parameter to one optimizer; otherwise every update changes it twice.",
                     )
 
 
 def _check_optimizer(name: str, optimizer: object, model: nn.Module) -> None:
     if not isinstance(optimizer, Optimizer):
         raise LoopError(
-            _DID,
+            MAKING,
             found=f"`{name}` is a {type(optimizer).__name__}",
             fix="Give a torch optimizer, or a function that makes one: `lambda params: torch.optim.AdamW(params)`.",
         )
     own = {id(parameter) for parameter in model.parameters()}
-    strange = sum(id(each) not in own for group in optimizer.param_groups for each in group["params"])
-    if strange:
+    num_foreign = sum(id(each) not in own for group in optimizer.param_groups for each in group["params"])
+    if num_foreign:
         raise LoopError(
-            _DID,
-            found=f"{strange} of the parameters of `{name}` do not belong to the model",
-            fix="Make the optimizer of this model's parameters; in a notebook, run both cells again.",
+            MAKING,
+            found=f"{num_foreign} of the parameters of `{name}` do not belong to the model",
+            fix="Create the optimizer from this model's parameters; in a notebook, run both cells again.",
         )
 
 
@@ -99,24 +97,26 @@ def make_schedulers(given: Any, optimizers: Mapping[str, Optimizer]) -> dict[str
     if given is None:
         return {}
     if isinstance(given, Mapping):
-        return {name: one if hasattr(one, "step") else one(_named(name, optimizers)) for name, one in given.items()}
+        return {
+            name: one if hasattr(one, "step") else one(_optimizer_of(name, optimizers)) for name, one in given.items()
+        }
     if not hasattr(given, "step"):
         name = next(iter(optimizers))
         return {name: given(optimizers[name])}
     names = [name for name, optimizer in optimizers.items() if getattr(given, "optimizer", None) is optimizer]
     if not names:
         raise LoopError(
-            _DID,
-            found=f"the {type(given).__name__} is not of the optimizer that was given",
-            fix="Make it of that one, or give a function: `lambda optimizer: OneCycleLR(optimizer, ...)`.",
+            MAKING,
+            found=f"the {type(given).__name__} belongs to a different optimizer",
+            fix="Create it from this one, or give a function: `lambda optimizer: OneCycleLR(optimizer, ...)`.",
         )
     return {names[0]: given}
 
 
-def _named(name: str, optimizers: Mapping[str, Optimizer]) -> Optimizer:
+def _optimizer_of(name: str, optimizers: Mapping[str, Optimizer]) -> Optimizer:
     if name not in optimizers:
         fix = f"Name one of the optimizers. {suggest(name, optimizers)}"
-        raise LoopError(_DID, found=f"a scheduler of `{name}`", fix=fix)
+        raise LoopError(MAKING, found=f"a scheduler of `{name}`", fix=fix)
     return optimizers[name]
 
 
@@ -125,7 +125,7 @@ def make_ema(given: float | AveragedModel | None, model: nn.Module) -> AveragedM
     if given is None or isinstance(given, AveragedModel):
         return given
     if not 0 < given < 1:
-        raise LoopError(_DID, found=f"`ema={given}`", fix="Give a decay such as 0.999, or an AveragedModel.")
+        raise LoopError(MAKING, found=f"`ema={given}`", fix="Give a decay such as 0.999, or an AveragedModel.")
     return _Average(model, given)
 
 
@@ -147,13 +147,13 @@ class _Average(AveragedModel):
         self._known = self.n_averaged, self.n_averaged._version
 
     def _average(self, model: nn.Module) -> None:
-        alike: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        by_kind: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for own, new in zip(self.module.parameters(), model.parameters(), strict=True):
-            averages, values = alike.setdefault((own.device, own.dtype), ([], []))
+            averages, values = by_kind.setdefault((own.device, own.dtype), ([], []))
             averages.append(own.detach())
             values.append(new.detach().to(own.device))
         assert self.multi_avg_fn is not None
-        for averages, values in alike.values():
+        for averages, values in by_kind.values():
             self.multi_avg_fn(averages, values, 1)
         for copy, buffer in zip(self.module.buffers(), model.buffers(), strict=True):
             copy.detach().copy_(buffer.detach().to(copy.device))

@@ -43,34 +43,34 @@ class FitResult:
     batch_size: int
     findings: tuple[Finding, ...]
     explanation: Explanation | None
-    late: tuple[Raised, bytes] | None = None
+    late_error: tuple[Raised, bytes] | None = None
     """What a callback on rank 0 raised after the last update, and the pickled exception; b"" if it cannot be
     pickled."""
 
 
-def collect_result(trainer: TrainerCore, group: GroupLike, late: Exception | None) -> FitResult | None:
-    """Return the outcome on rank 0; None on other ranks. Collective if optimizer state is sharded."""
+def collect_result(trainer: TrainerCore, group: GroupLike, late_error: Exception | None) -> FitResult | None:
+    """Return the result on rank 0; None on other ranks. Collective if optimizer state is sharded."""
     optimizers = {name: full_state(optimizer) for name, optimizer in trainer.optimizers.items()}
-    return _gather(trainer, optimizers, late) if group.is_rank_zero else None
+    return _gather(trainer, optimizers, late_error) if group.is_rank_zero else None
 
 
-def explain_late(late: tuple[Raised, bytes], num_ranks: int) -> RankError:
+def unpack_late_error(late_error: tuple[Raised, bytes], num_ranks: int) -> RankError:
     """Return the error to raise in the notebook if a callback on rank 0 raised after the last update.
 
     The original exception is its cause, if it could be pickled. `num_ranks`: number of ranks of the fit.
     """
-    raised, pickled = late
+    raised, pickled = late_error
     try:
-        error = pickle.loads(pickled)
+        cause = pickle.loads(pickled)
     except Exception:  # noqa: BLE001  (unpickling runs the user's code; the text is available in any case)
-        error = None
-    failure = Failure(rank=0, raised=raised, exited=None, error=error, since_s=raised.time_s)
-    said = build_error(
+        cause = None
+    failure = Failure(rank=0, raised=raised, exited=None, error=cause, since_s=raised.time_s)
+    error = build_error(
         failure, function_name="Trainer.fit", num_ranks=num_ranks, last_lines=(), victims=(), returned=()
     )
-    said.fix = "Training was over by then: what it learnt is here"
-    said.__cause__ = error
-    return said
+    error.fix = "Training had already ended: the trained weights and the history were loaded here"
+    error.__cause__ = cause
+    return error
 
 
 def _pack(error: Exception) -> tuple[Raised, bytes]:
@@ -81,7 +81,9 @@ def _pack(error: Exception) -> tuple[Raised, bytes]:
     return describe_raised(error), pickled
 
 
-def _gather(trainer: TrainerCore, optimizers: dict[str, dict[str, Any]], late: Exception | None = None) -> FitResult:
+def _gather(
+    trainer: TrainerCore, optimizers: dict[str, dict[str, Any]], late_error: Exception | None = None
+) -> FitResult:
     model = trainer.model
     return FitResult(
         weights=model.state_dict(),
@@ -96,32 +98,32 @@ def _gather(trainer: TrainerCore, optimizers: dict[str, dict[str, Any]], late: E
         batch_size=trainer.batch_size,
         findings=trainer.findings,
         explanation=trainer.explanation,
-        late=None if late is None else _pack(late),
+        late_error=None if late_error is None else _pack(late_error),
     )
 
 
-def load_result(trainer: TrainerCore, outcome: FitResult) -> None:
-    """Load `outcome` into `trainer`'s model, optimizers and callbacks in place."""
+def load_result(trainer: TrainerCore, result: FitResult) -> None:
+    """Load `result` into `trainer`'s model, optimizers and callbacks in place."""
     model = trainer.model
-    model.load_state_dict(outcome.weights)
+    model.load_state_dict(result.weights)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name not in outcome.frozen)
+        parameter.requires_grad_(name not in result.frozen)
     modules = dict(model.named_modules())
-    for name, attributes in outcome.attributes.items():
+    for name, attributes in result.attributes.items():
         modules[name].__dict__.update(attributes)
-    for name, state in outcome.optimizers.items():
+    for name, state in result.optimizers.items():
         trainer.optimizers[name].load_state_dict(state)
-    for name, state in outcome.schedulers.items():
+    for name, state in result.schedulers.items():
         trainer.schedulers[name].load_state_dict(state)
-    if trainer.ema is not None and outcome.ema is not None:
-        trainer.ema.load_state_dict(outcome.ema)
-    for callback, state in zip(trainer.callbacks, outcome.callbacks, strict=True):
+    if trainer.ema is not None and result.ema is not None:
+        trainer.ema.load_state_dict(result.ema)
+    for callback, state in zip(trainer.callbacks, result.callbacks, strict=True):
         callback.load_state_dict(state)
-    trainer.history.load_state_dict(outcome.history)
-    trainer.position = outcome.position
-    trainer.batch_size = outcome.batch_size
-    trainer.findings = outcome.findings
-    trainer.explanation = outcome.explanation
+    trainer.history.load_state_dict(result.history)
+    trainer.position = result.position
+    trainer.batch_size = result.batch_size
+    trainer.findings = result.findings
+    trainer.explanation = result.explanation
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,9 @@ from ddpilot.trainer.history import History
 from ddpilot.training.evaluation.evaluate import eval_mode
 from ddpilot.training.loop import Loop
 from ddpilot.training.models.ddp import unwrap
+
+Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
+"""Takes a model and a batch, and returns (output, target), the arguments of loss and metrics."""
 
 
 @dataclass(kw_only=True, eq=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -26,18 +25,25 @@ from ddpilot.trainer.core import TrainerCore
 from ddpilot.trainer.fit import (
     NO_SIZES,
     FitOptions,
-    bring_state,
     check_fit,
     check_goal,
     fit_here,
     fit_on_rank,
     make_loader_of,
+    move_optimizer_state,
 )
 from ddpilot.trainer.history import History
-from ddpilot.trainer.losses import Forward, with_count
-from ddpilot.trainer.ranks import group_here, is_on_ranks, run_on_ranks, say_ignored, share_weights
-from ddpilot.trainer.result import explain_late, load_result, rollback_on_error
-from ddpilot.trainer.run import call_model, find_inner
+from ddpilot.trainer.losses import with_count
+from ddpilot.trainer.ranks import (
+    broadcast_parameters,
+    group_here,
+    is_on_ranks,
+    report_ignored_ranks,
+    run_on_ranks,
+    run_once,
+)
+from ddpilot.trainer.result import load_result, rollback_on_error, unpack_late_error
+from ddpilot.trainer.run import Forward, call_model, find_inner
 from ddpilot.training.batch_size import BatchSizeSearch, check_search, find_batch_size
 from ddpilot.training.batches import Loader
 from ddpilot.training.coordination.stop import StopSignals
@@ -50,7 +56,7 @@ from ddpilot.training.models.ddp_options import DDPOptions
 from ddpilot.training.options import CheckpointOptions, keywords_of
 from ddpilot.training.step.precision import Precision
 
-_WHICH_SIZE = "Say `global_batch_size`, of all ranks together, or `batch_size_per_rank`."
+_WHICH_SIZE = "Give `global_batch_size`, the samples of all ranks together, or `batch_size_per_rank`."
 
 
 class Trainer(TrainerCore):
@@ -138,26 +144,26 @@ class Trainer(TrainerCore):
             loader=loader or {},
             ddp=keywords_of(ddp),
         )
-        check_fit(self, fit, has_own_step=self._has_own_step)
-        late = self._run_fit(fit, nproc_per_node)
-        if late is not None:
-            raise late
+        check_fit(self, fit)
+        late_error = self._run_fit(fit, nproc_per_node)
+        if late_error is not None:
+            raise late_error
         return self.history
 
     def _run_fit(self, fit: FitOptions, nproc_per_node: int | str | None) -> Exception | None:
         """Run `fit` on the existing ranks, in this process or on new ranks; returns a callback's late error."""
         if is_on_ranks():
-            say_ignored(nproc_per_node)
+            report_ignored_ranks(nproc_per_node)
             with StopSignals() as signals:
                 return fit_here(self, fit, signals)
         if nproc_per_node == 0:
             with StopSignals() as signals, rollback_on_error(self):
                 return fit_here(self, fit, signals)
         self.nproc_per_node = self.nproc_per_node if nproc_per_node is None else nproc_per_node
-        outcomes = run_on_ranks(self, self.nproc_per_node, "fit", fit_on_rank, fit)
-        load_result(self, outcomes[0])
-        late = outcomes[0].late
-        return None if late is None else explain_late(late, len(outcomes))
+        results = run_on_ranks(self, self.nproc_per_node, "fit", fit_on_rank, fit)
+        load_result(self, results[0])
+        late_error = results[0].late_error
+        return None if late_error is None else unpack_late_error(late_error, len(results))
 
     def evaluate(
         self,
@@ -176,14 +182,11 @@ class Trainer(TrainerCore):
         `num_workers`.
         """
         wanted = self.all_metrics if metrics is None else dict(metrics)
-        check_loader_options("evaluating", "`evaluate`", options)
-        check_forward("evaluating", self.model, forward is not None or self.has_own_forward)
-        check_whole("evaluating", "`dataset`", dataset)
-        if is_on_ranks() or nproc_per_node == 0:
-            return evaluate_here(self, dataset, wanted, forward, options)
-        said = run_on_ranks(self, nproc_per_node, "evaluate", evaluate_here, dataset, wanted, forward, options)
-        found: dict[str, Any] = said[0]
-        return found
+        self._check_inference("evaluating", "`evaluate`", dataset, forward, options)
+        values: dict[str, Any] = run_once(
+            self, nproc_per_node, "evaluate", evaluate_here, dataset, wanted, forward, options
+        )
+        return values
 
     def predict(
         self,
@@ -201,12 +204,13 @@ class Trainer(TrainerCore):
         `lambda model, batch: model(**batch)["logits"]`. On an existing rank, only rank 0 gets the outputs. Returns None
         if there are no samples.
         """
-        check_loader_options("predicting", "`predict`", options)
-        check_forward("predicting", self.model, forward is not None or self.has_own_forward)
-        check_whole("predicting", "`dataset`", dataset)
-        if is_on_ranks() or nproc_per_node == 0:
-            return predict_here(self, dataset, to, forward, options)
-        return run_on_ranks(self, nproc_per_node, "predict", predict_here, dataset, to, forward, options)[0]
+        self._check_inference("predicting", "`predict`", dataset, forward, options)
+        return run_once(self, nproc_per_node, "predict", predict_here, dataset, to, forward, options)
+
+    def _check_inference(self, did: str, method: str, dataset: Any, forward: Any, options: Mapping[str, Any]) -> None:
+        check_loader_options(did, method, options)
+        check_forward(did, self.model, forward is not None or self.has_own_forward)
+        check_whole(did, "`dataset`", dataset)
 
     def output_of(self, model: nn.Module, batch: Any) -> Any:
         """Return the prediction for a batch; it needs a target in the batch only if `forward` does."""
@@ -229,8 +233,8 @@ class Trainer(TrainerCore):
         check_choice(f"calling `{method}` of the model", "ranks", ranks, ("zero", "all"))
         if is_on_ranks() or nproc_per_node == 0:
             return call_here(self, method, args, kwargs, ranks)
-        said = run_on_ranks(self, nproc_per_node, "call", call_here, method, args, kwargs, ranks)
-        return list(said) if ranks == "all" else said[0]
+        results = run_on_ranks(self, nproc_per_node, "call", call_here, method, args, kwargs, ranks)
+        return list(results) if ranks == "all" else results[0]
 
     def find_batch_size(
         self,
@@ -247,17 +251,11 @@ class Trainer(TrainerCore):
         `ddpilot.find_batch_size` raises, and LoopError for several optimizers or an overridden `train_batch`.
         """
         check_search(max_per_rank, headroom)
-        search = SearchOptions(dataset=dataset, max_per_rank=max_per_rank, headroom=headroom)
         nproc_per_node = self.nproc_per_node if nproc_per_node is None else nproc_per_node
-        if is_on_ranks() or nproc_per_node == 0:
-            return find_batch_size_here(self, search, self._has_own_step)
-        given = search, self._has_own_step
-        found: BatchSizeSearch = run_on_ranks(self, nproc_per_node, "find_batch_size", find_batch_size_here, *given)[0]
-        return found
-
-    @property
-    def _has_own_step(self) -> bool:
-        return type(self).train_batch is not TrainerCore.train_batch
+        search: BatchSizeSearch = run_once(
+            self, nproc_per_node, "find_batch_size", find_batch_size_here, dataset, max_per_rank, headroom
+        )
+        return search
 
 
 def evaluate_here(
@@ -304,7 +302,7 @@ def _place(
     """Return the model on the device, and this rank's loader."""
     model = ensure_on_device(find_inner(trainer.ema or trainer.model), group.device)
     if not trainer.position.num_updates:
-        share_weights(model, group)
+        broadcast_parameters(model, group)
     sizes = {name: options.get(name) for name in NO_SIZES}
     if not any(sizes.values()) and not isinstance(dataset, DataLoader):
         sizes = {**NO_SIZES, "global_batch_size": trainer.batch_size}
@@ -312,25 +310,18 @@ def _place(
     return model, make_loader_of(dataset, group, trainer.seed, sizes, left)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SearchOptions:
-    """The arguments of one search, sent to the ranks."""
-
-    dataset: Any
-    max_per_rank: int | None
-    headroom: float
-
-
-def find_batch_size_here(trainer: Trainer, search: SearchOptions, has_own_step: bool) -> BatchSizeSearch:
+def find_batch_size_here(
+    trainer: TrainerCore, dataset: Any, max_per_rank: int | None, headroom: float
+) -> BatchSizeSearch:
     """Implement `Trainer.find_batch_size`. Collective."""
-    _check_searchable(trainer, has_own_step)
+    _check_searchable(trainer)
     group = group_here()
     rng = capture_rng(group.device)
     loop = Loop(trainer.seed, precision=trainer.precision, group=group)
     move(trainer.model, loop.device)
     model, (optimizer,) = trainer.model, trainer.optimizers.values()
-    bring_state(optimizer)
-    is_loader = isinstance(search.dataset, DataLoader)
+    move_optimizer_state(optimizer)
+    is_loader = isinstance(dataset, DataLoader)
 
     def step(model: nn.Module, batch: Any) -> torch.Tensor:
         assert trainer.loss_fn is not None  # checked by _check_searchable()
@@ -342,26 +333,26 @@ def find_batch_size_here(trainer: Trainer, search: SearchOptions, has_own_step: 
             loop,
             model,
             optimizer,
-            search.dataset.dataset if is_loader else search.dataset,
+            dataset.dataset if is_loader else dataset,
             step,
-            collate_fn=search.dataset.collate_fn if is_loader else None,
-            max_per_rank=search.max_per_rank,
-            headroom=search.headroom,
+            collate_fn=dataset.collate_fn if is_loader else None,
+            max_per_rank=max_per_rank,
+            headroom=headroom,
         )
     finally:
         restore_rng(rng, group.device)
 
 
-def _check_searchable(trainer: Trainer, has_own_step: bool) -> None:
+def _check_searchable(trainer: TrainerCore) -> None:
     """Raise LoopError for a trainer whose training step cannot be tried here."""
-    if has_own_step or trainer.loss_fn is None:
-        found = "a `train_batch` of one's own"
+    if trainer.has_own_step or trainer.loss_fn is None:
+        found = "an overridden `train_batch`"
     elif len(trainer.optimizers) > 1:
         found = f"{len(trainer.optimizers)} optimizers"
     else:
         return
     raise LoopError(
-        "looking for a batch size",
-        found=f"{found}, so it is not known what a step holds in memory",
+        "searching for a batch size",
+        found=f"{found}, so the memory that a step uses is unknown",
         fix="Call ddpilot.find_batch_size(loop, model, optimizer, dataset, step) on the ranks, with the step to try.",
     )

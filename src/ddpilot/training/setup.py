@@ -15,8 +15,10 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddpilot.data.loaders import ShardedLoader, StreamLoader, make_loader, make_stream_loader, shard_loader
+from ddpilot.data.loaders import make_loader, make_stream_loader, shard_loader
+from ddpilot.data.map_loader import MapLoader
 from ddpilot.data.options import naming_rank
+from ddpilot.data.stream_loader import StreamLoader
 from ddpilot.errors import LoopError
 from ddpilot.findings.finding import Finding
 from ddpilot.group.device import move
@@ -335,7 +337,7 @@ class LoopBase:
         """
         return explain(self._prepared, self.group, self._accumulate, self._tracked.name_of)
 
-    def loader(self, dataset: Any, **options: Any) -> ShardedLoader | StreamLoader:
+    def loader(self, dataset: Any, **options: Any) -> MapLoader | StreamLoader:
         """Return a loader of this rank's samples of `dataset`, map-style or iterable; not collective.
 
         `options`: `global_batch_size` (samples of all ranks) or `batch_size_per_rank`, `shuffle`, `drop_last`,
@@ -354,7 +356,7 @@ class LoopBase:
         with naming_rank(self.rank):
             return make(dataset, **{**job, **options})  # type: ignore[no-any-return]
 
-    def shard(self, loader: DataLoader[Any], **options: Any) -> ShardedLoader | StreamLoader:
+    def shard(self, loader: DataLoader[Any], **options: Any) -> MapLoader | StreamLoader:
         """Return this rank's loader for an existing DataLoader, with the batches of one process; not collective.
 
         Its `batch_size` counts the samples of all ranks, which is reported once; with `batch_size_per_rank=True`, those

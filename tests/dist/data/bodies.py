@@ -14,7 +14,8 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import ddpilot
 from ddpilot.data.batches import LocalBatch
-from ddpilot.data.loaders import ShardedLoader, make_loader, make_stream_loader
+from ddpilot.data.loaders import make_loader, make_stream_loader
+from ddpilot.data.map_loader import MapLoader
 from ddpilot.errors import DataError
 from tests.unit.data.samples import Augmented, Resumable, Stream, rows
 
@@ -47,7 +48,7 @@ def read(batches: Iterator[LocalBatch]) -> list[Any]:
 
 
 def stop_together(batches: Any) -> Iterator[LocalBatch]:
-    """As a loop does it: a batch is one of all ranks, until none of them has a sample. Collective."""
+    """As in a loop: read until all ranks' pieces are empty. Collective."""
     for batch in batches:
         total = torch.tensor(batch.count)
         dist.all_reduce(total)
@@ -85,7 +86,7 @@ class Deadly(Dataset[Any]):
 
 
 class Initialised(Dataset[Any]):
-    """Hands out what `worker_init_fn` left, and how often this copy was read."""
+    """Returns the value that `worker_init_fn` set, and the number of reads of this copy."""
 
     worker = -1
 
@@ -124,7 +125,7 @@ SPAWN: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "spawn"}
 
 
 def LOCAL() -> Dataset[Any]:  # noqa: N802 - it stands for a class
-    """A dataset whose class no other process can import."""
+    """A dataset of a class that other processes cannot import."""
 
     class Local(Broken):
         pass
@@ -132,7 +133,7 @@ def LOCAL() -> Dataset[Any]:  # noqa: N802 - it stands for a class
     return Local()
 
 
-def error_of(loader: ShardedLoader) -> tuple[str, str]:
+def error_of(loader: MapLoader) -> tuple[str, str]:
     """The message of the error that an epoch ends in, and the class of its cause."""
     try:
         list(loader.iterate(0))
@@ -156,7 +157,7 @@ def read_twice(persistent: bool) -> list[list[Any]]:
 
 
 def leave_early() -> list[Any]:
-    """Persistent workers whose epoch was left after one batch begin the next one at its own start."""
+    """After an epoch was left early, persistent workers start the next one at its first batch."""
     loader = make_loader(
         Augmented(12), rank=0, world_size=1, global_batch_size=2, num_workers=2, persistent_workers=True
     )
@@ -173,7 +174,7 @@ def leave_early() -> list[Any]:
 
 
 def read_two_at_once() -> list[Any]:
-    """An epoch that goes on after another was begun: with workers of its own, and with persistent ones."""
+    """Continue an epoch after a later one was started: with separate workers, and with persistent ones."""
     seen: list[Any] = []
     for persistent in (False, True):
         loader = make_loader(
@@ -190,7 +191,7 @@ def read_two_at_once() -> list[Any]:
 
 
 def resume_with_workers() -> list[Any]:
-    """The states that come from workers lead on from where they were taken."""
+    """A stream continues from the states that workers returned."""
     first, second = (
         make_stream_loader(Resumable(11), rank=0, world_size=1, global_batch_size=2, num_workers=2) for _ in range(2)
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loaders on real ranks, with workers: together they read what one process reads without any."""
+"""Loaders on real ranks with workers: together they read what one process reads without workers."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def test_ranks_with_workers_read_what_one_process_reads(
     assert put_together(pieces, "own from batch 1") == own[1:]
 
 
-def test_workers_end_and_go_on_as_torchs_do() -> None:
+def test_workers_end_and_continue_as_torchs_do() -> None:
     """Errors name the sample, also those that cannot travel; options are kept; an epoch that was left is over."""
     (seen,) = launch(1, use_workers)
     message, cause = seen["broken"]
     assert message.startswith("[rank 0] reading sample 3 (batch 1 of epoch 0): RuntimeError: Caught ")
     assert "no such picture" in message
-    assert "Look at `dataset[3]`" in message
+    assert "Inspect `dataset[3]`" in message
     assert cause == "RuntimeError"
     message, cause = seen["killed"]
     assert message.startswith("[rank 0] reading batch ")

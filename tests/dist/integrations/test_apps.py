@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An app of another package, from the start of a session to its end."""
+"""An app of a different package, from the start of a session to its end."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def app_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_an_app_prepares_each_rank_and_is_undone_at_the_end(app_folder: Path) -> None:
-    """Its imports and its initializer come before the first cell, its finalizer and the clean-up after the last."""
+    """Its imports and initializer run before the first cell, its finalizer and the clean-up after the last."""
     with Session(2, apps=("mine",), seed=5, verbose=True, output="silent") as session:
         assert session.pull("told") == [(0, 2, "cpu", 5, True), (1, 2, "cpu", 5, True)]
         session.execute("import sys; half = Fraction(1, 2), 'colorsys' in sys.modules; size = enter().world_size")

@@ -108,7 +108,7 @@ def test_fit_gives_the_numbers_of_one_process(one: Session, two: Session, option
 
 
 def test_fit_trains_on_each_sample_once_per_epoch(two: Session) -> None:
-    """No sample is padded, dropped or given to two ranks, whatever the last batch is like."""
+    """No sample is padded, dropped or given to two ranks, for any size of the last batch."""
     for num_train in (17, 30, 32):
         two.execute(f"learn = make(num_train={num_train}); learn.fit(2, 0.01)")
         seen = two.pull("learn.seen.names")
@@ -117,7 +117,7 @@ def test_fit_trains_on_each_sample_once_per_epoch(two: Session) -> None:
 
 
 def test_a_second_fit_gives_the_numbers_of_one_process(one: Session, two: Session) -> None:
-    """The order of its samples too; and what all ranks draw after it is what one process draws."""
+    """Also in the same order; and later draws on all ranks equal those of one process."""
     cell = (
         "learn = make()\nfor _ in range(2): learn.fit(1, 0.05)\nlosses, values = numbers(learn); w = weights(learn)\n"
         "drawn = [torch.rand(1).item(), random.random(), float(np.random.rand())]"
@@ -152,7 +152,7 @@ def test_a_seeded_fit_gives_the_same_noise_in_every_run(two: Session) -> None:
 
 
 def test_fit_accumulates_gradients_as_one_process_does(one: Session, two: Session) -> None:
-    """The accumulation counts the samples of all ranks, so steps come at the same time and are the same."""
+    """The accumulation counts the samples of all ranks, so steps happen at the same batches and are equal."""
     cell = "learn = make(num_train=33, bs=7)\nlearn.fit(2, 0.05, cbs=GradientAccumulation(20)); w = weights(learn)"
     run_both(one, two, cell, "w")
 
@@ -179,7 +179,7 @@ def test_lr_find_suggests_the_same_on_all_ranks_and_restores_the_weights(one: Se
 
 
 def test_files_are_written_once_and_read_by_all(two: Session, folder: Path) -> None:
-    """Save, load and export from all ranks; what was exported needs no ddpilot."""
+    """Save, load and export from all ranks; exported files do not need ddpilot."""
     two.execute(
         "learn = make(); learn.fit(1, 0.05); learn.save('kept'); w = weights(learn)\n"
         "learn.fit(1, 0.05); learn.load('kept'); again = weights(learn); learn.export('all.pkl')\ngroup.barrier()"
@@ -206,7 +206,7 @@ def test_a_failed_fit_leaves_a_learner_that_fits(two: Session) -> None:
 
 
 def test_one_ranks_cell_evaluates_alone_and_must_not_fit(two: Session) -> None:
-    """In a cell on rank 0 everything but training works as in one process; training would leave the others behind."""
+    """In a cell on rank 0 everything but training works as in one process."""
     two.execute("learn = make(); learn.fit(1, 0.05); value = float(learn.validate()[0])")
     two.execute(
         "alone = float(learn.validate()[0]); learn.get_preds(); learn.save('alone'); learn.load('alone')", ranks=[0]
@@ -217,8 +217,8 @@ def test_one_ranks_cell_evaluates_alone_and_must_not_fit(two: Session) -> None:
 
 
 def test_fit_refuses_data_that_differ_between_ranks(two: Session) -> None:
-    """A split of its own on each rank would train on samples that another rank validates with."""
-    with pytest.raises(RankError, match="its data loader 0 is not the same on all of them") as raised:
+    """A different split on each rank would train on validation samples of other ranks."""
+    with pytest.raises(RankError, match="its data loader 0 differs between the ranks") as raised:
         two.execute("learn = make(num_train=30 + rank); learn.fit(1, 0.05)")
     assert "30 samples" in str(raised.value)
     assert "31 samples" in str(raised.value)

@@ -45,7 +45,7 @@ if ddpilot.topology().is_rank_zero:
 
 
 def test_library_starts_no_cuda_before_its_first_use_and_trains_as_under_torchrun(tmp_path: Path) -> None:
-    """Import, a model and a training on two ranks leave CUDA alone in this process; predicting is what asks for it."""
+    """Import, a model and a training on two ranks do not use CUDA in this process; predicting does."""
     env = {"PYTHONPATH": os.pathsep.join(filter(None, (str(LIBRARY), os.environ.get("PYTHONPATH"))))}
     launched = run_script(SCRIPT.replace("POISON", "True"), tmp_path, env=env)
     under_torchrun = run_script(SCRIPT.replace("POISON", "False"), tmp_path, env=env, module=TORCHRUN)
@@ -58,7 +58,7 @@ def test_library_starts_no_cuda_before_its_first_use_and_trains_as_under_torchru
 
 
 def move_wrapped() -> str:
-    """What `ensure_on_device` says of a DDP module that is elsewhere."""
+    """The error of `ensure_on_device` for a DDP module on a different device."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
@@ -71,7 +71,7 @@ def move_wrapped() -> str:
 
 
 def test_ensure_on_device_refuses_to_move_a_ddp_module() -> None:
-    """Its buckets would stay behind; where it is already, it may be."""
+    """Its buckets would not be moved; on its own device it is accepted."""
     said = ddpilot.Launcher(nproc_per_node=1, backend="gloo").run(move_wrapped)[0]
     assert said == (
         "moving DistributedDataParallel to cuda:0: it is a DistributedDataParallel module on cpu, where its gradient "

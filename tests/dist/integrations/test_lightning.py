@@ -47,7 +47,7 @@ def session() -> Iterator[Session]:
 
 @pytest.mark.parametrize("library", ["lightning", "pytorch_lightning"])
 def test_a_trainer_uses_all_ranks_in_cell_after_cell(session: Session, library: str) -> None:
-    """Fit, validate and a second fit, with one process's arguments, in a group that the session goes on using."""
+    """Fit, validate and a second fit, with one process's arguments, in a group that the session keeps using."""
     session.execute(
         f"net = make({library}); trainer = {library}.Trainer(max_epochs=2, **quiet); trainer.fit(net, loader())\n"
         "size, steps = trainer.world_size, trainer.global_step"
@@ -82,7 +82,7 @@ def test_fabric_uses_all_ranks(session: Session) -> None:
 
 
 def test_the_strategy_starts_nothing_in_a_session(session: Session) -> None:
-    """A notebook that says strategy="ddpilot" runs on the session's ranks as well."""
+    """A notebook with strategy="ddpilot" also runs on the session's ranks."""
     session.execute("net = make(lightning); trainer = lightning.Trainer(max_epochs=1, strategy='ddpilot', **quiet)")
     session.execute("trainer.fit(net, loader())")
     assert (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The strategy "ddpilot" with the real Lightning: its numbers, where it starts nothing, what comes back, its errors."""
+"""The strategy "ddpilot" with the real Lightning: its numbers, existing ranks, results and errors."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ else:
 
 
 def told(source: str, folder: Path, *, library: str = "lightning", **how: Any) -> dict[str, Any]:
-    """What `source` told on its last line."""
+    """The object that `source` printed on its last line."""
     source = (SET_UP + source).replace("LIBRARY", library)
     outcome = run_script(source, folder, env=ENV, limit_s=100, **how)
     lines = [line for line in outcome.out.splitlines() if line.startswith("told ")]
@@ -99,7 +99,7 @@ def test_strategy_starts_nothing_under_torchrun(under_torchrun: dict[str, Any]) 
 
 @pytest.mark.timeout(120)
 def test_strategy_lets_gloos_threads_end_under_torchrun(tmp_path: Path) -> None:
-    """Lightning leaves a group of gloo's in use, and torch aborts a process whose thread still drops its tensors."""
+    """Lightning does not destroy its gloo group, and torch aborts a process if a thread still frees its tensors."""
     trainer = 'library.Trainer(devices=1, strategy="ddpilot", **quiet)\n'
     source = (SET_UP + trainer + END).replace("LIBRARY", "lightning")
     module = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1")
@@ -109,7 +109,7 @@ def test_strategy_lets_gloos_threads_end_under_torchrun(tmp_path: Path) -> None:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("library", ["lightning", "pytorch_lightning"])
 def test_strategy_trains_as_torchrun_does(under_torchrun: dict[str, Any], library: str, tmp_path: Path) -> None:
-    """The same losses and weights, without a fork of the parent, which nobody asked for CUDA; predictions in order."""
+    """The same losses and weights, without a fork of the parent, which did not use CUDA; predictions in order."""
     here = told(TRAIN, tmp_path, library=library)
     same = ("weights", "valid", "known", "steps")
     assert [here[name] for name in same] == [under_torchrun[name] for name in same]
@@ -238,7 +238,7 @@ tell(**found)
 """
 
 
-def test_errors_say_what_to_do(tmp_path: Path) -> None:
+def test_errors_state_the_fix(tmp_path: Path) -> None:
     """What cannot travel by its path in the user's objects, unused parameters with our names, several nodes."""
     facts = told(ERRORS, tmp_path)
     assert "starting 2 ranks of `Trainer.fit`: `model.lock` (_thread.lock) cannot be pickled" in facts["ship"]

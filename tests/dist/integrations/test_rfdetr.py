@@ -68,7 +68,7 @@ print("told " + json.dumps({"changed": changed, "of": len(before), "found": type
 
 
 def run_rfdetr(folder: Path, *, strategy: str, device: str, train: str) -> tuple[dict[str, Any], str]:
-    """What a script that trains, predicts and exports told, and all that it printed."""
+    """The result and the output of a script that trains, predicts and exports."""
     export = str(find_spec("onnx") is not None)
     source = SCRIPT.replace("STRATEGY", strategy).replace("DEVICE", device).replace("TRAIN", train)
     env = {"PYTHONPATH": os.pathsep.join(filter(None, (str(SHIMS), os.environ.get("PYTHONPATH"))))}

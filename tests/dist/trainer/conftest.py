@@ -8,5 +8,5 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def compiler_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first optimizer of a process imports torch's compiler, which sets this variable where it is not set."""
+    """The first optimizer of a process imports torch's compiler, which sets this variable if it is unset."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "unused")

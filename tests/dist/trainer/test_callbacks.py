@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every callback in one fit on two real ranks that is killed, and gone on with: what is in their files afterwards."""
+"""All callbacks in one fit on two real ranks that is killed and resumed: the contents of their files."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def make_data(num_samples: int = 53) -> TensorDataset:
 
 
 def make_model() -> nn.Module:
-    """With a weight whose memory is in another order, and a flag."""
+    """With a weight in a different memory format, and a bool buffer."""
     with torch.random.fork_rng([]):
         torch.manual_seed(1)
         first = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -163,7 +163,7 @@ def check_files(folder: Path, trainer: Trainer) -> None:
 
 @pytest.mark.usefixtures("fonts_are_loaded")
 def test_callbacks_run_together_on_two_ranks_through_a_kill(tmp_path: Path) -> None:
-    """Killed in the middle of an epoch and gone on with from a checkpoint: no row twice or lost, the same numbers."""
+    """Killed in the middle of an epoch and resumed from a checkpoint: no row is lost or repeated, the same numbers."""
     alone, of_one = make_trainer(tmp_path / "one")
     fit(alone, 0)
     killed, _ = make_trainer(tmp_path / "two", Kill(PER_EPOCH + 3))

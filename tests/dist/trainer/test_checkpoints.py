@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fit with checkpoints: a rank is killed in the middle, and the same call goes on as if nothing had been."""
+"""A fit with checkpoints: a rank is killed, and the same call resumes exactly."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def fit(trainer: ddpilot.Trainer, num_ranks: int, **options: Any) -> None:
     trainer.fit(make_data(), make_data(21, first=60), **data, **options)
 
 
-def test_fit_goes_on_from_its_checkpoint_after_a_rank_was_killed(
+def test_fit_resumes_from_its_checkpoint_after_a_rank_was_killed(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """At another number of ranks: weights, average, history and callbacks are those of a run that nobody disturbed."""
+    """At a different number of ranks: weights, average, history and callbacks equal those of an uninterrupted run."""
     counts, folder = Counts(tmp_path), tmp_path / "ckpt"
     trainer = make_trainer(callbacks=[counts])
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}

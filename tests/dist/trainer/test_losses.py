@@ -37,7 +37,7 @@ def fit() -> tuple[torch.Tensor, list[dict[str, Any]], float]:
 
 
 def test_several_losses_train_and_are_recorded_as_in_one_process() -> None:
-    """Each by its own count, and their sum as "loss"; in the validation too, whatever the batches are."""
+    """Each by its own count, and their sum as "loss"; also in the validation, with any batches."""
     (plain,) = launch(1, train_all_plain)
     (expected,) = launch(1, fit)
     for weights, epochs, loss in [expected, *launch(3, fit)]:

@@ -50,7 +50,7 @@ def test_trainer_has_the_numbers_of_a_plain_loop(num_ranks: int, plain: dict[str
 
 
 def test_verbs_give_the_same_in_this_process_and_on_ranks(tmp_path: Any) -> None:
-    """evaluate, predict and call; predictions come in the dataset's order, in memory and as files."""
+    """evaluate, predict and call; predictions are in the dataset's order, in memory and as files."""
     trainer, data = make_trainer(ema=None), make_data(21)
     here = trainer.evaluate(data, global_batch_size=5)
     assert here == pytest.approx(trainer.evaluate(data, nproc_per_node=2, global_batch_size=5), rel=1e-10)

@@ -105,7 +105,7 @@ class Flow(nn.Module):
         return torch.as_tensor(self.inner(x))
 
     def log_likelihood(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (samples, 4); what it makes itself has the default dtype."""
+        """x: (samples, 4); tensors created here have the default dtype."""
         return torch.as_tensor(-(self(x) - torch.full((4,), 1 / 3)).square().sum(1))
 
 
@@ -115,7 +115,7 @@ def score(model: Any, batch: Any) -> Any:
 
 
 class FlowTrainer(ddpilot.Trainer):
-    """With a step of its own, by a method of what is wrapped."""
+    """Overrides the step, which calls a method of the wrapped model."""
 
     def train_batch(self, run: ddpilot.Run, batch: Any) -> Any:
         """One likelihood."""
@@ -212,7 +212,7 @@ class Sizes(ddpilot.Callback):
 
 
 def test_data_loaders_plateaus_and_sharded_optimizers() -> None:
-    """DataLoaders keep their batch size, ReduceLROnPlateau looks at the validation, and sharded state comes back."""
+    """DataLoaders keep their batch size, ReduceLROnPlateau gets the validation loss, and sharded state is returned."""
 
     def plateau(optimizer: torch.optim.Optimizer) -> Any:
         return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=1e9)
@@ -257,7 +257,7 @@ def fit_on_a_rank() -> dict[str, Any]:
 
 def test_a_trainer_on_a_rank_trains_right_there() -> None:
     """The same code in a launched function: no further ranks, weights of rank 0 first, the same on all afterwards."""
-    zero, one = replace(launcher(), nproc_per_node=2, preload=(TRAINER_PRELOAD,)).run(fit_on_a_rank)
+    zero, one = replace(launcher(), nproc_per_node=2, preload=TRAINER_PRELOAD).run(fit_on_a_rank)
     assert one["predictions"] is one["called"] is None
     assert zero["predictions"].shape == (5, 1)
     assert zero["called"].shape == (1, 1)
@@ -285,7 +285,7 @@ class Faulty(nn.Module):
 
 
 def test_an_exception_of_a_rank_is_raised_here_and_leaves_all_as_it_was() -> None:
-    """RankError with the user's line and none of the trainer's before it."""
+    """RankError with the user's line, without the trainer's lines before it."""
     trainer = ddpilot.Trainer(Faulty(), nn.functional.mse_loss, make_optimizer, launcher=launcher())
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     with pytest.raises(ddpilot.RankError, match=r"rank 1 raised ArithmeticError: a bad sample") as caught:
@@ -297,8 +297,8 @@ def test_an_exception_of_a_rank_is_raised_here_and_leaves_all_as_it_was() -> Non
     assert trainer.position.num_updates == 0
 
 
-def test_a_finding_is_said_once_in_all_fits_of_a_trainer(capfd: pytest.CaptureFixture[str]) -> None:
-    """On ranks that it started there is no line of the user's: none is made up. It says what a Trainer takes."""
+def test_a_finding_is_reported_once_in_all_fits_of_a_trainer(capfd: pytest.CaptureFixture[str]) -> None:
+    """On ranks that it started there is no user line, so none is shown. The error states what a Trainer accepts."""
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
     trainer = ddpilot.Trainer(model, nn.functional.mse_loss, make_optimizer, launcher=launcher())
     for _ in range(2):
@@ -310,8 +310,8 @@ def test_a_finding_is_said_once_in_all_fits_of_a_trainer(capfd: pytest.CaptureFi
     assert [finding.code for finding in trainer.findings] == ["DDP501"]
 
 
-def test_explain_brings_back_what_the_ranks_chose() -> None:
-    """The options of DDP with their reasons, and what was measured, are there after a fit on two ranks."""
+def test_explain_returns_the_choices_of_the_ranks() -> None:
+    """DDP's options with their reasons and measurements, after a fit on two ranks."""
     trainer = make_trainer()
     trainer.fit(make_data(), epochs=4, global_batch_size=BATCH_SIZE, nproc_per_node=2, ddp={"bucket_cap_mb": 5})
     said = str(trainer.explain())

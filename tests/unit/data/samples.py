@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Datasets for the tests of the loaders, and what the ranks of a world read of them."""
+"""Datasets for the tests of the loaders, and helpers that read them on all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ddpilot.data.batches import LocalBatch
 
 
 class Counted(Dataset[Any]):
-    """Sample n is n; it counts what was read."""
+    """Sample n is n; counts the samples read."""
 
     def __init__(self, num: int) -> None:
         self.num = num
@@ -63,7 +63,7 @@ class SizedStream(Stream):
 
 
 class Resumable(IterableDataset[Any]):
-    """A stream with a state; it counts what it has read."""
+    """A stream with a state; counts the samples read."""
 
     def __init__(self, num: int) -> None:
         self.num = num
@@ -91,7 +91,7 @@ def rows(data: Any) -> list[Any]:
 
 
 def read_world(loaders: Sequence[Any], epoch: int = 0, first_batch: int = 0) -> list[list[Any]]:
-    """Each global batch put together from what the loaders of all ranks yield; joint ones stop when none has any."""
+    """The global batches, joined from all ranks' loaders; joint loaders stop when all pieces are empty."""
     iterators = [loader.iterate(epoch, first_batch) for loader in loaders]
     batches = []
     for pieces in zip(*iterators, strict=True):
@@ -105,7 +105,7 @@ def read_world(loaders: Sequence[Any], epoch: int = 0, first_batch: int = 0) -> 
 
 
 def check_counts(pieces: Sequence[LocalBatch]) -> None:
-    """What the pieces of a batch say of themselves is so."""
+    """Check the counts and indices of the pieces of a batch."""
     for piece in pieces:
         assert piece.index == pieces[0].index
         assert piece.count == len(piece.sample_ids)

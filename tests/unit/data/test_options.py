@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrong options of a loader, each answered with what was given and what to write instead."""
+"""Invalid options of a loader: each error states the value and the correct option."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DATA = TensorDataset(torch.arange(4))
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"batch_size": 4}, "`batch_size=4`. Say `global_batch_size`, samples of all ranks together"),
+        ({"batch_size": 4}, "`batch_size=4`. Give `global_batch_size`, the samples of all ranks together"),
         ({"batch_sampler": [[0]]}, "Give a DataLoader that has it to loop.shard()"),
         ({"num_worker": 2}, "`num_worker=2`. Did you mean `num_workers`?"),
         ({"shufle": True}, "`shufle=True`. Did you mean `shuffle`?"),
@@ -33,12 +33,12 @@ DATA = TensorDataset(torch.arange(4))
         ({"num_workers": "2"}, "`num_workers='2'`. Give a whole number."),
         ({"persistent_workers": True}, "`persistent_workers=True` without workers. Give `num_workers` of at least 1"),
         ({"timeout": 5}, "`timeout=5` without workers"),
-        ({"global_batch_size": None, "batch_size_per_rank": -1}, "`batch_size_per_rank=-1`. It has to be at least 1."),
+        ({"global_batch_size": None, "batch_size_per_rank": -1}, "`batch_size_per_rank=-1`. Give at least 1."),
         ({"global_batch_size": 4.0}, "`global_batch_size=4.0`. Give a whole number."),
     ],
 )
 def test_make_loader_answers_options_that_it_does_not_have(options: dict[str, Any], text: str) -> None:
-    """Those of a DataLoader that mean something else with several ranks, slips of the pen, what asks for workers."""
+    """Options of a DataLoader that are ambiguous with several ranks, typos, and options that require workers."""
     with pytest.raises(DataError) as caught:
         make_loader(DATA, rank=1, world_size=2, **{"global_batch_size": 4, **options})
     assert text in str(caught.value)
@@ -57,7 +57,7 @@ def test_make_loader_sends_a_dataloader_to_shard() -> None:
     """And a generator to an IterableDataset."""
     with pytest.raises(DataError, match=r"Give its dataset, or the DataLoader itself to loop.shard\(\)"):
         make_loader(DataLoader(DATA), rank=0, world_size=1, global_batch_size=2)
-    with pytest.raises(DataError, match="make an `IterableDataset` of it"):
+    with pytest.raises(DataError, match="can only be iterated in an `IterableDataset`"):
         make_loader(iter(range(3)), rank=0, world_size=1, global_batch_size=2)
 
 
@@ -65,12 +65,12 @@ def test_make_loader_sends_a_dataloader_to_shard() -> None:
     ("options", "text"),
     [
         ({"global_batch_size": 4}, "The DataLoader's `batch_size` is that of all ranks"),
-        ({"shuffle": True}, "`shuffle=True`. Say it in the DataLoader"),
+        ({"shuffle": True}, "`shuffle=True`. Pass it to the DataLoader"),
         ({"share": [1, 1]}, "`share=[1, 1]`. Did you mean `shares`?"),
     ],
 )
 def test_shard_loader_answers_options_that_it_does_not_have(options: dict[str, Any], text: str) -> None:
-    """What the DataLoader says already, and slips of the pen; of a dataset, that it is none."""
+    """Options that the DataLoader already has, and typos; a dataset is not a DataLoader."""
     with pytest.raises(DataError) as caught:
         shard_loader(DataLoader(DATA, batch_size=2), rank=1, world_size=2, **options)
     assert text in str(caught.value)
@@ -79,7 +79,7 @@ def test_shard_loader_answers_options_that_it_does_not_have(options: dict[str, A
 
 
 def test_loop_names_the_rank_in_what_its_loaders_refuse() -> None:
-    """Also in what the plan finds, which knows of no rank."""
+    """Also in errors of the plan, which does not know the rank."""
     loop = Loop(group=FakeGroup(rank=1, world_size=2))
     with pytest.raises(
         DataError, match=r"^\[rank 1\] dividing 4 samples among 2 ranks: `shares` is \[1, 0\]"
@@ -94,7 +94,7 @@ def test_loop_names_the_rank_in_what_its_loaders_refuse() -> None:
 
 
 def test_docs_have_a_row_for_every_option() -> None:
-    """And none that is not there."""
+    """And no others."""
     page = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
     of_loader, of_shard = page.split("## Options")[1].split("## Batch sizes")[0].split("Of `loop.shard")
     for text, makers in ((of_loader, (make_loader, make_stream_loader)), (of_shard, (shard_loader,))):

@@ -76,7 +76,7 @@ def test_plan_gives_each_rank_its_share() -> None:
 
 
 def test_plan_order_follows_from_seed_and_epoch_alone() -> None:
-    """Another seed or epoch is another order; another world size or batch size is not. It stays what it was today."""
+    """Seed and epoch change the order; world size and batch size do not. Future versions keep this order."""
     order = Plan(8, 4, world_size=2, seed=3, shuffle=True).order(5)
     assert order.tolist() == Plan(8, 8, world_size=1, seed=3, shuffle=True).order(5).tolist()
     assert order.tolist() == [0, 3, 4, 2, 6, 7, 5, 1]
@@ -95,7 +95,7 @@ def test_plan_divides_an_epoch_as_its_pieces_say() -> None:
 
 
 def test_plan_draws_by_weight_the_same_at_any_world_size() -> None:
-    """Draws follow the weights, and a sample of weight 0 never comes."""
+    """Draws follow the weights, and a sample with weight 0 is never drawn."""
     plans = [Plan(4, 10, world_size=size, seed=1, weights=[1, 0, 2, 1], num_draws=4000) for size in (1, 2, 5)]
     assert batches_of(plans[0], 3) == batches_of(plans[1], 3) == batches_of(plans[2], 3)
     counts = np.bincount(plans[0].order(3), minlength=4)
@@ -105,7 +105,7 @@ def test_plan_draws_by_weight_the_same_at_any_world_size() -> None:
 
 
 def test_plan_draws_each_sample_once_without_replacement() -> None:
-    """Those with a weight come once, heavier ones sooner on the whole."""
+    """Samples with a weight are drawn once, heavier ones earlier on average."""
     plan = Plan(6, 2, world_size=2, weights=[1, 1, 0, 1, 9, 1], num_draws=5, replacement=False)
     firsts = [order[0] for order in (plan.order(epoch) for epoch in range(300)) if sorted(order) == [0, 1, 3, 4, 5]]
     assert len(firsts) == 300
@@ -114,15 +114,18 @@ def test_plan_draws_each_sample_once_without_replacement() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"global_batch_size": 2, "world_size": 3}, "a global batch of 2 samples among 3 ranks: some rank would never"),
+    (
+        {"global_batch_size": 2, "world_size": 3},
+        "a global batch of 2 samples among 3 ranks: at least one rank would never",
+    ),
     ({"shares": [100, 1], "global_batch_size": 4}, "`shares=[100.0, 1.0]` rank 1 would never have a sample"),
     ({"shares": [1]}, "`shares` is [1]. Give one number above 0 for each rank"),
     ({"shares": [1, 0]}, "`shares` is [1, 0]"),
-    ({"num_samples": -1}, "`num_samples` is -1. It has to be at least 0"),
+    ({"num_samples": -1}, "`num_samples` is -1. Give at least 0"),
     ({"global_batch_size": 0}, "`global_batch_size` is 0"),
     ({"world_size": 0}, "`world_size` is 0"),
     ({"num_samples": 0, "shuffle": True}, "planning an epoch with `shuffle`: the dataset is empty"),
-    ({"num_samples": 3, "drop_last": True}, "3 samples are less than one batch, so that every one of them"),
+    ({"num_samples": 3, "drop_last": True}, "3 samples are less than one batch, so all of them would be dropped"),
     ({"num_draws": 3}, "`num_draws` is 3, without `weights`"),
     ({"weights": [1.0] * 9}, "`weights` has the shape (9,). Give one weight for each sample"),
     ({"weights": [1.0, -2.0] * 5}, "weights[1] is -2.0. A weight is finite and not negative"),
@@ -130,13 +133,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"weights": [0.0] * 10}, "0 samples have a weight above 0"),
     (
         {"weights": [1.0] * 5 + [0.0] * 5, "replacement": False},
-        "5 samples have a weight above 0, and a sample comes only",
+        "5 samples have a weight above 0, and a sample can be drawn only",
     ),
 ]
 
 
 def test_plan_refuses_what_it_cannot_divide() -> None:
-    """The error has the numbers, and what to do."""
+    """The error states the numbers and the fix."""
     for arguments, words in REFUSED:
         with pytest.raises(DataError) as caught:
             Plan(**{"num_samples": 10, "global_batch_size": 5, "world_size": 2, **arguments})

@@ -27,7 +27,7 @@ def test_mix_seed_gives_unrelated_numbers_of_64_bits() -> None:
 
 
 def test_seed_random_decides_what_all_three_draw() -> None:
-    """The same seed is the same numbers; another one is others in each of them."""
+    """Equal seeds give equal numbers, and different seeds different ones in each generator."""
     drawn = []
     for seed in (5, 5, 6):
         seed_random(mix_seed(seed))
@@ -37,7 +37,7 @@ def test_seed_random_decides_what_all_three_draw() -> None:
 
 
 def test_random_kept_gives_the_state_back_when_the_block_raises() -> None:
-    """What the model draws next does not depend on what was read in between."""
+    """The model's draws do not depend on the samples read in between."""
     seed_random(1)
     expected = draw()
     seed_random(1)

@@ -45,5 +45,5 @@ class Own(TensorDataset):
     ],
 )
 def test_rows_are_taken_of_nothing_else(dataset: Any, collate: Any) -> None:
-    """A dataset or a collate function of one's own, and tensors of other kinds, go the usual way."""
+    """User-defined datasets and collate functions, and other kinds of tensors, are read sample by sample."""
     assert find_rows(dataset, collate) is None

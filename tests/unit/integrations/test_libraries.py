@@ -15,7 +15,7 @@ from ddpilot.integrations.libraries import holders, import_quietly, replace, wra
 
 
 class Library:
-    """Stands for somebody else's code."""
+    """Stands for a library."""
 
     limit = 3
 
@@ -25,7 +25,7 @@ class Library:
 
 
 def test_replace_lasts_until_cleanup() -> None:
-    """Attribute values come back, the last change first."""
+    """Attribute values are restored, the last change first."""
     with ExitStack() as cleanup:
         replace(cleanup, Library, "limit", 4)
         replace(cleanup, Library, "limit", 5)
@@ -43,7 +43,7 @@ def test_wrap_hands_the_original_to_the_wrapper_until_cleanup() -> None:
 
 
 def test_holders_finds_the_copies_that_star_imports_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modules of the package that hold the same object, not others of that name, nor other packages."""
+    """Modules of the package with the same object, not different objects of that name or other packages."""
     value = object()
     for name, held in (("pack", value), ("pack.part", value), ("pack.other", 1), ("package", value)):
         module = ModuleType(name)
@@ -53,10 +53,10 @@ def test_holders_finds_the_copies_that_star_imports_made(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("before", [None, "7"])
-def test_import_quietly_imports_with_one_thread_and_passes_over_what_is_broken(
+def test_import_quietly_imports_with_one_thread_and_skips_broken_modules(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str | None
 ) -> None:
-    """A module that cannot be imported stops none of the others."""
+    """Other modules are imported after one that fails."""
     (tmp_path / "brokenpart.py").write_text("raise RuntimeError('operator does not exist')")
     (tmp_path / "goodpart.py").write_text("import os\nTHREADS = os.environ['OPENBLAS_NUM_THREADS']")
     monkeypatch.syspath_prepend(str(tmp_path))

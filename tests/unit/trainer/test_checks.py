@@ -15,7 +15,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, TensorDataset
 import ddpilot
 from ddpilot.callbacks import BestWeights, EarlyStopping
 from ddpilot.errors import LoopError
-from ddpilot.trainer.ranks import TorchSettings, say_ignored
+from ddpilot.trainer.ranks import TorchSettings, report_ignored_ranks
 
 DATA = TensorDataset(torch.arange(14.0).reshape(7, 2), torch.arange(7.0).reshape(7, 1))
 
@@ -37,7 +37,7 @@ def frozen() -> nn.Module:
 
 
 class Late(ddpilot.Callback):
-    """Has a method that nobody calls."""
+    """Has a method that is never called."""
 
     def on_epoch_finish(self, run: ddpilot.Run) -> None:
         raise AssertionError(run)
@@ -48,9 +48,9 @@ class Late(ddpilot.Callback):
     [
         ({"clip_norm": 0.0}, r"`clip_norm` is 0\.0\. Give a limit above 0; None"),
         ({"clip_norm": -1}, "`clip_norm` is -1"),
-        ({"metrics": {"loss": nn.functional.l1_loss}}, "a metric called 'loss'.* by another name"),
-        ({"scheduler_per": "epochs"}, "`scheduler_per` is 'epochs'. Say 'update' or 'epoch'"),
-        ({"precision": "bf32"}, "`precision` is 'bf32'. Say 'fp32' or 'bf16' or 'fp16'"),
+        ({"metrics": {"loss": nn.functional.l1_loss}}, "a metric called 'loss'.* a different name"),
+        ({"scheduler_per": "epochs"}, "`scheduler_per` is 'epochs'. Use 'update' or 'epoch'"),
+        ({"precision": "bf32"}, "`precision` is 'bf32'. Use 'fp32' or 'bf16' or 'fp16'"),
         ({"accumulate": 0}, "`accumulate` is 0"),
         ({"loss_fn": "mse"}, r"`loss_fn` is 'mse'\. Give a function"),
         ({"model": nn.LazyLinear(1)}, r"without a shape yet: weight, bias\. Call the model with one batch"),
@@ -60,8 +60,8 @@ class Late(ddpilot.Callback):
         ({"callbacks": [Late()]}, r"Late\.on_epoch_finish, which is never called\. Did you mean `on_epoch_end`\?"),
     ],
 )
-def test_trainer_refuses_arguments_that_say_something_else(options: dict[str, Any], message: str) -> None:
-    """Each with the value and what to do."""
+def test_trainer_rejects_invalid_arguments(options: dict[str, Any], message: str) -> None:
+    """The error states the value and the fix."""
     with pytest.raises(LoopError, match=message):
         make(**options)
 
@@ -79,13 +79,17 @@ def test_trainer_refuses_arguments_that_say_something_else(options: dict[str, An
         (
             {},
             {"val_set": {"a": DATA, "b": DATA}},
-            r"`val_set` is a dict of 'a', 'b', and .* trainer\.evaluate\(data\) me",
+            r"`val_set` is a dict of 'a', 'b', and .* trainer\.evaluate\(data\) ev",
         ),
         ({}, {"val_set": [DATA, DATA]}, "`val_set` is a list of 2: TensorDataset, TensorDataset, and a fit takes one"),
         ({}, {"train_set": {"train": DATA}}, "`train_set` is a dict of 'train', and a fit takes one dataset. Give one"),
-        ({}, {"batch_size": 20}, r"an argument `batch_size=20`\. Say `global_batch_size`, of all ranks together, or"),
+        (
+            {},
+            {"batch_size": 20},
+            r"an argument `batch_size=20`\. Give `global_batch_size`, the samples of all ranks together, or",
+        ),
         ({}, {"epoch": 2}, r"an argument `epoch=2`\. Did you mean 'epochs'\?"),
-        ({"model": nn.ModuleDict({"g": nn.Linear(2, 1)})}, {}, "a ModuleDict of 'g', which has no forward pass of its"),
+        ({"model": nn.ModuleDict({"g": nn.Linear(2, 1)})}, {}, "a ModuleDict of 'g', which has no `forward` of its"),
         ({}, {"checkpoints": {"kep": 3}, "checkpoint_dir": "x"}, "`checkpoints` has no 'kep'. Did you mean 'keep'"),
         ({}, {"checkpoints": {"best": "min loss"}}, "'best', and no `checkpoint_dir`: nothing would be saved"),
         ({}, {"loader": {"weigths": [1.0]}}, "`loader` has no 'weigths'. Did you mean 'weights'"),
@@ -93,10 +97,10 @@ def test_trainer_refuses_arguments_that_say_something_else(options: dict[str, An
         (
             {"metrics": {"accuracy": nn.functional.l1_loss}},
             {"checkpoints": {"best": "max val_acuracy"}, "checkpoint_dir": "x", "val_set": DATA},
-            "`checkpoints` with best watches 'val_acuracy', which no epoch will have. Did you mean 'val_accuracy'",
+            "`checkpoints` with best monitors 'val_acuracy', which no epoch will have. Did you mean 'val_accuracy'",
         ),
-        ({"callbacks": [EarlyStopping()]}, {}, "EarlyStopping watches 'val_loss'.* There is no `val_set`"),
-        ({"callbacks": [BestWeights(monitor="los")]}, {}, "BestWeights watches 'los'.* Did you mean 'loss'"),
+        ({"callbacks": [EarlyStopping()]}, {}, "EarlyStopping monitors 'val_loss'.* There is no `val_set`"),
+        ({"callbacks": [BestWeights(monitor="los")]}, {}, "BestWeights monitors 'los'.* Did you mean 'loss'"),
         ({}, {"val_set": DataLoader(DATA, 4, drop_last=True)}, "drop_last=True: 4 of 7 samples would count"),
         ({"model": frozen()}, {}, "all parameters of the model are frozen"),
         ({}, {"global_batch_size": None}, "no batch size, and a TensorDataset. Give `global_batch_size`"),
@@ -125,13 +129,13 @@ def test_what_is_missing_is_named() -> None:
 
 
 class Own(ddpilot.Callback):
-    """Writes a number of its own, which others may watch."""
+    """Writes its own metric, which other callbacks may monitor."""
 
     def on_evaluate_end(self, run: ddpilot.Run) -> None:
         run.metrics["val_score"] = 1.0
 
 
-def test_fit_lets_others_watch_what_a_callback_of_ones_own_writes() -> None:
+def test_fit_accepts_monitors_of_metrics_that_a_user_callback_writes() -> None:
     """What that will be is not known before."""
     stopping = EarlyStopping("val_score")
     trainer = make(callbacks=[Own(), stopping])
@@ -149,15 +153,15 @@ def test_fit_refuses_a_loss_without_a_gradient() -> None:
 def test_fit_until_an_epoch_does_not_train_on_when_it_is_repeated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """ "Run all cells" again ends where it ended; `epochs` goes on, and says so."""
+    """ "Run all cells" again trains no further; `epochs` does, and reports it."""
     for _ in range(2):
         trainer = make()
         for total in (1, 3):
             trainer.fit(DATA, until_epoch=total, global_batch_size=4, nproc_per_node=0, checkpoint_dir=tmp_path)
         assert trainer.position.epoch == 3
-    assert "resumes at epoch 3; until_epoch=1: 0 more, up to 1" in capsys.readouterr().out
+    assert "resuming at epoch 3; until_epoch=1: 0 more, up to 1" in capsys.readouterr().out
     make().fit(DATA, epochs=5, global_batch_size=4, nproc_per_node=0, checkpoint_dir=tmp_path)
-    assert "resumes at epoch 3; epochs=5: 2 more, up to 5" in capsys.readouterr().out
+    assert "resuming at epoch 3; epochs=5: 2 more, up to 5" in capsys.readouterr().out
 
 
 class Named(nn.Module):
@@ -184,8 +188,8 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
         return {"x": x, "y": y}
 
 
-def test_predict_keeps_what_its_forward_returns() -> None:
-    """Of a model that returns its loss beside the output, which has no row for each sample."""
+def test_predict_keeps_the_output_of_its_forward() -> None:
+    """For a model that also returns its loss, which does not have one row per sample."""
     model = Named()
     trainer = make(model=model, loss_fn=lambda output, batch: output["loss"])
     trainer.fit(Rows(), global_batch_size=4, nproc_per_node=0, progress=False)
@@ -202,13 +206,13 @@ def test_predict_keeps_what_its_forward_returns() -> None:
 
 
 def test_verbs_refuse_options_that_they_have_not(tmp_path: Path) -> None:
-    """`batch_size` is ambiguous among ranks; a folder that is there is one clear sentence."""
+    """`batch_size` is ambiguous with several ranks; an existing folder is rejected."""
     trainer = make()
     with pytest.raises(LoopError, match="`predict` has no 'batch_size'. Did you mean 'global_batch_size'"):
         trainer.predict(DATA, batch_size=3)
     with pytest.raises(LoopError, match="4 of 7 samples would count"):
         trainer.evaluate(DataLoader(DATA, 4, drop_last=True))
-    with pytest.raises(LoopError, match="`ranks` is 'al'. Say 'zero' or 'all'"):
+    with pytest.raises(LoopError, match="`ranks` is 'al'. Use 'zero' or 'all'"):
         trainer.call("forward", ranks="al")  # type: ignore[arg-type]
     with pytest.raises(LoopError, match=rf"predicting into {tmp_path}: {tmp_path} exists already\. Remove it"):
         trainer.predict(DATA, to=tmp_path)
@@ -225,25 +229,25 @@ class Full(ddpilot.Callback):
 def test_an_error_of_the_disk_names_the_callback() -> None:
     """It stays an OSError with its number."""
     with pytest.raises(
-        OSError, match=r"No space left on device \(in Full\.on_epoch_end on rank 0; make room"
+        OSError, match=r"No space left on device \(in Full\.on_epoch_end on rank 0; free some space"
     ) as caught:
         make(callbacks=[Full()]).fit(DATA, global_batch_size=4, nproc_per_node=0, progress=False)
     assert caught.value.errno == 28
 
 
-def test_fit_says_which_parameters_no_optimizer_has(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fit_reports_parameters_that_no_optimizer_has(capsys: pytest.CaptureFixture[str]) -> None:
     """Above all those that were frozen when it was made, and unfrozen since."""
     model = nn.Linear(2, 1)
     trainer = make(model=model, optimizer=sgd([model.weight]))
     trainer.fit(DATA, epochs=2, global_batch_size=4, nproc_per_node=0, progress=False)
-    assert capsys.readouterr().out.count("no optimizer has bias, which are not frozen: they will not change") == 1
+    assert capsys.readouterr().out.count("no optimizer has bias, which are not frozen: they will not be trained") == 1
 
 
-def test_say_ignored_tells_that_this_is_a_rank_already(
+def test_report_ignored_ranks_states_that_this_process_is_a_rank(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As with torchrun's variables in a notebook's environment."""
-    say_ignored(2)
+    report_ignored_ranks(2)
     assert not capsys.readouterr().err
     for name, value in {
         "RANK": "0",
@@ -253,38 +257,22 @@ def test_say_ignored_tells_that_this_is_a_rank_already(
         "MASTER_PORT": "1",
     }.items():
         monkeypatch.setenv(name, value)
-    say_ignored(1)
+    report_ignored_ranks(1)
     assert not capsys.readouterr().err
-    say_ignored(2)
+    report_ignored_ranks(2)
     assert "nproc_per_node=2 is not used: this process is rank 0 of 1 already" in capsys.readouterr().err
-
-
-def test_torch_settings_bring_those_of_the_notebook() -> None:
-    """Default dtype, determinism and the precision of products."""
-    before = TorchSettings()
-    try:
-        torch.set_default_dtype(torch.float64)
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.set_float32_matmul_precision("high")
-        wanted = TorchSettings()
-        before.apply()
-        assert torch.get_default_dtype() == before.dtype
-        wanted.apply()
-        assert TorchSettings() == wanted
-        assert torch.ones(1).dtype == torch.float64
-        assert torch.is_deterministic_algorithms_warn_only_enabled()
-    finally:
-        before.apply()
 
 
 def test_fit_takes_a_number_of_epochs_or_a_total() -> None:
     """Not both, of which one would be ignored."""
-    with pytest.raises(LoopError, match="`epochs=2`, so many more, and `until_epoch=3`, so many in all. Give one of"):
+    with pytest.raises(
+        LoopError, match="`epochs=2`, a number of further epochs, and `until_epoch=3`, a total. Give one of"
+    ):
         make().fit(DATA, epochs=2, until_epoch=3, global_batch_size=4, nproc_per_node=0)
 
 
-def test_fit_goes_on_with_other_data_where_it_is_told_to(tmp_path: Path) -> None:
-    """The error says how; a trainer says how far it is."""
+def test_fit_resumes_with_different_data_on_request(tmp_path: Path) -> None:
+    """The error names the option; `repr` shows the position."""
     given: dict[str, Any] = {"global_batch_size": 4, "nproc_per_node": 0, "checkpoint_dir": tmp_path}
     make().fit(DATA, epochs=1, **given)
     longer: Dataset[Any] = ConcatDataset([DATA, DATA])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fit in this process: how it ends early, and what is there then."""
+"""A fit in this process: early ends, validation, and what is kept."""
 
 from __future__ import annotations
 
@@ -18,13 +18,18 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import ddpilot
+from ddpilot.checkpoint.directory import CheckpointDir
+from ddpilot.errors import LoopError
+from ddpilot.group.fake import FakeGroup
+from ddpilot.trainer.callbacks.best_weights import BestWeights
+from ddpilot.trainer.callbacks.early_stopping import EarlyStopping
 
 X = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(12, 2)
 DATA = TensorDataset(X, X.sum(1, keepdim=True))
 
 
 class Stream(IterableDataset[Any]):
-    """The same samples, of which nobody knows how many come."""
+    """The same samples as a stream of unknown length."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(DATA)
@@ -54,7 +59,7 @@ class StopAt(ddpilot.Callback):
 
 
 class Lonely(ddpilot.Callback):
-    """Of rank 0, and calls for all ranks."""
+    """Runs on rank 0 only, and calls a collective."""
 
     def __init__(self, of_group: bool) -> None:
         self.of_group = of_group
@@ -91,7 +96,7 @@ def state_of(trainer: ddpilot.Trainer) -> Any:
 
 
 def test_fit_in_this_process_leaves_all_as_it_was_when_it_fails() -> None:
-    """As ranks do, which train copies; the next fit goes on from there."""
+    """As with ranks, which train copies; the next fit starts from the restored state."""
     trainer, other = make_trainer(), make_trainer()
     other.model.load_state_dict(trainer.model.state_dict())
     for each in (trainer, other):
@@ -112,7 +117,7 @@ def test_fit_in_this_process_leaves_all_as_it_was_when_it_fails() -> None:
 
 @pytest.mark.parametrize("data", [DATA, Stream()], ids=["dataset", "stream"])
 def test_a_stop_after_the_last_batch_leaves_no_part_without_samples(data: Any) -> None:
-    """Of a dataset the epoch is complete; a stream's end is found by the next fit, which completes the row."""
+    """With a dataset the epoch is complete; the end of a stream is found by the next fit, which completes the row."""
     trainer = make_trainer(callbacks=[StopAt(2)])
     fit(trainer, data, epochs=4)
     row = trainer.history.epochs[-1]
@@ -126,15 +131,15 @@ def test_a_stop_after_the_last_batch_leaves_no_part_without_samples(data: Any) -
     assert rows == [(0, 3, 12, True, True), (1, 6, 12, True, True)][: 2 if data is DATA else 1]
 
 
-def test_a_part_of_an_epoch_that_other_data_leave_out_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_part_of_an_epoch_skipped_for_different_data_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     """With the batch size that changed; the history counts the epoch once."""
     trainer = make_trainer(callbacks=[StopAt(4)])
     fit(trainer, epochs=4)
     assert trainer.position.next_batch
     capsys.readouterr()
     trainer.fit(DATA, epochs=1, global_batch_size=6, nproc_per_node=0, progress=False)
-    said = "the rest of epoch 1, from batch 2 on, is left out, since the data are others now (global_batch_size 4 -> 6)"
-    assert f"{said}: epoch 2 begins" in capsys.readouterr().out
+    reason = "as the training data changed (global_batch_size 4 -> 6)"
+    assert f"skipping the rest of epoch 1 (from batch 2), {reason}: starting epoch 2" in capsys.readouterr().out
     assert [row["epoch"] for row in trainer.history.epochs] == [0, 1, 2]
 
 
@@ -148,7 +153,7 @@ def test_a_history_of_an_epoch_in_parts_counts_it_once() -> None:
 
 
 @pytest.mark.parametrize("stop_after", [1, 4])
-def test_an_epoch_that_goes_on_from_a_checkpoint_has_all_of_its_losses(stop_after: int, tmp_path: Path) -> None:
+def test_an_epoch_resumed_from_a_checkpoint_has_all_of_its_losses(stop_after: int, tmp_path: Path) -> None:
     """One row for the epoch, over all of its samples, and one for each update."""
     first, second, whole = make_trainer(callbacks=[StopAt(stop_after)]), make_trainer(), make_trainer()
     for each in (second, whole):
@@ -165,7 +170,7 @@ def test_an_epoch_that_goes_on_from_a_checkpoint_has_all_of_its_losses(stop_afte
 
 
 class FailsAtTheEnd(ddpilot.Callback):
-    """Cannot write what it has once training is over."""
+    """Fails to write its file after the last update."""
 
     def __init__(self, event: str) -> None:
         self.event = event
@@ -233,7 +238,7 @@ def test_a_step_may_return_losses_of_other_names_in_each_batch() -> None:
 
 
 def test_evaluations_have_the_batch_size_of_the_last_fit() -> None:
-    """Of all ranks together, however it was said."""
+    """The global one, also if the batch size per rank or a DataLoader was given."""
     trainer = make_trainer()
     assert trainer.batch_size == 64
     trainer.fit(DATA, batch_size_per_rank=3, nproc_per_node=0, progress=False)
@@ -251,3 +256,88 @@ def test_a_fit_that_failed_lets_other_processes_write_its_checkpoints(tmp_path: 
         fit(make_trainer(seed=1), checkpoint_dir=tmp_path)
     assert subprocess.run(command, capture_output=True, check=False).returncode == 0
     assert kept.tb is not None
+
+
+def make_plain(*callbacks: ddpilot.Callback, maximize: bool = False, **options: Any) -> ddpilot.Trainer:
+    """A linear model in float64."""
+    return ddpilot.Trainer(
+        nn.Linear(2, 1).double(),
+        nn.functional.mse_loss,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, maximize=maximize),
+        callbacks=callbacks,
+        **options,
+    )
+
+
+def validated(trainer: ddpilot.Trainer, **options: Any) -> list[int]:
+    """Train in this process; return the epochs of all fits that were validated."""
+    options = {"global_batch_size": 5, "nproc_per_node": 0, "progress": False, **options}
+    history = trainer.fit(DATA, DATA, **options)
+    return [row["epoch"] for row in history.epochs if "val_loss" in row]
+
+
+def test_every_kth_epoch_over_all_fits_and_the_last_of_each_is_validated() -> None:
+    """Counted from the first epoch of the training, so that a fit in two parts validates the same epochs."""
+    trainer = make_plain()
+    assert validated(trainer, epochs=7, validate_every=3) == [2, 5, 6]
+    assert validated(trainer, epochs=3, validate_every=3) == [2, 5, 6, 8, 9]
+
+
+def test_monitors_of_a_validation_metric_read_validated_epochs_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Best weights, the best checkpoint and early stopping skip the other epochs, without a warning."""
+    best, stopping = BestWeights(tmp_path / "best.safetensors"), EarlyStopping("val_loss", patience=2)
+    options = {"checkpoint_dir": tmp_path / "ckpt", "checkpoints": {"best": "min val_loss"}}
+    assert validated(make_plain(best, stopping, maximize=True), epochs=20, validate_every=2, **options) == [1, 3, 5]
+    chosen = CheckpointDir(tmp_path / "ckpt", best="min val_loss").best()
+    assert best.best_epoch == stopping.best_epoch == 1
+    assert chosen is not None
+    assert chosen.manifest.metrics["val_loss"] == best.best
+    assert "there is no best" not in capsys.readouterr().err
+
+
+def test_a_plateau_scheduler_steps_with_validations_only() -> None:
+    """It does not get the training loss in between."""
+    trainer = make_plain(scheduler=lambda one: torch.optim.lr_scheduler.ReduceLROnPlateau(one, patience=9))
+    validated(trainer, epochs=5, validate_every=2)
+    assert trainer.schedulers["optimizer"].last_epoch == 3
+
+
+@pytest.mark.parametrize("every", [0, True, 1.5])
+def test_validate_every_is_a_number_of_epochs(every: Any) -> None:
+    """Other values are rejected before training."""
+    with pytest.raises(LoopError, match="`validate_every` is"):
+        validated(make_plain(), validate_every=every)
+
+
+def test_explain_renders_the_choices_of_the_last_fit() -> None:
+    """Raises before the first fit."""
+    trainer = make_plain()
+    with pytest.raises(LoopError, match="no fit has ended yet"):
+        trainer.explain()
+    validated(trainer)
+    assert "Linear: not wrapped, one rank alone" in str(trainer.explain())
+
+
+class Small(ddpilot.Trainer):
+    """Its step also reads data with batches too small for a BatchNorm on two ranks."""
+
+    def train_batch(self, run: ddpilot.Run, batch: object) -> torch.Tensor:
+        """Cause the finding inside of `Trainer.fit`."""
+        del run, batch
+        loop = ddpilot.Loop(group=FakeGroup(world_size=2))
+        loop.prepare(nn.BatchNorm1d(2))
+        next(iter(loop.batches(loop.loader(ONES, global_batch_size=4))))
+        return torch.zeros(())
+
+
+ONES = TensorDataset(torch.ones(4, 2), torch.ones(4, 1))
+
+
+def test_a_finding_names_the_users_line() -> None:
+    """With frames of ddpilot above and below it."""
+    trainer = Small(nn.Linear(2, 1), None, lambda p: torch.optim.SGD(p, lr=0.1))
+    with pytest.warns(UserWarning, match="DDP501") as caught:
+        trainer.fit(ONES, global_batch_size=4, nproc_per_node=0, progress=False)
+    assert [one.filename for one in caught if "DDP501" in str(one.message)] == [__file__]

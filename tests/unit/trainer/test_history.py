@@ -25,21 +25,21 @@ def make_history() -> History:
     return History([dict(row) for row in ROWS], [{"update": n, "loss": 1 / n} for n in (1, 2, 3, 4)])
 
 
-def test_history_says_what_is_in_it() -> None:
+def test_history_repr_shows_the_last_values() -> None:
     """The numbers of the last epoch, without bookkeeping; an empty one too."""
     assert repr(make_history()) == "History(2 epochs, 4 updates; last: loss=0.25, val_loss=0.3, val_by_class.a=1)"
     assert repr(History()) == "History(0 epochs, 0 updates)"
 
 
 def test_to_csv_writes_a_table_with_all_columns(tmp_path: Path) -> None:
-    """Values of dicts have columns of their own, and what a row lacks is empty."""
+    """Values of dicts have their own columns, and missing values are empty."""
     path = make_history().to_csv(tmp_path / "history.csv")
     first, second = csv.DictReader(path.open())
     assert (first["loss"], first["val_loss"]) == ("0.5", "")
     assert (second["val_by_class.a"], second["val_by_class.b"], second["lr"]) == ("1.0", "[1.0, 2.0]", "")
 
 
-def test_state_dict_comes_back_in_place() -> None:
+def test_state_dict_is_loaded_in_place() -> None:
     """What a checkpoint cannot hold is left out; numbers of updates are whole again."""
     history = make_history()
     history.epochs[0]["val_odd"] = object()
@@ -81,7 +81,7 @@ def pyplot() -> Any:
 
 
 def test_plot_draws_losses_and_metrics_over_epochs(pyplot: Any) -> None:
-    """Two panels, a line for each, with a point where there is a value; the figure is not left open."""
+    """Two panels with a line per name and a point per value; the figure is closed."""
     figure = plot_history(make_history())
     losses, metrics = figure.axes
     assert [line.get_label() for line in losses.lines] == ["loss", "val_loss"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model is called with for batches of the usual kinds, and where data come from."""
+"""Default forward passes, losses with counts, and loaders for each kind of data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ddpilot.training.evaluation.evaluate import forward_batch, predict_batch
 
 
 class Add(nn.Module):
-    """Adds what it is called with."""
+    """Adds its arguments."""
 
     def forward(self, x: Any, y: Any = 0) -> Any:
         """Numbers or tensors."""
@@ -47,14 +47,14 @@ def test_forward_batch_gives_output_and_target(batch: Any, expected: Any) -> Non
 
 @pytest.mark.parametrize(("batch", "said"), [((1,), "a tuple of one item"), (torch.ones(2), "a Tensor")])
 def test_forward_batch_refuses_a_batch_without_a_target(batch: Any, said: str) -> None:
-    """It says what to pass; to predict, no target is needed."""
+    """The error names the argument to pass; predicting needs no target."""
     with pytest.raises(LoopError, match=rf"it is {said}: there is no target\. Pass `forward=lambda"):
         forward_batch(Add(), batch)
     assert torch.as_tensor(predict_batch(Add(), batch)).eq(1).all()
 
 
 def test_with_count_reads_a_loss() -> None:
-    """Alone, or with what its mean is over."""
+    """A mean alone, or with its count."""
     assert with_count(0.5) == (0.5, None)
     assert with_count((0.5, torch.tensor(7))) == (0.5, 7.0)
 
@@ -105,7 +105,7 @@ def test_make_loader_of_takes_datasets_loaders_and_streams() -> None:
         ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, None),
     ],
 )
-def test_is_on_ranks_looks_for_a_launcher(
+def test_is_on_ranks_detects_a_launcher(
     variables: dict[str, str], expected: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A notebook in a Slurm job of one task starts ranks; a job of one rank under torchrun does not."""
@@ -115,7 +115,7 @@ def test_is_on_ranks_looks_for_a_launcher(
 
 
 def test_check_weighted_refuses_the_loss_of_a_transformers_model_without_a_count() -> None:
-    """Only its very own loss, and only where some labels are left out; of how many it is the mean is said."""
+    """Only the model's own loss, and only if labels are ignored; the error states their number."""
     outputs = pytest.importorskip("transformers.modeling_outputs")
     loss, full = torch.tensor(2.0), torch.ones(2, 3, dtype=torch.int64)
     output, batch = outputs.MaskedLMOutput(loss=loss), {"labels": full.masked_fill(torch.eye(2, 3).bool(), -100)}
@@ -130,7 +130,7 @@ def test_check_weighted_refuses_the_loss_of_a_transformers_model_without_a_count
 
 
 def test_fit_refuses_the_loss_of_a_transformers_model_without_a_count() -> None:
-    """On one rank too, where it would be right: on two it would not be."""
+    """Also on one rank, where the loss would be correct, as it would not be on two."""
     outputs = pytest.importorskip("transformers.modeling_outputs")
 
     class Model(nn.Module):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers, schedulers and averages, however they are given."""
+"""Optimizers, schedulers and weight averages made from the arguments of `Trainer`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpilot.errors import LoopError
-from ddpilot.trainer.callback import Callback, check_callbacks
+from ddpilot.trainer.callback import Callback
+from ddpilot.trainer.checks import check_callbacks
 from ddpilot.trainer.optimizers import make_ema, make_optimizers, make_schedulers, relink
 from ddpilot.trainer.run import trained_parts
 
@@ -46,13 +47,13 @@ def test_make_optimizers_takes_one_a_function_or_several() -> None:
         (lambda model: sgd(nn.Linear(1, 1).parameters()), "2 of the parameters of `optimizer` do not belong to the mo"),
         (
             lambda model: {"a": lambda parameters: None},
-            "the part 'a', .* Give the function alone, without",
+            "the part 'a', .* give the function without",
         ),
         (lambda model: {"a": None}, "`a` is a NoneType"),
     ],
 )
 def test_make_optimizers_refuses_what_would_train_nothing(given: Any, message: str) -> None:
-    """Above all the optimizer of a model that a cell has made anew since."""
+    """Such as the optimizer of a model that a cell has re-created."""
     model = nn.Linear(1, 1)
     with pytest.raises(LoopError, match=message):
         make_optimizers(given(model), model)
@@ -77,7 +78,7 @@ PARTS = dict(Own().named_children())
 
 @pytest.mark.parametrize("model", [Own(), Gan(PARTS), nn.ModuleDict(PARTS)])
 def test_make_optimizers_gives_each_function_its_part_of_any_model(model: nn.Module) -> None:
-    """A part is a module by its path; what is no part, has no parameters or has another optimizer's is refused."""
+    """Parts are submodules by path; unknown parts, parts without parameters and shared parameters are rejected."""
     made = make_optimizers({"generator": sgd, "discriminator.0": sgd}, model)
     sizes = {name: sum(p.numel() for p in one.param_groups[0]["params"]) for name, one in made.items()}
     assert sizes == {"generator": 20, "discriminator.0": 5}
@@ -104,7 +105,7 @@ def test_trained_parts_are_those_of_a_container_without_a_forward_pass() -> None
 
 
 def test_make_schedulers_finds_the_optimizer_that_it_belongs_to() -> None:
-    """One, a function, a mapping; LoopError for one of another optimizer, and for a name that there is not."""
+    """A scheduler, a function or a mapping; LoopError for a different optimizer's, and for an unknown name."""
     model = nn.Linear(1, 1)
     optimizers = {"first": sgd(model.parameters()), "second": sgd(model.parameters())}
     second = StepLR(optimizers["second"], 1)
@@ -113,14 +114,14 @@ def test_make_schedulers_finds_the_optimizer_that_it_belongs_to() -> None:
     assert make_schedulers(lambda one: StepLR(one, 1), optimizers)["first"].optimizer is optimizers["first"]
     both = make_schedulers({"first": lambda one: StepLR(one, 1), "second": second}, optimizers)
     assert both["first"].optimizer is optimizers["first"]
-    with pytest.raises(LoopError, match="the StepLR is not of the optimizer that was given"):
+    with pytest.raises(LoopError, match="the StepLR belongs to a different optimizer"):
         make_schedulers(second, {"first": optimizers["first"]})
     with pytest.raises(LoopError, match=r"a scheduler of `third`\. Name one of the optimizers\. There is 'first'"):
         make_schedulers({"third": lambda one: StepLR(one, 1)}, optimizers)
 
 
 def test_relink_lets_schedulers_step_after_a_journey_without_a_warning() -> None:
-    """Torch says that the optimizer was not stepped where the mark on its `step` stayed behind."""
+    """Torch warns that the optimizer was not stepped if the wrapper of its `step` was lost."""
     model = nn.Linear(1, 1)
     optimizer = sgd(model.parameters())
     parts = [ConstantLR(optimizer, 0.5, 2), LambdaLR(optimizer, lambda epoch: 0.1 * epoch)]
@@ -171,7 +172,7 @@ def test_make_ema_averages_as_torch_does_and_reads_its_counter_once() -> None:
 
 
 def test_make_ema_takes_a_decay_or_an_average() -> None:
-    """None stays None; what is no decay is refused."""
+    """None stays None; an invalid decay is rejected."""
     model = nn.Linear(1, 1)
     given = AveragedModel(model)
     assert make_ema(None, model) is None
@@ -194,10 +195,10 @@ class Nowhere(Callback):
     ranks = "some"  # type: ignore[assignment]
 
 
-def test_check_callbacks_refuses_what_is_none() -> None:
+def test_check_callbacks_rejects_other_objects() -> None:
     """Before a rank is started."""
     check_callbacks([Callback()])
     with pytest.raises(LoopError, match="a function among `callbacks`"):
         check_callbacks([sgd])
-    with pytest.raises(LoopError, match=r"Nowhere\.ranks is 'some'\. Say 'zero' or 'all'"):
+    with pytest.raises(LoopError, match=r"Nowhere\.ranks is 'some'\. Use 'zero' or 'all'"):
         check_callbacks([Nowhere()])

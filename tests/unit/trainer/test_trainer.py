@@ -35,7 +35,7 @@ def test_find_batch_size_tries_the_trainers_own_step() -> None:
 
 
 def test_find_batch_size_refuses_what_it_cannot_try() -> None:
-    """A step of one's own, and several optimizers."""
+    """An overridden step, and several optimizers."""
 
     class Own(Trainer):
         def train_batch(self, run: Any, batch: Any) -> Any:
@@ -43,14 +43,14 @@ def test_find_batch_size_refuses_what_it_cannot_try() -> None:
 
     base = make_trainer()
     own = Own(base.model, base.loss_fn, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-    with pytest.raises(LoopError, match="a `train_batch` of one's own, so it is not known"):
+    with pytest.raises(LoopError, match="an overridden `train_batch`, so the memory"):
         own.find_batch_size(DATA, nproc_per_node=0)
     base.optimizers |= {"second": torch.optim.SGD(base.model.parameters(), lr=0.1)}
     with pytest.raises(LoopError, match=r"2 optimizers, so .* Call ddpilot.find_batch_size\(loop"):
         base.find_batch_size(DATA, nproc_per_node=0)
 
 
-def test_find_batch_size_begins_with_two_samples_where_batch_norm_takes_no_single_one() -> None:
+def test_find_batch_size_starts_with_two_samples_with_batch_norm() -> None:
     """And refuses limits that make no sense, before a rank is started."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
     trainer = Trainer(model, torch.nn.functional.mse_loss, lambda parameters: torch.optim.SGD(parameters, lr=0.1))

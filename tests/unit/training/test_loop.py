@@ -17,11 +17,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ddpilot import FakeGroup
-from ddpilot.data.loaders import ShardedLoader, StreamLoader
+from ddpilot.data.map_loader import MapLoader
+from ddpilot.data.stream_loader import StreamLoader
 from ddpilot.errors import LoopError, NonFiniteError
 from ddpilot.training.loop import Loop
 
-AnyLoader = ShardedLoader | StreamLoader
+AnyLoader = MapLoader | StreamLoader
 
 
 pytestmark = pytest.mark.usefixtures("compiler_is_loaded")
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("compiler_is_loaded")
 
 def make(
     num_samples: int = 10, **options: Any
-) -> tuple[Loop, nn.Module, torch.optim.Optimizer, ShardedLoader | StreamLoader]:
+) -> tuple[Loop, nn.Module, torch.optim.Optimizer, MapLoader | StreamLoader]:
     """A loop alone, with a model and a loader of batches of four."""
     loop = Loop(group=FakeGroup(), **options)
     model = nn.Linear(1, 1)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import warnings
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -33,13 +34,13 @@ def devices_by_uuid() -> Outcome:
     identities = [device_identity(torch.device(kind, index)) for index in range(count_devices())]
     are_distinct = len(set(identities)) == len(identities)
     if kind != "cuda" or torch.version.cuda is None:
-        return judge(are_distinct, f"{len(identities)} devices of type {kind}, all told apart: {are_distinct}")
+        return judge(are_distinct, f"{len(identities)} devices of type {kind}, all distinct: {are_distinct}")
     nvml = _require_nvml()
     found = [str(torch.cuda.get_device_properties(index).uuid) for index in range(count_devices())]
     known = {uuid.removeprefix("GPU-") for uuid in nvml.uuids}
     unknown = [uuid for uuid in found if uuid.removeprefix("GPU-") not in known]
     evidence = (
-        f"{len(found)} devices, {len(nvml.uuids)} in NVML, split by MIG: {len(nvml.split)}; told apart: "
+        f"{len(found)} devices, {len(nvml.uuids)} in NVML, split by MIG: {len(nvml.split)}; all distinct: "
         f"{are_distinct}; {len(unknown)} of torch's UUIDs unknown to NVML"
     )
     return judge(are_distinct and bool(all(identities)) and (bool(nvml.split) or not unknown), evidence)
@@ -56,14 +57,16 @@ def masked_devices() -> Outcome:
     for mask in (None, *masks):
         environ = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
         environ |= {} if mask is None else {"CUDA_VISIBLE_DEVICES": mask}
-        done = subprocess.run(
-            [sys.executable, "-c", _COUNT], env=environ, capture_output=True, text=True, timeout=60, check=True
-        )
-        counted, ours = int(done.stdout), count_accelerators(environ)
+        counted, ours = int(_run_python(_COUNT, environ)), count_accelerators(environ)
         if counted != ours:
             wrong.append(f"{mask!r}: driver {counted}, ddpilot {ours}")
     evidence = f"{1 + len(masks)} masks on {len(nvml.uuids)} devices; different: {'; '.join(wrong) or 'none'}"
     return judge(not wrong, evidence.replace(first, "GPU-(first)").replace(first[:12], "GPU-(prefix)"))
+
+
+def _run_python(source: str, environ: Mapping[str, str]) -> str:
+    command = [sys.executable, "-c", source]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
 def mig_slices() -> Outcome:
@@ -81,11 +84,7 @@ def mig_slices() -> Outcome:
     )
     seen = []
     for uuid in slices[:2]:
-        environ = {**os.environ, "CUDA_VISIBLE_DEVICES": uuid}
-        done = subprocess.run(
-            [sys.executable, "-c", source], env=environ, capture_output=True, text=True, timeout=60, check=True
-        )
-        seen.append(done.stdout.strip().split("|"))
+        seen.append(_run_python(source, {**os.environ, "CUDA_VISIBLE_DEVICES": uuid}).strip().split("|"))
     are_shared = len(seen) < 2 or seen[0][1] == seen[1][1]
     evidence = f"{len(slices)} slices; ddpilot counts {counted}; torch's count and identity: {seen}"
     return judge(counted == 1 and all(count == "1" for count, _ in seen) and are_shared, evidence)
@@ -100,8 +99,8 @@ def ranks_on_one_device() -> Outcome:
     values = run_ranks(_share_device, env={"CUDA_VISIBLE_DEVICES": first} if is_cuda else {})
     evidence = "; ".join(f"{device} over {backend}: {total}" for total, device, backend, _ in values)
     is_right = all(total == 3 and backend == "gloo" for total, _, backend, _ in values)
-    is_said = any("share" in text for *_, texts in values for text in texts)
-    return judge(is_right and is_said, f"{evidence}; the ranks are told: {is_said}")
+    has_warned = any("share" in text for *_, texts in values for text in texts)
+    return judge(is_right and has_warned, f"{evidence}; the ranks warn: {has_warned}")
 
 
 def _share_device() -> tuple[float, str, str, list[str]]:

@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ddpilot.errors import DdpilotError
-from ddpilot.gpu_check.catalogue import Outcome, judge
+from ddpilot.gpu_check.catalogue import Answer, Outcome, judge, judge_answers
 from ddpilot.gpu_check.checks.accelerator import (
     accelerator_kind,
     backend_of,
@@ -36,13 +37,10 @@ _FREE_LIMIT_S = 3.0
 _STUCK_S = 3.0
 _WAIT_LIMIT_S = 30.0
 
-Answer = tuple[bool, str]
-
 
 def group_of_one() -> Outcome:
     """One rank reduces device and CPU tensors in one group, and sends objects without using the device."""
-    ((holds, evidence),) = run_ranks(_use_alone, num_ranks=1)
-    return judge(holds, evidence)
+    return judge_answers(run_ranks(_use_alone, num_ranks=1))
 
 
 def _use_alone() -> Answer:
@@ -68,14 +66,10 @@ def _allocated_bytes(device: torch.device) -> int:
 def pair_is_formed() -> Outcome:
     """Two ranks on the accelerator's own backend get the right results from each kind of communication."""
     began = time.perf_counter()
-    answers = run_ranks(_use_pair)
-    evidence = "; ".join(dict.fromkeys(text for _, text in answers))
+    outcome = judge_answers(run_ranks(_use_pair))
     num = count_devices()
-    return judge(
-        all(holds for holds, _ in answers),
-        f"{evidence}; on {num} device{'s' * (num > 1)}{', as two hosts' if num == 1 else ''}; "
-        f"{time.perf_counter() - began:.1f} s",
-    )
+    where = f"on {num} device{'s' * (num > 1)}{', as two hosts' if num == 1 else ''}"
+    return replace(outcome, evidence=f"{outcome.evidence}; {where}; {time.perf_counter() - began:.1f} s")
 
 
 def _use_pair() -> Answer:
@@ -84,7 +78,7 @@ def _use_pair() -> Answer:
 
     def expect(name: str, found: torch.Tensor, *wanted: float) -> None:
         if found.tolist() != list(wanted):
-            wrong.append(f"{name} gave {found.tolist()} in place of {list(wanted)}")
+            wrong.append(f"{name} gave {found.tolist()} instead of {list(wanted)}")
 
     mine = torch.full((2,), rank + 1.0, device=device)
     dist.all_reduce(total := mine.clone())
@@ -135,7 +129,7 @@ def _wait_in_item(done: Path) -> None:
     ends += [] if ends[0].startswith("raised") else [_end_of(optimizer.step), _end_of(wait)]
     # NCCL's abort raises no error on the host; the program's next operations raise.
     holds = _STUCK_S <= took_s < _STUCK_S + _FREE_LIMIT_S and all(end.startswith("raised") for end in ends[-2:])
-    _answer(done, holds, f"after {took_s:.1f} s: {', then '.join(ends)}; {_said(freed)}")
+    _answer(done, holds, f"after {took_s:.1f} s: {', then '.join(ends)}; {_describe_freed(freed)}")
 
 
 def _end_of(function: Callable[[], object]) -> str:
@@ -166,7 +160,7 @@ def _wait_in_first(done: Path) -> None:
     took_s = time.monotonic() - began
     ends += [] if ends[0].startswith("raised") else [_end_of(wait)]
     holds = took_s < _STUCK_S + _FREE_LIMIT_S and ends[-1].startswith("raised")
-    _answer(done, holds, f"after {took_s:.1f} s: {', then '.join(ends)}; {_said(freed)}")
+    _answer(done, holds, f"after {took_s:.1f} s: {', then '.join(ends)}; {_describe_freed(freed)}")
 
 
 def three_stuck_groups_are_freed() -> Outcome:
@@ -217,25 +211,25 @@ def _judge_first(fn: Callable[[Path], None]) -> Outcome:
 
 
 def _answer(done: Path, holds: bool, evidence: str) -> None:
-    """Leave rank 0's answer for the parent and for rank 1, which waits for it."""
+    """Write rank 0's answer for the parent and for rank 1, which waits for it."""
     draft = done.with_suffix(".new")
     draft.write_text(json.dumps([holds, evidence]))
     draft.replace(done)
 
 
 def _free_later() -> list[str]:
-    said: list[str] = []
+    freed: list[str] = []
 
     def free() -> None:
         time.sleep(_STUCK_S)
         began = time.monotonic()
-        said.append(f"{free_group()} in {time.monotonic() - began:.1f} s")
+        freed.append(f"{free_group()} in {time.monotonic() - began:.1f} s")
 
     threading.Thread(target=free, daemon=True).start()
-    return said
+    return freed
 
 
-def _said(freed: list[str]) -> str:
+def _describe_freed(freed: list[str]) -> str:
     return freed[0] if freed else "free_group() has not returned"
 
 
@@ -252,7 +246,7 @@ torch.manual_seed(0)
 model = DDP(torch.nn.Linear(8, 1).to(where))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 kept = rank + 10
-went_on = False
+continued = False
 def step():
     optimizer.zero_grad()
     model(torch.ones(4, 8, device=where)).sum().backward()
@@ -275,22 +269,22 @@ def session_is_freed_and_rebuilt() -> Outcome:
     from ddpilot.session.session import Session
 
     # On one device the rebuilt group uses gloo, which ddpilot chooses for ranks that share a device.
-    num_rounds = 1 if accelerator_kind() == "cuda" and count_devices() < 2 else 3
+    num_failures = 1 if accelerator_kind() == "cuda" and count_devices() < 2 else 3
     fail = (
         "if rank == 1: raise ValueError('boom')\n"
-        "dist.all_reduce(torch.ones(1 << 20, device=where)); wait_for(where); went_on = True"
+        "dist.all_reduce(torch.ones(1 << 20, device=where)); wait_for(where); continued = True"
     )
     with Session(2) as session:
         session.execute(_ENTER)
         pids, times_s = session.pids(), []
-        for _ in range(num_rounds):
+        for _ in range(num_failures):
             times_s.append(_seconds_to_rank_error(session, fail))
             session.execute(_USE_AGAIN)
-        went_on = session.pull("went_on", rank=0)
+        continued = session.pull("continued", rank=0)
         kept = session.pids() == pids
     spent = ", ".join(f"{each:.1f}" for each in times_s)
-    evidence = f"error shown after {spent} s; the same rank processes: {kept}; rank 0 ran on past the wait: {went_on}"
-    return judge(kept and not went_on and max(times_s) < 10, evidence)
+    evidence = f"error shown after {spent} s; same rank processes: {kept}; rank 0 continued after the wait: {continued}"
+    return judge(kept and not continued and max(times_s) < 10, evidence)
 
 
 def session_of_one_continues() -> Outcome:
@@ -314,7 +308,7 @@ def session_of_one_continues() -> Outcome:
             stopped = True
         session.execute("step()")
         allocated = session.pull("getattr(torch.get_device_module(where), 'memory_allocated', lambda: 0)()", rank=0)
-    evidence = f"stopped by the stop button: {stopped}; {allocated / 1e6:.0f} MB allocated after a failed cell's 400 MB"
+    evidence = f"interrupted: {stopped}; {allocated / 1e6:.0f} MB allocated after a failed cell's 400 MB"
     return judge(stopped and allocated < 100_000_000, evidence)
 
 

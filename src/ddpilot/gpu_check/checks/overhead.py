@@ -24,11 +24,8 @@ from ddpilot.record.hook import journal_path, ring_path
 
 _STEP_MS = 20.0
 _BAR = 1.05
-_NUM_FIRST, _NUM_STEPS, _NUM_ROUNDS = 16, 50, 8
+_NUM_FIRST, _NUM_STEPS, _NUM_PAIRS = 16, 50, 8
 _WIDTHS, _MAX_LAYERS = (256, 512, 1024, 2048, 4096), 64
-
-Block = float
-"""Milliseconds per step."""
 
 
 def overhead_on_one_rank() -> Outcome:
@@ -46,9 +43,7 @@ def _judge_overhead(num_ranks: int) -> Outcome:
         env = {"OMP_NUM_THREADS": "1"}
         ranks = list(run_ranks(_measure, folder, num_ranks=num_ranks, watch=False, env=env, timeout_s=150))
     backend = ranks[0][0]
-    pairs = [
-        tuple(max(side) for side in zip(*rounds, strict=True)) for rounds in zip(*(r[1] for r in ranks), strict=True)
-    ]
+    pairs = [tuple(max(side) for side in zip(*pair, strict=True)) for pair in zip(*(r[1] for r in ranks), strict=True)]
     ratios = [watched / bare for watched, bare in pairs]
     bare_ms = statistics.median(bare for _, bare in pairs)
     ratio = statistics.median(ratios)
@@ -59,18 +54,20 @@ def _judge_overhead(num_ranks: int) -> Outcome:
     return judge(ratio <= _BAR, evidence)
 
 
-def _measure(folder: str) -> tuple[str, list[tuple[Block, Block]]]:
-    """Return the backend and, for each round, the milliseconds per step with and without watch and guard.
+def _measure(folder: str) -> tuple[str, list[tuple[float, float]]]:
+    """Return the backend and, for each pair of blocks, the milliseconds per step with and without watch and guard.
 
-    The order of the two alternates between rounds. A first round is discarded as warm-up.
+    The order of the two alternates between pairs. A first pair is discarded as warm-up.
     """
     device = join_pair()
     torch.manual_seed(0)
     net = _make_net(device)
-    place = Path(folder)
-    sides: dict[bool, Callable[[], Callable[[], None]]] = {True: lambda: _watch(place), False: lambda: lambda: None}
+    sides: dict[bool, Callable[[], Callable[[], None]]] = {
+        True: lambda: _watch(Path(folder)),
+        False: lambda: lambda: None,
+    }
     pairs = []
-    for number in range(-1, _NUM_ROUNDS):
+    for number in range(-1, _NUM_PAIRS):
         took = {
             is_watched: _run_block(net, device, sides[is_watched]) for is_watched in (number % 2 == 0, number % 2 != 0)
         }
@@ -111,7 +108,8 @@ def _run_block(
     begin: Callable[[], Callable[[], None]],
     num_first: int = _NUM_FIRST,
     num_steps: int = _NUM_STEPS,
-) -> Block:
+) -> float:
+    """Return the milliseconds per step."""
     stop = begin()
     width = next(net.parameters()).shape[0]
     model = DistributedDataParallel(net)

@@ -103,7 +103,7 @@ def memory_is_returned() -> Outcome:
     """Memory of a failed rank is free on the device two seconds after the error."""
     device = first_device()
     free_bytes = require_function(
-        torch.get_device_module(device), "mem_get_info", "which says what other processes use"
+        torch.get_device_module(device), "mem_get_info", "which counts the memory of all processes"
     )
     before = free_bytes(device)[0]
     error = ""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs for checks that look at lines, written as a user would write them.
+"""Programs of checks that compare source lines, written like user code.
 
-ddpilot never reports its own lines, so they run from a copy outside of the package, see `import_copy`.
+ddpilot never reports its own lines, so they run from a copy outside the package, see `import_copy`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpilot.gpu_check.catalogue import Answer
 from ddpilot.gpu_check.checks.accelerator import backend_of, join_pair, keep_busy, read_own_ring, wait_for
 from ddpilot.group.init_group import init_group
 from ddpilot.record.flight_ring.log import Collective, RankLog
@@ -21,9 +22,6 @@ LATE_S = 6.0
 NUM_SLOW_STEPS = 60
 _NUM_STEPS = 4
 _WIDTH = 1024
-
-Answer = tuple[bool, str]
-"""True if the result is as expected, and what was observed."""
 
 
 def make_model() -> tuple[torch.device, DistributedDataParallel]:
@@ -171,7 +169,7 @@ def call_each() -> Answer:
     right = [each.line is not None and f"dist.{each.op}" in each.line.text for each in found]
     wanted = ["all_reduce", "broadcast", "all_gather", "reduce_scatter_tensor", "barrier"]
     evidence = (
-        f"{', '.join(names)}; lines right: {sum(right)} of {len(right)}; faults {log.num_faults} {log.first_fault}"
+        f"{', '.join(names)}; correct lines: {sum(right)} of {len(right)}; faults {log.num_faults} {log.first_fault}"
     )
     is_named = len(names) == len(wanted) and all(name in want for name, want in zip(names, wanted, strict=True))
     return is_named and all(right) and log.num_faults == 0, evidence.rstrip()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ddpilot.errors import WatchError
-from ddpilot.gpu_check.catalogue import CannotBeShownError, Outcome, judge
+from ddpilot.gpu_check.catalogue import Answer, CannotBeShownError, Outcome, judge, judge_answers
 from ddpilot.gpu_check.checks import programs
 from ddpilot.gpu_check.checks.accelerator import (
     import_copy,
@@ -31,26 +31,22 @@ _LATE_S = 2.0
 _CLOCK_S = 0.5
 """Tolerance for the clocks and starts of the two processes."""
 
-Answer = tuple[bool, str]
-
 
 def ddp_buckets_are_recorded() -> Outcome:
     """Each gradient bucket of DDP is recorded, although the engine starts it in a thread without a Python frame."""
-    ((holds, evidence),) = _run_copy("train_recorded", False, num_ranks=1)
-    return judge(holds, evidence)
+    return judge_answers(_run_copy("train_recorded", False, num_ranks=1))
 
 
 def ddp_buckets_of_a_pair() -> Outcome:
     """Two ranks record the same buckets under the same numbers."""
-    answers = _run_copy("train_recorded", True)
-    texts = list(dict.fromkeys(text for _, text in answers))
-    return judge(all(holds for holds, _ in answers) and len(texts) == 1, " // ".join(texts))
+    answers = list(_run_copy("train_recorded", True))
+    are_equal = len({text for _, text in answers}) == 1
+    return judge_answers((holds and are_equal, text) for holds, text in answers)
 
 
 def collectives_are_recorded() -> Outcome:
     """Collectives of two ranks are recorded with name, number and line."""
-    answers = _run_copy("call_each")
-    return judge(all(holds for holds, _ in answers), " // ".join(dict.fromkeys(text for _, text in answers)))
+    return judge_answers(_run_copy("call_each"))
 
 
 def synchronous_collectives_are_followed() -> Outcome:
@@ -96,14 +92,13 @@ def _run_copy(name: str, *args: Any, num_ranks: int = 2) -> RankResults:
 
 def in_flight_is_followed() -> Outcome:
     """Many large collectives in flight are followed to their end, and none is recorded as done before."""
-    ((holds, evidence),) = run_ranks(_put_in_flight, num_ranks=1)
-    return judge(holds, evidence)
+    return judge_answers(run_ranks(_put_in_flight, num_ranks=1))
 
 
 def _put_in_flight() -> Answer:
     device = init_group().device
     if device.type == "cpu":
-        raise CannotBeShownError("the CPU has nothing in flight that is known to be unfinished")
+        raise CannotBeShownError("on the CPU, collectives are not known to be in flight")
     tensors = [torch.ones(_IN_FLIGHT_ELEMENTS, device=device) for _ in range(_NUM_IN_FLIGHT)]
     dist.all_reduce(tensors[0])
     wait_for(device)
@@ -164,9 +159,9 @@ def _expect_finding(name: str, codes: set[str], rank: int | None) -> Outcome:
         except WatchError as error:
             took_s = time.monotonic() - float(note.read_text())
             finding = error.findings[0]
-            said = " ".join(str(error.findings).split())[:500]
+            text = " ".join(str(error.findings).split())[:500]
             names_line = Path(str(copy.__file__)).name in str(error.findings)
             names_rank = rank is None or rank in finding.ranks
-            evidence = f"{finding.code} {finding.name} after {took_s:.1f} s, ranks {finding.ranks}: {said}"
+            evidence = f"{finding.code} {finding.name} after {took_s:.1f} s, ranks {finding.ranks}: {text}"
             return judge(finding.code in codes and names_line and names_rank and took_s < _NAMED_S, evidence)
     return judge(False, "the launch ended without a finding")

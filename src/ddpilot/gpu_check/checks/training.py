@@ -9,7 +9,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from ddpilot.errors import NonFiniteError, OutOfMemoryError
-from ddpilot.gpu_check.catalogue import CannotBeShownError, Outcome, judge
+from ddpilot.gpu_check.catalogue import Answer, CannotBeShownError, Outcome, judge, judge_answers
 from ddpilot.gpu_check.checks.accelerator import (
     LAUNCH_LIMIT_S,
     accelerator_kind,
@@ -98,15 +98,11 @@ class _Gpt(nn.Module):
         return torch.as_tensor(self.head(self.block(self.embedding(tokens), src_mask=mask).mean(1)))
 
 
-def _make_cnn() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(36, 1))
-
-
-def _make_mlp() -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 1))
-
-
-MODELS = {"CNN": _make_cnn, "MLP": _make_mlp, "GPT": _Gpt}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "CNN": lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(36, 1)),
+    "MLP": lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 1)),
+    "GPT": _Gpt,
+}
 """Each takes images of shape (1, 8, 8) and returns one number per image."""
 
 
@@ -301,11 +297,10 @@ def _train_to_nan(folder: str) -> tuple[int, bool]:
 
 def capture_under_guard() -> Outcome:
     """A CUDA graph of forward and backward can be captured while the rank is recorded and guarded."""
-    ((holds, evidence),) = run_ranks(_capture, num_ranks=1)
-    return judge(holds, evidence)
+    return judge_answers(run_ranks(_capture, num_ranks=1))
 
 
-def _capture() -> tuple[bool, str]:
+def _capture() -> Answer:
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     net = nn.Linear(64, 64).to(device)
@@ -362,7 +357,7 @@ def out_of_memory_is_explained() -> Outcome:
 def resume_continues_exactly() -> Outcome:
     """A run interrupted and resumed on the accelerator has the weights of an uninterrupted one, dropout included."""
     if accelerator_kind() == "cpu":
-        raise CannotBeShownError("no accelerator: the CPU's random state is another one")
+        raise CannotBeShownError("no accelerator, whose random state is a separate one")
     with tempfile.TemporaryDirectory() as whole, tempfile.TemporaryDirectory() as cut:
         (wanted,) = run_ranks(_train_with_dropout, whole, 3, num_ranks=1)
         run_ranks(_train_with_dropout, cut, 1, num_ranks=1)
@@ -444,9 +439,7 @@ def checkpoint_of_two_devices() -> Outcome:
     """The values loaded are those at the save, for a model whose layers are on two devices."""
     kind = accelerator_kind()
     if count_devices() < 2:
-        raise CannotBeShownError(
-            f"it takes 2 devices, and there {'is' if count_devices() == 1 else 'are'} {count_devices()}"
-        )
+        raise CannotBeShownError(f"needs 2 devices, {count_devices() or 'none'} here")
     return _save_while_training([torch.device(kind, 0), torch.device(kind, 1)])
 
 

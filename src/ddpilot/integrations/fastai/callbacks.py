@@ -166,9 +166,9 @@ def sync_learner(learn: Any, group: Group) -> None:
     """
     facts = {f"data loader {i}": _outline_data(loader) for i, loader in enumerate(learn.dls)}
     facts["model"] = _outline_model(learn.model)
-    said: list[dict[str, str]] = group.all_gather_object(facts)
+    by_rank: list[dict[str, str]] = group.all_gather_object(facts)
     for name in facts:
-        _check(name, [theirs.get(name, "none") for theirs in said], group)
+        _check_equal(name, [outlines.get(name, "none") for outlines in by_rank], group)
     if len(set(group.all_gather_object((_digest(learn), learn.opt is not None)))) > 1:
         broadcast_tensors(learn.model.state_dict().values(), group)
         _share_optimizer(learn, group)
@@ -193,13 +193,13 @@ def _share_optimizer(learn: Any, group: Group) -> None:
         learn.opt.load_state_dict(to_device(state, group.device))
 
 
-def _check(name: str, said: list[str], group: Group) -> None:
-    if len(set(said)) > 1:
-        ranks = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(said))
+def _check_equal(name: str, outlines: list[str], group: Group) -> None:
+    if len(set(outlines)) > 1:
+        ranks = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(outlines))
         raise GroupError(
             "training a Learner on all ranks",
-            found=f"its {name} is not the same on all of them ({ranks})",
-            fix="Run the cells that make it on all ranks; give a seed to whatever draws its items at random",
+            found=f"its {name} differs between the ranks ({ranks})",
+            fix="Run the cells that create it on all ranks, and seed random draws of its items",
             rank=group.rank,
         )
 

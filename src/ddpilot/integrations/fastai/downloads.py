@@ -14,13 +14,13 @@ from ddpilot.environments.private_files import lock_file, make_own_folder, open_
 
 
 @contextlib.contextmanager
-def one_at_a_time(what: str) -> Iterator[None]:
-    """Context manager: hold the lock `what`, which one process of this user on this machine can hold at a time.
+def one_at_a_time(name: str) -> Iterator[None]:
+    """Context manager: hold the lock `name`, which one process of this user on this machine can hold at a time.
 
     This is a lock and not a barrier, as a rank that comes later may find the file and never call this. No lock is
     taken if this user cannot have a folder in the temporary directory, for example if another user has taken its name.
     """
-    digest = hashlib.blake2b(what.encode(), digest_size=8).hexdigest()
+    digest = hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
     path = own_temporary_folder() / f"{digest}.lock"
     fd = None
     with contextlib.suppress(OSError):

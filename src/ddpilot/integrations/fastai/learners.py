@@ -29,7 +29,7 @@ from ddpilot.integrations.fastai.callbacks import ShareData, TrainTogether, is_s
 from ddpilot.integrations.fastai.downloads import download_once, untar_once
 from ddpilot.integrations.fastai.loaders import can_share
 from ddpilot.integrations.fastai.metrics import collect_predictions, count_batch
-from ddpilot.integrations.fastai.random_state import own_noise, start_equal
+from ddpilot.integrations.fastai.random_state import own_random, start_equal
 from ddpilot.integrations.libraries import holders, replace, wrap
 from ddpilot.session.apps import AppContext
 
@@ -52,15 +52,16 @@ def adapt_learners(context: AppContext) -> None:
 
 def _adapt_work(context: AppContext) -> None:
     cleanup = context.cleanup
-    for name, wrapper in (("fit", _fit), ("validate", _validate), ("get_preds", _get_preds)):
-        wrap(cleanup, Learner, name, _bind(wrapper, context))
+    wrap(cleanup, Learner, "fit", functools.partial(_fit, context))
+    wrap(cleanup, Learner, "validate", functools.partial(_evaluate, context))
+    wrap(cleanup, Learner, "get_preds", functools.partial(_evaluate, context))
     wrap(cleanup, Recorder, "after_batch", count_batch)
     wrap(cleanup, GatherPredsCallback, "after_validate", collect_predictions)
     # Once WORLD_SIZE is set, fastai gathers whatever is detached, also values that only one rank has.
     replace(cleanup, torch_core, "maybe_gather", lambda tensor, axis=0: tensor)
     if find_spec("accelerate") is not None:
         importlib.import_module("fastai.distributed")
-        replace(cleanup, Learner, "distrib_ctx", _as_it_is)
+        replace(cleanup, Learner, "distrib_ctx", _unchanged)
         replace(cleanup, Learner, "to_distributed", lambda learn, *args, **kwargs: learn)
 
 
@@ -94,22 +95,18 @@ def _replace_everywhere(context: AppContext, name: str, value: Any) -> None:
         replace(context.cleanup, module, name, value)
 
 
-def _bind(wrapper: Callable[..., Any], context: AppContext) -> Callable[..., Any]:
-    return lambda original, learn, *args, **kwargs: wrapper(context, original, learn, *args, **kwargs)
-
-
 def _fit(context: AppContext, original: Callable[..., Any], learn: Any, *args: Any, **kwargs: Any) -> Any:
     if is_shared(learn):
         return original(learn, *args, **kwargs)
     if not context.is_everywhere():
         raise GroupError(
             "fitting a Learner",
-            found="this cell does not run on all ranks, and the models of the others would stay behind",
+            found="this cell does not run on all ranks, so the models of the other ranks would not be trained",
             fix="Run the cell on all ranks",
             rank=context.rank,
         )
     group = context.enter_group()
-    with own_noise(group), _together(learn, group):
+    with own_random(group), _together(learn, group):
         return original(learn, *args, **kwargs)
 
 
@@ -129,32 +126,19 @@ def _together(learn: Any, group: Group) -> Iterator[None]:
             together.release()
 
 
-def _validate(
+def _evaluate(
     context: AppContext, original: Callable[..., Any], learn: Any, ds_idx: int = 1, dl: Any = None, **kwargs: Any
 ) -> Any:
-    with _evaluating(context, learn, learn.dls[ds_idx] if dl is None else dl):
-        return original(learn, ds_idx, dl, **kwargs)
-
-
-def _get_preds(
-    context: AppContext, original: Callable[..., Any], learn: Any, ds_idx: int = 1, dl: Any = None, **kwargs: Any
-) -> Any:
-    with _evaluating(context, learn, learn.dls[ds_idx] if dl is None else dl):
-        return original(learn, ds_idx, dl, **kwargs)
-
-
-@contextlib.contextmanager
-def _evaluating(context: AppContext, learn: Any, loader: Any) -> Iterator[None]:
     """Evaluate on all ranks together if all run this cell and there is a sample for each; else on each rank alone."""
+    loader = learn.dls[ds_idx] if dl is None else dl
     if is_shared(learn) or not context.is_everywhere() or not can_share(loader, context.world_size):
-        yield
-        return
+        return original(learn, ds_idx, dl, **kwargs)
     with learn.added_cbs([ShareData(context.enter_group())]):
-        yield
+        return original(learn, ds_idx, dl, **kwargs)
 
 
 @contextlib.contextmanager
-def _as_it_is(learn: Any, *_args: Any, **_kwargs: Any) -> Iterator[Any]:
+def _unchanged(learn: Any, *_args: Any, **_kwargs: Any) -> Iterator[Any]:
     yield learn
 
 
@@ -166,15 +150,15 @@ def _as_one_process(original: Callable[[Any], None], finder: Any) -> None:
 
 
 class SilentBar(ProgressBar):  # type: ignore[misc]  # fastprogress is untyped
-    """A progress bar that shows nothing."""
+    """A progress bar that displays nothing."""
 
 
 class SilentMasterBar(MasterBar):  # type: ignore[misc]  # fastprogress is untyped
-    """A master bar that shows nothing."""
+    """A master bar that displays nothing."""
 
     pcls = SilentBar
 
-    def __init__(self, gen: Any, total: int | None = None, **_looks: Any) -> None:
+    def __init__(self, gen: Any, total: int | None = None, **_style: Any) -> None:
         super().__init__(gen, SilentBar, total)
 
     def write(self, line: Any, table: bool = False) -> None:

@@ -17,9 +17,11 @@ from fastai.torch_core import apply, find_bs
 
 from ddpilot.errors import GroupError
 from ddpilot.group.process_group import Group
-from ddpilot.integrations.fastai.random_state import rank_zeros
+from ddpilot.integrations.fastai.random_state import rank_zero_random
 
-_OWN_WAYS = ("create_batches", "sample", "chunkify", "__iter__")
+_OVERRIDABLE = ("create_batches", "sample", "chunkify", "__iter__")
+_DELEGATED = ("randomize", "wif", "before_iter", "after_batch", "after_iter")
+"""Methods that an `IndexShare` takes from its loader."""
 
 
 class Share:
@@ -33,7 +35,7 @@ class Share:
 
     @property
     def own_size(self) -> int:
-        """Number of samples of the last batch on this rank; 0 if it got only a stand-in, the batch's first sample."""
+        """Number of samples of the last batch on this rank; 0 if it got the batch's first sample as a substitute."""
         return self.sizes[self.position][self.group.rank]
 
     @property
@@ -56,6 +58,8 @@ class IndexShare(Share, DataLoader):  # type: ignore[misc]  # fastai is untyped
         self.fake_l = _FakeLoader(
             self, fake.pin_memory, fake.num_workers, fake.timeout, fake.persistent_workers, fake.pin_memory_device
         )
+        for name in _DELEGATED:
+            setattr(self, name, getattr(loader, name))
         self.sizes, self.position = [], 0
         self.pieces: list[list[Any]] = []
 
@@ -72,7 +76,7 @@ class IndexShare(Share, DataLoader):  # type: ignore[misc]  # fastai is untyped
         Raises GroupError if the ranks have different orders.
         """
         self.it = None  # deleted at the end of an iteration, and must not be looked up in `loader`
-        with rank_zeros(self.group, self.loader):
+        with rank_zero_random(self.group, self.loader):
             order = list(self.loader.get_idxs())
         self._check_order(order)
         step = self.bs
@@ -90,9 +94,9 @@ class IndexShare(Share, DataLoader):  # type: ignore[misc]  # fastai is untyped
         digest = hashlib.blake2b(repr([int(index) for index in order]).encode()).hexdigest()
         if len(set(self.group.all_gather_object((len(order), digest)))) > 1:
             raise GroupError(
-                "sharing a data loader out to the ranks",
-                found=f"the ranks have it in different orders ({len(order)} samples here)",
-                fix="Make it from the same data on all ranks, with a seed where it is drawn at random",
+                "sharing a data loader among the ranks",
+                found=f"its order differs between the ranks ({len(order)} samples on this rank)",
+                fix="Create it from the same data on all ranks, and seed random draws",
                 rank=self.group.rank,
             )
 
@@ -104,26 +108,6 @@ class IndexShare(Share, DataLoader):  # type: ignore[misc]  # fastai is untyped
         """Yield a batch for every piece."""
         for piece in samps:
             yield self.loader.do_batch([item for item in map(self.loader.do_item, piece) if item is not None])
-
-    def randomize(self) -> None:
-        """Call the loader's method."""
-        self.loader.randomize()
-
-    def wif(self) -> None:
-        """Call the loader's method, in a worker."""
-        self.loader.wif()
-
-    def before_iter(self) -> None:
-        """Call the loader's method."""
-        self.loader.before_iter()
-
-    def after_batch(self, batch: Any) -> Any:
-        """Call the loader's method."""
-        return self.loader.after_batch(batch)
-
-    def after_iter(self) -> None:
-        """Call the loader's method."""
-        self.loader.after_iter()
 
 
 class SliceShare(Share):
@@ -142,7 +126,7 @@ class SliceShare(Share):
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's slices. Collective, once at the start."""
         self.sizes = []
-        with rank_zeros(self.group, self.loader):
+        with rank_zero_random(self.group, self.loader):
             batches = iter(self.loader)
             first = next(batches, None)
         while first is not None:
@@ -169,7 +153,7 @@ def share(loader: Any, group: Group) -> Any:
     if not can_share(loader, group.world_size):
         return loader
     counted = isinstance(loader, DataLoader) and loader.indexed and loader.bs is not None and loader.n is not None
-    return IndexShare(loader, group) if counted and not _has_own_ways(loader) else SliceShare(loader, group)
+    return IndexShare(loader, group) if counted and not _is_customized(loader) else SliceShare(loader, group)
 
 
 def share_sizes(count: int, world_size: int) -> list[int]:
@@ -177,9 +161,9 @@ def share_sizes(count: int, world_size: int) -> list[int]:
     return [count * (rank + 1) // world_size - count * rank // world_size for rank in range(world_size)]
 
 
-def _has_own_ways(loader: Any) -> bool:
+def _is_customized(loader: Any) -> bool:
     kind = type(loader)
-    return any(name in vars(loader) or getattr(kind, name) is not getattr(DataLoader, name) for name in _OWN_WAYS)
+    return any(name in vars(loader) or getattr(kind, name) is not getattr(DataLoader, name) for name in _OVERRIDABLE)
 
 
 def _own(values: Any, sizes: list[int], rank: int) -> Any:

@@ -33,7 +33,7 @@ def reduce_metrics(metrics: Iterable[Any], group: Group) -> None:
     Does nothing if `needs_whole_batches(metrics)`, as every rank has then counted all samples.
     """
     metrics = list(metrics)
-    if needs_whole_batches(metrics):  # then every rank has counted all samples
+    if needs_whole_batches(metrics):
         return
     for metric in metrics:
         if isinstance(metric, _AVERAGES):
@@ -72,14 +72,14 @@ def collect_predictions(original: Callable[[Any], None], gatherer: Any) -> None:
             for name, pieces in own.items()
             if isinstance(pieces, list) and len(pieces) == len(counted)
         }
-        everyone = loader.group.all_gather_object(kept)
+        by_rank = loader.group.all_gather_object(kept)
         for name in kept:
-            setattr(gatherer, name, _in_order([theirs[name] for theirs in everyone], loader.sizes))
+            setattr(gatherer, name, _in_order([pieces[name] for pieces in by_rank], loader.sizes))
     original(gatherer)
 
 
 def _in_order(by_rank: list[list[Any]], sizes: list[list[int]]) -> list[Any]:
-    pieces = [iter(theirs) for theirs in by_rank]
+    pieces = [iter(own) for own in by_rank]
     return [next(pieces[rank]) for batch in sizes for rank, size in enumerate(batch) if size]
 
 

@@ -30,7 +30,7 @@ def start_equal(run_id: str) -> None:
 
 
 @contextlib.contextmanager
-def own_noise(group: Group) -> Iterator[None]:
+def own_random(group: Group) -> Iterator[None]:
     """Context manager: ranks other than 0 draw their own random numbers. Collective.
 
     On entry, all ranks take rank 0's random state, and ranks other than 0 are then seeded from it and their rank. On
@@ -38,19 +38,19 @@ def own_noise(group: Group) -> Iterator[None]:
     derived from the one on entry.
     """
     origin: _State = group.broadcast_object(_capture(group.device))
-    _put_back(origin, group.device)
+    _restore(origin, group.device)
     if group.rank:
         seed_all(_derive(repr(origin).encode(), b"rank %d" % group.rank))
     try:
         yield
-        _put_back(group.broadcast_object(_capture(group.device)), group.device)
+        _restore(group.broadcast_object(_capture(group.device)), group.device)
     except BaseException:
         seed_all(_derive(repr(origin).encode(), b"after"))
         raise
 
 
 @contextlib.contextmanager
-def rank_zeros(group: Group, loader: Any) -> Iterator[None]:
+def rank_zero_random(group: Group, loader: Any) -> Iterator[None]:
     """Context manager: all ranks draw from rank 0's random states, the global ones and the loader's own. Collective.
 
     On exit, the global random states of the other ranks are restored.
@@ -59,14 +59,14 @@ def rank_zeros(group: Group, loader: Any) -> Iterator[None]:
     state, shared_state = group.broadcast_object((_capture(), shared.getstate() if shared else None))
     own = _capture()
     if group.rank:
-        _put_back(state)
+        _restore(state)
         if shared is not None:
             shared.setstate(shared_state)
     try:
         yield
     finally:
         if group.rank:
-            _put_back(own)
+            _restore(own)
 
 
 def _capture(device: torch.device | None = None) -> _State:
@@ -79,7 +79,7 @@ def _capture(device: torch.device | None = None) -> _State:
     return random.getstate(), numpy, torch.get_rng_state().numpy().tobytes(), gpu
 
 
-def _put_back(state: _State, device: torch.device | None = None) -> None:
+def _restore(state: _State, device: torch.device | None = None) -> None:
     python, (name, keys, *rest), cpu, gpu = state
     random.setstate(python)
     np.random.set_state((name, np.frombuffer(keys, dtype=np.uint32), *rest))

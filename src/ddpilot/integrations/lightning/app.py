@@ -20,20 +20,6 @@ from ddpilot.integrations.libraries import replace, wrap
 from ddpilot.module_names import LIGHTNING_PRELOAD
 from ddpilot.session.apps import App, AppContext
 
-
-def _prepare(context: AppContext) -> None:
-    adapt_connectors(context)
-
-
-APP = App(
-    name="lightning",
-    libraries=("lightning", "pytorch_lightning"),
-    install="ddpilot[lightning]",
-    preload=(LIGHTNING_PRELOAD,),
-    initializer=_prepare,
-)
-
-
 _CONNECTORS = (
     ("lightning.pytorch.trainer.connectors.accelerator_connector", "_AcceleratorConnector"),
     ("lightning.fabric.connector", "_Connector"),
@@ -86,3 +72,12 @@ def resolve_arguments(arguments: Mapping[str, Any], environ: Mapping[str, str]) 
     elif isinstance(strategy, str):
         resolved["strategy"] = _STARTS_PROCESSES.sub("ddp", strategy)
     return resolved
+
+
+APP = App(
+    name="lightning",
+    libraries=("lightning", "pytorch_lightning"),
+    install="ddpilot[lightning]",
+    preload=(LIGHTNING_PRELOAD,),
+    initializer=adapt_connectors,
+)

@@ -47,4 +47,4 @@ def namespace_of(value: object) -> Namespace:
         for namespace in NAMESPACES:
             if f"{cls.__module__}.".startswith((f"{namespace.trainer}.", f"{namespace.fabric}.")):
                 return namespace
-    raise TypeError(f"{type(value).__module__}.{type(value).__qualname__} is no class of Lightning's")
+    raise TypeError(f"{type(value).__module__}.{type(value).__qualname__} is not a Lightning class")

@@ -39,8 +39,8 @@ def register() -> None:
 
 def _register(namespace: Namespace, module: ModuleType) -> None:
     for suffix, options in _OPTIONS.items():
-        told = "".join(f", `{name}={value}`" for name, value in options.items())
-        about = f"DDP on ranks from ddpilot's rank server{told}"
+        settings = "".join(f", `{name}={value}`" for name, value in options.items())
+        about = f"DDP on ranks from ddpilot's rank server{settings}"
         made = _strategy(namespace, module)
         _registry(module).register(f"ddpilot{suffix}", made, description=about, override=True, **options)
 
@@ -73,38 +73,33 @@ def use_for_notebooks(enabled: bool = True) -> None:
             found="neither `lightning` nor `pytorch_lightning` is installed in this environment",
             fix='Install one: pip install "ddpilot[lightning]"',
         )
-    said: list[str] = []
+    logged: list[Namespace] = []
     for namespace, name in _strategy_modules():
         if enabled:
-            when_imported(name, "map", functools.partial(_map, namespace, said))
+            when_imported(name, "map", functools.partial(_map, namespace, logged))
         else:
             forget(name, "map")
             if name in sys.modules:
                 _restore(sys.modules[name])
 
 
-def _map(namespace: Namespace, said: list[str], module: ModuleType) -> None:
+def _map(namespace: Namespace, logged: list[Namespace], module: ModuleType) -> None:
     registry = _registry(module)
-    names = {f"{base}{suffix}" for base in _MAPPED for suffix in _OPTIONS}
-    replaced = {name: entry for name, entry in registry.items() if name in names and _KEPT not in entry}
+    mapped = {f"{base}{suffix}" for base in _MAPPED for suffix in _OPTIONS}
+    replaced = {name: entry for name, entry in registry.items() if name in mapped and _KEPT not in entry}
     for name, kept in replaced.items():
         options = {key: value for key, value in kept["init_params"].items() if key != "start_method"}
         about = f'"{name}", its ranks from ddpilot\'s rank server'
         registry.register(name, _strategy(namespace, module), description=about, override=True, **options)
         registry[name][_KEPT] = kept
-    if replaced:
-        _say_once(namespace, said)
-    _take_over(_multiprocessing_launcher(module))
-
-
-def _say_once(namespace: Namespace, said: list[str]) -> None:
-    if not said:
-        said.append("said")
+    if replaced and not logged:
+        logged.append(namespace)
         names = ", ".join(f'"{name}"' for name in _MAPPED)
         namespace.of_fabric("utilities.rank_zero").rank_zero_info(
-            f"ddpilot: the strategies {names} start their ranks from ddpilot's rank server from here on, as "
-            'strategy="ddpilot" does; `use_for_notebooks(False)` takes it back.'
+            f"ddpilot: the strategies {names} now start their ranks from ddpilot's rank server, as "
+            'strategy="ddpilot" does; `use_for_notebooks(False)` reverts this.'
         )
+    _take_over(_multiprocessing_launcher(module))
 
 
 def _restore(module: ModuleType) -> None:

@@ -15,7 +15,6 @@ from ddpilot.errors import LaunchError, LaunchInterrupted, ShipError
 from ddpilot.group.teardown import let_works_end
 from ddpilot.integrations.lightning.namespaces import LIGHTNING, NAMESPACES, PYTORCH_LIGHTNING, Namespace, namespace_of
 from ddpilot.integrations.lightning.transfer import (
-    GlobalState,
     RankResult,
     apply_result,
     collect_predictions,
@@ -23,21 +22,22 @@ from ddpilot.integrations.lightning.transfer import (
     join_predictions,
 )
 from ddpilot.launcher import Launcher
+from ddpilot.launching.shipping.torch_settings import OnRank
 from ddpilot.launching.shipping.unpicklable import ship
 from ddpilot.module_names import LIGHTNING_PRELOAD
 
 _DOC = """Lightning's `DDPStrategy` on ranks that are forked from ddpilot's rank server, not from this process.
 
-    So it works in a notebook in which torch, OpenMP or CUDA has been used, and sees what cells define. Every option of
-    `DDPStrategy` is taken as it is, apart from `start_method`: `find_unused_parameters`, `static_graph`,
+    So it works in a notebook in which torch, OpenMP or CUDA has been used, and ranks see what cells define. Takes every
+    option of `DDPStrategy` apart from `start_method`: `find_unused_parameters`, `static_graph`,
     `gradient_as_bucket_view`, `process_group_backend`, `timeout`, communication hooks.
 
     `launcher`: a `ddpilot.Launcher` with options for the ranks (`output`, `env`, `timeout_s`, `preload`, ...; default:
-    `Launcher()`). Its `nproc_per_node` is not used, since `devices` says it.
+    `Launcher()`). Its `nproc_per_node` is not used, as `devices` determines it.
 
-    Where the processes are already there (under torchrun or `ddpilot run`, in a rank of a session or of `launch`, in a
-    Slurm job), it starts none and is plain DDP. Raises LaunchError for more than one node, ShipError for what cannot
-    travel, RankError with the first failure in time, and RanksStopped after the stop button.
+    If the processes already exist (under torchrun or `ddpilot run`, in a rank of a session or of `launch`, in a Slurm
+    job), it starts none and is plain DDP. Raises LaunchError for more than one node, ShipError for objects that cannot
+    be pickled, RankError with the earliest failure, and RanksStopped after an interrupt.
     """
 
 
@@ -70,13 +70,7 @@ def _with_our_names(text: Any) -> Any:
     return text.replace("strategy='ddp_find", "strategy='ddpilot_find").replace("=DDPStrategy(", "=DdpilotStrategy(")
 
 
-def _make(name: str, namespace: Namespace, *, for_fabric: bool) -> type:
-    module = (namespace.of_fabric if for_fabric else namespace.of_trainer)("strategies.ddp")
-    about = {"__module__": __name__, "__qualname__": name, "__doc__": _DOC}
-    return type(name, (_OnRankServer, module.DDPStrategy), about)
-
-
-_MAKERS = {
+_STRATEGIES = {
     "DdpilotStrategy": (LIGHTNING, False),
     "DdpilotFabricStrategy": (LIGHTNING, True),
     "PytorchLightningDdpilotStrategy": (PYTORCH_LIGHTNING, False),
@@ -86,19 +80,20 @@ _MAKERS = {
 
 def __getattr__(name: str) -> type:
     # Also called when a trainer is unpickled on a rank.
-    if name not in _MAKERS:
+    if name not in _STRATEGIES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    namespace, for_fabric = _MAKERS[name]
-    made = _make(name, namespace, for_fabric=for_fabric)
-    globals()[name] = made
-    return made
+    namespace, for_fabric = _STRATEGIES[name]
+    module = (namespace.of_fabric if for_fabric else namespace.of_trainer)("strategies.ddp")
+    about = {"__module__": __name__, "__qualname__": name, "__doc__": _DOC}
+    globals()[name] = created = type(name, (_OnRankServer, module.DDPStrategy), about)
+    return created
 
 
 def strategy_class(namespace: Namespace, *, for_fabric: bool = False) -> type:
     """Return the strategy for the Trainer of `namespace`, or for its Fabric."""
-    name = next(name for name, wanted in _MAKERS.items() if wanted == (namespace, for_fabric))
-    made: type = globals().get(name) or __getattr__(name)
-    return made
+    name = next(name for name, key in _STRATEGIES.items() if key == (namespace, for_fabric))
+    strategy: type = globals().get(name) or __getattr__(name)
+    return strategy
 
 
 def default_strategy_class(*, for_fabric: bool = False) -> type:
@@ -106,14 +101,14 @@ def default_strategy_class(*, for_fabric: bool = False) -> type:
 
     Raises ImportError if neither package is installed.
     """
-    chosen = [each for each in NAMESPACES if each.is_loaded] or [each for each in NAMESPACES if each.is_installed]
-    if not chosen:
+    candidates = [each for each in NAMESPACES if each.is_loaded] or [each for each in NAMESPACES if each.is_installed]
+    if not candidates:
         raise ImportError('neither `lightning` nor `pytorch_lightning` is installed; pip install "ddpilot[lightning]"')
-    return strategy_class(chosen[0], for_fabric=for_fabric)
+    return strategy_class(candidates[0], for_fabric=for_fabric)
 
 
 class RanksStopped(BaseException):
-    """The stop button or Ctrl-C ended the ranks of a Trainer or Fabric; none is left, and nothing was returned.
+    """An interrupt ended all ranks of a Trainer or Fabric, and nothing was returned.
 
     It is not a KeyboardInterrupt: Lightning handles that by ignoring every later Ctrl-C and exiting the process.
     """
@@ -151,39 +146,41 @@ class RankServerLauncher:
         if inner is getattr(namespace_of(self._strategy).of_fabric("fabric"), "_do_nothing", None):
             name = type(self._strategy).__name__
             raise TypeError(
-                f"{name} starts its ranks from here: give `Fabric.launch` the function that they are to run, as in "
+                f"{name} starts its own ranks: pass `Fabric.launch` the function that they run, as in "
                 "`fabric.launch(train)`, where `train(fabric)` is your code"
             )
-        rank_function = OnRank(run_fabric, f"Fabric.launch({getattr(inner, '__name__', type(inner).__name__)})")
-        return self._run(rank_function, self._strategy, function, args, kwargs)[0]
+        label = f"Fabric.launch({getattr(inner, '__name__', type(inner).__name__)})"
+        on_rank = OnRank(run_fabric, label, with_random=True)
+        return self._run(on_rank, self._strategy, function, args, kwargs)[0]
 
     def _launch_trainer(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], trainer: Any
     ) -> Any:
         name = getattr(function, "__name__", "run").removeprefix("_").removesuffix("_impl")
         try:
-            outcomes = list(self._run(OnRank(run_trainer, f"Trainer.{name}"), trainer, function, args, kwargs))
+            on_rank = OnRank(run_trainer, f"Trainer.{name}", with_random=True)
+            results = list(self._run(on_rank, trainer, function, args, kwargs))
         except ShipError as error:
             _name_parts(trainer, args, kwargs, error)
             raise
-        apply_result(trainer, outcomes[0])
-        predictions = join_predictions([outcome.predictions for outcome in outcomes])
-        if predictions is None and outcomes[0].results and name == "predict" and len(outcomes) > 1:
+        apply_result(trainer, results[0])
+        predictions = join_predictions([result.predictions for result in results])
+        if predictions is None and results[0].results and name == "predict" and len(results) > 1:
             warn = namespace_of(trainer).of_trainer("utilities.rank_zero").rank_zero_warn
-            warn("The samples of this data loader have no numbers, so only what rank 0 predicted was returned.")
-        return outcomes[0].results if predictions is None else predictions
+            warn("The samples of this data loader have no indices, so only rank 0's predictions were returned.")
+        return results[0].results if predictions is None else predictions
 
-    def _run(self, rank_function: OnRank, owner: Any, function: Any, args: Any, kwargs: Any) -> Any:
+    def _run(self, on_rank: OnRank, owner: Any, function: Any, args: Any, kwargs: Any) -> Any:
         strategy = self._strategy
         if strategy.num_nodes > 1:
             raise LaunchError(
-                f"starting the ranks of `{rank_function.__qualname__}`",
-                found=f"`num_nodes={strategy.num_nodes}`, and a launch from here reaches this machine alone",
+                f"starting the ranks of `{on_rank.__qualname__}`",
+                found=f"`num_nodes={strategy.num_nodes}`, and ranks can be started on this machine only",
                 fix="Start the script on each node with `ddpilot run` or torchrun; the strategy then starts nothing",
             )
         preload = (LIGHTNING_PRELOAD, *self._options.preload)
         launcher = replace(self._options, nproc_per_node=strategy.num_processes, preload=preload)
-        return launcher.run(rank_function, owner, function, args, kwargs, GlobalState.capture())
+        return launcher.run(on_rank, owner, function, args, kwargs)
 
     def kill(self, signum: int) -> None:
         """Do nothing, for Lightning's signal handlers: `launch` forwards a stop itself, and no rank outlives it."""
@@ -206,32 +203,19 @@ def _name_parts(trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], err
         os.close(parcel)
 
 
-class OnRank:
-    """A function with the name of the method that the user called, which errors show."""
-
-    def __init__(self, function: Callable[..., Any], name: str) -> None:
-        self._function = function
-        self.__qualname__ = name
-
-    def __call__(self, *args: Any) -> Any:
-        return self._function(*args)
-
-
-def run_fabric(
-    strategy: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], state: GlobalState
-) -> Any:
+def run_fabric(strategy: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run a rank of `Fabric.launch`. As collective as `function`; only rank 0 returns its value."""
-    _become_rank(strategy, state)
+    _become_rank(strategy)
     value = function(*args, **kwargs)
     return value if strategy.is_global_zero else None
 
 
 def run_trainer(
-    trainer: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], state: GlobalState
+    trainer: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> RankResult:
     """Run a rank of `Trainer.fit`, `validate`, `test` or `predict`. Collective."""
     strategy = trainer.strategy
-    _become_rank(strategy, state)
+    _become_rank(strategy)
     trainer._accelerator_connector.cluster_environment = strategy.cluster_environment
     what = trainer.state.fn.value  # may be "test" afterwards, as callbacks call it at the end of a fit
     callbacks = list(trainer.callbacks)  # the model may add callbacks and change their order
@@ -244,9 +228,8 @@ def run_trainer(
     return collect_result(trainer, callbacks, results, predictions, with_weights=what == "fit")
 
 
-def _become_rank(strategy: Any, state: GlobalState) -> None:
+def _become_rank(strategy: Any) -> None:
     """Reconfigure the strategy, set up in the parent as rank 0, as one in a torchrun job."""
-    state.restore()
     strategy.cluster_environment = namespace_of(strategy).of_fabric("plugins.environments").TorchElasticEnvironment()
     strategy._launcher = None  # a `trainer.test()` inside `fit` runs on the existing ranks
     for name in ("set_world_ranks", "_set_world_ranks"):  # the Trainer's strategy has the first, Fabric's the second

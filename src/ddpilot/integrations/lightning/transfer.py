@@ -1,66 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a launch by Lightning sends: global state to the ranks; results, weights and predictions back.
+"""Results, weights and predictions that a launch by Lightning sends back from its ranks.
 
-Sent back are the weights as a state dict, plain attributes (numbers, strings, tensors and containers of them) of the
+Sent are the weights as a state dict, plain attributes (numbers, strings, tensors and containers of them) of the
 user's module and callbacks, states that the user's callbacks save in checkpoints, progress of the loops, and loggers.
-Nothing else is sent back.
+Nothing else is sent.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cloudpickle
-import numpy
 import torch
 
 from ddpilot.data.nested import plain_attributes
 from ddpilot.integrations.lightning.namespaces import namespace_of
-
-
-@dataclass(frozen=True)
-class GlobalState:
-    """The state that Lightning's own strategies copy too. CUDA's generators are omitted: reading initializes CUDA."""
-
-    deterministic: bool
-    deterministic_warn_only: bool
-    cudnn_benchmark: bool
-    cudnn_deterministic: bool
-    matmul_precision: str
-    default_dtype: torch.dtype
-    random_states: tuple[Any, Any, torch.Tensor]
-
-    @classmethod
-    def capture(cls) -> GlobalState:
-        """Capture the current state of this process."""
-        return cls(
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-            deterministic_warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
-            cudnn_benchmark=torch.backends.cudnn.benchmark,
-            cudnn_deterministic=torch.backends.cudnn.deterministic,
-            matmul_precision=torch.get_float32_matmul_precision(),
-            default_dtype=torch.get_default_dtype(),
-            random_states=(random.getstate(), numpy.random.get_state(), torch.get_rng_state()),
-        )
-
-    def restore(self) -> None:
-        """Restore the state in this process."""
-        now = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-        # Setting it imports the compiler, which takes a second.
-        if now != (self.deterministic, self.deterministic_warn_only):
-            torch.use_deterministic_algorithms(self.deterministic, warn_only=self.deterministic_warn_only)
-        torch.backends.cudnn.benchmark = self.cudnn_benchmark
-        torch.backends.cudnn.deterministic = self.cudnn_deterministic
-        torch.set_float32_matmul_precision(self.matmul_precision)
-        torch.set_default_dtype(self.default_dtype)
-        for_python, for_numpy, for_torch = self.random_states
-        random.setstate(for_python)
-        numpy.random.set_state(for_numpy)
-        torch.set_rng_state(for_torch)
-
 
 _LOOPS = ("fit_loop", "validate_loop", "test_loop", "predict_loop")
 _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
@@ -90,7 +46,7 @@ class RankResult:
 def collect_result(
     trainer: Any, callbacks: Sequence[Any], results: Any, predictions: Any, *, with_weights: bool
 ) -> RankResult:
-    """Return this rank's outcome. Collective: the state of a module's metrics is gathered."""
+    """Return this rank's result. Collective: the state of a module's metrics is gathered."""
     model = trainer.lightning_module
     weights = model.state_dict()
     if not trainer.is_global_zero:
@@ -109,23 +65,23 @@ def collect_result(
     )
 
 
-def apply_result(trainer: Any, outcome: RankResult) -> None:
-    """Apply rank 0's outcome to the parent's trainer, its model, callbacks and loggers."""
+def apply_result(trainer: Any, result: RankResult) -> None:
+    """Apply rank 0's result to the parent's trainer, its model, callbacks and loggers."""
     model = trainer.lightning_module
-    if outcome.weights is not None:
-        _load_weights(trainer, outcome.weights)
-    vars(model).update(outcome.module or {})
-    for callback, (attributes, state) in zip(trainer.callbacks, outcome.callbacks, strict=True):
+    if result.weights is not None:
+        _load_weights(trainer, result.weights)
+    vars(model).update(result.module or {})
+    for callback, (attributes, state) in zip(trainer.callbacks, result.callbacks, strict=True):
         vars(callback).update(attributes)
         if state:
             callback.load_state_dict(state)
-    for logger, attributes in zip(trainer.loggers, outcome.loggers, strict=True):
+    for logger, attributes in zip(trainer.loggers, result.loggers, strict=True):
         vars(logger).update(attributes)
-    for name, progress in zip(_LOOPS, outcome.progress, strict=True):
+    for name, progress in zip(_LOOPS, result.progress, strict=True):
         _write_progress(getattr(trainer, name), progress)
-    trainer.state = outcome.state
-    trainer.should_stop = outcome.should_stop
-    for name, metrics in zip(_METRICS, outcome.metrics, strict=True):
+    trainer.state = result.state
+    trainer.should_stop = result.should_stop
+    for name, metrics in zip(_METRICS, result.metrics, strict=True):
         known = getattr(trainer, name)
         known.clear()
         known.update(metrics)
@@ -138,8 +94,8 @@ def _load_weights(trainer: Any, weights: dict[str, Any]) -> None:
     if missing or unexpected:
         warn = namespace_of(trainer).of_trainer("utilities.rank_zero").rank_zero_warn
         warn(
-            f"{type(model).__name__} has other parameters on the ranks than here: {unexpected} exist only there and "
-            f"were left, {missing} exist only here and were not trained. Make all of them in `__init__`."
+            f"{type(model).__name__} has different parameters on the ranks: {unexpected} exist only there and were "
+            f"discarded, {missing} exist only here and were not trained. Create all parameters in `__init__`."
         )
 
 

@@ -34,26 +34,26 @@ class BestWeights(Callback):
         min_delta: float = 0.0,
     ) -> None:
         self._path = Path(path)
-        self._watched = MonitoredMetric(monitor, mode, min_delta)
+        self._metric = MonitoredMetric(monitor, mode, min_delta)
         self.best_epoch: int | None = None
         """The epoch whose weights are in the file."""
 
     @property
     def monitor(self) -> str:
         """The monitored metric."""
-        return self._watched.monitor
+        return self._metric.monitor
 
     @property
     def best(self) -> float | None:
         """The value of that epoch."""
-        return self._watched.best
+        return self._metric.best
 
     def on_fit_start(self, run: Run) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
 
     def on_epoch_end(self, run: Run) -> None:
-        value = self._watched.look(run)
-        if value is None or not self._watched.improve(value):
+        value = self._metric.read(run)
+        if value is None or not self._metric.improve(value):
             return
         weights = {name: tensor.cpu() for name, tensor in find_inner(run.ema or run.model).state_dict().items()}
         check_dtypes(weights, where="the best weights")
@@ -68,4 +68,4 @@ class BestWeights(Callback):
         return {"best": self.best, "best_epoch": self.best_epoch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._watched.best, self.best_epoch = state["best"], state["best_epoch"]
+        self._metric.best, self.best_epoch = state["best"], state["best_epoch"]

@@ -11,7 +11,7 @@ from typing import Any
 
 from ddpilot.checkpoint.atomic_files import replace_text
 from ddpilot.trainer.callback import Callback
-from ddpilot.trainer.callbacks.log_rows import epoch_row, set_aside
+from ddpilot.trainer.callbacks.log_rows import epoch_row, rename_existing
 from ddpilot.trainer.run import Run
 
 
@@ -30,9 +30,11 @@ class CsvLog(Callback):
     def on_fit_start(self, run: Run) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if not run.update:
-            set_aside(self._path)
-        rows = _read(self._path) if self._path.exists() else []
-        self._rows = [row for row in rows if int(row["epoch"]) < run.epoch]
+            rename_existing(self._path)
+        self._rows = []
+        if self._path.exists():
+            with self._path.open(newline="", encoding="utf-8") as file:
+                self._rows = [row for row in csv.DictReader(file) if int(row["epoch"]) < run.epoch]
 
     def on_epoch_end(self, run: Run) -> None:
         self._rows.append(epoch_row(run))
@@ -42,11 +44,3 @@ class CsvLog(Callback):
         writer.writeheader()
         writer.writerows(self._rows)
         replace_text(self._path, table.getvalue())
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))

@@ -45,7 +45,7 @@ class EarlyStopping(Callback):
         if patience < 1:
             found = f"`patience` is {patience}"
             raise LoopError("making an EarlyStopping", found=found, fix="Give a number of epochs, 1 or more.")
-        self._watched = MonitoredMetric(monitor, mode, min_delta)
+        self._metric = MonitoredMetric(monitor, mode, min_delta)
         self._patience = patience
         self._restore_best = restore_best
         self._weights: list[torch.Tensor] | None = None
@@ -61,16 +61,16 @@ class EarlyStopping(Callback):
     @property
     def monitor(self) -> str:
         """The monitored metric."""
-        return self._watched.monitor
+        return self._metric.monitor
 
     @property
     def best(self) -> float | None:
         """The best value so far."""
-        return self._watched.best
+        return self._metric.best
 
     def on_fit_start(self, run: Run) -> None:
         if self.stopped and run.until_epoch is not None and run.until_epoch <= self.stopped_goal:
-            run.loop.print(f"stopped before: {self.stopped}; `epochs=` trains for so many more", flush=True)
+            run.loop.print(f"stopped earlier: {self.stopped}; `epochs=` trains further", flush=True)
             run.stop(everywhere=True)
         elif self.stopped:
             self.stopped, self.num_bad = "", 0
@@ -80,18 +80,17 @@ class EarlyStopping(Callback):
             self._weights = _copy(run)  # an earlier fit ended with the best weights
 
     def on_epoch_end(self, run: Run) -> None:
-        value = self._watched.look(run)
+        value = self._metric.read(run)
         if value is None:
             return
         self.num_bad += 1
-        if self._watched.improve(value):
+        if self._metric.improve(value):
             self.best_epoch, self.num_bad = run.epoch, 0
             if self._restore_best and run.loop.group.is_rank_zero:
                 self._weights = _copy(run)
         elif self.num_bad >= self._patience:
             self.stopped = (
-                f"{self._watched.monitor} was not better than {self.best} of epoch {self.best_epoch} "
-                f"for {self.num_bad} epochs"
+                f"{self.monitor} was not better than {self.best} of epoch {self.best_epoch} for {self.num_bad} epochs"
             )
             self.stopped_goal = run.num_epochs
             if run.loop.group.is_rank_zero:
@@ -110,7 +109,7 @@ class EarlyStopping(Callback):
         return state if self._weights is None else {**state, "weights": self._weights}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._watched.best = state["best"]
+        self._metric.best = state["best"]
         self.best_epoch, self.num_bad = state["best_epoch"], state["num_bad"]
         self.stopped, self.stopped_goal = state["stopped"], state["stopped_goal"]
         self._weights = state.get("weights")

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
 
 from ddpilot.trainer.callback import Callback
 from ddpilot.trainer.callbacks.log_rows import check_every
@@ -49,9 +48,6 @@ class GarbageCollection(Callback):
 
     def on_exception(self, run: Run, error: BaseException) -> None:
         self._restore()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
 
     def _restore(self) -> None:
         if self._has_frozen:

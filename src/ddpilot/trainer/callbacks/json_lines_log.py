@@ -9,12 +9,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ddpilot.trainer.callback import Callback
-from ddpilot.trainer.callbacks.log_rows import LineFile, check_every, epoch_row, set_aside, update_row
+from ddpilot.trainer.callbacks.log_rows import LineFile, RowLog, rename_existing
 from ddpilot.trainer.run import Run
 
 
-class JsonLinesLog(Callback):
+class JsonLinesLog(RowLog):
     """Append one JSON object per line to `path`, on rank 0: every `every` updates (default 50) and after each epoch.
 
     "row" is "update" or "epoch" in each line. Lines are unbuffered: a killed process loses none. A run that resumes
@@ -24,36 +23,20 @@ class JsonLinesLog(Callback):
     """
 
     def __init__(self, path: str | os.PathLike[str] = "log.jsonl", *, every: int = 50) -> None:
+        super().__init__(every)
         self._path = Path(path)
-        self._every = check_every("JsonLinesLog", every)
         self._file: LineFile | None = None
 
     def on_fit_start(self, run: Run) -> None:
         if not run.update:
-            set_aside(self._path)
+            rename_existing(self._path)
         self._file = LineFile(self._path, keep=lambda line: _is_before(line, run))
 
-    def on_update_end(self, run: Run) -> None:
-        if run.update % self._every == 0:
-            self._write({"row": "update", **update_row(run)})
-
-    def on_epoch_end(self, run: Run) -> None:
-        self._write({"row": "epoch", **epoch_row(run)})
-
-    def on_fit_end(self, run: Run) -> None:
-        self._close()
-
-    def on_exception(self, run: Run, error: BaseException) -> None:
-        self._close()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def _write(self, row: dict[str, Any]) -> None:
+    def _write(self, kind: str, row: dict[str, Any], update: int) -> None:
         assert self._file is not None  # opened in on_fit_start()
-        self._file.write(json.dumps(_finite(row), allow_nan=False, default=str))
+        self._file.write(json.dumps(_finite({"row": kind, **row}), allow_nan=False, default=str))
 
-    def _close(self) -> None:
+    def _close(self, *, failed: bool = False) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None

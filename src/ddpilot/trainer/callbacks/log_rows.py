@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of logs as plain numbers, files to which they are appended, and monitored metrics."""
+"""`RowLog`, the base class of logs; rows as plain numbers, files to which they are appended, monitored metrics."""
 
 from __future__ import annotations
 
 import io
 import math
 from collections.abc import Callable, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from ddpilot.checkpoint.atomic_files import replace_text
 from ddpilot.errors import LoopError, did_you_mean
+from ddpilot.trainer.callback import Callback
 from ddpilot.trainer.history import flatten
 from ddpilot.trainer.run import Run
 
@@ -50,6 +52,32 @@ def check_every(name: str, every: int) -> int:
     return every
 
 
+class RowLog(Callback):
+    """Base class of logs of updates and epochs: calls `_write` with each row, and `_close` when the fit ends."""
+
+    def __init__(self, every: int) -> None:
+        self._every = check_every(type(self).__name__, every)
+
+    def on_update_end(self, run: Run) -> None:
+        if run.update % self._every == 0:
+            self._write("update", update_row(run), run.update)
+
+    def on_epoch_end(self, run: Run) -> None:
+        self._write("epoch", epoch_row(run), run.update)
+
+    def on_fit_end(self, run: Run) -> None:
+        self._close()
+
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        self._close(failed=True)
+
+    def _write(self, kind: str, row: dict[str, Any], update: int) -> None:
+        raise NotImplementedError
+
+    def _close(self, *, failed: bool = False) -> None:
+        """Close the log. Idempotent."""
+
+
 class MonitoredMetric:
     """A monitored metric of the epochs' rows, and its best value.
 
@@ -58,7 +86,7 @@ class MonitoredMetric:
     """
 
     def __init__(self, monitor: str, mode: str, min_delta: float = 0.0) -> None:
-        did = f"watching {monitor!r}"
+        did = f"monitoring {monitor!r}"
         if mode not in ("min", "max"):
             raise LoopError(did, found=f"`mode` is {mode!r}", fix="Use 'min' (as for a loss) or 'max'.")
         if not min_delta >= 0:
@@ -69,11 +97,10 @@ class MonitoredMetric:
         self.best: float | None = None
         """None before the first number."""
 
-    def look(self, run: Run) -> float | None:
+    def read(self, run: Run) -> float | None:
         """Return the value of the last epoch; None if it was not validated, see `Run.skips_validation`.
 
-        Also None after a stop in the middle of an epoch. Raises LoopError if the epoch lacks the metric for another
-        reason.
+        Also None after a stop in the middle of an epoch. Raises LoopError if the epoch should have the metric.
         """
         row = epoch_row(run)
         if isinstance(value := row.get(self.monitor), int | float):
@@ -82,9 +109,9 @@ class MonitoredMetric:
             return None
         near = did_you_mean(self.monitor, numbers(row), show=repr)
         raise LoopError(
-            f"watching {self.monitor!r} in epoch {run.epoch}",
+            f"monitoring {self.monitor!r} in epoch {run.epoch}",
             found=f"its row has {', '.join(map(repr, numbers(row)))}",
-            fix=f"{near} Choose one of those; names that begin with 'val_' need a validation set.".lstrip(),
+            fix=f"{near} Choose one of these; names that begin with 'val_' need a validation set.".lstrip(),
             rank=run.loop.rank,
         )
 
@@ -120,12 +147,8 @@ class LineFile:
             self._file = None
 
 
-def set_aside(path: Path) -> Path | None:
-    """Rename an earlier run's file at `path` to the first free one of name-1, name-2, ...; None without one."""
-    if not path.is_file():
-        return None
-    number = 1
-    while (aside := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
-        number += 1
-    path.rename(aside)
-    return aside
+def rename_existing(path: Path) -> None:
+    """Rename an earlier run's file at `path`, if there is one, to the first free name of name-1, name-2, ..."""
+    if path.is_file():
+        names = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in count(1))
+        path.rename(next(name for name in names if not name.exists()))

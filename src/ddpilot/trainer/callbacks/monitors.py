@@ -15,7 +15,57 @@ from ddpilot.trainer.callbacks.log_rows import check_every, plain
 from ddpilot.trainer.run import Run
 
 
-class LRMonitor(Callback):
+class _StepMonitor(Callback):
+    """Base class of callbacks that measure right before each optimizer step, by hooks that `_measure` reads."""
+
+    def __init__(self, every: int) -> None:
+        self._every = check_every(type(self).__name__, every)
+        self._handles: list[RemovableHandle] = []
+        self._batch: tuple[int, int] | None = None
+        self._stepped: set[str] = set()
+        """Names of the optimizers that have stepped in this update."""
+        self._update = 0
+        self.rows: list[dict[str, Any]] = []
+        """{"update": ..., and the values by name} for every fit."""
+
+    def on_fit_start(self, run: Run) -> None:
+        self.rows = [row for row in self.rows if row["update"] <= run.update]
+        self._batch = None
+        self._handles = [one.register_step_pre_hook(self._hook(run, name)) for name, one in run.optimizers.items()]
+
+    def on_fit_end(self, run: Run) -> None:
+        self._remove_hooks()
+
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        self._remove_hooks()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows": self.rows}
+
+    def _measure(self, run: Run, name: str, optimizer: Optimizer, update: int) -> None:
+        """Measure before `optimizer` steps; `update` is the number of the update, as `Run.update` is afterwards."""
+        raise NotImplementedError
+
+    def _hook(self, run: Run, name: str) -> Callable[..., None]:
+        def hook(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+            current = run.loop.batch
+            batch = None if current is None else (current.epoch, current.index)
+            if batch != self._batch or name in self._stepped:
+                self._batch, self._update = batch, run.update + 1
+                self._stepped.clear()
+            self._stepped.add(name)
+            if self._update % self._every == 0:
+                self._measure(run, name, optimizer, self._update)
+
+        return hook
+
+    def _remove_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+class LRMonitor(_StepMonitor):
     """Record the learning rate of each parameter group every `every` updates (default 10), on rank 0.
 
     Records the rate that the update used, not the one that a scheduler set after it. Its name in logs is "lr", "lr.1"
@@ -24,46 +74,23 @@ class LRMonitor(Callback):
     """
 
     def __init__(self, *, every: int = 10, also: tuple[str, ...] = ()) -> None:
-        self._every = check_every("LRMonitor", every)
+        super().__init__(every)
         self._names = ("lr", *also)
-        self._hooks: BeforeSteps | None = None
-        self.rows: list[dict[str, Any]] = []
-        """{"update": ..., "lr": ...} for every fit."""
-
-    def on_fit_start(self, run: Run) -> None:
-        self.rows = [row for row in self.rows if row["update"] <= run.update]
-        self._hooks = BeforeSteps(run, lambda *step: self._look(run, *step))
 
     def on_update_end(self, run: Run) -> None:
         if run.update % self._every == 0:
             names = [name for name in run.values if name.partition(".")[0] in self._names]
             self.rows.append({"update": run.update, **{name: run.values[name] for name in names}})
 
-    def on_fit_end(self, run: Run) -> None:
-        self._remove()
-
-    def on_exception(self, run: Run, error: BaseException) -> None:
-        self._remove()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"rows": self.rows}
-
-    def _look(self, run: Run, name: str, optimizer: Optimizer, update: int) -> None:
-        if update % self._every:
-            return
-        for place, group in enumerate(optimizer.param_groups):
-            for what in self._names:
-                if what in group:
-                    key = label(name, run, what) + (f".{place}" if place else "")
-                    run.values[key] = plain(group[what])
-
-    def _remove(self) -> None:
-        if self._hooks is not None:
-            self._hooks.remove()
-            self._hooks = None
+    def _measure(self, run: Run, name: str, optimizer: Optimizer, update: int) -> None:
+        suffix = _suffix(run, name)
+        for index, group in enumerate(optimizer.param_groups):
+            for key in self._names:
+                if key in group:
+                    run.values[f"{key}{suffix}" + (f".{index}" if index else "")] = plain(group[key])
 
 
-class Norms(Callback):
+class Norms(_StepMonitor):
     """Record the norms of gradients and weights every `every` updates (default 50), on rank 0.
 
     The gradients are those of all samples as the optimizer uses them: after clipping. The weights are those before the
@@ -74,38 +101,24 @@ class Norms(Callback):
     """
 
     def __init__(self, *, every: int = 50, layers: bool = False) -> None:
-        self._every = check_every("Norms", every)
+        super().__init__(every)
         self._layers = layers
-        self._hooks: BeforeSteps | None = None
         self._waiting: dict[str, Any] = {}
-        self.rows: list[dict[str, Any]] = []
-        """{"update": ..., "grad_norm": ..., "param_norm": ...} for every fit."""
-
-    def on_fit_start(self, run: Run) -> None:
-        self.rows = [row for row in self.rows if row["update"] <= run.update]
-        self._hooks = BeforeSteps(run, lambda *step: self._look(run, *step))
 
     def on_epoch_end(self, run: Run) -> None:
         self._read()
 
-    def on_fit_end(self, run: Run) -> None:
-        self._remove()
-
-    def on_exception(self, run: Run, error: BaseException) -> None:
-        self._remove()
-
     def state_dict(self) -> dict[str, Any]:
         self._read()
-        return {"rows": self.rows}
+        return super().state_dict()
 
-    def _look(self, run: Run, name: str, optimizer: Optimizer, update: int) -> None:
-        if update % self._every:
-            return
+    def _measure(self, run: Run, name: str, optimizer: Optimizer, update: int) -> None:
         if self._waiting.get("update") != update:
             self._read()
             self._waiting = {"update": update}
+        suffix = _suffix(run, name)
         held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        found = _norms(held, label(name, run, ""), optimizer)
+        values = _norms(held, suffix, optimizer)
         if self._layers:
             layers: dict[str, list[torch.Tensor]] = {}
             ids = {id(parameter) for parameter in held}
@@ -113,19 +126,14 @@ class Norms(Callback):
                 if id(parameter) in ids:
                     layers.setdefault(full.partition(".")[0], []).append(parameter)
             for layer, parameters in layers.items():
-                found |= _norms(parameters, f"{label(name, run, '')}.{layer}", optimizer)
-        self._waiting |= found
-        run.values |= found
+                values |= _norms(parameters, f"{suffix}.{layer}", optimizer)
+        self._waiting |= values
+        run.values |= values
 
     def _read(self) -> None:
         if self._waiting:
             self.rows.append({name: plain(value) for name, value in self._waiting.items()})
             self._waiting = {}
-
-    def _remove(self) -> None:
-        if self._hooks is not None:
-            self._hooks.remove()
-            self._hooks = None
 
 
 @torch.no_grad()
@@ -139,41 +147,6 @@ def _norms(parameters: list[torch.Tensor], suffix: str, optimizer: Optimizer) ->
     }
 
 
-class BeforeSteps:
-    """Calls `look(name, optimizer, update)` before each step of each optimizer of a run, until `remove`.
-
-    `update`: number of the update that the step belongs to, as `Run.update` gives it afterwards.
-    """
-
-    def __init__(self, run: Run, look: Callable[[str, Optimizer, int], None]) -> None:
-        self._run = run
-        self._look = look
-        self._batch: tuple[int, int] | None = None
-        self._stepped: set[str] = set()  # in this update
-        self._update = 0
-        self._handles: list[RemovableHandle] = [
-            optimizer.register_step_pre_hook(self._hook(name)) for name, optimizer in run.optimizers.items()
-        ]
-
-    def remove(self) -> None:
-        """Remove the hooks. Idempotent."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-    def _hook(self, name: str) -> Callable[..., None]:
-        def hook(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-            now = self._run.loop.batch
-            batch = None if now is None else (now.epoch, now.index)
-            if batch != self._batch or name in self._stepped:
-                self._batch, self._update = batch, self._run.update + 1
-                self._stepped.clear()
-            self._stepped.add(name)
-            self._look(name, optimizer, self._update)
-
-        return hook
-
-
-def label(name: str, run: Run, what: str) -> str:
-    """Return `what` with one optimizer, "what.name" with several."""
-    return what if len(run.optimizers) == 1 else f"{what}.{name}"
+def _suffix(run: Run, name: str) -> str:
+    """Return the suffix of the values of optimizer `name`: "" if it is the only one, otherwise ".name"."""
+    return "" if len(run.optimizers) == 1 else f".{name}"

@@ -51,7 +51,7 @@ class Pictures(Callback):
         samples = range(min(8, len(dataset))) if samples is None else samples
         if beyond := [number for number in samples if not 0 <= number < len(dataset)]:
             found = f"`samples` has {', '.join(map(str, beyond))}, and the dataset {len(dataset)} samples"
-            raise LoopError("making Pictures", found=found, fix="Give numbers of samples, counted from 0.")
+            raise LoopError("making Pictures", found=found, fix="Give indices of samples, from 0.")
         self._batch = collate_fn([dataset[number] for number in samples])
         self._folder = Path(folder)
         self._every = every
@@ -78,9 +78,6 @@ class Pictures(Callback):
         figure.savefig(path, dpi=100)
         self.paths.append(str(path))
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"paths": self.paths}
-
 
 def _predict(run: Run, batch: Any) -> Any:
     if isinstance(batch, Mapping):
@@ -98,15 +95,15 @@ def draw_classes(figure: Figure, batch: Any, output: Any) -> None:
         raise LoopError(
             "drawing predictions",
             found=f"samples are {_describe(images)} and outputs {_describe(output)}",
-            fix="Pass draw=lambda figure, batch, output: ..., which draws them on a matplotlib figure.",
+            fix="Pass draw=lambda figure, batch, output: ..., which draws on a matplotlib figure.",
         )
     columns = math.ceil(math.sqrt(2 * len(images)))
     rows = math.ceil(len(images) / columns)
-    for place, (image, guess) in enumerate(zip(images, output.argmax(1).tolist(), strict=True)):
-        axis = figure.add_subplot(rows, columns, place + 1)
+    for index, (image, guess) in enumerate(zip(images, output.argmax(1).tolist(), strict=True)):
+        axis = figure.add_subplot(rows, columns, index + 1)
         axis.imshow(_to_pixels(image), cmap="gray")
-        right = guess if targets is None else int(targets[place])
-        axis.set_title(str(guess) if guess == right else f"{guess} ({right})", color="k" if guess == right else "r")
+        target = guess if targets is None else int(targets[index])
+        axis.set_title(str(guess) if guess == target else f"{guess} ({target})", color="k" if guess == target else "r")
         axis.set_axis_off()
 
 

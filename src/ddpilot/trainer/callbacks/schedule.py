@@ -17,7 +17,7 @@ class Schedule(Callback):
     """Set `target` to `value(number)` before each update, or each epoch, on all ranks.
 
     `target`: "weight_decay", "momentum", "betas" and so on: this key in each parameter group that has it, of each
-    optimizer; or "model.temperature", "model.head.dropout.p": this attribute of the model; tensors are filled in place.
+    optimizer; or "model.temperature", "model.head.dropout.p": this attribute of the model; tensors are filled in index.
     `value`: a function of the number of completed updates (`by="update"`, the default) or epochs (`by="epoch"`), from
     0. `group`: index of one parameter group; None (default) for all. `optimizer`: name of one optimizer; None (default)
     for all.
@@ -47,7 +47,7 @@ class Schedule(Callback):
 
     def on_fit_start(self, run: Run) -> None:
         if self._target == "lr" and run.schedulers:
-            raise self._refuse("a scheduler sets it too", "Leave one of them out.", run)
+            raise self._error("a scheduler also sets it", "Leave one of them out.", run)
         self._set(run)
 
     def on_epoch_start(self, run: Run) -> None:
@@ -56,9 +56,6 @@ class Schedule(Callback):
     def on_update_end(self, run: Run) -> None:
         if self._by == "update":
             self._set(run)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
 
     def _set(self, run: Run) -> None:
         value = self._value(run.update if self._by == "update" else run.epoch)
@@ -73,18 +70,20 @@ class Schedule(Callback):
         chosen: Mapping[str, Any] = run.optimizers
         if self._optimizer is not None:
             if self._optimizer not in chosen:
-                raise self._refuse(f"no optimizer {self._optimizer!r}", f"There are {', '.join(chosen)}.", run)
+                raise self._error(f"no optimizer {self._optimizer!r}", f"The optimizers are {', '.join(chosen)}.", run)
             chosen = {self._optimizer: chosen[self._optimizer]}
         groups = [
             group
             for optimizer in chosen.values()
-            for place, group in enumerate(optimizer.param_groups)
-            if self._group in (None, place) and self._target in group
+            for index, group in enumerate(optimizer.param_groups)
+            if self._group in (None, index) and self._target in group
         ]
         if not groups:
             known = dict.fromkeys(key for o in chosen.values() for group in o.param_groups for key in group)
-            there = ", ".join(key for key in known if key != "params")
-            raise self._refuse("no parameter group has it", f"There are {there}; of a model 'model.<attribute>'.", run)
+            keys = ", ".join(key for key in known if key != "params")
+            raise self._error(
+                "no parameter group has it", f"The keys are {keys}; for the model use 'model.<attribute>'.", run
+            )
         return groups
 
     def _set_attribute(self, run: Run, value: Any) -> None:
@@ -95,14 +94,12 @@ class Schedule(Callback):
                 owner = getattr(owner, part)
             old = getattr(owner, name)
         except AttributeError as error:
-            raise self._refuse(
-                f"{error}", "Give the attribute its first value in the model's __init__.", run
-            ) from error
+            raise self._error(f"{error}", "Give the attribute its first value in the model's __init__.", run) from error
         if isinstance(old, torch.Tensor):
             with torch.no_grad():
                 old.fill_(value)
         else:
             setattr(owner, name, value)
 
-    def _refuse(self, found: str, fix: str, run: Run) -> LoopError:
+    def _error(self, found: str, fix: str, run: Run) -> LoopError:
         return LoopError(f"scheduling {self._target!r}", found=found, fix=fix, rank=run.loop.rank)

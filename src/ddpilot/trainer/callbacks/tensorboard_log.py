@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ddpilot.errors import LoopError
-from ddpilot.trainer.callback import Callback
-from ddpilot.trainer.callbacks.log_rows import check_every, epoch_row, numbers, update_row
+from ddpilot.trainer.callbacks.log_rows import RowLog, numbers
 from ddpilot.trainer.run import Run
 
 
-class TensorBoardLog(Callback):
+class TensorBoardLog(RowLog):
     """Log scalars to TensorBoard in `folder`, on rank 0: every `every` updates (default 50) and after each epoch.
 
     The x axis is always the number of the update. Use one folder per run: TensorBoard hides earlier points after the
@@ -23,8 +22,8 @@ class TensorBoardLog(Callback):
     """
 
     def __init__(self, folder: str | os.PathLike[str] = "tensorboard", *, every: int = 50) -> None:
+        super().__init__(every)
         self._folder = Path(folder)
-        self._every = check_every("TensorBoardLog", every)
         self._writer: Any = None
 
     def on_fit_start(self, run: Run) -> None:
@@ -39,29 +38,13 @@ class TensorBoardLog(Callback):
             ) from error
         self._writer = SummaryWriter(str(self._folder), purge_step=run.update + 1)
 
-    def on_update_end(self, run: Run) -> None:
-        if run.update % self._every == 0:
-            self._write(update_row(run), run.update)
-
-    def on_epoch_end(self, run: Run) -> None:
-        self._write(epoch_row(run), run.update)
-
-    def on_fit_end(self, run: Run) -> None:
-        self._close()
-
-    def on_exception(self, run: Run, error: BaseException) -> None:
-        self._close()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def _write(self, row: dict[str, Any], update: int) -> None:
+    def _write(self, kind: str, row: dict[str, Any], update: int) -> None:
         for name, value in numbers(row).items():
             if name != "update":
                 self._writer.add_scalar(name, value, update)
         self._writer.flush()
 
-    def _close(self) -> None:
+    def _close(self, *, failed: bool = False) -> None:
         if self._writer is not None:
             self._writer.close()
             self._writer = None

@@ -6,7 +6,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,8 +20,8 @@ from ddpilot.trainer.run import Run
 from ddpilot.training.models.ddp import unwrap
 
 PARTS = ("data", "forward", "update", "save", "evaluate")
-_WORTH_SAYING = 0.05
-_WORTH_SAYING_S = 0.1
+_REPORTED_SHARE, _REPORTED_S = 0.05, 0.1
+"""Smallest difference that is reported, as a share of the epoch and in seconds."""
 
 
 class Timers(Callback):
@@ -47,7 +47,7 @@ class Timers(Callback):
             raise LoopError("making Timers", found=f"`slow` is {slow}", fix="Give a factor above 1.")
         self._slow = slow
         self._say = say
-        self._clock: ForwardClock = HostClock()
+        self._clock: HostClock | DeviceClock = HostClock()
         self._handles: list[RemovableHandle] = []
         self._begin_s = self._trained_s = self._evaluated_s = self._data_s = 0.0
         self._in_epoch_s = self._save_s = 0.0
@@ -57,7 +57,8 @@ class Timers(Callback):
 
     def on_fit_start(self, run: Run) -> None:
         self.rows = [row for row in self.rows if row["epoch"] < run.epoch]
-        self._clock = make_clock(run.loop.device)
+        device = run.loop.device
+        self._clock = DeviceClock(device) if runs_behind(device) else HostClock()
         self._save_s = run.loop.save_s
         models = run.wrapped.values() if isinstance(run.wrapped, dict) else [run.wrapped]
         for model in map(unwrap, models):
@@ -79,9 +80,9 @@ class Timers(Callback):
         data_s, forward_s = run.loop.data_s - self._data_s, self._clock.take_s()
         rest_s = self._trained_s - self._begin_s - data_s - forward_s - (run.loop.save_s - self._in_epoch_s)
         save_s, self._save_s = run.loop.save_s - self._save_s, run.loop.save_s
-        mine = (data_s, forward_s, max(rest_s, 0.0), save_s, self._evaluated_s - self._trained_s)
-        of_ranks = list(zip(*run.loop.group.all_gather_object(mine), strict=True))
-        row = {part: list(seconds) for part, seconds in zip(PARTS, of_ranks, strict=True)}
+        own = (data_s, forward_s, max(rest_s, 0.0), save_s, self._evaluated_s - self._trained_s)
+        by_part = zip(*run.loop.group.all_gather_object(own), strict=True)
+        row = {part: list(seconds) for part, seconds in zip(PARTS, by_part, strict=True)}
         run.metrics["time"] = {part: max(seconds) for part, seconds in row.items()}
         self.rows.append({"epoch": run.epoch, **row})
         if self._say:
@@ -112,14 +113,14 @@ class Timers(Callback):
 
 def find_slow(row: dict[str, Any], factor: float) -> list[tuple[int, float]]:
     """Return ranks whose data and forward took over `factor` times the median of the other ranks', and their ratios."""
-    least_s = max(sum(max(row[part]) for part in PARTS) * _WORTH_SAYING, _WORTH_SAYING_S)
+    least_s = max(sum(max(row[part]) for part in PARTS) * _REPORTED_SHARE, _REPORTED_S)
     own = [data + forward for data, forward in zip(row["data"], row["forward"], strict=True)]
     found = []
     for rank, seconds in enumerate(own):
         others = own[:rank] + own[rank + 1 :]
-        usual = statistics.median(others) if others else seconds
-        if seconds > factor * usual and seconds - usual >= least_s:
-            found.append((rank, seconds / usual if usual else float("inf")))
+        median = statistics.median(others) if others else seconds
+        if seconds > factor * median and seconds - median >= least_s:
+            found.append((rank, seconds / median if median else float("inf")))
     return found
 
 
@@ -128,25 +129,14 @@ def render_times(row: dict[str, Any], factor: float) -> str:
     parts = ", ".join(f"{part} {max(row[part]):.3g} s" for part in PARTS)
     slow = "".join(
         f"; rank {rank} is slow: data {row['data'][rank]:.3g} s and forward {row['forward'][rank]:.3g} s, "
-        f"{times:.2g} times the others'"
+        f"{times:.2g} times the median of the other ranks"
         for rank, times in find_slow(row, factor)
     )
     return f"epoch {row['epoch']}: {parts}{slow}"
 
 
-class ForwardClock(Protocol):
-    """Accumulates the time between `begin` and `end`."""
-
-    def begin(self) -> None: ...
-
-    def end(self) -> None: ...
-
-    def take_s(self) -> float:
-        """Return the seconds accumulated since the last call."""
-
-
 class HostClock:
-    """Host time, for models on the CPU."""
+    """Accumulates host time between `begin` and `end`, for models on the CPU."""
 
     def __init__(self) -> None:
         self._begin_s: float | None = None
@@ -169,7 +159,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """Accelerator time, by events in its stream; only `take_s` waits for the device."""
+    """Accumulates accelerator time between `begin` and `end`, by events in its stream; only `take_s` waits for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -204,8 +194,3 @@ class DeviceClock:
     def _add(self) -> None:
         begin, end = self._waiting.popleft()
         self._total_s += begin.elapsed_time(end) / 1e3
-
-
-def make_clock(device: torch.device) -> ForwardClock:
-    """Return a clock for models on `device`."""
-    return DeviceClock(device) if runs_behind(device) else HostClock()

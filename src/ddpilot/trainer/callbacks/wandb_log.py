@@ -6,12 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 from ddpilot.errors import LoopError
-from ddpilot.trainer.callback import Callback
-from ddpilot.trainer.callbacks.log_rows import check_every, epoch_row, numbers, update_row
+from ddpilot.trainer.callbacks.log_rows import RowLog, numbers
 from ddpilot.trainer.run import Run
 
 
-class WandbLog(Callback):
+class WandbLog(RowLog):
     """Log to Weights & Biases on rank 0, every `every` updates (default 50) and after each epoch, by update number.
 
     `options` are passed to `wandb.init`, such as `project="..."` or `mode="offline"`. A run that resumes from a
@@ -20,7 +19,7 @@ class WandbLog(Callback):
     """
 
     def __init__(self, *, every: int = 50, **options: Any) -> None:
-        self._every = check_every("WandbLog", every)
+        super().__init__(every)
         self._options = options
         self._run: Any = None
         self.run_id: str | None = None
@@ -37,23 +36,10 @@ class WandbLog(Callback):
         self._run = wandb.init(**{**self._options, **again})
         self.run_id = self._run.id
 
-    def on_update_end(self, run: Run) -> None:
-        if run.update % self._every == 0:
-            self._run.log(numbers(update_row(run)), step=run.update)
+    def _write(self, kind: str, row: dict[str, Any], update: int) -> None:
+        self._run.log(numbers(row), step=update)
 
-    def on_epoch_end(self, run: Run) -> None:
-        self._run.log(numbers(epoch_row(run)), step=run.update)
-
-    def on_fit_end(self, run: Run) -> None:
-        self._finish(0)
-
-    def on_exception(self, run: Run, error: BaseException) -> None:
-        self._finish(1)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"run_id": self.run_id}
-
-    def _finish(self, exit_code: int) -> None:
+    def _close(self, *, failed: bool = False) -> None:
         if self._run is not None:
-            self._run.finish(exit_code=exit_code)
+            self._run.finish(exit_code=int(failed))
             self._run = None

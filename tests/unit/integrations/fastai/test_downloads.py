@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of several processes that want a file, one downloads it."""
+"""One of several processes that need a file downloads it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ddpilot.integrations.fastai.downloads import download_once, one_at_a_time, 
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Locks are made in a folder of the test's, and none may be left there."""
+    """Locks are created in the test's folder, and removed."""
     folder = tmp_path / "locks"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -51,7 +51,7 @@ def test_one_at_a_time_lets_different_files_in_together() -> None:
         pass
 
 
-def test_one_at_a_time_needs_no_lock_where_the_folder_cannot_be_this_users(own_folder: Path) -> None:
+def test_one_at_a_time_takes_no_lock_if_the_folder_belongs_to_a_different_user(own_folder: Path) -> None:
     """Another user can take its name, and a download does not fail of that."""
     own_temporary_folder().touch()
     entered = []
@@ -61,7 +61,7 @@ def test_one_at_a_time_needs_no_lock_where_the_folder_cannot_be_this_users(own_f
     assert [path.name for path in own_folder.iterdir()] == [own_temporary_folder().name]
 
 
-def test_download_once_passes_over_what_another_rank_has_loaded(tmp_path: Path) -> None:
+def test_download_once_skips_files_that_a_different_rank_has_downloaded(tmp_path: Path) -> None:
     """The second one finds the file that it would have loaded."""
     calls: list[str] = []
 

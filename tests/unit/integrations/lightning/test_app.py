@@ -14,7 +14,7 @@ FOUR_ON_TWO_NODES = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}
 
 @pytest.mark.parametrize("devices", ["auto", 1, "1", -1, "-1"])
 def test_resolve_arguments_uses_all_ranks_when_one_device_was_meant(devices: Any) -> None:
-    """Each way to say "what is here" means the ranks of this node; nodes are counted too."""
+    """Each spelling of one process becomes the ranks of this node; nodes are counted too."""
     given = {"devices": devices, "num_nodes": 1, "strategy": "auto"}
     assert resolve_arguments(given, FOUR_ON_TWO_NODES) == {"devices": 2, "num_nodes": 2, "strategy": "ddp"}
 
@@ -35,7 +35,7 @@ def test_resolve_arguments_starts_no_processes(given: str, wanted: str) -> None:
     assert resolve_arguments(arguments, FOUR_ON_TWO_NODES)["strategy"] == wanted
 
 
-def test_resolve_arguments_leaves_what_was_said_on_purpose() -> None:
+def test_resolve_arguments_keeps_explicit_values() -> None:
     """A number of devices or nodes, a list of them, a strategy object and all other arguments stay."""
     strategy = object()
     for devices in (2, [0, 1]):

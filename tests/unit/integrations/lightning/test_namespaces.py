@@ -17,14 +17,14 @@ from ddpilot.integrations.lightning.namespaces import LIGHTNING, PYTORCH_LIGHTNI
         ("lightning_fabric.fabric", PYTORCH_LIGHTNING),
     ],
 )
-def test_namespace_of_looks_at_the_classes_that_it_is_made_from(module: str, namespace: object) -> None:
+def test_namespace_of_searches_the_base_classes(module: str, namespace: object) -> None:
     """A user's subclass is of the Lightning that its base is of."""
     base = type("Base", (), {"__module__": module})
     assert namespace_of(type("Own", (base,), {})()) == namespace
 
 
-def test_namespace_of_refuses_what_is_of_neither() -> None:
+def test_namespace_of_rejects_other_classes() -> None:
     """A name that only begins like one is not it."""
     made = type("Own", (), {"__module__": "lightning_fabrics.shop"})()
-    with pytest.raises(TypeError, match=r"lightning_fabrics\.shop\.Own is no class of Lightning's"):
+    with pytest.raises(TypeError, match=r"lightning_fabrics\.shop\.Own is not a Lightning class"):
         namespace_of(made)

@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import random
 from typing import NamedTuple
 
-import numpy
 import torch
 
-from ddpilot.integrations.lightning.transfer import Batch, GlobalState, join_batches, join_predictions
+from ddpilot.integrations.lightning.transfer import Batch, join_batches, join_predictions
 
 
 class Output(NamedTuple):
@@ -27,7 +25,7 @@ def of_rank(rank: int, *, samples: int = 7, size: int = 2, num_ranks: int = 2) -
 
 
 def test_join_batches_gives_the_datasets_order_and_one_devices_batches() -> None:
-    """Tensors by their first dimension, lists by item, inside what the step returned."""
+    """Tensors by their first dimension, lists by item, inside the step's output."""
     joined = join_batches([*of_rank(0), *of_rank(1)])
     assert [type(output) for output in joined] == [Output] * 4
     assert [output.scores.tolist() for output in joined] == [[0, 10], [20, 30], [40, 50], [60]]
@@ -42,7 +40,7 @@ def test_join_batches_takes_a_sample_once_when_ranks_have_it_in_common() -> None
 
 
 def test_join_batches_keeps_whole_batches_when_an_output_has_no_rows() -> None:
-    """A number for each batch cannot be cut; the batches come by their first sample."""
+    """A number per batch has no rows; batches are sorted by their first sample."""
     batches = [Batch([1, 3], "second"), Batch([0, 2], "first"), Batch([4], "third")]
     assert join_batches(batches) == ["first", "second", "third"]
     assert join_batches([Batch([0, 1], torch.tensor(1.0))]) == [torch.tensor(1.0)]
@@ -56,8 +54,8 @@ def test_join_predictions_is_a_list_by_loader_when_there_are_several() -> None:
     assert [[output.names[0] for output in loader] for loader in two] == [["n0", "n2", "n4", "n6"]] * 2
 
 
-def test_join_predictions_is_none_when_a_rank_knows_no_samples() -> None:
-    """An iterable data set has no numbers, so there is no order to restore."""
+def test_join_predictions_is_none_when_a_rank_has_no_sample_indices() -> None:
+    """An iterable dataset has no sample indices, so the order is unknown."""
     assert join_predictions([[of_rank(0)], None]) is None
 
 
@@ -65,23 +63,3 @@ def test_join_predictions_takes_ranks_without_a_batch() -> None:
     """Three ranks and two samples."""
     parts = [[of_rank(rank, samples=2, num_ranks=3)] for rank in range(3)]
     assert [output.names for output in join_predictions(parts)] == [["n0"], ["n1"]]
-
-
-def test_global_state_restores_settings_and_random_states() -> None:
-    """What a cell has set, and where the three random generators were."""
-    before = GlobalState.capture()
-    try:
-        torch.set_float32_matmul_precision("medium")
-        torch.set_default_dtype(torch.float64)
-        taken = GlobalState.capture()
-        drawn = random.random(), numpy.random.rand(), torch.rand(1)
-    finally:
-        before.restore()
-    assert torch.get_float32_matmul_precision() != "medium"
-    assert torch.get_default_dtype() == torch.float32
-    try:
-        taken.restore()
-        assert torch.get_float32_matmul_precision() == "medium"
-        assert (random.random(), numpy.random.rand(), torch.rand(1)) == drawn
-    finally:
-        before.restore()

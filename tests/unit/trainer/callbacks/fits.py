@@ -20,7 +20,7 @@ DATA = TensorDataset(X, X.sum(1, keepdim=True))
 
 
 def make_trainer(*callbacks: Callback, **options: Any) -> Trainer:
-    """Of a model with two layers."""
+    """Make a trainer of a model with two layers."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     given = {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1), **options}

@@ -16,7 +16,7 @@ from tests.unit.trainer.callbacks.fits import Each, fit, make_trainer, metric
 
 @pytest.mark.parametrize("ema", [None, 0.5])
 def test_best_weights_are_those_of_the_best_epoch(tmp_path: Path, ema: float | None) -> None:
-    """Of the average where there is one; nothing else is left in the folder."""
+    """Those of the EMA if there is one; no temporary file remains."""
     seen: list[Any] = []
     copy = Each(
         "on_epoch_end",
@@ -31,8 +31,8 @@ def test_best_weights_are_those_of_the_best_epoch(tmp_path: Path, ema: float | N
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["best.safetensors"]
 
 
-def test_best_weights_stay_when_a_run_goes_on_and_gets_no_better(tmp_path: Path) -> None:
-    """The best value comes back with the state."""
+def test_best_weights_stay_when_a_resumed_run_does_not_improve(tmp_path: Path) -> None:
+    """The best value is restored with the state."""
     path = tmp_path / "best.safetensors"
     first, second = (BestWeights(path, "val_score", mode="max") for _ in range(2))
     trainer = fit(make_trainer(metric(3.0), first))

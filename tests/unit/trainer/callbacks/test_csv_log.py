@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A table of epochs that goes on where a run goes on."""
+"""A table of epochs that is continued when a run resumes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 def test_csv_log_has_the_rows_of_the_history(tmp_path: Path) -> None:
-    """Every number to the last digit; nested values and metrics that come later have columns too."""
+    """Every number at full precision; nested values and later metrics have columns too."""
     path = tmp_path / "new" / "epochs.csv"
 
     def add(run: Any) -> None:
@@ -36,8 +36,8 @@ def test_csv_log_has_the_rows_of_the_history(tmp_path: Path) -> None:
     assert (first["late"], second["late"]) == ("", "x,\n'y\"")
 
 
-def test_csv_log_goes_on_when_the_same_trainer_fits_again(tmp_path: Path) -> None:
-    """One row for each epoch; another callback on the same file too, as after a restart of the notebook."""
+def test_csv_log_continues_when_the_same_trainer_fits_again(tmp_path: Path) -> None:
+    """One row per epoch; also with a new callback on the same file, as after a restart of the notebook."""
     path = tmp_path / "epochs.csv"
     trainer = fit(make_trainer(CsvLog(path)), 2)
     trainer.callbacks = [CsvLog(path)]
@@ -47,7 +47,7 @@ def test_csv_log_goes_on_when_the_same_trainer_fits_again(tmp_path: Path) -> Non
 
 
 def test_csv_log_replaces_rows_of_epochs_that_are_done_again(tmp_path: Path) -> None:
-    """After a kill the run goes on from a checkpoint before the last row."""
+    """After a kill, the run resumes from a checkpoint before the last row."""
     path = tmp_path / "epochs.csv"
     trainer = fit(make_trainer(CsvLog(path)), 3)
     trainer.position = replace(trainer.position, epoch=1, num_updates=3)
@@ -56,7 +56,7 @@ def test_csv_log_replaces_rows_of_epochs_that_are_done_again(tmp_path: Path) -> 
 
 
 def test_csv_log_moves_the_file_of_an_earlier_run_aside(tmp_path: Path) -> None:
-    """It is never lost, however often a cell is run anew."""
+    """Running a cell again never overwrites it."""
     path = tmp_path / "epochs.csv"
     losses = [fit(make_trainer(CsvLog(path)), 1).history.epochs[0]["loss"] for _ in range(3)]
     names = sorted(path.name for path in tmp_path.iterdir())

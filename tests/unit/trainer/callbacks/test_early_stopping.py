@@ -26,7 +26,7 @@ from tests.unit.trainer.callbacks.fits import Each, fit, make_trainer, metric
 def test_early_stopping_counts_epochs_without_a_better_value(
     options: Any, values: tuple[float, ...], num_epochs: int
 ) -> None:
-    """An equal value, one within `min_delta` and NaN are not better; a better one begins the count anew."""
+    """Equal values, values within `min_delta` and NaN are not better; a better one resets the count."""
     stopping = EarlyStopping("val_score", **options)
     assert len(fit(make_trainer(metric(*values), stopping), 5).history.epochs) == num_epochs
     assert bool(stopping.stopped) == (num_epochs < 5)
@@ -68,7 +68,7 @@ def test_early_stopping_restores_the_weights_of_the_best_epoch(capsys: pytest.Ca
     assert "val_score was not better than 5.0 of epoch 1 for 2 epochs" in capsys.readouterr().out
 
 
-def test_early_stopping_goes_on_from_its_state() -> None:
+def test_early_stopping_continues_from_its_state() -> None:
     """As from a checkpoint: the count and the best weights too."""
     stopping = EarlyStopping("val_score", mode="max", patience=3, restore_best=True)
     states: list[Any] = []
@@ -83,7 +83,7 @@ def test_early_stopping_goes_on_from_its_state() -> None:
 
 
 def test_early_stopping_lists_the_metrics_when_it_has_a_wrong_name() -> None:
-    """After the first epoch, on all ranks, where another callback could have written it."""
+    """After the first epoch, on all ranks, as a different callback could have written it."""
     with pytest.raises(
         LoopError, match="in epoch 0: its row has .*'val_score'. Did you mean 'val_score'.*validation set"
     ):

@@ -28,7 +28,7 @@ def collections() -> Iterator[list[int]]:
 
 
 def test_garbage_collection_is_at_fixed_updates_and_ends_of_epochs(collections: list[int]) -> None:
-    """And nowhere else, however much is allocated; it is Python's again after the fit."""
+    """And at no other time, regardless of allocations; automatic collection is restored after the fit."""
 
     def allocate(run: Any) -> None:
         [[] for _ in range(100_000)]
@@ -47,7 +47,7 @@ def test_garbage_collection_is_at_fixed_updates_and_ends_of_epochs(collections: 
 
 @pytest.mark.parametrize("was_enabled", [True, False])
 def test_garbage_collection_is_as_before_when_training_fails(was_enabled: bool) -> None:
-    """On where it was on, off where it was off."""
+    """Automatic collection is restored to its previous state."""
 
     def fail(run: Any) -> None:
         assert not gc.isenabled()
@@ -63,7 +63,7 @@ def test_garbage_collection_is_as_before_when_training_fails(was_enabled: bool) 
         gc.enable()
 
 
-def test_garbage_collection_leaves_what_others_have_frozen() -> None:
+def test_garbage_collection_keeps_objects_that_other_code_has_frozen() -> None:
     """As ranks have from the server that they were forked from."""
     seen: list[int] = []
     gc.freeze()

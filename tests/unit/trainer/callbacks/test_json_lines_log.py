@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lines of JSON: written at once, and none twice."""
+"""JSON Lines: unbuffered, and without duplicates after resuming."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def places(path: Path) -> list[tuple[str, int]]:
 
 
 def test_json_lines_log_writes_updates_and_epochs(tmp_path: Path) -> None:
-    """Every second update, with what other callbacks measured, and each epoch; there while training goes on."""
+    """Every second update, with other callbacks' values, and each epoch; readable during training."""
     path, seen = tmp_path / "log.jsonl", []
     measure = Each("on_update_end", lambda run: run.values.update(depth=run.update * 10))
     look = Each("on_update_end", lambda run: seen.append(len(read(path))))
@@ -39,8 +39,8 @@ def test_json_lines_log_writes_updates_and_epochs(tmp_path: Path) -> None:
     assert [row["val_loss"] for row in rows if row["row"] == "epoch"] == [e["val_loss"] for e in trainer.history.epochs]
 
 
-def test_json_lines_log_cuts_what_is_done_again(tmp_path: Path) -> None:
-    """A run goes on from update 4, in the middle of epoch 1: later lines go, and half a line; other lines stay."""
+def test_json_lines_log_removes_lines_of_repeated_updates(tmp_path: Path) -> None:
+    """A run resumes from update 4, in the middle of epoch 1: later and incomplete lines are removed, others kept."""
     path = tmp_path / "log.jsonl"
     trainer = fit(make_trainer(JsonLinesLog(path, every=1)), 3)
     with path.open("a") as file:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learning rates and norms, compared with what is computed by hand."""
+"""Learning rates and norms, compared with a plain loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.unit.trainer.callbacks.fits import DATA, Each, fit, make_trainer
 
 
 def test_lr_monitor_has_the_rate_that_an_update_was_made_with() -> None:
-    """Not the one that the scheduler set after it; of each group by its place, and what else is asked for."""
+    """Not the rate that the scheduler set afterwards; by group index, with further values of the groups."""
 
     def optimizer(parameters: Any) -> torch.optim.Optimizer:
         first, *rest = parameters
@@ -67,7 +67,7 @@ def norms_by_hand(model: nn.Module, clip_norm: float, num_updates: int) -> list[
 
 
 def test_norms_are_those_of_a_plain_loop(tmp_path: Path) -> None:
-    """After clipping, before the update, of every second one; a log has the same; the hooks are gone."""
+    """After clipping and before every second update; a log has the same values; the hooks are removed."""
     path = tmp_path / "log.jsonl"
     norms = Norms(every=2, layers=True)
     trainer = make_trainer(norms, JsonLinesLog(path, every=2), clip_norm=0.5)
@@ -83,7 +83,7 @@ def test_norms_are_those_of_a_plain_loop(tmp_path: Path) -> None:
 
 
 def test_norms_wait_for_no_device_between_updates() -> None:
-    """Values stay tensors until somebody reads them: on a GPU to read one stops the host."""
+    """Values stay tensors until they are read, as reading waits for the device."""
     norms, seen = Norms(every=1), []
     look = Each("on_update_end", lambda run: seen.append(run.values["grad_norm"]))
     fit(make_trainer(norms, look))
@@ -92,7 +92,7 @@ def test_norms_wait_for_no_device_between_updates() -> None:
 
 
 def test_monitors_leave_no_hook_when_training_fails() -> None:
-    """The optimizer goes on being the notebook's."""
+    """The notebook's optimizer has no hooks left."""
 
     def fail(run: Any) -> None:
         raise ValueError("as a user's callback may")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of predictions are files that can be opened, of what the model says."""
+"""Pictures of predictions: valid files that show the model's outputs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ matplotlib = pytest.importorskip("matplotlib", reason="draws with it")
 pytestmark = pytest.mark.usefixtures("fonts_are_loaded")
 
 
-def test_draw_classes_has_the_guess_and_the_right_class_where_it_is_another() -> None:
+def test_draw_classes_shows_the_prediction_and_the_target_if_it_differs() -> None:
     """In red then; colours stand last in pixels, from 0 to 1."""
     from matplotlib.figure import Figure
 
@@ -37,8 +37,8 @@ def test_draw_classes_has_the_guess_and_the_right_class_where_it_is_another() ->
     assert (pixels.min(), pixels.max()) == (0, 1)
 
 
-def test_pictures_are_drawn_of_what_the_model_says(tmp_path: Path) -> None:
-    """Of the same samples after every second epoch, with the weights of that moment; PNG files that open."""
+def test_pictures_show_the_models_outputs(tmp_path: Path) -> None:
+    """Of the same samples after every second epoch, with the current weights, as valid PNG files."""
     seen: list[Any] = []
 
     def draw(figure: Any, batch: Any, output: torch.Tensor) -> None:
@@ -57,13 +57,13 @@ def test_pictures_are_drawn_of_what_the_model_says(tmp_path: Path) -> None:
     assert trainer.model.training
 
 
-def test_pictures_say_how_to_draw_what_is_no_image(tmp_path: Path) -> None:
+def test_pictures_explain_how_to_draw_other_samples_than_images(tmp_path: Path) -> None:
     """With the shapes."""
     with pytest.raises(LoopError, match=r"samples are of shape \(8, 2\) and outputs of shape \(8, 1\). Pass draw="):
         fit(make_trainer(Pictures(DATA, tmp_path)))
 
 
-def test_pictures_say_what_is_missing_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pictures_name_a_missing_package_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """matplotlib is no dependency."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     trainer = make_trainer(Pictures(DATA, tmp_path / "new"))

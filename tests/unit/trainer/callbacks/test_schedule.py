@@ -40,7 +40,7 @@ def test_schedule_is_in_force_from_the_first_update_on() -> None:
         assert torch.allclose(ours, theirs, rtol=1e-5)
 
 
-def test_schedule_goes_on_from_any_position() -> None:
+def test_schedule_continues_from_any_position() -> None:
     """The value follows from the number alone, of epochs too; only the group that is meant has it."""
     seen: list[Any] = []
 
@@ -88,14 +88,14 @@ def test_schedule_sets_attributes_of_the_model() -> None:
 @pytest.mark.parametrize(
     ("target", "options", "found"),
     [
-        ("momentun", {}, "no parameter group has it. There are lr, .*momentum"),
+        ("momentun", {}, "no parameter group has it. The keys are lr, .*momentum"),
         ("momentum", {"group": 3}, "no parameter group has it"),
-        ("momentum", {"optimizer": "generator"}, "no optimizer 'generator'. There are optimizer"),
+        ("momentum", {"optimizer": "generator"}, "no optimizer 'generator'. The optimizers are optimizer"),
         ("model.head.p", {}, "'Sequential' object has no attribute 'head'. Give the attribute its first value"),
-        ("lr", {}, "a scheduler sets it too"),
+        ("lr", {}, "a scheduler also sets it"),
     ],
 )
-def test_schedule_refuses_what_there_is_not(target: str, options: Any, found: str) -> None:
+def test_schedule_rejects_unknown_targets(target: str, options: Any, found: str) -> None:
     """Before the first batch: a misspelt name would train on without a word."""
     scheduler = {"scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1)}
     with pytest.raises(LoopError, match=f"scheduling '{target}': {found}"):

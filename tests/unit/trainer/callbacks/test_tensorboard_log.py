@@ -30,7 +30,7 @@ def read(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 @needs_tensorboard
 def test_tensorboard_log_has_updates_and_epochs(tmp_path: Path) -> None:
-    """By the number of the update; on the disk while training goes on."""
+    """By the number of the update; flushed during training."""
     seen: list[Any] = []
     trainer = make_trainer(
         Each("on_update_end", lambda run: run.values.update(depth=run.update * 10)),
@@ -48,8 +48,8 @@ def test_tensorboard_log_has_updates_and_epochs(tmp_path: Path) -> None:
 
 
 @needs_tensorboard
-def test_tensorboard_log_has_no_point_twice_when_a_run_goes_on(tmp_path: Path) -> None:
-    """From update 4 of 9: what was written after it is hidden by TensorBoard itself."""
+def test_tensorboard_log_has_no_duplicate_points_when_a_run_resumes(tmp_path: Path) -> None:
+    """Resumed from update 4 of 9: TensorBoard hides later points of the first run."""
     trainer = fit(make_trainer(TensorBoardLog(tmp_path, every=1)), 3)
     trainer.position = replace(trainer.position, epoch=1, num_updates=4)
     fit(trainer)
@@ -58,7 +58,9 @@ def test_tensorboard_log_has_no_point_twice_when_a_run_goes_on(tmp_path: Path) -
     assert [step for step, _ in curves["val_loss"]] == [3, 7]
 
 
-def test_tensorboard_log_says_what_is_missing_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_log_names_a_missing_package_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """tensorboard is no dependency."""
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard.writer", None)
     with pytest.raises(LoopError, match="pip install tensorboard; or use CsvLog"):

@@ -25,8 +25,8 @@ ROW = {
 }
 
 
-def test_find_slow_compares_a_rank_with_the_median_of_the_others() -> None:
-    """1.5 s against 1.15 s; nobody where it is within the factor, and nobody alone."""
+def test_find_slow_compares_a_rank_with_the_median_of_the_other_ranks() -> None:
+    """1.5 s against 1.15 s; no rank within the factor, and none with one rank."""
     ((rank, times),) = find_slow(ROW, 1.3)
     assert rank == 2
     assert times == pytest.approx(1.5 / 1.15)
@@ -39,10 +39,10 @@ def test_find_slow_compares_a_rank_with_the_median_of_the_others() -> None:
 
 
 def test_render_times_is_a_line() -> None:
-    """The longest of each part, and what the slow rank did longer."""
+    """The maximum of each part, and the slow rank's data and forward."""
     assert render_times(ROW, 1.3) == (
         "epoch 2: data 0.5 s, forward 1.1 s, update 2 s, save 0 s, evaluate 0.3 s; "
-        "rank 2 is slow: data 0.5 s and forward 1 s, 1.3 times the others'"
+        "rank 2 is slow: data 0.5 s and forward 1 s, 1.3 times the median of the other ranks"
     )
 
 
@@ -58,7 +58,7 @@ class Slow(nn.Linear):
 
 
 def test_timers_divide_an_epoch(capsys: pytest.CaptureFixture[str]) -> None:
-    """The parts make up the epoch, each has at least what it took, and the model has no hook left."""
+    """The parts add up to at most the epoch, each has its own time, and the model has no hooks left."""
     timers, spans = Timers(), []
     trainer = make_trainer(
         Each("on_epoch_start", lambda run: spans.append(time.perf_counter())),
@@ -83,7 +83,7 @@ def test_timers_divide_an_epoch(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_timers_leave_no_hook_when_training_fails() -> None:
-    """The model goes on being the notebook's."""
+    """The notebook's model has no hooks left."""
 
     def fail(run: Any) -> None:
         raise ValueError("as a user's callback may")
@@ -96,7 +96,7 @@ def test_timers_leave_no_hook_when_training_fails() -> None:
         Timers(slow=1)
 
 
-def test_wait_clock_counts_waiting_alone_and_closes_what_it_goes_over() -> None:
+def test_wait_clock_counts_waiting_only_and_closes_its_iterator() -> None:
     """What the consumer does between items is no waiting; a loop that is left ends the generator."""
     ended = []
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights & Biases, where it is installed: a run without a network, read back from its file."""
+"""Weights & Biases, if it is installed: an offline run, read back from its file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ddpilot.trainer.callbacks.wandb_log import WandbLog
 from tests.unit.trainer.callbacks.fits import fit, make_trainer
 
 
-def test_wandb_log_says_what_is_missing_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_log_names_a_missing_package_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """wandb is no dependency."""
     monkeypatch.setitem(sys.modules, "wandb", None)
     trainer = make_trainer(WandbLog())
@@ -54,7 +54,7 @@ print(json.dumps(said))
 """
 
 
-def test_wandb_log_goes_on_with_its_run(tmp_path: Path) -> None:
+def test_wandb_log_continues_its_run(tmp_path: Path) -> None:
     """Two fits, one run's id; updates and epochs by the number of the update.
 
     In a process of its own: W&B leaves threads and files behind.

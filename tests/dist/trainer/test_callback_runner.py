@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When callbacks run and where, what comes back of them, and what happens when they fail."""
+"""On which ranks callbacks run, their state after a fit, and their failures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.dist.trainer.bodies import BATCH_SIZE, make_data, make_trainer
 
 
 class Diary(ddpilot.Callback):
-    """Writes down what it is told; `events` comes back."""
+    """Records its calls; `events` is returned."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -77,8 +77,8 @@ def fit(trainer: ddpilot.Trainer, num_ranks: int = 2, **options: Any) -> ddpilot
     return trainer.fit(make_data(), make_data(21, first=60), **given)
 
 
-def test_callbacks_are_told_in_order_and_come_back() -> None:
-    """Rank 0's diary is here after the fit, and a second fit goes on with it; the ranks' sum was made by all."""
+def test_callbacks_are_called_in_order_and_return_their_state() -> None:
+    """Rank 0's record is returned after the fit, and a second fit continues it; the sum covers all ranks."""
     diary, counter = Diary(), Counter()
     trainer = make_trainer(callbacks=[diary, counter])
     fit(trainer, epochs=2)
@@ -100,7 +100,7 @@ def test_callbacks_are_told_in_order_and_come_back() -> None:
 
 
 class Stop(ddpilot.Callback):
-    """Stops on rank 0 after so many updates."""
+    """Stops on rank 0 after a number of updates."""
 
     def __init__(self, last: int) -> None:
         self._last = last
@@ -116,7 +116,7 @@ class StopTogether(Stop):
     ranks = "all"
 
 
-def test_a_stop_of_all_ranks_keeps_what_was_learnt_and_the_next_fit_goes_on(
+def test_a_stop_of_all_ranks_keeps_the_weights_and_the_next_fit_resumes(
     capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """In the middle of an epoch: no validation, a row of the part; then the rest, as if there had been no stop.
@@ -132,7 +132,7 @@ def test_a_stop_of_all_ranks_keeps_what_was_learnt_and_the_next_fit_goes_on(
     ]
     assert trainer.history.epochs[1]["samples"] == 24
     assert re.search(
-        r"stopped after update 4 in the middle of epoch 1 \(a callback asked for it\)", capfd.readouterr().out
+        r"stopped after update 4 in the middle of epoch 1 \(a callback requested it\)", capfd.readouterr().out
     )
     trainer.callbacks.clear()
     fit(trainer, epochs=1)
@@ -172,7 +172,7 @@ class Impatient(ddpilot.Callback):
 
 @pytest.mark.parametrize("num_ranks", [0, 2])
 def test_ctrl_c_before_the_first_and_after_the_last_update_loses_nothing(num_ranks: int) -> None:
-    """`fit` returns with what was learnt until then."""
+    """`fit` returns with the weights trained so far."""
     trainer = make_trainer(callbacks=[Impatient("fit_end")])
     fit(trainer, num_ranks, epochs=2)
     assert trainer.position.num_updates == 6
@@ -235,13 +235,13 @@ def test_what_rank_zero_cannot_write_ends_fit_on_all_ranks(event: str, first: in
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
 def test_what_rank_zero_cannot_write_after_the_last_update_is_raised_and_loses_nothing() -> None:
-    """RankError with the line of the callback; the others of rank 0 are told to the end, and all is taken back."""
+    """RankError with the callback's line; rank 0's other callbacks get all events, and their state is returned."""
     diary = Diary()
     trainer, whole = make_trainer(callbacks=[FullDisk("last epoch"), diary]), make_trainer()
     with pytest.raises(ddpilot.RankError, match='self._file.write\\("loss') as caught:
         fit(trainer, epochs=2)
     assert isinstance(caught.value.__cause__, OSError)
-    assert "Training was over by then: what it learnt is here" in str(caught.value)
+    assert "Training had already ended: the trained weights and the history were loaded here" in str(caught.value)
     assert "running `Trainer.fit` on 2 ranks" in str(caught.value)
     fit(whole, 0, epochs=2)
     torch.testing.assert_close(trainer.model.state_dict(), whole.model.state_dict(), rtol=1e-10, atol=1e-13)
@@ -251,13 +251,13 @@ def test_what_rank_zero_cannot_write_after_the_last_update_is_raised_and_loses_n
 
 
 class Lonely(ddpilot.Callback):
-    """Of rank 0, and waits for the others."""
+    """Runs on rank 0 only, and waits for the other ranks."""
 
     def on_epoch_end(self, run: ddpilot.Run) -> None:
         torch.distributed.barrier()
 
 
 def test_a_barrier_on_rank_zero_alone_ends_the_fit_with_its_line() -> None:
-    """Which nobody but the watch can see: the others go on to another collective."""
+    """Only the watch detects it: the other ranks call a different collective next."""
     with pytest.raises(WatchError, match=r"rank 0 +barrier.*torch.distributed.barrier\(\)"):
         fit(make_trainer(callbacks=[Lonely()]), epochs=2)
