@@ -15,7 +15,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, TensorDataset
 import ddpilot
 from ddpilot.callbacks import BestWeights, EarlyStopping
 from ddpilot.errors import LoopError
-from ddpilot.trainer.ranks import TorchSettings, report_ignored_ranks
+from ddpilot.trainer.ranks import report_ignored_ranks
 
 DATA = TensorDataset(torch.arange(14.0).reshape(7, 2), torch.arange(7.0).reshape(7, 1))
 
