@@ -10,17 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-
-@dataclass(frozen=True, slots=True)
-class CodeLine:
-    """One call on a stack."""
-
-    file: str
-    line: int
-    function: str
-    text: str = ""
-    """The source line without indentation; empty if unknown."""
-
+from ddpilot.user_files import CodeLine
 
 Chain = tuple[CodeLine, ...]
 """Calls in the user's code, outermost first: each is the line that made the next call."""

@@ -21,7 +21,8 @@ from ddpilot.source.control_flow import (
     swallowers,
     unsynced,
 )
-from ddpilot.source.parsed_file import Block, Chain, CodeLine, Source, Sources
+from ddpilot.source.parsed_file import Block, Chain, Source, Sources
+from ddpilot.user_files import CodeLine
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +145,8 @@ def _find_deep_guard(side: Side, other: Side, at: CodeLine, sources: Sources) ->
 
 def _below(chain: Chain, at: CodeLine) -> Chain:
     """Return the calls made from the line `at`."""
-    lines = [(frame.file, frame.line) for frame in chain]
-    return chain[lines.index((at.file, at.line)) + 1 :] if (at.file, at.line) in lines else ()
+    lines = [frame.position for frame in chain]
+    return chain[lines.index(at.position) + 1 :] if at.position in lines else ()
 
 
 def _look_into_loop(found: Split, behind: Side, ahead: Side, at: CodeLine, sources: Sources) -> Split:

@@ -21,12 +21,12 @@ from types import MappingProxyType
 from ddpilot.errors import LaunchTimeoutError, RankError, WatchError
 from ddpilot.findings.catalog import SHIP_ERROR, Entry, find_cause, find_known, fix_in_rank, make_finding
 from ddpilot.findings.display import Findings
-from ddpilot.findings.finding import Finding, Place
+from ddpilot.findings.finding import Finding
 from ddpilot.launching.failures import find_raised_line
 from ddpilot.launching.observer import Mailbox, RankState
 from ddpilot.module_names import GUARD_HOOK, RECORD_HOOK
 from ddpilot.record.hook import RING_DIR_VARIABLE
-from ddpilot.user_files import is_users_line
+from ddpilot.user_files import CodeLine, is_users_line
 from ddpilot.watch import job_folder
 from ddpilot.watch.explain.rank_exit import OF_ENDS, find_cause_of_end
 from ddpilot.watch.nodes.exchange import Exchange
@@ -362,7 +362,7 @@ def find_known_error(rank: int, error: RankException | None, last_lines: Sequenc
     return make_finding(
         entry.code,
         ranks=(rank,),
-        line=_find_place(traceback) or _find_crash_place(last_lines),
+        line=find_raised_line(traceback) or _find_crash_place(last_lines),
         evidence=(_shorten(said),),
         why=" ".join(entry.section("What it means").partition("\n\n")[0].split()),
         fix=f"{fix_in_rank(entry)}.",
@@ -413,19 +413,13 @@ def without_waits(findings: Sequence[Finding], known: Finding | None) -> list[Fi
     return [each for each in findings if not (is_of_meeting and each.code in _OF_WAITS)]
 
 
-def _find_place(traceback: str) -> Place | None:
-    """Return the innermost line outside of installed libraries; in a chain of exceptions, that of the last one."""
-    raised = find_raised_line(traceback)
-    return None if raised is None else Place(**raised._asdict())
-
-
-def _find_crash_place(lines: Sequence[str]) -> Place | None:
+def _find_crash_place(lines: Sequence[str]) -> CodeLine | None:
     """Return the innermost user line of the output of Python's fault handler, which lists the innermost call first."""
     called = ""
     for frame in filter(None, map(_FAULT_FRAME.match, lines)):
         file = frame["file"] or frame["cell"]
         if is_users_line(file, frame["function"], called):
-            return Place(file=file, line=int(frame["line"]), function=frame["function"])
+            return CodeLine(file=file, line=int(frame["line"]), function=frame["function"])
         called = file
     return None
 

@@ -12,7 +12,7 @@ from benchmarks.watch_analysis import make_log, view_of
 from ddpilot.findings.display import render_text
 from ddpilot.record.flight_ring.log import Collective
 from ddpilot.record.journal import Entry
-from ddpilot.source.parsed_file import CodeLine
+from ddpilot.user_files import CodeLine
 from ddpilot.watch.analysis import Analysis, analyze
 from ddpilot.watch.report import newest
 from ddpilot.watch.snapshot.model import JobSnapshot, ProcessState, PythonStack, RankException, RankSnapshot

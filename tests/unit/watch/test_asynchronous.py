@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ddpilot.source.parsed_file import CodeLine
+from ddpilot.user_files import CodeLine
 from ddpilot.watch.analysis import Analysis, analyze
 from ddpilot.watch.snapshot.model import RankSnapshot
 from tests.unit.watch.logs import FILE, S, Writer, alive, bucket, group_of, job, returned

@@ -11,7 +11,8 @@ import pytest
 
 from ddpilot.errors import DdpilotError, LaunchError, WatchError
 from ddpilot.findings.display import Findings
-from ddpilot.findings.finding import Finding, Place
+from ddpilot.findings.finding import Finding
+from ddpilot.user_files import CodeLine
 from ddpilot.watch.analysis import Analysis
 from ddpilot.watch.explain.text import merge_rows
 from ddpilot.watch.options import WatchOptions
@@ -24,7 +25,7 @@ DESYNC = Finding(
     severity="error",
     summary="collective #5 differs",
     ranks=(0, 1),
-    place=Place(file="train.py", line=88),
+    place=CodeLine(file="train.py", line=88),
 )
 WAITING = Analysis(findings=Findings(), status=("rank 0 waits for 2.1 s",), is_stalled=True)
 
@@ -51,7 +52,7 @@ def test_told_says_a_finding_once_for_its_line_or_words() -> None:
     told = ReportHistory(30.0)
     assert told.new_findings([DESYNC]) == [DESYNC]
     assert told.new_findings([replace(DESYNC, ranks=(1,)), replace(DESYNC, place=None)]) == []
-    other = replace(DESYNC, summary="collective #9 differs", place=Place(file="train.py", line=91))
+    other = replace(DESYNC, summary="collective #9 differs", place=CodeLine(file="train.py", line=91))
     assert told.new_findings([other]) == [other]
     assert newest([DESYNC, other, replace(DESYNC, why="since")]) == [replace(DESYNC, why="since"), other]
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ddpilot.user_files import CodeLine
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
@@ -18,20 +20,17 @@ class Tensor:
     """For example ``cuda:0``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallSite:
+@dataclass(frozen=True, slots=True)
+class CallSite(CodeLine):
     """The user's line that started a collective; a library's line if no line of the user did."""
 
     file: str = ""
-    """File name as Python has it, or ``Cell In[7]`` for a cell; empty if no line is known."""
+    """Empty if no line is known."""
     line: int = 0
-    function: str = ""
-    text: str = ""
-    """The source line, without indentation."""
     via: str = ""
     """The library function that the line called, such as ``barrier`` or ``Tensor.backward``."""
-    callers: tuple[tuple[str, int, str, str], ...] = ()
-    """The user's calls that led to the line, innermost first, at most 5: file, line, function and text of each."""
+    callers: tuple[CodeLine, ...] = ()
+    """The user's calls that led to the line, innermost first, at most 5."""
 
     @property
     def place(self) -> str:

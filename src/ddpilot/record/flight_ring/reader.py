@@ -17,6 +17,7 @@ from ddpilot.errors import RecordError
 from ddpilot.record.flight_ring import layout
 from ddpilot.record.flight_ring.groups import unpack_ranks
 from ddpilot.record.flight_ring.log import CallSite, Collective, DdpPart, GroupOfRanks, RankLog, Tensor
+from ddpilot.user_files import CodeLine
 
 _FROM_ABOUT = ("rank", "pid", "host", "torch", "source", "started_ns", "started_unix_ns")
 
@@ -237,7 +238,7 @@ def _tensors(items: list[list[Any]]) -> tuple[Tensor, ...]:
 
 
 def _line(fact: dict[str, Any]) -> CallSite:
-    return CallSite(**{**fact, "callers": tuple(tuple(each) for each in fact.get("callers", ()))})
+    return CallSite(**{**fact, "callers": tuple(CodeLine(*each) for each in fact.get("callers", ()))})
 
 
 def _ddp_part(fact: dict[str, Any]) -> DdpPart:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ddpilot.module_names import FORM_GROUP
-from ddpilot.source.parsed_file import CodeLine
+from ddpilot.user_files import CodeLine
 from ddpilot.watch.explain.text import say_place, say_s
 from ddpilot.watch.snapshot.model import PythonStack, RankSnapshot
 from ddpilot.watch.snapshot.stacks import SUBPROCESS, innermost, passes
@@ -145,7 +145,7 @@ def has_moved(rank: RankSnapshot, earlier: RankSnapshot | None) -> Moves:
 
 
 def _lines(stack: PythonStack) -> list[tuple[str, int]]:
-    return [(frame.file, frame.line) for frame in stack.main_frames]
+    return [frame.position for frame in stack.main_frames]
 
 
 def _without_python_ns(rank: RankSnapshot, now_ns: int) -> int:

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from ddpilot.findings.text import render_ranks
 from ddpilot.record.flight_ring.log import Collective, DdpPart
 from ddpilot.source.control_flow import DecisionPoint
-from ddpilot.source.parsed_file import Chain, CodeLine, Sources
+from ddpilot.source.parsed_file import Chain, Sources
 from ddpilot.source.split import Side, Split, find_split
+from ddpilot.user_files import CodeLine
 from ddpilot.watch.explain.text import (
     describe_shortly,
     say_call,
@@ -155,7 +156,7 @@ def _lone_forward(here: Party, there: Party, parting: Split | None) -> Cause | N
 
 
 def _spot_of(entry: Collective) -> tuple[str, int]:
-    return (entry.line.file, entry.line.line) if entry.line is not None else ("", 0)
+    return entry.line.position if entry.line is not None else ("", 0)
 
 
 def _was_there(gone: Party, here: Party) -> bool:
@@ -274,8 +275,7 @@ def _say(parting: Split, spot: DecisionPoint) -> str:
 def _at(party: Party) -> CodeLine | None:
     if party.chain:
         return party.chain[-1]
-    line = party.entry.line if party.entry is not None else None
-    return CodeLine(line.file, line.line, line.function, line.text) if line is not None else None
+    return party.entry.line if party.entry is not None else None
 
 
 _NUM_SAME = 32
@@ -287,7 +287,7 @@ def show_common(progress: GroupProgress, seq: int) -> tuple[str, ...]:
     entries = [entry for rank in progress.by_rank if (entry := progress.at(rank, seq - 1)) is not None]
     if not entries or len(entries) < len(progress.by_rank):
         return ()
-    if len({(entry.op, entry.line and (entry.line.file, entry.line.line)) for entry in entries}) > 1:
+    if len({(entry.op, entry.line and entry.line.position) for entry in entries}) > 1:
         return ()  # different calls that were matched by their number
     return (f"in common until #{seq - 1}: {say_call(entries[0])}",)
 
@@ -299,7 +299,7 @@ def make_party(
     rank = next((each for each in ranks if progress.at(each, seq) is not None), ranks[0])
     entry = progress.at(rank, seq)
     earlier = [each for each in progress.by_rank.get(rank, ()) if each.seq is not None and each.seq < seq]
-    lines = frozenset((each.line.file, each.line.line) for each in earlier if each.line is not None)
+    lines = frozenset(each.line.position for each in earlier if each.line is not None)
     seen = view.ranks.get(rank)
     chain = chain_of(seen, entry) if seen is not None and stacks else ()
     if not chain and entry is not None:
@@ -357,13 +357,13 @@ def _first_seq(progress: GroupProgress, rank: int) -> int:
 
 def _site(entry: Collective) -> tuple[object, ...]:
     part = entry.ddp
-    return (*((frame.file, frame.line) for frame in chain_of_line(entry.line)), part and (part.what, part.index))
+    return (*(frame.position for frame in chain_of_line(entry.line)), part and (part.what, part.index))
 
 
 def _are_siblings(one: Collective, other: Collective, sources: Sources) -> bool:
     """True if the two call paths split at different branches of one condition, as the two sides of a broadcast may."""
     ways = zip(chain_of_line(one.line), chain_of_line(other.line), strict=False)
-    parted = ((first, second) for first, second in ways if (first.file, first.line) != (second.file, second.line))
+    parted = ((first, second) for first, second in ways if first.position != second.position)
     first, second = next(parted, (None, None))
     source = sources.find(first) if first is not None else None
     if source is None or first is None or second is None or first.file != second.file:
@@ -378,5 +378,5 @@ def make_waiting_party(view: JobSnapshot, wait: Wait, held: tuple[int, ...]) -> 
         return make_party(view, wait.meeting.progress, held, wait.meeting.seq)
     entry, log = wait.held[held[0]], view.ranks[held[0]].log
     entries = (*(each for each in (log.collectives if log is not None else ()) if each.is_p2p), entry)
-    lines = frozenset((each.line.file, each.line.line) for each in entries if each.line is not None)
+    lines = frozenset(each.line.position for each in entries if each.line is not None)
     return Party(ranks=held, chain=chain_of(view.ranks[held[0]], entry), entry=entry, lines=lines)

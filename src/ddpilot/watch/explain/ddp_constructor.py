@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
-from ddpilot.source.parsed_file import CodeLine
+from ddpilot.user_files import CodeLine
 from ddpilot.watch.explain.text import lay_out, merge_rows, place_of, say_place
 from ddpilot.watch.snapshot.model import JobSnapshot
 

@@ -15,7 +15,7 @@ from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
 from ddpilot.record.flight_ring.log import Collective
 from ddpilot.source.control_flow import find_unordered_loop
-from ddpilot.source.parsed_file import Chain, CodeLine, Sources
+from ddpilot.source.parsed_file import Chain, Sources
 from ddpilot.watch.explain.causes import FIXES, Cause, Party, find_cause, find_origin, make_party, show_common
 from ddpilot.watch.explain.ddp_constructor import find_wrap_difference
 from ddpilot.watch.explain.text import (
@@ -69,7 +69,7 @@ def explain_mismatch(view: JobSnapshot, meet: MismatchedCollective, sources: Sou
         code, cause = wraps.code, Cause(code=wraps.code, ranks=wraps.ranks, why=wraps.why)
     special = reason.fix if cause is None else cause.fix or special_fix(meet)
     smallest = min(sides, key=lambda ranks: (len(ranks), -ranks[0]))
-    at = cause.at if cause is not None and cause.at is not None else _frame_of(meet.by_rank[smallest[0]])
+    at = cause.at if cause is not None and cause.at is not None else meet.by_rank[smallest[0]].line
     return make_finding(
         code,
         summary=_summarize(meet),
@@ -85,7 +85,8 @@ def explain_mismatch(view: JobSnapshot, meet: MismatchedCollective, sources: Sou
 def _find_cause(
     view: JobSnapshot, meet: MismatchedCollective, rest: Party, odd: Party, sources: Sources
 ) -> Cause | None:
-    if meet.clash.aspect != "op" and rest.chain[-1:] == odd.chain[-1:]:
+    lines = [[frame.position for frame in side.chain[-1:]] for side in (rest, odd)]
+    if meet.clash.aspect != "op" and lines[0] == lines[1]:
         return None
     origin = find_origin(view, meet.progress, rest.ranks[0], odd.ranks[0], meet.seq, sources)
     return (find_cause(*origin, sources) if origin is not None else None) or find_cause(rest, odd, sources)
@@ -140,11 +141,6 @@ def _fate(rank: RankSnapshot | None) -> str:
 
 def _party(view: JobSnapshot, meet: MismatchedCollective, ranks: tuple[int, ...]) -> Party:
     return make_party(view, meet.progress, ranks, meet.seq)
-
-
-def _frame_of(entry: Collective) -> CodeLine | None:
-    line = entry.line
-    return CodeLine(line.file, line.line, line.function, line.text) if line is not None and line.file else None
 
 
 def involved(meet: MismatchedCollective) -> tuple[int, ...]:
@@ -296,8 +292,7 @@ def _has_called(progress: GroupProgress, rank: int, seq: int, like: Collective) 
 
 
 def _call_site(entry: Collective) -> Hashable:
-    line = entry.line
-    return (line.file, line.line) if line is not None else None
+    return entry.line.position if entry.line is not None else None
 
 
 def _key(entry: Collective) -> Hashable:
@@ -348,8 +343,7 @@ def _explain(joined: tuple[int, ...], answer: Collective, others: tuple[int, ...
         f"{who} {answers}, which answers for DDP's collectives alone: the {describe_shortly(own)} of "
         f"{render_ranks(others)} at {say_spot(own.line)} (#{own.seq}) met one of Join's"
     )
-    at = CodeLine(own.line.file, own.line.line, own.line.function, own.line.text)
-    return Cause(code="DDP207", ranks=others, why=why, at=at, fix=_FIX)
+    return Cause(code="DDP207", ranks=others, why=why, at=own.line, fix=_FIX)
 
 
 UNORDERED_FIX = "go over `sorted(...)` of it, or over a list or a dict that all ranks fill in the same order"
@@ -361,7 +355,7 @@ def say_unordered(one: Chain, other: Chain, sources: Sources) -> str:
     For one of them only its line may be known.
     """
     num_common = min(len(one), len(other))
-    ends = [[(frame.file, frame.line) for frame in chain[len(chain) - num_common :]] for chain in (one, other)]
+    ends = [[frame.position for frame in chain[len(chain) - num_common :]] for chain in (one, other)]
     if not num_common or ends[0] != ends[1]:
         return ""
     for frame in reversed(max(one, other, key=len)):

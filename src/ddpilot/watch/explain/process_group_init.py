@@ -14,7 +14,7 @@ from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
 from ddpilot.module_names import FORM_GROUP, JOIN_GROUP
 from ddpilot.record.flight_ring.log import RankLog
-from ddpilot.source.parsed_file import CodeLine
+from ddpilot.user_files import CodeLine
 from ddpilot.watch.explain.activity import describe_activity, say_where
 from ddpilot.watch.explain.text import lay_out, merge_rows, place_of, say_place, who_does
 from ddpilot.watch.matching.outcomes import RankOutcome

@@ -7,10 +7,9 @@ import os
 import re
 from collections.abc import Collection, Iterable, Sequence
 
-from ddpilot.findings.finding import Place
 from ddpilot.findings.text import render_ranks
-from ddpilot.record.flight_ring.log import CallSite, Collective, GroupOfRanks
-from ddpilot.source.parsed_file import CodeLine
+from ddpilot.record.flight_ring.log import Collective, GroupOfRanks
+from ddpilot.user_files import CodeLine
 from ddpilot.watch.matching.waits import peer_of
 
 _UNITS = (("GB", 1 << 30), ("MB", 1 << 20), ("kB", 1 << 10))  # powers of 1024, as in `bucket_cap_mb`
@@ -113,20 +112,20 @@ def show_file(file: str) -> str:
     return file if relative.startswith("..") else relative
 
 
-def place_of(line: CallSite | CodeLine | None) -> Place | None:
-    """Return the place of a line; None if it is unknown."""
+def place_of(line: CodeLine | None) -> CodeLine | None:
+    """Return the line as a finding shows it; None if it is unknown."""
     if line is None or not line.file:
         return None
-    return Place(file=show_file(line.file), line=line.line, function=line.function, text=line.text)
+    return CodeLine(show_file(line.file), line.line, line.function, line.text)
 
 
-def say_place(line: CallSite | CodeLine | None) -> str:
+def say_place(line: CodeLine | None) -> str:
     """Format file, line number and text; empty if the line is unknown."""
     place = place_of(line)
     return str(place) if place is not None else ""
 
 
-def say_spot(line: CallSite | CodeLine | None) -> str:
+def say_spot(line: CodeLine | None) -> str:
     """Format file and line number; empty if the line is unknown."""
     return f"{show_file(line.file)}:{line.line}" if line is not None and line.file else ""
 

@@ -11,11 +11,11 @@ import base64
 import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, astuple, dataclass, fields, replace
 from typing import Any
 
 from ddpilot.record.flight_ring.log import CallSite, Collective, DdpPart, GroupOfRanks, RankLog, Tensor
-from ddpilot.source.parsed_file import CodeLine
+from ddpilot.user_files import CodeLine
 from ddpilot.watch.snapshot.model import JobSnapshot, ProcessState, PythonStack, RankException, RankSnapshot
 
 _ALL_CHARS = 2 * 1024 * 1024
@@ -125,7 +125,7 @@ def _encode(digest: Digest, num_entries: int) -> str:
         "ranks": [_write_rank(rank, shared, num_entries) for rank in digest.ranks.values()],
         "shared": shared.values,
     }
-    text = json.dumps(said, separators=(",", ":"), check_circular=False)
+    text = json.dumps(said, separators=(",", ":"), check_circular=False, default=astuple)  # a `CodeLine`
     return base64.b64encode(zlib.compress(text.encode())).decode()
 
 
@@ -148,7 +148,8 @@ class _Shared:
 def _read_shared(kind: str, value: Any) -> Any:
     if kind == "tensors":
         return tuple(Tensor(**_with_tuples(each)) for each in value)
-    return _SHARED[kind](**_with_tuples(value))
+    callers = {"callers": tuple(CodeLine(*each) for each in value["callers"])} if "callers" in value else {}
+    return _SHARED[kind](**{**_with_tuples(value), **callers})
 
 
 def _write_rank(rank: RankSnapshot, shared: _Shared, num_entries: int) -> dict[str, Any]:
@@ -159,7 +160,7 @@ def _write_rank(rank: RankSnapshot, shared: _Shared, num_entries: int) -> dict[s
             "collectives": [_write_entry(entry, shared) for entry in chosen]
         }
     if rank.stack is not None:
-        frames = [(each.file, each.line, each.function, each.text) for each in rank.stack.main_frames[:_NUM_FRAMES]]
+        frames = rank.stack.main_frames[:_NUM_FRAMES]
         stack = {"taken_ns": rank.stack.taken_ns, "main": rank.stack.main, "child": rank.stack.child}
         stack["is_running"] = rank.stack.is_running
         said["stack"] = {**stack, "frames": frames}

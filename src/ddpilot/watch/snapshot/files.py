@@ -24,7 +24,7 @@ from ddpilot.record.flight_ring.log import REDUCING, Collective, GroupOfRanks, R
 from ddpilot.record.flight_ring.reader import read_ring
 from ddpilot.record.journal import Entry, read_journal
 from ddpilot.record.main_thread import RUNS, WATCH_SIGNAL, StackRequest, connecting_path, first_stack, stacks_path
-from ddpilot.source.parsed_file import CodeLine
+from ddpilot.user_files import CodeLine
 from ddpilot.watch.snapshot.model import PythonStack
 
 NUM_HELD = 2048

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ddpilot.record.flight_ring.log import RankLog
-from ddpilot.source.parsed_file import CodeLine
+from ddpilot.user_files import CodeLine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

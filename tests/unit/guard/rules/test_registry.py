@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from ddpilot.findings.finding import Finding, Place
+from ddpilot.findings.finding import Finding
 from ddpilot.guard.rules.parameters.divergence import Divergence
 from ddpilot.guard.rules.registry import RULES, RuleRunner, rules_for
 from ddpilot.guard.rules.rule import RuleContext, place_of
 from ddpilot.record.hook import journal_path
 from ddpilot.record.journal import Entry, JournalWriter
+from ddpilot.user_files import CodeLine
 from ddpilot.watch.observer import Observer
 from ddpilot.watch.options import WatchOptions
 from ddpilot.watch.report import Report
@@ -34,7 +35,7 @@ class Echo:
         """As `Rule.feed`."""
         if entry.values["n"] == 13:
             raise ValueError("thirteen")
-        place = Place(file="a.py", line=entry.values["n"])
+        place = CodeLine(file="a.py", line=entry.values["n"])
         yield Finding(code="DDP999", name="echo", severity="info", ranks=(rank,), place=place)
 
     def look(self, now_ns: int) -> Iterable[Finding]:
@@ -137,7 +138,7 @@ def test_place_of_takes_what_a_probe_noted() -> None:
     """None where it found no line."""
     assert place_of({}) is None
     assert place_of(None) is None
-    assert place_of({"file": "a.py", "line": 3, "text": "x()", "via": "f"}) == Place(file="a.py", line=3, text="x()")
+    assert place_of({"file": "a.py", "line": 3, "text": "x()", "via": "f"}) == CodeLine(file="a.py", line=3, text="x()")
 
 
 def test_rules_for_compares_ranks_only_where_all_are_in_sight() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from ddpilot.findings.finding import Finding
 from ddpilot.record.flight_ring.log import CallSite, Tensor
-from ddpilot.source.parsed_file import CodeLine
+from ddpilot.user_files import CodeLine
 from ddpilot.watch.analysis import analyze
 from ddpilot.watch.snapshot.model import ProcessState, RankSnapshot
 from tests.unit.watch.logs import FILE, Writer, alive, bucket, died, group_of, job, part, returned, texts_of
@@ -228,7 +228,7 @@ def with_helper(call: str) -> Finding:
     for rank in (zero, one):
         rank.call("all_reduce", 3, ddp=bucket(), function="train", led=[(6, "main")])
     at = next(number for number, text in texts_of(source).items() if "reduce_mean" in text)
-    callers = ((FILE, at, "other" if "other" in call else "main", texts_of(source)[at]),)
+    callers = (CodeLine(FILE, at, "other" if "other" in call else "main", texts_of(source)[at]),)
     helper = CallSite(file="helpers.py", line=2, text="dist.all_reduce(value)", function="reduce_mean", callers=callers)
     zero.wait("all_reduce", 2, at=helper, inputs=(tensor(1),))
     one.wait("all_reduce", 3, ddp=bucket(), function="train", led=[(6, "main")])
@@ -839,7 +839,7 @@ for epoch in range(3):
 def called(line: int) -> CallSite:
     """The collective of the helper, called from `line` of the script."""
     text = texts_of(CALLED_TWICE)
-    caller = (FILE, line, "<module>", text[line])
+    caller = CodeLine(FILE, line, "<module>", text[line])
     return CallSite(file=FILE, line=2, function="mean", text=text[2], callers=(caller,))
 
 

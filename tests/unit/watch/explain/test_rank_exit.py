@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 
 from ddpilot.findings.finding import Finding
-from ddpilot.source.parsed_file import CodeLine
+from ddpilot.user_files import CodeLine
 from ddpilot.watch.analysis import Analysis, analyze
 from ddpilot.watch.explain.rank_exit import find_cause_of_end
 from ddpilot.watch.snapshot.model import ProcessState, PythonStack, RankException, RankSnapshot

@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 
 from ddpilot.record.flight_ring.log import CallSite, Collective
-from ddpilot.source.parsed_file import CodeLine, Sources
+from ddpilot.source.parsed_file import Sources
+from ddpilot.user_files import CodeLine
 from ddpilot.watch.explain.causes import Party, find_cause
 from ddpilot.watch.explain.text import merge_rows, say_call, who_does
 

@@ -14,7 +14,7 @@ from ddpilot.findings.display import Findings
 from ddpilot.findings.finding import Finding
 from ddpilot.record.flight_ring import layout
 from ddpilot.record.hook import ring_path
-from ddpilot.source.parsed_file import CodeLine
+from ddpilot.user_files import CodeLine
 from ddpilot.watch.analysis import Analysis, analyze
 from ddpilot.watch.job_folder import JOBS_VARIABLE, JobInfo, close_job, make_job_folder
 from ddpilot.watch.matching.outcomes import COMMON_END

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ddpilot.record.flight_ring.log import CallSite, Collective
-from ddpilot.source.parsed_file import CodeLine
+from ddpilot.user_files import CodeLine
 from ddpilot.watch.analysis import analyze
 from ddpilot.watch.nodes.digest import MAX_CHARS, Digest, decode_digest, encode_digest, merge, move_clock
 from ddpilot.watch.snapshot.model import RankException, RankSnapshot
@@ -36,7 +36,9 @@ def entries(rank: RankSnapshot) -> tuple[Collective, ...]:
 def test_digest_is_the_same_on_the_other_side() -> None:
     """Records with all that they hold, stack, error and how the process ended."""
     one = Writer(1, WORLD).call("all_reduce", 5, ddp=bucket()).call("send", 6, peer=0, tag=3)
-    led = CallSite(file=FILE, line=9, callers=((FILE, 3, "main", "helper()"), (FILE, 20, "<module>", "main()")))
+    led = CallSite(
+        file=FILE, line=9, callers=(CodeLine(FILE, 3, "main", "helper()"), CodeLine(FILE, 20, "<module>", "main()"))
+    )
     one.call("all_reduce", 9, at=led).call("all_reduce", 9)
     one.call("all_to_all", 6, splits=((1, 2), (2, 1))).wait("broadcast", 7, root=0, inputs=())
     error = RankException(type_name="ValueError", message="bad", traceback="Traceback")

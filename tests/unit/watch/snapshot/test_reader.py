@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ddpilot.environments.private_files import write_own_text
 from ddpilot.record.main_thread import connecting_path
-from ddpilot.source.parsed_file import CodeLine
+from ddpilot.user_files import CodeLine
 from ddpilot.watch.explain.activity import describe_activity
 from ddpilot.watch.snapshot.model import ProcessState, PythonStack, RankSnapshot
 from ddpilot.watch.snapshot.reader import RankFacts, SnapshotReader, name_child
