@@ -93,7 +93,7 @@ class Source:
             body = part[1]
         return node
 
-    def before(self, line: int) -> Iterator[ast.stmt]:
+    def statements_before(self, line: int) -> Iterator[ast.stmt]:
         """Return the statements before `line` in the bodies around it, within its function, innermost body first."""
         stack: list[Sequence[ast.stmt]] = []
         body: Sequence[ast.stmt] = self._tree.body
@@ -170,7 +170,7 @@ class Source:
                 if isinstance(target, (ast.Name, ast.Attribute)):
                     yield _name_of(target), isinstance(target, ast.Attribute), value
 
-    def is_the_same_everywhere(self, test: ast.expr) -> bool:
+    def is_same_on_all_ranks(self, test: ast.expr) -> bool:
         """Return True if a condition uses only constants, settings and counters, which are the same on all ranks."""
         if self.depends_on_rank(test):
             return False

@@ -233,15 +233,11 @@ def _fate_in(look: _Look, wait: Wait, rank: int) -> RankOutcome:
     if wait.meeting is not None:
         last = wait.meeting.progress.last(rank)
     else:
-        groups = {_group_key(entry) for entry in wait.held.values()}
-        last = next((entry for entry in reversed(seen.log.collectives) if _group_key(entry) in groups), None)
+        groups = {entry.group.key for entry in wait.held.values() if entry.group is not None}
+        entries = reversed(seen.log.collectives)
+        last = next((entry for entry in entries if entry.group is not None and entry.group.key in groups), None)
     is_cut_off = any(look.fates[each].state == "victim" for each in wait.held)
     return with_departure(seen, fate, last, look.view.now_ns, is_cut_off=is_cut_off)
-
-
-def _group_key(entry: Collective) -> tuple[object, ...] | None:
-    group = entry.group
-    return (group.name, group.ranks, group.attempt, group.incarnation) if group is not None else None
 
 
 def _is_proven(view: JobSnapshot, circle: Iterable[Wait]) -> bool:

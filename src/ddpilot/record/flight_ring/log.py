@@ -38,6 +38,10 @@ class CallSite(CodeLine):
         return f"{self.file}:{self.line}" if self.file else ""
 
 
+GroupKey = tuple[str, int, int, tuple[int, ...]]
+"""Name, attempt, incarnation and ranks of a group."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupOfRanks:
     """A process group as seen by the rank that recorded it."""
@@ -60,6 +64,21 @@ class GroupOfRanks:
     backend_seq: int | None = None
     """Sequence number of the backend before the group's first collective in this recording; None if it does not
     count."""
+
+    @property
+    def key(self) -> GroupKey:
+        """Identity of the group, equal on all of its ranks."""
+        return (*self.local_key, self.ranks)
+
+    @property
+    def local_key(self) -> tuple[str, int, int]:
+        """Identity among the groups of one rank: without `ranks`, which may be thousands to hash."""
+        return (self.name, *self.generation)
+
+    @property
+    def generation(self) -> tuple[int, int]:
+        """Orders successive groups of the same name and ranks; all but the newest have been destroyed."""
+        return self.attempt, self.incarnation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -318,14 +318,12 @@ def read_now(path: str | os.PathLike[str]) -> RankNow:
 def _newest_start_ns(collectives: Sequence[Collective]) -> int:
     """First use of the newest default group if it replaced an earlier one, whose groups are all gone; otherwise 0."""
     groups = [
-        (entry.group.attempt, entry.group.incarnation, entry.start_ns)
+        (entry.group.generation, entry.start_ns)
         for entry in collectives
-        if entry.group is not None
-        and entry.group.name == _DEFAULT
-        and (entry.group.attempt, entry.group.incarnation) > _FIRST
+        if entry.group is not None and entry.group.name == _DEFAULT and entry.group.generation > _FIRST
     ]
-    newest = max((group[:2] for group in groups), default=None)
-    return min((start_ns for *age, start_ns in groups if tuple(age) == newest), default=0)
+    newest = max((generation for generation, _ in groups), default=None)
+    return min((start_ns for generation, start_ns in groups if generation == newest), default=0)
 
 
 def _count(collectives: Sequence[Collective]) -> Iterator[GroupNow]:
@@ -333,7 +331,7 @@ def _count(collectives: Sequence[Collective]) -> Iterator[GroupNow]:
     pending: Counter[tuple[str, int, int]] = Counter()
     for entry in reversed(collectives):
         if entry.group is not None and entry.seq is not None:
-            key = (entry.group.name, entry.group.attempt, entry.group.incarnation)
+            key = entry.group.local_key
             last.setdefault(key, (entry.group, entry.seq))
             pending[key] += entry.state == "begun"
     for key, (group, seq) in last.items():

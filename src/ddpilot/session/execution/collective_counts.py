@@ -123,7 +123,7 @@ class CountMismatch:
         for each in log.collectives:
             group = each.group
             if each.seq is not None and group is not None and f"{group.name} {pack_ranks(group.ranks)}" == key:
-                by_age.setdefault((group.attempt, group.incarnation), []).append(each)
+                by_age.setdefault(group.generation, []).append(each)
         newest = by_age[max(by_age)] if by_age else []
         extra = [each for each in newest if each.seq is not None and each.seq >= least]
         return [] if any(each.state == "failed" or each.thread != log.pid for each in extra) else extra

@@ -16,7 +16,15 @@ from ddpilot.findings.text import render_ranks
 from ddpilot.record.flight_ring.log import Collective
 from ddpilot.source.control_flow import find_unordered_loop
 from ddpilot.source.parsed_file import Chain, Sources
-from ddpilot.watch.explain.causes import FIXES, Cause, Party, find_cause, find_origin, make_party, show_common
+from ddpilot.watch.explain.causes import (
+    FIXES,
+    Cause,
+    CollectiveSide,
+    find_cause,
+    find_origin,
+    show_common,
+    side_in_collective,
+)
 from ddpilot.watch.explain.ddp_constructor import find_wrap_difference
 from ddpilot.watch.explain.text import (
     describe,
@@ -83,7 +91,7 @@ def explain_mismatch(view: JobSnapshot, meet: MismatchedCollective, sources: Sou
 
 
 def _find_cause(
-    view: JobSnapshot, meet: MismatchedCollective, rest: Party, odd: Party, sources: Sources
+    view: JobSnapshot, meet: MismatchedCollective, rest: CollectiveSide, odd: CollectiveSide, sources: Sources
 ) -> Cause | None:
     lines = [[frame.position for frame in side.chain[-1:]] for side in (rest, odd)]
     if meet.clash.aspect != "op" and lines[0] == lines[1]:
@@ -139,8 +147,8 @@ def _fate(rank: RankSnapshot | None) -> str:
     return f", died of {signal_name}" if signal_name else ""
 
 
-def _party(view: JobSnapshot, meet: MismatchedCollective, ranks: tuple[int, ...]) -> Party:
-    return make_party(view, meet.progress, ranks, meet.seq)
+def _party(view: JobSnapshot, meet: MismatchedCollective, ranks: tuple[int, ...]) -> CollectiveSide:
+    return side_in_collective(view, meet.progress, ranks, meet.seq)
 
 
 def involved(meet: MismatchedCollective) -> tuple[int, ...]:

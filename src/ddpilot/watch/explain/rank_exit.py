@@ -14,12 +14,12 @@ from ddpilot.source.parsed_file import Sources
 from ddpilot.watch.explain.causes import (
     FIXES,
     Cause,
-    Party,
+    CollectiveSide,
     find_cause,
     find_origin,
-    make_party,
-    make_waiting_party,
     show_common,
+    side_in_collective,
+    side_in_wait,
 )
 from ddpilot.watch.explain.text import (
     describe,
@@ -50,7 +50,7 @@ def explain_exited(
     words = fates[ranks[0]].words
     has_died = fates[ranks[0]].state != "finished"
     held = tuple(sorted(wait.held))
-    one = make_waiting_party(view, wait, held)
+    one = side_in_wait(view, wait, held)
     cause = _find_cause(view, wait, one, ranks, has_died, sources)
     code = cause.code if cause is not None else _code_of(wait, view.ranks.get(ranks[0]), has_died)
     at = cause.at if cause is not None else one.chain[-1] if one.chain else None
@@ -91,12 +91,12 @@ def _blame(view: JobSnapshot, gone: Sequence[int], fates: Mapping[int, RankOutco
 
 
 def _find_cause(
-    view: JobSnapshot, wait: Wait, one: Party, gone: tuple[int, ...], has_died: bool, sources: Sources
+    view: JobSnapshot, wait: Wait, one: CollectiveSide, gone: tuple[int, ...], has_died: bool, sources: Sources
 ) -> Cause | None:
     meeting = wait.meeting
     if meeting is None:
         return None
-    other = make_party(view, meeting.progress, gone, meeting.seq)
+    other = side_in_collective(view, meeting.progress, gone, meeting.seq)
     if not has_died:
         other = replace(other, chain=(), entry=None)
     origin = _origin(view, meeting, one.ranks[0], gone[0], sources)
@@ -110,7 +110,7 @@ def _find_cause(
 
 def _origin(
     view: JobSnapshot, meeting: IncompleteCollective, one: int, other: int, sources: Sources
-) -> tuple[Party, Party] | None:
+) -> tuple[CollectiveSide, CollectiveSide] | None:
     if one not in meeting.progress.by_rank or other not in meeting.progress.by_rank:
         return None
     return find_origin(view, meeting.progress, one, other, meeting.seq, sources)

@@ -17,8 +17,8 @@ from ddpilot.watch.explain.activity import Activity, describe_activity, say_wher
 from ddpilot.watch.explain.causes import (
     FIXES,
     find_cause,
-    make_waiting_party,
     show_common,
+    side_in_wait,
 )
 from ddpilot.watch.explain.text import (
     describe,
@@ -188,7 +188,7 @@ def explain_cycle(view: JobSnapshot, circle: Sequence[Wait], sources: Sources) -
     code = "DDP206" if all(wait.meeting is not None for wait in circle) else "DDP219"
     held = {rank: entry for wait in circle for rank, entry in wait.held.items()}
     rows = [(rank, _describe_in(wait), say_place(entry.line)) for wait in circle for rank, entry in wait.held.items()]
-    parties = [make_waiting_party(view, wait, tuple(sorted(wait.held))) for wait in circle[:2]]
+    parties = [side_in_wait(view, wait, tuple(sorted(wait.held))) for wait in circle[:2]]
     cause = find_cause(parties[0], parties[1], sources) if len(parties) == 2 and not _say_tags(circle) else None
     first = min(held)
     return make_finding(

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from ddpilot.record.flight_ring.log import Collective, GroupOfRanks, RankLog
 from ddpilot.watch.snapshot.model import JobSnapshot
 
-GroupKey = tuple[str, tuple[int, ...]]
-"""Name and ranks; of successive groups with the same key only the newest counts."""
+_NameAndRanks = tuple[str, tuple[int, ...]]
 
 
 @dataclass(slots=True)
@@ -71,8 +70,7 @@ def _seq_of(entry: Collective) -> int:
 
 def find_progress(logs: Iterable[RankLog]) -> list[GroupProgress]:
     """Return the progress in the newest group of every name and set of ranks."""
-    newest: dict[GroupKey, tuple[int, int]] = {}
-    groups: dict[GroupKey, GroupProgress] = {}
+    groups: dict[_NameAndRanks, GroupProgress] = {}
     for log in logs:
         known: dict[int, list[Collective] | None] = {}  # one lookup per group: it may have thousands of ranks
         for entry in log.collectives:
@@ -80,7 +78,7 @@ def find_progress(logs: Iterable[RankLog]) -> list[GroupProgress]:
                 continue
             number = id(entry.group)
             if number not in known:
-                known[number] = _find_entries(entry.group, log.rank, newest, groups)
+                known[number] = _find_entries(entry.group, log.rank, groups)
             entries = known[number]
             if entries is not None:
                 entries.append(entry)
@@ -88,16 +86,16 @@ def find_progress(logs: Iterable[RankLog]) -> list[GroupProgress]:
 
 
 def _find_entries(
-    group: GroupOfRanks, rank: int, newest: dict[GroupKey, tuple[int, int]], groups: dict[GroupKey, GroupProgress]
+    group: GroupOfRanks, rank: int, groups: dict[_NameAndRanks, GroupProgress]
 ) -> list[Collective] | None:
+    """Return the list for the collectives of `rank` in `group`; None if a newer group has replaced the group."""
     if not group.ranks:
         return None
-    key, age = (group.name, group.ranks), (group.attempt, group.incarnation)
-    if age < newest.get(key, (-1, -1)):
-        return None
-    if age > newest.get(key, (-1, -1)):
-        newest[key], groups[key] = age, GroupProgress(group)
-    return groups[key].by_rank.setdefault(rank, [])
+    key = (group.name, group.ranks)
+    known = groups.get(key)
+    if known is None or group.generation > known.group.generation:
+        known = groups[key] = GroupProgress(group)
+    return known.by_rank.setdefault(rank, []) if group.generation == known.group.generation else None
 
 
 def find_incomplete(view: JobSnapshot, progress: Iterable[GroupProgress]) -> Iterator[IncompleteCollective]:

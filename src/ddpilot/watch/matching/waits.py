@@ -9,7 +9,7 @@ from itertools import takewhile
 
 from ddpilot.record.flight_ring.log import Collective
 from ddpilot.watch.matching.outcomes import RankOutcome, is_blocked_by
-from ddpilot.watch.matching.progress import GroupKey, IncompleteCollective
+from ddpilot.watch.matching.progress import IncompleteCollective
 from ddpilot.watch.snapshot.model import JobSnapshot, RankSnapshot
 
 
@@ -70,15 +70,15 @@ def _find_p2p(view: JobSnapshot, fates: Mapping[int, RankOutcome], found: Waits)
     newest = _newest_groups(view) if any(pending.values()) else {}
     pending = {rank: [each for each in entries if _is_newest(each, newest)] for rank, entries in pending.items()}
     offered = {
-        (rank, peer_of(entry), entry.op == "send", tag_of(entry), group_key(entry))
+        (rank, peer_of(entry), entry.op == "send", tag_of(entry), _local_key(entry))
         for rank, entries in pending.items()
         for entry in (*entries, *filter(_has_unknown_end, _entries_of(view, rank)))
     }
     for rank, entries in pending.items():
         for entry in entries:
             peer = peer_of(entry)
-            other = (peer, rank, entry.op != "send", tag_of(entry), group_key(entry))
-            is_offered = other in offered or (peer, None, False, tag_of(entry), group_key(entry)) in offered
+            other = (peer, rank, entry.op != "send", tag_of(entry), _local_key(entry))
+            is_offered = other in offered or (peer, None, False, tag_of(entry), _local_key(entry)) in offered
             if peer is None or (is_offered and not _has_unknown_end(entry)):
                 continue  # the matching call exists: the message is in transit
             if entry.start_ns >= view.since_ns and _is_held(view, fates[rank], rank, entry, found, (peer,)):
@@ -112,20 +112,19 @@ def _has_unknown_end(entry: Collective) -> bool:
     return entry.is_p2p and entry.state == "unknown"
 
 
-def _newest_groups(view: JobSnapshot) -> dict[GroupKey, tuple[int, int]]:
-    """Return the newest group that any rank has used, by name and ranks; earlier ones have been destroyed."""
+def _newest_groups(view: JobSnapshot) -> dict[tuple[str, tuple[int, ...]], tuple[int, int]]:
+    """Return the newest generation of each group that any rank has used, by name and ranks."""
     logs = [seen.log for seen in view.ranks.values() if seen.log is not None]
     groups = {id(entry.group): entry.group for log in logs for entry in log.collectives if entry.group is not None}
-    newest: dict[GroupKey, tuple[int, int]] = {}
+    newest: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
     for group in groups.values():
         key = (group.name, group.ranks)
-        newest[key] = max(newest.get(key, (0, 0)), (group.attempt, group.incarnation))
+        newest[key] = max(newest.get(key, (0, 0)), group.generation)
     return newest
 
 
-def _is_newest(entry: Collective, newest: Mapping[GroupKey, tuple[int, int]]) -> bool:
-    group = entry.group
-    return group is None or (group.attempt, group.incarnation) == newest[group.name, group.ranks]
+def _is_newest(entry: Collective, newest: Mapping[tuple[str, tuple[int, ...]], tuple[int, int]]) -> bool:
+    return entry.group is None or entry.group.generation == newest[entry.group.name, entry.group.ranks]
 
 
 def find_cycles(waits: Iterable[Wait]) -> list[list[Wait]]:
@@ -163,8 +162,9 @@ def _next(wait: Wait, holders: Mapping[int, list[Wait]]) -> list[Wait]:
     return list({id(each): each for rank in wait.missing for each in holders.get(rank, ())}.values())
 
 
-_Channel = tuple[int, int, int | None, str]
-"""Sender, receiver, tag and group key: messages of one channel arrive in order."""
+_LocalKey = tuple[str, int, int] | None
+_Channel = tuple[int, int, int | None, _LocalKey]
+"""Sender, receiver, tag and group: messages of one channel arrive in order."""
 
 
 _WITH_TAGS = ("mpi", "ucc")
@@ -195,7 +195,7 @@ def find_unmatched_messages(view: JobSnapshot) -> dict[tuple[int, int], bool]:
             if peer in known and peer is not None:
                 is_sent = entry.op == "send"
                 way = (rank, peer) if is_sent else (peer, rank)
-                sides = ways.setdefault((*way, tag_of(entry), group_key(entry)), ([], []))
+                sides = ways.setdefault((*way, tag_of(entry), _local_key(entry)), ([], []))
                 sides[0 if is_sent else 1].append((rank, entry.index))
     found: dict[tuple[int, int], bool] = {}
     for sent, received in ways.values():
@@ -221,9 +221,9 @@ def find_unequal_messages(view: JobSnapshot) -> Iterator[Message]:
                 received = {way: entries for way, entries in received.items() if way[1] != rank}
                 break
             if entry.op == "send":
-                sent.setdefault((rank, peer, tag_of(entry), group_key(entry)), []).append(entry)
+                sent.setdefault((rank, peer, tag_of(entry), _local_key(entry)), []).append(entry)
             else:
-                received.setdefault((peer, rank, tag_of(entry), group_key(entry)), []).append(entry)
+                received.setdefault((peer, rank, tag_of(entry), _local_key(entry)), []).append(entry)
     for way, entries in received.items():
         for mine, theirs in zip(entries, sent.get(way, ()), strict=False):
             if mine.num_bytes != theirs.num_bytes:
@@ -238,10 +238,8 @@ def _messages(rank: RankSnapshot) -> list[Collective]:
     return [entry for entry in entries if entry.is_p2p]
 
 
-def group_key(entry: Collective) -> str:
-    """Return a key of the group of `entry`, distinct from earlier groups of the same name (rebuilds, attempts)."""
-    group = entry.group
-    return f"{group.name}/{group.attempt}/{group.incarnation}" if group is not None else ""
+def _local_key(entry: Collective) -> _LocalKey:
+    return entry.group.local_key if entry.group is not None else None
 
 
 def tag_of(entry: Collective) -> int | None:

@@ -191,11 +191,10 @@ def _read_rank(said: Mapping[str, Any], shared: list[Any]) -> RankSnapshot:
 def _choose(entries: tuple[Collective, ...], num_newest: int) -> list[Collective]:
     """Return the newest `num_newest` entries, and before them the last few of each group."""
     chosen = list(entries[-num_newest:])
-    counts: dict[tuple[str, int, int], int] = {}
+    counts: dict[object, int] = {}
     older = []
     for entry in reversed(entries):
-        group = entry.group
-        key = (group.name, group.attempt, group.incarnation) if group is not None else ("", 0, 0)
+        key = entry.group.local_key if entry.group is not None else None
         counts[key] = counts.get(key, 0) + 1
         if entry.index < chosen[0].index and counts[key] <= min(_NUM_OF_GROUP, num_newest):
             older.append(entry)

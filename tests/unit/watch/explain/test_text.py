@@ -8,7 +8,7 @@ import pytest
 from ddpilot.record.flight_ring.log import CallSite, Collective
 from ddpilot.source.parsed_file import Sources
 from ddpilot.user_files import CodeLine
-from ddpilot.watch.explain.causes import Party, find_cause
+from ddpilot.watch.explain.causes import CollectiveSide, find_cause
 from ddpilot.watch.explain.text import merge_rows, say_call, who_does
 
 GUARDED = "def train(rank):\n    if rank == 0:\n        work()\n"
@@ -29,12 +29,12 @@ def test_several_ranks_have_a_verb_and_a_pronoun_in_the_plural(words: str, told:
     assert merge_rows([(0, words, ""), (1, words, "")])[0][:2] == ("ranks 0,1", told.removeprefix("ranks 0,1 "))
 
 
-def test_what_is_no_collective_is_told_without_an_article() -> None:
+def test_a_line_without_a_collective_is_named_by_itself() -> None:
     """Rank 0 is behind a condition, and in no collective."""
-    here = Party(ranks=(0,), chain=(CodeLine("train.py", 3, "train", "work()"),))
-    cause = find_cause(here, Party(ranks=(1,), chain=()), Sources({"train.py": GUARDED}))
+    here = CollectiveSide(ranks=(0,), chain=(CodeLine("train.py", 3, "train", "work()"),))
+    cause = find_cause(here, CollectiveSide(ranks=(1,), chain=()), Sources({"train.py": GUARDED}))
     assert cause is not None
-    assert cause.why.startswith("what rank 0 does at train.py:3 is inside `if rank == 0:` (train.py:2)")
+    assert cause.why.startswith("train.py:3 is inside `if rank == 0:` (train.py:2)")
 
 
 def test_a_collective_of_ddpilots_own_is_told_without_a_line() -> None:
