@@ -44,7 +44,7 @@ _CALL_LIMIT_S = 5.0
 class Watcher:
     """The `Companion` of a launch of `world_size` ranks, of which `ranks` are on this node.
 
-    `carrier` connects to the other nodes; None if there are none or they are not consulted. If the job's folder cannot
+    `mailbox` connects to the other nodes; None if there are none or they are not consulted. If the job's folder cannot
     be created, the job is not watched, and one line reports it.
     """
 
@@ -54,13 +54,13 @@ class Watcher:
         name: str,
         world_size: int,
         ranks: tuple[int, ...] = (),
-        carrier: Mailbox | None = None,
+        mailbox: Mailbox | None = None,
         others: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         self._options = options
         self._name = name
         self._others = others
-        self._exchange = Exchange(carrier, ranks) if carrier is not None else None
+        self._exchange = Exchange(mailbox, ranks) if mailbox is not None else None
         self._ranks: Sequence[RankState] = ()
         self._lines: queue.SimpleQueue[tuple[str, bool]] = queue.SimpleQueue()
         self._error: WatchError | None = None
@@ -80,7 +80,7 @@ class Watcher:
         try:
             self._folder, self._about = job_folder.make_job_folder(name, world_size, ranks)
         except OSError as error:
-            self._say(f"this job is not watched: its folder cannot be made ({error})")
+            self._print(f"this job is not watched: its folder cannot be made ({error})")
             return
         self.hooks = (RECORD_HOOK, GUARD_HOOK) if options.guard else (RECORD_HOOK,)
         self.variables = {RING_DIR_VARIABLE: str(self._folder)}
@@ -108,7 +108,7 @@ class Watcher:
         try:
             self._observer = self._make_observer(self._folder)
         except Exception as error:  # noqa: BLE001 - reported once, and the job runs
-            self._say(f"this job is not watched: {type(error).__name__}: {error}")
+            self._print(f"this job is not watched: {type(error).__name__}: {error}")
             return
         self._observer.add_sources(sources)
         self._observer.start(is_paused=is_paused)
@@ -118,7 +118,7 @@ class Watcher:
             folder,
             self._about.world_size,
             facts=self._facts,
-            tell=self._hear,
+            notify=self._receive,
             options=self._options,
             name=self._name,
             ranks=self._about.ranks,
@@ -182,8 +182,8 @@ class Watcher:
         findings = [
             each for each in found if not (is_own and _is_of_end(each)) or (adds_place and each.place is not None)
         ]
-        view = facts_of(failed).error if failed is not None else None
-        known = find_known_error(failed.rank, view, error.last_lines) if failed is not None else None
+        job = facts_of(failed).error if failed is not None else None
+        known = find_known_error(failed.rank, job, error.last_lines) if failed is not None else None
         if known is not None and known.place is not None:
             known = rename_in(known, label_cells([known.place.file]))
         found, findings = without_waits(found, known), without_waits(findings, known)
@@ -220,11 +220,11 @@ class Watcher:
         known = [each for each in self._ranks if each.pid is not None or each.exited is not None]
         return {each.rank: facts_of(each, self._since_ns) for each in known}
 
-    def _hear(self, report: Report) -> None:
+    def _receive(self, report: Report) -> None:
         for line in report.notes:
-            self._say(line)
+            self._print(line)
         for line in report.status:
-            self._say(line, is_of_cell=True)
+            self._print(line, is_of_cell=True)
         # The launcher reports the rank that failed, with the findings: see `explain`.
         findings = Findings(each for each in report.findings if each.code != "DDP209")
         if findings:
@@ -239,7 +239,7 @@ class Watcher:
         new = self._repeated.without(report.findings)
         shown = [each for each in new if each.severity != "error" or not self._has_failed()]
         if shown:
-            self._say(str(Findings(shown)), is_of_cell=True)
+            self._print(str(Findings(shown)), is_of_cell=True)
         if self._caller is not None:
             self._caller.call(report)
 
@@ -252,7 +252,7 @@ class Watcher:
                 self._error = self._error or make_error(self._name, report)
                 self._wake()
 
-        return None if isinstance(action, str) else CallbackThread(action, stop=stop, say=self._say)
+        return None if isinstance(action, str) else CallbackThread(action, stop=stop, say=self._print)
 
     def _find_all(self) -> Sequence[Finding]:
         """Return all current findings; empty if the records cannot be read, which is reported."""
@@ -260,14 +260,14 @@ class Watcher:
         try:
             return self._observer.report().findings
         except Exception as fault:  # noqa: BLE001 - the error that ends the job matters more
-            self._say(f"what was recorded could not be read: {type(fault).__name__}: {fault}")
+            self._print(f"what was recorded could not be read: {type(fault).__name__}: {fault}")
             return ()
 
     def _has_failed(self) -> bool:
         facts = self._facts().values()
         return any(each.error is not None or (each.process.state == "ended" and not each.returned) for each in facts)
 
-    def _say(self, text: str, *, is_of_cell: bool = False) -> None:
+    def _print(self, text: str, *, is_of_cell: bool = False) -> None:
         self._lines.put((text, is_of_cell))
         self._wake()
 
@@ -332,11 +332,11 @@ _NEXT_IN_CHAIN = re.compile(
     re.MULTILINE,
 )
 _MAX_MESSAGE_CHARS = 200
-_SAID_OF_DESYNC = frozenset({"DDP201", "DDP202", "DDP203", "DDP218", "DDP603"})
+_CONSEQUENCES_OF_DESYNC = frozenset({"DDP201", "DDP202", "DDP203", "DDP218", "DDP603"})
 """Pages of errors that gloo, NCCL and unpickling raise if ranks disagree; the messages do not name the cause."""
 _OF_CONSTRUCTION = frozenset({"DDP301", "DDP302", "DDP303", "DDP304"})
 """Codes of models that differ between ranks: torch counts parameters frozen on one rank as missing there."""
-_OF_MEETING = frozenset({"DDP103", "DDP104"})
+_OF_CONNECTING = frozenset({"DDP103", "DDP104"})
 """Pages about why a rank could not reach the rendezvous: a port in use, a wrong address."""
 _OF_WAITS = frozenset({"DDP208", "DDP209", "DDP215"})
 """Codes of findings about ranks that wait for a rank that could not reach the rendezvous."""
@@ -349,13 +349,13 @@ def find_known_error(rank: int, error: RankException | None, last_lines: Sequenc
     """
     if error is not None and error.type_name == SHIP_ERROR:
         return None
-    said = f"{error.type_name}: {error.message}" if error is not None else ""
+    message = f"{error.type_name}: {error.message}" if error is not None else ""
     traceback = error.traceback if error is not None else ""
-    known = find_cause(said, last_lines)
+    known = find_cause(message, last_lines)
     if not known:
-        known, said, traceback = _find_in_chain(traceback)
-    elif not known[0].matches(said):  # a child process of the rank, or C++ code, wrote the message
-        said = next((line for line in reversed(last_lines) if known[0].matches(line)), "\n".join(last_lines))
+        known, message, traceback = _find_in_chain(traceback)
+    elif not known[0].matches(message):  # a child process of the rank, or C++ code, wrote the message
+        message = next((line for line in reversed(last_lines) if known[0].matches(line)), "\n".join(last_lines))
     if not known:
         return None
     entry = known[0]
@@ -363,7 +363,7 @@ def find_known_error(rank: int, error: RankException | None, last_lines: Sequenc
         entry.code,
         ranks=(rank,),
         line=find_raised_line(traceback) or _find_crash_place(last_lines),
-        evidence=(_shorten(said),),
+        evidence=(_shorten(message),),
         why=" ".join(entry.section("What it means").partition("\n\n")[0].split()),
         fix=f"{fix_in_rank(entry)}.",
     )
@@ -373,10 +373,10 @@ def _find_in_chain(traceback: str) -> tuple[tuple[Entry, ...], str, str]:
     """Return pages, text and traceback of the last exception in the chain, before the raised one, with a page."""
     parts = _NEXT_IN_CHAIN.split(traceback)[:-1]
     for part in reversed(parts):
-        said = part.strip().rpartition("\n  ")[2].partition("\n")[2]
-        known = tuple(entry for entry in find_known(said) if entry.severity == "error")
+        message = part.strip().rpartition("\n  ")[2].partition("\n")[2]
+        known = tuple(entry for entry in find_known(message) if entry.severity == "error")
         if known:
-            return known, said, part
+            return known, message, part
     return (), "", ""
 
 
@@ -404,13 +404,13 @@ def is_explained(known: Finding, recorded: Sequence[Finding]) -> bool:
     if known.code == "DDP308":
         return not codes.isdisjoint({"DDP212", "DDP310"})
     has_cause = any(code.startswith(("DDP2", "DDP30")) and code != "DDP209" for code in codes)
-    return known.code in _SAID_OF_DESYNC and has_cause
+    return known.code in _CONSEQUENCES_OF_DESYNC and has_cause
 
 
 def without_waits(findings: Sequence[Finding], known: Finding | None) -> list[Finding]:
     """Drop findings about waiting ranks if `known` says that a rank could not reach them."""
-    is_of_meeting = known is not None and known.code in _OF_MEETING
-    return [each for each in findings if not (is_of_meeting and each.code in _OF_WAITS)]
+    cannot_connect = known is not None and known.code in _OF_CONNECTING
+    return [each for each in findings if not (cannot_connect and each.code in _OF_WAITS)]
 
 
 def _find_crash_place(lines: Sequence[str]) -> CodeLine | None:
@@ -442,7 +442,7 @@ class CallbackThread:
     def __init__(self, on_finding: OnFinding, *, stop: Callable[[Report], None], say: Callable[[str], None]) -> None:
         self._on_finding = on_finding
         self._stop = stop
-        self._say = say
+        self._print = say
         self._todo: deque[Report] = deque()
         self._changed = threading.Condition()
         self._is_running = False
@@ -477,5 +477,5 @@ class CallbackThread:
         try:
             return self._on_finding(finding)
         except Exception as error:  # noqa: BLE001 - raised by the user's function: reported, and the job continues
-            self._say(f"`on_finding` raised {type(error).__name__}: {error}")
+            self._print(f"`on_finding` raised {type(error).__name__}: {error}")
             return None

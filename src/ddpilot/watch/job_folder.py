@@ -174,8 +174,8 @@ def read_job_info(folder: Path) -> JobInfo:
     """Read the description of the job in `folder`. Raises `DdpilotError` if it is not a job folder of this user."""
     try:
         check_own_folder(folder)
-        said = json.loads(read_own_text(folder / _ABOUT))
-        about = JobInfo(**{**said, "command": tuple(said["command"]), "ranks": tuple(said["ranks"])})
+        raw = json.loads(read_own_text(folder / _ABOUT))
+        about = JobInfo(**{**raw, "command": tuple(raw["command"]), "ranks": tuple(raw["ranks"])})
         _check(about)
         return about
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

@@ -76,16 +76,16 @@ def read_report(folder: Path) -> Report | None:
     """Read the report saved in `folder`; None if there is none. Raises `DdpilotError` for a damaged one."""
     path = folder / _JSON
     try:
-        said = json.loads(read_own_text(path))
+        raw = json.loads(read_own_text(path))
         return Report(
-            job=said["job"],
-            name=said["name"],
-            world_size=said["world_size"],
-            findings=Findings(Finding.from_dict(values) for values in said["findings"]),
-            status=tuple(said["status"]),
-            unseen=tuple(said["unseen"]),
-            notes=tuple(said["notes"]),
-            made_s=said["made_s"],
+            job=raw["job"],
+            name=raw["name"],
+            world_size=raw["world_size"],
+            findings=Findings(Finding.from_dict(values) for values in raw["findings"]),
+            status=tuple(raw["status"]),
+            unseen=tuple(raw["unseen"]),
+            notes=tuple(raw["notes"]),
+            made_s=raw["made_s"],
         )
     except FileNotFoundError:
         return None

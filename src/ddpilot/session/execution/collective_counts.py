@@ -17,7 +17,7 @@ from ddpilot.record.flight_ring.reader import NUM_NEWEST, read_ring
 from ddpilot.record.hook import ring_path
 from ddpilot.session.execution.outcome import Outcome
 from ddpilot.session.protocol.report import Report
-from ddpilot.watch.explain.text import name_group, say_call
+from ddpilot.watch.explain.text import name_group, render_call
 
 _WORD_BYTES = 8
 _RECORDED_LATE_S = 0.15
@@ -142,6 +142,6 @@ def _say(counts: Mapping[int, int], first: Collective) -> str:
     behind = render_ranks(by_count[min(by_count)])
     group = "a group" if first.group is None else name_group(first.group)
     return (
-        f"the ranks have begun different numbers of collectives in {group}: {said}; {behind} did not call "
-        f"#{first.seq}: {say_call(first)}. It would be matched with a collective of a later cell: call it on all ranks"
+        f"the ranks have begun different numbers of collectives in {group}: {said}; {behind} did not call #{first.seq}: "
+        f"{render_call(first)}. It would be matched with a collective of a later cell: call it on all ranks"
     )

@@ -8,7 +8,7 @@ from typing import Literal
 
 from ddpilot.module_names import FORM_GROUP
 from ddpilot.user_files import CodeLine
-from ddpilot.watch.explain.text import say_place, say_s
+from ddpilot.watch.explain.text import render_duration, render_place
 from ddpilot.watch.snapshot.model import PythonStack, RankSnapshot
 from ddpilot.watch.snapshot.stacks import SUBPROCESS, innermost, passes
 
@@ -116,7 +116,7 @@ def describe_activity(rank: RankSnapshot, earlier: RankSnapshot | None, now_ns: 
     elif rank.log is not None and rank.log.closed_ns is not None:
         words = "has come to the end of its program; the process has not ended yet"
     elif code == "DDP218" and (silent_ns := _without_python_ns(rank, now_ns)) > _NO_PYTHON_NS:
-        words = f"has run no Python for {say_s(silent_ns)}: C code holds Python's lock"
+        words = f"has run no Python for {render_duration(silent_ns)}: C code holds Python's lock"
     return Activity(code=code, words=words, at=at, moves=moves)
 
 
@@ -154,7 +154,7 @@ def _without_python_ns(rank: RankSnapshot, now_ns: int) -> int:
     return now_ns - (rank.log.heartbeat_ns or rank.log.started_ns)
 
 
-def say_where(absence: Activity) -> str:
+def render_where(activity: Activity) -> str:
     """Format the rank's line and whether it moves; empty if the line is unknown."""
-    standing = {"stands": " (has not moved)", "moves": " (moves)", "unknown": ""}[absence.moves]
-    return f"{say_place(absence.at)}{standing}" if absence.at is not None else ""
+    standing = {"stands": " (has not moved)", "moves": " (moves)", "unknown": ""}[activity.moves]
+    return f"{render_place(activity.at)}{standing}" if activity.at is not None else ""

@@ -24,8 +24,8 @@ from ddpilot.source.split import (
 from ddpilot.user_files import CodeLine
 from ddpilot.watch.explain.text import (
     describe_shortly,
-    say_call,
-    say_spot,
+    render_call,
+    render_spot,
     show_file,
 )
 from ddpilot.watch.matching.progress import GroupProgress
@@ -149,11 +149,9 @@ def _extra_forward(here: CollectiveSide, there: CollectiveSide, split: Split | N
     if same_line or (branch is None and not is_new):
         return None
     who = render_ranks(here.ranks)
-    inside = f", inside {_say(branch.file, branch.condition)}" if branch is not None else ""
+    inside = f", inside {_render_point(branch.file, branch.condition)}" if branch is not None else ""
     what = "broadcasts its buffers" if part.what == "buffers" else "broadcasts its order of buckets"
-    why = (
-        f"the forward of a DDP model {what} to all ranks, and only {who} runs the one at {say_spot(_at(here))}{inside}"
-    )
+    why = f"the forward of a DDP model {what} to all ranks, and only {who} runs it at {render_spot(_at(here))}{inside}"
     return Cause(code="DDP211", ranks=here.ranks, why=why, at=_at(here))
 
 
@@ -169,7 +167,7 @@ def _was_there(gone: CollectiveSide, here: CollectiveSide) -> bool:
 def _loop_left(split: LoopLeft, here: CollectiveSide, gone: CollectiveSide) -> Cause | None:
     if split.outer is not None and not split.reasons and _left_outside(here, gone):
         split = split.outer
-    who, others, loop = render_ranks(gone.ranks), render_ranks(here.ranks), _say(split.file, split.loop)
+    who, others, loop = render_ranks(gone.ranks), render_ranks(here.ranks), _render_point(split.file, split.loop)
     reason = next(iter(split.reasons), None)
     if reason is not None:
         return _loop_left_because(reason, split, here, gone)
@@ -183,14 +181,14 @@ def _loop_left(split: LoopLeft, here: CollectiveSide, gone: CollectiveSide) -> C
     else:
         why = f"{loop} ran fewer iterations on {who} than on {others}, for example because of fewer batches"
         if split.data_end is not None and split.data_end.line != split.loop.line:
-            why += f"; its data ends at {_say(split.file, split.data_end)}"
+            why += f"; its data ends at {_render_point(split.file, split.data_end)}"
         code = "DDP207"
     return Cause(code=code, ranks=gone.ranks, why=why, at=_at(here))
 
 
 def _loop_left_because(reason: Reason, split: LoopLeft, here: CollectiveSide, gone: CollectiveSide) -> Cause:
-    who, others, loop = render_ranks(gone.ranks), render_ranks(here.ranks), _say(split.file, split.loop)
-    point = _say(reason.file, reason.point)
+    who, others, loop = render_ranks(gone.ranks), render_ranks(here.ranks), _render_point(split.file, split.loop)
+    point = _render_point(reason.file, reason.point)
     if reason.kind == "exit":
         code, why = "DDP208", f"{who} left {loop} earlier than {others}: {point} is decided per rank"
         if reason.point.line == split.loop.line:
@@ -223,25 +221,25 @@ def _left_outside(here: CollectiveSide, gone: CollectiveSide) -> bool:
 def _handler_entered(split: HandlerEntered, here: CollectiveSide, gone: CollectiveSide) -> Cause:
     who, others = render_ranks(gone.ranks), render_ranks(here.ranks)
     reason = "an error" if split.handler.text.startswith("except") else "an error or an early exit"
-    point = ("the end of " if "with " in split.handler.text else "") + _say(split.file, split.handler)
+    point = ("the end of " if "with " in split.handler.text else "") + _render_point(split.file, split.handler)
     why = f"{who} entered {point} after {reason} that {others} did not have, and called a collective there too early"
     return Cause(code="DDP210", ranks=gone.ranks, why=why, at=_at(gone))
 
 
 def _returned_early(split: ReturnedEarly, here: CollectiveSide, gone: CollectiveSide) -> Cause:
-    point = _say(split.file, split.condition)
-    why = f"{render_ranks(gone.ranks)} did not reach {_say_where(here)}: {point} may have returned before"
+    point = _render_point(split.file, split.condition)
+    why = f"{render_ranks(gone.ranks)} did not reach {_render_where(here)}: {point} may have returned before"
     return Cause(code="DDP201" if gone.entry is not None else "DDP220", ranks=gone.ranks, why=why, at=_at(here))
 
 
 def _branch_taken(split: BranchTaken, here: CollectiveSide, there: CollectiveSide) -> Cause:
     behind = "only reached if this is false:" if split.condition.is_else else "inside"
     is_called = here.chain and split.at.line != here.chain[-1].line
-    via = f", called at {say_spot(split.at)}," if is_called else ""
+    via = f", called at {render_spot(split.at)}," if is_called else ""
     rest = "the other ranks do not call it"
     if there.chain:
-        rest = f"{render_ranks(there.ranks)} continued to {say_spot(_at(there))}"
-    why = f"{_say_where(here)}{via} is {behind} {_say(split.file, split.condition)}; {rest}"
+        rest = f"{render_ranks(there.ranks)} continued to {render_spot(_at(there))}"
+    why = f"{_render_where(here)}{via} is {behind} {_render_point(split.file, split.condition)}; {rest}"
     code = "DDP201" if there.entry is not None else "DDP220"
     return Cause(code=code, ranks=here.ranks, why=why, at=_at(here), is_branch=not split.has_sibling)
 
@@ -250,17 +248,17 @@ def _iteration_skipped(split: IterationSkipped, one: CollectiveSide) -> Cause | 
     if split.reason is None:
         return None
     what = "is decided per rank" if split.reason.kind == "continue" else "continues after an error"
-    point = _say(split.reason.file, split.reason.point)
+    point = _render_point(split.reason.file, split.reason.point)
     why = f"the ranks are at different points of one loop: {point} {what}, so that some skip part of an iteration"
     return Cause(code="DDP210", ranks=split.ranks, why=why, at=_at(one))
 
 
-def _say_where(side: CollectiveSide) -> str:
-    spot = say_spot(_at(side))
+def _render_where(side: CollectiveSide) -> str:
+    spot = render_spot(_at(side))
     return f"the {describe_shortly(side.entry)} at {spot}" if side.entry is not None else spot
 
 
-def _say(file: str, point: DecisionPoint) -> str:
+def _render_point(file: str, point: DecisionPoint) -> str:
     text = point.text.partition("  #")[0].strip()
     return f"`{text}` ({show_file(file)}:{point.line})"
 
@@ -282,18 +280,18 @@ def show_common(progress: GroupProgress, seq: int) -> tuple[str, ...]:
         return ()
     if len({(entry.op, entry.line and entry.line.position) for entry in entries}) > 1:
         return ()  # different calls that were matched by their number
-    return (f"in common until #{seq - 1}: {say_call(entries[0])}",)
+    return (f"in common until #{seq - 1}: {render_call(entries[0])}",)
 
 
 def side_in_collective(
-    view: JobSnapshot, progress: GroupProgress, ranks: tuple[int, ...], seq: int, *, stacks: bool = True
+    job: JobSnapshot, progress: GroupProgress, ranks: tuple[int, ...], seq: int, *, stacks: bool = True
 ) -> CollectiveSide:
     """Build the party of `ranks` in collective `seq` from the first of them that has called it, or from the first."""
     rank = next((each for each in ranks if progress.at(each, seq) is not None), ranks[0])
     entry = progress.at(rank, seq)
     earlier = [each for each in progress.by_rank.get(rank, ()) if each.seq is not None and each.seq < seq]
     lines = frozenset(each.line.position for each in earlier if each.line is not None)
-    seen = view.ranks.get(rank)
+    seen = job.ranks.get(rank)
     chain = chain_of(seen, entry) if seen is not None and stacks else ()
     if not chain and entry is not None:
         chain = chain_of_line(entry.line)
@@ -322,7 +320,7 @@ def _passes_of(rank: RankSnapshot | None) -> dict[int, int]:
 
 
 def find_origin(
-    view: JobSnapshot, progress: GroupProgress, one: int, other: int, seq: int, sources: Sources
+    job: JobSnapshot, progress: GroupProgress, one: int, other: int, seq: int, sources: Sources
 ) -> tuple[CollectiveSide, CollectiveSide] | None:
     """Find where two ranks first called collectives from different lines, which may have caused the mismatch at `seq`.
 
@@ -340,7 +338,7 @@ def find_origin(
             found, same = number, 0
     if found is None or (found == start and start > 0):
         return None
-    return tuple(side_in_collective(view, progress, (rank,), found, stacks=False) for rank in (one, other))  # type: ignore[return-value]
+    return tuple(side_in_collective(job, progress, (rank,), found, stacks=False) for rank in (one, other))  # type: ignore[return-value]
 
 
 def _first_seq(progress: GroupProgress, rank: int) -> int:
@@ -355,9 +353,9 @@ def _site(entry: Collective) -> tuple[object, ...]:
 
 def _are_siblings(one: Collective, other: Collective, sources: Sources) -> bool:
     """True if the two call paths split at different branches of one condition, as the two sides of a broadcast may."""
-    ways = zip(chain_of_line(one.line), chain_of_line(other.line), strict=False)
-    parted = ((first, second) for first, second in ways if first.position != second.position)
-    first, second = next(parted, (None, None))
+    pairs = zip(chain_of_line(one.line), chain_of_line(other.line), strict=False)
+    different = ((first, second) for first, second in pairs if first.position != second.position)
+    first, second = next(different, (None, None))
     source = sources.find(first) if first is not None else None
     if source is None or first is None or second is None or first.file != second.file:
         return False
@@ -365,11 +363,11 @@ def _are_siblings(one: Collective, other: Collective, sources: Sources) -> bool:
     return any(nodes.get(id(block.node), block.part) != block.part for block in source.blocks(second.line))
 
 
-def side_in_wait(view: JobSnapshot, wait: Wait, held: tuple[int, ...]) -> CollectiveSide:
+def side_in_wait(job: JobSnapshot, wait: Wait, held: tuple[int, ...]) -> CollectiveSide:
     """Build the party of the ranks `held` in `wait`."""
-    if wait.meeting is not None:
-        return side_in_collective(view, wait.meeting.progress, held, wait.meeting.seq)
-    entry, log = wait.held[held[0]], view.ranks[held[0]].log
+    if wait.incomplete is not None:
+        return side_in_collective(job, wait.incomplete.progress, held, wait.incomplete.seq)
+    entry, log = wait.held[held[0]], job.ranks[held[0]].log
     entries = (*(each for each in (log.collectives if log is not None else ()) if each.is_p2p), entry)
     lines = frozenset(each.line.position for each in entries if each.line is not None)
-    return CollectiveSide(ranks=held, chain=chain_of(view.ranks[held[0]], entry), entry=entry, lines=lines)
+    return CollectiveSide(ranks=held, chain=chain_of(job.ranks[held[0]], entry), entry=entry, lines=lines)

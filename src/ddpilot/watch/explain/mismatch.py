@@ -33,8 +33,8 @@ from ddpilot.watch.explain.text import (
     merge_rows,
     name_group,
     place_of,
-    say_place,
-    say_spot,
+    render_place,
+    render_spot,
     show_file,
 )
 from ddpilot.watch.matching.mismatch import (
@@ -65,45 +65,45 @@ _WORDS = {
 }
 
 
-def explain_mismatch(view: JobSnapshot, meet: MismatchedCollective, sources: Sources) -> Finding:
+def explain_mismatch(job: JobSnapshot, mismatched: MismatchedCollective, sources: Sources) -> Finding:
     """Return the finding for a mismatch, with its cause where the source and the logs determine it."""
-    sides = [ranks for _, ranks in meet.clash.said]
-    rest, odd = _party(view, meet, sides[0]), _party(view, meet, sides[1])
-    cause = find_joined(meet.progress, meet.seq) or _find_cause(view, meet, rest, odd, sources)
-    reason = find_reason(view, meet, rest.chain, odd.chain, sources) if cause is None else Reason()
-    code = "DDP201" if reason.are_other_calls else _choose_code(meet, cause)
-    wraps = find_wrap_difference(view) if code in _OF_CONSTRUCTION.values() else None
+    sides = [ranks for _, ranks in mismatched.mismatch.values]
+    rest, odd = _party(job, mismatched, sides[0]), _party(job, mismatched, sides[1])
+    cause = find_joined(mismatched.progress, mismatched.seq) or _find_cause(job, mismatched, rest, odd, sources)
+    reason = find_reason(job, mismatched, rest.chain, odd.chain, sources) if cause is None else Reason()
+    code = "DDP201" if reason.are_other_calls else _choose_code(mismatched, cause)
+    wraps = find_wrap_difference(job) if code in _OF_CONSTRUCTION.values() else None
     if wraps is not None:
         code, cause = wraps.code, Cause(code=wraps.code, ranks=wraps.ranks, why=wraps.why)
-    special = reason.fix if cause is None else cause.fix or special_fix(meet)
+    special = reason.fix if cause is None else cause.fix or special_fix(mismatched)
     smallest = min(sides, key=lambda ranks: (len(ranks), -ranks[0]))
-    at = cause.at if cause is not None and cause.at is not None else meet.by_rank[smallest[0]].line
+    at = cause.at if cause is not None and cause.at is not None else mismatched.by_rank[smallest[0]].line
     return make_finding(
         code,
-        summary=_summarize(meet),
+        summary=_summarize(mismatched),
         ranks=(cause.ranks if cause is not None else ())
-        or (smallest if len(sides) == 2 else tuple(sorted(meet.by_rank))),
+        or (smallest if len(sides) == 2 else tuple(sorted(mismatched.by_rank))),
         line=place_of(at),
-        evidence=(*_show_sides(view, meet), *show_common(meet.progress, meet.seq)),
-        why=cause.why if cause is not None else reason.why or _why(meet),
+        evidence=(*_show_sides(job, mismatched), *show_common(mismatched.progress, mismatched.seq)),
+        why=cause.why if cause is not None else reason.why or _why(mismatched),
         fix=special or FIXES.get(code, ""),
     )
 
 
 def _find_cause(
-    view: JobSnapshot, meet: MismatchedCollective, rest: CollectiveSide, odd: CollectiveSide, sources: Sources
+    job: JobSnapshot, mismatched: MismatchedCollective, rest: CollectiveSide, odd: CollectiveSide, sources: Sources
 ) -> Cause | None:
     lines = [[frame.position for frame in side.chain[-1:]] for side in (rest, odd)]
-    if meet.clash.aspect != "op" and lines[0] == lines[1]:
+    if mismatched.mismatch.aspect != "op" and lines[0] == lines[1]:
         return None
-    origin = find_origin(view, meet.progress, rest.ranks[0], odd.ranks[0], meet.seq, sources)
+    origin = find_origin(job, mismatched.progress, rest.ranks[0], odd.ranks[0], mismatched.seq, sources)
     return (find_cause(*origin, sources) if origin is not None else None) or find_cause(rest, odd, sources)
 
 
-def _choose_code(meet: MismatchedCollective, cause: Cause | None) -> str:
-    parts = {entry.ddp.what for entry in meet.by_rank.values() if entry.ddp is not None}
-    own = (_OF_CONSTRUCTION if parts == {"construction"} else _CODES).get(meet.clash.aspect, "DDP201")
-    if len({entry.ddp and (entry.ddp.what, entry.ddp.names) for entry in meet.by_rank.values()}) > 1:
+def _choose_code(mismatched: MismatchedCollective, cause: Cause | None) -> str:
+    parts = {entry.ddp.what for entry in mismatched.by_rank.values() if entry.ddp is not None}
+    own = (_OF_CONSTRUCTION if parts == {"construction"} else _CODES).get(mismatched.mismatch.aspect, "DDP201")
+    if len({entry.ddp and (entry.ddp.what, entry.ddp.names) for entry in mismatched.by_rank.values()}) > 1:
         own = "DDP201" if own in ("DDP202", "DDP203") else own  # different gradients, or one side has none
     if cause is None or (cause.code in ("DDP201", "DDP220") and not cause.is_branch):
         return own
@@ -112,33 +112,35 @@ def _choose_code(meet: MismatchedCollective, cause: Cause | None) -> str:
     return cause.code
 
 
-def _summarize(meet: MismatchedCollective) -> str:
-    values = [value for value, _ in meet.clash.said[:4]]
-    said = ", ".join(values[:-1]) + f" and {values[-1]}"
-    words = _WORDS[meet.clash.aspect]
-    what = f" {words}: {said.replace(' elements and', ' and')}" if words else ""
-    return f"collective #{meet.seq} of {name_group(meet.progress.group)} differs between ranks{what}"
+def _summarize(mismatched: MismatchedCollective) -> str:
+    values = [value for value, _ in mismatched.mismatch.values[:4]]
+    texts = ", ".join(values[:-1]) + f" and {values[-1]}"
+    words = _WORDS[mismatched.mismatch.aspect]
+    what = f" {words}: {texts.replace(' elements and', ' and')}" if words else ""
+    return f"collective #{mismatched.seq} of {name_group(mismatched.progress.group)} differs between ranks{what}"
 
 
-def _why(meet: MismatchedCollective) -> str:
-    if meet.clash.aspect == "reduce-op":
+def _why(mismatched: MismatchedCollective) -> str:
+    if mismatched.mismatch.aspect == "reduce-op":
         return "each rank reduces in its own way: the results differ between ranks, and nothing stops"
-    if meet.clash.aspect == "shape":
+    if mismatched.mismatch.aspect == "shape":
         return "as many numbers in another order: what meets does not belong together, and nothing stops"
-    if meet.clash.aspect == "op":
-        return "collectives meet by their order in the group, whatever they are: some ranks are ahead, or elsewhere"
-    return f"ranks that are in one collective have to agree about its {meet.clash.aspect}"
+    if mismatched.mismatch.aspect == "op":
+        return (
+            "collectives mismatched by their order in the group, whatever they are: some ranks are ahead, or elsewhere"
+        )
+    return f"ranks that are in one collective have to agree about its {mismatched.mismatch.aspect}"
 
 
-def _show_sides(view: JobSnapshot, meet: MismatchedCollective) -> tuple[str, ...]:
-    said = {rank: value for value, ranks in meet.clash.said for rank in ranks}
+def _show_sides(job: JobSnapshot, mismatched: MismatchedCollective) -> tuple[str, ...]:
+    by_rank = {rank: value for value, ranks in mismatched.mismatch.values for rank in ranks}
     rows = []
-    for rank, entry in meet.by_rank.items():
+    for rank, entry in mismatched.by_rank.items():
         what = describe(entry)
-        value = said.get(rank, "")
-        if meet.clash.aspect in ("size", "root") and value not in what:
+        value = by_rank.get(rank, "")
+        if mismatched.mismatch.aspect in ("size", "root") and value not in what:
             what = f"{what} ({value})"
-        rows.append((rank, what + _fate(view.ranks.get(rank)), say_place(entry.line)))
+        rows.append((rank, what + _fate(job.ranks.get(rank)), render_place(entry.line)))
     return lay_out(merge_rows(rows))
 
 
@@ -147,13 +149,13 @@ def _fate(rank: RankSnapshot | None) -> str:
     return f", died of {signal_name}" if signal_name else ""
 
 
-def _party(view: JobSnapshot, meet: MismatchedCollective, ranks: tuple[int, ...]) -> CollectiveSide:
-    return side_in_collective(view, meet.progress, ranks, meet.seq)
+def _party(job: JobSnapshot, mismatched: MismatchedCollective, ranks: tuple[int, ...]) -> CollectiveSide:
+    return side_in_collective(job, mismatched.progress, ranks, mismatched.seq)
 
 
-def involved(meet: MismatchedCollective) -> tuple[int, ...]:
+def involved(mismatched: MismatchedCollective) -> tuple[int, ...]:
     """Return one rank of each side: their stacks show the most."""
-    return tuple(ranks[0] for _, ranks in meet.clash.said)
+    return tuple(ranks[0] for _, ranks in mismatched.mismatch.values)
 
 
 _THREAD_FIX = (
@@ -179,59 +181,63 @@ class Reason:
     """True if the ranks are in different calls."""
 
 
-def find_reason(view: JobSnapshot, meet: MismatchedCollective, one: Chain, other: Chain, sources: Sources) -> Reason:
-    """Return the first reason that applies to the two sides of `meet`, whose calls are `one` and `other`."""
-    sides = [ranks for _, ranks in meet.clash.said]
-    thread = _say_thread(view, meet)
-    other_calls = _say_other_calls(meet, sides)
+def find_reason(
+    job: JobSnapshot, mismatched: MismatchedCollective, one: Chain, other: Chain, sources: Sources
+) -> Reason:
+    """Return the first reason that applies to the two sides of `mismatched`, whose calls are `one` and `other`."""
+    sides = [ranks for _, ranks in mismatched.mismatch.values]
+    thread = _render_thread(job, mismatched)
+    other_calls = _render_other_calls(mismatched, sides)
     if thread or other_calls:
-        fix = _THREAD_FIX if thread else special_fix(meet)
+        fix = _THREAD_FIX if thread else special_fix(mismatched)
         return Reason(why=thread or other_calls, fix=fix, are_other_calls=bool(other_calls))
-    unordered = say_unordered(one, other, sources)
+    unordered = render_unordered(one, other, sources)
     if unordered:
         return Reason(why=unordered, fix=UNORDERED_FIX)
-    left_order = say_left_order(meet.progress, meet.seq, *sides[:2]) if _is_of_tensors(meet) else ""
-    return Reason(why=left_order, fix=ORDER_FIX if left_order else special_fix(meet))
+    left_order = (
+        render_left_order(mismatched.progress, mismatched.seq, *sides[:2]) if _is_of_tensors(mismatched) else ""
+    )
+    return Reason(why=left_order, fix=ORDER_FIX if left_order else special_fix(mismatched))
 
 
-def _is_of_tensors(meet: MismatchedCollective) -> bool:
-    return meet.clash.aspect in ("size", "dtype")
+def _is_of_tensors(mismatched: MismatchedCollective) -> bool:
+    return mismatched.mismatch.aspect in ("size", "dtype")
 
 
-def _say_other_calls(meet: MismatchedCollective, sides: Sequence[tuple[int, ...]]) -> str:
+def _render_other_calls(mismatched: MismatchedCollective, sides: Sequence[tuple[int, ...]]) -> str:
     """Return a sentence if the sides are in different calls; empty otherwise."""
-    if not _is_of_tensors(meet):
+    if not _is_of_tensors(mismatched):
         return ""
-    is_other = are_other_buckets(meet.clash, *(meet.by_rank[ranks[0]] for ranks in sides[:2]))
-    return say_other_calls(meet.progress, meet.seq, *sides[:2]) or (_OTHER_BUCKETS if is_other else "")
+    is_other = are_other_buckets(mismatched.mismatch, *(mismatched.by_rank[ranks[0]] for ranks in sides[:2]))
+    return render_other_calls(mismatched.progress, mismatched.seq, *sides[:2]) or (_OTHER_BUCKETS if is_other else "")
 
 
-def special_fix(meet: MismatchedCollective) -> str:
+def special_fix(mismatched: MismatchedCollective) -> str:
     """Return the fix for arguments of this kind; empty if the usual fix for the code applies."""
-    if meet.clash.aspect == "shape":
+    if mismatched.mismatch.aspect == "shape":
         return _SHAPE_FIX
-    is_exchange = any(entry.op in EXCHANGES for entry in meet.by_rank.values())
-    return _EXCHANGE_FIX if is_exchange and meet.clash.aspect == "size" else ""
+    is_exchange = any(entry.op in EXCHANGES for entry in mismatched.by_rank.values())
+    return _EXCHANGE_FIX if is_exchange and mismatched.mismatch.aspect == "size" else ""
 
 
-def _say_thread(view: JobSnapshot, meet: MismatchedCollective) -> str:
+def _render_thread(job: JobSnapshot, mismatched: MismatchedCollective) -> str:
     """Return a sentence if one of the calls comes from a thread other than the main thread; empty otherwise."""
-    for rank, entry in sorted(meet.by_rank.items()):
-        main = _main_thread(view, rank)
-        if entry.ddp is None and main not in (0, entry.thread) and _is_shared(meet.progress.by_rank[rank], main):
-            others = [each for each in meet.by_rank if each != rank]
-            is_alone = not any(_calls_beside(view, meet, each) for each in others)
+    for rank, entry in sorted(mismatched.by_rank.items()):
+        main = _main_thread(job, rank)
+        if entry.ddp is None and main not in (0, entry.thread) and _is_shared(mismatched.progress.by_rank[rank], main):
+            others = [each for each in mismatched.by_rank if each != rank]
+            is_alone = not any(_calls_beside(job, mismatched, each) for each in others)
             alone = f", as {render_ranks(others)} never did" if is_alone else ""
-            spot = say_spot(entry.line)
+            spot = render_spot(entry.line)
             return (
                 f"{render_ranks([rank])} calls the one at {spot} from another thread{alone}: threads come in any order"
             )
     return ""
 
 
-def _main_thread(view: JobSnapshot, rank: int) -> int:
+def _main_thread(job: JobSnapshot, rank: int) -> int:
     """Return the id of the main thread, which is the pid; 0 if it is unknown."""
-    seen = view.ranks.get(rank)
+    seen = job.ranks.get(rank)
     return seen.log.pid if seen is not None and seen.log is not None else 0
 
 
@@ -239,10 +245,10 @@ def _is_shared(entries: Sequence[Collective], thread: int) -> bool:
     return any(entry.thread == thread for entry in entries)
 
 
-def _calls_beside(view: JobSnapshot, meet: MismatchedCollective, rank: int) -> bool:
+def _calls_beside(job: JobSnapshot, mismatched: MismatchedCollective, rank: int) -> bool:
     """True if `rank` has called collectives, other than DDP's, outside its main thread."""
-    main = _main_thread(view, rank)
-    return any(entry.ddp is None and entry.thread != main for entry in meet.progress.by_rank.get(rank, ()))
+    main = _main_thread(job, rank)
+    return any(entry.ddp is None and entry.thread != main for entry in mismatched.progress.by_rank.get(rank, ()))
 
 
 ORDER_FIX = (
@@ -253,28 +259,28 @@ _MIN_TIMES = 2
 """A call counts as the regular successor if it followed the same call this often, with no exception."""
 
 
-def are_other_buckets(clash: Mismatch, first: Collective, second: Collective) -> bool:
+def are_other_buckets(mismatch: Mismatch, first: Collective, second: Collective) -> bool:
     """Return True if these are gradient buckets of different parameters.
 
     DDP compares the sizes of the same parameters when it wraps the model, so different sizes imply different
     parameters.
     """
     parts = [entry.ddp for entry in (first, second)]
-    return clash.aspect == "size" and all(part is not None and part.what == "bucket" for part in parts)
+    return mismatch.aspect == "size" and all(part is not None and part.what == "bucket" for part in parts)
 
 
-def say_other_calls(progress: GroupProgress, seq: int, one: tuple[int, ...], other: tuple[int, ...]) -> str:
+def render_other_calls(progress: GroupProgress, seq: int, one: tuple[int, ...], other: tuple[int, ...]) -> str:
     """Return a sentence if both sides call at `seq`, from different lines, what both have called before; else empty."""
     mine, theirs = progress.at(one[0], seq), progress.at(other[0], seq)
     if mine is None or theirs is None or _call_site(mine) == _call_site(theirs):
         return ""
     if not (_has_called(progress, one[0], seq, theirs) and _has_called(progress, other[0], seq, mine)):
         return ""
-    spots = f"{render_ranks(one)} at {say_spot(mine.line)}, {render_ranks(other)} at {say_spot(theirs.line)}"
+    spots = f"{render_ranks(one)} at {render_spot(mine.line)}, {render_ranks(other)} at {render_spot(theirs.line)}"
     return f"these are different calls, of which all ranks make both: {spots}; some are ahead, or make one more"
 
 
-def say_left_order(progress: GroupProgress, seq: int, one: tuple[int, ...], other: tuple[int, ...]) -> str:
+def render_left_order(progress: GroupProgress, seq: int, one: tuple[int, ...], other: tuple[int, ...]) -> str:
     """Return a sentence if one side makes the usual call at `seq` and the other a known other call; else empty."""
     for keeps, leaves in ((one, other), (other, one)):
         before, mine, theirs = progress.at(keeps[0], seq - 1), progress.at(keeps[0], seq), progress.at(leaves[0], seq)
@@ -346,10 +352,10 @@ def _explain(joined: tuple[int, ...], answer: Collective, others: tuple[int, ...
     assert answer.line is not None
     assert own.line is not None
     who = f"{render_ranks(joined)} {'has' if len(joined) == 1 else 'have'} no more batches and"
-    answers = f"{'waits' if len(joined) == 1 else 'wait'} in Join ({say_spot(answer.line)})"
+    answers = f"{'waits' if len(joined) == 1 else 'wait'} in Join ({render_spot(answer.line)})"
     why = (
         f"{who} {answers}, which answers for DDP's collectives alone: the {describe_shortly(own)} of "
-        f"{render_ranks(others)} at {say_spot(own.line)} (#{own.seq}) met one of Join's"
+        f"{render_ranks(others)} at {render_spot(own.line)} (#{own.seq}) met one of Join's"
     )
     return Cause(code="DDP207", ranks=others, why=why, at=own.line, fix=_FIX)
 
@@ -357,7 +363,7 @@ def _explain(joined: tuple[int, ...], answer: Collective, others: tuple[int, ...
 UNORDERED_FIX = "go over `sorted(...)` of it, or over a list or a dict that all ranks fill in the same order"
 
 
-def say_unordered(one: Chain, other: Chain, sources: Sources) -> str:
+def render_unordered(one: Chain, other: Chain, sources: Sources) -> str:
     """Return a sentence if both call chains are at one line in a loop over a set; empty otherwise.
 
     For one of them only its line may be known.

@@ -28,11 +28,11 @@ from ddpilot.watch.explain.text import (
     merge_rows,
     name_group,
     place_of,
-    say_call,
-    say_place,
+    render_call,
+    render_place,
     who_does,
 )
-from ddpilot.watch.explain.waits import OpenWait, explain_open_wait, say_waiting_for
+from ddpilot.watch.explain.waits import OpenWait, explain_open_wait, render_waiting_for
 from ddpilot.watch.matching.outcomes import RankOutcome, first_deaths
 from ddpilot.watch.matching.progress import IncompleteCollective
 from ddpilot.watch.matching.waits import Wait
@@ -43,27 +43,27 @@ _DEATH_FIX = "look at how it ended; the others wait for it, and end with errors 
 
 
 def explain_exited(
-    view: JobSnapshot, wait: Wait, gone: Sequence[int], fates: Mapping[int, RankOutcome], sources: Sources
+    job: JobSnapshot, wait: Wait, gone: Sequence[int], outcomes: Mapping[int, RankOutcome], sources: Sources
 ) -> Finding:
     """Return the finding for ranks that wait for ranks that have ended."""
-    ranks = _blame(view, gone, fates)
-    words = fates[ranks[0]].words
-    has_died = fates[ranks[0]].state != "finished"
+    ranks = _blame(job, gone, outcomes)
+    words = outcomes[ranks[0]].words
+    has_died = outcomes[ranks[0]].state != "finished"
     held = tuple(sorted(wait.held))
-    one = side_in_wait(view, wait, held)
-    cause = _find_cause(view, wait, one, ranks, has_died, sources)
-    code = cause.code if cause is not None else _code_of(wait, view.ranks.get(ranks[0]), has_died)
+    one = side_in_wait(job, wait, held)
+    cause = _find_cause(job, wait, one, ranks, has_died, sources)
+    code = cause.code if cause is not None else _code_of(wait, job.ranks.get(ranks[0]), has_died)
     at = cause.at if cause is not None else one.chain[-1] if one.chain else None
     if has_died and cause is None:
-        error_chain = chain_of(view.ranks[ranks[0]], None) if ranks[0] in view.ranks else ()
+        error_chain = chain_of(job.ranks[ranks[0]], None) if ranks[0] in job.ranks else ()
         at = error_chain[-1] if error_chain else at
     return make_finding(
         code,
         severity="error",
-        summary=f"{who_does(ranks, words)}, and {say_waiting_for(held)} {_it(ranks)} in {_say_what(wait)}",
+        summary=f"{who_does(ranks, words)}, and {render_waiting_for(held)} {_it(ranks)} in {_render_what(wait)}",
         ranks=cause.ranks if cause is not None and cause.ranks else ranks,
         line=place_of(at),
-        evidence=(*_show(view, wait, gone, fates), *_common(wait)),
+        evidence=(*_show(job, wait, gone, outcomes), *_common(wait)),
         why=cause.why if cause is not None else _why(wait, ranks, words, has_died),
         fix=FIXES.get(code, _DEATH_FIX),
     )
@@ -72,34 +72,34 @@ def explain_exited(
 def _code_of(wait: Wait, gone: RankSnapshot | None, has_died: bool) -> str:
     if has_died:
         return "DDP209"
-    if wait.meeting is None:
+    if wait.incomplete is None:
         return "DDP219"
     if gone is None or gone.log is None or gone.process.state != "running":
         return "DDP208"
     return "DDP216" if gone.log.closed_ns is None else "DDP208"
 
 
-def _blame(view: JobSnapshot, gone: Sequence[int], fates: Mapping[int, RankOutcome]) -> tuple[int, ...]:
+def _blame(job: JobSnapshot, gone: Sequence[int], outcomes: Mapping[int, RankOutcome]) -> tuple[int, ...]:
     """Return the ranks, of those in `gone`, that ended first; all of them ended in the same way."""
-    firsts = [rank for rank in first_deaths(view, dict(fates)) if rank in gone]
+    firsts = [rank for rank in first_deaths(job, dict(outcomes)) if rank in gone]
     for state in ("died", "finished", "victim"):
-        of_state = [rank for rank in (firsts if state == "died" and firsts else gone) if fates[rank].state == state]
+        of_state = [rank for rank in (firsts if state == "died" and firsts else gone) if outcomes[rank].state == state]
         if of_state:
-            words = fates[of_state[0]].words
-            return tuple(rank for rank in of_state if fates[rank].words == words)
+            words = outcomes[of_state[0]].words
+            return tuple(rank for rank in of_state if outcomes[rank].words == words)
     return tuple(gone)
 
 
 def _find_cause(
-    view: JobSnapshot, wait: Wait, one: CollectiveSide, gone: tuple[int, ...], has_died: bool, sources: Sources
+    job: JobSnapshot, wait: Wait, one: CollectiveSide, gone: tuple[int, ...], has_died: bool, sources: Sources
 ) -> Cause | None:
-    meeting = wait.meeting
-    if meeting is None:
+    incomplete = wait.incomplete
+    if incomplete is None:
         return None
-    other = side_in_collective(view, meeting.progress, gone, meeting.seq)
+    other = side_in_collective(job, incomplete.progress, gone, incomplete.seq)
     if not has_died:
         other = replace(other, chain=(), entry=None)
-    origin = _origin(view, meeting, one.ranks[0], gone[0], sources)
+    origin = _origin(job, incomplete, one.ranks[0], gone[0], sources)
     cause = (find_cause(*origin, sources) if origin is not None else None) or find_cause(one, other, sources)
     if cause is None or (has_died and cause.code != "DDP212"):
         return None
@@ -109,43 +109,43 @@ def _find_cause(
 
 
 def _origin(
-    view: JobSnapshot, meeting: IncompleteCollective, one: int, other: int, sources: Sources
+    job: JobSnapshot, incomplete: IncompleteCollective, one: int, other: int, sources: Sources
 ) -> tuple[CollectiveSide, CollectiveSide] | None:
-    if one not in meeting.progress.by_rank or other not in meeting.progress.by_rank:
+    if one not in incomplete.progress.by_rank or other not in incomplete.progress.by_rank:
         return None
-    return find_origin(view, meeting.progress, one, other, meeting.seq, sources)
+    return find_origin(job, incomplete.progress, one, other, incomplete.seq, sources)
 
 
-def _say_what(wait: Wait) -> str:
-    if wait.meeting is None:
+def _render_what(wait: Wait) -> str:
+    if wait.incomplete is None:
         return describe(next(iter(wait.held.values())))
     entry = wait.held[min(wait.held)]
-    return f"{describe_shortly(entry)} (#{wait.meeting.seq} of {name_group(wait.meeting.progress.group)})"
+    return f"{describe_shortly(entry)} (#{wait.incomplete.seq} of {name_group(wait.incomplete.progress.group)})"
 
 
-def _show(view: JobSnapshot, wait: Wait, gone: Sequence[int], fates: Mapping[int, RankOutcome]) -> tuple[str, ...]:
-    rows = [(rank, describe(entry), say_place(entry.line)) for rank, entry in sorted(wait.held.items())]
-    rows += [(rank, fates[rank].words, _say_last(wait, view, rank)) for rank in gone]
+def _show(job: JobSnapshot, wait: Wait, gone: Sequence[int], outcomes: Mapping[int, RankOutcome]) -> tuple[str, ...]:
+    rows = [(rank, describe(entry), render_place(entry.line)) for rank, entry in sorted(wait.held.items())]
+    rows += [(rank, outcomes[rank].words, _render_last(wait, job, rank)) for rank in gone]
     return lay_out(merge_rows(rows))
 
 
-def _say_last(wait: Wait, view: JobSnapshot, rank: int) -> str:
-    chain = chain_of(view.ranks[rank], None) if rank in view.ranks and view.ranks[rank].error is not None else ()
+def _render_last(wait: Wait, job: JobSnapshot, rank: int) -> str:
+    chain = chain_of(job.ranks[rank], None) if rank in job.ranks and job.ranks[rank].error is not None else ()
     if chain:
-        return say_place(chain[-1])
-    last = wait.meeting.progress.last(rank) if wait.meeting is not None else None
-    return f"its last was #{last.seq}: {say_call(last)}" if last is not None else ""
+        return render_place(chain[-1])
+    last = wait.incomplete.progress.last(rank) if wait.incomplete is not None else None
+    return f"its last was #{last.seq}: {render_call(last)}" if last is not None else ""
 
 
 def _common(wait: Wait) -> tuple[str, ...]:
-    return show_common(wait.meeting.progress, wait.meeting.seq) if wait.meeting is not None else ()
+    return show_common(wait.incomplete.progress, wait.incomplete.seq) if wait.incomplete is not None else ()
 
 
 def _why(wait: Wait, ranks: Sequence[int], words: str, has_died: bool) -> str:
     if has_died:
         more = " (the kernel does that when memory is out; `dmesg` says so)" if "SIGKILL" in words else ""
         return f"{who_does(ranks, words)}{more}; what the others say after that follows from it"
-    if wait.meeting is None:
+    if wait.incomplete is None:
         return f"{who_does(ranks, words)} without the other side of this"
     return f"{who_does(ranks, words)} without calling this: it has come to its end on another way, or with fewer rounds"
 
@@ -162,29 +162,29 @@ _BY_LAUNCHER = ("SIGTERM", "SIGINT")
 
 
 def explain_outlasted(
-    view: JobSnapshot, earlier: JobSnapshot | None, wait: Wait, fates: Mapping[int, RankOutcome]
+    job: JobSnapshot, earlier: JobSnapshot | None, wait: Wait, outcomes: Mapping[int, RankOutcome]
 ) -> Finding | None:
     """Return the finding for ranks that had not arrived at the timeout, or closed their connections; None if neither.
 
     The launcher terminates the other ranks after a failure; a rank that it terminated counts as having continued.
     """
-    ended_ns = [view.ranks[rank].process.ended_ns for rank in wait.held if fates[rank].is_gone]
+    ended_ns = [job.ranks[rank].process.ended_ns for rank in wait.held if outcomes[rank].is_gone]
     first_ns = min((each for each in ended_ns if each is not None), default=None)
-    late = tuple(rank for rank in wait.missing if _ran_on(view.ranks.get(rank), fates[rank], first_ns))
-    if wait.meeting is None or not late or len(late) != len(wait.missing) or not all(_is_over(wait, fates)):
+    late = tuple(rank for rank in wait.missing if _ran_on(job.ranks.get(rank), outcomes[rank], first_ns))
+    if wait.incomplete is None or not late or len(late) != len(wait.missing) or not all(_is_over(wait, outcomes)):
         return None
-    errors = [view.ranks[rank].error for rank in wait.held]
+    errors = [job.ranks[rank].error for rank in wait.held]
     if any(error is not None and _TIME_IS_UP.search(error.message) for error in errors):
-        return _explain_late(view, earlier, wait, late)
-    others = [fate for rank, fate in fates.items() if rank not in wait.held and rank not in late]
-    is_first = all(fate.state in ("alive", "victim") for fate in others)
-    have_stayed = all(_has_stayed(view, view.ranks[rank], first_ns) for rank in late)
-    is_closed = is_first and have_stayed and all(fates[rank].state == "victim" for rank in wait.held)
+        return _explain_late(job, earlier, wait, late)
+    others = [outcome for rank, outcome in outcomes.items() if rank not in wait.held and rank not in late]
+    is_first = all(outcome.state in ("alive", "victim") for outcome in others)
+    have_stayed = all(_has_stayed(job, job.ranks[rank], first_ns) for rank in late)
+    is_closed = is_first and have_stayed and all(outcomes[rank].state == "victim" for rank in wait.held)
     return _explain_closed(wait, late) if is_closed else None
 
 
-def _explain_late(view: JobSnapshot, earlier: JobSnapshot | None, wait: Wait, late: tuple[int, ...]) -> Finding | None:
-    then = replace(view, ranks={**view.ranks, **{rank: _running(view.ranks[rank]) for rank in late}})
+def _explain_late(job: JobSnapshot, earlier: JobSnapshot | None, wait: Wait, late: tuple[int, ...]) -> Finding | None:
+    then = replace(job, ranks={**job.ranks, **{rank: _running(job.ranks[rank]) for rank in late}})
     finding = explain_open_wait(OpenWait(then, earlier, wait, late), has_lasted=True)
     if finding is None:
         return None
@@ -192,24 +192,24 @@ def _explain_late(view: JobSnapshot, earlier: JobSnapshot | None, wait: Wait, la
     return replace(finding, severity="error", evidence=finding.evidence[:-1], why=why, fix=f"{finding.fix}; {_LONGER}")
 
 
-def _is_over(wait: Wait, fates: Mapping[int, RankOutcome]) -> list[bool]:
-    return [fates[rank].state in ("victim", "died") for rank in wait.held]
+def _is_over(wait: Wait, outcomes: Mapping[int, RankOutcome]) -> list[bool]:
+    return [outcomes[rank].state in ("victim", "died") for rank in wait.held]
 
 
-def _ran_on(rank: RankSnapshot | None, fate: RankOutcome, first_ns: int | None) -> bool:
+def _ran_on(rank: RankSnapshot | None, outcome: RankOutcome, first_ns: int | None) -> bool:
     """True if the rank was alive when the first of the waiting ranks ended."""
     if rank is None or rank.error is not None or rank.returned:
         return False
     ended_ns = rank.process.ended_ns
     is_stopped = rank.process.signal_name in _BY_LAUNCHER and None not in (ended_ns, first_ns)
-    return fate.state == "alive" or (is_stopped and (ended_ns or 0) > (first_ns or 0))
+    return outcome.state == "alive" or (is_stopped and (ended_ns or 0) > (first_ns or 0))
 
 
-def _has_stayed(view: JobSnapshot, rank: RankSnapshot, first_ns: int | None) -> bool:
+def _has_stayed(job: JobSnapshot, rank: RankSnapshot, first_ns: int | None) -> bool:
     """True if the rank did not close its connections by exiting: it would have closed its recording first."""
     if rank.log is None or rank.log.closed_ns is not None:
         return False
-    is_long_ago = first_ns is not None and view.now_ns - first_ns > _ENDING_NS
+    is_long_ago = first_ns is not None and job.now_ns - first_ns > _ENDING_NS
     return rank.process.state == "ended" or is_long_ago
 
 
@@ -218,12 +218,12 @@ def _running(rank: RankSnapshot) -> RankSnapshot:
 
 
 def _explain_closed(wait: Wait, late: tuple[int, ...]) -> Finding:
-    assert wait.meeting is not None
+    assert wait.incomplete is not None
     entry = wait.held[min(wait.held)]
-    rows = [(rank, describe(each), say_place(each.line)) for rank, each in sorted(wait.held.items())]
+    rows = [(rank, describe(each), render_place(each.line)) for rank, each in sorted(wait.held.items())]
     for rank in late:
-        last = wait.meeting.progress.last(rank)
-        where = f"its last was #{last.seq}: {say_call(last)}" if last is not None else ""
+        last = wait.incomplete.progress.last(rank)
+        where = f"its last was #{last.seq}: {render_call(last)}" if last is not None else ""
         rows.append((rank, "closed its connections, and ran on", where))
     words = (
         "closed its connections while others were" if len(late) == 1 else "closed their connections while others were"
@@ -231,7 +231,7 @@ def _explain_closed(wait: Wait, late: tuple[int, ...]) -> Finding:
     return make_finding(
         "DDP216",
         severity="error",
-        summary=f"{who_does(late, words)} in {describe_shortly(entry)} (#{wait.meeting.seq})",
+        summary=f"{who_does(late, words)} in {describe_shortly(entry)} (#{wait.incomplete.seq})",
         ranks=late,
         line=place_of(entry.line),
         evidence=lay_out(merge_rows(rows)),
@@ -245,7 +245,7 @@ OF_ENDS = frozenset({"DDP208", "DDP209"})
 """Codes of findings about how a rank ended."""
 
 _NEEDS_OTHERS = "DDP2"
-_GOES_ON = "DDP204"
+_CONTINUES = "DDP204"
 """Different reduce-ops: the job does not stop because of them."""
 
 _FIXES = {
@@ -264,16 +264,16 @@ def find_cause_of_end(findings: Iterable[Finding], rank: int) -> Finding | None:
     """
     errors = (each for each in findings if each.code.startswith(_NEEDS_OTHERS) and each.severity == "error")
     others = (each for each in errors if each.code not in OF_ENDS or each.ranks != (rank,))
-    return next((each for each in others if each.code != _GOES_ON), None)
+    return next((each for each in others if each.code != _CONTINUES), None)
 
 
-def explain_death(view: JobSnapshot, ranks: Sequence[int], words: str) -> Finding:
+def explain_death(job: JobSnapshot, ranks: Sequence[int], words: str) -> Finding:
     """Return the DDP209 finding for `ranks`, which ended as `words` describe."""
-    seen = view.ranks[ranks[0]]
+    seen = job.ranks[ranks[0]]
     chain = chain_of(seen, None)
     last = seen.log.collectives[-1] if seen.log is not None and seen.log.collectives else None
-    where = say_place(last.line) if last is not None else ""
-    evidence = [f"its last was {f'{describe_shortly(last)}, {where}' if where else say_call(last)}"] if last else []
+    where = render_place(last.line) if last is not None else ""
+    evidence = [f"its last was {f'{describe_shortly(last)}, {where}' if where else render_call(last)}"] if last else []
     signal_name = seen.process.signal_name or ""
     place = place_of(chain[-1]) if chain else place_of(last.line) if last is not None else None
     return make_finding(

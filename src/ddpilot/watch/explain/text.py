@@ -43,9 +43,9 @@ def describe(entry: Collective) -> str:
     part = entry.ddp
     if part is not None and part.what == "bucket" and part.names:
         names = part.names[0] if len(part.names) == 1 else f"{part.names[0]} .. {part.names[-1]}"
-        return f"{entry.op}, DDP gradient bucket {part.index} ({names}, {say_bytes(entry.num_bytes)})"
+        return f"{entry.op}, DDP gradient bucket {part.index} ({names}, {render_bytes(entry.num_bytes)})"
     if part is not None:
-        return f"{entry.op} {_DDP_WORDS.get(part.what, part.what)} ({say_bytes(entry.num_bytes)})"
+        return f"{entry.op} {_DDP_WORDS.get(part.what, part.what)} ({render_bytes(entry.num_bytes)})"
     reduce_op = f" {entry.reduce_op}" if entry.reduce_op else ""
     root = (
         "" if entry.root is None else f" from rank {root_of(entry)}" if _sends(entry) else f" to rank {root_of(entry)}"
@@ -88,7 +88,7 @@ def _sends(entry: Collective) -> bool:
     return entry.op in ("broadcast", "scatter")
 
 
-def say_bytes(num_bytes: int) -> str:
+def render_bytes(num_bytes: int) -> str:
     """Format a size, such as ``25.0 MB``."""
     for unit, size in _UNITS:
         if num_bytes >= size:
@@ -96,7 +96,7 @@ def say_bytes(num_bytes: int) -> str:
     return f"{num_bytes} bytes"
 
 
-def say_s(duration_ns: int) -> str:
+def render_duration(duration_ns: int) -> str:
     """Format a duration, such as ``2.4 s`` or ``3 min``."""
     seconds = max(0, duration_ns) / 1e9
     if seconds < 9.95:
@@ -119,20 +119,20 @@ def place_of(line: CodeLine | None) -> CodeLine | None:
     return CodeLine(show_file(line.file), line.line, line.function, line.text)
 
 
-def say_place(line: CodeLine | None) -> str:
+def render_place(line: CodeLine | None) -> str:
     """Format file, line number and text; empty if the line is unknown."""
     place = place_of(line)
     return str(place) if place is not None else ""
 
 
-def say_spot(line: CodeLine | None) -> str:
+def render_spot(line: CodeLine | None) -> str:
     """Format file and line number; empty if the line is unknown."""
     return f"{show_file(line.file)}:{line.line}" if line is not None and line.file else ""
 
 
-def say_call(entry: Collective) -> str:
+def render_call(entry: Collective) -> str:
     """Format a collective and its line, such as ``all_reduce, train.py:3``."""
-    return f"{describe_shortly(entry)}, {say_spot(entry.line) or 'which no line of the program calls'}"
+    return f"{describe_shortly(entry)}, {render_spot(entry.line) or 'which no line of the program calls'}"
 
 
 _ITS = re.compile(r"\bits\b")

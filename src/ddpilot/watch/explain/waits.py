@@ -13,7 +13,7 @@ from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
 from ddpilot.source.parsed_file import Sources
-from ddpilot.watch.explain.activity import Activity, describe_activity, say_where
+from ddpilot.watch.explain.activity import Activity, describe_activity, render_where
 from ddpilot.watch.explain.causes import (
     FIXES,
     find_cause,
@@ -27,9 +27,9 @@ from ddpilot.watch.explain.text import (
     merge_rows,
     name_group,
     place_of,
-    say_place,
-    say_s,
-    say_spot,
+    render_duration,
+    render_place,
+    render_spot,
     who_does,
 )
 from ddpilot.watch.matching.progress import GroupProgress
@@ -42,41 +42,45 @@ from ddpilot.watch.snapshot.stacks import passes
 class OpenWait:
     """A wait for live ranks. `absent`: those that are elsewhere; empty if all have arrived or none is known."""
 
-    view: JobSnapshot
+    job: JobSnapshot
     earlier: JobSnapshot | None
     wait: Wait
     absent: tuple[int, ...]
 
-    def absences(self) -> Iterator[tuple[int, Activity]]:
+    def activities(self) -> Iterator[tuple[int, Activity]]:
         """Yield what each absent rank does."""
         for rank in self.absent:
-            seen = self.view.ranks.get(rank)
+            seen = self.job.ranks.get(rank)
             before = self.earlier.ranks.get(rank) if self.earlier is not None else None
             if seen is not None:
-                yield rank, describe_activity(seen, before, self.view.now_ns)
+                yield rank, describe_activity(seen, before, self.job.now_ns)
 
     @property
     def waited(self) -> str:
         """The duration of the wait, formatted."""
-        return say_s(self.view.now_ns - self.wait.since_ns)
+        return render_duration(self.job.now_ns - self.wait.since_ns)
 
 
-def say_open_wait(one: OpenWait) -> str:
+def render_open_wait(one: OpenWait) -> str:
     """Return one line: which ranks wait, where and for how long, which ranks are absent, and what these do."""
     held = one.wait.held
     entry = held[min(held)]
-    number = f" (#{one.wait.meeting.seq} of {name_group(one.wait.meeting.progress.group)})" if one.wait.meeting else ""
-    what = describe_shortly(entry) if one.wait.meeting else describe(entry)
-    spot = say_spot(entry.line)
+    number = (
+        f" (#{one.wait.incomplete.seq} of {name_group(one.wait.incomplete.progress.group)})"
+        if one.wait.incomplete
+        else ""
+    )
+    what = describe_shortly(entry) if one.wait.incomplete else describe(entry)
+    spot = render_spot(entry.line)
     head = f"{render_ranks(held)} {_verb(held)} for {one.waited} in {what}{number}{f' at {spot}' if spot else ''}"
-    return f"{head}; {_say_absent(one)}"
+    return f"{head}; {_render_absent(one)}"
 
 
 def _verb(ranks: Mapping[int, object]) -> str:
     return "waits" if len(ranks) == 1 else "wait"
 
 
-def _say_absent(one: OpenWait) -> str:
+def _render_absent(one: OpenWait) -> str:
     if not one.absent:
         return (
             f"of {render_ranks(one.wait.unknown)} nothing is known here"
@@ -84,12 +88,12 @@ def _say_absent(one: OpenWait) -> str:
             else "all ranks have come, and it does not end: their connection may be blocked"
         )
     by_words: dict[str, list[int]] = {}
-    for rank, absence in one.absences():
-        where = say_where(absence)
-        by_words.setdefault(f"{absence.words}: {where}" if where else absence.words, []).append(rank)
-    said = [who_does(ranks, words, max_chars=40) for words, ranks in list(by_words.items())[:3]]
+    for rank, activity in one.activities():
+        where = render_where(activity)
+        by_words.setdefault(f"{activity.words}: {where}" if where else activity.words, []).append(rank)
+    texts = [who_does(ranks, words, max_chars=40) for words, ranks in list(by_words.items())[:3]]
     more = f" and {len(by_words) - 3} more" if len(by_words) > 3 else ""
-    return "not there: " + "; ".join(said) + more
+    return "not there: " + "; ".join(texts) + more
 
 
 def explain_open_wait(one: OpenWait, has_lasted: bool) -> Finding | None:
@@ -97,18 +101,20 @@ def explain_open_wait(one: OpenWait, has_lasted: bool) -> Finding | None:
 
     An absent rank is stuck if it is in a call that itself needs the waiting ranks.
     """
-    absences = list(one.absences())
-    proven = next(((rank, each) for rank, each in absences if _is_proven(one, rank, each)), None)
+    activities = list(one.activities())
+    proven = next(((rank, each) for rank, each in activities if _is_proven(one, rank, each)), None)
     if not has_lasted and proven is None:
         return None
-    if not absences:
+    if not activities:
         return _explain_full(one) if not one.wait.unknown else None
-    rank, first = proven or absences[0]
-    alike = tuple(other for other, absence in absences if absence.code == first.code) if proven is None else (rank,)
+    rank, first = proven or activities[0]
+    alike = tuple(other for other, activity in activities if activity.code == first.code) if proven is None else (rank,)
     entry = one.wait.held[min(one.wait.held)]
-    rows = [(rank, describe(entry), say_place(entry.line)) for rank, entry in sorted(one.wait.held.items())]
-    rows += [(rank, absence.words, say_where(absence)) for rank, absence in absences]
-    common = show_common(one.wait.meeting.progress, one.wait.meeting.seq) if one.wait.meeting is not None else ()
+    rows = [(rank, describe(entry), render_place(entry.line)) for rank, entry in sorted(one.wait.held.items())]
+    rows += [(rank, activity.words, render_where(activity)) for rank, activity in activities]
+    common = (
+        show_common(one.wait.incomplete.progress, one.wait.incomplete.seq) if one.wait.incomplete is not None else ()
+    )
     who = f"{render_ranks(one.wait.held)} {_verb(one.wait.held)} for {render_ranks(alike)}"
     return make_finding(
         first.code,
@@ -116,28 +122,28 @@ def explain_open_wait(one: OpenWait, has_lasted: bool) -> Finding | None:
         summary=f"{who} in {describe_shortly(entry)}",
         ranks=alike,
         line=place_of(first.at) or place_of(entry.line),
-        evidence=(*lay_out(merge_rows(rows)), *common, _say_how_long(one)),
+        evidence=(*lay_out(merge_rows(rows)), *common, _render_how_long(one)),
         why=first.why,
         fix=first.fix,
     )
 
 
-def _say_how_long(one: OpenWait) -> str:
+def _render_how_long(one: OpenWait) -> str:
     # Not part of the summary, by which repeated findings are recognized.
     return f"for {one.waited} now"
 
 
-def _is_proven(one: OpenWait, rank: int, absence: Activity) -> bool:
+def _is_proven(one: OpenWait, rank: int, activity: Activity) -> bool:
     """True if the rank is in a call that needs the waiting ranks: creating a group, or destroying all groups."""
-    group = one.wait.meeting.progress.group if one.wait.meeting is not None else None
-    if group is None or absence.at is None or one.view.ranks[rank].stack is None:
+    group = one.wait.incomplete.progress.group if one.wait.incomplete is not None else None
+    if group is None or activity.at is None or one.job.ranks[rank].stack is None:
         return False
-    if absence.moves == "moves":
+    if activity.moves == "moves":
         return False  # its stack is newer than its log: it may have passed the awaited collective
-    if absence.code == "DDP216":
-        return "destroy_process_group()" in absence.at.text
-    is_making = passes(one.view.ranks[rank].stack, ":new_group") is not None
-    return is_making and "use_local_sync" not in absence.at.text  # all ranks must call new_group, members or not
+    if activity.code == "DDP216":
+        return "destroy_process_group()" in activity.at.text
+    is_making = passes(one.job.ranks[rank].stack, ":new_group") is not None
+    return is_making and "use_local_sync" not in activity.at.text  # all ranks must call new_group, members or not
 
 
 def _explain_full(one: OpenWait) -> Finding:
@@ -148,18 +154,22 @@ def _explain_full(one: OpenWait) -> Finding:
         ranks=tuple(sorted(one.wait.held)),
         line=place_of(entry.line),
         evidence=(
-            *lay_out(merge_rows((rank, describe(each), say_place(each.line)) for rank, each in one.wait.held.items())),
-            _say_how_long(one),
+            *lay_out(
+                merge_rows((rank, describe(each), render_place(each.line)) for rank, each in one.wait.held.items())
+            ),
+            _render_how_long(one),
         ),
         why="they agree about it, so it is the data's way between them: a network, a firewall, or a peer-to-peer link",
         fix="look at the interfaces (NCCL_DEBUG=INFO; ddpilot explain DDP107, DDP108), and whether a rank was stopped",
     )
 
 
-def explain_message(view: JobSnapshot, message: Message) -> Finding:
+def explain_message(job: JobSnapshot, message: Message) -> Finding:
     """Return the finding for `message`, with the lines of both sides."""
     sides = ((message.sender, message.sent), (message.receiver, message.received))
-    rows = [(f"rank {rank}", describe(entry) + _fate(view.ranks[rank]), say_place(entry.line)) for rank, entry in sides]
+    rows = [
+        (f"rank {rank}", describe(entry) + _fate(job.ranks[rank]), render_place(entry.line)) for rank, entry in sides
+    ]
     gives, takes = f"{message.sent.num_bytes:,} bytes", f"{message.received.num_bytes:,}"
     return make_finding(
         "DDP202",
@@ -183,58 +193,58 @@ _BRANCH_FIX = (
 )
 
 
-def explain_cycle(view: JobSnapshot, circle: Sequence[Wait], sources: Sources) -> Finding:
+def explain_cycle(job: JobSnapshot, cycle: Sequence[Wait], sources: Sources) -> Finding:
     """Return the finding for ranks that wait for each other in a cycle: DDP206 for collectives, else DDP219."""
-    code = "DDP206" if all(wait.meeting is not None for wait in circle) else "DDP219"
-    held = {rank: entry for wait in circle for rank, entry in wait.held.items()}
-    rows = [(rank, _describe_in(wait), say_place(entry.line)) for wait in circle for rank, entry in wait.held.items()]
-    parties = [side_in_wait(view, wait, tuple(sorted(wait.held))) for wait in circle[:2]]
-    cause = find_cause(parties[0], parties[1], sources) if len(parties) == 2 and not _say_tags(circle) else None
+    code = "DDP206" if all(wait.incomplete is not None for wait in cycle) else "DDP219"
+    held = {rank: entry for wait in cycle for rank, entry in wait.held.items()}
+    rows = [(rank, _describe_in(wait), render_place(entry.line)) for wait in cycle for rank, entry in wait.held.items()]
+    parties = [side_in_wait(job, wait, tuple(sorted(wait.held))) for wait in cycle[:2]]
+    cause = find_cause(parties[0], parties[1], sources) if len(parties) == 2 and not _render_tags(cycle) else None
     first = min(held)
     return make_finding(
         code,
-        summary=_summarize_circle(code, circle),
+        summary=_summarize_cycle(code, cycle),
         ranks=tuple(sorted(held)),
         line=place_of(parties[0].chain[-1]) if parties[0].chain else place_of(held[first].line),
         evidence=lay_out(merge_rows(rows)),
-        why=_why_circle(circle) + (f"; {cause.why}" if cause is not None else ""),
+        why=_why_cycle(cycle) + (f"; {cause.why}" if cause is not None else ""),
         fix=_BRANCH_FIX if code == "DDP206" and cause is not None and cause.is_branch else FIXES[code],
     )
 
 
 def _describe_in(wait: Wait) -> str:
     entry = next(iter(wait.held.values()))
-    if wait.meeting is None:
+    if wait.incomplete is None:
         return describe(entry)
-    return f"{describe(entry)}, #{wait.meeting.seq} of {_name(wait.meeting.progress)}"
+    return f"{describe(entry)}, #{wait.incomplete.seq} of {_name(wait.incomplete.progress)}"
 
 
 def _name(progress: GroupProgress) -> str:
     return name_group(progress.group)
 
 
-def _summarize_circle(code: str, circle: Sequence[Wait]) -> str:
+def _summarize_cycle(code: str, cycle: Sequence[Wait]) -> str:
     if code == "DDP219":
         return "ranks wait for messages that no other rank sends or receives"
-    groups = " and ".join(sorted({_name(wait.meeting.progress) for wait in circle if wait.meeting is not None}))
+    groups = " and ".join(sorted({_name(wait.incomplete.progress) for wait in cycle if wait.incomplete is not None}))
     return f"ranks wait for each other in {groups}"
 
 
-def say_waiting_for(ranks: Collection[int]) -> str:
+def render_waiting_for(ranks: Collection[int]) -> str:
     """Format the beginning of a sentence, such as ``ranks 0,1 wait for``."""
     return f"{render_ranks(ranks, max_chars=40)} {'waits' if len(ranks) == 1 else 'wait'} for"
 
 
-def _why_circle(circle: Sequence[Wait]) -> str:
-    parts = [f"{say_waiting_for(wait.held)} {render_ranks(wait.missing, max_chars=40)}" for wait in circle[:4]]
-    return ", ".join(parts) + (_say_tags(circle) or ": nobody can be the first")
+def _why_cycle(cycle: Sequence[Wait]) -> str:
+    parts = [f"{render_waiting_for(wait.held)} {render_ranks(wait.missing, max_chars=40)}" for wait in cycle[:4]]
+    return ", ".join(parts) + (_render_tags(cycle) or ": nobody can be the first")
 
 
-def _say_tags(circle: Sequence[Wait]) -> str:
+def _render_tags(cycle: Sequence[Wait]) -> str:
     """Return a clause if one rank sends what the other receives under a different tag; empty otherwise."""
-    if len(circle) != 2 or any(wait.meeting is not None for wait in circle):
+    if len(cycle) != 2 or any(wait.incomplete is not None for wait in cycle):
         return ""
-    one, other = (next(iter(wait.held.values())) for wait in circle)
+    one, other = (next(iter(wait.held.values())) for wait in cycle)
     if {one.op, other.op} != {"send", "recv"} or tag_of(one) == tag_of(other):
         return ""
     sent, received = (one, other) if one.op == "send" else (other, one)

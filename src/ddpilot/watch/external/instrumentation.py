@@ -270,7 +270,7 @@ def _describe(options: WatchOptions, topology: Topology, name: str, origin: Orig
             "local_rank": topology.local_rank,
             "on_finding": options.on_finding or "stop",
             "stall_warn_s": options.stall_warn_s,
-            "way": describe_connection(topology, name, os.environ),
+            "connection": describe_connection(topology, name, os.environ),
         },
     )
 

@@ -57,9 +57,9 @@ class ObserverProcess:
         self._ranks: dict[int, RankProcess] = {}
         self._job: Mapping[str, Any] = {}
         self._options = WatchOptions()
-        self._way: StoreConnection | None = None
+        self._connection: StoreConnection | None = None
         self._shown: set[object] = set()
-        self._looked_ns = 0
+        self._checked_ns = 0
         self._is_stopping = self._has_errors = self._has_ended_ranks = False
 
     def run(self) -> None:
@@ -94,9 +94,9 @@ class ObserverProcess:
         if first.number:
             _write_to_stderr_of(first)
         self._options = WatchOptions(on_finding=self._job["on_finding"], stall_warn_s=self._job["stall_warn_s"])
-        self._write_about()
-        if self._way is None and self._job["way"] is not None:
-            self._way = StoreConnection(self._job["way"])
+        self._write_job_info()
+        if self._connection is None and self._job["connection"] is not None:
+            self._connection = StoreConnection(self._job["connection"])
         observer = self._make_observer()
         observer.start()
         while not all(map(_is_over, self._ranks.values())):
@@ -109,9 +109,9 @@ class ObserverProcess:
                 return False
         observer.stop()
         observer.finish(is_caused=self._has_ended_ranks)
-        if self._way is not None:
-            observer.say_farewell()
-            self._close_way()
+        if self._connection is not None:
+            observer.send_final()
+            self._close_connection()
         return not self._has_errors and all(each.returned for each in self._facts().values())
 
     def _make_observer(self) -> Observer:
@@ -120,17 +120,17 @@ class ObserverProcess:
             self._folder,
             self._job["world_size"],
             facts=self._facts,
-            tell=self._hear,
+            notify=self._receive,
             options=self._options,
             name=self._job["name"],
             ranks=ranks,
-            exchange=Exchange(self._way.post, ranks) if self._way is not None else None,
+            exchange=Exchange(self._connection.post, ranks) if self._connection is not None else None,
         )
 
-    def _close_way(self) -> None:
-        if self._way is not None:
-            self._way.close()
-            self._way = None
+    def _close_connection(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
     def _await_ranks(self) -> dict[int, RankProcess]:
         """Return the ranks of this node that record: all of them, or those that do `_GATHER_S` after the first one."""
@@ -167,9 +167,9 @@ class ObserverProcess:
             changed_ns = os.stat(self._folder).st_mtime_ns
         except OSError:  # the folder was deleted, which the observer reports
             return False
-        if changed_ns == self._looked_ns:
+        if changed_ns == self._checked_ns:
             return False
-        self._looked_ns = changed_ns if time.time_ns() - changed_ns > _SETTLED_NS else 0
+        self._checked_ns = changed_ns if time.time_ns() - changed_ns > _SETTLED_NS else 0
         present = find_rank_processes(self._folder)
         if any(present.get(rank, each) != each for rank, each in self._ranks.items()):
             self._forget()
@@ -180,11 +180,11 @@ class ObserverProcess:
         self._ranks = {}
         self._shown = set()
         self._has_errors = self._has_ended_ranks = self._is_stopping = False
-        self._close_way()
+        self._close_connection()
         for name in ("report.json", "report.txt"):
             (self._folder / name).unlink(missing_ok=True)
 
-    def _write_about(self) -> None:
+    def _write_job_info(self) -> None:
         about = JobInfo(
             id=self._folder.name,
             name=self._job["name"],
@@ -199,23 +199,23 @@ class ObserverProcess:
         try:
             write_job_info(self._folder, about)
         except OSError as error:
-            _say(f"`ddpilot watch` does not list this job: {self._folder} cannot be written to ({error})")
+            _print(f"`ddpilot watch` does not list this job: {self._folder} cannot be written to ({error})")
 
     def _facts(self) -> dict[int, RankFacts]:
         found = {}
         for rank, process in self._ranks.items():
-            view = read_process_state(process.pid)
+            state = read_process_state(process.pid)
             may_return = process.may_return
             if process.is_running:
                 # Its shell may try again, as after a failed download: that does not end the rank.
-                found[rank] = RankFacts(process=view, error=None if may_return else self._read_error(rank))
+                found[rank] = RankFacts(process=state, error=None if may_return else self._read_error(rank))
             elif may_return:
-                found[rank] = RankFacts(process=replace(view, state="unknown"), is_away=True)
+                found[rank] = RankFacts(process=replace(state, state="unknown"), is_away=True)
             else:
                 log, error = self._read(rank), self._read_error(rank)
                 is_closed = log is not None and log.closed_ns is not None
-                view = replace(view, state="ended")
-                found[rank] = RankFacts(process=view, error=error, returned=is_closed and error is None)
+                state = replace(state, state="ended")
+                found[rank] = RankFacts(process=state, error=error, returned=is_closed and error is None)
         return found
 
     def _read_error(self, rank: int) -> RankException | None:
@@ -225,15 +225,15 @@ class ObserverProcess:
             return None
         return RankException(type_name=name, message=message, traceback=text)
 
-    def _hear(self, report: Report) -> None:
+    def _receive(self, report: Report) -> None:
         for line in (*report.notes, *report.status):
             if line in report.status or line not in self._shown:
-                _say(line)
+                _print(line)
         news = Findings(each for each in report.findings if self._shown.isdisjoint(keys_of(each)))
         self._shown.update(report.notes, *map(keys_of, report.findings))
         if not news:
             return
-        _say(str(news))
+        _print(str(news))
         if any(finding.severity == "error" for finding in news):
             self._has_errors = True
             self._is_stopping = self._options.action() == "stop"
@@ -242,7 +242,9 @@ class ObserverProcess:
         live = [found for each in self._ranks.values() if (found := _find(each)) is not None]
         if live:
             self._has_ended_ranks = True
-            _say(f"the ranks of this node are ended because of it; `ddpilot watch {self._folder.name}` shows it again")
+            _print(
+                f"the ranks of this node are ended because of it; `ddpilot watch {self._folder.name}` shows it again"
+            )
         _signal(live, signal.SIGTERM)
         deadline_s = time.monotonic() + _TERM_GRACE_S
         while any(map(_is_running, live)) and time.monotonic() < deadline_s:
@@ -282,7 +284,7 @@ def _is_running(process: psutil.Process) -> bool:
         return False
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     with suppress(OSError):  # the reader of stderr is gone
         sys.stderr.write(f"ddpilot: {text}\n")
         sys.stderr.flush()
@@ -293,7 +295,7 @@ def main(folder: Path) -> None:
     try:
         ObserverProcess(folder).run()
     except Exception as error:  # noqa: BLE001 - reported; must not stop the training
-        _say(f"watching ended with an error of its own, and the job continues: {type(error).__name__}: {error}")
+        _print(f"watching ended with an error of its own, and the job continues: {type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

@@ -98,21 +98,21 @@ def _find_entries(
     return known.by_rank.setdefault(rank, []) if group.generation == known.group.generation else None
 
 
-def find_incomplete(view: JobSnapshot, progress: Iterable[GroupProgress]) -> Iterator[IncompleteCollective]:
+def find_incomplete(job: JobSnapshot, progress: Iterable[GroupProgress]) -> Iterator[IncompleteCollective]:
     """Yield, for each group in which some ranks are ahead of others, the first collective that these wait in."""
     for each in progress:
-        meeting = _find_meeting(view, each)
-        if meeting is not None and meeting.newest_ns >= view.since_ns:
-            yield meeting
+        incomplete = _find_incomplete_in(job, each)
+        if incomplete is not None and incomplete.newest_ns >= job.since_ns:
+            yield incomplete
 
 
-def _find_meeting(view: JobSnapshot, progress: GroupProgress) -> IncompleteCollective | None:
+def _find_incomplete_in(job: JobSnapshot, progress: GroupProgress) -> IncompleteCollective | None:
     ahead = max(progress.position(rank) for rank in progress.by_rank)
     behind = {rank: progress.position(rank) for rank in progress.group.ranks}
-    unknown = {rank for rank in progress.group.ranks if _may_have_come(view, progress, rank)}
+    unknown = {rank for rank in progress.group.ranks if _may_have_come(job, progress, rank)}
     lowest = min((at for rank, at in behind.items() if rank not in unknown), default=ahead)
     if lowest == ahead:
-        return _find_full_meeting(progress, ahead, unknown)
+        return _find_arrived_by_all(progress, ahead, unknown)
     seq, arrived = lowest + 1, _arrived(progress, lowest + 1)
     # The part of a broadcast's root may be over without the others: it waits in what needs them.
     while arrived and all(each.state == "done" for each in arrived.values()) and (later := _arrived(progress, seq + 1)):
@@ -127,7 +127,7 @@ def _arrived(progress: GroupProgress, seq: int) -> dict[int, Collective]:
     return {rank: entry for rank in progress.by_rank if (entry := progress.at(rank, seq)) is not None}
 
 
-def _find_full_meeting(progress: GroupProgress, seq: int, unknown: set[int]) -> IncompleteCollective | None:
+def _find_arrived_by_all(progress: GroupProgress, seq: int, unknown: set[int]) -> IncompleteCollective | None:
     # All ranks whose progress can be seen have begun it.
     arrived = _arrived(progress, seq)
     return (
@@ -135,11 +135,11 @@ def _find_full_meeting(progress: GroupProgress, seq: int, unknown: set[int]) -> 
     )
 
 
-def _may_have_come(view: JobSnapshot, progress: GroupProgress, rank: int) -> bool:
+def _may_have_come(job: JobSnapshot, progress: GroupProgress, rank: int) -> bool:
     """True if `rank` may have begun more collectives in this group than can be seen."""
     if rank in progress.by_rank:
         return False
-    seen = view.ranks.get(rank)
+    seen = job.ranks.get(rank)
     if seen is None:
         return True
     if seen.log is None:

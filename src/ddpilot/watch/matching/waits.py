@@ -20,14 +20,14 @@ class Wait:
     held: Mapping[int, Collective]
     missing: tuple[int, ...]
     unknown: tuple[int, ...] = ()
-    meeting: IncompleteCollective | None = None
+    incomplete: IncompleteCollective | None = None
     """None for a point-to-point operation."""
 
     @property
     def since_ns(self) -> int:
         """When the wait began: for ranks that have not come, with the first that waits; after that, with the last."""
-        if self.meeting is not None and not (self.missing or self.unknown):
-            return self.meeting.newest_ns
+        if self.incomplete is not None and not (self.missing or self.unknown):
+            return self.incomplete.newest_ns
         return min(entry.start_ns for entry in self.held.values())
 
 
@@ -40,39 +40,41 @@ class Waits:
     """Ranks for which only a stack can show whether they wait, with the ranks that they would wait for."""
 
 
-def find_waits(view: JobSnapshot, fates: Mapping[int, RankOutcome], meetings: Iterable[IncompleteCollective]) -> Waits:
+def find_waits(
+    job: JobSnapshot, outcomes: Mapping[int, RankOutcome], all_incomplete: Iterable[IncompleteCollective]
+) -> Waits:
     """Return every wait of ranks that are alive, or that were waiting when they ended."""
     found = Waits()
-    for meeting in meetings:
+    for incomplete in all_incomplete:
         held = {
             rank: entry
-            for rank, entry in meeting.arrived.items()
-            if _is_held(view, fates[rank], rank, entry, found, meeting.missing)
+            for rank, entry in incomplete.arrived.items()
+            if _is_held(job, outcomes[rank], rank, entry, found, incomplete.missing)
         }
         if held:
-            found.waits.append(Wait(held, meeting.missing, meeting.unknown, meeting))
-    found.waits += _find_p2p(view, fates, found)
+            found.waits.append(Wait(held, incomplete.missing, incomplete.unknown, incomplete))
+    found.waits += _find_p2p(job, outcomes, found)
     return found
 
 
 def _is_held(
-    view: JobSnapshot, fate: RankOutcome, rank: int, entry: Collective, found: Waits, missing: tuple[int, ...]
+    job: JobSnapshot, outcome: RankOutcome, rank: int, entry: Collective, found: Waits, missing: tuple[int, ...]
 ) -> bool:
-    answer = is_blocked_by(view.ranks[rank], fate, entry)
+    answer = is_blocked_by(job.ranks[rank], outcome, entry)
     if answer is None:
         found.needs_stacks[rank] = missing
     return bool(answer)
 
 
-def _find_p2p(view: JobSnapshot, fates: Mapping[int, RankOutcome], found: Waits) -> Iterator[Wait]:
-    is_lone = find_unmatched_messages(view)
-    pending = {rank: list(_pending_p2p(view, rank, fates[rank], is_lone)) for rank in view.ranks}
-    newest = _newest_groups(view) if any(pending.values()) else {}
+def _find_p2p(job: JobSnapshot, outcomes: Mapping[int, RankOutcome], found: Waits) -> Iterator[Wait]:
+    is_unmatched = find_unmatched_messages(job)
+    pending = {rank: list(_pending_p2p(job, rank, outcomes[rank], is_unmatched)) for rank in job.ranks}
+    newest = _newest_groups(job) if any(pending.values()) else {}
     pending = {rank: [each for each in entries if _is_newest(each, newest)] for rank, entries in pending.items()}
     offered = {
         (rank, peer_of(entry), entry.op == "send", tag_of(entry), _local_key(entry))
         for rank, entries in pending.items()
-        for entry in (*entries, *filter(_has_unknown_end, _entries_of(view, rank)))
+        for entry in (*entries, *filter(_has_unknown_end, _entries_of(job, rank)))
     }
     for rank, entries in pending.items():
         for entry in entries:
@@ -81,30 +83,30 @@ def _find_p2p(view: JobSnapshot, fates: Mapping[int, RankOutcome], found: Waits)
             is_offered = other in offered or (peer, None, False, tag_of(entry), _local_key(entry)) in offered
             if peer is None or (is_offered and not _has_unknown_end(entry)):
                 continue  # the matching call exists: the message is in transit
-            if entry.start_ns >= view.since_ns and _is_held(view, fates[rank], rank, entry, found, (peer,)):
+            if entry.start_ns >= job.since_ns and _is_held(job, outcomes[rank], rank, entry, found, (peer,)):
                 yield Wait({rank: entry}, (peer,))
                 break
 
 
 def _pending_p2p(
-    view: JobSnapshot, rank: int, fate: RankOutcome, is_lone: Mapping[tuple[int, int], bool]
+    job: JobSnapshot, rank: int, outcome: RankOutcome, is_unmatched: Mapping[tuple[int, int], bool]
 ) -> Iterator[Collective]:
-    entries = _entries_of(view, rank)
+    entries = _entries_of(job, rank)
     newest = {entry.index for entry in takewhile(_has_unknown_end, reversed(entries))}
     for entry in entries:
         if not entry.is_p2p:
             continue
-        lone = is_lone.get((rank, entry.index))
+        unmatched = is_unmatched.get((rank, entry.index))
         # A call that failed after it started looks done: the rank was ended by its newest, or by an unmatched one.
-        is_end = fate.state == "victim" and (lone or (lone is None and entry is entries[-1]))
-        is_open = entry.state in ("begun", "failed") and lone is not False
+        is_end = outcome.state == "victim" and (unmatched or (unmatched is None and entry is entries[-1]))
+        is_open = entry.state in ("begun", "failed") and unmatched is not False
         # If several are executed as one, as with NCCL, only counting proves that one of them has no match.
-        if is_end or is_open or (lone and entry.index in newest):
+        if is_end or is_open or (unmatched and entry.index in newest):
             yield entry
 
 
-def _entries_of(view: JobSnapshot, rank: int) -> Sequence[Collective]:
-    log = view.ranks[rank].log
+def _entries_of(job: JobSnapshot, rank: int) -> Sequence[Collective]:
+    log = job.ranks[rank].log
     return log.collectives if log is not None else ()
 
 
@@ -112,9 +114,9 @@ def _has_unknown_end(entry: Collective) -> bool:
     return entry.is_p2p and entry.state == "unknown"
 
 
-def _newest_groups(view: JobSnapshot) -> dict[tuple[str, tuple[int, ...]], tuple[int, int]]:
+def _newest_groups(job: JobSnapshot) -> dict[tuple[str, tuple[int, ...]], tuple[int, int]]:
     """Return the newest generation of each group that any rank has used, by name and ranks."""
-    logs = [seen.log for seen in view.ranks.values() if seen.log is not None]
+    logs = [seen.log for seen in job.ranks.values() if seen.log is not None]
     groups = {id(entry.group): entry.group for log in logs for entry in log.collectives if entry.group is not None}
     newest: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
     for group in groups.values():
@@ -134,28 +136,28 @@ def find_cycles(waits: Iterable[Wait]) -> list[list[Wait]]:
     for wait in every:
         for rank in wait.held:
             holders.setdefault(rank, []).append(wait)
-    circles: list[list[Wait]] = []
+    cycles: list[list[Wait]] = []
     done: set[int] = set()
     for wait in every:
-        circles += _walk(wait, holders, done)
-    return circles
+        cycles += _walk(wait, holders, done)
+    return cycles
 
 
 def _walk(start: Wait, holders: Mapping[int, list[Wait]], done: set[int]) -> Iterator[list[Wait]]:
     """Yield the cycles reachable from `start`. Each wait is visited once and then added to `done`."""
     if id(start) in done:
         return
-    path, ways = [start], [iter(_next(start, holders))]
+    path, pending = [start], [iter(_next(start, holders))]
     while path:
-        following = next(ways[-1], None)
+        following = next(pending[-1], None)
         if following is None:
             done.add(id(path.pop()))
-            ways.pop()
+            pending.pop()
         elif following in path:
             yield path[path.index(following) :]
         elif id(following) not in done:
             path.append(following)
-            ways.append(iter(_next(following, holders)))
+            pending.append(iter(_next(following, holders)))
 
 
 def _next(wait: Wait, holders: Mapping[int, list[Wait]]) -> list[Wait]:
@@ -181,24 +183,24 @@ class Message:
     received: Collective
 
 
-def find_unmatched_messages(view: JobSnapshot) -> dict[tuple[int, int], bool]:
+def find_unmatched_messages(job: JobSnapshot) -> dict[tuple[int, int], bool]:
     """Return by (rank, index of the entry) True if a send or receive has no matching call.
 
     Messages of one channel arrive in order and are matched by counting. Ranks whose logs have dropped entries, or that
     receive from any source, are excluded.
     """
-    ways: dict[_Channel, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {}
-    known = {rank for rank, seen in view.ranks.items() if _counts(seen)}
+    channels: dict[_Channel, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {}
+    known = {rank for rank, seen in job.ranks.items() if _counts(seen)}
     for rank in known:
-        for entry in _messages(view.ranks[rank]):
+        for entry in _messages(job.ranks[rank]):
             peer = peer_of(entry)
             if peer in known and peer is not None:
                 is_sent = entry.op == "send"
-                way = (rank, peer) if is_sent else (peer, rank)
-                sides = ways.setdefault((*way, tag_of(entry), _local_key(entry)), ([], []))
+                channel = (rank, peer) if is_sent else (peer, rank)
+                sides = channels.setdefault((*channel, tag_of(entry), _local_key(entry)), ([], []))
                 sides[0 if is_sent else 1].append((rank, entry.index))
     found: dict[tuple[int, int], bool] = {}
-    for sent, received in ways.values():
+    for sent, received in channels.values():
         for mine, theirs in ((sent, received), (received, sent)):
             found |= {key: number >= len(theirs) for number, key in enumerate(mine)}
     return found
@@ -210,24 +212,24 @@ def _counts(rank: RankSnapshot) -> bool:
     return is_whole and not any(entry.is_p2p and entry.peer is None for entry in entries)
 
 
-def find_unequal_messages(view: JobSnapshot) -> Iterator[Message]:
+def find_unequal_messages(job: JobSnapshot) -> Iterator[Message]:
     """Yield the first message of each channel whose sizes differ; excludes ranks whose logs have dropped entries."""
     sent: dict[_Channel, list[Collective]] = {}
     received: dict[_Channel, list[Collective]] = {}
-    for rank, seen in view.ranks.items():
+    for rank, seen in job.ranks.items():
         for entry in _messages(seen):
             peer = peer_of(entry)
             if peer is None:  # a receive from any source may have taken a message of a different channel
-                received = {way: entries for way, entries in received.items() if way[1] != rank}
+                received = {channel: entries for channel, entries in received.items() if channel[1] != rank}
                 break
             if entry.op == "send":
                 sent.setdefault((rank, peer, tag_of(entry), _local_key(entry)), []).append(entry)
             else:
                 received.setdefault((peer, rank, tag_of(entry), _local_key(entry)), []).append(entry)
-    for way, entries in received.items():
-        for mine, theirs in zip(entries, sent.get(way, ()), strict=False):
+    for channel, entries in received.items():
+        for mine, theirs in zip(entries, sent.get(channel, ()), strict=False):
             if mine.num_bytes != theirs.num_bytes:
-                yield Message(way[0], theirs, way[1], mine)
+                yield Message(channel[0], theirs, channel[1], mine)
                 break
 
 

@@ -155,9 +155,9 @@ def take_stacks(folder: Path, pids: Mapping[int, int]) -> dict[int, PythonStack]
     A rank that is connecting to a store has already written its stack.
     """
     asked_ns = time.monotonic_ns()
-    told = {rank: _read(connecting_path(folder, rank)) for rank in pids}
+    kept = {rank: _read(connecting_path(folder, rank)) for rank in pids}
     found = {
-        rank: replace(parse_stack(text, pids[rank], asked_ns), is_kept=True) for rank, text in told.items() if text
+        rank: replace(parse_stack(text, pids[rank], asked_ns), is_kept=True) for rank, text in kept.items() if text
     }
     rest = {rank: pid for rank, pid in pids.items() if rank not in found}
     asked = {rank: _ask(stacks_path(folder, rank), pid) for rank, pid in rest.items()}

@@ -77,8 +77,8 @@ def _from_traceback(rank: RankSnapshot) -> Chain:
 
 
 def _frame(match: re.Match[str]) -> CodeLine:
-    said = match.groupdict()
-    return CodeLine(said["file"], int(said["line"]), said.get("function") or "", said.get("text") or "")
+    parts = match.groupdict()
+    return CodeLine(parts["file"], int(parts["line"]), parts.get("function") or "", parts.get("text") or "")
 
 
 def _cut_at(chain: Chain, line: CallSite | None) -> Chain:

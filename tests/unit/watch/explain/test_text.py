@@ -9,7 +9,7 @@ from ddpilot.record.flight_ring.log import CallSite, Collective
 from ddpilot.source.parsed_file import Sources
 from ddpilot.user_files import CodeLine
 from ddpilot.watch.explain.causes import CollectiveSide, find_cause
-from ddpilot.watch.explain.text import merge_rows, say_call, who_does
+from ddpilot.watch.explain.text import merge_rows, render_call, who_does
 
 GUARDED = "def train(rank):\n    if rank == 0:\n        work()\n"
 
@@ -40,4 +40,4 @@ def test_a_line_without_a_collective_is_named_by_itself() -> None:
 def test_a_collective_of_ddpilots_own_is_told_without_a_line() -> None:
     """Nothing in the program calls it."""
     entry = Collective(index=1, op="all_gather", operator="", group=None, seq=1, line=CallSite(via="enter"))
-    assert say_call(entry) == "all_gather, which no line of the program calls"
+    assert render_call(entry) == "all_gather, which no line of the program calls"

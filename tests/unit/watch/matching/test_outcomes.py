@@ -112,7 +112,7 @@ def test_the_end_that_watch_has_caused_is_no_finding(recorded: tuple[Path, JobIn
     facts = {
         rank: RankFacts(process=replace(UNSEEN, signal_name="SIGTERM", ended_ns=(1 + rank) * S)) for rank in (0, 1)
     }
-    observer = Observer(recorded[0], 2, facts=lambda: facts, tell=told.append, options=WatchOptions())
+    observer = Observer(recorded[0], 2, facts=lambda: facts, notify=told.append, options=WatchOptions())
     observer.finish(is_caused=is_caused)
     codes = [finding.code for report in told for finding in report.findings]
     assert codes == ([] if is_caused else ["DDP209"])

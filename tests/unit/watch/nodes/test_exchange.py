@@ -60,7 +60,7 @@ class Node:
         """One look at its rank, so many seconds after everything began; what is known then."""
         here = replace(job([rank], after_s=after_s), world_size=2)
         view = self.exchange.widen(here)
-        self.exchange.tell(here, analyze(view), lambda each: each)
+        self.exchange.send(here, analyze(view), lambda each: each)
         return view
 
 
@@ -193,7 +193,7 @@ def test_exchange_says_that_the_store_is_gone_only_where_it_is_needed() -> None:
     assert list(zero.exchange.complaints(at(2.0))) == [
         "the observers of the nodes cannot reach each other any more: Connection reset by peer"
     ]
-    assert zero.exchange.has_heard_since(time.monotonic_ns())
+    assert zero.exchange.has_received_since(time.monotonic_ns())
 
 
 def test_exchange_finds_a_different_reduce_op_on_another_node_without_a_rank_that_waits() -> None:
@@ -220,6 +220,6 @@ def test_exchange_writes_together_with_another_node_while_all_is_well() -> None:
     zero.look(busy(0), 31.0)
     zero.hand.give(one.hand, 0, at(31.2))
     here = replace(job([busy(1)], after_s=31.3), world_size=2)
-    one.exchange.tell(here, analyze(one.exchange.widen(here)), lambda _: pytest.fail("stacks were taken"))
+    one.exchange.send(here, analyze(one.exchange.widen(here)), lambda _: pytest.fail("stacks were taken"))
     one.look(busy(1), 31.8)
     assert [len(node.hand.written) for node in (zero, one)] == [1, 1]
