@@ -45,8 +45,8 @@ class Observer:
 
     `facts` returns what is known of the ranks now, by rank. `notify` is called in the observer's thread with a report
     of new findings. `ranks`: those of this node (default: all of `world_size`). `exchange`: the exchange with the
-    observers of other nodes. An error in the observer is reported once, as a note of a report, and ends the observation
-    but not the job.
+    observers of other nodes. `history`: that of an earlier observer of the same job, whose findings are not reported
+    again. An error in the observer is reported once, as a note of a report, and ends the observation but not the job.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class Observer:
         ranks: Sequence[int] | None = None,
         others: Callable[[], Sequence[str]] = tuple,
         exchange: Exchange | None = None,
+        history: ReportHistory | None = None,
     ) -> None:
         self._folder = folder
         self._facts = facts
@@ -71,14 +72,13 @@ class Observer:
         self._empty = Report(job=folder.name, name=name, world_size=world_size)
         rules = rules_for(world_size, seen)
         self._rules = RuleRunner(world_size, log=self._reader.full_log, sources=self._sources, rules=rules)
-        self._history = ReportHistory(options.stall_warn_s)
+        self._history = history or ReportHistory(options.stall_warn_s)
         self._others = others
         self._exchange = exchange
         self._shared_rules = (
             SharedRules(exchange.mailbox, self._make_shared_rules_runner) if exchange is not None else None
         )
         self._snapshots: deque[JobSnapshot] = deque()
-        self._findings: list[Finding] = []
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ddpilot-watch", daemon=True)
@@ -127,12 +127,12 @@ class Observer:
     def _read_rest(self, *, reports: bool) -> None:
         entries, now_ns = self._reader.read_entries(), time.monotonic_ns()
         found = self._judge(entries, now_ns) if entries else []
-        news = self._history.new_findings([*found, *self._with_cell_labels(self._rules.pause(now_ns, is_ok=reports))])
-        if news and reports:
-            self._findings += news
+        found += self._with_cell_labels(self._rules.pause(now_ns, is_ok=reports))
+        news = self._history.new_findings(found) if reports else []
+        if news:
             job, _ = self._poll()
             report = self._compose(job, Analysis(findings=Findings()), news)
-            self._save(replace(report, findings=Findings(self._findings)))
+            self._save(replace(report, findings=Findings(self._history.findings)))
             self._notify(report)
 
     def resume(self, since_ns: int, begin: Callable[[], None]) -> None:
@@ -144,7 +144,6 @@ class Observer:
             begin()
             self._since_ns = since_ns
             self._history = ReportHistory(self._options.stall_warn_s)
-            self._findings.clear()
             self._snapshots.clear()
             self._is_active = True
         self._is_wanted.set()
@@ -169,8 +168,8 @@ class Observer:
         """Return and save a report of all that is known, with earlier findings. Thread-safe, also after `stop`."""
         with self._lock:
             job, analysis = self._poll()
-            self._findings += self._history.new_findings(self._read_journals(job))
-            report = self._compose(job, analysis, [*self._findings, *analysis.findings])
+            self._history.new_findings(self._read_journals(job))
+            report = self._compose(job, analysis, [*self._history.findings, *analysis.findings])
             self._save(report)
         return report
 
@@ -228,11 +227,10 @@ class Observer:
         status = () if may_know_more else self._history.new_status(analysis, time.monotonic())
         if not (news or status):
             if self._history.once(analysis.end):
-                self._save(self._compose(job, analysis, self._findings))
+                self._save(self._compose(job, analysis, self._history.findings))
             return
-        self._findings += news
         report = self._compose(job, analysis, news)
-        self._save(replace(report, findings=Findings(self._findings), status=analysis.status))
+        self._save(replace(report, findings=Findings(self._history.findings), status=analysis.status))
         self._notify(replace(report, status=status))
 
     def _has_just_ended(self, job: JobSnapshot) -> bool:
@@ -304,7 +302,7 @@ class Observer:
             findings=Findings(newest(findings)),
             status=analysis.status,
             unseen=tuple(rank for rank in range(job.world_size) if rank not in seen),
-            notes=(*self._others(), *render_end(analysis, [*self._findings, *findings])),
+            notes=(*self._others(), *render_end(analysis, [*self._history.findings, *findings])),
             made_s=time.time(),
         )
 

@@ -130,9 +130,10 @@ _QUIET_S = 1.5
 
 
 class ReportHistory:
-    """What one observer has reported. `again_s`: seconds after which a wait that persists is reported again."""
+    """What was reported about a job. `again_s`: seconds after which a wait that persists is reported again."""
 
     def __init__(self, again_s: float) -> None:
+        self.findings: list[Finding] = []
         self._again_s = again_s
         self._keys: set[object] = set()
         self._due_s: float | None = None
@@ -140,12 +141,13 @@ class ReportHistory:
         self._stalled_s: float | None = None
 
     def new_findings(self, findings: Iterable[Finding]) -> list[Finding]:
-        """Return the findings that differ from all earlier ones."""
+        """Return the findings that differ from all earlier ones, and add them to `findings`."""
         news = []
         for finding in findings:
-            if self._keys.isdisjoint(keys_of(finding)):
+            if self._keys.isdisjoint(_keys_of(finding)):
                 news.append(finding)
-            self._keys |= keys_of(finding)
+            self._keys |= _keys_of(finding)
+        self.findings += news
         return news
 
     def new_status(self, analysis: Analysis, now_s: float) -> tuple[str, ...]:
@@ -168,7 +170,7 @@ class ReportHistory:
         return text if is_new else ""
 
 
-def keys_of(finding: Finding) -> set[object]:
+def _keys_of(finding: Finding) -> set[object]:
     """Return the keys of a finding. Two findings that share one are the same: equal place, or equal summary."""
     return {(finding.code, finding.place or finding.summary), (finding.code, finding.summary)}
 
@@ -177,7 +179,7 @@ def newest(findings: Iterable[Finding]) -> list[Finding]:
     """Keep only the last of findings that are the same, in the position of the first."""
     kept: list[Finding] = []
     for finding in findings:
-        same = next((at for at, each in enumerate(kept) if not keys_of(each).isdisjoint(keys_of(finding))), None)
+        same = next((at for at, each in enumerate(kept) if not _keys_of(each).isdisjoint(_keys_of(finding))), None)
         if same is None:
             kept.append(finding)
         else:

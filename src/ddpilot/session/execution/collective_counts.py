@@ -142,6 +142,7 @@ def _say(counts: Mapping[int, int], first: Collective) -> str:
     behind = render_ranks(by_count[min(by_count)])
     group = "a group" if first.group is None else name_group(first.group)
     return (
-        f"the ranks have begun different numbers of collectives in {group}: {said}; {behind} did not call #{first.seq}: "
-        f"{render_call(first)}. It would be matched with a collective of a later cell: call it on all ranks"
+        f"the ranks have begun different numbers of collectives in {group}: {said}; {behind} did not call "
+        f"#{first.seq}, {render_call(first)}. It would be matched with a collective of a later cell: call it on all "
+        "ranks"
     )

@@ -19,7 +19,6 @@ import psutil
 
 from ddpilot.environments.private_files import lock_file, open_own_file, read_own_text
 from ddpilot.errors import RecordError
-from ddpilot.findings.display import Findings
 from ddpilot.record.flight_ring.log import RankLog
 from ddpilot.record.flight_ring.reader import read_ring
 from ddpilot.record.hook import ring_path
@@ -29,7 +28,7 @@ from ddpilot.watch.job_folder import OBSERVER, JobInfo, locked, remove, remove_o
 from ddpilot.watch.nodes.exchange import Exchange
 from ddpilot.watch.observer import Observer
 from ddpilot.watch.options import WatchOptions
-from ddpilot.watch.report import Report, keys_of
+from ddpilot.watch.report import Report, ReportHistory
 from ddpilot.watch.snapshot.model import RankException
 from ddpilot.watch.snapshot.reader import RankFacts, read_process_state
 
@@ -58,7 +57,7 @@ class ObserverProcess:
         self._job: Mapping[str, Any] = {}
         self._options = WatchOptions()
         self._connection: StoreConnection | None = None
-        self._shown: set[object] = set()
+        self._history: ReportHistory | None = None
         self._checked_ns = 0
         self._is_stopping = self._has_errors = self._has_ended_ranks = False
 
@@ -97,6 +96,7 @@ class ObserverProcess:
         self._write_job_info()
         if self._connection is None and self._job["connection"] is not None:
             self._connection = StoreConnection(self._job["connection"])
+        self._history = self._history or ReportHistory(self._options.stall_warn_s)
         observer = self._make_observer()
         observer.start()
         while not all(map(_is_over, self._ranks.values())):
@@ -125,6 +125,7 @@ class ObserverProcess:
             name=self._job["name"],
             ranks=ranks,
             exchange=Exchange(self._connection.post, ranks) if self._connection is not None else None,
+            history=self._history,
         )
 
     def _close_connection(self) -> None:
@@ -178,7 +179,7 @@ class ObserverProcess:
 
     def _forget(self) -> None:
         self._ranks = {}
-        self._shown = set()
+        self._history = None
         self._has_errors = self._has_ended_ranks = self._is_stopping = False
         self._close_connection()
         for name in ("report.json", "report.txt"):
@@ -226,15 +227,9 @@ class ObserverProcess:
         return RankException(type_name=name, message=message, traceback=text)
 
     def _receive(self, report: Report) -> None:
-        for line in (*report.notes, *report.status):
-            if line in report.status or line not in self._shown:
-                _print(line)
-        news = Findings(each for each in report.findings if self._shown.isdisjoint(keys_of(each)))
-        self._shown.update(report.notes, *map(keys_of, report.findings))
-        if not news:
-            return
-        _print(str(news))
-        if any(finding.severity == "error" for finding in news):
+        for text in (*report.notes, *report.status, *([str(report.findings)] if report.findings else ())):
+            _print(text)
+        if any(finding.severity == "error" for finding in report.findings):
             self._has_errors = True
             self._is_stopping = self._options.action() == "stop"
 
