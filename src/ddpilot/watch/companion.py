@@ -80,7 +80,7 @@ class Watcher:
         try:
             self._folder, self._about = job_folder.make_job_folder(name, world_size, ranks)
         except OSError as error:
-            self._print(f"this job is not watched: its folder cannot be made ({error})")
+            self._print(f"this job is not watched: its folder cannot be created ({error})")
             return
         self.hooks = (RECORD_HOOK, GUARD_HOOK) if options.guard else (RECORD_HOOK,)
         self.variables = {RING_DIR_VARIABLE: str(self._folder)}
@@ -260,7 +260,7 @@ class Watcher:
         try:
             return self._observer.report().findings
         except Exception as fault:  # noqa: BLE001 - the error that ends the job matters more
-            self._print(f"what was recorded could not be read: {type(fault).__name__}: {fault}")
+            self._print(f"the recording could not be read: {type(fault).__name__}: {fault}")
             return ()
 
     def _has_failed(self) -> bool:

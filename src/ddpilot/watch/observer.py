@@ -210,7 +210,7 @@ class Observer:
     def _give_up(self, error: Exception) -> None:
         self._has_given_up = True
         self._stopped.set()
-        text = f"watching ended with an error of its own, and the job continues: {type(error).__name__}: {error}"
+        text = f"the observer failed, and the job continues: {type(error).__name__}: {error}"
         self._notify(replace(self._empty, notes=(text,)))
 
     def _step(self, *, is_last: bool = False, is_caused: bool = False) -> None:
@@ -271,7 +271,7 @@ class Observer:
             for complaint in self._exchange.complaints(here.now_ns):
                 self._note(complaint)
         for complaint in self._reader.complaints():
-            self._note(f"{complaint}. Training continues, less of it is seen")
+            self._note(f"{complaint}. Training continues with less information")
         status = tuple(rename(line, self._labels) for line in analysis.status)
         return job, replace(analysis, findings=Findings(self._with_cell_labels(analysis.findings)), status=status)
 

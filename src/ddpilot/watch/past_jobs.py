@@ -154,12 +154,12 @@ def _analyze(reader: SnapshotReader, job: JobSnapshot, earlier: JobSnapshot | No
 def _describe_state(about: JobInfo, job: JobSnapshot) -> str:
     command = printable(" ".join(about.command))
     if about.is_elsewhere and about.ended_s is None:
-        seen = "whether it still runs can be seen only there"
+        seen = "only that machine shows whether it still runs"
         return f"was started {_when(about.started_s)} on {about.host}, {seen}: {command}"
     live = [rank for rank, each in job.ranks.items() if each.process.state == "running"]
     if live or about.is_running:
         return f"running since {_when(about.started_s)} on {about.host}: {command}"
-    how = "" if any(each.log and each.log.closed_ns for each in job.ranks.values()) else ", and not in an orderly way"
+    how = "" if any(each.log and each.log.closed_ns for each in job.ranks.values()) else ", not cleanly"
     return f"has ended{how}; it was started {_when(about.started_s)} on {about.host}: {command}"
 
 

@@ -44,9 +44,9 @@ class Report:
         lines = [f"{self.name} on {self.world_size} rank{'s' * (self.world_size > 1)}, job {self.job}"]
         lines += [f"  {line}" for line in (*self.status, *self.notes)]
         if self.unseen:
-            lines.append(f"  not seen from here: {render_ranks(self.unseen)}")
+            lines.append(f"  not visible from here: {render_ranks(self.unseen)}")
         if not (self.findings or self.status):
-            lines.append("  nothing is wrong as far as can be seen")
+            lines.append("  no problem is visible")
         return printable("\n".join(lines)) + (f"\n\n{self.findings}" if self.findings else "")
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: ARG002 - IPython's signature

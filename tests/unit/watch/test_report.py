@@ -36,7 +36,7 @@ def test_report_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     report.save(tmp_path)
     assert read_report(tmp_path) == report
     text = (tmp_path / "report.txt").read_text()
-    assert text.startswith("train on 4 ranks, job 1121-a\n  n\n  not seen from here: ranks 2,3\n\ndesync  DDP201  ")
+    assert text.startswith("train on 4 ranks, job 1121-a\n  n\n  not visible from here: ranks 2,3\n\ndesync  DDP201  ")
 
 
 def test_read_report_says_what_is_damaged(tmp_path: Path) -> None:
@@ -100,8 +100,8 @@ def test_watch_error_shows_its_findings() -> None:
 
 def test_rows_of_several_ranks_have_their_verb_in_the_plural() -> None:
     """What several ranks do at one place is one row."""
-    rows = [(rank, "is elsewhere", "train.py:3") for rank in (1, 2)] + [(0, "waits for a batch", "")]
-    assert merge_rows(rows) == [("ranks 1,2", "are elsewhere", "train.py:3"), ("rank 0", "waits for a batch", "")]
+    rows = [(rank, "has not called it", "train.py:3") for rank in (1, 2)] + [(0, "waits for a batch", "")]
+    assert merge_rows(rows) == [("ranks 1,2", "have not called it", "train.py:3"), ("rank 0", "waits for a batch", "")]
 
 
 def test_read_report_refuses_a_finding_that_is_none(tmp_path: Path) -> None:

@@ -36,24 +36,24 @@ from ddpilot.watch.snapshot.stacks import chain_of, chain_of_line
 _FORWARD_PARTS = ("buffers", "bucket order")
 
 FIXES = {
-    "DDP201": "let all ranks call the same collectives in the same order: move what differs out of the branch",
-    "DDP202": "give tensors of the same size on all ranks; where sizes differ, gather the sizes first and pad, or use "
+    "DDP201": "call the same collectives in the same order on all ranks: move what differs out of the branch",
+    "DDP202": "pass tensors of the same size on all ranks; where sizes differ, gather the sizes first and pad, or use "
     "all_gather_object",
     "DDP203": "convert to one dtype before the call, on all ranks (`tensor.to(torch.float32)`)",
-    "DDP204": "use one reduce-op on all ranks; what was computed with two is wrong, so go back to before it",
-    "DDP205": "name the same `src` or `dst` on all ranks: the root's rank, not this rank's",
+    "DDP204": "use one reduce-op on all ranks; results computed with two are wrong, so resume from before it",
+    "DDP205": "pass the same `src` or `dst` on all ranks: the root's rank, not this rank's",
     "DDP206": "use the groups in the same order on all ranks",
     "DDP207": "give every rank the same number of batches (DistributedSampler, `drop_last=True`, ddpilot's Loop), or "
     "run the loop in `with Join([model]):`",
-    "DDP208": "decide on all ranks together: all_reduce the flag, and let all of them leave after the same step",
+    "DDP208": "decide on all ranks together: all_reduce the flag, and leave on all of them after the same step",
     "DDP210": "let the error end all ranks, or decide together to skip the batch (all_reduce a flag before backward)",
-    "DDP211": "run `model.module(...)` there, which has no collective, or run the DDP model on all ranks",
+    "DDP211": "run `model.module(...)` there, which calls no collective, or run the DDP model on all ranks",
     "DDP212": "use the same parameters on all ranks, add `0 * sum(p.sum() for p in model.parameters())` to the loss, "
     "or wrap with find_unused_parameters=True",
-    "DDP216": "let all ranks come to a barrier before destroy_process_group",
+    "DDP216": "call a barrier on all ranks before destroy_process_group",
     "DDP219": "pair every send with a recv of the same peers and tag, in an order in which one side sends first, or "
     "use batch_isend_irecv",
-    "DDP220": "call it on all ranks: move it out of the branch, or leave it out",
+    "DDP220": "call it on all ranks: move it out of the branch, or remove it",
 }
 
 

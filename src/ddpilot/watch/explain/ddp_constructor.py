@@ -94,14 +94,14 @@ def _describe_difference(code: str, one: int, first: _Parameters, other: int, se
     here, there = render_ranks([one]), render_ranks([other])
     if code == "DDP301":
         more = {here: [name for name in first if name not in second], there: [n for n in second if n not in first]}
-        values = [f"{who} alone has {_list_names(names)}" for who, names in more.items() if names]
-        return "; ".join(values) or f"{here} and {there} have the same parameters in another order"
+        values = [f"only {who} has {_list_names(names)}" for who, names in more.items() if names]
+        return "; ".join(values) or f"{here} and {there} have the same parameters in a different order"
     at = {"DDP302": 0, "DDP303": 1, "DDP304": 2}[code]
     different = [name for name in first if first[name][at] != second[name][at]]
     if code == "DDP304":
         frozen = [name for name in different if not second[name][2]]
         where, but_not, names = (there, here, frozen) if frozen else (here, there, different)
-        return f"{_list_names(names)} {'is' if len(names) == 1 else 'are'} frozen on {where}, and not on {but_not}"
+        return f"{_list_names(names)} {'is' if len(names) == 1 else 'are'} frozen on {where} but not on {but_not}"
     name = different[0]
     values = [list(model[name][0]) if at == 0 else model[name][1] for model in (first, second)]
     return f"`{name}` is {values[0]} on {here} and {values[1]} on {there}"

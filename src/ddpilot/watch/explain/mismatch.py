@@ -122,14 +122,12 @@ def _summarize(mismatched: MismatchedCollective) -> str:
 
 def _why(mismatched: MismatchedCollective) -> str:
     if mismatched.mismatch.aspect == "reduce-op":
-        return "each rank reduces in its own way: the results differ between ranks, and nothing stops"
+        return "each rank uses its own reduce-op: the results differ between ranks, and training continues"
     if mismatched.mismatch.aspect == "shape":
-        return "as many numbers in another order: what meets does not belong together, and nothing stops"
+        return "the shapes are transposed: elements that do not belong together are combined, and training continues"
     if mismatched.mismatch.aspect == "op":
-        return (
-            "collectives mismatched by their order in the group, whatever they are: some ranks are ahead, or elsewhere"
-        )
-    return f"ranks that are in one collective have to agree about its {mismatched.mismatch.aspect}"
+        return "collectives are matched by their order in the group: some ranks are ahead, or took a different path"
+    return f"all ranks of a collective must pass the same {mismatched.mismatch.aspect}"
 
 
 def _show_sides(job: JobSnapshot, mismatched: MismatchedCollective) -> tuple[str, ...]:
@@ -159,14 +157,14 @@ def involved(mismatched: MismatchedCollective) -> tuple[int, ...]:
 
 
 _THREAD_FIX = (
-    "let the thread run on all ranks and give it a group of its own (`dist.new_group()` on all ranks), or call from "
-    "one thread only"
+    "run the thread on all ranks and give it its own group (`dist.new_group()` on all ranks), or call from one "
+    "thread only"
 )
-_SHAPE_FIX = "give tensors of one shape on all ranks: `transpose` or `permute` where they are turned"
-_EXCHANGE_FIX = "let each rank expect what the others give: exchange the split sizes first, with an even all_to_all"
+_SHAPE_FIX = "pass tensors of the same shape on all ranks: apply `transpose` or `permute` where they differ"
+_EXCHANGE_FIX = "make each rank expect what the others send: exchange the split sizes first, in an even all_to_all"
 _OTHER_BUCKETS = (
-    "these are gradients of other parameters, as of another model, since DDP compares sizes when it wraps: the ranks "
-    "run backward passes in another order, or some run one more"
+    "these are gradients of different parameters, for example of a second model, since DDP compares sizes when it "
+    "wraps a model: the ranks run backward passes in a different order, or some run one more"
 )
 
 
@@ -227,11 +225,9 @@ def _render_thread(job: JobSnapshot, mismatched: MismatchedCollective) -> str:
         if entry.ddp is None and main not in (0, entry.thread) and _is_shared(mismatched.progress.by_rank[rank], main):
             others = [each for each in mismatched.by_rank if each != rank]
             is_alone = not any(_calls_beside(job, mismatched, each) for each in others)
-            alone = f", as {render_ranks(others)} never did" if is_alone else ""
+            alone = f", unlike {render_ranks(others)}" if is_alone else ""
             spot = render_spot(entry.line)
-            return (
-                f"{render_ranks([rank])} calls the one at {spot} from another thread{alone}: threads come in any order"
-            )
+            return f"{render_ranks([rank])} calls the one at {spot} from a second thread{alone}: their order varies"
     return ""
 
 
@@ -252,8 +248,8 @@ def _calls_beside(job: JobSnapshot, mismatched: MismatchedCollective, rank: int)
 
 
 ORDER_FIX = (
-    "let all ranks make these calls in the same order: sort what they are made for (a set has no order), and give "
-    "zeros where a rank has nothing to give"
+    "make these calls in the same order on all ranks: sort the items (a set has no order), and pass zeros where a "
+    "rank has no value"
 )
 _MIN_TIMES = 2
 """A call counts as the regular successor if it followed the same call this often, with no exception."""
@@ -277,7 +273,7 @@ def render_other_calls(progress: GroupProgress, seq: int, one: tuple[int, ...], 
     if not (_has_called(progress, one[0], seq, theirs) and _has_called(progress, other[0], seq, mine)):
         return ""
     spots = f"{render_ranks(one)} at {render_spot(mine.line)}, {render_ranks(other)} at {render_spot(theirs.line)}"
-    return f"these are different calls, of which all ranks make both: {spots}; some are ahead, or make one more"
+    return f"these are two different calls, which all ranks make: {spots}; some ranks are ahead, or make one more"
 
 
 def render_left_order(progress: GroupProgress, seq: int, one: tuple[int, ...], other: tuple[int, ...]) -> str:
@@ -315,7 +311,7 @@ def _key(entry: Collective) -> Hashable:
 
 _ANSWERS = ("Join.__exit__", "__exit__")  # without the class name before Python 3.11
 _FIX = (
-    "call nothing else between ranks in a loop within Join: sum up on each rank, and all_reduce once behind it; or "
+    "call no other collective in a loop within Join: sum on each rank, and all_reduce once after the loop; or "
     "give all ranks the same number of batches"
 )
 
@@ -354,13 +350,13 @@ def _explain(joined: tuple[int, ...], answer: Collective, others: tuple[int, ...
     who = f"{render_ranks(joined)} {'has' if len(joined) == 1 else 'have'} no more batches and"
     answers = f"{'waits' if len(joined) == 1 else 'wait'} in Join ({render_spot(answer.line)})"
     why = (
-        f"{who} {answers}, which answers for DDP's collectives alone: the {describe_shortly(own)} of "
+        f"{who} {answers}, which matches only DDP's collectives: the {describe_shortly(own)} of "
         f"{render_ranks(others)} at {render_spot(own.line)} (#{own.seq}) met one of Join's"
     )
     return Cause(code="DDP207", ranks=others, why=why, at=own.line, fix=_FIX)
 
 
-UNORDERED_FIX = "go over `sorted(...)` of it, or over a list or a dict that all ranks fill in the same order"
+UNORDERED_FIX = "iterate over `sorted(...)` of it, or over a list or a dict that all ranks fill in the same order"
 
 
 def render_unordered(one: Chain, other: Chain, sources: Sources) -> str:
@@ -377,7 +373,5 @@ def render_unordered(one: Chain, other: Chain, sources: Sources) -> str:
         line = find_unordered_loop(source, frame.line) if source is not None else None
         if source is not None and line is not None:
             spot = f"`{source.text(line)}` ({show_file(frame.file)}:{line})"
-            return (
-                f"{spot} goes over a set, which has another order in each process: the ranks are at different entries"
-            )
+            return f"{spot} iterates over a set, whose order differs between processes"
     return ""

@@ -15,7 +15,7 @@ from ddpilot.findings.text import render_ranks
 from ddpilot.module_names import FORM_GROUP, JOIN_GROUP
 from ddpilot.record.flight_ring.log import RankLog
 from ddpilot.user_files import CodeLine
-from ddpilot.watch.explain.activity import describe_activity, render_where
+from ddpilot.watch.explain.activity import NOT_CALLED, describe_activity, render_where
 from ddpilot.watch.explain.text import lay_out, merge_rows, place_of, render_place, who_does
 from ddpilot.watch.matching.outcomes import RankOutcome
 from ddpilot.watch.snapshot.model import JobSnapshot, RankSnapshot
@@ -176,10 +176,9 @@ def _add_all_inside(
             summary="all ranks are in init_process_group, after they have destroyed a group, and it does not end",
             ranks=tuple(inside),
             line=place_of(line),
-            why="a rank that was faster has read the addresses that others left in the store for the old group, or has "
-            "ended the store with it",
-            fix="call dist.barrier() before destroy_process_group and give the new group a store or a port of its own; "
-            "or keep the group; ddpilot.init_group() can be entered again",
+            why="a faster rank has read addresses of the old group from the store, or has destroyed the store with it",
+            fix="call dist.barrier() before destroy_process_group and give the new group its own store or port; "
+            "or keep the group; ddpilot.init_group() can be entered repeatedly",
         )
     )
 
@@ -189,16 +188,14 @@ def _explain_rendezvous(
 ) -> Finding:
     summary = f"{who_does(inside, 'waits in init_process_group')} for {render_ranks(missing)}"
     why = "a group is complete when all ranks have called init_process_group: these have not"
-    fix = "look at why they did not come: an error before, another WORLD_SIZE or address, a branch on the rank"
+    fix = "check why: an earlier error, a different WORLD_SIZE or address, or a branch on the rank"
     if _render_inside(job.ranks[inside[0]]) == _AT_FIRST_USE:
         summary = f"{who_does(inside, 'waits')} for {render_ranks(missing)} to enter the process group"
         why = "the group is entered at the first collective and is complete when all ranks have called one"
-        fix = "call the collective on all ranks: look at a branch on the rank, or at an error before"
+        fix = "call the collective on all ranks: check for a branch on the rank, or an earlier error"
     left = [rank for rank in inside if (log := job.ranks[rank].log) is not None and log.left_ns is not None]
     if left and all(_is_in_group(job.ranks.get(rank)) for rank in missing):
-        why = (
-            f"{who_does(left, 'has')} left the process group and {render_ranks(missing)} not; a new one needs all ranks"
-        )
+        why = f"{render_ranks(left)} left the process group, {render_ranks(missing)} did not; a new one needs all ranks"
         fix = "call destroy_process_group on all ranks or on none"
     return make_finding(
         "DDP215",
@@ -214,7 +211,7 @@ def _explain_rendezvous(
 
 def _age_ns(job: JobSnapshot, rank: int) -> int:
     seen = job.ranks.get(rank)
-    log = seen.log if seen is not None else None  # a rank of another node may not have been heard of yet
+    log = seen.log if seen is not None else None  # the digest of a different node may not have arrived yet
     return job.now_ns - max(log.left_ns or log.started_ns, job.since_ns) if log is not None else 0
 
 
@@ -232,11 +229,12 @@ def _render_elsewhere(
 ) -> tuple[str, str]:
     seen = job.ranks.get(rank)
     if seen is None or outcomes[rank].state == "unknown":
-        return "is not seen here", ""
+        return "is not visible here", ""
     if outcomes[rank].is_gone:
         return outcomes[rank].words, ""
     activity = describe_activity(seen, earlier.ranks.get(rank) if earlier is not None else None, job.now_ns)
-    return _render_start(job, rank) or activity.words, render_where(activity)
+    words = "has not joined it" if activity.words == NOT_CALLED else activity.words
+    return _render_start(job, rank) or words, render_where(activity)
 
 
 def _render_start(job: JobSnapshot, rank: int) -> str:
@@ -290,7 +288,7 @@ def find_unused_ranks(job: JobSnapshot) -> UnusedRanks | None:
 
 def render_unused_ranks(unused: UnusedRanks) -> str:
     """Return one line that names the missing ranks."""
-    missing = f"nobody asks to be {render_ranks(unused.numbers)}"
+    missing = f"no process is {render_ranks(unused.numbers)}"
     return f"the group is not complete: {missing}; {_render_waiting(unused)}: {render_place(unused.line)}"
 
 
@@ -303,22 +301,22 @@ def explain_unused_ranks(unused: UnusedRanks) -> Finding:
     num_started, num_asked = unused.job.world_size, max(unused.numbers) + 1
     where = render_place(unused.line)
     rows = [
-        (rank, f"asks to be rank {log.asked_rank} of {log.asked_world_size}", where)
+        (rank, f"calls it as rank {log.asked_rank} of {log.asked_world_size}", where)
         for rank, log in unused.asking.items()
     ]
     if num_asked > num_started:
-        why = f"the group is to have {num_asked} ranks, and {num_started} were started"
+        why = f"the group needs {num_asked} ranks, and {num_started} were started"
     else:
-        why = "each rank of a group has a number of its own, and several ask for the same one"
+        why = "each rank of a group needs a different number, and several use the same one"
     if not unused.is_proven:
-        why += "; somebody else may still come, such as a process that a rank has started"
+        why += "; a further process may still join, such as one that a rank has started"
     return make_finding(
         "DDP105",
         severity="error" if unused.is_proven else "warning",
-        summary=f"{_render_waiting(unused)}, and nobody asks to be {render_ranks(unused.numbers)}",
+        summary=f"{_render_waiting(unused)}, and no process is {render_ranks(unused.numbers)}",
         ranks=tuple(unused.asking),
         line=place_of(unused.line),
         evidence=lay_out(merge_rows(rows)),
         why=why,
-        fix="leave `world_size=` and `rank=` out, so that they are those of the launcher, or start as many ranks",
+        fix="omit `world_size=` and `rank=`, so that the launcher's values apply, or start that many ranks",
     )

@@ -26,20 +26,19 @@ from ddpilot.watch.explain.text import (
     describe_shortly,
     lay_out,
     merge_rows,
-    name_group,
     place_of,
     render_call,
     render_place,
     who_does,
 )
-from ddpilot.watch.explain.waits import OpenWait, explain_open_wait, render_waiting_for
+from ddpilot.watch.explain.waits import OpenWait, explain_open_wait, render_wait, render_waiting_for
 from ddpilot.watch.matching.outcomes import RankOutcome, first_deaths
 from ddpilot.watch.matching.progress import IncompleteCollective
 from ddpilot.watch.matching.waits import Wait
 from ddpilot.watch.snapshot.model import JobSnapshot, ProcessState, RankSnapshot
 from ddpilot.watch.snapshot.stacks import chain_of
 
-_DEATH_FIX = "look at how it ended; the others wait for it, and end with errors of their own"
+_DEATH_FIX = "check how it ended; the other ranks wait for it and fail with errors of their own"
 
 
 def explain_exited(
@@ -60,7 +59,7 @@ def explain_exited(
     return make_finding(
         code,
         severity="error",
-        summary=f"{who_does(ranks, words)}, and {render_waiting_for(held)} {_it(ranks)} in {_render_what(wait)}",
+        summary=f"{who_does(ranks, words)}, and {render_waiting_for(held)} {_it(ranks)} in {render_wait(wait)}",
         ranks=cause.ranks if cause is not None and cause.ranks else ranks,
         line=place_of(at),
         evidence=(*_show(job, wait, gone, outcomes), *_common(wait)),
@@ -116,13 +115,6 @@ def _origin(
     return find_origin(job, incomplete.progress, one, other, incomplete.seq, sources)
 
 
-def _render_what(wait: Wait) -> str:
-    if wait.incomplete is None:
-        return describe(next(iter(wait.held.values())))
-    entry = wait.held[min(wait.held)]
-    return f"{describe_shortly(entry)} (#{wait.incomplete.seq} of {name_group(wait.incomplete.progress.group)})"
-
-
 def _show(job: JobSnapshot, wait: Wait, gone: Sequence[int], outcomes: Mapping[int, RankOutcome]) -> tuple[str, ...]:
     rows = [(rank, describe(entry), render_place(entry.line)) for rank, entry in sorted(wait.held.items())]
     rows += [(rank, outcomes[rank].words, _render_last(wait, job, rank)) for rank in gone]
@@ -143,11 +135,11 @@ def _common(wait: Wait) -> tuple[str, ...]:
 
 def _why(wait: Wait, ranks: Sequence[int], words: str, has_died: bool) -> str:
     if has_died:
-        more = " (the kernel does that when memory is out; `dmesg` says so)" if "SIGKILL" in words else ""
-        return f"{who_does(ranks, words)}{more}; what the others say after that follows from it"
+        more = " (as the kernel does when memory runs out; see `dmesg`)" if "SIGKILL" in words else ""
+        return f"{who_does(ranks, words)}{more}; the later errors of the other ranks are consequences"
     if wait.incomplete is None:
-        return f"{who_does(ranks, words)} without the other side of this"
-    return f"{who_does(ranks, words)} without calling this: it has come to its end on another way, or with fewer rounds"
+        return f"{who_does(ranks, words)} without the matching call"
+    return f"{who_does(ranks, words)} without calling it: by a different code path, or with fewer iterations"
 
 
 def _it(ranks: Collection[int]) -> str:
@@ -155,7 +147,7 @@ def _it(ranks: Collection[int]) -> str:
 
 
 _TIME_IS_UP = re.compile(r"timed ?out|timeout|failed to pass monitoredBarrier", re.IGNORECASE)
-_LONGER = "what is meant to take long needs a longer `timeout=` of init_process_group"
+_LONGER = "a longer `timeout=` of init_process_group allows for operations that take long"
 _ENDING_NS = 1_500_000_000
 """A rank that closes its connections because it exits is gone within this time."""
 _BY_LAUNCHER = ("SIGTERM", "SIGINT")
@@ -188,7 +180,7 @@ def _explain_late(job: JobSnapshot, earlier: JobSnapshot | None, wait: Wait, lat
     finding = explain_open_wait(OpenWait(then, earlier, wait, late), has_lasted=True)
     if finding is None:
         return None
-    why = f"the group's `timeout` was over before {render_ranks(late)} came: {finding.why}"
+    why = f"the group's `timeout` expired before {render_ranks(late)} called it: {finding.why}"
     return replace(finding, severity="error", evidence=finding.evidence[:-1], why=why, fix=f"{finding.fix}; {_LONGER}")
 
 
@@ -224,7 +216,7 @@ def _explain_closed(wait: Wait, late: tuple[int, ...]) -> Finding:
     for rank in late:
         last = wait.incomplete.progress.last(rank)
         where = f"its last was #{last.seq}: {render_call(last)}" if last is not None else ""
-        rows.append((rank, "closed its connections, and ran on", where))
+        rows.append((rank, "closed its connections and continued", where))
     words = (
         "closed its connections while others were" if len(late) == 1 else "closed their connections while others were"
     )
@@ -235,7 +227,7 @@ def _explain_closed(wait: Wait, late: tuple[int, ...]) -> Finding:
         ranks=late,
         line=place_of(entry.line),
         evidence=lay_out(merge_rows(rows)),
-        why=f"{render_ranks(late)} did not end by itself and its connections did: it destroyed its process group, or "
+        why=f"{render_ranks(late)} did not exit, but its connections were closed: it destroyed its process group, or "
         "closed it after an error of its own, without calling this",
         fix=FIXES["DDP216"],
     )
@@ -249,11 +241,11 @@ _CONTINUES = "DDP204"
 """Different reduce-ops: the job does not stop because of them."""
 
 _FIXES = {
-    "SIGKILL": "look whether memory was out (`dmesg | tail`): fewer DataLoader workers, smaller batches",
-    "SIGBUS": "look whether shared memory was full (`df /dev/shm`), or a file that it had mapped was cut off; see "
+    "SIGKILL": "check whether memory ran out (`dmesg | tail`): use fewer DataLoader workers, smaller batches",
+    "SIGBUS": "check whether shared memory was full (`df /dev/shm`), or a mapped file was truncated; see "
     "ddpilot explain DDP601",
-    "SIGSEGV": "look at native code that it used last; the stack that Python's fault handler printed says where it was",
-    "SIGABRT": "look at what it printed last: gloo and NCCL abort the process with a message",
+    "SIGSEGV": "check the native code that it used last; Python's fault handler printed where it was",
+    "SIGABRT": "check its last lines: gloo and NCCL abort the process with a message",
 }
 
 
@@ -282,6 +274,6 @@ def explain_death(job: JobSnapshot, ranks: Sequence[int], words: str) -> Finding
         ranks=tuple(ranks),
         line=place,
         evidence=tuple(evidence),
-        why="the other ranks cannot continue without it: their later errors follow from it",
-        fix=_FIXES.get(signal_name, "look at how it ended: at its last lines and its traceback"),
+        why="the other ranks cannot continue without it: their later errors are consequences",
+        fix=_FIXES.get(signal_name, "check its last lines and its traceback"),
     )

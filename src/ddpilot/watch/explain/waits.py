@@ -6,7 +6,7 @@ The last are a status line, later a warning; they never end a job on their own.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from ddpilot.findings.catalog import make_finding
@@ -65,27 +65,25 @@ def render_open_wait(one: OpenWait) -> str:
     """Return one line: which ranks wait, where and for how long, which ranks are absent, and what these do."""
     held = one.wait.held
     entry = held[min(held)]
-    number = (
-        f" (#{one.wait.incomplete.seq} of {name_group(one.wait.incomplete.progress.group)})"
-        if one.wait.incomplete
-        else ""
-    )
-    what = describe_shortly(entry) if one.wait.incomplete else describe(entry)
     spot = render_spot(entry.line)
-    head = f"{render_ranks(held)} {_verb(held)} for {one.waited} in {what}{number}{f' at {spot}' if spot else ''}"
-    return f"{head}; {_render_absent(one)}"
+    at = f" at {spot}" if spot else ""
+    return f"{who_does(held, 'has')} waited {one.waited} in {render_wait(one.wait)}{at}; {_render_absent(one)}"
 
 
-def _verb(ranks: Mapping[int, object]) -> str:
-    return "waits" if len(ranks) == 1 else "wait"
+def render_wait(wait: Wait) -> str:
+    """Format the operation that ranks wait in, such as ``barrier (#1 of the default group)``."""
+    entry, incomplete = wait.held[min(wait.held)], wait.incomplete
+    if incomplete is None:
+        return describe(entry)
+    return f"{describe_shortly(entry)} (#{incomplete.seq} of {name_group(incomplete.progress.group)})"
 
 
 def _render_absent(one: OpenWait) -> str:
     if not one.absent:
         return (
-            f"of {render_ranks(one.wait.unknown)} nothing is known here"
+            f"the state of {render_ranks(one.wait.unknown)} is not known here"
             if one.wait.unknown
-            else "all ranks have come, and it does not end: their connection may be blocked"
+            else "all ranks have called it, and it does not complete: their connection may be blocked"
         )
     by_words: dict[str, list[int]] = {}
     for rank, activity in one.activities():
@@ -93,7 +91,7 @@ def _render_absent(one: OpenWait) -> str:
         by_words.setdefault(f"{activity.words}: {where}" if where else activity.words, []).append(rank)
     texts = [who_does(ranks, words, max_chars=40) for words, ranks in list(by_words.items())[:3]]
     more = f" and {len(by_words) - 3} more" if len(by_words) > 3 else ""
-    return "not there: " + "; ".join(texts) + more
+    return "; ".join(texts) + more
 
 
 def explain_open_wait(one: OpenWait, has_lasted: bool) -> Finding | None:
@@ -115,7 +113,7 @@ def explain_open_wait(one: OpenWait, has_lasted: bool) -> Finding | None:
     common = (
         show_common(one.wait.incomplete.progress, one.wait.incomplete.seq) if one.wait.incomplete is not None else ()
     )
-    who = f"{render_ranks(one.wait.held)} {_verb(one.wait.held)} for {render_ranks(alike)}"
+    who = f"{render_waiting_for(one.wait.held)} {render_ranks(alike)}"
     return make_finding(
         first.code,
         severity="error" if proven is not None else None,
@@ -130,7 +128,7 @@ def explain_open_wait(one: OpenWait, has_lasted: bool) -> Finding | None:
 
 def _render_how_long(one: OpenWait) -> str:
     # Not part of the summary, by which repeated findings are recognized.
-    return f"for {one.waited} now"
+    return f"waiting for {one.waited}"
 
 
 def _is_proven(one: OpenWait, rank: int, activity: Activity) -> bool:
@@ -150,7 +148,7 @@ def _explain_full(one: OpenWait) -> Finding:
     entry = one.wait.held[min(one.wait.held)]
     return make_finding(
         "DDP218",
-        summary=f"all ranks are in {describe_shortly(entry)}, and it does not end",
+        summary=f"all ranks are in {describe_shortly(entry)}, and it does not complete",
         ranks=tuple(sorted(one.wait.held)),
         line=place_of(entry.line),
         evidence=(
@@ -159,8 +157,8 @@ def _explain_full(one: OpenWait) -> Finding:
             ),
             _render_how_long(one),
         ),
-        why="they agree about it, so it is the data's way between them: a network, a firewall, or a peer-to-peer link",
-        fix="look at the interfaces (NCCL_DEBUG=INFO; ddpilot explain DDP107, DDP108), and whether a rank was stopped",
+        why="their arguments match, so the data does not get through: a network, a firewall, or a peer-to-peer link",
+        fix="check the interfaces (NCCL_DEBUG=INFO; ddpilot explain DDP107, DDP108), and whether a rank was stopped",
     )
 
 
@@ -179,8 +177,8 @@ def explain_message(job: JobSnapshot, message: Message) -> Finding:
         ranks=(message.sender, message.receiver),
         line=place_of(message.received.line),
         evidence=lay_out(rows),
-        why="gloo ends the process that has too little room, and leaves the rest as it was where there is too much",
-        fix="give send and recv tensors of one size and dtype; where it varies, send the size before",
+        why="gloo aborts a process whose tensor is too small, and leaves the rest of a larger tensor unchanged",
+        fix="pass tensors of the same size and dtype to send and recv; if the size varies, send it first",
     )
 
 
@@ -188,9 +186,7 @@ def _fate(rank: RankSnapshot) -> str:
     return f", died of {rank.process.signal_name}" if rank.process.signal_name else ""
 
 
-_BRANCH_FIX = (
-    "call it on all ranks of its group: move it out of the branch; and use groups in the same order on all ranks"
-)
+_BRANCH_FIX = "call it on all ranks of its group: move it out of the branch; use groups in the same order on all ranks"
 
 
 def explain_cycle(job: JobSnapshot, cycle: Sequence[Wait], sources: Sources) -> Finding:
@@ -237,7 +233,7 @@ def render_waiting_for(ranks: Collection[int]) -> str:
 
 def _why_cycle(cycle: Sequence[Wait]) -> str:
     parts = [f"{render_waiting_for(wait.held)} {render_ranks(wait.missing, max_chars=40)}" for wait in cycle[:4]]
-    return ", ".join(parts) + (_render_tags(cycle) or ": nobody can be the first")
+    return ", ".join(parts) + (_render_tags(cycle) or ": no rank can proceed")
 
 
 def _render_tags(cycle: Sequence[Wait]) -> str:
@@ -248,4 +244,4 @@ def _render_tags(cycle: Sequence[Wait]) -> str:
     if {one.op, other.op} != {"send", "recv"} or tag_of(one) == tag_of(other):
         return ""
     sent, received = (one, other) if one.op == "send" else (other, one)
-    return f": what is sent with tag {sent.tag} is received with tag {received.tag}, and tags have to be the same"
+    return f": the send has tag {sent.tag} and the recv tag {received.tag}, and tags must be equal"

@@ -308,7 +308,7 @@ def _note_exceptions(path: Path) -> None:
                 text = "".join(traceback.format_exception(kind, error, frames))
                 write_own_text(path, json.dumps([kind.__qualname__, str(error)[:10_000], text[-10_000:]]))
         except Exception as fault:  # noqa: BLE001 - the user's exception matters more
-            sys.stderr.write(f"ddpilot: what was raised could not be noted: {fault!r}\n")
+            sys.stderr.write(f"ddpilot: the exception could not be recorded: {fault!r}\n")
         theirs(kind, error, frames)
 
     sys.excepthook = hook

@@ -237,9 +237,7 @@ class ObserverProcess:
         live = [found for each in self._ranks.values() if (found := _find(each)) is not None]
         if live:
             self._has_ended_ranks = True
-            _print(
-                f"the ranks of this node are ended because of it; `ddpilot watch {self._folder.name}` shows it again"
-            )
+            _print(f"terminating the ranks of this node; `ddpilot watch {self._folder.name}` shows it again")
         _signal(live, signal.SIGTERM)
         deadline_s = time.monotonic() + _TERM_GRACE_S
         while any(map(_is_running, live)) and time.monotonic() < deadline_s:
@@ -290,7 +288,7 @@ def main(folder: Path) -> None:
     try:
         ObserverProcess(folder).run()
     except Exception as error:  # noqa: BLE001 - reported; must not stop the training
-        _print(f"watching ended with an error of its own, and the job continues: {type(error).__name__}: {error}")
+        _print(f"the observer failed, and the job continues: {type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def outcome_of(rank: RankSnapshot | None) -> RankOutcome:
         return RankOutcome("victim" if reads_like_victim(error.type_name, error.message) else "died", words)
     if rank.returned:
         is_cut = rank.process.exitcode == 0 and rank.log is not None and rank.log.closed_ns is None
-        return RankOutcome("finished", "has ended at once, as by os._exit(0)" if is_cut else "has returned")
+        return RankOutcome("finished", "has exited without cleanup, as with os._exit(0)" if is_cut else "has returned")
     return _process_outcome(rank) if rank.process.state == "ended" else RankOutcome("alive")
 
 
@@ -71,7 +71,7 @@ def _process_outcome(rank: RankSnapshot) -> RankOutcome:
         return RankOutcome("died", f"exited with status {process.exitcode}")
     if process.exitcode == 0 or (rank.log is not None and rank.log.closed_ns is not None):
         return RankOutcome("finished", "has exited")
-    return RankOutcome("died", "ended without closing the recording, as by a signal or os._exit")
+    return RankOutcome("died", "ended without closing the recording, as with a signal or os._exit")
 
 
 def _shorten(message: str) -> str:
@@ -144,7 +144,7 @@ def with_departure(
     has_ended = rank.log.closed_ns is not None
     patience_ns = _CUT_OFF_NS if is_cut_off and not has_ended else _ERROR_NS
     if left_ns is not None and last is not None and last.start_ns < left_ns and now_ns - left_ns > patience_ns:
-        return RankOutcome("finished", "has come to its end" if has_ended else "has destroyed its process groups")
+        return RankOutcome("finished", "has reached its end" if has_ended else "has destroyed its process groups")
     return RankOutcome("finished", "leaves its group") if passes(rank.stack, WAIT_FOR_PEERS) is not None else outcome
 
 
@@ -188,8 +188,7 @@ def _has_begun_more(rank: RankSnapshot, entry: Collective) -> bool:
 
 
 COMMON_END = (
-    "all ranks that are seen from here ended at the same time, from outside: a time limit, `scancel` or another kill "
-    "of the whole job"
+    "all visible ranks were ended from outside at the same time: by a time limit, `scancel` or a kill of the whole job"
 )
 _FROM_OUTSIDE = ("SIGKILL", "SIGTERM")
 

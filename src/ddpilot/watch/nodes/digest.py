@@ -83,7 +83,7 @@ def decode_digest(text: str) -> Digest:
         ranks = {each["rank"]: _read_rank(each, shared) for each in raw["ranks"]}
         return Digest(now_ns=raw["now_ns"], unix_ns=raw["unix_ns"], is_asking=raw["is_asking"], ranks=ranks)
     except (ValueError, zlib.error, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise ValueError(f"no digest of a node: {type(error).__name__}: {error}") from error
+        raise ValueError(f"not a digest of a node: {type(error).__name__}: {error}") from error
 
 
 def move_clock(digest: Digest, *, unix_minus_monotonic_ns: int, after_ns: int, before_ns: int) -> Digest:

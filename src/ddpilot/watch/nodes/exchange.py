@@ -147,12 +147,12 @@ class Exchange:
         if self._asking_ns is None:
             return
         if self.mailbox.fault:
-            yield f"the observers of the nodes cannot reach each other any more: {self.mailbox.fault}"
+            yield f"the observers of the nodes can no longer reach each other: {self.mailbox.fault}"
         elif now_ns - self._asking_ns > _PATIENCE_NS:
             places = self.mailbox.places
             for node in self._silent():
-                why = self._unreadable.get(node, "its observer does not answer")
-                yield f"what the ranks of {places[node]} do is not seen from here: {why}"
+                why = self._unreadable.get(node, "its observer does not respond")
+                yield f"the ranks of {places[node]} are not visible from here: {why}"
 
 
 def _still_holds(digest: Digest, now_ns: int, newest_ns: int) -> bool:

@@ -132,10 +132,10 @@ class SharedRules:
         places = self._mailbox.places
         reasons = [f"{places[node]}: {receiver.fault}" for node, receiver in self._receivers.items() if receiver.fault]
         if self._sender.is_full:
-            reasons.append("the ranks of this node note more than can be sent")
+            reasons.append("the ranks of this node record more notes than can be sent")
         if any(len(held) > MAX_HELD for held in self._held.values()):
             silent = [place for node, place in places.items() if self._receivers[node].known_until_ns is None]
-            reasons.append(f"too little comes from {some(silent or list(places.values()))}")
+            reasons.append(f"too few notes arrive from {some(silent or list(places.values()))}")
         if reasons and not self._fault:
             self._fault = f"guard no longer compares ranks of different nodes: {reasons[0]}"
         if self._fault:
@@ -223,7 +223,7 @@ class NoteReceiver:
         for piece in pieces:
             self._number += 1
             if piece.number != self._number:
-                self.fault = f"piece {self._number} of its notes is lost"
+                self.fault = f"piece {self._number} of its notes was lost"
             if self.fault:
                 return
             self._text.append(piece.text[1:])
@@ -290,7 +290,7 @@ def decode_bundle(text: str) -> Bundle:
         findings = [Finding.from_dict(each) for each in raw["findings"]]
         return Bundle(now_ns=raw["now_ns"], entries=entries, findings=findings, is_last=raw["is_last"])
     except (ValueError, zlib.error, KeyError, TypeError, IndexError, AttributeError, DdpilotError) as error:
-        raise ValueError(f"no bundle of a node: {type(error).__name__}: {error}") from error
+        raise ValueError(f"not a bundle of a node: {type(error).__name__}: {error}") from error
 
 
 def _share(value: Any, shared: dict[str, int]) -> Any:

@@ -59,7 +59,7 @@ def test_desync_is_laid_out_by_ranks_with_what_was_in_common_and_the_branch() ->
         "train.py:4  dist.barrier()\n"
         "  in common until #0: broadcast of DDP buffers, train.py:2\n"
         "  why: the barrier at train.py:4 is inside `if rank == 1:` (train.py:3); ranks 0,2,3 continued to train.py:5\n"
-        "  fix: let all ranks call the same collectives in the same order: move what differs out of the branch\n"
+        "  fix: call the same collectives in the same order on all ranks: move what differs out of the branch\n"
         "  see: ddpilot explain DDP201"
     )
     assert analysis.is_stalled
@@ -526,7 +526,7 @@ def test_an_exit_at_once_in_a_loop_is_named() -> None:
     (finding,) = analyze(job([alive(zero), cut], sources={FILE: source})).findings
     assert (finding.code, finding.ranks) == ("DDP208", (1,))
     assert "`if rank == 1 and i == 4: os._exit(0)` (train.py:3) is decided per rank" in finding.why
-    assert "has ended at once, as by os._exit(0)" in finding.summary
+    assert "has exited without cleanup, as with os._exit(0)" in finding.summary
 
 
 def test_a_collective_of_another_thread_is_said_to_be_one() -> None:
@@ -536,8 +536,8 @@ def test_a_collective_of_another_thread_is_said_to_be_one() -> None:
     zero.wait("all_reduce", 2, function="log", thread=7)
     one.wait("all_reduce", 4, ddp=bucket(), thread=4001, inputs=(tensor(9),))
     finding = find(source, zero, one)
-    assert "rank 0 calls the one at train.py:2 from another thread, as rank 1 never did" in finding.why
-    assert "let the thread run on all ranks and give it a group of its own" in finding.fix
+    assert "rank 0 calls the one at train.py:2 from a second thread, unlike rank 1" in finding.why
+    assert "run the thread on all ranks and give it its own group" in finding.fix
 
 
 DECORATED = """\
@@ -822,7 +822,7 @@ def test_a_loop_over_a_set_is_named_where_ranks_are_at_different_entries(given: 
         rank.wait("all_reduce", 5, inputs=(tensor(shape),))
     finding = find(source, *ranks)
     assert finding.code == "DDP202"
-    assert ("goes over a set, which has another order in each process" in finding.why) == is_told
+    assert ("iterates over a set, whose order differs between processes" in finding.why) == is_told
     assert ("`sorted(...)`" in finding.fix) == is_told
 
 

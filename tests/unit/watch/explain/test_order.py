@@ -45,7 +45,7 @@ def test_sizes_that_vary_are_no_order() -> None:
             rank.call("all_reduce", 9, **of(size))
     finding = find(zero.wait("all_reduce", 9, **of(3)), one.wait("all_reduce", 9, **of(5)))
     assert finding.code == "DDP202"
-    assert finding.why == "ranks that are in one collective have to agree about its size"
+    assert finding.why == "all ranks of a collective must pass the same size"
 
 
 def test_calls_from_lines_that_all_ranks_use_are_a_desync() -> None:
@@ -72,4 +72,4 @@ def test_gradient_buckets_of_other_sizes_are_those_of_another_model() -> None:
         zero.wait("all_reduce", 9, ddp=bucket(), **of(50)), one.wait("all_reduce", 9, ddp=bucket(), **of(15))
     )
     assert finding.code == "DDP201"
-    assert "gradients of other parameters" in finding.why
+    assert "gradients of different parameters" in finding.why

@@ -18,7 +18,7 @@ GUARDED = "def train(rank):\n    if rank == 0:\n        work()\n"
     ("words", "told"),
     [
         ("leaves its group", "ranks 0,1 leave their group"),
-        ("is slow: its Python line moves", "ranks 0,1 are slow: their Python line moves"),
+        ("is running: its Python line changes", "ranks 0,1 are running: their Python line changes"),
         ("raised ValueError: its shape", "ranks 0,1 raised ValueError: its shape"),
         ("all_reduce of its.weight", "ranks 0,1 all_reduce of its.weight"),
     ],

@@ -89,7 +89,7 @@ def test_digest_is_bounded(max_chars: int) -> None:
 @pytest.mark.parametrize("text", ["", "no digest", encode_digest(digest_of())[:-8]])
 def test_digest_that_is_none_is_refused(text: str) -> None:
     """As of a node with another version."""
-    with pytest.raises(ValueError, match="no digest of a node"):
+    with pytest.raises(ValueError, match="not a digest of a node"):
         decode_digest(text)
 
 
@@ -148,7 +148,7 @@ def test_merge_keeps_a_rank_beating_that_was_beating_when_it_was_looked_at() -> 
     there = alive(one, CodeLine(FILE, 12, "main", "sleep(60)"), log=log)
     view = merge(replace(job([alive(zero)]), world_size=2), [digest_of(there, now_s=109.0)])
     (line,) = analyze(view).status
-    assert "not there: rank 1 is elsewhere: train.py:12  sleep(60)" in line
+    assert "rank 1 has not called it: train.py:12  sleep(60)" in line
 
 
 def test_ranks_of_two_nodes_are_compared() -> None:

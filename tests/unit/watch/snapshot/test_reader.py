@@ -41,7 +41,7 @@ def test_a_rank_that_waits_for_a_child_names_it() -> None:
     )
     rank = RankSnapshot(rank=1, stack=PythonStack(taken_ns=1, threads={7: frames}, main=7, child=name))
     activity = describe_activity(rank, None, 2)
-    assert (activity.code, activity.words) == ("DDP214", f"waits for a process that it has started: {name}")
+    assert (activity.code, activity.words) == ("DDP214", f"waits for a child process: {name}")
 
 
 def test_a_process_without_children_waits_for_none() -> None:
