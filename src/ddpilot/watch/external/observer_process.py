@@ -234,13 +234,13 @@ class ObserverProcess:
             self._is_stopping = self._options.action() == "stop"
 
     def _end_ranks(self) -> None:
-        live = [found for each in self._ranks.values() if (found := _find(each)) is not None]
+        live = [each for each in self._ranks.values() if each.is_running]
         if live:
             self._has_ended_ranks = True
-            _print(f"terminating the ranks of this node; `ddpilot watch {self._folder.name}` shows it again")
+            _print(f"terminating the ranks of this node; `ddpilot watch {self._folder.name}` shows this report again")
         _signal(live, signal.SIGTERM)
         deadline_s = time.monotonic() + _TERM_GRACE_S
-        while any(map(_is_running, live)) and time.monotonic() < deadline_s:
+        while any(each.is_running for each in live) and time.monotonic() < deadline_s:
             time.sleep(_PAUSE_S)
         _signal(live, signal.SIGKILL)
         self._is_stopping = False
@@ -248,12 +248,6 @@ class ObserverProcess:
 
 def _is_over(process: RankProcess) -> bool:
     return not (process.is_running or process.may_return)
-
-
-def _find(process: RankProcess) -> psutil.Process | None:
-    with suppress(psutil.Error):
-        return psutil.Process(process.pid) if process.is_running else None
-    return None
 
 
 def _write_to_stderr_of(process: RankProcess) -> None:
@@ -264,17 +258,11 @@ def _write_to_stderr_of(process: RankProcess) -> None:
         os.close(fd)
 
 
-def _signal(processes: list[psutil.Process], number: signal.Signals) -> None:
+def _signal(processes: list[RankProcess], number: signal.Signals) -> None:
     for process in processes:
-        with suppress(psutil.Error):  # psutil checks that it is still the same process
-            process.send_signal(number)
-
-
-def _is_running(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
+        with suppress(psutil.Error):
+            if process.is_running:
+                psutil.Process(process.pid).send_signal(number)
 
 
 def _print(text: str) -> None:

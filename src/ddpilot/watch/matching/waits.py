@@ -10,7 +10,7 @@ from itertools import takewhile
 from ddpilot.record.flight_ring.log import Collective
 from ddpilot.watch.matching.outcomes import RankOutcome, is_blocked_by
 from ddpilot.watch.matching.progress import IncompleteCollective
-from ddpilot.watch.snapshot.model import JobSnapshot, RankSnapshot
+from ddpilot.watch.snapshot.model import JobSnapshot
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -184,60 +184,45 @@ class Message:
 
 
 def find_unmatched_messages(job: JobSnapshot) -> dict[tuple[int, int], bool]:
-    """Return by (rank, index of the entry) True if a send or receive has no matching call.
-
-    Messages of one channel arrive in order and are matched by counting. Ranks whose logs have dropped entries, or that
-    receive from any source, are excluded.
-    """
-    channels: dict[_Channel, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {}
-    known = {rank for rank, seen in job.ranks.items() if _counts(seen)}
-    for rank in known:
-        for entry in _messages(job.ranks[rank]):
-            peer = peer_of(entry)
-            if peer in known and peer is not None:
-                is_sent = entry.op == "send"
-                channel = (rank, peer) if is_sent else (peer, rank)
-                sides = channels.setdefault((*channel, tag_of(entry), _local_key(entry)), ([], []))
-                sides[0 if is_sent else 1].append((rank, entry.index))
+    """Return by (rank, index of the entry) True if a send or receive has no matching call, False if it has one."""
     found: dict[tuple[int, int], bool] = {}
-    for sent, received in channels.values():
-        for mine, theirs in ((sent, received), (received, sent)):
-            found |= {key: number >= len(theirs) for number, key in enumerate(mine)}
+    for (sender, receiver, *_), (sent, received) in _find_channels(job).items():
+        for rank, mine, theirs in ((sender, sent, received), (receiver, received, sent)):
+            found |= {(rank, entry.index): number >= len(theirs) for number, entry in enumerate(mine)}
     return found
 
 
-def _counts(rank: RankSnapshot) -> bool:
-    entries = rank.log.collectives if rank.log is not None else ()
-    is_whole = not entries or entries[-1].index == len(entries)
-    return is_whole and not any(entry.is_p2p and entry.peer is None for entry in entries)
-
-
 def find_unequal_messages(job: JobSnapshot) -> Iterator[Message]:
-    """Yield the first message of each channel whose sizes differ; excludes ranks whose logs have dropped entries."""
-    sent: dict[_Channel, list[Collective]] = {}
-    received: dict[_Channel, list[Collective]] = {}
-    for rank, seen in job.ranks.items():
-        for entry in _messages(seen):
-            peer = peer_of(entry)
-            if peer is None:  # a receive from any source may have taken a message of a different channel
-                received = {channel: entries for channel, entries in received.items() if channel[1] != rank}
-                break
-            if entry.op == "send":
-                sent.setdefault((rank, peer, tag_of(entry), _local_key(entry)), []).append(entry)
-            else:
-                received.setdefault((peer, rank, tag_of(entry), _local_key(entry)), []).append(entry)
-    for channel, entries in received.items():
-        for mine, theirs in zip(entries, sent.get(channel, ()), strict=False):
-            if mine.num_bytes != theirs.num_bytes:
-                yield Message(channel[0], theirs, channel[1], mine)
-                break
+    """Yield the first message of each channel whose sizes differ."""
+    for (sender, receiver, *_), (sent, received) in _find_channels(job).items():
+        pairs = zip(sent, received, strict=False)
+        pair = next(((mine, theirs) for mine, theirs in pairs if mine.num_bytes != theirs.num_bytes), None)
+        if pair is not None:
+            yield Message(sender, pair[0], receiver, pair[1])
 
 
-def _messages(rank: RankSnapshot) -> list[Collective]:
-    entries = rank.log.collectives if rank.log is not None else ()
-    if not entries or entries[-1].index != len(entries):  # a dropped entry would shift all later matches
-        return []
-    return [entry for entry in entries if entry.is_p2p]
+def _find_channels(job: JobSnapshot) -> dict[_Channel, tuple[list[Collective], list[Collective]]]:
+    """Return the sends and the receives of each channel, in order: the n-th send matches the n-th receive.
+
+    Excludes ranks whose logs have dropped entries, and channels to ranks that receive from any source.
+    """
+    entries = {rank: _entries_of(job, rank) for rank in job.ranks}
+    messages = {
+        rank: [entry for entry in each if entry.is_p2p]
+        for rank, each in entries.items()
+        if not each or each[-1].index == len(each)
+    }
+    from_any = {rank for rank, each in messages.items() if any(entry.peer is None for entry in each)}
+    channels: dict[_Channel, tuple[list[Collective], list[Collective]]] = {}
+    for rank, each in messages.items():
+        for entry in each:
+            peer, is_sent = peer_of(entry), entry.op == "send"
+            if peer is None or peer not in messages or (peer if is_sent else rank) in from_any:
+                continue
+            ends = (rank, peer) if is_sent else (peer, rank)
+            channel = channels.setdefault((*ends, tag_of(entry), _local_key(entry)), ([], []))
+            channel[0 if is_sent else 1].append(entry)
+    return channels
 
 
 def _local_key(entry: Collective) -> _LocalKey:

@@ -78,11 +78,11 @@ def encode_digest(digest: Digest, max_chars: int = MAX_CHARS) -> str:
 def decode_digest(text: str) -> Digest:
     """Decode what `encode_digest` wrote, on the writer's clock. Raises `ValueError` for any other text."""
     try:
-        raw = json.loads(zlib.decompress(base64.b64decode(text, validate=True)))
+        raw = unpack(text)
         shared = [_read_shared(kind, value) for kind, value in raw["shared"]]
         ranks = {each["rank"]: _read_rank(each, shared) for each in raw["ranks"]}
         return Digest(now_ns=raw["now_ns"], unix_ns=raw["unix_ns"], is_asking=raw["is_asking"], ranks=ranks)
-    except (ValueError, zlib.error, KeyError, TypeError, IndexError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise ValueError(f"not a digest of a node: {type(error).__name__}: {error}") from error
 
 
@@ -125,8 +125,25 @@ def _encode(digest: Digest, num_entries: int) -> str:
         "ranks": [_write_rank(rank, shared, num_entries) for rank in digest.ranks.values()],
         "shared": shared.values,
     }
-    text = json.dumps(raw, separators=(",", ":"), check_circular=False, default=astuple)  # a `CodeLine`
-    return base64.b64encode(zlib.compress(text.encode())).decode()
+    return pack(raw)
+
+
+def to_json(value: Any) -> str:
+    """Return `value` as compact JSON; a dataclass such as `CodeLine` becomes a list."""
+    return json.dumps(value, separators=(",", ":"), check_circular=False, default=astuple)
+
+
+def pack(value: Any) -> str:
+    """Return `value` as compressed JSON in base64, for a text that travels through a store."""
+    return base64.b64encode(zlib.compress(to_json(value).encode())).decode()
+
+
+def unpack(text: str) -> Any:
+    """Return what `pack` was given. Raises `ValueError` for any other text."""
+    try:
+        return json.loads(zlib.decompress(base64.b64decode(text, validate=True)))
+    except zlib.error as error:
+        raise ValueError(f"zlib: {error}") from error
 
 
 class _Shared:

@@ -6,10 +6,8 @@ Every node sends guard's notes to node 0, in bundles of text, and gets the findi
 
 from __future__ import annotations
 
-import base64
 import json
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +19,7 @@ from ddpilot.guard.rules.registry import RuleRunner
 from ddpilot.guard.rules.rule import some
 from ddpilot.launching.observer import Chunk, Mailbox
 from ddpilot.record.journal import Entry
-from ddpilot.watch.nodes.digest import max_chars
+from ddpilot.watch.nodes.digest import max_chars, pack, to_json, unpack
 
 _SLACK_NS = 1_000_000_000
 """Margin for errors of the clock offset between nodes: nothing counts as missing before it has passed."""
@@ -275,13 +273,13 @@ def encode_bundle(bundle: Bundle) -> str:
         "is_last": bundle.is_last,
         "shared": list(shared),
     }
-    return base64.b64encode(zlib.compress(_to_json(raw).encode())).decode()
+    return pack(raw)
 
 
 def decode_bundle(text: str) -> Bundle:
     """Decode what `encode_bundle` wrote. Raises `ValueError` for any other text."""
     try:
-        raw = json.loads(zlib.decompress(base64.b64decode(text, validate=True)))
+        raw = unpack(text)
         shared = [json.loads(each) for each in raw["shared"]]
         entries = [
             (rank, Entry(index, time_ns, kind, {key: _find(each, shared) for key, each in values.items()}))
@@ -289,14 +287,14 @@ def decode_bundle(text: str) -> Bundle:
         ]
         findings = [Finding.from_dict(each) for each in raw["findings"]]
         return Bundle(now_ns=raw["now_ns"], entries=entries, findings=findings, is_last=raw["is_last"])
-    except (ValueError, zlib.error, KeyError, TypeError, IndexError, AttributeError, DdpilotError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, DdpilotError) as error:
         raise ValueError(f"not a bundle of a node: {type(error).__name__}: {error}") from error
 
 
 def _share(value: Any, shared: dict[str, int]) -> Any:
     if not isinstance(value, dict | list | str):
         return value
-    text = _to_json(value)
+    text = to_json(value)
     if len(text) < _MIN_SHARED_CHARS:
         return value
     return {_SHARED: shared.setdefault(text, len(shared))}
@@ -304,7 +302,3 @@ def _share(value: Any, shared: dict[str, int]) -> Any:
 
 def _find(value: Any, shared: Sequence[Any]) -> Any:
     return shared[value[_SHARED]] if isinstance(value, dict) and _SHARED in value else value
-
-
-def _to_json(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), check_circular=False)
