@@ -11,7 +11,7 @@ from ddpilot.findings.finding import Finding
 from ddpilot.record.flight_ring.log import Collective
 from ddpilot.source.parsed_file import Sources
 from ddpilot.watch.explain.ddp_constructor import explain_wraps
-from ddpilot.watch.explain.mismatch import explain_mismatch, involved
+from ddpilot.watch.explain.mismatch import explain_mismatch, one_rank_per_side
 from ddpilot.watch.explain.process_group_init import find_rendezvous
 from ddpilot.watch.explain.rank_exit import explain_death, explain_exited, explain_outlasted
 from ddpilot.watch.explain.waits import OpenWait, explain_cycle, explain_message, explain_open_wait, render_open_wait
@@ -150,7 +150,7 @@ def _explain_mismatches(state: _State, found: Iterable[MismatchedCollective]) ->
     ):
         finding = explain_mismatch(state.job, mismatched, state.sources)
         state.findings.append(finding)
-        state.needs.update(involved(mismatched))
+        state.needs.update(one_rank_per_side(mismatched))
         if mismatched.mismatch.aspect in WRONG_BUT_RUNNING:
             state.silent.append(finding)
         else:

@@ -28,7 +28,8 @@ from ddpilot.watch.explain.text import (
     render_spot,
     show_file,
 )
-from ddpilot.watch.matching.progress import GroupProgress
+from ddpilot.watch.matching.mismatch import MismatchedCollective
+from ddpilot.watch.matching.progress import GroupProgress, IncompleteCollective
 from ddpilot.watch.matching.waits import Wait
 from ddpilot.watch.snapshot.model import JobSnapshot, RankSnapshot
 from ddpilot.watch.snapshot.stacks import chain_of, chain_of_line
@@ -273,8 +274,11 @@ _NUM_SAME = 32
 """After this many collectives from the same lines on all ranks, an earlier split no longer counts as the origin."""
 
 
-def show_common(progress: GroupProgress, seq: int) -> tuple[str, ...]:
-    """Return a line about the collective before `seq` that all ranks share; empty if the logs do not hold it."""
+def show_common(collective: IncompleteCollective | MismatchedCollective | None) -> tuple[str, ...]:
+    """Return a line about the collective before `collective`, if the logs of all ranks of the group hold it."""
+    if collective is None:
+        return ()
+    progress, seq = collective.progress, collective.seq
     entries = [entry for rank in progress.by_rank if (entry := progress.at(rank, seq - 1)) is not None]
     if not entries or len(entries) < len(progress.by_rank):
         return ()
@@ -326,7 +330,9 @@ def find_origin(
 
     Returns their parties there; None if the lines do not differ, or the logs do not reach back far enough.
     """
-    start = max(_first_seq(progress, one), _first_seq(progress, other))
+    if one not in progress.by_rank or other not in progress.by_rank:
+        return None
+    start = max(progress.by_rank[rank][0].seq or 0 for rank in (one, other))
     found, same = None, 0
     for number in range(seq - 1, start - 1, -1):
         pair = (progress.at(one, number), progress.at(other, number))
@@ -339,11 +345,6 @@ def find_origin(
     if found is None or (found == start and start > 0):
         return None
     return tuple(side_in_collective(job, progress, (rank,), found, stacks=False) for rank in (one, other))  # type: ignore[return-value]
-
-
-def _first_seq(progress: GroupProgress, rank: int) -> int:
-    entries = progress.by_rank.get(rank)
-    return entries[0].seq or 0 if entries else 0
 
 
 def _site(entry: Collective) -> tuple[object, ...]:

@@ -33,18 +33,18 @@ from ddpilot.watch.explain.text import (
     merge_rows,
     name_group,
     place_of,
+    render_death,
     render_place,
     render_spot,
     show_file,
 )
 from ddpilot.watch.matching.mismatch import (
     EXCHANGES,
-    Mismatch,
     MismatchedCollective,
     signature_of,
 )
 from ddpilot.watch.matching.progress import GroupProgress
-from ddpilot.watch.snapshot.model import JobSnapshot, RankSnapshot
+from ddpilot.watch.snapshot.model import JobSnapshot
 
 _CODES = {
     "op": "DDP201",
@@ -68,14 +68,15 @@ _WORDS = {
 def explain_mismatch(job: JobSnapshot, mismatched: MismatchedCollective, sources: Sources) -> Finding:
     """Return the finding for a mismatch, with its cause where the source and the logs determine it."""
     sides = [ranks for _, ranks in mismatched.mismatch.values]
-    rest, odd = _party(job, mismatched, sides[0]), _party(job, mismatched, sides[1])
-    cause = find_joined(mismatched.progress, mismatched.seq) or _find_cause(job, mismatched, rest, odd, sources)
-    reason = find_reason(job, mismatched, rest.chain, odd.chain, sources) if cause is None else Reason()
-    code = "DDP201" if reason.are_other_calls else _choose_code(mismatched, cause)
+    progress, seq = mismatched.progress, mismatched.seq
+    rest, odd = (side_in_collective(job, progress, ranks, seq) for ranks in sides[:2])
+    cause = _find_join_cause(progress, seq) or _find_cause(job, mismatched, rest, odd, sources)
+    reason = _explain_from_logs(job, mismatched, rest.chain, odd.chain, sources) if cause is None else Explanation()
+    code = "DDP201" if reason.are_different_calls else _choose_code(mismatched, cause)
     wraps = find_wrap_difference(job) if code in _OF_CONSTRUCTION.values() else None
     if wraps is not None:
         code, cause = wraps.code, Cause(code=wraps.code, ranks=wraps.ranks, why=wraps.why)
-    special = reason.fix if cause is None else cause.fix or special_fix(mismatched)
+    special = reason.fix if cause is None else cause.fix or _special_fix(mismatched)
     smallest = min(sides, key=lambda ranks: (len(ranks), -ranks[0]))
     at = cause.at if cause is not None and cause.at is not None else mismatched.by_rank[smallest[0]].line
     return make_finding(
@@ -84,7 +85,7 @@ def explain_mismatch(job: JobSnapshot, mismatched: MismatchedCollective, sources
         ranks=(cause.ranks if cause is not None else ())
         or (smallest if len(sides) == 2 else tuple(sorted(mismatched.by_rank))),
         line=place_of(at),
-        evidence=(*_show_sides(job, mismatched), *show_common(mismatched.progress, mismatched.seq)),
+        evidence=(*_show_sides(job, mismatched), *show_common(mismatched)),
         why=cause.why if cause is not None else reason.why or _why(mismatched),
         fix=special or FIXES.get(code, ""),
     )
@@ -138,20 +139,11 @@ def _show_sides(job: JobSnapshot, mismatched: MismatchedCollective) -> tuple[str
         value = by_rank.get(rank, "")
         if mismatched.mismatch.aspect in ("size", "root") and value not in what:
             what = f"{what} ({value})"
-        rows.append((rank, what + _fate(job.ranks.get(rank)), render_place(entry.line)))
+        rows.append((rank, what + render_death(job.ranks.get(rank)), render_place(entry.line)))
     return lay_out(merge_rows(rows))
 
 
-def _fate(rank: RankSnapshot | None) -> str:
-    signal_name = rank.process.signal_name if rank is not None else None
-    return f", died of {signal_name}" if signal_name else ""
-
-
-def _party(job: JobSnapshot, mismatched: MismatchedCollective, ranks: tuple[int, ...]) -> CollectiveSide:
-    return side_in_collective(job, mismatched.progress, ranks, mismatched.seq)
-
-
-def involved(mismatched: MismatchedCollective) -> tuple[int, ...]:
+def one_rank_per_side(mismatched: MismatchedCollective) -> tuple[int, ...]:
     """Return one rank of each side: their stacks show the most."""
     return tuple(ranks[0] for _, ranks in mismatched.mismatch.values)
 
@@ -162,55 +154,58 @@ _THREAD_FIX = (
 )
 _SHAPE_FIX = "pass tensors of the same shape on all ranks: apply `transpose` or `permute` where they differ"
 _EXCHANGE_FIX = "make each rank expect what the others send: exchange the split sizes first, in an even all_to_all"
-_OTHER_BUCKETS = (
+_DIFFERENT_BUCKETS = (
     "these are gradients of different parameters, for example of a second model, since DDP compares sizes when it "
     "wraps a model: the ranks run backward passes in a different order, or some run one more"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reason:
+class Explanation:
     """The explanation from the logs or from a loop's source; empty if there is none."""
 
     why: str = ""
     fix: str = ""
     """Empty if the usual fix for the code applies."""
-    are_other_calls: bool = False
+    are_different_calls: bool = False
     """True if the ranks are in different calls."""
 
 
-def find_reason(
+def _explain_from_logs(
     job: JobSnapshot, mismatched: MismatchedCollective, one: Chain, other: Chain, sources: Sources
-) -> Reason:
+) -> Explanation:
     """Return the first reason that applies to the two sides of `mismatched`, whose calls are `one` and `other`."""
     sides = [ranks for _, ranks in mismatched.mismatch.values]
     thread = _render_thread(job, mismatched)
-    other_calls = _render_other_calls(mismatched, sides)
+    other_calls = _render_different_calls(mismatched, sides)
     if thread or other_calls:
-        fix = _THREAD_FIX if thread else special_fix(mismatched)
-        return Reason(why=thread or other_calls, fix=fix, are_other_calls=bool(other_calls))
-    unordered = render_unordered(one, other, sources)
+        fix = _THREAD_FIX if thread else _special_fix(mismatched)
+        return Explanation(why=thread or other_calls, fix=fix, are_different_calls=bool(other_calls))
+    unordered = _describe_unordered_loop(one, other, sources)
     if unordered:
-        return Reason(why=unordered, fix=UNORDERED_FIX)
+        return Explanation(why=unordered, fix=_UNORDERED_FIX)
     left_order = (
-        render_left_order(mismatched.progress, mismatched.seq, *sides[:2]) if _is_of_tensors(mismatched) else ""
+        _describe_changed_order(mismatched.progress, mismatched.seq, *sides[:2]) if _is_of_tensors(mismatched) else ""
     )
-    return Reason(why=left_order, fix=ORDER_FIX if left_order else special_fix(mismatched))
+    return Explanation(why=left_order, fix=_ORDER_FIX if left_order else _special_fix(mismatched))
 
 
 def _is_of_tensors(mismatched: MismatchedCollective) -> bool:
     return mismatched.mismatch.aspect in ("size", "dtype")
 
 
-def _render_other_calls(mismatched: MismatchedCollective, sides: Sequence[tuple[int, ...]]) -> str:
+def _render_different_calls(mismatched: MismatchedCollective, sides: Sequence[tuple[int, ...]]) -> str:
     """Return a sentence if the sides are in different calls; empty otherwise."""
     if not _is_of_tensors(mismatched):
         return ""
-    is_other = are_other_buckets(mismatched.mismatch, *(mismatched.by_rank[ranks[0]] for ranks in sides[:2]))
-    return render_other_calls(mismatched.progress, mismatched.seq, *sides[:2]) or (_OTHER_BUCKETS if is_other else "")
+    parts = [mismatched.by_rank[ranks[0]].ddp for ranks in sides[:2]]
+    # DDP compares the sizes of the same parameters when it wraps a model: different sizes mean different parameters.
+    are_buckets = mismatched.mismatch.aspect == "size" and all(part and part.what == "bucket" for part in parts)
+    different_calls = _describe_different_calls(mismatched.progress, mismatched.seq, *sides[:2])
+    return different_calls or (_DIFFERENT_BUCKETS if are_buckets else "")
 
 
-def special_fix(mismatched: MismatchedCollective) -> str:
+def _special_fix(mismatched: MismatchedCollective) -> str:
     """Return the fix for arguments of this kind; empty if the usual fix for the code applies."""
     if mismatched.mismatch.aspect == "shape":
         return _SHAPE_FIX
@@ -221,13 +216,13 @@ def special_fix(mismatched: MismatchedCollective) -> str:
 def _render_thread(job: JobSnapshot, mismatched: MismatchedCollective) -> str:
     """Return a sentence if one of the calls comes from a thread other than the main thread; empty otherwise."""
     for rank, entry in sorted(mismatched.by_rank.items()):
-        main = _main_thread(job, rank)
-        if entry.ddp is None and main not in (0, entry.thread) and _is_shared(mismatched.progress.by_rank[rank], main):
+        main, entries = _main_thread(job, rank), mismatched.progress.by_rank[rank]
+        if entry.ddp is None and main not in (0, entry.thread) and any(each.thread == main for each in entries):
             others = [each for each in mismatched.by_rank if each != rank]
-            is_alone = not any(_calls_beside(job, mismatched, each) for each in others)
-            alone = f", unlike {render_ranks(others)}" if is_alone else ""
-            spot = render_spot(entry.line)
-            return f"{render_ranks([rank])} calls the one at {spot} from a second thread{alone}: their order varies"
+            is_only = not any(_calls_from_threads(job, mismatched, each) for each in others)
+            unlike = f", unlike {render_ranks(others)}" if is_only else ""
+            who, spot = render_ranks([rank]), render_spot(entry.line)
+            return f"{who} calls the one at {spot} from a second thread{unlike}: their order varies"
     return ""
 
 
@@ -237,17 +232,13 @@ def _main_thread(job: JobSnapshot, rank: int) -> int:
     return seen.log.pid if seen is not None and seen.log is not None else 0
 
 
-def _is_shared(entries: Sequence[Collective], thread: int) -> bool:
-    return any(entry.thread == thread for entry in entries)
-
-
-def _calls_beside(job: JobSnapshot, mismatched: MismatchedCollective, rank: int) -> bool:
+def _calls_from_threads(job: JobSnapshot, mismatched: MismatchedCollective, rank: int) -> bool:
     """True if `rank` has called collectives, other than DDP's, outside its main thread."""
     main = _main_thread(job, rank)
     return any(entry.ddp is None and entry.thread != main for entry in mismatched.progress.by_rank.get(rank, ()))
 
 
-ORDER_FIX = (
+_ORDER_FIX = (
     "make these calls in the same order on all ranks: sort the items (a set has no order), and pass zeros where a "
     "rank has no value"
 )
@@ -255,17 +246,7 @@ _MIN_TIMES = 2
 """A call counts as the regular successor if it followed the same call this often, with no exception."""
 
 
-def are_other_buckets(mismatch: Mismatch, first: Collective, second: Collective) -> bool:
-    """Return True if these are gradient buckets of different parameters.
-
-    DDP compares the sizes of the same parameters when it wraps the model, so different sizes imply different
-    parameters.
-    """
-    parts = [entry.ddp for entry in (first, second)]
-    return mismatch.aspect == "size" and all(part is not None and part.what == "bucket" for part in parts)
-
-
-def render_other_calls(progress: GroupProgress, seq: int, one: tuple[int, ...], other: tuple[int, ...]) -> str:
+def _describe_different_calls(progress: GroupProgress, seq: int, one: tuple[int, ...], other: tuple[int, ...]) -> str:
     """Return a sentence if both sides call at `seq`, from different lines, what both have called before; else empty."""
     mine, theirs = progress.at(one[0], seq), progress.at(other[0], seq)
     if mine is None or theirs is None or _call_site(mine) == _call_site(theirs):
@@ -276,7 +257,7 @@ def render_other_calls(progress: GroupProgress, seq: int, one: tuple[int, ...], 
     return f"these are two different calls, which all ranks make: {spots}; some ranks are ahead, or make one more"
 
 
-def render_left_order(progress: GroupProgress, seq: int, one: tuple[int, ...], other: tuple[int, ...]) -> str:
+def _describe_changed_order(progress: GroupProgress, seq: int, one: tuple[int, ...], other: tuple[int, ...]) -> str:
     """Return a sentence if one side makes the usual call at `seq` and the other a known other call; else empty."""
     for keeps, leaves in ((one, other), (other, one)):
         before, mine, theirs = progress.at(keeps[0], seq - 1), progress.at(keeps[0], seq), progress.at(leaves[0], seq)
@@ -309,57 +290,57 @@ def _key(entry: Collective) -> Hashable:
     return signature_of(entry), _call_site(entry)
 
 
-_ANSWERS = ("Join.__exit__", "__exit__")  # without the class name before Python 3.11
-_FIX = (
+_JOIN_FUNCTIONS = ("Join.__exit__", "__exit__")  # without the class name before Python 3.11
+_JOIN_FIX = (
     "call no other collective in a loop within Join: sum on each rank, and all_reduce once after the loop; or "
     "give all ranks the same number of batches"
 )
 
 
-def find_joined(progress: GroupProgress, seq: int) -> Cause | None:
+def _find_join_cause(progress: GroupProgress, seq: int) -> Cause | None:
     """Return the cause if at `seq` or before a collective of Join met one of the program's own; None otherwise."""
-    start = _first_answer(progress, seq)
+    start = _start_of_join(progress, seq)
     for number in range(start, seq + 1):
         here = {rank: entry for rank in sorted(progress.by_rank) if (entry := progress.at(rank, number)) is not None}
-        joined = tuple(rank for rank, entry in here.items() if _answers(entry))
-        others = tuple(rank for rank, entry in here.items() if _is_own(entry))
+        joined = tuple(rank for rank, entry in here.items() if _is_of_join(entry))
+        others = tuple(rank for rank, entry in here.items() if _is_of_program(entry))
         if joined and others:
-            return _explain(joined, here[joined[0]], others, here[others[0]])
+            return _explain_join(joined, here[joined[0]], others, here[others[0]])
     return None
 
 
-def _first_answer(progress: GroupProgress, seq: int) -> int:
+def _start_of_join(progress: GroupProgress, seq: int) -> int:
     """Return the start of the uninterrupted run of Join's collectives up to `seq`; `seq` + 1 if there is none."""
     start = seq + 1
-    while any((entry := progress.at(rank, start - 1)) is not None and _answers(entry) for rank in progress.by_rank):
+    while any((entry := progress.at(rank, start - 1)) is not None and _is_of_join(entry) for rank in progress.by_rank):
         start -= 1
     return start
 
 
-def _answers(entry: Collective) -> bool:
-    return entry.line is not None and entry.line.via in _ANSWERS
+def _is_of_join(entry: Collective) -> bool:
+    return entry.line is not None and entry.line.via in _JOIN_FUNCTIONS
 
 
-def _is_own(entry: Collective) -> bool:
-    return entry.ddp is None and entry.line is not None and not _answers(entry)
+def _is_of_program(entry: Collective) -> bool:
+    return entry.ddp is None and entry.line is not None and not _is_of_join(entry)
 
 
-def _explain(joined: tuple[int, ...], answer: Collective, others: tuple[int, ...], own: Collective) -> Cause:
-    assert answer.line is not None
+def _explain_join(joined: tuple[int, ...], joins: Collective, others: tuple[int, ...], own: Collective) -> Cause:
+    assert joins.line is not None
     assert own.line is not None
     who = f"{render_ranks(joined)} {'has' if len(joined) == 1 else 'have'} no more batches and"
-    answers = f"{'waits' if len(joined) == 1 else 'wait'} in Join ({render_spot(answer.line)})"
+    answers = f"{'waits' if len(joined) == 1 else 'wait'} in Join ({render_spot(joins.line)})"
     why = (
         f"{who} {answers}, which matches only DDP's collectives: the {describe_shortly(own)} of "
         f"{render_ranks(others)} at {render_spot(own.line)} (#{own.seq}) met one of Join's"
     )
-    return Cause(code="DDP207", ranks=others, why=why, at=own.line, fix=_FIX)
+    return Cause(code="DDP207", ranks=others, why=why, at=own.line, fix=_JOIN_FIX)
 
 
-UNORDERED_FIX = "iterate over `sorted(...)` of it, or over a list or a dict that all ranks fill in the same order"
+_UNORDERED_FIX = "iterate over `sorted(...)` of it, or over a list or a dict that all ranks fill in the same order"
 
 
-def render_unordered(one: Chain, other: Chain, sources: Sources) -> str:
+def _describe_unordered_loop(one: Chain, other: Chain, sources: Sources) -> str:
     """Return a sentence if both call chains are at one line in a loop over a set; empty otherwise.
 
     For one of them only its line may be known.

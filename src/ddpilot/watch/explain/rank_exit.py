@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ddpilot.findings.catalog import make_finding
@@ -33,7 +33,6 @@ from ddpilot.watch.explain.text import (
 )
 from ddpilot.watch.explain.waits import OpenWait, explain_open_wait, render_wait, render_waiting_for
 from ddpilot.watch.matching.outcomes import RankOutcome, first_deaths
-from ddpilot.watch.matching.progress import IncompleteCollective
 from ddpilot.watch.matching.waits import Wait
 from ddpilot.watch.snapshot.model import JobSnapshot, ProcessState, RankSnapshot
 from ddpilot.watch.snapshot.stacks import chain_of
@@ -56,13 +55,14 @@ def explain_exited(
     if has_died and cause is None:
         error_chain = chain_of(job.ranks[ranks[0]], None) if ranks[0] in job.ranks else ()
         at = error_chain[-1] if error_chain else at
+    pronoun = "it" if len(ranks) == 1 else "them"
     return make_finding(
         code,
         severity="error",
-        summary=f"{who_does(ranks, words)}, and {render_waiting_for(held)} {_it(ranks)} in {render_wait(wait)}",
+        summary=f"{who_does(ranks, words)}, and {render_waiting_for(held)} {pronoun} in {render_wait(wait)}",
         ranks=cause.ranks if cause is not None and cause.ranks else ranks,
         line=place_of(at),
-        evidence=(*_show(job, wait, gone, outcomes), *_common(wait)),
+        evidence=(*_show(job, wait, gone, outcomes), *show_common(wait.incomplete)),
         why=cause.why if cause is not None else _why(wait, ranks, words, has_died),
         fix=FIXES.get(code, _DEATH_FIX),
     )
@@ -98,21 +98,13 @@ def _find_cause(
     other = side_in_collective(job, incomplete.progress, gone, incomplete.seq)
     if not has_died:
         other = replace(other, chain=(), entry=None)
-    origin = _origin(job, incomplete, one.ranks[0], gone[0], sources)
+    origin = find_origin(job, incomplete.progress, one.ranks[0], gone[0], incomplete.seq, sources)
     cause = (find_cause(*origin, sources) if origin is not None else None) or find_cause(one, other, sources)
     if cause is None or (has_died and cause.code != "DDP212"):
         return None
     if cause.code == "DDP201":  # both ranks were in a collective where they split
         return Cause(code="DDP220", ranks=cause.ranks, why=cause.why, at=cause.at)
     return cause
-
-
-def _origin(
-    job: JobSnapshot, incomplete: IncompleteCollective, one: int, other: int, sources: Sources
-) -> tuple[CollectiveSide, CollectiveSide] | None:
-    if one not in incomplete.progress.by_rank or other not in incomplete.progress.by_rank:
-        return None
-    return find_origin(job, incomplete.progress, one, other, incomplete.seq, sources)
 
 
 def _show(job: JobSnapshot, wait: Wait, gone: Sequence[int], outcomes: Mapping[int, RankOutcome]) -> tuple[str, ...]:
@@ -129,10 +121,6 @@ def _render_last(wait: Wait, job: JobSnapshot, rank: int) -> str:
     return f"its last was #{last.seq}: {render_call(last)}" if last is not None else ""
 
 
-def _common(wait: Wait) -> tuple[str, ...]:
-    return show_common(wait.incomplete.progress, wait.incomplete.seq) if wait.incomplete is not None else ()
-
-
 def _why(wait: Wait, ranks: Sequence[int], words: str, has_died: bool) -> str:
     if has_died:
         more = " (as the kernel does when memory runs out; see `dmesg`)" if "SIGKILL" in words else ""
@@ -140,10 +128,6 @@ def _why(wait: Wait, ranks: Sequence[int], words: str, has_died: bool) -> str:
     if wait.incomplete is None:
         return f"{who_does(ranks, words)} without the matching call"
     return f"{who_does(ranks, words)} without calling it: by a different code path, or with fewer iterations"
-
-
-def _it(ranks: Collection[int]) -> str:
-    return "it" if len(ranks) == 1 else "them"
 
 
 _TIME_IS_UP = re.compile(r"timed ?out|timeout|failed to pass monitoredBarrier", re.IGNORECASE)

@@ -11,6 +11,7 @@ from ddpilot.findings.text import render_ranks
 from ddpilot.record.flight_ring.log import Collective, GroupOfRanks
 from ddpilot.user_files import CodeLine
 from ddpilot.watch.matching.waits import peer_of
+from ddpilot.watch.snapshot.model import RankSnapshot
 
 _UNITS = (("GB", 1 << 30), ("MB", 1 << 20), ("kB", 1 << 10))  # powers of 1024, as in `bucket_cap_mb`
 _MAX_ROWS = 8
@@ -47,9 +48,8 @@ def describe(entry: Collective) -> str:
     if part is not None:
         return f"{entry.op} {_DDP_WORDS.get(part.what, part.what)} ({render_bytes(entry.num_bytes)})"
     reduce_op = f" {entry.reduce_op}" if entry.reduce_op else ""
-    root = (
-        "" if entry.root is None else f" from rank {root_of(entry)}" if _sends(entry) else f" to rank {root_of(entry)}"
-    )
+    preposition = "from" if entry.op in ("broadcast", "scatter") else "to"
+    root = f" {preposition} rank {root_of(entry)}" if entry.root is not None else ""
     return f"{entry.op}{reduce_op}{_describe_tensors(entry)}{root}"
 
 
@@ -82,10 +82,6 @@ def _describe_tensors(entry: Collective) -> str:
     count = entry.num_inputs or entry.num_outputs or len(tensors)
     more = f" and {count - 1} more" if count > 1 else ""
     return f" of {tensors[0].dtype} {list(tensors[0].shape)}{more}"
-
-
-def _sends(entry: Collective) -> bool:
-    return entry.op in ("broadcast", "scatter")
 
 
 def render_bytes(num_bytes: int) -> str:
@@ -133,6 +129,11 @@ def render_spot(line: CodeLine | None) -> str:
 def render_call(entry: Collective) -> str:
     """Format a collective and its line, such as ``all_reduce, train.py:3``."""
     return f"{describe_shortly(entry)}, {render_spot(entry.line) or 'which no line of the program calls'}"
+
+
+def render_death(rank: RankSnapshot | None) -> str:
+    """Return a clause that names the signal that ended the rank; empty if none did."""
+    return f", died of {rank.process.signal_name}" if rank is not None and rank.process.signal_name else ""
 
 
 _ITS = re.compile(r"\bits\b")

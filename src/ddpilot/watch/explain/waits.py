@@ -27,6 +27,7 @@ from ddpilot.watch.explain.text import (
     merge_rows,
     name_group,
     place_of,
+    render_death,
     render_duration,
     render_place,
     render_spot,
@@ -34,7 +35,7 @@ from ddpilot.watch.explain.text import (
 )
 from ddpilot.watch.matching.progress import GroupProgress
 from ddpilot.watch.matching.waits import Message, Wait, tag_of
-from ddpilot.watch.snapshot.model import JobSnapshot, RankSnapshot
+from ddpilot.watch.snapshot.model import JobSnapshot
 from ddpilot.watch.snapshot.stacks import passes
 
 
@@ -110,9 +111,7 @@ def explain_open_wait(one: OpenWait, has_lasted: bool) -> Finding | None:
     entry = one.wait.held[min(one.wait.held)]
     rows = [(rank, describe(entry), render_place(entry.line)) for rank, entry in sorted(one.wait.held.items())]
     rows += [(rank, activity.words, render_where(activity)) for rank, activity in activities]
-    common = (
-        show_common(one.wait.incomplete.progress, one.wait.incomplete.seq) if one.wait.incomplete is not None else ()
-    )
+    common = show_common(one.wait.incomplete)
     who = f"{render_waiting_for(one.wait.held)} {render_ranks(alike)}"
     return make_finding(
         first.code,
@@ -166,7 +165,8 @@ def explain_message(job: JobSnapshot, message: Message) -> Finding:
     """Return the finding for `message`, with the lines of both sides."""
     sides = ((message.sender, message.sent), (message.receiver, message.received))
     rows = [
-        (f"rank {rank}", describe(entry) + _fate(job.ranks[rank]), render_place(entry.line)) for rank, entry in sides
+        (f"rank {rank}", describe(entry) + render_death(job.ranks[rank]), render_place(entry.line))
+        for rank, entry in sides
     ]
     gives, takes = f"{message.sent.num_bytes:,} bytes", f"{message.received.num_bytes:,}"
     return make_finding(
@@ -180,10 +180,6 @@ def explain_message(job: JobSnapshot, message: Message) -> Finding:
         why="gloo aborts a process whose tensor is too small, and leaves the rest of a larger tensor unchanged",
         fix="pass tensors of the same size and dtype to send and recv; if the size varies, send it first",
     )
-
-
-def _fate(rank: RankSnapshot) -> str:
-    return f", died of {rank.process.signal_name}" if rank.process.signal_name else ""
 
 
 _BRANCH_FIX = "call it on all ranks of its group: move it out of the branch; use groups in the same order on all ranks"
