@@ -307,7 +307,7 @@ _PASS_ON = ("enumerate", "tqdm", "trange", "iter", "map")
 
 @dataclass(frozen=True, slots=True)
 class Exits:
-    """Where loops may be left before their end. Either field may be empty."""
+    """Statements at which loops may be left before their end. Either field may be empty."""
 
     early: tuple[DecisionPoint, ...] = ()
     """Exits for a reason that may differ between ranks."""

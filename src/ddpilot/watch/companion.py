@@ -134,7 +134,7 @@ class Watcher:
             self._num_resumed += 1
             self._repeated.begin()
             self._caller = self._make_caller()
-            # What the last look found in an earlier cell is no longer of use.
+            # Lines about an earlier cell are dropped.
             for text, is_of_cell in [self._lines.get_nowait() for _ in range(self._lines.qsize())]:
                 if not is_of_cell:
                     self._lines.put((text, is_of_cell))

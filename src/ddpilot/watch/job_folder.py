@@ -131,7 +131,7 @@ def open_root(root: Path) -> Path:
     try:
         return make_own_folder(root)
     except (PermissionError, NotADirectoryError) as error:
-        raise type(error)(f"{error}; {JOBS_VARIABLE} can name another one") from error
+        raise type(error)(f"{error}; set {JOBS_VARIABLE} to a different folder") from error
 
 
 @contextmanager

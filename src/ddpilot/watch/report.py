@@ -24,7 +24,7 @@ _JSON, _TEXT = "report.json", "report.txt"
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Findings of a job, and what its ranks wait for. Renders itself in a terminal and in a notebook."""
+    """Findings and waits of a job. Renders itself in a terminal and in a notebook."""
 
     job: str
     """The job's id, as `ddpilot watch` lists it."""
@@ -32,7 +32,7 @@ class Report:
     world_size: int
     findings: Findings = field(default_factory=Findings)
     status: tuple[str, ...] = ()
-    """What the ranks are waiting for without proof of an error, one line each."""
+    """Waits without proof of an error, one line each."""
     unseen: tuple[int, ...] = ()
     """Ranks about which nothing is known here: those of other nodes, and those that do not record."""
     notes: tuple[str, ...] = ()
@@ -130,7 +130,7 @@ _QUIET_S = 1.5
 
 
 class ReportHistory:
-    """What was reported about a job. `again_s`: seconds after which a wait that persists is reported again."""
+    """Findings and waits that were reported for a job. `again_s`: seconds until a persisting wait is reported again."""
 
     def __init__(self, again_s: float) -> None:
         self.findings: list[Finding] = []

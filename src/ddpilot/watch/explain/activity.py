@@ -85,11 +85,11 @@ _FIX = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activity:
-    """What a rank does instead of the collective that others wait for."""
+    """The activity of a rank while others wait for it in a collective."""
 
     code: str
     words: str
-    """What the rank does, as a clause without its subject."""
+    """The activity as a clause without its subject."""
     at: CodeLine | None
     moves: Moves
 
@@ -100,7 +100,7 @@ class Activity:
 
     @property
     def fix(self) -> str:
-        """What to do."""
+        """The fix."""
         return _FIX[self.code]
 
 

@@ -88,7 +88,7 @@ class Cause:
     is_branch: bool = False
     """True if only some ranks take the branch, and the others do not take a different branch of the same condition."""
     fix: str = ""
-    """What to do, if it differs from the usual fix for this code."""
+    """The fix, if it differs from the usual fix for this code."""
 
 
 def find_cause(one: CollectiveSide, other: CollectiveSide, sources: Sources) -> Cause | None:

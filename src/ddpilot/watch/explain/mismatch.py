@@ -37,6 +37,7 @@ from ddpilot.watch.explain.text import (
     render_place,
     render_spot,
     show_file,
+    who_does,
 )
 from ddpilot.watch.matching.mismatch import (
     EXCHANGES,
@@ -266,11 +267,8 @@ def _describe_changed_order(progress: GroupProgress, seq: int, one: tuple[int, .
         entries = [each for each in progress.by_rank[keeps[0]] if each.seq is not None and each.seq < seq]
         after = [_key(later) for each, later in pairwise(entries) if _key(each) == _key(before)]
         if len(after) >= _MIN_TIMES and set(after) == {_key(mine)} and _key(theirs) in map(_key, entries):
-            return (
-                f"so far {describe(mine)} has always come here, as on {render_ranks(keeps)}, and what "
-                f"{render_ranks(leaves)} {'gives' if len(leaves) == 1 else 'give'} has come elsewhere: "
-                "a call was left out there, or they come in another order"
-            )
+            usual = f"so far, {describe(mine)} has always followed the previous call, as on {render_ranks(keeps)}"
+            return f"{usual}; {who_does(leaves, 'makes')} a different known call: one is left out or out of order"
     return ""
 
 
@@ -332,7 +330,7 @@ def _explain_join(joined: tuple[int, ...], joins: Collective, others: tuple[int,
     answers = f"{'waits' if len(joined) == 1 else 'wait'} in Join ({render_spot(joins.line)})"
     why = (
         f"{who} {answers}, which matches only DDP's collectives: the {describe_shortly(own)} of "
-        f"{render_ranks(others)} at {render_spot(own.line)} (#{own.seq}) met one of Join's"
+        f"{render_ranks(others)} at {render_spot(own.line)} (#{own.seq}) was matched with one of Join's"
     )
     return Cause(code="DDP207", ranks=others, why=why, at=own.line, fix=_JOIN_FIX)
 

@@ -27,7 +27,7 @@ _ALL_INSIDE_NS = 10_000_000_000
 _STARTS_NS = 10_000_000_000
 """How long ranks may import and join before a status line shows how many have joined."""
 _SETTLED_NS = 1_000_000_000
-"""A rank that is still seen entering a group this long after another rank has returned will not complete it."""
+"""A rank that is still seen entering a group this long after a different rank has returned will not complete it."""
 _MAX_STACKS = 64
 _TORCH = (":init_process_group", "/rendezvous.py:")
 _DDPILOT = (FORM_GROUP, JOIN_GROUP)
@@ -252,7 +252,7 @@ _MAX_WORLD_SIZE = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class UnusedRanks:
-    """All ranks of `job` are in init_process_group, or were when they ended, and none of them uses `numbers`."""
+    """All ranks of `job` are in init_process_group, or were when they ended, and no rank uses `numbers`."""
 
     job: JobSnapshot
     asking: Mapping[int, RankLog]

@@ -236,7 +236,7 @@ _FIXES = {
 def find_cause_of_end(findings: Iterable[Finding], rank: int) -> Finding | None:
     """Return the finding that makes `rank` fail as it waits for others; None if there is none.
 
-    How `rank` itself ended is no cause of its end.
+    Findings about how `rank` itself ended are excluded.
     """
     errors = (each for each in findings if each.code.startswith(_NEEDS_OTHERS) and each.severity == "error")
     others = (each for each in errors if each.code not in OF_ENDS or each.ranks != (rank,))

@@ -144,7 +144,7 @@ _PLURALS = {
     "waits": "wait",
     "compiles": "compile",
     "leaves": "leave",
-    "asks": "ask",
+    "makes": "make",
     "closed": "closed",
 }
 

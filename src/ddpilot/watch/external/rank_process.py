@@ -2,7 +2,7 @@
 """The current process of each rank that called `enable`, in a file next to its ring, for the observer of the node.
 
 A rank may be a shell that runs Python twice, or again after an error: a new process of the same rank in the same job
-folder. The newest process counts; until the shell has ended, another one may follow.
+folder. The newest process counts; until the shell has ended, a further one may follow.
 """
 
 from __future__ import annotations

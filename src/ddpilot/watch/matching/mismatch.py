@@ -79,7 +79,7 @@ def _find_unequal_parts(by_rank: Mapping[int, Collective]) -> Mismatch | None:
 
 
 def signature_of(entry: Collective) -> Hashable:
-    """What must be equal on all ranks in a collective's op and tensors; equal if they cannot mismatch there."""
+    """Return the op and the attributes of tensors that must be equal on all ranks."""
     return entry.op, _dtypes(entry), _sizes(entry), _dims(entry)
 
 
@@ -112,7 +112,7 @@ def _dims(entry: Collective) -> Hashable:
 
 
 def _is_permuted(shapes: Collection[Hashable]) -> bool:
-    """True if one shape is a permutation of another. Different snapshots such as [2, 6] and [4, 3] may be intended."""
+    """True if one shape is a permutation of a different one. Reshaping, as to [2, 6] and [4, 3], may be intended."""
     return len({tuple(sorted(dims)) for dims in shapes if isinstance(dims, tuple)}) < len(shapes)
 
 

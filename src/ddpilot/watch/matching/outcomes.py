@@ -80,7 +80,7 @@ def _shorten(message: str) -> str:
 
 
 def first_deaths(job: JobSnapshot, outcomes: Mapping[int, RankOutcome]) -> list[int]:
-    """Return the ranks that died first: neither victims, nor ranks that were terminated after another one had died."""
+    """Return the ranks that died first: neither victims, nor ranks terminated after a different rank had died."""
     died = [rank for rank, outcome in outcomes.items() if outcome.state == "died"]
     of_itself = [rank for rank in died if job.ranks[rank].process.signal_name not in _STOPPING]
     if any(job.ranks[rank].error for rank in of_itself):

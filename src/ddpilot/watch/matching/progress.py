@@ -114,7 +114,7 @@ def _find_incomplete_in(job: JobSnapshot, progress: GroupProgress) -> Incomplete
     if lowest == ahead:
         return _find_arrived_by_all(progress, ahead, unknown)
     seq, arrived = lowest + 1, _arrived(progress, lowest + 1)
-    # The part of a broadcast's root may be over without the others: it waits in what needs them.
+    # A broadcast may complete on its root without the other ranks: the root waits in a later collective.
     while arrived and all(each.state == "done" for each in arrived.values()) and (later := _arrived(progress, seq + 1)):
         seq, arrived = seq + 1, later
     if not arrived:

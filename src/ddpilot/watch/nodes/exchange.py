@@ -44,7 +44,7 @@ which no rank waits.
 """
 
 _JUST_NOW_NS = 2_000_000_000
-"""The nodes write these at the same time: one follows another's of this age, so that the connections are idle else."""
+"""A routine digest follows a received one of at most this age, so that connections are idle the rest of the time."""
 
 _NUM_LOOKED_AT = 64
 """Number of a rank's newest collectives whose pauses show when the next one is due."""

@@ -204,7 +204,7 @@ def _split(text: str, size: int) -> list[str]:
 
 @dataclass(slots=True)
 class NoteReceiver:
-    """What one of the other nodes has sent so far."""
+    """Assembles the bundles of one other node."""
 
     offset_ns: int | None = None
     """From its clock to the clock here; too large by at most the shortest transfer time of its bundles."""
@@ -248,7 +248,7 @@ _SHARED = "@"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
-    """What is new on one node since its previous bundle."""
+    """New notes and findings of one node since its previous bundle."""
 
     now_ns: int
     """The bundle is complete up to this time, on the CLOCK_MONOTONIC of the node that wrote it."""

@@ -28,7 +28,7 @@ _NUM_KEPT = 256
 
 @dataclass(frozen=True, kw_only=True)
 class RankFacts:
-    """What the process that started a rank knows about it, beyond the rank's own records."""
+    """Facts about a rank that the process that started it knows, beyond the rank's own records."""
 
     process: ProcessState = field(default_factory=lambda: ProcessState(pid=0))
     error: RankException | None = None

@@ -784,7 +784,7 @@ def test_a_collective_of_ones_own_within_join_is_named(is_turned: bool) -> None:
     assert (finding.code, finding.ranks) == ("DDP207", (1,))
     assert finding.place is not None
     assert finding.place.line == 5
-    assert "the all_reduce of rank 1 at train.py:5 (#5) met one of Join's" in finding.why
+    assert "the all_reduce of rank 1 at train.py:5 (#5) was matched with one of Join's" in finding.why
     assert "within Join" in finding.fix
 
 

@@ -33,7 +33,9 @@ def test_a_call_that_is_left_out_of_a_series_is_no_wrong_size() -> None:
             rank.call("all_reduce", 9, **of(size))
     finding = find(zero.wait("all_reduce", 9, **of(3)), one.wait("all_reduce", 9, **of(2)))
     assert finding.code == "DDP202"
-    assert "all_reduce SUM of float32 [3] has always come here, as on rank 0, and what rank 1 gives" in finding.why
+    assert (
+        "all_reduce SUM of float32 [3] has always followed the previous call, as on rank 0; rank 1 makes" in finding.why
+    )
     assert "in the same order" in finding.fix
 
 
