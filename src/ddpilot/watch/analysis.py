@@ -15,7 +15,7 @@ from ddpilot.watch.explain.mismatch import explain_mismatch, one_rank_per_side
 from ddpilot.watch.explain.process_group_init import find_rendezvous
 from ddpilot.watch.explain.rank_exit import explain_death, explain_exited, explain_outlasted
 from ddpilot.watch.explain.waits import OpenWait, explain_cycle, explain_message, explain_open_wait, render_open_wait
-from ddpilot.watch.matching.mismatch import WRONG_BUT_RUNNING, MismatchedCollective, find_first_mismatches
+from ddpilot.watch.matching.mismatch import MismatchedCollective, find_first_mismatches
 from ddpilot.watch.matching.outcomes import (
     COMMON_END,
     RankOutcome,
@@ -53,10 +53,6 @@ class Analysis:
     """A note if all ranks were ended at once from outside; the other fields then describe the state before it."""
 
 
-def _is_interrupt(rank: RankSnapshot) -> bool:
-    return rank.error is not None and rank.error.type_name == "KeyboardInterrupt"
-
-
 @dataclass(slots=True)
 class _State:
     """The state of one analysis while it runs."""
@@ -79,7 +75,15 @@ class _State:
     @property
     def is_interrupted(self) -> bool:
         """True if a rank ended with KeyboardInterrupt, as all ranks of a terminal do on Ctrl-C."""
-        return any(map(_is_interrupt, self.job.ranks.values()))
+        errors = (rank.error for rank in self.job.ranks.values())
+        return any(error is not None and error.type_name == "KeyboardInterrupt" for error in errors)
+
+    def add_proven(self, finding: Finding, explained: Iterable[int], needs: Iterable[int] = ()) -> None:
+        """Add a finding about ranks that cannot continue. `needs`: ranks whose stacks show more."""
+        self.is_stalled = True
+        self.findings.append(finding)
+        self.explained.update(explained)
+        self.needs.update(needs)
 
 
 def analyze(
@@ -93,7 +97,8 @@ def analyze(
     different collectives and ranks that wait in each other's groups are proven and reported at once. Has no side
     effects.
     """
-    outcomes = {rank: outcome_of(job.ranks.get(rank)) for rank in _all_ranks(job)}
+    ranks = sorted({*range(job.world_size), *job.ranks})
+    outcomes = {rank: outcome_of(job.ranks.get(rank)) for rank in ranks}
     before = before_common_end(job, outcomes)
     if before is not None:
         return _after_end(analyze(before, earlier, stall_s=stall_s, stall_warn_s=stall_warn_s))
@@ -102,9 +107,7 @@ def analyze(
     mismatches = [mismatched for each in progress for mismatched in find_first_mismatches(each)]
     _explain_mismatches(state, [mismatched for mismatched in mismatches if mismatched.newest_ns >= job.since_ns])
     _explain_messages(state)
-    stuck = {
-        id(mismatched.progress) for mismatched in mismatches if mismatched.mismatch.aspect not in WRONG_BUT_RUNNING
-    }
+    stuck = {id(mismatched.progress) for mismatched in mismatches if not mismatched.is_silent}
     _explain_waits(state, [each for each in progress if id(each) not in stuck])
     _explain_rendezvous(state)
     _explain_wraps(state)
@@ -132,10 +135,6 @@ def render_end(analysis: Analysis, findings: Iterable[Finding]) -> tuple[str, ..
     return (analysis.end,) if analysis.end and not _has_errors(findings) else ()
 
 
-def _all_ranks(job: JobSnapshot) -> Iterable[int]:
-    return sorted({*range(job.world_size), *job.ranks})
-
-
 def _can_answer(state: _State, rank: int) -> bool:
     """True if a new stack of `rank` can be taken and is needed."""
     seen = state.job.ranks.get(rank)
@@ -145,17 +144,15 @@ def _can_answer(state: _State, rank: int) -> bool:
 
 
 def _explain_mismatches(state: _State, found: Iterable[MismatchedCollective]) -> None:
-    for mismatched in sorted(
-        found, key=lambda mismatched: min(entry.start_ns for entry in mismatched.by_rank.values())
-    ):
+    for mismatched in sorted(found, key=lambda each: each.since_ns):
         finding = explain_mismatch(state.job, mismatched, state.sources)
-        state.findings.append(finding)
-        state.needs.update(one_rank_per_side(mismatched))
-        if mismatched.mismatch.aspect in WRONG_BUT_RUNNING:
+        needs = one_rank_per_side(mismatched)
+        if mismatched.is_silent:
             state.silent.append(finding)
+            state.findings.append(finding)
+            state.needs.update(needs)
         else:
-            state.is_stalled = True
-            state.explained.update(mismatched.progress.group.ranks)
+            state.add_proven(finding, mismatched.progress.group.ranks, needs)
 
 
 def _explain_messages(state: _State) -> None:
@@ -175,10 +172,9 @@ def _explain_waits(state: _State, progress: Iterable[GroupProgress]) -> None:
     cycles = [cycle for cycle in find_cycles(waits) if _is_proven(state.job, cycle)]
     in_cycles = {id(wait) for cycle in cycles for wait in cycle}
     for cycle in cycles:
-        state.is_stalled = True
-        state.needs.update(rank for wait in cycle for rank in list(wait.held)[:1])
-        state.findings.append(explain_cycle(state.job, cycle, state.sources))
-        state.explained.update(rank for wait in cycle for rank in wait.held)
+        ranks = {rank for wait in cycle for rank in wait.held}
+        finding = explain_cycle(state.job, cycle, state.sources)
+        state.add_proven(finding, ranks, [next(iter(wait.held)) for wait in cycle])
     held = {rank for wait in waits for rank in wait.held}
     for wait in waits:
         if id(wait) not in in_cycles:
@@ -195,21 +191,16 @@ def _explain_wait(state: _State, wait: Wait, held: set[int]) -> None:
     outcomes = {**state.outcomes, **{rank: _outcome_in(state, wait, rank) for rank in wait.missing if rank not in held}}
     outlasted = explain_outlasted(state.job, state.earlier, wait, outcomes)
     if outlasted is not None:
-        state.is_stalled = True
-        state.findings.append(outlasted)
-        state.explained.update(wait.held.keys() | set(wait.missing))
+        state.add_proven(outlasted, {*wait.held, *wait.missing})
         return
     gone = [rank for rank in wait.missing if outcomes[rank].is_gone]
-    is_over = (
-        any(entry.state == "failed" for entry in wait.held.values()) or state.outcomes[next(iter(wait.held))].is_gone
-    )
+    has_failed = any(entry.state == "failed" for entry in wait.held.values())
+    is_over = has_failed or state.outcomes[next(iter(wait.held))].is_gone
     if gone and state.is_interrupted:
         return  # the user interrupted the job, so that their end is expected
     if gone:
-        state.is_stalled = True
-        state.needs.update(list(wait.held)[:1])
-        state.findings.append(explain_exited(state.job, wait, gone, outcomes, state.sources))
-        state.explained.update(wait.held.keys() | set(gone))
+        finding = explain_exited(state.job, wait, gone, outcomes, state.sources)
+        state.add_proven(finding, {*wait.held, *gone}, list(wait.held)[:1])
         return
     absent = [rank for rank in wait.missing if rank not in held and not state.outcomes[rank].is_gone]
     waited_ns = state.job.now_ns - wait.since_ns
@@ -221,9 +212,8 @@ def _explain_wait(state: _State, wait: Wait, held: set[int]) -> None:
     state.needs.update(absent[:_MAX_STACKS])
     one = OpenWait(state.job, state.earlier, wait, tuple(absent))
     state.status.append(render_open_wait(one))
-    finding = explain_open_wait(one, waited_ns > state.warn_ns)
-    if finding is not None:
-        state.findings.append(finding)
+    warning = explain_open_wait(one, waited_ns > state.warn_ns)
+    state.findings += [warning] if warning is not None else []
 
 
 def _is_seen_open(entry: Collective) -> bool:

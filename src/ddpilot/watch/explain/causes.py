@@ -28,8 +28,7 @@ from ddpilot.watch.explain.text import (
     render_spot,
     show_file,
 )
-from ddpilot.watch.matching.mismatch import MismatchedCollective
-from ddpilot.watch.matching.progress import GroupProgress, IncompleteCollective
+from ddpilot.watch.matching.progress import GroupCollective, GroupProgress
 from ddpilot.watch.matching.waits import Wait
 from ddpilot.watch.snapshot.model import JobSnapshot, RankSnapshot
 from ddpilot.watch.snapshot.stacks import chain_of, chain_of_line
@@ -274,7 +273,7 @@ _NUM_SAME = 32
 """After this many collectives from the same lines on all ranks, an earlier split no longer counts as the origin."""
 
 
-def show_common(collective: IncompleteCollective | MismatchedCollective | None) -> tuple[str, ...]:
+def show_common(collective: GroupCollective | None) -> tuple[str, ...]:
     """Return a line about the collective before `collective`, if the logs of all ranks of the group hold it."""
     if collective is None:
         return ()

@@ -9,7 +9,7 @@ from math import prod
 from typing import Literal
 
 from ddpilot.record.flight_ring.log import Collective, Tensor
-from ddpilot.watch.matching.progress import GroupProgress
+from ddpilot.watch.matching.progress import GroupCollective, GroupProgress
 
 Aspect = Literal["op", "dtype", "size", "root", "shape", "reduce-op"]
 WRONG_BUT_RUNNING: frozenset[Aspect] = frozenset({"shape", "reduce-op"})
@@ -164,19 +164,16 @@ def _part(entry: Collective, tensors: tuple[Tensor, ...], splits_at: int, other:
     return prod(shape) // len(group.ranks)
 
 
-@dataclass(frozen=True, slots=True)
-class MismatchedCollective:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MismatchedCollective(GroupCollective):
     """A collective with different arguments on different ranks."""
 
-    progress: GroupProgress
-    seq: int
     mismatch: Mismatch
-    by_rank: Mapping[int, Collective]
 
     @property
-    def newest_ns(self) -> int:
-        """When the last of the ranks began it."""
-        return max(entry.start_ns for entry in self.by_rank.values())
+    def is_silent(self) -> bool:
+        """True if training continues, with wrong results."""
+        return self.mismatch.aspect in WRONG_BUT_RUNNING
 
 
 def find_first_mismatches(progress: GroupProgress) -> list[MismatchedCollective]:
@@ -212,9 +209,8 @@ def find_first_mismatches(progress: GroupProgress) -> list[MismatchedCollective]
     for seq in sorted(odd):
         mismatch = find_mismatch(by_seq[seq])
         if mismatch is not None:
-            found.setdefault(
-                mismatch.aspect in WRONG_BUT_RUNNING, MismatchedCollective(progress, seq, mismatch, by_seq[seq])
-            )
+            each = MismatchedCollective(progress=progress, seq=seq, by_rank=by_seq[seq], mismatch=mismatch)
+            found.setdefault(each.is_silent, each)
         if False in found:
             break
     return list(found.values())

@@ -42,26 +42,32 @@ class GroupProgress:
         return max(_seq_of(entries[0]) for entries in self.by_rank.values())
 
 
-@dataclass(frozen=True, slots=True)
-class IncompleteCollective:
-    """A collective that some ranks of its group have begun and others have not."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupCollective:
+    """One collective of a group, by the ranks that have begun it."""
 
     progress: GroupProgress
     seq: int
-    arrived: Mapping[int, Collective]
-    missing: tuple[int, ...]
-    unknown: tuple[int, ...]
-    """Ranks whose progress cannot be seen."""
+    by_rank: Mapping[int, Collective]
 
     @property
     def since_ns(self) -> int:
         """When the first of the ranks began it."""
-        return min(entry.start_ns for entry in self.arrived.values())
+        return min(entry.start_ns for entry in self.by_rank.values())
 
     @property
     def newest_ns(self) -> int:
         """When the last of the ranks began it."""
-        return max(entry.start_ns for entry in self.arrived.values())
+        return max(entry.start_ns for entry in self.by_rank.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IncompleteCollective(GroupCollective):
+    """A collective that some ranks of its group have not begun, or that has not completed."""
+
+    missing: tuple[int, ...] = ()
+    unknown: tuple[int, ...] = ()
+    """Ranks whose progress cannot be seen."""
 
 
 def _seq_of(entry: Collective) -> int:
@@ -107,35 +113,33 @@ def find_incomplete(job: JobSnapshot, progress: Iterable[GroupProgress]) -> Iter
 
 
 def _find_incomplete_in(job: JobSnapshot, progress: GroupProgress) -> IncompleteCollective | None:
-    ahead = max(progress.position(rank) for rank in progress.by_rank)
+    newest = max(progress.position(rank) for rank in progress.by_rank)
     behind = {rank: progress.position(rank) for rank in progress.group.ranks}
-    unknown = {rank for rank in progress.group.ranks if _may_have_come(job, progress, rank)}
-    lowest = min((at for rank, at in behind.items() if rank not in unknown), default=ahead)
-    if lowest == ahead:
-        return _find_arrived_by_all(progress, ahead, unknown)
-    seq, arrived = lowest + 1, _arrived(progress, lowest + 1)
+    unknown = {rank for rank in progress.group.ranks if _may_be_ahead(job, progress, rank)}
+    lowest = min((at for rank, at in behind.items() if rank not in unknown), default=newest)
+    missing: tuple[int, ...] = ()
+    seq = newest  # all ranks whose progress can be seen have begun it
+    if lowest < newest:
+        missing = tuple(rank for rank, at in behind.items() if at == lowest and rank not in unknown)
+        seq = lowest + 1
+    by_rank = _collectives_at(progress, seq)
     # A broadcast may complete on its root without the other ranks: the root waits in a later collective.
-    while arrived and all(each.state == "done" for each in arrived.values()) and (later := _arrived(progress, seq + 1)):
-        seq, arrived = seq + 1, later
-    if not arrived:
+    while lowest < newest and by_rank and all(each.state == "done" for each in by_rank.values()):
+        later = _collectives_at(progress, seq + 1)
+        if not later:
+            break
+        seq, by_rank = seq + 1, later
+    if not by_rank:
         return None
-    missing = tuple(rank for rank, at in behind.items() if at == lowest and rank not in unknown)
-    return IncompleteCollective(progress, seq, arrived, missing, tuple(sorted(unknown - arrived.keys())))
+    unseen = tuple(sorted(unknown - by_rank.keys()))
+    return IncompleteCollective(progress=progress, seq=seq, by_rank=by_rank, missing=missing, unknown=unseen)
 
 
-def _arrived(progress: GroupProgress, seq: int) -> dict[int, Collective]:
+def _collectives_at(progress: GroupProgress, seq: int) -> dict[int, Collective]:
     return {rank: entry for rank in progress.by_rank if (entry := progress.at(rank, seq)) is not None}
 
 
-def _find_arrived_by_all(progress: GroupProgress, seq: int, unknown: set[int]) -> IncompleteCollective | None:
-    # All ranks whose progress can be seen have begun it.
-    arrived = _arrived(progress, seq)
-    return (
-        IncompleteCollective(progress, seq, arrived, (), tuple(sorted(unknown - arrived.keys()))) if arrived else None
-    )
-
-
-def _may_have_come(job: JobSnapshot, progress: GroupProgress, rank: int) -> bool:
+def _may_be_ahead(job: JobSnapshot, progress: GroupProgress, rank: int) -> bool:
     """True if `rank` may have begun more collectives in this group than can be seen."""
     if rank in progress.by_rank:
         return False

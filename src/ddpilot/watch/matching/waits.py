@@ -48,7 +48,7 @@ def find_waits(
     for incomplete in all_incomplete:
         held = {
             rank: entry
-            for rank, entry in incomplete.arrived.items()
+            for rank, entry in incomplete.by_rank.items()
             if _is_held(job, outcomes[rank], rank, entry, found, incomplete.missing)
         }
         if held:
