@@ -26,7 +26,7 @@ from ddpilot.watch.matching.outcomes import (
 )
 from ddpilot.watch.matching.progress import GroupProgress, find_incomplete, find_progress
 from ddpilot.watch.matching.waits import Wait, find_cycles, find_unequal_messages, find_waits
-from ddpilot.watch.snapshot.model import JobSnapshot, RankSnapshot
+from ddpilot.watch.snapshot.model import JobSnapshot
 
 _STACK_AGE_NS = 1_000_000_000
 """An older stack may not show where the rank is now."""
@@ -182,9 +182,8 @@ def _explain_waits(state: _State, progress: Iterable[GroupProgress]) -> None:
 
 
 def _has_waited(state: _State, rank: int) -> bool:
-    log = state.job.ranks[rank].log
-    newest = log.collectives[-1].start_ns if log is not None and log.collectives else 0
-    return state.job.now_ns - newest > state.stall_ns // 2
+    newest_ns = max((entry.start_ns for entry in state.job.ranks[rank].collectives[-1:]), default=0)
+    return state.job.now_ns - newest_ns > state.stall_ns // 2
 
 
 def _explain_wait(state: _State, wait: Wait, held: set[int]) -> None:
@@ -230,7 +229,7 @@ def _outcome_in(state: _State, wait: Wait, rank: int) -> RankOutcome:
         last = wait.incomplete.progress.last(rank)
     else:
         groups = {entry.group.key for entry in wait.held.values() if entry.group is not None}
-        entries = reversed(seen.log.collectives)
+        entries = reversed(seen.collectives)
         last = next((entry for entry in entries if entry.group is not None and entry.group.key in groups), None)
     is_cut_off = any(state.outcomes[each].state == "victim" for each in wait.held)
     return with_departure(seen, outcome, last, state.job.now_ns, is_cut_off=is_cut_off)
@@ -238,12 +237,8 @@ def _outcome_in(state: _State, wait: Wait, rank: int) -> RankOutcome:
 
 def _is_proven(job: JobSnapshot, cycle: Iterable[Wait]) -> bool:
     """True if no other thread can resolve the cycle: no rank in it starts collectives from several threads."""
-    return all(_num_threads(job.ranks[rank]) == 1 for wait in cycle for rank in wait.held)
-
-
-def _num_threads(rank: RankSnapshot) -> int:
-    entries = rank.log.collectives if rank.log is not None else ()
-    return len({entry.thread for entry in entries if entry.ddp is None}) or 1
+    ranks = [job.ranks[rank] for wait in cycle for rank in wait.held]
+    return all(len({entry.thread for entry in rank.collectives if entry.ddp is None}) <= 1 for rank in ranks)
 
 
 def _explain_rendezvous(state: _State) -> None:

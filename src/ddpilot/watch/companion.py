@@ -100,7 +100,7 @@ class Watcher:
     ) -> None:
         """Begin to observe ranks that are being started. `sources`: by name, the user's sources that are not in a file.
 
-        `is_paused`: do not look before `resume`.
+        `is_paused`: do not poll before `resume`.
         """
         self._ranks = ranks
         if self._folder is None:
@@ -127,7 +127,7 @@ class Watcher:
         )
 
     def resume(self, name: str, since_ns: int, sources: Mapping[str, str] = NOTHING) -> None:
-        """Observe again, as `name`, what is newer than `since_ns`; earlier findings may be reported again."""
+        """Observe again, as `name`, everything newer than `since_ns`; earlier findings may be reported again."""
 
         def begin() -> None:
             self._name, self._since_ns, self._error = name, since_ns, None
@@ -197,7 +197,7 @@ class Watcher:
             error.found, error.fix = f"{cause.summary} ({cause.code}). So {error.found}", ""
 
     def finish(self, note: Callable[[str], None]) -> WatchError | None:
-        """Look once more after all ranks have ended well; pass output to `note` and return an error if there is one."""
+        """Poll once more after all ranks have ended well; pass output to `note` and return an error if there is one."""
         if self._observer is not None:
             self._observer.stop()
             self._observer.finish()
@@ -429,9 +429,6 @@ def _shorten(message: str) -> str:
     return text if len(text) <= _MAX_MESSAGE_CHARS else f"{text[: _MAX_MESSAGE_CHARS - 3]}..."
 
 
-OnFinding = Callable[[Finding], object]
-
-
 class CallbackThread:
     """Calls `on_finding` with each finding of a report, one call at a time.
 
@@ -439,7 +436,9 @@ class CallbackThread:
     line about any exception that the function raised.
     """
 
-    def __init__(self, on_finding: OnFinding, *, stop: Callable[[Report], None], say: Callable[[str], None]) -> None:
+    def __init__(
+        self, on_finding: Callable[[Finding], object], *, stop: Callable[[Report], None], say: Callable[[str], None]
+    ) -> None:
         self._on_finding = on_finding
         self._stop = stop
         self._print = say

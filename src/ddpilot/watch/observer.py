@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Observe a job from outside its ranks, four times a second, and report what is wrong as soon as it is known."""
+"""Observe a job from outside its ranks: poll their files four times a second and report new findings."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from ddpilot.watch.snapshot.model import JobSnapshot, PythonStack
 from ddpilot.watch.snapshot.reader import RankFacts, SnapshotReader
 
 INTERVAL_S = 0.25
-"""Interval between two looks."""
+"""Interval between two polls of the ranks' files."""
 
 _NUM_SOURCES = 200
 """Number of the newest cell sources that are kept to show their lines."""
 
 _EARLIER_NS = 1_000_000_000
-"""A look or a stack of this age shows whether a rank has moved since."""
+"""A snapshot or a stack of this age shows whether a rank has moved since."""
 
 _ANSWER_S = 1.25
-"""How long a failed launch waits for digests of other nodes, which look every 0.25 s and answer via a store."""
+"""How long a failed launch waits for digests of other nodes, which poll every 0.25 s and answer via a store."""
 
 _PAUSE_S = 0.05
 
 _MAX_STACKS = 64
-"""Maximum number of stacks taken per look; each one takes a signal to a rank and a file to read."""
+"""Maximum number of stacks taken per poll; each one takes a signal to a rank and a file to read."""
 
 
 class Observer:
     """Observes the job whose ranks record in `folder`, in its own thread between `start` and `stop`.
 
-    `facts` returns what is known of the ranks now, by rank. `notify` is called in the observer's thread with a report
-    of new findings. `ranks`: those of this node (default: all of `world_size`). `exchange`: the exchange with the
+    `facts` returns the present facts about the ranks. `notify` is called in the observer's thread with a report of new
+    findings. `ranks`: those of this node (default: all of `world_size`). `exchange`: the exchange with the
     observers of other nodes. `history`: that of an earlier observer of the same job, whose findings are not reported
     again. An error in the observer is reported once, as a note of a report, and ends the observation but not the job.
     """
@@ -113,7 +113,7 @@ class Observer:
     def pause(self, *, reports: bool) -> None:
         """Stop observing until `resume`. What guard has noted so far is reported, or dropped if `reports` is False.
 
-        Waits for a look that is in progress.
+        Waits for a poll that is in progress.
         """
         with self._lock:
             self._is_active = False
@@ -136,7 +136,7 @@ class Observer:
             self._notify(report)
 
     def resume(self, since_ns: int, begin: Callable[[], None]) -> None:
-        """Observe again, from a clean state, what is newer than `since_ns`.
+        """Observe again, from a clean state, everything newer than `since_ns`.
 
         `begin` is called first, while nothing can be reported.
         """
@@ -149,7 +149,7 @@ class Observer:
         self._is_wanted.set()
 
     def stop(self) -> None:
-        """Stop observing; waits at most 5 s for a look that is in progress."""
+        """Stop observing; waits at most 5 s for a poll that is in progress."""
         self._stopped.set()
         self._is_wanted.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
@@ -165,7 +165,7 @@ class Observer:
             time.sleep(_PAUSE_S)
 
     def report(self) -> Report:
-        """Return and save a report of all that is known, with earlier findings. Thread-safe, also after `stop`."""
+        """Return and save a report with all findings so far. Thread-safe, also after `stop`."""
         with self._lock:
             job, analysis = self._poll()
             self._history.new_findings(self._read_journals(job))
@@ -174,7 +174,7 @@ class Observer:
         return report
 
     def finish(self, *, is_caused: bool = False) -> None:
-        """Look once more after the ranks have ended and report what is new. Call it after `stop`.
+        """Poll once more after the ranks have ended and report new findings. Call it after `stop`.
 
         `is_caused`: the ranks were terminated because of a finding, so that their ends are not reported.
         """
@@ -234,7 +234,7 @@ class Observer:
         self._notify(replace(report, status=status))
 
     def _has_just_ended(self, job: JobSnapshot) -> bool:
-        """True if a rank has ended since the previous look: other ranks that end with it may still be running."""
+        """True if a rank has ended since the previous poll: other ranks that end with it may still be running."""
         before = self._snapshots[-2].ranks if len(self._snapshots) > 1 else {}
         return any(
             each.process.state == "ended" and rank in before and before[rank].process.state == "running"
@@ -290,7 +290,7 @@ class Observer:
         return {rank: replace(each, returned=False) for rank, each in facts.items()}
 
     def _find_earlier(self, now_ns: int) -> JobSnapshot | None:
-        """Return the newest look that is at least one second old, to see which ranks have moved; None if none is."""
+        """Return the newest snapshot that is at least one second old; it shows which ranks have moved."""
         while len(self._snapshots) > 1 and now_ns - self._snapshots[1].now_ns >= _EARLIER_NS:
             self._snapshots.popleft()
         return self._snapshots[0] if self._snapshots and now_ns - self._snapshots[0].now_ns >= _EARLIER_NS else None

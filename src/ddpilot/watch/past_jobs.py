@@ -25,7 +25,7 @@ from ddpilot.watch.snapshot.model import JobSnapshot
 from ddpilot.watch.snapshot.reader import RankFacts, SnapshotReader
 
 _BETWEEN_S = 1.0
-"""Time between the two looks that show which ranks move."""
+"""Time between the two snapshots that show which ranks move."""
 
 
 def find_job(word: str) -> tuple[Path, JobInfo]:
@@ -95,7 +95,7 @@ def _pids(folder: Path) -> Mapping[int, int]:
 
 
 def explain_job(folder: Path, about: JobInfo) -> Report:
-    """Report the job's present state, and what its observer found while it ran. Takes the stacks of live ranks."""
+    """Report the job's present state and the findings of its observer. Takes the stacks of live ranks."""
     saved = read_report(folder)
     reader = SnapshotReader(folder, about.world_size, about.ranks, about.name)
     rules = RuleRunner(about.world_size, log=reader.full_log, rules=rules_for(about.world_size, about.ranks))

@@ -115,7 +115,7 @@ def describe_activity(rank: RankSnapshot, earlier: RankSnapshot | None, now_ns: 
         code, words = "DDP217", "is running: its Python line changes"
     if rank.process.os_state in ("T", "t"):
         words = "is stopped (SIGSTOP, Ctrl-Z or a debugger)"
-    elif rank.log is not None and rank.log.closed_ns is not None:
+    elif rank.has_closed_log:
         words = "has reached the end of its program; its process has not exited yet"
     elif code == "DDP218" and (silent_ns := _without_python_ns(rank, now_ns)) > _NO_PYTHON_NS:
         words = f"has run no Python code for {render_duration(silent_ns)}: native code holds the GIL"

@@ -77,7 +77,7 @@ class CollectiveSide(Side):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """A named cause, with the line to look at."""
+    """A named cause, with the line that shows it."""
 
     code: str
     ranks: tuple[int, ...]
@@ -367,7 +367,7 @@ def side_in_wait(job: JobSnapshot, wait: Wait, held: tuple[int, ...]) -> Collect
     """Build the party of the ranks `held` in `wait`."""
     if wait.incomplete is not None:
         return side_in_collective(job, wait.incomplete.progress, held, wait.incomplete.seq)
-    entry, log = wait.held[held[0]], job.ranks[held[0]].log
-    entries = (*(each for each in (log.collectives if log is not None else ()) if each.is_p2p), entry)
+    entry = wait.held[held[0]]
+    entries = (*(each for each in job.ranks[held[0]].collectives if each.is_p2p), entry)
     lines = frozenset(each.line.position for each in entries if each.line is not None)
     return CollectiveSide(ranks=held, chain=chain_of(job.ranks[held[0]], entry), entry=entry, lines=lines)

@@ -10,7 +10,11 @@ from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
 from ddpilot.user_files import CodeLine
-from ddpilot.watch.explain.text import lay_out, merge_rows, place_of, render_place
+from ddpilot.watch.explain.text import (
+    place_of,
+    render_place,
+    render_table,
+)
 from ddpilot.watch.snapshot.model import JobSnapshot
 
 _MESSAGES = ("DDP expects same model across all ranks", "of the same param in process 0")
@@ -43,7 +47,7 @@ def explain_wraps(job: JobSnapshot) -> Finding | None:
         found.code,
         ranks=found.ranks,
         line=place_of(found.lines[found.ranks[0]]),
-        evidence=lay_out(merge_rows(rows)),
+        evidence=render_table(rows),
         why=found.why,
     )
 

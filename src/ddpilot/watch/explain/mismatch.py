@@ -29,13 +29,12 @@ from ddpilot.watch.explain.ddp_constructor import find_wrap_difference
 from ddpilot.watch.explain.text import (
     describe,
     describe_shortly,
-    lay_out,
-    merge_rows,
     name_group,
     place_of,
     render_death,
     render_place,
     render_spot,
+    render_table,
     show_file,
     who_does,
 )
@@ -141,7 +140,7 @@ def _show_sides(job: JobSnapshot, mismatched: MismatchedCollective) -> tuple[str
         if mismatched.mismatch.aspect in ("size", "root") and value not in what:
             what = f"{what} ({value})"
         rows.append((rank, what + render_death(job.ranks.get(rank)), render_place(entry.line)))
-    return lay_out(merge_rows(rows))
+    return render_table(rows)
 
 
 def one_rank_per_side(mismatched: MismatchedCollective) -> tuple[int, ...]:

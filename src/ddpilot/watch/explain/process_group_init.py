@@ -16,7 +16,14 @@ from ddpilot.module_names import FORM_GROUP, JOIN_GROUP
 from ddpilot.record.flight_ring.log import RankLog
 from ddpilot.user_files import CodeLine
 from ddpilot.watch.explain.activity import NOT_CALLED, describe_activity, render_where
-from ddpilot.watch.explain.text import lay_out, merge_rows, place_of, render_place, who_does
+from ddpilot.watch.explain.text import (
+    lay_out,
+    merge_rows,
+    place_of,
+    render_place,
+    render_table,
+    who_does,
+)
 from ddpilot.watch.matching.outcomes import RankOutcome
 from ddpilot.watch.snapshot.model import JobSnapshot, RankSnapshot
 from ddpilot.watch.snapshot.stacks import innermost, passes
@@ -316,7 +323,7 @@ def explain_unused_ranks(unused: UnusedRanks) -> Finding:
         summary=f"{_render_waiting(unused)}, and no process is {render_ranks(unused.numbers)}",
         ranks=tuple(unused.asking),
         line=place_of(unused.line),
-        evidence=lay_out(merge_rows(rows)),
+        evidence=render_table(rows),
         why=why,
         fix="omit `world_size=` and `rank=`, so that the launcher's values apply, or start that many ranks",
     )

@@ -22,13 +22,12 @@ from ddpilot.watch.explain.causes import (
     side_in_wait,
 )
 from ddpilot.watch.explain.text import (
-    describe,
     describe_shortly,
-    lay_out,
-    merge_rows,
     place_of,
     render_call,
     render_place,
+    render_table,
+    rows_of,
     who_does,
 )
 from ddpilot.watch.explain.waits import OpenWait, explain_open_wait, render_wait, render_waiting_for
@@ -55,6 +54,8 @@ def explain_exited(
     if has_died and cause is None:
         error_chain = chain_of(job.ranks[ranks[0]], None) if ranks[0] in job.ranks else ()
         at = error_chain[-1] if error_chain else at
+    rows = rows_of(wait.held)
+    rows += [(rank, outcomes[rank].words, _render_end(wait, job.ranks.get(rank), rank)) for rank in gone]
     pronoun = "it" if len(ranks) == 1 else "them"
     return make_finding(
         code,
@@ -62,7 +63,7 @@ def explain_exited(
         summary=f"{who_does(ranks, words)}, and {render_waiting_for(held)} {pronoun} in {render_wait(wait)}",
         ranks=cause.ranks if cause is not None and cause.ranks else ranks,
         line=place_of(at),
-        evidence=(*_show(job, wait, gone, outcomes), *show_common(wait.incomplete)),
+        evidence=(*render_table(rows), *show_common(wait.incomplete)),
         why=cause.why if cause is not None else _why(wait, ranks, words, has_died),
         fix=FIXES.get(code, _DEATH_FIX),
     )
@@ -75,7 +76,7 @@ def _code_of(wait: Wait, gone: RankSnapshot | None, has_died: bool) -> str:
         return "DDP219"
     if gone is None or gone.log is None or gone.process.state != "running":
         return "DDP208"
-    return "DDP216" if gone.log.closed_ns is None else "DDP208"
+    return "DDP208" if gone.has_closed_log else "DDP216"
 
 
 def _blame(job: JobSnapshot, gone: Sequence[int], outcomes: Mapping[int, RankOutcome]) -> tuple[int, ...]:
@@ -107,16 +108,13 @@ def _find_cause(
     return cause
 
 
-def _show(job: JobSnapshot, wait: Wait, gone: Sequence[int], outcomes: Mapping[int, RankOutcome]) -> tuple[str, ...]:
-    rows = [(rank, describe(entry), render_place(entry.line)) for rank, entry in sorted(wait.held.items())]
-    rows += [(rank, outcomes[rank].words, _render_last(wait, job, rank)) for rank in gone]
-    return lay_out(merge_rows(rows))
+def _render_end(wait: Wait, seen: RankSnapshot | None, rank: int) -> str:
+    """Return the line at which the rank raised an exception, or its last collective."""
+    chain = chain_of(seen, None) if seen is not None and seen.error is not None else ()
+    return render_place(chain[-1]) if chain else _render_last(wait, rank)
 
 
-def _render_last(wait: Wait, job: JobSnapshot, rank: int) -> str:
-    chain = chain_of(job.ranks[rank], None) if rank in job.ranks and job.ranks[rank].error is not None else ()
-    if chain:
-        return render_place(chain[-1])
+def _render_last(wait: Wait, rank: int) -> str:
     last = wait.incomplete.progress.last(rank) if wait.incomplete is not None else None
     return f"its last was #{last.seq}: {render_call(last)}" if last is not None else ""
 
@@ -183,7 +181,7 @@ def _ran_on(rank: RankSnapshot | None, outcome: RankOutcome, first_ns: int | Non
 
 def _has_stayed(job: JobSnapshot, rank: RankSnapshot, first_ns: int | None) -> bool:
     """True if the rank did not close its connections by exiting: it would have closed its recording first."""
-    if rank.log is None or rank.log.closed_ns is not None:
+    if rank.log is None or rank.has_closed_log:
         return False
     is_long_ago = first_ns is not None and job.now_ns - first_ns > _ENDING_NS
     return rank.process.state == "ended" or is_long_ago
@@ -196,21 +194,16 @@ def _running(rank: RankSnapshot) -> RankSnapshot:
 def _explain_closed(wait: Wait, late: tuple[int, ...]) -> Finding:
     assert wait.incomplete is not None
     entry = wait.held[min(wait.held)]
-    rows = [(rank, describe(each), render_place(each.line)) for rank, each in sorted(wait.held.items())]
-    for rank in late:
-        last = wait.incomplete.progress.last(rank)
-        where = f"its last was #{last.seq}: {render_call(last)}" if last is not None else ""
-        rows.append((rank, "closed its connections and continued", where))
-    words = (
-        "closed its connections while others were" if len(late) == 1 else "closed their connections while others were"
-    )
+    rows = rows_of(wait.held)
+    rows += [(rank, "closed its connections and continued", _render_last(wait, rank)) for rank in late]
+    words = who_does(late, "closed its connections while others were")
     return make_finding(
         "DDP216",
         severity="error",
-        summary=f"{who_does(late, words)} in {describe_shortly(entry)} (#{wait.incomplete.seq})",
+        summary=f"{words} in {describe_shortly(entry)} (#{wait.incomplete.seq})",
         ranks=late,
         line=place_of(entry.line),
-        evidence=lay_out(merge_rows(rows)),
+        evidence=render_table(rows),
         why=f"{render_ranks(late)} did not exit, but its connections were closed: it destroyed its process group, or "
         "closed it after an error of its own, without calling this",
         fix=FIXES["DDP216"],
@@ -247,7 +240,7 @@ def explain_death(job: JobSnapshot, ranks: Sequence[int], words: str) -> Finding
     """Return the DDP209 finding for `ranks`, which ended as `words` describe."""
     seen = job.ranks[ranks[0]]
     chain = chain_of(seen, None)
-    last = seen.log.collectives[-1] if seen.log is not None and seen.log.collectives else None
+    last = seen.collectives[-1] if seen.collectives else None
     where = render_place(last.line) if last is not None else ""
     evidence = [f"its last was {f'{describe_shortly(last)}, {where}' if where else render_call(last)}"] if last else []
     signal_name = seen.process.signal_name or ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ddpilot.findings.text import render_ranks
 from ddpilot.record.flight_ring.log import Collective, GroupOfRanks
@@ -168,6 +168,16 @@ def merge_rows(rows: Iterable[tuple[int, str, str]]) -> list[Row]:
         ranks.setdefault((what, where), []).append(rank)
     ordered = sorted(ranks.items(), key=lambda item: (-len(item[1]), item[1][0]))
     return [(render_ranks(each, max_chars=40), _conjugate(what, len(each)), where) for (what, where), each in ordered]
+
+
+def rows_of(entries: Mapping[int, Collective]) -> list[tuple[int, str, str]]:
+    """Return a row for the collective of each rank."""
+    return [(rank, describe(entry), render_place(entry.line)) for rank, entry in sorted(entries.items())]
+
+
+def render_table(rows: Iterable[tuple[int, str, str]]) -> tuple[str, ...]:
+    """Format rows, each with one rank, as aligned lines."""
+    return lay_out(merge_rows(rows))
 
 
 def lay_out(rows: Sequence[Row]) -> tuple[str, ...]:

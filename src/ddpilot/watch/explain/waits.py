@@ -24,13 +24,14 @@ from ddpilot.watch.explain.text import (
     describe,
     describe_shortly,
     lay_out,
-    merge_rows,
     name_group,
     place_of,
     render_death,
     render_duration,
     render_place,
     render_spot,
+    render_table,
+    rows_of,
     who_does,
 )
 from ddpilot.watch.matching.progress import GroupProgress
@@ -109,17 +110,15 @@ def explain_open_wait(one: OpenWait, has_lasted: bool) -> Finding | None:
     rank, first = proven or activities[0]
     alike = tuple(other for other, activity in activities if activity.code == first.code) if proven is None else (rank,)
     entry = one.wait.held[min(one.wait.held)]
-    rows = [(rank, describe(entry), render_place(entry.line)) for rank, entry in sorted(one.wait.held.items())]
+    rows = rows_of(one.wait.held)
     rows += [(rank, activity.words, render_where(activity)) for rank, activity in activities]
-    common = show_common(one.wait.incomplete)
-    who = f"{render_waiting_for(one.wait.held)} {render_ranks(alike)}"
     return make_finding(
         first.code,
         severity="error" if proven is not None else None,
-        summary=f"{who} in {describe_shortly(entry)}",
+        summary=f"{render_waiting_for(one.wait.held)} {render_ranks(alike)} in {describe_shortly(entry)}",
         ranks=alike,
         line=place_of(first.at) or place_of(entry.line),
-        evidence=(*lay_out(merge_rows(rows)), *common, _render_how_long(one)),
+        evidence=(*render_table(rows), *show_common(one.wait.incomplete), _render_how_long(one)),
         why=first.why,
         fix=first.fix,
     )
@@ -151,9 +150,7 @@ def _explain_full(one: OpenWait) -> Finding:
         ranks=tuple(sorted(one.wait.held)),
         line=place_of(entry.line),
         evidence=(
-            *lay_out(
-                merge_rows((rank, describe(each), render_place(each.line)) for rank, each in one.wait.held.items())
-            ),
+            *render_table(rows_of(one.wait.held)),
             _render_how_long(one),
         ),
         why="their arguments match, so the data does not get through: a network, a firewall, or a peer-to-peer link",
@@ -198,7 +195,7 @@ def explain_cycle(job: JobSnapshot, cycle: Sequence[Wait], sources: Sources) -> 
         summary=_summarize_cycle(code, cycle),
         ranks=tuple(sorted(held)),
         line=place_of(parties[0].chain[-1]) if parties[0].chain else place_of(held[first].line),
-        evidence=lay_out(merge_rows(rows)),
+        evidence=render_table(rows),
         why=_why_cycle(cycle) + (f"; {cause.why}" if cause is not None else ""),
         fix=_BRANCH_FIX if code == "DDP206" and cause is not None and cause.is_branch else FIXES[code],
     )

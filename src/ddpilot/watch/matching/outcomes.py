@@ -56,7 +56,7 @@ def outcome_of(rank: RankSnapshot | None) -> RankOutcome:
         words = f"raised {error.type_name}: {_shorten(error.message)}".removesuffix(": ")
         return RankOutcome("victim" if reads_like_victim(error.type_name, error.message) else "died", words)
     if rank.returned:
-        is_cut = rank.process.exitcode == 0 and rank.log is not None and rank.log.closed_ns is None
+        is_cut = rank.process.exitcode == 0 and rank.log is not None and not rank.has_closed_log
         return RankOutcome("finished", "has exited without cleanup, as with os._exit(0)" if is_cut else "has returned")
     return _process_outcome(rank) if rank.process.state == "ended" else RankOutcome("alive")
 
@@ -69,7 +69,7 @@ def _process_outcome(rank: RankSnapshot) -> RankOutcome:
         return RankOutcome("died", f"died of signal {-process.exitcode}")
     if process.exitcode:
         return RankOutcome("died", f"exited with status {process.exitcode}")
-    if process.exitcode == 0 or (rank.log is not None and rank.log.closed_ns is not None):
+    if process.exitcode == 0 or rank.has_closed_log:
         return RankOutcome("finished", "has exited")
     return RankOutcome("died", "ended without closing the recording, as with a signal or os._exit")
 
@@ -141,10 +141,11 @@ def with_departure(
     if rank is None or outcome.state != "alive" or rank.log is None:
         return outcome
     left_ns = rank.log.left_ns
-    has_ended = rank.log.closed_ns is not None
-    patience_ns = _CUT_OFF_NS if is_cut_off and not has_ended else _ERROR_NS
+    patience_ns = _CUT_OFF_NS if is_cut_off and not rank.has_closed_log else _ERROR_NS
     if left_ns is not None and last is not None and last.start_ns < left_ns and now_ns - left_ns > patience_ns:
-        return RankOutcome("finished", "has reached its end" if has_ended else "has destroyed its process groups")
+        return RankOutcome(
+            "finished", "has reached its end" if rank.has_closed_log else "has destroyed its process groups"
+        )
     return RankOutcome("finished", "leaves its group") if passes(rank.stack, WAIT_FOR_PEERS) is not None else outcome
 
 
@@ -180,7 +181,7 @@ def _may_end_alone(entry: Collective) -> bool:
 
 def _has_begun_more(rank: RankSnapshot, entry: Collective) -> bool:
     """True if the rank has begun a later collective of the group that cannot complete without the other ranks."""
-    later = (each for each in (rank.log.collectives if rank.log is not None else ()) if each.index > entry.index)
+    later = (each for each in rank.collectives if each.index > entry.index)
     return any(
         each.group == entry.group and not each.is_p2p and each.state == "begun" and not _may_end_alone(each)
         for each in later
@@ -210,7 +211,7 @@ def before_common_end(job: JobSnapshot, outcomes: Mapping[int, RankOutcome]) -> 
 
 def _was_ended(rank: RankSnapshot) -> bool:
     process = rank.process
-    is_over = rank.error is not None or rank.returned or rank.log is None or rank.log.closed_ns is not None
+    is_over = rank.error is not None or rank.returned or rank.log is None or rank.has_closed_log
     if process.state != "ended" or is_over:
         return False
     return process.exitcode is None if process.signal_name is None else process.signal_name in _FROM_OUTSIDE

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -74,7 +74,7 @@ def _find_p2p(job: JobSnapshot, outcomes: Mapping[int, RankOutcome], found: Wait
     offered = {
         (rank, peer_of(entry), entry.op == "send", tag_of(entry), _local_key(entry))
         for rank, entries in pending.items()
-        for entry in (*entries, *filter(_has_unknown_end, _entries_of(job, rank)))
+        for entry in (*entries, *filter(_has_unknown_end, job.ranks[rank].collectives))
     }
     for rank, entries in pending.items():
         for entry in entries:
@@ -91,7 +91,7 @@ def _find_p2p(job: JobSnapshot, outcomes: Mapping[int, RankOutcome], found: Wait
 def _pending_p2p(
     job: JobSnapshot, rank: int, outcome: RankOutcome, is_unmatched: Mapping[tuple[int, int], bool]
 ) -> Iterator[Collective]:
-    entries = _entries_of(job, rank)
+    entries = job.ranks[rank].collectives
     newest = {entry.index for entry in takewhile(_has_unknown_end, reversed(entries))}
     for entry in entries:
         if not entry.is_p2p:
@@ -105,19 +105,14 @@ def _pending_p2p(
             yield entry
 
 
-def _entries_of(job: JobSnapshot, rank: int) -> Sequence[Collective]:
-    log = job.ranks[rank].log
-    return log.collectives if log is not None else ()
-
-
 def _has_unknown_end(entry: Collective) -> bool:
     return entry.is_p2p and entry.state == "unknown"
 
 
 def _newest_groups(job: JobSnapshot) -> dict[tuple[str, tuple[int, ...]], tuple[int, int]]:
     """Return the newest generation of each group that any rank has used, by name and ranks."""
-    logs = [seen.log for seen in job.ranks.values() if seen.log is not None]
-    groups = {id(entry.group): entry.group for log in logs for entry in log.collectives if entry.group is not None}
+    entries = (entry for seen in job.ranks.values() for entry in seen.collectives)
+    groups = {id(entry.group): entry.group for entry in entries if entry.group is not None}
     newest: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
     for group in groups.values():
         key = (group.name, group.ranks)
@@ -206,11 +201,10 @@ def _find_channels(job: JobSnapshot) -> dict[_Channel, tuple[list[Collective], l
 
     Excludes ranks whose logs have dropped entries, and channels to ranks that receive from any source.
     """
-    entries = {rank: _entries_of(job, rank) for rank in job.ranks}
     messages = {
-        rank: [entry for entry in each if entry.is_p2p]
-        for rank, each in entries.items()
-        if not each or each[-1].index == len(each)
+        rank: [entry for entry in seen.collectives if entry.is_p2p]
+        for rank, seen in job.ranks.items()
+        if not seen.collectives or seen.collectives[-1].index == len(seen.collectives)
     }
     from_any = {rank for rank, each in messages.items() if any(entry.peer is None for entry in each)}
     channels: dict[_Channel, tuple[list[Collective], list[Collective]]] = {}

@@ -46,7 +46,7 @@ which no rank waits.
 _JUST_NOW_NS = 2_000_000_000
 """A routine digest follows a received one of at most this age, so that connections are idle the rest of the time."""
 
-_NUM_LOOKED_AT = 64
+_NUM_CHECKED = 64
 """Number of a rank's newest collectives whose pauses show when the next one is due."""
 
 
@@ -71,7 +71,7 @@ class Exchange:
             if message.number != self._numbers.get(node):
                 self._numbers[node] = message.number
                 self._read(node, message)
-        newest_ns = max((entry.start_ns for rank in job.ranks.values() for entry in _newest(rank, 1)), default=0)
+        newest_ns = max((entry.start_ns for rank in job.ranks.values() for entry in rank.collectives[-1:]), default=0)
         return merge(job, [each for each in self._digests.values() if _still_holds(each, job.now_ns, newest_ns)])
 
     def _read(self, node: int, message: Message) -> None:
@@ -160,10 +160,6 @@ def _still_holds(digest: Digest, now_ns: int, newest_ns: int) -> bool:
     return digest.is_final or age_ns < _FRESH_NS or (digest.now_ns > newest_ns and age_ns < _OLD_NS)
 
 
-def _newest(rank: RankSnapshot, num: int) -> Sequence[Collective]:
-    return rank.log.collectives[-num:] if rank.log is not None else ()
-
-
 def _is_gone(rank: RankSnapshot) -> bool:
     return rank.error is not None or rank.process.state == "ended"
 
@@ -174,7 +170,7 @@ def _needs_others(job: JobSnapshot) -> Callable[[RankSnapshot], bool]:
     def needs(rank: RankSnapshot) -> bool:
         if _is_gone(rank) and not rank.returned:
             return True
-        newest = _newest(rank, _NUM_LOOKED_AT)
+        newest = rank.collectives[-_NUM_CHECKED:]
         open_ns = [job.now_ns - each.start_ns for each in newest if each.state == "begun" and each.is_watched]
         unsure_ns = [job.now_ns - each.start_ns for each in newest if each.state == "begun" and not each.is_watched]
         if max(open_ns, default=0) > _ASK_AFTER_NS:

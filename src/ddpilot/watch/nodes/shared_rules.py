@@ -142,7 +142,7 @@ class SharedRules:
 
 
 PAUSE_NS = 400_000_000
-"""Minimum interval between two pieces: one with every second look."""
+"""Minimum interval between two pieces: one with every second poll."""
 
 QUIET_PAUSE_NS = 1_000_000_000
 """The same if nothing was noted: node 0 needs to know that nothing is missing."""

@@ -31,7 +31,7 @@ NUM_HELD = 2048
 """Maximum number of collectives held per rank; far fewer can still get an end or a reduce-op."""
 
 _NUM_REREAD = 512
-"""Older unfinished collectives are not read again; otherwise each look would read all that follow them."""
+"""Older unfinished collectives are not read again; otherwise each poll would read all that follow them."""
 
 _LATE_NS = 300_000_000
 """The reduce-op of a collective has been written this long after its start."""
