@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find statements where control flow may differ between ranks.
 
-These are guards, early exits, swallowed errors, skipped iterations, ends of loops, and loops over sets.
+These are guards, early exits, suppressed errors, skipped iterations, ends of loops, and loops over sets.
 """
 
 from __future__ import annotations

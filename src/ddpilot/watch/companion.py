@@ -31,7 +31,7 @@ from ddpilot.watch import job_folder
 from ddpilot.watch.explain.rank_exit import OF_ENDS, find_cause_of_end
 from ddpilot.watch.nodes.exchange import Exchange
 from ddpilot.watch.observer import Observer
-from ddpilot.watch.options import WatchOptions
+from ddpilot.watch.options import FindingCallback, WatchOptions
 from ddpilot.watch.report import RepeatedFindings, Report, label_cells, rename_in
 from ddpilot.watch.snapshot.model import ProcessState, RankException
 from ddpilot.watch.snapshot.reader import RankFacts
@@ -42,7 +42,7 @@ _CALL_LIMIT_S = 5.0
 
 
 class Watcher:
-    """The `Companion` of a launch of `world_size` ranks, of which `ranks` are on this node.
+    """The `LaunchObserver` of a launch of `world_size` ranks, of which `ranks` are on this node.
 
     `mailbox` connects to the other nodes; None if there are none or they are not consulted. If the job's folder cannot
     be created, the job is not watched, and one line reports it.
@@ -437,7 +437,7 @@ class CallbackThread:
     """
 
     def __init__(
-        self, on_finding: Callable[[Finding], object], *, stop: Callable[[Report], None], say: Callable[[str], None]
+        self, on_finding: FindingCallback, *, stop: Callable[[Report], None], say: Callable[[str], None]
     ) -> None:
         self._on_finding = on_finding
         self._stop = stop

@@ -25,7 +25,7 @@ from ddpilot.user_files import CodeLine
 from ddpilot.watch.explain.text import (
     describe_shortly,
     render_call,
-    render_spot,
+    render_position,
     show_file,
 )
 from ddpilot.watch.matching.progress import GroupCollective, GroupProgress
@@ -151,8 +151,8 @@ def _extra_forward(here: CollectiveSide, there: CollectiveSide, split: Split | N
     who = render_ranks(here.ranks)
     inside = f", inside {_render_point(branch.file, branch.condition)}" if branch is not None else ""
     what = "broadcasts its buffers" if part.what == "buffers" else "broadcasts its order of buckets"
-    why = f"the forward of a DDP model {what} to all ranks, and only {who} runs it at {render_spot(_at(here))}{inside}"
-    return Cause(code="DDP211", ranks=here.ranks, why=why, at=_at(here))
+    why = f"the forward of a DDP model {what} to all ranks, and only {who} runs it, at {render_position(_at(here))}"
+    return Cause(code="DDP211", ranks=here.ranks, why=f"{why}{inside}", at=_at(here))
 
 
 def _position(entry: Collective) -> tuple[str, int]:
@@ -235,10 +235,10 @@ def _returned_early(split: ReturnedEarly, here: CollectiveSide, gone: Collective
 def _branch_taken(split: BranchTaken, here: CollectiveSide, there: CollectiveSide) -> Cause:
     behind = "only reached if this is false:" if split.condition.is_else else "inside"
     is_called = here.chain and split.at.line != here.chain[-1].line
-    via = f", called at {render_spot(split.at)}," if is_called else ""
+    via = f", called at {render_position(split.at)}," if is_called else ""
     rest = "the other ranks do not call it"
     if there.chain:
-        rest = f"{render_ranks(there.ranks)} continued to {render_spot(_at(there))}"
+        rest = f"{render_ranks(there.ranks)} continued to {render_position(_at(there))}"
     why = f"{_render_where(here)}{via} is {behind} {_render_point(split.file, split.condition)}; {rest}"
     code = "DDP201" if there.entry is not None else "DDP220"
     return Cause(code=code, ranks=here.ranks, why=why, at=_at(here), is_branch=not split.has_sibling)
@@ -254,8 +254,8 @@ def _iteration_skipped(split: IterationSkipped, one: CollectiveSide) -> Cause | 
 
 
 def _render_where(side: CollectiveSide) -> str:
-    spot = render_spot(_at(side))
-    return f"the {describe_shortly(side.entry)} at {spot}" if side.entry is not None else spot
+    position = render_position(_at(side))
+    return f"the {describe_shortly(side.entry)} at {position}" if side.entry is not None else position
 
 
 def _render_point(file: str, point: DecisionPoint) -> str:
@@ -289,7 +289,7 @@ def show_common(collective: GroupCollective | None) -> tuple[str, ...]:
 def side_in_collective(
     job: JobSnapshot, progress: GroupProgress, ranks: tuple[int, ...], seq: int, *, stacks: bool = True
 ) -> CollectiveSide:
-    """Build the party of `ranks` in collective `seq` from the first of them that has called it, or from the first."""
+    """Describe the side of `ranks` in collective `seq` from the first of them that has called it, or from the first."""
     rank = next((each for each in ranks if progress.at(each, seq) is not None), ranks[0])
     entry = progress.at(rank, seq)
     earlier = [each for each in progress.by_rank.get(rank, ()) if each.seq is not None and each.seq < seq]
@@ -364,7 +364,7 @@ def _are_siblings(one: Collective, other: Collective, sources: Sources) -> bool:
 
 
 def side_in_wait(job: JobSnapshot, wait: Wait, held: tuple[int, ...]) -> CollectiveSide:
-    """Build the party of the ranks `held` in `wait`."""
+    """Describe the side of the ranks `held` in `wait`."""
     if wait.incomplete is not None:
         return side_in_collective(job, wait.incomplete.progress, held, wait.incomplete.seq)
     entry = wait.held[held[0]]

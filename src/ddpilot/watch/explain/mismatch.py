@@ -31,12 +31,12 @@ from ddpilot.watch.explain.text import (
     describe_shortly,
     name_group,
     place_of,
+    ranks_do,
     render_death,
     render_place,
-    render_spot,
+    render_position,
     render_table,
     show_file,
-    who_does,
 )
 from ddpilot.watch.matching.mismatch import (
     EXCHANGES,
@@ -221,8 +221,8 @@ def _render_thread(job: JobSnapshot, mismatched: MismatchedCollective) -> str:
             others = [each for each in mismatched.by_rank if each != rank]
             is_only = not any(_calls_from_threads(job, mismatched, each) for each in others)
             unlike = f", unlike {render_ranks(others)}" if is_only else ""
-            who, spot = render_ranks([rank]), render_spot(entry.line)
-            return f"{who} calls the one at {spot} from a second thread{unlike}: their order varies"
+            who, position = render_ranks([rank]), render_position(entry.line)
+            return f"{who} calls the one at {position} from a second thread{unlike}: their order varies"
     return ""
 
 
@@ -253,7 +253,9 @@ def _describe_different_calls(progress: GroupProgress, seq: int, one: tuple[int,
         return ""
     if not (_has_called(progress, one[0], seq, theirs) and _has_called(progress, other[0], seq, mine)):
         return ""
-    spots = f"{render_ranks(one)} at {render_spot(mine.line)}, {render_ranks(other)} at {render_spot(theirs.line)}"
+    spots = (
+        f"{render_ranks(one)} at {render_position(mine.line)}, {render_ranks(other)} at {render_position(theirs.line)}"
+    )
     return f"these are two different calls, which all ranks make: {spots}; some ranks are ahead, or make one more"
 
 
@@ -267,7 +269,7 @@ def _describe_changed_order(progress: GroupProgress, seq: int, one: tuple[int, .
         after = [_key(later) for each, later in pairwise(entries) if _key(each) == _key(before)]
         if len(after) >= _MIN_TIMES and set(after) == {_key(mine)} and _key(theirs) in map(_key, entries):
             usual = f"so far, {describe(mine)} has always followed the previous call, as on {render_ranks(keeps)}"
-            return f"{usual}; {who_does(leaves, 'makes')} a different known call: one is left out or out of order"
+            return f"{usual}; {ranks_do(leaves, 'makes')} a different known call: one is left out or out of order"
     return ""
 
 
@@ -326,10 +328,10 @@ def _explain_join(joined: tuple[int, ...], joins: Collective, others: tuple[int,
     assert joins.line is not None
     assert own.line is not None
     who = f"{render_ranks(joined)} {'has' if len(joined) == 1 else 'have'} no more batches and"
-    answers = f"{'waits' if len(joined) == 1 else 'wait'} in Join ({render_spot(joins.line)})"
+    answers = f"{'waits' if len(joined) == 1 else 'wait'} in Join ({render_position(joins.line)})"
     why = (
         f"{who} {answers}, which matches only DDP's collectives: the {describe_shortly(own)} of "
-        f"{render_ranks(others)} at {render_spot(own.line)} (#{own.seq}) was matched with one of Join's"
+        f"{render_ranks(others)} at {render_position(own.line)} (#{own.seq}) was matched with one of Join's"
     )
     return Cause(code="DDP207", ranks=others, why=why, at=own.line, fix=_JOIN_FIX)
 
@@ -350,6 +352,6 @@ def _describe_unordered_loop(one: Chain, other: Chain, sources: Sources) -> str:
         source = sources.find(frame)
         line = find_unordered_loop(source, frame.line) if source is not None else None
         if source is not None and line is not None:
-            spot = f"`{source.text(line)}` ({show_file(frame.file)}:{line})"
-            return f"{spot} iterates over a set, whose order differs between processes"
+            position = f"`{source.text(line)}` ({show_file(frame.file)}:{line})"
+            return f"{position} iterates over a set, whose order differs between processes"
     return ""

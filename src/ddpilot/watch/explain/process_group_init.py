@@ -20,9 +20,9 @@ from ddpilot.watch.explain.text import (
     lay_out,
     merge_rows,
     place_of,
+    ranks_do,
     render_place,
     render_table,
-    who_does,
 )
 from ddpilot.watch.matching.outcomes import RankOutcome
 from ddpilot.watch.snapshot.model import JobSnapshot, RankSnapshot
@@ -115,9 +115,9 @@ def _render_joined(job: JobSnapshot, num_inside: int, elsewhere: Mapping[int, tu
 
 
 def _is_outdated(job: JobSnapshot, inside: list[int], absent: list[int]) -> bool:
-    """True if absent ranks have ended, or met those `inside`, since the stacks of the latter were taken.
+    """True if the stacks of the ranks `inside` are older than the end of an absent rank, or a collective with it.
 
-    The ranks may then have joined the group.
+    The ranks may have joined the group since.
     """
     for rank in absent:
         seen = job.ranks.get(rank)
@@ -127,12 +127,12 @@ def _is_outdated(job: JobSnapshot, inside: list[int], absent: list[int]) -> bool
             stack = job.ranks[other].stack
             if stack is not None and ended_ns is not None and stack.taken_ns < ended_ns:
                 return True
-            if log is not None and _has_met(log, other, job.now_ns - _age_ns(job, other)):
+            if log is not None and _has_completed_with(log, other, job.now_ns - _age_ns(job, other)):
                 return True
     return False
 
 
-def _has_met(log: RankLog, other: int, since_ns: int) -> bool:
+def _has_completed_with(log: RankLog, other: int, since_ns: int) -> bool:
     """True if the rank of `log` has completed a collective with the rank `other` since `since_ns`."""
     return any(
         entry.state == "done" and entry.start_ns > since_ns and entry.group is not None and other in entry.group.ranks
@@ -193,11 +193,11 @@ def _add_all_inside(
 def _explain_rendezvous(
     job: JobSnapshot, inside: list[int], missing: list[int], evidence: tuple[str, ...], is_proven: bool
 ) -> Finding:
-    summary = f"{who_does(inside, 'waits in init_process_group')} for {render_ranks(missing)}"
+    summary = f"{ranks_do(inside, 'waits in init_process_group')} for {render_ranks(missing)}"
     why = "a group is complete when all ranks have called init_process_group: these have not"
     fix = "check why: an earlier error, a different WORLD_SIZE or address, or a branch on the rank"
     if _render_inside(job.ranks[inside[0]]) == _AT_FIRST_USE:
-        summary = f"{who_does(inside, 'waits')} for {render_ranks(missing)} to enter the process group"
+        summary = f"{ranks_do(inside, 'waits')} for {render_ranks(missing)} to enter the process group"
         why = "the group is entered at the first collective and is complete when all ranks have called one"
         fix = "call the collective on all ranks: check for a branch on the rank, or an earlier error"
     left = [rank for rank in inside if (log := job.ranks[rank].log) is not None and log.left_ns is not None]
@@ -300,7 +300,7 @@ def render_unused_ranks(unused: UnusedRanks) -> str:
 
 
 def _render_waiting(unused: UnusedRanks) -> str:
-    return who_does(unused.asking, "waits in init_process_group")
+    return ranks_do(unused.asking, "waits in init_process_group")
 
 
 def explain_unused_ranks(unused: UnusedRanks) -> Finding:

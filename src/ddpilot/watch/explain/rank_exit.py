@@ -24,11 +24,11 @@ from ddpilot.watch.explain.causes import (
 from ddpilot.watch.explain.text import (
     describe_shortly,
     place_of,
+    ranks_do,
     render_call,
     render_place,
     render_table,
     rows_of,
-    who_does,
 )
 from ddpilot.watch.explain.waits import OpenWait, explain_open_wait, render_wait, render_waiting_for
 from ddpilot.watch.matching.outcomes import RankOutcome, first_deaths
@@ -60,7 +60,7 @@ def explain_exited(
     return make_finding(
         code,
         severity="error",
-        summary=f"{who_does(ranks, words)}, and {render_waiting_for(held)} {pronoun} in {render_wait(wait)}",
+        summary=f"{ranks_do(ranks, words)}, and {render_waiting_for(held)} {pronoun} in {render_wait(wait)}",
         ranks=cause.ranks if cause is not None and cause.ranks else ranks,
         line=place_of(at),
         evidence=(*render_table(rows), *show_common(wait.incomplete)),
@@ -122,10 +122,10 @@ def _render_last(wait: Wait, rank: int) -> str:
 def _why(wait: Wait, ranks: Sequence[int], words: str, has_died: bool) -> str:
     if has_died:
         more = " (as the kernel does when memory runs out; see `dmesg`)" if "SIGKILL" in words else ""
-        return f"{who_does(ranks, words)}{more}; the later errors of the other ranks are consequences"
+        return f"{ranks_do(ranks, words)}{more}; the later errors of the other ranks are consequences"
     if wait.incomplete is None:
-        return f"{who_does(ranks, words)} without the matching call"
-    return f"{who_does(ranks, words)} without calling it: by a different code path, or with fewer iterations"
+        return f"{ranks_do(ranks, words)} without the matching call"
+    return f"{ranks_do(ranks, words)} without calling it: by a different code path, or with fewer iterations"
 
 
 _TIME_IS_UP = re.compile(r"timed ?out|timeout|failed to pass monitoredBarrier", re.IGNORECASE)
@@ -196,7 +196,7 @@ def _explain_closed(wait: Wait, late: tuple[int, ...]) -> Finding:
     entry = wait.held[min(wait.held)]
     rows = rows_of(wait.held)
     rows += [(rank, "closed its connections and continued", _render_last(wait, rank)) for rank in late]
-    words = who_does(late, "closed its connections while others were")
+    words = ranks_do(late, "closed its connections while others were")
     return make_finding(
         "DDP216",
         severity="error",
@@ -247,7 +247,7 @@ def explain_death(job: JobSnapshot, ranks: Sequence[int], words: str) -> Finding
     place = place_of(chain[-1]) if chain else place_of(last.line) if last is not None else None
     return make_finding(
         "DDP209",
-        summary=who_does(ranks, words),
+        summary=ranks_do(ranks, words),
         ranks=tuple(ranks),
         line=place,
         evidence=tuple(evidence),

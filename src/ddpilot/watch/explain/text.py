@@ -121,14 +121,14 @@ def render_place(line: CodeLine | None) -> str:
     return str(place) if place is not None else ""
 
 
-def render_spot(line: CodeLine | None) -> str:
+def render_position(line: CodeLine | None) -> str:
     """Format file and line number; empty if the line is unknown."""
     return f"{show_file(line.file)}:{line.line}" if line is not None and line.file else ""
 
 
 def render_call(entry: Collective) -> str:
     """Format a collective and its line, such as ``all_reduce, train.py:3``."""
-    return f"{describe_shortly(entry)}, {render_spot(entry.line) or 'which no line of the program calls'}"
+    return f"{describe_shortly(entry)}, {render_position(entry.line) or 'which no line of the program calls'}"
 
 
 def render_death(rank: RankSnapshot | None) -> str:
@@ -149,7 +149,7 @@ _PLURALS = {
 }
 
 
-def who_does(ranks: Collection[int], words: str, max_chars: int = 60) -> str:
+def ranks_do(ranks: Collection[int], words: str, max_chars: int = 60) -> str:
     """Format ranks with a clause that begins with a singular verb, such as ``has returned``."""
     return f"{render_ranks(ranks, max_chars=max_chars)} {_conjugate(words, len(ranks))}"
 

@@ -26,13 +26,13 @@ from ddpilot.watch.explain.text import (
     lay_out,
     name_group,
     place_of,
+    ranks_do,
     render_death,
     render_duration,
     render_place,
-    render_spot,
+    render_position,
     render_table,
     rows_of,
-    who_does,
 )
 from ddpilot.watch.matching.progress import GroupProgress
 from ddpilot.watch.matching.waits import Message, Wait, tag_of
@@ -67,9 +67,9 @@ def render_open_wait(one: OpenWait) -> str:
     """Return one line: which ranks wait, where and for how long, which ranks are absent, and what these do."""
     held = one.wait.held
     entry = held[min(held)]
-    spot = render_spot(entry.line)
-    at = f" at {spot}" if spot else ""
-    return f"{who_does(held, 'has')} waited {one.waited} in {render_wait(one.wait)}{at}; {_render_absent(one)}"
+    position = render_position(entry.line)
+    at = f" at {position}" if position else ""
+    return f"{ranks_do(held, 'has')} waited {one.waited} in {render_wait(one.wait)}{at}; {_render_absent(one)}"
 
 
 def render_wait(wait: Wait) -> str:
@@ -91,7 +91,7 @@ def _render_absent(one: OpenWait) -> str:
     for rank, activity in one.activities():
         where = render_where(activity)
         by_words.setdefault(f"{activity.words}: {where}" if where else activity.words, []).append(rank)
-    texts = [who_does(ranks, words, max_chars=40) for words, ranks in list(by_words.items())[:3]]
+    texts = [ranks_do(ranks, words, max_chars=40) for words, ranks in list(by_words.items())[:3]]
     more = f" and {len(by_words) - 3} more" if len(by_words) > 3 else ""
     return "; ".join(texts) + more
 

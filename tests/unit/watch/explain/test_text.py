@@ -9,7 +9,7 @@ from ddpilot.record.flight_ring.log import CallSite, Collective
 from ddpilot.source.parsed_file import Sources
 from ddpilot.user_files import CodeLine
 from ddpilot.watch.explain.causes import CollectiveSide, find_cause
-from ddpilot.watch.explain.text import merge_rows, render_call, who_does
+from ddpilot.watch.explain.text import merge_rows, ranks_do, render_call
 
 GUARDED = "def train(rank):\n    if rank == 0:\n        work()\n"
 
@@ -25,7 +25,7 @@ GUARDED = "def train(rank):\n    if rank == 0:\n        work()\n"
 )
 def test_several_ranks_have_a_verb_and_a_pronoun_in_the_plural(words: str, told: str) -> None:
     """An error's own words and names of parameters stay as they are."""
-    assert who_does((0, 1), words) == told
+    assert ranks_do((0, 1), words) == told
     assert merge_rows([(0, words, ""), (1, words, "")])[0][:2] == ("ranks 0,1", told.removeprefix("ranks 0,1 "))
 
 
