@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Analyze one snapshot of a job: what is wrong with it, and what its ranks wait for."""
+"""Analyze one snapshot of a job: its errors, and the waits of its ranks."""
 
 from __future__ import annotations
 

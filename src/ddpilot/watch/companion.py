@@ -279,7 +279,7 @@ class Watcher:
 
 
 def facts_of(rank: RankState, since_ns: int = 0) -> RankFacts:
-    """Return what is known of `rank`, which has or had a process; an end before `since_ns` is ignored."""
+    """Return the facts about `rank`, which has or had a process; an end before `since_ns` is ignored."""
     exited, raised = rank.exited, rank.raised
     process = ProcessState(pid=rank.pid or 0, state="running")
     if exited is not None and exited.time_s * 1e9 < since_ns:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of an observer: what was reported before, rendered, saved next to the rings, and read back."""
+"""The report of an observer: its history, rendering, and file next to the rings."""
 
 from __future__ import annotations
 

@@ -327,7 +327,7 @@ def find_origin(
 ) -> tuple[CollectiveSide, CollectiveSide] | None:
     """Find where two ranks first called collectives from different lines, which may have caused the mismatch at `seq`.
 
-    Returns their parties there; None if the lines do not differ, or the logs do not reach back far enough.
+    Returns their sides there; None if the lines do not differ, or the logs do not reach back far enough.
     """
     if one not in progress.by_rank or other not in progress.by_rank:
         return None

@@ -131,7 +131,7 @@ def _why(wait: Wait, ranks: Sequence[int], words: str, has_died: bool) -> str:
 _TIME_IS_UP = re.compile(r"timed ?out|timeout|failed to pass monitoredBarrier", re.IGNORECASE)
 _LONGER = "a longer `timeout=` of init_process_group allows for operations that take long"
 _ENDING_NS = 1_500_000_000
-"""A rank that closes its connections because it exits is gone within this time."""
+"""A rank that closes its connections because it exits has exited within this time."""
 _BY_LAUNCHER = ("SIGTERM", "SIGINT")
 
 

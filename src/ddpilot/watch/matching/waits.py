@@ -25,7 +25,7 @@ class Wait:
 
     @property
     def since_ns(self) -> int:
-        """When the wait began: for ranks that have not come, with the first that waits; after that, with the last."""
+        """When the wait began: with the first waiting rank if ranks are missing or unknown, else with the last rank."""
         if self.incomplete is not None and not (self.missing or self.unknown):
             return self.incomplete.newest_ns
         return min(entry.start_ns for entry in self.held.values())

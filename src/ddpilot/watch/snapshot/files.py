@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read the files that a rank writes in the job's folder: its ring, guard's journal, and its stacks.
 
-Ring and journal are read repeatedly: what is new, and what was unfinished before.
+Ring and journal are read repeatedly: new records, and those that were unfinished before.
 """
 
 from __future__ import annotations
