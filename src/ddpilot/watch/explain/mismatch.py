@@ -297,7 +297,7 @@ _JOIN_FIX = (
 
 
 def _find_join_cause(progress: GroupProgress, seq: int) -> Cause | None:
-    """Return the cause if at `seq` or before a collective of Join was matched with one of the program's own; else None."""
+    """Return the cause if a collective of Join was matched with one of the program up to `seq`; None otherwise."""
     start = _start_of_join(progress, seq)
     for number in range(start, seq + 1):
         here = {rank: entry for rank in sorted(progress.by_rank) if (entry := progress.at(rank, number)) is not None}
