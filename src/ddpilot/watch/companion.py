@@ -55,18 +55,16 @@ class Watcher:
         world_size: int,
         ranks: tuple[int, ...] = (),
         mailbox: Mailbox | None = None,
-        others: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         self._options = options
         self._name = name
-        self._others = others
         self._exchange = Exchange(mailbox, ranks) if mailbox is not None else None
         self._ranks: Sequence[RankState] = ()
         self._lines: queue.SimpleQueue[tuple[str, bool]] = queue.SimpleQueue()
         self._error: WatchError | None = None
         self._num_resumed = 0
         self._repeated = RepeatedFindings()
-        self._caller = self._make_caller()
+        self._callback = self._make_callback()
         self._since_ns = 0
         self._observer: Observer | None = None
         self._waking = threading.Lock()
@@ -122,7 +120,6 @@ class Watcher:
             options=self._options,
             name=self._name,
             ranks=self._about.ranks,
-            others=self._others,
             exchange=self._exchange,
         )
 
@@ -133,7 +130,7 @@ class Watcher:
             self._name, self._since_ns, self._error = name, since_ns, None
             self._num_resumed += 1
             self._repeated.begin()
-            self._caller = self._make_caller()
+            self._callback = self._make_callback()
             # Lines about an earlier cell are dropped.
             for text, is_of_cell in [self._lines.get_nowait() for _ in range(self._lines.qsize())]:
                 if not is_of_cell:
@@ -154,8 +151,8 @@ class Watcher:
             self._observer.pause(reports=is_ok)
         if not is_ok:
             return None
-        if self._caller is not None:
-            self._caller.wait(_CALL_LIMIT_S)
+        if self._callback is not None:
+            self._callback.wait(_CALL_LIMIT_S)
         return self.take(note)
 
     def take(self, note: Callable[[str], None]) -> WatchError | None:
@@ -180,10 +177,11 @@ class Watcher:
         found = self._find_all()
         adds_place = failed is not None and failed.raised is None  # an exception already shows its line
         findings = [
-            each for each in found if not (is_own and _is_of_end(each)) or (adds_place and each.place is not None)
+            each for each in found if not (is_own and each.code in OF_ENDS) or (adds_place and each.place is not None)
         ]
-        job = facts_of(failed).error if failed is not None else None
-        known = find_known_error(failed.rank, job, error.last_lines) if failed is not None else None
+        known = None
+        if failed is not None:
+            known = find_known_error(failed.rank, facts_of(failed).error, error.last_lines)
         if known is not None and known.place is not None:
             known = rename_in(known, label_cells([known.place.file]))
         found, findings = without_waits(found, known), without_waits(findings, known)
@@ -201,8 +199,8 @@ class Watcher:
         if self._observer is not None:
             self._observer.stop()
             self._observer.finish()
-        if self._caller is not None:
-            self._caller.wait(_CALL_LIMIT_S)
+        if self._callback is not None:
+            self._callback.wait(_CALL_LIMIT_S)
         return self.take(note)
 
     def end(self, is_clean: bool) -> None:
@@ -240,10 +238,10 @@ class Watcher:
         shown = [each for each in new if each.severity != "error" or not self._has_failed()]
         if shown:
             self._print(str(Findings(shown)), is_of_cell=True)
-        if self._caller is not None:
-            self._caller.call(report)
+        if self._callback is not None:
+            self._callback.call(report)
 
-    def _make_caller(self) -> CallbackThread | None:
+    def _make_callback(self) -> CallbackThread | None:
         action = self._options.action()
         number = self._num_resumed
 
@@ -317,10 +315,6 @@ def _ended_by_itself(rank: RankState) -> bool:
     if rank.raised is not None:
         return not rank.raised.is_victim
     return rank.exited is not None and rank.exited.signal_name is None
-
-
-def _is_of_end(finding: Finding) -> bool:
-    return finding.code in OF_ENDS
 
 
 _FAULT_FRAME = re.compile(

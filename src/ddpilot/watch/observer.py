@@ -59,7 +59,6 @@ class Observer:
         options: WatchOptions,
         name: str = "",
         ranks: Sequence[int] | None = None,
-        others: Callable[[], Sequence[str]] = tuple,
         exchange: Exchange | None = None,
         history: ReportHistory | None = None,
     ) -> None:
@@ -73,7 +72,6 @@ class Observer:
         rules = rules_for(world_size, seen)
         self._rules = RuleRunner(world_size, log=self._reader.full_log, sources=self._sources, rules=rules)
         self._history = history or ReportHistory(options.stall_warn_s)
-        self._others = others
         self._exchange = exchange
         self._shared_rules = (
             SharedRules(exchange.mailbox, self._make_shared_rules_runner) if exchange is not None else None
@@ -302,7 +300,7 @@ class Observer:
             findings=Findings(newest(findings)),
             status=analysis.status,
             unseen=tuple(rank for rank in range(job.world_size) if rank not in seen),
-            notes=(*self._others(), *render_end(analysis, [*self._history.findings, *findings])),
+            notes=render_end(analysis, [*self._history.findings, *findings]),
             made_s=time.time(),
         )
 

@@ -199,7 +199,7 @@ def test_launch_goes_on_when_no_observer_can_be_made(
     def fail(*args: object, **options: object) -> None:
         raise ZeroDivisionError("injected")
 
-    monkeypatch.setattr(observer, "RuleBook", fail)
+    monkeypatch.setattr(observer, "RuleRunner", fail)
     assert run(step_together) == ["came through"] * 2
     (line,) = (line for line in capfd.readouterr().err.splitlines() if line.startswith("ddpilot: "))
     assert line == "ddpilot: this job is not watched: ZeroDivisionError: injected"

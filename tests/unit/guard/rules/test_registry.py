@@ -90,7 +90,7 @@ def test_what_a_later_cell_does_wrong_at_the_same_line_is_told_again(
     """Once in each cell, however often it is noted there."""
     journal = JournalWriter(journal_path(tmp_path, 0), rank=0)
     told: list[Report] = []
-    observer = Observer(tmp_path, 1, facts=dict, tell=told.append, options=WatchOptions())
+    observer = Observer(tmp_path, 1, facts=dict, notify=told.append, options=WatchOptions())
     site = {"file": "train.py", "line": 3, "function": "train", "text": "step()"}
     seen = []
     for number in (1, 2):
@@ -110,7 +110,7 @@ def test_what_one_rank_noted_last_in_a_cell_is_reported_at_its_end_and_not_in_th
 ) -> None:
     """The rule that waits for the other ranks waits no longer. After a cell that failed, the finding is dropped."""
     told: list[Report] = []
-    observer = Observer(tmp_path, 2, facts=dict, tell=told.append, options=WatchOptions())
+    observer = Observer(tmp_path, 2, facts=dict, notify=told.append, options=WatchOptions())
     site = {"file": "Cell In[1]", "line": 2, "function": "<module>", "text": "optimizer.step()"}
     observer.resume(1, lambda: None)
     with closing(JournalWriter(journal_path(tmp_path, 1), rank=1)) as journal:
