@@ -188,7 +188,7 @@ def test_launch_goes_on_when_the_observer_breaks(
     assert run(sleep, 1.0) == ["came through"] * 2
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("ddpilot: ")]
     assert len(lines) == 1, lines
-    assert "ended with an error of its own, and the job continues: ZeroDivisionError: injected" in lines[0]
+    assert "the observer failed, and the job continues: ZeroDivisionError: injected" in lines[0]
 
 
 def test_launch_goes_on_when_no_observer_can_be_made(
