@@ -132,9 +132,9 @@ def find_split(first: Side, second: Side, sources: Sources) -> Split | None:
     if isinstance(found, BranchTaken) and found.condition.depends_on_rank:
         return found
     for side, other, frame in ((first, second, pair[0]), (second, first, pair[1])):
-        inner = _find_inner_branch(side, other, frame, sources)
-        if inner is not None:
-            return inner
+        branch = _find_inner_branch(side, other, frame, sources)
+        if branch is not None:
+            return branch
     behind, ahead = (first, second) if pair[0].line < pair[1].line else (second, first)
     at = min(pair, key=lambda frame: frame.line)
     if isinstance(found, LoopLeft):

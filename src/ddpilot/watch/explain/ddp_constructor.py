@@ -98,8 +98,8 @@ def _describe_difference(code: str, one: int, first: _Parameters, other: int, se
     here, there = render_ranks([one]), render_ranks([other])
     if code == "DDP301":
         more = {here: [name for name in first if name not in second], there: [n for n in second if n not in first]}
-        values = [f"only {who} has {_list_names(names)}" for who, names in more.items() if names]
-        return "; ".join(values) or f"{here} and {there} have the same parameters in a different order"
+        own = [f"only {who} has {_list_names(names)}" for who, names in more.items() if names]
+        return "; ".join(own) or f"{here} and {there} have the same parameters in a different order"
     at = {"DDP302": 0, "DDP303": 1, "DDP304": 2}[code]
     different = [name for name in first if first[name][at] != second[name][at]]
     if code == "DDP304":
