@@ -142,7 +142,7 @@ def watch_growing(num_ranks: int) -> float:
     """Milliseconds of a look of the observer, four of which it takes a second, at ranks that get on."""
     with tempfile.TemporaryDirectory() as name:
         rings = [GrowingRing(Path(name) / f"rank{rank}.ring", rank, num_ranks) for rank in range(num_ranks)]
-        observer = Observer(Path(name), num_ranks, facts=dict, tell=lambda _report: None, options=WatchOptions())
+        observer = Observer(Path(name), num_ranks, facts=dict, notify=lambda _report: None, options=WatchOptions())
         took = []
         for _ in range(30):
             for ring in rings:

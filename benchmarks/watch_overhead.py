@@ -112,7 +112,7 @@ class Looking:
         self.findings: list[str] = []
         self.looked_s = self.used_s = 0.0
         self._observer = Observer(
-            folder, NUM_RANKS, facts=dict, tell=self._hear, options=WatchOptions(), name="watch_overhead"
+            folder, NUM_RANKS, facts=dict, notify=self._hear, options=WatchOptions(), name="watch_overhead"
         )
 
     def _hear(self, report: Report) -> None:

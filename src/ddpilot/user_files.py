@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tell the user's files (scripts, modules and cells) from libraries, ddpilot and generated code."""
+"""A line of code, and whether it is the user's: in a script, a module or a cell, not in a library or generated code."""
 
 from __future__ import annotations
 
 import os
 import sysconfig
+from dataclasses import dataclass
 from functools import lru_cache
 from types import TracebackType
 
@@ -19,6 +20,28 @@ _INTERACTIVE = ("<ipython-input-", "<stdin>", "<string>", "<cell")
 _CALLER_OF_MAGICS = "IPython"
 _COMMAND = "<string>"
 """File name of ``python -c`` code, including ddpilot's own that starts ranks, and of methods of dataclasses."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodeLine:
+    """A line of code: of a finding, or of one call on a stack."""
+
+    file: str
+    """File name as Python has it, such as ``Cell In[7]`` for a cell; in a finding, as it is shown to the user."""
+    line: int
+    """Line number, from 1."""
+    function: str = ""
+    """Name of the enclosing function; empty if unknown."""
+    text: str = ""
+    """The source line without indentation; empty if unknown."""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}" + (f"  {self.text}" if self.text else "")
+
+    @property
+    def position(self) -> tuple[str, int]:
+        """File and line number, by which lines are compared: their text is not always known."""
+        return self.file, self.line
 
 
 def is_ours(file: str) -> bool:

@@ -10,8 +10,7 @@ import pytest
 import ddpilot
 from ddpilot.launching.failures import find_crash_line, find_raised_line
 from ddpilot.record.call_sites import USER, SiteFinder
-from ddpilot.source.parsed_file import CodeLine
-from ddpilot.user_files import is_users
+from ddpilot.user_files import CodeLine, is_users
 from ddpilot.watch.companion import find_known_error
 from ddpilot.watch.snapshot.model import RankException
 from ddpilot.watch.snapshot.stacks import user_chain

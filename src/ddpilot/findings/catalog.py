@@ -11,7 +11,8 @@ from importlib.resources import files
 from typing import cast, get_args
 
 from ddpilot.errors import DdpilotError
-from ddpilot.findings.finding import Finding, Place, Severity
+from ddpilot.findings.finding import Finding, Severity
+from ddpilot.user_files import CodeLine
 
 SECTIONS = ("What you see", "What it means", "Why it happens", "How to fix it", "Sources")
 """The headings of a page, in order."""
@@ -96,7 +97,7 @@ def make_finding(
     *,
     summary: str = "",
     ranks: Sequence[int] = (),
-    line: Place | None = None,
+    line: CodeLine | None = None,
     evidence: Sequence[str] = (),
     why: str = "",
     fix: str = "",

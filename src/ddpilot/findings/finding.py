@@ -10,26 +10,10 @@ from typing import Any, Literal, TypeVar, get_args
 
 from ddpilot.errors import DdpilotError
 from ddpilot.findings.text import render_ranks
+from ddpilot.user_files import CodeLine
 
 Severity = Literal["error", "warning", "info"]
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """A line of the user's program."""
-
-    file: str
-    """Path as it is shown to the user."""
-    line: int
-    """Line number, from 1."""
-    function: str = ""
-    """Name of the enclosing function; empty if unknown."""
-    text: str = ""
-    """The source line without indentation; empty if unknown."""
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}" + (f"  {self.text}" if self.text else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +30,7 @@ class Finding:
     """What happened, in one line."""
     ranks: tuple[int, ...] = ()
     """The ranks concerned; empty if the finding is not about particular ranks."""
-    place: Place | None = None
+    place: CodeLine | None = None
     """The line of the user's code to look at first; None if there is none."""
     evidence: tuple[str, ...] = ()
     """What was observed, with its values, one line each."""
@@ -87,7 +71,7 @@ class Finding:
             **values,
             "ranks": tuple(values.get("ranks", ())),
             "evidence": tuple(values.get("evidence", ())),
-            "place": None if place is None else _build(Place, place),
+            "place": None if place is None else _build(CodeLine, place),
         }
         return _build(cls, built)
 

@@ -182,7 +182,7 @@ class Notes:
         return self._finder.walk(sys._getframe(1))[:2]
 
     def site(self, frame: FrameType | None = None, line: int | None = None) -> dict[str, Any]:
-        """Return the user's line from `frame` (default: the caller's) outwards, as arguments of `Place`, or {}.
+        """Return the user's line from `frame` (default: the caller's) outwards, as arguments of `CodeLine`, or {}.
 
         `line`: a different line of the same file.
         """

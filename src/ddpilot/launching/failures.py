@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from ddpilot.errors import RankError, is_known
 from ddpilot.findings.catalog import SHIP_ERROR, find_cause, find_known, fix_in_rank, is_of_child
@@ -17,7 +16,7 @@ from ddpilot.launching.exceptions import find_unsent, shorten_message
 from ddpilot.launching.rank_environment import EXIT_REQUEUE
 from ddpilot.launching.rank_reports import Exited, Raised
 from ddpilot.output.cell_sources import name_cells
-from ddpilot.user_files import is_users_line, starts_ranks
+from ddpilot.user_files import CodeLine, is_users_line, starts_ranks
 
 _WATCHDOG = re.compile(r"watchdog thread terminated with exception: (?P<why>.+)")
 """How a backend of an accelerator (NCCL) says why it ends the process."""
@@ -211,15 +210,6 @@ _RAISED_FRAME = re.compile(
 _MAX_SHOWN = 20
 
 
-class RaisedAt(NamedTuple):
-    """One frame of a traceback. `text`: the stripped source line, or "" if it is not known."""
-
-    file: str
-    line: int
-    function: str
-    text: str
-
-
 def tidy_lines(lines: Iterable[str]) -> tuple[str, ...]:
     """The last 20 of `lines`, without the launcher's frames and the list of extension modules."""
     kept, called = [], ""
@@ -254,7 +244,7 @@ def find_crash_line(lines: Iterable[str]) -> str | None:
     return innermost
 
 
-def find_raised_line(traceback: str) -> RaisedAt | None:
+def find_raised_line(traceback: str) -> CodeLine | None:
     """The innermost frame outside installed libraries and ddpilot; in a chain of exceptions, that of the last one."""
     found = None
     for frame in _RAISED_FRAME.finditer(traceback):
@@ -262,7 +252,7 @@ def find_raised_line(traceback: str) -> RaisedAt | None:
             found = frame
     if found is None:
         return None
-    return RaisedAt(found["file"], int(found["line"]), found["function"], (found["text"] or "").strip())
+    return CodeLine(found["file"], int(found["line"]), found["function"], (found["text"] or "").strip())
 
 
 def _is_own(file: str, called: str) -> bool:

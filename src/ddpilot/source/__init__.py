@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a program's text says about ranks, branches, loops and handlers.
+"""Analyze the source text of a program: ranks, branches, loops and handlers.
 
-Built on the standard library's `ast`; imports nothing of ddpilot and knows nothing of collectives.
+Built on the standard library's `ast`; imports only `user_files` of ddpilot and knows nothing of collectives.
 """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find statements where control flow may differ between ranks.
 
-These are guards, early exits, swallowed errors, skipped iterations, ends of loops, and loops over sets.
+These are guards, early exits, suppressed errors, skipped iterations, ends of loops, and loops over sets.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from ddpilot.source.parsed_file import Block, Source
 
-_ENDS = ("exit", "_exit", "quit", "abort")
-_SUPPRESSES = ("suppress",)
+_EXIT_CALLS = ("exit", "_exit", "quit", "abort")
 _PARTS_OF_MODELS = frozenset({"parameters", "named_parameters", "modules", "named_modules", "buffers", "named_buffers"})
 
 
@@ -32,17 +31,20 @@ class DecisionPoint:
     """Lines that a rank runs either every time or never: the condition depends only on the rank and on constants."""
 
 
-def guards(source: Source, blocks: Sequence[Block], line: int, callee: str = "") -> list[DecisionPoint]:
+def _point(source: Source, node: ast.stmt | ast.ExceptHandler) -> DecisionPoint:
+    return DecisionPoint(node.lineno, source.text(node.lineno))
+
+
+def guards(source: Source, blocks: Sequence[Block], line: int) -> list[DecisionPoint]:
     """Return the conditions that decide whether `line` is reached, outermost first.
 
-    These are conditions around it and early returns before it. `blocks`: the enclosing blocks to consider. `callee`:
-    name of the function called at `line`, if known. Of the conditions that return before `line`, only those on the rank
-    are included; those in a loop are left to `find_exits`.
+    These are the conditions of `blocks`, which are around the line, a condition within its statement, and conditions on
+    the rank that return before it, except for those in a loop: see `find_exits`.
     """
-    found = [spot for block in blocks if (spot := _condition(source, block)) is not None]
-    found += _inline_conditions(source, line, callee)
-    for statement in source.before(line):
-        if not isinstance(statement, ast.If) or statement.orelse or not _leaves(statement.body):
+    found = [point for block in blocks if (point := _condition(source, block)) is not None]
+    found += _inline_condition(source, line)
+    for statement in source.statements_before(line):
+        if not isinstance(statement, ast.If) or statement.orelse or not _returns(statement.body):
             continue
         is_in_loop = any(block.is_loop for block in source.blocks(statement.lineno))
         if source.depends_on_rank(statement.test) and not is_in_loop:
@@ -69,27 +71,19 @@ def _condition(source: Source, block: Block) -> DecisionPoint | None:
     return None
 
 
-def _inline_conditions(source: Source, line: int, callee: str) -> list[DecisionPoint]:
-    """Return conditions on the rank within the statement at `line`: `is_main and dist.barrier()`, `... if is_main`.
-
-    Excludes those that only decide the arguments of `callee`: `share(load() if is_main else None)`.
-    """
-    statement = source.statement(line)
-    if statement is None or hasattr(statement, "body"):
+def _inline_condition(source: Source, line: int) -> list[DecisionPoint]:
+    """Return the condition on the rank in a statement such as `is_main and f()` or `x = f() if is_main else 0`."""
+    value = getattr(source.statement(line), "value", None)
+    if isinstance(value, ast.BoolOp) and any(map(_calls, value.values[1:])):
+        test, is_else = value.values[0], isinstance(value.op, ast.Or)
+    elif isinstance(value, ast.IfExp) and _calls(value.body) != _calls(value.orelse):
+        test, is_else = value.test, _calls(value.orelse)
+    else:
         return []
-    found = []
-    for node in ast.walk(statement):
-        test, is_else, decided = None, False, []
-        if isinstance(node, ast.BoolOp) and any(map(_calls, node.values[1:])):
-            test, is_else, decided = node.values[0], isinstance(node.op, ast.Or), node.values[1:]
-        elif isinstance(node, ast.IfExp) and _calls(node.body) != _calls(node.orelse):
-            test, is_else, decided = node.test, _calls(node.orelse), [node.body, node.orelse]
-        if test is None or (_num_calls([statement], callee) and not _num_calls(decided, callee)):
-            continue
-        if source.depends_on_rank(test):
-            fixed = _lines_of([statement]) if source.is_fixed(test) else range(0)
-            found.append(DecisionPoint(test.lineno, source.text(test.lineno), True, is_else, fixed_lines=fixed))
-    return found
+    if not source.depends_on_rank(test):
+        return []
+    fixed = _lines_of([value]) if source.is_fixed(test) else range(0)
+    return [DecisionPoint(test.lineno, source.text(test.lineno), True, is_else, fixed_lines=fixed)]
 
 
 def _lines_of(body: Sequence[ast.AST]) -> range:
@@ -100,12 +94,7 @@ def _calls(node: ast.AST) -> bool:
     return any(isinstance(each, ast.Call) for each in ast.walk(node))
 
 
-def _num_calls(nodes: Sequence[ast.AST], name: str) -> int:
-    """Return the number of calls of a function named `name` in `nodes`."""
-    return sum(isinstance(each, ast.Call) and call_name(each) == name for node in nodes for each in ast.walk(node))
-
-
-def _leaves(body: Sequence[ast.stmt]) -> bool:
+def _returns(body: Sequence[ast.stmt]) -> bool:
     return isinstance(body[-1], ast.Return)
 
 
@@ -114,10 +103,10 @@ def has_same_iterations(source: Source, loop: ast.AST) -> bool:
     call = loop.iter if isinstance(loop, ast.For) else None
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.func.id != "range":
         return False
-    return all(source.is_the_same_everywhere(value) for value in call.args)
+    return all(source.is_same_on_all_ranks(value) for value in call.args)
 
 
-def goes_over_model(loop: ast.AST) -> bool:
+def iterates_model(loop: ast.AST) -> bool:
     """Return True if the loop is a `for` over parameters, buffers or modules, whose number is the same on all ranks."""
     if not isinstance(loop, ast.For):
         return False
@@ -129,8 +118,8 @@ def early_returns(source: Source, line: int) -> list[DecisionPoint]:
     """Return conditions that leave the function before `line` and may differ between ranks, nearest first."""
     return [
         DecisionPoint(statement.lineno, with_condition(source, statement.body[-1], [statement.test]))
-        for statement in source.before(line)
-        if isinstance(statement, ast.If) and _leaves(statement.body) and may_differ(source, [statement.test])
+        for statement in source.statements_before(line)
+        if isinstance(statement, ast.If) and _returns(statement.body) and may_differ(source, [statement.test])
     ]
 
 
@@ -147,7 +136,7 @@ def handler_of(source: Source, blocks: Sequence[Block], line: int) -> DecisionPo
         if block.part == "finalbody":
             return DecisionPoint(block.node.lineno, "finally:")
         inner = next((each.node for each in blocks if isinstance(each.node, ast.ExceptHandler)), None)
-        return DecisionPoint(inner.lineno, source.text(inner.lineno)) if inner is not None else None
+        return _point(source, inner) if inner is not None else None
     return None
 
 
@@ -161,14 +150,14 @@ def is_behind_yield(source: Source, line: int, function: str) -> bool:
     return bool(yields) and max(yields) < line
 
 
-def unsynced(source: Source, blocks: Sequence[Block]) -> list[DecisionPoint]:
+def no_sync_blocks(source: Source, blocks: Sequence[Block]) -> list[DecisionPoint]:
     """Return the `no_sync` blocks around a line that may apply in different iterations on different ranks."""
     return [
-        DecisionPoint(block.node.lineno, source.text(block.node.lineno))
+        _point(source, block.node)
         for block in blocks
         if isinstance(block.node, ast.With)
         and any(_mentions(item.context_expr, "no_sync") for item in block.node.items)
-        and not all(source.is_the_same_everywhere(item.context_expr) for item in block.node.items)
+        and not all(source.is_same_on_all_ranks(item.context_expr) for item in block.node.items)
     ]
 
 
@@ -176,11 +165,11 @@ def _mentions(node: ast.AST, name: str) -> bool:
     return any(getattr(each, "attr", getattr(each, "id", "")) == name for each in ast.walk(node))
 
 
-def skips(source: Source, loop: ast.AST, line: int) -> list[DecisionPoint]:
+def continues(source: Source, loop: ast.AST, line: int) -> list[DecisionPoint]:
     """Return `continue` statements that may skip the rest of an iteration before `line`, on some ranks only."""
     return [
         DecisionPoint(node.lineno, with_condition(source, node, tests), any(map(source.depends_on_rank, tests)))
-        for node, tests in walk(loop, [], nested=False)
+        for node, tests in walk_loop(loop)
         if isinstance(node, ast.Continue) and tests and node.lineno < line and may_differ(source, tests)
     ]
 
@@ -201,7 +190,7 @@ def may_start_over(source: Source, line: int) -> bool:
     if not any(block.is_loop and _counts_nothing(block.node) for block in source.blocks(line)):
         return False
     leaves = (ast.Break, ast.Return, ast.Yield, ast.YieldFrom)
-    inner = [statement, *(node for node, _ in walk(statement, [], nested=False))]
+    inner = [statement, *(node for node, _ in walk_loop(statement))]
     return any(isinstance(node, leaves) or is_exit(node) for node in inner)
 
 
@@ -217,7 +206,9 @@ def call_name(call: ast.Call) -> str:
     return call.func.attr if isinstance(call.func, ast.Attribute) else str(getattr(call.func, "id", ""))
 
 
-def swallowers(source: Source, blocks: Sequence[Block], *, leaving: ast.AST | None = None) -> list[DecisionPoint]:
+def suppressing_handlers(
+    source: Source, blocks: Sequence[Block], *, leaving: ast.AST | None = None
+) -> list[DecisionPoint]:
     """Return handlers and `suppress` blocks around a line that continue after an error, innermost first.
 
     `leaving`: an endless loop; of the handlers inside it only those that leave it are included.
@@ -225,46 +216,45 @@ def swallowers(source: Source, blocks: Sequence[Block], *, leaving: ast.AST | No
     found = []
     for block in reversed(blocks):
         if isinstance(block.node, ast.Try) and block.part == "body":
-            swallowing = [each for each in block.node.handlers if not (_raises(each) or is_end_of_data(each))]
-            if leaving is not None and _holds(leaving, block.node):
-                swallowing = [handler for handler in swallowing if _has_way_out(handler)]
-            found += [DecisionPoint(handler.lineno, source.text(handler.lineno)) for handler in swallowing]
-        is_inside = leaving is not None and _holds(leaving, block.node)
-        if (
-            isinstance(block.node, ast.With)
-            and not is_inside
-            and any(_is_suppress(item.context_expr) for item in block.node.items)
-        ):
-            found.append(DecisionPoint(block.node.lineno, source.text(block.node.lineno)))
+            handlers = [each for each in block.node.handlers if not (_raises(each) or catches_data_end(each))]
+            if leaving is not None and _contains(leaving, block.node):
+                handlers = [each for each in handlers if _leaves_loop(each)]
+            found += [_point(source, each) for each in handlers]
+        is_outside = leaving is None or not _contains(leaving, block.node)
+        if isinstance(block.node, ast.With) and is_outside:
+            calls = [item.context_expr for item in block.node.items if isinstance(item.context_expr, ast.Call)]
+            found += [_point(source, block.node)] if any(call_name(call) == "suppress" for call in calls) else []
     return found
 
 
-def is_end_of_data(handler: ast.ExceptHandler) -> bool:
+def catches_data_end(handler: ast.ExceptHandler) -> bool:
     """Return True for `except StopIteration`: the end of an iterator, not an error."""
     return isinstance(handler.type, ast.Name) and handler.type.id in ("StopIteration", "StopAsyncIteration")
 
 
-def _holds(outer: ast.AST, inner: ast.AST) -> bool:
+def _contains(outer: ast.AST, inner: ast.AST) -> bool:
     return line_of(outer) < line_of(inner) <= (getattr(outer, "end_lineno", 0) or 0)
 
 
-def _has_way_out(handler: ast.ExceptHandler) -> bool:
-    return any(isinstance(node, (ast.Break, ast.Return)) for node, _ in walk(handler, [], nested=False))
+def _leaves_loop(handler: ast.ExceptHandler) -> bool:
+    return any(isinstance(node, (ast.Break, ast.Return)) for node, _ in walk_loop(handler))
 
 
 def skipping_handlers(source: Source, loop: ast.AST, line: int) -> list[DecisionPoint]:
     """Return handlers before `line` in the loop that continue with its next iteration after an error."""
     return [
-        DecisionPoint(handler.lineno, source.text(handler.lineno))
-        for node, _ in walk(loop, [], nested=False)
+        _point(source, handler)
+        for node, _ in walk_loop(loop)
         if isinstance(node, ast.Try) and (node.end_lineno or line) < line
         for handler in node.handlers
-        if not is_end_of_data(handler)
-        if any(isinstance(each, ast.Continue) for each, _ in walk(handler, [], nested=False))
+        if not catches_data_end(handler)
+        if any(isinstance(each, ast.Continue) for each, _ in walk_loop(handler))
     ]
 
 
-def walk(node: ast.AST, tests: list[ast.expr], *, nested: bool) -> Iterator[tuple[ast.AST, list[ast.expr]]]:
+def walk_loop(
+    node: ast.AST, tests: Sequence[ast.expr] = (), *, nested: bool = False
+) -> Iterator[tuple[ast.AST, Sequence[ast.expr]]]:
     """Yield the nodes inside a loop with the conditions around each.
 
     Excludes nested functions, and `break` and `continue` of inner loops.
@@ -277,12 +267,12 @@ def walk(node: ast.AST, tests: list[ast.expr], *, nested: bool) -> Iterator[tupl
             around = [*tests, node.test] if isinstance(node, ast.If) and name in ("body", "orelse") else tests
             if not (nested and isinstance(child, (ast.Break, ast.Continue))):
                 yield child, around
-            yield from walk(child, around, nested=inner)
+            yield from walk_loop(child, around, nested=inner)
 
 
 def may_differ(source: Source, tests: Sequence[ast.expr]) -> bool:
     """Return True if code under the conditions `tests` may not run alike on all ranks."""
-    return not tests or any(not source.is_the_same_everywhere(test) for test in tests)
+    return not tests or any(not source.is_same_on_all_ranks(test) for test in tests)
 
 
 def line_of(node: ast.AST) -> int:
@@ -299,8 +289,8 @@ def with_condition(source: Source, node: ast.AST, tests: Sequence[ast.expr]) -> 
 
 def _raises(handler: ast.ExceptHandler) -> bool:
     """True if the handler always ends by raising an exception or by ending the program."""
-    goes_on = any(isinstance(node, (ast.Continue, ast.Break, ast.Return)) for node in ast.walk(handler))
-    return not goes_on and (isinstance(handler.body[-1], ast.Raise) or is_exit(handler.body[-1]))
+    continues = any(isinstance(node, (ast.Continue, ast.Break, ast.Return)) for node in ast.walk(handler))
+    return not continues and (isinstance(handler.body[-1], ast.Raise) or is_exit(handler.body[-1]))
 
 
 def is_exit(node: ast.AST) -> bool:
@@ -309,13 +299,7 @@ def is_exit(node: ast.AST) -> bool:
         raised = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
         return isinstance(raised, ast.Name) and raised.id == "SystemExit"
     call = node.value if isinstance(node, ast.Expr) else node
-    if not isinstance(call, ast.Call):
-        return False
-    return call_name(call) in _ENDS
-
-
-def _is_suppress(call: ast.expr) -> bool:
-    return isinstance(call, ast.Call) and call_name(call) in _SUPPRESSES
+    return isinstance(call, ast.Call) and call_name(call) in _EXIT_CALLS
 
 
 _PASS_ON = ("enumerate", "tqdm", "trange", "iter", "map")
@@ -323,11 +307,11 @@ _PASS_ON = ("enumerate", "tqdm", "trange", "iter", "map")
 
 @dataclass(frozen=True, slots=True)
 class Exits:
-    """Where loops may be left before their end. Either field may be empty."""
+    """Statements at which loops may be left before their end. Either field may be empty."""
 
-    decided: tuple[DecisionPoint, ...] = ()
+    early: tuple[DecisionPoint, ...] = ()
     """Exits for a reason that may differ between ranks."""
-    of_data: tuple[DecisionPoint, ...] = ()
+    at_data_end: tuple[DecisionPoint, ...] = ()
     """Exits because the data is exhausted."""
 
 
@@ -340,13 +324,12 @@ def find_exits(source: Source, loops: Sequence[ast.AST], *, has_ended: bool) -> 
     found = [
         each
         for loop in loops[: 1 if never_ends else None]
-        for each in (*_early_exits(source, loop, has_ended=has_ended), *_own_ends(source, loop))
+        for each in (*_early_exits(source, loop, has_ended=has_ended), *_while_condition(source, loop))
     ]
-    of_data = tuple(spot for spot, is_of_data in found if is_of_data)
-    decided = [spot for spot, is_of_data in found if not is_of_data]
-    if never_ends and not (decided or of_data):
-        decided = [spot for spot, _ in _early_exits(source, loops[0], has_ended=has_ended, also_same=True)]
-    return Exits(tuple(decided), of_data)
+    if never_ends and not found:
+        found = [(point, False) for point, _ in _early_exits(source, loops[0], has_ended=has_ended, also_same=True)]
+    early = tuple(point for point, is_data_end in found if not is_data_end)
+    return Exits(early, tuple(point for point, is_data_end in found if is_data_end))
 
 
 def is_endless(source: Source, loop: ast.AST) -> bool:
@@ -371,7 +354,7 @@ def _never_ends(source: Source, value: ast.expr) -> bool:
 def _yields_forever(maker: ast.FunctionDef) -> bool:
     for loop in maker.body:
         if isinstance(loop, ast.While) and isinstance(loop.test, ast.Constant) and loop.test.value:
-            inner = [node for node, _ in walk(loop, [], nested=False)]
+            inner = [node for node, _ in walk_loop(loop)]
             leaves = any(isinstance(node, (ast.Break, ast.Return)) for node in inner)
             return not leaves and any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node in inner)
     return False
@@ -381,34 +364,34 @@ def _early_exits(
     source: Source, loop: ast.AST, *, has_ended: bool, also_same: bool = False
 ) -> Iterator[tuple[DecisionPoint, bool]]:
     """Yield statements that leave the loop and may differ between ranks, with True for those at the end of data."""
-    at_stop = _handlers_of_stop(loop)
-    for node, tests in walk(loop, [], nested=False):
-        if not (isinstance(node, (ast.Break, ast.Return)) or (has_ended and _ends_well(node))):
+    handlers = _data_end_handlers(loop)
+    for node, tests in walk_loop(loop):
+        if not (isinstance(node, (ast.Break, ast.Return)) or (has_ended and _exits_with_0(node))):
             continue
-        handler = next((each for each in at_stop if each.lineno <= line_of(node) <= (each.end_lineno or 0)), None)
+        handler = next((each for each in handlers if each.lineno <= line_of(node) <= (each.end_lineno or 0)), None)
         if handler is not None:
-            yield DecisionPoint(handler.lineno, source.text(handler.lineno)), True
+            yield _point(source, handler), True
         elif also_same or may_differ(source, tests):
             depends = any(map(source.depends_on_rank, tests))
-            is_of_data = not depends and bool(tests) and _asks_for_next(source, tests[-1])
-            yield DecisionPoint(line_of(node), with_condition(source, node, tests), depends), is_of_data
+            is_data_end = not depends and bool(tests) and _depends_on_next(source, tests[-1])
+            yield DecisionPoint(line_of(node), with_condition(source, node, tests), depends), is_data_end
 
 
-def _own_ends(source: Source, loop: ast.AST) -> Iterator[tuple[DecisionPoint, bool]]:
+def _while_condition(source: Source, loop: ast.AST) -> Iterator[tuple[DecisionPoint, bool]]:
     """Yield the condition of a `while` loop if it may end the loop at a different iteration on each rank."""
-    if isinstance(loop, ast.While) and not source.is_the_same_everywhere(loop.test):
+    if isinstance(loop, ast.While) and not source.is_same_on_all_ranks(loop.test):
         depends = source.depends_on_rank(loop.test)
         yield (
             DecisionPoint(loop.lineno, source.text(loop.lineno), depends),
-            not depends and _asks_for_next(source, loop.test),
+            not depends and _depends_on_next(source, loop.test),
         )
 
 
-def _handlers_of_stop(node: ast.AST) -> list[ast.ExceptHandler]:
-    return [each for each in ast.walk(node) if isinstance(each, ast.ExceptHandler) and is_end_of_data(each)]
+def _data_end_handlers(node: ast.AST) -> list[ast.ExceptHandler]:
+    return [each for each in ast.walk(node) if isinstance(each, ast.ExceptHandler) and catches_data_end(each)]
 
 
-def _asks_for_next(source: Source, test: ast.expr) -> bool:
+def _depends_on_next(source: Source, test: ast.expr) -> bool:
     """True if the condition depends on the result of `next(iterator, default)`."""
     names = [node for node in ast.walk(test) if isinstance(node, (ast.Name, ast.Attribute))]
     values = [test, *(value for name in names for value in source.values_of(name))]
@@ -416,7 +399,7 @@ def _asks_for_next(source: Source, test: ast.expr) -> bool:
     return any(call_name(call) in ("next", "anext") and len(call.args) > 1 for call in calls)
 
 
-def _ends_well(node: ast.AST) -> bool:
+def _exits_with_0(node: ast.AST) -> bool:
     """True if the statement may end the program with exit status 0."""
     if not is_exit(node):
         return False

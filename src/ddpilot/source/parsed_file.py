@@ -10,17 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-
-@dataclass(frozen=True, slots=True)
-class CodeLine:
-    """One call on a stack."""
-
-    file: str
-    line: int
-    function: str
-    text: str = ""
-    """The source line without indentation; empty if unknown."""
-
+from ddpilot.user_files import CodeLine
 
 Chain = tuple[CodeLine, ...]
 """Calls in the user's code, outermost first: each is the line that made the next call."""
@@ -79,44 +69,32 @@ class Source:
 
     def blocks(self, line: int) -> tuple[Block, ...]:
         """Return the compound statements around `line`, outermost first, within the innermost function around it."""
-        found: list[Block] = []
-        body: Sequence[ast.stmt] = self._tree.body
-        while (node := _holding(body, line)) is not None:
-            if isinstance(node, (*_Function, ast.ClassDef)):
-                found.clear()  # what surrounds a function definition does not surround its calls
-            inner = _part_holding(node, line)
-            if inner is None:
-                break
-            part, body = inner
-            if not isinstance(node, (*_Function, ast.ClassDef)):
-                found.append(Block(node, part))
-        return tuple(found)
+        return tuple(Block(node, part) for _, node, part in self._path(line) if part)
 
     def statement(self, line: int) -> ast.AST | None:
         """Return the innermost statement that contains `line`; a compound statement if the line is in its header."""
-        node: ast.AST | None = None
-        body: Sequence[ast.stmt] = self._tree.body
-        while (inner := _holding(body, line)) is not None:
-            node, part = inner, _part_holding(inner, line)
-            if part is None:
-                break
-            body = part[1]
-        return node
+        path = self._path(line)
+        return path[-1][1] if path else None
 
-    def before(self, line: int) -> Iterator[ast.stmt]:
-        """Return the statements before `line` in the bodies around it, within its function, innermost body first."""
-        stack: list[Sequence[ast.stmt]] = []
+    def statements_before(self, line: int) -> Iterator[ast.stmt]:
+        """Yield the statements before `line` in the bodies around it, within its function, innermost body first."""
+        for body, node, _ in reversed(self._path(line)):
+            yield from (each for each in reversed(body) if each.lineno < node.lineno)
+
+    def _path(self, line: int) -> list[tuple[Sequence[ast.stmt], ast.stmt | ast.ExceptHandler, str]]:
+        """Return (body, statement in it, part of the statement) around `line`, outermost first, within its function.
+
+        The part is empty if the line is in the header of the statement, or if the statement has no parts.
+        """
+        path: list[tuple[Sequence[ast.stmt], ast.stmt | ast.ExceptHandler, str]] = []
         body: Sequence[ast.stmt] = self._tree.body
         while (node := _holding(body, line)) is not None:
+            part, inner = _part_holding(node, line)
+            path.append((body, node, part))
             if isinstance(node, (*_Function, ast.ClassDef)):
-                stack.clear()
-            else:
-                stack.append([each for each in body if each.lineno < node.lineno])
-            inner = _part_holding(node, line)
-            if inner is None:
-                break
-            body = inner[1]
-        return (statement for statements in reversed(stack) for statement in reversed(statements))
+                path.clear()  # what surrounds a function definition does not surround its calls
+            body = inner
+        return path
 
     def functions_called(self, name: str) -> list[ast.FunctionDef]:
         """Return the functions of this file that are named `name`."""
@@ -180,7 +158,7 @@ class Source:
                 if isinstance(target, (ast.Name, ast.Attribute)):
                     yield _name_of(target), isinstance(target, ast.Attribute), value
 
-    def is_the_same_everywhere(self, test: ast.expr) -> bool:
+    def is_same_on_all_ranks(self, test: ast.expr) -> bool:
         """Return True if a condition uses only constants, settings and counters, which are the same on all ranks."""
         if self.depends_on_rank(test):
             return False
@@ -268,8 +246,8 @@ def _holding(body: Sequence[ast.stmt], line: int) -> ast.stmt | ast.ExceptHandle
     return None
 
 
-def _part_holding(node: ast.AST, line: int) -> tuple[str, list[ast.stmt]] | None:
-    """Return name and body of the part of `node` that contains `line`; None if no part does, as in its header."""
+def _part_holding(node: ast.AST, line: int) -> tuple[str, list[ast.stmt]]:
+    """Return name and body of the part of `node` that contains `line`; empty if no part does, as in its header."""
     for part in ("body", "orelse", "handlers", "finalbody"):
         body = getattr(node, part, None)
         if isinstance(body, list) and _holding(body, line) is not None:
@@ -277,7 +255,7 @@ def _part_holding(node: ast.AST, line: int) -> tuple[str, list[ast.stmt]] | None
     for number, case in enumerate(getattr(node, "cases", ())):
         if _holding(case.body, line) is not None:
             return f"case {number}", case.body
-    return None
+    return "", []
 
 
 def _unpack(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:

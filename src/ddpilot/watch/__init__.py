@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Watch a job from outside its ranks and report why they do not progress. Imports `guard`, `launching` and below.
 
-`snapshot` reads the state of the ranks, `matching` lines up their collectives, `explain` turns what is wrong into
-findings, `analysis` is the entry to both, and `observer` repeats this while the job runs. `companion` attaches an
+`snapshot` reads the state of the ranks, `matching` lines up their collectives, `explain` turns errors and waits
+into findings, `analysis` is the entry to both, and `observer` repeats this while the job runs. `companion` attaches an
 observer to a launch; `external` and `enable` are for ranks that torchrun or srun starts, `nodes` for several nodes.
 Only the setup in ranks imports torch.
 """

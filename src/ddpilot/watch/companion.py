@@ -21,17 +21,17 @@ from types import MappingProxyType
 from ddpilot.errors import LaunchTimeoutError, RankError, WatchError
 from ddpilot.findings.catalog import SHIP_ERROR, Entry, find_cause, find_known, fix_in_rank, make_finding
 from ddpilot.findings.display import Findings
-from ddpilot.findings.finding import Finding, Place
+from ddpilot.findings.finding import Finding
 from ddpilot.launching.failures import find_raised_line
 from ddpilot.launching.observer import Mailbox, RankState
 from ddpilot.module_names import GUARD_HOOK, RECORD_HOOK
 from ddpilot.record.hook import RING_DIR_VARIABLE
-from ddpilot.user_files import is_users_line
+from ddpilot.user_files import CodeLine, is_users_line
 from ddpilot.watch import job_folder
 from ddpilot.watch.explain.rank_exit import OF_ENDS, find_cause_of_end
 from ddpilot.watch.nodes.exchange import Exchange
 from ddpilot.watch.observer import Observer
-from ddpilot.watch.options import WatchOptions
+from ddpilot.watch.options import FindingCallback, WatchOptions
 from ddpilot.watch.report import RepeatedFindings, Report, label_cells, rename_in
 from ddpilot.watch.snapshot.model import ProcessState, RankException
 from ddpilot.watch.snapshot.reader import RankFacts
@@ -42,9 +42,9 @@ _CALL_LIMIT_S = 5.0
 
 
 class Watcher:
-    """The `Companion` of a launch of `world_size` ranks, of which `ranks` are on this node.
+    """The `LaunchObserver` of a launch of `world_size` ranks, of which `ranks` are on this node.
 
-    `carrier` connects to the other nodes; None if there are none or they are not consulted. If the job's folder cannot
+    `mailbox` connects to the other nodes; None if there are none or they are not consulted. If the job's folder cannot
     be created, the job is not watched, and one line reports it.
     """
 
@@ -54,19 +54,17 @@ class Watcher:
         name: str,
         world_size: int,
         ranks: tuple[int, ...] = (),
-        carrier: Mailbox | None = None,
-        others: Callable[[], Sequence[str]] = tuple,
+        mailbox: Mailbox | None = None,
     ) -> None:
         self._options = options
         self._name = name
-        self._others = others
-        self._exchange = Exchange(carrier, ranks) if carrier is not None else None
+        self._exchange = Exchange(mailbox, ranks) if mailbox is not None else None
         self._ranks: Sequence[RankState] = ()
         self._lines: queue.SimpleQueue[tuple[str, bool]] = queue.SimpleQueue()
         self._error: WatchError | None = None
         self._num_resumed = 0
         self._repeated = RepeatedFindings()
-        self._caller = self._make_caller()
+        self._callback = self._make_callback()
         self._since_ns = 0
         self._observer: Observer | None = None
         self._waking = threading.Lock()
@@ -80,7 +78,7 @@ class Watcher:
         try:
             self._folder, self._about = job_folder.make_job_folder(name, world_size, ranks)
         except OSError as error:
-            self._say(f"this job is not watched: its folder cannot be made ({error})")
+            self._print(f"this job is not watched: its folder cannot be created ({error})")
             return
         self.hooks = (RECORD_HOOK, GUARD_HOOK) if options.guard else (RECORD_HOOK,)
         self.variables = {RING_DIR_VARIABLE: str(self._folder)}
@@ -100,7 +98,7 @@ class Watcher:
     ) -> None:
         """Begin to observe ranks that are being started. `sources`: by name, the user's sources that are not in a file.
 
-        `is_paused`: do not look before `resume`.
+        `is_paused`: do not poll before `resume`.
         """
         self._ranks = ranks
         if self._folder is None:
@@ -108,7 +106,7 @@ class Watcher:
         try:
             self._observer = self._make_observer(self._folder)
         except Exception as error:  # noqa: BLE001 - reported once, and the job runs
-            self._say(f"this job is not watched: {type(error).__name__}: {error}")
+            self._print(f"this job is not watched: {type(error).__name__}: {error}")
             return
         self._observer.add_sources(sources)
         self._observer.start(is_paused=is_paused)
@@ -118,23 +116,22 @@ class Watcher:
             folder,
             self._about.world_size,
             facts=self._facts,
-            tell=self._hear,
+            notify=self._receive,
             options=self._options,
             name=self._name,
             ranks=self._about.ranks,
-            others=self._others,
             exchange=self._exchange,
         )
 
     def resume(self, name: str, since_ns: int, sources: Mapping[str, str] = NOTHING) -> None:
-        """Observe again, as `name`, what is newer than `since_ns`; earlier findings may be reported again."""
+        """Observe again, as `name`, everything newer than `since_ns`; earlier findings may be reported again."""
 
         def begin() -> None:
             self._name, self._since_ns, self._error = name, since_ns, None
             self._num_resumed += 1
             self._repeated.begin()
-            self._caller = self._make_caller()
-            # What the last look found in an earlier cell is no longer of use.
+            self._callback = self._make_callback()
+            # Lines about an earlier cell are dropped.
             for text, is_of_cell in [self._lines.get_nowait() for _ in range(self._lines.qsize())]:
                 if not is_of_cell:
                     self._lines.put((text, is_of_cell))
@@ -154,8 +151,8 @@ class Watcher:
             self._observer.pause(reports=is_ok)
         if not is_ok:
             return None
-        if self._caller is not None:
-            self._caller.wait(_CALL_LIMIT_S)
+        if self._callback is not None:
+            self._callback.wait(_CALL_LIMIT_S)
         return self.take(note)
 
     def take(self, note: Callable[[str], None]) -> WatchError | None:
@@ -180,10 +177,11 @@ class Watcher:
         found = self._find_all()
         adds_place = failed is not None and failed.raised is None  # an exception already shows its line
         findings = [
-            each for each in found if not (is_own and _is_of_end(each)) or (adds_place and each.place is not None)
+            each for each in found if not (is_own and each.code in OF_ENDS) or (adds_place and each.place is not None)
         ]
-        view = facts_of(failed).error if failed is not None else None
-        known = find_known_error(failed.rank, view, error.last_lines) if failed is not None else None
+        known = None
+        if failed is not None:
+            known = find_known_error(failed.rank, facts_of(failed).error, error.last_lines)
         if known is not None and known.place is not None:
             known = rename_in(known, label_cells([known.place.file]))
         found, findings = without_waits(found, known), without_waits(findings, known)
@@ -197,12 +195,12 @@ class Watcher:
             error.found, error.fix = f"{cause.summary} ({cause.code}). So {error.found}", ""
 
     def finish(self, note: Callable[[str], None]) -> WatchError | None:
-        """Look once more after all ranks have ended well; pass output to `note` and return an error if there is one."""
+        """Poll once more after all ranks have ended well; pass output to `note` and return an error if there is one."""
         if self._observer is not None:
             self._observer.stop()
             self._observer.finish()
-        if self._caller is not None:
-            self._caller.wait(_CALL_LIMIT_S)
+        if self._callback is not None:
+            self._callback.wait(_CALL_LIMIT_S)
         return self.take(note)
 
     def end(self, is_clean: bool) -> None:
@@ -220,11 +218,11 @@ class Watcher:
         known = [each for each in self._ranks if each.pid is not None or each.exited is not None]
         return {each.rank: facts_of(each, self._since_ns) for each in known}
 
-    def _hear(self, report: Report) -> None:
+    def _receive(self, report: Report) -> None:
         for line in report.notes:
-            self._say(line)
+            self._print(line)
         for line in report.status:
-            self._say(line, is_of_cell=True)
+            self._print(line, is_of_cell=True)
         # The launcher reports the rank that failed, with the findings: see `explain`.
         findings = Findings(each for each in report.findings if each.code != "DDP209")
         if findings:
@@ -239,11 +237,11 @@ class Watcher:
         new = self._repeated.without(report.findings)
         shown = [each for each in new if each.severity != "error" or not self._has_failed()]
         if shown:
-            self._say(str(Findings(shown)), is_of_cell=True)
-        if self._caller is not None:
-            self._caller.call(report)
+            self._print(str(Findings(shown)), is_of_cell=True)
+        if self._callback is not None:
+            self._callback.call(report)
 
-    def _make_caller(self) -> CallbackThread | None:
+    def _make_callback(self) -> CallbackThread | None:
         action = self._options.action()
         number = self._num_resumed
 
@@ -252,7 +250,7 @@ class Watcher:
                 self._error = self._error or make_error(self._name, report)
                 self._wake()
 
-        return None if isinstance(action, str) else CallbackThread(action, stop=stop, say=self._say)
+        return None if isinstance(action, str) else CallbackThread(action, stop=stop, say=self._print)
 
     def _find_all(self) -> Sequence[Finding]:
         """Return all current findings; empty if the records cannot be read, which is reported."""
@@ -260,14 +258,14 @@ class Watcher:
         try:
             return self._observer.report().findings
         except Exception as fault:  # noqa: BLE001 - the error that ends the job matters more
-            self._say(f"what was recorded could not be read: {type(fault).__name__}: {fault}")
+            self._print(f"the recording could not be read: {type(fault).__name__}: {fault}")
             return ()
 
     def _has_failed(self) -> bool:
         facts = self._facts().values()
         return any(each.error is not None or (each.process.state == "ended" and not each.returned) for each in facts)
 
-    def _say(self, text: str, *, is_of_cell: bool = False) -> None:
+    def _print(self, text: str, *, is_of_cell: bool = False) -> None:
         self._lines.put((text, is_of_cell))
         self._wake()
 
@@ -279,7 +277,7 @@ class Watcher:
 
 
 def facts_of(rank: RankState, since_ns: int = 0) -> RankFacts:
-    """Return what is known of `rank`, which has or had a process; an end before `since_ns` is ignored."""
+    """Return the facts about `rank`, which has or had a process; an end before `since_ns` is ignored."""
     exited, raised = rank.exited, rank.raised
     process = ProcessState(pid=rank.pid or 0, state="running")
     if exited is not None and exited.time_s * 1e9 < since_ns:
@@ -319,10 +317,6 @@ def _ended_by_itself(rank: RankState) -> bool:
     return rank.exited is not None and rank.exited.signal_name is None
 
 
-def _is_of_end(finding: Finding) -> bool:
-    return finding.code in OF_ENDS
-
-
 _FAULT_FRAME = re.compile(
     r'^  (?:File "(?P<file>[^"]+)"|(?P<cell>Cell In\[\d+\])), line (?P<line>\d+) in (?P<function>.+)$'
 )
@@ -332,11 +326,11 @@ _NEXT_IN_CHAIN = re.compile(
     re.MULTILINE,
 )
 _MAX_MESSAGE_CHARS = 200
-_SAID_OF_DESYNC = frozenset({"DDP201", "DDP202", "DDP203", "DDP218", "DDP603"})
+_CONSEQUENCES_OF_DESYNC = frozenset({"DDP201", "DDP202", "DDP203", "DDP218", "DDP603"})
 """Pages of errors that gloo, NCCL and unpickling raise if ranks disagree; the messages do not name the cause."""
 _OF_CONSTRUCTION = frozenset({"DDP301", "DDP302", "DDP303", "DDP304"})
 """Codes of models that differ between ranks: torch counts parameters frozen on one rank as missing there."""
-_OF_MEETING = frozenset({"DDP103", "DDP104"})
+_OF_CONNECTING = frozenset({"DDP103", "DDP104"})
 """Pages about why a rank could not reach the rendezvous: a port in use, a wrong address."""
 _OF_WAITS = frozenset({"DDP208", "DDP209", "DDP215"})
 """Codes of findings about ranks that wait for a rank that could not reach the rendezvous."""
@@ -349,21 +343,21 @@ def find_known_error(rank: int, error: RankException | None, last_lines: Sequenc
     """
     if error is not None and error.type_name == SHIP_ERROR:
         return None
-    said = f"{error.type_name}: {error.message}" if error is not None else ""
+    message = f"{error.type_name}: {error.message}" if error is not None else ""
     traceback = error.traceback if error is not None else ""
-    known = find_cause(said, last_lines)
+    known = find_cause(message, last_lines)
     if not known:
-        known, said, traceback = _find_in_chain(traceback)
-    elif not known[0].matches(said):  # a child process of the rank, or C++ code, wrote the message
-        said = next((line for line in reversed(last_lines) if known[0].matches(line)), "\n".join(last_lines))
+        known, message, traceback = _find_in_chain(traceback)
+    elif not known[0].matches(message):  # a child process of the rank, or C++ code, wrote the message
+        message = next((line for line in reversed(last_lines) if known[0].matches(line)), "\n".join(last_lines))
     if not known:
         return None
     entry = known[0]
     return make_finding(
         entry.code,
         ranks=(rank,),
-        line=_find_place(traceback) or _find_crash_place(last_lines),
-        evidence=(_shorten(said),),
+        line=find_raised_line(traceback) or _find_crash_place(last_lines),
+        evidence=(_shorten(message),),
         why=" ".join(entry.section("What it means").partition("\n\n")[0].split()),
         fix=f"{fix_in_rank(entry)}.",
     )
@@ -373,10 +367,10 @@ def _find_in_chain(traceback: str) -> tuple[tuple[Entry, ...], str, str]:
     """Return pages, text and traceback of the last exception in the chain, before the raised one, with a page."""
     parts = _NEXT_IN_CHAIN.split(traceback)[:-1]
     for part in reversed(parts):
-        said = part.strip().rpartition("\n  ")[2].partition("\n")[2]
-        known = tuple(entry for entry in find_known(said) if entry.severity == "error")
+        message = part.strip().rpartition("\n  ")[2].partition("\n")[2]
+        known = tuple(entry for entry in find_known(message) if entry.severity == "error")
         if known:
-            return known, said, part
+            return known, message, part
     return (), "", ""
 
 
@@ -404,28 +398,22 @@ def is_explained(known: Finding, recorded: Sequence[Finding]) -> bool:
     if known.code == "DDP308":
         return not codes.isdisjoint({"DDP212", "DDP310"})
     has_cause = any(code.startswith(("DDP2", "DDP30")) and code != "DDP209" for code in codes)
-    return known.code in _SAID_OF_DESYNC and has_cause
+    return known.code in _CONSEQUENCES_OF_DESYNC and has_cause
 
 
 def without_waits(findings: Sequence[Finding], known: Finding | None) -> list[Finding]:
     """Drop findings about waiting ranks if `known` says that a rank could not reach them."""
-    is_of_meeting = known is not None and known.code in _OF_MEETING
-    return [each for each in findings if not (is_of_meeting and each.code in _OF_WAITS)]
+    cannot_connect = known is not None and known.code in _OF_CONNECTING
+    return [each for each in findings if not (cannot_connect and each.code in _OF_WAITS)]
 
 
-def _find_place(traceback: str) -> Place | None:
-    """Return the innermost line outside of installed libraries; in a chain of exceptions, that of the last one."""
-    raised = find_raised_line(traceback)
-    return None if raised is None else Place(**raised._asdict())
-
-
-def _find_crash_place(lines: Sequence[str]) -> Place | None:
+def _find_crash_place(lines: Sequence[str]) -> CodeLine | None:
     """Return the innermost user line of the output of Python's fault handler, which lists the innermost call first."""
     called = ""
     for frame in filter(None, map(_FAULT_FRAME.match, lines)):
         file = frame["file"] or frame["cell"]
         if is_users_line(file, frame["function"], called):
-            return Place(file=file, line=int(frame["line"]), function=frame["function"])
+            return CodeLine(file=file, line=int(frame["line"]), function=frame["function"])
         called = file
     return None
 
@@ -435,9 +423,6 @@ def _shorten(message: str) -> str:
     return text if len(text) <= _MAX_MESSAGE_CHARS else f"{text[: _MAX_MESSAGE_CHARS - 3]}..."
 
 
-OnFinding = Callable[[Finding], object]
-
-
 class CallbackThread:
     """Calls `on_finding` with each finding of a report, one call at a time.
 
@@ -445,10 +430,12 @@ class CallbackThread:
     line about any exception that the function raised.
     """
 
-    def __init__(self, on_finding: OnFinding, *, stop: Callable[[Report], None], say: Callable[[str], None]) -> None:
+    def __init__(
+        self, on_finding: FindingCallback, *, stop: Callable[[Report], None], say: Callable[[str], None]
+    ) -> None:
         self._on_finding = on_finding
         self._stop = stop
-        self._say = say
+        self._print = say
         self._todo: deque[Report] = deque()
         self._changed = threading.Condition()
         self._is_running = False
@@ -483,5 +470,5 @@ class CallbackThread:
         try:
             return self._on_finding(finding)
         except Exception as error:  # noqa: BLE001 - raised by the user's function: reported, and the job continues
-            self._say(f"`on_finding` raised {type(error).__name__}: {error}")
+            self._print(f"`on_finding` raised {type(error).__name__}: {error}")
             return None

@@ -48,6 +48,9 @@ _FORGOTTEN_S = 30 * 24 * 3600.0
 OBSERVER = "observer"
 """File in a job's folder that is locked by the process that observes the job."""
 
+_SAME_S = 1.0
+"""Two readings of one process's start time differ by less than this; the system clock may be set in between."""
+
 _ABOUT = "job.json"
 _LOCK = ".lock"
 _LOST_S = 3600.0
@@ -56,6 +59,16 @@ _LOST_S = 3600.0
 _ID = re.compile(r"\d{4}-\d{6}-[0-9a-f]{4,}")
 _FILES = re.compile(r"(rank\d+\.\w+|job\.json|report\.(json|txt)|observer)(\.new)?")
 _MAX_WORLD_SIZE = 1 << 20
+
+
+def is_running(pid: int, started_s: float) -> bool:
+    """Return True if the process `pid` that started at `started_s` (Unix time) is running."""
+    try:
+        process = psutil.Process(pid)
+        is_it = abs(process.create_time() - started_s) < _SAME_S
+        return is_it and process.status() != psutil.STATUS_ZOMBIE  # a zombie has ended and was not yet waited for
+    except psutil.Error:
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,12 +99,7 @@ class JobInfo:
         """True if the job has not ended and the process that watches it is alive; False for other machines' jobs."""
         if self.ended_s is not None or self.is_elsewhere:
             return False
-        try:
-            process = psutil.Process(self.pid)
-            is_it = abs(process.create_time() - self.pid_started_s) < 1.0
-            return is_it and process.status() != psutil.STATUS_ZOMBIE  # a zombie has ended and was not yet waited for
-        except psutil.Error:
-            return False
+        return is_running(self.pid, self.pid_started_s)
 
     @property
     def is_over(self) -> bool:
@@ -123,7 +131,7 @@ def open_root(root: Path) -> Path:
     try:
         return make_own_folder(root)
     except (PermissionError, NotADirectoryError) as error:
-        raise type(error)(f"{error}; {JOBS_VARIABLE} can name another one") from error
+        raise type(error)(f"{error}; set {JOBS_VARIABLE} to a different folder") from error
 
 
 @contextmanager
@@ -174,8 +182,8 @@ def read_job_info(folder: Path) -> JobInfo:
     """Read the description of the job in `folder`. Raises `DdpilotError` if it is not a job folder of this user."""
     try:
         check_own_folder(folder)
-        said = json.loads(read_own_text(folder / _ABOUT))
-        about = JobInfo(**{**said, "command": tuple(said["command"]), "ranks": tuple(said["ranks"])})
+        raw = json.loads(read_own_text(folder / _ABOUT))
+        about = JobInfo(**{**raw, "command": tuple(raw["command"]), "ranks": tuple(raw["ranks"])})
         _check(about)
         return about
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

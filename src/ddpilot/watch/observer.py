@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Observe a job from outside its ranks, four times a second, and report what is wrong as soon as it is known."""
+"""Observe a job from outside its ranks: poll their files four times a second and report new findings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ddpilot.findings.display import Findings
 from ddpilot.findings.finding import Finding
 from ddpilot.guard.rules.registry import RULES_OF_SEVERAL_RANKS, RuleRunner, rules_for
 from ddpilot.record.journal import Entry
-from ddpilot.watch.analysis import Analysis, analyze, say_end
+from ddpilot.watch.analysis import Analysis, analyze, render_end
 from ddpilot.watch.nodes.exchange import Exchange
 from ddpilot.watch.nodes.shared_rules import SharedRules
 from ddpilot.watch.options import WatchOptions
@@ -23,30 +23,30 @@ from ddpilot.watch.snapshot.model import JobSnapshot, PythonStack
 from ddpilot.watch.snapshot.reader import RankFacts, SnapshotReader
 
 INTERVAL_S = 0.25
-"""Interval between two looks."""
+"""Interval between two polls of the ranks' files."""
 
 _NUM_SOURCES = 200
 """Number of the newest cell sources that are kept to show their lines."""
 
 _EARLIER_NS = 1_000_000_000
-"""A look or a stack of this age shows whether a rank has moved since."""
+"""A snapshot or a stack of this age shows whether a rank has moved since."""
 
 _ANSWER_S = 1.25
-"""How long a failed launch waits for digests of other nodes, which look every 0.25 s and answer via a store."""
+"""How long a failed launch waits for digests of other nodes, which poll every 0.25 s and answer via a store."""
 
 _PAUSE_S = 0.05
 
 _MAX_STACKS = 64
-"""Maximum number of stacks taken per look; each one takes a signal to a rank and a file to read."""
+"""Maximum number of stacks taken per poll; each one takes a signal to a rank and a file to read."""
 
 
 class Observer:
     """Observes the job whose ranks record in `folder`, in its own thread between `start` and `stop`.
 
-    `facts` returns what is known of the ranks now, by rank. `tell` is called in the observer's thread with a report of
-    what is new. `ranks`: those of this node (default: all of `world_size`). `exchange`: the exchange with the observers
-    of other nodes. An error in the observer is reported once, as a note of a report, and ends the observation but not
-    the job.
+    `facts` returns the present facts about the ranks. `notify` is called in the observer's thread with a report of new
+    findings. `ranks`: those of this node (default: all of `world_size`). `exchange`: the exchange with the
+    observers of other nodes. `history`: that of an earlier observer of the same job, whose findings are not reported
+    again. An error in the observer is reported once, as a note of a report, and ends the observation but not the job.
     """
 
     def __init__(
@@ -55,28 +55,28 @@ class Observer:
         world_size: int,
         *,
         facts: Callable[[], Mapping[int, RankFacts]],
-        tell: Callable[[Report], None],
+        notify: Callable[[Report], None],
         options: WatchOptions,
         name: str = "",
         ranks: Sequence[int] | None = None,
-        others: Callable[[], Sequence[str]] = tuple,
         exchange: Exchange | None = None,
+        history: ReportHistory | None = None,
     ) -> None:
         self._folder = folder
         self._facts = facts
-        self._tell = tell
+        self._notify = notify
         self._options = options
         seen = range(world_size) if ranks is None else ranks
-        self._gatherer = SnapshotReader(folder, world_size, seen, name)
+        self._reader = SnapshotReader(folder, world_size, seen, name)
         self._empty = Report(job=folder.name, name=name, world_size=world_size)
         rules = rules_for(world_size, seen)
-        self._rules = RuleRunner(world_size, log=self._gatherer.full_log, sources=self._sources, rules=rules)
-        self._told = ReportHistory(options.stall_warn_s)
-        self._others = others
+        self._rules = RuleRunner(world_size, log=self._reader.full_log, sources=self._sources, rules=rules)
+        self._history = history or ReportHistory(options.stall_warn_s)
         self._exchange = exchange
-        self._comparing = SharedRules(exchange.carrier, self._make_book) if exchange is not None else None
-        self._views: deque[JobSnapshot] = deque()
-        self._findings: list[Finding] = []
+        self._shared_rules = (
+            SharedRules(exchange.mailbox, self._make_shared_rules_runner) if exchange is not None else None
+        )
+        self._snapshots: deque[JobSnapshot] = deque()
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ddpilot-watch", daemon=True)
@@ -85,9 +85,9 @@ class Observer:
         self._is_wanted = threading.Event()
         self._labels: Mapping[str, str] = {}
 
-    def _make_book(self) -> RuleRunner:
+    def _make_shared_rules_runner(self) -> RuleRunner:
         """Return the rules that compare ranks, for the ranks of all nodes."""
-        log, sources = self._gatherer.full_log, self._sources
+        log, sources = self._reader.full_log, self._sources
         rules = RULES_OF_SEVERAL_RANKS
         return RuleRunner(self._empty.world_size, log=log, sources=sources, rules=rules, has_all_logs=False)
 
@@ -101,17 +101,17 @@ class Observer:
     def add_sources(self, sources: Mapping[str, str]) -> None:
         """Add sources that are not in a file, such as cells, by name; the newest 200 are kept."""
         with self._lock:
-            held = {**self._gatherer.sources, **sources}
-            self._gatherer.sources = {name: held[name] for name in list(held)[-_NUM_SOURCES:]}
-            self._labels = label_cells(self._gatherer.sources)
+            held = {**self._reader.sources, **sources}
+            self._reader.sources = {name: held[name] for name in list(held)[-_NUM_SOURCES:]}
+            self._labels = label_cells(self._reader.sources)
 
     def _sources(self) -> Mapping[str, str]:
-        return self._gatherer.sources
+        return self._reader.sources
 
     def pause(self, *, reports: bool) -> None:
         """Stop observing until `resume`. What guard has noted so far is reported, or dropped if `reports` is False.
 
-        Waits for a look that is in progress.
+        Waits for a poll that is in progress.
         """
         with self._lock:
             self._is_active = False
@@ -123,32 +123,31 @@ class Observer:
                 self._give_up(error)
 
     def _read_rest(self, *, reports: bool) -> None:
-        entries, now_ns = self._gatherer.read_entries(), time.monotonic_ns()
+        entries, now_ns = self._reader.read_entries(), time.monotonic_ns()
         found = self._judge(entries, now_ns) if entries else []
-        news = self._told.new_findings([*found, *self._named(self._rules.pause(now_ns, is_ok=reports))])
-        if news and reports:
-            self._findings += news
-            view, _ = self._look()
-            report = self._compose(view, Analysis(findings=Findings()), news)
-            self._save(replace(report, findings=Findings(self._findings)))
-            self._tell(report)
+        found += self._with_cell_labels(self._rules.pause(now_ns, is_ok=reports))
+        news = self._history.new_findings(found) if reports else []
+        if news:
+            job, _ = self._poll()
+            report = self._compose(job, Analysis(findings=Findings()), news)
+            self._save(replace(report, findings=Findings(self._history.findings)))
+            self._notify(report)
 
     def resume(self, since_ns: int, begin: Callable[[], None]) -> None:
-        """Observe again, from a clean state, what is newer than `since_ns`.
+        """Observe again, from a clean state, everything newer than `since_ns`.
 
         `begin` is called first, while nothing can be reported.
         """
         with self._lock:
             begin()
             self._since_ns = since_ns
-            self._told = ReportHistory(self._options.stall_warn_s)
-            self._findings.clear()
-            self._views.clear()
+            self._history = ReportHistory(self._options.stall_warn_s)
+            self._snapshots.clear()
             self._is_active = True
         self._is_wanted.set()
 
     def stop(self) -> None:
-        """Stop observing; waits at most 5 s for a look that is in progress."""
+        """Stop observing; waits at most 5 s for a poll that is in progress."""
         self._stopped.set()
         self._is_wanted.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
@@ -159,21 +158,21 @@ class Observer:
         exchange, since_ns = self._exchange, time.monotonic_ns()
         while exchange is not None and time.monotonic_ns() - since_ns < _ANSWER_S * 1e9:
             with self._lock:
-                if not self._thread.is_alive() or exchange.has_heard_since(since_ns):
+                if not self._thread.is_alive() or exchange.has_received_since(since_ns):
                     return
             time.sleep(_PAUSE_S)
 
     def report(self) -> Report:
-        """Return and save a report of all that is known, with earlier findings. Thread-safe, also after `stop`."""
+        """Return and save a report with all findings so far. Thread-safe, also after `stop`."""
         with self._lock:
-            view, analysis = self._look()
-            self._findings += self._told.new_findings(self._read_journals(view))
-            report = self._compose(view, analysis, [*self._findings, *analysis.findings])
+            job, analysis = self._poll()
+            self._history.new_findings(self._read_journals(job))
+            report = self._compose(job, analysis, [*self._history.findings, *analysis.findings])
             self._save(report)
         return report
 
     def finish(self, *, is_caused: bool = False) -> None:
-        """Look once more after the ranks have ended and report what is new. Call it after `stop`.
+        """Poll once more after the ranks have ended and report new findings. Call it after `stop`.
 
         `is_caused`: the ranks were terminated because of a finding, so that their ends are not reported.
         """
@@ -185,11 +184,11 @@ class Observer:
         except Exception as error:  # noqa: BLE001 - reported; must not fail the job
             self._give_up(error)
 
-    def say_farewell(self) -> None:
+    def send_final(self) -> None:
         """Send the other nodes the final state of the ranks here. Call it after `finish`."""
         if self._exchange is not None and not self._has_given_up:
             with self._lock:
-                self._exchange.say_farewell(self._gatherer.gather(self._present_facts(), self._since_ns))
+                self._exchange.send_final(self._reader.read(self._present_facts(), self._since_ns))
 
     def _run(self) -> None:
         while not self._stopped.wait(INTERVAL_S):
@@ -209,78 +208,77 @@ class Observer:
     def _give_up(self, error: Exception) -> None:
         self._has_given_up = True
         self._stopped.set()
-        text = f"watching ended with an error of its own, and the job continues: {type(error).__name__}: {error}"
-        self._tell(replace(self._empty, notes=(text,)))
+        text = f"the observer failed, and the job continues: {type(error).__name__}: {error}"
+        self._notify(replace(self._empty, notes=(text,)))
 
     def _step(self, *, is_last: bool = False, is_caused: bool = False) -> None:
-        view, analysis = self._look()
+        job, analysis = self._poll()
         if is_caused:
             analysis = Analysis(findings=Findings())
-        may_know_more = self._exchange is not None and self._exchange.is_waiting(view.now_ns)
+        may_know_more = self._exchange is not None and self._exchange.is_waiting(job.now_ns)
         # A rank may have died because of ranks on other nodes, or have been terminated together with the whole job.
-        is_unsure = may_know_more or (not is_last and self._has_just_ended(view))
+        is_unsure = may_know_more or (not is_last and self._has_just_ended(job))
         known = [each for each in analysis.findings if not (is_unsure and each.code == "DDP209")]
-        found = [*self._read_journals(view, is_last=is_last), *known]
-        found += self._named(self._rules.finish(view.now_ns)) if is_last else ()
-        news = self._told.new_findings(found)
-        status = () if may_know_more else self._told.new_status(analysis, time.monotonic())
+        found = [*self._read_journals(job, is_last=is_last), *known]
+        found += self._with_cell_labels(self._rules.finish(job.now_ns)) if is_last else ()
+        news = self._history.new_findings(found)
+        status = () if may_know_more else self._history.new_status(analysis, time.monotonic())
         if not (news or status):
-            if self._told.once(analysis.end):
-                self._save(self._compose(view, analysis, self._findings))
+            if self._history.once(analysis.end):
+                self._save(self._compose(job, analysis, self._history.findings))
             return
-        self._findings += news
-        report = self._compose(view, analysis, news)
-        self._save(replace(report, findings=Findings(self._findings), status=analysis.status))
-        self._tell(replace(report, status=status))
+        report = self._compose(job, analysis, news)
+        self._save(replace(report, findings=Findings(self._history.findings), status=analysis.status))
+        self._notify(replace(report, status=status))
 
-    def _has_just_ended(self, view: JobSnapshot) -> bool:
-        """True if a rank has ended since the previous look: other ranks that end with it may still be running."""
-        before = self._views[-2].ranks if len(self._views) > 1 else {}
+    def _has_just_ended(self, job: JobSnapshot) -> bool:
+        """True if a rank has ended since the previous poll: other ranks that end with it may still be running."""
+        before = self._snapshots[-2].ranks if len(self._snapshots) > 1 else {}
         return any(
             each.process.state == "ended" and rank in before and before[rank].process.state == "running"
-            for rank, each in view.ranks.items()
+            for rank, each in job.ranks.items()
         )
 
-    def _read_journals(self, view: JobSnapshot, *, is_last: bool = False) -> list[Finding]:
-        return self._judge(self._gatherer.read_entries(), view.now_ns, is_last=is_last)
+    def _read_journals(self, job: JobSnapshot, *, is_last: bool = False) -> list[Finding]:
+        return self._judge(self._reader.read_entries(), job.now_ns, is_last=is_last)
 
     def _judge(self, entries: Mapping[int, tuple[Entry, ...]], now_ns: int, *, is_last: bool = False) -> list[Finding]:
         found = self._rules.feed(entries, now_ns)
-        if self._comparing is not None:
-            found += self._comparing.feed(entries, now_ns, is_last=is_last)
-        for fault in (*self._rules.faults, *(self._comparing.faults if self._comparing is not None else ())):
+        if self._shared_rules is not None:
+            found += self._shared_rules.feed(entries, now_ns, is_last=is_last)
+        for fault in (*self._rules.faults, *(self._shared_rules.faults if self._shared_rules is not None else ())):
             self._note(fault)
-        return self._named(found)
+        return self._with_cell_labels(found)
 
-    def _named(self, findings: Iterable[Finding]) -> list[Finding]:
+    def _with_cell_labels(self, findings: Iterable[Finding]) -> list[Finding]:
         return [rename_in(finding, self._labels) for finding in findings]
 
-    def _look(self) -> tuple[JobSnapshot, Analysis]:
-        here = self._gatherer.gather(self._present_facts(), self._since_ns)
+    def _poll(self) -> tuple[JobSnapshot, Analysis]:
+        here = self._reader.read(self._present_facts(), self._since_ns)
         earlier = self._find_earlier(here.now_ns)
-        view = self._widen(here)
-        analysis = analyze(view, earlier, stall_warn_s=self._options.stall_warn_s)
+        job = self._widen(here)
+        analysis = analyze(job, earlier, stall_warn_s=self._options.stall_warn_s)
         needs_stacks = [rank for rank in analysis.needs_stacks if rank in here.ranks]
         if needs_stacks:
-            here = self._gatherer.add_stacks(here, needs_stacks)
-            view = self._widen(here)
-            analysis = analyze(view, earlier, stall_warn_s=self._options.stall_warn_s)
-        self._views.append(view)
+            here = self._reader.add_stacks(here, needs_stacks)
+            job = self._widen(here)
+            analysis = analyze(job, earlier, stall_warn_s=self._options.stall_warn_s)
+        self._snapshots.append(job)
         if self._exchange is not None:
-            self._exchange.tell(here, analysis, self._with_stacks)
+            self._exchange.send(here, analysis, self._with_stacks)
             for complaint in self._exchange.complaints(here.now_ns):
                 self._note(complaint)
-        for complaint in self._gatherer.complaints():
-            self._note(f"{complaint}. Training continues, less of it is seen")
+        for complaint in self._reader.complaints():
+            self._note(f"{complaint}. Training continues with less information")
         status = tuple(rename(line, self._labels) for line in analysis.status)
-        return view, replace(analysis, findings=Findings(self._named(analysis.findings)), status=status)
+        return job, replace(analysis, findings=Findings(self._with_cell_labels(analysis.findings)), status=status)
 
     def _widen(self, here: JobSnapshot) -> JobSnapshot:
         return here if self._exchange is None else self._exchange.widen(here)
 
     def _with_stacks(self, here: JobSnapshot) -> JobSnapshot:
         old = [rank for rank, each in here.ranks.items() if each.stack is None or _is_old(each.stack, here.now_ns)]
-        return self._gatherer.add_stacks(here, old[:_MAX_STACKS]) if old else here
+        return self._reader.add_stacks(here, old[:_MAX_STACKS]) if old else here
 
     def _present_facts(self) -> Mapping[int, RankFacts]:
         facts = self._facts()
@@ -290,19 +288,19 @@ class Observer:
         return {rank: replace(each, returned=False) for rank, each in facts.items()}
 
     def _find_earlier(self, now_ns: int) -> JobSnapshot | None:
-        """Return the newest look that is at least one second old, to see which ranks have moved; None if none is."""
-        while len(self._views) > 1 and now_ns - self._views[1].now_ns >= _EARLIER_NS:
-            self._views.popleft()
-        return self._views[0] if self._views and now_ns - self._views[0].now_ns >= _EARLIER_NS else None
+        """Return the newest snapshot that is at least one second old; it shows which ranks have moved."""
+        while len(self._snapshots) > 1 and now_ns - self._snapshots[1].now_ns >= _EARLIER_NS:
+            self._snapshots.popleft()
+        return self._snapshots[0] if self._snapshots and now_ns - self._snapshots[0].now_ns >= _EARLIER_NS else None
 
-    def _compose(self, view: JobSnapshot, analysis: Analysis, findings: Sequence[Finding]) -> Report:
-        seen = {rank for rank, each in view.ranks.items() if each.log is not None}
+    def _compose(self, job: JobSnapshot, analysis: Analysis, findings: Sequence[Finding]) -> Report:
+        seen = {rank for rank, each in job.ranks.items() if each.log is not None}
         return replace(
             self._empty,
             findings=Findings(newest(findings)),
             status=analysis.status,
-            unseen=tuple(rank for rank in range(view.world_size) if rank not in seen),
-            notes=(*self._others(), *say_end(analysis, [*self._findings, *findings])),
+            unseen=tuple(rank for rank in range(job.world_size) if rank not in seen),
+            notes=render_end(analysis, [*self._history.findings, *findings]),
             made_s=time.time(),
         )
 
@@ -313,8 +311,8 @@ class Observer:
             self._note(f"the report cannot be saved: {error}")
 
     def _note(self, text: str) -> None:
-        if self._told.once(text):
-            self._tell(replace(self._empty, notes=(text,)))
+        if self._history.once(text):
+            self._notify(replace(self._empty, notes=(text,)))
 
 
 def _is_old(stack: PythonStack, now_ns: int) -> bool:

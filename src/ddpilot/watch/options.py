@@ -12,7 +12,8 @@ from ddpilot.errors import LaunchError
 from ddpilot.findings.finding import Finding
 
 Action = Literal["report", "stop"]
-OnFinding = Action | Callable[[Finding], object] | None
+FindingCallback = Callable[[Finding], object]
+OnFinding = Action | FindingCallback | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,7 @@ class WatchOptions:
         if not isinstance(warn_s, (int, float)) or isinstance(warn_s, bool) or not warn_s > 0:
             raise LaunchError("reading `stall_warn_s`", found=f"{warn_s!r}", fix="Give seconds, more than 0")
 
-    def action(self) -> Action | Callable[[Finding], object]:
+    def action(self) -> Action | FindingCallback:
         """Return the effective value of `on_finding` in this process."""
         if self.on_finding is not None:
             return self.on_finding

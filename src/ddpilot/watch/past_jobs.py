@@ -17,7 +17,7 @@ from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import printable
 from ddpilot.guard.rules.registry import RuleRunner, rules_for
 from ddpilot.record.hook import find_rings
-from ddpilot.watch.analysis import Analysis, analyze, say_end
+from ddpilot.watch.analysis import Analysis, analyze, render_end
 from ddpilot.watch.explain.rank_exit import OF_ENDS
 from ddpilot.watch.job_folder import JobInfo, check_jobs_root, jobs_root, list_jobs, read_job_info
 from ddpilot.watch.report import Report, newest, read_report
@@ -25,7 +25,7 @@ from ddpilot.watch.snapshot.model import JobSnapshot
 from ddpilot.watch.snapshot.reader import RankFacts, SnapshotReader
 
 _BETWEEN_S = 1.0
-"""Time between the two looks that show which ranks move."""
+"""Time between the two snapshots that show which ranks move."""
 
 
 def find_job(word: str) -> tuple[Path, JobInfo]:
@@ -90,28 +90,28 @@ def _ancestors(pid: int) -> set[int]:
 
 def _pids(folder: Path) -> Mapping[int, int]:
     ranks = list(find_rings(folder))
-    logs = SnapshotReader(folder, len(ranks), ranks, "").gather({}).ranks
-    return {rank: view.process.pid for rank, view in logs.items()}
+    logs = SnapshotReader(folder, len(ranks), ranks, "").read({}).ranks
+    return {rank: job.process.pid for rank, job in logs.items()}
 
 
 def explain_job(folder: Path, about: JobInfo) -> Report:
-    """Report the job's present state, and what its observer found while it ran. Takes the stacks of live ranks."""
+    """Report the job's present state and the findings of its observer. Takes the stacks of live ranks."""
     saved = read_report(folder)
-    gatherer = SnapshotReader(folder, about.world_size, about.ranks, about.name)
-    rules = RuleRunner(about.world_size, log=gatherer.full_log, rules=rules_for(about.world_size, about.ranks))
-    earlier = gatherer.gather({}) if about.is_running else None
+    reader = SnapshotReader(folder, about.world_size, about.ranks, about.name)
+    rules = RuleRunner(about.world_size, log=reader.full_log, rules=rules_for(about.world_size, about.ranks))
+    earlier = reader.read({}) if about.is_running else None
     if earlier is not None:
         time.sleep(_BETWEEN_S)
-    view = gatherer.add_last_stacks(_gather(gatherer, about))
-    analysis = _analyze(gatherer, view, earlier)
-    findings = [*(saved.findings if saved else ()), *rules.feed(gatherer.read_entries(), view.now_ns)]
+    job = reader.add_last_stacks(_read_snapshot(reader, about))
+    analysis = _analyze(reader, job, earlier)
+    findings = [*(saved.findings if saved else ()), *rules.feed(reader.read_entries(), job.now_ns)]
     findings += [
-        *(() if about.is_running else rules.finish(view.now_ns)),
-        *_without_told_ends(analysis.findings, saved),
+        *(() if about.is_running else rules.finish(job.now_ns)),
+        *_without_reported_ends(analysis.findings, saved),
     ]
-    end = say_end(analysis, findings)
-    complaints = gatherer.complaints()
-    unseen = tuple(r for r in range(about.world_size) if r not in view.ranks or view.ranks[r].log is None)
+    end = render_end(analysis, findings)
+    complaints = reader.complaints()
+    unseen = tuple(r for r in range(about.world_size) if r not in job.ranks or job.ranks[r].log is None)
     return Report(
         job=about.id,
         name=about.name,
@@ -119,20 +119,20 @@ def explain_job(folder: Path, about: JobInfo) -> Report:
         findings=Findings(newest(findings)),
         status=analysis.status,
         unseen=unseen,
-        notes=(_describe_state(about, view), *dict.fromkeys((*(saved.notes if saved else ()), *complaints, *end))),
+        notes=(_describe_state(about, job), *dict.fromkeys((*(saved.notes if saved else ()), *complaints, *end))),
     )
 
 
-def _gather(gatherer: SnapshotReader, about: JobInfo) -> JobSnapshot:
+def _read_snapshot(reader: SnapshotReader, about: JobInfo) -> JobSnapshot:
     """Gather the job's present state. On a different machine its processes have ended if its observer recorded that."""
-    view = gatherer.gather({})
+    job = reader.read({})
     if not (about.is_elsewhere and about.is_over):
-        return view
-    ended = {rank: replace(each.process, state="ended") for rank, each in view.ranks.items() if each.log is not None}
-    return gatherer.gather({rank: RankFacts(process=process) for rank, process in ended.items()})
+        return job
+    ended = {rank: replace(each.process, state="ended") for rank, each in job.ranks.items() if each.log is not None}
+    return reader.read({rank: RankFacts(process=process) for rank, process in ended.items()})
 
 
-def _without_told_ends(findings: Iterable[Finding], saved: Report | None) -> list[Finding]:
+def _without_reported_ends(findings: Iterable[Finding], saved: Report | None) -> list[Finding]:
     """Drop ends of ranks that the observer has reported, or has caused because of an error that it reported.
 
     The observer knew how the ranks ended; their rings only record whether they did.
@@ -140,26 +140,26 @@ def _without_told_ends(findings: Iterable[Finding], saved: Report | None) -> lis
     known = saved.findings if saved else ()
     if any(each.severity == "error" and each.code not in OF_ENDS for each in known):
         return [each for each in findings if each.code not in OF_ENDS]
-    told = {rank for finding in known if finding.code in OF_ENDS for rank in finding.ranks}
-    return [each for each in findings if each.code not in OF_ENDS or told.isdisjoint(each.ranks)]
+    reported = {rank for finding in known if finding.code in OF_ENDS for rank in finding.ranks}
+    return [each for each in findings if each.code not in OF_ENDS or reported.isdisjoint(each.ranks)]
 
 
-def _analyze(gatherer: SnapshotReader, view: JobSnapshot, earlier: JobSnapshot | None) -> Analysis:
-    analysis = analyze(view, earlier)
+def _analyze(reader: SnapshotReader, job: JobSnapshot, earlier: JobSnapshot | None) -> Analysis:
+    analysis = analyze(job, earlier)
     if analysis.needs_stacks:
-        analysis = analyze(gatherer.add_stacks(view, analysis.needs_stacks), earlier)
+        analysis = analyze(reader.add_stacks(job, analysis.needs_stacks), earlier)
     return analysis
 
 
-def _describe_state(about: JobInfo, view: JobSnapshot) -> str:
+def _describe_state(about: JobInfo, job: JobSnapshot) -> str:
     command = printable(" ".join(about.command))
     if about.is_elsewhere and about.ended_s is None:
-        seen = "whether it still runs can be seen only there"
+        seen = "only that machine shows whether it still runs"
         return f"was started {_when(about.started_s)} on {about.host}, {seen}: {command}"
-    live = [rank for rank, each in view.ranks.items() if each.process.state == "running"]
+    live = [rank for rank, each in job.ranks.items() if each.process.state == "running"]
     if live or about.is_running:
         return f"running since {_when(about.started_s)} on {about.host}: {command}"
-    how = "" if any(each.log and each.log.closed_ns for each in view.ranks.values()) else ", and not in an orderly way"
+    how = "" if any(each.log and each.log.closed_ns for each in job.ranks.values()) else ", not cleanly"
     return f"has ended{how}; it was started {_when(about.started_s)} on {about.host}: {command}"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of an observer: what was reported before, rendered, saved next to the rings, and read back."""
+"""The report of an observer: its history, rendering, and file next to the rings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _JSON, _TEXT = "report.json", "report.txt"
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Findings of a job, and what its ranks wait for. Renders itself in a terminal and in a notebook."""
+    """Findings and waits of a job. Renders itself in a terminal and in a notebook."""
 
     job: str
     """The job's id, as `ddpilot watch` lists it."""
@@ -32,7 +32,7 @@ class Report:
     world_size: int
     findings: Findings = field(default_factory=Findings)
     status: tuple[str, ...] = ()
-    """What the ranks are waiting for without proof of an error, one line each."""
+    """Waits without proof of an error, one line each."""
     unseen: tuple[int, ...] = ()
     """Ranks about which nothing is known here: those of other nodes, and those that do not record."""
     notes: tuple[str, ...] = ()
@@ -44,9 +44,9 @@ class Report:
         lines = [f"{self.name} on {self.world_size} rank{'s' * (self.world_size > 1)}, job {self.job}"]
         lines += [f"  {line}" for line in (*self.status, *self.notes)]
         if self.unseen:
-            lines.append(f"  not seen from here: {render_ranks(self.unseen)}")
+            lines.append(f"  not visible from here: {render_ranks(self.unseen)}")
         if not (self.findings or self.status):
-            lines.append("  nothing is wrong as far as can be seen")
+            lines.append("  no problem is visible")
         return printable("\n".join(lines)) + (f"\n\n{self.findings}" if self.findings else "")
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: ARG002 - IPython's signature
@@ -76,16 +76,16 @@ def read_report(folder: Path) -> Report | None:
     """Read the report saved in `folder`; None if there is none. Raises `DdpilotError` for a damaged one."""
     path = folder / _JSON
     try:
-        said = json.loads(read_own_text(path))
+        raw = json.loads(read_own_text(path))
         return Report(
-            job=said["job"],
-            name=said["name"],
-            world_size=said["world_size"],
-            findings=Findings(Finding.from_dict(values) for values in said["findings"]),
-            status=tuple(said["status"]),
-            unseen=tuple(said["unseen"]),
-            notes=tuple(said["notes"]),
-            made_s=said["made_s"],
+            job=raw["job"],
+            name=raw["name"],
+            world_size=raw["world_size"],
+            findings=Findings(Finding.from_dict(values) for values in raw["findings"]),
+            status=tuple(raw["status"]),
+            unseen=tuple(raw["unseen"]),
+            notes=tuple(raw["notes"]),
+            made_s=raw["made_s"],
         )
     except FileNotFoundError:
         return None
@@ -130,9 +130,10 @@ _QUIET_S = 1.5
 
 
 class ReportHistory:
-    """What one observer has reported. `again_s`: seconds after which a wait that persists is reported again."""
+    """Findings and waits that were reported for a job. `again_s`: seconds until a persisting wait is reported again."""
 
     def __init__(self, again_s: float) -> None:
+        self.findings: list[Finding] = []
         self._again_s = again_s
         self._keys: set[object] = set()
         self._due_s: float | None = None
@@ -140,12 +141,13 @@ class ReportHistory:
         self._stalled_s: float | None = None
 
     def new_findings(self, findings: Iterable[Finding]) -> list[Finding]:
-        """Return the findings that differ from all earlier ones."""
+        """Return the findings that differ from all earlier ones, and add them to `findings`."""
         news = []
         for finding in findings:
-            if self._keys.isdisjoint(keys_of(finding)):
+            if self._keys.isdisjoint(_keys_of(finding)):
                 news.append(finding)
-            self._keys |= keys_of(finding)
+            self._keys |= _keys_of(finding)
+        self.findings += news
         return news
 
     def new_status(self, analysis: Analysis, now_s: float) -> tuple[str, ...]:
@@ -168,7 +170,7 @@ class ReportHistory:
         return text if is_new else ""
 
 
-def keys_of(finding: Finding) -> set[object]:
+def _keys_of(finding: Finding) -> set[object]:
     """Return the keys of a finding. Two findings that share one are the same: equal place, or equal summary."""
     return {(finding.code, finding.place or finding.summary), (finding.code, finding.summary)}
 
@@ -177,7 +179,7 @@ def newest(findings: Iterable[Finding]) -> list[Finding]:
     """Keep only the last of findings that are the same, in the position of the first."""
     kept: list[Finding] = []
     for finding in findings:
-        same = next((at for at, each in enumerate(kept) if not keys_of(each).isdisjoint(keys_of(finding))), None)
+        same = next((at for at, each in enumerate(kept) if not _keys_of(each).isdisjoint(_keys_of(finding))), None)
         if same is None:
             kept.append(finding)
         else:

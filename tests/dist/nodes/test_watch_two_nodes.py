@@ -141,8 +141,8 @@ def test_a_rank_of_another_node_that_sleeps_is_named_and_not_stopped(nodes: TwoN
         lines = [line for line in agent.text.splitlines() if line.startswith("ddpilot:")]
         assert len(lines) == 1, agent.text
         assert re.search(
-            r"rank 0 waits for \d\.\d s in all_reduce \(#20 of the default group\) at \S*train.py:11; "
-            r"not there: rank 1 is elsewhere: \S*train.py:10  time.sleep\(8\)",
+            r"rank 0 has waited \d\.\d s in all_reduce \(#20 of the default group\) at \S*train.py:11; "
+            r"rank 1 has not called it: \S*train.py:10  time.sleep\(8\)",
             lines[0],
         )
         assert "DDP2" not in agent.text
@@ -210,8 +210,8 @@ def test_a_node_that_nobody_watches_is_said_once_and_training_goes_on(nodes: Two
     """With `--no-watch` there: its rank is out of sight, as one whose observer has ended."""
     a, b = start_both(nodes, tmp_path, SLEEPS, of_one="--no-watch")
     assert [a.wait(LIMIT_S), b.wait(LIMIT_S)] == [0, 0], a.text + b.text
-    assert len(re.findall(r"do is not seen from here: its observer does not answer", a.text)) == 1
-    assert len(re.findall(r"of rank 1 nothing is known here", a.text)) == 1
+    assert len(re.findall(r"are not visible from here: its observer does not respond", a.text)) == 1
+    assert len(re.findall(r"the state of rank 1 is not known here", a.text)) == 1
     assert "ddpilot:" not in b.text
 
 
@@ -238,5 +238,5 @@ def test_an_observer_that_is_killed_is_said_once_and_training_goes_on(nodes: Two
     ]
     killed.send_signal(signal.SIGKILL)
     assert [a.wait(LIMIT_S), b.wait(LIMIT_S)] == [0, 0], a.text + b.text
-    assert len(re.findall(r"ddpilot: what the ranks of node 1.*do is not seen from here", a.text)) == 1
+    assert len(re.findall(r"ddpilot: the ranks of node 1.*are not visible from here", a.text)) == 1
     assert "ddpilot:" not in b.text

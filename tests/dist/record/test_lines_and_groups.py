@@ -156,10 +156,8 @@ def test_the_calls_that_led_to_a_line_are_recorded_with_it(tmp_path: Path) -> No
     (lines,) = run(1, reduce_from_two_lines, tmp_path)
     entries = read_all(tmp_path, 1)[0].collectives
     callers = [entry.line.callers[0] for entry in entries if entry.line is not None]
-    assert [line for _, line, _, _ in callers] == lines * 3
-    assert {(function, text) for _, _, function, text in callers} == {
-        ("reduce_from_two_lines", "reduce_once(torch.ones(2))")
-    }
+    assert [each.line for each in callers] == lines * 3
+    assert {(each.function, each.text) for each in callers} == {("reduce_from_two_lines", "reduce_once(torch.ones(2))")}
 
 
 def reduce_in_threads_of_c(folder: Path) -> None:

@@ -136,15 +136,15 @@ def test_launch_goes_on_when_findings_are_reported(jobs: Path, capfd: pytest.Cap
 
 
 def test_launch_says_who_is_waited_for_and_goes_on(jobs: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A rank that is late proves nothing: one line says where it is, also where C code holds Python's lock."""
+    """A rank that is late proves nothing: one line says where it is, also where native code holds the GIL."""
     with ThreadPoolExecutor(2) as pool:
         late = [pool.submit(run, sleep, 4.0), pool.submit(run, hold_the_lock, 4)]
         assert [each.result() for each in late] == [["came through"] * 2] * 2
-    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("ddpilot: rank 0 waits for ")]
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("ddpilot: rank 0 has waited ")]
     assert len(lines) == 2
     assert [line for line in lines if "time.sleep(seconds)" in line], lines
     held = [line for line in lines if "ctypes.PyDLL(None).sleep(seconds)" in line]
-    assert [line for line in held if "C code holds Python's lock" in line], lines
+    assert [line for line in held if "native code holds the GIL" in line], lines
     assert list_jobs() == []
 
 
@@ -169,7 +169,7 @@ def test_launch_goes_on_when_there_is_no_place_for_its_job(jobs: Path, capfd: py
     jobs.write_text("not a folder")
     assert run(step_together) == ["came through"] * 2
     (line,) = (line for line in capfd.readouterr().err.splitlines() if line.startswith("ddpilot: "))
-    assert line.startswith("ddpilot: this job is not watched: its folder cannot be made (")
+    assert line.startswith("ddpilot: this job is not watched: its folder cannot be created (")
 
 
 @pytest.mark.parametrize("what", ["analyze", "ReportHistory.new_findings"])
@@ -188,7 +188,7 @@ def test_launch_goes_on_when_the_observer_breaks(
     assert run(sleep, 1.0) == ["came through"] * 2
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("ddpilot: ")]
     assert len(lines) == 1, lines
-    assert "ended with an error of its own, and the job continues: ZeroDivisionError: injected" in lines[0]
+    assert "the observer failed, and the job continues: ZeroDivisionError: injected" in lines[0]
 
 
 def test_launch_goes_on_when_no_observer_can_be_made(
@@ -199,7 +199,7 @@ def test_launch_goes_on_when_no_observer_can_be_made(
     def fail(*args: object, **options: object) -> None:
         raise ZeroDivisionError("injected")
 
-    monkeypatch.setattr(observer, "RuleBook", fail)
+    monkeypatch.setattr(observer, "RuleRunner", fail)
     assert run(step_together) == ["came through"] * 2
     (line,) = (line for line in capfd.readouterr().err.splitlines() if line.startswith("ddpilot: "))
     assert line == "ddpilot: this job is not watched: ZeroDivisionError: injected"
@@ -227,7 +227,7 @@ def test_watch_explains_a_job_that_runs(jobs: Path, capsys: pytest.CaptureFixtur
     with ThreadPoolExecutor(1) as pool:
         job = pool.submit(run, sleep, 6.0)
         about = await_job()
-        while "waits for" not in (shown := show(about.id, capsys)):
+        while "has waited" not in (shown := show(about.id, capsys)):
             assert not job.done(), shown
         assert "running since" in shown
         assert "time.sleep(seconds)" in shown

@@ -86,7 +86,7 @@ def test_enable_has_torchruns_ranks_observed(tmp_path: Path) -> None:
     done = run_script(ENABLE + DIFFER, tmp_path, module=TORCHRUN, env=variables(tmp_path), may_fail=True)
     assert done.code == 1
     assert "ddpilot: desync  DDP201  collective #3 of the default group differs between ranks" in done.err
-    assert "the ranks of this node are ended because of it" in done.err
+    assert "terminating the ranks of this node" in done.err
     wait_until(lambda: not observers(tmp_path), limit_s=10)
     ((folder, about),) = list_jobs(tmp_path / "jobs")
     assert (about.name, about.ranks, about.is_running) == ("script.py", (0, 1), False)
@@ -157,7 +157,7 @@ def test_watch_explains_a_job_whose_parent_was_killed(tmp_path: Path) -> None:
     explained = subprocess.run(
         [*command, about.id], env=variables(tmp_path), capture_output=True, text=True, timeout=60, check=False
     )
-    assert "has ended, and not in an orderly way" in explained.stdout
+    assert "has ended, not cleanly" in explained.stdout
     assert "script.py:" in explained.stdout
 
 

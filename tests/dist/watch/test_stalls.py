@@ -163,7 +163,7 @@ def test_a_group_that_one_rank_makes_alone_is_proven(said: dict[str, Analysis]) 
 def test_what_a_rank_does_that_has_not_come_is_told_by_its_stack(said: dict[str, Analysis], name: str) -> None:
     """It sleeps while the other one waits for a handle; holds Python's lock; goes on. None of it is proven."""
     (line,) = said[name].status
-    assert line.startswith("rank 0 waits for")
+    assert line.startswith("rank 0 has waited")
     assert not said[name].findings
 
 

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from ddpilot.findings.finding import Finding, Place
+from ddpilot.findings.finding import Finding
+from ddpilot.user_files import CodeLine
 
 DESYNC = Finding(
     code="DDP201",
@@ -25,7 +26,7 @@ SMALL_BATCH = Finding(
     severity="warning",
     summary="BatchNorm sees 2 samples per rank",
     ranks=(0, 1, 2, 3),
-    place=Place(file="model.py", line=12, function="Net.__init__", text="self.bn = nn.BatchNorm2d(8)"),
+    place=CodeLine(file="model.py", line=12, function="Net.__init__", text="self.bn = nn.BatchNorm2d(8)"),
     fix="convert it with SyncBatchNorm",
 )
 HOSTILE = Finding(
@@ -34,7 +35,7 @@ HOSTILE = Finding(
     severity="info",
     summary="a & b\x1b[2J",
     ranks=(0,),
-    place=Place(file='"><img src=x onerror=alert(1)>', line=1, text="if a < b: pass"),
+    place=CodeLine(file='"><img src=x onerror=alert(1)>', line=1, text="if a < b: pass"),
     evidence=("<script>alert(2)</script>", "two\nlines"),
     why="<i>why</i>",
     fix="<a href='x'>fix</a>",

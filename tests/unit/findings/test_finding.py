@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddpilot.errors import DdpilotError
-from ddpilot.findings.finding import Finding, Place
+from ddpilot.findings.finding import Finding
+from ddpilot.user_files import CodeLine
 
 TEXT = st.text(max_size=12)
-PLACES = st.builds(Place, file=TEXT, line=st.integers(1, 10**6), function=TEXT, text=TEXT)
+PLACES = st.builds(CodeLine, file=TEXT, line=st.integers(1, 10**6), function=TEXT, text=TEXT)
 FINDINGS = st.builds(
     Finding,
     code=st.text(min_size=1, max_size=8),
@@ -72,7 +73,7 @@ def test_finding_from_dict_names_the_field_that_is_missing_or_unknown(values: di
 
 def test_finding_is_frozen_and_hashable() -> None:
     """Findings are compared and put into sets; nobody changes one on the way."""
-    finding = Finding(code="DDP201", name="desync", severity="error", ranks=(1,), place=Place(file="a.py", line=3))
+    finding = Finding(code="DDP201", name="desync", severity="error", ranks=(1,), place=CodeLine(file="a.py", line=3))
     assert len({finding, Finding.from_dict(finding.to_dict())}) == 1
     with pytest.raises(dataclasses.FrozenInstanceError):
         finding.ranks = ()  # type: ignore[misc]
@@ -80,5 +81,5 @@ def test_finding_is_frozen_and_hashable() -> None:
 
 def test_place_is_one_line() -> None:
     """File and line as editors open them, then the source text where it is known."""
-    assert str(Place(file="train.py", line=91, text="dist.barrier()")) == "train.py:91  dist.barrier()"
-    assert str(Place(file="train.py", line=91)) == "train.py:91"
+    assert str(CodeLine(file="train.py", line=91, text="dist.barrier()")) == "train.py:91  dist.barrier()"
+    assert str(CodeLine(file="train.py", line=91)) == "train.py:91"

@@ -24,6 +24,7 @@ from ddpilot.launching.failures import (
     is_ending,
 )
 from ddpilot.launching.rank_reports import Exited, Raised
+from ddpilot.user_files import CodeLine
 
 
 def raising(rank: int, at_s: float, *, since_s: float = 0.0, is_victim: bool = False, **fields: Any) -> Failure:
@@ -257,7 +258,7 @@ def test_find_raised_line_gives_the_innermost_line_of_the_users() -> None:
         'Traceback (most recent call last):\n  File "/project/train.py", line 40, in <module>\n    run(parse(text))\n'
         f'  File "{library}", line 51, in parse\n    raise ValueError\nValueError: bad\n'
     )
-    assert failures.find_raised_line(traceback) == ("/project/train.py", 40, "<module>", "run(parse(text))")
+    assert failures.find_raised_line(traceback) == CodeLine("/project/train.py", 40, "<module>", "run(parse(text))")
     assert failures.find_raised_line("") is None
 
 

@@ -80,11 +80,11 @@ EARLY = {
     ),
     "of a generator without end": (
         "def forever(d):\n    while True:\n        yield from d\nfor x in forever(loader):\n    go()  # HERE\n",
-        "`for x in forever(loader):` (train.py:4), which has no end of its own",
+        "`for x in forever(loader):` (train.py:4), which does not end by itself",
     ),
     "that nothing shows": (
         "for x in tqdm(cycle(loader)):\n    step(x)\n    go()  # HERE\n",
-        "`for x in tqdm(cycle(loader)):` (train.py:1), which has no end of its own",
+        "`for x in tqdm(cycle(loader)):` (train.py:1), which does not end by itself",
     ),
 }
 EARLY |= {
@@ -97,23 +97,23 @@ EARLY |= {
 OF_DATA = {
     "an iterator by hand": (
         "while True:\n    try:\n        x = next(it)\n    except StopIteration:\n        break\n    go()  # HERE\n",
-        "it ends with its data at `except StopIteration:` (train.py:4)",
+        "its data ends at `except StopIteration:` (train.py:4)",
     ),
     "all in one try": (
         "while True:\n    try:\n        x = next(it)\n        go()  # HERE\n    except StopIteration:\n        break\n",
-        "it ends with its data at `except StopIteration:` (train.py:5)",
+        "its data ends at `except StopIteration:` (train.py:5)",
     ),
     "a last value": (
         "while True:\n    x = next(it, None)\n    if x is None:\n        break\n    go()  # HERE\n",
-        "it ends with its data at `if x is None: break` (train.py:4)",
+        "its data ends at `if x is None: break` (train.py:4)",
     ),
-    "a condition": ("while (x := next(it, None)) is not None:\n    go()  # HERE\n", "as with fewer batches"),
+    "a condition": ("while (x := next(it, None)) is not None:\n    go()  # HERE\n", "because of fewer batches"),
     "a check that fails": (
         (
             "def check():\n    if rank == 1:\n        sys.exit('no data')\nfor x in loader:\n    check()\n"
             "    go()  # HERE\n"
         ),
-        "as with fewer batches",
+        "because of fewer batches",
     ),
 }
 

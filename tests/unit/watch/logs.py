@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ddpilot.record.flight_ring.log import CallSite, Collective, DdpPart, GroupOfRanks, RankLog, Tensor
-from ddpilot.source.parsed_file import CodeLine
+from ddpilot.user_files import CodeLine
 from ddpilot.watch.snapshot.model import JobSnapshot, ProcessState, PythonStack, RankSnapshot
 
 S = 10**9
@@ -79,7 +79,7 @@ class Writer:
         return self._texts.get(line, "")
 
     def _line(self, line: int, more: dict[str, Any]) -> CallSite:
-        callers = tuple((self._file, at, function, self._text(at)) for at, function in more.pop("led", ()))
+        callers = tuple(CodeLine(self._file, at, function, self._text(at)) for at, function in more.pop("led", ()))
         function, via = more.pop("function", "<module>"), more.pop("via", "")
         return CallSite(file=self._file, line=line, text=self._text(line), function=function, via=via, callers=callers)
 

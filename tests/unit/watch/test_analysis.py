@@ -12,7 +12,7 @@ from benchmarks.watch_analysis import make_log, view_of
 from ddpilot.findings.display import render_text
 from ddpilot.record.flight_ring.log import Collective
 from ddpilot.record.journal import Entry
-from ddpilot.source.parsed_file import CodeLine
+from ddpilot.user_files import CodeLine
 from ddpilot.watch.analysis import Analysis, analyze
 from ddpilot.watch.report import newest
 from ddpilot.watch.snapshot.model import JobSnapshot, ProcessState, PythonStack, RankException, RankSnapshot
@@ -68,8 +68,8 @@ def test_a_rank_that_has_not_come_is_a_status_with_its_line() -> None:
     """Unproven: who waits since when in what, who is not there, and where its Python is."""
     analysis = one_waits(at(20, "time.sleep(60)"))
     (line,) = analysis.status
-    assert line.startswith("rank 0 waits for 10 s in barrier (#1 of the default group) at train.py:9; not there: ")
-    assert line.endswith("rank 1 is elsewhere: train.py:20  time.sleep(60)")
+    assert line.startswith("rank 0 has waited 10 s in barrier (#1 of the default group) at train.py:9; ")
+    assert line.endswith("rank 1 has not called it: train.py:20  time.sleep(60)")
     assert not analysis.findings
     assert analysis.is_stalled
 
@@ -86,7 +86,7 @@ def test_a_wait_that_has_lasted_is_a_warning_and_never_an_error() -> None:
     assert codes(analysis) == [("DDP218", "warning")]
     assert analysis.findings[0].ranks == (1,)
     assert "f() (has not moved)" in str(analysis.findings)
-    assert "for 40 s now" in analysis.findings[0].evidence[-1]
+    assert "waiting for 40 s" in analysis.findings[0].evidence[-1]
 
 
 def test_a_wait_that_lasts_on_is_the_same_finding() -> None:
@@ -109,7 +109,7 @@ def test_a_wait_without_missing_ranks_counts_from_the_last_that_has_come() -> No
         analysis = analyze(job([alive(zero), alive(one)], after_s=after_s))
         assert codes(analysis) == found
         assert analysis.is_stalled is bool(found)
-    assert analysis.findings[0].evidence[-1] == "for 31 s now"
+    assert analysis.findings[0].evidence[-1] == "waiting for 31 s"
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_busy_processor_proves_nothing() -> None:
 
 def test_python_that_does_not_run_is_said() -> None:
     """C code holds its lock, as the heartbeat shows."""
-    assert "has run no Python for 10 s" in one_waits(None, **GIL).status[0]
+    assert "has run no Python code for 10 s" in one_waits(None, **GIL).status[0]
 
 
 def test_a_stopped_process_is_said() -> None:
@@ -337,7 +337,7 @@ def test_ranks_that_wait_for_one_that_waits_are_not_told_apart_from_it() -> None
     ranks = [alive(zero.wait("barrier", 9)), alive(one.wait("barrier", 8, group=some)), alive(two, stack=at(3, "f()"))]
     analysis = analyze(job(ranks))
     assert [line.partition(";")[0].partition(" at ")[2] for line in analysis.status] == ["train.py:9", "train.py:8"]
-    assert all("rank 2 is elsewhere: train.py:3  f()" in line for line in analysis.status)
+    assert all("rank 2 has not called it: train.py:3  f()" in line for line in analysis.status)
 
 
 @pytest.mark.parametrize(("op", "other"), [("recv", "recv"), ("send", "send")])
@@ -406,7 +406,7 @@ def test_a_stage_that_waits_for_a_message_is_only_a_status() -> None:
     zero, one = pair()
     analysis = analyze(job([alive(zero, stack=at(3, "f()")), alive(one.wait("recv", 6, peer=0, tag=0), *IN_BARRIER)]))
     assert not analysis.findings
-    assert "rank 0 is elsewhere" in analysis.status[0]
+    assert "rank 0 has not called it" in analysis.status[0]
 
 
 @pytest.mark.parametrize(
@@ -439,8 +439,8 @@ def test_a_message_of_a_destroyed_group_does_not_answer_one_of_the_group_that_ha
     zero.wait("recv", 6, peer=1, tag=0, group=group_of(0, 1, incarnation=2))
     analysis = analyze(job([alive(zero, *IN_BARRIER), alive(one)]))
     assert not analysis.findings
-    assert "rank 0 waits for" in analysis.status[0]
-    assert "rank 1 is elsewhere" in analysis.status[0]
+    assert "rank 0 has waited" in analysis.status[0]
+    assert "rank 1 has not called it" in analysis.status[0]
 
 
 def test_an_asynchronous_collective_that_nobody_waits_for_may_stay() -> None:
@@ -470,7 +470,7 @@ def test_all_have_come_and_it_does_not_end() -> None:
     zero, one = pair()
     view = job([alive(rank.wait("barrier", 9)) for rank in (zero, one)], after_s=40)
     analysis = analyze(view)
-    assert "all ranks have come, and it does not end" in analysis.status[0]
+    assert "all ranks have called it, and it does not complete" in analysis.status[0]
     assert codes(analysis) == [("DDP218", "warning")]
 
 
@@ -479,7 +479,7 @@ def test_ranks_of_another_node_are_not_held_to_be_missing() -> None:
     zero = Writer(0, WORLD).call("all_reduce", 1).wait("barrier", 9)
     view = JobSnapshot(world_size=2, ranks={0: alive(zero)}, now_ns=110 * S)
     analysis = analyze(view)
-    assert "of rank 1 nothing is known here" in analysis.status[0]
+    assert "the state of rank 1 is not known here" in analysis.status[0]
     assert not analysis.findings
 
 
@@ -535,7 +535,7 @@ def gone(left_s: float, closed_s: float | None = None, **more: Any) -> Analysis:
 
 
 @pytest.mark.parametrize(
-    ("closed_s", "words"), [(None, "has destroyed its process groups"), (103.0, "has come to its end")]
+    ("closed_s", "words"), [(None, "has destroyed its process groups"), (103.0, "has reached its end")]
 )
 def test_a_rank_that_has_left_the_group_is_proof_while_its_process_lives(closed_s: float | None, words: str) -> None:
     """It sleeps, saves, or Python takes long to end: nobody can come to the group from there."""
@@ -583,7 +583,7 @@ def test_a_group_that_is_not_complete_says_who_is_missing() -> None:
     elsewhere = alive(Writer(1, WORLD), stack=at(7, "download()"))
     assert not rendezvous(elsewhere, after_s=8).status
     early = rendezvous(elsewhere, after_s=12)
-    assert early.status == ("1 of 2 ranks have joined the group; rank 1 is elsewhere: train.py:7  download()",)
+    assert early.status == ("1 of 2 ranks have joined the group; rank 1 has not joined it: train.py:7  download()",)
     assert not early.findings
     assert codes(rendezvous(elsewhere, after_s=40)) == [("DDP215", "warning")]
     gone = rendezvous(returned(Writer(1, WORLD)), after_s=6)
@@ -613,7 +613,7 @@ def entering(after_s: float, *, others_returned: bool = True, left_s: float | No
     return job([alive(one, stack=stack, log=log), other], after_s=100 + after_s, since_ns=200 * S)
 
 
-@pytest.mark.parametrize(("left_s", "why"), [(None, "entered at the first collective"), (150.0, "rank 1 not;")])
+@pytest.mark.parametrize(("left_s", "why"), [(None, "entered at the first collective"), (150.0, "rank 1 did not;")])
 def test_a_rank_that_enters_the_group_alone_in_a_cell_is_said_within_seconds(left_s: float | None, why: str) -> None:
     """The others have come to the end of the cell, in their old group or in none."""
     (finding,) = analyze(entering(3, left_s=left_s), entering(1.5, left_s=left_s)).findings
@@ -702,8 +702,8 @@ def vacant(*asked: tuple[int, int], after_s: float = 3, is_closed: bool = True, 
 @pytest.mark.parametrize(
     ("asked", "missing", "why"),
     [
-        (((3, 0), (3, 1)), "rank 2", "the group is to have 3 ranks, and 2 were started"),
-        (((2, 0), (2, 0)), "rank 1", "several ask for the same one"),
+        (((3, 0), (3, 1)), "rank 2", "the group needs 3 ranks, and 2 were started"),
+        (((2, 0), (2, 0)), "rank 1", "several use the same one"),
     ],
 )
 @pytest.mark.parametrize("stop", [False, True])
@@ -714,17 +714,17 @@ def test_a_group_that_the_ranks_cannot_fill_is_proven(
     analysis = vacant(*asked, stop=stop)
     (finding,) = analysis.findings
     assert (finding.code, finding.severity, finding.ranks) == ("DDP105", "error", (0, 1))
-    assert finding.summary == f"ranks 0,1 wait in init_process_group, and nobody asks to be {missing}"
+    assert finding.summary == f"ranks 0,1 wait in init_process_group, and no process is {missing}"
     assert why in finding.why
     assert finding.place is not None
     assert finding.place.line == 2
-    assert [f"nobody asks to be {missing}; ranks 0,1 wait" in line for line in analysis.status] == [True] * (not stop)
+    assert [f"no process is {missing}; ranks 0,1 wait" in line for line in analysis.status] == [True] * (not stop)
 
 
 def test_a_group_that_others_may_fill_is_a_status_and_then_a_warning() -> None:
     """Such as a process that a rank has started."""
     early = vacant((3, 0), (3, 1), is_closed=False)
-    assert "nobody asks to be rank 2" in early.status[0]
+    assert "no process is rank 2" in early.status[0]
     assert not early.findings
     late = vacant((3, 0), (3, 1), is_closed=False, after_s=40)
     assert codes(late) == [("DDP105", "warning")]
@@ -785,7 +785,7 @@ def test_tags_that_differ_are_the_reason_of_a_circle() -> None:
     ranks = [zero.wait("recv", 5, peer=1, tag=1), one.wait("send", 6, peer=0, tag=2)]
     (finding,) = analyze(job([alive(each, *IN_BARRIER) for each in ranks])).findings
     assert finding.code == "DDP219"
-    assert "what is sent with tag 2 is received with tag 1" in finding.why
+    assert "the send has tag 2 and the recv tag 1" in finding.why
 
 
 def test_ranks_that_somebody_interrupted_are_no_finding() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ddpilot.source.parsed_file import CodeLine
+from ddpilot.user_files import CodeLine
 from ddpilot.watch.analysis import Analysis, analyze
 from ddpilot.watch.snapshot.model import RankSnapshot
 from tests.unit.watch.logs import FILE, S, Writer, alive, bucket, group_of, job, returned
@@ -142,7 +142,7 @@ def test_a_pipeline_whose_batch_of_messages_lacks_its_other_side_is_seen() -> No
             zero.call("all_reduce", 6, state="unknown", **LATE)
         codes, status = look(alive(zero, stack), alive(one, COMPUTES))
         assert (codes == [("DDP218", "warning")]) is is_held
-        assert any("rank 0 waits" in line for line in status) is is_held
+        assert any("rank 0 has waited" in line for line in status) is is_held
 
 
 @pytest.mark.parametrize(

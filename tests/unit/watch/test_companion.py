@@ -11,7 +11,8 @@ import pytest
 
 from ddpilot.findings.display import Findings
 from ddpilot.findings.finding import Finding
-from ddpilot.watch.companion import CallbackThread, OnFinding, find_known_error, is_explained, put_first, without_waits
+from ddpilot.watch.companion import CallbackThread, find_known_error, is_explained, put_first, without_waits
+from ddpilot.watch.options import FindingCallback
 from ddpilot.watch.report import Report
 from ddpilot.watch.snapshot.model import RankException
 
@@ -175,7 +176,7 @@ def report(*codes: str) -> Report:
     return Report(job="j", name="train", world_size=2, findings=Findings(made))
 
 
-def called(on_finding: OnFinding) -> tuple[CallbackThread, list[str], list[str]]:
+def called(on_finding: FindingCallback) -> tuple[CallbackThread, list[str], list[str]]:
     """A caller, what it says, and the codes of the reports that it stops for."""
     said: list[str] = []
     stopped: list[str] = []

@@ -86,7 +86,7 @@ def test_a_job_of_another_machine_is_listed_with_its_name_and_ended_when_it_said
     ring.publish({**ABOUT, "rank": 0, "pid": os.getpid(), "host": "elsewhere"})
     assert "elsewhere" in render_jobs(list_jobs())
     report = str(explain_job(*find_job(str(folder))))
-    assert "can be seen only there" in report
+    assert "only that machine shows" in report
     assert "running since" not in report
     write_job_info(folder, replace(about, host="elsewhere", ended_s=2.0))
     assert "DDP209" in str(explain_job(*find_job(str(folder))))

@@ -11,7 +11,8 @@ import pytest
 
 from ddpilot.errors import DdpilotError, LaunchError, WatchError
 from ddpilot.findings.display import Findings
-from ddpilot.findings.finding import Finding, Place
+from ddpilot.findings.finding import Finding
+from ddpilot.user_files import CodeLine
 from ddpilot.watch.analysis import Analysis
 from ddpilot.watch.explain.text import merge_rows
 from ddpilot.watch.options import WatchOptions
@@ -24,7 +25,7 @@ DESYNC = Finding(
     severity="error",
     summary="collective #5 differs",
     ranks=(0, 1),
-    place=Place(file="train.py", line=88),
+    place=CodeLine(file="train.py", line=88),
 )
 WAITING = Analysis(findings=Findings(), status=("rank 0 waits for 2.1 s",), is_stalled=True)
 
@@ -35,7 +36,7 @@ def test_report_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     report.save(tmp_path)
     assert read_report(tmp_path) == report
     text = (tmp_path / "report.txt").read_text()
-    assert text.startswith("train on 4 ranks, job 1121-a\n  n\n  not seen from here: ranks 2,3\n\ndesync  DDP201  ")
+    assert text.startswith("train on 4 ranks, job 1121-a\n  n\n  not visible from here: ranks 2,3\n\ndesync  DDP201  ")
 
 
 def test_read_report_says_what_is_damaged(tmp_path: Path) -> None:
@@ -51,7 +52,7 @@ def test_told_says_a_finding_once_for_its_line_or_words() -> None:
     told = ReportHistory(30.0)
     assert told.new_findings([DESYNC]) == [DESYNC]
     assert told.new_findings([replace(DESYNC, ranks=(1,)), replace(DESYNC, place=None)]) == []
-    other = replace(DESYNC, summary="collective #9 differs", place=Place(file="train.py", line=91))
+    other = replace(DESYNC, summary="collective #9 differs", place=CodeLine(file="train.py", line=91))
     assert told.new_findings([other]) == [other]
     assert newest([DESYNC, other, replace(DESYNC, why="since")]) == [replace(DESYNC, why="since"), other]
 
@@ -99,8 +100,8 @@ def test_watch_error_shows_its_findings() -> None:
 
 def test_rows_of_several_ranks_have_their_verb_in_the_plural() -> None:
     """What several ranks do at one place is one row."""
-    rows = [(rank, "is elsewhere", "train.py:3") for rank in (1, 2)] + [(0, "waits for a batch", "")]
-    assert merge_rows(rows) == [("ranks 1,2", "are elsewhere", "train.py:3"), ("rank 0", "waits for a batch", "")]
+    rows = [(rank, "has not called it", "train.py:3") for rank in (1, 2)] + [(0, "waits for a batch", "")]
+    assert merge_rows(rows) == [("ranks 1,2", "have not called it", "train.py:3"), ("rank 0", "waits for a batch", "")]
 
 
 def test_read_report_refuses_a_finding_that_is_none(tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from ddpilot.findings.finding import Finding, Place
+from ddpilot.findings.finding import Finding
 from ddpilot.record.flight_ring.log import RankLog
 from ddpilot.record.journal import Entry
+from ddpilot.user_files import CodeLine
 
 
 def no_log(_: int) -> RankLog | None:
@@ -84,11 +85,11 @@ def line_of(site: Mapping[str, Any] | None) -> tuple[str, int]:
     return site.get("file", ""), site.get("line", 0)
 
 
-def place_of(site: Mapping[str, Any] | None) -> Place | None:
+def place_of(site: Mapping[str, Any] | None) -> CodeLine | None:
     """Return the line that a probe noted with `Notes.site`; None if there is none."""
     if not site or "file" not in site:
         return None
-    return Place(**{key: site[key] for key in ("file", "line", "function", "text") if key in site})
+    return CodeLine(**{key: site[key] for key in ("file", "line", "function", "text") if key in site})
 
 
 K = TypeVar("K", bound=Hashable)

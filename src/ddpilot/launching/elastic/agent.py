@@ -306,7 +306,7 @@ def foretell(error: DdpilotError) -> str:
         return _shorten(f"{cause.summary} ({cause.code}); {cause.why}".removesuffix("; "))
     parts = [_shorten(error.found.partition("\n")[0])]
     if isinstance(error, RankError) and (raised := find_raised_line(error.rank_traceback)) is not None:
-        parts.append(f"at {raised.file}:{raised.line}" + (f"  {raised.text}" if raised.text else ""))
+        parts.append(f"at {raised}")
     parts += [_describe(each) for each in findings if each.code not in error.found]
     return ", ".join(parts)
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ddpilot.user_files import CodeLine
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
@@ -18,25 +20,26 @@ class Tensor:
     """For example ``cuda:0``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallSite:
+@dataclass(frozen=True, slots=True)
+class CallSite(CodeLine):
     """The user's line that started a collective; a library's line if no line of the user did."""
 
     file: str = ""
-    """File name as Python has it, or ``Cell In[7]`` for a cell; empty if no line is known."""
+    """Empty if no line is known."""
     line: int = 0
-    function: str = ""
-    text: str = ""
-    """The source line, without indentation."""
     via: str = ""
     """The library function that the line called, such as ``barrier`` or ``Tensor.backward``."""
-    callers: tuple[tuple[str, int, str, str], ...] = ()
-    """The user's calls that led to the line, innermost first, at most 5: file, line, function and text of each."""
+    callers: tuple[CodeLine, ...] = ()
+    """The user's calls that led to the line, innermost first, at most 5."""
 
     @property
     def place(self) -> str:
         """File and line, such as ``train.py:88`` or ``Cell In[7]:3``; empty if no line is known."""
         return f"{self.file}:{self.line}" if self.file else ""
+
+
+GroupKey = tuple[str, int, int, tuple[int, ...]]
+"""Name, attempt, incarnation and ranks of a group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +64,21 @@ class GroupOfRanks:
     backend_seq: int | None = None
     """Sequence number of the backend before the group's first collective in this recording; None if it does not
     count."""
+
+    @property
+    def key(self) -> GroupKey:
+        """Identity of the group, equal on all of its ranks."""
+        return (*self.local_key, self.ranks)
+
+    @property
+    def local_key(self) -> tuple[str, int, int]:
+        """Identity among the groups of one rank: without `ranks`, which may be thousands to hash."""
+        return (self.name, *self.generation)
+
+    @property
+    def generation(self) -> tuple[int, int]:
+        """Orders successive groups of the same name and ranks; all but the newest have been destroyed."""
+        return self.attempt, self.incarnation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from ddpilot.errors import RecordError
 from ddpilot.record.flight_ring import layout
 from ddpilot.record.flight_ring.groups import unpack_ranks
 from ddpilot.record.flight_ring.log import CallSite, Collective, DdpPart, GroupOfRanks, RankLog, Tensor
+from ddpilot.user_files import CodeLine
 
 _FROM_ABOUT = ("rank", "pid", "host", "torch", "source", "started_ns", "started_unix_ns")
 
@@ -237,7 +238,7 @@ def _tensors(items: list[list[Any]]) -> tuple[Tensor, ...]:
 
 
 def _line(fact: dict[str, Any]) -> CallSite:
-    return CallSite(**{**fact, "callers": tuple(tuple(each) for each in fact.get("callers", ()))})
+    return CallSite(**{**fact, "callers": tuple(CodeLine(*each) for each in fact.get("callers", ()))})
 
 
 def _ddp_part(fact: dict[str, Any]) -> DdpPart:
@@ -317,14 +318,12 @@ def read_now(path: str | os.PathLike[str]) -> RankNow:
 def _newest_start_ns(collectives: Sequence[Collective]) -> int:
     """First use of the newest default group if it replaced an earlier one, whose groups are all gone; otherwise 0."""
     groups = [
-        (entry.group.attempt, entry.group.incarnation, entry.start_ns)
+        (entry.group.generation, entry.start_ns)
         for entry in collectives
-        if entry.group is not None
-        and entry.group.name == _DEFAULT
-        and (entry.group.attempt, entry.group.incarnation) > _FIRST
+        if entry.group is not None and entry.group.name == _DEFAULT and entry.group.generation > _FIRST
     ]
-    newest = max((group[:2] for group in groups), default=None)
-    return min((start_ns for *age, start_ns in groups if tuple(age) == newest), default=0)
+    newest = max((generation for generation, _ in groups), default=None)
+    return min((start_ns for generation, start_ns in groups if generation == newest), default=0)
 
 
 def _count(collectives: Sequence[Collective]) -> Iterator[GroupNow]:
@@ -332,7 +331,7 @@ def _count(collectives: Sequence[Collective]) -> Iterator[GroupNow]:
     pending: Counter[tuple[str, int, int]] = Counter()
     for entry in reversed(collectives):
         if entry.group is not None and entry.seq is not None:
-            key = (entry.group.name, entry.group.attempt, entry.group.incarnation)
+            key = entry.group.local_key
             last.setdefault(key, (entry.group, entry.seq))
             pending[key] += entry.state == "begun"
     for key, (group, seq) in last.items():

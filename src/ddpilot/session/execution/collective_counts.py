@@ -17,7 +17,7 @@ from ddpilot.record.flight_ring.reader import NUM_NEWEST, read_ring
 from ddpilot.record.hook import ring_path
 from ddpilot.session.execution.outcome import Outcome
 from ddpilot.session.protocol.report import Report
-from ddpilot.watch.explain.text import name_group, say_call
+from ddpilot.watch.explain.text import name_group, render_call
 
 _WORD_BYTES = 8
 _RECORDED_LATE_S = 0.15
@@ -123,7 +123,7 @@ class CountMismatch:
         for each in log.collectives:
             group = each.group
             if each.seq is not None and group is not None and f"{group.name} {pack_ranks(group.ranks)}" == key:
-                by_age.setdefault((group.attempt, group.incarnation), []).append(each)
+                by_age.setdefault(group.generation, []).append(each)
         newest = by_age[max(by_age)] if by_age else []
         extra = [each for each in newest if each.seq is not None and each.seq >= least]
         return [] if any(each.state == "failed" or each.thread != log.pid for each in extra) else extra
@@ -143,5 +143,6 @@ def _say(counts: Mapping[int, int], first: Collective) -> str:
     group = "a group" if first.group is None else name_group(first.group)
     return (
         f"the ranks have begun different numbers of collectives in {group}: {said}; {behind} did not call "
-        f"#{first.seq}: {say_call(first)}. It would be matched with a collective of a later cell: call it on all ranks"
+        f"#{first.seq}, {render_call(first)}. It would be matched with a collective of a later cell: call it on all "
+        "ranks"
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turn what `matching` finds into findings: all text for users is here.
+"""Turn the results of `matching` into findings: all text for users is here.
 
 Imports `matching`, `snapshot`, `source`, `findings` and what is below them.
 """

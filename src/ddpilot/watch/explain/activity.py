@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ddpilot.module_names import FORM_GROUP
-from ddpilot.source.parsed_file import CodeLine
-from ddpilot.watch.explain.text import say_place, say_s
+from ddpilot.user_files import CodeLine
+from ddpilot.watch.explain.text import render_duration, render_place
 from ddpilot.watch.snapshot.model import PythonStack, RankSnapshot
 from ddpilot.watch.snapshot.stacks import SUBPROCESS, innermost, passes
 
@@ -21,13 +21,14 @@ _COMPILES = (  # functions, since a module may merely be in the middle of its im
     *("/convert_frame.py:_compile", "/compile_fx.py:compile_fx", "/async_compile.py:wait"),
     "/triton/compiler/compiler.py:compile",
 )
-_WAITS_FOR_CHILD = "waits for a process that it has started"
+NOT_CALLED = "has not called it"
+_WAITS_FOR_CHILD = "waits for a child process"
 _KINDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("DDP213", "waits for a worker process of its DataLoader", (":_try_get_data", ":_get_data")),
+    ("DDP213", "waits for a DataLoader worker", (":_try_get_data", ":_get_data")),
     ("DDP216", "is leaving its group (destroy_process_group)", (":destroy_process_group",)),
     (
         "DDP215",
-        "waits for all ranks to make a group",
+        "waits for all ranks to create a group",
         (
             *(":init_process_group", ":_store_based_barrier", ":_new_process_group_helper", ":new_group"),
             *("/rendezvous.py:", FORM_GROUP),
@@ -37,7 +38,7 @@ _KINDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("DDP214", _WAITS_FOR_CHILD, (SUBPROCESS,)),
     (
         "DDP214",
-        "is reading or writing: a checkpoint, a file or the network",
+        "is reading or writing a checkpoint, a file or the network",
         (
             *(
                 "/torch/serialization.py:",
@@ -59,35 +60,36 @@ _KINDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 )
 _IO_CALLS = ("open(", "torch.save(", "torch.load(", ".read(", ".write(", "np.load(", "np.save(", "pickle.", "urlopen(")
 _WHY = {
-    "DDP213": "a worker of the DataLoader is stuck or slow: a lock that fork copied, a file that does not answer, or "
-    "a sample that takes long",
-    "DDP214": "one rank writes or reads while the others wait in a collective",
-    "DDP215": "a group is made by all ranks together, and some are elsewhere",
-    "DDP216": "one rank ends its part while others still call collectives",
-    "DDP217": "its Python code still runs, so it may come",
-    "DDP218": "it is alive and calls no collective: it may come, or never will",
-    "DDP221": "this rank compiles what the others have in their caches",
+    "DDP213": "a DataLoader worker is stuck or slow: a lock that was held at the fork, a file system that does not "
+    "respond, or a sample that takes long",
+    "DDP214": "one rank reads or writes while the other ranks wait in a collective",
+    "DDP215": "all ranks create a group together, and some have not called it",
+    "DDP216": "one rank leaves its group while other ranks still call collectives",
+    "DDP217": "its Python code is running, so it may still call the collective",
+    "DDP218": "it is alive and calls no collective; it is not known whether it will",
+    "DDP221": "this rank compiles what the other ranks have in their caches",
 }
 _FIX = {
-    "DDP213": "look at what the dataset does there; try `num_workers=0`, `multiprocessing_context='forkserver'` and "
+    "DDP213": "check what the dataset does there; try `num_workers=0`, `multiprocessing_context='forkserver'` and "
     "DataLoader's `timeout=`",
-    "DDP214": "nothing, if it is meant to take long; else let no rank wait meanwhile, and raise the group's `timeout`",
-    "DDP215": "let all ranks call init_process_group and new_group, members of the new group or not, in the same order",
-    "DDP216": "let all ranks come to a barrier before destroy_process_group",
-    "DDP217": "look at what takes so long there; balance the work, or move it to where nobody waits",
-    "DDP218": "look at the line where it is: if it ends, all is well; if not, let it come to what the others are in",
-    "DDP221": "compile before the ranks part: warm up with one batch on all ranks, then a barrier; share the cache "
+    "DDP214": "nothing, if it is expected to take long; otherwise do not let other ranks wait for it, or raise the "
+    "group's `timeout`",
+    "DDP215": "call init_process_group and new_group on all ranks, members of the new group or not, in the same order",
+    "DDP216": "call a barrier on all ranks before destroy_process_group",
+    "DDP217": "check what takes long there; balance the work, or move it to where no rank waits",
+    "DDP218": "check the line where it is: if it does not finish, make the rank call what the other ranks are in",
+    "DDP221": "compile before the ranks diverge: warm up with one batch on all ranks, then a barrier; share the cache "
     "directory (TORCHINDUCTOR_CACHE_DIR)",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activity:
-    """What a rank does instead of the collective that others wait for."""
+    """The activity of a rank while others wait for it in a collective."""
 
     code: str
     words: str
-    """What the rank does, as a clause without its subject."""
+    """The activity as a clause without its subject."""
     at: CodeLine | None
     moves: Moves
 
@@ -98,7 +100,7 @@ class Activity:
 
     @property
     def fix(self) -> str:
-        """What to do."""
+        """The fix."""
         return _FIX[self.code]
 
 
@@ -110,13 +112,13 @@ def describe_activity(rank: RankSnapshot, earlier: RankSnapshot | None, now_ns: 
     if words == _WAITS_FOR_CHILD and rank.stack is not None and rank.stack.child:
         words += f": {rank.stack.child}"
     if moves == "moves" and code == "DDP218":
-        code, words = "DDP217", "is slow: its Python line moves"
+        code, words = "DDP217", "is running: its Python line changes"
     if rank.process.os_state in ("T", "t"):
         words = "is stopped (SIGSTOP, Ctrl-Z or a debugger)"
-    elif rank.log is not None and rank.log.closed_ns is not None:
-        words = "has come to the end of its program; the process has not ended yet"
+    elif rank.has_closed_log:
+        words = "has reached the end of its program; its process has not exited yet"
     elif code == "DDP218" and (silent_ns := _without_python_ns(rank, now_ns)) > _NO_PYTHON_NS:
-        words = f"has run no Python for {say_s(silent_ns)}: C code holds Python's lock"
+        words = f"has run no Python code for {render_duration(silent_ns)}: native code holds the GIL"
     return Activity(code=code, words=words, at=at, moves=moves)
 
 
@@ -125,8 +127,8 @@ def _kind(rank: RankSnapshot, at: CodeLine | None) -> tuple[str, str]:
         if passes(rank.stack, *parts) is not None:
             return code, words
     if at is not None and rank.stack is not None and any(call in at.text for call in _IO_CALLS):
-        return "DDP214", "is reading or writing: a checkpoint, a file or the network"
-    return "DDP218", "is elsewhere"
+        return "DDP214", "is reading or writing a checkpoint, a file or the network"
+    return "DDP218", NOT_CALLED
 
 
 def has_moved(rank: RankSnapshot, earlier: RankSnapshot | None) -> Moves:
@@ -145,7 +147,7 @@ def has_moved(rank: RankSnapshot, earlier: RankSnapshot | None) -> Moves:
 
 
 def _lines(stack: PythonStack) -> list[tuple[str, int]]:
-    return [(frame.file, frame.line) for frame in stack.main_frames]
+    return [frame.position for frame in stack.main_frames]
 
 
 def _without_python_ns(rank: RankSnapshot, now_ns: int) -> int:
@@ -154,7 +156,7 @@ def _without_python_ns(rank: RankSnapshot, now_ns: int) -> int:
     return now_ns - (rank.log.heartbeat_ns or rank.log.started_ns)
 
 
-def say_where(absence: Activity) -> str:
+def render_where(activity: Activity) -> str:
     """Format the rank's line and whether it moves; empty if the line is unknown."""
-    standing = {"stands": " (has not moved)", "moves": " (moves)", "unknown": ""}[absence.moves]
-    return f"{say_place(absence.at)}{standing}" if absence.at is not None else ""
+    standing = {"stands": " (has not moved)", "moves": " (moves)", "unknown": ""}[activity.moves]
+    return f"{render_place(activity.at)}{standing}" if activity.at is not None else ""

@@ -9,8 +9,12 @@ from typing import Any, NamedTuple
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
-from ddpilot.source.parsed_file import CodeLine
-from ddpilot.watch.explain.text import lay_out, merge_rows, place_of, say_place
+from ddpilot.user_files import CodeLine
+from ddpilot.watch.explain.text import (
+    place_of,
+    render_place,
+    render_table,
+)
 from ddpilot.watch.snapshot.model import JobSnapshot
 
 _MESSAGES = ("DDP expects same model across all ranks", "of the same param in process 0")
@@ -30,27 +34,27 @@ class WrapDifference(NamedTuple):
     """Where each rank wraps its model."""
 
 
-def explain_wraps(view: JobSnapshot) -> Finding | None:
+def explain_wraps(job: JobSnapshot) -> Finding | None:
     """Return the finding if DDP rejected models because they differ; None if guard noted no difference."""
-    errors = [seen.error.message for seen in view.ranks.values() if seen.error is not None]
+    errors = [seen.error.message for seen in job.ranks.values() if seen.error is not None]
     if not any(message in error for error in errors for message in _MESSAGES):
         return None
-    found = find_wrap_difference(view)
+    found = find_wrap_difference(job)
     if found is None:
         return None
-    rows = [(rank, "in DDP's constructor", say_place(line)) for rank, line in found.lines.items()]
+    rows = [(rank, "in DDP's constructor", render_place(line)) for rank, line in found.lines.items()]
     return make_finding(
         found.code,
         ranks=found.ranks,
         line=place_of(found.lines[found.ranks[0]]),
-        evidence=lay_out(merge_rows(rows)),
+        evidence=render_table(rows),
         why=found.why,
     )
 
 
-def find_wrap_difference(view: JobSnapshot) -> WrapDifference | None:
+def find_wrap_difference(job: JobSnapshot) -> WrapDifference | None:
     """Compare the models that ranks wrapped last, after the same number of collectives of one group; None if equal."""
-    notes = {rank: note for rank, seen in view.ranks.items() if (note := _newest(seen.journal)) is not None}
+    notes = {rank: note for rank, seen in job.ranks.items() if (note := _newest(seen.journal)) is not None}
     keys = {rank: (note["group"], note["at"]) for rank, note in notes.items()}
     together = max((sorted(r for r in keys if keys[r] == key) for key in keys.values()), key=len, default=[])
     if len(together) < 2 or any(len(notes[rank]["parameters"]) < notes[rank]["num_parameters"] for rank in together):
@@ -58,11 +62,13 @@ def find_wrap_difference(view: JobSnapshot) -> WrapDifference | None:
     models = {rank: _parameters(notes[rank]) for rank in together}
     lines = {rank: _line_of(notes[rank]["site"]) for rank in together}
     for code, ask in _ASPECTS:
-        said = {rank: ask(model) for rank, model in models.items()}
-        if any(each != said[together[0]] for each in said.values()):
-            usual = max(together, key=lambda rank: (sum(said[rank] == each for each in said.values()), -rank))
-            odd = tuple(rank for rank in together if said[rank] != said[usual])
-            return WrapDifference(code, odd, _say(code, usual, models[usual], odd[0], models[odd[0]]), lines)
+        values = {rank: ask(model) for rank, model in models.items()}
+        if any(each != values[together[0]] for each in values.values()):
+            usual = max(together, key=lambda rank: (sum(values[rank] == each for each in values.values()), -rank))
+            odd = tuple(rank for rank in together if values[rank] != values[usual])
+            return WrapDifference(
+                code, odd, _describe_difference(code, usual, models[usual], odd[0], models[odd[0]]), lines
+            )
     return None
 
 
@@ -88,23 +94,23 @@ _ASPECTS: tuple[tuple[str, Callable[[_Parameters], Any]], ...] = (
 )
 
 
-def _say(code: str, one: int, first: _Parameters, other: int, second: _Parameters) -> str:
+def _describe_difference(code: str, one: int, first: _Parameters, other: int, second: _Parameters) -> str:
     here, there = render_ranks([one]), render_ranks([other])
     if code == "DDP301":
         more = {here: [name for name in first if name not in second], there: [n for n in second if n not in first]}
-        said = [f"{who} alone has {_list(names)}" for who, names in more.items() if names]
-        return "; ".join(said) or f"{here} and {there} have the same parameters in another order"
+        own = [f"only {who} has {_list_names(names)}" for who, names in more.items() if names]
+        return "; ".join(own) or f"{here} and {there} have the same parameters in a different order"
     at = {"DDP302": 0, "DDP303": 1, "DDP304": 2}[code]
     different = [name for name in first if first[name][at] != second[name][at]]
     if code == "DDP304":
         frozen = [name for name in different if not second[name][2]]
         where, but_not, names = (there, here, frozen) if frozen else (here, there, different)
-        return f"{_list(names)} {'is' if len(names) == 1 else 'are'} frozen on {where}, and not on {but_not}"
+        return f"{_list_names(names)} {'is' if len(names) == 1 else 'are'} frozen on {where} but not on {but_not}"
     name = different[0]
     values = [list(model[name][0]) if at == 0 else model[name][1] for model in (first, second)]
     return f"`{name}` is {values[0]} on {here} and {values[1]} on {there}"
 
 
-def _list(names: list[str]) -> str:
+def _list_names(names: list[str]) -> str:
     more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
     return ", ".join(f"`{name}`" for name in names[:_MAX_NAMED]) + more

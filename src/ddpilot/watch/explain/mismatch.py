@@ -15,28 +15,36 @@ from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
 from ddpilot.record.flight_ring.log import Collective
 from ddpilot.source.control_flow import find_unordered_loop
-from ddpilot.source.parsed_file import Chain, CodeLine, Sources
-from ddpilot.watch.explain.causes import FIXES, Cause, Party, find_cause, find_origin, make_party, show_common
+from ddpilot.source.parsed_file import Chain, Sources
+from ddpilot.watch.explain.causes import (
+    FIXES,
+    Cause,
+    CollectiveSide,
+    find_cause,
+    find_origin,
+    show_common,
+    side_in_collective,
+)
 from ddpilot.watch.explain.ddp_constructor import find_wrap_difference
 from ddpilot.watch.explain.text import (
     describe,
     describe_shortly,
-    lay_out,
-    merge_rows,
     name_group,
     place_of,
-    say_place,
-    say_spot,
+    ranks_do,
+    render_death,
+    render_place,
+    render_position,
+    render_table,
     show_file,
 )
 from ddpilot.watch.matching.mismatch import (
     EXCHANGES,
-    Mismatch,
     MismatchedCollective,
     signature_of,
 )
 from ddpilot.watch.matching.progress import GroupProgress
-from ddpilot.watch.snapshot.model import JobSnapshot, RankSnapshot
+from ddpilot.watch.snapshot.model import JobSnapshot
 
 _CODES = {
     "op": "DDP201",
@@ -57,44 +65,46 @@ _WORDS = {
 }
 
 
-def explain_mismatch(view: JobSnapshot, meet: MismatchedCollective, sources: Sources) -> Finding:
+def explain_mismatch(job: JobSnapshot, mismatched: MismatchedCollective, sources: Sources) -> Finding:
     """Return the finding for a mismatch, with its cause where the source and the logs determine it."""
-    sides = [ranks for _, ranks in meet.clash.said]
-    rest, odd = _party(view, meet, sides[0]), _party(view, meet, sides[1])
-    cause = find_joined(meet.progress, meet.seq) or _find_cause(view, meet, rest, odd, sources)
-    reason = find_reason(view, meet, rest.chain, odd.chain, sources) if cause is None else Reason()
-    code = "DDP201" if reason.are_other_calls else _choose_code(meet, cause)
-    wraps = find_wrap_difference(view) if code in _OF_CONSTRUCTION.values() else None
+    sides = [ranks for _, ranks in mismatched.mismatch.values]
+    progress, seq = mismatched.progress, mismatched.seq
+    rest, odd = (side_in_collective(job, progress, ranks, seq) for ranks in sides[:2])
+    cause = _find_join_cause(progress, seq) or _find_cause(job, mismatched, rest, odd, sources)
+    reason = _explain_from_logs(job, mismatched, rest.chain, odd.chain, sources) if cause is None else Explanation()
+    code = "DDP201" if reason.are_different_calls else _choose_code(mismatched, cause)
+    wraps = find_wrap_difference(job) if code in _OF_CONSTRUCTION.values() else None
     if wraps is not None:
         code, cause = wraps.code, Cause(code=wraps.code, ranks=wraps.ranks, why=wraps.why)
-    special = reason.fix if cause is None else cause.fix or special_fix(meet)
+    special = reason.fix if cause is None else cause.fix or _special_fix(mismatched)
     smallest = min(sides, key=lambda ranks: (len(ranks), -ranks[0]))
-    at = cause.at if cause is not None and cause.at is not None else _frame_of(meet.by_rank[smallest[0]])
+    at = cause.at if cause is not None and cause.at is not None else mismatched.by_rank[smallest[0]].line
     return make_finding(
         code,
-        summary=_summarize(meet),
+        summary=_summarize(mismatched),
         ranks=(cause.ranks if cause is not None else ())
-        or (smallest if len(sides) == 2 else tuple(sorted(meet.by_rank))),
+        or (smallest if len(sides) == 2 else tuple(sorted(mismatched.by_rank))),
         line=place_of(at),
-        evidence=(*_show_sides(view, meet), *show_common(meet.progress, meet.seq)),
-        why=cause.why if cause is not None else reason.why or _why(meet),
+        evidence=(*_show_sides(job, mismatched), *show_common(mismatched)),
+        why=cause.why if cause is not None else reason.why or _why(mismatched),
         fix=special or FIXES.get(code, ""),
     )
 
 
 def _find_cause(
-    view: JobSnapshot, meet: MismatchedCollective, rest: Party, odd: Party, sources: Sources
+    job: JobSnapshot, mismatched: MismatchedCollective, rest: CollectiveSide, odd: CollectiveSide, sources: Sources
 ) -> Cause | None:
-    if meet.clash.aspect != "op" and rest.chain[-1:] == odd.chain[-1:]:
+    lines = [[frame.position for frame in side.chain[-1:]] for side in (rest, odd)]
+    if mismatched.mismatch.aspect != "op" and lines[0] == lines[1]:
         return None
-    origin = find_origin(view, meet.progress, rest.ranks[0], odd.ranks[0], meet.seq, sources)
+    origin = find_origin(job, mismatched.progress, rest.ranks[0], odd.ranks[0], mismatched.seq, sources)
     return (find_cause(*origin, sources) if origin is not None else None) or find_cause(rest, odd, sources)
 
 
-def _choose_code(meet: MismatchedCollective, cause: Cause | None) -> str:
-    parts = {entry.ddp.what for entry in meet.by_rank.values() if entry.ddp is not None}
-    own = (_OF_CONSTRUCTION if parts == {"construction"} else _CODES).get(meet.clash.aspect, "DDP201")
-    if len({entry.ddp and (entry.ddp.what, entry.ddp.names) for entry in meet.by_rank.values()}) > 1:
+def _choose_code(mismatched: MismatchedCollective, cause: Cause | None) -> str:
+    parts = {entry.ddp.what for entry in mismatched.by_rank.values() if entry.ddp is not None}
+    own = (_OF_CONSTRUCTION if parts == {"construction"} else _CODES).get(mismatched.mismatch.aspect, "DDP201")
+    if len({entry.ddp and (entry.ddp.what, entry.ddp.names) for entry in mismatched.by_rank.values()}) > 1:
         own = "DDP201" if own in ("DDP202", "DDP203") else own  # different gradients, or one side has none
     if cause is None or (cause.code in ("DDP201", "DDP220") and not cause.is_branch):
         return own
@@ -103,174 +113,153 @@ def _choose_code(meet: MismatchedCollective, cause: Cause | None) -> str:
     return cause.code
 
 
-def _summarize(meet: MismatchedCollective) -> str:
-    values = [value for value, _ in meet.clash.said[:4]]
-    said = ", ".join(values[:-1]) + f" and {values[-1]}"
-    words = _WORDS[meet.clash.aspect]
-    what = f" {words}: {said.replace(' elements and', ' and')}" if words else ""
-    return f"collective #{meet.seq} of {name_group(meet.progress.group)} differs between ranks{what}"
+def _summarize(mismatched: MismatchedCollective) -> str:
+    values = [value for value, _ in mismatched.mismatch.values[:4]]
+    texts = ", ".join(values[:-1]) + f" and {values[-1]}"
+    words = _WORDS[mismatched.mismatch.aspect]
+    what = f" {words}: {texts.replace(' elements and', ' and')}" if words else ""
+    return f"collective #{mismatched.seq} of {name_group(mismatched.progress.group)} differs between ranks{what}"
 
 
-def _why(meet: MismatchedCollective) -> str:
-    if meet.clash.aspect == "reduce-op":
-        return "each rank reduces in its own way: the results differ between ranks, and nothing stops"
-    if meet.clash.aspect == "shape":
-        return "as many numbers in another order: what meets does not belong together, and nothing stops"
-    if meet.clash.aspect == "op":
-        return "collectives meet by their order in the group, whatever they are: some ranks are ahead, or elsewhere"
-    return f"ranks that are in one collective have to agree about its {meet.clash.aspect}"
+def _why(mismatched: MismatchedCollective) -> str:
+    if mismatched.mismatch.aspect == "reduce-op":
+        return "each rank uses its own reduce-op: the results differ between ranks, and training continues"
+    if mismatched.mismatch.aspect == "shape":
+        return "the shapes are transposed: elements that do not belong together are combined, and training continues"
+    if mismatched.mismatch.aspect == "op":
+        return "collectives are matched by their order in the group: some ranks are ahead, or took a different path"
+    return f"all ranks of a collective must pass the same {mismatched.mismatch.aspect}"
 
 
-def _show_sides(view: JobSnapshot, meet: MismatchedCollective) -> tuple[str, ...]:
-    said = {rank: value for value, ranks in meet.clash.said for rank in ranks}
+def _show_sides(job: JobSnapshot, mismatched: MismatchedCollective) -> tuple[str, ...]:
+    by_rank = {rank: value for value, ranks in mismatched.mismatch.values for rank in ranks}
     rows = []
-    for rank, entry in meet.by_rank.items():
+    for rank, entry in mismatched.by_rank.items():
         what = describe(entry)
-        value = said.get(rank, "")
-        if meet.clash.aspect in ("size", "root") and value not in what:
+        value = by_rank.get(rank, "")
+        if mismatched.mismatch.aspect in ("size", "root") and value not in what:
             what = f"{what} ({value})"
-        rows.append((rank, what + _fate(view.ranks.get(rank)), say_place(entry.line)))
-    return lay_out(merge_rows(rows))
+        rows.append((rank, what + render_death(job.ranks.get(rank)), render_place(entry.line)))
+    return render_table(rows)
 
 
-def _fate(rank: RankSnapshot | None) -> str:
-    signal_name = rank.process.signal_name if rank is not None else None
-    return f", died of {signal_name}" if signal_name else ""
-
-
-def _party(view: JobSnapshot, meet: MismatchedCollective, ranks: tuple[int, ...]) -> Party:
-    return make_party(view, meet.progress, ranks, meet.seq)
-
-
-def _frame_of(entry: Collective) -> CodeLine | None:
-    line = entry.line
-    return CodeLine(line.file, line.line, line.function, line.text) if line is not None and line.file else None
-
-
-def involved(meet: MismatchedCollective) -> tuple[int, ...]:
+def one_rank_per_side(mismatched: MismatchedCollective) -> tuple[int, ...]:
     """Return one rank of each side: their stacks show the most."""
-    return tuple(ranks[0] for _, ranks in meet.clash.said)
+    return tuple(ranks[0] for _, ranks in mismatched.mismatch.values)
 
 
 _THREAD_FIX = (
-    "let the thread run on all ranks and give it a group of its own (`dist.new_group()` on all ranks), or call from "
-    "one thread only"
+    "run the thread on all ranks and give it its own group (`dist.new_group()` on all ranks), or call from one "
+    "thread only"
 )
-_SHAPE_FIX = "give tensors of one shape on all ranks: `transpose` or `permute` where they are turned"
-_EXCHANGE_FIX = "let each rank expect what the others give: exchange the split sizes first, with an even all_to_all"
-_OTHER_BUCKETS = (
-    "these are gradients of other parameters, as of another model, since DDP compares sizes when it wraps: the ranks "
-    "run backward passes in another order, or some run one more"
+_SHAPE_FIX = "pass tensors of the same shape on all ranks: apply `transpose` or `permute` where they differ"
+_EXCHANGE_FIX = "make each rank expect what the others send: exchange the split sizes first, in an even all_to_all"
+_DIFFERENT_BUCKETS = (
+    "these are gradients of different parameters, for example of a second model, since DDP compares sizes when it "
+    "wraps a model: the ranks run backward passes in a different order, or some run one more"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reason:
+class Explanation:
     """The explanation from the logs or from a loop's source; empty if there is none."""
 
     why: str = ""
     fix: str = ""
     """Empty if the usual fix for the code applies."""
-    are_other_calls: bool = False
+    are_different_calls: bool = False
     """True if the ranks are in different calls."""
 
 
-def find_reason(view: JobSnapshot, meet: MismatchedCollective, one: Chain, other: Chain, sources: Sources) -> Reason:
-    """Return the first reason that applies to the two sides of `meet`, whose calls are `one` and `other`."""
-    sides = [ranks for _, ranks in meet.clash.said]
-    thread = _say_thread(view, meet)
-    other_calls = _say_other_calls(meet, sides)
+def _explain_from_logs(
+    job: JobSnapshot, mismatched: MismatchedCollective, one: Chain, other: Chain, sources: Sources
+) -> Explanation:
+    """Return the first reason that applies to the two sides of `mismatched`, whose calls are `one` and `other`."""
+    sides = [ranks for _, ranks in mismatched.mismatch.values]
+    thread = _render_thread(job, mismatched)
+    other_calls = _render_different_calls(mismatched, sides)
     if thread or other_calls:
-        fix = _THREAD_FIX if thread else special_fix(meet)
-        return Reason(why=thread or other_calls, fix=fix, are_other_calls=bool(other_calls))
-    unordered = say_unordered(one, other, sources)
+        fix = _THREAD_FIX if thread else _special_fix(mismatched)
+        return Explanation(why=thread or other_calls, fix=fix, are_different_calls=bool(other_calls))
+    unordered = _describe_unordered_loop(one, other, sources)
     if unordered:
-        return Reason(why=unordered, fix=UNORDERED_FIX)
-    left_order = say_left_order(meet.progress, meet.seq, *sides[:2]) if _is_of_tensors(meet) else ""
-    return Reason(why=left_order, fix=ORDER_FIX if left_order else special_fix(meet))
+        return Explanation(why=unordered, fix=_UNORDERED_FIX)
+    left_order = (
+        _describe_changed_order(mismatched.progress, mismatched.seq, *sides[:2]) if _is_of_tensors(mismatched) else ""
+    )
+    return Explanation(why=left_order, fix=_ORDER_FIX if left_order else _special_fix(mismatched))
 
 
-def _is_of_tensors(meet: MismatchedCollective) -> bool:
-    return meet.clash.aspect in ("size", "dtype")
+def _is_of_tensors(mismatched: MismatchedCollective) -> bool:
+    return mismatched.mismatch.aspect in ("size", "dtype")
 
 
-def _say_other_calls(meet: MismatchedCollective, sides: Sequence[tuple[int, ...]]) -> str:
+def _render_different_calls(mismatched: MismatchedCollective, sides: Sequence[tuple[int, ...]]) -> str:
     """Return a sentence if the sides are in different calls; empty otherwise."""
-    if not _is_of_tensors(meet):
+    if not _is_of_tensors(mismatched):
         return ""
-    is_other = are_other_buckets(meet.clash, *(meet.by_rank[ranks[0]] for ranks in sides[:2]))
-    return say_other_calls(meet.progress, meet.seq, *sides[:2]) or (_OTHER_BUCKETS if is_other else "")
+    parts = [mismatched.by_rank[ranks[0]].ddp for ranks in sides[:2]]
+    # DDP compares the sizes of the same parameters when it wraps a model: different sizes mean different parameters.
+    are_buckets = mismatched.mismatch.aspect == "size" and all(part and part.what == "bucket" for part in parts)
+    different_calls = _describe_different_calls(mismatched.progress, mismatched.seq, *sides[:2])
+    return different_calls or (_DIFFERENT_BUCKETS if are_buckets else "")
 
 
-def special_fix(meet: MismatchedCollective) -> str:
+def _special_fix(mismatched: MismatchedCollective) -> str:
     """Return the fix for arguments of this kind; empty if the usual fix for the code applies."""
-    if meet.clash.aspect == "shape":
+    if mismatched.mismatch.aspect == "shape":
         return _SHAPE_FIX
-    is_exchange = any(entry.op in EXCHANGES for entry in meet.by_rank.values())
-    return _EXCHANGE_FIX if is_exchange and meet.clash.aspect == "size" else ""
+    is_exchange = any(entry.op in EXCHANGES for entry in mismatched.by_rank.values())
+    return _EXCHANGE_FIX if is_exchange and mismatched.mismatch.aspect == "size" else ""
 
 
-def _say_thread(view: JobSnapshot, meet: MismatchedCollective) -> str:
+def _render_thread(job: JobSnapshot, mismatched: MismatchedCollective) -> str:
     """Return a sentence if one of the calls comes from a thread other than the main thread; empty otherwise."""
-    for rank, entry in sorted(meet.by_rank.items()):
-        main = _main_thread(view, rank)
-        if entry.ddp is None and main not in (0, entry.thread) and _is_shared(meet.progress.by_rank[rank], main):
-            others = [each for each in meet.by_rank if each != rank]
-            is_alone = not any(_calls_beside(view, meet, each) for each in others)
-            alone = f", as {render_ranks(others)} never did" if is_alone else ""
-            spot = say_spot(entry.line)
-            return (
-                f"{render_ranks([rank])} calls the one at {spot} from another thread{alone}: threads come in any order"
-            )
+    for rank, entry in sorted(mismatched.by_rank.items()):
+        main, entries = _main_thread(job, rank), mismatched.progress.by_rank[rank]
+        if entry.ddp is None and main not in (0, entry.thread) and any(each.thread == main for each in entries):
+            others = [each for each in mismatched.by_rank if each != rank]
+            is_only = not any(_calls_from_threads(job, mismatched, each) for each in others)
+            unlike = f", unlike {render_ranks(others)}" if is_only else ""
+            who, position = render_ranks([rank]), render_position(entry.line)
+            return f"{who} calls the one at {position} from a second thread{unlike}: their order varies"
     return ""
 
 
-def _main_thread(view: JobSnapshot, rank: int) -> int:
+def _main_thread(job: JobSnapshot, rank: int) -> int:
     """Return the id of the main thread, which is the pid; 0 if it is unknown."""
-    seen = view.ranks.get(rank)
+    seen = job.ranks.get(rank)
     return seen.log.pid if seen is not None and seen.log is not None else 0
 
 
-def _is_shared(entries: Sequence[Collective], thread: int) -> bool:
-    return any(entry.thread == thread for entry in entries)
-
-
-def _calls_beside(view: JobSnapshot, meet: MismatchedCollective, rank: int) -> bool:
+def _calls_from_threads(job: JobSnapshot, mismatched: MismatchedCollective, rank: int) -> bool:
     """True if `rank` has called collectives, other than DDP's, outside its main thread."""
-    main = _main_thread(view, rank)
-    return any(entry.ddp is None and entry.thread != main for entry in meet.progress.by_rank.get(rank, ()))
+    main = _main_thread(job, rank)
+    return any(entry.ddp is None and entry.thread != main for entry in mismatched.progress.by_rank.get(rank, ()))
 
 
-ORDER_FIX = (
-    "let all ranks make these calls in the same order: sort what they are made for (a set has no order), and give "
-    "zeros where a rank has nothing to give"
+_ORDER_FIX = (
+    "make these calls in the same order on all ranks: sort the items (a set has no order), and pass zeros where a "
+    "rank has no value"
 )
 _MIN_TIMES = 2
 """A call counts as the regular successor if it followed the same call this often, with no exception."""
 
 
-def are_other_buckets(clash: Mismatch, first: Collective, second: Collective) -> bool:
-    """Return True if these are gradient buckets of different parameters.
-
-    DDP compares the sizes of the same parameters when it wraps the model, so different sizes imply different
-    parameters.
-    """
-    parts = [entry.ddp for entry in (first, second)]
-    return clash.aspect == "size" and all(part is not None and part.what == "bucket" for part in parts)
-
-
-def say_other_calls(progress: GroupProgress, seq: int, one: tuple[int, ...], other: tuple[int, ...]) -> str:
+def _describe_different_calls(progress: GroupProgress, seq: int, one: tuple[int, ...], other: tuple[int, ...]) -> str:
     """Return a sentence if both sides call at `seq`, from different lines, what both have called before; else empty."""
     mine, theirs = progress.at(one[0], seq), progress.at(other[0], seq)
     if mine is None or theirs is None or _call_site(mine) == _call_site(theirs):
         return ""
     if not (_has_called(progress, one[0], seq, theirs) and _has_called(progress, other[0], seq, mine)):
         return ""
-    spots = f"{render_ranks(one)} at {say_spot(mine.line)}, {render_ranks(other)} at {say_spot(theirs.line)}"
-    return f"these are different calls, of which all ranks make both: {spots}; some are ahead, or make one more"
+    spots = (
+        f"{render_ranks(one)} at {render_position(mine.line)}, {render_ranks(other)} at {render_position(theirs.line)}"
+    )
+    return f"these are two different calls, which all ranks make: {spots}; some ranks are ahead, or make one more"
 
 
-def say_left_order(progress: GroupProgress, seq: int, one: tuple[int, ...], other: tuple[int, ...]) -> str:
+def _describe_changed_order(progress: GroupProgress, seq: int, one: tuple[int, ...], other: tuple[int, ...]) -> str:
     """Return a sentence if one side makes the usual call at `seq` and the other a known other call; else empty."""
     for keeps, leaves in ((one, other), (other, one)):
         before, mine, theirs = progress.at(keeps[0], seq - 1), progress.at(keeps[0], seq), progress.at(leaves[0], seq)
@@ -279,11 +268,8 @@ def say_left_order(progress: GroupProgress, seq: int, one: tuple[int, ...], othe
         entries = [each for each in progress.by_rank[keeps[0]] if each.seq is not None and each.seq < seq]
         after = [_key(later) for each, later in pairwise(entries) if _key(each) == _key(before)]
         if len(after) >= _MIN_TIMES and set(after) == {_key(mine)} and _key(theirs) in map(_key, entries):
-            return (
-                f"so far {describe(mine)} has always come here, as on {render_ranks(keeps)}, and what "
-                f"{render_ranks(leaves)} {'gives' if len(leaves) == 1 else 'give'} has come elsewhere: "
-                "a call was left out there, or they come in another order"
-            )
+            usual = f"so far, {describe(mine)} has always followed the previous call, as on {render_ranks(keeps)}"
+            return f"{usual}; {ranks_do(leaves, 'makes')} a different known call: one is left out or out of order"
     return ""
 
 
@@ -296,80 +282,76 @@ def _has_called(progress: GroupProgress, rank: int, seq: int, like: Collective) 
 
 
 def _call_site(entry: Collective) -> Hashable:
-    line = entry.line
-    return (line.file, line.line) if line is not None else None
+    return entry.line.position if entry.line is not None else None
 
 
 def _key(entry: Collective) -> Hashable:
     return signature_of(entry), _call_site(entry)
 
 
-_ANSWERS = ("Join.__exit__", "__exit__")  # without the class name before Python 3.11
-_FIX = (
-    "call nothing else between ranks in a loop within Join: sum up on each rank, and all_reduce once behind it; or "
+_JOIN_FUNCTIONS = ("Join.__exit__", "__exit__")  # without the class name before Python 3.11
+_JOIN_FIX = (
+    "call no other collective in a loop within Join: sum on each rank, and all_reduce once after the loop; or "
     "give all ranks the same number of batches"
 )
 
 
-def find_joined(progress: GroupProgress, seq: int) -> Cause | None:
-    """Return the cause if at `seq` or before a collective of Join met one of the program's own; None otherwise."""
-    start = _first_answer(progress, seq)
+def _find_join_cause(progress: GroupProgress, seq: int) -> Cause | None:
+    """Return the cause if a collective of Join was matched with one of the program up to `seq`; None otherwise."""
+    start = _start_of_join(progress, seq)
     for number in range(start, seq + 1):
         here = {rank: entry for rank in sorted(progress.by_rank) if (entry := progress.at(rank, number)) is not None}
-        joined = tuple(rank for rank, entry in here.items() if _answers(entry))
-        others = tuple(rank for rank, entry in here.items() if _is_own(entry))
+        joined = tuple(rank for rank, entry in here.items() if _is_of_join(entry))
+        others = tuple(rank for rank, entry in here.items() if _is_of_program(entry))
         if joined and others:
-            return _explain(joined, here[joined[0]], others, here[others[0]])
+            return _explain_join(joined, here[joined[0]], others, here[others[0]])
     return None
 
 
-def _first_answer(progress: GroupProgress, seq: int) -> int:
+def _start_of_join(progress: GroupProgress, seq: int) -> int:
     """Return the start of the uninterrupted run of Join's collectives up to `seq`; `seq` + 1 if there is none."""
     start = seq + 1
-    while any((entry := progress.at(rank, start - 1)) is not None and _answers(entry) for rank in progress.by_rank):
+    while any((entry := progress.at(rank, start - 1)) is not None and _is_of_join(entry) for rank in progress.by_rank):
         start -= 1
     return start
 
 
-def _answers(entry: Collective) -> bool:
-    return entry.line is not None and entry.line.via in _ANSWERS
+def _is_of_join(entry: Collective) -> bool:
+    return entry.line is not None and entry.line.via in _JOIN_FUNCTIONS
 
 
-def _is_own(entry: Collective) -> bool:
-    return entry.ddp is None and entry.line is not None and not _answers(entry)
+def _is_of_program(entry: Collective) -> bool:
+    return entry.ddp is None and entry.line is not None and not _is_of_join(entry)
 
 
-def _explain(joined: tuple[int, ...], answer: Collective, others: tuple[int, ...], own: Collective) -> Cause:
-    assert answer.line is not None
+def _explain_join(joined: tuple[int, ...], joins: Collective, others: tuple[int, ...], own: Collective) -> Cause:
+    assert joins.line is not None
     assert own.line is not None
     who = f"{render_ranks(joined)} {'has' if len(joined) == 1 else 'have'} no more batches and"
-    answers = f"{'waits' if len(joined) == 1 else 'wait'} in Join ({say_spot(answer.line)})"
+    answers = f"{'waits' if len(joined) == 1 else 'wait'} in Join ({render_position(joins.line)})"
     why = (
-        f"{who} {answers}, which answers for DDP's collectives alone: the {describe_shortly(own)} of "
-        f"{render_ranks(others)} at {say_spot(own.line)} (#{own.seq}) met one of Join's"
+        f"{who} {answers}, which matches only DDP's collectives: the {describe_shortly(own)} of "
+        f"{render_ranks(others)} at {render_position(own.line)} (#{own.seq}) was matched with one of Join's"
     )
-    at = CodeLine(own.line.file, own.line.line, own.line.function, own.line.text)
-    return Cause(code="DDP207", ranks=others, why=why, at=at, fix=_FIX)
+    return Cause(code="DDP207", ranks=others, why=why, at=own.line, fix=_JOIN_FIX)
 
 
-UNORDERED_FIX = "go over `sorted(...)` of it, or over a list or a dict that all ranks fill in the same order"
+_UNORDERED_FIX = "iterate over `sorted(...)` of it, or over a list or a dict that all ranks fill in the same order"
 
 
-def say_unordered(one: Chain, other: Chain, sources: Sources) -> str:
+def _describe_unordered_loop(one: Chain, other: Chain, sources: Sources) -> str:
     """Return a sentence if both call chains are at one line in a loop over a set; empty otherwise.
 
     For one of them only its line may be known.
     """
     num_common = min(len(one), len(other))
-    ends = [[(frame.file, frame.line) for frame in chain[len(chain) - num_common :]] for chain in (one, other)]
+    ends = [[frame.position for frame in chain[len(chain) - num_common :]] for chain in (one, other)]
     if not num_common or ends[0] != ends[1]:
         return ""
     for frame in reversed(max(one, other, key=len)):
         source = sources.find(frame)
         line = find_unordered_loop(source, frame.line) if source is not None else None
         if source is not None and line is not None:
-            spot = f"`{source.text(line)}` ({show_file(frame.file)}:{line})"
-            return (
-                f"{spot} goes over a set, which has another order in each process: the ranks are at different entries"
-            )
+            position = f"`{source.text(line)}` ({show_file(frame.file)}:{line})"
+            return f"{position} iterates over a set, whose order differs between processes"
     return ""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ddpilot.findings.catalog import make_finding
@@ -14,56 +14,56 @@ from ddpilot.source.parsed_file import Sources
 from ddpilot.watch.explain.causes import (
     FIXES,
     Cause,
-    Party,
+    CollectiveSide,
     find_cause,
     find_origin,
-    make_party,
-    make_waiting_party,
     show_common,
+    side_in_collective,
+    side_in_wait,
 )
 from ddpilot.watch.explain.text import (
-    describe,
     describe_shortly,
-    lay_out,
-    merge_rows,
-    name_group,
     place_of,
-    say_call,
-    say_place,
-    who_does,
+    ranks_do,
+    render_call,
+    render_place,
+    render_table,
+    rows_of,
 )
-from ddpilot.watch.explain.waits import OpenWait, explain_open_wait, say_waiting_for
+from ddpilot.watch.explain.waits import OpenWait, explain_open_wait, render_wait, render_waiting_for
 from ddpilot.watch.matching.outcomes import RankOutcome, first_deaths
-from ddpilot.watch.matching.progress import IncompleteCollective
 from ddpilot.watch.matching.waits import Wait
 from ddpilot.watch.snapshot.model import JobSnapshot, ProcessState, RankSnapshot
 from ddpilot.watch.snapshot.stacks import chain_of
 
-_DEATH_FIX = "look at how it ended; the others wait for it, and end with errors of their own"
+_DEATH_FIX = "check how it ended; the other ranks wait for it and fail with errors of their own"
 
 
 def explain_exited(
-    view: JobSnapshot, wait: Wait, gone: Sequence[int], fates: Mapping[int, RankOutcome], sources: Sources
+    job: JobSnapshot, wait: Wait, gone: Sequence[int], outcomes: Mapping[int, RankOutcome], sources: Sources
 ) -> Finding:
     """Return the finding for ranks that wait for ranks that have ended."""
-    ranks = _blame(view, gone, fates)
-    words = fates[ranks[0]].words
-    has_died = fates[ranks[0]].state != "finished"
+    ranks = _blame(job, gone, outcomes)
+    words = outcomes[ranks[0]].words
+    has_died = outcomes[ranks[0]].state != "finished"
     held = tuple(sorted(wait.held))
-    one = make_waiting_party(view, wait, held)
-    cause = _find_cause(view, wait, one, ranks, has_died, sources)
-    code = cause.code if cause is not None else _code_of(wait, view.ranks.get(ranks[0]), has_died)
+    one = side_in_wait(job, wait, held)
+    cause = _find_cause(job, wait, one, ranks, has_died, sources)
+    code = cause.code if cause is not None else _code_of(wait, job.ranks.get(ranks[0]), has_died)
     at = cause.at if cause is not None else one.chain[-1] if one.chain else None
     if has_died and cause is None:
-        error_chain = chain_of(view.ranks[ranks[0]], None) if ranks[0] in view.ranks else ()
+        error_chain = chain_of(job.ranks[ranks[0]], None) if ranks[0] in job.ranks else ()
         at = error_chain[-1] if error_chain else at
+    rows = rows_of(wait.held)
+    rows += [(rank, outcomes[rank].words, _render_end(wait, job.ranks.get(rank), rank)) for rank in gone]
+    pronoun = "it" if len(ranks) == 1 else "them"
     return make_finding(
         code,
         severity="error",
-        summary=f"{who_does(ranks, words)}, and {say_waiting_for(held)} {_it(ranks)} in {_say_what(wait)}",
+        summary=f"{ranks_do(ranks, words)}, and {render_waiting_for(held)} {pronoun} in {render_wait(wait)}",
         ranks=cause.ranks if cause is not None and cause.ranks else ranks,
         line=place_of(at),
-        evidence=(*_show(view, wait, gone, fates), *_common(wait)),
+        evidence=(*render_table(rows), *show_common(wait.incomplete)),
         why=cause.why if cause is not None else _why(wait, ranks, words, has_died),
         fix=FIXES.get(code, _DEATH_FIX),
     )
@@ -72,34 +72,34 @@ def explain_exited(
 def _code_of(wait: Wait, gone: RankSnapshot | None, has_died: bool) -> str:
     if has_died:
         return "DDP209"
-    if wait.meeting is None:
+    if wait.incomplete is None:
         return "DDP219"
     if gone is None or gone.log is None or gone.process.state != "running":
         return "DDP208"
-    return "DDP216" if gone.log.closed_ns is None else "DDP208"
+    return "DDP208" if gone.has_closed_log else "DDP216"
 
 
-def _blame(view: JobSnapshot, gone: Sequence[int], fates: Mapping[int, RankOutcome]) -> tuple[int, ...]:
+def _blame(job: JobSnapshot, gone: Sequence[int], outcomes: Mapping[int, RankOutcome]) -> tuple[int, ...]:
     """Return the ranks, of those in `gone`, that ended first; all of them ended in the same way."""
-    firsts = [rank for rank in first_deaths(view, dict(fates)) if rank in gone]
+    firsts = [rank for rank in first_deaths(job, dict(outcomes)) if rank in gone]
     for state in ("died", "finished", "victim"):
-        of_state = [rank for rank in (firsts if state == "died" and firsts else gone) if fates[rank].state == state]
+        of_state = [rank for rank in (firsts if state == "died" and firsts else gone) if outcomes[rank].state == state]
         if of_state:
-            words = fates[of_state[0]].words
-            return tuple(rank for rank in of_state if fates[rank].words == words)
+            words = outcomes[of_state[0]].words
+            return tuple(rank for rank in of_state if outcomes[rank].words == words)
     return tuple(gone)
 
 
 def _find_cause(
-    view: JobSnapshot, wait: Wait, one: Party, gone: tuple[int, ...], has_died: bool, sources: Sources
+    job: JobSnapshot, wait: Wait, one: CollectiveSide, gone: tuple[int, ...], has_died: bool, sources: Sources
 ) -> Cause | None:
-    meeting = wait.meeting
-    if meeting is None:
+    incomplete = wait.incomplete
+    if incomplete is None:
         return None
-    other = make_party(view, meeting.progress, gone, meeting.seq)
+    other = side_in_collective(job, incomplete.progress, gone, incomplete.seq)
     if not has_died:
         other = replace(other, chain=(), entry=None)
-    origin = _origin(view, meeting, one.ranks[0], gone[0], sources)
+    origin = find_origin(job, incomplete.progress, one.ranks[0], gone[0], incomplete.seq, sources)
     cause = (find_cause(*origin, sources) if origin is not None else None) or find_cause(one, other, sources)
     if cause is None or (has_died and cause.code != "DDP212"):
         return None
@@ -108,108 +108,82 @@ def _find_cause(
     return cause
 
 
-def _origin(
-    view: JobSnapshot, meeting: IncompleteCollective, one: int, other: int, sources: Sources
-) -> tuple[Party, Party] | None:
-    if one not in meeting.progress.by_rank or other not in meeting.progress.by_rank:
-        return None
-    return find_origin(view, meeting.progress, one, other, meeting.seq, sources)
+def _render_end(wait: Wait, seen: RankSnapshot | None, rank: int) -> str:
+    """Return the line at which the rank raised an exception, or its last collective."""
+    chain = chain_of(seen, None) if seen is not None and seen.error is not None else ()
+    return render_place(chain[-1]) if chain else _render_last(wait, rank)
 
 
-def _say_what(wait: Wait) -> str:
-    if wait.meeting is None:
-        return describe(next(iter(wait.held.values())))
-    entry = wait.held[min(wait.held)]
-    return f"{describe_shortly(entry)} (#{wait.meeting.seq} of {name_group(wait.meeting.progress.group)})"
-
-
-def _show(view: JobSnapshot, wait: Wait, gone: Sequence[int], fates: Mapping[int, RankOutcome]) -> tuple[str, ...]:
-    rows = [(rank, describe(entry), say_place(entry.line)) for rank, entry in sorted(wait.held.items())]
-    rows += [(rank, fates[rank].words, _say_last(wait, view, rank)) for rank in gone]
-    return lay_out(merge_rows(rows))
-
-
-def _say_last(wait: Wait, view: JobSnapshot, rank: int) -> str:
-    chain = chain_of(view.ranks[rank], None) if rank in view.ranks and view.ranks[rank].error is not None else ()
-    if chain:
-        return say_place(chain[-1])
-    last = wait.meeting.progress.last(rank) if wait.meeting is not None else None
-    return f"its last was #{last.seq}: {say_call(last)}" if last is not None else ""
-
-
-def _common(wait: Wait) -> tuple[str, ...]:
-    return show_common(wait.meeting.progress, wait.meeting.seq) if wait.meeting is not None else ()
+def _render_last(wait: Wait, rank: int) -> str:
+    last = wait.incomplete.progress.last(rank) if wait.incomplete is not None else None
+    return f"its last was #{last.seq}: {render_call(last)}" if last is not None else ""
 
 
 def _why(wait: Wait, ranks: Sequence[int], words: str, has_died: bool) -> str:
     if has_died:
-        more = " (the kernel does that when memory is out; `dmesg` says so)" if "SIGKILL" in words else ""
-        return f"{who_does(ranks, words)}{more}; what the others say after that follows from it"
-    if wait.meeting is None:
-        return f"{who_does(ranks, words)} without the other side of this"
-    return f"{who_does(ranks, words)} without calling this: it has come to its end on another way, or with fewer rounds"
-
-
-def _it(ranks: Collection[int]) -> str:
-    return "it" if len(ranks) == 1 else "them"
+        more = " (as the kernel does when memory runs out; see `dmesg`)" if "SIGKILL" in words else ""
+        return f"{ranks_do(ranks, words)}{more}; the later errors of the other ranks are consequences"
+    if wait.incomplete is None:
+        return f"{ranks_do(ranks, words)} without the matching call"
+    return f"{ranks_do(ranks, words)} without calling it: by a different code path, or with fewer iterations"
 
 
 _TIME_IS_UP = re.compile(r"timed ?out|timeout|failed to pass monitoredBarrier", re.IGNORECASE)
-_LONGER = "what is meant to take long needs a longer `timeout=` of init_process_group"
+_LONGER = "a longer `timeout=` of init_process_group allows for operations that take long"
 _ENDING_NS = 1_500_000_000
-"""A rank that closes its connections because it exits is gone within this time."""
+"""A rank that closes its connections because it exits has exited within this time."""
 _BY_LAUNCHER = ("SIGTERM", "SIGINT")
 
 
 def explain_outlasted(
-    view: JobSnapshot, earlier: JobSnapshot | None, wait: Wait, fates: Mapping[int, RankOutcome]
+    job: JobSnapshot, earlier: JobSnapshot | None, wait: Wait, outcomes: Mapping[int, RankOutcome]
 ) -> Finding | None:
     """Return the finding for ranks that had not arrived at the timeout, or closed their connections; None if neither.
 
     The launcher terminates the other ranks after a failure; a rank that it terminated counts as having continued.
     """
-    ended_ns = [view.ranks[rank].process.ended_ns for rank in wait.held if fates[rank].is_gone]
+    ended_ns = [job.ranks[rank].process.ended_ns for rank in wait.held if outcomes[rank].is_gone]
     first_ns = min((each for each in ended_ns if each is not None), default=None)
-    late = tuple(rank for rank in wait.missing if _ran_on(view.ranks.get(rank), fates[rank], first_ns))
-    if wait.meeting is None or not late or len(late) != len(wait.missing) or not all(_is_over(wait, fates)):
+    late = tuple(rank for rank in wait.missing if _ran_on(job.ranks.get(rank), outcomes[rank], first_ns))
+    if wait.incomplete is None or not late or len(late) != len(wait.missing) or not all(_is_over(wait, outcomes)):
         return None
-    errors = [view.ranks[rank].error for rank in wait.held]
+    errors = [job.ranks[rank].error for rank in wait.held]
     if any(error is not None and _TIME_IS_UP.search(error.message) for error in errors):
-        return _explain_late(view, earlier, wait, late)
-    others = [fate for rank, fate in fates.items() if rank not in wait.held and rank not in late]
-    is_first = all(fate.state in ("alive", "victim") for fate in others)
-    have_stayed = all(_has_stayed(view, view.ranks[rank], first_ns) for rank in late)
-    is_closed = is_first and have_stayed and all(fates[rank].state == "victim" for rank in wait.held)
+        return _explain_late(job, earlier, wait, late)
+    others = [outcome for rank, outcome in outcomes.items() if rank not in wait.held and rank not in late]
+    is_first = all(outcome.state in ("alive", "victim") for outcome in others)
+    have_stayed = all(_has_stayed(job, job.ranks[rank], first_ns) for rank in late)
+    is_closed = is_first and have_stayed and all(outcomes[rank].state == "victim" for rank in wait.held)
     return _explain_closed(wait, late) if is_closed else None
 
 
-def _explain_late(view: JobSnapshot, earlier: JobSnapshot | None, wait: Wait, late: tuple[int, ...]) -> Finding | None:
-    then = replace(view, ranks={**view.ranks, **{rank: _running(view.ranks[rank]) for rank in late}})
+def _explain_late(job: JobSnapshot, earlier: JobSnapshot | None, wait: Wait, late: tuple[int, ...]) -> Finding | None:
+    then = replace(job, ranks={**job.ranks, **{rank: _running(job.ranks[rank]) for rank in late}})
     finding = explain_open_wait(OpenWait(then, earlier, wait, late), has_lasted=True)
     if finding is None:
         return None
-    why = f"the group's `timeout` was over before {render_ranks(late)} came: {finding.why}"
+    why = f"the group's `timeout` expired before {render_ranks(late)} called it: {finding.why}"
     return replace(finding, severity="error", evidence=finding.evidence[:-1], why=why, fix=f"{finding.fix}; {_LONGER}")
 
 
-def _is_over(wait: Wait, fates: Mapping[int, RankOutcome]) -> list[bool]:
-    return [fates[rank].state in ("victim", "died") for rank in wait.held]
+def _is_over(wait: Wait, outcomes: Mapping[int, RankOutcome]) -> list[bool]:
+    return [outcomes[rank].state in ("victim", "died") for rank in wait.held]
 
 
-def _ran_on(rank: RankSnapshot | None, fate: RankOutcome, first_ns: int | None) -> bool:
+def _ran_on(rank: RankSnapshot | None, outcome: RankOutcome, first_ns: int | None) -> bool:
     """True if the rank was alive when the first of the waiting ranks ended."""
     if rank is None or rank.error is not None or rank.returned:
         return False
     ended_ns = rank.process.ended_ns
     is_stopped = rank.process.signal_name in _BY_LAUNCHER and None not in (ended_ns, first_ns)
-    return fate.state == "alive" or (is_stopped and (ended_ns or 0) > (first_ns or 0))
+    return outcome.state == "alive" or (is_stopped and (ended_ns or 0) > (first_ns or 0))
 
 
-def _has_stayed(view: JobSnapshot, rank: RankSnapshot, first_ns: int | None) -> bool:
+def _has_stayed(job: JobSnapshot, rank: RankSnapshot, first_ns: int | None) -> bool:
     """True if the rank did not close its connections by exiting: it would have closed its recording first."""
-    if rank.log is None or rank.log.closed_ns is not None:
+    if rank.log is None or rank.has_closed_log:
         return False
-    is_long_ago = first_ns is not None and view.now_ns - first_ns > _ENDING_NS
+    is_long_ago = first_ns is not None and job.now_ns - first_ns > _ENDING_NS
     return rank.process.state == "ended" or is_long_ago
 
 
@@ -218,24 +192,19 @@ def _running(rank: RankSnapshot) -> RankSnapshot:
 
 
 def _explain_closed(wait: Wait, late: tuple[int, ...]) -> Finding:
-    assert wait.meeting is not None
+    assert wait.incomplete is not None
     entry = wait.held[min(wait.held)]
-    rows = [(rank, describe(each), say_place(each.line)) for rank, each in sorted(wait.held.items())]
-    for rank in late:
-        last = wait.meeting.progress.last(rank)
-        where = f"its last was #{last.seq}: {say_call(last)}" if last is not None else ""
-        rows.append((rank, "closed its connections, and ran on", where))
-    words = (
-        "closed its connections while others were" if len(late) == 1 else "closed their connections while others were"
-    )
+    rows = rows_of(wait.held)
+    rows += [(rank, "closed its connections and continued", _render_last(wait, rank)) for rank in late]
+    words = ranks_do(late, "closed its connections while others were")
     return make_finding(
         "DDP216",
         severity="error",
-        summary=f"{who_does(late, words)} in {describe_shortly(entry)} (#{wait.meeting.seq})",
+        summary=f"{words} in {describe_shortly(entry)} (#{wait.incomplete.seq})",
         ranks=late,
         line=place_of(entry.line),
-        evidence=lay_out(merge_rows(rows)),
-        why=f"{render_ranks(late)} did not end by itself and its connections did: it destroyed its process group, or "
+        evidence=render_table(rows),
+        why=f"{render_ranks(late)} did not exit, but its connections were closed: it destroyed its process group, or "
         "closed it after an error of its own, without calling this",
         fix=FIXES["DDP216"],
     )
@@ -245,43 +214,43 @@ OF_ENDS = frozenset({"DDP208", "DDP209"})
 """Codes of findings about how a rank ended."""
 
 _NEEDS_OTHERS = "DDP2"
-_GOES_ON = "DDP204"
+_CONTINUES = "DDP204"
 """Different reduce-ops: the job does not stop because of them."""
 
 _FIXES = {
-    "SIGKILL": "look whether memory was out (`dmesg | tail`): fewer DataLoader workers, smaller batches",
-    "SIGBUS": "look whether shared memory was full (`df /dev/shm`), or a file that it had mapped was cut off; see "
+    "SIGKILL": "check whether memory ran out (`dmesg | tail`): use fewer DataLoader workers, smaller batches",
+    "SIGBUS": "check whether shared memory was full (`df /dev/shm`), or a mapped file was truncated; see "
     "ddpilot explain DDP601",
-    "SIGSEGV": "look at native code that it used last; the stack that Python's fault handler printed says where it was",
-    "SIGABRT": "look at what it printed last: gloo and NCCL abort the process with a message",
+    "SIGSEGV": "check the native code that it used last; Python's fault handler printed where it was",
+    "SIGABRT": "check its last lines: gloo and NCCL abort the process with a message",
 }
 
 
 def find_cause_of_end(findings: Iterable[Finding], rank: int) -> Finding | None:
     """Return the finding that makes `rank` fail as it waits for others; None if there is none.
 
-    How `rank` itself ended is no cause of its end.
+    Findings about how `rank` itself ended are excluded.
     """
     errors = (each for each in findings if each.code.startswith(_NEEDS_OTHERS) and each.severity == "error")
     others = (each for each in errors if each.code not in OF_ENDS or each.ranks != (rank,))
-    return next((each for each in others if each.code != _GOES_ON), None)
+    return next((each for each in others if each.code != _CONTINUES), None)
 
 
-def explain_death(view: JobSnapshot, ranks: Sequence[int], words: str) -> Finding:
+def explain_death(job: JobSnapshot, ranks: Sequence[int], words: str) -> Finding:
     """Return the DDP209 finding for `ranks`, which ended as `words` describe."""
-    seen = view.ranks[ranks[0]]
+    seen = job.ranks[ranks[0]]
     chain = chain_of(seen, None)
-    last = seen.log.collectives[-1] if seen.log is not None and seen.log.collectives else None
-    where = say_place(last.line) if last is not None else ""
-    evidence = [f"its last was {f'{describe_shortly(last)}, {where}' if where else say_call(last)}"] if last else []
+    last = seen.collectives[-1] if seen.collectives else None
+    where = render_place(last.line) if last is not None else ""
+    evidence = [f"its last was {f'{describe_shortly(last)}, {where}' if where else render_call(last)}"] if last else []
     signal_name = seen.process.signal_name or ""
     place = place_of(chain[-1]) if chain else place_of(last.line) if last is not None else None
     return make_finding(
         "DDP209",
-        summary=who_does(ranks, words),
+        summary=ranks_do(ranks, words),
         ranks=tuple(ranks),
         line=place,
         evidence=tuple(evidence),
-        why="the other ranks cannot continue without it: their later errors follow from it",
-        fix=_FIXES.get(signal_name, "look at how it ended: at its last lines and its traceback"),
+        why="the other ranks cannot continue without it: their later errors are consequences",
+        fix=_FIXES.get(signal_name, "check its last lines and its traceback"),
     )

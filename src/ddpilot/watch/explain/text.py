@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from ddpilot.findings.finding import Place
 from ddpilot.findings.text import render_ranks
-from ddpilot.record.flight_ring.log import CallSite, Collective, GroupOfRanks
-from ddpilot.source.parsed_file import CodeLine
+from ddpilot.record.flight_ring.log import Collective, GroupOfRanks
+from ddpilot.user_files import CodeLine
 from ddpilot.watch.matching.waits import peer_of
+from ddpilot.watch.snapshot.model import RankSnapshot
 
 _UNITS = (("GB", 1 << 30), ("MB", 1 << 20), ("kB", 1 << 10))  # powers of 1024, as in `bucket_cap_mb`
 _MAX_ROWS = 8
@@ -44,13 +44,12 @@ def describe(entry: Collective) -> str:
     part = entry.ddp
     if part is not None and part.what == "bucket" and part.names:
         names = part.names[0] if len(part.names) == 1 else f"{part.names[0]} .. {part.names[-1]}"
-        return f"{entry.op}, DDP gradient bucket {part.index} ({names}, {say_bytes(entry.num_bytes)})"
+        return f"{entry.op}, DDP gradient bucket {part.index} ({names}, {render_bytes(entry.num_bytes)})"
     if part is not None:
-        return f"{entry.op} {_DDP_WORDS.get(part.what, part.what)} ({say_bytes(entry.num_bytes)})"
+        return f"{entry.op} {_DDP_WORDS.get(part.what, part.what)} ({render_bytes(entry.num_bytes)})"
     reduce_op = f" {entry.reduce_op}" if entry.reduce_op else ""
-    root = (
-        "" if entry.root is None else f" from rank {root_of(entry)}" if _sends(entry) else f" to rank {root_of(entry)}"
-    )
+    preposition = "from" if entry.op in ("broadcast", "scatter") else "to"
+    root = f" {preposition} rank {root_of(entry)}" if entry.root is not None else ""
     return f"{entry.op}{reduce_op}{_describe_tensors(entry)}{root}"
 
 
@@ -85,11 +84,7 @@ def _describe_tensors(entry: Collective) -> str:
     return f" of {tensors[0].dtype} {list(tensors[0].shape)}{more}"
 
 
-def _sends(entry: Collective) -> bool:
-    return entry.op in ("broadcast", "scatter")
-
-
-def say_bytes(num_bytes: int) -> str:
+def render_bytes(num_bytes: int) -> str:
     """Format a size, such as ``25.0 MB``."""
     for unit, size in _UNITS:
         if num_bytes >= size:
@@ -97,7 +92,7 @@ def say_bytes(num_bytes: int) -> str:
     return f"{num_bytes} bytes"
 
 
-def say_s(duration_ns: int) -> str:
+def render_duration(duration_ns: int) -> str:
     """Format a duration, such as ``2.4 s`` or ``3 min``."""
     seconds = max(0, duration_ns) / 1e9
     if seconds < 9.95:
@@ -113,27 +108,32 @@ def show_file(file: str) -> str:
     return file if relative.startswith("..") else relative
 
 
-def place_of(line: CallSite | CodeLine | None) -> Place | None:
-    """Return the place of a line; None if it is unknown."""
+def place_of(line: CodeLine | None) -> CodeLine | None:
+    """Return the line as a finding shows it; None if it is unknown."""
     if line is None or not line.file:
         return None
-    return Place(file=show_file(line.file), line=line.line, function=line.function, text=line.text)
+    return CodeLine(show_file(line.file), line.line, line.function, line.text)
 
 
-def say_place(line: CallSite | CodeLine | None) -> str:
+def render_place(line: CodeLine | None) -> str:
     """Format file, line number and text; empty if the line is unknown."""
     place = place_of(line)
     return str(place) if place is not None else ""
 
 
-def say_spot(line: CallSite | CodeLine | None) -> str:
+def render_position(line: CodeLine | None) -> str:
     """Format file and line number; empty if the line is unknown."""
     return f"{show_file(line.file)}:{line.line}" if line is not None and line.file else ""
 
 
-def say_call(entry: Collective) -> str:
+def render_call(entry: Collective) -> str:
     """Format a collective and its line, such as ``all_reduce, train.py:3``."""
-    return f"{describe_shortly(entry)}, {say_spot(entry.line) or 'which no line of the program calls'}"
+    return f"{describe_shortly(entry)}, {render_position(entry.line) or 'which no line of the program calls'}"
+
+
+def render_death(rank: RankSnapshot | None) -> str:
+    """Return a clause that names the signal that ended the rank; empty if none did."""
+    return f", died of {rank.process.signal_name}" if rank is not None and rank.process.signal_name else ""
 
 
 _ITS = re.compile(r"\bits\b")
@@ -144,12 +144,12 @@ _PLURALS = {
     "waits": "wait",
     "compiles": "compile",
     "leaves": "leave",
-    "asks": "ask",
+    "makes": "make",
     "closed": "closed",
 }
 
 
-def who_does(ranks: Collection[int], words: str, max_chars: int = 60) -> str:
+def ranks_do(ranks: Collection[int], words: str, max_chars: int = 60) -> str:
     """Format ranks with a clause that begins with a singular verb, such as ``has returned``."""
     return f"{render_ranks(ranks, max_chars=max_chars)} {_conjugate(words, len(ranks))}"
 
@@ -168,6 +168,16 @@ def merge_rows(rows: Iterable[tuple[int, str, str]]) -> list[Row]:
         ranks.setdefault((what, where), []).append(rank)
     ordered = sorted(ranks.items(), key=lambda item: (-len(item[1]), item[1][0]))
     return [(render_ranks(each, max_chars=40), _conjugate(what, len(each)), where) for (what, where), each in ordered]
+
+
+def rows_of(entries: Mapping[int, Collective]) -> list[tuple[int, str, str]]:
+    """Return a row for the collective of each rank."""
+    return [(rank, describe(entry), render_place(entry.line)) for rank, entry in sorted(entries.items())]
+
+
+def render_table(rows: Iterable[tuple[int, str, str]]) -> tuple[str, ...]:
+    """Format rows, each with one rank, as aligned lines."""
+    return lay_out(merge_rows(rows))
 
 
 def lay_out(rows: Sequence[Row]) -> tuple[str, ...]:

@@ -6,35 +6,37 @@ The last are a status line, later a warning; they never end a job on their own.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
 from ddpilot.source.parsed_file import Sources
-from ddpilot.watch.explain.activity import Activity, describe_activity, say_where
+from ddpilot.watch.explain.activity import Activity, describe_activity, render_where
 from ddpilot.watch.explain.causes import (
     FIXES,
     find_cause,
-    make_waiting_party,
     show_common,
+    side_in_wait,
 )
 from ddpilot.watch.explain.text import (
     describe,
     describe_shortly,
     lay_out,
-    merge_rows,
     name_group,
     place_of,
-    say_place,
-    say_s,
-    say_spot,
-    who_does,
+    ranks_do,
+    render_death,
+    render_duration,
+    render_place,
+    render_position,
+    render_table,
+    rows_of,
 )
 from ddpilot.watch.matching.progress import GroupProgress
 from ddpilot.watch.matching.waits import Message, Wait, tag_of
-from ddpilot.watch.snapshot.model import JobSnapshot, RankSnapshot
+from ddpilot.watch.snapshot.model import JobSnapshot
 from ddpilot.watch.snapshot.stacks import passes
 
 
@@ -42,54 +44,56 @@ from ddpilot.watch.snapshot.stacks import passes
 class OpenWait:
     """A wait for live ranks. `absent`: those that are elsewhere; empty if all have arrived or none is known."""
 
-    view: JobSnapshot
+    job: JobSnapshot
     earlier: JobSnapshot | None
     wait: Wait
     absent: tuple[int, ...]
 
-    def absences(self) -> Iterator[tuple[int, Activity]]:
+    def activities(self) -> Iterator[tuple[int, Activity]]:
         """Yield what each absent rank does."""
         for rank in self.absent:
-            seen = self.view.ranks.get(rank)
+            seen = self.job.ranks.get(rank)
             before = self.earlier.ranks.get(rank) if self.earlier is not None else None
             if seen is not None:
-                yield rank, describe_activity(seen, before, self.view.now_ns)
+                yield rank, describe_activity(seen, before, self.job.now_ns)
 
     @property
     def waited(self) -> str:
         """The duration of the wait, formatted."""
-        return say_s(self.view.now_ns - self.wait.since_ns)
+        return render_duration(self.job.now_ns - self.wait.since_ns)
 
 
-def say_open_wait(one: OpenWait) -> str:
+def render_open_wait(one: OpenWait) -> str:
     """Return one line: which ranks wait, where and for how long, which ranks are absent, and what these do."""
     held = one.wait.held
     entry = held[min(held)]
-    number = f" (#{one.wait.meeting.seq} of {name_group(one.wait.meeting.progress.group)})" if one.wait.meeting else ""
-    what = describe_shortly(entry) if one.wait.meeting else describe(entry)
-    spot = say_spot(entry.line)
-    head = f"{render_ranks(held)} {_verb(held)} for {one.waited} in {what}{number}{f' at {spot}' if spot else ''}"
-    return f"{head}; {_say_absent(one)}"
+    position = render_position(entry.line)
+    at = f" at {position}" if position else ""
+    return f"{ranks_do(held, 'has')} waited {one.waited} in {render_wait(one.wait)}{at}; {_render_absent(one)}"
 
 
-def _verb(ranks: Mapping[int, object]) -> str:
-    return "waits" if len(ranks) == 1 else "wait"
+def render_wait(wait: Wait) -> str:
+    """Format the operation that ranks wait in, such as ``barrier (#1 of the default group)``."""
+    entry, incomplete = wait.held[min(wait.held)], wait.incomplete
+    if incomplete is None:
+        return describe(entry)
+    return f"{describe_shortly(entry)} (#{incomplete.seq} of {name_group(incomplete.progress.group)})"
 
 
-def _say_absent(one: OpenWait) -> str:
+def _render_absent(one: OpenWait) -> str:
     if not one.absent:
         return (
-            f"of {render_ranks(one.wait.unknown)} nothing is known here"
+            f"the state of {render_ranks(one.wait.unknown)} is not known here"
             if one.wait.unknown
-            else "all ranks have come, and it does not end: their connection may be blocked"
+            else "all ranks have called it, and it does not complete: their connection may be blocked"
         )
     by_words: dict[str, list[int]] = {}
-    for rank, absence in one.absences():
-        where = say_where(absence)
-        by_words.setdefault(f"{absence.words}: {where}" if where else absence.words, []).append(rank)
-    said = [who_does(ranks, words, max_chars=40) for words, ranks in list(by_words.items())[:3]]
+    for rank, activity in one.activities():
+        where = render_where(activity)
+        by_words.setdefault(f"{activity.words}: {where}" if where else activity.words, []).append(rank)
+    texts = [ranks_do(ranks, words, max_chars=40) for words, ranks in list(by_words.items())[:3]]
     more = f" and {len(by_words) - 3} more" if len(by_words) > 3 else ""
-    return "not there: " + "; ".join(said) + more
+    return "; ".join(texts) + more
 
 
 def explain_open_wait(one: OpenWait, has_lasted: bool) -> Finding | None:
@@ -97,69 +101,70 @@ def explain_open_wait(one: OpenWait, has_lasted: bool) -> Finding | None:
 
     An absent rank is stuck if it is in a call that itself needs the waiting ranks.
     """
-    absences = list(one.absences())
-    proven = next(((rank, each) for rank, each in absences if _is_proven(one, rank, each)), None)
+    activities = list(one.activities())
+    proven = next(((rank, each) for rank, each in activities if _is_proven(one, rank, each)), None)
     if not has_lasted and proven is None:
         return None
-    if not absences:
+    if not activities:
         return _explain_full(one) if not one.wait.unknown else None
-    rank, first = proven or absences[0]
-    alike = tuple(other for other, absence in absences if absence.code == first.code) if proven is None else (rank,)
+    rank, first = proven or activities[0]
+    alike = tuple(other for other, activity in activities if activity.code == first.code) if proven is None else (rank,)
     entry = one.wait.held[min(one.wait.held)]
-    rows = [(rank, describe(entry), say_place(entry.line)) for rank, entry in sorted(one.wait.held.items())]
-    rows += [(rank, absence.words, say_where(absence)) for rank, absence in absences]
-    common = show_common(one.wait.meeting.progress, one.wait.meeting.seq) if one.wait.meeting is not None else ()
-    who = f"{render_ranks(one.wait.held)} {_verb(one.wait.held)} for {render_ranks(alike)}"
+    rows = rows_of(one.wait.held)
+    rows += [(rank, activity.words, render_where(activity)) for rank, activity in activities]
     return make_finding(
         first.code,
         severity="error" if proven is not None else None,
-        summary=f"{who} in {describe_shortly(entry)}",
+        summary=f"{render_waiting_for(one.wait.held)} {render_ranks(alike)} in {describe_shortly(entry)}",
         ranks=alike,
         line=place_of(first.at) or place_of(entry.line),
-        evidence=(*lay_out(merge_rows(rows)), *common, _say_how_long(one)),
+        evidence=(*render_table(rows), *show_common(one.wait.incomplete), _render_how_long(one)),
         why=first.why,
         fix=first.fix,
     )
 
 
-def _say_how_long(one: OpenWait) -> str:
+def _render_how_long(one: OpenWait) -> str:
     # Not part of the summary, by which repeated findings are recognized.
-    return f"for {one.waited} now"
+    return f"waiting for {one.waited}"
 
 
-def _is_proven(one: OpenWait, rank: int, absence: Activity) -> bool:
+def _is_proven(one: OpenWait, rank: int, activity: Activity) -> bool:
     """True if the rank is in a call that needs the waiting ranks: creating a group, or destroying all groups."""
-    group = one.wait.meeting.progress.group if one.wait.meeting is not None else None
-    if group is None or absence.at is None or one.view.ranks[rank].stack is None:
+    group = one.wait.incomplete.progress.group if one.wait.incomplete is not None else None
+    if group is None or activity.at is None or one.job.ranks[rank].stack is None:
         return False
-    if absence.moves == "moves":
+    if activity.moves == "moves":
         return False  # its stack is newer than its log: it may have passed the awaited collective
-    if absence.code == "DDP216":
-        return "destroy_process_group()" in absence.at.text
-    is_making = passes(one.view.ranks[rank].stack, ":new_group") is not None
-    return is_making and "use_local_sync" not in absence.at.text  # all ranks must call new_group, members or not
+    if activity.code == "DDP216":
+        return "destroy_process_group()" in activity.at.text
+    is_making = passes(one.job.ranks[rank].stack, ":new_group") is not None
+    return is_making and "use_local_sync" not in activity.at.text  # all ranks must call new_group, members or not
 
 
 def _explain_full(one: OpenWait) -> Finding:
     entry = one.wait.held[min(one.wait.held)]
     return make_finding(
         "DDP218",
-        summary=f"all ranks are in {describe_shortly(entry)}, and it does not end",
+        summary=f"all ranks are in {describe_shortly(entry)}, and it does not complete",
         ranks=tuple(sorted(one.wait.held)),
         line=place_of(entry.line),
         evidence=(
-            *lay_out(merge_rows((rank, describe(each), say_place(each.line)) for rank, each in one.wait.held.items())),
-            _say_how_long(one),
+            *render_table(rows_of(one.wait.held)),
+            _render_how_long(one),
         ),
-        why="they agree about it, so it is the data's way between them: a network, a firewall, or a peer-to-peer link",
-        fix="look at the interfaces (NCCL_DEBUG=INFO; ddpilot explain DDP107, DDP108), and whether a rank was stopped",
+        why="their arguments match, so the data does not get through: a network, a firewall, or a peer-to-peer link",
+        fix="check the interfaces (NCCL_DEBUG=INFO; ddpilot explain DDP107, DDP108), and whether a rank was stopped",
     )
 
 
-def explain_message(view: JobSnapshot, message: Message) -> Finding:
+def explain_message(job: JobSnapshot, message: Message) -> Finding:
     """Return the finding for `message`, with the lines of both sides."""
     sides = ((message.sender, message.sent), (message.receiver, message.received))
-    rows = [(f"rank {rank}", describe(entry) + _fate(view.ranks[rank]), say_place(entry.line)) for rank, entry in sides]
+    rows = [
+        (f"rank {rank}", describe(entry) + render_death(job.ranks[rank]), render_place(entry.line))
+        for rank, entry in sides
+    ]
     gives, takes = f"{message.sent.num_bytes:,} bytes", f"{message.received.num_bytes:,}"
     return make_finding(
         "DDP202",
@@ -169,73 +174,67 @@ def explain_message(view: JobSnapshot, message: Message) -> Finding:
         ranks=(message.sender, message.receiver),
         line=place_of(message.received.line),
         evidence=lay_out(rows),
-        why="gloo ends the process that has too little room, and leaves the rest as it was where there is too much",
-        fix="give send and recv tensors of one size and dtype; where it varies, send the size before",
+        why="gloo aborts a process whose tensor is too small, and leaves the rest of a larger tensor unchanged",
+        fix="pass tensors of the same size and dtype to send and recv; if the size varies, send it first",
     )
 
 
-def _fate(rank: RankSnapshot) -> str:
-    return f", died of {rank.process.signal_name}" if rank.process.signal_name else ""
+_BRANCH_FIX = "call it on all ranks of its group: move it out of the branch; use groups in the same order on all ranks"
 
 
-_BRANCH_FIX = (
-    "call it on all ranks of its group: move it out of the branch; and use groups in the same order on all ranks"
-)
-
-
-def explain_cycle(view: JobSnapshot, circle: Sequence[Wait], sources: Sources) -> Finding:
+def explain_cycle(job: JobSnapshot, cycle: Sequence[Wait], sources: Sources) -> Finding:
     """Return the finding for ranks that wait for each other in a cycle: DDP206 for collectives, else DDP219."""
-    code = "DDP206" if all(wait.meeting is not None for wait in circle) else "DDP219"
-    held = {rank: entry for wait in circle for rank, entry in wait.held.items()}
-    rows = [(rank, _describe_in(wait), say_place(entry.line)) for wait in circle for rank, entry in wait.held.items()]
-    parties = [make_waiting_party(view, wait, tuple(sorted(wait.held))) for wait in circle[:2]]
-    cause = find_cause(parties[0], parties[1], sources) if len(parties) == 2 and not _say_tags(circle) else None
+    code = "DDP206" if all(wait.incomplete is not None for wait in cycle) else "DDP219"
+    held = {rank: entry for wait in cycle for rank, entry in wait.held.items()}
+    rows = [(rank, _describe_in(wait), render_place(entry.line)) for wait in cycle for rank, entry in wait.held.items()]
+    parties = [side_in_wait(job, wait, tuple(sorted(wait.held))) for wait in cycle[:2]]
+    cause = find_cause(parties[0], parties[1], sources) if len(parties) == 2 and not _render_tags(cycle) else None
     first = min(held)
     return make_finding(
         code,
-        summary=_summarize_circle(code, circle),
+        summary=_summarize_cycle(code, cycle),
         ranks=tuple(sorted(held)),
         line=place_of(parties[0].chain[-1]) if parties[0].chain else place_of(held[first].line),
-        evidence=lay_out(merge_rows(rows)),
-        why=_why_circle(circle) + (f"; {cause.why}" if cause is not None else ""),
+        evidence=render_table(rows),
+        why=_why_cycle(cycle) + (f"; {cause.why}" if cause is not None else ""),
         fix=_BRANCH_FIX if code == "DDP206" and cause is not None and cause.is_branch else FIXES[code],
     )
 
 
 def _describe_in(wait: Wait) -> str:
     entry = next(iter(wait.held.values()))
-    if wait.meeting is None:
+    if wait.incomplete is None:
         return describe(entry)
-    return f"{describe(entry)}, #{wait.meeting.seq} of {_name(wait.meeting.progress)}"
+    return f"{describe(entry)}, #{wait.incomplete.seq} of {_name(wait.incomplete.progress)}"
 
 
 def _name(progress: GroupProgress) -> str:
     return name_group(progress.group)
 
 
-def _summarize_circle(code: str, circle: Sequence[Wait]) -> str:
+def _summarize_cycle(code: str, cycle: Sequence[Wait]) -> str:
     if code == "DDP219":
         return "ranks wait for messages that no other rank sends or receives"
-    groups = " and ".join(sorted({_name(wait.meeting.progress) for wait in circle if wait.meeting is not None}))
+    groups = " and ".join(sorted({_name(wait.incomplete.progress) for wait in cycle if wait.incomplete is not None}))
     return f"ranks wait for each other in {groups}"
 
 
-def say_waiting_for(ranks: Collection[int]) -> str:
+def render_waiting_for(ranks: Collection[int]) -> str:
     """Format the beginning of a sentence, such as ``ranks 0,1 wait for``."""
     return f"{render_ranks(ranks, max_chars=40)} {'waits' if len(ranks) == 1 else 'wait'} for"
 
 
-def _why_circle(circle: Sequence[Wait]) -> str:
-    parts = [f"{say_waiting_for(wait.held)} {render_ranks(wait.missing, max_chars=40)}" for wait in circle[:4]]
-    return ", ".join(parts) + (_say_tags(circle) or ": nobody can be the first")
+def _why_cycle(cycle: Sequence[Wait]) -> str:
+    parts = [f"{render_waiting_for(wait.held)} {render_ranks(wait.missing, max_chars=40)}" for wait in cycle[:4]]
+    return ", ".join(parts) + (_render_tags(cycle) or ": no rank can proceed")
 
 
-def _say_tags(circle: Sequence[Wait]) -> str:
+def _render_tags(cycle: Sequence[Wait]) -> str:
     """Return a clause if one rank sends what the other receives under a different tag; empty otherwise."""
-    if len(circle) != 2 or any(wait.meeting is not None for wait in circle):
+    if len(cycle) != 2 or any(wait.incomplete is not None for wait in cycle):
         return ""
-    one, other = (next(iter(wait.held.values())) for wait in circle)
+    one, other = (next(iter(wait.held.values())) for wait in cycle)
     if {one.op, other.op} != {"send", "recv"} or tag_of(one) == tag_of(other):
         return ""
     sent, received = (one, other) if one.op == "send" else (other, one)
-    return f": what is sent with tag {sent.tag} is received with tag {received.tag}, and tags have to be the same"
+    return f": the send has tag {sent.tag} and the recv tag {received.tag}, and tags must be equal"

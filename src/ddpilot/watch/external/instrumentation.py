@@ -270,7 +270,7 @@ def _describe(options: WatchOptions, topology: Topology, name: str, origin: Orig
             "local_rank": topology.local_rank,
             "on_finding": options.on_finding or "stop",
             "stall_warn_s": options.stall_warn_s,
-            "way": describe_connection(topology, name, os.environ),
+            "connection": describe_connection(topology, name, os.environ),
         },
     )
 
@@ -308,7 +308,7 @@ def _note_exceptions(path: Path) -> None:
                 text = "".join(traceback.format_exception(kind, error, frames))
                 write_own_text(path, json.dumps([kind.__qualname__, str(error)[:10_000], text[-10_000:]]))
         except Exception as fault:  # noqa: BLE001 - the user's exception matters more
-            sys.stderr.write(f"ddpilot: what was raised could not be noted: {fault!r}\n")
+            sys.stderr.write(f"ddpilot: the exception could not be recorded: {fault!r}\n")
         theirs(kind, error, frames)
 
     sys.excepthook = hook

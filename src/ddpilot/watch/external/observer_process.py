@@ -19,7 +19,6 @@ import psutil
 
 from ddpilot.environments.private_files import lock_file, open_own_file, read_own_text
 from ddpilot.errors import RecordError
-from ddpilot.findings.display import Findings
 from ddpilot.record.flight_ring.log import RankLog
 from ddpilot.record.flight_ring.reader import read_ring
 from ddpilot.record.hook import ring_path
@@ -29,7 +28,7 @@ from ddpilot.watch.job_folder import OBSERVER, JobInfo, locked, remove, remove_o
 from ddpilot.watch.nodes.exchange import Exchange
 from ddpilot.watch.observer import Observer
 from ddpilot.watch.options import WatchOptions
-from ddpilot.watch.report import Report, keys_of
+from ddpilot.watch.report import Report, ReportHistory
 from ddpilot.watch.snapshot.model import RankException
 from ddpilot.watch.snapshot.reader import RankFacts, read_process_state
 
@@ -57,9 +56,9 @@ class ObserverProcess:
         self._ranks: dict[int, RankProcess] = {}
         self._job: Mapping[str, Any] = {}
         self._options = WatchOptions()
-        self._way: StoreConnection | None = None
-        self._shown: set[object] = set()
-        self._looked_ns = 0
+        self._connection: StoreConnection | None = None
+        self._history: ReportHistory | None = None
+        self._checked_ns = 0
         self._is_stopping = self._has_errors = self._has_ended_ranks = False
 
     def run(self) -> None:
@@ -94,9 +93,10 @@ class ObserverProcess:
         if first.number:
             _write_to_stderr_of(first)
         self._options = WatchOptions(on_finding=self._job["on_finding"], stall_warn_s=self._job["stall_warn_s"])
-        self._write_about()
-        if self._way is None and self._job["way"] is not None:
-            self._way = StoreConnection(self._job["way"])
+        self._write_job_info()
+        if self._connection is None and self._job["connection"] is not None:
+            self._connection = StoreConnection(self._job["connection"])
+        self._history = self._history or ReportHistory(self._options.stall_warn_s)
         observer = self._make_observer()
         observer.start()
         while not all(map(_is_over, self._ranks.values())):
@@ -109,9 +109,9 @@ class ObserverProcess:
                 return False
         observer.stop()
         observer.finish(is_caused=self._has_ended_ranks)
-        if self._way is not None:
-            observer.say_farewell()
-            self._close_way()
+        if self._connection is not None:
+            observer.send_final()
+            self._close_connection()
         return not self._has_errors and all(each.returned for each in self._facts().values())
 
     def _make_observer(self) -> Observer:
@@ -120,17 +120,18 @@ class ObserverProcess:
             self._folder,
             self._job["world_size"],
             facts=self._facts,
-            tell=self._hear,
+            notify=self._receive,
             options=self._options,
             name=self._job["name"],
             ranks=ranks,
-            exchange=Exchange(self._way.post, ranks) if self._way is not None else None,
+            exchange=Exchange(self._connection.post, ranks) if self._connection is not None else None,
+            history=self._history,
         )
 
-    def _close_way(self) -> None:
-        if self._way is not None:
-            self._way.close()
-            self._way = None
+    def _close_connection(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
     def _await_ranks(self) -> dict[int, RankProcess]:
         """Return the ranks of this node that record: all of them, or those that do `_GATHER_S` after the first one."""
@@ -167,9 +168,9 @@ class ObserverProcess:
             changed_ns = os.stat(self._folder).st_mtime_ns
         except OSError:  # the folder was deleted, which the observer reports
             return False
-        if changed_ns == self._looked_ns:
+        if changed_ns == self._checked_ns:
             return False
-        self._looked_ns = changed_ns if time.time_ns() - changed_ns > _SETTLED_NS else 0
+        self._checked_ns = changed_ns if time.time_ns() - changed_ns > _SETTLED_NS else 0
         present = find_rank_processes(self._folder)
         if any(present.get(rank, each) != each for rank, each in self._ranks.items()):
             self._forget()
@@ -178,13 +179,13 @@ class ObserverProcess:
 
     def _forget(self) -> None:
         self._ranks = {}
-        self._shown = set()
+        self._history = None
         self._has_errors = self._has_ended_ranks = self._is_stopping = False
-        self._close_way()
+        self._close_connection()
         for name in ("report.json", "report.txt"):
             (self._folder / name).unlink(missing_ok=True)
 
-    def _write_about(self) -> None:
+    def _write_job_info(self) -> None:
         about = JobInfo(
             id=self._folder.name,
             name=self._job["name"],
@@ -199,23 +200,23 @@ class ObserverProcess:
         try:
             write_job_info(self._folder, about)
         except OSError as error:
-            _say(f"`ddpilot watch` does not list this job: {self._folder} cannot be written to ({error})")
+            _print(f"`ddpilot watch` does not list this job: {self._folder} cannot be written to ({error})")
 
     def _facts(self) -> dict[int, RankFacts]:
         found = {}
         for rank, process in self._ranks.items():
-            view = read_process_state(process.pid)
+            state = read_process_state(process.pid)
             may_return = process.may_return
             if process.is_running:
                 # Its shell may try again, as after a failed download: that does not end the rank.
-                found[rank] = RankFacts(process=view, error=None if may_return else self._read_error(rank))
+                found[rank] = RankFacts(process=state, error=None if may_return else self._read_error(rank))
             elif may_return:
-                found[rank] = RankFacts(process=replace(view, state="unknown"), is_away=True)
+                found[rank] = RankFacts(process=replace(state, state="unknown"), is_away=True)
             else:
                 log, error = self._read(rank), self._read_error(rank)
                 is_closed = log is not None and log.closed_ns is not None
-                view = replace(view, state="ended")
-                found[rank] = RankFacts(process=view, error=error, returned=is_closed and error is None)
+                state = replace(state, state="ended")
+                found[rank] = RankFacts(process=state, error=error, returned=is_closed and error is None)
         return found
 
     def _read_error(self, rank: int) -> RankException | None:
@@ -225,27 +226,21 @@ class ObserverProcess:
             return None
         return RankException(type_name=name, message=message, traceback=text)
 
-    def _hear(self, report: Report) -> None:
-        for line in (*report.notes, *report.status):
-            if line in report.status or line not in self._shown:
-                _say(line)
-        news = Findings(each for each in report.findings if self._shown.isdisjoint(keys_of(each)))
-        self._shown.update(report.notes, *map(keys_of, report.findings))
-        if not news:
-            return
-        _say(str(news))
-        if any(finding.severity == "error" for finding in news):
+    def _receive(self, report: Report) -> None:
+        for text in (*report.notes, *report.status, *([str(report.findings)] if report.findings else ())):
+            _print(text)
+        if any(finding.severity == "error" for finding in report.findings):
             self._has_errors = True
             self._is_stopping = self._options.action() == "stop"
 
     def _end_ranks(self) -> None:
-        live = [found for each in self._ranks.values() if (found := _find(each)) is not None]
+        live = [each for each in self._ranks.values() if each.is_running]
         if live:
             self._has_ended_ranks = True
-            _say(f"the ranks of this node are ended because of it; `ddpilot watch {self._folder.name}` shows it again")
+            _print(f"terminating the ranks of this node; `ddpilot watch {self._folder.name}` shows this report again")
         _signal(live, signal.SIGTERM)
         deadline_s = time.monotonic() + _TERM_GRACE_S
-        while any(map(_is_running, live)) and time.monotonic() < deadline_s:
+        while any(each.is_running for each in live) and time.monotonic() < deadline_s:
             time.sleep(_PAUSE_S)
         _signal(live, signal.SIGKILL)
         self._is_stopping = False
@@ -253,12 +248,6 @@ class ObserverProcess:
 
 def _is_over(process: RankProcess) -> bool:
     return not (process.is_running or process.may_return)
-
-
-def _find(process: RankProcess) -> psutil.Process | None:
-    with suppress(psutil.Error):
-        return psutil.Process(process.pid) if process.is_running else None
-    return None
 
 
 def _write_to_stderr_of(process: RankProcess) -> None:
@@ -269,20 +258,14 @@ def _write_to_stderr_of(process: RankProcess) -> None:
         os.close(fd)
 
 
-def _signal(processes: list[psutil.Process], number: signal.Signals) -> None:
+def _signal(processes: list[RankProcess], number: signal.Signals) -> None:
     for process in processes:
-        with suppress(psutil.Error):  # psutil checks that it is still the same process
-            process.send_signal(number)
+        with suppress(psutil.Error):
+            if process.is_running:
+                psutil.Process(process.pid).send_signal(number)
 
 
-def _is_running(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
-
-
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     with suppress(OSError):  # the reader of stderr is gone
         sys.stderr.write(f"ddpilot: {text}\n")
         sys.stderr.flush()
@@ -293,7 +276,7 @@ def main(folder: Path) -> None:
     try:
         ObserverProcess(folder).run()
     except Exception as error:  # noqa: BLE001 - reported; must not stop the training
-        _say(f"watching ended with an error of its own, and the job continues: {type(error).__name__}: {error}")
+        _print(f"the observer failed, and the job continues: {type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 """The current process of each rank that called `enable`, in a file next to its ring, for the observer of the node.
 
 A rank may be a shell that runs Python twice, or again after an error: a new process of the same rank in the same job
-folder. The newest process counts; until the shell has ended, another one may follow.
+folder. The newest process counts; until the shell has ended, a further one may follow.
 """
 
 from __future__ import annotations
@@ -14,12 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from ddpilot.environments.private_files import read_own_text, write_own_text
-
-_SAME_S = 1.0
-"""Two readings of one process's start time differ by less than this; the system clock may be set in between."""
+from ddpilot.watch.job_folder import is_running
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +38,12 @@ class RankProcess:
     @property
     def is_running(self) -> bool:
         """True while the rank's Python runs."""
-        return _is_running(self.pid, self.started_s)
+        return is_running(self.pid, self.started_s)
 
     @property
     def may_return(self) -> bool:
         """True while a shell is running that may start Python again for this rank."""
-        return self.shell_pid != self.pid and _is_running(self.shell_pid, self.shell_started_s)
+        return self.shell_pid != self.pid and is_running(self.shell_pid, self.shell_started_s)
 
     def write(self, folder: Path, rank: int) -> None:
         """Write this to the job's `folder`. Raises `OSError`."""
@@ -75,12 +71,3 @@ def error_path(folder: Path, rank: int) -> Path:
 
 def _path(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.process"
-
-
-def _is_running(pid: int, started_s: float) -> bool:
-    try:
-        process = psutil.Process(pid)
-        is_it = abs(process.create_time() - started_s) < _SAME_S
-        return is_it and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _PULSE_S = 1.0
-_LAST_WORD_S = 1.0
-_MEET_LIMIT = timedelta(hours=1)
+_FLUSH_S = 1.0
+_CONNECT_LIMIT = timedelta(hours=1)
 _LEVEL_VARIABLE = "TORCH_CPP_LOG_LEVEL"
 
 
@@ -42,27 +42,29 @@ def describe_connection(topology: Topology, name: str, environ: Mapping[str, str
 class StoreConnection:
     """The connection to the observers of the other nodes, through the store of the ranks.
 
-    `said`: from `describe_connection`. A separate thread waits for that store and holds the only connection to it.
+    `arguments`: from `describe_connection`. A separate thread waits for that store and holds the only connection to it.
     """
 
-    def __init__(self, said: Mapping[str, Any]) -> None:
-        about = {name: said[name] for name in ("node_rank", "nnodes", "nproc_per_node", "target", "attempt")}
-        me = NodeState(host=platform.node(), pid=os.getpid(), **about)
-        self._peers = Heartbeat(_connect_to(said), me, pulse_s=_PULSE_S)
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        mine = {name: arguments[name] for name in ("node_rank", "nnodes", "nproc_per_node", "target", "attempt")}
+        me = NodeState(host=platform.node(), pid=os.getpid(), **mine)
+        self._peers = Heartbeat(_connect_to(arguments), me, pulse_s=_PULSE_S)
         self.post: StoreMailbox = self._peers.open_post(me.attempt)
 
     def close(self) -> None:
         """Wait at most one second for pending writes to reach the store, then disconnect."""
-        self._peers.flush(_LAST_WORD_S)
+        self._peers.flush(_FLUSH_S)
         self._peers.stop()
 
 
-def _connect_to(said: Mapping[str, Any]) -> Callable[[], Store]:
+def _connect_to(arguments: Mapping[str, Any]) -> Callable[[], Store]:
     def connect() -> Store:
         os.environ.setdefault(_LEVEL_VARIABLE, "ERROR")  # else torch logs host names that do not resolve
         from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-        store = TCPStore(said["addr"], said["port"], is_master=False, timeout=_MEET_LIMIT, wait_for_workers=False)
-        return PrefixStore(f"ddpilot-watch/{said['run_id']}/{said['attempt']}", store)
+        store = TCPStore(
+            arguments["addr"], arguments["port"], is_master=False, timeout=_CONNECT_LIMIT, wait_for_workers=False
+        )
+        return PrefixStore(f"ddpilot-watch/{arguments['run_id']}/{arguments['attempt']}", store)
 
     return connect

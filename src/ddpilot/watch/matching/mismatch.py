@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
 from ddpilot.record.flight_ring.log import Collective, Tensor
-from ddpilot.watch.matching.progress import GroupProgress
+from ddpilot.watch.matching.progress import GroupCollective, GroupProgress
 
 Aspect = Literal["op", "dtype", "size", "root", "shape", "reduce-op"]
 WRONG_BUT_RUNNING: frozenset[Aspect] = frozenset({"shape", "reduce-op"})
@@ -39,7 +39,7 @@ class Mismatch:
     """A disagreement between the ranks of one collective."""
 
     aspect: Aspect
-    said: tuple[tuple[str, tuple[int, ...]], ...]
+    values: tuple[tuple[str, tuple[int, ...]], ...]
     """The differing values, as text, each with the ranks that passed it; the largest set of ranks first."""
 
 
@@ -57,14 +57,14 @@ def find_mismatch(by_rank: Mapping[int, Collective]) -> Mismatch | None:
         ("reduce-op", lambda entry: entry.reduce_op),
     )
     for aspect, value_of in aspects:
-        said: dict[Hashable, list[int]] = {}
+        by_value: dict[Hashable, list[int]] = {}
         for rank, entry in sorted(by_rank.items()):
             value = value_of(entry)
             if value is not None:
-                said.setdefault(value, []).append(rank)
-        if len(said) > 1 and (aspect != "shape" or _is_turned(said)):
-            by_size = sorted(said.items(), key=lambda item: (-len(item[1]), item[1][0]))
-            return Mismatch(aspect, tuple((_say(aspect, value), tuple(ranks)) for value, ranks in by_size))
+                by_value.setdefault(value, []).append(rank)
+        if len(by_value) > 1 and (aspect != "shape" or _is_permuted(by_value)):
+            by_size = sorted(by_value.items(), key=lambda item: (-len(item[1]), item[1][0]))
+            return Mismatch(aspect, tuple((_render(aspect, value), tuple(ranks)) for value, ranks in by_size))
     return _find_unequal_parts(by_rank)
 
 
@@ -79,7 +79,7 @@ def _find_unequal_parts(by_rank: Mapping[int, Collective]) -> Mismatch | None:
 
 
 def signature_of(entry: Collective) -> Hashable:
-    """What must be equal on all ranks in a collective's op and tensors; equal if they cannot clash there."""
+    """Return the op and the attributes of tensors that must be equal on all ranks."""
     return entry.op, _dtypes(entry), _sizes(entry), _dims(entry)
 
 
@@ -111,12 +111,12 @@ def _dims(entry: Collective) -> Hashable:
     return dims if len(dims) > 1 else None
 
 
-def _is_turned(said: Mapping[Hashable, object]) -> bool:
-    """True if one shape is a permutation of another. Different views such as [2, 6] and [4, 3] may be intended."""
-    return len({tuple(sorted(dims)) for dims in said if isinstance(dims, tuple)}) < len(said)
+def _is_permuted(shapes: Collection[Hashable]) -> bool:
+    """True if one shape is a permutation of a different one. Reshaping, as to [2, 6] and [4, 3], may be intended."""
+    return len({tuple(sorted(dims)) for dims in shapes if isinstance(dims, tuple)}) < len(shapes)
 
 
-def _say(aspect: Aspect, value: Hashable) -> str:
+def _render(aspect: Aspect, value: Hashable) -> str:
     if aspect == "root":
         return f"root {value}"
     if not isinstance(value, tuple):
@@ -164,19 +164,16 @@ def _part(entry: Collective, tensors: tuple[Tensor, ...], splits_at: int, other:
     return prod(shape) // len(group.ranks)
 
 
-@dataclass(frozen=True, slots=True)
-class MismatchedCollective:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MismatchedCollective(GroupCollective):
     """A collective with different arguments on different ranks."""
 
-    progress: GroupProgress
-    seq: int
-    clash: Mismatch
-    by_rank: Mapping[int, Collective]
+    mismatch: Mismatch
 
     @property
-    def newest_ns(self) -> int:
-        """When the last of the ranks began it."""
-        return max(entry.start_ns for entry in self.by_rank.values())
+    def is_silent(self) -> bool:
+        """True if training continues, with wrong results."""
+        return self.mismatch.aspect in WRONG_BUT_RUNNING
 
 
 def find_first_mismatches(progress: GroupProgress) -> list[MismatchedCollective]:
@@ -185,7 +182,7 @@ def find_first_mismatches(progress: GroupProgress) -> list[MismatchedCollective]
     same: dict[object, object] = {}  # equal terms are one object, so that ranks are compared by identity
     first = progress.first_common
     by_seq: dict[int, dict[int, Collective]] = {}
-    said: dict[int, tuple[object, int | None, str | None]] = {}
+    first_seen: dict[int, tuple[object, int | None, str | None]] = {}
     odd: set[int] = set()
     for rank, entries in progress.by_rank.items():
         for entry in entries:
@@ -200,9 +197,9 @@ def find_first_mismatches(progress: GroupProgress) -> list[MismatchedCollective]
             here = by_seq.get(seq)
             if here is None:
                 by_seq[seq] = {rank: entry}
-                said[seq] = mine, entry.root, entry.reduce_op
+                first_seen[seq] = mine, entry.root, entry.reduce_op
                 continue
-            if said[seq] != (mine, entry.root, entry.reduce_op):
+            if first_seen[seq] != (mine, entry.root, entry.reduce_op):
                 odd.add(seq)
             here[rank] = entry
     # Exchanges of point-to-point parts are compared only where the ranks are now: comparing all of them takes too long.
@@ -210,9 +207,10 @@ def find_first_mismatches(progress: GroupProgress) -> list[MismatchedCollective]
     odd |= {seq for seq in (newest - 1, newest) if any(each.op in EXCHANGES for each in by_seq.get(seq, {}).values())}
     found: dict[bool, MismatchedCollective] = {}
     for seq in sorted(odd):
-        clash = find_mismatch(by_seq[seq])
-        if clash is not None:
-            found.setdefault(clash.aspect in WRONG_BUT_RUNNING, MismatchedCollective(progress, seq, clash, by_seq[seq]))
+        mismatch = find_mismatch(by_seq[seq])
+        if mismatch is not None:
+            each = MismatchedCollective(progress=progress, seq=seq, by_rank=by_seq[seq], mismatch=mismatch)
+            found.setdefault(each.is_silent, each)
         if False in found:
             break
     return list(found.values())

@@ -56,12 +56,12 @@ def outcome_of(rank: RankSnapshot | None) -> RankOutcome:
         words = f"raised {error.type_name}: {_shorten(error.message)}".removesuffix(": ")
         return RankOutcome("victim" if reads_like_victim(error.type_name, error.message) else "died", words)
     if rank.returned:
-        is_cut = rank.process.exitcode == 0 and rank.log is not None and rank.log.closed_ns is None
-        return RankOutcome("finished", "has ended at once, as by os._exit(0)" if is_cut else "has returned")
-    return _fate_of_process(rank) if rank.process.state == "ended" else RankOutcome("alive")
+        is_cut = rank.process.exitcode == 0 and rank.log is not None and not rank.has_closed_log
+        return RankOutcome("finished", "has exited without cleanup, as with os._exit(0)" if is_cut else "has returned")
+    return _process_outcome(rank) if rank.process.state == "ended" else RankOutcome("alive")
 
 
-def _fate_of_process(rank: RankSnapshot) -> RankOutcome:
+def _process_outcome(rank: RankSnapshot) -> RankOutcome:
     process = rank.process
     if process.signal_name is not None:
         return RankOutcome("died", f"died of {process.signal_name}")
@@ -69,9 +69,9 @@ def _fate_of_process(rank: RankSnapshot) -> RankOutcome:
         return RankOutcome("died", f"died of signal {-process.exitcode}")
     if process.exitcode:
         return RankOutcome("died", f"exited with status {process.exitcode}")
-    if process.exitcode == 0 or (rank.log is not None and rank.log.closed_ns is not None):
+    if process.exitcode == 0 or rank.has_closed_log:
         return RankOutcome("finished", "has exited")
-    return RankOutcome("died", "ended without closing the recording, as by a signal or os._exit")
+    return RankOutcome("died", "ended without closing the recording, as with a signal or os._exit")
 
 
 def _shorten(message: str) -> str:
@@ -79,28 +79,28 @@ def _shorten(message: str) -> str:
     return line if len(line) <= _MAX_CHARS else f"{line[: _MAX_CHARS - 3]}..."
 
 
-def first_deaths(view: JobSnapshot, fates: Mapping[int, RankOutcome]) -> list[int]:
-    """Return the ranks that died first: neither victims, nor ranks that were terminated after another one had died."""
-    died = [rank for rank, fate in fates.items() if fate.state == "died"]
-    of_itself = [rank for rank in died if view.ranks[rank].process.signal_name not in _STOPPING]
-    if any(view.ranks[rank].error for rank in of_itself):
+def first_deaths(job: JobSnapshot, outcomes: Mapping[int, RankOutcome]) -> list[int]:
+    """Return the ranks that died first: neither victims, nor ranks terminated after a different rank had died."""
+    died = [rank for rank, outcome in outcomes.items() if outcome.state == "died"]
+    of_itself = [rank for rank in died if job.ranks[rank].process.signal_name not in _STOPPING]
+    if any(job.ranks[rank].error for rank in of_itself):
         return of_itself
-    firsts = _earliest(view, of_itself or died)
-    return _ended_before(view, fates, firsts) or firsts
+    firsts = _earliest(job, of_itself or died)
+    return _ended_before(job, outcomes, firsts) or firsts
 
 
-def _ended_before(view: JobSnapshot, fates: Mapping[int, RankOutcome], stopped: Sequence[int]) -> list[int]:
+def _ended_before(job: JobSnapshot, outcomes: Mapping[int, RankOutcome], stopped: Sequence[int]) -> list[int]:
     """Return the victims that exited while all of `stopped` were running, if a launcher may have terminated `stopped`.
 
     The connection that such a victim lost was to something else, for example to a server of a download.
     """
-    signs_ns = [_last_sign_ns(view.ranks[rank]) for rank in stopped if _may_be_stopped(view.ranks[rank])]
+    signs_ns = [_last_sign_ns(job.ranks[rank]) for rank in stopped if _may_be_stopped(job.ranks[rank])]
     lived_ns = [sign for sign in signs_ns if sign is not None]
     if not lived_ns or len(lived_ns) < len(stopped):
         return []
-    victims = {rank: _last_sign_ns(view.ranks[rank]) for rank, fate in fates.items() if fate.state == "victim"}
+    victims = {rank: _last_sign_ns(job.ranks[rank]) for rank, outcome in outcomes.items() if outcome.state == "victim"}
     early = [rank for rank, end in victims.items() if end is not None and end + _OUTLIVED_NS < min(lived_ns)]
-    return _earliest(view, early) if early else []
+    return _earliest(job, early) if early else []
 
 
 def _may_be_stopped(rank: RankSnapshot) -> bool:
@@ -115,48 +115,49 @@ def _last_sign_ns(rank: RankSnapshot) -> int | None:
     return next((sign for sign in signs if sign is not None), None)
 
 
-def _earliest(view: JobSnapshot, ranks: Iterable[int]) -> list[int]:
-    ends = {rank: view.ranks[rank].process.ended_ns for rank in ranks}
+def _earliest(job: JobSnapshot, ranks: Iterable[int]) -> list[int]:
+    ends = {rank: job.ranks[rank].process.ended_ns for rank in ranks}
     known = [end for end in ends.values() if end is not None]
     if not known:
-        return _first_silent(view, list(ends))
+        return _first_silent(job, list(ends))
     return [rank for rank, end in ends.items() if end is not None and end <= min(known) + 100_000_000]
 
 
-def _first_silent(view: JobSnapshot, ranks: list[int]) -> list[int]:
+def _first_silent(job: JobSnapshot, ranks: list[int]) -> list[int]:
     """Return the ranks whose heartbeats stopped first, for ranks whose end was not observed."""
-    beats = {rank: log.heartbeat_ns for rank in ranks if (log := view.ranks[rank].log) is not None and log.heartbeat_ns}
+    beats = {rank: log.heartbeat_ns for rank in ranks if (log := job.ranks[rank].log) is not None and log.heartbeat_ns}
     if len(beats) < len(ranks):
         return ranks
     return [rank for rank, beat in beats.items() if beat <= min(beats.values()) + _BEAT_NS]
 
 
 def with_departure(
-    rank: RankSnapshot | None, fate: RankOutcome, last: Collective | None, now_ns: int, *, is_cut_off: bool = False
+    rank: RankSnapshot | None, outcome: RankOutcome, last: Collective | None, now_ns: int, *, is_cut_off: bool = False
 ) -> RankOutcome:
-    """Return "finished" for a live rank that has left the group in which `last` was its newest collective, else `fate`.
+    """Return "finished" for a live rank that has left the group of `last`, its newest collective in it; else `outcome`.
 
     `is_cut_off`: other ranks have lost their connection to it, so that the reason for leaving does not matter.
     """
-    if rank is None or fate.state != "alive" or rank.log is None:
-        return fate
+    if rank is None or outcome.state != "alive" or rank.log is None:
+        return outcome
     left_ns = rank.log.left_ns
-    has_ended = rank.log.closed_ns is not None
-    patience_ns = _CUT_OFF_NS if is_cut_off and not has_ended else _ERROR_NS
+    patience_ns = _CUT_OFF_NS if is_cut_off and not rank.has_closed_log else _ERROR_NS
     if left_ns is not None and last is not None and last.start_ns < left_ns and now_ns - left_ns > patience_ns:
-        return RankOutcome("finished", "has come to its end" if has_ended else "has destroyed its process groups")
-    return RankOutcome("finished", "leaves its group") if passes(rank.stack, WAIT_FOR_PEERS) is not None else fate
+        return RankOutcome(
+            "finished", "has reached its end" if rank.has_closed_log else "has destroyed its process groups"
+        )
+    return RankOutcome("finished", "leaves its group") if passes(rank.stack, WAIT_FOR_PEERS) is not None else outcome
 
 
-def is_blocked_by(rank: RankSnapshot, fate: RankOutcome, entry: Collective) -> bool | None:
+def is_blocked_by(rank: RankSnapshot, outcome: RankOutcome, entry: Collective) -> bool | None:
     """Return True if the rank cannot continue before `entry` completes; None if only a current stack can tell.
 
     For a rank that has ended: True if it could not continue at that time.
     """
     is_over = entry.state == "done" or (entry.state == "unknown" and not entry.is_passed_over)
-    if fate.state == "finished" or (is_over and not entry.is_p2p):
+    if outcome.state == "finished" or (is_over and not entry.is_p2p):
         return False
-    if fate.is_gone:
+    if outcome.is_gone:
         return True
     if entry.state == "failed":
         return False  # and the program continued
@@ -180,7 +181,7 @@ def _may_end_alone(entry: Collective) -> bool:
 
 def _has_begun_more(rank: RankSnapshot, entry: Collective) -> bool:
     """True if the rank has begun a later collective of the group that cannot complete without the other ranks."""
-    later = (each for each in (rank.log.collectives if rank.log is not None else ()) if each.index > entry.index)
+    later = (each for each in rank.collectives if each.index > entry.index)
     return any(
         each.group == entry.group and not each.is_p2p and each.state == "begun" and not _may_end_alone(each)
         for each in later
@@ -188,30 +189,29 @@ def _has_begun_more(rank: RankSnapshot, entry: Collective) -> bool:
 
 
 COMMON_END = (
-    "all ranks that are seen from here ended at the same time, from outside: a time limit, `scancel` or another kill "
-    "of the whole job"
+    "all visible ranks were ended from outside at the same time: by a time limit, `scancel` or a kill of the whole job"
 )
 _FROM_OUTSIDE = ("SIGKILL", "SIGTERM")
 
 
-def before_common_end(view: JobSnapshot, fates: Mapping[int, RankOutcome]) -> JobSnapshot | None:
+def before_common_end(job: JobSnapshot, outcomes: Mapping[int, RankOutcome]) -> JobSnapshot | None:
     """Return the job as it was when all of its ranks were ended at once from outside; None if they were not."""
-    ranks = {number: rank for number, rank in view.ranks.items() if rank.process.state != "unknown"}
+    ranks = {number: rank for number, rank in job.ranks.items() if rank.process.state != "unknown"}
     if len(ranks) < 2 or not all(_was_ended(rank) for rank in ranks.values()):
         return None
-    if len({rank.process.signal_name for rank in ranks.values()}) > 1 or set(first_deaths(view, fates)) != set(ranks):
+    if len({rank.process.signal_name for rank in ranks.values()}) > 1 or set(first_deaths(job, outcomes)) != set(ranks):
         return None
     ends_ns = [_ended_ns(rank) for rank in ranks.values()]
     known_ns = [each for each in ends_ns if each is not None]
     if len(known_ns) < len(ends_ns):
         return None
     before = {number: replace(rank, process=_of_unknown_end(rank.process)) for number, rank in ranks.items()}
-    return replace(view, ranks={**view.ranks, **before}, now_ns=min(view.now_ns, max(known_ns)))
+    return replace(job, ranks={**job.ranks, **before}, now_ns=min(job.now_ns, max(known_ns)))
 
 
 def _was_ended(rank: RankSnapshot) -> bool:
     process = rank.process
-    is_over = rank.error is not None or rank.returned or rank.log is None or rank.log.closed_ns is not None
+    is_over = rank.error is not None or rank.returned or rank.log is None or rank.has_closed_log
     if process.state != "ended" or is_over:
         return False
     return process.exitcode is None if process.signal_name is None else process.signal_name in _FROM_OUTSIDE

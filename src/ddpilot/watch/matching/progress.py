@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from ddpilot.record.flight_ring.log import Collective, GroupOfRanks, RankLog
 from ddpilot.watch.snapshot.model import JobSnapshot
 
-GroupKey = tuple[str, tuple[int, ...]]
-"""Name and ranks; of successive groups with the same key only the newest counts."""
+_NameAndRanks = tuple[str, tuple[int, ...]]
 
 
 @dataclass(slots=True)
@@ -43,26 +42,32 @@ class GroupProgress:
         return max(_seq_of(entries[0]) for entries in self.by_rank.values())
 
 
-@dataclass(frozen=True, slots=True)
-class IncompleteCollective:
-    """A collective that some ranks of its group have begun and others have not."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupCollective:
+    """One collective of a group, by the ranks that have begun it."""
 
     progress: GroupProgress
     seq: int
-    arrived: Mapping[int, Collective]
-    missing: tuple[int, ...]
-    unknown: tuple[int, ...]
-    """Ranks whose progress cannot be seen."""
+    by_rank: Mapping[int, Collective]
 
     @property
     def since_ns(self) -> int:
         """When the first of the ranks began it."""
-        return min(entry.start_ns for entry in self.arrived.values())
+        return min(entry.start_ns for entry in self.by_rank.values())
 
     @property
     def newest_ns(self) -> int:
         """When the last of the ranks began it."""
-        return max(entry.start_ns for entry in self.arrived.values())
+        return max(entry.start_ns for entry in self.by_rank.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IncompleteCollective(GroupCollective):
+    """A collective that some ranks of its group have not begun, or that has not completed."""
+
+    missing: tuple[int, ...] = ()
+    unknown: tuple[int, ...] = ()
+    """Ranks whose progress cannot be seen."""
 
 
 def _seq_of(entry: Collective) -> int:
@@ -71,8 +76,7 @@ def _seq_of(entry: Collective) -> int:
 
 def find_progress(logs: Iterable[RankLog]) -> list[GroupProgress]:
     """Return the progress in the newest group of every name and set of ranks."""
-    newest: dict[GroupKey, tuple[int, int]] = {}
-    groups: dict[GroupKey, GroupProgress] = {}
+    groups: dict[_NameAndRanks, GroupProgress] = {}
     for log in logs:
         known: dict[int, list[Collective] | None] = {}  # one lookup per group: it may have thousands of ranks
         for entry in log.collectives:
@@ -80,7 +84,7 @@ def find_progress(logs: Iterable[RankLog]) -> list[GroupProgress]:
                 continue
             number = id(entry.group)
             if number not in known:
-                known[number] = _find_entries(entry.group, log.rank, newest, groups)
+                known[number] = _find_entries(entry.group, log.rank, groups)
             entries = known[number]
             if entries is not None:
                 entries.append(entry)
@@ -88,60 +92,58 @@ def find_progress(logs: Iterable[RankLog]) -> list[GroupProgress]:
 
 
 def _find_entries(
-    group: GroupOfRanks, rank: int, newest: dict[GroupKey, tuple[int, int]], groups: dict[GroupKey, GroupProgress]
+    group: GroupOfRanks, rank: int, groups: dict[_NameAndRanks, GroupProgress]
 ) -> list[Collective] | None:
+    """Return the list for the collectives of `rank` in `group`; None if a newer group has replaced the group."""
     if not group.ranks:
         return None
-    key, age = (group.name, group.ranks), (group.attempt, group.incarnation)
-    if age < newest.get(key, (-1, -1)):
-        return None
-    if age > newest.get(key, (-1, -1)):
-        newest[key], groups[key] = age, GroupProgress(group)
-    return groups[key].by_rank.setdefault(rank, [])
+    key = (group.name, group.ranks)
+    known = groups.get(key)
+    if known is None or group.generation > known.group.generation:
+        known = groups[key] = GroupProgress(group)
+    return known.by_rank.setdefault(rank, []) if group.generation == known.group.generation else None
 
 
-def find_incomplete(view: JobSnapshot, progress: Iterable[GroupProgress]) -> Iterator[IncompleteCollective]:
+def find_incomplete(job: JobSnapshot, progress: Iterable[GroupProgress]) -> Iterator[IncompleteCollective]:
     """Yield, for each group in which some ranks are ahead of others, the first collective that these wait in."""
     for each in progress:
-        meeting = _find_meeting(view, each)
-        if meeting is not None and meeting.newest_ns >= view.since_ns:
-            yield meeting
+        incomplete = _find_incomplete_in(job, each)
+        if incomplete is not None and incomplete.newest_ns >= job.since_ns:
+            yield incomplete
 
 
-def _find_meeting(view: JobSnapshot, progress: GroupProgress) -> IncompleteCollective | None:
-    ahead = max(progress.position(rank) for rank in progress.by_rank)
+def _find_incomplete_in(job: JobSnapshot, progress: GroupProgress) -> IncompleteCollective | None:
+    newest = max(progress.position(rank) for rank in progress.by_rank)
     behind = {rank: progress.position(rank) for rank in progress.group.ranks}
-    unknown = {rank for rank in progress.group.ranks if _may_have_come(view, progress, rank)}
-    lowest = min((at for rank, at in behind.items() if rank not in unknown), default=ahead)
-    if lowest == ahead:
-        return _find_full_meeting(progress, ahead, unknown)
-    seq, arrived = lowest + 1, _arrived(progress, lowest + 1)
-    # The part of a broadcast's root may be over without the others: it waits in what needs them.
-    while arrived and all(each.state == "done" for each in arrived.values()) and (later := _arrived(progress, seq + 1)):
-        seq, arrived = seq + 1, later
-    if not arrived:
+    unknown = {rank for rank in progress.group.ranks if _may_be_ahead(job, progress, rank)}
+    lowest = min((at for rank, at in behind.items() if rank not in unknown), default=newest)
+    missing: tuple[int, ...] = ()
+    seq = newest  # all ranks whose progress can be seen have begun it
+    if lowest < newest:
+        missing = tuple(rank for rank, at in behind.items() if at == lowest and rank not in unknown)
+        seq = lowest + 1
+    by_rank = _collectives_at(progress, seq)
+    # A broadcast may complete on its root without the other ranks: the root waits in a later collective.
+    while lowest < newest and by_rank and all(each.state == "done" for each in by_rank.values()):
+        later = _collectives_at(progress, seq + 1)
+        if not later:
+            break
+        seq, by_rank = seq + 1, later
+    if not by_rank:
         return None
-    missing = tuple(rank for rank, at in behind.items() if at == lowest and rank not in unknown)
-    return IncompleteCollective(progress, seq, arrived, missing, tuple(sorted(unknown - arrived.keys())))
+    unseen = tuple(sorted(unknown - by_rank.keys()))
+    return IncompleteCollective(progress=progress, seq=seq, by_rank=by_rank, missing=missing, unknown=unseen)
 
 
-def _arrived(progress: GroupProgress, seq: int) -> dict[int, Collective]:
+def _collectives_at(progress: GroupProgress, seq: int) -> dict[int, Collective]:
     return {rank: entry for rank in progress.by_rank if (entry := progress.at(rank, seq)) is not None}
 
 
-def _find_full_meeting(progress: GroupProgress, seq: int, unknown: set[int]) -> IncompleteCollective | None:
-    # All ranks whose progress can be seen have begun it.
-    arrived = _arrived(progress, seq)
-    return (
-        IncompleteCollective(progress, seq, arrived, (), tuple(sorted(unknown - arrived.keys()))) if arrived else None
-    )
-
-
-def _may_have_come(view: JobSnapshot, progress: GroupProgress, rank: int) -> bool:
+def _may_be_ahead(job: JobSnapshot, progress: GroupProgress, rank: int) -> bool:
     """True if `rank` may have begun more collectives in this group than can be seen."""
     if rank in progress.by_rank:
         return False
-    seen = view.ranks.get(rank)
+    seen = job.ranks.get(rank)
     if seen is None:
         return True
     if seen.log is None:

@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
 
 from ddpilot.record.flight_ring.log import Collective
 from ddpilot.watch.matching.outcomes import RankOutcome, is_blocked_by
-from ddpilot.watch.matching.progress import GroupKey, IncompleteCollective
-from ddpilot.watch.snapshot.model import JobSnapshot, RankSnapshot
+from ddpilot.watch.matching.progress import IncompleteCollective
+from ddpilot.watch.snapshot.model import JobSnapshot
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -20,14 +20,14 @@ class Wait:
     held: Mapping[int, Collective]
     missing: tuple[int, ...]
     unknown: tuple[int, ...] = ()
-    meeting: IncompleteCollective | None = None
+    incomplete: IncompleteCollective | None = None
     """None for a point-to-point operation."""
 
     @property
     def since_ns(self) -> int:
-        """When the wait began: for ranks that have not come, with the first that waits; after that, with the last."""
-        if self.meeting is not None and not (self.missing or self.unknown):
-            return self.meeting.newest_ns
+        """When the wait began: with the first waiting rank if ranks are missing or unknown, else with the last rank."""
+        if self.incomplete is not None and not (self.missing or self.unknown):
+            return self.incomplete.newest_ns
         return min(entry.start_ns for entry in self.held.values())
 
 
@@ -40,92 +40,88 @@ class Waits:
     """Ranks for which only a stack can show whether they wait, with the ranks that they would wait for."""
 
 
-def find_waits(view: JobSnapshot, fates: Mapping[int, RankOutcome], meetings: Iterable[IncompleteCollective]) -> Waits:
+def find_waits(
+    job: JobSnapshot, outcomes: Mapping[int, RankOutcome], all_incomplete: Iterable[IncompleteCollective]
+) -> Waits:
     """Return every wait of ranks that are alive, or that were waiting when they ended."""
     found = Waits()
-    for meeting in meetings:
+    for incomplete in all_incomplete:
         held = {
             rank: entry
-            for rank, entry in meeting.arrived.items()
-            if _is_held(view, fates[rank], rank, entry, found, meeting.missing)
+            for rank, entry in incomplete.by_rank.items()
+            if _is_held(job, outcomes[rank], rank, entry, found, incomplete.missing)
         }
         if held:
-            found.waits.append(Wait(held, meeting.missing, meeting.unknown, meeting))
-    found.waits += _find_p2p(view, fates, found)
+            found.waits.append(Wait(held, incomplete.missing, incomplete.unknown, incomplete))
+    found.waits += _find_p2p(job, outcomes, found)
     return found
 
 
 def _is_held(
-    view: JobSnapshot, fate: RankOutcome, rank: int, entry: Collective, found: Waits, missing: tuple[int, ...]
+    job: JobSnapshot, outcome: RankOutcome, rank: int, entry: Collective, found: Waits, missing: tuple[int, ...]
 ) -> bool:
-    answer = is_blocked_by(view.ranks[rank], fate, entry)
+    answer = is_blocked_by(job.ranks[rank], outcome, entry)
     if answer is None:
         found.needs_stacks[rank] = missing
     return bool(answer)
 
 
-def _find_p2p(view: JobSnapshot, fates: Mapping[int, RankOutcome], found: Waits) -> Iterator[Wait]:
-    is_lone = find_unmatched_messages(view)
-    pending = {rank: list(_pending_p2p(view, rank, fates[rank], is_lone)) for rank in view.ranks}
-    newest = _newest_groups(view) if any(pending.values()) else {}
+def _find_p2p(job: JobSnapshot, outcomes: Mapping[int, RankOutcome], found: Waits) -> Iterator[Wait]:
+    is_unmatched = find_unmatched_messages(job)
+    pending = {rank: list(_pending_p2p(job, rank, outcomes[rank], is_unmatched)) for rank in job.ranks}
+    newest = _newest_groups(job) if any(pending.values()) else {}
     pending = {rank: [each for each in entries if _is_newest(each, newest)] for rank, entries in pending.items()}
     offered = {
-        (rank, peer_of(entry), entry.op == "send", tag_of(entry), group_key(entry))
+        (rank, peer_of(entry), entry.op == "send", tag_of(entry), _local_key(entry))
         for rank, entries in pending.items()
-        for entry in (*entries, *filter(_has_unknown_end, _entries_of(view, rank)))
+        for entry in (*entries, *filter(_has_unknown_end, job.ranks[rank].collectives))
     }
     for rank, entries in pending.items():
         for entry in entries:
             peer = peer_of(entry)
-            other = (peer, rank, entry.op != "send", tag_of(entry), group_key(entry))
-            is_offered = other in offered or (peer, None, False, tag_of(entry), group_key(entry)) in offered
+            other = (peer, rank, entry.op != "send", tag_of(entry), _local_key(entry))
+            is_offered = other in offered or (peer, None, False, tag_of(entry), _local_key(entry)) in offered
             if peer is None or (is_offered and not _has_unknown_end(entry)):
                 continue  # the matching call exists: the message is in transit
-            if entry.start_ns >= view.since_ns and _is_held(view, fates[rank], rank, entry, found, (peer,)):
+            if entry.start_ns >= job.since_ns and _is_held(job, outcomes[rank], rank, entry, found, (peer,)):
                 yield Wait({rank: entry}, (peer,))
                 break
 
 
 def _pending_p2p(
-    view: JobSnapshot, rank: int, fate: RankOutcome, is_lone: Mapping[tuple[int, int], bool]
+    job: JobSnapshot, rank: int, outcome: RankOutcome, is_unmatched: Mapping[tuple[int, int], bool]
 ) -> Iterator[Collective]:
-    entries = _entries_of(view, rank)
+    entries = job.ranks[rank].collectives
     newest = {entry.index for entry in takewhile(_has_unknown_end, reversed(entries))}
     for entry in entries:
         if not entry.is_p2p:
             continue
-        lone = is_lone.get((rank, entry.index))
+        unmatched = is_unmatched.get((rank, entry.index))
         # A call that failed after it started looks done: the rank was ended by its newest, or by an unmatched one.
-        is_end = fate.state == "victim" and (lone or (lone is None and entry is entries[-1]))
-        is_open = entry.state in ("begun", "failed") and lone is not False
+        is_end = outcome.state == "victim" and (unmatched or (unmatched is None and entry is entries[-1]))
+        is_open = entry.state in ("begun", "failed") and unmatched is not False
         # If several are executed as one, as with NCCL, only counting proves that one of them has no match.
-        if is_end or is_open or (lone and entry.index in newest):
+        if is_end or is_open or (unmatched and entry.index in newest):
             yield entry
-
-
-def _entries_of(view: JobSnapshot, rank: int) -> Sequence[Collective]:
-    log = view.ranks[rank].log
-    return log.collectives if log is not None else ()
 
 
 def _has_unknown_end(entry: Collective) -> bool:
     return entry.is_p2p and entry.state == "unknown"
 
 
-def _newest_groups(view: JobSnapshot) -> dict[GroupKey, tuple[int, int]]:
-    """Return the newest group that any rank has used, by name and ranks; earlier ones have been destroyed."""
-    logs = [seen.log for seen in view.ranks.values() if seen.log is not None]
-    groups = {id(entry.group): entry.group for log in logs for entry in log.collectives if entry.group is not None}
-    newest: dict[GroupKey, tuple[int, int]] = {}
+def _newest_groups(job: JobSnapshot) -> dict[tuple[str, tuple[int, ...]], tuple[int, int]]:
+    """Return the newest generation of each group that any rank has used, by name and ranks."""
+    entries = (entry for seen in job.ranks.values() for entry in seen.collectives)
+    groups = {id(entry.group): entry.group for entry in entries if entry.group is not None}
+    newest: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
     for group in groups.values():
         key = (group.name, group.ranks)
-        newest[key] = max(newest.get(key, (0, 0)), (group.attempt, group.incarnation))
+        newest[key] = max(newest.get(key, (0, 0)), group.generation)
     return newest
 
 
-def _is_newest(entry: Collective, newest: Mapping[GroupKey, tuple[int, int]]) -> bool:
-    group = entry.group
-    return group is None or (group.attempt, group.incarnation) == newest[group.name, group.ranks]
+def _is_newest(entry: Collective, newest: Mapping[tuple[str, tuple[int, ...]], tuple[int, int]]) -> bool:
+    return entry.group is None or entry.group.generation == newest[entry.group.name, entry.group.ranks]
 
 
 def find_cycles(waits: Iterable[Wait]) -> list[list[Wait]]:
@@ -135,36 +131,37 @@ def find_cycles(waits: Iterable[Wait]) -> list[list[Wait]]:
     for wait in every:
         for rank in wait.held:
             holders.setdefault(rank, []).append(wait)
-    circles: list[list[Wait]] = []
+    cycles: list[list[Wait]] = []
     done: set[int] = set()
     for wait in every:
-        circles += _walk(wait, holders, done)
-    return circles
+        cycles += _walk(wait, holders, done)
+    return cycles
 
 
 def _walk(start: Wait, holders: Mapping[int, list[Wait]], done: set[int]) -> Iterator[list[Wait]]:
     """Yield the cycles reachable from `start`. Each wait is visited once and then added to `done`."""
     if id(start) in done:
         return
-    path, ways = [start], [iter(_next(start, holders))]
+    path, pending = [start], [iter(_next(start, holders))]
     while path:
-        following = next(ways[-1], None)
+        following = next(pending[-1], None)
         if following is None:
             done.add(id(path.pop()))
-            ways.pop()
+            pending.pop()
         elif following in path:
             yield path[path.index(following) :]
         elif id(following) not in done:
             path.append(following)
-            ways.append(iter(_next(following, holders)))
+            pending.append(iter(_next(following, holders)))
 
 
 def _next(wait: Wait, holders: Mapping[int, list[Wait]]) -> list[Wait]:
     return list({id(each): each for rank in wait.missing for each in holders.get(rank, ())}.values())
 
 
-_Channel = tuple[int, int, int | None, str]
-"""Sender, receiver, tag and group key: messages of one channel arrive in order."""
+_LocalKey = tuple[str, int, int] | None
+_Channel = tuple[int, int, int | None, _LocalKey]
+"""Sender, receiver, tag and group: messages of one channel arrive in order."""
 
 
 _WITH_TAGS = ("mpi", "ucc")
@@ -181,67 +178,49 @@ class Message:
     received: Collective
 
 
-def find_unmatched_messages(view: JobSnapshot) -> dict[tuple[int, int], bool]:
-    """Return by (rank, index of the entry) True if a send or receive has no matching call.
-
-    Messages of one channel arrive in order and are matched by counting. Ranks whose logs have dropped entries, or that
-    receive from any source, are excluded.
-    """
-    ways: dict[_Channel, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {}
-    known = {rank for rank, seen in view.ranks.items() if _counts(seen)}
-    for rank in known:
-        for entry in _messages(view.ranks[rank]):
-            peer = peer_of(entry)
-            if peer in known and peer is not None:
-                is_sent = entry.op == "send"
-                way = (rank, peer) if is_sent else (peer, rank)
-                sides = ways.setdefault((*way, tag_of(entry), group_key(entry)), ([], []))
-                sides[0 if is_sent else 1].append((rank, entry.index))
+def find_unmatched_messages(job: JobSnapshot) -> dict[tuple[int, int], bool]:
+    """Return by (rank, index of the entry) True if a send or receive has no matching call, False if it has one."""
     found: dict[tuple[int, int], bool] = {}
-    for sent, received in ways.values():
-        for mine, theirs in ((sent, received), (received, sent)):
-            found |= {key: number >= len(theirs) for number, key in enumerate(mine)}
+    for (sender, receiver, *_), (sent, received) in _find_channels(job).items():
+        for rank, mine, theirs in ((sender, sent, received), (receiver, received, sent)):
+            found |= {(rank, entry.index): number >= len(theirs) for number, entry in enumerate(mine)}
     return found
 
 
-def _counts(rank: RankSnapshot) -> bool:
-    entries = rank.log.collectives if rank.log is not None else ()
-    is_whole = not entries or entries[-1].index == len(entries)
-    return is_whole and not any(entry.is_p2p and entry.peer is None for entry in entries)
+def find_unequal_messages(job: JobSnapshot) -> Iterator[Message]:
+    """Yield the first message of each channel whose sizes differ."""
+    for (sender, receiver, *_), (sent, received) in _find_channels(job).items():
+        pairs = zip(sent, received, strict=False)
+        pair = next(((mine, theirs) for mine, theirs in pairs if mine.num_bytes != theirs.num_bytes), None)
+        if pair is not None:
+            yield Message(sender, pair[0], receiver, pair[1])
 
 
-def find_unequal_messages(view: JobSnapshot) -> Iterator[Message]:
-    """Yield the first message of each channel whose sizes differ; excludes ranks whose logs have dropped entries."""
-    sent: dict[_Channel, list[Collective]] = {}
-    received: dict[_Channel, list[Collective]] = {}
-    for rank, seen in view.ranks.items():
-        for entry in _messages(seen):
-            peer = peer_of(entry)
-            if peer is None:  # a receive from any source may have taken a message of a different channel
-                received = {way: entries for way, entries in received.items() if way[1] != rank}
-                break
-            if entry.op == "send":
-                sent.setdefault((rank, peer, tag_of(entry), group_key(entry)), []).append(entry)
-            else:
-                received.setdefault((peer, rank, tag_of(entry), group_key(entry)), []).append(entry)
-    for way, entries in received.items():
-        for mine, theirs in zip(entries, sent.get(way, ()), strict=False):
-            if mine.num_bytes != theirs.num_bytes:
-                yield Message(way[0], theirs, way[1], mine)
-                break
+def _find_channels(job: JobSnapshot) -> dict[_Channel, tuple[list[Collective], list[Collective]]]:
+    """Return the sends and the receives of each channel, in order: the n-th send matches the n-th receive.
+
+    Excludes ranks whose logs have dropped entries, and channels to ranks that receive from any source.
+    """
+    messages = {
+        rank: [entry for entry in seen.collectives if entry.is_p2p]
+        for rank, seen in job.ranks.items()
+        if not seen.collectives or seen.collectives[-1].index == len(seen.collectives)
+    }
+    from_any = {rank for rank, each in messages.items() if any(entry.peer is None for entry in each)}
+    channels: dict[_Channel, tuple[list[Collective], list[Collective]]] = {}
+    for rank, each in messages.items():
+        for entry in each:
+            peer, is_sent = peer_of(entry), entry.op == "send"
+            if peer is None or peer not in messages or (peer if is_sent else rank) in from_any:
+                continue
+            ends = (rank, peer) if is_sent else (peer, rank)
+            channel = channels.setdefault((*ends, tag_of(entry), _local_key(entry)), ([], []))
+            channel[0 if is_sent else 1].append(entry)
+    return channels
 
 
-def _messages(rank: RankSnapshot) -> list[Collective]:
-    entries = rank.log.collectives if rank.log is not None else ()
-    if not entries or entries[-1].index != len(entries):  # a dropped entry would shift all later matches
-        return []
-    return [entry for entry in entries if entry.is_p2p]
-
-
-def group_key(entry: Collective) -> str:
-    """Return a key of the group of `entry`, distinct from earlier groups of the same name (rebuilds, attempts)."""
-    group = entry.group
-    return f"{group.name}/{group.attempt}/{group.incarnation}" if group is not None else ""
+def _local_key(entry: Collective) -> _LocalKey:
+    return entry.group.local_key if entry.group is not None else None
 
 
 def tag_of(entry: Collective) -> int | None:

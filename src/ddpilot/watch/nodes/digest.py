@@ -11,11 +11,11 @@ import base64
 import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, astuple, dataclass, fields, replace
 from typing import Any
 
 from ddpilot.record.flight_ring.log import CallSite, Collective, DdpPart, GroupOfRanks, RankLog, Tensor
-from ddpilot.source.parsed_file import CodeLine
+from ddpilot.user_files import CodeLine
 from ddpilot.watch.snapshot.model import JobSnapshot, ProcessState, PythonStack, RankException, RankSnapshot
 
 _ALL_CHARS = 2 * 1024 * 1024
@@ -78,12 +78,12 @@ def encode_digest(digest: Digest, max_chars: int = MAX_CHARS) -> str:
 def decode_digest(text: str) -> Digest:
     """Decode what `encode_digest` wrote, on the writer's clock. Raises `ValueError` for any other text."""
     try:
-        said = json.loads(zlib.decompress(base64.b64decode(text, validate=True)))
-        shared = [_read_shared(kind, value) for kind, value in said["shared"]]
-        ranks = {each["rank"]: _read_rank(each, shared) for each in said["ranks"]}
-        return Digest(now_ns=said["now_ns"], unix_ns=said["unix_ns"], is_asking=said["is_asking"], ranks=ranks)
-    except (ValueError, zlib.error, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise ValueError(f"no digest of a node: {type(error).__name__}: {error}") from error
+        raw = unpack(text)
+        shared = [_read_shared(kind, value) for kind, value in raw["shared"]]
+        ranks = {each["rank"]: _read_rank(each, shared) for each in raw["ranks"]}
+        return Digest(now_ns=raw["now_ns"], unix_ns=raw["unix_ns"], is_asking=raw["is_asking"], ranks=ranks)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ValueError(f"not a digest of a node: {type(error).__name__}: {error}") from error
 
 
 def move_clock(digest: Digest, *, unix_minus_monotonic_ns: int, after_ns: int, before_ns: int) -> Digest:
@@ -98,15 +98,15 @@ def move_clock(digest: Digest, *, unix_minus_monotonic_ns: int, after_ns: int, b
     return replace(digest, now_ns=written_ns, ranks=ranks)
 
 
-def merge(view: JobSnapshot, digests: Iterable[Digest]) -> JobSnapshot:
-    """Add the ranks of `digests`, which are on the clock of `view`; ranks that `view` already has are kept."""
-    ranks = dict(view.ranks)
+def merge(job: JobSnapshot, digests: Iterable[Digest]) -> JobSnapshot:
+    """Add the ranks of `digests`, which are on the clock of `job`; ranks that `job` already has are kept."""
+    ranks = dict(job.ranks)
     for digest in digests:
-        age_ns = max(0, view.now_ns - digest.now_ns)
+        age_ns = max(0, job.now_ns - digest.now_ns)
         for number, rank in digest.ranks.items():
-            if number not in view.ranks:
+            if number not in job.ranks:
                 ranks[number] = replace(rank, log=_keep_beating(rank.log, age_ns))
-    return replace(view, ranks=dict(sorted(ranks.items())))
+    return replace(job, ranks=dict(sorted(ranks.items())))
 
 
 def _keep_beating(log: RankLog | None, age_ns: int) -> RankLog | None:
@@ -118,15 +118,32 @@ def _keep_beating(log: RankLog | None, age_ns: int) -> RankLog | None:
 
 def _encode(digest: Digest, num_entries: int) -> str:
     shared = _Shared()
-    said = {
+    raw = {
         "now_ns": digest.now_ns,
         "unix_ns": digest.unix_ns,
         "is_asking": digest.is_asking,
         "ranks": [_write_rank(rank, shared, num_entries) for rank in digest.ranks.values()],
         "shared": shared.values,
     }
-    text = json.dumps(said, separators=(",", ":"), check_circular=False)
-    return base64.b64encode(zlib.compress(text.encode())).decode()
+    return pack(raw)
+
+
+def to_json(value: Any) -> str:
+    """Return `value` as compact JSON; a dataclass such as `CodeLine` becomes a list."""
+    return json.dumps(value, separators=(",", ":"), check_circular=False, default=astuple)
+
+
+def pack(value: Any) -> str:
+    """Return `value` as compressed JSON in base64, for a text that travels through a store."""
+    return base64.b64encode(zlib.compress(to_json(value).encode())).decode()
+
+
+def unpack(text: str) -> Any:
+    """Return what `pack` was given. Raises `ValueError` for any other text."""
+    try:
+        return json.loads(zlib.decompress(base64.b64decode(text, validate=True)))
+    except zlib.error as error:
+        raise ValueError(f"zlib: {error}") from error
 
 
 class _Shared:
@@ -148,53 +165,51 @@ class _Shared:
 def _read_shared(kind: str, value: Any) -> Any:
     if kind == "tensors":
         return tuple(Tensor(**_with_tuples(each)) for each in value)
-    return _SHARED[kind](**_with_tuples(value))
+    callers = {"callers": tuple(CodeLine(*each) for each in value["callers"])} if "callers" in value else {}
+    return _SHARED[kind](**{**_with_tuples(value), **callers})
 
 
 def _write_rank(rank: RankSnapshot, shared: _Shared, num_entries: int) -> dict[str, Any]:
-    said: dict[str, Any] = {"rank": rank.rank, "process": _bare(rank.process), "returned": rank.returned}
+    raw: dict[str, Any] = {"rank": rank.rank, "process": _bare(rank.process), "returned": rank.returned}
     if rank.log is not None:
         chosen = _choose(rank.log.collectives, num_entries)
-        said["log"] = _bare(replace(rank.log, collectives=())) | {
+        raw["log"] = _bare(replace(rank.log, collectives=())) | {
             "collectives": [_write_entry(entry, shared) for entry in chosen]
         }
     if rank.stack is not None:
-        frames = [(each.file, each.line, each.function, each.text) for each in rank.stack.main_frames[:_NUM_FRAMES]]
+        frames = rank.stack.main_frames[:_NUM_FRAMES]
         stack = {"taken_ns": rank.stack.taken_ns, "main": rank.stack.main, "child": rank.stack.child}
         stack["is_running"] = rank.stack.is_running
-        said["stack"] = {**stack, "frames": frames}
+        raw["stack"] = {**stack, "frames": frames}
     if rank.error is not None:
         error = rank.error
         texts = {"message": error.message[:_MAX_ERROR_CHARS], "traceback": error.traceback[-_MAX_ERROR_CHARS:]}
-        said["error"] = {"type_name": error.type_name, **texts}
-    return said
+        raw["error"] = {"type_name": error.type_name, **texts}
+    return raw
 
 
-def _read_rank(said: Mapping[str, Any], shared: list[Any]) -> RankSnapshot:
+def _read_rank(raw: Mapping[str, Any], shared: list[Any]) -> RankSnapshot:
     log = stack = None
-    if "log" in said:
-        entries = tuple(_read_entry(each, shared) for each in said["log"]["collectives"])
-        log = RankLog(**{**said["log"], "collectives": entries})
-    if "stack" in said:
-        main = said["stack"]["main"]
-        frames = tuple(CodeLine(*frame) for frame in said["stack"]["frames"])
-        more = {name: said["stack"][name] for name in ("taken_ns", "child", "is_running")}
+    if "log" in raw:
+        entries = tuple(_read_entry(each, shared) for each in raw["log"]["collectives"])
+        log = RankLog(**{**raw["log"], "collectives": entries})
+    if "stack" in raw:
+        main = raw["stack"]["main"]
+        frames = tuple(CodeLine(*frame) for frame in raw["stack"]["frames"])
+        more = {name: raw["stack"][name] for name in ("taken_ns", "child", "is_running")}
         stack = PythonStack(threads={main: frames}, main=main, **more)
-    error = RankException(**said["error"]) if "error" in said else None
-    process = ProcessState(**said["process"])
-    return RankSnapshot(
-        rank=said["rank"], log=log, process=process, stack=stack, error=error, returned=said["returned"]
-    )
+    error = RankException(**raw["error"]) if "error" in raw else None
+    process = ProcessState(**raw["process"])
+    return RankSnapshot(rank=raw["rank"], log=log, process=process, stack=stack, error=error, returned=raw["returned"])
 
 
 def _choose(entries: tuple[Collective, ...], num_newest: int) -> list[Collective]:
     """Return the newest `num_newest` entries, and before them the last few of each group."""
     chosen = list(entries[-num_newest:])
-    counts: dict[tuple[str, int, int], int] = {}
+    counts: dict[object, int] = {}
     older = []
     for entry in reversed(entries):
-        group = entry.group
-        key = (group.name, group.attempt, group.incarnation) if group is not None else ("", 0, 0)
+        key = entry.group.local_key if entry.group is not None else None
         counts[key] = counts.get(key, 0) + 1
         if entry.index < chosen[0].index and counts[key] <= min(_NUM_OF_GROUP, num_newest):
             older.append(entry)
@@ -202,19 +217,19 @@ def _choose(entries: tuple[Collective, ...], num_newest: int) -> list[Collective
 
 
 def _write_entry(entry: Collective, shared: _Shared) -> dict[str, Any]:
-    said = _bare(entry)
+    raw = _bare(entry)
     for name in _SHARED:
-        if said.get(name) is not None:
-            said[name] = shared.number_of(name, said[name])
+        if raw.get(name) is not None:
+            raw[name] = shared.number_of(name, raw[name])
     for name in _TENSORS:
-        if name in said:
-            said[name] = shared.number_of("tensors", said[name])
-    return said
+        if name in raw:
+            raw[name] = shared.number_of("tensors", raw[name])
+    return raw
 
 
-def _read_entry(said: Mapping[str, Any], shared: list[Any]) -> Collective:
-    numbers = {name: shared[said[name]] for name in (*_SHARED, *_TENSORS) if said.get(name) is not None}
-    return Collective(**{**_with_tuples(said), **numbers})
+def _read_entry(raw: Mapping[str, Any], shared: list[Any]) -> Collective:
+    numbers = {name: shared[raw[name]] for name in (*_SHARED, *_TENSORS) if raw.get(name) is not None}
+    return Collective(**{**_with_tuples(raw), **numbers})
 
 
 def _bare(value: Any) -> dict[str, Any]:
@@ -227,8 +242,8 @@ def _bare(value: Any) -> dict[str, Any]:
     return found
 
 
-def _with_tuples(said: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _as_tuple(value) for name, value in said.items()}
+def _with_tuples(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _as_tuple(value) for name, value in raw.items()}
 
 
 def _as_tuple(value: Any) -> Any:

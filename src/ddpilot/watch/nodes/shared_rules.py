@@ -6,10 +6,8 @@ Every node sends guard's notes to node 0, in bundles of text, and gets the findi
 
 from __future__ import annotations
 
-import base64
 import json
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +19,7 @@ from ddpilot.guard.rules.registry import RuleRunner
 from ddpilot.guard.rules.rule import some
 from ddpilot.launching.observer import Chunk, Mailbox
 from ddpilot.record.journal import Entry
-from ddpilot.watch.nodes.digest import max_chars
+from ddpilot.watch.nodes.digest import max_chars, pack, to_json, unpack
 
 _SLACK_NS = 1_000_000_000
 """Margin for errors of the clock offset between nodes: nothing counts as missing before it has passed."""
@@ -38,50 +36,50 @@ ByRank = Mapping[int, Sequence[Entry]]
 
 
 class SharedRules:
-    """Compares ranks across nodes, on the node that `carrier` belongs to.
+    """Compares ranks across nodes, on the node that `mailbox` belongs to.
 
-    `make_book`: returns the rules for all ranks; called on node 0 only. If the notes of a node cannot be read, the
+    `make_rules`: returns the rules for all ranks; called on node 0 only. If the notes of a node cannot be read, the
     comparison ends: without them its ranks would seem to have done nothing.
     """
 
-    def __init__(self, carrier: Mailbox, make_book: Callable[[], RuleRunner]) -> None:
-        self._carrier = carrier
-        self._book = make_book() if carrier.node_rank == 0 else None
-        self._sender = NoteSender(carrier)
-        self._receivers = {node: NoteReceiver() for node in carrier.places}
-        self._held: dict[int, list[tuple[int, Entry]]] = {node: [] for node in (0, *carrier.places)}
+    def __init__(self, mailbox: Mailbox, make_rules: Callable[[], RuleRunner]) -> None:
+        self._mailbox = mailbox
+        self._rules = make_rules() if mailbox.node_rank == 0 else None
+        self._sender = NoteSender(mailbox)
+        self._receivers = {node: NoteReceiver() for node in mailbox.places}
+        self._held: dict[int, list[tuple[int, Entry]]] = {node: [] for node in (0, *mailbox.places)}
         self._fault = ""
 
     @property
     def faults(self) -> list[str]:
         """Why ranks of different nodes are no longer compared, and errors raised by rules."""
-        return [*([self._fault] if self._fault else ()), *(self._book.faults if self._book is not None else ())]
+        return [*([self._fault] if self._fault else ()), *(self._rules.faults if self._rules is not None else ())]
 
     def feed(self, here: ByRank, now_ns: int, *, is_last: bool = False) -> list[Finding]:
         """Add entries of the ranks here and return node 0's new findings. `is_last`: no more entries will follow."""
         found = self._take()
-        if self._book is None:
+        if self._rules is None:
             self._sender.put(here)
         else:
             self._held[0] += [(rank, entry) for rank, entries in here.items() for entry in entries]
             if is_last:
                 self._await_others()
-            found = self._compare(self._book, now_ns, is_last=is_last)
+            found = self._compare(self._rules, now_ns, is_last=is_last)
             self._sender.put({}, found)
         self._sender.send(now_ns, is_last=is_last)
-        self._look_for_faults()
+        self._check_faults()
         return found
 
     def _take(self) -> list[Finding]:
         """Take what other nodes have sent: on node 0 entries, on the other nodes the findings of node 0."""
         found: list[Finding] = []
-        for node, pieces in self._carrier.take_pieces().items():
+        for node, pieces in self._mailbox.take_pieces().items():
             for bundle in self._receivers[node].take(pieces):
                 self._held[node] += bundle.entries
                 found += bundle.findings
         return found
 
-    def _compare(self, book: RuleRunner, now_ns: int, *, is_last: bool) -> list[Finding]:
+    def _compare(self, rules: RuleRunner, now_ns: int, *, is_last: bool) -> list[Finding]:
         if self._fault:
             return []
         until_ns = min((self._known_ns(node, now_ns) for node in self._receivers), default=now_ns)
@@ -90,18 +88,18 @@ class SharedRules:
             slices.setdefault(entry.time_ns // _SLICE_NS, {}).setdefault(rank, []).append(entry)
         found: list[Finding] = []
         for number, by_rank in sorted(slices.items()):
-            found += book.feed(by_rank, min(until_ns, (number + 1) * _SLICE_NS) - _SLACK_NS)
-        found += book.feed({}, until_ns - _SLACK_NS)
+            found += rules.feed(by_rank, min(until_ns, (number + 1) * _SLICE_NS) - _SLACK_NS)
+        found += rules.feed({}, until_ns - _SLACK_NS)
         if is_last and self._have_ended():
-            found += book.finish(now_ns)
+            found += rules.finish(now_ns)
         return found
 
     def _known_ns(self, node: int, now_ns: int) -> int:
         """Time up to which all entries of that node have arrived."""
-        sender = self._receivers[node]
-        if sender.told_ns is None or sender.offset_ns is None:
+        receiver = self._receivers[node]
+        if receiver.known_until_ns is None or receiver.offset_ns is None:
             return 0
-        return now_ns if sender.has_ended else min(now_ns, sender.told_ns + sender.offset_ns)
+        return now_ns if receiver.has_ended else min(now_ns, receiver.known_until_ns + receiver.offset_ns)
 
     def _ready(self, until_ns: int) -> Iterator[tuple[int, Entry]]:
         for node, held in self._held.items():
@@ -114,28 +112,28 @@ class SharedRules:
                     yield rank, replace(entry, time_ns=entry.time_ns + offset_ns)
 
     def _have_ended(self) -> bool:
-        return all(sender.has_ended for sender in self._receivers.values())
+        return all(receiver.has_ended for receiver in self._receivers.values())
 
     def _await_others(self) -> None:
         """Wait at most `_LAST_S` for the last bundles of the other nodes, if all of them have sent before."""
         deadline_s = time.monotonic() + _LAST_S
         while (
             not self._have_ended()
-            and all(sender.told_ns is not None for sender in self._receivers.values())
-            and not (self._fault or self._carrier.fault)
+            and all(receiver.known_until_ns is not None for receiver in self._receivers.values())
+            and not (self._fault or self._mailbox.fault)
             and time.monotonic() < deadline_s
         ):
             time.sleep(_PAUSE_S)
             self._take()
 
-    def _look_for_faults(self) -> None:
-        places = self._carrier.places
-        reasons = [f"{places[node]}: {sender.fault}" for node, sender in self._receivers.items() if sender.fault]
+    def _check_faults(self) -> None:
+        places = self._mailbox.places
+        reasons = [f"{places[node]}: {receiver.fault}" for node, receiver in self._receivers.items() if receiver.fault]
         if self._sender.is_full:
-            reasons.append("the ranks of this node note more than can be sent")
+            reasons.append("the ranks of this node record more notes than can be sent")
         if any(len(held) > MAX_HELD for held in self._held.values()):
-            silent = [place for node, place in places.items() if self._receivers[node].told_ns is None]
-            reasons.append(f"too little comes from {some(silent or list(places.values()))}")
+            silent = [place for node, place in places.items() if self._receivers[node].known_until_ns is None]
+            reasons.append(f"too few notes arrive from {some(silent or list(places.values()))}")
         if reasons and not self._fault:
             self._fault = f"guard no longer compares ranks of different nodes: {reasons[0]}"
         if self._fault:
@@ -144,7 +142,7 @@ class SharedRules:
 
 
 PAUSE_NS = 400_000_000
-"""Minimum interval between two pieces: one with every second look."""
+"""Minimum interval between two pieces: one with every second poll."""
 
 QUIET_PAUSE_NS = 1_000_000_000
 """The same if nothing was noted: node 0 needs to know that nothing is missing."""
@@ -152,21 +150,21 @@ QUIET_PAUSE_NS = 1_000_000_000
 MAX_HELD = 20_000
 """Maximum number of entries of a node that wait to be sent or compared."""
 
-_GOES_ON, _ENDS = "+", "."
+_CONTINUES, _ENDS = "+", "."
 
 
 class NoteSender:
-    """Sends bundles through `carrier`, in pieces."""
+    """Sends bundles through `mailbox`, in pieces."""
 
-    def __init__(self, carrier: Mailbox) -> None:
-        self._carrier = carrier
-        self._size = max_chars(len(carrier.places)) - 1
+    def __init__(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
+        self._size = max_chars(len(mailbox.places)) - 1
         self._pieces: deque[str] = deque()
         self._entries: list[tuple[int, Entry]] = []
         self._findings: list[Finding] = []
         self._sent_ns = 0
         self._has_begun = False
-        self._is_awaited = carrier.node_rank != 0
+        self._is_awaited = mailbox.node_rank != 0
         self.is_full = False
         """True if there was more than could be sent, so that entries are missing."""
 
@@ -194,23 +192,23 @@ class NoteSender:
             self._pieces += _split(encode_bundle(bundle), self._size)
             self._entries, self._findings = [], []
         self._sent_ns = now_ns
-        self._carrier.append(self._pieces.popleft())
+        self._mailbox.append(self._pieces.popleft())
         while is_last and self._pieces:
-            self._carrier.append(self._pieces.popleft())
+            self._mailbox.append(self._pieces.popleft())
 
 
 def _split(text: str, size: int) -> list[str]:
     parts = [text[at : at + size] for at in range(0, len(text), size)]
-    return [*(_GOES_ON + part for part in parts[:-1]), _ENDS + parts[-1]]
+    return [*(_CONTINUES + part for part in parts[:-1]), _ENDS + parts[-1]]
 
 
 @dataclass(slots=True)
 class NoteReceiver:
-    """What one of the other nodes has sent so far."""
+    """Assembles the bundles of one other node."""
 
     offset_ns: int | None = None
     """From its clock to the clock here; too large by at most the shortest transfer time of its bundles."""
-    told_ns: int | None = None
+    known_until_ns: int | None = None
     """Time up to which all of its entries have arrived, on its own clock."""
     has_ended: bool = False
     fault: str = ""
@@ -223,11 +221,11 @@ class NoteReceiver:
         for piece in pieces:
             self._number += 1
             if piece.number != self._number:
-                self.fault = f"piece {self._number} of its notes is lost"
+                self.fault = f"piece {self._number} of its notes was lost"
             if self.fault:
                 return
             self._text.append(piece.text[1:])
-            if piece.text[:1] == _GOES_ON:
+            if piece.text[:1] == _CONTINUES:
                 continue
             try:
                 bundle = decode_bundle("".join(self._text))
@@ -237,7 +235,7 @@ class NoteReceiver:
             self._text.clear()
             offset_ns = piece.read_ns - bundle.now_ns
             self.offset_ns = offset_ns if self.offset_ns is None else min(offset_ns, self.offset_ns)
-            self.told_ns = bundle.now_ns
+            self.known_until_ns = bundle.now_ns
             self.has_ended |= bundle.is_last
             yield bundle
 
@@ -250,7 +248,7 @@ _SHARED = "@"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
-    """What is new on one node since its previous bundle."""
+    """New notes and findings of one node since its previous bundle."""
 
     now_ns: int
     """The bundle is complete up to this time, on the CLOCK_MONOTONIC of the node that wrote it."""
@@ -268,35 +266,35 @@ def encode_bundle(bundle: Bundle) -> str:
     for rank, entry in bundle.entries:
         values = {key: _share(value, shared) for key, value in entry.values.items()}
         entries.append((rank, entry.index, entry.time_ns, entry.kind, values))
-    said = {
+    raw = {
         "now_ns": bundle.now_ns,
         "entries": entries,
         "findings": [finding.to_dict() for finding in bundle.findings],
         "is_last": bundle.is_last,
         "shared": list(shared),
     }
-    return base64.b64encode(zlib.compress(_to_json(said).encode())).decode()
+    return pack(raw)
 
 
 def decode_bundle(text: str) -> Bundle:
     """Decode what `encode_bundle` wrote. Raises `ValueError` for any other text."""
     try:
-        said = json.loads(zlib.decompress(base64.b64decode(text, validate=True)))
-        shared = [json.loads(each) for each in said["shared"]]
+        raw = unpack(text)
+        shared = [json.loads(each) for each in raw["shared"]]
         entries = [
             (rank, Entry(index, time_ns, kind, {key: _find(each, shared) for key, each in values.items()}))
-            for rank, index, time_ns, kind, values in said["entries"]
+            for rank, index, time_ns, kind, values in raw["entries"]
         ]
-        findings = [Finding.from_dict(each) for each in said["findings"]]
-        return Bundle(now_ns=said["now_ns"], entries=entries, findings=findings, is_last=said["is_last"])
-    except (ValueError, zlib.error, KeyError, TypeError, IndexError, AttributeError, DdpilotError) as error:
-        raise ValueError(f"no bundle of a node: {type(error).__name__}: {error}") from error
+        findings = [Finding.from_dict(each) for each in raw["findings"]]
+        return Bundle(now_ns=raw["now_ns"], entries=entries, findings=findings, is_last=raw["is_last"])
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, DdpilotError) as error:
+        raise ValueError(f"not a bundle of a node: {type(error).__name__}: {error}") from error
 
 
 def _share(value: Any, shared: dict[str, int]) -> Any:
     if not isinstance(value, dict | list | str):
         return value
-    text = _to_json(value)
+    text = to_json(value)
     if len(text) < _MIN_SHARED_CHARS:
         return value
     return {_SHARED: shared.setdefault(text, len(shared))}
@@ -304,7 +302,3 @@ def _share(value: Any, shared: dict[str, int]) -> Any:
 
 def _find(value: Any, shared: Sequence[Any]) -> Any:
     return shared[value[_SHARED]] if isinstance(value, dict) and _SHARED in value else value
-
-
-def _to_json(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), check_circular=False)

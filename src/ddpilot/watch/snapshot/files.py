@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read the files that a rank writes in the job's folder: its ring, guard's journal, and its stacks.
 
-Ring and journal are read repeatedly: what is new, and what was unfinished before.
+Ring and journal are read repeatedly: new records, and those that were unfinished before.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ import psutil
 
 from ddpilot.environments.private_files import open_own_file, read_own_text
 from ddpilot.errors import RecordError
-from ddpilot.record.flight_ring.log import REDUCING, Collective, GroupOfRanks, RankLog
+from ddpilot.record.flight_ring.log import REDUCING, Collective, GroupKey, GroupOfRanks, RankLog
 from ddpilot.record.flight_ring.reader import read_ring
 from ddpilot.record.journal import Entry, read_journal
 from ddpilot.record.main_thread import RUNS, WATCH_SIGNAL, StackRequest, connecting_path, first_stack, stacks_path
-from ddpilot.source.parsed_file import CodeLine
+from ddpilot.user_files import CodeLine
 from ddpilot.watch.snapshot.model import PythonStack
 
 NUM_HELD = 2048
 """Maximum number of collectives held per rank; far fewer can still get an end or a reduce-op."""
 
 _NUM_REREAD = 512
-"""Older unfinished collectives are not read again; otherwise each look would read all that follow them."""
+"""Older unfinished collectives are not read again; otherwise each poll would read all that follow them."""
 
 _LATE_NS = 300_000_000
 """The reduce-op of a collective has been written this long after its start."""
@@ -41,9 +41,6 @@ _SETTLED_NS = 1_000_000_000
 
 _NUM_WRITERS = 7
 """More damaged records than this cannot be records that are just being written."""
-
-Key = tuple[str, int, int, tuple[int, ...]]
-"""One incarnation of a group."""
 
 
 class RingFollower:
@@ -82,12 +79,13 @@ class RingFollower:
             return True
         return entry.reduce_op is None and entry.op in REDUCING and entry.start_ns > self._read_ns - _LATE_NS
 
-    def forget(self, passed: dict[Key, int], now_ns: int, num_kept: int) -> None:
+    def forget(self, passed: Mapping[GroupKey, int], now_ns: int, num_kept: int) -> None:
         """Drop collectives that all ranks of their group have `passed`, except for the newest `num_kept`."""
         for index in sorted(self._held)[:-num_kept]:
             entry = self._held[index]
             is_settled = entry.state != "begun" and now_ns - entry.start_ns > _SETTLED_NS
-            if is_settled and (entry.seq is None or entry.seq < passed.get(key_of(entry), -1)):
+            is_passed = entry.seq is None or entry.group is None or entry.seq < passed.get(entry.group.key, -1)
+            if is_settled and is_passed:
                 del self._held[index]
 
 
@@ -98,30 +96,21 @@ def describe_fault(error: RecordError | OSError, *, has_been_read: bool) -> str:
     return error.found if isinstance(error, RecordError) else str(error.strerror or error)
 
 
-def passed_by_all(logs: Iterable[RankLog]) -> dict[Key, int]:
+def passed_by_all(logs: Iterable[RankLog]) -> dict[GroupKey, int]:
     """Return by group the number up to which all of its ranks in `logs` have begun its collectives."""
-    reached: dict[Key, dict[int, int]] = {}
+    reached: dict[GroupKey, dict[int, int]] = {}
     for log in logs:
-        by_group: dict[int, tuple[GroupOfRanks | None, int]] = {}  # one hash per group: it may have thousands of ranks
+        by_group: dict[int, tuple[GroupOfRanks, int]] = {}  # one hash per group: it may have thousands of ranks
         for entry in log.collectives:
-            if entry.seq is not None:
+            if entry.seq is not None and entry.group is not None:
                 number = id(entry.group)
                 known = by_group.get(number)
                 if known is None or known[1] < entry.seq:
                     by_group[number] = entry.group, entry.seq
         for group, seq in by_group.values():
-            by_rank = reached.setdefault(_key_of_group(group), {})
+            by_rank = reached.setdefault(group.key, {})
             by_rank[log.rank] = max(by_rank.get(log.rank, -1), seq)
     return {key: min(by_rank.values()) for key, by_rank in reached.items()}
-
-
-def key_of(entry: Collective) -> Key:
-    """Return the key of the group of `entry`."""
-    return _key_of_group(entry.group)
-
-
-def _key_of_group(group: GroupOfRanks | None) -> Key:
-    return ("", 0, 0, ()) if group is None else (group.name, group.attempt, group.incarnation, group.ranks)
 
 
 NUM_ENTRIES_HELD = 512
@@ -166,9 +155,9 @@ def take_stacks(folder: Path, pids: Mapping[int, int]) -> dict[int, PythonStack]
     A rank that is connecting to a store has already written its stack.
     """
     asked_ns = time.monotonic_ns()
-    told = {rank: _read(connecting_path(folder, rank)) for rank in pids}
+    kept = {rank: _read(connecting_path(folder, rank)) for rank in pids}
     found = {
-        rank: replace(parse_stack(text, pids[rank], asked_ns), is_kept=True) for rank, text in told.items() if text
+        rank: replace(parse_stack(text, pids[rank], asked_ns), is_kept=True) for rank, text in kept.items() if text
     }
     rest = {rank: pid for rank, pid in pids.items() if rank not in found}
     asked = {rank: _ask(stacks_path(folder, rank), pid) for rank, pid in rest.items()}

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-from ddpilot.record.flight_ring.log import RankLog
-from ddpilot.source.parsed_file import CodeLine
+from ddpilot.record.flight_ring.log import Collective, RankLog
+from ddpilot.record.journal import Entry
+from ddpilot.user_files import CodeLine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +48,7 @@ class PythonStack:
     """True if the main thread is known to run Python code rather than wait in a call."""
 
     is_kept: bool = False
-    """True if the rank wrote the stack before it was asked, as it connected to a store: valid for one look, since the
+    """True if the rank wrote the stack before it was asked, as it connected to a store: valid for one poll, since the
     rank removes it up to some time after it has connected."""
 
     @property
@@ -73,8 +74,8 @@ class RankSnapshot:
     rank: int
     log: RankLog | None = None
     """The contents of its ring, or the newest records; None if it does not record (yet)."""
-    journal: tuple[Any, ...] = ()
-    """Entries of guard (`ddpilot.record.journal.Entry`), oldest first."""
+    journal: tuple[Entry, ...] = ()
+    """Entries of guard, oldest first."""
     process: ProcessState = field(default_factory=lambda: ProcessState(pid=0))
     stack: PythonStack | None = None
     """None if no stack was taken or the rank did not respond."""
@@ -82,6 +83,16 @@ class RankSnapshot:
     """The exception that ended its program or its cell; None if there was none."""
     returned: bool = False
     """True if its program or its cell ended without an error."""
+
+    @property
+    def collectives(self) -> Sequence[Collective]:
+        """The collectives of its log, oldest first; empty if there is no log."""
+        return self.log.collectives if self.log is not None else ()
+
+    @property
+    def has_closed_log(self) -> bool:
+        """True if it has closed its recording, as at the end of its program."""
+        return self.log is not None and self.log.closed_ns is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

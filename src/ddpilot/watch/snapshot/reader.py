@@ -23,12 +23,12 @@ from ddpilot.watch.snapshot.model import JobSnapshot, ProcessState, PythonStack,
 from ddpilot.watch.snapshot.stacks import SUBPROCESS, passes
 
 _NUM_KEPT = 256
-"""Collectives of each rank that stay in view although all ranks have passed them."""
+"""Collectives of each rank that are kept although all ranks have passed them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankFacts:
-    """What the process that started a rank knows about it, beyond the rank's own records."""
+    """Facts about a rank that the process that started it knows, beyond the rank's own records."""
 
     process: ProcessState = field(default_factory=lambda: ProcessState(pid=0))
     error: RankException | None = None
@@ -54,7 +54,7 @@ class SnapshotReader:
         self.sources: dict[str, str] = {}
         """Source texts that are not in a file, such as cells, by the file name that their lines have."""
         self.logs: dict[int, RankLog] = {}
-        """By rank: the contents of the rings at the last call of `gather`."""
+        """By rank: the contents of the rings at the last call of `read`."""
 
     def read_entries(self) -> dict[int, tuple[Entry, ...]]:
         """Return by rank what guard noted since the last call."""
@@ -89,7 +89,7 @@ class SnapshotReader:
         except (RecordError, OSError):
             return None
 
-    def gather(self, facts: Mapping[int, RankFacts], since_ns: int = 0) -> JobSnapshot:
+    def read(self, facts: Mapping[int, RankFacts], since_ns: int = 0) -> JobSnapshot:
         """Return the current state of the job. `facts`: by rank, may include ranks that record nothing."""
         self._away = {rank for rank, each in facts.items() if each.is_away}
         self._read_journals()
@@ -105,7 +105,8 @@ class SnapshotReader:
         return JobSnapshot(
             world_size=self._world_size,
             ranks={
-                rank: self._view(rank, logs.get(rank), facts.get(rank)) for rank in sorted({*self._readers, *facts})
+                rank: self._read_rank(rank, logs.get(rank), facts.get(rank))
+                for rank in sorted({*self._readers, *facts})
             },
             now_ns=now_ns,
             name=self._name,
@@ -113,7 +114,7 @@ class SnapshotReader:
             sources=dict(self.sources),
         )
 
-    def _view(self, rank: int, log: RankLog | None, facts: RankFacts | None) -> RankSnapshot:
+    def _read_rank(self, rank: int, log: RankLog | None, facts: RankFacts | None) -> RankSnapshot:
         if log is not None and self._num_begun.get(rank) != log.num_begun:
             self._stacks.pop(rank, None)  # the rank has moved since then
             self._num_begun[rank] = log.num_begun
@@ -132,25 +133,25 @@ class SnapshotReader:
             returned=facts.returned,
         )
 
-    def add_stacks(self, view: JobSnapshot, ranks: Sequence[int]) -> JobSnapshot:
-        """Return `view` with the current stacks of `ranks`, as far as these respond, within 2 s."""
-        pids = {rank: view.ranks[rank].process.pid for rank in ranks if view.ranks[rank].process.state == "running"}
+    def add_stacks(self, job: JobSnapshot, ranks: Sequence[int]) -> JobSnapshot:
+        """Return `job` with the current stacks of `ranks`, as far as these respond, within 2 s."""
+        pids = {rank: job.ranks[rank].process.pid for rank in ranks if job.ranks[rank].process.state == "running"}
         taken = take_stacks(self._folder, pids)
         self._stacks |= {rank: _with_child(stack, pids[rank]) for rank, stack in taken.items()}
-        return self._with_stacks(view)
+        return self._with_stacks(job)
 
-    def add_last_stacks(self, view: JobSnapshot) -> JobSnapshot:
-        """Return `view` with the stacks that the ranks wrote last, including those of ranks that have ended."""
-        for rank, each in view.ranks.items():
+    def add_last_stacks(self, job: JobSnapshot) -> JobSnapshot:
+        """Return `job` with the stacks that the ranks wrote last, including those of ranks that have ended."""
+        for rank, each in job.ranks.items():
             pid = each.log.pid if each.log is not None else each.process.pid
             stack = read_stack(self._folder, rank, pid)
             if stack is not None:
                 self._stacks[rank] = _with_child(stack, pid)
-        return self._with_stacks(view)
+        return self._with_stacks(job)
 
-    def _with_stacks(self, view: JobSnapshot) -> JobSnapshot:
-        ranks = {rank: replace(each, stack=self._stacks.get(rank)) for rank, each in view.ranks.items()}
-        return replace(view, ranks=ranks)
+    def _with_stacks(self, job: JobSnapshot) -> JobSnapshot:
+        ranks = {rank: replace(each, stack=self._stacks.get(rank)) for rank, each in job.ranks.items()}
+        return replace(job, ranks=ranks)
 
 
 def _with_child(stack: PythonStack, pid: int) -> PythonStack:

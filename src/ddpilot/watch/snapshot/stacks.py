@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 
 from ddpilot.module_names import RECORDED_KERNELS
 from ddpilot.record.flight_ring.log import CallSite, Collective
-from ddpilot.source.parsed_file import Chain, CodeLine
-from ddpilot.user_files import is_users, is_users_line
+from ddpilot.source.parsed_file import Chain
+from ddpilot.user_files import CodeLine, is_users, is_users_line
 from ddpilot.watch.snapshot.model import PythonStack, RankSnapshot
 
 SUBPROCESS = "/subprocess.py:"
@@ -76,12 +77,8 @@ def _from_traceback(rank: RankSnapshot) -> Chain:
 
 
 def _frame(match: re.Match[str]) -> CodeLine:
-    said = match.groupdict()
-    return CodeLine(said["file"], int(said["line"]), said.get("function") or "", said.get("text") or "")
-
-
-def _with_text(frame: CodeLine, text: str) -> CodeLine:
-    return frame if frame.text else CodeLine(frame.file, frame.line, frame.function, text)
+    parts = match.groupdict()
+    return CodeLine(parts["file"], int(parts["line"]), parts.get("function") or "", parts.get("text") or "")
 
 
 def _cut_at(chain: Chain, line: CallSite | None) -> Chain:
@@ -89,8 +86,8 @@ def _cut_at(chain: Chain, line: CallSite | None) -> Chain:
     if line is None:
         return ()
     for number in range(len(chain) - 1, -1, -1):
-        if (chain[number].file, chain[number].line) == (line.file, line.line):
-            return (*chain[:number], _with_text(chain[number], line.text))
+        if chain[number].position == line.position:
+            return (*chain[:number], replace(chain[number], text=chain[number].text or line.text))
     return ()
 
 
@@ -98,8 +95,7 @@ def chain_of_line(line: CallSite | None) -> Chain:
     """Return the user's calls that were recorded with a collective's line."""
     if line is None or not line.file:
         return ()
-    callers = tuple(CodeLine(*caller) for caller in reversed(line.callers) if is_users(caller[0]))
-    return (*callers, CodeLine(line.file, line.line, line.function, line.text))
+    return (*(caller for caller in reversed(line.callers) if is_users(caller.file)), line)
 
 
 def is_waiting(stack: PythonStack | None, entry: Collective) -> bool | None:

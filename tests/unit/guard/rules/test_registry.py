@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from ddpilot.findings.finding import Finding, Place
+from ddpilot.findings.finding import Finding
 from ddpilot.guard.rules.parameters.divergence import Divergence
 from ddpilot.guard.rules.registry import RULES, RuleRunner, rules_for
 from ddpilot.guard.rules.rule import RuleContext, place_of
 from ddpilot.record.hook import journal_path
 from ddpilot.record.journal import Entry, JournalWriter
+from ddpilot.user_files import CodeLine
 from ddpilot.watch.observer import Observer
 from ddpilot.watch.options import WatchOptions
 from ddpilot.watch.report import Report
@@ -34,7 +35,7 @@ class Echo:
         """As `Rule.feed`."""
         if entry.values["n"] == 13:
             raise ValueError("thirteen")
-        place = Place(file="a.py", line=entry.values["n"])
+        place = CodeLine(file="a.py", line=entry.values["n"])
         yield Finding(code="DDP999", name="echo", severity="info", ranks=(rank,), place=place)
 
     def look(self, now_ns: int) -> Iterable[Finding]:
@@ -89,7 +90,7 @@ def test_what_a_later_cell_does_wrong_at_the_same_line_is_told_again(
     """Once in each cell, however often it is noted there."""
     journal = JournalWriter(journal_path(tmp_path, 0), rank=0)
     told: list[Report] = []
-    observer = Observer(tmp_path, 1, facts=dict, tell=told.append, options=WatchOptions())
+    observer = Observer(tmp_path, 1, facts=dict, notify=told.append, options=WatchOptions())
     site = {"file": "train.py", "line": 3, "function": "train", "text": "step()"}
     seen = []
     for number in (1, 2):
@@ -109,7 +110,7 @@ def test_what_one_rank_noted_last_in_a_cell_is_reported_at_its_end_and_not_in_th
 ) -> None:
     """The rule that waits for the other ranks waits no longer. After a cell that failed, the finding is dropped."""
     told: list[Report] = []
-    observer = Observer(tmp_path, 2, facts=dict, tell=told.append, options=WatchOptions())
+    observer = Observer(tmp_path, 2, facts=dict, notify=told.append, options=WatchOptions())
     site = {"file": "Cell In[1]", "line": 2, "function": "<module>", "text": "optimizer.step()"}
     observer.resume(1, lambda: None)
     with closing(JournalWriter(journal_path(tmp_path, 1), rank=1)) as journal:
@@ -137,7 +138,7 @@ def test_place_of_takes_what_a_probe_noted() -> None:
     """None where it found no line."""
     assert place_of({}) is None
     assert place_of(None) is None
-    assert place_of({"file": "a.py", "line": 3, "text": "x()", "via": "f"}) == Place(file="a.py", line=3, text="x()")
+    assert place_of({"file": "a.py", "line": 3, "text": "x()", "via": "f"}) == CodeLine(file="a.py", line=3, text="x()")
 
 
 def test_rules_for_compares_ranks_only_where_all_are_in_sight() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from ddpilot.errors import RankError, RendezvousError
 from ddpilot.findings.display import Findings
-from ddpilot.findings.finding import Finding, Place
+from ddpilot.findings.finding import Finding
 from ddpilot.launching.elastic.agent import EarlyNotice, foretell
+from ddpilot.user_files import CodeLine
 
 TRACEBACK = """Traceback (most recent call last):
   File "/project/train.py", line 40, in <module>
@@ -25,7 +26,7 @@ def make_error() -> RankError:
 def test_foretell_says_what_where_and_what_was_found() -> None:
     """In one line, with the codes to look up; one that is said already is not said again."""
     error = make_error()
-    place = Place(file="/project/train.py", line=38)
+    place = CodeLine(file="/project/train.py", line=38)
     finding = Finding(
         code="DDP202", name="shape", severity="error", summary="rank 1 has 3 rows", place=place, why="x is cut"
     )

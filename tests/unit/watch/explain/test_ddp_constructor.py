@@ -46,8 +46,8 @@ WIDER = [USUAL[0], ["head.weight", [6, 8], "float32", True]]
 @pytest.mark.parametrize(
     ("odd", "message", "code", "said"),
     [
-        (LONGER, COUNT, "DDP301", "rank 2 alone has `probe.weight`"),
-        (FROZEN, COUNT, "DDP304", "`body.weight` is frozen on rank 2, and not on rank 0"),
+        (LONGER, COUNT, "DDP301", "only rank 2 has `probe.weight`"),
+        (FROZEN, COUNT, "DDP304", "`body.weight` is frozen on rank 2 but not on rank 0"),
         (WIDER, SHAPE, "DDP302", "`head.weight` is [5, 8] on rank 0 and [6, 8] on rank 2"),
     ],
 )

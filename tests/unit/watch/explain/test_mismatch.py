@@ -10,7 +10,7 @@ import pytest
 
 from ddpilot.findings.finding import Finding
 from ddpilot.record.flight_ring.log import CallSite, Tensor
-from ddpilot.source.parsed_file import CodeLine
+from ddpilot.user_files import CodeLine
 from ddpilot.watch.analysis import analyze
 from ddpilot.watch.snapshot.model import ProcessState, RankSnapshot
 from tests.unit.watch.logs import FILE, Writer, alive, bucket, died, group_of, job, part, returned, texts_of
@@ -58,8 +58,8 @@ def test_desync_is_laid_out_by_ranks_with_what_was_in_common_and_the_branch() ->
         "  rank 1       barrier                                                                   "
         "train.py:4  dist.barrier()\n"
         "  in common until #0: broadcast of DDP buffers, train.py:2\n"
-        "  why: the barrier at train.py:4 is inside `if rank == 1:` (train.py:3); ranks 0,2,3 went on to train.py:5\n"
-        "  fix: let all ranks call the same collectives in the same order: move what differs out of the branch\n"
+        "  why: the barrier at train.py:4 is inside `if rank == 1:` (train.py:3); ranks 0,2,3 continued to train.py:5\n"
+        "  fix: call the same collectives in the same order on all ranks: move what differs out of the branch\n"
         "  see: ddpilot explain DDP201"
     )
     assert analysis.is_stalled
@@ -207,7 +207,7 @@ def test_a_loop_that_has_ended_on_one_rank_is_uneven_data() -> None:
         rank.call("all_reduce", 3, ddp=bucket(), function="train", led=led)
     finding = find(UNEVEN, zero.wait("barrier", 5), one.wait("all_reduce", 3, ddp=bucket(), function="train", led=led))
     assert (finding.code, finding.ranks) == ("DDP207", (0,))
-    assert "`for x in batches:` (train.py:2) ended earlier on rank 0" in finding.why
+    assert "`for x in batches:` (train.py:2) ran fewer iterations on rank 0" in finding.why
 
 
 HELPERS = "def reduce_mean(value):\n    dist.all_reduce(value)\n"
@@ -228,7 +228,7 @@ def with_helper(call: str) -> Finding:
     for rank in (zero, one):
         rank.call("all_reduce", 3, ddp=bucket(), function="train", led=[(6, "main")])
     at = next(number for number, text in texts_of(source).items() if "reduce_mean" in text)
-    callers = ((FILE, at, "other" if "other" in call else "main", texts_of(source)[at]),)
+    callers = (CodeLine(FILE, at, "other" if "other" in call else "main", texts_of(source)[at]),)
     helper = CallSite(file="helpers.py", line=2, text="dist.all_reduce(value)", function="reduce_mean", callers=callers)
     zero.wait("all_reduce", 2, at=helper, inputs=(tensor(1),))
     one.wait("all_reduce", 3, ddp=bucket(), function="train", led=[(6, "main")])
@@ -249,7 +249,7 @@ def test_a_loop_that_has_ended_is_named_where_the_other_rank_is_in_a_helper_of_a
     """What calls the helper is a function that the rank in the loop is in."""
     finding = with_helper(call)
     assert (finding.code, finding.ranks) == ("DDP207", (0,))
-    assert "`for x in batches:` (train.py:2) ended earlier on rank 0" in finding.why
+    assert "`for x in batches:` (train.py:2) ran fewer iterations on rank 0" in finding.why
 
 
 @pytest.mark.parametrize(
@@ -395,9 +395,9 @@ def test_a_guard_is_seen_to_ask_for_the_rank_through_whatever_it_uses(guard: str
     ("line", "behind"),
     [
         ("first and dist.barrier()", "inside"),
-        ("first or dist.barrier()", "where this is false:"),
+        ("first or dist.barrier()", "only reached if this is false:"),
         ("dist.barrier() if first else None", "inside"),
-        ("None if first else dist.barrier()", "where this is false:"),
+        ("None if first else dist.barrier()", "only reached if this is false:"),
     ],
 )
 def test_a_guard_within_the_line_itself_is_named(line: str, behind: str) -> None:
@@ -445,7 +445,9 @@ def test_a_while_that_each_rank_ends_for_itself_is_an_early_exit() -> None:
         rank.call("all_reduce", 2, ddp=bucket())
     finding = find(source, zero.wait("barrier", 3), one.wait("all_reduce", 2, ddp=bucket()))
     assert (finding.code, finding.ranks) == ("DDP208", (0,))
-    assert "`while loss > limit(rank):` (train.py:1) ended earlier on rank 0 than on rank 1: each" in finding.why
+    assert (
+        "`while loss > limit(rank):` (train.py:1) ended earlier on rank 0 than on rank 1: its condition" in finding.why
+    )
 
 
 def left_range(body: str, line: int) -> Finding:
@@ -462,7 +464,7 @@ def test_a_range_that_is_the_same_on_all_ranks_is_no_uneven_data() -> None:
     """Nothing says why one rank is not in it; it may have run all rounds, and the others again."""
     finding = left_range("    y.backward()\n", 2)
     assert finding.code == "DDP201"
-    assert "fewer rounds" not in finding.why
+    assert "fewer iterations" not in finding.why
 
 
 def test_a_range_that_a_rank_has_left_for_good_ended_early() -> None:
@@ -472,7 +474,7 @@ def test_a_range_that_a_rank_has_left_for_good_ended_early() -> None:
     view = job([alive(zero.wait("all_reduce", 2, ddp=bucket())), returned(one)], sources={FILE: source})
     (finding,) = analyze(view).findings
     assert (finding.code, finding.ranks) == ("DDP208", (1,))
-    assert "it has as many rounds on all ranks" in finding.why
+    assert "the same number of iterations on all ranks" in finding.why
 
 
 CHIEF = """\
@@ -503,7 +505,7 @@ def test_a_guard_is_seen_to_ask_for_the_rank_through_attributes_and_properties()
     one.wait("all_reduce", 10, ddp=bucket(), function="fit", led=fit)
     finding = find(CHIEF, zero, one)
     assert (finding.code, finding.ranks) == ("DDP201", (0,))
-    assert "is where this is false: `if not self.leads:` (train.py:13)" in finding.why
+    assert "is only reached if this is false: `if not self.leads:` (train.py:13)" in finding.why
 
 
 def test_rounds_without_exchange_are_named_where_they_are_not_the_same_on_all_ranks() -> None:
@@ -511,7 +513,7 @@ def test_rounds_without_exchange_are_named_where_they_are_not_the_same_on_all_ra
     body = "    last = (i + 1) % every(rank) == 0\n    with nullcontext() if last else ddp.no_sync():\n"
     finding = left_range(f"{body}        y.backward()\n", 4)
     assert (finding.code, finding.ranks) == ("DDP201", (0,))
-    assert "what `with nullcontext() if last else ddp.no_sync():` (train.py:3) is in a round" in finding.why
+    assert "whether `with nullcontext() if last else ddp.no_sync():` (train.py:3) applies" in finding.why
 
 
 def test_an_exit_at_once_in_a_loop_is_named() -> None:
@@ -523,8 +525,8 @@ def test_an_exit_at_once_in_a_loop_is_named() -> None:
     cut = RankSnapshot(rank=1, log=one.log(), process=process, returned=True)
     (finding,) = analyze(job([alive(zero), cut], sources={FILE: source})).findings
     assert (finding.code, finding.ranks) == ("DDP208", (1,))
-    assert "`if rank == 1 and i == 4: os._exit(0)` (train.py:3) is decided by each rank for itself" in finding.why
-    assert "has ended at once, as by os._exit(0)" in finding.summary
+    assert "`if rank == 1 and i == 4: os._exit(0)` (train.py:3) is decided per rank" in finding.why
+    assert "has exited without cleanup, as with os._exit(0)" in finding.summary
 
 
 def test_a_collective_of_another_thread_is_said_to_be_one() -> None:
@@ -534,8 +536,8 @@ def test_a_collective_of_another_thread_is_said_to_be_one() -> None:
     zero.wait("all_reduce", 2, function="log", thread=7)
     one.wait("all_reduce", 4, ddp=bucket(), thread=4001, inputs=(tensor(9),))
     finding = find(source, zero, one)
-    assert "rank 0 calls the one at train.py:2 from another thread, as rank 1 never did" in finding.why
-    assert "let the thread run on all ranks and give it a group of its own" in finding.fix
+    assert "rank 0 calls the one at train.py:2 from a second thread, unlike rank 1" in finding.why
+    assert "run the thread on all ranks and give it its own group" in finding.fix
 
 
 DECORATED = """\
@@ -700,9 +702,9 @@ def test_a_loop_over_parameters_is_not_what_ended_early(handler: str | None, cod
         (
             "try:\n    dist.all_reduce(t)\nexcept ValueError as e:\n    dist.all_gather(x, t)\n",
             4,
-            "rank 1 came to `except ValueError as e:` (train.py:3) by an error that rank 0 had not",
+            "rank 1 entered `except ValueError as e:` (train.py:3) after an error that rank 0 did not have",
         ),
-        ("try:\n    dist.all_reduce(t)\nfinally:\n    dist.all_gather(x, t)\n", 4, "rank 1 came to `finally:`"),
+        ("try:\n    dist.all_reduce(t)\nfinally:\n    dist.all_gather(x, t)\n", 4, "rank 1 entered `finally:`"),
     ],
 )
 def test_a_collective_in_a_handler_is_told_by_the_error_that_led_there(source: str, behind: int, told: str) -> None:
@@ -733,7 +735,7 @@ def test_the_end_of_a_with_is_told_where_others_are_inside_it() -> None:
     one.wait("barrier", 6, function="distributed")
     finding = analyze(job([alive(zero), alive(one, *stack)], sources={FILE: WITH})).findings[0]
     assert (finding.code, finding.ranks) == ("DDP210", (1,))
-    assert "rank 1 came to the end of `with distributed():` (train.py:7)" in finding.why
+    assert "rank 1 entered the end of `with distributed():` (train.py:7)" in finding.why
 
 
 CACHED = """\
@@ -752,7 +754,7 @@ def test_a_return_before_a_collective_is_told_where_nothing_else_says_it() -> No
     zero, one = writers(CACHED)
     finding = find(CACHED, zero.wait("broadcast", 4, function="load", led=[(6, "<module>")]), one.wait("barrier", 7))
     assert (finding.code, finding.ranks) == ("DDP201", (1,))
-    assert '`if "vocab" in CACHE: return CACHE["vocab"]` (train.py:2) may have left before' in finding.why
+    assert '`if "vocab" in CACHE: return CACHE["vocab"]` (train.py:2) may have returned before' in finding.why
 
 
 JOINED = """\
@@ -782,7 +784,7 @@ def test_a_collective_of_ones_own_within_join_is_named(is_turned: bool) -> None:
     assert (finding.code, finding.ranks) == ("DDP207", (1,))
     assert finding.place is not None
     assert finding.place.line == 5
-    assert "the all_reduce of rank 1 at train.py:5 (#5) met one of Join's" in finding.why
+    assert "the all_reduce of rank 1 at train.py:5 (#5) was matched with one of Join's" in finding.why
     assert "within Join" in finding.fix
 
 
@@ -820,7 +822,7 @@ def test_a_loop_over_a_set_is_named_where_ranks_are_at_different_entries(given: 
         rank.wait("all_reduce", 5, inputs=(tensor(shape),))
     finding = find(source, *ranks)
     assert finding.code == "DDP202"
-    assert ("goes over a set, which has another order in each process" in finding.why) == is_told
+    assert ("iterates over a set, whose order differs between processes" in finding.why) == is_told
     assert ("`sorted(...)`" in finding.fix) == is_told
 
 
@@ -839,7 +841,7 @@ for epoch in range(3):
 def called(line: int) -> CallSite:
     """The collective of the helper, called from `line` of the script."""
     text = texts_of(CALLED_TWICE)
-    caller = (FILE, line, "<module>", text[line])
+    caller = CodeLine(FILE, line, "<module>", text[line])
     return CallSite(file=FILE, line=2, function="mean", text=text[2], callers=(caller,))
 
 
@@ -855,7 +857,7 @@ def test_the_branch_around_the_call_of_a_helper_is_named_where_others_call_it_el
     ranks = [died(zero, "SIGABRT", -6) if is_dead else alive(zero), alive(one)]
     (finding,) = analyze(job(ranks, sources={FILE: CALLED_TWICE})).findings
     assert (finding.code, finding.ranks) == ("DDP201", (0,))
-    assert "called at train.py:8, is inside `if rank == 0:` (train.py:7); rank 1 went on to train.py:5" in finding.why
+    assert "called at train.py:8, is inside `if rank == 0:` (train.py:7); rank 1 continued to train.py:5" in finding.why
 
 
 def test_a_helper_that_ranks_called_from_different_lines_is_where_they_parted() -> None:
@@ -892,7 +894,7 @@ ddp = DDP(model)
     view = job([alive(zero, *stack), alive(one, CodeLine(FILE, 8, "<module>", ""))], sources={FILE: source})
     (finding,) = analyze(view).findings
     assert finding.code == "DDP201"
-    assert "`if not found(path): return 0` (train.py:4) may have left before" in finding.why
+    assert "`if not found(path): return 0` (train.py:4) may have returned before" in finding.why
 
 
 SWALLOWED = """\
@@ -943,7 +945,7 @@ dist.all_reduce(total)
     view = job([alive(zero, *stack), alive(one, CodeLine(FILE, 6, "<module>", ""))], sources={FILE: source})
     (finding,) = analyze(view).findings
     assert (finding.code, finding.ranks) == ("DDP207", (1,))
-    assert "`for x in loader:` (train.py:2) ended earlier on rank 1" in finding.why
+    assert "`for x in loader:` (train.py:2) ran fewer iterations on rank 1" in finding.why
 
 
 def test_calls_from_different_lines_are_not_said_to_be_in_common() -> None:

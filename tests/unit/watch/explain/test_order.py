@@ -33,7 +33,9 @@ def test_a_call_that_is_left_out_of_a_series_is_no_wrong_size() -> None:
             rank.call("all_reduce", 9, **of(size))
     finding = find(zero.wait("all_reduce", 9, **of(3)), one.wait("all_reduce", 9, **of(2)))
     assert finding.code == "DDP202"
-    assert "all_reduce SUM of float32 [3] has always come here, as on rank 0, and what rank 1 gives" in finding.why
+    assert (
+        "all_reduce SUM of float32 [3] has always followed the previous call, as on rank 0; rank 1 makes" in finding.why
+    )
     assert "in the same order" in finding.fix
 
 
@@ -45,7 +47,7 @@ def test_sizes_that_vary_are_no_order() -> None:
             rank.call("all_reduce", 9, **of(size))
     finding = find(zero.wait("all_reduce", 9, **of(3)), one.wait("all_reduce", 9, **of(5)))
     assert finding.code == "DDP202"
-    assert finding.why == "ranks that are in one collective have to agree about its size"
+    assert finding.why == "all ranks of a collective must pass the same size"
 
 
 def test_calls_from_lines_that_all_ranks_use_are_a_desync() -> None:
@@ -72,4 +74,4 @@ def test_gradient_buckets_of_other_sizes_are_those_of_another_model() -> None:
         zero.wait("all_reduce", 9, ddp=bucket(), **of(50)), one.wait("all_reduce", 9, ddp=bucket(), **of(15))
     )
     assert finding.code == "DDP201"
-    assert "gradients of other parameters" in finding.why
+    assert "gradients of different parameters" in finding.why

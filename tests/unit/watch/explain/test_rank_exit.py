@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 
 from ddpilot.findings.finding import Finding
-from ddpilot.source.parsed_file import CodeLine
+from ddpilot.user_files import CodeLine
 from ddpilot.watch.analysis import Analysis, analyze
 from ddpilot.watch.explain.rank_exit import find_cause_of_end
 from ddpilot.watch.snapshot.model import ProcessState, PythonStack, RankException, RankSnapshot
@@ -42,7 +42,7 @@ def test_a_timeout_names_who_had_not_come_and_its_line(is_stopped: bool) -> None
     assert found(analysis) == [("DDP218", "error", (1,))]
     (finding,) = analysis.findings
     assert "train.py:3  time.sleep(15)" in "\n".join(finding.evidence)
-    assert "`timeout` was over before rank 1 came" in finding.why
+    assert "`timeout` expired before rank 1 called it" in finding.why
 
 
 def test_a_connection_that_a_rank_closed_which_ran_on_is_a_teardown() -> None:

@@ -212,7 +212,7 @@ def test_an_observer_goes_on_in_a_folder_that_is_gone_or_takes_no_files(
     observing = ObserverProcess(tmp_path / "gone")
     observing._ranks = {0: rank_process(psutil.Process())}
     observing._job = {"name": "train.py", "command": [], "world_size": 1}
-    observing._write_about()
+    observing._write_job_info()
     assert "`ddpilot watch` does not list this job" in capsys.readouterr().err
     assert not observing._has_changed()
 

@@ -14,7 +14,7 @@ from ddpilot.findings.display import Findings
 from ddpilot.findings.finding import Finding
 from ddpilot.record.flight_ring import layout
 from ddpilot.record.hook import ring_path
-from ddpilot.source.parsed_file import CodeLine
+from ddpilot.user_files import CodeLine
 from ddpilot.watch.analysis import Analysis, analyze
 from ddpilot.watch.job_folder import JOBS_VARIABLE, JobInfo, close_job, make_job_folder
 from ddpilot.watch.matching.outcomes import COMMON_END
@@ -51,7 +51,7 @@ def ended(*beats_s: float) -> JobSnapshot:
 def is_kept(analysis: Analysis) -> bool:
     """No rank is blamed, and who waited for what is said as it was at the end."""
     (line,) = analysis.status
-    is_as_it_was = line.startswith("rank 0 waits for 5.0 s in barrier") and "rank 1 is elsewhere" in line
+    is_as_it_was = line.startswith("rank 0 has waited 5.0 s in barrier") and "rank 1 has not called it" in line
     return is_as_it_was and analysis.end == COMMON_END and not analysis.findings
 
 
@@ -112,7 +112,7 @@ def test_the_end_that_watch_has_caused_is_no_finding(recorded: tuple[Path, JobIn
     facts = {
         rank: RankFacts(process=replace(UNSEEN, signal_name="SIGTERM", ended_ns=(1 + rank) * S)) for rank in (0, 1)
     }
-    observer = Observer(recorded[0], 2, facts=lambda: facts, tell=told.append, options=WatchOptions())
+    observer = Observer(recorded[0], 2, facts=lambda: facts, notify=told.append, options=WatchOptions())
     observer.finish(is_caused=is_caused)
     codes = [finding.code for report in told for finding in report.findings]
     assert codes == ([] if is_caused else ["DDP209"])
@@ -136,7 +136,7 @@ def test_ends_that_nobody_saw_are_told_of_several_ranks_in_the_plural() -> None:
     writers = [Writer(rank, group_of(0, 1, 2)).call("all_reduce", 1) for rank in range(3)]
     gone = [alive(rank, log=rank.log(heartbeat_ns=105 * S), process=UNSEEN) for rank in writers[:2]]
     (finding,) = analyze(job([*gone, alive(writers[2])])).findings
-    assert finding.summary == "ranks 0,1 ended without closing the recording, as by a signal or os._exit"
+    assert finding.summary == "ranks 0,1 ended without closing the recording, as with a signal or os._exit"
 
 
 def test_a_ring_that_is_damaged_is_said_afterwards(recorded: tuple[Path, JobInfo]) -> None:

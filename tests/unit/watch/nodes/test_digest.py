@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ddpilot.record.flight_ring.log import CallSite, Collective
-from ddpilot.source.parsed_file import CodeLine
+from ddpilot.user_files import CodeLine
 from ddpilot.watch.analysis import analyze
 from ddpilot.watch.nodes.digest import MAX_CHARS, Digest, decode_digest, encode_digest, merge, move_clock
 from ddpilot.watch.snapshot.model import RankException, RankSnapshot
@@ -36,7 +36,9 @@ def entries(rank: RankSnapshot) -> tuple[Collective, ...]:
 def test_digest_is_the_same_on_the_other_side() -> None:
     """Records with all that they hold, stack, error and how the process ended."""
     one = Writer(1, WORLD).call("all_reduce", 5, ddp=bucket()).call("send", 6, peer=0, tag=3)
-    led = CallSite(file=FILE, line=9, callers=((FILE, 3, "main", "helper()"), (FILE, 20, "<module>", "main()")))
+    led = CallSite(
+        file=FILE, line=9, callers=(CodeLine(FILE, 3, "main", "helper()"), CodeLine(FILE, 20, "<module>", "main()"))
+    )
     one.call("all_reduce", 9, at=led).call("all_reduce", 9)
     one.call("all_to_all", 6, splits=((1, 2), (2, 1))).wait("broadcast", 7, root=0, inputs=())
     error = RankException(type_name="ValueError", message="bad", traceback="Traceback")
@@ -87,7 +89,7 @@ def test_digest_is_bounded(max_chars: int) -> None:
 @pytest.mark.parametrize("text", ["", "no digest", encode_digest(digest_of())[:-8]])
 def test_digest_that_is_none_is_refused(text: str) -> None:
     """As of a node with another version."""
-    with pytest.raises(ValueError, match="no digest of a node"):
+    with pytest.raises(ValueError, match="not a digest of a node"):
         decode_digest(text)
 
 
@@ -146,7 +148,7 @@ def test_merge_keeps_a_rank_beating_that_was_beating_when_it_was_looked_at() -> 
     there = alive(one, CodeLine(FILE, 12, "main", "sleep(60)"), log=log)
     view = merge(replace(job([alive(zero)]), world_size=2), [digest_of(there, now_s=109.0)])
     (line,) = analyze(view).status
-    assert "not there: rank 1 is elsewhere: train.py:12  sleep(60)" in line
+    assert "rank 1 has not called it: train.py:12  sleep(60)" in line
 
 
 def test_ranks_of_two_nodes_are_compared() -> None:

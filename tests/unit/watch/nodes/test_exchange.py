@@ -60,7 +60,7 @@ class Node:
         """One look at its rank, so many seconds after everything began; what is known then."""
         here = replace(job([rank], after_s=after_s), world_size=2)
         view = self.exchange.widen(here)
-        self.exchange.tell(here, analyze(view), lambda each: each)
+        self.exchange.send(here, analyze(view), lambda each: each)
         return view
 
 
@@ -107,7 +107,7 @@ def test_exchange_asks_and_is_answered_once() -> None:
     view = zero.look(waiting(0), 3.0)
     assert list(view.ranks) == [0, 1]
     (status,) = analyze(view).status
-    assert "not there: rank 1 is elsewhere" in status
+    assert "rank 1 has not called it" in status
 
 
 def test_exchange_knows_the_rhythm_of_collectives_whose_end_does_not_show() -> None:
@@ -170,7 +170,7 @@ def test_exchange_waits_for_answers_and_then_names_who_gave_none() -> None:
     assert not list(zero.exchange.complaints(at(2.0)))
     assert not zero.exchange.is_waiting(at(4.0))
     assert list(zero.exchange.complaints(at(4.0))) == [
-        "what the ranks of node 1 (there) do is not seen from here: its observer does not answer"
+        "the ranks of node 1 (there) are not visible from here: its observer does not respond"
     ]
 
 
@@ -180,7 +180,7 @@ def test_exchange_says_what_it_cannot_read() -> None:
     zero.hand.letters[1] = Message("{}", 1, at(0.5), at(0.6))
     zero.look(waiting(0), 1.0)
     (line,) = zero.exchange.complaints(at(4.0))
-    assert line.startswith("what the ranks of node 1 (there) do is not seen from here: no digest of a node")
+    assert line.startswith("the ranks of node 1 (there) are not visible from here: not a digest of a node")
 
 
 def test_exchange_says_that_the_store_is_gone_only_where_it_is_needed() -> None:
@@ -191,9 +191,9 @@ def test_exchange_says_that_the_store_is_gone_only_where_it_is_needed() -> None:
     assert not list(zero.exchange.complaints(at(1.0)))
     zero.look(waiting(0), 2.0)
     assert list(zero.exchange.complaints(at(2.0))) == [
-        "the observers of the nodes cannot reach each other any more: Connection reset by peer"
+        "the observers of the nodes can no longer reach each other: Connection reset by peer"
     ]
-    assert zero.exchange.has_heard_since(time.monotonic_ns())
+    assert zero.exchange.has_received_since(time.monotonic_ns())
 
 
 def test_exchange_finds_a_different_reduce_op_on_another_node_without_a_rank_that_waits() -> None:
@@ -220,6 +220,6 @@ def test_exchange_writes_together_with_another_node_while_all_is_well() -> None:
     zero.look(busy(0), 31.0)
     zero.hand.give(one.hand, 0, at(31.2))
     here = replace(job([busy(1)], after_s=31.3), world_size=2)
-    one.exchange.tell(here, analyze(one.exchange.widen(here)), lambda _: pytest.fail("stacks were taken"))
+    one.exchange.send(here, analyze(one.exchange.widen(here)), lambda _: pytest.fail("stacks were taken"))
     one.look(busy(1), 31.8)
     assert [len(node.hand.written) for node in (zero, one)] == [1, 1]

@@ -191,7 +191,7 @@ def test_what_cannot_be_read_ends_the_comparison_and_says_so() -> None:
     zero.hand.pieces = {1: [Chunk(".e30=", 1, 5)]}
     zero.look(S)
     (line,) = zero.comparing.faults
-    assert "node 1 (there): no bundle of a node: " in line
+    assert "node 1 (there): not a bundle of a node: " in line
 
 
 def test_a_finding_of_a_newer_version_ends_the_comparison_and_says_so() -> None:
@@ -211,7 +211,7 @@ def test_more_than_can_be_sent_ends_the_comparison_and_says_so(monkeypatch: pyte
     one = Node(1, 0)
     one.look(0, [one.unit(0) for _ in range(11)])
     (line,) = one.comparing.faults
-    assert "the ranks of this node note more than can be sent" in line
+    assert "the ranks of this node record more notes than can be sent" in line
     assert one.hand.appended == []
 
 

@@ -52,7 +52,7 @@ class Job:
         self.folder = folder
         self.num_done = 0
         self._rings = [self._open(rank) for rank in (0, 1)]
-        self._gatherer = SnapshotReader(folder, 2, (0, 1), "job")
+        self._reader = SnapshotReader(folder, 2, (0, 1), "job")
 
     def _open(self, rank: int) -> tuple[RingWriter, bytes]:
         ring = open_ring(ring_path(self.folder, rank), num_records=8192, page_bytes=4096, publish=False)
@@ -87,16 +87,16 @@ class Job:
 
     def look(self) -> list[str]:
         """The codes of what is found."""
-        return [finding.code for finding in analyze(self._gatherer.gather({})).findings]
+        return [finding.code for finding in analyze(self._reader.read({})).findings]
 
     def complaints(self) -> list[str]:
         """What is said of files that cannot be read."""
-        return self._gatherer.complaints()
+        return self._reader.complaints()
 
     @property
     def num_held(self) -> int:
         """Collectives in memory."""
-        return sum(len(log.collectives) for log in self._gatherer.logs.values())
+        return sum(len(log.collectives) for log in self._reader.logs.values())
 
 
 @pytest.fixture
@@ -219,13 +219,13 @@ def test_a_ring_that_is_damaged_from_outside_is_said_once_and_is_no_finding(job:
 
 def test_a_journal_that_is_damaged_is_said_once(tmp_path: Path) -> None:
     """Before there is one, nothing is to be said."""
-    gatherer = SnapshotReader(tmp_path, 1, (0,), "job")
-    assert (gatherer.read_entries(), gatherer.complaints()) == ({}, [])
+    reader = SnapshotReader(tmp_path, 1, (0,), "job")
+    assert (reader.read_entries(), reader.complaints()) == ({}, [])
     writer = JournalWriter(journal_path(tmp_path, 0), rank=0)
     writer.write("step", {})
-    assert len(gatherer.read_entries()[0]) == 1
+    assert len(reader.read_entries()[0]) == 1
     journal_path(tmp_path, 0).unlink()
-    complaints = [(gatherer.read_entries(), gatherer.complaints())[1] for _ in range(2)]
+    complaints = [(reader.read_entries(), reader.complaints())[1] for _ in range(2)]
     assert [len(each) for each in complaints] == [1, 0]
     assert complaints[0][0].startswith(f"the notes of guard of rank 0 in {tmp_path} cannot be read: the file")
     writer.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ddpilot.environments.private_files import write_own_text
 from ddpilot.record.main_thread import connecting_path
-from ddpilot.source.parsed_file import CodeLine
+from ddpilot.user_files import CodeLine
 from ddpilot.watch.explain.activity import describe_activity
 from ddpilot.watch.snapshot.model import ProcessState, PythonStack, RankSnapshot
 from ddpilot.watch.snapshot.reader import RankFacts, SnapshotReader, name_child
@@ -17,14 +17,14 @@ from ddpilot.watch.snapshot.reader import RankFacts, SnapshotReader, name_child
 
 def test_a_stack_that_a_rank_wrote_as_it_connected_is_valid_for_one_look(tmp_path: Path) -> None:
     """A rank that sleeps afterwards was reported to be in init_process_group still."""
-    gatherer = SnapshotReader(tmp_path, 1, (0,), "job")
+    reader = SnapshotReader(tmp_path, 1, (0,), "job")
     facts = {0: RankFacts(process=ProcessState(pid=os.getpid(), state="running"))}
     write_own_text(connecting_path(tmp_path, 0), '  File "train.py", line 3 in main\n')
-    view = gatherer.add_stacks(gatherer.gather(facts), (0,))
+    view = reader.add_stacks(reader.read(facts), (0,))
     stack = view.ranks[0].stack
     assert stack is not None
     assert [frame.line for frame in stack.main_frames] == [3]
-    assert gatherer.gather(facts).ranks[0].stack is None
+    assert reader.read(facts).ranks[0].stack is None
 
 
 def test_a_rank_that_waits_for_a_child_names_it() -> None:
@@ -40,8 +40,8 @@ def test_a_rank_that_waits_for_a_child_names_it() -> None:
         CodeLine("/home/u/train.py", 3, "main", "run(command)"),
     )
     rank = RankSnapshot(rank=1, stack=PythonStack(taken_ns=1, threads={7: frames}, main=7, child=name))
-    absence = describe_activity(rank, None, 2)
-    assert (absence.code, absence.words) == ("DDP214", f"waits for a process that it has started: {name}")
+    activity = describe_activity(rank, None, 2)
+    assert (activity.code, activity.words) == ("DDP214", f"waits for a child process: {name}")
 
 
 def test_a_process_without_children_waits_for_none() -> None:

@@ -12,7 +12,7 @@ from ddpilot.findings.text import render_ranks
 from ddpilot.guard.rules.rule import BoundedDict, ByRank, ModelRanks, PromptRule, RuleContext, place_of
 from ddpilot.record.journal import Entry
 from ddpilot.source.control_flow import may_start_over
-from ddpilot.source.parsed_file import CodeLine, Sources
+from ddpilot.source.parsed_file import Sources
 
 _Key = tuple[int, int]
 _MAX_LOADERS = 256
@@ -92,7 +92,7 @@ class UnequalBatches(PromptRule):
         sources = Sources(self._context.sources())
         places = {place for rank in members if (place := place_of(passes[rank].get("site")))}
         for place in places:
-            source = sources.find(CodeLine(place.file, place.line, place.function, place.text))
+            source = sources.find(place)
             if source is not None and may_start_over(source, place.line):
                 return True
         return False

@@ -11,11 +11,12 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from ddpilot.findings.catalog import make_finding
-from ddpilot.findings.finding import Finding, Place
+from ddpilot.findings.finding import Finding
 from ddpilot.guard.rules.parameters.causes import LEFT_OUT, UNLIKE, Cause
 from ddpilot.guard.rules.parameters.fingerprints import seen_gradients
 from ddpilot.guard.rules.rule import place_of, some
 from ddpilot.record.flight_ring.log import CallSite, Collective, RankLog
+from ddpilot.user_files import CodeLine
 
 if TYPE_CHECKING:
     from ddpilot.guard.rules.parameters.steps import MatchedStep
@@ -97,7 +98,7 @@ def make_left_out_finding(units: Units, first: MatchedStep, proof: MatchedStep, 
         summary=f"gradients of {len(names)} of the optimizer's {len(called)} parameters are not averaged over the "
         f"ranks: {some(names)}",
         ranks=tuple(sorted(proof.steps)),
-        line=Place(file=line.file, line=line.line, function=line.function, text=line.text),
+        line=CodeLine(file=line.file, line=line.line, function=line.function, text=line.text),
         evidence=(
             *(
                 f"step {moment.number}: {what} {called[name]}: {values}"
@@ -123,7 +124,7 @@ def make_unlike_finding(units: Units, proof: MatchedStep, line: CallSite, num_ch
         summary=f"gradients are averaged, and {len(differing)} of {len(called)} parameters have differed between ranks "
         "from the first step on",
         ranks=proof.difference.ranks or tuple(sorted(proof.steps)),
-        line=Place(file=line.file, line=line.line, function=line.function, text=line.text),
+        line=CodeLine(file=line.file, line=line.line, function=line.function, text=line.text),
         evidence=(
             *(f"step {proof.number}: parameter {called[name]}: {values}" for name, values in differing[:_MAX_LINES]),
             f"gradients were the same on all ranks in {num_checked} steps that were checked",
