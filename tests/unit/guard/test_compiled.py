@@ -130,4 +130,4 @@ def test_compiled_steps_are_not_written_by_a_fork(compiled: Any, tmp_path: Path)
         writer.write_step(1, 2, 2, "FB")
         os._exit(0)
     os.waitpid(child, 0)
-    assert [entry.values["n"] for entry in read_journal(tmp_path / "journal").entries] == [1]
+    assert [entry.values["step"] for entry in read_journal(tmp_path / "journal").entries] == [1]

@@ -39,7 +39,9 @@ class CountingProbe:
 
     def install(self, notes: Notes) -> Callable[[], None]:
         """As `Probe.install`."""
-        return notes.around(Target, "double", after=lambda _, returned, result, *args: notes.write("call", r=result))
+        return notes.around(
+            Target, "double", after=lambda _, returned, result, *args: notes.write("call", {"r": result})
+        )
 
 
 class FailingProbe:
@@ -171,7 +173,7 @@ def test_notes_survive_a_journal_that_fails(tmp_path: Path) -> None:
     journal = JournalWriter(tmp_path / "journal", rank=0)
     finder = SiteFinder(torch="/nowhere", ours="/nowhere")
     notes = Notes("things", journal, rank=0, finder=finder, tell=said.append)
-    look = notes.safely(lambda value: notes.write("thing", value=value))
+    look = notes.safely(lambda value: notes.write("thing", {"value": value}))
     look(object())
     look(1)
     assert notes.is_off

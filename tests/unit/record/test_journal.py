@@ -63,18 +63,18 @@ def test_journal_gives_ordinary_steps_among_other_entries(tmp_path: Path) -> Non
     """In the order in which they were written, also what led to a step at length, and a group that does not count."""
     path = tmp_path / "journal"
     writer = JournalWriter(path, rank=0)
-    writer.write("unit", {"u": 1})
+    writer.write("parameter_set", {"parameter_set": 1})
     writer.write_step(1, 7, 1 << 40, "FB")
-    writer.write("step", {"u": 1, "n": 8, "f": {}})
+    writer.write("step", {"parameter_set": 1, "step": 8, "fingerprint": {}})
     writer.write_step(2, 9, -1, "")
     writer.write_step(2, 10, 5, "FBFBFBFBFB")
     journal = read_journal(path)
     assert [(entry.index, entry.kind, entry.values) for entry in journal.entries] == [
-        (1, "unit", {"u": 1}),
-        (2, "step", {"u": 1, "n": 7, "s": 1 << 40, "e": "FB"}),
-        (3, "step", {"u": 1, "n": 8, "f": {}}),
-        (4, "step", {"u": 2, "n": 9, "s": -1, "e": ""}),
-        (5, "step", {"u": 2, "n": 10, "s": 5, "e": "FBFBFBFBFB"}),
+        (1, "parameter_set", {"parameter_set": 1}),
+        (2, "step", {"parameter_set": 1, "step": 7, "seq": 1 << 40, "events": "FB"}),
+        (3, "step", {"parameter_set": 1, "step": 8, "fingerprint": {}}),
+        (4, "step", {"parameter_set": 2, "step": 9, "seq": -1, "events": ""}),
+        (5, "step", {"parameter_set": 2, "step": 10, "seq": 5, "events": "FBFBFBFBFB"}),
     ]
     assert sorted(entry.time_ns for entry in journal.entries) == [entry.time_ns for entry in journal.entries]
     assert [entry.index for entry in read_journal(path, after=3).entries] == [4, 5]
@@ -93,7 +93,7 @@ def test_journal_holds_the_newest_ordinary_steps_and_counts_the_others(tmp_path:
         writer.write_step(1, number, number, "FB")
     journal = read_journal(path)
     assert [entry.index for entry in journal.entries] == [1, *range(12, NUM_STEPS + 12)]
-    assert journal.entries[-1].values["n"] == NUM_STEPS + 9
+    assert journal.entries[-1].values["step"] == NUM_STEPS + 9
     assert journal.num_lost == 10
     assert path.stat().st_size == size
 

@@ -12,7 +12,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from ddpilot.guard.probe import Notes
+from ddpilot.guard.probe import Notes, SaveNote
 
 _MAX_NOTED = 10_000
 
@@ -37,8 +37,8 @@ class SavingProbe:
             if not path or begun is None or self._num_noted >= _MAX_NOTED:
                 return
             self._num_noted += 1
-            times = {"start_ns": begun, "end_ns": time.monotonic_ns()}
-            notes.write("save", path=path, host=host, **times, site=notes.site())
+            end_ns = time.monotonic_ns()
+            notes.write("save", SaveNote(path=path, host=host, start_ns=begun, end_ns=end_ns, site=notes.site()))
 
         places: tuple[tuple[Any, str, tuple[Any, ...]], ...] = (
             (torch, "save", (torch.serialization,)),

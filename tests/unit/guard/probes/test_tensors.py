@@ -26,7 +26,9 @@ from torch.utils.data import (
 from ddpilot.guard.probes.data.position import is_due
 from ddpilot.guard.probes.data.random_draws import LIBRARIES, device_digest, digest_of
 from ddpilot.guard.probes.data.samplers import Sketch, describe_loader, may_repeat
-from ddpilot.guard.probes.tensors import fingerprint, num_rows_of, print_rows, tensors_in
+from ddpilot.guard.probes.tensors import fingerprint, fingerprint_rows, num_rows_of, tensors_in
+
+KEY: Any = {"loader": 1, "pass": 1}
 
 
 @dataclass
@@ -100,9 +102,9 @@ def test_fingerprint_of_a_large_tensor_looks_at_all_of_its_length() -> None:
 def test_rows_are_told_apart_and_only_where_all_tensors_have_them() -> None:
     """A label counts, too."""
     x, y = torch.zeros(4, 3), torch.tensor([0, 1, 0, 0])
-    rows = print_rows((x, y), 4, [0, 1, 2])
+    rows = fingerprint_rows((x, y), 4, [0, 1, 2])
     assert rows[0] == rows[2] != rows[1]
-    assert print_rows((x, y[:3]), 4, [0]) == {}
+    assert fingerprint_rows((x, y[:3]), 4, [0]) == {}
     assert num_rows_of((x, y)) == 4
     assert num_rows_of((x, y[:3])) is None
 
@@ -216,7 +218,7 @@ def test_parts_of_a_dataset_are_told_whatever_their_numbers_are_in(kind: Callabl
     data = TensorDataset(torch.zeros(10, 1))
     numbers = kind([7, 1, 4])
     loaders = [DataLoader(Subset(data, numbers), 2), DataLoader(data, 2, sampler=SubsetRandomSampler(numbers))]
-    described = [describe_loader(loader) for loader in loaders]
+    described = [describe_loader(loader, KEY, {}) for loader in loaders]
     assert [facts["share"] for facts in described] == [[3, 10], [3, 10]]
     known = describe_loader(DataLoader(Subset(data, [7, 1, 4]), 2))["part"]
     assert [facts["part"] for facts in described] == [known, known]
@@ -227,7 +229,7 @@ def test_parts_without_an_order_of_numbers_are_not_told(numbers: Any) -> None:
     """Nor a dataset as a whole."""
     data = TensorDataset(torch.zeros(10, 1))
     for loader in (DataLoader(Subset(data, numbers), 2), DataLoader(data, 2)):
-        facts = describe_loader(loader)
+        facts = describe_loader(loader, KEY, {})
         assert (facts["part"], facts["share"]) == (None, None)
 
 

@@ -17,14 +17,13 @@ from ddpilot.guard.rules.rule import Rule, RuleContext
 from ddpilot.guard.rules.saving import AllRanksSave
 from ddpilot.record.flight_ring.log import Collective, RankLog
 from ddpilot.record.flight_ring.log import Tensor as LoggedTensor
-from ddpilot.record.journal import Entry
-from tests.unit.guard.rules.feeding import SECOND, SITE, Note, judge, loader_pass, model
+from tests.unit.guard.rules.feeding import SECOND, SITE, Note, judge, loader_pass, make_entry, model
 
 
 def inputs(rank: int, prints: list[int], elements: int = 32) -> list[Note]:
     """What went into the model on `rank`."""
     facts = {"model": 1, "rows": 4, "elements": elements, "site": SITE}
-    return [(rank, "input", {**facts, "forward": n, "print": p}) for n, p in enumerate(prints, 1)]
+    return [(rank, "input", {**facts, "forward": n, "checksum": p}) for n, p in enumerate(prints, 1)]
 
 
 def make_log(*collectives: Collective, num_lost: int = 0) -> RankLog:
@@ -59,11 +58,11 @@ def test_same_batch_is_no_error_where_other_things_come_out(draws: bool, severit
     for rank in (0, 1):
         notes.append((rank, "loader_pass", loader_pass()))
         for number in range(1, 7):
-            facts = {"model": 1, "forward": number, "library": "torch", "before": 5, "site": SITE}
+            facts = {"model": 1, "forward": number, "site": SITE}
             seen = {"rows": 4, "elements": 32, "batch": number, **key}
-            notes.append((rank, "batch", {**key, "batch": number, "print": number, "rows": 4}))
-            notes.append((rank, "input", {**facts, **seen, "print": number}))
-            notes.append((rank, "random", {**facts, "after": 5 + draws, "output": 10 * number + rank}))
+            notes.append((rank, "batch", {**key, "batch": number, "checksum": number, "rows": 4}))
+            notes.append((rank, "input", {**facts, **seen, "checksum": number}))
+            notes.append((rank, "random", {**facts, "before": 5, "after": 5 + draws, "output": 10 * number + rank}))
     assert [finding.severity for finding in judge(SameBatch, notes)] == severities
 
 
@@ -71,7 +70,7 @@ def test_same_batch_is_no_error_where_other_things_come_out(draws: bool, severit
     ("loader", "fix"),
     [
         (loader_pass(), "Give DistributedSampler the number of ranks"),
-        (loader_pass(samples=None) | {"sampler": None}, "Let the dataset's __iter__ pass over"),
+        (loader_pass(samples=None) | {"sampler": None}, "Let the dataset's __iter__ skip the other"),
         (loader_pass(sampler={"kind": "RandomSampler", "replicas": None}), "Give the loader sampler="),
     ],
     ids=["sampler of another rank", "stream", "no sampler"],
@@ -81,7 +80,7 @@ def test_same_batch_says_what_can_be_done_with_such_a_loader(loader: dict[str, A
     notes: list[Note] = [(rank, "ddp_model", model()) for rank in (0, 1)]
     for rank in (0, 1):
         notes.append((rank, "loader_pass", loader))
-        notes += [(rank, "batch", {"loader": 1, "pass": 1, "batch": n, "print": n, "rows": 4}) for n in range(1, 7)]
+        notes += [(rank, "batch", {"loader": 1, "pass": 1, "batch": n, "checksum": n, "rows": 4}) for n in range(1, 7)]
         notes += [(rank, kind, {**facts, "loader": 1, "pass": 1}) for _, kind, facts in inputs(rank, [1, 2, 3, 4, 5])]
     (finding,) = judge(SameBatch, notes)
     assert finding.fix.startswith(fix)
@@ -118,7 +117,7 @@ def pass_of(number: int, order: int, *, epoch: int = 0, num_batches: int = 4, is
         (0, "loader_pass", loader_pass(number, sampler={"epoch": epoch})),
         (0, "order", {**key, "order": order, "sorted": is_sorted}),
         (0, "trains", {**key, "model": 1, "join": False}),
-        (0, "batch", {**key, "batch": num_batches, "print": 1, "rows": 2}),
+        (0, "batch", {**key, "batch": num_batches, "checksum": 1, "rows": 2}),
         (0, "pass_end", {**key, "batches": num_batches, "samples": 2 * num_batches, "evaluates": False}),
     ]
 
@@ -133,7 +132,11 @@ def test_set_epoch_is_missed_in_the_second_pass_in_a_row() -> None:
 
 def test_set_epoch_is_missed_in_long_passes_that_are_left_early() -> None:
     """The first pass has a new optimizer, as every training; the second one does not."""
-    notes = [*pass_of(1, 7, num_batches=8)[:-1], (0, "unit", {"u": 1}), *pass_of(2, 7, num_batches=8)[:-1]]
+    notes = [
+        *pass_of(1, 7, num_batches=8)[:-1],
+        (0, "parameter_set", {"parameter_set": 1}),
+        *pass_of(2, 7, num_batches=8)[:-1],
+    ]
     assert [finding.code for finding in judge(SetEpochForgotten, notes)] == ["DDP402"]
 
 
@@ -145,7 +148,7 @@ def test_set_epoch_is_missed_in_long_passes_that_are_left_early() -> None:
         pass_of(1, 7, is_sorted=True) + pass_of(2, 7, is_sorted=True),
         pass_of(1, 7) + pass_of(2, 8, epoch=1) + pass_of(3, 7),
         [*pass_of(1, 7), (0, "load", {"group": "world", "ordinal": "/0", "site": SITE}), *pass_of(2, 7)],
-        [*pass_of(1, 7), *pass_of(2, 7)[:-1], (0, "unit", {"u": 2}), *pass_of(2, 7)[-1:]],
+        [*pass_of(1, 7), *pass_of(2, 7)[:-1], (0, "parameter_set", {"parameter_set": 2}), *pass_of(2, 7)[-1:]],
     ],
     ids=[
         *("called", "one batch was looked at", "in order", "a second training from the beginning"),
@@ -205,7 +208,7 @@ def stream(prints: list[int], workers: int, rank: int = 0) -> list[Note]:
     """Batches that workers give in turn."""
     key = {"loader": 1, "pass": 1}
     begun = (rank, "loader_pass", {**loader_pass(workers=workers), "sampler": None})
-    return [begun, *((rank, "batch", {**key, "batch": n, "print": p}) for n, p in enumerate(prints, 1))]
+    return [begun, *((rank, "batch", {**key, "batch": n, "checksum": p}) for n, p in enumerate(prints, 1))]
 
 
 @pytest.mark.parametrize(("prints", "workers"), [([1, 1, 2, 2, 3, 3], 2), ([1, 1, 1, 2, 2, 2], 3)])
@@ -214,7 +217,7 @@ def test_workers_that_read_the_same_stream_are_told(prints: list[int], workers: 
     (finding,) = judge(WorkersReadAlike, stream(prints, workers) + stream(prints, workers, rank=1))
     assert finding.code == "DDP403"
     assert finding.ranks == (0, 1)
-    assert finding.summary.startswith(f"each batch comes {workers} times")
+    assert finding.summary.startswith(f"each batch is read {workers} times")
 
 
 @pytest.mark.parametrize(
@@ -397,18 +400,18 @@ def trial(number: int) -> Iterator[Note]:
     """A model of its own with a loader of its own, as in a search over hyper-parameters."""
     place = {"loader": number, "pass": 1}
     for rank in (0, 1):
-        yield rank, "ddp_model", model(number=number) | {"model": number}
+        yield rank, "ddp_model", model() | {"model": number}
         yield rank, "loader_pass", loader_pass() | {"loader": number, "length": 4 + rank}
         yield rank, "trains", {**place, "model": number, "join": False}
         yield rank, "order", {**place, "order": 1, "sorted": False}
         yield rank, "shard", {**place, "pairs": [(1, 2)]}
         yield rank, "near_end", {**place, "batch": 2}
-        yield rank, "draws", {**place, "library": "torch", "worker": -1, "fetch": 1, "before": 1, "after": 2}
+        yield rank, "draws", {**place, "library": "torch", "worker": -1, "fetch": 1, "before": 1}
         for forward in range(1, 5):
-            yield rank, "batch", {**place, "batch": forward, "print": forward, "rows": 4}
+            yield rank, "batch", {**place, "batch": forward, "checksum": forward, "rows": 4}
             drawn = {"before": 1 + rank * forward // 4, "after": 9, "drawn": 9, "library": "torch", "output": None}
             yield rank, "random", {"model": number, "forward": forward, **drawn}
-            yield rank, "input", {"model": number, "forward": forward, "print": 10 * rank + forward, "elements": 32}
+            yield rank, "input", {"model": number, "forward": forward, "checksum": 10 * rank + forward, "elements": 32}
 
 
 @pytest.mark.parametrize("make", [SameBatch, SameRandomStreams, UnequalBatches, ShardsOverlap, SetEpochForgotten])
@@ -427,7 +430,7 @@ def test_what_is_kept_of_many_models_is_bounded(make: Callable[[RuleContext], Ru
     for number in range(1, 4001):
         for rank, kind, values in trial(number):
             if kind in rule.kinds:
-                list(rule.feed(rank, Entry(1, SECOND, kind, values)))
+                list(rule.feed(rank, make_entry(kind, values)))
         if number in (3000, 4000):
             sizes.append(size_of(rule))
     assert sizes[0] == sizes[1] > 0

@@ -14,8 +14,7 @@ from ddpilot.guard.rules.ddp_use import GradientsMissing
 from ddpilot.guard.rules.devices import OneDevice, SeveralDevices
 from ddpilot.guard.rules.numerics import NotFinite, SmallBatchNorm
 from ddpilot.guard.rules.rule import RuleContext, no_log
-from ddpilot.record.journal import Entry
-from tests.unit.guard.rules.feeding import SECOND, SITE, Note, judge, model
+from tests.unit.guard.rules.feeding import SECOND, SITE, Note, judge, make_entry, model
 
 
 def forwards(rank: int, states: list[tuple[int, int]], *, drawn: int = 0, library: str = "torch") -> list[Note]:
@@ -124,7 +123,7 @@ def test_what_is_not_finite_is_told_of_each_training() -> None:
     for notes in ([bad(0, 6), spoiled(0, 6)], [bad(0, 9), bad(1, 9), spoiled(0, 9), spoiled(1, 9)]):
         now_ns = SECOND * (len(found) + 1)
         for rank, kind, values in notes:
-            rule.feed(rank, Entry(1, now_ns, kind, values))
+            rule.feed(rank, make_entry(kind, values, now_ns))
         found.append([finding.ranks for finding in rule.look(now_ns + SECOND)])
     assert found == [[(0,)], [(0, 1)]]
 
@@ -184,9 +183,9 @@ def test_rules_keep_bounded_state_over_a_long_job() -> None:
     """Thousands of notes that say nothing."""
     rule: Any = SameBatch(RuleContext(world_size=2))
     for rank in (0, 1):
-        rule.feed(rank, Entry(1, 1, "ddp_model", model()))
+        rule.feed(rank, make_entry("ddp_model", model()))
     for number in range(2_000):
         for rank in (0, 1):
-            facts = {"model": 1, "rows": 4, "elements": 32, "site": SITE, "forward": number, "print": 5}
-            list(rule.feed(rank, Entry(1, 1, "input", facts)))
+            facts = {"model": 1, "rows": 4, "elements": 32, "site": SITE, "forward": number, "checksum": 5}
+            list(rule.feed(rank, make_entry("input", facts)))
     assert len(rule._numbers[1]) < 100

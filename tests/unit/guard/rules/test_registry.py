@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from ddpilot.findings.finding import Finding, Place
+from ddpilot.guard.probe import NOTES
 from ddpilot.guard.rules.parameters.divergence import Divergence
 from ddpilot.guard.rules.registry import RULES, RuleRunner, rules_for
-from ddpilot.guard.rules.rule import RuleContext, place_of
+from ddpilot.guard.rules.rule import Rule, RuleContext, place_of
 from ddpilot.record.hook import journal_path
 from ddpilot.record.journal import Entry, JournalWriter
 from ddpilot.watch.observer import Observer
@@ -21,14 +22,10 @@ from ddpilot.watch.options import WatchOptions
 from ddpilot.watch.report import Report
 
 
-class Echo:
+class Echo(Rule):
     """Says each entry again; fails at the number 13."""
 
-    codes = ("DDP999",)
     kinds = ("number",)
-
-    def __init__(self, context: RuleContext) -> None:
-        self.world_size = context.world_size
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
         """As `Rule.feed`."""
@@ -41,12 +38,9 @@ class Echo:
         """As `Rule.look`."""
         return [Finding(code="DDP998", name="time", severity="info", summary=str(now_ns))] if now_ns else ()
 
-    def pause(self, now_ns: int, *, is_ok: bool) -> Iterable[Finding]:
-        return ()
-
     def finish(self, _: int) -> Iterable[Finding]:
         """As `Rule.finish`."""
-        return [Finding(code="DDP997", name="end", severity="info", summary=f"of {self.world_size}")]
+        return [Finding(code="DDP997", name="end", severity="info", summary=f"of {self._context.world_size}")]
 
 
 def entry(number: int, kind: str = "number") -> Entry:
@@ -72,7 +66,7 @@ def test_rule_book_goes_on_without_a_rule_that_fails() -> None:
     book = RuleRunner(2, rules=[Echo, Echo])
     assert len(book.feed({0: [entry(1)]}, 0)) == 2
     assert book.feed({0: [entry(13), entry(2)]}, 0) == []
-    assert book.faults == ["rule DDP999 is off: ValueError: thirteen"] * 2
+    assert book.faults == ["rule Echo is off: ValueError: thirteen"] * 2
     assert book.feed({0: [entry(3)]}, 5) == []
 
 
@@ -124,20 +118,17 @@ def test_what_one_rank_noted_last_in_a_cell_is_reported_at_its_end_and_not_in_th
     assert told == []
 
 
-def test_every_rule_says_its_codes_and_kinds() -> None:
-    """Each code belongs to one rule, so that it can be looked up who says it."""
+def test_rules_read_kinds_that_probes_write_and_find_nothing_without_entries() -> None:
+    """A kind that no probe writes would never reach its rule."""
     rules = [make(RuleContext(world_size=2)) for make in RULES]
-    codes = [code for rule in rules for code in rule.codes]
-    assert len(codes) == len(set(codes))
-    assert all(rule.kinds for rule in rules)
+    assert all(rule.kinds and set(rule.kinds) <= NOTES.keys() for rule in rules)
     assert all(not list(rule.look(1)) and not list(rule.finish(1)) for rule in rules)
 
 
 def test_place_of_takes_what_a_probe_noted() -> None:
     """None where it found no line."""
     assert place_of({}) is None
-    assert place_of(None) is None
-    assert place_of({"file": "a.py", "line": 3, "text": "x()", "via": "f"}) == Place(file="a.py", line=3, text="x()")
+    assert place_of({"file": "a.py", "line": 3, "text": "x()"}) == Place(file="a.py", line=3, text="x()")
 
 
 def test_rules_for_compares_ranks_only_where_all_are_in_sight() -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpilot.guard.probe import Notes
+from ddpilot.guard.probe import DdpModelNote, InputNote, NormsNote, Notes, RandomNote, Site, TrainsNote
 from ddpilot.guard.probes.data.loaders import pointers_of
 from ddpilot.guard.probes.data.position import Given, Position, is_due
 from ddpilot.guard.probes.data.random_draws import device_digest, words_between
@@ -72,7 +72,7 @@ class ForwardObserver:
         self._counts = {key: one for key, one in self._counts.items() if one.find() is not None}
         is_prepared = _is_prepared(sys._getframe())
         self._counts[id(model)] = _Counts(model, number=self._num_models, is_prepared=is_prepared)
-        self._notes.write("ddp_model", model=self._num_models, **_describe_model(model), site=self._notes.site())
+        self._notes.write("ddp_model", _describe_model(model, self._num_models, self._notes.site()))
 
     def _begins(self, model: Any, *inputs: Any, **kwargs: Any) -> tuple[Any, ...] | None:
         counts = self._counts.get(id(model))
@@ -103,10 +103,19 @@ class ForwardObserver:
         number, forward, drawn, library, before = begun
         after = device_digest(_device_of(model.module))[1]
         seen = fingerprint(result)
-        states = {"library": library, "before": before, "after": after, "output": seen.value if seen else None}
         if (counts := self._counts.get(id(model))) is not None:
             counts.ended, counts.used = (forward, torch.get_rng_state()), self._position.used
-        self._notes.write("random", model=number, forward=forward, drawn=drawn, **states, site=self._notes.site())
+        note = RandomNote(
+            model=number,
+            forward=forward,
+            library=library,
+            before=before,
+            after=after,
+            drawn=drawn,
+            output=seen.checksum if seen else None,
+            site=self._notes.site(),
+        )
+        self._notes.write("random", note)
 
     def _count_drawn(self, counts: _Counts, forward: int) -> int:
         """Lower bound on the words drawn on the CPU for a new batch since the previous forward."""
@@ -121,7 +130,7 @@ class ForwardObserver:
             if number not in found.trained:
                 found.trained.add(number)
                 join = bool(getattr(getattr(model, "_join_config", None), "enable", False))
-                self._notes.write("trains", **found.key, model=number, join=join)
+                self._notes.write("trains", TrainsNote(**found.key, model=number, join=join))
         fetched.clear()
 
     def _note_input(self, number: int, forward: int, data: Any) -> None:
@@ -129,9 +138,16 @@ class ForwardObserver:
         if seen is None:
             return
         used = self._position.used
-        where = {**used.of.key, "batch": used.batch} if used else {}
-        facts = {"print": seen.value, "rows": seen.num_rows, "elements": seen.num_elements}
-        self._notes.write("input", model=number, forward=forward, **facts, **where, site=self._notes.site())
+        note = InputNote(
+            model=number,
+            forward=forward,
+            checksum=seen.checksum,
+            rows=seen.num_rows,
+            elements=seen.num_elements,
+            site=self._notes.site(),
+            **(used.key if used is not None else {}),
+        )
+        self._notes.write("input", note)
 
     def _note_norms(self, model: Any, number: int, counts: _Counts, data: Any) -> None:
         rows = num_rows_of(data)
@@ -140,8 +156,8 @@ class ForwardObserver:
             return
         layers = [name for name, layer in model.module.named_modules() if _is_small_scale(layer)]
         if layers and dist.get_world_size(model.process_group) > 1:
-            site = self._notes.site()
-            self._notes.write("norms", model=number, layers=layers[:20], rows=counts.rows, site=site)
+            note = NormsNote(model=number, layers=layers[:20], rows=counts.rows, site=self._notes.site())
+            self._notes.write("norms", note)
 
 
 def _is_prepared(frame: FrameType | None) -> bool:
@@ -163,15 +179,21 @@ def _device_of(module: nn.Module) -> torch.device:
     return torch.device("cpu") if first is None else first.device
 
 
-def _describe_model(model: Any) -> dict[str, Any]:
-    group = model.process_group
-    ranks: Any = dist.get_process_group_ranks(group)
-    ranks = None if len(ranks) == dist.get_world_size() else ranks
+def _describe_model(model: Any, number: int, site: Site) -> DdpModelNote:
+    ranks = dist.get_process_group_ranks(model.process_group)
     device = _device_of(model.module)
-    facts: dict[str, Any] = {"ranks": ranks, "device": str(device), "host": socket.gethostname()}
+    uuid, num_devices = "", 0
     if can_copy_from(device.type):
         module: Any = torch.get_device_module(device)
         find_properties = getattr(module, "get_device_properties", lambda _: None)
-        facts["uuid"] = str(getattr(find_properties(device), "uuid", ""))
-        facts["num_devices"] = torch.accelerator.device_count()
-    return facts
+        uuid = str(getattr(find_properties(device), "uuid", ""))
+        num_devices = torch.accelerator.device_count()
+    return DdpModelNote(
+        model=number,
+        ranks=None if len(ranks) == dist.get_world_size() else ranks,
+        device=str(device),
+        host=socket.gethostname(),
+        uuid=uuid,
+        num_devices=num_devices,
+        site=site,
+    )

@@ -16,7 +16,15 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import dataloader as torch_loader
 
-from ddpilot.guard.probe import Notes
+from ddpilot.guard.probe import (
+    BatchNote,
+    NearEndNote,
+    Notes,
+    OrderNote,
+    PassEndNote,
+    ShardNote,
+    Site,
+)
 from ddpilot.guard.probes.data.position import Given, Pass, Position, is_due
 from ddpilot.guard.probes.data.samplers import Sketch, describe_loader, is_looked_at, may_repeat
 from ddpilot.guard.probes.tensors import fingerprint, num_rows_of, tensors_in
@@ -73,17 +81,17 @@ class LoaderObserver:
         site = self._notes.site()
         number = self._loaders.get(loader) or self._add_loader(loader, site)
         count = self._num_passes[number] = self._num_passes.get(number, 0) + 1
-        facts = describe_loader(loader)
-        is_compared = count <= _NUM_SKETCHED_PASSES and facts["sampler"] is not None and not may_repeat(loader)
+        note = describe_loader(loader, {"loader": number, "pass": count}, site)
+        is_compared = count <= _NUM_SKETCHED_PASSES and note["sampler"] is not None and not may_repeat(loader)
         is_compared = is_compared and getattr(loader, "in_order", True)
-        sketch = Sketch(loader.dataset, facts["samples"] or 0) if is_compared else None
-        found = Pass(number, count, facts["length"], loader.num_workers, site, sketch)
+        sketch = Sketch(loader.dataset, note["samples"] or 0) if is_compared else None
+        found = Pass(number, count, note["length"], loader.num_workers, site, sketch)
         self._passes[iterator] = found
         if found.num_workers:
             self.starts_workers(found)
-        self._notes.write("loader_pass", **found.key, **facts, site=found.site)
+        self._notes.write("loader_pass", note)
 
-    def _add_loader(self, loader: Any, site: dict[str, Any]) -> int:
+    def _add_loader(self, loader: Any, site: Site) -> int:
         # Counted per line: a loader that only some ranks read, for example to evaluate, does not shift the numbers of
         # others.
         line = f"{os.path.basename(site.get('file', ''))}:{site.get('line')}"
@@ -133,15 +141,16 @@ class LoaderObserver:
         position.fetched[found.loader] = found
         position.given.append(_describe_batch(found, number, index, data))
         if is_due(number) and (seen := fingerprint(data)):
-            self._notes.write("batch", **found.key, batch=number, print=seen.value, rows=seen.num_rows)
+            note = BatchNote(**found.key, batch=number, checksum=seen.checksum, rows=seen.num_rows)
+            self._notes.write("batch", note)
         elif number == 2:
-            self._notes.write("batch", **found.key, batch=number, print=None, rows=None)
+            self._notes.write("batch", BatchNote(**found.key, batch=number, checksum=None, rows=None))
         if found.sketch is not None and index is not None:
             found.sketch.add(index, data)
             if number >= 4 and number & (number - 1) == 0:
                 self._write_shard(found)
         if found.length is not None and number == max(1, found.length - 2):
-            self._notes.write("near_end", **found.key, batch=number)
+            self._notes.write("near_end", NearEndNote(**found.key, batch=number))
 
     def _ended(self, found: Pass) -> None:
         self._position.fetched.pop(found.loader, None)  # a later forward trains on a batch of another pass
@@ -151,19 +160,21 @@ class LoaderObserver:
         else:
             self._write_order(found)
             self._write_shard(found)
-        counts = {"batches": found.num_batches, "samples": found.num_samples}
-        self._notes.write("pass_end", **found.key, **counts, evaluates=is_evaluation)
+        num_batches, num_samples = found.num_batches, found.num_samples
+        note = PassEndNote(**found.key, batches=num_batches, samples=num_samples, evaluates=is_evaluation)
+        self._notes.write("pass_end", note)
 
     def _write_order(self, found: Pass) -> None:
         order, found.order = found.order, None
         if order:
             order = order[:_NUM_ORDERED]
             is_sorted = all(a < b for a, b in pairwise(order))
-            self._notes.write("order", **found.key, order=zlib.crc32(array("q", order)), sorted=is_sorted)
+            note = OrderNote(**found.key, order=zlib.crc32(array("q", order)), sorted=is_sorted)
+            self._notes.write("order", note)
 
     def _write_shard(self, found: Pass) -> None:
         if found.sketch is not None and (pairs := found.sketch.pairs()):
-            self._notes.write("shard", **found.key, pairs=pairs)
+            self._notes.write("shard", ShardNote(**found.key, pairs=pairs))
 
 
 def _ignore(_: Pass) -> None:

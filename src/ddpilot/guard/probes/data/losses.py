@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ddpilot.guard.probe import Notes
+from ddpilot.guard.probe import Notes, NotFiniteNote, Site, SpoiledNote
 from ddpilot.guard.probes.data.position import Given, Position
 from ddpilot.guard.probes.tensors import tensors_in
 from ddpilot.record.accelerator import HostCopies, HostCopy, is_capturing
@@ -34,18 +34,17 @@ class _Backward:
 
     __slots__ = ("is_noted", "number", "site", "used")
 
-    def __init__(self, number: int, used: Given | None, site: dict[str, Any]) -> None:
+    def __init__(self, number: int, used: Given | None, site: Site) -> None:
         self.number = number
         self.used = used
         self.site = site
         self.is_noted = False
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Fields for the journal."""
+    def note(self, loss: str) -> NotFiniteNote:
+        """Return the note for a `loss` that is not finite, or for a gradient if `loss` is empty."""
         used = self.used
-        batch = {} if used is None else {**used.of.key, "batch": used.batch, "indices": used.indices}
-        return {"backward": self.number, **batch, "site": self.site}
+        indices, key = ((), {}) if used is None else (used.indices, used.key)
+        return NotFiniteNote(backward=self.number, loss=loss, indices=indices, site=self.site, **key)
 
 
 class _Spoiled:
@@ -181,7 +180,7 @@ class LossObserver:
             return
         backward.is_noted = True
         self._num_noted += 1
-        self._notes.write("not_finite", **backward.facts, loss=str(value) if what == "loss" else "")
+        self._notes.write("not_finite", backward.note(str(value) if what == "loss" else ""))
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._gradients or self._pending:
@@ -198,7 +197,8 @@ class LossObserver:
             names = _name_parameters(self._position.models, new[:_MAX_NAMED])
             more = [f"{len(new) - _MAX_NAMED} more"] if len(new) > _MAX_NAMED else []
             backward = self._suspected or self._number
-            self._notes.write("spoiled", backward=backward, parameters=names + more, site=self._notes.site())
+            note = SpoiledNote(backward=backward, parameters=names + more, site=self._notes.site())
+            self._notes.write("spoiled", note)
         if new or not bad:
             self._num_noted = 0
         self._spoiled.update(parameters, bad)

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ddpilot.guard.probe import BatchKey, PassKey, Site
 from ddpilot.guard.probes.data.samplers import Sketch
 
 
@@ -25,7 +26,7 @@ class Pass:
     """Counts the loader's passes from 1."""
     length: int | None
     num_workers: int
-    site: dict[str, Any]
+    site: Site
     sketch: Sketch | None
     """None if contents are not compared."""
     num_batches: int = 0
@@ -42,8 +43,8 @@ class Pass:
     """The first sample indices requested; None once they are noted."""
 
     @property
-    def key(self) -> dict[str, int]:
-        """Fields that all its journal entries have."""
+    def key(self) -> PassKey:
+        """Fields that all notes on it have."""
         return {"loader": self.loader, "pass": self.number}
 
 
@@ -57,7 +58,12 @@ class Given:
     indices: tuple[int, ...]
     """The first sample indices; empty if there are none."""
     storages: Mapping[int, StorageWeakRef]
-    """Storages of its first tensors by the tensors' addresses. The address of a freed one may be another tensor's."""
+    """Storages of its first tensors, by address. A freed tensor's address may be reused."""
+
+    @property
+    def key(self) -> BatchKey:
+        """Fields of notes on a forward that trains with it."""
+        return {**self.of.key, "batch": self.batch}
 
 
 @dataclass(eq=False)

@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from ddpilot.guard.probe import Notes
+from ddpilot.guard.probe import Notes, ReductionOrderNote, Site
 from ddpilot.guard.probes.parameters.fingerprint import Arriving, Fingerprinter, is_plain
 from ddpilot.guard.probes.parameters.parameter_sets import find_parameter_names
 from ddpilot.guard.probes.process_groups import GroupGenerations, find_world
@@ -40,13 +40,13 @@ class ReducedOrderProbe:
 
     def __init__(self) -> None:
         self._calls: list[_Call] = []
-        self._line: dict[str, Any] = {}
+        self._line: Site = {}
         self._num_steps = 0
         self._num_noted: dict[str, int] = {}
         self._eras = GroupGenerations()
         self._world: Any = None
         self._copies = HostCopies()
-        self._arriving: list[tuple[dict[str, Any], Arriving]] = []
+        self._arriving: list[tuple[ReductionOrderNote, Arriving]] = []
         self._looking: list[Callable[[], None]] = []
 
     def install(self, notes: Notes) -> Callable[[], None]:
@@ -115,7 +115,7 @@ class ReducedOrderProbe:
             if any(parameter is not None for parameter in parameters):
                 self._note(optimizer, group, parameters, line)
 
-    def _note(self, optimizer: Optimizer, group: str, reduced: list[Tensor | None], line: dict[str, Any]) -> None:
+    def _note(self, optimizer: Optimizer, group: str, reduced: list[Tensor | None], line: Site) -> None:
         parameters = list({id(one): one for one in reduced if one is not None}.values())
         found = find_parameter_names(optimizer, self._notes.user_frame())
         all_places = [id(one) for each in optimizer.param_groups for one in each["params"]]
@@ -124,22 +124,24 @@ class ReducedOrderProbe:
             for one in parameters
         }
         number = self._num_noted[group] = self._num_noted.get(group, 0) + 1
-        values = {
-            "key": [self._eras.name, group, number],
-            "names": list(names.values()),
-            "order": ["" if one is None else names[id(one)] for one in reduced],
-            "line": line,
-            "site": self._notes.site(),
-        }
         fingerprinter = Fingerprinter(parameters)
         arriving = fingerprinter.begin(self._copies)
+        note = ReductionOrderNote(
+            key=[self._eras.name, group, number],
+            names=list(names.values()),
+            order=["" if one is None else names[id(one)] for one in reduced],
+            sums=fingerprinter.take()["w"] if arriving is None else "",
+            line=line,
+            site=self._notes.site(),
+        )
         if arriving is None:
-            self._notes.write("reduced", **values, f=fingerprinter.take()["w"])
+            self._notes.write("reduction_order", note)
         else:
-            self._arriving.append((values, arriving))
+            self._arriving.append((note, arriving))
 
     def _write_arrived(self) -> None:
         """Write the notes whose fingerprints have arrived from a device."""
         while self._arriving and self._arriving[0][1].has_arrived():
-            values, arriving = self._arriving.pop(0)
-            self._notes.write("reduced", **values, f=arriving.fingerprint()["w"])
+            note, arriving = self._arriving.pop(0)
+            note["sums"] = arriving.fingerprint()["w"]
+            self._notes.write("reduction_order", note)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.compiler import is_compiling
@@ -17,7 +17,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ddpilot.guard.probe import Notes, keep_dynamo_out
+from ddpilot.guard.probe import DdpNote, LoadNote, Notes, keep_dynamo_out
 from ddpilot.guard.probes.caller_source import reads_gradients
 from ddpilot.guard.probes.parameters.bypass import BypassCalls
 from ddpilot.guard.probes.parameters.ddp_model import DdpModel, UnusedCount
@@ -52,10 +52,10 @@ class StepProbe:
     def install(self, notes: Notes) -> Callable[[], None]:
         """Install the probe, see `Probe.install`."""
         self._notes = notes
-        self._units = ParameterSets(notes, self._live_models)
+        self._parameter_sets = ParameterSets(notes, self._live_models)
         pre_hook = notes.safely(self._before_step)
         keep_dynamo_out(pre_hook)
-        self._note_last = note_last = notes.safely(lambda *_: self._units.note_last_steps())
+        self._note_last = note_last = notes.safely(lambda *_: self._parameter_sets.note_last_steps())
         ddp: Any = DistributedDataParallel
         undo = [
             register_optimizer_step_pre_hook(pre_hook).remove,
@@ -97,8 +97,7 @@ class StepProbe:
             for name, parameter in ddp.module.named_parameters()
             if id(parameter) in model.names
         ]
-        self._notes.write(
-            "ddp",
+        note = DdpNote(
             group=group,
             ordinal=ordinal,
             names=described[:_MAX_NAMES],
@@ -106,11 +105,12 @@ class StepProbe:
             static=bool(ddp.static_graph),
             site=model.site,
         )
+        self._notes.write("ddp", note)
 
     def _live_models(self) -> list[DdpModel]:
         gone = [model for model in self._models if model.find() is None]
         if gone:
-            self._units.drop(gone)
+            self._parameter_sets.drop(gone)
             self._models = [model for model in self._models if model not in gone]
         return self._models
 
@@ -126,7 +126,7 @@ class StepProbe:
         if self._eras.has_changed():
             self._look_at_cells()
             self._num_in_group.clear()
-            self._units.clear()
+            self._parameter_sets.clear()
             for model in self._live_models():
                 model.ordinal = f"{self._eras.name}/kept {model.ordinal.rpartition('/')[2].removeprefix('kept ')}"
 
@@ -202,7 +202,11 @@ class StepProbe:
 
     def _loaded(self, _: None, returned: bool, __: object, module: Any, *_args: Any, **_kwargs: Any) -> None:
         for model, _ in self._find_models(module) if returned else ():
-            self._notes.write("load", group=model.group, ordinal=model.ordinal, site=self._notes.site())
+            self._note_load(model, "load_state_dict")
+
+    def _note_load(self, model: DdpModel, by: Literal["load_state_dict", "apply"]) -> None:
+        note = LoadNote(group=model.group, ordinal=model.ordinal, by=by, site=self._notes.site())
+        self._notes.write("load", note)
 
     def _before_apply(self, module: Any, *_args: Any, **_kwargs: Any) -> tuple[DdpModel | None, Any, list[int]] | None:
         if self._is_applying or self._num_applied == _MAX_APPLIED:
@@ -218,7 +222,7 @@ class StepProbe:
         model, ddp, versions = before
         if model is not None and _versions_of(ddp) != versions:
             self._num_applied += 1
-            self._notes.write("load", group=model.group, ordinal=model.ordinal, site=self._notes.site(), by="apply")
+            self._note_load(model, "apply")
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         # Walking the stack takes a while, and an open step may have ended with an error.
@@ -238,9 +242,9 @@ class StepProbe:
             self._count_unused()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
-            self._units.step(optimizer, self._eras.name)
+            self._parameter_sets.step(optimizer, self._eras.name)
             return None
-        self._opened = opened = self._units.begin_step(optimizer, self._eras.name)
+        self._opened = opened = self._parameter_sets.begin_step(optimizer, self._eras.name)
         if not opened.is_due:
             return None
         watched = self._look_after(closure, opened)
@@ -270,7 +274,7 @@ class StepProbe:
         opened = self._opened
         if opened is not None and opened.optimizer is optimizer:
             self._opened = None
-            self._units.end_step(opened)
+            self._parameter_sets.end_step(opened)
 
 
 def _no_shell() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
+from ddpilot.guard.probe import DdpNote, ParameterSetNote, Site
 from ddpilot.guard.rules.parameters import causes
 from ddpilot.guard.rules.parameters.causes import Cause
 from ddpilot.guard.rules.parameters.fingerprints import compare
@@ -55,14 +56,14 @@ _MAX_ASKED = 8
 
 
 class Comparison:
-    """Compares the units of all ranks that have the same `key`. `all_of_job` returns the comparisons of all keys."""
+    """Compares the parameter sets with the same `key` on all ranks. `all_of_job` returns all comparisons."""
 
     def __init__(
         self, key: tuple[Any, ...], context: RuleContext, all_of_job: Callable[[], Iterable[Comparison]] = tuple
     ) -> None:
         self.key = key
         self._all_of_job = all_of_job
-        self.units: dict[int, dict[str, Any]] = {}
+        self.sets: dict[int, ParameterSetNote] = {}
         self.loads: dict[int, Entry] = {}
         self.passes = PassesBegun()
         self.is_over = False
@@ -92,9 +93,9 @@ class Comparison:
         """True if no DDP model has these parameters."""
         return bool(self.key[0] == "free")
 
-    def describe(self, rank: int, unit: dict[str, Any]) -> None:
-        """Set the description of the unit of `rank`."""
-        self.units[rank] = unit
+    def describe(self, rank: int, note: ParameterSetNote) -> None:
+        """Set the description of the parameter set of `rank`."""
+        self.sets[rank] = note
 
     def loaded(self, rank: int, entry: Entry) -> None:
         """Note that `rank` loaded a state dict into the model after it was wrapped."""
@@ -104,27 +105,27 @@ class Comparison:
         """Add a step that `rank` is about to take."""
         if self.is_over:
             return
-        if entry.values.get("silent"):
+        if entry.values.get("why_silent"):
             self.end()
             return
         when = self._taken.add(rank, entry)
         self.passes.step(rank)
         moment = self._moments.setdefault(when, MatchedStep())
         moment.steps[rank] = entry
-        moment.units[rank] = self.units[rank]
-        if not moment.is_compared and ("f" in entry.values or "later" in entry.values):
+        moment.sets[rank] = self.sets[rank]
+        if not moment.is_compared and ("fingerprint" in entry.values or "is_copying" in entry.values):
             self._waiting[when] = moment
-        if "later" in entry.values:
-            self._expected[rank, entry.values["n"]] = moment
+        if "is_copying" in entry.values:
+            self._expected[rank, entry.values["step"]] = moment
         if len(self._moments) > MAX_STEPS:
             self._waiting.pop(self._moments.popitem(last=False)[0], None)
 
     def arrived(self, rank: int, entry: Entry) -> None:
         """Add the fingerprint of a step of `rank` that has been copied from its device."""
-        moment = self._expected.pop((rank, entry.values["n"]), None)
+        moment = self._expected.pop((rank, entry.values["step"]), None)
         if moment is not None and not moment.is_compared:
             step = moment.steps[rank]
-            moment.steps[rank] = replace(step, values={**step.values, "f": entry.values["f"]})
+            moment.steps[rank] = replace(step, values={**step.values, "fingerprint": entry.values["fingerprint"]})
             moment.arrived_ns = entry.time_ns
 
     def last(self, rank: int, entry: Entry) -> Iterator[Finding]:
@@ -132,7 +133,7 @@ class Comparison:
         self._last[rank] = (self._taken.newest_of(rank), entry)
         if self.is_over or len(self._last) < self._num_ranks():
             return
-        whens = {(when, last.values["n"]) for when, last in self._last.values()}
+        whens = {(when, last.values["step"]) for when, last in self._last.values()}
         lasts = {rank: last for rank, (_, last) in self._last.items()}
         if len(whens) == 1 and (moment := self._moments.get(next(iter(whens))[0])) is not None:
             self._last.clear()
@@ -184,7 +185,7 @@ class Comparison:
         """Return the steps for which enough ranks have a fingerprint, oldest first."""
         ready = []
         for when, moment in list(self._waiting.items()):
-            num = sum("f" in step.values for step in moment.steps.values())
+            num = len(moment.fingerprints)
             is_old = now_ns is not None and now_ns - max(moment.begun_ns, moment.arrived_ns) >= WAIT_NS
             if num >= self._num_ranks() or (num >= 2 and is_old):
                 moment.is_compared = True
@@ -198,8 +199,8 @@ class Comparison:
 
     def _weigh(self, moment: MatchedStep) -> Finding | None:
         """Compare the ranks at `moment`; return a finding if it proves a divergence."""
-        fingerprints = {rank: step.values["f"] for rank, step in moment.steps.items() if "f" in step.values}
-        names = {rank: moment.units[rank]["names"] for rank in fingerprints}
+        fingerprints = moment.fingerprints
+        names = {rank: moment.sets[rank]["names"] for rank in fingerprints}
         moment.difference = difference = compare(names, fingerprints)
         self._weighed = moment
         self._num_steps += 1
@@ -237,8 +238,9 @@ class Comparison:
         is_apart = not self.is_free and (self._is_apart or not moment.is_reduced)
         if not self.alike_at or is_apart or moment.steps.keys() != {*lasts}:
             return None
-        names = {rank: [moment.units[rank]["names"][at] for at in last.values["at"]] for rank, last in lasts.items()}
-        difference = compare(names, {rank: last.values["f"] for rank, last in lasts.items()}, of="of some elements ")
+        names = {rank: [moment.sets[rank]["names"][at] for at in last.values["places"]] for rank, last in lasts.items()}
+        fingerprints = {rank: last.values["fingerprint"] for rank, last in lasts.items()}
+        difference = compare(names, fingerprints, of="of some elements ")
         if not difference.parameters:
             return None
         line = self._find_own_averaging(moment) if self.is_free else None
@@ -246,13 +248,13 @@ class Comparison:
             return None
         moment.difference = difference
         if line is not None:
-            return make_changed_finding(causes.CHANGED_AT_END, moment.units, moment, line, self.alike_at)
+            return make_changed_finding(causes.CHANGED_AT_END, moment.sets, moment, line, self.alike_at)
         first = self._first_bad or moment
         cause = self._cause(first)
         return self._tell(causes.CHANGED_AT_END if cause is causes.CHANGED else cause, first, moment)
 
     def _count(self, moment: MatchedStep) -> int:
-        return max(int(step.values["n"]) for step in moment.steps.values())
+        return max(note["step"] for note in moment.notes.values())
 
     def _is_proven(self, moment: MatchedStep) -> bool:
         if self.is_free:
@@ -273,9 +275,8 @@ class Comparison:
         if self._num_local < NUM_LOCAL_STEPS:
             return NUM_LOCAL_STEPS
         if self._never_exchanges is None:
-            sites = [unit.get(name) or {} for unit in self.units.values() for name in ("site", "made")]
-            is_dropped = any(unit.get("dropped") for unit in self.units.values())
-            files = {site.get("file", "") for site in sites}
+            is_dropped = any(note["dropped"] for note in self.sets.values())
+            files = {site.get("file", "") for note in self.sets.values() for site in (note["site"], note["made"])}
             self._never_exchanges = is_dropped or is_never_exchanged(files, self._context.sources())
         return NUM_LOCAL_STEPS if self._never_exchanges else NUM_FREE_STEPS
 
@@ -285,7 +286,7 @@ class Comparison:
 
     def averaged(self) -> Averaged | None:
         """Return the parameters that were equal at the newest comparison; None if there was none."""
-        return Averaged(self._weighed.units, self._weighed) if self.is_free and self._weighed else None
+        return Averaged(self._weighed.sets, self._weighed) if self.is_free and self._weighed else None
 
     def _left_out(self, *, at_end: bool = False) -> Finding | None:
         """Return the finding if the program averages gradients itself and omits some; searches only a few times."""
@@ -299,7 +300,7 @@ class Comparison:
         others = [] if own.least else [each.averaged() for each in self._all_of_job() if each is not self]
         averaged = [each for each in (own, *others) if each is not None and each.least]
         line = self._find_averaging(last, averaged)
-        return None if line is None else make_left_out_finding(last.units, first, last, line)
+        return None if line is None else make_left_out_finding(last.sets, first, last, line)
 
     def _find_averaging(self, moment: MatchedStep, averaged: Sequence[Averaged]) -> CallSite | None:
         """Return the line at which the program averages these gradients before the step at `moment`."""
@@ -321,25 +322,25 @@ class Comparison:
             return None
         line = self._find_own_averaging(moment)
         if line is not None and self.alike_at:
-            return make_changed_finding(causes.CHANGED, moment.units, moment, line, self.alike_at)
-        return None if line is None else make_unlike_finding(moment.units, moment, line, self._num_unlike)
+            return make_changed_finding(causes.CHANGED, moment.sets, moment, line, self.alike_at)
+        return None if line is None else make_unlike_finding(moment.sets, moment, line, self._num_unlike)
 
     def _find_own_averaging(self, moment: MatchedStep) -> CallSite | None:
         """Return the line at which the program averages all gradients, if they were the same at every check."""
         weighed = self._weighed
         if weighed is None or (self._began_alike and self._has_own_gradients):
             return None
-        own = Averaged(weighed.units, weighed, are_weights_apart=True)
+        own = Averaged(weighed.sets, weighed, are_weights_apart=True)
         return self._find_averaging(moment, [own]) if own.least else None
 
     def _cause(self, moment: MatchedStep) -> Cause:
         if self.is_free:
             if not self._is_one_model(moment):
                 return causes.UNKNOWN
-            return causes.DROPPED if any(unit.get("dropped") for unit in self.units.values()) else causes.NEVER_WRAPPED
+            return causes.DROPPED if any(note["dropped"] for note in self.sets.values()) else causes.NEVER_WRAPPED
         differing = {*moment.difference.gradients} or {*moment.difference.parameters}
-        moved = {name.partition(":")[0] for unit in self.units.values() for name in unit["moved"]}
-        late = {unit["names"][place] for unit in self.units.values() for place in unit["late"]}
+        moved = {name.partition(":")[0] for note in self.sets.values() for name in note["moved"]}
+        late = {note["names"][place] for note in self.sets.values() for place in note["late"]}
         if moved & differing:
             return causes.MOVED
         if differing <= late:
@@ -352,10 +353,10 @@ class Comparison:
             if not self.alike_at or self.loads:
                 return causes.PARAMETERS
             return causes.EPOCHS if self.passes.find_uneven(self.alike_at) else causes.CHANGED
-        whys = [moment.value(rank, "why") for rank in moment.steps]
+        whys = (note.get("why_local") for note in moment.notes.values())
         if why := next((why for why in whys if why), ""):
             return causes.LOCAL[why]
-        events = [moment.value(rank, "e") or "" for rank in moment.steps]
+        events = [note["events"] for note in moment.notes.values()]
         has_backward = any(event in text for text in events for event in "BbR")
         return causes.UNKNOWN if has_backward or not any(events) else causes.NO_BACKWARD
 
@@ -376,7 +377,7 @@ class Comparison:
 
     def _is_reduced_otherwise(self) -> bool:
         """True if other collectives may have averaged what DDP did not, or if that is unknown."""
-        largest = max(unit["largest"] for unit in self.units.values())
+        largest = max(note["largest"] for note in self.sets.values())
         since = self._first_bad.steps if self._first_bad else {}
         logs = {rank: log for rank in self._taken.ranks if (log := self._context.log(rank)) is not None}
         if not logs or (self._context.has_all_logs and len(logs) < len(self._taken.ranks)):
@@ -440,20 +441,20 @@ def make_divergence_finding(
     )
 
 
-def make_order_finding(first: int, names: list[Any], second: int, values: Mapping[str, Any]) -> Finding:
-    """Build the finding for parameters wrapped in a different order on two ranks; `values`: as noted by `second`."""
-    at = next(at for at, (one, other) in enumerate(zip(names, values["names"], strict=True)) if one != other)
+def make_order_finding(first: int, names: list[Any], second: int, note: DdpNote) -> Finding:
+    """Build the finding for parameters wrapped in a different order on two ranks; `note`: as written by `second`."""
+    at = next(at for at, (one, other) in enumerate(zip(names, note["names"], strict=True)) if one != other)
     return make_finding(
         "DDP327",
-        summary=f"the model's parameters stand in another order on rank {second} than on rank {first}",
+        summary=f"the order of the model's parameters on rank {second} differs from that on rank {first}",
         ranks=(first, second),
-        line=place_of(values["site"]),
+        line=place_of(note["site"]),
         evidence=tuple(
             f"parameter {at}: rank {rank} {each[at][0]} {each[at][1]}"
-            for rank, each in ((first, names), (second, values["names"]))
+            for rank, each in ((first, names), (second, note["names"]))
         ),
         why="DDP matches parameters by their number, not by their name: gradients of different layers are averaged",
-        fix="Create layers in the same order on every rank: from a list or a sorted one, never from a set",
+        fix="Create layers in the same order on every rank: from a list or sorted names, never from a set",
     )
 
 
@@ -476,19 +477,17 @@ def _evidence(cause: Cause, comparison: Comparison, first: MatchedStep, proof: M
     if proof.difference.parameters:
         lines += _name_some("parameter", proof.difference.parameters, proof)
     if cause is causes.NO_SYNC:
-        sites = {str(place_of(step.values["at"])) for step in first.steps.values() if step.values.get("at")}
+        sites = {str(place_of(site)) for note in first.notes.values() if (site := note.get("local_site"))}
         lines += [f"no_sync() at {site}" for site in sorted(sites)]
-    events = {rank: events for rank in sorted(first.steps) if (events := first.value(rank, "e"))}
-    if events:
-        lines += _say_events(events)
-    unit = next(iter(comparison.units.values()))
+    lines += _format_events({rank: note["events"] for rank, note in sorted(first.notes.items()) if note["events"]})
+    parameters = next(iter(comparison.sets.values()))
     if cause is causes.MOVED:
-        lines += unit["moved"][:_MAX_NAMED]
-    if unit["made"]:
-        lines.append(f"wrapped in DDP at {place_of(unit['made'])}")
+        lines += parameters["moved"][:_MAX_NAMED]
+    if parameters["made"]:
+        lines.append(f"wrapped in DDP at {place_of(parameters['made'])}")
     for rank, entry in sorted(comparison.loads.items()):
         if cause is causes.PARAMETERS:
-            what = "changed parameters by apply" if entry.values.get("by") == "apply" else "loaded a state dict"
+            what = "changed parameters by apply" if entry.values["by"] == "apply" else "loaded a state dict"
             lines.append(f"rank {rank} {what} at {place_of(entry.values['site'])}")
     if cause is causes.RATES:
         shown = list(first.rates.items())[:8]
@@ -498,7 +497,7 @@ def _evidence(cause: Cause, comparison: Comparison, first: MatchedStep, proof: M
         lines.append("an epoch began after " + ", ".join(f"{number} steps on rank {rank}" for rank, number in begun))
     if cause in (causes.CHANGED, causes.CHANGED_AT_END):
         lines.append(f"parameters were the same on all ranks before step {comparison.alike_at}")
-    lines.append(f"optimizer steps at {place_of(unit['site'])}")
+    lines.append(f"optimizer steps at {place_of(parameters['site'])}")
     return lines
 
 
@@ -508,7 +507,7 @@ def _name_some(what: str, lines: Mapping[str, str], moment: MatchedStep) -> list
     return [*named, f"and {rest} more"] if rest > 0 else named
 
 
-def _say_events(events: Mapping[int, str]) -> list[str]:
+def _format_events(events: Mapping[int, str]) -> list[str]:
     alike: dict[str, list[int]] = {}
     for rank, text in events.items():
         alike.setdefault(text, []).append(rank)
@@ -518,19 +517,23 @@ def _say_events(events: Mapping[int, str]) -> list[str]:
     ]
 
 
-def _site(cause: Cause, comparison: Comparison, first: MatchedStep, proof: MatchedStep) -> Any:
-    unit = next(iter(comparison.units.values()))
+def _site(cause: Cause, comparison: Comparison, first: MatchedStep, proof: MatchedStep) -> Site:
+    """Return the line to look at first."""
+    parameters = next(iter(comparison.sets.values()))
+    site: Site = {}
     if cause is causes.PARAMETERS:
         loads = [entry.values["site"] for _, entry in sorted(comparison.loads.items())]
-        return (loads[0] if loads else unit["made"]) or unit["site"]
-    if cause in causes.LOCAL.values():
+        site = loads[0] if loads else parameters["made"]
+    elif cause in causes.LOCAL.values():
         # The line of a call that bypasses DDP may be known only from the second call on.
-        steps = [step for moment in (proof, first) for _, step in sorted(moment.steps.items())]
-        known = {step.values.get("why") for step in first.steps.values()} - {None}
-        guilty = next((step.values for step in steps if step.values.get("why") in known), {})
-        return (guilty.get("site" if guilty.get("why") == "no_sync" else "at")) or unit["site"]
-    if cause is causes.DROPPED:
-        return next((unit["dropped"] for unit in comparison.units.values() if unit.get("dropped")), unit["site"])
-    if cause in (causes.LATE, causes.MOVED):
-        return unit["made"] or unit["site"]
-    return unit["site"]
+        notes = [note for moment in (proof, first) for _, note in sorted(moment.notes.items())]
+        known = {note.get("why_local") for note in first.notes.values()} - {None}
+        for note in notes:
+            if note.get("why_local") in known:
+                site = note.get("site" if note["why_local"] == "no_sync" else "local_site", {})
+                break
+    elif cause is causes.DROPPED:
+        site = next((note["dropped"] for note in comparison.sets.values() if note["dropped"]), {})
+    elif cause in (causes.LATE, causes.MOVED):
+        site = parameters["made"]
+    return site or parameters["site"]

@@ -122,7 +122,7 @@ def test_passes_are_noted_with_their_batches(tmp_path: Path) -> None:
     ends = [entry.values for entry in read(tmp_path / "j", "pass_end")]
     assert [(values["batches"], values["samples"], values["evaluates"]) for values in ends] == [(3, 12, False)] * 2
     batches = [entry.values for entry in read(tmp_path / "j", "batch")]
-    prints = [[values["print"] for values in batches if values["pass"] == number] for number in (1, 2)]
+    prints = [[values["checksum"] for values in batches if values["pass"] == number] for number in (1, 2)]
     assert prints[0][:3] == prints[1]
     assert len(set(prints[1])) == 3
 

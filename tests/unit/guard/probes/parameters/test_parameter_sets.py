@@ -113,7 +113,7 @@ def test_what_is_added_to_an_optimizer_later_is_compared_from_some_step_on(book:
         if number == 6:
             optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})
         book.step(optimizer, "era")
-    assert [entry.kind for entry in read_journal(tmp_path / "journal").entries] == ["unit", "step"]
+    assert [entry.kind for entry in read_journal(tmp_path / "journal").entries] == ["parameter_set", "step"]
 
 
 @pytest.mark.usefixtures("compiler_is_loaded")
@@ -124,7 +124,7 @@ def test_tensors_of_no_module_are_not_compared(book: ParameterSets, tmp_path: Pa
     book.step(latents, "era")
     assert read_journal(tmp_path / "journal").entries == ()
     book.step(both, "era")
-    assert [entry.kind for entry in read_journal(tmp_path / "journal").entries] == ["unit", "step"]
+    assert [entry.kind for entry in read_journal(tmp_path / "journal").entries] == ["parameter_set", "step"]
 
 
 pytestmark = pytest.mark.usefixtures("compiler_is_loaded")

@@ -86,11 +86,11 @@ class Job:
         self.index += 1
         self.said += self.book.feed({rank: [Entry(self.index, self.now_ns, kind, values)]}, self.now_ns)
 
-    def unit(self, rank: int, names: Sequence[str] = ("a", "b"), **values: Any) -> None:
+    def parameters(self, rank: int, names: Sequence[str] = ("a", "b"), **values: Any) -> None:
         """Its parameters."""
         values = {"late": [], "moved": [], "largest": 64, "site": SITE, "made": SITE | {"line": 3}} | values
-        values = {"sizes": [64] * len(names), "called": list(names)} | values
-        self.note(rank, "unit", key=list(self.key), names=list(names), **{"u": 1, **values})
+        values = {"sizes": [64] * len(names), "called": list(names), "dropped": {}} | values
+        self.note(rank, "parameter_set", key=list(self.key), names=list(names), **{"parameter_set": 1, **values})
 
     def step(
         self,
@@ -99,14 +99,14 @@ class Job:
         *,
         p: float = 1.0,
         g: float = 0.5,
-        s: int | None = None,
-        e: str = "FB",
+        seq: int | None = None,
+        events: str = "FB",
         **more: Any,
     ) -> None:
         """A step with a check; `p` and `g`: the norms of all parameters and gradients."""
         fingerprint = {"p": pack([p, p]), "w": pack([p, p]), "g": pack([g, g])}
-        values = {"u": 1, "f": fingerprint, **more}
-        self.note(rank, "step", n=number, s=number if s is None else s, e=e, **values)
+        values = {"parameter_set": 1, "fingerprint": fingerprint, **more}
+        self.note(rank, "step", step=number, seq=number if seq is None else seq, events=events, **values)
 
     def wait(self, ms: int = 400) -> None:
         """Nothing happens for a while, and then the rules are asked."""
@@ -124,7 +124,7 @@ class Job:
 def run(job: Job, steps: int, names: Any = ("a", "b"), **more: Any) -> Job:
     """Every rank takes `steps` steps, all with `more`; the last rank's gradients differ, and then its parameters."""
     for rank in range(job.world_size):
-        job.unit(rank, names)
+        job.parameters(rank, names)
     for number in range(1, steps + 1):
         for rank in range(job.world_size):
             is_odd = rank == job.world_size - 1
@@ -137,7 +137,7 @@ def test_divergence_says_nothing_of_ranks_that_agree() -> None:
     """Whatever they agree on, NaN included."""
     job = Job(2)
     for rank in range(2):
-        job.unit(rank)
+        job.parameters(rank)
     for number in range(1, 40):
         for rank in range(2):
             job.step(rank, number, p=float("nan") if number > 20 else number, g=number)
@@ -159,7 +159,7 @@ def test_divergence_names_the_rank_that_is_unlike_the_others() -> None:
 @pytest.mark.parametrize(("events", "is_told"), [("F", True), ("FB", False)])
 def test_divergence_says_that_no_backward_ran(events: str, is_told: bool) -> None:
     """As where gradients come from `torch.autograd.grad`; not where one did."""
-    (finding,) = run(Job(2), 3, e=events).said
+    (finding,) = run(Job(2), 3, events=events).said
     assert finding.code == "DDP320"
     assert ("torch.autograd.grad" in finding.why) is is_told
 
@@ -172,8 +172,8 @@ def test_divergence_takes_the_cause_from_the_first_step_that_differs(why: str, c
     """Not from the later one that proves it."""
     job = Job(2)
     for rank in range(2):
-        job.unit(rank)
-        job.step(rank, 1, g=1.0 + rank, e="FBB", why=why, at=SITE | {"line": 5})
+        job.parameters(rank)
+        job.step(rank, 1, g=1.0 + rank, events="FBB", why_local=why, local_site=SITE | {"line": 5})
     assert job.said == []
     for rank in range(2):
         job.step(rank, 2, p=1.0 + rank)
@@ -185,7 +185,7 @@ def test_divergence_takes_the_cause_from_the_first_step_that_differs(why: str, c
 
 def test_divergence_waits_for_steps_that_may_be_local_on_purpose() -> None:
     """Without any reduction by DDP it takes 16 steps, and says nothing if something else averages."""
-    local = {"e": "B", "why": "bypass", "at": SITE}
+    local = {"events": "B", "why_local": "bypass", "local_site": SITE}
     assert run(Job(2), NUM_LOCAL_STEPS - 1, **local).said == []
     assert [finding.code for finding in run(Job(2), NUM_LOCAL_STEPS + 1, **local).said] == ["DDP321"]
     assert run(Job(2), NUM_LOCAL_STEPS - 1, **local).finish() == ["DDP321"]
@@ -195,7 +195,7 @@ def test_divergence_waits_for_steps_that_may_be_local_on_purpose() -> None:
 
 def test_divergence_warns_of_rounds_in_no_sync_and_is_sure_at_the_end() -> None:
     """Local SGD is written so, with rounds that may be long; a job that ends without an average was none."""
-    local = {"e": "fb", "why": "no_sync", "at": SITE}
+    local = {"events": "fb", "why_local": "no_sync", "local_site": SITE}
     assert run(Job(2), NUM_FREE_STEPS - 1, **local).said == []
     (finding,) = run(Job(2), NUM_FREE_STEPS + 1, **local).said
     assert (finding.code, finding.severity) == ("DDP323", "warning")
@@ -208,11 +208,11 @@ def test_divergence_says_nothing_of_ranks_that_the_program_makes_equal_again() -
     """It has averaged once, and will again: the second round may be as long as it likes."""
     job = Job(2)
     for rank in range(2):
-        job.unit(rank)
+        job.parameters(rank)
     for number in range(1, 100):
         for rank in range(2):
             apart = rank * number * (number > 1 and number != 10)
-            job.step(rank, number, p=1.0 + apart, g=0.5 + 0.2 * rank, e="fb", why="no_sync", at=SITE)
+            job.step(rank, number, p=1.0 + apart, g=0.5 + 0.2 * rank, events="fb", why_local="no_sync", local_site=SITE)
     assert job.finish() == []
 
 
@@ -220,7 +220,7 @@ def test_divergence_forgets_gradients_that_did_no_harm() -> None:
     """Where parameters agree afterwards, ranks have been made equal again."""
     job = Job(2)
     for rank in range(2):
-        job.unit(rank)
+        job.parameters(rank)
     for number in range(1, 9):
         for rank in range(2):
             job.step(rank, number, g=1.0 + rank * (number < 8))
@@ -230,16 +230,16 @@ def test_divergence_forgets_gradients_that_did_no_harm() -> None:
 @pytest.mark.parametrize("silent", ["join", "hook mine"])
 def test_divergence_says_nothing_where_ranks_may_differ(silent: str) -> None:
     """Under Join, and with a hook that is not known."""
-    assert run(Job(2), 5, silent=silent).finish() == []
+    assert run(Job(2), 5, why_silent=silent).finish() == []
 
 
 def test_divergence_compares_only_the_same_moment() -> None:
     """Steps between other collectives are others, whatever their number."""
     job = Job(2)
     for rank in range(2):
-        job.unit(rank)
+        job.parameters(rank)
         for number in range(1, 9):
-            job.step(rank, number, p=number + rank, s=2 * number + rank)
+            job.step(rank, number, p=number + rank, seq=2 * number + rank)
     job.wait()
     assert job.finish() == []
 
@@ -247,8 +247,8 @@ def test_divergence_compares_only_the_same_moment() -> None:
 def test_divergence_compares_what_ranks_have_in_common() -> None:
     """Optimizers that share out the parameters have nothing in common."""
     job = Job(2)
-    job.unit(0, names=["a", "b"])
-    job.unit(1, names=["c", "d"])
+    job.parameters(0, names=["a", "b"])
+    job.parameters(1, names=["c", "d"])
     for number in range(1, 9):
         for rank in range(2):
             job.step(rank, number, p=number + rank, g=rank)
@@ -260,10 +260,10 @@ def test_divergence_compares_by_the_names_that_a_step_was_taken_with() -> None:
     job = Job(2)
     before, after = ({key: pack(values) for key in "pwg"} for values in ([1.0, 2.0], [2.0]))
     for rank in range(2):
-        job.unit(rank, names=["a", "b"])
-        job.step(rank, 1, f=before)
-        job.unit(rank, names=["b"])
-        job.step(rank, 2, f=after)
+        job.parameters(rank, names=["a", "b"])
+        job.step(rank, 1, fingerprint=before)
+        job.parameters(rank, names=["b"])
+        job.step(rank, 2, fingerprint=after)
     job.wait()
     assert job.finish() == []
 
@@ -272,7 +272,7 @@ def test_divergence_does_not_wait_for_a_rank_for_ever() -> None:
     """Two of three ranks that differ are enough, after a while."""
     job = Job(3)
     for rank in range(2):
-        job.unit(rank)
+        job.parameters(rank)
         job.step(rank, 1, p=1.0 + rank)
     assert job.said == []
     job.wait()
@@ -283,11 +283,11 @@ def test_divergence_names_the_rank_that_skipped_a_step_also_at_the_end() -> None
     """Nothing was reduced that would prove it before: what is left to say at the end is about rank 1 alone."""
     job = Job(2)
     for rank in range(2):
-        job.unit(rank)
-        job.step(rank, 1, e="", s=1)
-    job.step(0, 2, e="", s=2)
-    job.step(0, 3, e="", s=3, p=2.0)
-    job.step(1, 2, e="", s=3)
+        job.parameters(rank)
+        job.step(rank, 1, events="", seq=1)
+    job.step(0, 2, events="", seq=2)
+    job.step(0, 3, events="", seq=3, p=2.0)
+    job.step(1, 2, events="", seq=3)
     assert job.said == []
     assert job.finish() == ["DDP326"]
     (finding,) = job.said
@@ -299,15 +299,15 @@ def test_divergence_names_the_step_that_was_skipped_where_it_is_seen_at_a_later_
     """Steps between two checks have no fingerprints; one of them is missing."""
     job = Job(3)
     for rank in range(3):
-        job.unit(rank)
+        job.parameters(rank)
         job.step(rank, 1)
     for number in range(2, 9):
         for rank in range(3):
             if (rank, number) != (1, 4):
-                values = {"n": number - (rank == 1 and number > 4), "s": number, "e": "FB"}
-                job.note(rank, "step", u=1, **values)
+                values = {"step": number - (rank == 1 and number > 4), "seq": number, "events": "FB"}
+                job.note(rank, "step", parameter_set=1, **values)
     for rank in range(3):
-        job.step(rank, 9 - (rank == 1), s=9, p=2.0 + (rank == 1))
+        job.step(rank, 9 - (rank == 1), seq=9, p=2.0 + (rank == 1))
     (finding,) = job.said
     assert finding.code == "DDP326"
     assert finding.ranks == (1,)
@@ -317,7 +317,7 @@ def test_divergence_names_the_step_that_was_skipped_where_it_is_seen_at_a_later_
 def test_divergence_names_ranks_that_take_no_steps() -> None:
     """Rank 1 takes part in reductions, and its optimizer is never heard of."""
     job = Job(2)
-    job.unit(0)
+    job.parameters(0)
     for number in range(1, 7):
         job.step(0, number, p=number)
         job.wait()
@@ -325,7 +325,7 @@ def test_divergence_names_ranks_that_take_no_steps() -> None:
     assert finding.code == "DDP326"
     assert finding.ranks == (1,)
     server = Job(2, reduced=64)
-    server.unit(0)
+    server.parameters(0)
     for number in range(1, 7):
         server.step(0, number, p=number)
         server.wait()
@@ -343,7 +343,7 @@ def test_divergence_of_a_model_that_was_never_wrapped_needs_one_start_and_no_oth
     assert run(Job(2, key=free, reduced=64), NUM_FREE_STEPS + 40).finish() == []
     apart = Job(2, key=free)
     for rank in range(2):
-        apart.unit(rank)
+        apart.parameters(rank)
     for number in range(1, 100):
         for rank in range(2):
             apart.step(rank, number, p=number + rank, g=rank)
@@ -375,7 +375,7 @@ def test_divergence_takes_no_copy_for_a_model_that_was_never_wrapped() -> None:
     for ordinal in range(4):
         job.key = ["free", 123, "train.py:7", ordinal]
         for rank in range(2):
-            job.unit(rank, u=ordinal)
+            job.parameters(rank, parameter_set=ordinal)
             for number in range(1, 7):
                 job.step(rank, number, p=number + rank * (number > 1), g=rank, u=ordinal)
     assert job.finish() == []
@@ -397,7 +397,7 @@ def test_divergence_names_the_line_of_a_wrapper_that_was_thrown_away() -> None:
         job = Job(2, key=["free", 123, "train.py:7", 0], reduced=reduced)
         for rank in range(2):
             job.note(rank, "ddp", group="world", ordinal="0", names=described, site=SITE | {"line": 3})
-            job.unit(rank, names, dropped=SITE | {"line": 3})
+            job.parameters(rank, names, dropped=SITE | {"line": 3})
         for number in range(1, NUM_FREE_STEPS + 2):
             for rank in range(2):
                 job.step(rank, number, p=1.0 + rank * (number > 1), g=0.5 + rank)
@@ -419,10 +419,10 @@ def test_divergence_takes_a_search_over_learning_rates_for_what_it_is() -> None:
     """Each rank has its own from the first step on."""
     job = Job(2, key=("free", 123, "train.py:7", 0))
     for rank in range(2):
-        job.unit(rank)
+        job.parameters(rank)
     for number in range(1, NUM_FREE_STEPS + 9):
         for rank in range(2):
-            job.step(rank, number, p=number + rank * (number > 1), g=rank, lr=[0.1 + rank])
+            job.step(rank, number, p=number + rank * (number > 1), g=rank, rates=[0.1 + rank])
     assert job.finish() == []
 
 
@@ -433,7 +433,7 @@ def fold(
     for rank, (part, size) in enumerate(zip(parts, sizes, strict=True)):
         key = {"loader": 1, "pass": number}
         job.note(rank, "loader_pass", **key, part=part, share=[size, whole], sampler=sampler)
-        job.note(rank, "batch", **key, batch=1, print=rank, rows=4)
+        job.note(rank, "batch", **key, batch=1, checksum=rank, rows=4)
 
 
 @pytest.mark.parametrize(
@@ -465,10 +465,10 @@ def test_divergence_says_which_learning_rates_differ() -> None:
     """At the line of the step, since the model was wrapped in good order."""
     job = Job(2)
     for rank in range(2):
-        job.unit(rank)
+        job.parameters(rank)
     for number in range(1, 5):
         for rank in range(2):
-            job.step(rank, number, p=1 + number * rank * (number > 2), lr=[0.1 / (1 + rank * (number > 2)), 0.5])
+            job.step(rank, number, p=1 + number * rank * (number > 2), rates=[0.1 / (1 + rank * (number > 2)), 0.5])
     (finding,) = job.said
     assert finding.code == "DDP325"
     assert finding.place is not None
@@ -480,10 +480,10 @@ def test_divergence_says_since_when_parameters_differ_that_were_the_same() -> No
     """They were wrapped in good order: the line is that of the step."""
     job = Job(2)
     for rank in range(2):
-        job.unit(rank)
+        job.parameters(rank)
     for number in range(1, 5):
         for rank in range(2):
-            job.step(rank, number, p=1 + number * rank * (number > 2), lr=[0.1])
+            job.step(rank, number, p=1 + number * rank * (number > 2), rates=[0.1])
     (finding,) = job.said
     assert finding.code == "DDP325"
     assert finding.place is not None
@@ -496,11 +496,11 @@ def test_divergence_says_that_epochs_began_at_different_steps(begun_after: tuple
     """As with fewer batches on one rank, which wraps around: a schedule then steps at other steps on each."""
     job = Job(2)
     for rank in range(2):
-        job.unit(rank)
+        job.parameters(rank)
     for number in range(5):
         for rank in range(2):
             if number:
-                job.step(rank, number, p=1 + number * rank * (number > 3), lr=[0.1])
+                job.step(rank, number, p=1 + number * rank * (number > 3), rates=[0.1])
             if number == begun_after[rank]:
                 facts = {"length": None, "samples": None, "sampler": None, "site": SITE}
                 job.note(rank, "loader_pass", **{"loader": 7, "pass": 2, **facts})
@@ -516,7 +516,7 @@ def test_divergence_takes_what_all_ranks_loaded_for_no_cause() -> None:
     job = Job(2)
     for rank in range(2):
         job.note(rank, "load", group="world", ordinal=0, site=SITE | {"line": 20 + rank})
-        job.unit(rank)
+        job.parameters(rank)
         for number in range(1, 5):
             job.step(rank, number, p=1 + number * rank * (number > 2))
     (finding,) = job.said
@@ -528,9 +528,9 @@ def test_divergence_takes_what_all_ranks_loaded_for_no_cause() -> None:
 def test_divergence_keeps_little_however_long_it_runs() -> None:
     """Moments that never get a partner are forgotten."""
     job = Job(2)
-    job.unit(0)
+    job.parameters(0)
     for number in range(1000):
-        job.step(0, number, e="fb")
+        job.step(0, number, events="fb")
     rule = job.book._rules[0]
     assert isinstance(rule, Divergence)
     (comparison,) = rule._comparisons.values()
@@ -556,15 +556,17 @@ def test_divergence_says_another_order_at_construction_and_nothing_else() -> Non
 def last(job: Job, *norms: float, number: int = 6) -> list[str]:
     """After five checked steps that are alike, one more that is not checked, and what ranks say of it at the end."""
     for rank in range(len(norms)):
-        job.unit(rank)
+        job.parameters(rank)
     for step in range(1, 6):
         for rank in range(len(norms)):
             job.step(rank, step)
     for rank in range(len(norms)):
-        job.note(rank, "step", u=1, n=6, s=6, e="FB")
+        job.note(rank, "step", parameter_set=1, step=6, seq=6, events="FB")
     for rank, norm in enumerate(norms):
         values = {"p": pack([norm]), "w": pack([norm]), "g": pack([-1.0])}
-        job.note(rank, "last", u=1, n=number + rank * (number > 6), s=6, at=[1], f=values)
+        job.note(
+            rank, "last_step", parameter_set=1, step=number + rank * (number > 6), seq=6, places=[1], fingerprint=values
+        )
     return job.finish()
 
 
@@ -590,13 +592,13 @@ def test_divergence_goes_by_last_steps_that_ddp_reduced_of_models_that_were_alik
     for e, p in (("B", 1.0), ("FB", 2.0)):
         job = Job(2, reduced=64)
         for rank in range(2):
-            job.unit(rank)
-            job.step(rank, 1, p=1.0 + (p - 1.0) * rank, e="B", why="bypass", at=SITE)
+            job.parameters(rank)
+            job.step(rank, 1, p=1.0 + (p - 1.0) * rank, events="B", why_local="bypass", local_site=SITE)
         for rank in range(2):
-            job.note(rank, "step", u=1, n=2, s=2, e=e)
+            job.note(rank, "step", parameter_set=1, step=2, seq=2, events=e)
         for rank in range(2):
             values = {"p": pack([1.0 + rank]), "w": pack([1.0]), "g": pack([-1.0])}
-            job.note(rank, "last", u=1, n=2, s=2, at=[0], f=values)
+            job.note(rank, "last_step", parameter_set=1, step=2, seq=2, places=[0], fingerprint=values)
         assert job.finish() == []
 
 
@@ -606,15 +608,19 @@ class FromDevices(Job):
     def step(self, rank: int, number: int, **values: Any) -> None:
         """A step whose fingerprint is on its way."""
         self._to_come = (*getattr(self, "_to_come", ()), (rank, number, values))
-        sizes = {name: values[name] for name in values if name in ("s", "e")}
-        self.note(rank, "step", **{"u": 1, "n": number, "s": number, "e": "FB", "later": 1, **sizes})
+        sizes = {name: values[name] for name in values if name in ("seq", "events")}
+        self.note(
+            rank,
+            "step",
+            **{"parameter_set": 1, "step": number, "seq": number, "events": "FB", "is_copying": True, **sizes},
+        )
 
     def arrive(self, *ranks: int) -> None:
         """All fingerprints of `ranks` that are on their way."""
         for rank, number, values in self._to_come:
             if rank in ranks:
                 p, g = (pack([values.get(name, default)] * 2) for name, default in (("p", 1.0), ("g", 0.5)))
-                self.note(rank, "print", u=1, n=number, f={"p": p, "w": p, "g": g})
+                self.note(rank, "fingerprint", parameter_set=1, step=number, fingerprint={"p": p, "w": p, "g": g})
         self._to_come = tuple(each for each in self._to_come if each[0] not in ranks)
 
 
@@ -623,7 +629,7 @@ def test_fingerprints_that_come_later_are_compared_at_their_steps(order: tuple[i
     """The second step is the one that is named, although both ranks have taken a third one by then."""
     job = FromDevices(2)
     for rank in (0, 1):
-        job.unit(rank)
+        job.parameters(rank)
         for number, p in ((1, 1.0), (2, 1.0 + 0.1 * rank), (3, 1.0 + 0.1 * rank)):
             job.step(rank, number, p=p)
     job.wait()
@@ -639,7 +645,7 @@ def test_a_fingerprint_that_never_comes_is_not_waited_for_by_the_others() -> Non
     for others, found in ((1.0, []), (1.1, ["DDP325"])):
         job = FromDevices(3)
         for rank in (0, 1, 2):
-            job.unit(rank)
+            job.parameters(rank)
             for number in (1, 2):
                 job.step(rank, number, p=1.0 if rank == 0 or number == 1 else others)
         job.arrive(0)
@@ -659,12 +665,12 @@ def noted(order: str, values: dict[str, float] = NAMES, key: list[Any] = KEY) ->
     names = list(dict.fromkeys(order.replace(".", "")))
     sums = base64.b64encode(array("f", [values[name] for name in names]).tobytes()).decode()
     order_names = ["" if name == "." else name for name in order]
-    return {"key": key, "names": names, "order": order_names, "f": sums, "line": SITE, "site": SITE}
+    return {"key": key, "names": names, "order": order_names, "sums": sums, "line": SITE, "site": SITE}
 
 
 def test_reduced_order_names_the_gradients_that_were_added_to_each_other() -> None:
     """Of all ranks, each compared with the first; once for what is the same."""
-    (finding,) = judge(Divergence, [(0, "reduced", noted("abc")), (1, "reduced", noted("bac"))])
+    (finding,) = judge(Divergence, [(0, "reduction_order", noted("abc")), (1, "reduction_order", noted("bac"))])
     assert (finding.code, finding.severity, finding.ranks) == ("DDP327", "error", (0, 1))
     assert finding.summary.endswith("than rank 0: the gradient of b is added to that of a")
     assert finding.evidence[:2] == (
@@ -690,4 +696,4 @@ def test_reduced_order_names_the_gradients_that_were_added_to_each_other() -> No
 def test_reduced_order_says_nothing_where_it_is_not_certain(here: dict[str, Any], there: dict[str, Any]) -> None:
     """Whatever rank is heard of first."""
     for notes in ((here, there), (there, here)):
-        assert judge(Divergence, [(rank, "reduced", note) for rank, note in enumerate(notes)]) == []
+        assert judge(Divergence, [(rank, "reduction_order", note) for rank, note in enumerate(notes)]) == []

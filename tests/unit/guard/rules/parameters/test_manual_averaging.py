@@ -25,7 +25,7 @@ def make_averaged() -> Averaged:
     """Of five parameters the last is apart and the fourth has no gradient."""
     names = [f"p{place}" for place in range(5)]
     fingerprint = {"g": base64.b64encode(array("f", GRADIENTS).tobytes()).decode()}
-    moment = MatchedStep({rank: Entry(1, 1, "step", {"f": fingerprint}) for rank in (0, 1)})
+    moment = MatchedStep({rank: Entry(1, 1, "step", {"fingerprint": fingerprint}) for rank in (0, 1)})
     moment.difference = Difference(gradients={"p4": ""}, parameters={"p4": ""})
     return Averaged({0: {"names": names, "sizes": list(SIZES)}}, moment)
 
