@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import atexit
-import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from pkgutil import resolve_name
 
 from ddpilot.module_names import GUARD_PROBES
 from ddpilot.record.hook import RING_DIR_VARIABLE, RankStart, journal_path
@@ -60,11 +59,11 @@ def install(
     if compiled is not None:
         journal.use_compiled(compiled)
     finder = SiteFinder(torch=os.path.dirname(torch.__file__), ours=str(Path(__file__).parents[1]))
-    undo: list[tuple[Notes, Callable[[], None]]] = []
+    undo: list[tuple[Notes, list[Callable[[], None]]]] = []
     for name in probes:
         notes = Notes(name, journal, rank=rank, finder=finder, tell=show, compiled=compiled)
         try:
-            probe = _load(name)()
+            probe = resolve_name(name)()
             notes.name = probe.name
             undo.append((notes, probe.install(notes)))
         except Exception as error:  # noqa: BLE001 - reported once, and the rank continues
@@ -72,17 +71,13 @@ def install(
 
     def stop() -> None:
         while undo:
-            notes, uninstall = undo.pop()
-            uninstall()
+            notes, functions = undo.pop()
+            while functions:
+                functions.pop()()
             notes.is_off = True
         journal.close()
 
     return stop
-
-
-def _load(name: str) -> Any:
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)
 
 
 def _print_line(rank: int, text: str) -> None:

@@ -143,8 +143,11 @@ class Probe(Protocol):
     name: str
     """What it observes, for the message that reports that it is off."""
 
-    def install(self, notes: Notes) -> Callable[[], None]:
-        """Start observing, and return a function that stops it. torch is imported; process groups may not exist yet."""
+    def install(self, notes: Notes) -> list[Callable[[], None]]:
+        """Start observing, and return functions that stop it, to be called from the last to the first.
+
+        torch is imported; process groups may not exist yet.
+        """
 
 
 Site = dict[str, Any]

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from ddpilot.environments.private_files import open_own_file
 from ddpilot.errors import RecordError
 from ddpilot.record.flight_ring.reader import DAMAGES, Pieces
-from ddpilot.record.flight_ring.writer import ForkGuard, map_file
+from ddpilot.record.flight_ring.writer import ForkGuard, create_draft, draft_of, map_file
 
 MAGIC = b"DDPJRNL\n"
 VERSION = 2
@@ -269,18 +269,16 @@ def _size_of(page_bytes: int) -> int:
 
 
 def _make(path: Path, page_bytes: int, rank: int) -> mmap.mmap:
-    draft = path.with_name(f"{path.name}.new")
-    draft.unlink(missing_ok=True)  # from a rank that died at start
-    fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    fd = create_draft(path)
     try:
         mapped = map_file(fd, _size_of(page_bytes))
     except OSError:
-        draft.unlink()  # what was allocated would only fill the disk
+        draft_of(path).unlink()  # what was allocated would only fill the disk
         raise
     finally:
         os.close(fd)
     mapped[: _HEAD.size] = _HEAD.pack(MAGIC, VERSION, _BYTE_ORDER, page_bytes, rank, os.getpid())
-    os.replace(draft, path)
+    os.replace(draft_of(path), path)
     return mapped
 
 

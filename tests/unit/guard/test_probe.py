@@ -37,7 +37,7 @@ class CountingProbe:
 
     name = "doubling"
 
-    def install(self, notes: Notes) -> Callable[[], None]:
+    def install(self, notes: Notes) -> list[Callable[[], None]]:
         """As `Probe.install`."""
         return notes.around(
             Target, "double", after=lambda _, returned, result, *args: notes.write("call", {"r": result})
@@ -49,13 +49,13 @@ class FailingProbe:
 
     name = "failing"
 
-    def install(self, notes: Notes) -> Callable[[], None]:
+    def install(self, notes: Notes) -> list[Callable[[], None]]:
         """As `Probe.install`."""
 
         def fail(*_: object) -> None:
             raise RuntimeError("a mistake of ours")
 
-        return notes.around(Target, "double", before=fail, after=fail)
+        return [notes.around(Target, "double", before=fail, after=fail)]
 
 
 class NeverInstalled:
@@ -63,7 +63,7 @@ class NeverInstalled:
 
     name = "never"
 
-    def install(self, notes: Notes) -> Callable[[], None]:
+    def install(self, notes: Notes) -> list[Callable[[], None]]:
         """As `Probe.install`."""
         raise OSError(f"not here: {notes.name}")
 
@@ -76,7 +76,7 @@ def names(*probes: type) -> list[str]:
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The probes of this file, whatever name pytest has imported it by."""
-    monkeypatch.setattr(hook, "_load", lambda name: globals()[name.partition(":")[2]])
+    monkeypatch.setattr(hook, "resolve_name", lambda name: globals()[name.partition(":")[2]])
 
 
 @pytest.mark.usefixtures("loaded")

@@ -35,22 +35,20 @@ class CollectiveProbe:
         self._dropped: list[tuple[weakref.ref[torch.Tensor], int, CollectiveNote]] = []
         self._pre_hook: Any = None
 
-    def install(self, notes: Notes) -> Callable[[], None]:
-        """Install the probe, see `Probe.install`."""
+    def install(self, notes: Notes) -> list[Callable[[], None]]:
         self._notes = notes
         around = notes.around
-        undo = [around(distributed_c10d, "_warn_not_in_group", before=self._left_out)]
-        undo.append(around(dist, "barrier", after=self._met, aliases=(distributed_c10d,)))
-        for name in _ASYNCHRONOUS:
-            undo.append(around(dist, name, after=self._watcher(name), aliases=(distributed_c10d,)))
+        aliases = (distributed_c10d,)
+        return [
+            self._remove_hook,
+            around(distributed_c10d, "_warn_not_in_group", before=self._left_out),
+            around(dist, "barrier", after=self._met, aliases=aliases),
+            *(around(dist, name, after=self._watcher(name), aliases=aliases) for name in _ASYNCHRONOUS),
+        ]
 
-        def uninstall() -> None:
-            while undo:
-                undo.pop()()
-            if self._pre_hook is not None:
-                self._pre_hook.remove()
-
-        return uninstall
+    def _remove_hook(self) -> None:
+        if self._pre_hook is not None:
+            self._pre_hook.remove()
 
     def _left_out(self, op: str, *_: Any) -> None:
         """Note that this rank is not in the group of `op`, which therefore does nothing; torch is about to warn."""

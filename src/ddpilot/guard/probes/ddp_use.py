@@ -25,8 +25,7 @@ class WrapProbe:
 
     name = "models to be wrapped"
 
-    def install(self, notes: Notes) -> Callable[[], None]:
-        """Install the probe, see `Probe.install`."""
+    def install(self, notes: Notes) -> list[Callable[[], None]]:
 
         def before(_ddp: Any, module: nn.Module, *_args: Any, **named: Any) -> None:
             group = named.get("process_group") or dist.group.WORLD
@@ -46,7 +45,7 @@ class WrapProbe:
             notes.write("wrapping", note)
 
         ddp: Any = DistributedDataParallel
-        return notes.around(ddp, "__init__", before=before)
+        return [notes.around(ddp, "__init__", before=before)]
 
 
 class DataParallelProbe:
@@ -57,15 +56,14 @@ class DataParallelProbe:
     def __init__(self) -> None:
         self._seen: set[int] = set()
 
-    def install(self, notes: Notes) -> Callable[[], None]:
-        """Install the probe, see `Probe.install`."""
+    def install(self, notes: Notes) -> list[Callable[[], None]]:
 
         def before(model: Any, *_args: Any, **_kwargs: Any) -> None:
             if torch.is_grad_enabled() and model.training and id(model) not in self._seen and len(self._seen) < 64:
                 self._seen.add(id(model))
                 notes.write("data_parallel", SiteNote(site=notes.site()))
 
-        return notes.around(nn.DataParallel, "forward", before=before)
+        return [notes.around(nn.DataParallel, "forward", before=before)]
 
 
 _MAX_NAMES = 20
@@ -81,8 +79,7 @@ class FrozenProbe:
         self._trainable: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
         self._site: Site = {}
 
-    def install(self, notes: Notes) -> Callable[[], None]:
-        """Install the probe, see `Probe.install`."""
+    def install(self, notes: Notes) -> list[Callable[[], None]]:
 
         def wrapped(_: object, returned: bool, __: object, ddp: Any, *_args: Any, **_kwargs: Any) -> None:
             if returned:
@@ -105,17 +102,11 @@ class FrozenProbe:
             elif names := _named_by(sys.exc_info()[1], known):
                 write("left_out", names, notes.site())
 
-        undo = [
+        return [
             notes.around(DistributedDataParallel, "__init__", after=wrapped),
             notes.around(DistributedDataParallel, "forward", raised=failed),
             notes.around(nn.Module, "requires_grad_", before=freezes),
         ]
-
-        def uninstall() -> None:
-            for one in undo:
-                one()
-
-        return uninstall
 
 
 def _named_by(error: BaseException | None, known: list[str]) -> list[str]:

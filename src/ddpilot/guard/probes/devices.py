@@ -29,8 +29,7 @@ class DeviceErrorProbe:
 
     name = "errors about devices"
 
-    def install(self, notes: Notes) -> Callable[[], None]:
-        """Install the probe, see `Probe.install`."""
+    def install(self, notes: Notes) -> list[Callable[[], None]]:
         seen: list[int] = []
 
         def formats(_: Any, kind: Any, error: Any, frames: TracebackType | None, *args: Any, **kwargs: Any) -> None:  # noqa: ARG001
@@ -51,12 +50,11 @@ class DeviceErrorProbe:
 
         sys.excepthook = hook
 
-        def uninstall() -> None:
-            undo()
+        def restore() -> None:
             if sys.excepthook is hook:
                 sys.excepthook = theirs
 
-        return uninstall
+        return [undo, restore]
 
 
 def _note(notes: Notes, error: RuntimeError, frames: TracebackType) -> None:

@@ -25,8 +25,7 @@ class SavingProbe:
     def __init__(self) -> None:
         self._num_noted = 0
 
-    def install(self, notes: Notes) -> Callable[[], None]:
-        """Install the probe, see `Probe.install`."""
+    def install(self, notes: Notes) -> list[Callable[[], None]]:
         host = socket.gethostname()
 
         def begins(*_: Any, **__: Any) -> int:
@@ -44,13 +43,7 @@ class SavingProbe:
             (torch, "save", (torch.serialization,)),
             (safetensors.torch, "save_file", ()),
         )
-        undo = [notes.around(owner, name, before=begins, after=ends, aliases=also) for owner, name, also in places]
-
-        def uninstall() -> None:
-            for step in undo:
-                step()
-
-        return uninstall
+        return [notes.around(owner, name, before=begins, after=ends, aliases=also) for owner, name, also in places]
 
 
 def _path_of(targets: tuple[Any, ...]) -> str:

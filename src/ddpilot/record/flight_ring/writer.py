@@ -200,6 +200,11 @@ def open_draft(path: Path) -> int:
                 found=f"a file that is no flight ring: it starts with {start!r}",
                 fix="Name a file that does not exist, or remove this one if nobody needs it",
             )
+    return create_draft(path)
+
+
+def create_draft(path: Path) -> int:
+    """Create the draft of `path`, with access for this user only, and return its file descriptor."""
     draft = draft_of(path)
     draft.unlink(missing_ok=True)  # from a rank that died at start
     return os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -198,17 +198,17 @@ def test_loaders_are_described_by_who_divides_them() -> None:
     """torch's sampler, one around others, none, and a stream."""
     data = TensorDataset(torch.zeros(10, 1))
     sampler: Any = DistributedSampler(data, num_replicas=3, rank=1, seed=5)
-    facts = describe_loader(DataLoader(data, 2, sampler=sampler))
+    facts = describe_loader(DataLoader(data, 2, sampler=sampler), KEY, {})
     assert (facts["length"], facts["samples"], facts["size"]) == (2, 10, 2)
     known = {"kind": "DistributedSampler", "length": 4, "epoch": 0, "seed": 5, "shuffle": True, "drop_last": False}
     assert facts["sampler"] == {**known, "has_set_epoch": True, "replicas": 3, "rank": 1}
     inner = BatchSampler(RandomSampler(data), 2, drop_last=False)
-    wrapped = describe_loader(DataLoader(data, batch_sampler=Wrapped(inner)))
+    wrapped = describe_loader(DataLoader(data, batch_sampler=Wrapped(inner)), KEY, {})
     assert (wrapped["sampler"]["replicas"], wrapped["sampler"]["rank"], wrapped["length"]) == (4, 3, None)
-    plain = describe_loader(DataLoader(data, 2))["sampler"]
+    plain = describe_loader(DataLoader(data, 2), KEY, {})["sampler"]
     assert plain["kind"] == "SequentialSampler"
     assert "replicas" not in plain
-    stream = describe_loader(DataLoader(Stream(), 2))
+    stream = describe_loader(DataLoader(Stream(), 2), KEY, {})
     assert (stream["length"], stream["samples"], stream["sampler"]) == (None, None, None)
 
 
@@ -220,7 +220,7 @@ def test_parts_of_a_dataset_are_told_whatever_their_numbers_are_in(kind: Callabl
     loaders = [DataLoader(Subset(data, numbers), 2), DataLoader(data, 2, sampler=SubsetRandomSampler(numbers))]
     described = [describe_loader(loader, KEY, {}) for loader in loaders]
     assert [facts["share"] for facts in described] == [[3, 10], [3, 10]]
-    known = describe_loader(DataLoader(Subset(data, [7, 1, 4]), 2))["part"]
+    known = describe_loader(DataLoader(Subset(data, [7, 1, 4]), 2), KEY, {})["part"]
     assert [facts["part"] for facts in described] == [known, known]
 
 

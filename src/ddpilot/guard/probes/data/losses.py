@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -91,7 +90,7 @@ class LossObserver:
         self._is_surely_finite: Callable[[Any], bool] = getattr(notes.compiled, "is_surely_finite", lambda _: False)
 
     def install(self) -> list[Callable[[], None]]:
-        """Start observing. Returns functions that stop it."""
+        """See `Probe.install`."""
         stepped = self._notes.safely(self._stepped)
         handle = register_optimizer_step_post_hook(stepped)
         around = self._notes.around
@@ -194,7 +193,7 @@ class LossObserver:
         bad = _find_not_finite(parameters)
         new = [one for one in bad if one not in self._spoiled]
         if new and not self._is_spoiled:
-            names = _name_parameters(self._position.models, new[:_MAX_NAMED])
+            names = _name_parameters(self._position.live_models(), new[:_MAX_NAMED])
             more = [f"{len(new) - _MAX_NAMED} more"] if len(new) > _MAX_NAMED else []
             backward = self._suspected or self._number
             note = SpoiledNote(backward=backward, parameters=names + more, site=self._notes.site())
@@ -219,11 +218,6 @@ def _find_not_finite(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return bad
 
 
-def _module_of(model: Any) -> nn.Module:
-    module: nn.Module = model.module
-    return module
-
-
-def _name_parameters(models: Iterable[nn.Module], parameters: list[torch.Tensor]) -> list[str]:
-    names = {id(one): name for model in models for name, one in _module_of(model).named_parameters()}
+def _name_parameters(models: Iterable[Any], parameters: list[torch.Tensor]) -> list[str]:
+    names = {id(one): name for model in models for name, one in model.module.named_parameters()}
     return [names.get(id(one), f"one of shape {tuple(one.shape)}") for one in parameters]

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ref
 
+import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -66,12 +67,30 @@ class Given:
         return {**self.of.key, "batch": self.batch}
 
 
+class TrainedModel:
+    """The `number`-th DDP model of this process, to which it keeps no reference."""
+
+    def __init__(self, model: nn.Module, *, number: int, is_prepared: bool) -> None:
+        self.find: Callable[[], Any] = ref(model)
+        """Returns the model, or None once it has been freed."""
+        self.number = number
+        self.is_prepared = is_prepared
+        """True if wrapped by a `Loop`, which warns about small batches for BatchNorm itself."""
+        self.forwards = 0
+        self.ended: tuple[int, torch.Tensor] = (0, torch.empty(0))
+        """The last forward that was observed, and the state of the CPU generator after it."""
+        self.used: Given | None = None
+        """The batch of that forward."""
+        self.rows: list[int] = []
+
+
 @dataclass(eq=False)
 class Position:
     """The current position in training."""
 
-    models: WeakKeyDictionary[nn.Module, int] = field(default_factory=WeakKeyDictionary)
-    """Numbers of this process's DDP models, in order of construction."""
+    models: dict[int, TrainedModel] = field(default_factory=dict)
+    """This process's DDP models by id, in order of construction. Not a WeakKeyDictionary: it does lookups in Python,
+    which would cost time in every step."""
     fetched: dict[int, Pass] = field(default_factory=dict)
     """Passes, by loader, that returned a training batch since the last forward."""
     given: deque[Given] = field(default_factory=lambda: deque(maxlen=4))
@@ -83,9 +102,13 @@ class Position:
 
     def is_evaluating(self) -> bool:
         """True if this process has DDP models and all are in eval mode."""
-        models = list(self.models)
+        models = self.live_models()
         # Same as `model.module`, at a fraction of the cost of nn.Module's attribute access.
-        return bool(models) and not any(one.training and one._modules["module"].training for one in models)  # type: ignore[union-attr]
+        return bool(models) and not any(one.training and one._modules["module"].training for one in models)
+
+    def live_models(self) -> list[Any]:
+        """Return the DDP models that have not been freed."""
+        return [model for known in self.models.values() if (model := known.find()) is not None]
 
     def find_given(self, pointers: frozenset[int]) -> Given | None:
         """Return the newest batch that has one of these tensors, or else the newest one."""

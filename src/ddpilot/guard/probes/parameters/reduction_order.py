@@ -49,11 +49,10 @@ class ReducedOrderProbe:
         self._arriving: list[tuple[ReductionOrderNote, Arriving]] = []
         self._looking: list[Callable[[], None]] = []
 
-    def install(self, notes: Notes) -> Callable[[], None]:
-        """Install the probe, see `Probe.install`."""
+    def install(self, notes: Notes) -> list[Callable[[], None]]:
         self._notes = notes
         self._looking = [notes.around(dist, "all_reduce", before=self._begins, aliases=(distributed_c10d,))]
-        return self._take_out
+        return [self._take_out]
 
     def _take_out(self) -> None:
         # Not called in an optimizer hook, while torch iterates over the hooks.

@@ -49,15 +49,14 @@ class StepProbe:
         self._num_applied = 0
         self._sees_cells = False
 
-    def install(self, notes: Notes) -> Callable[[], None]:
-        """Install the probe, see `Probe.install`."""
+    def install(self, notes: Notes) -> list[Callable[[], None]]:
         self._notes = notes
         self._parameter_sets = ParameterSets(notes, self._live_models)
         pre_hook = notes.safely(self._before_step)
         keep_dynamo_out(pre_hook)
         self._note_last = note_last = notes.safely(lambda *_: self._parameter_sets.note_last_steps())
         ddp: Any = DistributedDataParallel
-        undo = [
+        return [
             register_optimizer_step_pre_hook(pre_hook).remove,
             register_optimizer_step_post_hook(notes.safely(self._after_step)).remove,
             notes.around(ddp, "__init__", after=self._wrapped),
@@ -66,14 +65,8 @@ class StepProbe:
             notes.around(torch.autograd, "backward", before=self._before_backward, after=self._after_backward),
             notes.around(torch.nn.Module, "load_state_dict", after=self._loaded),
             notes.around(torch.nn.Module, "apply", before=self._before_apply, after=self._after_apply),
+            note_last,
         ]
-
-        def uninstall() -> None:
-            note_last()
-            for function in reversed(undo):
-                function()
-
-        return uninstall
 
     def _wrapped(self, _: None, returned: bool, __: object, ddp: Any, *_args: Any, **_kwargs: Any) -> None:
         if not returned:
