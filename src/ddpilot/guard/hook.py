@@ -7,7 +7,6 @@ import atexit
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from pkgutil import resolve_name
 
 from ddpilot.module_names import GUARD_PROBES
@@ -58,7 +57,7 @@ def install(
     compiled = native.find(os.environ.get(SOURCE_VARIABLE, "auto"), show)
     if compiled is not None:
         journal.use_compiled(compiled)
-    finder = SiteFinder(torch=os.path.dirname(torch.__file__), ours=str(Path(__file__).parents[1]))
+    finder = SiteFinder(torch=os.path.dirname(torch.__file__))
     undo: list[tuple[Notes, list[Callable[[], None]]]] = []
     for name in probes:
         notes = Notes(name, journal, rank=rank, finder=finder, tell=show, compiled=compiled)

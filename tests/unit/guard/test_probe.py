@@ -39,9 +39,11 @@ class CountingProbe:
 
     def install(self, notes: Notes) -> list[Callable[[], None]]:
         """As `Probe.install`."""
-        return notes.around(
-            Target, "double", after=lambda _, returned, result, *args: notes.write("call", {"r": result})
-        )
+
+        def doubled(_: object, __: bool, result: int, *___: object) -> None:
+            notes.write("call", {"r": result})
+
+        return [notes.around(Target, "double", after=doubled)]
 
 
 class FailingProbe:
@@ -116,7 +118,7 @@ def test_several_probes_share_one_wrapper(tmp_path: Path) -> None:
     original = Target.double
     seen: list[str] = []
     journal = JournalWriter(tmp_path / "journal", rank=0)
-    finder = SiteFinder(torch="/nowhere", ours="/nowhere")
+    finder = SiteFinder(torch="/nowhere")
 
     def wrap(name: str) -> Callable[[], None]:
         notes = Notes(name, journal, rank=0, finder=finder, tell=seen.append)
@@ -138,7 +140,7 @@ def test_several_probes_share_one_wrapper(tmp_path: Path) -> None:
 def test_a_warning_of_what_is_looked_at_names_the_users_line(tmp_path: Path) -> None:
     """As without guard; and a second line that is warned about is warned about, too."""
     journal = JournalWriter(tmp_path / "journal", rank=0)
-    notes = Notes("warnings", journal, rank=0, finder=SiteFinder(torch="/nowhere", ours="/nowhere"), tell=print)
+    notes = Notes("warnings", journal, rank=0, finder=SiteFinder(torch="/nowhere"), tell=print)
     undo = notes.around(Target, "warn", before=lambda *_: None)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
@@ -171,7 +173,7 @@ def test_notes_survive_a_journal_that_fails(tmp_path: Path) -> None:
     """An error of the writing itself is an error of the probe."""
     said: list[str] = []
     journal = JournalWriter(tmp_path / "journal", rank=0)
-    finder = SiteFinder(torch="/nowhere", ours="/nowhere")
+    finder = SiteFinder(torch="/nowhere")
     notes = Notes("things", journal, rank=0, finder=finder, tell=said.append)
     look = notes.safely(lambda value: notes.write("thing", {"value": value}))
     look(object())
@@ -186,7 +188,7 @@ def test_a_probe_that_fails_while_stderr_is_closed_is_in_the_journal(tmp_path: P
     journal = JournalWriter(tmp_path / "journal", rank=0)
     closed = io.StringIO()
     closed.close()
-    finder = SiteFinder(torch="/nowhere", ours="/nowhere")
+    finder = SiteFinder(torch="/nowhere")
     notes = Notes("things", journal, rank=0, finder=finder, tell=lambda line: print(line, file=closed))
     notes.safely(lambda: 1 / 0)()
     assert notes.is_off

@@ -269,7 +269,7 @@ class _Parts:
         self._is_in_group = registry.is_initialized
         self._find_entering = InitFinder(registry.init_process_group).find
         self.groups = GroupTable(registry)
-        self.sites = SiteFinder(torch=os.path.dirname(torch.__file__), ours=str(Path(__file__).parents[2]))
+        self.sites = SiteFinder(torch=os.path.dirname(torch.__file__))
 
     def _mark_stream(self) -> StreamMark | None:
         if self._registry._world.pg_coalesce_state:  # nothing has been started yet

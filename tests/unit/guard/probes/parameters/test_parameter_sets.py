@@ -66,7 +66,7 @@ def test_a_pause_between_steps_has_the_next_one_checked(monkeypatch: pytest.Monk
 @pytest.fixture
 def book(tmp_path: Path) -> Iterator[ParameterSets]:
     """Without a DDP model, noting into a journal."""
-    finder = SiteFinder(torch="torch", ours="ddpilot")
+    finder = SiteFinder(torch="torch")
     journal = JournalWriter(tmp_path / "journal", rank=0)
     yield ParameterSets(Notes("steps", journal, rank=0, finder=finder, tell=pytest.fail), list)
     journal.close()
