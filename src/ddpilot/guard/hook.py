@@ -37,11 +37,11 @@ def install(
     *,
     rank: int,
     probes: Sequence[str],
-    tell: Callable[[str], None] | None = None,
+    report: Callable[[str], None] | None = None,
 ) -> Callable[[], None]:
     """Install `probes`, named "module:class", which write into the journal `path`. Returns an undo function.
 
-    A probe that cannot be installed is off, which `tell` reports (default: a line on stderr); other probes are not
+    A probe that cannot be installed is off, which `report` reports (default: a line on stderr); other probes are not
     affected. Not collective. Raises `OSError` if there is no space for the journal.
     """
     import torch
@@ -52,7 +52,7 @@ def install(
     from ddpilot.record.collectives.recording import SOURCE_VARIABLE
     from ddpilot.record.journal import JournalWriter
 
-    show = tell or (lambda text: _print_line(rank, text))
+    show = report or (lambda text: _print_line(rank, text))
     journal = JournalWriter(path, rank=rank)
     compiled = native.find(os.environ.get(SOURCE_VARIABLE, "auto"), show)
     if compiled is not None:
@@ -60,7 +60,7 @@ def install(
     finder = SiteFinder(torch=os.path.dirname(torch.__file__))
     undo: list[tuple[Notes, list[Callable[[], None]]]] = []
     for name in probes:
-        notes = Notes(name, journal, rank=rank, finder=finder, tell=show, compiled=compiled)
+        notes = Notes(name, journal, rank=rank, finder=finder, report=show, compiled=compiled)
         try:
             probe = resolve_name(name)()
             notes.name = probe.name

@@ -558,7 +558,7 @@ NOTES: Mapping[str, type] = {
 class Notes:
     """Writes what one probe of `rank` notes into `journal`. An error in a hook is reported once and disables it.
 
-    `finder` finds the user's line, `tell` prints a line, `compiled` is the compiled recorder or None.
+    `finder` finds the user's line, `report` prints a line, `compiled` is the compiled recorder or None.
     """
 
     def __init__(
@@ -568,7 +568,7 @@ class Notes:
         *,
         rank: int,
         finder: SiteFinder,
-        tell: Callable[[str], None],
+        report: Callable[[str], None],
         compiled: Any = None,
     ) -> None:
         self.name = name
@@ -579,7 +579,7 @@ class Notes:
         """Add an entry for an ordinary step, far more frequent than other entries."""
         self._journal = journal
         self._finder = finder
-        self._tell = tell
+        self._report = report
 
     def write(self, kind: str, note: Mapping[str, Any]) -> None:
         """Add a `note`, of the type that `NOTES` has for `kind`, to the journal."""
@@ -632,7 +632,7 @@ class Notes:
         with contextlib.suppress(OSError, ValueError):  # the journal is closed
             self.write("fault", FaultNote(probe=self.name, text=text[:500]))
         with contextlib.suppress(OSError, ValueError):  # stderr is closed
-            self._tell(f"guard no longer looks at {self.name}: {text}")
+            self._report(f"guard no longer looks at {self.name}: {text}")
 
     def around(
         self,

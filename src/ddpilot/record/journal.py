@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The journal of a rank: guard's notes, in a second mapped file next to the ring, read from other processes.
 
-The file has a header, then two pages of entries of any size; when a page is full, the other one is started over. A ring
-of fixed-size entries for ordinary steps follows: one is written in each step, with cold caches. Does not import torch.
+The file has a header, then two pages of entries of any size; when a page is full, the other one is reused. A ring of
+fixed-size entries for ordinary steps follows: one is written in each step, with cold caches. Does not import torch.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def read_journal(path: str | os.PathLike[str], after: int = 0) -> Journal:
 def _read(pieces: Pieces, path: str | os.PathLike[str], after: int) -> Journal:
     head, size = pieces.read(0, _HEADER_BYTES), pieces.size
     if len(head) < _HEADER_BYTES or not head.startswith(MAGIC):
-        raise _refuse(path, f"{len(head)} bytes that start with {head[:8]!r}, which is no journal")
+        raise _refuse(path, f"{len(head)} bytes that start with {head[:8]!r}, which is not a journal")
     _, version, order, page_bytes, rank, pid = _HEAD.unpack_from(head)
     if (version, order, size) != (VERSION, _BYTE_ORDER, _size_of(page_bytes)):
         raise _refuse(path, f"a journal of version {version}, byte order {order:#x} and {size} bytes")
@@ -208,7 +208,7 @@ def _entries(pieces: Pieces, words: memoryview, page: tuple[int, int], after: in
         return
     if begin < words[_END] <= end:
         end = words[_END]  # the rest is empty or older, and takes milliseconds to search
-    # In a page that was started over, some of these entries have been overwritten.
+    # In a page that was reused, some of these entries have been overwritten.
     starts = reversed(_starts(words, page, after))
     first = next((at for index, at in starts if at < end and _is_at(pieces, at, end, number, index)), begin)
     data, at = pieces.read(first, end - first), 0

@@ -102,7 +102,7 @@ def test_install_switches_a_failing_probe_off_and_says_so_once(tmp_path: Path) -
     """Calls return as ever, the other probe goes on, the journal has the fault."""
     said: list[str] = []
     probes = names(NeverInstalled, FailingProbe, CountingProbe)
-    stop = hook.install(tmp_path / "journal", rank=0, probes=probes, tell=said.append)
+    stop = hook.install(tmp_path / "journal", rank=0, probes=probes, report=said.append)
     assert [Target().double(number) for number in range(3)] == [0, 2, 4]
     stop()
     assert said == [
@@ -121,7 +121,7 @@ def test_several_probes_share_one_wrapper(tmp_path: Path) -> None:
     finder = SiteFinder(torch="/nowhere")
 
     def wrap(name: str) -> Callable[[], None]:
-        notes = Notes(name, journal, rank=0, finder=finder, tell=seen.append)
+        notes = Notes(name, journal, rank=0, finder=finder, report=seen.append)
         before, after = (lambda *_: seen.append(f"{name}:")), (lambda *_: seen.append(f":{name}"))
         return notes.around(Target, "double", before=before, after=after)
 
@@ -140,7 +140,7 @@ def test_several_probes_share_one_wrapper(tmp_path: Path) -> None:
 def test_a_warning_of_what_is_looked_at_names_the_users_line(tmp_path: Path) -> None:
     """As without guard; and a second line that is warned about is warned about, too."""
     journal = JournalWriter(tmp_path / "journal", rank=0)
-    notes = Notes("warnings", journal, rank=0, finder=SiteFinder(torch="/nowhere"), tell=print)
+    notes = Notes("warnings", journal, rank=0, finder=SiteFinder(torch="/nowhere"), report=print)
     undo = notes.around(Target, "warn", before=lambda *_: None)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
@@ -174,7 +174,7 @@ def test_notes_survive_a_journal_that_fails(tmp_path: Path) -> None:
     said: list[str] = []
     journal = JournalWriter(tmp_path / "journal", rank=0)
     finder = SiteFinder(torch="/nowhere")
-    notes = Notes("things", journal, rank=0, finder=finder, tell=said.append)
+    notes = Notes("things", journal, rank=0, finder=finder, report=said.append)
     look = notes.safely(lambda value: notes.write("thing", {"value": value}))
     look(object())
     look(1)
@@ -189,7 +189,7 @@ def test_a_probe_that_fails_while_stderr_is_closed_is_in_the_journal(tmp_path: P
     closed = io.StringIO()
     closed.close()
     finder = SiteFinder(torch="/nowhere")
-    notes = Notes("things", journal, rank=0, finder=finder, tell=lambda line: print(line, file=closed))
+    notes = Notes("things", journal, rank=0, finder=finder, report=lambda line: print(line, file=closed))
     notes.safely(lambda: 1 / 0)()
     assert notes.is_off
     (entry,) = read_journal(tmp_path / "journal").entries

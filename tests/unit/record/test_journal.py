@@ -167,7 +167,7 @@ def test_journal_refuses_what_is_none(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("hello")
     with pytest.raises(RecordError, match="version 9"):
         read_journal(tmp_path / "other")
-    with pytest.raises(RecordError, match="which is no journal"):
+    with pytest.raises(RecordError, match="which is not a journal"):
         read_journal(tmp_path / "text")
     with pytest.raises(FileNotFoundError):
         read_journal(tmp_path / "missing")

@@ -69,7 +69,6 @@ class OnGraph(WaitingRule[OnGraphNote]):
     compares_ranks = False
 
     def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
-        """See `Rule.feed`."""
         note: OnGraphNote = entry.values
         self._waiting.put((note["case"], line_of(note["site"])), rank, note, entry.time_ns)
         return ()

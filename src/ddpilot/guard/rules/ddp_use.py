@@ -30,7 +30,6 @@ class NoSyncInVain(Rule):
         self._num: BoundedDict[tuple[int, tuple[str, int]], int] = BoundedDict(256)
 
     def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
-        """See `Rule.feed`."""
         note: StepNote = entry.values
         site = note.get("in_vain")
         if not site:
@@ -58,7 +57,6 @@ class DataParallel(Rule):
     compares_ranks = False
 
     def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
-        """See `Rule.feed`."""
         yield make_finding(
             "DDP330",
             summary=f"nn.DataParallel trains a model in a job of {self._context.world_size} ranks",
@@ -80,7 +78,6 @@ class NeedlessFindUnused(Rule):
         self._needless: BoundedDict[tuple[str, str], set[int]] = BoundedDict(256)
 
     def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
-        """See `Rule.feed`."""
         note: UnusedNote = entry.values
         group = note["group"]
         ranks = self._needless.setdefault((group, note["ordinal"]), set())
@@ -137,7 +134,6 @@ class GradientsMissing(Rule):
     compares_ranks = False
 
     def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
-        """See `Rule.feed`."""
         note: ParametersNote = entry.values
         num, failure = note["num"], _FAILURES[entry.kind]
         what = f"{num} parameters {failure.several}" if num > 1 else f"1 parameter {failure.one}"

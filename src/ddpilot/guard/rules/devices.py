@@ -25,7 +25,6 @@ class OneDevice(Rule):
         self._judged: BoundedDict[int, None] = BoundedDict(64)
 
     def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
-        """See `Rule.feed`."""
         model = entry.values["model"]
         found = self._models.put(model, rank, entry.values)
         members = self._members.add(entry.values)

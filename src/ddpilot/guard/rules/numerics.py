@@ -31,7 +31,6 @@ class NotFinite(WaitingRule[tuple[int, SpoiledNote]]):
         self._num_found = 0
 
     def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
-        """See `Rule.feed`."""
         if entry.kind == "not_finite":
             mine = self._seen.setdefault(rank, {})
             mine[entry.values["backward"]] = entry.values
@@ -101,7 +100,6 @@ class SmallBatchNorm(WaitingRule[NormsNote]):
     compares_ranks = False
 
     def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
-        """See `Rule.feed`."""
         note: NormsNote = entry.values
         if max(note["rows"]) < MIN_SAMPLES:
             self._waiting.put(note["model"], rank, note, entry.time_ns)

@@ -27,7 +27,6 @@ class AllRanksSave(WaitingRule[SaveNote]):
         self._saves: BoundedDict[tuple[str, str], dict[int, SaveNote]] = BoundedDict(_MAX_PATHS)
 
     def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
-        """See `Rule.feed`."""
         note: SaveNote = entry.values
         saves = self._saves.setdefault((note["host"], note["path"]), {})
         saves[rank] = note

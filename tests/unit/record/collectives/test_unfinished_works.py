@@ -94,7 +94,7 @@ class Case:
         num_bytes: int = 8,
         group: int = 1,
         at_any_time: bool = True,
-        tells_failure: bool = True,
+        reports_failure: bool = True,
         is_waited_for: bool = False,
         runs_on_stream: bool = False,
         thread: int = 4711,
@@ -107,7 +107,7 @@ class Case:
             group=group,
             at_any_time=at_any_time,
             may_be_captured=not at_any_time,
-            tells_failure=tells_failure,
+            reports_failure=reports_failure,
             is_waited_for=is_waited_for,
             runs_on_stream=runs_on_stream,
         )
@@ -205,7 +205,7 @@ def test_what_was_passed_over_is_done_when_a_newer_one_is(case: Case) -> None:
     """A backend such as NCCL runs a group's collectives in order, and is asked by whoever starts more of them."""
     works = [Work() for _ in range(8)]
     for work in works:
-        case.add(work, num_bytes=MAX_BYTES // 2, at_any_time=False, tells_failure=False)
+        case.add(work, num_bytes=MAX_BYTES // 2, at_any_time=False, reports_failure=False)
     assert case.states() == ["begun"] * 3 + ["unknown"] * 4 + ["begun"]
     case.capturing = True
     case.add(Work(), at_any_time=False)  # becomes part of a graph
@@ -225,8 +225,8 @@ def test_works_whose_caller_waits_are_let_go_when_their_thread_starts_another(ca
     done.is_over = failed.is_over = True
     for work in (done, failed):
         case.add(work, is_waited_for=True)
-    case.add(mute, is_waited_for=True, at_any_time=False, tells_failure=False)
-    case.add(others, is_waited_for=True, at_any_time=False, tells_failure=False, thread=4712)
+    case.add(mute, is_waited_for=True, at_any_time=False, reports_failure=False)
+    case.add(others, is_waited_for=True, at_any_time=False, reports_failure=False, thread=4712)
     case.now_ns += 1
     case.add(Work(), is_waited_for=True, thread=4712)
     case.add(Work(), thread=4712)
@@ -251,7 +251,7 @@ def test_works_without_a_future_are_not_asked_for_one(case: Case) -> None:
     """Of point-to-point works, and of NCCL's, it is known only that they are over."""
     work = Work(RuntimeError("nobody asks for it"))
     work.is_over = True
-    case.add(work, tells_failure=False)
+    case.add(work, reports_failure=False)
     case.pending.catch_up()
     assert case.states() == ["done"]
 
@@ -301,7 +301,7 @@ def test_work_that_cannot_be_asked_does_not_keep_others_from_being_asked(case: C
 def test_a_synchronous_collective_of_an_accelerator_is_over_when_its_stream_has_passed_it(case: Case) -> None:
     """NCCL gives no work of it since torch 2.8: a mark on the stream is asked instead, by threads that start more."""
     for _ in range(2):
-        case.add(None, at_any_time=False, tells_failure=False, runs_on_stream=True)
+        case.add(None, at_any_time=False, reports_failure=False, runs_on_stream=True)
     assert len(case.marks) == 2
     case.marks[0].is_reached = True
     case.pending.catch_up()

@@ -34,13 +34,13 @@ def test_ranks_are_written_as_runs(ranks: tuple[int, ...], text: str) -> None:
         ("", False, False, False),
     ],
 )
-def test_only_gloo_may_be_asked_at_any_time(backend: str, cpu: bool, cuda: bool, anywhere: bool) -> None:
+def test_only_gloo_may_be_polled_at_any_time(backend: str, cpu: bool, cuda: bool, anywhere: bool) -> None:
     """By the device of the collective; where that is not known, all of the group's backends have to be gloo."""
     group = GroupEntry(1, {"backend": backend})
-    assert [group.may_be_asked(device) for device in ("cpu", "cuda", "")] == [cpu, cuda, anywhere]
+    assert [group.may_be_polled(device) for device in ("cpu", "cuda", "")] == [cpu, cuda, anywhere]
 
 
 def test_futures_of_nccl_say_nothing_of_failure() -> None:
     """They are complete from the start; those of gloo are when the collective is over."""
     group = GroupEntry(1, {"backend": "cpu:gloo,cuda:nccl"})
-    assert [group.tells_failure(device) for device in ("cpu", "cuda", "")] == [True, False, False]
+    assert [group.reports_failure(device) for device in ("cpu", "cuda", "")] == [True, False, False]

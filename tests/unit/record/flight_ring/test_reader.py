@@ -43,14 +43,14 @@ def put(at: int, value: int) -> Change:
 
 
 REFUSED: dict[str, tuple[Change, str]] = {
-    "foreign": (lambda data: b"#!/usr/bin/env python\n" * 500, "is no flight ring"),
+    "foreign": (lambda data: b"#!/usr/bin/env python\n" * 500, "is not a flight ring"),
     "empty": (lambda data: b"", "0 bytes that start with b''"),
-    "unpublished": (lambda data: bytes(8) + data[8:], "is no flight ring"),
+    "unpublished": (lambda data: bytes(8) + data[8:], "is not a flight ring"),
     "later": (put(8, 99), "a flight ring of version 99; this ddpilot reads version 1"),
-    "byte order": (put(12, 0x04030201), "a ring of a machine with the other byte order"),
+    "byte order": (put(12, 0x04030201), "a ring of a machine with a different byte order"),
     "record size": (put(20, 64), "a damaged header"),
     "about": (lambda data: data.replace(b"node7", b"node8"), "a damaged header"),
-    "cut off": (lambda data: data[:-1], "The file was cut off"),
+    "cut off": (lambda data: data[:-1], "The file is truncated"),
 }
 
 

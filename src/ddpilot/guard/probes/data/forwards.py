@@ -37,7 +37,6 @@ class ForwardObserver:
         self._num_models = 0
 
     def install(self) -> list[Callable[[], None]]:
-        """See `Probe.install`."""
         around = self._notes.around
         return [
             around(DistributedDataParallel, "__init__", after=self._made),

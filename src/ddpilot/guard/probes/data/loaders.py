@@ -54,7 +54,6 @@ class LoaderObserver:
         """Called for each batch of a pass with workers."""
 
     def install(self) -> list[Callable[[], None]]:
-        """See `Probe.install`."""
         kind, notes = torch_loader._BaseDataLoaderIter, self._notes
         return [
             notes.around(kind, "__init__", after=self._made),

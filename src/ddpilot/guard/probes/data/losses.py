@@ -90,7 +90,6 @@ class LossObserver:
         self._is_surely_finite: Callable[[Any], bool] = getattr(notes.compiled, "is_surely_finite", lambda _: False)
 
     def install(self) -> list[Callable[[], None]]:
-        """See `Probe.install`."""
         stepped = self._notes.safely(self._stepped)
         handle = register_optimizer_step_post_hook(stepped)
         around = self._notes.around

@@ -82,7 +82,6 @@ class DrawObserver:
         self._read: WeakKeyDictionary[Pass, tuple[int, set[int]]] = WeakKeyDictionary()
 
     def install(self) -> list[Callable[[], None]]:
-        """See `Probe.install`."""
         around = self._notes.around
         kinds = (torch_fetch._MapDatasetFetcher, torch_fetch._IterableDatasetFetcher)
         return [around(kind, "fetch", before=self._fetches, after=self._fetched) for kind in kinds]

@@ -59,7 +59,6 @@ class ReductionObserver:
         self._is_within = False  # an object collective, which consists of other collectives
 
     def install(self) -> list[Callable[[], None]]:
-        """See `Probe.install`."""
         around = self._notes.around
         names = [name for name in _REDUCING if hasattr(dist, name)]
         undo = [around(dist, name, before=self._watcher(name), aliases=(distributed_c10d,)) for name in names]

@@ -51,7 +51,6 @@ class PaddedEvaluation(WaitingRule[_Evaluation]):
         self._training: BoundedDict[tuple[int, int], None] = BoundedDict(_MAX_PASSES)
 
     def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
-        """See `Rule.feed`."""
         values = entry.values
         key = (rank, pass_of(values))
         if entry.kind == "loader_pass":
@@ -158,7 +157,6 @@ class MeanOfMeans(WaitingRule[list[CollectedNote]]):
         self._collected: BoundedDict[tuple[int, Pass], list[CollectedNote]] = BoundedDict(_MAX_PASSES)
 
     def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
-        """See `Rule.feed`."""
         key = pass_of(entry.values)
         mine = self._collected.setdefault((rank, key), [])
         if len(mine) < 16:

@@ -55,7 +55,6 @@ class SameRandomStreams(Rule):
         self._judged: BoundedDict[tuple[Any, ...], None] = BoundedDict(2 * _MAX_MODELS)
 
     def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
-        """See `Rule.feed`."""
         if entry.kind == "random":
             return self._compare_forwards(rank, entry.values)
         if entry.kind == "draws":

@@ -47,7 +47,6 @@ class SetEpochForgotten(WaitingRule[LoaderPassNote]):
         self._last: BoundedDict[tuple[int, int], _Pass] = BoundedDict(_MAX_PASSES)
 
     def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
-        """See `Rule.feed`."""
         values = entry.values
         if entry.kind == "loader_pass" and (values["sampler"] or {}).get("shuffle"):
             self._newest[rank] = seen = _Seen(values, is_fresh=rank in self._has_loaded)

@@ -58,7 +58,6 @@ class SameBatch(Rule):
         self._judged: BoundedDict[int, None] = BoundedDict(_MAX_MODELS)
 
     def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
-        """See `Rule.feed`."""
         values = entry.values
         if entry.kind == "ddp_model":
             self._members.add(values)
@@ -194,7 +193,6 @@ class ShardsOverlap(Rule):
         self._judged: BoundedDict[Pass, None] = BoundedDict(64)
 
     def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
-        """See `Rule.feed`."""
         values = entry.values
         self._passes.add(rank, entry)
         if entry.kind == "trains":
@@ -299,7 +297,6 @@ class WorkersReadAlike(WaitingRule[LoaderPassNote]):
         )
 
     def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
-        """See `Rule.feed`."""
         values = entry.values
         key = (rank, pass_of(values))
         if entry.kind == "loader_pass":

@@ -44,7 +44,6 @@ class UnequalBatches(Rule):
         self._judged: BoundedDict[int, None] = BoundedDict(_MAX_LOADERS)
 
     def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
-        """See `Rule.feed`."""
         self._passes.add(rank, entry)
         if entry.kind == "ddp_model":
             return ()

@@ -138,7 +138,6 @@ class Divergence(Rule):
         self._mismatched: BoundedDict[tuple[str, str], None] = BoundedDict(_MAX_SETS)
 
     def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
-        """See `Rule.feed`."""
         if entry.kind == "ddp":
             return self._compare_order(rank, entry.values)
         if entry.kind in ReductionOrder.kinds:
@@ -184,7 +183,6 @@ class Divergence(Rule):
         return [make_order_finding(first, names, rank, note)]
 
     def look(self, now_ns: int, /) -> Iterable[Finding]:
-        """See `Rule.look`."""
         return self._judge(now_ns)
 
     def pause(self, now_ns: int, /, *, is_ok: bool) -> Iterable[Finding]:  # noqa: ARG002 - as every rule
@@ -192,7 +190,6 @@ class Divergence(Rule):
         return self._judge(now_ns + WAIT_NS)
 
     def finish(self, now_ns: int, /) -> Iterator[Finding]:
-        """See `Rule.finish`."""
         yield from self._judge(now_ns + 10**12)
         for comparison in self._comparisons.values():
             yield from self._open(comparison).finish()

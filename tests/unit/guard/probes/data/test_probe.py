@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("compiler_is_loaded")
 def guarded(path: Path, said: list[str] | None = None) -> Iterator[None]:
     """The probes are installed while the block runs."""
     told: Callable[[str], None] = (said if said is not None else []).append
-    stop = install(path, rank=0, probes=PROBES, tell=told)
+    stop = install(path, rank=0, probes=PROBES, report=told)
     try:
         yield
     finally:

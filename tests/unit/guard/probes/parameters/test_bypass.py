@@ -56,7 +56,7 @@ def calls(tmp_path: Path) -> Iterator[BypassCalls]:
     """Of one model."""
     journal = JournalWriter(tmp_path / "j", rank=0)
     finder = SiteFinder(os.path.dirname(torch.__file__), os.path.dirname(ddpilot.__file__))
-    yield BypassCalls(Notes("any", journal, rank=0, finder=finder, tell=print))
+    yield BypassCalls(Notes("any", journal, rank=0, finder=finder, report=print))
     journal.close()
 
 

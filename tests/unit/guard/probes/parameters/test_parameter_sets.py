@@ -68,7 +68,7 @@ def book(tmp_path: Path) -> Iterator[ParameterSets]:
     """Without a DDP model, noting into a journal."""
     finder = SiteFinder(torch="torch")
     journal = JournalWriter(tmp_path / "journal", rank=0)
-    yield ParameterSets(Notes("steps", journal, rank=0, finder=finder, tell=pytest.fail), list)
+    yield ParameterSets(Notes("steps", journal, rank=0, finder=finder, report=pytest.fail), list)
     journal.close()
 
 

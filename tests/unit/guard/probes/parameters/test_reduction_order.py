@@ -41,7 +41,7 @@ def begin(tmp_path: Path) -> Iterator[Callable[[], None]]:
 @pytest.fixture
 def noted(tmp_path: Path) -> Iterator[Callable[[], list[dict[str, Any]]]]:
     """Returns what the probe has noted."""
-    stop = install(tmp_path / "j", rank=0, probes=PROBES, tell=pytest.fail)
+    stop = install(tmp_path / "j", rank=0, probes=PROBES, report=pytest.fail)
     yield lambda: [
         dict(entry.values) for entry in read_journal(tmp_path / "j").entries if entry.kind == "reduction_order"
     ]
