@@ -339,7 +339,7 @@ def test_divergence_of_a_model_that_was_never_wrapped_needs_one_start_and_no_oth
     assert run(Job(2, key=free), 5).finish() == ["DDP324"]
     (finding,) = run(Job(2, key=free), NUM_FREE_STEPS + 1).said
     assert finding.severity == "warning"
-    assert "begin with another seed on each" in finding.fix
+    assert "use a different seed on each" in finding.fix
     assert run(Job(2, key=free, reduced=64), NUM_FREE_STEPS + 40).finish() == []
     apart = Job(2, key=free)
     for rank in range(2):
@@ -405,7 +405,7 @@ def test_divergence_names_the_line_of_a_wrapper_that_was_thrown_away() -> None:
         for finding in job.said:
             assert finding.place is not None
             assert finding.place.line == 3
-            assert finding.fix.startswith("Keep what DDP gives")
+            assert finding.fix.startswith("Keep the DDP model")
 
 
 def test_divergence_takes_no_parts_of_one_model_for_models_that_were_never_wrapped() -> None:
