@@ -149,23 +149,23 @@ def _find_by_symptom(message: str, *, is_general: bool, any_case: bool) -> tuple
     return tuple(sorted(found, key=lambda entry: -_longest_in(entry, message, any_case)))
 
 
-def find_cause(said: str, written: Sequence[str]) -> tuple[Entry, ...]:
+def find_cause(error: str, lines: Sequence[str]) -> tuple[Entry, ...]:
     """Return the pages that explain why a process ended.
 
-    `said`: the text of the exception that it raised, if any. `written`: the last lines that it wrote. The lines are
+    `error`: the text of the exception that it raised, if any. `lines`: the last lines that it wrote. The lines are
     searched if there was no exception, or if the exception only reports that a child process ended; pages found in
     the lines then replace those of the exception.
     """
-    known = find_known(said)
-    if said and not is_of_child(said):
+    known = find_known(error)
+    if error and not is_of_child(error):
         return known
-    of_lines = [entry for entry in find_known("\n".join(written)) if entry.severity == "error" or not said]
+    of_lines = [entry for entry in find_known("\n".join(lines)) if entry.severity == "error" or not error]
     return tuple(entry for entry in of_lines if entry not in known) or known
 
 
-def is_of_child(said: str) -> bool:
+def is_of_child(error: str) -> bool:
     """Return True if this error only reports that a child process ended, not why."""
-    return _OF_CHILD.search(said) is not None
+    return _OF_CHILD.search(error) is not None
 
 
 def parse_page(text: str) -> Entry:
@@ -216,15 +216,15 @@ def _is_alike(wanted: str, entry: Entry) -> bool:
 
 
 _KEEP_VARIABLES = (
-    "The launcher has set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each rank: let the program not "
-    "remove them (`os.environ`), and hand them on to what it starts (`env=`)"
+    "The launcher has set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each rank: do not "
+    "remove them (`os.environ`), and pass them to child processes (`env=`)"
 )
 _FIXES_IN_RANK = {
     "DDP101": _KEEP_VARIABLES,
     "DDP102": _KEEP_VARIABLES,
-    "DDP103": "Leave `init_method=`, `store=` and the port out: `init_process_group()` alone meets at the launcher's "
-    "port, which is free; or end who holds this one (`ss -ltnp`)",
-    "DDP104": "Leave MASTER_ADDR and `init_method=` to the launcher, which has set where ranks meet; or name a machine "
+    "DDP103": "Leave `init_method=`, `store=` and the port out: `init_process_group()` alone uses the launcher's "
+    "port, which is free; or end the process that uses this one (`ss -ltnp`)",
+    "DDP104": "Leave MASTER_ADDR and `init_method=` to the launcher, which has set the rendezvous address; or name a machine "
     "that `getent hosts NAME` finds",
     "DDP209": "The other end of a connection closed it, and no rank is known to have failed before that: look at what "
     "the program was connected to, and at the last lines of the other ranks",

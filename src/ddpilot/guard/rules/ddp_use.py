@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.guard.probe import ParametersNote, StepNote, SyncedNote, UnusedNote
-from ddpilot.guard.rules.rule import BoundedDict, Rule, RuleContext, WaitingRule, line_of, place_of, some
+from ddpilot.guard.rules.rule import BoundedDict, Rule, RuleContext, WaitingRule, line_of, num_ranks_of, place_of, some
 from ddpilot.record.journal import Entry
 
 NUM_IN_VAIN = 2
@@ -83,7 +83,7 @@ class NeedlessFindUnused(Rule):
         ranks = self._needless.setdefault((group, note["ordinal"]), set())
         if not note["num_bytes"]:
             ranks.add(rank)
-        if len(ranks) == (self._context.world_size if group == "world" else len(group.split(","))):
+        if len(ranks) == num_ranks_of(group, self._context.world_size):
             yield make_finding(
                 "DDP502",
                 summary=f"no parameter was unused in the first {note['num_backwards']} backwards, on any rank",

@@ -91,23 +91,23 @@ class RuleRunner:
             for entry in entries:
                 for rule in tuple(self._rules):
                     if entry.kind in rule.kinds:
-                        found += self._ask(rule, partial(rule.feed, rank, entry))
-        return found + self._ask_all(lambda rule: rule.look(now_ns))
+                        found += self._run(rule, partial(rule.feed, rank, entry))
+        return found + self._run_all(lambda rule: rule.look(now_ns))
 
     def pause(self, now_ns: int, *, is_ok: bool) -> list[Finding]:
         """Return the findings that wait for notes of other ranks, at the end of a cell; see `Rule.pause`."""
-        return self._ask_all(lambda rule: rule.pause(now_ns, is_ok=is_ok))
+        return self._run_all(lambda rule: rule.pause(now_ns, is_ok=is_ok))
 
     def finish(self, now_ns: int) -> list[Finding]:
         """Return the last findings, after the ranks have ended and all their entries have been fed."""
-        return self._ask_all(lambda rule: rule.finish(now_ns))
+        return self._run_all(lambda rule: rule.finish(now_ns))
 
-    def _ask_all(self, question: Callable[[Rule], Iterable[Finding]]) -> list[Finding]:
-        return [finding for rule in tuple(self._rules) for finding in self._ask(rule, partial(question, rule))]
+    def _run_all(self, examine: Callable[[Rule], Iterable[Finding]]) -> list[Finding]:
+        return [finding for rule in tuple(self._rules) for finding in self._run(rule, partial(examine, rule))]
 
-    def _ask(self, rule: Rule, question: Callable[[], Iterable[Finding]]) -> list[Finding]:
+    def _run(self, rule: Rule, examine: Callable[[], Iterable[Finding]]) -> list[Finding]:
         try:
-            return list(question())
+            return list(examine())
         except Exception as error:  # noqa: BLE001 - an error in one rule must not hide the findings of the others
             self._rules.remove(rule)
             self.faults.append(f"rule {type(rule).__name__} is off: {type(error).__name__}: {error}")

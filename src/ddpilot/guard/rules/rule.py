@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rule is built from: base classes, context, and bounded state."""
+"""Base classes of rules, their context, and bounded state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def no_log(_: int) -> RankLog | None:
 
 @dataclass(frozen=True, kw_only=True)
 class RuleContext:
-    """What rules have access to besides entries."""
+    """The job that the entries belong to."""
 
     world_size: int
     log: Callable[[int], RankLog | None] = no_log
@@ -107,6 +107,13 @@ class WaitingRule(Rule, Generic[V]):
     @abstractmethod
     def _finding(self, by_rank: dict[int, V], /) -> Finding | None:
         """Return the finding for the values that were put, by rank; None if they turn out to be intended."""
+
+
+def num_ranks_of(group: str, world_size: int) -> int:
+    """Return the number of ranks of `group`, named as `describe_group` names it."""
+    if group == "world":
+        return world_size
+    return int(group.partition(" ")[0]) if " " in group else len(group.split(","))
 
 
 def line_of(site: Site) -> tuple[str, int]:

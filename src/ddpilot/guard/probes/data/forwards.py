@@ -67,8 +67,8 @@ class ForwardObserver:
         position.evaluated = None
         if position.fetched:
             self._note_training(model, number)
-        if position.given:
-            position.used = position.find_given(pointers_of((inputs, kwargs)))
+        if position.batches:
+            position.used = position.find_batch(pointers_of((inputs, kwargs)))
         if forward <= _NUM_NORM_STEPS and not known.is_prepared:
             self._note_norms(model, known, (inputs, kwargs))
         if not is_due(forward) or is_capturing():

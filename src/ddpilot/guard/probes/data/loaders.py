@@ -25,12 +25,12 @@ from ddpilot.guard.probe import (
     ShardNote,
     Site,
 )
-from ddpilot.guard.probes.data.position import Given, Pass, Position, is_due
+from ddpilot.guard.probes.data.position import LoadedBatch, Pass, Position, is_due
 from ddpilot.guard.probes.data.samplers import Sketch, describe_loader, is_looked_at, may_repeat
 from ddpilot.guard.probes.tensors import fingerprint, num_rows_of, tensors_in
 
 _NUM_ORDERED = 16
-_MAX_ASKED = 4096
+_MAX_REQUESTED = 4096
 _NUM_SKETCHED_PASSES = 2
 _NUM_NAMED_SAMPLES = 8
 _MAX_SIZES = 3
@@ -58,8 +58,8 @@ class LoaderObserver:
         return [
             notes.around(kind, "__init__", after=self._made),
             notes.around(kind, "_reset", after=self._reset),
-            notes.around(kind, "_next_index", after=self._asked),
-            notes.around(kind, "__next__", before=self._fetching, after=self._given),
+            notes.around(kind, "_next_index", after=self._requested),
+            notes.around(kind, "__next__", before=self._fetching, after=self._returned),
         ]
 
     def _made(self, _: Any, returned: bool, __: Any, iterator: Any, loader: Any) -> None:
@@ -98,12 +98,12 @@ class LoaderObserver:
         number = self._loaders[loader] = zlib.crc32(f"{line} {count}".encode()) + 1
         return number
 
-    def _asked(self, _: Any, returned: bool, index: Any, iterator: Any) -> None:
+    def _requested(self, _: Any, returned: bool, index: Any, iterator: Any) -> None:
         found = self._passes.get(iterator)
         if found is None or not returned or index is None:
             return
-        if len(found.asked) < _MAX_ASKED:
-            found.asked.append(index)
+        if len(found.requested) < _MAX_REQUESTED:
+            found.requested.append(index)
         if found.order is not None and isinstance(index, list):
             found.order += [one for one in index[:_NUM_ORDERED] if type(one) is int]
             if len(found.order) >= _NUM_ORDERED:
@@ -113,7 +113,7 @@ class LoaderObserver:
         self.current = self._passes.get(iterator)
         return self.current
 
-    def _given(self, found: Pass | None, returned: bool, data: Any, _: Any) -> None:
+    def _returned(self, found: Pass | None, returned: bool, data: Any, _: Any) -> None:
         self.current = None
         if found is None:
             return
@@ -121,7 +121,7 @@ class LoaderObserver:
             if isinstance(sys.exc_info()[1], StopIteration):
                 self._ended(found)
             return
-        index = found.asked.popleft() if found.asked else None
+        index = found.requested.popleft() if found.requested else None
         found.num_batches += 1
         number = found.num_batches
         is_evaluation = not torch.is_grad_enabled() or self._position.is_evaluating()
@@ -138,7 +138,7 @@ class LoaderObserver:
             return
         position = self._position
         position.fetched[found.loader] = found
-        position.given.append(_describe_batch(found, number, index, data))
+        position.batches.append(_describe_batch(found, number, index, data))
         if is_due(number) and (seen := fingerprint(data)):
             note = BatchNote(**found.key, batch=number, checksum=seen.checksum, rows=seen.num_rows)
             self._notes.write("batch", note)
@@ -152,7 +152,7 @@ class LoaderObserver:
             self._notes.write("near_end", NearEndNote(**found.key, batch=number))
 
     def _ended(self, found: Pass) -> None:
-        self._position.fetched.pop(found.loader, None)  # a later forward trains on a batch of another pass
+        self._position.fetched.pop(found.loader, None)  # a later forward trains on a batch of a different pass
         is_evaluation = found.num_batches > 0 and found.num_evaluating == found.num_batches
         if is_evaluation:
             self._position.evaluated = found
@@ -180,14 +180,14 @@ def _ignore(_: Pass) -> None:
     pass
 
 
-def _describe_batch(found: Pass, number: int, index: Any, data: Any) -> Given:
+def _describe_batch(found: Pass, number: int, index: Any, data: Any) -> LoadedBatch:
     indices = index[:_NUM_NAMED_SAMPLES] if isinstance(index, list) else ()
     named = tuple(one for one in indices if type(one) is int)
     storages = {
         one.data_ptr(): StorageWeakRef(one.untyped_storage())  # type: ignore[no-untyped-call]
         for one in _first_tensors(data)
     }
-    return Given(found, number, named, storages)
+    return LoadedBatch(found, number, named, storages)
 
 
 def pointers_of(data: Any) -> frozenset[int]:

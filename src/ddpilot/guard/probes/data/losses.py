@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ddpilot.guard.probe import Notes, NotFiniteNote, Site, SpoiledNote
-from ddpilot.guard.probes.data.position import Given, Position
+from ddpilot.guard.probes.data.position import LoadedBatch, Position
 from ddpilot.guard.probes.tensors import tensors_in
 from ddpilot.record.accelerator import HostCopies, HostCopy, is_capturing
 
@@ -33,7 +33,7 @@ class _Backward:
 
     __slots__ = ("is_noted", "number", "site", "used")
 
-    def __init__(self, number: int, used: Given | None, site: Site) -> None:
+    def __init__(self, number: int, used: LoadedBatch | None, site: Site) -> None:
         self.number = number
         self.used = used
         self.site = site
@@ -76,7 +76,7 @@ class LossObserver:
         self._notes = notes
         self._position = position
         self._number = 0  # number of this backward
-        self._used: Given | None = None
+        self._used: LoadedBatch | None = None
         self._backward: _Backward | None = None  # created on demand, which is rare on the CPU
         self._gradients: deque[Any] = deque(maxlen=_MAX_GRADIENTS)
         self._copies = HostCopies()
@@ -108,7 +108,7 @@ class LossObserver:
         """Check one gradient of `model` before it is reduced: an early layer's, which non-finite values reach."""
         if not returned:
             return
-        self._is_spoiled = False  # another training
+        self._is_spoiled = False  # a new training
         ignored = model.parameters_to_ignore
         candidates = [one for name, one in model.module.named_parameters() if one.requires_grad and name not in ignored]
         if not candidates:

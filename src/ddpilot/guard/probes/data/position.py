@@ -38,7 +38,7 @@ class Pass:
     """Number of batches fetched for evaluation."""
     trained: set[int] = field(default_factory=set)
     """Numbers of the models trained with its batches."""
-    asked: deque[Any] = field(default_factory=deque)
+    requested: deque[Any] = field(default_factory=deque)
     """Sample indices of batches that were requested and not returned yet."""
     order: list[int] | None = field(default_factory=list)
     """The first sample indices requested; None once they are noted."""
@@ -50,7 +50,7 @@ class Pass:
 
 
 @dataclass
-class Given:
+class LoadedBatch:
     """A batch returned by a loader."""
 
     of: Pass
@@ -79,7 +79,7 @@ class TrainedModel:
         self.forwards = 0
         self.ended: tuple[int, torch.Tensor] = (0, torch.empty(0))
         """The last forward that was observed, and the state of the CPU generator after it."""
-        self.used: Given | None = None
+        self.used: LoadedBatch | None = None
         """The batch of that forward."""
         self.rows: list[int] = []
 
@@ -93,9 +93,9 @@ class Position:
     which would cost time in every step."""
     fetched: dict[int, Pass] = field(default_factory=dict)
     """Passes, by loader, that returned a training batch since the last forward."""
-    given: deque[Given] = field(default_factory=lambda: deque(maxlen=4))
+    batches: deque[LoadedBatch] = field(default_factory=lambda: deque(maxlen=4))
     """The newest batches."""
-    used: Given | None = None
+    used: LoadedBatch | None = None
     """The batch of the last forward in training."""
     evaluated: Pass | None = None
     """The last pass if it was an evaluation that has ended and no training followed; otherwise None."""
@@ -110,13 +110,13 @@ class Position:
         """Return the DDP models that have not been freed."""
         return [model for known in self.models.values() if (model := known.find()) is not None]
 
-    def find_given(self, pointers: frozenset[int]) -> Given | None:
+    def find_batch(self, pointers: frozenset[int]) -> LoadedBatch | None:
         """Return the newest batch that has one of these tensors, or else the newest one."""
-        for given in reversed(self.given):
-            for address, storage in given.storages.items():
+        for batch in reversed(self.batches):
+            for address, storage in batch.storages.items():
                 if address in pointers and not storage.expired():  # type: ignore[no-untyped-call]
-                    return given
-        return self.given[-1] if self.given else None
+                    return batch
+        return self.batches[-1] if self.batches else None
 
 
 def is_due(number: int, first: int = 8, every: int = 1024) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What guard knows about one DDP model of this rank."""
+"""The state of one DDP model on this rank: forwards, backwards, and why gradients were not reduced."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LOCAL_HOOKS = ("noop_hook", "post_localSGD_hook")
 class DdpModel:
     """A model wrapped by `ddp`, to which it keeps no reference.
 
-    `ordinal`: "<era>/<index>", which DDP model of its group this is, counted from 0 in each era. `compiled`: the
+    `ordinal`: "<generation>/<index>", which DDP model of its group this is, counted from 0 in each generation. `compiled`: the
     compiled recorder or None.
     """
 
@@ -108,7 +108,7 @@ class BackwardTracker:
         """Number of events so far."""
         self._events = ""  # the newest events
         self._is_armed = False
-        self._num_spare = 0  # forwards whose backward is still to come, besides the one that is reduced
+        self._num_spare = 0  # forwards without a backward so far, besides the one that is reduced
         self._num_local = 0
         self._last_was_retained = False
 

@@ -33,7 +33,13 @@ from ddpilot.guard.probe import (
     SyncedNote,
 )
 from ddpilot.guard.probes.parameters.ddp_model import DdpModel
-from ddpilot.guard.probes.parameters.fingerprint import Arriving, Fingerprinter, LastCopy, LastWindows, is_plain
+from ddpilot.guard.probes.parameters.fingerprint import (
+    PendingFingerprint,
+    Fingerprinter,
+    LastCopy,
+    LastWindows,
+    is_plain,
+)
 from ddpilot.guard.probes.process_groups import sequence_number
 from ddpilot.record.accelerator import HostCopies
 
@@ -151,7 +157,7 @@ class _Part:
     number: int
     """Number of collectives that its group had started when the step started."""
     fingerprint: Fingerprint | None
-    arriving: list[Arriving]
+    pending: list[PendingFingerprint]
     """Instead of `fingerprint` on a device: parameters, and the gradients after the closure."""
     cost_s: float
 
@@ -186,9 +192,9 @@ class OpenStep:
             begun = time.monotonic()
             if part.fingerprint is not None:
                 part.fingerprint["g"] = part.parameter_set.fingerprinter.take_gradients()
-            elif part.arriving:
+            elif part.pending:
                 gradients = part.parameter_set.fingerprinter.begin(self.copies, only_gradients=True)
-                part.arriving[1:] = [gradients] if gradients is not None else []
+                part.pending[1:] = [gradients] if gradients is not None else []
             part.cost_s += time.monotonic() - begun
 
 
@@ -202,11 +208,11 @@ class ParameterSets:
         self._known: dict[int, _Known] = {}
         self._dropped: list[DdpModel] = []  # models whose wrapper was freed without a forward
         self._num_sets = 0
-        self._era = ""
+        self._generation = ""
         self._num_of_key: dict[str, int] = {}
         self._last_steps: deque[_LastStep] = deque(maxlen=_MAX_OPTIMIZERS)  # not noted yet
         self._copies = HostCopies()
-        self._arriving: deque[tuple[int, int, list[Arriving]]] = deque()  # sets, their steps, and fingerprints
+        self._pending: deque[tuple[int, int, list[PendingFingerprint]]] = deque()  # sets, their steps, and fingerprints
         self._pid = os.getpid()
 
     def clear(self) -> None:
@@ -225,7 +231,7 @@ class ParameterSets:
         for known in tuple(self._known.values()):
             self._keep_last(known.sets)
         until_s = time.monotonic() + _BUSY_S
-        while self._arriving and time.monotonic() < until_s:
+        while self._pending and time.monotonic() < until_s:
             self._write_arrived()
             time.sleep(0.001)
         while self._last_steps:
@@ -253,11 +259,11 @@ class ParameterSets:
         unused = [model for model in models if not {*"Ff"} & {*model.reductions.since(0)}]
         self._dropped = [model for model in (*self._dropped, *unused) if model.first() is not None][-_MAX_OPTIMIZERS:]
 
-    def step(self, optimizer: Optimizer, era: str) -> None:
-        """Note that `optimizer` is about to take a step, in the default group named `era`."""
-        if self._arriving:
+    def step(self, optimizer: Optimizer, generation: str) -> None:
+        """Note that `optimizer` is about to take a step, in the default group named `generation`."""
+        if self._pending:
             self._write_arrived()
-        sets, is_planned = self._sets_of(optimizer, era)
+        sets, is_planned = self._sets_of(optimizer, generation)
         for parameter_set in tuple(sets):
             count, events, is_due = parameter_set.advance()
             if is_due and not is_planned:
@@ -271,15 +277,15 @@ class ParameterSets:
             if parameter_set.model is not None:
                 self._stepped(parameter_set.model)
 
-    def begin_step(self, optimizer: Optimizer, era: str) -> OpenStep:
+    def begin_step(self, optimizer: Optimizer, generation: str) -> OpenStep:
         """Same as `step` for a step with a closure.
 
         Parameters are read now, before the optimizer may move them to evaluate the closure; gradients are read after
         the closure; `end_step` writes the note.
         """
-        if self._arriving:
+        if self._pending:
             self._write_arrived()
-        sets, is_planned = self._sets_of(optimizer, era)
+        sets, is_planned = self._sets_of(optimizer, generation)
         opened = OpenStep(optimizer, [], self._copies)
         for parameter_set in tuple(sets):
             is_due = parameter_set.is_next_due()
@@ -291,9 +297,9 @@ class ParameterSets:
                 parameter_set.windows.copy()
             begun = time.monotonic()
             is_read = is_due and bool(parameter_set.fingerprinter.parameters)
-            fingerprint, arriving = self._look(parameter_set) if is_read else (None, [])
+            fingerprint, pending = self._look(parameter_set) if is_read else (None, [])
             number = _find_number(parameter_set.model)
-            opened.parts.append(_Part(parameter_set, is_due, number, fingerprint, arriving, time.monotonic() - begun))
+            opened.parts.append(_Part(parameter_set, is_due, number, fingerprint, pending, time.monotonic() - begun))
         return opened
 
     def end_step(self, opened: OpenStep) -> None:
@@ -319,9 +325,9 @@ class ParameterSets:
             if synced.is_over:
                 model.synced = None
 
-    def _sets_of(self, optimizer: Optimizer, era: str) -> tuple[list[ParameterSet], bool]:
+    def _sets_of(self, optimizer: Optimizer, generation: str) -> tuple[list[ParameterSet], bool]:
         """Return the sets of `optimizer`, and True if its parameters have just been sorted into them."""
-        self._era = era
+        self._generation = generation
         known = self._known.get(id(optimizer))
         if known is None or known.optimizer() is not optimizer:
             known = self._add(optimizer)
@@ -345,8 +351,8 @@ class ParameterSets:
         key, all_known, keep_last = id(optimizer), self._known, self._keep_last
 
         def forget(_: weakref.ref[Optimizer]) -> None:
-            if gone := all_known.pop(key, None):
-                keep_last(gone.sets)
+            if freed := all_known.pop(key, None):
+                keep_last(freed.sets)
 
         known = all_known[key] = _Known(weakref.ref(optimizer, forget))
         return known
@@ -379,28 +385,28 @@ class ParameterSets:
                 note["in_vain"], model.without_effect = model.without_effect, {}
         if is_due:
             begun = time.monotonic()
-            fingerprint, arriving = (part.fingerprint, part.arriving) if part is not None else self._look(parameter_set)
+            fingerprint, pending = (part.fingerprint, part.pending) if part is not None else self._look(parameter_set)
             if fingerprint is not None:
                 note["fingerprint"] = fingerprint
-            if arriving:
+            if pending:
                 note["is_copying"] = True
-                self._arriving.append((parameter_set.number, count, arriving))
+                self._pending.append((parameter_set.number, count, pending))
             note["rates"] = _rates_of(optimizer)
             cost_s = time.monotonic() - begun + (part.cost_s if part is not None else 0.0)
             parameter_set.checked(count, cost_s)
         self._notes.write("step", note)
 
-    def _look(self, parameter_set: ParameterSet) -> tuple[Fingerprint | None, list[Arriving]]:
+    def _look(self, parameter_set: ParameterSet) -> tuple[Fingerprint | None, list[PendingFingerprint]]:
         """Return the fingerprint, and [] on the CPU; on a device None, and [the fingerprint in flight]."""
-        arriving = parameter_set.fingerprinter.begin(self._copies)
-        return (parameter_set.fingerprinter.take(), []) if arriving is None else (None, [arriving])
+        pending = parameter_set.fingerprinter.begin(self._copies)
+        return (parameter_set.fingerprinter.take(), []) if pending is None else (None, [pending])
 
     def _write_arrived(self) -> None:
         """Note the fingerprints that have arrived from their devices, each with the number of its step."""
-        while self._arriving and all(each.has_arrived() for each in self._arriving[0][2]):
-            number, count, arriving = self._arriving.popleft()
-            fingerprint = arriving[0].fingerprint()
-            for gradients in arriving[1:]:
+        while self._pending and all(each.has_arrived() for each in self._pending[0][2]):
+            number, count, pending = self._pending.popleft()
+            fingerprint = pending[0].fingerprint()
+            for gradients in pending[1:]:
                 fingerprint["g"] = gradients.fingerprint()["g"]
             note = FingerprintNote(parameter_set=number, step=count, fingerprint=fingerprint)
             self._notes.write("fingerprint", note)
@@ -457,7 +463,7 @@ class ParameterSets:
         else:
             site = self._notes.site()
             shapes = zlib.crc32(repr([list(parameter.shape) for _, parameter, _ in members]).encode())
-            key = ["free", f"{self._era}/{shapes}", f"{site.get('file')}:{site.get('line')}"]
+            key = ["free", f"{self._generation}/{shapes}", f"{site.get('file')}:{site.get('line')}"]
         text = repr(key)
         ordinal = self._num_of_key[text] = self._num_of_key.get(text, -1) + 1
         self._num_sets += 1

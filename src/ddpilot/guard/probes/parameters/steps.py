@@ -40,7 +40,7 @@ class StepProbe:
         self._num_models = 0
         self._num_in_group: dict[str, int] = {}
         self._unused: list[UnusedCount] = []
-        self._eras = GroupGenerations()
+        self._generations = GroupGenerations()
         self._world: Any = None
         self._is_alone = True
         self._num_open = 0  # steps that have started and not ended
@@ -74,7 +74,7 @@ class StepProbe:
         group = describe_group(ddp.process_group)
         self._follow_group()
         place = self._num_in_group[group] = self._num_in_group.get(group, -1) + 1
-        ordinal = f"{self._eras.name}/{place}"
+        ordinal = f"{self._generations.name}/{place}"
         self._num_models += 1
         if len(self._live_models()) >= _MAX_MODELS:
             return
@@ -101,10 +101,10 @@ class StepProbe:
         self._notes.write("ddp", note)
 
     def _live_models(self) -> list[DdpModel]:
-        gone = [model for model in self._models if model.find() is None]
-        if gone:
-            self._parameter_sets.drop(gone)
-            self._models = [model for model in self._models if model not in gone]
+        freed = [model for model in self._models if model.find() is None]
+        if freed:
+            self._parameter_sets.drop(freed)
+            self._models = [model for model in self._models if model not in freed]
         return self._models
 
     def _find_models(self, module: Any) -> Iterator[tuple[DdpModel, Any]]:
@@ -116,12 +116,14 @@ class StepProbe:
 
     def _follow_group(self) -> None:
         """Start over if the default group has changed. Surviving models are matched with those of other ranks."""
-        if self._eras.has_changed():
+        if self._generations.has_changed():
             self._look_at_cells()
             self._num_in_group.clear()
             self._parameter_sets.clear()
             for model in self._live_models():
-                model.ordinal = f"{self._eras.name}/kept {model.ordinal.rpartition('/')[2].removeprefix('kept ')}"
+                model.ordinal = (
+                    f"{self._generations.name}/kept {model.ordinal.rpartition('/')[2].removeprefix('kept ')}"
+                )
 
     def _look_at_cells(self) -> None:
         """In a notebook session, note the newest step at the end of each cell, as it may be the last."""
@@ -229,15 +231,15 @@ class StepProbe:
         self._opened = None
         if self._is_alone or is_compiling() or is_capturing():
             return None
-        if world is not self._eras.group:
+        if world is not self._generations.group:
             self._follow_group()
         if self._unused:
             self._count_unused()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
-            self._parameter_sets.step(optimizer, self._eras.name)
+            self._parameter_sets.step(optimizer, self._generations.name)
             return None
-        self._opened = opened = self._parameter_sets.begin_step(optimizer, self._eras.name)
+        self._opened = opened = self._parameter_sets.begin_step(optimizer, self._generations.name)
         if not opened.is_due:
             return None
         watched = self._look_after(closure, opened)
@@ -279,7 +281,7 @@ def _versions_of(ddp: Any) -> list[int]:
 
 
 def _is_nested() -> bool:
-    """True if this step runs inside the step of another optimizer, which wraps this one."""
+    """True if this step runs inside the step of an optimizer that wraps this one."""
     # All optimizers run their steps through the same torch wrapper, which calls this hook.
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "wrapper":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find ranks that diverge: parameters that differ at the same moment of training, and why."""
+"""Find ranks that diverge: parameters that differ at the same step, and why."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class Divergence(Rule):
             comparison.step(rank, entry)
         else:
             comparison.arrived(rank, entry)
-        return self._open(comparison).judge(None)
+        return self._open(comparison).find(None)
 
     def _compare_order(self, rank: int, note: DdpNote) -> Iterable[Finding]:
         key = (note["group"], note["ordinal"])
@@ -183,20 +183,20 @@ class Divergence(Rule):
         return [make_order_finding(first, names, rank, note)]
 
     def look(self, now_ns: int, /) -> Iterable[Finding]:
-        return self._judge(now_ns)
+        return self._find(now_ns)
 
     def pause(self, now_ns: int, /, *, is_ok: bool) -> Iterable[Finding]:  # noqa: ARG002 - as every rule
         """See `Rule.pause`. Unlike at the end of the job, later steps may still prove or disprove a divergence."""
-        return self._judge(now_ns + WAIT_NS)
+        return self._find(now_ns + WAIT_NS)
 
     def finish(self, now_ns: int, /) -> Iterator[Finding]:
-        yield from self._judge(now_ns + 10**12)
+        yield from self._find(now_ns + 10**12)
         for comparison in self._comparisons.values():
             yield from self._open(comparison).finish()
 
-    def _judge(self, now_ns: int) -> Iterator[Finding]:
+    def _find(self, now_ns: int) -> Iterator[Finding]:
         for comparison in self._comparisons.values():
-            yield from self._open(comparison).judge(now_ns)
+            yield from self._open(comparison).find(now_ns)
 
     def _open(self, comparison: Comparison) -> Comparison:
         """Return `comparison`, ended if no DDP model has its parameters and each rank trains on a fold of its own."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare the fingerprints that several ranks took at the same moment of training."""
+"""Compare the fingerprints that several ranks took at the same step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOT_SEEN = -1.0
 
 @dataclass(frozen=True)
 class Difference:
-    """The differences between ranks at one moment: by the tensor's name, a line with the values."""
+    """The differences between ranks at one step: by the tensor's name, a line with the values."""
 
     gradients: Mapping[str, str] = field(default_factory=dict)
     parameters: Mapping[str, str] = field(default_factory=dict)

@@ -31,10 +31,10 @@ class Averaged:
     `are_weights_apart`: True if only the gradients need to be equal.
     """
 
-    def __init__(self, sets: Sets, moment: MatchedStep, *, are_weights_apart: bool = False) -> None:
-        rank, fingerprint = min(moment.fingerprints.items(), key=lambda item: item[0])
+    def __init__(self, sets: Sets, matched: MatchedStep, *, are_weights_apart: bool = False) -> None:
+        rank, fingerprint = min(matched.fingerprints.items(), key=lambda item: item[0])
         parameters = sets[rank]
-        apart = set(moment.difference.gradients) | (set() if are_weights_apart else set(moment.difference.parameters))
+        apart = set(matched.difference.gradients) | (set() if are_weights_apart else set(matched.difference.parameters))
         gradients = seen_gradients(fingerprint)
         members = [
             (size, gradient)

@@ -11,7 +11,7 @@ from ddpilot.guard.probe import Fingerprint, ParameterSetNote, StepNote
 from ddpilot.guard.rules.parameters.fingerprints import Difference
 from ddpilot.record.journal import Entry
 
-When = tuple[int, int]
+StepKey = tuple[int, int]
 """(collectives the group had started, optimizer steps since the last of them)"""
 
 
@@ -24,7 +24,7 @@ class MatchedStep:
     """What each rank last noted about its parameters before the step; it may differ for a later step."""
     is_compared: bool = False
     arrived_ns: int = 0
-    """When the newest fingerprint arrived from its device, after its step was noted; 0 if none did."""
+    """StepKey the newest fingerprint arrived from its device, after its step was noted; 0 if none did."""
     difference: Difference = field(default_factory=Difference)
 
     @property
@@ -39,7 +39,7 @@ class MatchedStep:
 
     @property
     def begun_ns(self) -> int:
-        """When the first of the ranks took the step."""
+        """StepKey the first of the ranks took the step."""
         return min(step.time_ns for step in self.steps.values())
 
     @property
@@ -80,34 +80,34 @@ class Skipped:
 
 
 class StepsTaken:
-    """The newest steps of every rank with one parameter set, each identified by its `When`."""
+    """The newest steps of every rank with one parameter set, each identified by its `StepKey`."""
 
     def __init__(self) -> None:
         self.first_ns: dict[int, int] = {}
-        """When each rank took its first step."""
+        """StepKey each rank took its first step."""
         self.newest = 0
         """The highest step number."""
-        self._last: dict[int, When] = {}
-        self._order: dict[int, deque[tuple[When, int]]] = {}
+        self._last: dict[int, StepKey] = {}
+        self._order: dict[int, deque[tuple[StepKey, int]]] = {}
 
     @property
     def ranks(self) -> Set[int]:
         """The ranks that took a step."""
         return self._order.keys()
 
-    def add(self, rank: int, entry: Entry) -> When:
-        """Add a step that `rank` is about to take, and return its `When`."""
+    def add(self, rank: int, entry: Entry) -> StepKey:
+        """Add a step that `rank` is about to take, and return its `StepKey`."""
         note: StepNote = entry.values
         seq, number = note["seq"], note["step"]
         last = self.newest_of(rank)
-        self._last[rank] = when = (seq, last[1] + 1 if last[0] == seq else 0)
-        self._order.setdefault(rank, deque(maxlen=MAX_STEPS)).append((when, number))
+        self._last[rank] = key = (seq, last[1] + 1 if last[0] == seq else 0)
+        self._order.setdefault(rank, deque(maxlen=MAX_STEPS)).append((key, number))
         self.first_ns.setdefault(rank, entry.time_ns)
         self.newest = max(self.newest, number)
-        return when
+        return key
 
-    def newest_of(self, rank: int) -> When:
-        """Return the `When` of the newest step of `rank`."""
+    def newest_of(self, rank: int) -> StepKey:
+        """Return the `StepKey` of the newest step of `rank`."""
         return self._last.get(rank, (-1, 0))
 
     def find_skipped(self) -> Skipped | None:
@@ -115,10 +115,10 @@ class StepsTaken:
         begun = max((order[0] for order in self._order.values()), default=((0, 0), 0))[0]
         ended = min((order[-1] for order in self._order.values()), default=((0, 0), 0))[0]
         taken = {rank: dict(order) for rank, order in self._order.items()}
-        for when in sorted(set().union(*taken.values())):
-            ranks = tuple(rank for rank in taken if when not in taken[rank])
-            if ranks and begun <= when <= ended:
-                counts = {rank: steps[when] for rank, steps in taken.items() if when in steps}
+        for key in sorted(set().union(*taken.values())):
+            ranks = tuple(rank for rank in taken if key not in taken[rank])
+            if ranks and begun <= key <= ended:
+                counts = {rank: steps[key] for rank, steps in taken.items() if key in steps}
                 return Skipped(min(counts.values()), tuple(counts), ranks)
         return None
 
