@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ddpilot.guard.probes.parameters.fingerprint import PendingFingerprint, Fingerprinter, LastWindows
+from ddpilot.guard.probes.parameters.fingerprint import Fingerprinter, LastWindows, PendingFingerprint
 from ddpilot.record.accelerator import HostCopies
 
 

@@ -224,8 +224,8 @@ _FIXES_IN_RANK = {
     "DDP102": _KEEP_VARIABLES,
     "DDP103": "Leave `init_method=`, `store=` and the port out: `init_process_group()` alone uses the launcher's "
     "port, which is free; or end the process that uses this one (`ss -ltnp`)",
-    "DDP104": "Leave MASTER_ADDR and `init_method=` to the launcher, which has set the rendezvous address; or name a machine "
-    "that `getent hosts NAME` finds",
+    "DDP104": "Leave MASTER_ADDR and `init_method=` to the launcher, which has set the rendezvous address; or name a "
+    "machine that `getent hosts NAME` finds",
     "DDP209": "The other end of a connection closed it, and no rank is known to have failed before that: look at what "
     "the program was connected to, and at the last lines of the other ranks",
 }

@@ -59,7 +59,7 @@ def _describe_store() -> str:
 
 
 def sequence_number(group: Any) -> int:
-    """Return the number of collectives that `group` has started; -1 if its backend does not count or it was destroyed."""
+    """Return the number of collectives that `group` has started; -1 if unknown, as after its end."""
     if group is None:
         return -1
     try:

@@ -23,8 +23,8 @@ _LOCAL_HOOKS = ("noop_hook", "post_localSGD_hook")
 class DdpModel:
     """A model wrapped by `ddp`, to which it keeps no reference.
 
-    `ordinal`: "<generation>/<index>", which DDP model of its group this is, counted from 0 in each generation. `compiled`: the
-    compiled recorder or None.
+    `ordinal`: "<generation>/<index>", which DDP model of its group this is, counted from 0 in each generation of the
+    default group. `compiled`: the compiled recorder or None.
     """
 
     def __init__(self, ddp: Any, *, number: int, ordinal: str, compiled: Any = None) -> None:

@@ -34,10 +34,10 @@ from ddpilot.guard.probe import (
 )
 from ddpilot.guard.probes.parameters.ddp_model import DdpModel
 from ddpilot.guard.probes.parameters.fingerprint import (
-    PendingFingerprint,
     Fingerprinter,
     LastCopy,
     LastWindows,
+    PendingFingerprint,
     is_plain,
 )
 from ddpilot.guard.probes.process_groups import sequence_number

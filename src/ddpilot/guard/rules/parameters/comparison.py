@@ -26,7 +26,7 @@ from ddpilot.guard.rules.parameters.manual_averaging import (
     may_be_reduced,
     num_exchanged,
 )
-from ddpilot.guard.rules.parameters.steps import MAX_STEPS, MatchedStep, PassesBegun, Skipped, StepsTaken, StepKey
+from ddpilot.guard.rules.parameters.steps import MAX_STEPS, MatchedStep, PassesBegun, Skipped, StepKey, StepsTaken
 from ddpilot.guard.rules.rule import BoundedDict, RuleContext, num_ranks_of, place_of
 from ddpilot.record.flight_ring.log import CallSite, RankLog
 from ddpilot.record.journal import Entry
@@ -392,7 +392,7 @@ class Comparison:
         return False
 
     def _exchanges_often(self, log: RankLog, since_ns: int) -> bool:
-        """True if the ranks hold parts of one model: they exchange what the parts compute in at least every second step."""
+        """True if the ranks hold parts of one model, whose results they exchange in at least every second step."""
         if not self.is_free:
             return False
         num_steps = self._taken.newest - (self._count(self._first_bad) if self._first_bad else 0)
