@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpilot.guard.probe import DdpModelNote, InputNote, NormsNote, Notes, RandomNote, Site, TrainsNote
+from ddpilot.guard.probe import BatchKey, DdpModelNote, InputNote, NormsNote, Notes, RandomNote, Site, TrainsNote
 from ddpilot.guard.probes.data.loaders import pointers_of
 from ddpilot.guard.probes.data.position import Position, TrainedModel, is_due
 from ddpilot.guard.probes.data.random_draws import device_digest, words_between
@@ -118,6 +118,7 @@ class ForwardObserver:
         if seen is None:
             return
         used = self._position.used
+        key: BatchKey = used.key if used is not None else {}
         note = InputNote(
             model=number,
             forward=forward,
@@ -125,7 +126,7 @@ class ForwardObserver:
             rows=seen.num_rows,
             elements=seen.num_elements,
             site=self._notes.site(),
-            **(used.key if used is not None else {}),
+            **key,
         )
         self._notes.write("input", note)
 

@@ -42,7 +42,8 @@ class _Backward:
     def note(self, loss: str) -> NotFiniteNote:
         """Return the note for a `loss` that is not finite, or for a gradient if `loss` is empty."""
         used = self.used
-        indices, key = ((), {}) if used is None else (used.indices, used.key)
+        key: BatchKey = used.key if used is not None else {}
+        indices = used.indices if used is not None else ()
         return NotFiniteNote(backward=self.number, loss=loss, indices=indices, site=self.site, **key)
 
 

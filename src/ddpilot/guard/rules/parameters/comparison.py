@@ -532,7 +532,7 @@ def _site(cause: Cause, comparison: Comparison, first: MatchedStep, proof: Match
         known = {note.get("why_local") for note in first.notes.values()} - {None}
         for note in notes:
             if note.get("why_local") in known:
-                site = note.get("site" if note["why_local"] == "no_sync" else "local_site", {})
+                site = note.get("site", {}) if note["why_local"] == "no_sync" else note.get("local_site", {})
                 break
     elif cause is causes.DROPPED:
         site = next((note["dropped"] for note in comparison.sets.values() if note["dropped"]), {})

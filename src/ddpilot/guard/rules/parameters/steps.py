@@ -55,7 +55,7 @@ class MatchedStep:
     @property
     def rates(self) -> dict[int, list[float]]:
         """The ranks' learning rates if they differ; empty otherwise."""
-        rates = {rank: rates for rank, note in sorted(self.notes.items()) if (rates := note.get("rates"))}
+        rates = {rank: note["rates"] for rank, note in sorted(self.notes.items()) if note.get("rates")}
         return rates if len({tuple(each) for each in rates.values()}) > 1 else {}
 
     @property
