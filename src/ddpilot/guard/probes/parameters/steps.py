@@ -52,12 +52,10 @@ class StepProbe:
     def install(self, notes: Notes) -> list[Callable[[], None]]:
         self._notes = notes
         self._parameter_sets = ParameterSets(notes, self._live_models)
-        pre_hook = notes.safely(self._before_step)
-        keep_dynamo_out(pre_hook)
         self._note_last = note_last = notes.safely(lambda *_: self._parameter_sets.note_last_steps())
         ddp: Any = DistributedDataParallel
         return [
-            register_optimizer_step_pre_hook(pre_hook).remove,
+            register_optimizer_step_pre_hook(notes.safely(self._before_step)).remove,
             register_optimizer_step_post_hook(notes.safely(self._after_step)).remove,
             notes.around(ddp, "__init__", after=self._wrapped),
             notes.around(ddp, "forward", before=self._before_forward),
