@@ -27,19 +27,10 @@ WRAPPER_FILE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "<import
 Hook = Callable[..., Any]
 
 
-class Switch(Protocol):
-    """The part of a probe that turns it off."""
-
-    is_off: bool
-
-    def switch_off(self, error: Exception) -> None:
-        """Stop calling the probe's hooks because of `error`."""
-
-
 class Hooks(NamedTuple):
     """The hooks of one probe around a function."""
 
-    notes: Switch
+    notes: Notes
     before: Hook | None
     returned: Hook | None
     raised: Hook | None

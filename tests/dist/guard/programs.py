@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs as users write them, run by the ranks of these tests: wrong ones, and right ones that look like them."""
+"""Programs as users write them: wrong ones, and correct ones that look alike."""
 
 from __future__ import annotations
 

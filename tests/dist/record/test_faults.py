@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever goes wrong in the recording, it is said once and training goes on."""
+"""An error in the recording is reported once, and training continues."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives like one before are written by compiled code, and read as if Python had described each anew."""
+"""Compiled code writes repeated collectives, and they read as if Python had written each."""
 
 from __future__ import annotations
 

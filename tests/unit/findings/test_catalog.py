@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages of the findings: their shape, that each code has one, and the way from a message to its page."""
+"""Pages of findings: their format, one for each code, and the search for a message."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sequence that shows itself."""
+"""Render findings as text and HTML."""
 
 from __future__ import annotations
 

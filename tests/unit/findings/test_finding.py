@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record itself: checked, frozen, and the same after a round trip."""
+"""A finding is checked, frozen, and equal after a round trip."""
 
 from __future__ import annotations
 

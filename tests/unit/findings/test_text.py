@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks in words, on one line at any world size; text without terminal commands."""
+"""Lists of ranks on one line at any world size, and text without control sequences."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What guard has compiled functions for is found by these as by the Python code that they stand for."""
+"""Compiled functions of guard give the same results as their Python counterparts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Probes cannot disturb training: what happens to an error in one of them."""
+"""Errors in a probe do not affect training."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which line of a stack is the user's, told by the names of files."""
+"""Find the user's line of a stack by file names."""
 
 from __future__ import annotations
 

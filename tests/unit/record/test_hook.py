@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where ranks record, by a folder."""
+"""Paths of ranks' rings in a folder."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The journal that guard writes, read back."""
+"""Write guard's journal and read it back."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that writes its stack when it is asked."""
+"""A process writes its stack on request."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the source says around a line: lists that are averaged, tensors that are scaled, gradients that are read."""
+"""Read the source around a line: lists that are averaged, tensors that are scaled, gradients that are read."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a call's result is thrown away, read from the code around it."""
+"""Detect from bytecode that the result of a call is discarded."""
 
 from __future__ import annotations
 

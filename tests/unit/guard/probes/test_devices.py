@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exceptions about devices, with the device that is nowhere in the place of a GPU."""
+"""Errors about tensors on several devices, with the meta device instead of a GPU."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fingerprints of batches, which samples stand for a dataset, and states of generators."""
+"""Fingerprints of batches, selection of samples, and states of generators."""
 
 from __future__ import annotations
 

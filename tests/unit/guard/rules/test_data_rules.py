@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules about batches, samplers and parts, on values: subgroups, order of arrival, what cannot be told."""
+"""Rules about batches, samplers and shards: subgroups, order of arrival, and cases without proof."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules about random streams, BatchNorm, what is not finite, the graph, and devices, on values."""
+"""Rules about random streams, BatchNorm, non-finite values, graphs and devices."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All rules together."""
+"""Run all rules."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State that rules keep, and what they read from notes."""
+"""Bounded state of rules, and helpers that read notes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which works are asked when, and which are no longer followed."""
+"""Which works are polled when, and which are no longer followed."""
 
 from __future__ import annotations
 

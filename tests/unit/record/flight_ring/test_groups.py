@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rank numbers of a group, short in the ring."""
+"""Pack the ranks of a group, and identify groups."""
 
 from __future__ import annotations
 

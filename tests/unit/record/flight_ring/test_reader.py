@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read of a ring, and what is refused."""
+"""Read a ring, and refuse files that are not readable rings."""
 
 from __future__ import annotations
 

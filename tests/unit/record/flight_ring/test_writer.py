@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is written can be read, at every moment in between, and when the ring has gone round."""
+"""The ring can be read at every moment while it is written, and after it wraps around."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which batch a forward uses is found by its tensors."""
+"""Find the batch that a forward uses by its tensors."""
 
 from __future__ import annotations
 

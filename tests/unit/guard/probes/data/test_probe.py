@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The probe of data in one process: what it notes, that it changes nothing, and that its errors do no harm."""
+"""The data probe in one process: its notes, no effect on training, and errors in it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The call of a model past its wrapper, where the function that called it has returned when backward runs."""
+"""Find a call past the DDP wrapper if the function that made it has returned before backward."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The line that calls a model past its wrapper, found in the source."""
+"""Find the line that calls a model past its DDP wrapper in the source."""
 
 from __future__ import annotations
 

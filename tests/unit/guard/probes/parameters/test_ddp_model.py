@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which backwards DDP reduces, told from the order of events."""
+"""Derive from the order of events which backwards DDP reduces."""
 
 from __future__ import annotations
 

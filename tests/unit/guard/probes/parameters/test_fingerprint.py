@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fingerprints tell different tensors apart, and change nothing."""
+"""Fingerprints differ for different tensors, and taking them changes nothing."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a step is checked: by what led to it, and by how long steps and checks take."""
+"""Decide which steps are checked, from their events and from the time of steps and checks."""
 
 from __future__ import annotations
 

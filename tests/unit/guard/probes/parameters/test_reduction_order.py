@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is noted of the gradients that a program all-reduces itself."""
+"""Note the order of gradients that a program all-reduces itself."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which steps count as accumulated, with every backward reduced."""
+"""Count the steps that accumulate gradients with every backward reduced."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said of ranks that grow apart, from entries as a job of several ranks leaves them."""
+"""Findings about diverging ranks, from entries as the ranks of a job write them."""
 
 from __future__ import annotations
 

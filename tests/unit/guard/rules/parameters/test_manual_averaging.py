@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which collectives are the averaging of gradients by hand, and which are not."""
+"""Recognize collectives that average gradients without DDP."""
 
 from __future__ import annotations
 
