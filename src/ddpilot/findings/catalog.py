@@ -15,6 +15,8 @@ from ddpilot.findings.finding import Finding, Place, Severity
 
 SECTIONS = ("What you see", "What it means", "Why it happens", "How to fix it", "Sources")
 """The headings of a page, in order."""
+IN_RANK = "In a launched rank"
+"""Optional heading before the last one: the fix if a launcher started the rank."""
 
 _TITLE = re.compile(r"^# (?P<code>DDP\d{3}) (?P<name>[a-z0-9-]+): (?P<title>.+)$")
 _SYMPTOM = re.compile(r"^- `(?P<text>.+)`$", re.MULTILINE)
@@ -56,14 +58,14 @@ class Entry:
         return any(pattern.search(words) for pattern in _patterns(self.symptoms, any_case))
 
     def section(self, heading: str) -> str:
-        """Return the text under `heading`, one of `SECTIONS`."""
+        """Return the text under `heading`, one of `SECTIONS` or `IN_RANK`; empty if the page does not have it."""
         return self.text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0].strip()
 
     @property
     def first_fix(self) -> str:
         """The first fix of the page, on one line without its final punctuation."""
         first = self.section("How to fix it").partition("\n- ")[0].partition("\n\n")[0]
-        return " ".join(first.removeprefix("- ").split()).rstrip(".:")
+        return _on_one_line(first.removeprefix("- "))
 
 
 @cache
@@ -174,7 +176,11 @@ def parse_page(text: str) -> Entry:
     title = _TITLE.match(lines[0]) if lines else None
     severity = lines[1].removeprefix("severity: ") if len(lines) > 1 else ""
     headings = tuple(line.removeprefix("## ") for line in lines if line.startswith("## "))
-    if title is None or severity not in get_args(Severity) or headings != SECTIONS:
+    if (
+        title is None
+        or severity not in get_args(Severity)
+        or headings not in (SECTIONS, (*SECTIONS[:-1], IN_RANK, SECTIONS[-1]))
+    ):
         raise DdpilotError(
             f"reading the page that begins with {lines[:2]}",
             found=f"headings {headings}",
@@ -215,22 +221,10 @@ def _is_alike(wanted: str, entry: Entry) -> bool:
     return any(word in entry.name for word in re.split(r"[\W_]+", wanted) if len(word) > 2)
 
 
-_KEEP_VARIABLES = (
-    "The launcher has set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each rank: do not "
-    "remove them (`os.environ`), and pass them to child processes (`env=`)"
-)
-_FIXES_IN_RANK = {
-    "DDP101": _KEEP_VARIABLES,
-    "DDP102": _KEEP_VARIABLES,
-    "DDP103": "Leave `init_method=`, `store=` and the port out: `init_process_group()` alone uses the launcher's "
-    "port, which is free; or end the process that uses this one (`ss -ltnp`)",
-    "DDP104": "Leave MASTER_ADDR and `init_method=` to the launcher, which has set the rendezvous address; or name a "
-    "machine that `getent hosts NAME` finds",
-    "DDP209": "The other end of a connection closed it, and no rank is known to have failed before that: look at what "
-    "the program was connected to, and at the last lines of the other ranks",
-}
-
-
 def fix_in_rank(entry: Entry) -> str:
     """Return the first fix that applies inside a rank, on one line without its final punctuation."""
-    return _FIXES_IN_RANK.get(entry.code, entry.first_fix)
+    return _on_one_line(entry.section(IN_RANK)) or entry.first_fix
+
+
+def _on_one_line(text: str) -> str:
+    return " ".join(text.split()).rstrip(".:")

@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 
 from ddpilot.errors import DdpilotError
-from ddpilot.findings.catalog import Entry, all_entries, find_asked, find_entry, find_known, make_finding, parse_page
+from ddpilot.findings.catalog import (
+    Entry,
+    all_entries,
+    find_asked,
+    find_entry,
+    find_known,
+    fix_in_rank,
+    make_finding,
+    parse_page,
+)
 
 SOURCE = Path(__file__).parents[3] / "src" / "ddpilot"
 PAGE = """# DDP999 a-name: What it is
@@ -69,6 +78,14 @@ def test_every_page_is_found_by_its_code_its_name_and_its_symptoms(entry: Entry)
     for heading in ("What it means", "Why it happens", "How to fix it", "Sources"):
         assert entry.section(heading), heading
     assert entry.first_fix
+
+
+def test_fix_in_rank_is_a_section_of_its_own_or_the_first_fix() -> None:
+    """The launcher has set what a script that was started without one lacks."""
+    assert fix_in_rank(find_entry("DDP101")).startswith("The launcher has set RANK, LOCAL_RANK")
+    assert fix_in_rank(find_entry("DDP216")) == find_entry("DDP216").first_fix
+    entry = parse_page(PAGE.replace("## Sources", "## In a launched rank\nOnly\nhere.\n\n## Sources"))
+    assert fix_in_rank(entry) == "Only here"
 
 
 def test_find_entry_names_what_is_near() -> None:
