@@ -17,6 +17,7 @@ SECTIONS = ("What you see", "What it means", "Why it happens", "How to fix it", 
 """The headings of a page, in order."""
 IN_RANK = "In a launched rank"
 """Optional heading before the last one: the fix if a launcher started the rank."""
+_HEADINGS = (SECTIONS, (*SECTIONS[:-1], IN_RANK, SECTIONS[-1]))
 
 _TITLE = re.compile(r"^# (?P<code>DDP\d{3}) (?P<name>[a-z0-9-]+): (?P<title>.+)$")
 _SYMPTOM = re.compile(r"^- `(?P<text>.+)`$", re.MULTILINE)
