@@ -83,7 +83,7 @@ CALLERS: dict[str, tuple[list[str], list[str]]] = {
 
 @pytest.mark.parametrize("case", CALLERS)
 def test_callers_are_the_users_calls_around_the_line(case: str) -> None:
-    """As far as they are near, and described with their lines."""
+    """Those near the line, described with their lines."""
     files, expected = CALLERS[case]
     finder = SiteFinder(torch=TORCH)
 
@@ -96,7 +96,7 @@ def test_callers_are_the_users_calls_around_the_line(case: str) -> None:
 
 
 def test_a_script_itself_has_no_callers() -> None:
-    """What runs it is not the user's."""
+    """The code that runs it is not the user's."""
     finder = SiteFinder(torch=TORCH)
     found: list[Any] = []
     exec(

@@ -33,7 +33,7 @@ KEY: Any = {"loader": 1, "pass": 1}
 
 @dataclass
 class Batch:
-    """As some collate functions make them."""
+    """As some collate functions return them."""
 
     images: torch.Tensor
     targets: dict[str, list[torch.Tensor]]
@@ -61,7 +61,7 @@ def test_tensors_are_found_with_their_names() -> None:
     ids=["float", "int", "bfloat16", "half", "bool", "uint8", "transposed", "complex"],
 )
 def test_fingerprint_tells_contents_apart(tensor: torch.Tensor) -> None:
-    """The same for a copy, another for another value, shape or type."""
+    """Equal for a copy, different for a different value, shape or type."""
     found = fingerprint([tensor])
     assert found is not None
     assert found == fingerprint([tensor.clone()])
@@ -100,7 +100,7 @@ def test_fingerprint_of_a_large_tensor_looks_at_all_of_its_length() -> None:
 
 
 def test_rows_are_told_apart_and_only_where_all_tensors_have_them() -> None:
-    """A label counts, too."""
+    """A label counts too."""
     x, y = torch.zeros(4, 3), torch.tensor([0, 1, 0, 0])
     rows = fingerprint_rows((x, y), 4, [0, 1, 2])
     assert rows[0] == rows[2] != rows[1]
@@ -110,7 +110,7 @@ def test_rows_are_told_apart_and_only_where_all_tensors_have_them() -> None:
 
 
 def test_sketches_of_two_ranks_have_samples_in_common_only_where_they_overlap() -> None:
-    """Whatever the order and the size of batches is."""
+    """For any order and size of batches."""
     data = torch.randn(500, 3)
 
     def sketch(numbers: list[int], size: int) -> dict[int, int]:
@@ -145,7 +145,7 @@ def test_sketches_of_parts_that_ranks_cut_out_have_in_common_what_overlaps() -> 
 
 
 def test_a_sketch_of_draws_with_replacement_holds_nothing() -> None:
-    """Each rank draws by itself then; and indices may be anything."""
+    """Each rank draws its own order then; and indices may be anything."""
     found = Sketch(range(10), 10)
     found.add([1, 2], torch.zeros(2, 1))
     found.add([2, 3], torch.zeros(2, 1))
@@ -158,7 +158,7 @@ def test_a_sketch_of_draws_with_replacement_holds_nothing() -> None:
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_digests_follow_states_and_change_none(library: str) -> None:
-    """To look draws nothing."""
+    """Reading the state draws nothing."""
     draws: dict[str, Any] = {"python": random.random, "numpy": np.random.rand, "torch": lambda: torch.rand(1)}
     first = digest_of(library)
     assert first == digest_of(library) != 0
@@ -168,14 +168,14 @@ def test_digests_follow_states_and_change_none(library: str) -> None:
 
 
 def test_often_at_first_then_rarely() -> None:
-    """The schedule of what is compared."""
+    """The schedule of comparisons."""
     assert [number for number in range(1, 3100) if is_due(number)] == [
         *(1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 3072)
     ]
 
 
 class Wrapped(Sampler[list[int]]):
-    """A batch sampler around another, as Accelerate's."""
+    """A batch sampler around a batch sampler, as Accelerate's."""
 
     def __init__(self, batch_sampler: Any) -> None:
         self.batch_sampler, self.num_processes, self.process_index = batch_sampler, 4, 3
@@ -185,7 +185,7 @@ class Wrapped(Sampler[list[int]]):
 
 
 class Stream(IterableDataset[int]):
-    """Would complain where it is longer than it said."""
+    """torch would warn if the stream is longer than its length."""
 
     def __iter__(self) -> Iterator[int]:
         return iter([1])
@@ -195,7 +195,7 @@ class Stream(IterableDataset[int]):
 
 
 def test_loaders_are_described_by_who_divides_them() -> None:
-    """torch's sampler, one around others, none, and a stream."""
+    """torch's sampler, a nested one, none, and a stream."""
     data = TensorDataset(torch.zeros(10, 1))
     sampler: Any = DistributedSampler(data, num_replicas=3, rank=1, seed=5)
     facts = describe_loader(DataLoader(data, 2, sampler=sampler), KEY, {})
@@ -226,7 +226,7 @@ def test_parts_of_a_dataset_are_told_whatever_their_numbers_are_in(kind: Callabl
 
 @pytest.mark.parametrize("numbers", [(), np.zeros((2, 2), dtype=int), {1, 2}])
 def test_parts_without_an_order_of_numbers_are_not_told(numbers: Any) -> None:
-    """Nor a dataset as a whole."""
+    """Nor is a whole dataset."""
     data = TensorDataset(torch.zeros(10, 1))
     for loader in (DataLoader(Subset(data, numbers), 2), DataLoader(data, 2)):
         facts = describe_loader(loader, KEY, {})

@@ -26,7 +26,7 @@ def judge(
     log: Callable[[int], RankLog | None] = no_log,
     sources: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Finding]:
-    """What the rule says of `notes`, each a millisecond after the one before, up to the end of the job; each once."""
+    """The findings of the rule for `notes`, one millisecond apart, up to the end of the job; each once."""
     rule = make(RuleContext(world_size=world_size, log=log, sources=lambda: sources))
     found: list[Finding] = []
     now_ns = SECOND

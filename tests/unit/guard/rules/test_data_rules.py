@@ -21,7 +21,7 @@ from tests.unit.guard.rules.feeding import SECOND, SITE, Note, judge, loader_pas
 
 
 def inputs(rank: int, prints: list[int], elements: int = 32) -> list[Note]:
-    """What went into the model on `rank`."""
+    """Inputs of the model on `rank`."""
     facts = {"model": 1, "rows": 4, "elements": elements, "site": SITE}
     return [(rank, "input", {**facts, "forward": n, "checksum": p}) for n, p in enumerate(prints, 1)]
 
@@ -35,13 +35,13 @@ def make_log(*collectives: Collective, num_lost: int = 0) -> RankLog:
 
 
 def make_collective(op: str, numel: int = 1, start_ns: int = 2 * SECOND) -> Collective:
-    """One that the program asked for."""
+    """A collective that the program called."""
     tensor = LoggedTensor(dtype="float32", shape=(numel,), device="cpu")
     return Collective(index=1, op=op, operator="", group=None, seq=1, inputs=(tensor,), start_ns=start_ns)
 
 
 def test_same_batch_is_told_of_the_ranks_that_share_it() -> None:
-    """Of four ranks two and two have the same, as where the local rank was taken for the rank on two nodes."""
+    """Two pairs of four ranks, as if the local rank was used as the rank on two nodes."""
     notes: list[Note] = [(rank, "ddp_model", model()) for rank in range(4)]
     for rank in (3, 0, 2, 1):
         notes += inputs(rank, [10 + rank % 2, 20 + rank % 2, 30 + rank % 2, 41, 51, 61 + rank % 2])
@@ -52,7 +52,7 @@ def test_same_batch_is_told_of_the_ranks_that_share_it() -> None:
 
 @pytest.mark.parametrize(("draws", "severities"), [(False, []), (True, ["warning"])])
 def test_same_batch_is_no_error_where_other_things_come_out(draws: bool, severities: list[str]) -> None:
-    """Each rank took its part inside the model, as of a sequence; or it drew at random, which is said as a warning."""
+    """Each rank selected its part inside the model, as of a sequence; or it drew at random, which is a warning."""
     notes: list[Note] = [(rank, "ddp_model", model()) for rank in (0, 1)]
     key = {"loader": 1, "pass": 1}
     for rank in (0, 1):
@@ -76,7 +76,7 @@ def test_same_batch_is_no_error_where_other_things_come_out(draws: bool, severit
     ids=["sampler of another rank", "stream", "no sampler"],
 )
 def test_same_batch_says_what_can_be_done_with_such_a_loader(loader: dict[str, Any], fix: str) -> None:
-    """A stream takes no sampler, and one that divides the samples needs no other."""
+    """A stream has no sampler, and a sampler that divides the samples needs no replacement."""
     notes: list[Note] = [(rank, "ddp_model", model()) for rank in (0, 1)]
     for rank in (0, 1):
         notes.append((rank, "loader_pass", loader))
@@ -97,7 +97,7 @@ def test_same_batch_says_what_can_be_done_with_such_a_loader(loader: dict[str, A
     ids=["one differs", "hardly any differ from each other", "a number", "few, and made by hand"],
 )
 def test_same_batch_is_not_told_without_proof(first: list[int], second: list[int], elements: int) -> None:
-    """Each of them can happen in a right program."""
+    """Each of them can happen in a correct program."""
     notes: list[Note] = [(rank, "ddp_model", model()) for rank in (0, 1)]
     assert judge(SameBatch, notes + inputs(0, first, elements) + inputs(1, second, elements)) == []
 
@@ -123,7 +123,7 @@ def pass_of(number: int, order: int, *, epoch: int = 0, num_batches: int = 4, is
 
 
 def test_set_epoch_is_missed_in_the_second_pass_in_a_row() -> None:
-    """Line, epoch and seed are said."""
+    """The finding names line, epoch and seed."""
     (finding,) = judge(SetEpochForgotten, pass_of(1, 7) + pass_of(2, 7))
     assert finding.place is not None
     assert finding.place.line == 20
@@ -156,12 +156,12 @@ def test_set_epoch_is_missed_in_long_passes_that_are_left_early() -> None:
     ],
 )
 def test_set_epoch_is_not_missed_in_right_programs(notes: list[Note]) -> None:
-    """Nothing is said."""
+    """No message."""
     assert judge(SetEpochForgotten, notes) == []
 
 
 def samplers(*facts: dict[str, Any], world_size: int = 2) -> list[Note]:
-    """A pass that trains, on as many ranks as there are `facts` of samplers."""
+    """A pass that trains, on one rank for each of the `facts` of samplers."""
     notes: list[Note] = []
     for rank, one in enumerate(facts):
         replicas = {"replicas": world_size, "rank": rank}
@@ -189,7 +189,7 @@ def test_parts_that_do_not_fit_are_told_from_the_samplers(
 
 
 def test_parts_of_several_subsets_are_told() -> None:
-    """As after random_split with a seed of each rank's own."""
+    """As after random_split with a different seed on each rank."""
     notes = samplers({}, {})
     for number, (_, kind, values) in enumerate(notes):
         if kind == "loader_pass":
@@ -199,13 +199,13 @@ def test_parts_of_several_subsets_are_told() -> None:
 
 
 def test_parts_are_right_where_samplers_agree_or_do_not_shuffle() -> None:
-    """An epoch that differs makes no difference to an order that is none."""
+    """A different epoch does not matter if the sampler does not shuffle."""
     assert judge(ShardsOverlap, samplers({}, {})) == []
     assert judge(ShardsOverlap, samplers({"shuffle": False}, {"shuffle": False, "epoch": 5})) == []
 
 
 def stream(prints: list[int], workers: int, rank: int = 0) -> list[Note]:
-    """Batches that workers give in turn."""
+    """Batches that workers return in turn."""
     key = {"loader": 1, "pass": 1}
     begun = (rank, "loader_pass", {**loader_pass(workers=workers), "sampler": None})
     return [begun, *((rank, "batch", {**key, "batch": n, "checksum": p}) for n, p in enumerate(prints, 1))]
@@ -213,7 +213,7 @@ def stream(prints: list[int], workers: int, rank: int = 0) -> list[Note]:
 
 @pytest.mark.parametrize(("prints", "workers"), [([1, 1, 2, 2, 3, 3], 2), ([1, 1, 1, 2, 2, 2], 3)])
 def test_workers_that_read_the_same_stream_are_told(prints: list[int], workers: int) -> None:
-    """Of both ranks at once."""
+    """For both ranks at once."""
     (finding,) = judge(WorkersReadAlike, stream(prints, workers) + stream(prints, workers, rank=1))
     assert finding.code == "DDP403"
     assert finding.ranks == (0, 1)
@@ -226,12 +226,12 @@ def test_workers_that_read_the_same_stream_are_told(prints: list[int], workers: 
     ids=["one differs", "constant", "few", "one worker", "each its own"],
 )
 def test_workers_are_not_told_without_proof(prints: list[int], workers: int) -> None:
-    """Each of them can happen in a right program."""
+    """Each of them can happen in a correct program."""
     assert judge(WorkersReadAlike, stream(prints, workers)) == []
 
 
 def lengths(*numbers: int | None, joins: bool = False) -> list[Note]:
-    """Ranks with as many batches, of which the first is nearly at its end."""
+    """Ranks with equally many batches, the first one near its end."""
     notes: list[Note] = []
     for rank, number in enumerate(numbers):
         key = {"loader": 1, "pass": 1}
@@ -242,7 +242,7 @@ def lengths(*numbers: int | None, joins: bool = False) -> list[Note]:
 
 
 def test_unequal_batches_are_told_before_the_end() -> None:
-    """Where the ring shows that the program itself has nothing agreed."""
+    """If the ring shows that the program itself calls no collectives."""
     (finding,) = judge(UnequalBatches, lengths(5, 6), log=lambda rank: make_log())
     assert finding.ranks == (0,)
     assert finding.severity == "warning"
@@ -261,12 +261,12 @@ def test_unequal_batches_are_told_before_the_end() -> None:
     ids=["equal", "joined", "unknown", "agreed", "an older one may have agreed", "no ring"],
 )
 def test_unequal_batches_are_not_told_where_the_ranks_may_have_agreed(notes: list[Note], log: RankLog | None) -> None:
-    """Nothing is said."""
+    """No message."""
     assert judge(UnequalBatches, notes, log=lambda rank: log) == []
 
 
 def test_unequal_batches_are_not_told_where_the_loader_is_begun_anew() -> None:
-    """A loop of so many steps does not end with it; the text is that of a cell."""
+    """A loop with a fixed number of steps does not end with the loader; the source is a cell."""
     text = "while step < total:\n    for x, y in loader:\n        if step == total:\n            break\n"
     notes = [(rank, kind, {**values}) for rank, kind, values in lengths(5, 6)]
     for _, kind, values in notes:
@@ -284,7 +284,7 @@ def evaluation(samples: int, **sampler: Any) -> list[Note]:
 
 
 def test_padding_is_told_where_sums_are_reduced_and_not_where_samples_are_gathered() -> None:
-    """What is gathered may have been cut."""
+    """Gathered samples may have been truncated."""
     sums = make_log(make_collective("all_reduce", 2), make_collective("all_gather", 1))
     (finding,) = judge(PaddedEvaluation, evaluation(15), log=lambda rank: sums)
     assert finding.summary == "1 of 15 samples are evaluated twice"
@@ -295,14 +295,14 @@ def test_padding_is_told_where_sums_are_reduced_and_not_where_samples_are_gather
 
 
 def test_padding_is_not_told_of_a_loader_that_trains() -> None:
-    """It may be gone over once more, as for the statistics of BatchNorm."""
+    """It may be read once more, as for the statistics of BatchNorm."""
     sums = make_log(make_collective("all_reduce", 2))
     trained: Note = (0, "trains", {"loader": 1, "pass": 1, "model": 1, "join": False})
     assert judge(PaddedEvaluation, [trained, *evaluation(15)], log=lambda rank: sums) == []
 
 
 def own_evaluation(read: int, orders: tuple[int, int | None], kind: str = "EvalSampler") -> list[Note]:
-    """Of two ranks, by a sampler that says nothing of itself; `read`: how many of 15 samples each of them gets."""
+    """Two ranks with a sampler without attributes; `read`: how many of 15 samples each gets."""
     notes: list[Note] = []
     for rank, order in enumerate(orders):
         facts = loader_pass(samples=15)
@@ -329,7 +329,7 @@ def own_evaluation(read: int, orders: tuple[int, int | None], kind: str = "EvalS
     ids=["a part", "full batches", "fewer", "many more", "same fold", "order unknown", "torch's", "one rank"],
 )
 def test_padding_by_a_sampler_of_ones_own_is_told_by_what_was_read(notes: list[Note], summaries: list[str]) -> None:
-    """Parts of which the ranks have read a little more than there is; not a fold that each of them reads."""
+    """Parts with slightly more samples in total than the dataset; not a fold that each rank reads."""
     sums = make_log(make_collective("all_reduce", 2))
     assert [finding.summary for finding in judge(PaddedEvaluation, notes, log=lambda rank: sums)] == summaries
     gathered = make_log(make_collective("all_gather", 8))
@@ -337,7 +337,7 @@ def test_padding_by_a_sampler_of_ones_own_is_told_by_what_was_read(notes: list[N
 
 
 def test_padding_by_full_batches_is_told() -> None:
-    """Accelerate's: each rank gets as many batches, and all are full."""
+    """Accelerate's: all ranks get the same number of full batches."""
     even = {"even_batches": True, "split_batches": False, "length": 2}
     sums = make_log(make_collective("all_gather", 1))
     (finding,) = judge(PaddedEvaluation, evaluation(7, **even), log=lambda rank: sums)
@@ -348,14 +348,14 @@ def test_padding_by_full_batches_is_told() -> None:
 
 
 def collected(rank: int, samples: int, *values: float, reduce: str = "sum", averages: bool = True) -> list[Note]:
-    """Numbers that `rank` gives after an evaluation of `samples`."""
+    """Numbers that `rank` reduces after an evaluation of `samples`."""
     facts = {"loader": 1, "pass": 1, "op": "all_reduce", "reduce": reduce, "numel": 1, "site": SITE}
     facts["averages"] = averages
     return [(rank, "collected", {**facts, "value": value, "samples": samples}) for value in values]
 
 
 def test_a_mean_of_means_is_told_by_its_denominators() -> None:
-    """Of 3 and 7 samples; and what says so."""
+    """Of 3 and 7 samples, with the evidence."""
     (finding,) = judge(MeanOfMeans, collected(0, 3, 2 / 3) + collected(1, 7, 3 / 7))
     assert finding.evidence[-1] == "the mean of these is 0.547619, that of all samples 0.5"
     assert judge(MeanOfMeans, collected(0, 3, 1.234, reduce="avg") + collected(1, 7, 2.345, reduce="avg"))
@@ -376,7 +376,7 @@ def test_a_mean_of_means_is_told_by_its_denominators() -> None:
     ids=["equal parts", "of the count of all", "sums and counts", "with counts", "sums of losses", "shown one by one"],
 )
 def test_a_mean_of_means_is_not_told_where_it_may_be_none(notes: list[Note]) -> None:
-    """Nothing is said."""
+    """No message."""
     assert judge(MeanOfMeans, notes) == []
 
 
@@ -387,7 +387,7 @@ def save(rank: int, start_s: float, *, host: str = "a", path: str = "/x.pt") -> 
 
 
 def test_saves_to_one_file_are_told_and_others_are_not() -> None:
-    """On two machines, minutes apart, or under two names they are right."""
+    """On two machines, minutes apart, or with two names they are correct."""
     (finding,) = judge(AllRanksSave, [save(0, 10), save(1, 12)])
     assert finding.ranks == (0, 1)
     assert judge(AllRanksSave, [save(0, 10), save(1, 12, host="b")]) == []
@@ -397,7 +397,7 @@ def test_saves_to_one_file_are_told_and_others_are_not() -> None:
 
 
 def trial(number: int) -> Iterator[Note]:
-    """A model of its own with a loader of its own, as in a search over hyper-parameters."""
+    """A new model with a new loader, as in a search over hyperparameters."""
     place = {"loader": number, "pass": 1}
     for rank in (0, 1):
         yield rank, "ddp_model", model() | {"model": number}
@@ -447,7 +447,7 @@ def batch_means(*values: float) -> list[Note]:
 
 
 def test_a_mean_of_batch_means_is_told_by_its_denominators() -> None:
-    """Not a simple fraction, which may be any ratio, nor a number with another denominator."""
+    """Not for a simple fraction, which may be any ratio, nor for a different denominator."""
     first, second = (3 / 8 + 4 / 8 + 2 / 3) / 3, (2 / 8 + 5 / 8 + 1 / 2) / 3
     (finding,) = judge(MeanOfMeans, batch_means(first, second))
     assert "3 batches of 8, the last of 3" in finding.evidence[2]

@@ -23,7 +23,7 @@ from ddpilot.watch.report import Report
 
 
 class Echo(Rule):
-    """Says each entry again; fails at the number 13."""
+    """Returns a finding for each entry; fails at the number 13."""
 
     kinds = ("number",)
 
@@ -49,7 +49,7 @@ def entry(number: int, kind: str = "number") -> Entry:
 
 
 def test_rule_book_says_what_each_rule_finds() -> None:
-    """While ranks run and at their end; kinds that no rule asks for are passed over."""
+    """While ranks run and at their end; kinds that no rule reads are ignored."""
     book = RuleRunner(4, rules=[Echo])
     found = book.feed({0: [entry(1), entry(2)], 1: [entry(1), entry(5, "other")]}, 0)
     assert [(finding.code, finding.ranks, finding.place and finding.place.line) for finding in found] == [
@@ -62,7 +62,7 @@ def test_rule_book_says_what_each_rule_finds() -> None:
 
 
 def test_rule_book_goes_on_without_a_rule_that_fails() -> None:
-    """It is off, said once, and the others are asked as before."""
+    """It is disabled and reported once, and the other rules continue."""
     book = RuleRunner(2, rules=[Echo, Echo])
     assert len(book.feed({0: [entry(1)]}, 0)) == 2
     assert book.feed({0: [entry(13), entry(2)]}, 0) == []
@@ -126,12 +126,12 @@ def test_rules_read_kinds_that_probes_write_and_find_nothing_without_entries() -
 
 
 def test_place_of_takes_what_a_probe_noted() -> None:
-    """None where it found no line."""
+    """None if it found no line."""
     assert place_of({}) is None
     assert place_of({"file": "a.py", "line": 3, "text": "x()"}) == Place(file="a.py", line=3, text="x()")
 
 
 def test_rules_for_compares_ranks_only_where_all_are_in_sight() -> None:
-    """On one node of two, ranks of the other would look as if they did nothing."""
+    """On one node of two, ranks of the other node would seem to do nothing."""
     assert rules_for(4, (0, 1, 2, 3)) == RULES
     assert Divergence not in rules_for(4, (0, 1))

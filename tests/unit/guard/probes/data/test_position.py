@@ -10,7 +10,7 @@ from ddpilot.guard.probes.data.position import Pass, Position
 
 
 def test_find_given_ignores_the_address_of_a_batch_that_was_freed() -> None:
-    """Its memory may be that of `x + noise`, which is made of the newest batch."""
+    """Its memory may be that of `x + noise`, computed from the newest batch."""
     position = Position()
     found = Pass(loader=1, number=1, length=None, num_workers=0, site={}, sketch=None)
     kept, freed, newest = (torch.randn(4) for _ in range(3))

@@ -23,12 +23,12 @@ SITE = {"file": "train.py", "line": 7, "function": "", "text": "optimizer.step()
 
 
 def pack(values: Sequence[float]) -> str:
-    """As a fingerprint has them."""
+    """Pack numbers as a fingerprint does."""
     return base64.b64encode(array("f", values).tobytes()).decode()
 
 
 class Job:
-    """Ranks that train, and the rules that look at them."""
+    """Ranks that train, and the rules that read their entries."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ def run(job: Job, steps: int, names: Any = ("a", "b"), **more: Any) -> Job:
 
 
 def test_divergence_says_nothing_of_ranks_that_agree() -> None:
-    """Whatever they agree on, NaN included."""
+    """For any values, NaN included."""
     job = Job(2)
     for rank in range(2):
         job.parameters(rank)
@@ -146,7 +146,7 @@ def test_divergence_says_nothing_of_ranks_that_agree() -> None:
 
 
 def test_divergence_names_the_rank_that_is_unlike_the_others() -> None:
-    """Of four, and both moments: gradients first, parameters then."""
+    """Of four, at both steps: gradients first, then parameters."""
     job = run(Job(4), 2)
     (finding,) = job.said
     assert finding.code == "DDP320"
@@ -158,7 +158,7 @@ def test_divergence_names_the_rank_that_is_unlike_the_others() -> None:
 
 @pytest.mark.parametrize(("events", "is_told"), [("F", True), ("FB", False)])
 def test_divergence_says_that_no_backward_ran(events: str, is_told: bool) -> None:
-    """As where gradients come from `torch.autograd.grad`; not where one did."""
+    """As if gradients come from `torch.autograd.grad`; not if a backward ran."""
     (finding,) = run(Job(2), 3, events=events).said
     assert finding.code == "DDP320"
     assert ("torch.autograd.grad" in finding.why) is is_told
@@ -169,7 +169,7 @@ def test_divergence_says_that_no_backward_ran(events: str, is_told: bool) -> Non
     [("bypass", "DDP321"), ("two forwards", "DDP322"), ("no_sync", "DDP323"), ("twice", "DDP329")],
 )
 def test_divergence_takes_the_cause_from_the_first_step_that_differs(why: str, code: str) -> None:
-    """Not from the later one that proves it."""
+    """Not from the later step that proves it."""
     job = Job(2)
     for rank in range(2):
         job.parameters(rank)
@@ -184,7 +184,7 @@ def test_divergence_takes_the_cause_from_the_first_step_that_differs(why: str, c
 
 
 def test_divergence_waits_for_steps_that_may_be_local_on_purpose() -> None:
-    """Without any reduction by DDP it takes 16 steps, and says nothing if something else averages."""
+    """Without any reduction by DDP it takes 16 steps, and there is no finding if other code averages."""
     local = {"events": "B", "why_local": "bypass", "local_site": SITE}
     assert run(Job(2), NUM_LOCAL_STEPS - 1, **local).said == []
     assert [finding.code for finding in run(Job(2), NUM_LOCAL_STEPS + 1, **local).said] == ["DDP321"]
@@ -194,7 +194,7 @@ def test_divergence_waits_for_steps_that_may_be_local_on_purpose() -> None:
 
 
 def test_divergence_warns_of_rounds_in_no_sync_and_is_sure_at_the_end() -> None:
-    """Local SGD is written so, with rounds that may be long; a job that ends without an average was none."""
+    """Local SGD is written this way, with long periods; a job that ends without an average was not local SGD."""
     local = {"events": "fb", "why_local": "no_sync", "local_site": SITE}
     assert run(Job(2), NUM_FREE_STEPS - 1, **local).said == []
     (finding,) = run(Job(2), NUM_FREE_STEPS + 1, **local).said
@@ -205,7 +205,7 @@ def test_divergence_warns_of_rounds_in_no_sync_and_is_sure_at_the_end() -> None:
 
 
 def test_divergence_says_nothing_of_ranks_that_the_program_makes_equal_again() -> None:
-    """It has averaged once, and will again: the second round may be as long as it likes."""
+    """It has averaged once and will do so again: the second period may have any length."""
     job = Job(2)
     for rank in range(2):
         job.parameters(rank)
@@ -217,7 +217,7 @@ def test_divergence_says_nothing_of_ranks_that_the_program_makes_equal_again() -
 
 
 def test_divergence_forgets_gradients_that_did_no_harm() -> None:
-    """Where parameters agree afterwards, ranks have been made equal again."""
+    """If parameters agree afterwards, the ranks were made equal again."""
     job = Job(2)
     for rank in range(2):
         job.parameters(rank)
@@ -229,12 +229,12 @@ def test_divergence_forgets_gradients_that_did_no_harm() -> None:
 
 @pytest.mark.parametrize("silent", ["join", "hook mine"])
 def test_divergence_says_nothing_where_ranks_may_differ(silent: str) -> None:
-    """Under Join, and with a hook that is not known."""
+    """Under Join, and with an unknown hook."""
     assert run(Job(2), 5, why_silent=silent).finish() == []
 
 
 def test_divergence_compares_only_the_same_moment() -> None:
-    """Steps between other collectives are others, whatever their number."""
+    """Steps between different collectives are different steps, whatever their number."""
     job = Job(2)
     for rank in range(2):
         job.parameters(rank)
@@ -245,7 +245,7 @@ def test_divergence_compares_only_the_same_moment() -> None:
 
 
 def test_divergence_compares_what_ranks_have_in_common() -> None:
-    """Optimizers that share out the parameters have nothing in common."""
+    """Optimizers that divide the parameters among ranks have nothing in common."""
     job = Job(2)
     job.parameters(0, names=["a", "b"])
     job.parameters(1, names=["c", "d"])
@@ -256,7 +256,7 @@ def test_divergence_compares_what_ranks_have_in_common() -> None:
 
 
 def test_divergence_compares_by_the_names_that_a_step_was_taken_with() -> None:
-    """Rank 0 is a step ahead and has frozen the first parameter since; rank 1's note on the step before comes then."""
+    """Rank 0 is a step ahead and has frozen the first parameter; then rank 1's note on the previous step arrives."""
     job = Job(2)
     before, after = ({key: pack(values) for key in "pwg"} for values in ([1.0, 2.0], [2.0]))
     for rank in range(2):
@@ -280,7 +280,7 @@ def test_divergence_does_not_wait_for_a_rank_for_ever() -> None:
 
 
 def test_divergence_names_the_rank_that_skipped_a_step_also_at_the_end() -> None:
-    """Nothing was reduced that would prove it before: what is left to say at the end is about rank 1 alone."""
+    """No reduction proves it earlier: the only finding at the end is about rank 1."""
     job = Job(2)
     for rank in range(2):
         job.parameters(rank)
@@ -315,7 +315,7 @@ def test_divergence_names_the_step_that_was_skipped_where_it_is_seen_at_a_later_
 
 
 def test_divergence_names_ranks_that_take_no_steps() -> None:
-    """Rank 1 takes part in reductions, and its optimizer is never heard of."""
+    """Rank 1 takes part in reductions, and its optimizer never steps."""
     job = Job(2)
     job.parameters(0)
     for number in range(1, 7):
@@ -333,7 +333,7 @@ def test_divergence_names_ranks_that_take_no_steps() -> None:
 
 
 def test_divergence_of_a_model_that_was_never_wrapped_needs_one_start_and_no_other_reduction() -> None:
-    """Models that begin apart, or that something averages, may be meant so; a few steps are no proof before the end."""
+    """Models that begin different, or are averaged otherwise, may be intended; a few steps prove nothing."""
     free = ("free", 123, "train.py:7", 0)
     assert run(Job(2, key=free), 5).said == []
     assert run(Job(2, key=free), 5).finish() == ["DDP324"]
@@ -362,7 +362,7 @@ def test_divergence_of_a_model_that_was_never_wrapped_needs_one_start_and_no_oth
 def test_divergence_of_a_model_that_was_never_wrapped_comes_early_where_ranks_exchange_nothing(
     source: str, is_early: bool
 ) -> None:
-    """Nothing in the program's text suggests that it averages later, or means ranks to train apart."""
+    """Nothing in the source suggests that the program averages later, or trains ranks separately on purpose."""
     free = ("free", 123, "train.py:7", 0)
     assert run(Job(2, key=free, source=source), NUM_LOCAL_STEPS - 1).said == []
     early = run(Job(2, key=free, source=source), NUM_LOCAL_STEPS + 1)
@@ -370,7 +370,7 @@ def test_divergence_of_a_model_that_was_never_wrapped_comes_early_where_ranks_ex
 
 
 def test_divergence_takes_no_copy_for_a_model_that_was_never_wrapped() -> None:
-    """Its optimizer is made again and again, as in meta-learning, or its shapes are those of a DDP model."""
+    """Its optimizer is created repeatedly, as in meta-learning, or a DDP model has the same shapes."""
     job = Job(2)
     for ordinal in range(4):
         job.key = ["free", 123, "train.py:7", ordinal]
@@ -389,7 +389,7 @@ def test_divergence_takes_no_copy_for_a_model_that_was_never_wrapped() -> None:
 
 
 def test_divergence_names_the_line_of_a_wrapper_that_was_thrown_away() -> None:
-    """A DDP model with the same shapes was there, but it is no copy of that: it is what was wrapped."""
+    """A DDP model had the same shapes, but this is not a copy of it: it is the model that was wrapped."""
     shapes = [[4, 2], [4]]
     described = [[name, shape, "float32"] for name, shape in zip("ab", shapes, strict=True)]
     names = [f"parameter {place} {shape}" for place, shape in enumerate(shapes, 1)]
@@ -409,14 +409,14 @@ def test_divergence_names_the_line_of_a_wrapper_that_was_thrown_away() -> None:
 
 
 def test_divergence_takes_no_parts_of_one_model_for_models_that_were_never_wrapped() -> None:
-    """They give each other what they compute: in every other step, and more than a metric."""
+    """They exchange results in every second step, larger than a metric."""
     free = ("free", 123, "train.py:7", 0)
     assert run(Job(2, key=free, exchanged=NUM_FREE_STEPS // 2), NUM_FREE_STEPS + 1).finish() == []
     assert run(Job(2, key=free, exchanged=NUM_FREE_STEPS // 4), NUM_FREE_STEPS + 1).finish() == ["DDP324"]
 
 
 def test_divergence_takes_a_search_over_learning_rates_for_what_it_is() -> None:
-    """Each rank has its own from the first step on."""
+    """The ranks differ from the first step on."""
     job = Job(2, key=("free", 123, "train.py:7", 0))
     for rank in range(2):
         job.parameters(rank)
@@ -443,14 +443,14 @@ def fold(
 def test_divergence_takes_cross_validation_for_what_it_is(
     parts: Sequence[int], sizes: Sequence[int], codes: list[str]
 ) -> None:
-    """Different parts that have more samples together than there are; shards, and one part of all ranks, are none."""
+    """Different parts with more samples in total than the dataset; not shards, nor the same part on all ranks."""
     job = Job(2, key=("free", "shapes", "train.py:7", 0))
     fold(job, parts, sizes)
     assert run(job, NUM_FREE_STEPS + 1).finish() == codes
 
 
 def test_divergence_goes_by_the_pass_that_is_read() -> None:
-    """Folds of before are no reason, nor parts that a sampler divides."""
+    """Earlier folds do not count, nor do parts that a sampler divides."""
     free = ("free", "shapes", "train.py:7", 0)
     job = Job(2, key=free)
     fold(job, (1, 2), (40, 40))
@@ -462,7 +462,7 @@ def test_divergence_goes_by_the_pass_that_is_read() -> None:
 
 
 def test_divergence_says_which_learning_rates_differ() -> None:
-    """At the line of the step, since the model was wrapped in good order."""
+    """At the line of the step, since the model was wrapped correctly."""
     job = Job(2)
     for rank in range(2):
         job.parameters(rank)
@@ -477,7 +477,7 @@ def test_divergence_says_which_learning_rates_differ() -> None:
 
 
 def test_divergence_says_since_when_parameters_differ_that_were_the_same() -> None:
-    """They were wrapped in good order: the line is that of the step."""
+    """They were wrapped correctly: the line is that of the step."""
     job = Job(2)
     for rank in range(2):
         job.parameters(rank)
@@ -493,7 +493,7 @@ def test_divergence_says_since_when_parameters_differ_that_were_the_same() -> No
 
 @pytest.mark.parametrize("begun_after", [(2, 2), (3, 2), (1, 0)], ids=["together", "apart", "apart before"])
 def test_divergence_says_that_epochs_began_at_different_steps(begun_after: tuple[int, int]) -> None:
-    """As with fewer batches on one rank, which wraps around: a schedule then steps at other steps on each."""
+    """As with fewer batches on one rank, which starts over: the schedule then steps at different steps on each rank."""
     job = Job(2)
     for rank in range(2):
         job.parameters(rank)
@@ -512,7 +512,7 @@ def test_divergence_says_that_epochs_began_at_different_steps(begun_after: tuple
 
 
 def test_divergence_takes_what_all_ranks_loaded_for_no_cause() -> None:
-    """Also where one rank's notes come later, and the optimizer was made after loading."""
+    """Also if one rank's notes come later, and the optimizer was created after loading."""
     job = Job(2)
     for rank in range(2):
         job.note(rank, "load", group="world", ordinal=0, site=SITE | {"line": 20 + rank})
@@ -526,7 +526,7 @@ def test_divergence_takes_what_all_ranks_loaded_for_no_cause() -> None:
 
 
 def test_divergence_keeps_little_however_long_it_runs() -> None:
-    """Moments that never get a partner are forgotten."""
+    """Steps without a counterpart are dropped."""
     job = Job(2)
     job.parameters(0)
     for number in range(1000):
@@ -539,7 +539,7 @@ def test_divergence_keeps_little_however_long_it_runs() -> None:
 
 
 def test_divergence_says_another_order_at_construction_and_nothing_else() -> None:
-    """With names and shapes of the first that differ; other names alone are no finding."""
+    """With names and shapes of the first that differ; different names alone are not a finding."""
     job = Job(2)
     names = [["left.weight", [4, 4], "float32"], ["right.weight", [4, 4], "float32"]]
     for rank in range(2):
@@ -554,7 +554,7 @@ def test_divergence_says_another_order_at_construction_and_nothing_else() -> Non
 
 
 def last(job: Job, *norms: float, number: int = 6) -> list[str]:
-    """After five checked steps that are alike, one more that is not checked, and what ranks say of it at the end."""
+    """After five checked steps without differences, one that is not checked, and the ranks' last samples."""
     for rank in range(len(norms)):
         job.parameters(rank)
     for step in range(1, 6):
@@ -571,7 +571,7 @@ def last(job: Job, *norms: float, number: int = 6) -> list[str]:
 
 
 def test_divergence_names_the_rank_that_differs_before_the_last_step() -> None:
-    """By the few elements that are known of it."""
+    """By the elements in its sample."""
     job = Job(3)
     assert last(job, 1.0, 2.0, 1.0) == ["DDP325"]
     (finding,) = job.said
@@ -588,7 +588,7 @@ def test_divergence_says_nothing_of_last_steps_that_are_alike_or_not_the_same() 
 
 
 def test_divergence_goes_by_last_steps_that_ddp_reduced_of_models_that_were_alike() -> None:
-    """Steps of each rank's own may be averaged after the last of them."""
+    """Local steps may be averaged after the last of them."""
     for e, p in (("B", 1.0), ("FB", 2.0)):
         job = Job(2, reduced=64)
         for rank in range(2):
@@ -626,7 +626,7 @@ class FromDevices(Job):
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_fingerprints_that_come_later_are_compared_at_their_steps(order: tuple[int, int]) -> None:
-    """The second step is the one that is named, although both ranks have taken a third one by then."""
+    """The second step is named, although both ranks have taken a third one by then."""
     job = FromDevices(2)
     for rank in (0, 1):
         job.parameters(rank)
@@ -641,7 +641,7 @@ def test_fingerprints_that_come_later_are_compared_at_their_steps(order: tuple[i
 
 
 def test_a_fingerprint_that_never_comes_is_not_waited_for_by_the_others() -> None:
-    """One device hangs: the other two ranks are compared after a while, and nothing is said where they are alike."""
+    """One device hangs: the other two ranks are compared after a while, without a finding if they are equal."""
     for others, found in ((1.0, []), (1.1, ["DDP325"])):
         job = FromDevices(3)
         for rank in (0, 1, 2):
@@ -661,7 +661,7 @@ NAMES = {"a": 1.0, "b": -2.0, "c": 0.0, "d": 0.0}
 
 
 def noted(order: str, values: dict[str, float] = NAMES, key: list[Any] = KEY) -> dict[str, Any]:
-    """What a rank notes that reduced the gradients of the parameters `order`; a dot is a tensor that is no gradient."""
+    """The note of a rank that reduced the gradients of the parameters `order`; a dot is a different tensor."""
     names = list(dict.fromkeys(order.replace(".", "")))
     sums = base64.b64encode(array("f", [values[name] for name in names]).tobytes()).decode()
     order_names = ["" if name == "." else name for name in order]
@@ -669,7 +669,7 @@ def noted(order: str, values: dict[str, float] = NAMES, key: list[Any] = KEY) ->
 
 
 def test_reduced_order_names_the_gradients_that_were_added_to_each_other() -> None:
-    """Of all ranks, each compared with the first; once for what is the same."""
+    """Each rank is compared with the first; reported once."""
     (finding,) = judge(Divergence, [(0, "reduction_order", noted("abc")), (1, "reduction_order", noted("bac"))])
     assert (finding.code, finding.severity, finding.ranks) == ("DDP327", "error", (0, 1))
     assert finding.summary.endswith("than rank 0: the gradient of b is added to that of a")
@@ -694,6 +694,6 @@ def test_reduced_order_names_the_gradients_that_were_added_to_each_other() -> No
     ],
 )
 def test_reduced_order_says_nothing_where_it_is_not_certain(here: dict[str, Any], there: dict[str, Any]) -> None:
-    """Whatever rank is heard of first."""
+    """Whichever rank's note comes first."""
     for notes in ((here, there), (there, here)):
         assert judge(Divergence, [(rank, "reduction_order", note) for rank, note in enumerate(notes)]) == []

@@ -22,7 +22,7 @@ GRADIENTS = (0.5, 0.5, 0.1, -1.0, 0.5)
 
 
 def make_averaged() -> Averaged:
-    """Of five parameters the last is apart and the fourth has no gradient."""
+    """Five parameters, of which the last differs and the fourth has no gradient."""
     names = [f"p{place}" for place in range(5)]
     fingerprint = {"g": base64.b64encode(array("f", GRADIENTS).tobytes()).decode()}
     moment = MatchedStep({rank: Entry(1, 1, "step", {"fingerprint": fingerprint}) for rank in (0, 1)})
@@ -68,5 +68,5 @@ def make_log(*given: tuple[str, int, int]) -> RankLog:
 def test_averaging_is_told_by_the_sizes_of_what_one_step_exchanges(
     given: Sequence[tuple[str, int, int]], is_averaging: bool
 ) -> None:
-    """All of the gradients that are alike, one by one or in a row, and nothing else that is no metric."""
+    """All equal gradients, one by one or several as one tensor, and otherwise only metrics."""
     assert find_averaging(make_log(*given), 5, 9, [make_averaged()]) == (LINE if is_averaging else None)
