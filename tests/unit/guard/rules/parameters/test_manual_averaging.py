@@ -27,7 +27,8 @@ def make_averaged() -> Averaged:
     fingerprint = {"g": base64.b64encode(array("f", GRADIENTS).tobytes()).decode()}
     moment = MatchedStep({rank: Entry(1, 1, "step", {"fingerprint": fingerprint}) for rank in (0, 1)})
     moment.difference = Difference(gradients={"p4": ""}, parameters={"p4": ""})
-    return Averaged({0: {"names": names, "sizes": list(SIZES)}}, moment)
+    parameters: Any = {"names": names, "sizes": list(SIZES)}
+    return Averaged({0: parameters}, moment)
 
 
 def make_log(*given: tuple[str, int, int]) -> RankLog:
