@@ -534,7 +534,7 @@ def test_divergence_keeps_little_however_long_it_runs() -> None:
     rule = job.book._rules[0]
     assert isinstance(rule, Divergence)
     (comparison,) = rule._comparisons.values()
-    assert len(comparison._moments) <= 128
+    assert len(comparison._matched) <= 128
     assert len(comparison._waiting) <= 128
 
 
