@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ddpilot.guard.probes.parameters.fingerprint import Arriving, Fingerprinter, LastWindows
+from ddpilot.guard.probes.parameters.fingerprint import Fingerprinter, LastWindows, PendingFingerprint
 from ddpilot.record.accelerator import HostCopies
 
 
@@ -34,10 +34,10 @@ def _numbers(found: dict[str, str]) -> dict[str, Any]:
     return {key: np.frombuffer(base64.b64decode(text), np.float32) for key, text in found.items()}
 
 
-def _wait(arriving: Arriving) -> dict[str, str]:
-    while not arriving.has_arrived():
+def _wait(pending: PendingFingerprint) -> dict[str, str]:
+    while not pending.has_arrived():
         pass
-    return arriving.fingerprint()
+    return pending.fingerprint()
 
 
 def compare() -> dict[str, Any]:

@@ -23,7 +23,7 @@ def noted_lines() -> list[list[str]]:
     optimizer = torch.optim.SGD([weight], lr=0.1)
     with tempfile.TemporaryDirectory() as folder:
         journal = Path(folder) / "journal"
-        stop = install(journal, rank=0, probes=PROBES, tell=_fail)
+        stop = install(journal, rank=0, probes=PROBES, report=_fail)
         release = sys.modules["emu_C"].hold_stream(0)
         loss: Any = (weight * float("nan")).sum()
         loss.backward()  # the bad one

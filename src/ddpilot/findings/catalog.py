@@ -16,6 +16,9 @@ from ddpilot.user_files import CodeLine
 
 SECTIONS = ("What you see", "What it means", "Why it happens", "How to fix it", "Sources")
 """The headings of a page, in order."""
+IN_RANK = "In a launched rank"
+"""Optional heading before the last one: the fix if a launcher started the rank."""
+_HEADINGS = (SECTIONS, (*SECTIONS[:-1], IN_RANK, SECTIONS[-1]))
 
 _TITLE = re.compile(r"^# (?P<code>DDP\d{3}) (?P<name>[a-z0-9-]+): (?P<title>.+)$")
 _SYMPTOM = re.compile(r"^- `(?P<text>.+)`$", re.MULTILINE)
@@ -57,14 +60,14 @@ class Entry:
         return any(pattern.search(words) for pattern in _patterns(self.symptoms, any_case))
 
     def section(self, heading: str) -> str:
-        """Return the text under `heading`, one of `SECTIONS`."""
+        """Return the text under `heading`, one of `SECTIONS` or `IN_RANK`; empty if the page does not have it."""
         return self.text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0].strip()
 
     @property
     def first_fix(self) -> str:
         """The first fix of the page, on one line without its final punctuation."""
         first = self.section("How to fix it").partition("\n- ")[0].partition("\n\n")[0]
-        return " ".join(first.removeprefix("- ").split()).rstrip(".:")
+        return _on_one_line(first.removeprefix("- "))
 
 
 @cache
@@ -150,23 +153,23 @@ def _find_by_symptom(message: str, *, is_general: bool, any_case: bool) -> tuple
     return tuple(sorted(found, key=lambda entry: -_longest_in(entry, message, any_case)))
 
 
-def find_cause(said: str, written: Sequence[str]) -> tuple[Entry, ...]:
+def find_cause(error: str, lines: Sequence[str]) -> tuple[Entry, ...]:
     """Return the pages that explain why a process ended.
 
-    `said`: the text of the exception that it raised, if any. `written`: the last lines that it wrote. The lines are
+    `error`: the text of the exception that it raised, if any. `lines`: the last lines that it wrote. The lines are
     searched if there was no exception, or if the exception only reports that a child process ended; pages found in
     the lines then replace those of the exception.
     """
-    known = find_known(said)
-    if said and not is_of_child(said):
+    known = find_known(error)
+    if error and not is_of_child(error):
         return known
-    of_lines = [entry for entry in find_known("\n".join(written)) if entry.severity == "error" or not said]
+    of_lines = [entry for entry in find_known("\n".join(lines)) if entry.severity == "error" or not error]
     return tuple(entry for entry in of_lines if entry not in known) or known
 
 
-def is_of_child(said: str) -> bool:
+def is_of_child(error: str) -> bool:
     """Return True if this error only reports that a child process ended, not why."""
-    return _OF_CHILD.search(said) is not None
+    return _OF_CHILD.search(error) is not None
 
 
 def parse_page(text: str) -> Entry:
@@ -175,7 +178,11 @@ def parse_page(text: str) -> Entry:
     title = _TITLE.match(lines[0]) if lines else None
     severity = lines[1].removeprefix("severity: ") if len(lines) > 1 else ""
     headings = tuple(line.removeprefix("## ") for line in lines if line.startswith("## "))
-    if title is None or severity not in get_args(Severity) or headings != SECTIONS:
+    if (
+        title is None
+        or severity not in get_args(Severity)
+        or headings not in (SECTIONS, (*SECTIONS[:-1], IN_RANK, SECTIONS[-1]))
+    ):
         raise DdpilotError(
             f"reading the page that begins with {lines[:2]}",
             found=f"headings {headings}",
@@ -216,22 +223,10 @@ def _is_alike(wanted: str, entry: Entry) -> bool:
     return any(word in entry.name for word in re.split(r"[\W_]+", wanted) if len(word) > 2)
 
 
-_KEEP_VARIABLES = (
-    "The launcher has set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each rank: let the program not "
-    "remove them (`os.environ`), and hand them on to what it starts (`env=`)"
-)
-_FIXES_IN_RANK = {
-    "DDP101": _KEEP_VARIABLES,
-    "DDP102": _KEEP_VARIABLES,
-    "DDP103": "Leave `init_method=`, `store=` and the port out: `init_process_group()` alone meets at the launcher's "
-    "port, which is free; or end who holds this one (`ss -ltnp`)",
-    "DDP104": "Leave MASTER_ADDR and `init_method=` to the launcher, which has set where ranks meet; or name a machine "
-    "that `getent hosts NAME` finds",
-    "DDP209": "The other end of a connection closed it, and no rank is known to have failed before that: look at what "
-    "the program was connected to, and at the last lines of the other ranks",
-}
-
-
 def fix_in_rank(entry: Entry) -> str:
     """Return the first fix that applies inside a rank, on one line without its final punctuation."""
-    return _FIXES_IN_RANK.get(entry.code, entry.first_fix)
+    return _on_one_line(entry.section(IN_RANK)) or entry.first_fix
+
+
+def _on_one_line(text: str) -> str:
+    return " ".join(text.split()).rstrip(".:")

@@ -67,10 +67,8 @@ def _text_block(finding: Finding, width: int | None, color: bool) -> str:
     # Wrap without the color codes, which take no space on the screen.
     head = _fold(f"{finding.name}  {finding.code}  {label}{finding.summary}".rstrip(), "", width)
     head[0] = head[0].replace(finding.name, name, 1)
-    names_ranks = bool(finding.ranks) and not (finding.shows_place or finding.says_ranks)
-    where = [render_ranks(finding.ranks)] if names_ranks else []
-    where += [str(finding.place)] if finding.place and not finding.shows_place else []
-    lines = head + (_fold("  ".join(where), "  ", width) if where else [])
+    where = "  ".join(filter(None, _where(finding)))
+    lines = head + (_fold(where, "  ", width) if where else [])
     for line in finding.evidence:
         lines += _fold(line, "  ", width)
     for label, text in (("why: ", finding.why), ("fix: ", finding.fix), ("see: ", finding.source)):
@@ -78,6 +76,13 @@ def _text_block(finding: Finding, width: int | None, color: bool) -> str:
             folded = _fold(label + text, "  ", width)
             lines += [folded[0].replace(label, _paint(label, "1", color), 1), *folded[1:]]
     return "\n".join(lines)
+
+
+def _where(finding: Finding) -> tuple[str, str]:
+    """Return ranks and place as text; empty if there are none, or if summary or evidence already show them."""
+    names_ranks = finding.ranks and not (finding.shows_place or finding.says_ranks)
+    place = str(finding.place) if finding.place and not finding.shows_place else ""
+    return render_ranks(finding.ranks) if names_ranks else "", place
 
 
 def _fold(text: str, indent: str, width: int | None) -> list[str]:
@@ -122,11 +127,9 @@ def _html_block(finding: Finding) -> str:
     color = _HTML_COLORS[finding.severity]
     name = f'<b style="color:{color}">{_escaped(finding.name)}</b> <code>{_escaped(finding.code)}</code>'
     parts = [f"<div>{name} <i>{finding.severity}</i> {_escaped(finding.summary)}</div>"]
-    names_ranks = bool(finding.ranks) and not (finding.shows_place or finding.says_ranks)
-    where = [_escaped(render_ranks(finding.ranks))] if names_ranks else []
-    where += [f"<code>{_escaped(str(finding.place))}</code>"] if finding.place and not finding.shows_place else []
-    if where:
-        parts.append(f"<div>{' &nbsp; '.join(where)}</div>")
+    ranks, place = map(_escaped, _where(finding))
+    if ranks or place:
+        parts.append(f"<div>{' &nbsp; '.join(filter(None, (ranks, place and f'<code>{place}</code>')))}</div>")
     if finding.evidence:
         lines = "\n".join(_escaped(line) for line in finding.evidence)
         parts.append(f'<pre style="{_PRE_STYLE}">{lines}</pre>')

@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 import atexit
-import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from pkgutil import resolve_name
 
 from ddpilot.module_names import GUARD_PROBES
 from ddpilot.record.hook import RING_DIR_VARIABLE, RankStart, journal_path
@@ -39,11 +37,11 @@ def install(
     *,
     rank: int,
     probes: Sequence[str],
-    tell: Callable[[str], None] | None = None,
+    report: Callable[[str], None] | None = None,
 ) -> Callable[[], None]:
     """Install `probes`, named "module:class", which write into the journal `path`. Returns an undo function.
 
-    A probe that cannot be installed is off, which `tell` reports (default: a line on stderr); other probes are not
+    A probe that cannot be installed is off, which `report` reports (default: a line on stderr); other probes are not
     affected. Not collective. Raises `OSError` if there is no space for the journal.
     """
     import torch
@@ -54,17 +52,17 @@ def install(
     from ddpilot.record.collectives.recording import SOURCE_VARIABLE
     from ddpilot.record.journal import JournalWriter
 
-    show = tell or (lambda text: _print_line(rank, text))
+    show = report or (lambda text: _print_line(rank, text))
     journal = JournalWriter(path, rank=rank)
     compiled = native.find(os.environ.get(SOURCE_VARIABLE, "auto"), show)
     if compiled is not None:
         journal.use_compiled(compiled)
-    finder = SiteFinder(torch=os.path.dirname(torch.__file__), ours=str(Path(__file__).parents[1]))
-    undo: list[tuple[Notes, Callable[[], None]]] = []
+    finder = SiteFinder(torch=os.path.dirname(torch.__file__))
+    undo: list[tuple[Notes, list[Callable[[], None]]]] = []
     for name in probes:
-        notes = Notes(name, journal, rank=rank, finder=finder, tell=show, compiled=compiled)
+        notes = Notes(name, journal, rank=rank, finder=finder, report=show, compiled=compiled)
         try:
-            probe = _load(name)()
+            probe = resolve_name(name)()
             notes.name = probe.name
             undo.append((notes, probe.install(notes)))
         except Exception as error:  # noqa: BLE001 - reported once, and the rank continues
@@ -72,17 +70,13 @@ def install(
 
     def stop() -> None:
         while undo:
-            notes, uninstall = undo.pop()
-            uninstall()
+            notes, functions = undo.pop()
+            while functions:
+                functions.pop()()
             notes.is_off = True
         journal.close()
 
     return stop
-
-
-def _load(name: str) -> Any:
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)
 
 
 def _print_line(rank: int, text: str) -> None:

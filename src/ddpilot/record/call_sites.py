@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from types import CodeType, FrameType
 from typing import Any
 
-from ddpilot.user_files import is_generated, is_users
+from ddpilot.user_files import is_generated, is_ours, is_users, starts_ranks
 
 # Kinds of files that frames belong to. Integers, as comparing Enum members takes longer than the rest of a frame.
 USER = 1  # the user's code: a script, a module, a cell
@@ -44,11 +44,10 @@ hooks."""
 
 
 class SiteFinder:
-    """Finds the user's line among the frames of a stack. `torch` and `ours` are the folders of the two packages."""
+    """Finds the user's line among the frames of a stack. `torch` is the folder of that package."""
 
-    def __init__(self, torch: str, ours: str) -> None:
-        self._torch, self._ours = os.path.join(torch, ""), os.path.join(ours, "")
-        self._starters = os.path.join(self._ours, "launching", "")
+    def __init__(self, torch: str) -> None:
+        self._torch = os.path.join(torch, "")
         self._kinds: dict[str, int] = {}
 
     def walk(self, frame: FrameType | None) -> CallPath:
@@ -113,8 +112,8 @@ class SiteFinder:
         if file.startswith(self._torch):
             relative = file[len(self._torch) :]
             return _TORCH_KINDS.get(relative, HOOK if relative.startswith(_TORCH_HOOKS) else INNER)
-        if file.startswith(self._ours):
-            return WRAPPER if file.endswith(_GUARD_WRAPPER) else STARTER if file.startswith(self._starters) else OURS
+        if is_ours(file):
+            return WRAPPER if file.endswith(_GUARD_WRAPPER) else STARTER if starts_ranks(file) else OURS
         if is_generated(file):
             return INNER
         return USER if is_users(file) else LIBRARY

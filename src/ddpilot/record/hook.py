@@ -18,7 +18,7 @@ have ended."""
 
 
 class RankStart(Protocol):
-    """What `start` needs to know of its rank."""
+    """The part of a rank's start that `start` uses."""
 
     rank: int
     environ: dict[str, str]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The journal of a rank: guard's notes, in a second mapped file next to the ring, read from other processes.
 
-The file has a header, then two pages of entries of any size; when a page is full, the other one is started over. A ring
-of fixed-size entries for ordinary steps follows: one is written in each step, with cold caches. Does not import torch.
+The file has a header, then two pages of entries of any size; when a page is full, the other one is reused. A ring of
+fixed-size entries for ordinary steps follows: one is written in each step, with cold caches. Does not import torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from ddpilot.environments.private_files import open_own_file
 from ddpilot.errors import RecordError
 from ddpilot.record.flight_ring.reader import DAMAGES, Pieces
-from ddpilot.record.flight_ring.writer import ForkGuard, map_file
+from ddpilot.record.flight_ring.writer import ForkGuard, create_draft, draft_of, map_file
 
 MAGIC = b"DDPJRNL\n"
 VERSION = 2
@@ -58,7 +58,8 @@ class Entry:
     time_ns: int
     """On CLOCK_MONOTONIC."""
     kind: str
-    values: dict[str, Any]
+    values: Any
+    """A dict with the fields of its kind."""
 
 
 class Journal(NamedTuple):
@@ -138,22 +139,22 @@ class JournalWriter:
             words[_PARTS_AT + 2 * part + 1] = at
             words[_PARTS_AT + 2 * part] = index
 
-    def write_step(self, unit: int, number: int, sequence_number: int, events: str) -> None:
-        """Add a ``step`` entry with the values ``u``, ``n``, ``s`` and ``e``, at a fraction of the cost of `write`."""
+    def write_step(self, parameter_set: int, step: int, seq: int, events: str) -> None:
+        """Add a ``step`` entry with these values, at a fraction of the cost of `write`."""
         write = self._write_compiled
-        if write is not None and write(unit, number, sequence_number, events):
+        if write is not None and write(parameter_set, step, seq, events):
             return
         if len(events) > _MAX_STEP_EVENTS:
-            self.write("step", {"u": unit, "n": number, "s": sequence_number, "e": events})
+            self.write("step", _step_values(parameter_set, step, seq, events))
             return
         mapped, words = self._map, self._words
         if mapped is None or words is None or self._fork.is_fork():
             return
-        index, step = self._next_index(), next(self._steps)
-        at = self._steps_at + step % NUM_STEPS * _STEP.size
+        index, count = self._next_index(), next(self._steps)
+        at = self._steps_at + count % NUM_STEPS * _STEP.size
         now_ns, text = time.monotonic_ns(), events.encode()
-        _STEP.pack_into(mapped, at, index, now_ns, unit, number, sequence_number, text, index)
-        words[_NUM_STEPS] = step + 1
+        _STEP.pack_into(mapped, at, index, now_ns, parameter_set, step, seq, text, index)
+        words[_NUM_STEPS] = count + 1
         words[_NUM_WRITTEN] = index
 
     def close(self) -> None:
@@ -183,7 +184,7 @@ def read_journal(path: str | os.PathLike[str], after: int = 0) -> Journal:
 def _read(pieces: Pieces, path: str | os.PathLike[str], after: int) -> Journal:
     head, size = pieces.read(0, _HEADER_BYTES), pieces.size
     if len(head) < _HEADER_BYTES or not head.startswith(MAGIC):
-        raise _refuse(path, f"{len(head)} bytes that start with {head[:8]!r}, which is no journal")
+        raise _refuse(path, f"{len(head)} bytes that start with {head[:8]!r}, which is not a journal")
     _, version, order, page_bytes, rank, pid = _HEAD.unpack_from(head)
     if (version, order, size) != (VERSION, _BYTE_ORDER, _size_of(page_bytes)):
         raise _refuse(path, f"a journal of version {version}, byte order {order:#x} and {size} bytes")
@@ -207,7 +208,7 @@ def _entries(pieces: Pieces, words: memoryview, page: tuple[int, int], after: in
         return
     if begin < words[_END] <= end:
         end = words[_END]  # the rest is empty or older, and takes milliseconds to search
-    # In a page that was started over, some of these entries have been overwritten.
+    # In a page that was reused, some of these entries have been overwritten.
     starts = reversed(_starts(words, page, after))
     first = next((at for index, at in starts if at < end and _is_at(pieces, at, end, number, index)), begin)
     data, at = pieces.read(first, end - first), 0
@@ -251,12 +252,16 @@ def _read_steps(pieces: Pieces, words: memoryview, size: int, after: int) -> Ite
     newest = words[_NUM_STEPS]
     for number in range(newest, max(0, newest - NUM_STEPS), -1):
         at = size - (NUM_STEPS - (number - 1) % NUM_STEPS) * _STEP.size
-        index, time_ns, unit, count, sequence_number, events, again = _STEP.unpack(pieces.read(at, _STEP.size))
+        index, time_ns, parameter_set, step, seq, events, again = _STEP.unpack(pieces.read(at, _STEP.size))
         if index == again:  # otherwise it is being overwritten
             if index <= after:
                 return
-            values = {"u": unit, "n": count, "s": sequence_number, "e": events.rstrip(b"\0").decode()}
+            values = _step_values(parameter_set, step, seq, events.rstrip(b"\0").decode())
             yield Entry(index, time_ns, "step", values)
+
+
+def _step_values(parameter_set: int, step: int, seq: int, events: str) -> dict[str, Any]:
+    return {"parameter_set": parameter_set, "step": step, "seq": seq, "events": events}
 
 
 def _size_of(page_bytes: int) -> int:
@@ -264,18 +269,16 @@ def _size_of(page_bytes: int) -> int:
 
 
 def _make(path: Path, page_bytes: int, rank: int) -> mmap.mmap:
-    draft = path.with_name(f"{path.name}.new")
-    draft.unlink(missing_ok=True)  # from a rank that died at start
-    fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    fd = create_draft(path)
     try:
         mapped = map_file(fd, _size_of(page_bytes))
     except OSError:
-        draft.unlink()  # what was allocated would only fill the disk
+        draft_of(path).unlink()  # what was allocated would only fill the disk
         raise
     finally:
         os.close(fd)
     mapped[: _HEAD.size] = _HEAD.pack(MAGIC, VERSION, _BYTE_ORDER, page_bytes, rank, os.getpid())
-    os.replace(draft, path)
+    os.replace(draft_of(path), path)
     return mapped
 
 

@@ -198,17 +198,17 @@ class InitFinder:
         """Return the call that the main thread is in; None without one, or before its rank and size are resolved."""
         with reading_frames():
             frame = self._find_frame()
-            said = None if frame is None else frame.f_locals
-        if said is None:
+            arguments = None if frame is None else frame.f_locals
+        if arguments is None:
             self._since_ns = 0
             return None
         self._since_ns = self._since_ns or now_ns
-        world_size, rank = said.get("world_size"), said.get("rank")
+        world_size, rank = arguments.get("world_size"), arguments.get("rank")
         if not (isinstance(world_size, int) and isinstance(rank, int) and world_size > 0 and rank >= 0):
             return None
         if now_ns - max(self._since_ns, self._checked_ns) > _CHECK_NS:
             self._checked_ns = now_ns
-            self._is_closed = _meets_in_own_store(said.get("init_method")) and not _has_children()
+            self._is_closed = _meets_in_own_store(arguments.get("init_method")) and not _has_children()
         return PendingInit(self._since_ns, world_size, rank, self._is_closed and self._checked_ns > self._since_ns)
 
     def _find_frame(self) -> FrameType | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that train on data in a wrong way, and right ones that look alike."""
+"""Programs that train on data with a mistake, and correct ones that look alike."""
 
 from __future__ import annotations
 

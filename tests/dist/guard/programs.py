@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs as users write them, run by the ranks of these tests: wrong ones, and right ones that look like them."""
+"""Programs as users write them: wrong ones, and correct ones that look alike."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def run_programs(folder: str, names: list[str]) -> tuple[list[str], tuple[list[s
         place = Path(folder) / name
         place.mkdir(exist_ok=True)
         torch.manual_seed(0)
-        with start_recording(ring_path(place, rank), rank=rank, tell=said.append):
-            stop = install(journal_path(place, rank), rank=rank, probes=GUARD_PROBES, tell=said.append)
+        with start_recording(ring_path(place, rank), rank=rank, report=said.append):
+            stop = install(journal_path(place, rank), rank=rank, probes=GUARD_PROBES, report=said.append)
             try:
                 ALL[name]()
             finally:
@@ -65,7 +65,7 @@ def train_with_faults(folder: str) -> tuple[list[str], bool]:
     said: list[str] = []
     for is_guarded in (False, True):
         torch.manual_seed(0)
-        stop = install(Path(folder) / f"faults{rank}", rank=rank, probes=GUARD_PROBES, tell=said.append)
+        stop = install(Path(folder) / f"faults{rank}", rank=rank, probes=GUARD_PROBES, report=said.append)
         if not is_guarded:
             stop()
         with broken_after(2) if is_guarded else contextlib.nullcontext():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run programs on real ranks under guard's probes, and let the rules read what they noted."""
+"""Run programs on ranks under guard's probes, and feed their notes to the rules."""
 
 from __future__ import annotations
 

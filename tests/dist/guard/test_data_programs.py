@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs on two real ranks that go wrong with data, randomness, losses or checkpoints, and right ones like them."""
+"""Programs with mistakes in data, randomness, losses or checkpoints on two ranks, and correct ones that look alike."""
 
 from __future__ import annotations
 

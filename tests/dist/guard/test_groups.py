@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups are named alike on all ranks, and each one that is made anew otherwise."""
+"""Groups have the same name on all ranks, and a new one after a rebuild."""
 
 from __future__ import annotations
 

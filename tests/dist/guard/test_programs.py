@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs on two real ranks: each wrong one gets its finding with its line, and the right ones get none."""
+"""Programs on two ranks: each wrong one gets its finding with its line, correct ones get none."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What DistributedDataParallel does is recorded as what it is: construction, buffers, gradient buckets by name."""
+"""Collectives of DistributedDataParallel are recorded by purpose: construction, buffers, buckets by name."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ring of a rank that was killed, aborted, interrupted or freed, and of one whose group was made anew."""
+"""Rings of ranks that were killed, aborted, interrupted or released, or whose group was rebuilt."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ring says which group a rank has asked for while it waits for the others, and whether only they can come."""
+"""The ring shows the group that a rank waits to create, and whether only ranks of this job can join."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever goes wrong in the recording, it is said once and training goes on."""
+"""An error in the recording is reported once, and training continues."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def reduce_with_a_broken_part(folder: Path, owner: type, name: str) -> tuple[flo
         raise ZeroDivisionError("on purpose")
 
     setattr(owner, name, broken)  # in this rank only, which ends with the test
-    with recorded(folder, tell=said.append):
+    with recorded(folder, report=said.append):
         total = torch.zeros(1)
         for _ in range(5):
             value = torch.ones(1)
@@ -63,7 +63,7 @@ def reduce_with_one_fault(folder: Path) -> list[int | None]:
         return walk(self, *args)
 
     SiteFinder.walk = broken  # type: ignore[method-assign,assignment]  # in this rank only, which ends with the test
-    with recorded(folder, tell=lambda _: None):
+    with recorded(folder, report=lambda _: None):
         for number in range(4):
             dist.all_reduce(torch.ones(number + 1))  # each of another size: none is like one before
         return [entry.seq for entry in read_ring(ring_of(folder, my_rank())).collectives]
@@ -143,7 +143,7 @@ def record_without_room(folder: Path) -> tuple[bool, str, list[str], float]:
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
     said: list[str] = []
     dist.init_process_group("gloo")
-    with start_recording(ring_of(folder, my_rank()), rank=my_rank(), tell=said.append) as recording:
+    with start_recording(ring_of(folder, my_rank()), rank=my_rank(), report=said.append) as recording:
         value = torch.ones(1)
         dist.all_reduce(value)
     dist.destroy_process_group()
@@ -154,7 +154,7 @@ def test_training_goes_on_without_a_recording_when_there_is_no_room(tmp_path: Pa
     """One line says that collectives are not recorded and why, and no part of a file is left."""
     is_on, why_off, said, total = run(1, record_without_room, tmp_path)[0]
     assert (is_on, total) == (False, 1)
-    assert why_off.startswith("its file cannot be made ([Errno 27]")
+    assert why_off.startswith("its file cannot be created ([Errno 27]")
     assert said == [f"collectives are not recorded: {why_off}"]
     assert list(tmp_path.iterdir()) == []
 
@@ -170,7 +170,7 @@ def record_twice(folder: Path) -> tuple[str, str]:
     first.stop()
     dist.all_reduce(torch.ones(2))
     said: list[str] = []
-    assert not start_recording(folder, rank=0, tell=said.append).is_on
+    assert not start_recording(folder, rank=0, report=said.append).is_on
     with start_recording(ring_of(folder, 1), rank=0):
         dist.all_reduce(torch.ones(3))
     dist.destroy_process_group()
@@ -180,7 +180,7 @@ def record_twice(folder: Path) -> tuple[str, str]:
 def test_recording_can_be_stopped_and_started_again_but_not_twice_at_once(tmp_path: Path) -> None:
     """Two at once are refused with what to do; what happens between two recordings is in neither."""
     refused, said = run(1, record_twice, tmp_path)[0]
-    assert "this process records already" in refused
+    assert "this process already records" in refused
     assert "Stop that recording first" in refused
     assert "is not a regular file" in said
     shapes = [[entry.inputs[0].shape for entry in log.collectives] for log in read_all(tmp_path, 2)]

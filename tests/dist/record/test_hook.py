@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hook by which launcher and session start a recording in each rank."""
+"""The hook with which launcher and session start a recording in each rank."""
 
 from __future__ import annotations
 

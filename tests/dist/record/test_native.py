@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives like one before are written by compiled code, and read as if Python had described each anew."""
+"""Compiled code writes repeated collectives, and they read as if Python had written each."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def break_the_search(folder: Path) -> tuple[float, list[str]]:
     SiteFinder.kind_of = broken  # type: ignore[method-assign]
     said: list[str] = []
     total = torch.zeros(1)
-    with recorded(folder, tell=said.append):
+    with recorded(folder, report=said.append):
         for _ in range(3):
             value = torch.ones(1)
             dist.all_reduce(value)
@@ -230,7 +230,7 @@ def record_with_what_there_is(folder: Path, path: Path) -> tuple[str, list[str]]
     os.environ.pop(SOURCE_VARIABLE, None)
     native.built_path = lambda: path
     said: list[str] = []
-    with recorded(folder, tell=said.append) as recording:
+    with recorded(folder, report=said.append) as recording:
         dist.all_reduce(torch.ones(1))
     return recording.source, said
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every c10d operator that this torch registers is recorded, or stands in a list with the reason."""
+"""Every c10d operator of this torch is recorded, or listed with the reason why not."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a collective is over, seen from outside while the rank waits, also while it holds Python's lock."""
+"""Whether a collective has finished, read from outside while the rank waits or holds the GIL."""
 
 from __future__ import annotations
 

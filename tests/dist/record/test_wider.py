@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recording beside what else a training program does: compiled graphs, forked workers, cells, signals, many groups."""
+"""Record next to compiled graphs, forked workers, cells, signals and many groups."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages of the findings: their shape, that each code has one, and the way from a message to its page."""
+"""Pages of findings: their format, one for each code, and the search for a message."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 
 from ddpilot.errors import DdpilotError
-from ddpilot.findings.catalog import Entry, all_entries, find_asked, find_entry, find_known, make_finding, parse_page
+from ddpilot.findings.catalog import (
+    Entry,
+    all_entries,
+    find_asked,
+    find_entry,
+    find_known,
+    fix_in_rank,
+    make_finding,
+    parse_page,
+)
 
 SOURCE = Path(__file__).parents[3] / "src" / "ddpilot"
 PAGE = """# DDP999 a-name: What it is
@@ -36,7 +45,7 @@ None.
 
 
 def test_parse_page_reads_title_severity_and_symptoms() -> None:
-    """All that the report and the search need stands in the page itself."""
+    """The page contains everything that reports and the search need."""
     entry = parse_page(PAGE)
     assert (entry.code, entry.name, entry.severity, entry.title) == ("DDP999", "a-name", "warning", "What it is")
     assert entry.symptoms == ("Timed out after ... waiting for clients.", "another: message")
@@ -48,7 +57,7 @@ def test_parse_page_reads_title_severity_and_symptoms() -> None:
     "wrong", ["", "# DDP999: no name", PAGE.replace("warning", "grave"), PAGE.replace("## Sou", "# ")]
 )
 def test_parse_page_refuses_another_shape(wrong: str) -> None:
-    """A page without its parts would show up as a gap in a report."""
+    """A page without a section would leave a gap in a report."""
     with pytest.raises(DdpilotError, match="Begin with"):
         parse_page(wrong)
 
@@ -62,7 +71,7 @@ def test_entry_matches_a_message_whatever_differs_and_however_it_is_wrapped() ->
 
 @pytest.mark.parametrize("entry", all_entries(), ids=lambda entry: entry.code)
 def test_every_page_is_found_by_its_code_its_name_and_its_symptoms(entry: Entry) -> None:
-    """Codes, names and symptoms are each page's own, and every section says something."""
+    """Codes, names and symptoms are unique, and no section is empty."""
     assert find_entry(entry.code) is find_entry(entry.name) is find_entry(entry.code[3:]) is entry
     for symptom in entry.symptoms:
         assert find_asked(f"SomeError: {symptom.replace('...', '17')} and more")[0] is entry, symptom
@@ -71,14 +80,22 @@ def test_every_page_is_found_by_its_code_its_name_and_its_symptoms(entry: Entry)
     assert entry.first_fix
 
 
+def test_fix_in_rank_is_a_section_of_its_own_or_the_first_fix() -> None:
+    """The launcher has set what a script that was started without one lacks."""
+    assert fix_in_rank(find_entry("DDP101")).startswith("The launcher has set RANK, LOCAL_RANK")
+    assert fix_in_rank(find_entry("DDP216")) == find_entry("DDP216").first_fix
+    entry = parse_page(PAGE.replace("## Sources", "## In a launched rank\nOnly\nhere.\n\n## Sources"))
+    assert fix_in_rank(entry) == "Only here"
+
+
 def test_find_entry_names_what_is_near() -> None:
-    """A code that does not exist gives those of its hundred."""
+    """An unknown code lists those of the same hundred."""
     with pytest.raises(DdpilotError, match="Near it: .*DDP308 unused-parameters"):
         find_entry("DDP399")
 
 
 def test_general_pages_answer_a_person_and_explain_no_rank() -> None:
-    """A message such as torchrun's summary names no cause: a report of ddpilot's looks further."""
+    """A message such as torchrun's summary does not name the cause, so reports ignore its page."""
     summary = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ... exitcode  : -9 (pid: 7)"
     assert find_known(summary) == ()
     assert [entry.name for entry in find_asked(summary)] == ["child-failed", "killed"]
@@ -98,7 +115,7 @@ def test_make_finding_takes_from_the_page_what_is_not_given() -> None:
 
 
 def test_every_code_in_the_source_has_a_page() -> None:
-    """A report never names a page that is not there."""
+    """A report never names a page that does not exist."""
     used = {code for path in SOURCE.rglob("*.py") for code in re.findall(r'"(DDP\d{3})"', path.read_text())}
     assert used - {entry.code for entry in all_entries()} == set()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sequence that shows itself."""
+"""Render findings as text and HTML."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_findings_are_a_sequence_in_the_given_order() -> None:
 
 
 def test_findings_show_themselves_everywhere() -> None:
-    """HTML in a notebook, the text report in IPython and print, codes inside of other values."""
+    """HTML in a notebook, the text report in IPython and print, and codes inside other values."""
     from IPython.core.formatters import PlainTextFormatter
 
     findings = Findings([DESYNC, SMALL_BATCH])
@@ -64,13 +64,13 @@ def test_render_text_is_the_report_when_there_is_room() -> None:
 
 
 def test_render_text_wraps_when_told_a_width() -> None:
-    """What continues a line is indented by four more."""
+    """Continuation lines are indented by four more columns."""
     assert render_text([SMALL_BATCH], width=40) == NARROW
 
 
 @pytest.mark.parametrize("width", [1, 40, 60, 79, 200])
 def test_render_text_keeps_to_the_width_and_loses_no_word(width: int) -> None:
-    """Only a single word that is longer than the width may stick out; a width below 40 counts as 40."""
+    """Only a single word longer than the width may exceed it; a width below 40 counts as 40."""
     text = render_text([DESYNC, SMALL_BATCH], width=width)
     assert text.split() == WIDE.split()
     assert all(len(line) <= max(width, 40) or len(line.split()) <= 2 for line in text.splitlines())
@@ -90,7 +90,7 @@ def test_render_text_colors_change_nothing_but_the_color() -> None:
 
 
 def test_render_text_lets_no_terminal_command_through() -> None:
-    """A clear-screen sequence in a finding is shown, not obeyed; a second line of evidence is indented."""
+    """A clear-screen sequence in a finding is escaped; a second line of evidence is indented."""
     text = render_text([HOSTILE])
     assert "\x1b" not in text
     assert "a & b\\x1b[2J" in text
@@ -107,7 +107,7 @@ def test_render_text_keeps_4096_ranks_on_one_line() -> None:
 
 
 def test_render_text_does_not_repeat_the_ranks_of_the_summary_in_a_row_of_their_own() -> None:
-    """There is no place to say with them."""
+    """There is no place to show with them."""
     finding = Finding(code="DDP209", name="rank-died", severity="error", summary="rank 1 died of SIGSEGV", ranks=(1,))
     assert render_text([finding]) == "rank-died  DDP209  rank 1 died of SIGSEGV"
     assert "rank 11 died" in render_text(
@@ -145,7 +145,7 @@ class Reader(HTMLParser):
 
 
 def test_render_html_shows_every_part_of_a_finding() -> None:
-    """Nothing that the text report says is missing."""
+    """The HTML contains everything that the text report does."""
     shown = Reader(render_html([DESYNC, SMALL_BATCH])).shown
     for part in (DESYNC.code, DESYNC.summary, *DESYNC.evidence, DESYNC.why, DESYNC.fix, DESYNC.source):
         assert part in shown
@@ -165,7 +165,7 @@ def test_render_html_escapes_everything() -> None:
 
 
 def test_render_html_links_web_addresses_only() -> None:
-    """A source that is a URL becomes a link that tells its target nothing."""
+    """A source that is a URL becomes a link without a referrer."""
     read = Reader(render_html([DESYNC]))
     assert read.attributes["href"] == [DESYNC.source]
     assert read.attributes["rel"] == ["noopener noreferrer"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record itself: checked, frozen, and the same after a round trip."""
+"""A finding is checked, frozen, and equal after a round trip."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FINDINGS = st.builds(
 @settings(derandomize=True, deadline=None, database=None, max_examples=50)
 @given(FINDINGS)
 def test_finding_survives_json(finding: Finding) -> None:
-    """Whatever the texts are, the finding that is read back equals the one that was written."""
+    """For any texts, the finding that is read back equals the one that was written."""
     assert Finding.from_dict(json.loads(json.dumps(finding.to_dict()))) == finding
 
 
@@ -49,7 +49,7 @@ def test_finding_survives_json(finding: Finding) -> None:
     ],
 )
 def test_finding_refuses_what_it_cannot_mean(change: dict[str, Any], found: str) -> None:
-    """The error shows the value."""
+    """The error contains the value."""
     valid = {"code": "DDP201", "name": "desync", "severity": "error"}
     with pytest.raises(DdpilotError) as caught:
         Finding(**(valid | change))
@@ -65,14 +65,14 @@ def test_finding_refuses_what_it_cannot_mean(change: dict[str, Any], found: str)
     ],
 )
 def test_finding_from_dict_names_the_field_that_is_missing_or_unknown(values: dict[str, Any], found: str) -> None:
-    """A file of another version is refused by name, not half read."""
+    """A file of a different version is refused, not partly read."""
     with pytest.raises(DdpilotError) as caught:
         Finding.from_dict(values)
     assert found in caught.value.found
 
 
 def test_finding_is_frozen_and_hashable() -> None:
-    """Findings are compared and put into sets; nobody changes one on the way."""
+    """Findings are compared and hashed, and cannot be changed."""
     finding = Finding(code="DDP201", name="desync", severity="error", ranks=(1,), place=CodeLine(file="a.py", line=3))
     assert len({finding, Finding.from_dict(finding.to_dict())}) == 1
     with pytest.raises(dataclasses.FrozenInstanceError):

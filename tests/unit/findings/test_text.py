@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks in words, on one line at any world size; text without terminal commands."""
+"""Lists of ranks on one line at any world size, and text without control sequences."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ddpilot.findings.text import printable, render_ranks
     ],
 )
 def test_render_ranks_says_it_in_words(ranks: list[int], words: str) -> None:
-    """Runs of three and more are joined, the rest is counted out, a long list is shortened in the middle."""
+    """Runs of three or more are joined, other ranks are listed, a long list is shortened in the middle."""
     assert render_ranks(ranks) == words
 
 
@@ -45,7 +45,7 @@ def unfold(words: str) -> set[int]:
 @settings(derandomize=True, deadline=None, database=None)
 @given(st.sets(st.integers(0, 4095), min_size=1, max_size=200), st.integers(32, 120))
 def test_render_ranks_keeps_to_its_room_and_names_only_its_ranks(ranks: set[int], max_chars: int) -> None:
-    """Whole where it fits; otherwise the first and the last rank stay and the number of all is said."""
+    """Complete if it fits; otherwise with the first and the last rank and the total number."""
     words = render_ranks(ranks, max_chars=max_chars)
     assert len(words) <= max_chars
     named = unfold(words)
@@ -58,7 +58,7 @@ def test_render_ranks_keeps_to_its_room_and_names_only_its_ranks(ranks: set[int]
 
 
 def test_render_ranks_is_fast_when_there_are_many() -> None:
-    """The worst list of 4,096 ranks takes no time worth noticing."""
+    """The worst list of 4,096 ranks is formatted quickly."""
     start = time.perf_counter()
     words = render_ranks(range(0, 8192, 2))
     assert time.perf_counter() - start < 0.1
@@ -66,7 +66,7 @@ def test_render_ranks_is_fast_when_there_are_many() -> None:
 
 
 def test_render_ranks_refuses_negative_numbers() -> None:
-    """A rank of -1 is some caller's mark for "unknown", not a rank."""
+    """A rank of -1 means "unknown" to a caller; it is not a rank."""
     with pytest.raises(DdpilotError, match="rank -1"):
         render_ranks([0, -1])
 

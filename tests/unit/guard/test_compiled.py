@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What guard has compiled functions for is found by these as by the Python code that they stand for."""
+"""Compiled functions of guard give the same results as their Python counterparts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def compiled() -> Any:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_is_surely_finite_says_so_of_what_is_finite_only(compiled: Any, dtype: torch.dtype) -> None:
-    """Of the largest and the smallest numbers, and not where one element of any place is not finite."""
+    """For the largest and the smallest numbers, and not if any element is not finite."""
     info = torch.finfo(dtype)
     numbers = torch.tensor([info.max, info.min, info.tiny, info.smallest_normal / 4, 0.0, -0.0], dtype=dtype)
     for tensor in (numbers, numbers[2:4], numbers[0], torch.nn.Parameter(numbers.clone())):
@@ -42,11 +42,11 @@ def test_is_surely_finite_says_so_of_what_is_finite_only(compiled: Any, dtype: t
 
 
 class Marked(Tensor):
-    """A subclass, which may hold its numbers anywhere."""
+    """A subclass, which may store its values anywhere."""
 
 
 def test_is_surely_finite_leaves_to_an_operator_what_it_does_not_know(compiled: Any) -> None:
-    """Other dtypes, layouts and devices, nothing and much, subclasses, and what is no tensor."""
+    """Different dtypes, layouts and devices, empty and large tensors, subclasses, and objects that are not tensors."""
     plain = torch.zeros(3, 3)
     unknown: list[Any] = [
         plain[:, :2],
@@ -61,12 +61,12 @@ def test_is_surely_finite_leaves_to_an_operator_what_it_does_not_know(compiled: 
 
 
 def train(*parameters: Tensor) -> None:
-    """One backward that reaches these alone."""
+    """One backward that reaches only these."""
     torch.autograd.backward(torch.cat(parameters).sum())
 
 
 def look_at_each(look: Callable[..., Any]) -> list[bool]:
-    """Whether gradients have changed after each of some things that change them, or do not."""
+    """True for each operation that changes gradients, False for the others."""
     first, second = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
     fleeting = [torch.nn.Parameter(torch.ones(2))]
     state, has_changed_since = look([first, second, *fleeting])
@@ -91,14 +91,14 @@ def look_at_each(look: Callable[..., Any]) -> list[bool]:
 
 
 def test_compiled_gradients_change_when_those_of_python_do(compiled: Any) -> None:
-    """By a backward, by being taken away, written to or replaced, and with a parameter that is gone."""
+    """By a backward, by removing, writing or replacing gradients, and with a parameter that was freed."""
     found = look_at_each(compiled.look_at_gradients)
     assert found == look_at_each(look_at_gradients)
     assert found == [False, True, True, False, True, True, True, False, True, True]
 
 
 def write_steps(writer: JournalWriter, path: Path) -> list[Any]:
-    """More ordinary steps than are held, among other entries, and what is read of them at last."""
+    """More ordinary steps than are kept, among other entries, read at the end."""
     writer.write("first", {})
     for number in range(NUM_STEPS):
         writer.write_step(1, number, 1 << 40, "FBFBFBFB")
@@ -130,4 +130,4 @@ def test_compiled_steps_are_not_written_by_a_fork(compiled: Any, tmp_path: Path)
         writer.write_step(1, 2, 2, "FB")
         os._exit(0)
     os.waitpid(child, 0)
-    assert [entry.values["n"] for entry in read_journal(tmp_path / "journal").entries] == [1]
+    assert [entry.values["step"] for entry in read_journal(tmp_path / "journal").entries] == [1]

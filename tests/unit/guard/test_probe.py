@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Probes cannot disturb training: what happens to an error in one of them."""
+"""Errors in a probe do not affect training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ddpilot.record.journal import JournalWriter, read_journal
 
 
 class Target:
-    """What a probe looks at."""
+    """An object that a probe observes."""
 
     def double(self, number: int) -> int:
         """Twice `number`; refuses a negative one."""
@@ -37,9 +37,13 @@ class CountingProbe:
 
     name = "doubling"
 
-    def install(self, notes: Notes) -> Callable[[], None]:
+    def install(self, notes: Notes) -> list[Callable[[], None]]:
         """As `Probe.install`."""
-        return notes.around(Target, "double", after=lambda _, returned, result, *args: notes.write("call", r=result))
+
+        def doubled(_: object, __: bool, result: int, *___: object) -> None:
+            notes.write("call", {"r": result})
+
+        return [notes.around(Target, "double", after=doubled)]
 
 
 class FailingProbe:
@@ -47,13 +51,13 @@ class FailingProbe:
 
     name = "failing"
 
-    def install(self, notes: Notes) -> Callable[[], None]:
+    def install(self, notes: Notes) -> list[Callable[[], None]]:
         """As `Probe.install`."""
 
         def fail(*_: object) -> None:
             raise RuntimeError("a mistake of ours")
 
-        return notes.around(Target, "double", before=fail, after=fail)
+        return [notes.around(Target, "double", before=fail, after=fail)]
 
 
 class NeverInstalled:
@@ -61,25 +65,25 @@ class NeverInstalled:
 
     name = "never"
 
-    def install(self, notes: Notes) -> Callable[[], None]:
+    def install(self, notes: Notes) -> list[Callable[[], None]]:
         """As `Probe.install`."""
         raise OSError(f"not here: {notes.name}")
 
 
 def names(*probes: type) -> list[str]:
-    """As the registry has them."""
+    """Names as in the registry."""
     return [f"{probe.__module__}:{probe.__qualname__}" for probe in probes]
 
 
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The probes of this file, whatever name pytest has imported it by."""
-    monkeypatch.setattr(hook, "_load", lambda name: globals()[name.partition(":")[2]])
+    monkeypatch.setattr(hook, "resolve_name", lambda name: globals()[name.partition(":")[2]])
 
 
 @pytest.mark.usefixtures("loaded")
 def test_install_sees_calls_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Results and exceptions are the user's; afterwards the method is the one that it was."""
+    """Results and exceptions are unchanged; afterwards the method is the original."""
     original = Target.double
     stop = hook.install(tmp_path / "journal", rank=0, probes=names(CountingProbe))
     assert Target().double(4) == 8
@@ -95,10 +99,10 @@ def test_install_sees_calls_and_leaves_nothing_behind(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("loaded")
 def test_install_switches_a_failing_probe_off_and_says_so_once(tmp_path: Path) -> None:
-    """Calls return as ever, the other probe goes on, the journal has the fault."""
+    """Calls return as before, the other probe continues, and the fault is in the journal."""
     said: list[str] = []
     probes = names(NeverInstalled, FailingProbe, CountingProbe)
-    stop = hook.install(tmp_path / "journal", rank=0, probes=probes, tell=said.append)
+    stop = hook.install(tmp_path / "journal", rank=0, probes=probes, report=said.append)
     assert [Target().double(number) for number in range(3)] == [0, 2, 4]
     stop()
     assert said == [
@@ -110,14 +114,14 @@ def test_install_switches_a_failing_probe_off_and_says_so_once(tmp_path: Path) -
 
 
 def test_several_probes_share_one_wrapper(tmp_path: Path) -> None:
-    """The newest comes first before and last after; each undo takes away its own, the last one all."""
+    """The newest hook runs first before and last after; each undo removes its own, the last one the wrapper."""
     original = Target.double
     seen: list[str] = []
     journal = JournalWriter(tmp_path / "journal", rank=0)
-    finder = SiteFinder(torch="/nowhere", ours="/nowhere")
+    finder = SiteFinder(torch="/nowhere")
 
     def wrap(name: str) -> Callable[[], None]:
-        notes = Notes(name, journal, rank=0, finder=finder, tell=seen.append)
+        notes = Notes(name, journal, rank=0, finder=finder, report=seen.append)
         before, after = (lambda *_: seen.append(f"{name}:")), (lambda *_: seen.append(f":{name}"))
         return notes.around(Target, "double", before=before, after=after)
 
@@ -134,9 +138,9 @@ def test_several_probes_share_one_wrapper(tmp_path: Path) -> None:
 
 
 def test_a_warning_of_what_is_looked_at_names_the_users_line(tmp_path: Path) -> None:
-    """As without guard; and a second line that is warned about is warned about, too."""
+    """As without guard; a second line with the same warning is warned about too."""
     journal = JournalWriter(tmp_path / "journal", rank=0)
-    notes = Notes("warnings", journal, rank=0, finder=SiteFinder(torch="/nowhere", ours="/nowhere"), tell=print)
+    notes = Notes("warnings", journal, rank=0, finder=SiteFinder(torch="/nowhere"), report=print)
     undo = notes.around(Target, "warn", before=lambda *_: None)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
@@ -151,7 +155,7 @@ def test_a_warning_of_what_is_looked_at_names_the_users_line(tmp_path: Path) -> 
 
 @pytest.mark.usefixtures("loaded")
 def test_uninstalling_spares_a_wrapper_that_came_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody else's wrapper around ours stays, and ours does nothing any more."""
+    """A wrapper of other code around ours stays, and ours does nothing any more."""
     monkeypatch.setattr(Target, "double", Target.double)
     stop = hook.install(tmp_path / "journal", rank=0, probes=names(CountingProbe))
     ours = Target.double
@@ -166,12 +170,12 @@ def test_uninstalling_spares_a_wrapper_that_came_later(tmp_path: Path, monkeypat
 
 
 def test_notes_survive_a_journal_that_fails(tmp_path: Path) -> None:
-    """An error of the writing itself is an error of the probe."""
+    """An error while writing is an error of the probe."""
     said: list[str] = []
     journal = JournalWriter(tmp_path / "journal", rank=0)
-    finder = SiteFinder(torch="/nowhere", ours="/nowhere")
-    notes = Notes("things", journal, rank=0, finder=finder, tell=said.append)
-    look = notes.safely(lambda value: notes.write("thing", value=value))
+    finder = SiteFinder(torch="/nowhere")
+    notes = Notes("things", journal, rank=0, finder=finder, report=said.append)
+    look = notes.safely(lambda value: notes.write("thing", {"value": value}))
     look(object())
     look(1)
     assert notes.is_off
@@ -184,8 +188,8 @@ def test_a_probe_that_fails_while_stderr_is_closed_is_in_the_journal(tmp_path: P
     journal = JournalWriter(tmp_path / "journal", rank=0)
     closed = io.StringIO()
     closed.close()
-    finder = SiteFinder(torch="/nowhere", ours="/nowhere")
-    notes = Notes("things", journal, rank=0, finder=finder, tell=lambda line: print(line, file=closed))
+    finder = SiteFinder(torch="/nowhere")
+    notes = Notes("things", journal, rank=0, finder=finder, report=lambda line: print(line, file=closed))
     notes.safely(lambda: 1 / 0)()
     assert notes.is_off
     (entry,) = read_journal(tmp_path / "journal").entries
@@ -194,7 +198,7 @@ def test_a_probe_that_fails_while_stderr_is_closed_is_in_the_journal(tmp_path: P
 
 @pytest.mark.parametrize("environ", [{}, {"DDPILOT_RING_DIR": "here", "DDPILOT_GUARD": "0"}])
 def test_start_does_nothing_where_guard_is_off(tmp_path: Path, environ: dict[str, str]) -> None:
-    """Without a folder, and where it is turned off."""
+    """Without a folder, and if it is disabled."""
     if environ:
         environ = environ | {"DDPILOT_RING_DIR": str(tmp_path)}
     hook.start(RankStart(environ))
@@ -202,13 +206,13 @@ def test_start_does_nothing_where_guard_is_off(tmp_path: Path, environ: dict[str
 
 
 def test_start_says_when_it_cannot_and_the_rank_runs_on(capsys: pytest.CaptureFixture[str]) -> None:
-    """A folder that is gone is no reason to stop."""
+    """A folder that was removed does not stop the recording."""
     hook.start(RankStart({"DDPILOT_RING_DIR": os.devnull}))
     assert "rank 3: training is not guarded: " in capsys.readouterr().err
 
 
 class RankStart:
-    """What launchers give."""
+    """Variables that launchers set."""
 
     rank = 3
 

@@ -36,7 +36,7 @@ def open_ring(path: Path, *, num_records: int = 4, page_bytes: int = 4096, publi
 def begin(
     ring: RingWriter, start_ns: int, *, seq: int = 0, shape: tuple[int, ...] = (2,), flags: int = 0, **group: Any
 ) -> int:
-    """Write an all_reduce of a tensor of `shape` in the default group, changed by `group`, with all it refers to."""
+    """Write an all_reduce of a tensor of `shape` in the default group, changed by `group`, with all facts."""
     facts = (
         {"op": "all_reduce", "operator": "c10d::allreduce_"},
         {**GROUP, **group},

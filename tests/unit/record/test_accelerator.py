@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the current thread captures a device graph, asked without initializing a device."""
+"""Detect a device-graph capture without initializing the device."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which line of a stack is the user's, told by the names of files."""
+"""Find the user's line of a stack by file names."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+import ddpilot
 from ddpilot.record.call_sites import SiteFinder, describe_site
 
 TORCH = "/site/torch"
-OURS = str(Path(__file__).parent)
-"""So that what calls the case is not taken for the user."""
+OURS = str(Path(ddpilot.__file__).parent)
 LIBRARY = f"{sysconfig.get_path('purelib')}/somebody/loop.py"
 REDUCE = f"{TORCH}/distributed/distributed_c10d.py"
 LOGGER = f"{TORCH}/distributed/c10d_logger.py"
@@ -26,13 +26,14 @@ HOOKS = f"{TORCH}/distributed/algorithms/ddp_comm_hooks/default_hooks.py"
 
 
 def call_through(files: list[str], inner: Callable[[], Any]) -> Any:
-    """`inner`, called by functions whose code says that it lies in `files`, outermost first."""
+    """The result of `inner`, called by functions whose code says that it lies in `files`, outermost first."""
     for number, file in enumerate(reversed(files)):
         source = "\n" * number + f"def function_{number}():\n    return inner()\n"
         namespace: dict[str, Any] = {"inner": inner}
         exec(compile(source, file, "exec"), namespace)
         inner = namespace[f"function_{number}"]
-    return inner()
+    with ThreadPoolExecutor(1) as pool:  # where nothing of what started the tests is on the stack
+        return pool.submit(inner).result()
 
 
 CASES: dict[str, tuple[list[str], tuple[str, str, str, bool]]] = {
@@ -64,9 +65,8 @@ CASES: dict[str, tuple[list[str], tuple[str, str, str, bool]]] = {
 def test_walk_finds_the_users_line(case: str) -> None:
     """The innermost line that is the user's, what it called, and whether DDP or its reducer is in between."""
     files, (file, via, ddp, in_reducer) = CASES[case]
-    finder = SiteFinder(torch=TORCH, ours=OURS)
-    with ThreadPoolExecutor(1) as pool:  # where nothing of what started the tests is on the stack
-        trail = pool.submit(call_through, files, lambda: finder.walk(sys._getframe(1))).result()
+    finder = SiteFinder(torch=TORCH)
+    trail = call_through(files, lambda: finder.walk(sys._getframe(1)))
     described = describe_site(trail)
     assert (described.get("file", ""), described.get("via", "")) == (file, via)
     assert (trail[2], trail[3]) == (ddp, in_reducer)
@@ -83,22 +83,21 @@ CALLERS: dict[str, tuple[list[str], list[str]]] = {
 
 @pytest.mark.parametrize("case", CALLERS)
 def test_callers_are_the_users_calls_around_the_line(case: str) -> None:
-    """As far as they are near, and described with their lines."""
+    """Those near the line, described with their lines."""
     files, expected = CALLERS[case]
-    finder = SiteFinder(torch=TORCH, ours=OURS)
+    finder = SiteFinder(torch=TORCH)
 
     def find() -> dict[str, Any]:
         trail = finder.walk(sys._getframe(1))
         return describe_site(trail, finder.callers(trail[0]))
 
-    with ThreadPoolExecutor(1) as pool:
-        described = pool.submit(call_through, files, find).result()
+    described = call_through(files, find)
     assert [file for file, *_ in described.get("callers", [])] == expected
 
 
 def test_a_script_itself_has_no_callers() -> None:
-    """What runs it is not the user's."""
-    finder = SiteFinder(torch=TORCH, ours=OURS)
+    """The code that runs it is not the user's."""
+    finder = SiteFinder(torch=TORCH)
     found: list[Any] = []
     exec(
         compile("keep(find(get_frame()))", "/a.py", "exec"),

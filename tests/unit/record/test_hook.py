@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where ranks record, by a folder."""
+"""Paths of ranks' rings in a folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ddpilot.record.hook import find_rings, ring_path, start
 
 
 def test_rings_are_found_by_rank(tmp_path: Path) -> None:
-    """In the order of the ranks; what is being made, and what is something else, is left out."""
+    """In the order of the ranks, without drafts and other files."""
     for name in ("rank10.ring", "rank2.ring", "rank0.ring", "rank1.ring.new", "rankx.ring", "notes.txt"):
         (tmp_path / name).touch()
     assert list(find_rings(tmp_path).items()) == [(rank, ring_path(tmp_path, rank)) for rank in (0, 2, 10)]

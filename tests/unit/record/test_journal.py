@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The journal that guard writes, read back."""
+"""Write guard's journal and read it back."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_journal_reads_what_was_written_in_order_and_only_what_is_new(tmp_path: 
 
 
 def test_journal_stays_as_large_as_it_is_and_counts_what_it_lost(tmp_path: Path) -> None:
-    """After many entries the newest page and more are held, the rest is counted, the file has not grown."""
+    """After many entries at least the newest page is kept, the rest is counted, and the file has not grown."""
     path = tmp_path / "journal"
     writer = JournalWriter(path, rank=0, page_bytes=4096)
     size = path.stat().st_size
@@ -60,21 +60,21 @@ def test_journal_stays_as_large_as_it_is_and_counts_what_it_lost(tmp_path: Path)
 
 
 def test_journal_gives_ordinary_steps_among_other_entries(tmp_path: Path) -> None:
-    """In the order in which they were written, also what led to a step at length, and a group that does not count."""
+    """In the order in which they were written, also with many events, and with a group that does not count."""
     path = tmp_path / "journal"
     writer = JournalWriter(path, rank=0)
-    writer.write("unit", {"u": 1})
+    writer.write("parameter_set", {"parameter_set": 1})
     writer.write_step(1, 7, 1 << 40, "FB")
-    writer.write("step", {"u": 1, "n": 8, "f": {}})
+    writer.write("step", {"parameter_set": 1, "step": 8, "fingerprint": {}})
     writer.write_step(2, 9, -1, "")
     writer.write_step(2, 10, 5, "FBFBFBFBFB")
     journal = read_journal(path)
     assert [(entry.index, entry.kind, entry.values) for entry in journal.entries] == [
-        (1, "unit", {"u": 1}),
-        (2, "step", {"u": 1, "n": 7, "s": 1 << 40, "e": "FB"}),
-        (3, "step", {"u": 1, "n": 8, "f": {}}),
-        (4, "step", {"u": 2, "n": 9, "s": -1, "e": ""}),
-        (5, "step", {"u": 2, "n": 10, "s": 5, "e": "FBFBFBFBFB"}),
+        (1, "parameter_set", {"parameter_set": 1}),
+        (2, "step", {"parameter_set": 1, "step": 7, "seq": 1 << 40, "events": "FB"}),
+        (3, "step", {"parameter_set": 1, "step": 8, "fingerprint": {}}),
+        (4, "step", {"parameter_set": 2, "step": 9, "seq": -1, "events": ""}),
+        (5, "step", {"parameter_set": 2, "step": 10, "seq": 5, "events": "FBFBFBFBFB"}),
     ]
     assert sorted(entry.time_ns for entry in journal.entries) == [entry.time_ns for entry in journal.entries]
     assert [entry.index for entry in read_journal(path, after=3).entries] == [4, 5]
@@ -84,7 +84,7 @@ def test_journal_gives_ordinary_steps_among_other_entries(tmp_path: Path) -> Non
 
 
 def test_journal_holds_the_newest_ordinary_steps_and_counts_the_others(tmp_path: Path) -> None:
-    """Those that came round again are lost, what else was noted is not."""
+    """Overwritten steps are lost, other entries are not."""
     path = tmp_path / "journal"
     writer = JournalWriter(path, rank=0)
     writer.write("first", {})
@@ -93,13 +93,13 @@ def test_journal_holds_the_newest_ordinary_steps_and_counts_the_others(tmp_path:
         writer.write_step(1, number, number, "FB")
     journal = read_journal(path)
     assert [entry.index for entry in journal.entries] == [1, *range(12, NUM_STEPS + 12)]
-    assert journal.entries[-1].values["n"] == NUM_STEPS + 9
+    assert journal.entries[-1].values["step"] == NUM_STEPS + 9
     assert journal.num_lost == 10
     assert path.stat().st_size == size
 
 
 def test_journal_leaves_out_a_step_that_is_just_being_written_over(tmp_path: Path) -> None:
-    """It is counted as lost; those beside it are read."""
+    """It is counted as lost; entries around it are read."""
     path = tmp_path / "journal"
     writer = JournalWriter(path, rank=0)
     for number in range(3):
@@ -114,7 +114,7 @@ def test_journal_leaves_out_a_step_that_is_just_being_written_over(tmp_path: Pat
 
 
 def test_journal_counts_an_entry_that_no_page_can_hold(tmp_path: Path) -> None:
-    """It is lost, said in `num_lost`, and what follows is not."""
+    """It is lost and counted in `num_lost`; later entries are not."""
     writer = JournalWriter(tmp_path / "journal", rank=0, page_bytes=4096)
     writer.write("large", {"text": "x" * 5000})
     writer.write("small", {})
@@ -127,7 +127,7 @@ def test_journal_counts_an_entry_that_no_page_can_hold(tmp_path: Path) -> None:
 
 
 def test_journal_goes_on_behind_an_entry_that_was_cut_short(tmp_path: Path) -> None:
-    """A damaged entry is left out and counted; those behind it are read."""
+    """A damaged entry is skipped and counted; those after it are read."""
     path = tmp_path / "journal"
     writer = JournalWriter(path, rank=0)
     for number in range(3):
@@ -142,7 +142,7 @@ def test_journal_goes_on_behind_an_entry_that_was_cut_short(tmp_path: Path) -> N
 
 
 def test_journal_outlives_a_kill_and_is_not_written_by_a_fork(tmp_path: Path) -> None:
-    """What was noted before SIGKILL is there; a forked copy's notes are not."""
+    """Notes before SIGKILL are in the journal; those of a forked copy are not."""
     code = (
         "import os, signal, sys; from ddpilot.record.journal import JournalWriter\n"
         "writer = JournalWriter(sys.argv[1], rank=1); writer.write('mine', {})\n"
@@ -158,7 +158,7 @@ def test_journal_outlives_a_kill_and_is_not_written_by_a_fork(tmp_path: Path) ->
 
 
 def test_journal_refuses_what_is_none(tmp_path: Path) -> None:
-    """A wrong file, one of another version and a missing one are told apart; a wrong size is refused."""
+    """A wrong file, a different version and a missing file raise different errors; a wrong size is refused."""
     path = tmp_path / "journal"
     JournalWriter(path, rank=0)
     data = bytearray(path.read_bytes())
@@ -167,7 +167,7 @@ def test_journal_refuses_what_is_none(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("hello")
     with pytest.raises(RecordError, match="version 9"):
         read_journal(tmp_path / "other")
-    with pytest.raises(RecordError, match="which is no journal"):
+    with pytest.raises(RecordError, match="which is not a journal"):
         read_journal(tmp_path / "text")
     with pytest.raises(FileNotFoundError):
         read_journal(tmp_path / "missing")
@@ -176,7 +176,7 @@ def test_journal_refuses_what_is_none(tmp_path: Path) -> None:
 
 
 def test_journal_says_when_there_is_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Room is taken when it is made: OSError then, and nothing is left behind."""
+    """Space is allocated on creation: OSError then, and no file remains."""
 
     def no_room(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that writes its stack when it is asked."""
+"""A process writes its stack on request."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ os.kill(os.getpid(), WATCH_SIGNAL)
 
 
 def test_being_asked_while_it_ends_does_not_kill_a_process(tmp_path: Path) -> None:
-    """Who asks cannot know that the answer is being taken back: the process ends as it would have."""
+    """A request may come while the handlers are removed: the process ends as it would have."""
     done = subprocess.run([sys.executable, "-c", ENDING, str(tmp_path / "stacks")], check=False, timeout=60)
     assert done.returncode == 0
     assert (tmp_path / "stacks").read_text().count("most recent call first") == 1
@@ -55,7 +55,7 @@ else:
 
 @contextmanager
 def answering(folder: Path, how: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that can be asked as rank 0: in a "loop", "busy" calling functions, or "stuck" in C with the GIL."""
+    """A process that answers as rank 0: in a "loop", "busy" calling functions, or "stuck" in C with the GIL."""
     command = [sys.executable, "-c", ANSWERING, str(stacks_path(folder, 0)), how]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:
@@ -67,7 +67,7 @@ def answering(folder: Path, how: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_a_process_that_runs_python_code_survives_being_asked_often(tmp_path: Path) -> None:
-    """The fault handler, in its place, ends it at about one signal in a hundred (Python 3.11 to 3.13)."""
+    """The fault handler would end it at about one signal in a hundred (Python 3.11 to 3.13)."""
     with answering(tmp_path, "busy") as process:
         stacks = [take_stacks(tmp_path, {0: process.pid}) for _ in range(200)]
         assert process.poll() is None
@@ -86,7 +86,7 @@ def test_a_process_whose_gil_is_held_by_c_code_answers(tmp_path: Path) -> None:
 
 
 def test_a_process_in_a_loop_is_known_to_run(tmp_path: Path) -> None:
-    """Though the GIL is taken from it at the same line each time."""
+    """Although it loses the GIL at the same line each time."""
     with answering(tmp_path, "loop") as process:
         found = take_stacks(tmp_path, {0: process.pid})
         assert found[0].is_running
@@ -94,7 +94,7 @@ def test_a_process_in_a_loop_is_known_to_run(tmp_path: Path) -> None:
 
 
 def frame_of(name: str, file: str = "train.py") -> FrameType:
-    """Of a function in `file` that calls `name`."""
+    """A function in `file` that calls `name`."""
     found: list[FrameType] = []
     scope = {name: lambda: found.append(sys._getframe(1))}
     exec(compile(f"def connect():\n    {name}()\nconnect()\n", file, "exec"), scope)
@@ -115,7 +115,7 @@ def test_a_function_that_makes_a_store_is_told_by_the_names_it_uses(frame: Frame
 
 
 def test_the_file_is_there_while_a_store_may_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the main thread's calls, innermost first; it goes when that is over, or a group was entered."""
+    """With the main thread's calls, innermost first; it is removed when that is over, or a group was entered."""
     path = connecting_path(tmp_path, 1)
     path.write_text("of a process before")
     notes = ConnectFile(path)
@@ -139,7 +139,7 @@ def test_the_file_is_there_while_a_store_may_be_made(tmp_path: Path, monkeypatch
 
 
 def test_without_room_nothing_is_noted_and_nothing_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rank is asked by a signal then."""
+    """The stack is then requested by a signal."""
     notes = ConnectFile(tmp_path / "no-such-folder" / "rank0.connecting")
     monkeypatch.setattr("ddpilot.record.main_thread.main_frame", lambda: frame_of("TCPStore"))
     notes.tick(is_outside=True)

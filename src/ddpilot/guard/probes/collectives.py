@@ -7,15 +7,15 @@ import dis
 import weakref
 from collections.abc import Callable
 from os.path import isfile as is_file
-from types import CodeType, FrameType
-from typing import Any
+from types import CodeType
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from ddpilot.guard.probe import Notes
+from ddpilot.guard.probe import CollectiveNote, NotAwaitedNote, Notes, Site
 
 _ASYNCHRONOUS = ("all_reduce", "broadcast")
 _MAX_LINES = 256
@@ -30,39 +30,41 @@ class CollectiveProbe:
     name = "collectives"
 
     def __init__(self) -> None:
-        self._noted: set[tuple[str, CodeType, int]] = set()
+        self._noted: set[tuple[str, str | None, int | None]] = set()
         self._is_dropped: dict[tuple[CodeType, int], bool] = {}
-        self._dropped: list[tuple[weakref.ref[torch.Tensor], int, dict[str, Any]]] = []
+        self._dropped: list[tuple[weakref.ref[torch.Tensor], int, CollectiveNote]] = []
         self._pre_hook: Any = None
 
-    def install(self, notes: Notes) -> Callable[[], None]:
-        """Install the probe, see `Probe.install`."""
+    def install(self, notes: Notes) -> list[Callable[[], None]]:
         self._notes = notes
         around = notes.around
-        undo = [around(distributed_c10d, "_warn_not_in_group", before=self._left_out)]
-        undo.append(around(dist, "barrier", after=self._met, aliases=(distributed_c10d,)))
-        for name in _ASYNCHRONOUS:
-            undo.append(around(dist, name, after=self._watcher(name), aliases=(distributed_c10d,)))
+        aliases = (distributed_c10d,)
+        return [
+            self._remove_hook,
+            around(distributed_c10d, "_warn_not_in_group", before=self._left_out),
+            around(dist, "barrier", after=self._met, aliases=aliases),
+            *(around(dist, name, after=self._watcher(name), aliases=aliases) for name in _ASYNCHRONOUS),
+        ]
 
-        def uninstall() -> None:
-            while undo:
-                undo.pop()()
-            if self._pre_hook is not None:
-                self._pre_hook.remove()
-
-        return uninstall
+    def _remove_hook(self) -> None:
+        if self._pre_hook is not None:
+            self._pre_hook.remove()
 
     def _left_out(self, op: str, *_: Any) -> None:
         """Note that this rank is not in the group of `op`, which therefore does nothing; torch is about to warn."""
         frame, called = self._notes.user_call()
         if frame is not None and called is not None and called.co_filename.endswith(_C10D):
-            self._note_once("not_member", frame, {"op": op})
+            site = self._notes.site(frame)
+            if self._is_new("not_member", site):
+                self._notes.write("not_member", CollectiveNote(op=op, site=site))
 
-    def _note_once(self, kind: str, frame: FrameType, facts: dict[str, Any]) -> None:
-        key = kind, frame.f_code, frame.f_lineno
-        if key not in self._noted and len(self._noted) < _MAX_NOTED:
-            self._noted.add(key)
-            self._notes.write(kind, **facts, site=self._notes.site(frame))
+    def _is_new(self, kind: str, site: Site) -> bool:
+        """True if `kind` should be noted for this line."""
+        key = kind, site.get("file"), site.get("line")
+        if key in self._noted or len(self._noted) >= _MAX_NOTED:
+            return False
+        self._noted.add(key)
+        return True
 
     def _watcher(self, name: str) -> Callable[..., None]:
         def started(_: None, returned: bool, work: Any, *args: Any, **kwargs: Any) -> None:
@@ -84,8 +86,8 @@ class CollectiveProbe:
                 return
             self._is_dropped[key] = drops_result(*key)
         if self._is_dropped[key]:
-            facts = {"op": name, "numel": tensor.numel(), "site": self._notes.site(frame)}
-            self._dropped.append((weakref.ref(tensor), tensor._version, facts))
+            call = CollectiveNote(op=name, site=self._notes.site(frame))
+            self._dropped.append((weakref.ref(tensor), tensor._version, call))
             if self._pre_hook is None:
                 self._pre_hook = register_optimizer_step_pre_hook(self._notes.safely(self._before_step))
 
@@ -100,15 +102,14 @@ class CollectiveProbe:
         gradients = {
             id(one.grad) for group in optimizer.param_groups for one in group["params"] if one.grad is not None
         }
-        for reference, version, facts in dropped:
+        for reference, version, call in dropped:
             tensor = reference()
             if tensor is None:
                 continue
-            how = "changed" if tensor._version != version else "stepped with" if id(tensor) in gradients else ""
-            key = "not_awaited", facts["site"].get("file"), facts["site"].get("line")
-            if how and key not in self._noted and len(self._noted) < _MAX_NOTED:
-                self._noted.add(key)
-                self._notes.write("not_awaited", **facts, how=how)
+            is_changed = tensor._version != version
+            if (is_changed or id(tensor) in gradients) and self._is_new("not_awaited", call["site"]):
+                how: Literal["changed", "stepped with"] = "changed" if is_changed else "stepped with"
+                self._notes.write("not_awaited", NotAwaitedNote(**call, numel=tensor.numel(), how=how))
 
 
 def drops_result(code: CodeType, at: int) -> bool:

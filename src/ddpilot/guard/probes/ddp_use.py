@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpilot.guard.probe import Notes
+from ddpilot.guard.probe import Notes, ParametersNote, Site, SiteNote, WrappingNote
 from ddpilot.guard.probes.process_groups import describe_group, sequence_number
 
 _MAX_PARAMETERS = 1024
@@ -25,8 +25,7 @@ class WrapProbe:
 
     name = "models to be wrapped"
 
-    def install(self, notes: Notes) -> Callable[[], None]:
-        """Install the probe, see `Probe.install`."""
+    def install(self, notes: Notes) -> list[Callable[[], None]]:
 
         def before(_ddp: Any, module: nn.Module, *_args: Any, **named: Any) -> None:
             group = named.get("process_group") or dist.group.WORLD
@@ -36,17 +35,17 @@ class WrapProbe:
                 [name, list(one.shape), str(one.dtype).removeprefix("torch."), one.requires_grad]
                 for name, one in (*module.named_parameters(), *module.named_buffers())
             ]
-            notes.write(
-                "wrapping",
+            note = WrappingNote(
                 group=describe_group(group),
                 at=sequence_number(group),
                 parameters=described[:_MAX_PARAMETERS],
                 num_parameters=len(described),
                 site=notes.site(),
             )
+            notes.write("wrapping", note)
 
         ddp: Any = DistributedDataParallel
-        return notes.around(ddp, "__init__", before=before)
+        return [notes.around(ddp, "__init__", before=before)]
 
 
 class DataParallelProbe:
@@ -57,15 +56,14 @@ class DataParallelProbe:
     def __init__(self) -> None:
         self._seen: set[int] = set()
 
-    def install(self, notes: Notes) -> Callable[[], None]:
-        """Install the probe, see `Probe.install`."""
+    def install(self, notes: Notes) -> list[Callable[[], None]]:
 
         def before(model: Any, *_args: Any, **_kwargs: Any) -> None:
             if torch.is_grad_enabled() and model.training and id(model) not in self._seen and len(self._seen) < 64:
                 self._seen.add(id(model))
-                notes.write("data_parallel", site=notes.site())
+                notes.write("data_parallel", SiteNote(site=notes.site()))
 
-        return notes.around(nn.DataParallel, "forward", before=before)
+        return [notes.around(nn.DataParallel, "forward", before=before)]
 
 
 _MAX_NAMES = 20
@@ -79,10 +77,9 @@ class FrozenProbe:
 
     def __init__(self) -> None:
         self._trainable: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
-        self._site: dict[str, Any] = {}
+        self._site: Site = {}
 
-    def install(self, notes: Notes) -> Callable[[], None]:
-        """Install the probe, see `Probe.install`."""
+    def install(self, notes: Notes) -> list[Callable[[], None]]:
 
         def wrapped(_: object, returned: bool, __: object, ddp: Any, *_args: Any, **_kwargs: Any) -> None:
             if returned:
@@ -94,25 +91,22 @@ class FrozenProbe:
             if not requires_grad and self._trainable:
                 self._site = notes.site()
 
+        def write(kind: str, names: list[str], site: Site) -> None:
+            notes.write(kind, ParametersNote(names=names[:_MAX_NAMES], num=len(names), site=site))
+
         def failed(_: object, __: bool, ___: object, ddp: Any, *_args: Any, **_kwargs: Any) -> None:
             now = dict(ddp.module.named_parameters())
             known = self._trainable.get(ddp, [])
             if names := [name for name in known if name in now and not now[name].requires_grad]:
-                notes.write("frozen", names=names[:_MAX_NAMES], num=len(names), site=self._site or notes.site())
+                write("frozen", names, self._site or notes.site())
             elif names := _named_by(sys.exc_info()[1], known):
-                notes.write("left_out", names=names[:_MAX_NAMES], num=len(names), site=notes.site())
+                write("left_out", names, notes.site())
 
-        undo = [
+        return [
             notes.around(DistributedDataParallel, "__init__", after=wrapped),
             notes.around(DistributedDataParallel, "forward", raised=failed),
             notes.around(nn.Module, "requires_grad_", before=freezes),
         ]
-
-        def uninstall() -> None:
-            for one in undo:
-                one()
-
-        return uninstall
 
 
 def _named_by(error: BaseException | None, known: list[str]) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ddpilot.guard.probe import Notes
+from ddpilot.guard.probe import DevicesNote, Notes, Site
 from ddpilot.guard.probes.tensors import tensors_in
 
 _MESSAGE = re.compile(
@@ -29,8 +29,7 @@ class DeviceErrorProbe:
 
     name = "errors about devices"
 
-    def install(self, notes: Notes) -> Callable[[], None]:
-        """Install the probe, see `Probe.install`."""
+    def install(self, notes: Notes) -> list[Callable[[], None]]:
         seen: list[int] = []
 
         def formats(_: Any, kind: Any, error: Any, frames: TracebackType | None, *args: Any, **kwargs: Any) -> None:  # noqa: ARG001
@@ -51,17 +50,16 @@ class DeviceErrorProbe:
 
         sys.excepthook = hook
 
-        def uninstall() -> None:
-            undo()
+        def restore() -> None:
             if sys.excepthook is hook:
                 sys.excepthook = theirs
 
-        return uninstall
+        return [undo, restore]
 
 
 def _note(notes: Notes, error: RuntimeError, frames: TracebackType) -> None:
     found: tuple[FrameType, int] | None = None
-    place: dict[str, Any] = {}
+    place: Site = {}
     for frame, line in _walk(frames):
         site = notes.site(frame)
         # The innermost frame of the user's own code: the site of a library's frame is its caller's.
@@ -74,7 +72,8 @@ def _note(notes: Notes, error: RuntimeError, frames: TracebackType) -> None:
     by_device = _names_by_device(found[0], place["text"])
     if len(by_device) > 1:
         message = str(error).strip().splitlines()[0][:300]
-        notes.write("devices", by_device=by_device, message=f"{type(error).__name__}: {message}", site=place)
+        message = f"{type(error).__name__}: {message}"
+        notes.write("devices", DevicesNote(by_device=by_device, message=message, site=place))
 
 
 def _walk(frames: TracebackType | None) -> Iterator[tuple[FrameType, int]]:

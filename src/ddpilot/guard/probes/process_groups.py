@@ -26,7 +26,7 @@ def describe_group(group: Any) -> str:
 class GroupGenerations:
     """Names each default process group of this process with a name equal on all of its ranks, also after a rebuild.
 
-    A restarted rank counts from 0 again, and so do its groups' collectives: notes from different eras are never
+    A restarted rank counts from 0 again, and so do its groups' collectives: notes from different generations are never
     compared.
     """
 
@@ -37,7 +37,7 @@ class GroupGenerations:
         self.name = ""
 
     def has_changed(self) -> bool:
-        """True if the default group has changed since the last call; `name` is its era from then on."""
+        """True if the default group has changed since the last call; `name` is its generation from then on."""
         if self.group is not None and dist.group.WORLD is self.group:
             return False
         self.group = dist.group.WORLD
@@ -59,7 +59,7 @@ def _describe_store() -> str:
 
 
 def sequence_number(group: Any) -> int:
-    """Return the number of collectives that `group` has started; -1 if its backend does not count or it is gone."""
+    """Return the number of collectives that `group` has started; -1 if unknown, as after its end."""
     if group is None:
         return -1
     try:

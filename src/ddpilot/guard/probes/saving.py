@@ -12,7 +12,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from ddpilot.guard.probe import Notes
+from ddpilot.guard.probe import Notes, SaveNote
 
 _MAX_NOTED = 10_000
 
@@ -25,8 +25,7 @@ class SavingProbe:
     def __init__(self) -> None:
         self._num_noted = 0
 
-    def install(self, notes: Notes) -> Callable[[], None]:
-        """Install the probe, see `Probe.install`."""
+    def install(self, notes: Notes) -> list[Callable[[], None]]:
         host = socket.gethostname()
 
         def begins(*_: Any, **__: Any) -> int:
@@ -37,20 +36,14 @@ class SavingProbe:
             if not path or begun is None or self._num_noted >= _MAX_NOTED:
                 return
             self._num_noted += 1
-            times = {"start_ns": begun, "end_ns": time.monotonic_ns()}
-            notes.write("save", path=path, host=host, **times, site=notes.site())
+            end_ns = time.monotonic_ns()
+            notes.write("save", SaveNote(path=path, host=host, start_ns=begun, end_ns=end_ns, site=notes.site()))
 
         places: tuple[tuple[Any, str, tuple[Any, ...]], ...] = (
             (torch, "save", (torch.serialization,)),
             (safetensors.torch, "save_file", ()),
         )
-        undo = [notes.around(owner, name, before=begins, after=ends, aliases=also) for owner, name, also in places]
-
-        def uninstall() -> None:
-            for step in undo:
-                step()
-
-        return uninstall
+        return [notes.around(owner, name, before=begins, after=ends, aliases=also) for owner, name, also in places]
 
 
 def _path_of(targets: tuple[Any, ...]) -> str:

@@ -40,10 +40,10 @@ def tensors_in(data: Any, depth: int = 3) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Print:
+class BatchFingerprint:
     """Fingerprint of a batch."""
 
-    value: int
+    checksum: int
     """Equal for equal shapes, types and values; 32 bits."""
     num_rows: int | None
     """Size of the first dimension if all tensors that have one agree."""
@@ -51,7 +51,7 @@ class Print:
     """Number of elements of all tensors included."""
 
 
-def fingerprint(data: Any) -> Print | None:
+def fingerprint(data: Any) -> BatchFingerprint | None:
     """Fingerprint of the first 8 tensors in `data`; None if there are none, or if one is on a device or not dense."""
     value = num_elements = 0
     rows: set[int] = set()
@@ -67,16 +67,16 @@ def fingerprint(data: Any) -> Print | None:
             rows.add(tensor.shape[0])
     if not num_elements:
         return None
-    return Print(value, rows.pop() if len(rows) == 1 else None, num_elements)
+    return BatchFingerprint(value, rows.pop() if len(rows) == 1 else None, num_elements)
 
 
 def num_rows_of(data: Any) -> int | None:
-    """Same as `Print.num_rows`, also for tensors on a device."""
+    """Same as `BatchFingerprint.num_rows`, also for tensors on a device."""
     rows = {tensor.shape[0] for _, tensor in tensors_in(data) if tensor.dim()}
     return rows.pop() if len(rows) == 1 else None
 
 
-def print_rows(data: Any, num_rows: int, rows: list[int]) -> dict[int, int]:
+def fingerprint_rows(data: Any, num_rows: int, rows: list[int]) -> dict[int, int]:
     """A 32-bit fingerprint of each of `rows` of a batch of `num_rows`; empty if the batch does not consist of rows."""
     leaves = [tensor for _, tensor in tensors_in(data)][:MAX_LEAVES]
     if not leaves or any(not tensor.dim() or tensor.shape[0] != num_rows for tensor in leaves):

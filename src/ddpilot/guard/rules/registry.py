@@ -28,10 +28,11 @@ from ddpilot.guard.rules.saving import AllRanksSave
 from ddpilot.record.flight_ring.log import RankLog
 from ddpilot.record.journal import Entry
 
-RULES: tuple[Callable[[RuleContext], Rule], ...] = (
+RULES: tuple[type[Rule], ...] = (
     SameBatch,
     SetEpochForgotten,
     ShardsOverlap,
+    WorkersReadAlike,
     UnequalBatches,
     PaddedEvaluation,
     MeanOfMeans,
@@ -53,37 +54,20 @@ RULES: tuple[Callable[[RuleContext], Rule], ...] = (
 )
 """Every rule."""
 
-RULES_OF_ONE_RANK: tuple[Callable[[RuleContext], Rule], ...] = (
-    WorkersReadAlike,
-    SmallBatchNorm,
-    OnGraph,
-    SeveralDevices,
-    NoSyncInVain,
-    DataParallel,
-    NeedlessFindUnused,
-    GradientsMissing,
-    AccumulationSynced,
-    NotAwaited,
-    NotMember,
-)
-"""Rules that examine each rank separately; used alone if the ranks of other nodes cannot be seen."""
-
-RULES_OF_SEVERAL_RANKS = tuple(rule for rule in RULES if rule not in RULES_OF_ONE_RANK)
-"""Rules that compare ranks."""
+RULES_OF_SEVERAL_RANKS = tuple(rule for rule in RULES if rule.compares_ranks)
 
 
-def rules_for(world_size: int, ranks: Iterable[int]) -> tuple[Callable[[RuleContext], Rule], ...]:
+def rules_for(world_size: int, ranks: Iterable[int]) -> tuple[type[Rule], ...]:
     """Return all rules if `ranks` are all ranks of the job, else those that do not compare ranks."""
-    return RULES if len(set(ranks)) == world_size else RULES_OF_ONE_RANK
+    is_whole = len(set(ranks)) == world_size
+    return tuple(rule for rule in RULES if is_whole or not rule.compares_ranks)
 
 
 class RuleRunner:
-    """All rules for a job of `world_size` ranks. Repeated findings are returned again; `Told` filters them.
+    """All rules for a job of `world_size` ranks. Repeated findings are returned again; the caller removes them.
 
-    `log`: returns what a rank's ring holds; called only before a finding is reported. Without it, rules that need to
-    know which collectives ran report nothing. `sources`: returns by name the user's sources that are not in a file.
-    `rules`: replaces the default, all rules. `has_all_logs`: True if a rank without a `log` has no ring; False if it
-    may be on a different machine.
+    For `log`, `sources` and `has_all_logs` see `RuleContext`: without `log`, rules that need to know which collectives
+    ran report nothing. `rules`: replaces the default, all rules.
     """
 
     def __init__(
@@ -92,7 +76,7 @@ class RuleRunner:
         *,
         log: Callable[[int], RankLog | None] = no_log,
         sources: Callable[[], Mapping[str, str]] = dict,
-        rules: Iterable[Callable[[RuleContext], Rule]] = RULES,
+        rules: Iterable[type[Rule]] = RULES,
         has_all_logs: bool = True,
     ) -> None:
         context = RuleContext(world_size=world_size, log=log, has_all_logs=has_all_logs, sources=sources)
@@ -107,29 +91,24 @@ class RuleRunner:
             for entry in entries:
                 for rule in tuple(self._rules):
                     if entry.kind in rule.kinds:
-                        found += self._ask(rule, partial(rule.feed, rank, entry))
-        for rule in tuple(self._rules):
-            found += self._ask(rule, partial(rule.look, now_ns))
-        return found
+                        found += self._run(rule, partial(rule.feed, rank, entry))
+        return found + self._run_all(lambda rule: rule.look(now_ns))
 
     def pause(self, now_ns: int, *, is_ok: bool) -> list[Finding]:
         """Return the findings that wait for notes of other ranks, at the end of a cell; see `Rule.pause`."""
-        found: list[Finding] = []
-        for rule in tuple(self._rules):
-            found += self._ask(rule, partial(rule.pause, now_ns, is_ok=is_ok))
-        return found
+        return self._run_all(lambda rule: rule.pause(now_ns, is_ok=is_ok))
 
     def finish(self, now_ns: int) -> list[Finding]:
         """Return the last findings, after the ranks have ended and all their entries have been fed."""
-        found: list[Finding] = []
-        for rule in tuple(self._rules):
-            found += self._ask(rule, partial(rule.finish, now_ns))
-        return found
+        return self._run_all(lambda rule: rule.finish(now_ns))
 
-    def _ask(self, rule: Rule, question: Callable[[], Iterable[Finding]]) -> list[Finding]:
+    def _run_all(self, examine: Callable[[Rule], Iterable[Finding]]) -> list[Finding]:
+        return [finding for rule in tuple(self._rules) for finding in self._run(rule, partial(examine, rule))]
+
+    def _run(self, rule: Rule, examine: Callable[[], Iterable[Finding]]) -> list[Finding]:
         try:
-            return list(question())
+            return list(examine())
         except Exception as error:  # noqa: BLE001 - an error in one rule must not hide the findings of the others
             self._rules.remove(rule)
-            self.faults.append(f"rule {'/'.join(rule.codes)} is off: {type(error).__name__}: {error}")
+            self.faults.append(f"rule {type(rule).__name__} is off: {type(error).__name__}: {error}")
             return []

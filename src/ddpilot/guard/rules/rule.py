@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rule is built from: its interface, base classes, context, and bounded state."""
+"""Base classes of rules, their context, and bounded state."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from ddpilot.findings.finding import Finding
+from ddpilot.guard.probe import DdpModelNote, LoaderPassNote, PassKey, Site, TrainsNote
 from ddpilot.record.flight_ring.log import RankLog
 from ddpilot.record.journal import Entry
 from ddpilot.user_files import CodeLine
+
+NS_PER_S = 1_000_000_000
 
 
 def no_log(_: int) -> RankLog | None:
@@ -22,7 +25,7 @@ def no_log(_: int) -> RankLog | None:
 
 @dataclass(frozen=True, kw_only=True)
 class RuleContext:
-    """What rules have access to besides entries."""
+    """The job that the entries belong to."""
 
     world_size: int
     log: Callable[[int], RankLog | None] = no_log
@@ -33,67 +36,101 @@ class RuleContext:
     """Returns by name the user's sources that are not in a file, such as cells."""
 
 
-class Rule(Protocol):
-    """Examines some kinds of entries; created with a `RuleContext`. Keeps bounded state."""
+class Rule(ABC):
+    """Examines some kinds of entries and returns findings. Keeps bounded state."""
 
-    @property
-    def codes(self) -> tuple[str, ...]:
-        """Codes of its findings."""
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """The kinds of entries that are passed to `feed`."""
-
-    def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
-        """Return the findings after `entry`, the next one of `rank`. Entries of different ranks come in any order."""
-
-    def look(self, now_ns: int, /) -> Iterable[Finding]:
-        """Return the findings after everything known at `now_ns` (CLOCK_MONOTONIC) has been fed."""
-
-    def pause(self, now_ns: int, /, *, is_ok: bool) -> Iterable[Finding]:
-        """Return the findings that wait for notes of other ranks, at the end of a cell; more entries may follow.
-
-        `is_ok`: False if the cell failed or was interrupted; the findings are then dropped.
-        """
-
-    def finish(self, now_ns: int, /) -> Iterable[Finding]:
-        """Return the last findings, when no more entries will follow; ``()`` if there are none."""
-
-
-class PromptRule:
-    """A rule that returns all of its findings from `feed`."""
+    kinds: ClassVar[tuple[str, ...]]
+    """The kinds of entries that are passed to `feed`, keys of `ddpilot.guard.probe.NOTES`."""
+    compares_ranks: ClassVar[bool] = True
+    """False if each rank is examined separately, so that entries of other ranks do not matter."""
 
     def __init__(self, context: RuleContext) -> None:
         self._context = context
 
-    def look(self, now_ns: int, /) -> Iterable[Finding]:  # noqa: ARG002 - as every rule
-        """Return nothing."""
+    @abstractmethod
+    def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
+        """Return the findings after `entry`, the next one of `rank`. Entries of different ranks come in any order."""
+
+    def look(self, now_ns: int, /) -> Iterable[Finding]:  # noqa: ARG002 - used by some rules
+        """Return the findings after everything known at `now_ns` (CLOCK_MONOTONIC) has been fed."""
         return ()
 
-    def pause(self, now_ns: int, /, *, is_ok: bool) -> Iterable[Finding]:  # noqa: ARG002 - as every rule
-        """Return nothing."""
+    def pause(self, now_ns: int, /, *, is_ok: bool) -> Iterable[Finding]:  # noqa: ARG002 - used by some rules
+        """Return the findings that wait for notes of other ranks, at the end of a cell; more entries may follow.
+
+        `is_ok`: False if the cell failed or was interrupted; the findings are then dropped.
+        """
         return ()
 
-    def finish(self, now_ns: int, /) -> Iterable[Finding]:  # noqa: ARG002 - as every rule
-        """Return nothing."""
+    def finish(self, now_ns: int, /) -> Iterable[Finding]:  # noqa: ARG002 - used by some rules
+        """Return the last findings, when no more entries will follow."""
         return ()
-
-
-def line_of(site: Mapping[str, Any] | None) -> tuple[str, int]:
-    """Return file and line of what a probe noted with `Notes.site`; ranks that note the same line are grouped."""
-    site = site or {}
-    return site.get("file", ""), site.get("line", 0)
-
-
-def place_of(site: Mapping[str, Any] | None) -> CodeLine | None:
-    """Return the line that a probe noted with `Notes.site`; None if there is none."""
-    if not site or "file" not in site:
-        return None
-    return CodeLine(**{key: site[key] for key in ("file", "line", "function", "text") if key in site})
 
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
+
+
+class WaitingRule(Rule, Generic[V]):
+    """A rule that makes one finding of what the ranks noted under the same key; by default, at the same line."""
+
+    patience_ns = NS_PER_S * 2 // 5
+    """How long to wait for other ranks before reporting the ranks that noted it."""
+    waits_for_more = False
+    """True if the rule waits just as long after all ranks have noted it, for further notes."""
+
+    def __init__(self, context: RuleContext) -> None:
+        super().__init__(context)
+        self._waiting: PendingValues[Hashable, V] = PendingValues(context.world_size)
+
+    def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
+        """Put what `rank` noted into `_waiting`; see `Rule.feed`."""
+        self._waiting.put(line_of(entry.values["site"]), rank, entry.values, entry.time_ns)
+        return ()
+
+    def look(self, now_ns: int, /) -> Iterable[Finding]:
+        """Yield findings for what all ranks noted, or what has waited long enough for the other ranks."""
+        for by_rank in self._waiting.ready(now_ns, self.patience_ns, when_all_noted=not self.waits_for_more):
+            if (finding := self._finding(by_rank)) is not None:
+                yield finding
+
+    def pause(self, now_ns: int, /, *, is_ok: bool) -> Iterable[Finding]:
+        """See `Rule.pause`. A rule that `waits_for_more` keeps waiting after a cell that ended well.
+
+        The next cell may note what such a rule waits for, such as that the ranks gather what this one evaluated.
+        """
+        return () if self.waits_for_more and is_ok else self.finish(now_ns)
+
+    def finish(self, now_ns: int, /) -> Iterable[Finding]:
+        """Return findings for everything that is still waiting."""
+        return self.look(now_ns + self.patience_ns)
+
+    @abstractmethod
+    def _finding(self, by_rank: dict[int, V], /) -> Finding | None:
+        """Return the finding for the values that were put, by rank; None if they turn out to be intended."""
+
+
+def num_ranks_of(group: str, world_size: int) -> int:
+    """Return the number of ranks of `group`, named as `describe_group` names it."""
+    if group == "world":
+        return world_size
+    return int(group.partition(" ")[0]) if " " in group else len(group.split(","))
+
+
+def line_of(site: Site) -> tuple[str, int]:
+    """Return file and line of `site`; ranks that note the same line are grouped."""
+    return site.get("file", ""), site.get("line", 0)
+
+
+def place_of(site: Site) -> CodeLine | None:
+    """Return `site` as a place; None if it is empty."""
+    return CodeLine(**site) if site else None
+
+
+def some(names: Sequence[object], limit: int = 5, total: int | None = None) -> str:
+    """Format at most `limit` of `names` on one line, with the number of the rest of `total` (default: all given)."""
+    more = (total or len(names)) - limit
+    return ", ".join(str(name) for name in names[:limit]) + (f" and {more} more" if more > 0 else "")
 
 
 class BoundedDict(OrderedDict[K, V]):
@@ -107,9 +144,6 @@ class BoundedDict(OrderedDict[K, V]):
         super().__setitem__(key, value)
         if len(self) > self._limit:
             self.popitem(last=False)
-
-
-NS_PER_S = 1_000_000_000
 
 
 class ByRank(Generic[K, V]):
@@ -135,30 +169,22 @@ class PendingValues(Generic[K, V]):
     def __init__(self, world_size: int, limit: int = 256) -> None:
         self._world_size = world_size
         self._limit = limit
-        self._since: dict[K, int] = {}
-        self._values: dict[K, dict[int, V]] = {}
+        self._pending: dict[K, tuple[int, dict[int, V]]] = {}
 
     def put(self, key: K, rank: int, value: V, now_ns: int) -> None:
         """Add the `value` that `rank` noted. Dropped if there are `limit` other keys."""
-        if len(self._values) >= self._limit and key not in self._values:
-            return
-        self._since.setdefault(key, now_ns)
-        self._values.setdefault(key, {})[rank] = value
+        if len(self._pending) < self._limit or key in self._pending:
+            self._pending.setdefault(key, (now_ns, {}))[1][rank] = value
 
     def ready(self, now_ns: int, patience_ns: int, *, when_all_noted: bool) -> Iterator[dict[int, V]]:
         """Remove and yield the values, by rank, of each key that has waited for `patience_ns`.
 
         `when_all_noted`: also of keys that all ranks have noted.
         """
-        for key, since in list(self._since.items()):
-            is_complete = len(self._values[key]) >= self._world_size
-            if now_ns - since >= patience_ns or (when_all_noted and is_complete):
-                yield self._take(key)
-
-    def _take(self, key: K) -> dict[int, V]:
-        values = self._values.pop(key)
-        del self._since[key]
-        return dict(sorted(values.items()))
+        for key, (since_ns, values) in list(self._pending.items()):
+            if now_ns - since_ns >= patience_ns or (when_all_noted and len(values) >= self._world_size):
+                del self._pending[key]
+                yield dict(sorted(values.items()))
 
 
 class ModelRanks:
@@ -168,61 +194,55 @@ class ModelRanks:
         self._all = tuple(range(world_size))
         self._by_model: BoundedDict[int, tuple[int, ...]] = BoundedDict(256)
 
-    def note(self, values: Mapping[str, Any]) -> tuple[int, ...]:
-        """Add the ranks of a ``ddp_model`` entry, in which None stands for all ranks, and return them."""
-        ranks = self._all if values["ranks"] is None else tuple(values["ranks"])
-        self._by_model[values["model"]] = ranks
+    def add(self, note: DdpModelNote) -> tuple[int, ...]:
+        """Add a model, and return its ranks."""
+        ranks = self._all if note["ranks"] is None else tuple(note["ranks"])
+        self._by_model[note["model"]] = ranks
         return ranks
 
-    def of(self, model: int | None) -> tuple[int, ...]:
+    def of(self, model: int) -> tuple[int, ...]:
         """Return the ranks of `model`; empty if it is unknown."""
-        return self._by_model.get(-1 if model is None else model, ())
+        return self._by_model.get(model, ())
 
 
-def some(names: Sequence[object], limit: int = 5, total: int | None = None) -> str:
-    """Format at most `limit` of `names` on one line, with the number of the rest of `total` (default: all given)."""
-    more = (total or len(names)) - limit
-    return ", ".join(str(name) for name in names[:limit]) + (f" and {more} more" if more > 0 else "")
+Pass = tuple[int, int]
+"""Loader and number of a pass over it."""
 
 
-class WaitingRule(ABC):
-    """A rule that puts entries into `_waiting` and makes one finding of the values put under the same key."""
+def pass_of(note: PassKey) -> Pass:
+    """Return the pass that a note is about."""
+    return note["loader"], note["pass"]
 
-    codes: tuple[str, ...]
-    kinds: tuple[str, ...]
-    patience_ns = NS_PER_S * 2 // 5
-    """How long to wait for other ranks before reporting the ranks that noted it."""
-    waits_for_more = False
-    """True if the rule waits just as long after all ranks have noted it, for further notes."""
 
-    def __init__(self, context: RuleContext) -> None:
-        self._context = context
-        self._waiting: PendingValues[Hashable, Any] = PendingValues(context.world_size)
+class TrainingPasses:
+    """The newest passes over loaders, by rank, and the DDP models that they train."""
 
-    @abstractmethod
-    def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
-        """Put what `rank` noted into `_waiting`; see `Rule.feed`."""
+    kinds = ("ddp_model", "loader_pass", "trains")
 
-    def look(self, now_ns: int) -> Iterable[Finding]:
-        """Yield findings for what all ranks noted, or what has waited long enough for the others."""
-        for by_rank in self._waiting.ready(now_ns, self.patience_ns, when_all_noted=not self.waits_for_more):
-            if (finding := self._finding(by_rank)) is not None:
-                yield finding
+    def __init__(self, world_size: int) -> None:
+        self._members = ModelRanks(world_size)
+        self._passes: ByRank[Pass, LoaderPassNote] = ByRank(64)
+        self._training: ByRank[Pass, TrainsNote] = ByRank(64)
 
-    def pause(self, now_ns: int, *, is_ok: bool) -> Iterable[Finding]:
-        """See `Rule.pause`. A rule that `waits_for_more` keeps waiting after a cell that ended well.
+    def add(self, rank: int, entry: Entry) -> None:
+        """Add an entry of `rank`, of one of the `kinds`."""
+        if entry.kind == "ddp_model":
+            self._members.add(entry.values)
+        elif entry.kind == "loader_pass":
+            self._passes.put(pass_of(entry.values), rank, entry.values)
+        elif entry.kind == "trains":
+            self._training.put(pass_of(entry.values), rank, entry.values)
 
-        The next cell may note what such a rule waits for, such as that the ranks gather what this one evaluated.
-        """
-        return () if self.waits_for_more and is_ok else self._take_all(now_ns)
+    def training(self, key: Pass) -> dict[int, TrainsNote]:
+        """Return what the ranks noted on the model that the pass trains."""
+        return self._training.get(key)
 
-    def finish(self, now_ns: int) -> Iterable[Finding]:
-        """Return findings for everything that is still waiting."""
-        return self._take_all(now_ns)
+    def members(self, key: Pass) -> tuple[int, ...]:
+        """Return the ranks of the first model that the pass was seen to train; empty if there is none."""
+        return next((self._members.of(note["model"]) for note in self.training(key).values()), ())
 
-    def _take_all(self, now_ns: int) -> Iterable[Finding]:
-        return self.look(now_ns + self.patience_ns)
-
-    @abstractmethod
-    def _finding(self, by_rank: dict[int, Any], /) -> Finding | None:
-        """Return the finding for the values that were put, by rank; None if they turn out to be intended."""
+    def complete(self, key: Pass) -> dict[int, LoaderPassNote]:
+        """Return what all ranks of the model noted on the pass; empty until all train it, or if there is one rank."""
+        training, passes, members = self.training(key), self._passes.get(key), self.members(key)
+        models = {training[rank]["model"] if rank in training and rank in passes else None for rank in members}
+        return {} if len(members) < 2 or len(models) > 1 or None in models else {rank: passes[rank] for rank in members}

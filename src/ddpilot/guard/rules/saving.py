@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
+from ddpilot.guard.probe import SaveNote
 from ddpilot.guard.rules.rule import NS_PER_S, BoundedDict, RuleContext, WaitingRule, line_of, place_of
 from ddpilot.record.journal import Entry
 
@@ -17,28 +17,26 @@ WITHIN_NS = 5 * NS_PER_S
 _MAX_PATHS = 1024
 
 
-class AllRanksSave(WaitingRule):
+class AllRanksSave(WaitingRule[SaveNote]):
     """Compares where and when ranks of one machine write with torch.save or safetensors."""
 
-    codes: tuple[str, ...] = ("DDP603",)
-    kinds: tuple[str, ...] = ("save",)
+    kinds = ("save",)
 
     def __init__(self, context: RuleContext) -> None:
         super().__init__(context)
-        self._saves: BoundedDict[tuple[str, str], dict[int, Any]] = BoundedDict(_MAX_PATHS)
+        self._saves: BoundedDict[tuple[str, str], dict[int, SaveNote]] = BoundedDict(_MAX_PATHS)
 
-    def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
-        """See `Rule.feed`."""
-        values = entry.values
-        saves = self._saves.setdefault((values["host"], values["path"]), {})
-        saves[rank] = values
-        close = {other: one for other, one in saves.items() if other != rank and _are_close(one, values)}
+    def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
+        note: SaveNote = entry.values
+        saves = self._saves.setdefault((note["host"], note["path"]), {})
+        saves[rank] = note
+        close = {other: one for other, one in saves.items() if other != rank and _are_close(one, note)}
         if close:
-            for other, one in {**close, rank: values}.items():
-                self._waiting.put(line_of(values.get("site")), other, one, entry.time_ns)
+            for other, one in {**close, rank: note}.items():
+                self._waiting.put(line_of(note["site"]), other, one, entry.time_ns)
         return ()
 
-    def _finding(self, by_rank: dict[int, Any]) -> Finding:
+    def _finding(self, by_rank: dict[int, SaveNote]) -> Finding:
         first = next(iter(by_rank.values()))
         begun = min(one["start_ns"] for one in by_rank.values())
         times = [
@@ -49,14 +47,14 @@ class AllRanksSave(WaitingRule):
             "DDP603",
             summary=f"{render_ranks(by_rank)} write {first['path']}",
             ranks=tuple(by_rank),
-            line=place_of(first.get("site")),
+            line=place_of(first["site"]),
             evidence=tuple(times),
-            why="Ranks that write one file at the same time can leave it torn, and one that reads it meanwhile "
-            "finds a part of it.",
-            fix="Save on rank 0 alone, to another name in the same folder, and rename it with os.replace; let the "
-            "others wait at a barrier before they read.",
+            why="Ranks that write one file at the same time can corrupt it, and a rank that reads it meanwhile may "
+            "find an incomplete file.",
+            fix="Save on rank 0 only, to another name in the same folder, and rename it with os.replace; let the "
+            "other ranks wait at a barrier before they read.",
         )
 
 
-def _are_close(one: Any, other: Any) -> bool:
-    return bool(one["start_ns"] <= other["end_ns"] + WITHIN_NS and other["start_ns"] <= one["end_ns"] + WITHIN_NS)
+def _are_close(one: SaveNote, other: SaveNote) -> bool:
+    return one["start_ns"] <= other["end_ns"] + WITHIN_NS and other["start_ns"] <= one["end_ns"] + WITHIN_NS

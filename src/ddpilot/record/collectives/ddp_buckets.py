@@ -42,8 +42,8 @@ class _Model:
         """Names and sizes instead of references: the program may delete the model."""
         self._buckets: list[Bucket] = []
         self._next = 0
-        self._told: list[Any] = []
-        self._coming: list[HostCopy] = []
+        self._broadcasts: list[Any] = []
+        self._arriving: list[HostCopy] = []
         """The new bucket order that the ranks have agreed on, being copied from the device."""
         self._num_unnamed = 0
         """Number of elements of the buckets reduced since then."""
@@ -58,8 +58,8 @@ class _Model:
         if self._reducer is None or self._reducer() is not reducer:
             self._reducer = weakref.ref(reducer)
             self._read_first_order(model)
-        if len(self._told) == 2 and all(tensor.is_cpu for tensor in self._told):
-            self._read_new_order(model, self._told)
+        if len(self._broadcasts) == 2 and all(tensor.is_cpu for tensor in self._broadcasts):
+            self._read_new_order(model, self._broadcasts)
         if self._next >= len(self._buckets) or self._buckets[self._next].num_elements != num_elements:
             return None
         bucket = self._buckets[self._next]
@@ -70,9 +70,9 @@ class _Model:
         """Expect the first bucket next, because the last backward was interrupted."""
         self._next = 0
 
-    def hear(self, tensor: Any) -> None:
+    def add_broadcast(self, tensor: Any) -> None:
         """Keep `tensor`, broadcast while ranks agree on new buckets: first the parameters, then the bucket lengths."""
-        self._told = [*self._told[-1:], tensor]
+        self._broadcasts = [*self._broadcasts[-1:], tensor]
 
     def passes_unnamed(self, num_elements: int) -> bool:
         """True if this model's new buckets are not known yet, as nothing waits for the device. Counts the elements.
@@ -82,17 +82,17 @@ class _Model:
         model = self.ref()
         if model is None:
             return False
-        if len(self._told) == 2 and not any(tensor.is_cpu for tensor in self._told):
-            copies = [_copies().begin(tensor) for tensor in self._told]
+        if len(self._broadcasts) == 2 and not any(tensor.is_cpu for tensor in self._broadcasts):
+            copies = [_copies().begin(tensor) for tensor in self._broadcasts]
             if None not in copies:  # None while a device graph is captured
-                self._told, self._coming, self._num_unnamed = [], copies, 0  # type: ignore[assignment]
-        if not self._coming:
+                self._broadcasts, self._arriving, self._num_unnamed = [], copies, 0  # type: ignore[assignment]
+        if not self._arriving:
             return False
         is_over = self._num_unnamed >= sum(size for _, size in self._parameters)
-        if is_over and all(copy.has_arrived() for copy in self._coming):
-            self._read_new_order(model, [copy.numbers for copy in self._coming])
-            while self._coming:
-                self._coming.pop().release()
+        if is_over and all(copy.has_arrived() for copy in self._arriving):
+            self._read_new_order(model, [copy.numbers for copy in self._arriving])
+            while self._arriving:
+                self._arriving.pop().release()
             return False
         self._num_unnamed = num_elements if is_over else self._num_unnamed + num_elements
         return True
@@ -100,7 +100,7 @@ class _Model:
     def _read_first_order(self, model: Any) -> None:
         from torch._C import _distributed_c10d as c10d
 
-        self._told, self._coming = [], []
+        self._broadcasts, self._arriving = [], []
         parameters, is_sparse = model._build_params_for_reducer()
         names = {id(parameter): name for name, parameter in model.module.named_parameters()}
         self._parameters = [(names.get(id(parameter), "?"), parameter.numel()) for parameter in parameters]
@@ -113,15 +113,15 @@ class _Model:
         order, _ = c10d._compute_bucket_assignment_by_size(parameters, limits, is_sparse)
         self._set_order(model, order[::-1])
 
-    def _read_new_order(self, model: Any, told: Sequence[Any]) -> None:
+    def _read_new_order(self, model: Any, broadcasts: Sequence[Any]) -> None:
         # Both broadcasts are over when the next backward begins. Both tensors are padded; the last element of the
         # parameters is the number of buckets.
-        members, lengths = (tensor.flatten().tolist() for tensor in told)
-        self._told = []
-        left = iter(members[: len(self._parameters)])
+        members, lengths = (tensor.flatten().tolist() for tensor in broadcasts)
+        self._broadcasts = []
+        remaining = iter(members[: len(self._parameters)])
         # Two models that agree in alternation may receive each other's order. Padding is uninitialized and may be
         # negative.
-        order = [list(itertools.islice(left, length)) for length in lengths if 0 < length <= len(self._parameters)]
+        order = [list(itertools.islice(remaining, length)) for length in lengths if 0 < length <= len(self._parameters)]
         if sorted(itertools.chain(*order)) == list(range(len(self._parameters))):
             self._set_order(model, [bucket for bucket in order if bucket])
 

@@ -54,7 +54,7 @@ def is_handling_error() -> bool:
 class Recorder:
     """Records every collective that the kernels report into `ring`.
 
-    `tell` prints one line. `is_in_group`: True if this process has a default group now; `has_used_group`: True if it
+    `report` prints one line. `is_in_group`: True if this process has a default group now; `has_used_group`: True if it
     has ever used one; `find_entering`: returns the init_process_group call in progress; `others`: works of collectives
     recorded elsewhere. The first error in here is reported and kept in the ring, later ones are counted there. Errors
     are not raised, but KeyboardInterrupt is, as anywhere in Python.
@@ -66,7 +66,7 @@ class Recorder:
         describer: RecordBuilder,
         pending: UnfinishedWorks,
         *,
-        tell: Callable[[str], None],
+        report: Callable[[str], None],
         is_in_group: Callable[[], bool] = lambda: False,
         has_used_group: Callable[[], bool] = lambda: False,
         find_entering: Callable[[int], PendingInit | None] = lambda _: None,
@@ -80,7 +80,7 @@ class Recorder:
         self._describer = describer
         self._pending = pending
         self._others = others
-        self._tell: Callable[[str], None] | None = tell
+        self._report: Callable[[str], None] | None = report
         self._forks = ForkGuard()
         self._start_ns = 0
 
@@ -176,7 +176,7 @@ class Recorder:
     def close(self) -> None:
         """Update a last time, release every work and close the ring."""
         self.tick()
-        self._tell = None  # a thread that is in a collective now will find the ring closed
+        self._report = None  # a thread that is in a collective now will find the ring closed
         self._pending.clear()
         if self._others is not None:
             self._others.close()
@@ -184,13 +184,13 @@ class Recorder:
 
     def _fault(self, error: Exception) -> None:
         text = f"{type(error).__name__}: {error}"
-        tell, self._tell = self._tell, None
+        report, self._report = self._report, None
         # If this fails too, there is no way left to report it.
         with suppress(Exception):
             self._ring.note_fault(text)
         with suppress(Exception):
-            if tell is not None:
-                tell(f"a collective could not be recorded ({text}); training continues, this is reported once")
+            if report is not None:
+                report(f"a collective could not be recorded ({text}); training continues, this is reported once")
 
 
 MAX_REFS = 20_000
@@ -200,7 +200,7 @@ MAX_REFS = 20_000
 class Memory(Protocol):
     """Writes the records of repeated collectives itself, from templates that the `RecordBuilder` passes to it."""
 
-    def learn(self, usual: bytes, role: int, group: int, num_bytes: int, tells_failure: bool, /) -> None:
+    def learn(self, usual: bytes, role: int, group: int, num_bytes: int, reports_failure: bool, /) -> None:
         """Write the next identical collective from this template."""
 
     def leave_group_out(self) -> None:
@@ -284,7 +284,7 @@ class RecordBuilder:
                 thread = thread_id()
                 index = write(start_ns, seq, thread, role, usual.packed)
                 if memory is not None:
-                    _teach(memory, usual, role, group, is_lasting)
+                    _pass_template(memory, usual, role, group, is_lasting)
                 if not is_p2p:  # last, so that a collective which Ctrl-C keeps from starting is not counted
                     next_seqs[group.number] = seq + 1
                 return index, usual, thread, reduce_op
@@ -312,7 +312,7 @@ class RecordBuilder:
         splits = [tuple(args[at][:MAX_SPLITS]) for at in operation.splits_at]
         placed = [args[operation.device_at]] if operation.device_at >= 0 else inputs or outputs
         device = placed[0].device.type if placed else ""
-        at_any_time = group.may_be_asked(device)
+        at_any_time = group.may_be_polled(device)
         num_bytes = count_bytes(inputs or outputs)
         flags = flags_of(operation, args)
         packed = layout.USUAL.pack(
@@ -329,14 +329,14 @@ class RecordBuilder:
             flags | at_any_time * layout.ASKED_ANY_TIME,
             num_bytes,
         )
-        tells_failure = not operation.is_p2p and group.tells_failure(device)
+        reports_failure = not operation.is_p2p and group.reports_failure(device)
         usual = RecordTemplate(
             packed=packed,
             num_bytes=num_bytes,
             group=-1 if operation.is_p2p else group.number,
             at_any_time=at_any_time,
             may_be_captured=not at_any_time and device != "cpu",
-            tells_failure=tells_failure,
+            reports_failure=reports_failure,
             is_waited_for=flags == layout.NOT_ASYNC and device == "cpu",
             runs_on_stream=flags == layout.NOT_ASYNC and device != "cpu" and not operation.name.endswith("coalesced"),
         )
@@ -366,18 +366,18 @@ class RecordBuilder:
             name = type(model.module).__name__
             known = self._buckets.add(model)
             if what == "bucket order":
-                known.hear(args[operation.list_at][0])
+                known.add_broadcast(args[operation.list_at][0])
         if is_new_reducer and self._memory is not None:
             self._memory.forget()  # its buckets may reuse addresses of earlier ones
         role = self._refer((what, name), lambda: {"what": what, "model": name}) if what else 0
         return role, not in_reducer and not is_new_reducer
 
 
-def _teach(memory: Memory, usual: RecordTemplate, role: int, group: GroupEntry, is_lasting: bool) -> None:
+def _pass_template(memory: Memory, usual: RecordTemplate, role: int, group: GroupEntry, is_lasting: bool) -> None:
     if not usual.at_any_time:
         memory.leave_group_out()
     elif is_lasting:
-        memory.learn(usual.packed, role, group.number, usual.num_bytes, usual.tells_failure)
+        memory.learn(usual.packed, role, group.number, usual.num_bytes, usual.reports_failure)
 
 
 def _what_ddp_does(function: str, op: str) -> str:

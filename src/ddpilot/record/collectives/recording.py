@@ -29,7 +29,7 @@ from ddpilot.record.main_thread import ConnectFile, InitFinder, connecting_path
 
 NUM_RECORDS = 8192
 PAGE_BYTES = 256 * 1024
-ASK_INTERVAL_S = 0.05
+POLL_INTERVAL_S = 0.05
 
 Source = Literal["auto", "native", "kernels"]
 
@@ -53,7 +53,7 @@ class Recording:
         self._pid = os.getpid()
         self._connection = connection
         self._notes = notes
-        self._asker = PollingThread(self._tick, ASK_INTERVAL_S) if connection else None
+        self._polling = PollingThread(self._tick, POLL_INTERVAL_S) if connection else None
         if connection:
             atexit.register(self._exit)
 
@@ -74,9 +74,9 @@ class Recording:
         """Stop recording and close the ring; the file remains. Idempotent and not collective; called at exit."""
         connection, self._connection = self._connection, None
         # A forked process has neither the thread nor its own ring.
-        if connection is not None and self._asker is not None and os.getpid() == self._pid:
+        if connection is not None and self._polling is not None and os.getpid() == self._pid:
             atexit.unregister(self._exit)
-            self._asker.stop()
+            self._polling.stop()
             connection.disconnect()
             connection.recorder.close()
 
@@ -100,14 +100,14 @@ def start_recording(
     num_records: int = NUM_RECORDS,
     page_bytes: int = PAGE_BYTES,
     source: Source = "auto",
-    tell: Callable[[str], None] | None = None,
+    report: Callable[[str], None] | None = None,
 ) -> Recording:
     """Start recording every collective of this process, as `rank`, into the file `path`.
 
     The file appears when it is readable and replaces an existing ring. It takes 128 bytes for each of the `num_records`
     newest collectives (default 8,192), twice `page_bytes` (default 256 KiB) for the data that they share, and 4 KiB.
     `source`: ``native`` (compiled kernels, built by `ddpilot build-recorder`), ``kernels`` (in Python), or ``auto``:
-    the source named by the environment variable DDPILOT_RECORDER, or the first available one. `tell` prints a line
+    the source named by the environment variable DDPILOT_RECORDER, or the first available one. `report` prints a line
     (default: to stderr). Not collective; may be called before or after init_process_group.
 
     If there is no space for the file or no source is available, prints one line and returns a recording that is off.
@@ -116,7 +116,7 @@ def start_recording(
     """
     wanted = os.environ.get(SOURCE_VARIABLE, source) if source == "auto" else source
     _check(rank, num_records, page_bytes, wanted)
-    show = tell or (lambda text: _print_line(rank, text))
+    show = report or (lambda text: _print_line(rank, text))
     path = Path(path)
     try:
         import torch.distributed.distributed_c10d
@@ -127,12 +127,12 @@ def start_recording(
         ring = _make_ring(path, num_records, page_bytes)
     except OSError as error:
         _discard(path)  # what was allocated would only fill the disk
-        return _off(show, f"its file cannot be made ({error})")
+        return _off(show, f"its file cannot be created ({error})")
     connection = connect(ring, wanted, show)
     if isinstance(connection, str):
         ring.close(0)
         _discard(path)
-        return _off(show, f"this torch cannot be watched ({connection})")
+        return _off(show, f"this torch cannot be recorded ({connection})")
     ring.publish(_about(rank, torch.__version__, connection.source))
     os.replace(draft_of(path), path)
     return Recording(connection, notes=ConnectFile(connecting_path(path.parent, rank)))
@@ -188,7 +188,7 @@ def _check(rank: int, num_records: int, page_bytes: int, source: str) -> None:
 
 
 class _UnavailableError(Exception):
-    """This source is not there, for the stated reason; nothing is wrong."""
+    """This source is not available, for the stated reason; not an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,57 +208,57 @@ def refuse_second() -> None:
     if watched:
         raise RecordError(
             "starting to record",
-            found=f"this process records already: {watched} is watched",
+            found=f"this process already records: {watched} has a kernel",
             fix="Stop that recording first (`Recording.stop()`); one ring holds every collective of a process",
         )
 
 
-def connect(ring: RingWriter, source: str, tell: Callable[[str], None]) -> Connection | str:
+def connect(ring: RingWriter, source: str, report: Callable[[str], None]) -> Connection | str:
     """Connect `ring` to `source`, as in `start_recording`. Returns the reasons as text if no source can be used."""
     problems = []
     for attempt in (_connect_native, _connect_kernels):
         name = attempt.__name__.removeprefix("_connect_")
         if source in ("auto", name):
             try:
-                return attempt(ring, tell)
+                return attempt(ring, report)
             except _UnavailableError as error:
                 problems.append(f"{name}: {error}")
             except Exception as error:  # noqa: BLE001 - a different torch may lack or refuse anything that this needs
                 problems.append(f"{name}: {type(error).__name__}: {error}")
                 if attempt is _connect_native and source == "auto":
-                    native.tell_refused(error, tell)
+                    native.tell_refused(error, report)
     return "; ".join(problems)
 
 
-def _connect_native(ring: RingWriter, tell: Callable[[str], None]) -> Connection:
+def _connect_native(ring: RingWriter, report: Callable[[str], None]) -> Connection:
     path = native.built_path()
     if path is None or not path.exists():
-        raise _UnavailableError("not built, `ddpilot build-recorder` does")
+        raise _UnavailableError("not built; `ddpilot build-recorder` builds it")
     module = native.load(path)
     parts = _Parts()
     repeats = module.Repeats(ring.map, ring.num_records, parts.groups.next_seqs, parts.sites.kind_of)
-    alone = ring.next_index, ring.on_forget
+    before = ring.next_index, ring.on_forget
     ring.next_index, ring.on_forget = repeats.next_index, repeats.forget
-    recorder = parts.recorder(ring, tell, repeats)
+    recorder = parts.recorder(ring, report, repeats)
     operations, left_out = plan_operations()
     try:
         disconnect = native.install_both(module, repeats, recorder, operations)
     except BaseException:
-        ring.next_index, ring.on_forget = alone
+        ring.next_index, ring.on_forget = before
         repeats.close()
         raise
     return Connection(source="native", recorder=recorder, disconnect=disconnect, left_out=left_out)
 
 
-def _connect_kernels(ring: RingWriter, tell: Callable[[str], None]) -> Connection:
+def _connect_kernels(ring: RingWriter, report: Callable[[str], None]) -> Connection:
     operations, left_out = plan_operations()
-    recorder = _Parts().recorder(ring, tell)
+    recorder = _Parts().recorder(ring, report)
     disconnect = install_kernels(recorder, operations)
     return Connection(source="kernels", recorder=recorder, disconnect=disconnect, left_out=left_out)
 
 
 class _Parts:
-    """What both sources need from this process's torch."""
+    """The parts of a recording that both sources use."""
 
     def __init__(self) -> None:
         import torch
@@ -269,14 +269,14 @@ class _Parts:
         self._is_in_group = registry.is_initialized
         self._find_entering = InitFinder(registry.init_process_group).find
         self.groups = GroupTable(registry)
-        self.sites = SiteFinder(torch=os.path.dirname(torch.__file__), ours=str(Path(__file__).parents[2]))
+        self.sites = SiteFinder(torch=os.path.dirname(torch.__file__))
 
     def _mark_stream(self) -> StreamMark | None:
         if self._registry._world.pg_coalesce_state:  # nothing has been started yet
             return None
         return StreamMark(self._torch.accelerator.current_stream().record_event())
 
-    def recorder(self, ring: RingWriter, tell: Callable[[str], None], repeats: Any = None) -> Recorder:
+    def recorder(self, ring: RingWriter, report: Callable[[str], None], repeats: Any = None) -> Recorder:
         """Create a recorder that writes into `ring`. `repeats`: a `Repeats` of the compiled recorder."""
         from torch._C._distributed_c10d import ProcessGroup, Work
 
@@ -291,7 +291,7 @@ class _Parts:
             ring,
             builder,
             pending,
-            tell=tell,
+            report=report,
             is_in_group=self._is_in_group,
             has_used_group=lambda: self.groups.has_used_any,
             find_entering=self._find_entering,

@@ -21,13 +21,13 @@ from ddpilot.record.flight_ring.writer import RingWriter
 
 MANY_WORKS, MANY_BYTES = 2048, 4 << 20
 """Above this many unfinished works, or bytes of tensors that they keep alive, a starting collective polls up to
-`NUM_ASKED` of the oldest works, stopping at the first unfinished one."""
+`NUM_POLLED` of the oldest works, stopping at the first unfinished one."""
 MAX_WORKS, MAX_BYTES = 4096, 64 << 20
 """Above these limits, only the newest collective of each group is followed."""
 MAX_WAITING = 64
 """For up to this many waiting threads, the thread's newest collective is found without a lock."""
-NUM_ASKED = 4
-TURN_NS, NUM_ASKED_IN_TURN = 1_000_000, 64
+NUM_POLLED = 4
+TURN_NS, NUM_POLLED_IN_TURN = 1_000_000, 64
 """Interval and number of polls for works that only threads which start collectives may query: polled in a batch, each
 takes half of the time that it takes alone between two collectives."""
 MANY_REDUCE_OPS, REDUCE_OP_STEP = 256, 17
@@ -49,7 +49,7 @@ class RecordTemplate:
     """True if any thread may poll the work at any time."""
     may_be_captured: bool
     """True if it may become part of a device graph, such as a CUDA graph."""
-    tells_failure: bool
+    reports_failure: bool
     """True if the work reports whether the collective failed."""
     is_waited_for: bool
     """True if the caller returns when the collective is over: it is not asynchronous and its tensors are on the CPU."""
@@ -132,7 +132,7 @@ class UnfinishedWorks:
         else:
             self._follow((index, boxed, usual))
 
-    def _with_something_to_ask(self, entry: _Entry) -> _Entry | None:
+    def _pollable(self, entry: _Entry) -> _Entry | None:
         # NCCL returns no work for coalesced calls nor, since torch 2.8, for calls that are not asynchronous.
         index, boxed, usual = entry
         if self._unbox(boxed) is not None:
@@ -151,11 +151,11 @@ class UnfinishedWorks:
                 self._ring.finish(index, 0, layout.UNKNOWN)
                 return
             if usual.may_be_captured:
-                askable = self._with_something_to_ask(entry)
-                if askable is None:
+                pollable = self._pollable(entry)
+                if pollable is None:
                     self._ring.finish(index, 0, layout.UNKNOWN)
                     return
-                entry = askable
+                entry = pollable
             if not self._make_room(is_many, is_turn, is_capturing):
                 self._follow_newest(entry, is_capturing)
                 return
@@ -182,7 +182,7 @@ class UnfinishedWorks:
         if usual.group >= 0 and not usual.at_any_time:
             self._passed_over.setdefault(usual.group, deque(maxlen=MAX_WORKS)).append(index)
 
-    def _ask_newest(self, *, at_any_time: bool) -> None:
+    def _poll_newest(self, *, at_any_time: bool) -> None:
         with self._lock:
             for key, entry in tuple(self._newest_of.items()):
                 if entry[2].at_any_time == at_any_time and self._is_over(entry):
@@ -200,7 +200,7 @@ class UnfinishedWorks:
     def _end_waited_for(self, entry: _Entry) -> None:
         # It is over when its thread starts the next one. Releasing it now, while it is in the caches, is much cheaper
         # than releasing it later, and the next one reuses its memory. It is polled only if the work reports failures.
-        if not entry[2].tells_failure:
+        if not entry[2].reports_failure:
             self._ring.finish(entry[0], self._clock_ns(), layout.DONE)
         elif not self._is_over(entry):
             self._follow(entry)
@@ -210,13 +210,13 @@ class UnfinishedWorks:
         # True if one more work may be followed.
         if is_turn and not is_capturing:
             self._next_turn_ns = self._clock_ns() + TURN_NS
-            self._ask(self._starters, NUM_ASKED_IN_TURN, go_on=False)
+            self._poll(self._starters, NUM_POLLED_IN_TURN, beyond_unfinished=False)
             if self._newest_of:
-                self._ask_newest(at_any_time=False)
+                self._poll_newest(at_any_time=False)
         if is_many:
-            self._ask(self._any_time, NUM_ASKED, go_on=False)
+            self._poll(self._any_time, NUM_POLLED, beyond_unfinished=False)
             if not is_capturing:
-                self._ask(self._starters, NUM_ASKED, go_on=False)
+                self._poll(self._starters, NUM_POLLED, beyond_unfinished=False)
             num_works = len(self._any_time) + len(self._starters)
             return num_works < MAX_WORKS and self._added_bytes - self._removed_bytes <= MAX_BYTES
         return True
@@ -233,10 +233,10 @@ class UnfinishedWorks:
             if entry[2].at_any_time and self._is_over(entry):
                 self._waited_for.pop(index, None)
         count = len(self._any_time)
-        for number in range(0, count, NUM_ASKED_IN_TURN):
-            self._ask(self._any_time, min(NUM_ASKED_IN_TURN, count - number), go_on=True)
+        for number in range(0, count, NUM_POLLED_IN_TURN):
+            self._poll(self._any_time, min(NUM_POLLED_IN_TURN, count - number), beyond_unfinished=True)
         if self._newest_of:
-            self._ask_newest(at_any_time=True)
+            self._poll_newest(at_any_time=True)
 
     def clear(self) -> None:
         """Release all works."""
@@ -248,8 +248,8 @@ class UnfinishedWorks:
             self._passed_over.clear()
             self._reduce_ops.clear()
 
-    def _ask(self, works: deque[_Entry], num_works: int, *, go_on: bool) -> None:
-        # `go_on`: also poll the works after an unfinished one, which are most likely unfinished too.
+    def _poll(self, works: deque[_Entry], num_works: int, *, beyond_unfinished: bool) -> None:
+        # `beyond_unfinished`: also poll the works after an unfinished one, which are probably unfinished too.
         with self._lock:
             for _ in range(num_works):
                 if not works:
@@ -258,7 +258,7 @@ class UnfinishedWorks:
                 if self._is_over(entry):
                     if works and works[0] is entry:  # not if a signal handler has removed it
                         self._removed_bytes += works.popleft()[2].num_bytes
-                elif go_on:
+                elif beyond_unfinished:
                     works.rotate(-1)
                 else:
                     break
@@ -273,7 +273,7 @@ class UnfinishedWorks:
             if not work.is_completed():
                 self._ring.still_pending(index, now_ns)
                 return False
-            outcome = layout.FAILED if usual.tells_failure and _has_failed(work, usual) else layout.DONE
+            outcome = layout.FAILED if usual.reports_failure and _has_failed(work, usual) else layout.DONE
         except Exception:
             self._forget(entry)  # a work that raises is not polled again
             self._ring.finish(index, 0, layout.UNKNOWN)
@@ -310,10 +310,10 @@ def _has_failed(work: Any, usual: RecordTemplate) -> bool:
 
 
 class PollingThread:
-    """A thread that calls `ask` every `interval_s`."""
+    """A thread that calls `poll` every `interval_s`."""
 
-    def __init__(self, ask: Callable[[], None], interval_s: float) -> None:
-        self._ask = ask
+    def __init__(self, poll: Callable[[], None], interval_s: float) -> None:
+        self._poll = poll
         self._interval_s = interval_s
         # Held while the thread runs. An Event would wait in Python code, with a new lock each time.
         self._running = threading.Lock()
@@ -329,4 +329,4 @@ class PollingThread:
 
     def _run(self) -> None:
         while not self._running.acquire(timeout=self._interval_s):
-            self._ask()
+            self._poll()

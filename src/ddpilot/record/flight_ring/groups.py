@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-_books: weakref.WeakSet[GroupTable] = weakref.WeakSet()
-"""The book of the recording in progress, if any."""
+_tables: weakref.WeakSet[GroupTable] = weakref.WeakSet()
+"""The table of the recording in progress, if any."""
 
 MAX_GROUPS = 1 << 20
 """Maximum over the life of a process; only entries in use take memory."""
@@ -26,14 +26,14 @@ class GroupEntry:
         self.alive: Callable[[], Any] = lambda: None
         self._backends = dict(_parse_backends(str(fact.get("backend", ""))))
 
-    def may_be_asked(self, device: str) -> bool:
-        """True if any thread may query this group's works on `device` (empty: any device) at any time.
+    def may_be_polled(self, device: str) -> bool:
+        """True if any thread may poll this group's works on `device` (empty: any device) at any time.
 
-        True for gloo. With NCCL a query is a CUDA call, which would invalidate a CUDA graph that is being captured.
+        True for gloo. With NCCL a poll is a CUDA call, which would invalidate a CUDA graph that is being captured.
         """
         return self._backends_for(device) == {"gloo"}
 
-    def tells_failure(self, device: str) -> bool:
+    def reports_failure(self, device: str) -> bool:
         """True if the futures of this group's works on `device` (empty: any device) report whether a collective failed.
 
         Futures of NCCL and of similar backends are complete as soon as the collective has started.
@@ -59,7 +59,7 @@ class GroupTable:
         self._by_id: dict[int, GroupEntry] = {}
         self._by_name: dict[str, list[GroupEntry]] = {}
         self._incarnations: Counter[tuple[str, int]] = Counter()
-        _books.add(self)
+        _tables.add(self)
 
     def find(self, group: Any) -> GroupEntry:
         """Return the entry of `group`, a `ProcessGroup`, and create it at first use."""
@@ -88,14 +88,15 @@ class GroupTable:
         if group in self._registry._world.pg_map:
             entry = self._make(name, self._describe(group))
             self.has_used_any = True
-            # While the registry holds a group, Python sees it as one object, so its identity distinguishes it from
-            # others.
+            # While the registry holds a group, Python sees it as one object.
             entry.alive = weakref.ref(group)
             self._by_id[id(group)] = entry
             return entry
         # Destroyed but still used by a DDP model: Python sees a new object each time.
-        gone = [entry for entry in self._by_name.get(name, ()) if entry.alive() is None]
-        return gone[-1] if gone else self._make(name, {"name": name, "size": group.size(), "rank": group.rank()})
+        destroyed = [entry for entry in self._by_name.get(name, ()) if entry.alive() is None]
+        return (
+            destroyed[-1] if destroyed else self._make(name, {"name": name, "size": group.size(), "rank": group.rank()})
+        )
 
     def _make(self, name: str, fact: dict[str, Any]) -> GroupEntry:
         attempt = _read_attempt()
@@ -119,7 +120,7 @@ class GroupTable:
 
 def count_by_group() -> dict[str, int]:
     """Return `GroupTable.count` of the recording in progress; empty if collectives are not recorded."""
-    return next((book.count() for book in tuple(_books)), {})
+    return next((table.count() for table in tuple(_tables)), {})
 
 
 def _read_attempt() -> int:

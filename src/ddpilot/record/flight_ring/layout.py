@@ -2,7 +2,7 @@
 """Layout of the ring file, described in docs/flight-ring.md, which changes together with `VERSION`.
 
 A header, then fixed-size records (one per collective, overwriting the oldest), then two pages of facts: JSON objects
-that records refer to, each written once per page. When a page is full, the other one is started over.
+that records refer to, each written once per page. When a page is full, the other one is reused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 MAGIC = b"DDPRING\n"
 VERSION = 1
 BYTE_ORDER = 0x01020304
-"""Reads differently on a machine with the other byte order."""
+"""Reads differently on a machine with a different byte order."""
 
 HEADER_BYTES = 4096
 RECORD_BYTES = 128

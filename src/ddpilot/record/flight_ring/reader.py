@@ -87,12 +87,12 @@ class _Head(NamedTuple):
 
 def _read_head(data: memoryview, size: int, name: str) -> _Head:
     if len(data) < layout.HEADER_BYTES or bytes(data[: len(layout.MAGIC)]) != layout.MAGIC:
-        raise _refuse(name, f"{size} bytes that start with {bytes(data[:8])!r}, which is no flight ring", "")
+        raise _refuse(name, f"{size} bytes that start with {bytes(data[:8])!r}, which is not a flight ring", "")
     _, version, order, header_bytes, record_bytes, num_records, page_bytes, about_bytes, about_crc = (
         layout.HEAD.unpack_from(data)
     )
     if order != layout.BYTE_ORDER:
-        raise _refuse(name, "a ring of a machine with the other byte order", "Read it on a machine like that one")
+        raise _refuse(name, "a ring of a machine with a different byte order", "Read it on a machine like that one")
     if version != layout.VERSION:
         found = f"a flight ring of version {version}; this ddpilot reads version {layout.VERSION}"
         raise _refuse(name, found, "Read it with the ddpilot that the ranks ran with")
@@ -102,7 +102,7 @@ def _read_head(data: memoryview, size: int, name: str) -> _Head:
     if sizes != (layout.HEADER_BYTES, layout.RECORD_BYTES) or zlib.crc32(about) != about_crc:
         raise _refuse(name, "a flight ring with a damaged header", "")
     if size < num_bytes:
-        raise _refuse(name, f"{size} bytes of a flight ring of {num_bytes}", "The file was cut off; copy it again")
+        raise _refuse(name, f"{size} bytes of a flight ring of {num_bytes}", "The file is truncated; copy it again")
     return _Head(num_records, page_bytes, json.loads(about))
 
 
@@ -316,7 +316,7 @@ def read_now(path: str | os.PathLike[str]) -> RankNow:
 
 
 def _newest_start_ns(collectives: Sequence[Collective]) -> int:
-    """First use of the newest default group if it replaced an earlier one, whose groups are all gone; otherwise 0."""
+    """First use of the newest default group if it replaced an earlier one, which was destroyed; otherwise 0."""
     groups = [
         (entry.group.generation, entry.start_ns)
         for entry in collectives

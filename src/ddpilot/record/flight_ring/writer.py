@@ -37,7 +37,7 @@ class RingWriter:
     def __init__(self, fd: int, *, num_records: int, page_bytes: int) -> None:
         self.num_records = num_records
         self.refs: dict[Any, Any] = {}
-        """Cache for callers, from a key of theirs to what they have written; cleared when a page is started over."""
+        """Cache for callers, from a key of theirs to what they have written; cleared when a page is reused."""
         self.next_index: Callable[[], int] = itertools.count(1).__next__
         """Numbers the records; shared with other writers of records."""
         self.on_forget: Callable[[], None] = lambda: None
@@ -148,7 +148,7 @@ class RingWriter:
         self._words[layout.ENTERING_NS] = 0
         self._words[layout.ASKED_WORLD_SIZE], self._words[layout.ASKED_RANK] = world_size, rank
         self._words[layout.IS_CLOSED] = is_closed
-        self._words[layout.ENTERING_NS] = since_ns  # last: a reader that sees it sees the other values
+        self._words[layout.ENTERING_NS] = since_ns  # last: the other values are valid once it is set
 
     def close(self, now_ns: int) -> None:
         """Record that the recording ended normally, and unmap the file."""
@@ -197,9 +197,14 @@ def open_draft(path: Path) -> int:
         if start not in (layout.MAGIC, b""):
             raise RecordError(
                 f"starting to record into {path}",
-                found=f"a file that is no flight ring: it starts with {start!r}",
-                fix="Name a file that does not exist, or remove this one if nobody needs it",
+                found=f"a file that is not a flight ring: it starts with {start!r}",
+                fix="Name a file that does not exist, or remove this one if it is not needed",
             )
+    return create_draft(path)
+
+
+def create_draft(path: Path) -> int:
+    """Create the draft of `path`, with access for this user only, and return its file descriptor."""
     draft = draft_of(path)
     draft.unlink(missing_ok=True)  # from a rank that died at start
     return os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

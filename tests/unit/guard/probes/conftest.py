@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of probes need."""
+"""Fixtures of the tests of probes."""
 
 from __future__ import annotations
 

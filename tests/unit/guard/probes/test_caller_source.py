@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the source says around a line: lists that are averaged, tensors that are scaled, gradients that are read."""
+"""Read the source around a line: lists that are averaged, tensors that are scaled, gradients that are read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAME = "<a cell>"
 
 @pytest.fixture
 def forgets_the_source() -> Iterator[None]:
-    """Nothing is left of what was run."""
+    """Nothing remains installed."""
     yield
     linecache.cache.pop(NAME, None)
 
@@ -51,7 +51,7 @@ def forgets_the_source() -> Iterator[None]:
     "call", ["gather(them, 1)", "gather(object_list=them, obj=1)", "gather(them if k else None, 1)"]
 )
 def test_is_averaged_is_said_where_the_list_is_taken_as_it_is(call: str, after: str, averages: bool) -> None:
-    """Its sum or its mean; not where it is weighted or shown."""
+    """Its sum or its mean; not if it is weighted or displayed."""
     said: list[bool] = []
 
     def gather(*_: Any, **__: Any) -> None:
@@ -79,7 +79,7 @@ def test_is_averaged_is_said_where_the_list_is_taken_as_it_is(call: str, after: 
     ],
 )
 def test_is_scaled_later_is_said_of_what_is_no_mean_yet(source: str, is_scaled: bool) -> None:
-    """Where it stands, and in what is made of it in a caller; a percentage is a mean."""
+    """In the same function, and for the result in a caller; a percentage is a mean."""
     said: list[bool] = []
 
     def reduce(*_: Any, **__: Any) -> None:
@@ -104,7 +104,7 @@ def test_is_scaled_later_is_said_of_what_is_no_mean_yet(source: str, is_scaled: 
     ],
 )
 def test_reads_gradients_is_said_of_the_loop_around_the_backward(source: str, reads: bool) -> None:
-    """Not of what comes after it, nor of functions that are called so."""
+    """Not of later code, nor of functions with that name."""
     said: list[bool] = []
     linecache.cache[NAME] = (len(source), None, source.splitlines(keepends=True), NAME)
     known: dict[str, Any] = {"tasks": "a", "p": SimpleNamespace(), "autograd": SimpleNamespace(grad=str)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a call's result is thrown away, read from the code around it."""
+"""Detect from bytecode that the result of a call is discarded."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from ddpilot.guard.probes.collectives import drops_result
     ],
 )
 def test_drops_result_sees_whether_anything_can_read_what_a_call_returns(source: str, is_dropped: bool) -> None:
-    """By the instruction that follows the call, and by what reads the name that it is given."""
+    """By the instruction after the call, and by reads of the name that the result is assigned to."""
     places: list[tuple[Any, int]] = []
 
     def remember(*_: object) -> Any:
@@ -48,7 +48,7 @@ def test_drops_result_sees_whether_anything_can_read_what_a_call_returns(source:
 
 
 def test_a_name_that_a_cell_gives_may_be_read_in_a_later_one() -> None:
-    """Of the code of a cell, which lies in no file, only what stands in functions is known."""
+    """For the code of a cell, which is not in a file, only names in functions are known."""
     work = compile("work = start(1)", "<cell>", "exec")
     assert not drops_result(work, _call_in(work))
     inner = next(

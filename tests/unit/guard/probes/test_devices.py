@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exceptions about devices, with the device that is nowhere in the place of a GPU."""
+"""Errors about tensors on several devices, with the meta device instead of a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ddpilot.record.journal import read_journal
 
 
 class Masked(nn.Module):
-    """Its mask is no buffer, and does not move with it."""
+    """Its mask is not a buffer, and does not move with it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,13 +50,13 @@ def forget_the_weights() -> None:
 
 
 def forget_the_scale() -> None:
-    """Of what a method gives."""
+    """Of the result of a method."""
     logits, scale = torch.ones(2, 4), torch.ones(4, device="meta")
     print(logits.log_softmax(-1) * scale)
 
 
 def divide_by_zero() -> None:
-    """Another error."""
+    """A different error."""
     print(1 / 0)
 
 
@@ -74,7 +74,7 @@ def divide_by_zero() -> None:
 def test_tensors_of_the_failing_line_are_named(
     tmp_path: Path, program: Callable[[], None], found: dict[str, list[str]] | None
 ) -> None:
-    """Once, with the line, however often the exception is written out; other errors are nothing to it."""
+    """Once, with the line, however often the exception is formatted; not for other errors."""
     hook = sys.excepthook
     stop = install(tmp_path / "j", rank=0, probes=("ddpilot.guard.probes.devices:DeviceErrorProbe",))
     with pytest.raises((RuntimeError, ZeroDivisionError)) as caught:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fingerprints of batches, which samples stand for a dataset, and states of generators."""
+"""Fingerprints of batches, selection of samples, and states of generators."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ from torch.utils.data import (
 from ddpilot.guard.probes.data.position import is_due
 from ddpilot.guard.probes.data.random_draws import LIBRARIES, device_digest, digest_of
 from ddpilot.guard.probes.data.samplers import Sketch, describe_loader, may_repeat
-from ddpilot.guard.probes.tensors import fingerprint, num_rows_of, print_rows, tensors_in
+from ddpilot.guard.probes.tensors import fingerprint, fingerprint_rows, num_rows_of, tensors_in
+
+KEY: Any = {"loader": 1, "pass": 1}
 
 
 @dataclass
 class Batch:
-    """As some collate functions make them."""
+    """As some collate functions return them."""
 
     images: torch.Tensor
     targets: dict[str, list[torch.Tensor]]
@@ -59,7 +61,7 @@ def test_tensors_are_found_with_their_names() -> None:
     ids=["float", "int", "bfloat16", "half", "bool", "uint8", "transposed", "complex"],
 )
 def test_fingerprint_tells_contents_apart(tensor: torch.Tensor) -> None:
-    """The same for a copy, another for another value, shape or type."""
+    """Equal for a copy, different for a different value, shape or type."""
     found = fingerprint([tensor])
     assert found is not None
     assert found == fingerprint([tensor.clone()])
@@ -98,17 +100,17 @@ def test_fingerprint_of_a_large_tensor_looks_at_all_of_its_length() -> None:
 
 
 def test_rows_are_told_apart_and_only_where_all_tensors_have_them() -> None:
-    """A label counts, too."""
+    """A label counts too."""
     x, y = torch.zeros(4, 3), torch.tensor([0, 1, 0, 0])
-    rows = print_rows((x, y), 4, [0, 1, 2])
+    rows = fingerprint_rows((x, y), 4, [0, 1, 2])
     assert rows[0] == rows[2] != rows[1]
-    assert print_rows((x, y[:3]), 4, [0]) == {}
+    assert fingerprint_rows((x, y[:3]), 4, [0]) == {}
     assert num_rows_of((x, y)) == 4
     assert num_rows_of((x, y[:3])) is None
 
 
 def test_sketches_of_two_ranks_have_samples_in_common_only_where_they_overlap() -> None:
-    """Whatever the order and the size of batches is."""
+    """For any order and size of batches."""
     data = torch.randn(500, 3)
 
     def sketch(numbers: list[int], size: int) -> dict[int, int]:
@@ -143,7 +145,7 @@ def test_sketches_of_parts_that_ranks_cut_out_have_in_common_what_overlaps() -> 
 
 
 def test_a_sketch_of_draws_with_replacement_holds_nothing() -> None:
-    """Each rank draws by itself then; and indices may be anything."""
+    """Each rank draws its own order then; and indices may be anything."""
     found = Sketch(range(10), 10)
     found.add([1, 2], torch.zeros(2, 1))
     found.add([2, 3], torch.zeros(2, 1))
@@ -156,7 +158,7 @@ def test_a_sketch_of_draws_with_replacement_holds_nothing() -> None:
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_digests_follow_states_and_change_none(library: str) -> None:
-    """To look draws nothing."""
+    """Reading the state draws nothing."""
     draws: dict[str, Any] = {"python": random.random, "numpy": np.random.rand, "torch": lambda: torch.rand(1)}
     first = digest_of(library)
     assert first == digest_of(library) != 0
@@ -166,14 +168,14 @@ def test_digests_follow_states_and_change_none(library: str) -> None:
 
 
 def test_often_at_first_then_rarely() -> None:
-    """The schedule of what is compared."""
+    """The schedule of comparisons."""
     assert [number for number in range(1, 3100) if is_due(number)] == [
         *(1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 3072)
     ]
 
 
 class Wrapped(Sampler[list[int]]):
-    """A batch sampler around another, as Accelerate's."""
+    """A batch sampler around a batch sampler, as Accelerate's."""
 
     def __init__(self, batch_sampler: Any) -> None:
         self.batch_sampler, self.num_processes, self.process_index = batch_sampler, 4, 3
@@ -183,7 +185,7 @@ class Wrapped(Sampler[list[int]]):
 
 
 class Stream(IterableDataset[int]):
-    """Would complain where it is longer than it said."""
+    """torch would warn if the stream is longer than its length."""
 
     def __iter__(self) -> Iterator[int]:
         return iter([1])
@@ -193,20 +195,20 @@ class Stream(IterableDataset[int]):
 
 
 def test_loaders_are_described_by_who_divides_them() -> None:
-    """torch's sampler, one around others, none, and a stream."""
+    """torch's sampler, a nested one, none, and a stream."""
     data = TensorDataset(torch.zeros(10, 1))
     sampler: Any = DistributedSampler(data, num_replicas=3, rank=1, seed=5)
-    facts = describe_loader(DataLoader(data, 2, sampler=sampler))
+    facts = describe_loader(DataLoader(data, 2, sampler=sampler), KEY, {})
     assert (facts["length"], facts["samples"], facts["size"]) == (2, 10, 2)
     known = {"kind": "DistributedSampler", "length": 4, "epoch": 0, "seed": 5, "shuffle": True, "drop_last": False}
     assert facts["sampler"] == {**known, "has_set_epoch": True, "replicas": 3, "rank": 1}
     inner = BatchSampler(RandomSampler(data), 2, drop_last=False)
-    wrapped = describe_loader(DataLoader(data, batch_sampler=Wrapped(inner)))
+    wrapped = describe_loader(DataLoader(data, batch_sampler=Wrapped(inner)), KEY, {})
     assert (wrapped["sampler"]["replicas"], wrapped["sampler"]["rank"], wrapped["length"]) == (4, 3, None)
-    plain = describe_loader(DataLoader(data, 2))["sampler"]
+    plain = describe_loader(DataLoader(data, 2), KEY, {})["sampler"]
     assert plain["kind"] == "SequentialSampler"
     assert "replicas" not in plain
-    stream = describe_loader(DataLoader(Stream(), 2))
+    stream = describe_loader(DataLoader(Stream(), 2), KEY, {})
     assert (stream["length"], stream["samples"], stream["sampler"]) == (None, None, None)
 
 
@@ -216,18 +218,18 @@ def test_parts_of_a_dataset_are_told_whatever_their_numbers_are_in(kind: Callabl
     data = TensorDataset(torch.zeros(10, 1))
     numbers = kind([7, 1, 4])
     loaders = [DataLoader(Subset(data, numbers), 2), DataLoader(data, 2, sampler=SubsetRandomSampler(numbers))]
-    described = [describe_loader(loader) for loader in loaders]
+    described = [describe_loader(loader, KEY, {}) for loader in loaders]
     assert [facts["share"] for facts in described] == [[3, 10], [3, 10]]
-    known = describe_loader(DataLoader(Subset(data, [7, 1, 4]), 2))["part"]
+    known = describe_loader(DataLoader(Subset(data, [7, 1, 4]), 2), KEY, {})["part"]
     assert [facts["part"] for facts in described] == [known, known]
 
 
 @pytest.mark.parametrize("numbers", [(), np.zeros((2, 2), dtype=int), {1, 2}])
 def test_parts_without_an_order_of_numbers_are_not_told(numbers: Any) -> None:
-    """Nor a dataset as a whole."""
+    """Nor is a whole dataset."""
     data = TensorDataset(torch.zeros(10, 1))
     for loader in (DataLoader(Subset(data, numbers), 2), DataLoader(data, 2)):
-        facts = describe_loader(loader)
+        facts = describe_loader(loader, KEY, {})
         assert (facts["part"], facts["share"]) == (None, None)
 
 

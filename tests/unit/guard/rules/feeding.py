@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ddpilot.findings.finding import Finding
+from ddpilot.guard.probe import NOTES
 from ddpilot.guard.rules.rule import Rule, RuleContext, no_log
 from ddpilot.record.flight_ring.log import RankLog
 from ddpilot.record.journal import Entry
@@ -18,24 +19,34 @@ Note = tuple[int, str, dict[str, Any]]
 
 
 def judge(
-    make: Callable[[RuleContext], Rule],
+    make: type[Rule],
     notes: Iterable[Note],
     *,
     world_size: int = 2,
     log: Callable[[int], RankLog | None] = no_log,
     sources: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Finding]:
-    """What the rule says of `notes`, each a millisecond after the one before, up to the end of the job; each once."""
+    """The findings of the rule for `notes`, one millisecond apart, up to the end of the job; each once."""
     rule = make(RuleContext(world_size=world_size, log=log, sources=lambda: sources))
     found: list[Finding] = []
     now_ns = SECOND
-    for index, (rank, kind, values) in enumerate(notes, 1):
+    for rank, kind, values in notes:
         now_ns += SECOND // 1000
         assert kind in rule.kinds
-        found += rule.feed(rank, Entry(index, now_ns, kind, values))
+        found += rule.feed(rank, make_entry(kind, values, now_ns))
         found += rule.look(now_ns)
     found += rule.finish(now_ns)
     return list({(each.code, each.ranks, each.place): each for each in reversed(found)}.values())[::-1]
+
+
+_EMPTY = {"site": {}, "sizes": [], "batches": 0, "uuid": "", "num_devices": 0, "indices": ()}
+
+
+def make_entry(kind: str, values: Mapping[str, Any], time_ns: int = SECOND) -> Entry:
+    """An entry with the fields of its kind; those that are not given are empty."""
+    note: Any = NOTES[kind]
+    assert values.keys() <= note.__required_keys__ | note.__optional_keys__
+    return Entry(1, time_ns, kind, {**{name: _EMPTY.get(name) for name in note.__required_keys__}, **values})
 
 
 def model(ranks: Sequence[int] | None = None, **facts: Any) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules about batches, samplers and parts, on values: subgroups, order of arrival, what cannot be told."""
+"""Rules about batches, samplers and shards: subgroups, order of arrival, and cases without proof."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from ddpilot.guard.rules.rule import Rule, RuleContext
 from ddpilot.guard.rules.saving import AllRanksSave
 from ddpilot.record.flight_ring.log import Collective, RankLog
 from ddpilot.record.flight_ring.log import Tensor as LoggedTensor
-from ddpilot.record.journal import Entry
-from tests.unit.guard.rules.feeding import SECOND, SITE, Note, judge, loader_pass, model
+from tests.unit.guard.rules.feeding import SECOND, SITE, Note, judge, loader_pass, make_entry, model
 
 
 def inputs(rank: int, prints: list[int], elements: int = 32) -> list[Note]:
-    """What went into the model on `rank`."""
+    """Inputs of the model on `rank`."""
     facts = {"model": 1, "rows": 4, "elements": elements, "site": SITE}
-    return [(rank, "input", {**facts, "forward": n, "print": p}) for n, p in enumerate(prints, 1)]
+    return [(rank, "input", {**facts, "forward": n, "checksum": p}) for n, p in enumerate(prints, 1)]
 
 
 def make_log(*collectives: Collective, num_lost: int = 0) -> RankLog:
@@ -36,13 +35,13 @@ def make_log(*collectives: Collective, num_lost: int = 0) -> RankLog:
 
 
 def make_collective(op: str, numel: int = 1, start_ns: int = 2 * SECOND) -> Collective:
-    """One that the program asked for."""
+    """A collective that the program called."""
     tensor = LoggedTensor(dtype="float32", shape=(numel,), device="cpu")
     return Collective(index=1, op=op, operator="", group=None, seq=1, inputs=(tensor,), start_ns=start_ns)
 
 
 def test_same_batch_is_told_of_the_ranks_that_share_it() -> None:
-    """Of four ranks two and two have the same, as where the local rank was taken for the rank on two nodes."""
+    """Two pairs of four ranks, as if the local rank was used as the rank on two nodes."""
     notes: list[Note] = [(rank, "ddp_model", model()) for rank in range(4)]
     for rank in (3, 0, 2, 1):
         notes += inputs(rank, [10 + rank % 2, 20 + rank % 2, 30 + rank % 2, 41, 51, 61 + rank % 2])
@@ -53,17 +52,17 @@ def test_same_batch_is_told_of_the_ranks_that_share_it() -> None:
 
 @pytest.mark.parametrize(("draws", "severities"), [(False, []), (True, ["warning"])])
 def test_same_batch_is_no_error_where_other_things_come_out(draws: bool, severities: list[str]) -> None:
-    """Each rank took its part inside the model, as of a sequence; or it drew at random, which is said as a warning."""
+    """Each rank selected its part inside the model, as of a sequence; or it drew at random, which is a warning."""
     notes: list[Note] = [(rank, "ddp_model", model()) for rank in (0, 1)]
     key = {"loader": 1, "pass": 1}
     for rank in (0, 1):
         notes.append((rank, "loader_pass", loader_pass()))
         for number in range(1, 7):
-            facts = {"model": 1, "forward": number, "library": "torch", "before": 5, "site": SITE}
+            facts = {"model": 1, "forward": number, "site": SITE}
             seen = {"rows": 4, "elements": 32, "batch": number, **key}
-            notes.append((rank, "batch", {**key, "batch": number, "print": number, "rows": 4}))
-            notes.append((rank, "input", {**facts, **seen, "print": number}))
-            notes.append((rank, "random", {**facts, "after": 5 + draws, "output": 10 * number + rank}))
+            notes.append((rank, "batch", {**key, "batch": number, "checksum": number, "rows": 4}))
+            notes.append((rank, "input", {**facts, **seen, "checksum": number}))
+            notes.append((rank, "random", {**facts, "before": 5, "after": 5 + draws, "output": 10 * number + rank}))
     assert [finding.severity for finding in judge(SameBatch, notes)] == severities
 
 
@@ -71,17 +70,17 @@ def test_same_batch_is_no_error_where_other_things_come_out(draws: bool, severit
     ("loader", "fix"),
     [
         (loader_pass(), "Give DistributedSampler the number of ranks"),
-        (loader_pass(samples=None) | {"sampler": None}, "Let the dataset's __iter__ pass over"),
+        (loader_pass(samples=None) | {"sampler": None}, "Let the dataset's __iter__ skip the other"),
         (loader_pass(sampler={"kind": "RandomSampler", "replicas": None}), "Give the loader sampler="),
     ],
     ids=["sampler of another rank", "stream", "no sampler"],
 )
 def test_same_batch_says_what_can_be_done_with_such_a_loader(loader: dict[str, Any], fix: str) -> None:
-    """A stream takes no sampler, and one that divides the samples needs no other."""
+    """A stream has no sampler, and a sampler that divides the samples needs no replacement."""
     notes: list[Note] = [(rank, "ddp_model", model()) for rank in (0, 1)]
     for rank in (0, 1):
         notes.append((rank, "loader_pass", loader))
-        notes += [(rank, "batch", {"loader": 1, "pass": 1, "batch": n, "print": n, "rows": 4}) for n in range(1, 7)]
+        notes += [(rank, "batch", {"loader": 1, "pass": 1, "batch": n, "checksum": n, "rows": 4}) for n in range(1, 7)]
         notes += [(rank, kind, {**facts, "loader": 1, "pass": 1}) for _, kind, facts in inputs(rank, [1, 2, 3, 4, 5])]
     (finding,) = judge(SameBatch, notes)
     assert finding.fix.startswith(fix)
@@ -98,7 +97,7 @@ def test_same_batch_says_what_can_be_done_with_such_a_loader(loader: dict[str, A
     ids=["one differs", "hardly any differ from each other", "a number", "few, and made by hand"],
 )
 def test_same_batch_is_not_told_without_proof(first: list[int], second: list[int], elements: int) -> None:
-    """Each of them can happen in a right program."""
+    """Each of them can happen in a correct program."""
     notes: list[Note] = [(rank, "ddp_model", model()) for rank in (0, 1)]
     assert judge(SameBatch, notes + inputs(0, first, elements) + inputs(1, second, elements)) == []
 
@@ -118,13 +117,13 @@ def pass_of(number: int, order: int, *, epoch: int = 0, num_batches: int = 4, is
         (0, "loader_pass", loader_pass(number, sampler={"epoch": epoch})),
         (0, "order", {**key, "order": order, "sorted": is_sorted}),
         (0, "trains", {**key, "model": 1, "join": False}),
-        (0, "batch", {**key, "batch": num_batches, "print": 1, "rows": 2}),
+        (0, "batch", {**key, "batch": num_batches, "checksum": 1, "rows": 2}),
         (0, "pass_end", {**key, "batches": num_batches, "samples": 2 * num_batches, "evaluates": False}),
     ]
 
 
 def test_set_epoch_is_missed_in_the_second_pass_in_a_row() -> None:
-    """Line, epoch and seed are said."""
+    """The finding names line, epoch and seed."""
     (finding,) = judge(SetEpochForgotten, pass_of(1, 7) + pass_of(2, 7))
     assert finding.place is not None
     assert finding.place.line == 20
@@ -133,7 +132,11 @@ def test_set_epoch_is_missed_in_the_second_pass_in_a_row() -> None:
 
 def test_set_epoch_is_missed_in_long_passes_that_are_left_early() -> None:
     """The first pass has a new optimizer, as every training; the second one does not."""
-    notes = [*pass_of(1, 7, num_batches=8)[:-1], (0, "unit", {"u": 1}), *pass_of(2, 7, num_batches=8)[:-1]]
+    notes = [
+        *pass_of(1, 7, num_batches=8)[:-1],
+        (0, "parameter_set", {"parameter_set": 1}),
+        *pass_of(2, 7, num_batches=8)[:-1],
+    ]
     assert [finding.code for finding in judge(SetEpochForgotten, notes)] == ["DDP402"]
 
 
@@ -145,7 +148,7 @@ def test_set_epoch_is_missed_in_long_passes_that_are_left_early() -> None:
         pass_of(1, 7, is_sorted=True) + pass_of(2, 7, is_sorted=True),
         pass_of(1, 7) + pass_of(2, 8, epoch=1) + pass_of(3, 7),
         [*pass_of(1, 7), (0, "load", {"group": "world", "ordinal": "/0", "site": SITE}), *pass_of(2, 7)],
-        [*pass_of(1, 7), *pass_of(2, 7)[:-1], (0, "unit", {"u": 2}), *pass_of(2, 7)[-1:]],
+        [*pass_of(1, 7), *pass_of(2, 7)[:-1], (0, "parameter_set", {"parameter_set": 2}), *pass_of(2, 7)[-1:]],
     ],
     ids=[
         *("called", "one batch was looked at", "in order", "a second training from the beginning"),
@@ -153,12 +156,12 @@ def test_set_epoch_is_missed_in_long_passes_that_are_left_early() -> None:
     ],
 )
 def test_set_epoch_is_not_missed_in_right_programs(notes: list[Note]) -> None:
-    """Nothing is said."""
+    """No message."""
     assert judge(SetEpochForgotten, notes) == []
 
 
 def samplers(*facts: dict[str, Any], world_size: int = 2) -> list[Note]:
-    """A pass that trains, on as many ranks as there are `facts` of samplers."""
+    """A pass that trains, on one rank for each of the `facts` of samplers."""
     notes: list[Note] = []
     for rank, one in enumerate(facts):
         replicas = {"replicas": world_size, "rank": rank}
@@ -186,7 +189,7 @@ def test_parts_that_do_not_fit_are_told_from_the_samplers(
 
 
 def test_parts_of_several_subsets_are_told() -> None:
-    """As after random_split with a seed of each rank's own."""
+    """As after random_split with a different seed on each rank."""
     notes = samplers({}, {})
     for number, (_, kind, values) in enumerate(notes):
         if kind == "loader_pass":
@@ -196,25 +199,25 @@ def test_parts_of_several_subsets_are_told() -> None:
 
 
 def test_parts_are_right_where_samplers_agree_or_do_not_shuffle() -> None:
-    """An epoch that differs makes no difference to an order that is none."""
+    """A different epoch does not matter if the sampler does not shuffle."""
     assert judge(ShardsOverlap, samplers({}, {})) == []
     assert judge(ShardsOverlap, samplers({"shuffle": False}, {"shuffle": False, "epoch": 5})) == []
 
 
 def stream(prints: list[int], workers: int, rank: int = 0) -> list[Note]:
-    """Batches that workers give in turn."""
+    """Batches that workers return in turn."""
     key = {"loader": 1, "pass": 1}
     begun = (rank, "loader_pass", {**loader_pass(workers=workers), "sampler": None})
-    return [begun, *((rank, "batch", {**key, "batch": n, "print": p}) for n, p in enumerate(prints, 1))]
+    return [begun, *((rank, "batch", {**key, "batch": n, "checksum": p}) for n, p in enumerate(prints, 1))]
 
 
 @pytest.mark.parametrize(("prints", "workers"), [([1, 1, 2, 2, 3, 3], 2), ([1, 1, 1, 2, 2, 2], 3)])
 def test_workers_that_read_the_same_stream_are_told(prints: list[int], workers: int) -> None:
-    """Of both ranks at once."""
+    """For both ranks at once."""
     (finding,) = judge(WorkersReadAlike, stream(prints, workers) + stream(prints, workers, rank=1))
     assert finding.code == "DDP403"
     assert finding.ranks == (0, 1)
-    assert finding.summary.startswith(f"each batch comes {workers} times")
+    assert finding.summary.startswith(f"each batch is read {workers} times")
 
 
 @pytest.mark.parametrize(
@@ -223,12 +226,12 @@ def test_workers_that_read_the_same_stream_are_told(prints: list[int], workers: 
     ids=["one differs", "constant", "few", "one worker", "each its own"],
 )
 def test_workers_are_not_told_without_proof(prints: list[int], workers: int) -> None:
-    """Each of them can happen in a right program."""
+    """Each of them can happen in a correct program."""
     assert judge(WorkersReadAlike, stream(prints, workers)) == []
 
 
 def lengths(*numbers: int | None, joins: bool = False) -> list[Note]:
-    """Ranks with as many batches, of which the first is nearly at its end."""
+    """Ranks with equally many batches, the first one near its end."""
     notes: list[Note] = []
     for rank, number in enumerate(numbers):
         key = {"loader": 1, "pass": 1}
@@ -239,7 +242,7 @@ def lengths(*numbers: int | None, joins: bool = False) -> list[Note]:
 
 
 def test_unequal_batches_are_told_before_the_end() -> None:
-    """Where the ring shows that the program itself has nothing agreed."""
+    """If the ring shows that the program itself calls no collectives."""
     (finding,) = judge(UnequalBatches, lengths(5, 6), log=lambda rank: make_log())
     assert finding.ranks == (0,)
     assert finding.severity == "warning"
@@ -258,12 +261,12 @@ def test_unequal_batches_are_told_before_the_end() -> None:
     ids=["equal", "joined", "unknown", "agreed", "an older one may have agreed", "no ring"],
 )
 def test_unequal_batches_are_not_told_where_the_ranks_may_have_agreed(notes: list[Note], log: RankLog | None) -> None:
-    """Nothing is said."""
+    """No message."""
     assert judge(UnequalBatches, notes, log=lambda rank: log) == []
 
 
 def test_unequal_batches_are_not_told_where_the_loader_is_begun_anew() -> None:
-    """A loop of so many steps does not end with it; the text is that of a cell."""
+    """A loop with a fixed number of steps does not end with the loader; the source is a cell."""
     text = "while step < total:\n    for x, y in loader:\n        if step == total:\n            break\n"
     notes = [(rank, kind, {**values}) for rank, kind, values in lengths(5, 6)]
     for _, kind, values in notes:
@@ -281,7 +284,7 @@ def evaluation(samples: int, **sampler: Any) -> list[Note]:
 
 
 def test_padding_is_told_where_sums_are_reduced_and_not_where_samples_are_gathered() -> None:
-    """What is gathered may have been cut."""
+    """Gathered samples may have been truncated."""
     sums = make_log(make_collective("all_reduce", 2), make_collective("all_gather", 1))
     (finding,) = judge(PaddedEvaluation, evaluation(15), log=lambda rank: sums)
     assert finding.summary == "1 of 15 samples are evaluated twice"
@@ -292,14 +295,14 @@ def test_padding_is_told_where_sums_are_reduced_and_not_where_samples_are_gather
 
 
 def test_padding_is_not_told_of_a_loader_that_trains() -> None:
-    """It may be gone over once more, as for the statistics of BatchNorm."""
+    """It may be read once more, as for the statistics of BatchNorm."""
     sums = make_log(make_collective("all_reduce", 2))
     trained: Note = (0, "trains", {"loader": 1, "pass": 1, "model": 1, "join": False})
     assert judge(PaddedEvaluation, [trained, *evaluation(15)], log=lambda rank: sums) == []
 
 
 def own_evaluation(read: int, orders: tuple[int, int | None], kind: str = "EvalSampler") -> list[Note]:
-    """Of two ranks, by a sampler that says nothing of itself; `read`: how many of 15 samples each of them gets."""
+    """Two ranks with a sampler without attributes; `read`: how many of 15 samples each gets."""
     notes: list[Note] = []
     for rank, order in enumerate(orders):
         facts = loader_pass(samples=15)
@@ -326,7 +329,7 @@ def own_evaluation(read: int, orders: tuple[int, int | None], kind: str = "EvalS
     ids=["a part", "full batches", "fewer", "many more", "same fold", "order unknown", "torch's", "one rank"],
 )
 def test_padding_by_a_sampler_of_ones_own_is_told_by_what_was_read(notes: list[Note], summaries: list[str]) -> None:
-    """Parts of which the ranks have read a little more than there is; not a fold that each of them reads."""
+    """Parts with slightly more samples in total than the dataset; not a fold that each rank reads."""
     sums = make_log(make_collective("all_reduce", 2))
     assert [finding.summary for finding in judge(PaddedEvaluation, notes, log=lambda rank: sums)] == summaries
     gathered = make_log(make_collective("all_gather", 8))
@@ -334,7 +337,7 @@ def test_padding_by_a_sampler_of_ones_own_is_told_by_what_was_read(notes: list[N
 
 
 def test_padding_by_full_batches_is_told() -> None:
-    """Accelerate's: each rank gets as many batches, and all are full."""
+    """Accelerate's: all ranks get the same number of full batches."""
     even = {"even_batches": True, "split_batches": False, "length": 2}
     sums = make_log(make_collective("all_gather", 1))
     (finding,) = judge(PaddedEvaluation, evaluation(7, **even), log=lambda rank: sums)
@@ -345,14 +348,14 @@ def test_padding_by_full_batches_is_told() -> None:
 
 
 def collected(rank: int, samples: int, *values: float, reduce: str = "sum", averages: bool = True) -> list[Note]:
-    """Numbers that `rank` gives after an evaluation of `samples`."""
+    """Numbers that `rank` reduces after an evaluation of `samples`."""
     facts = {"loader": 1, "pass": 1, "op": "all_reduce", "reduce": reduce, "numel": 1, "site": SITE}
     facts["averages"] = averages
     return [(rank, "collected", {**facts, "value": value, "samples": samples}) for value in values]
 
 
 def test_a_mean_of_means_is_told_by_its_denominators() -> None:
-    """Of 3 and 7 samples; and what says so."""
+    """Of 3 and 7 samples, with the evidence."""
     (finding,) = judge(MeanOfMeans, collected(0, 3, 2 / 3) + collected(1, 7, 3 / 7))
     assert finding.evidence[-1] == "the mean of these is 0.547619, that of all samples 0.5"
     assert judge(MeanOfMeans, collected(0, 3, 1.234, reduce="avg") + collected(1, 7, 2.345, reduce="avg"))
@@ -373,7 +376,7 @@ def test_a_mean_of_means_is_told_by_its_denominators() -> None:
     ids=["equal parts", "of the count of all", "sums and counts", "with counts", "sums of losses", "shown one by one"],
 )
 def test_a_mean_of_means_is_not_told_where_it_may_be_none(notes: list[Note]) -> None:
-    """Nothing is said."""
+    """No message."""
     assert judge(MeanOfMeans, notes) == []
 
 
@@ -384,7 +387,7 @@ def save(rank: int, start_s: float, *, host: str = "a", path: str = "/x.pt") -> 
 
 
 def test_saves_to_one_file_are_told_and_others_are_not() -> None:
-    """On two machines, minutes apart, or under two names they are right."""
+    """On two machines, minutes apart, or with two names they are correct."""
     (finding,) = judge(AllRanksSave, [save(0, 10), save(1, 12)])
     assert finding.ranks == (0, 1)
     assert judge(AllRanksSave, [save(0, 10), save(1, 12, host="b")]) == []
@@ -394,21 +397,21 @@ def test_saves_to_one_file_are_told_and_others_are_not() -> None:
 
 
 def trial(number: int) -> Iterator[Note]:
-    """A model of its own with a loader of its own, as in a search over hyper-parameters."""
+    """A new model with a new loader, as in a search over hyperparameters."""
     place = {"loader": number, "pass": 1}
     for rank in (0, 1):
-        yield rank, "ddp_model", model(number=number) | {"model": number}
+        yield rank, "ddp_model", model() | {"model": number}
         yield rank, "loader_pass", loader_pass() | {"loader": number, "length": 4 + rank}
         yield rank, "trains", {**place, "model": number, "join": False}
         yield rank, "order", {**place, "order": 1, "sorted": False}
         yield rank, "shard", {**place, "pairs": [(1, 2)]}
         yield rank, "near_end", {**place, "batch": 2}
-        yield rank, "draws", {**place, "library": "torch", "worker": -1, "fetch": 1, "before": 1, "after": 2}
+        yield rank, "draws", {**place, "library": "torch", "worker": -1, "fetch": 1, "before": 1}
         for forward in range(1, 5):
-            yield rank, "batch", {**place, "batch": forward, "print": forward, "rows": 4}
+            yield rank, "batch", {**place, "batch": forward, "checksum": forward, "rows": 4}
             drawn = {"before": 1 + rank * forward // 4, "after": 9, "drawn": 9, "library": "torch", "output": None}
             yield rank, "random", {"model": number, "forward": forward, **drawn}
-            yield rank, "input", {"model": number, "forward": forward, "print": 10 * rank + forward, "elements": 32}
+            yield rank, "input", {"model": number, "forward": forward, "checksum": 10 * rank + forward, "elements": 32}
 
 
 @pytest.mark.parametrize("make", [SameBatch, SameRandomStreams, UnequalBatches, ShardsOverlap, SetEpochForgotten])
@@ -427,7 +430,7 @@ def test_what_is_kept_of_many_models_is_bounded(make: Callable[[RuleContext], Ru
     for number in range(1, 4001):
         for rank, kind, values in trial(number):
             if kind in rule.kinds:
-                list(rule.feed(rank, Entry(1, SECOND, kind, values)))
+                list(rule.feed(rank, make_entry(kind, values)))
         if number in (3000, 4000):
             sizes.append(size_of(rule))
     assert sizes[0] == sizes[1] > 0
@@ -444,7 +447,7 @@ def batch_means(*values: float) -> list[Note]:
 
 
 def test_a_mean_of_batch_means_is_told_by_its_denominators() -> None:
-    """Not a simple fraction, which may be any ratio, nor a number with another denominator."""
+    """Not for a simple fraction, which may be any ratio, nor for a different denominator."""
     first, second = (3 / 8 + 4 / 8 + 2 / 3) / 3, (2 / 8 + 5 / 8 + 1 / 2) / 3
     (finding,) = judge(MeanOfMeans, batch_means(first, second))
     assert "3 batches of 8, the last of 3" in finding.evidence[2]

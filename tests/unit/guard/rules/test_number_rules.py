@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules about random streams, BatchNorm, what is not finite, the graph, and devices, on values."""
+"""Rules about random streams, BatchNorm, non-finite values, graphs and devices."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from ddpilot.guard.rules.ddp_use import GradientsMissing
 from ddpilot.guard.rules.devices import OneDevice, SeveralDevices
 from ddpilot.guard.rules.numerics import NotFinite, SmallBatchNorm
 from ddpilot.guard.rules.rule import RuleContext, no_log
-from ddpilot.record.journal import Entry
-from tests.unit.guard.rules.feeding import SECOND, SITE, Note, judge, model
+from tests.unit.guard.rules.feeding import SECOND, SITE, Note, judge, make_entry, model
 
 
 def forwards(rank: int, states: list[tuple[int, int]], *, drawn: int = 0, library: str = "torch") -> list[Note]:
@@ -25,7 +24,7 @@ def forwards(rank: int, states: list[tuple[int, int]], *, drawn: int = 0, librar
 
 
 def test_streams_are_told_where_all_ranks_draw_from_the_same_state() -> None:
-    """Three times, in the model: an information."""
+    """Three times, in the model: an info."""
     models: list[Note] = [(rank, "ddp_model", model()) for rank in (0, 1)]
     states = [(1, 2), (2, 3), (3, 4)]
     (finding,) = judge(SameRandomStreams, models + forwards(0, states) + forwards(1, states))
@@ -35,7 +34,7 @@ def test_streams_are_told_where_all_ranks_draw_from_the_same_state() -> None:
 
 @pytest.mark.parametrize(("drawn", "library", "num_found"), [(8, "torch", 1), (7, "torch", 0), (8, "torch.cuda", 0)])
 def test_draws_for_a_batch_are_told_where_they_are_many(drawn: int, library: str, num_found: int) -> None:
-    """One number may be what all ranks have to share, and the model's generator may be another than the batch's."""
+    """One number may be shared on purpose, and the model may use a different generator than the batch."""
     notes: list[Note] = [(rank, "ddp_model", model()) for rank in (0, 1)]
     for rank in (0, 1):
         notes += forwards(rank, [(1, 1), (2, 2), (3, 3)], drawn=drawn, library=library)
@@ -54,7 +53,7 @@ def test_draws_for_a_batch_are_told_where_they_are_many(drawn: int, library: str
     ids=["nothing is drawn", "twice", "one state differs", "one rank draws nothing"],
 )
 def test_streams_are_not_told_without_draws(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> None:
-    """The same seed alone is right."""
+    """The same seed alone is correct."""
     models: list[Note] = [(rank, "ddp_model", model()) for rank in (0, 1)]
     assert judge(SameRandomStreams, models + forwards(0, first) + forwards(1, second)) == []
 
@@ -69,7 +68,7 @@ def draws(rank: int, worker: int, states: list[int], *, trains: bool = True) -> 
 
 
 def test_streams_are_told_where_samples_are_read_alike() -> None:
-    """In the ranks, in workers of two ranks, and in two workers of one; not in evaluation, nor where they differ."""
+    """In the ranks, in workers of two ranks, and in two workers of one; not in evaluation, nor if states differ."""
     assert judge(SameRandomStreams, draws(0, -1, [1, 2, 3]) + draws(1, -1, [1, 2, 3]))[0].severity == "warning"
     assert "workers" in judge(SameRandomStreams, draws(0, 0, [1, 2, 3]) + draws(1, 0, [1, 2, 3]))[0].summary
     alike = judge(SameRandomStreams, draws(0, 0, [1, 2]) + draws(0, 1, [1, 2]))
@@ -94,12 +93,12 @@ def bad(rank: int, backward: int, loss: str = "nan") -> Note:
 
 
 def spoiled(rank: int, backward: int) -> Note:
-    """The step after `backward` spoilt weights of `rank`."""
+    """The step after `backward` made weights of `rank` non-finite."""
     return (rank, "spoiled", {"backward": backward, "parameters": ["0.weight"], "site": SITE})
 
 
 def test_what_is_not_finite_is_told_of_the_rank_that_was_first() -> None:
-    """Whatever order the entries come in; the others notice one backward later."""
+    """In any order of entries; other ranks notice it one backward later."""
     notes = [bad(0, 6), spoiled(0, 6), bad(1, 5), spoiled(1, 5)]
     for order in (notes, notes[::-1], [notes[2], notes[3], notes[0], notes[1]]):
         (finding,) = judge(NotFinite, order)
@@ -110,7 +109,7 @@ def test_what_is_not_finite_is_told_of_the_rank_that_was_first() -> None:
 
 
 def test_what_is_not_finite_is_told_of_its_first_backward_in_an_accumulated_step() -> None:
-    """The step came after the third of them; and nothing is said where no step spoilt weights."""
+    """The step came after the third of them; no finding if no step made weights non-finite."""
     (finding,) = judge(NotFinite, [bad(0, 9, loss=""), bad(0, 10), bad(0, 11), spoiled(0, 11)])
     assert "since backward 9" in finding.summary
     assert "its gradient was not" in finding.evidence[0]
@@ -118,19 +117,19 @@ def test_what_is_not_finite_is_told_of_its_first_backward_in_an_accumulated_step
 
 
 def test_what_is_not_finite_is_told_of_each_training() -> None:
-    """Once for all ranks, also if one of them has not noticed the first time."""
+    """Once for all ranks, also if one of them did not notice the first time."""
     rule = NotFinite(RuleContext(world_size=2, log=no_log, sources=dict))
     found: list[list[tuple[int, ...]]] = []
     for notes in ([bad(0, 6), spoiled(0, 6)], [bad(0, 9), bad(1, 9), spoiled(0, 9), spoiled(1, 9)]):
         now_ns = SECOND * (len(found) + 1)
         for rank, kind, values in notes:
-            rule.feed(rank, Entry(1, now_ns, kind, values))
+            rule.feed(rank, make_entry(kind, values, now_ns))
         found.append([finding.ranks for finding in rule.look(now_ns + SECOND)])
     assert found == [[(0,)], [(0, 1)]]
 
 
 def test_a_reduced_tensor_on_the_graph_is_told_by_its_line() -> None:
-    """Two lines, two findings; the same line of two ranks is one."""
+    """Two lines give two findings; the same line on two ranks gives one."""
     facts = {"op": "all_reduce", "numel": 1, "losses": 2}
     other = {**SITE, "line": 30}
     notes: list[Note] = [(rank, "on_graph", {**facts, "case": "sum", "site": SITE}) for rank in (0, 1)]
@@ -145,7 +144,7 @@ def gpu(rank: int, uuid: str, num_devices: int, host: str = "here") -> Note:
 
 
 def test_ranks_on_one_device_are_told() -> None:
-    """A warning where others are idle, an information where there is one; other machines and the CPU are right."""
+    """A warning if other devices are idle, an info if there is only one; different machines and the CPU are correct."""
     assert [f.severity for f in judge(OneDevice, [gpu(0, "a", 2), gpu(1, "a", 2)])] == ["warning"]
     assert [f.severity for f in judge(OneDevice, [gpu(0, "a", 1), gpu(1, "a", 1)])] == ["info"]
     assert judge(OneDevice, [gpu(0, "a", 2), gpu(1, "b", 2)]) == []
@@ -154,7 +153,7 @@ def test_ranks_on_one_device_are_told() -> None:
 
 
 def test_tensors_on_several_devices_are_told_by_name() -> None:
-    """As the exception is about to end the rank."""
+    """As the exception ends the rank."""
     names = {"cuda:0": ["output"], "cpu": ["target"]}
     notes: list[Note] = [(1, "devices", {"by_device": names, "message": "RuntimeError: same device", "site": SITE})]
     (finding,) = judge(SeveralDevices, notes)
@@ -162,7 +161,7 @@ def test_tensors_on_several_devices_are_told_by_name() -> None:
 
 
 def test_parameters_that_were_left_out_are_told_by_name() -> None:
-    """Torch says their numbers."""
+    """torch names their indices."""
     notes: list[Note] = [(1, "left_out", {"names": ["head.weight", "head.bias"], "num": 2, "site": SITE})]
     (finding,) = judge(GradientsMissing, notes)
     assert finding.summary == "2 parameters took no part in the backward pass: head.weight, head.bias"
@@ -170,7 +169,7 @@ def test_parameters_that_were_left_out_are_told_by_name() -> None:
 
 
 def test_parameters_that_were_frozen_late_are_told_by_name_and_number() -> None:
-    """Of many, the first of those that were noted."""
+    """The first of many."""
     notes: list[Note] = [(0, "frozen", {"names": [f"layer{at}" for at in range(7)], "num": 40, "site": SITE})]
     (finding,) = judge(GradientsMissing, notes)
     said = "40 parameters were frozen after the model was wrapped: layer0, layer1, layer2, layer3, layer4 and 35 more"
@@ -181,12 +180,12 @@ def test_parameters_that_were_frozen_late_are_told_by_name_and_number() -> None:
 
 
 def test_rules_keep_bounded_state_over_a_long_job() -> None:
-    """Thousands of notes that say nothing."""
+    """Thousands of notes without a finding."""
     rule: Any = SameBatch(RuleContext(world_size=2))
     for rank in (0, 1):
-        rule.feed(rank, Entry(1, 1, "ddp_model", model()))
+        rule.feed(rank, make_entry("ddp_model", model()))
     for number in range(2_000):
         for rank in (0, 1):
-            facts = {"model": 1, "rows": 4, "elements": 32, "site": SITE, "forward": number, "print": 5}
-            list(rule.feed(rank, Entry(1, 1, "input", facts)))
+            facts = {"model": 1, "rows": 4, "elements": 32, "site": SITE, "forward": number, "checksum": 5}
+            list(rule.feed(rank, make_entry("input", facts)))
     assert len(rule._numbers[1]) < 100

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All rules together."""
+"""Run all rules."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from ddpilot.findings.finding import Finding
+from ddpilot.guard.probe import NOTES
 from ddpilot.guard.rules.parameters.divergence import Divergence
 from ddpilot.guard.rules.registry import RULES, RuleRunner, rules_for
-from ddpilot.guard.rules.rule import RuleContext, place_of
+from ddpilot.guard.rules.rule import Rule, RuleContext, place_of
 from ddpilot.record.hook import journal_path
 from ddpilot.record.journal import Entry, JournalWriter
 from ddpilot.user_files import CodeLine
@@ -22,14 +23,10 @@ from ddpilot.watch.options import WatchOptions
 from ddpilot.watch.report import Report
 
 
-class Echo:
-    """Says each entry again; fails at the number 13."""
+class Echo(Rule):
+    """Returns a finding for each entry; fails at the number 13."""
 
-    codes = ("DDP999",)
     kinds = ("number",)
-
-    def __init__(self, context: RuleContext) -> None:
-        self.world_size = context.world_size
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
         """As `Rule.feed`."""
@@ -42,12 +39,9 @@ class Echo:
         """As `Rule.look`."""
         return [Finding(code="DDP998", name="time", severity="info", summary=str(now_ns))] if now_ns else ()
 
-    def pause(self, now_ns: int, *, is_ok: bool) -> Iterable[Finding]:
-        return ()
-
     def finish(self, _: int) -> Iterable[Finding]:
         """As `Rule.finish`."""
-        return [Finding(code="DDP997", name="end", severity="info", summary=f"of {self.world_size}")]
+        return [Finding(code="DDP997", name="end", severity="info", summary=f"of {self._context.world_size}")]
 
 
 def entry(number: int, kind: str = "number") -> Entry:
@@ -56,7 +50,7 @@ def entry(number: int, kind: str = "number") -> Entry:
 
 
 def test_rule_book_says_what_each_rule_finds() -> None:
-    """While ranks run and at their end; kinds that no rule asks for are passed over."""
+    """While ranks run and at their end; kinds that no rule reads are ignored."""
     book = RuleRunner(4, rules=[Echo])
     found = book.feed({0: [entry(1), entry(2)], 1: [entry(1), entry(5, "other")]}, 0)
     assert [(finding.code, finding.ranks, finding.place and finding.place.line) for finding in found] == [
@@ -69,11 +63,11 @@ def test_rule_book_says_what_each_rule_finds() -> None:
 
 
 def test_rule_book_goes_on_without_a_rule_that_fails() -> None:
-    """It is off, said once, and the others are asked as before."""
+    """It is disabled and reported once, and the other rules continue."""
     book = RuleRunner(2, rules=[Echo, Echo])
     assert len(book.feed({0: [entry(1)]}, 0)) == 2
     assert book.feed({0: [entry(13), entry(2)]}, 0) == []
-    assert book.faults == ["rule DDP999 is off: ValueError: thirteen"] * 2
+    assert book.faults == ["rule Echo is off: ValueError: thirteen"] * 2
     assert book.feed({0: [entry(3)]}, 5) == []
 
 
@@ -125,23 +119,20 @@ def test_what_one_rank_noted_last_in_a_cell_is_reported_at_its_end_and_not_in_th
     assert told == []
 
 
-def test_every_rule_says_its_codes_and_kinds() -> None:
-    """Each code belongs to one rule, so that it can be looked up who says it."""
+def test_rules_read_kinds_that_probes_write_and_find_nothing_without_entries() -> None:
+    """A kind that no probe writes would never reach its rule."""
     rules = [make(RuleContext(world_size=2)) for make in RULES]
-    codes = [code for rule in rules for code in rule.codes]
-    assert len(codes) == len(set(codes))
-    assert all(rule.kinds for rule in rules)
+    assert all(rule.kinds and set(rule.kinds) <= NOTES.keys() for rule in rules)
     assert all(not list(rule.look(1)) and not list(rule.finish(1)) for rule in rules)
 
 
 def test_place_of_takes_what_a_probe_noted() -> None:
-    """None where it found no line."""
+    """None if it found no line."""
     assert place_of({}) is None
-    assert place_of(None) is None
-    assert place_of({"file": "a.py", "line": 3, "text": "x()", "via": "f"}) == CodeLine(file="a.py", line=3, text="x()")
+    assert place_of({"file": "a.py", "line": 3, "text": "x()"}) == CodeLine(file="a.py", line=3, text="x()")
 
 
 def test_rules_for_compares_ranks_only_where_all_are_in_sight() -> None:
-    """On one node of two, ranks of the other would look as if they did nothing."""
+    """On one node of two, ranks of the other node would seem to do nothing."""
     assert rules_for(4, (0, 1, 2, 3)) == RULES
     assert Divergence not in rules_for(4, (0, 1))

@@ -14,13 +14,13 @@ from ddpilot.record.collectives import native
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the empty cache folder of this test is to be."""
+    """Path of the empty cache folder of this test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "ddpilot"
 
 
 def make_compiler(path: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let $CXX be a shell script."""
+    """Set $CXX to a shell script."""
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o700)
     monkeypatch.setenv("CXX", str(path))
@@ -38,7 +38,7 @@ def test_built_path_is_another_for_another_torch(cache: Path, monkeypatch: pytes
 
 
 def test_build_without_a_compiler_says_what_to_install(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is left behind."""
+    """No files remain."""
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(RecordError) as refused:
@@ -51,7 +51,7 @@ def test_build_without_a_compiler_says_what_to_install(cache: Path, monkeypatch:
 def test_build_shows_the_first_errors_of_the_compiler(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of a compiler that is too old; nothing is left behind."""
+    """As with a compiler that is too old; no files remain."""
     make_compiler(tmp_path / "c++", "echo 'x.cpp:1: error: too old' >&2; exit 1", monkeypatch)
     with pytest.raises(RecordError, match="says: x.cpp:1: error: too old"):
         native.build()
@@ -59,7 +59,7 @@ def test_build_shows_the_first_errors_of_the_compiler(
 
 
 def test_build_refuses_what_cannot_be_loaded(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a compiler that says nothing and writes nothing."""
+    """As with a compiler that prints and writes nothing."""
     make_compiler(tmp_path / "c++", "exit 0", monkeypatch)
     with pytest.raises(RecordError, match="cannot be loaded"):
         native.build()
@@ -67,7 +67,7 @@ def test_build_refuses_what_cannot_be_loaded(cache: Path, tmp_path: Path, monkey
 
 
 def test_built_path_does_not_depend_on_the_working_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A relative folder counts for nothing; without a home folder there is no place, which is said."""
+    """A relative folder is ignored; without a home folder there is no place, which is reported."""
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
     path = native.built_path()
     assert path is None or path.is_absolute()
@@ -89,7 +89,7 @@ def test_load_refuses_what_others_can_write_to(cache: Path) -> None:
 
 
 def test_find_tells_once_why_the_module_is_refused(cache: Path) -> None:
-    """Also where recording has told it before."""
+    """Also if recording has reported it before."""
     path = native.built_path()
     assert path is not None
     cache.mkdir()
@@ -103,7 +103,7 @@ def test_find_tells_once_why_the_module_is_refused(cache: Path) -> None:
 
 
 def test_build_without_a_place_says_how_to_name_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the home folder cannot be written."""
+    """As if the home folder is not writable."""
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     make_compiler(tmp_path / "c++", "exit 0", monkeypatch)

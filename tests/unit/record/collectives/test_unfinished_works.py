@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which works are asked when, and which are no longer followed."""
+"""Which works are polled when, and which are no longer followed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.unit.record.rings import begin, open_ring
 
 
 class Work:
-    """Stands for torch's: is over when told so; `error` is what its future raises."""
+    """Stands for torch's work: finished when set so; `error` is raised by its future."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.is_over = False
@@ -53,7 +53,7 @@ class Work:
 
 
 class Event:
-    """Stands for torch's: is reached when told so."""
+    """Stands for torch's event: reached when set so."""
 
     def __init__(self) -> None:
         self.is_reached = False
@@ -94,7 +94,7 @@ class Case:
         num_bytes: int = 8,
         group: int = 1,
         at_any_time: bool = True,
-        tells_failure: bool = True,
+        reports_failure: bool = True,
         is_waited_for: bool = False,
         runs_on_stream: bool = False,
         thread: int = 4711,
@@ -107,7 +107,7 @@ class Case:
             group=group,
             at_any_time=at_any_time,
             may_be_captured=not at_any_time,
-            tells_failure=tells_failure,
+            reports_failure=reports_failure,
             is_waited_for=is_waited_for,
             runs_on_stream=runs_on_stream,
         )
@@ -127,7 +127,7 @@ def case(tmp_path: Path) -> Iterator[Case]:
 
 
 def test_works_are_marked_when_they_are_over(case: Case) -> None:
-    """In any order; with how they ended; one that waits is seen to wait, and one that is over is not asked again."""
+    """In any order, with their outcome; a pending one is marked as pending, and a finished one is not polled again."""
     works = [Work(), Work(RuntimeError("connection closed")), Work()]
     for work in works:
         case.add(work)
@@ -143,7 +143,7 @@ def test_works_are_marked_when_they_are_over(case: Case) -> None:
 
 
 def test_works_that_may_not_be_asked_at_any_time_are_asked_by_who_starts_more(case: Case) -> None:
-    """As with NCCL: never from our thread, never during the capture of a CUDA graph, else once in a millisecond."""
+    """As with NCCL: never from the polling thread, never during a CUDA graph capture, otherwise once a millisecond."""
     first, second = Work(), Work()
     case.add(first, at_any_time=False)
     case.pending.catch_up()
@@ -163,7 +163,7 @@ def test_works_that_may_not_be_asked_at_any_time_are_asked_by_who_starts_more(ca
 
 
 def test_large_works_of_another_backend_are_asked_by_who_starts_more(case: Case) -> None:
-    """A job may use NCCL and gloo: what one of them holds up is not told of the other."""
+    """A job may use NCCL and gloo: works of one do not hold up works of the other."""
     large = Work()
     case.add(large, num_bytes=MAX_BYTES + 1, at_any_time=False)
     large.is_over = True
@@ -173,7 +173,7 @@ def test_large_works_of_another_backend_are_asked_by_who_starts_more(case: Case)
 
 
 def test_works_whose_tensors_are_large_are_asked_by_who_starts_more(case: Case) -> None:
-    """So that memory which the program has given up is not kept until our thread comes around."""
+    """So that memory which the program has released is not kept until the next poll."""
     large = Work()
     large.is_over = True
     case.add(large, num_bytes=MANY_BYTES + 1)
@@ -182,7 +182,7 @@ def test_works_whose_tensors_are_large_are_asked_by_who_starts_more(case: Case) 
 
 
 def test_only_the_newest_of_each_group_is_followed_when_too_much_is_pending(case: Case) -> None:
-    """One that another takes the place of is unknown, and was seen pending; there is room again when the first ends."""
+    """One that is replaced by a newer one is unknown and was seen pending; there is room again when the first ends."""
     stuck, first, second, third, elsewhere = Work(), Work(), Work(), Work(), Work()
     case.add(stuck, num_bytes=MAX_BYTES + 1)
     for work in (first, second):
@@ -202,10 +202,10 @@ def test_only_the_newest_of_each_group_is_followed_when_too_much_is_pending(case
 
 
 def test_what_was_passed_over_is_done_when_a_newer_one_is(case: Case) -> None:
-    """A backend such as NCCL runs a group's collectives in order, and is asked by whoever starts more of them."""
+    """A backend such as NCCL runs a group's collectives in order, and threads that start more of them poll it."""
     works = [Work() for _ in range(8)]
     for work in works:
-        case.add(work, num_bytes=MAX_BYTES // 2, at_any_time=False, tells_failure=False)
+        case.add(work, num_bytes=MAX_BYTES // 2, at_any_time=False, reports_failure=False)
     assert case.states() == ["begun"] * 3 + ["unknown"] * 4 + ["begun"]
     case.capturing = True
     case.add(Work(), at_any_time=False)  # becomes part of a graph
@@ -220,13 +220,13 @@ def test_what_was_passed_over_is_done_when_a_newer_one_is(case: Case) -> None:
 
 
 def test_works_whose_caller_waits_are_let_go_when_their_thread_starts_another(case: Case) -> None:
-    """Over and asked how it ended; over without being asked where nobody knows more; not over by another's start."""
+    """Finished with outcome; without polling if the outcome is unknown; not by the start of a different thread."""
     done, failed, mute, others = Work(), Work(RuntimeError("connection closed")), Work(), Work()
     done.is_over = failed.is_over = True
     for work in (done, failed):
         case.add(work, is_waited_for=True)
-    case.add(mute, is_waited_for=True, at_any_time=False, tells_failure=False)
-    case.add(others, is_waited_for=True, at_any_time=False, tells_failure=False, thread=4712)
+    case.add(mute, is_waited_for=True, at_any_time=False, reports_failure=False)
+    case.add(others, is_waited_for=True, at_any_time=False, reports_failure=False, thread=4712)
     case.now_ns += 1
     case.add(Work(), is_waited_for=True, thread=4712)
     case.add(Work(), thread=4712)
@@ -235,7 +235,7 @@ def test_works_whose_caller_waits_are_let_go_when_their_thread_starts_another(ca
 
 
 def test_work_whose_caller_waits_is_asked_like_others_when_nothing_else_starts(case: Case) -> None:
-    """Its end is seen at the next turn, and not looked for again by the one that starts then."""
+    """Its end is seen at the next poll, and it is not polled again by the next collective."""
     work, late = Work(), Work()
     work.is_over = True
     case.add(work, is_waited_for=True)
@@ -248,16 +248,16 @@ def test_work_whose_caller_waits_is_asked_like_others_when_nothing_else_starts(c
 
 
 def test_works_without_a_future_are_not_asked_for_one(case: Case) -> None:
-    """Of point-to-point works, and of NCCL's, it is known only that they are over."""
+    """For point-to-point works and NCCL's, only the end is known."""
     work = Work(RuntimeError("nobody asks for it"))
     work.is_over = True
-    case.add(work, tells_failure=False)
+    case.add(work, reports_failure=False)
     case.pending.catch_up()
     assert case.states() == ["done"]
 
 
 def test_works_are_let_go_when_the_recording_ends(case: Case) -> None:
-    """Nothing is asked afterwards."""
+    """Nothing is polled afterwards."""
     work = Work()
     case.add(work)
     case.pending.clear()
@@ -266,7 +266,7 @@ def test_works_are_let_go_when_the_recording_ends(case: Case) -> None:
 
 
 def test_reduce_ops_are_read_of_all_but_where_there_are_many(case: Case) -> None:
-    """Of more than 256 in a turn every 17th of the others; of all again after a turn with few."""
+    """Every 17th of more than 256 in one interval; all again after an interval with few."""
 
     class ReduceOp:
         def op(self) -> int:
@@ -286,7 +286,7 @@ def test_reduce_ops_are_read_of_all_but_where_there_are_many(case: Case) -> None
 
 
 def test_work_that_cannot_be_asked_does_not_keep_others_from_being_asked(case: Case) -> None:
-    """Its error is passed on, once; its end is unknown, and those behind it are asked at the next turn."""
+    """Its error is raised once; its end is unknown, and works after it are polled next time."""
     broken, other = Work(), Work()
     broken.is_completed = None  # type: ignore[assignment, method-assign]
     other.is_over = True
@@ -299,9 +299,9 @@ def test_work_that_cannot_be_asked_does_not_keep_others_from_being_asked(case: C
 
 
 def test_a_synchronous_collective_of_an_accelerator_is_over_when_its_stream_has_passed_it(case: Case) -> None:
-    """NCCL gives no work of it since torch 2.8: a mark on the stream is asked instead, by threads that start more."""
+    """NCCL returns no work since torch 2.8: threads that start more collectives poll a mark on the stream instead."""
     for _ in range(2):
-        case.add(None, at_any_time=False, tells_failure=False, runs_on_stream=True)
+        case.add(None, at_any_time=False, reports_failure=False, runs_on_stream=True)
     assert len(case.marks) == 2
     case.marks[0].is_reached = True
     case.pending.catch_up()
@@ -312,7 +312,7 @@ def test_a_synchronous_collective_of_an_accelerator_is_over_when_its_stream_has_
 
 
 def test_calls_without_a_work_that_are_not_started_yet_are_unknown(case: Case) -> None:
-    """Those that are coalesced, and messages: a mark on the stream would be passed before they run."""
+    """Coalesced calls and messages: a mark on the stream would be reached before they run."""
     case.add(None, at_any_time=False)
     case.coalescing = True
     case.add(None, at_any_time=False, runs_on_stream=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rank numbers of a group, short in the ring."""
+"""Pack the ranks of a group, and identify groups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ddpilot.record.flight_ring.groups import GroupEntry, pack_ranks, unpack_ran
 
 @given(st.lists(st.integers(0, 5000), unique=True))
 def test_ranks_come_back_in_their_order(ranks: list[int]) -> None:
-    """Whatever ranks a group has, in whatever order."""
+    """For any ranks of a group, in any order."""
     assert unpack_ranks(pack_ranks(ranks)) == tuple(ranks)
 
 
@@ -34,13 +34,13 @@ def test_ranks_are_written_as_runs(ranks: tuple[int, ...], text: str) -> None:
         ("", False, False, False),
     ],
 )
-def test_only_gloo_may_be_asked_at_any_time(backend: str, cpu: bool, cuda: bool, anywhere: bool) -> None:
-    """By the device of the collective; where that is not known, all of the group's backends have to be gloo."""
+def test_only_gloo_may_be_polled_at_any_time(backend: str, cpu: bool, cuda: bool, anywhere: bool) -> None:
+    """By the device of the collective; if it is unknown, all backends of the group must be gloo."""
     group = GroupEntry(1, {"backend": backend})
-    assert [group.may_be_asked(device) for device in ("cpu", "cuda", "")] == [cpu, cuda, anywhere]
+    assert [group.may_be_polled(device) for device in ("cpu", "cuda", "")] == [cpu, cuda, anywhere]
 
 
 def test_futures_of_nccl_say_nothing_of_failure() -> None:
-    """They are complete from the start; those of gloo are when the collective is over."""
+    """They are complete from the start; those of gloo when the collective is over."""
     group = GroupEntry(1, {"backend": "cpu:gloo,cuda:nccl"})
-    assert [group.tells_failure(device) for device in ("cpu", "cuda", "")] == [True, False, False]
+    assert [group.reports_failure(device) for device in ("cpu", "cuda", "")] == [True, False, False]

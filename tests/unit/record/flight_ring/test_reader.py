@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read of a ring, and what is refused."""
+"""Read a ring, and refuse files that are not readable rings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.record.rings import begin, open_ring
 
 
 def test_read_ring_gives_only_what_was_asked_for(tmp_path: Path) -> None:
-    """Records after an index, or the newest ones, also where the ring has gone round."""
+    """Records after an index, or the newest ones, also after the ring has wrapped around."""
     ring = open_ring(tmp_path / "ring", num_records=16)
     for start_ns in range(1, 31):
         begin(ring, start_ns)
@@ -43,20 +43,20 @@ def put(at: int, value: int) -> Change:
 
 
 REFUSED: dict[str, tuple[Change, str]] = {
-    "foreign": (lambda data: b"#!/usr/bin/env python\n" * 500, "is no flight ring"),
+    "foreign": (lambda data: b"#!/usr/bin/env python\n" * 500, "is not a flight ring"),
     "empty": (lambda data: b"", "0 bytes that start with b''"),
-    "unpublished": (lambda data: bytes(8) + data[8:], "is no flight ring"),
+    "unpublished": (lambda data: bytes(8) + data[8:], "is not a flight ring"),
     "later": (put(8, 99), "a flight ring of version 99; this ddpilot reads version 1"),
-    "byte order": (put(12, 0x04030201), "a ring of a machine with the other byte order"),
+    "byte order": (put(12, 0x04030201), "a ring of a machine with a different byte order"),
     "record size": (put(20, 64), "a damaged header"),
     "about": (lambda data: data.replace(b"node7", b"node8"), "a damaged header"),
-    "cut off": (lambda data: data[:-1], "The file was cut off"),
+    "cut off": (lambda data: data[:-1], "The file is truncated"),
 }
 
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_read_ring_refuses_what_it_cannot_read(tmp_path: Path, kind: str) -> None:
-    """Files of others, rings of other versions and machines, and damaged ones are refused in words."""
+    """Files of other programs, rings of other versions and machines, and damaged ones are refused with the reason."""
     path = tmp_path / "ring"
     open_ring(path).close(1)
     change, expected = REFUSED[kind]
@@ -68,13 +68,13 @@ def test_read_ring_refuses_what_it_cannot_read(tmp_path: Path, kind: str) -> Non
 
 
 def test_read_ring_says_that_there_is_none(tmp_path: Path) -> None:
-    """Before a rank has begun to record there is no file, and that is what is raised."""
+    """Before a rank starts to record there is no file, and `FileNotFoundError` is raised."""
     with pytest.raises(FileNotFoundError):
         read_ring(tmp_path / "ring")
 
 
 def test_read_now_counts_what_began_and_ended(tmp_path: Path) -> None:
-    """The last collective that is not over, and the counts of its group; one whose end nobody can see is no wait."""
+    """The newest unfinished collective and the counts of its group; one whose end cannot be seen does not count."""
     ring = open_ring(tmp_path / "ring", num_records=8)
     assert read_now(tmp_path / "ring").waiting is None
     first, second, third, _ = (begin(ring, 10 * seq, seq=seq) for seq in range(4))
@@ -94,7 +94,7 @@ def test_read_now_counts_what_began_and_ended(tmp_path: Path) -> None:
 
 
 def test_read_now_looks_only_at_the_newest_records(tmp_path: Path) -> None:
-    """What began long before and was not seen to be over is not what the rank is in; its cost does not grow."""
+    """An old collective that was not seen to finish is not the current one; its cost does not grow."""
     ring = open_ring(tmp_path / "ring", num_records=512)
     begin(ring, 1)
     for seq in range(1, 200):
@@ -106,7 +106,7 @@ def test_read_now_looks_only_at_the_newest_records(tmp_path: Path) -> None:
 
 
 def test_layout_is_the_one_that_the_documentation_describes() -> None:
-    """The page names this version, and the places of what follows a record's body."""
+    """The page names this version, and the offsets of the words after a record's body."""
     page = (Path(__file__).parents[4] / "docs" / "flight-ring.md").read_text()
     assert f"## Layout, version {layout.VERSION}" in page
     places = (layout.BODY.size, *(8 * word for word in (layout.REDUCE_OP, layout.PENDING_NS, layout.OUTCOME)))
@@ -117,7 +117,7 @@ def test_layout_is_the_one_that_the_documentation_describes() -> None:
 def test_read_now_waits_for_nothing_of_groups_that_a_rebuild_has_destroyed(
     tmp_path: Path, later: dict[str, Any]
 ) -> None:
-    """What nobody saw to its end there is not waited for: neither in the default group, nor in one made within it."""
+    """Unfinished collectives of a destroyed default group, or of a group created in it, do not count as waits."""
     ring = open_ring(tmp_path / "ring", num_records=8)
     begin(ring, 10, name="1")
     begin(ring, 20)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is written can be read, at every moment in between, and when the ring has gone round."""
+"""The ring can be read at every moment while it is written, and after it wraps around."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.unit.record.rings import begin, open_ring
 
 
 def test_ring_gives_back_what_was_written(tmp_path: Path) -> None:
-    """Who writes, and of a collective everything: op, group, number, tensors, line, times, thread, reduce-op."""
+    """The writer, and each collective with op, group, number, tensors, line, times, thread and reduce-op."""
     ring = open_ring(tmp_path / "ring")
     index = begin(ring, 100, seq=7, flags=layout.NOT_ASYNC | layout.ASKED_ANY_TIME)
     ring.set_reduce_op(index, 4)
@@ -52,7 +52,7 @@ def test_ring_gives_back_what_was_written(tmp_path: Path) -> None:
 def test_ring_keeps_the_newest_records_when_it_has_gone_round(
     tmp_path_factory: Any, num_records: int, shapes: list[int]
 ) -> None:
-    """However many are written, the newest are whole, each with its own facts, though pages were overwritten."""
+    """The newest records are complete with their facts, however many are written and pages are reused."""
     path = tmp_path_factory.mktemp("ring") / "ring"
     ring = open_ring(path, num_records=num_records)
     for seq, shape in enumerate(shapes):
@@ -69,7 +69,7 @@ def test_ring_keeps_the_newest_records_when_it_has_gone_round(
 
 
 def test_ring_ignores_news_of_a_record_that_was_overwritten(tmp_path: Path) -> None:
-    """What comes late for an old collective does not end the one that lies there now, nor change its reduce-op."""
+    """A late result of an overwritten record does not change the record in its place."""
     ring = open_ring(tmp_path / "ring", num_records=2)
     old = begin(ring, 100)
     for start_ns in (200, 300):
@@ -86,7 +86,7 @@ def test_ring_ignores_news_of_a_record_that_was_overwritten(tmp_path: Path) -> N
 
 
 def test_record_that_was_cut_short_is_found_by_its_start(tmp_path: Path) -> None:
-    """Only the newest record, and only if it is that thread's of that moment, is ended."""
+    """Only the newest record is finished, and only if thread and start time match."""
     ring = open_ring(tmp_path / "ring")
     begin(ring, 100)
     begin(ring, 200)
@@ -128,7 +128,7 @@ def trace_every_instruction(look: Callable[[], None]) -> Callable[[FrameType, st
 
 
 def test_ring_can_be_read_whichever_instruction_the_writer_was_killed_at(tmp_path: Path) -> None:
-    """At every bytecode instruction, also while the ring goes round, each record is whole or not there."""
+    """At every bytecode instruction, also while the ring wraps around, each record is complete or absent."""
     path = tmp_path / "ring"
     ring = open_ring(path, num_records=2)
     seen = []
@@ -163,7 +163,7 @@ def test_ring_can_be_read_whichever_instruction_the_writer_was_killed_at(tmp_pat
 
 
 def test_record_that_is_torn_is_counted_and_left_out(tmp_path: Path) -> None:
-    """A record whose bytes do not fit together, as when the machine died, is not shown."""
+    """A record with a wrong checksum, as after a crash of the machine, is not returned."""
     path = tmp_path / "ring"
     ring = open_ring(path)
     for start_ns in (100, 200):

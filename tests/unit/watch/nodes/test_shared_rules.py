@@ -48,12 +48,14 @@ class Node:
         """Its rank has a model with two parameters and an optimizer."""
         key = ["ddp", "world", 0, 0]
         facts = {"names": ["a", "b"], "late": [], "moved": [], "largest": 6, "site": SITE, "made": SITE}
-        return self.note(at_ns, "unit", u=1, key=key, **facts)
+        return self.note(at_ns, "parameter_set", parameter_set=1, dropped={}, key=key, **facts)
 
     def step(self, at_ns: int, number: int, value: float = 1.0) -> Entry:
         """Its rank takes a step after a backward that was reduced."""
         prints = {"p": pack([value, 1]), "w": pack([value, 1]), "g": pack([value, 1])}
-        return self.note(at_ns, "step", u=1, n=number, s=number, e="FB", f=prints, lr=[0.1])
+        return self.note(
+            at_ns, "step", parameter_set=1, step=number, seq=number, events="FB", fingerprint=prints, rates=[0.1]
+        )
 
     def look(self, at_ns: int, entries: Iterable[Entry] = (), *, is_last: bool = False) -> list[Finding]:
         """What its observer finds then."""
@@ -153,7 +155,10 @@ def test_what_several_ranks_have_in_common_is_sent_once() -> None:
     prints = {name: pack([numbers.random() for _ in range(1000)]) for name in "pwg"}
     sizes = {}
     for num_ranks in (1, 8):
-        entries = [(rank, Entry(1, 5, "step", {"u": 1, "n": 1, "s": 1, "f": prints})) for rank in range(num_ranks)]
+        entries = [
+            (rank, Entry(1, 5, "step", {"parameter_set": 1, "step": 1, "seq": 1, "fingerprint": prints}))
+            for rank in range(num_ranks)
+        ]
         text = encode_bundle(Bundle(now_ns=7, entries=entries))
         assert decode_bundle(text) == Bundle(now_ns=7, entries=entries, findings=[])
         sizes[num_ranks] = len(text)

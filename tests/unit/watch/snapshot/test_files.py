@@ -194,7 +194,7 @@ def overwrite_records(path: Path) -> None:
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "deleted": (Path.unlink, "the file is gone, deleted or moved away"),
     "cut off": (cut_off, "bytes of a flight ring of"),
-    "noise": (overwrite, "which is no flight ring"),
+    "noise": (overwrite, "which is not a flight ring"),
     "noise in records": (overwrite_records, "records are damaged"),
 }
 

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
-from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -17,9 +16,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpilot.guard.probe import Notes
+from ddpilot.guard.probe import BatchKey, DdpModelNote, InputNote, NormsNote, Notes, RandomNote, Site, TrainsNote
 from ddpilot.guard.probes.data.loaders import pointers_of
-from ddpilot.guard.probes.data.position import Given, Position, is_due
+from ddpilot.guard.probes.data.position import Position, TrainedModel, is_due
 from ddpilot.guard.probes.data.random_draws import device_digest, words_between
 from ddpilot.guard.probes.tensors import fingerprint, num_rows_of
 from ddpilot.record.accelerator import can_copy_from, is_capturing
@@ -29,34 +28,15 @@ _PREPARING = os.path.join("ddpilot", "training", "")
 MAX_NORM_ROWS = 16
 
 
-class _Counts:
-    """Counts for `model`, the `number`-th of this process, to which it keeps no reference."""
-
-    def __init__(self, model: nn.Module, *, number: int, is_prepared: bool) -> None:
-        self.find: Callable[[], Any] = ref(model)
-        self.number = number
-        self.is_prepared = is_prepared
-        """True if wrapped by a `Loop`, which warns about small batches for BatchNorm itself."""
-        self.forwards = 0
-        self.ended: tuple[int, torch.Tensor] = (0, torch.empty(0))
-        """The last forward that was observed, and the state of the CPU generator after it."""
-        self.used: Given | None = None
-        """The batch of that forward."""
-        self.rows: list[int] = []
-
-
 class ForwardObserver:
     """The part of the data probe that observes DDP models."""
 
     def __init__(self, notes: Notes, position: Position) -> None:
         self._notes = notes
         self._position = position
-        # By id: a WeakKeyDictionary does lookups in Python, which would cost time in every step.
-        self._counts: dict[int, _Counts] = {}
         self._num_models = 0
 
     def install(self) -> list[Callable[[], None]]:
-        """Start observing. Returns functions that stop it."""
         around = self._notes.around
         return [
             around(DistributedDataParallel, "__init__", after=self._made),
@@ -67,34 +47,34 @@ class ForwardObserver:
         if not returned:
             return
         self._num_models += 1
-        self._position.models[model] = self._num_models
-        self._position.fetched.clear()  # batches read before this model existed did not train it
-        self._counts = {key: one for key, one in self._counts.items() if one.find() is not None}
+        position = self._position
+        position.fetched.clear()  # batches read before this model existed did not train it
+        position.models = {key: known for key, known in position.models.items() if known.find() is not None}
         is_prepared = _is_prepared(sys._getframe())
-        self._counts[id(model)] = _Counts(model, number=self._num_models, is_prepared=is_prepared)
-        self._notes.write("ddp_model", model=self._num_models, **_describe_model(model), site=self._notes.site())
+        position.models[id(model)] = TrainedModel(model, number=self._num_models, is_prepared=is_prepared)
+        self._notes.write("ddp_model", _describe_model(model, self._num_models, self._notes.site()))
 
     def _begins(self, model: Any, *inputs: Any, **kwargs: Any) -> tuple[Any, ...] | None:
-        counts = self._counts.get(id(model))
-        if counts is None or counts.find() is not model or not torch.is_grad_enabled():
+        position = self._position
+        known = position.models.get(id(model))
+        if known is None or known.find() is not model or not torch.is_grad_enabled():
             return None
         # Same as `model.module`, at a fraction of the cost of nn.Module's attribute access.
         if not (model.training and model._modules["module"].training):
             return None
-        counts.forwards += 1
-        number, forward = counts.number, counts.forwards
-        position = self._position
+        known.forwards += 1
+        number, forward = known.number, known.forwards
         position.evaluated = None
         if position.fetched:
             self._note_training(model, number)
-        if position.given:
-            position.used = position.find_given(pointers_of((inputs, kwargs)))
-        if forward <= _NUM_NORM_STEPS and not counts.is_prepared:
-            self._note_norms(model, number, counts, (inputs, kwargs))
+        if position.batches:
+            position.used = position.find_batch(pointers_of((inputs, kwargs)))
+        if forward <= _NUM_NORM_STEPS and not known.is_prepared:
+            self._note_norms(model, known, (inputs, kwargs))
         if not is_due(forward) or is_capturing():
             return None
         self._note_input(number, forward, (inputs, kwargs))
-        drawn = self._count_drawn(counts, forward)
+        drawn = self._count_drawn(known, forward)
         return number, forward, drawn, *device_digest(_device_of(model.module))
 
     def _over(self, begun: tuple[Any, ...] | None, returned: bool, result: Any, model: Any, *_: Any, **__: Any) -> None:
@@ -103,15 +83,24 @@ class ForwardObserver:
         number, forward, drawn, library, before = begun
         after = device_digest(_device_of(model.module))[1]
         seen = fingerprint(result)
-        states = {"library": library, "before": before, "after": after, "output": seen.value if seen else None}
-        if (counts := self._counts.get(id(model))) is not None:
-            counts.ended, counts.used = (forward, torch.get_rng_state()), self._position.used
-        self._notes.write("random", model=number, forward=forward, drawn=drawn, **states, site=self._notes.site())
+        if (known := self._position.models.get(id(model))) is not None:
+            known.ended, known.used = (forward, torch.get_rng_state()), self._position.used
+        note = RandomNote(
+            model=number,
+            forward=forward,
+            library=library,
+            before=before,
+            after=after,
+            drawn=drawn,
+            output=seen.checksum if seen else None,
+            site=self._notes.site(),
+        )
+        self._notes.write("random", note)
 
-    def _count_drawn(self, counts: _Counts, forward: int) -> int:
+    def _count_drawn(self, known: TrainedModel, forward: int) -> int:
         """Lower bound on the words drawn on the CPU for a new batch since the previous forward."""
-        used, (last, state) = self._position.used, counts.ended
-        if used is None or used is counts.used or last != forward - 1 or not last:
+        used, (last, state) = self._position.used, known.ended
+        if used is None or used is known.used or last != forward - 1 or not last:
             return 0
         return words_between(state, torch.get_rng_state())
 
@@ -121,7 +110,7 @@ class ForwardObserver:
             if number not in found.trained:
                 found.trained.add(number)
                 join = bool(getattr(getattr(model, "_join_config", None), "enable", False))
-                self._notes.write("trains", **found.key, model=number, join=join)
+                self._notes.write("trains", TrainsNote(**found.key, model=number, join=join))
         fetched.clear()
 
     def _note_input(self, number: int, forward: int, data: Any) -> None:
@@ -129,19 +118,27 @@ class ForwardObserver:
         if seen is None:
             return
         used = self._position.used
-        where = {**used.of.key, "batch": used.batch} if used else {}
-        facts = {"print": seen.value, "rows": seen.num_rows, "elements": seen.num_elements}
-        self._notes.write("input", model=number, forward=forward, **facts, **where, site=self._notes.site())
+        key: BatchKey = used.key if used is not None else {}
+        note = InputNote(
+            model=number,
+            forward=forward,
+            checksum=seen.checksum,
+            rows=seen.num_rows,
+            elements=seen.num_elements,
+            site=self._notes.site(),
+            **key,
+        )
+        self._notes.write("input", note)
 
-    def _note_norms(self, model: Any, number: int, counts: _Counts, data: Any) -> None:
+    def _note_norms(self, model: Any, known: TrainedModel, data: Any) -> None:
         rows = num_rows_of(data)
-        counts.rows += [] if rows is None else [rows]
-        if len(counts.rows) < _NUM_NORM_STEPS or max(counts.rows) >= MAX_NORM_ROWS:
+        known.rows += [] if rows is None else [rows]
+        if len(known.rows) < _NUM_NORM_STEPS or max(known.rows) >= MAX_NORM_ROWS:
             return
         layers = [name for name, layer in model.module.named_modules() if _is_small_scale(layer)]
         if layers and dist.get_world_size(model.process_group) > 1:
-            site = self._notes.site()
-            self._notes.write("norms", model=number, layers=layers[:20], rows=counts.rows, site=site)
+            note = NormsNote(model=known.number, layers=layers[:20], rows=known.rows, site=self._notes.site())
+            self._notes.write("norms", note)
 
 
 def _is_prepared(frame: FrameType | None) -> bool:
@@ -163,15 +160,21 @@ def _device_of(module: nn.Module) -> torch.device:
     return torch.device("cpu") if first is None else first.device
 
 
-def _describe_model(model: Any) -> dict[str, Any]:
-    group = model.process_group
-    ranks: Any = dist.get_process_group_ranks(group)
-    ranks = None if len(ranks) == dist.get_world_size() else ranks
+def _describe_model(model: Any, number: int, site: Site) -> DdpModelNote:
+    ranks = dist.get_process_group_ranks(model.process_group)
     device = _device_of(model.module)
-    facts: dict[str, Any] = {"ranks": ranks, "device": str(device), "host": socket.gethostname()}
+    uuid, num_devices = "", 0
     if can_copy_from(device.type):
         module: Any = torch.get_device_module(device)
         find_properties = getattr(module, "get_device_properties", lambda _: None)
-        facts["uuid"] = str(getattr(find_properties(device), "uuid", ""))
-        facts["num_devices"] = torch.accelerator.device_count()
-    return facts
+        uuid = str(getattr(find_properties(device), "uuid", ""))
+        num_devices = torch.accelerator.device_count()
+    return DdpModelNote(
+        model=number,
+        ranks=None if len(ranks) == dist.get_world_size() else ranks,
+        device=str(device),
+        host=socket.gethostname(),
+        uuid=uuid,
+        num_devices=num_devices,
+        site=site,
+    )

@@ -16,13 +16,21 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import dataloader as torch_loader
 
-from ddpilot.guard.probe import Notes
-from ddpilot.guard.probes.data.position import Given, Pass, Position, is_due
+from ddpilot.guard.probe import (
+    BatchNote,
+    NearEndNote,
+    Notes,
+    OrderNote,
+    PassEndNote,
+    ShardNote,
+    Site,
+)
+from ddpilot.guard.probes.data.position import LoadedBatch, Pass, Position, is_due
 from ddpilot.guard.probes.data.samplers import Sketch, describe_loader, is_looked_at, may_repeat
 from ddpilot.guard.probes.tensors import fingerprint, num_rows_of, tensors_in
 
 _NUM_ORDERED = 16
-_MAX_ASKED = 4096
+_MAX_REQUESTED = 4096
 _NUM_SKETCHED_PASSES = 2
 _NUM_NAMED_SAMPLES = 8
 _MAX_SIZES = 3
@@ -46,13 +54,12 @@ class LoaderObserver:
         """Called for each batch of a pass with workers."""
 
     def install(self) -> list[Callable[[], None]]:
-        """Start observing. Returns functions that stop it."""
         kind, notes = torch_loader._BaseDataLoaderIter, self._notes
         return [
             notes.around(kind, "__init__", after=self._made),
             notes.around(kind, "_reset", after=self._reset),
-            notes.around(kind, "_next_index", after=self._asked),
-            notes.around(kind, "__next__", before=self._fetching, after=self._given),
+            notes.around(kind, "_next_index", after=self._requested),
+            notes.around(kind, "__next__", before=self._fetching, after=self._returned),
         ]
 
     def _made(self, _: Any, returned: bool, __: Any, iterator: Any, loader: Any) -> None:
@@ -73,17 +80,17 @@ class LoaderObserver:
         site = self._notes.site()
         number = self._loaders.get(loader) or self._add_loader(loader, site)
         count = self._num_passes[number] = self._num_passes.get(number, 0) + 1
-        facts = describe_loader(loader)
-        is_compared = count <= _NUM_SKETCHED_PASSES and facts["sampler"] is not None and not may_repeat(loader)
+        note = describe_loader(loader, {"loader": number, "pass": count}, site)
+        is_compared = count <= _NUM_SKETCHED_PASSES and note["sampler"] is not None and not may_repeat(loader)
         is_compared = is_compared and getattr(loader, "in_order", True)
-        sketch = Sketch(loader.dataset, facts["samples"] or 0) if is_compared else None
-        found = Pass(number, count, facts["length"], loader.num_workers, site, sketch)
+        sketch = Sketch(loader.dataset, note["samples"] or 0) if is_compared else None
+        found = Pass(number, count, note["length"], loader.num_workers, site, sketch)
         self._passes[iterator] = found
         if found.num_workers:
             self.starts_workers(found)
-        self._notes.write("loader_pass", **found.key, **facts, site=found.site)
+        self._notes.write("loader_pass", note)
 
-    def _add_loader(self, loader: Any, site: dict[str, Any]) -> int:
+    def _add_loader(self, loader: Any, site: Site) -> int:
         # Counted per line: a loader that only some ranks read, for example to evaluate, does not shift the numbers of
         # others.
         line = f"{os.path.basename(site.get('file', ''))}:{site.get('line')}"
@@ -91,12 +98,12 @@ class LoaderObserver:
         number = self._loaders[loader] = zlib.crc32(f"{line} {count}".encode()) + 1
         return number
 
-    def _asked(self, _: Any, returned: bool, index: Any, iterator: Any) -> None:
+    def _requested(self, _: Any, returned: bool, index: Any, iterator: Any) -> None:
         found = self._passes.get(iterator)
         if found is None or not returned or index is None:
             return
-        if len(found.asked) < _MAX_ASKED:
-            found.asked.append(index)
+        if len(found.requested) < _MAX_REQUESTED:
+            found.requested.append(index)
         if found.order is not None and isinstance(index, list):
             found.order += [one for one in index[:_NUM_ORDERED] if type(one) is int]
             if len(found.order) >= _NUM_ORDERED:
@@ -106,7 +113,7 @@ class LoaderObserver:
         self.current = self._passes.get(iterator)
         return self.current
 
-    def _given(self, found: Pass | None, returned: bool, data: Any, _: Any) -> None:
+    def _returned(self, found: Pass | None, returned: bool, data: Any, _: Any) -> None:
         self.current = None
         if found is None:
             return
@@ -114,7 +121,7 @@ class LoaderObserver:
             if isinstance(sys.exc_info()[1], StopIteration):
                 self._ended(found)
             return
-        index = found.asked.popleft() if found.asked else None
+        index = found.requested.popleft() if found.requested else None
         found.num_batches += 1
         number = found.num_batches
         is_evaluation = not torch.is_grad_enabled() or self._position.is_evaluating()
@@ -131,53 +138,56 @@ class LoaderObserver:
             return
         position = self._position
         position.fetched[found.loader] = found
-        position.given.append(_describe_batch(found, number, index, data))
+        position.batches.append(_describe_batch(found, number, index, data))
         if is_due(number) and (seen := fingerprint(data)):
-            self._notes.write("batch", **found.key, batch=number, print=seen.value, rows=seen.num_rows)
+            note = BatchNote(**found.key, batch=number, checksum=seen.checksum, rows=seen.num_rows)
+            self._notes.write("batch", note)
         elif number == 2:
-            self._notes.write("batch", **found.key, batch=number, print=None, rows=None)
+            self._notes.write("batch", BatchNote(**found.key, batch=number, checksum=None, rows=None))
         if found.sketch is not None and index is not None:
             found.sketch.add(index, data)
             if number >= 4 and number & (number - 1) == 0:
                 self._write_shard(found)
         if found.length is not None and number == max(1, found.length - 2):
-            self._notes.write("near_end", **found.key, batch=number)
+            self._notes.write("near_end", NearEndNote(**found.key, batch=number))
 
     def _ended(self, found: Pass) -> None:
-        self._position.fetched.pop(found.loader, None)  # a later forward trains on a batch of another pass
+        self._position.fetched.pop(found.loader, None)  # a later forward trains on a batch of a different pass
         is_evaluation = found.num_batches > 0 and found.num_evaluating == found.num_batches
         if is_evaluation:
             self._position.evaluated = found
         else:
             self._write_order(found)
             self._write_shard(found)
-        counts = {"batches": found.num_batches, "samples": found.num_samples}
-        self._notes.write("pass_end", **found.key, **counts, evaluates=is_evaluation)
+        num_batches, num_samples = found.num_batches, found.num_samples
+        note = PassEndNote(**found.key, batches=num_batches, samples=num_samples, evaluates=is_evaluation)
+        self._notes.write("pass_end", note)
 
     def _write_order(self, found: Pass) -> None:
         order, found.order = found.order, None
         if order:
             order = order[:_NUM_ORDERED]
             is_sorted = all(a < b for a, b in pairwise(order))
-            self._notes.write("order", **found.key, order=zlib.crc32(array("q", order)), sorted=is_sorted)
+            note = OrderNote(**found.key, order=zlib.crc32(array("q", order)), sorted=is_sorted)
+            self._notes.write("order", note)
 
     def _write_shard(self, found: Pass) -> None:
         if found.sketch is not None and (pairs := found.sketch.pairs()):
-            self._notes.write("shard", **found.key, pairs=pairs)
+            self._notes.write("shard", ShardNote(**found.key, pairs=pairs))
 
 
 def _ignore(_: Pass) -> None:
     pass
 
 
-def _describe_batch(found: Pass, number: int, index: Any, data: Any) -> Given:
+def _describe_batch(found: Pass, number: int, index: Any, data: Any) -> LoadedBatch:
     indices = index[:_NUM_NAMED_SAMPLES] if isinstance(index, list) else ()
     named = tuple(one for one in indices if type(one) is int)
     storages = {
         one.data_ptr(): StorageWeakRef(one.untyped_storage())  # type: ignore[no-untyped-call]
         for one in _first_tensors(data)
     }
-    return Given(found, number, named, storages)
+    return LoadedBatch(found, number, named, storages)
 
 
 def pointers_of(data: Any) -> frozenset[int]:

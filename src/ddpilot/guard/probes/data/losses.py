@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ddpilot.guard.probe import Notes
-from ddpilot.guard.probes.data.position import Given, Position
+from ddpilot.guard.probe import BatchKey, Notes, NotFiniteNote, Site, SpoiledNote
+from ddpilot.guard.probes.data.position import LoadedBatch, Position
 from ddpilot.guard.probes.tensors import tensors_in
 from ddpilot.record.accelerator import HostCopies, HostCopy, is_capturing
 
@@ -34,18 +33,18 @@ class _Backward:
 
     __slots__ = ("is_noted", "number", "site", "used")
 
-    def __init__(self, number: int, used: Given | None, site: dict[str, Any]) -> None:
+    def __init__(self, number: int, used: LoadedBatch | None, site: Site) -> None:
         self.number = number
         self.used = used
         self.site = site
         self.is_noted = False
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Fields for the journal."""
+    def note(self, loss: str) -> NotFiniteNote:
+        """Return the note for a `loss` that is not finite, or for a gradient if `loss` is empty."""
         used = self.used
-        batch = {} if used is None else {**used.of.key, "batch": used.batch, "indices": used.indices}
-        return {"backward": self.number, **batch, "site": self.site}
+        key: BatchKey = used.key if used is not None else {}
+        indices = used.indices if used is not None else ()
+        return NotFiniteNote(backward=self.number, loss=loss, indices=indices, site=self.site, **key)
 
 
 class _Spoiled:
@@ -78,7 +77,7 @@ class LossObserver:
         self._notes = notes
         self._position = position
         self._number = 0  # number of this backward
-        self._used: Given | None = None
+        self._used: LoadedBatch | None = None
         self._backward: _Backward | None = None  # created on demand, which is rare on the CPU
         self._gradients: deque[Any] = deque(maxlen=_MAX_GRADIENTS)
         self._copies = HostCopies()
@@ -92,7 +91,6 @@ class LossObserver:
         self._is_surely_finite: Callable[[Any], bool] = getattr(notes.compiled, "is_surely_finite", lambda _: False)
 
     def install(self) -> list[Callable[[], None]]:
-        """Start observing. Returns functions that stop it."""
         stepped = self._notes.safely(self._stepped)
         handle = register_optimizer_step_post_hook(stepped)
         around = self._notes.around
@@ -111,7 +109,7 @@ class LossObserver:
         """Check one gradient of `model` before it is reduced: an early layer's, which non-finite values reach."""
         if not returned:
             return
-        self._is_spoiled = False  # another training
+        self._is_spoiled = False  # a new training
         ignored = model.parameters_to_ignore
         candidates = [one for name, one in model.module.named_parameters() if one.requires_grad and name not in ignored]
         if not candidates:
@@ -181,7 +179,7 @@ class LossObserver:
             return
         backward.is_noted = True
         self._num_noted += 1
-        self._notes.write("not_finite", **backward.facts, loss=str(value) if what == "loss" else "")
+        self._notes.write("not_finite", backward.note(str(value) if what == "loss" else ""))
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._gradients or self._pending:
@@ -195,10 +193,11 @@ class LossObserver:
         bad = _find_not_finite(parameters)
         new = [one for one in bad if one not in self._spoiled]
         if new and not self._is_spoiled:
-            names = _name_parameters(self._position.models, new[:_MAX_NAMED])
+            names = _name_parameters(self._position.live_models(), new[:_MAX_NAMED])
             more = [f"{len(new) - _MAX_NAMED} more"] if len(new) > _MAX_NAMED else []
             backward = self._suspected or self._number
-            self._notes.write("spoiled", backward=backward, parameters=names + more, site=self._notes.site())
+            note = SpoiledNote(backward=backward, parameters=names + more, site=self._notes.site())
+            self._notes.write("spoiled", note)
         if new or not bad:
             self._num_noted = 0
         self._spoiled.update(parameters, bad)
@@ -219,11 +218,6 @@ def _find_not_finite(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return bad
 
 
-def _module_of(model: Any) -> nn.Module:
-    module: nn.Module = model.module
-    return module
-
-
-def _name_parameters(models: Iterable[nn.Module], parameters: list[torch.Tensor]) -> list[str]:
-    names = {id(one): name for model in models for name, one in _module_of(model).named_parameters()}
+def _name_parameters(models: Iterable[Any], parameters: list[torch.Tensor]) -> list[str]:
+    names = {id(one): name for model in models for name, one in model.module.named_parameters()}
     return [names.get(id(one), f"one of shape {tuple(one.shape)}") for one in parameters]

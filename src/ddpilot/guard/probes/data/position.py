@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ref
 
+import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ddpilot.guard.probe import BatchKey, PassKey, Site
 from ddpilot.guard.probes.data.samplers import Sketch
 
 
@@ -25,7 +27,7 @@ class Pass:
     """Counts the loader's passes from 1."""
     length: int | None
     num_workers: int
-    site: dict[str, Any]
+    site: Site
     sketch: Sketch | None
     """None if contents are not compared."""
     num_batches: int = 0
@@ -36,19 +38,19 @@ class Pass:
     """Number of batches fetched for evaluation."""
     trained: set[int] = field(default_factory=set)
     """Numbers of the models trained with its batches."""
-    asked: deque[Any] = field(default_factory=deque)
+    requested: deque[Any] = field(default_factory=deque)
     """Sample indices of batches that were requested and not returned yet."""
     order: list[int] | None = field(default_factory=list)
     """The first sample indices requested; None once they are noted."""
 
     @property
-    def key(self) -> dict[str, int]:
-        """Fields that all its journal entries have."""
+    def key(self) -> PassKey:
+        """Fields that all notes on it have."""
         return {"loader": self.loader, "pass": self.number}
 
 
 @dataclass
-class Given:
+class LoadedBatch:
     """A batch returned by a loader."""
 
     of: Pass
@@ -57,37 +59,64 @@ class Given:
     indices: tuple[int, ...]
     """The first sample indices; empty if there are none."""
     storages: Mapping[int, StorageWeakRef]
-    """Storages of its first tensors by the tensors' addresses. The address of a freed one may be another tensor's."""
+    """Storages of its first tensors, by address. A freed tensor's address may be reused."""
+
+    @property
+    def key(self) -> BatchKey:
+        """Fields of notes on a forward that trains with it."""
+        return {**self.of.key, "batch": self.batch}
+
+
+class TrainedModel:
+    """The `number`-th DDP model of this process, to which it keeps no reference."""
+
+    def __init__(self, model: nn.Module, *, number: int, is_prepared: bool) -> None:
+        self.find: Callable[[], Any] = ref(model)
+        """Returns the model, or None once it has been freed."""
+        self.number = number
+        self.is_prepared = is_prepared
+        """True if wrapped by a `Loop`, which warns about small batches for BatchNorm itself."""
+        self.forwards = 0
+        self.ended: tuple[int, torch.Tensor] = (0, torch.empty(0))
+        """The last forward that was observed, and the state of the CPU generator after it."""
+        self.used: LoadedBatch | None = None
+        """The batch of that forward."""
+        self.rows: list[int] = []
 
 
 @dataclass(eq=False)
 class Position:
     """The current position in training."""
 
-    models: WeakKeyDictionary[nn.Module, int] = field(default_factory=WeakKeyDictionary)
-    """Numbers of this process's DDP models, in order of construction."""
+    models: dict[int, TrainedModel] = field(default_factory=dict)
+    """This process's DDP models by id, in order of construction. Not a WeakKeyDictionary: it does lookups in Python,
+    which would cost time in every step."""
     fetched: dict[int, Pass] = field(default_factory=dict)
     """Passes, by loader, that returned a training batch since the last forward."""
-    given: deque[Given] = field(default_factory=lambda: deque(maxlen=4))
+    batches: deque[LoadedBatch] = field(default_factory=lambda: deque(maxlen=4))
     """The newest batches."""
-    used: Given | None = None
+    used: LoadedBatch | None = None
     """The batch of the last forward in training."""
     evaluated: Pass | None = None
     """The last pass if it was an evaluation that has ended and no training followed; otherwise None."""
 
     def is_evaluating(self) -> bool:
         """True if this process has DDP models and all are in eval mode."""
-        models = list(self.models)
+        models = self.live_models()
         # Same as `model.module`, at a fraction of the cost of nn.Module's attribute access.
-        return bool(models) and not any(one.training and one._modules["module"].training for one in models)  # type: ignore[union-attr]
+        return bool(models) and not any(one.training and one._modules["module"].training for one in models)
 
-    def find_given(self, pointers: frozenset[int]) -> Given | None:
+    def live_models(self) -> list[Any]:
+        """Return the DDP models that have not been freed."""
+        return [model for known in self.models.values() if (model := known.find()) is not None]
+
+    def find_batch(self, pointers: frozenset[int]) -> LoadedBatch | None:
         """Return the newest batch that has one of these tensors, or else the newest one."""
-        for given in reversed(self.given):
-            for address, storage in given.storages.items():
+        for batch in reversed(self.batches):
+            for address, storage in batch.storages.items():
                 if address in pointers and not storage.expired():  # type: ignore[no-untyped-call]
-                    return given
-        return self.given[-1] if self.given else None
+                    return batch
+        return self.batches[-1] if self.batches else None
 
 
 def is_due(number: int, first: int = 8, every: int = 1024) -> bool:

@@ -20,18 +20,11 @@ class DataProbe:
 
     name = "data, randomness and losses"
 
-    def install(self, notes: Notes) -> Callable[[], None]:
-        """Install the probe, see `Probe.install`."""
+    def install(self, notes: Notes) -> list[Callable[[], None]]:
         position = Position()
         loaders = LoaderObserver(notes, position)
         draws = DrawObserver(notes, loaders)
         loaders.starts_workers, loaders.has_worker_notes = draws.share, draws.collect
         observers: tuple[Any, ...] = (loaders, draws, ForwardObserver(notes, position))
         observers += (LossObserver(notes, position), ReductionObserver(notes, position))
-        undo = [step for one in observers for step in one.install()]
-
-        def uninstall() -> None:
-            while undo:
-                undo.pop()()
-
-        return uninstall
+        return [step for one in observers for step in one.install()]

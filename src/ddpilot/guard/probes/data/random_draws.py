@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import fetch as torch_fetch
 
-from ddpilot.guard.probe import Notes
+from ddpilot.guard.probe import DrawsNote, Notes
 from ddpilot.guard.probes.data.loaders import LoaderObserver
 from ddpilot.guard.probes.data.position import Pass
 from ddpilot.record.accelerator import can_copy_from
@@ -82,7 +82,6 @@ class DrawObserver:
         self._read: WeakKeyDictionary[Pass, tuple[int, set[int]]] = WeakKeyDictionary()
 
     def install(self) -> list[Callable[[], None]]:
-        """Start observing. Returns functions that stop it."""
         around = self._notes.around
         kinds = (torch_fetch._MapDatasetFetcher, torch_fetch._IterableDatasetFetcher)
         return [around(kind, "fetch", before=self._fetches, after=self._fetched) for kind in kinds]
@@ -111,9 +110,8 @@ class DrawObserver:
 
     def _write(self, found: Pass, worker: int, fetch: int, library: int, before: int) -> None:
         name = LIBRARIES[library]
-        self._notes.write(
-            "draws", **found.key, worker=worker, fetch=fetch, library=name, before=before, site=found.site
-        )
+        note = DrawsNote(**found.key, worker=worker, fetch=fetch, library=name, before=before, site=found.site)
+        self._notes.write("draws", note)
 
     def _fetches(self, fetcher: Any, _: Any) -> tuple[int, list[int]] | None:
         number = self._num_fetched.get(fetcher, 0) + 1

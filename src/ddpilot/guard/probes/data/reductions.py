@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ddpilot.guard.probe import Notes
+from ddpilot.guard.probe import CollectedNote, CollectiveNote, Notes, OnGraphNote
 from ddpilot.guard.probes.caller_source import is_averaged, is_scaled_later
 from ddpilot.guard.probes.data.position import Pass, Position
 from ddpilot.guard.probes.tensors import tensors_in
@@ -51,15 +51,14 @@ class ReductionObserver:
         self._position = position
         self._backward = 0
         self._marks_all = False
-        self._marked: deque[tuple[ReferenceType[torch.Tensor], dict[str, Any]]] = deque(maxlen=8)
+        self._marked: deque[tuple[ReferenceType[torch.Tensor], CollectiveNote]] = deque(maxlen=8)
         self._num_collected: tuple[Pass | None, int] = (None, 0)
         self._num_noted = 0
         self._copies = HostCopies()
-        self._arriving: deque[tuple[HostCopy | None, dict[str, Any]]] = deque()
+        self._arriving: deque[tuple[HostCopy | None, CollectedNote]] = deque()
         self._is_within = False  # an object collective, which consists of other collectives
 
     def install(self) -> list[Callable[[], None]]:
-        """Start observing. Returns functions that stop it."""
         around = self._notes.around
         names = [name for name in _REDUCING if hasattr(dist, name)]
         undo = [around(dist, name, before=self._watcher(name), aliases=(distributed_c10d,)) for name in names]
@@ -85,10 +84,9 @@ class ReductionObserver:
             values = _numbers_of(args[at] if len(args) > at else kwargs.get("obj"))
             frame = self._notes.user_frame()
             averages = values != [None] and frame is not None and is_averaged(frame, name, position, keyword)
-            facts = {"op": name, "reduce": "", "averages": averages, **found.key, **_sizes_of(found)}
-            site = self._notes.site()
+            note = self._describe(name, "", found, averages=averages)
             for value in values:
-                self._note({**facts, "numel": int(value is not None), "value": value, "site": site})
+                self._note({**note, "numel": int(value is not None), "value": value})
 
         return begins
 
@@ -117,25 +115,40 @@ class ReductionObserver:
             return
         is_number = tensor.numel() == 1
         averages = not is_number or self._averages(name, reduce_op)
-        facts: dict[str, Any] = {"op": name, "reduce": reduce_op, "numel": tensor.numel(), "averages": averages}
-        facts |= {**found.key, **_sizes_of(found), "site": self._notes.site()}
-        facts["value"] = float(tensor.detach()) if is_number and tensor.is_cpu else None
-        self._note(facts, self._copies.begin(tensor) if is_number and not tensor.is_cpu else None)
+        note = self._describe(name, reduce_op, found, averages=averages)
+        note["numel"] = tensor.numel()
+        note["value"] = float(tensor.detach()) if is_number and tensor.is_cpu else None
+        self._note(note, self._copies.begin(tensor) if is_number and not tensor.is_cpu else None)
 
-    def _note(self, facts: dict[str, Any], copy: HostCopy | None = None) -> None:
-        """Note `facts` once the number in `copy` has arrived. Notes stay in order, since ranks are compared by it."""
+    def _describe(self, name: str, reduce_op: str, found: Pass, *, averages: bool) -> CollectedNote:
+        """Return the note for `name`, called after the evaluation `found`, as yet without a number."""
+        return CollectedNote(
+            **found.key,
+            op=name,
+            reduce=reduce_op,
+            averages=averages,
+            samples=found.num_samples,
+            batches=found.num_batches,
+            sizes=found.sizes,
+            numel=0,
+            value=None,
+            site=self._notes.site(),
+        )
+
+    def _note(self, note: CollectedNote, copy: HostCopy | None = None) -> None:
+        """Write `note` once the number in `copy` has arrived. Notes stay in order, since ranks are compared by it."""
         if copy is not None or self._arriving:
-            self._arriving.append((copy, facts))
+            self._arriving.append((copy, note))
         else:
-            self._notes.write("collected", **facts)
+            self._notes.write("collected", note)
 
     def _write_arrived(self) -> None:
         while self._arriving and ((copy := self._arriving[0][0]) is None or copy.has_arrived()):
-            facts = self._arriving.popleft()[1]
+            note = self._arriving.popleft()[1]
             if copy is not None:
-                facts["value"] = float(copy.numbers)
+                note["value"] = float(copy.numbers)
                 copy.release()
-            self._notes.write("collected", **facts)
+            self._notes.write("collected", note)
 
     def _write_all(self) -> None:
         """At the end, wait briefly for numbers that are in flight."""
@@ -164,13 +177,14 @@ class ReductionObserver:
 
     def _note_graph(self, name: str, tensor: torch.Tensor) -> None:
         self._marks_all = True
-        facts = {"op": name, "numel": tensor.numel(), "site": self._notes.site()}
+        call = CollectiveNote(op=name, site=self._notes.site())
         losses = _find_marks(tensor.grad_fn)
         if len(losses) > 1:
             self._num_noted += 1
-            self._notes.write("on_graph", case="sum", losses=len(losses), **facts)
+            note = OnGraphNote(**call, case="sum", losses=len(losses), numel=tensor.numel())
+            self._notes.write("on_graph", note)
         elif not losses:
-            self._marked.append((ref(tensor), facts))
+            self._marked.append((ref(tensor), call))
 
     def _begins(self, tensors: Any, *_: Any, **__: Any) -> None:
         self._backward += 1
@@ -189,11 +203,11 @@ class ReductionObserver:
                 _mark(node, self._backward)
 
     def _find_reduced(self, losses: list[torch.Tensor]) -> None:
-        for reference, facts in self._marked:
+        for reference, call in self._marked:
             tensor = reference()
             if tensor is not None and any(loss is tensor or _reaches(loss.grad_fn, tensor) for loss in losses):
                 self._num_noted += 1
-                self._notes.write("on_graph", case="backward", losses=1, **facts)
+                self._notes.write("on_graph", OnGraphNote(**call, case="backward", losses=1, numel=tensor.numel()))
         self._marked.clear()
 
 
@@ -259,7 +273,3 @@ def _walk(node: Any) -> list[Any]:
         found.append(one)
         todo += [before for before, _ in one.next_functions]
     return found
-
-
-def _sizes_of(found: Pass) -> dict[str, Any]:
-    return {"samples": found.num_samples, "batches": found.num_batches, "sizes": found.sizes}

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, Subset, SubsetRandomSampler
 
-from ddpilot.guard.probes.tensors import print_rows
+from ddpilot.guard.probe import LoaderPassNote, PassKey, Site
+from ddpilot.guard.probes.tensors import fingerprint_rows
 
 _MAX_DIGESTED = 256
 _SIZES = ("num_replicas", "world_size", "num_processes")
@@ -25,23 +26,25 @@ def is_looked_at(loader: Any) -> bool:
     return DataLoader in type(loader).__mro__ and not type(loader.dataset).__module__.startswith("ddpilot.")
 
 
-def describe_loader(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return facts for the journal; None for what cannot be determined without side effects."""
+def describe_loader(loader: DataLoader[Any], key: PassKey, site: Site) -> LoaderPassNote:
+    """Return the note for a pass; None for what cannot be determined without side effects."""
     is_stream = isinstance(loader.dataset, IterableDataset)
     sampler = None if is_stream else _describe_sampler(loader)
     part, whole = (None, None) if is_stream else _find_part(loader)
     sizes = (loader.batch_size, getattr(loader.batch_sampler, "batch_size", None))
-    return {
+    return LoaderPassNote(
+        **key,
         # A stream's length, once read, makes torch warn if the stream is longer.
-        "length": None if is_stream else length_of(loader),
-        "samples": None if is_stream else length_of(loader.dataset),
-        "dataset": type(loader.dataset).__name__,
-        "size": next((size for size in sizes if isinstance(size, int)), None),
-        "workers": loader.num_workers,
-        "sampler": sampler,
-        "part": None if part is None else _digest(part),
-        "share": None if part is None or whole is None else [len(part), whole],
-    }
+        length=None if is_stream else length_of(loader),
+        samples=None if is_stream else length_of(loader.dataset),
+        dataset=type(loader.dataset).__name__,
+        size=next((size for size in sizes if isinstance(size, int)), None),
+        workers=loader.num_workers,
+        sampler=sampler,
+        part=None if part is None else _digest(part),
+        share=None if part is None or whole is None else [len(part), whole],
+        site=site,
+    )
 
 
 def may_repeat(loader: DataLoader[Any]) -> bool:
@@ -149,7 +152,7 @@ class Sketch:
         if not found:
             return
         rows = {indices.index(number): number for number in found}
-        for row, content in print_rows(batch, len(indices), list(rows)).items():
+        for row, content in fingerprint_rows(batch, len(indices), list(rows)).items():
             self._has_repeats |= rows[row] in self._contents
             self._contents[rows[row]] = content
 

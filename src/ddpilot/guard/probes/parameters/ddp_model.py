@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What guard knows about one DDP model of this rank."""
+"""The state of one DDP model on this rank: forwards, backwards, and why gradients were not reduced."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpilot.guard.probe import Notes
+from ddpilot.guard.probe import Notes, Site, UnusedNote
 from ddpilot.guard.probes.parameters.bypass import BypassCalls
 from ddpilot.guard.probes.process_groups import describe_group
 
@@ -23,8 +23,8 @@ _LOCAL_HOOKS = ("noop_hook", "post_localSGD_hook")
 class DdpModel:
     """A model wrapped by `ddp`, to which it keeps no reference.
 
-    `ordinal`: "<era>/<index>", which DDP model of its group this is, counted from 0 in each era. `compiled`: the
-    compiled recorder or None.
+    `ordinal`: "<generation>/<index>", which DDP model of its group this is, counted from 0 in each generation of the
+    default group. `compiled`: the compiled recorder or None.
     """
 
     def __init__(self, ddp: Any, *, number: int, ordinal: str, compiled: Any = None) -> None:
@@ -34,14 +34,14 @@ class DdpModel:
         """True if this rank is alone in its process group: each rank trains its own model."""
         self.group = describe_group(ddp.process_group)
         self.reductions = BackwardTracker()
-        self.site: dict[str, Any] = {}
+        self.site: Site = {}
         self.why_local = ""
         """Why the last gradients were not reduced; empty if they were."""
-        self.why_site: dict[str, Any] = {}
+        self.why_site: Site = {}
         self.bypasses: BypassCalls | None = None
         """Finds calls past the wrapper; None until there has been one."""
-        self.no_sync_site: dict[str, Any] = {}
-        self.without_effect: dict[str, Any] = {}
+        self.no_sync_site: Site = {}
+        self.without_effect: Site = {}
         """The line of a backward inside `no_sync` whose forward was outside of it, so that `no_sync` had no effect."""
         self.why_silent = ""
         """Why its gradients may differ between ranks."""
@@ -64,7 +64,7 @@ class DdpModel:
         has_no_sync = not self.is_alone and not ddp.static_graph  # torch's `no_sync` fails with a static graph
         self.synced: SyncedBackwards | None = SyncedBackwards(trainable) if has_no_sync else None
         """Observes the first steps; None when that is finished."""
-        self.synced_site: dict[str, Any] = {}
+        self.synced_site: Site = {}
         """Line of the last backward that `synced` observed."""
         self.born = {id(parameter): (parameter.dtype, parameter.device) for parameter in trainable}
         spread = range(0, len(trainable), -(-len(trainable) // _MAX_SAMPLES) or 1)
@@ -108,7 +108,7 @@ class BackwardTracker:
         """Number of events so far."""
         self._events = ""  # the newest events
         self._is_armed = False
-        self._num_spare = 0  # forwards whose backward is still to come, besides the one that is reduced
+        self._num_spare = 0  # forwards without a backward so far, besides the one that is reduced
         self._num_local = 0
         self._last_was_retained = False
 
@@ -200,8 +200,8 @@ class SyncedBackwards:
         self._num_others = 0
         self._clear()
         self._nums: list[int] = []
-        self.facts: dict[str, Any] = {}
-        """What to note; empty until it is known."""
+        self.counts: list[int] = []
+        """Backwards per step, once they are known."""
 
     @property
     def is_nearly_known(self) -> bool:
@@ -233,8 +233,8 @@ class SyncedBackwards:
             self._nums.clear()
         self._clear()
         if len(self._nums) == NUM_STEPS:
-            self.facts = {"least": min(self._nums), "most": max(self._nums), "num_bytes": self.num_bytes}
-        self.is_over = bool(self.facts) or self._num_others == _MAX_OTHERS
+            self.counts = self._nums
+        self.is_over = bool(self.counts) or self._num_others == _MAX_OTHERS
 
 
 NUM_BACKWARDS = 9
@@ -270,8 +270,7 @@ class UnusedCount:
                 self._names.add(name)
         if num > NUM_BACKWARDS:
             self.is_over = True
-            self._notes.write(
-                "unused",
+            note = UnusedNote(
                 group=self._model.group,
                 ordinal=self._model.ordinal,
                 num_backwards=NUM_BACKWARDS,
@@ -279,3 +278,4 @@ class UnusedCount:
                 names=sorted(self._names),
                 site=self._model.site,
             )
+            self._notes.write("unused", note)

@@ -72,7 +72,7 @@ class Fingerprinter:
         return found.packed()
 
     @torch.no_grad()
-    def begin(self, copies: HostCopies, *, only_gradients: bool = False) -> Arriving | None:
+    def begin(self, copies: HostCopies, *, only_gradients: bool = False) -> PendingFingerprint | None:
         """Start what `take` does, without waiting; returns None if a parameter is on the CPU or `copies` cannot copy.
 
         Reads up to 64 gradients in full, as it is not known yet whether the middle of one is 0. With `only_gradients`,
@@ -98,7 +98,7 @@ class Fingerprinter:
             if copy is None:
                 return None
             parts.append(_Part(copy, views, places, list(given), [window.numel() for window in steep]))
-        return Arriving(parts, len(self.parameters))
+        return PendingFingerprint(parts, len(self.parameters))
 
     def _places(self) -> dict[torch.device, list[int]]:
         """Return the indices of the parameters, by device."""
@@ -178,7 +178,7 @@ class _Part(NamedTuple):
     sizes: list[int]
 
 
-class Arriving:
+class PendingFingerprint:
     """A fingerprint of `num` parameters in flight from their devices."""
 
     def __init__(self, parts: list[_Part], num: int) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decide which parameters are compared between ranks, and note the steps of each such unit.
+"""Decide which parameters are compared between ranks, and note the steps of each such set.
 
-A unit is the parameters of one optimizer in one DDP model, or in no DDP model.
+A set holds the parameters of one optimizer that belong to one DDP model, or to none.
 """
 
 from __future__ import annotations
@@ -22,9 +22,24 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer
 
-from ddpilot.guard.probe import Notes
+from ddpilot.guard.probe import (
+    Fingerprint,
+    FingerprintNote,
+    LastStepNote,
+    Notes,
+    ParameterSetNote,
+    Site,
+    StepNote,
+    SyncedNote,
+)
 from ddpilot.guard.probes.parameters.ddp_model import DdpModel
-from ddpilot.guard.probes.parameters.fingerprint import Arriving, Fingerprinter, LastCopy, LastWindows, is_plain
+from ddpilot.guard.probes.parameters.fingerprint import (
+    Fingerprinter,
+    LastCopy,
+    LastWindows,
+    PendingFingerprint,
+    is_plain,
+)
 from ddpilot.guard.probes.process_groups import sequence_number
 from ddpilot.record.accelerator import HostCopies
 
@@ -109,19 +124,19 @@ class ParameterSet:
 
 
 class _Known:
-    """An optimizer and its units."""
+    """An optimizer and its parameter sets."""
 
-    __slots__ = ("newest_model", "num_idle", "optimizer", "units")
+    __slots__ = ("newest_model", "num_idle", "optimizer", "sets")
 
     def __init__(self, optimizer: weakref.ref[Optimizer]) -> None:
         self.optimizer = optimizer
-        self.units: list[ParameterSet] = []
+        self.sets: list[ParameterSet] = []
         self.num_idle = 0
-        """Number of steps without a unit."""
+        """Number of steps without a parameter set."""
         self.newest_model = 0
-        """Number of the newest DDP model when its parameters were last sorted into units."""
+        """Number of the newest DDP model when its parameters were last sorted into sets."""
 
-    def may_have_units(self, newest_model: int) -> bool:
+    def may_have_sets(self, newest_model: int) -> bool:
         """True if its parameters should be sorted again, as none of them could be compared so far.
 
         Sorting takes as long as a step of a small model, so it is repeated only when there is a new DDP model, and
@@ -135,24 +150,24 @@ class _Known:
 
 @dataclass
 class _Part:
-    """One unit in a step that is in progress."""
+    """One parameter set in a step that is in progress."""
 
-    unit: ParameterSet
+    parameter_set: ParameterSet
     is_due: bool
     number: int
     """Number of collectives that its group had started when the step started."""
-    fingerprint: dict[str, str] | None
-    arriving: list[Arriving]
+    fingerprint: Fingerprint | None
+    pending: list[PendingFingerprint]
     """Instead of `fingerprint` on a device: parameters, and the gradients after the closure."""
     cost_s: float
 
 
 @dataclass
 class _LastStep:
-    """The newest step of a unit whose optimizer or model may be gone."""
+    """The newest step of a parameter set whose optimizer or model may have been freed."""
 
     number: int
-    """Number of the unit."""
+    """Number of the parameter set."""
     count: int
     sequence_number: int
     copy: LastCopy
@@ -176,15 +191,15 @@ class OpenStep:
         for part in self.parts:
             begun = time.monotonic()
             if part.fingerprint is not None:
-                part.fingerprint["g"] = part.unit.fingerprinter.take_gradients()
-            elif part.arriving:
-                gradients = part.unit.fingerprinter.begin(self.copies, only_gradients=True)
-                part.arriving[1:] = [gradients] if gradients is not None else []
+                part.fingerprint["g"] = part.parameter_set.fingerprinter.take_gradients()
+            elif part.pending:
+                gradients = part.parameter_set.fingerprinter.begin(self.copies, only_gradients=True)
+                part.pending[1:] = [gradients] if gradients is not None else []
             part.cost_s += time.monotonic() - begun
 
 
 class ParameterSets:
-    """The units of each optimizer, and notes on its steps. `models` returns the current DDP models."""
+    """The parameter sets of each optimizer, and notes on its steps. `models` returns the current DDP models."""
 
     def __init__(self, notes: Notes, models: Callable[[], list[DdpModel]]) -> None:
         self._notes = notes
@@ -192,130 +207,139 @@ class ParameterSets:
         # By id: a WeakKeyDictionary does lookups in Python, which would cost time in every step.
         self._known: dict[int, _Known] = {}
         self._dropped: list[DdpModel] = []  # models whose wrapper was freed without a forward
-        self._num_units = 0
-        self._era = ""
+        self._num_sets = 0
+        self._generation = ""
         self._num_of_key: dict[str, int] = {}
         self._last_steps: deque[_LastStep] = deque(maxlen=_MAX_OPTIMIZERS)  # not noted yet
         self._copies = HostCopies()
-        self._arriving: deque[tuple[int, int, list[Arriving]]] = deque()  # units, their steps, and fingerprints
+        self._pending: deque[tuple[int, int, list[PendingFingerprint]]] = deque()  # sets, their steps, and fingerprints
         self._pid = os.getpid()
 
     def clear(self) -> None:
-        """Discard all units."""
+        """Discard all sets."""
         self.note_last_steps()
         self._known.clear()
         self._num_of_key.clear()
 
     def note_last_steps(self) -> None:
-        """Note, for each unit, its parameters before the newest step, unless already noted.
+        """Note, for each set, its parameters before the newest step, unless already noted.
 
         Called when no step may follow: at the end of a cell, of the group, of the program.
         """
         if os.getpid() != self._pid:
             return
         for known in tuple(self._known.values()):
-            self._keep_last(known.units)
+            self._keep_last(known.sets)
         until_s = time.monotonic() + _BUSY_S
-        while self._arriving and time.monotonic() < until_s:
+        while self._pending and time.monotonic() < until_s:
             self._write_arrived()
             time.sleep(0.001)
         while self._last_steps:
             last = self._last_steps.popleft()
             fingerprint = last.copy.fingerprint(until_s)
             if fingerprint is not None:
-                values = {"u": last.number, "n": last.count, "s": last.sequence_number, "at": last.copy.places}
-                self._notes.write("last", **values, f=fingerprint)
+                note = LastStepNote(
+                    parameter_set=last.number,
+                    step=last.count,
+                    seq=last.sequence_number,
+                    places=last.copy.places,
+                    fingerprint=fingerprint,
+                )
+                self._notes.write("last_step", note)
 
-    def _keep_last(self, units: Iterable[ParameterSet]) -> None:
-        for unit in units:
-            copy = unit.windows.taken() if unit.windows is not None else None
-            if copy is not None and unit.newest != _NO_STEP:
-                self._last_steps.append(_LastStep(unit.number, *unit.newest, copy))
-            unit.newest = _NO_STEP
+    def _keep_last(self, sets: Iterable[ParameterSet]) -> None:
+        for parameter_set in sets:
+            copy = parameter_set.windows.taken() if parameter_set.windows is not None else None
+            if copy is not None and parameter_set.newest != _NO_STEP:
+                self._last_steps.append(_LastStep(parameter_set.number, *parameter_set.newest, copy))
+            parameter_set.newest = _NO_STEP
 
     def drop(self, models: Iterable[DdpModel]) -> None:
         """Handle `models` whose wrappers have been freed."""
         unused = [model for model in models if not {*"Ff"} & {*model.reductions.since(0)}]
         self._dropped = [model for model in (*self._dropped, *unused) if model.first() is not None][-_MAX_OPTIMIZERS:]
 
-    def step(self, optimizer: Optimizer, era: str) -> None:
-        """Note that `optimizer` is about to take a step, in the default group named `era`."""
-        if self._arriving:
+    def step(self, optimizer: Optimizer, generation: str) -> None:
+        """Note that `optimizer` is about to take a step, in the default group named `generation`."""
+        if self._pending:
             self._write_arrived()
-        units, is_planned = self._units_of(optimizer, era)
-        for unit in tuple(units):
-            count, events, is_due = unit.advance()
+        sets, is_planned = self._sets_of(optimizer, generation)
+        for parameter_set in tuple(sets):
+            count, events, is_due = parameter_set.advance()
             if is_due and not is_planned:
                 is_planned = True
-                self._plan(optimizer, units)
-            if unit.fingerprinter.parameters:
-                if unit.windows is not None:
-                    unit.windows.copy()
-                self._note(unit, optimizer, count, events, is_due)
-        for unit in units:
-            if unit.model is not None:
-                self._stepped(unit.model)
+                self._plan(optimizer, sets)
+            if parameter_set.fingerprinter.parameters:
+                if parameter_set.windows is not None:
+                    parameter_set.windows.copy()
+                self._note(parameter_set, optimizer, count, events, is_due)
+        for parameter_set in sets:
+            if parameter_set.model is not None:
+                self._stepped(parameter_set.model)
 
-    def begin_step(self, optimizer: Optimizer, era: str) -> OpenStep:
+    def begin_step(self, optimizer: Optimizer, generation: str) -> OpenStep:
         """Same as `step` for a step with a closure.
 
         Parameters are read now, before the optimizer may move them to evaluate the closure; gradients are read after
         the closure; `end_step` writes the note.
         """
-        if self._arriving:
+        if self._pending:
             self._write_arrived()
-        units, is_planned = self._units_of(optimizer, era)
+        sets, is_planned = self._sets_of(optimizer, generation)
         opened = OpenStep(optimizer, [], self._copies)
-        for unit in tuple(units):
-            is_due = unit.is_next_due()
+        for parameter_set in tuple(sets):
+            is_due = parameter_set.is_next_due()
             if is_due and not is_planned:
                 is_planned = True
-                self._plan(optimizer, units)
-            unit.newest = _NO_STEP
-            if unit.windows is not None:
-                unit.windows.copy()
+                self._plan(optimizer, sets)
+            parameter_set.newest = _NO_STEP
+            if parameter_set.windows is not None:
+                parameter_set.windows.copy()
             begun = time.monotonic()
-            is_read = is_due and bool(unit.fingerprinter.parameters)
-            fingerprint, arriving = self._look(unit) if is_read else (None, [])
-            number = _find_number(unit.model)
-            opened.parts.append(_Part(unit, is_due, number, fingerprint, arriving, time.monotonic() - begun))
+            is_read = is_due and bool(parameter_set.fingerprinter.parameters)
+            fingerprint, pending = self._look(parameter_set) if is_read else (None, [])
+            number = _find_number(parameter_set.model)
+            opened.parts.append(_Part(parameter_set, is_due, number, fingerprint, pending, time.monotonic() - begun))
         return opened
 
     def end_step(self, opened: OpenStep) -> None:
         """Note the step, which has ended."""
         for part in opened.parts:
-            count, events, is_due = part.unit.advance(part.is_due)
-            if part.unit.fingerprinter.parameters:
-                self._note(part.unit, opened.optimizer, count, events, is_due, part)
+            count, events, is_due = part.parameter_set.advance(part.is_due)
+            if part.parameter_set.fingerprinter.parameters:
+                self._note(part.parameter_set, opened.optimizer, count, events, is_due, part)
         for part in opened.parts:
-            if part.unit.model is not None:
-                self._stepped(part.unit.model)
+            if part.parameter_set.model is not None:
+                self._stepped(part.parameter_set.model)
 
     def _stepped(self, model: DdpModel) -> None:
         model.reductions.step()
         synced = model.synced
         if synced is not None:
             synced.step()
-            if synced.facts:
-                self._notes.write("synced", **synced.facts, site=model.synced_site)
+            if counts := synced.counts:
+                note = SyncedNote(
+                    least=min(counts), most=max(counts), num_bytes=synced.num_bytes, site=model.synced_site
+                )
+                self._notes.write("synced", note)
             if synced.is_over:
                 model.synced = None
 
-    def _units_of(self, optimizer: Optimizer, era: str) -> tuple[list[ParameterSet], bool]:
-        """Return the units of `optimizer`, and True if its parameters have just been sorted into them."""
-        self._era = era
+    def _sets_of(self, optimizer: Optimizer, generation: str) -> tuple[list[ParameterSet], bool]:
+        """Return the sets of `optimizer`, and True if its parameters have just been sorted into them."""
+        self._generation = generation
         known = self._known.get(id(optimizer))
         if known is None or known.optimizer() is not optimizer:
             known = self._add(optimizer)
             if known is None:
                 return [], True
-        units = known.units
-        is_planned = not units and known.may_have_units(self._newest_model())
-        for unit in units:
-            is_planned = is_planned or (unit.model is not None and unit.model.find() is None)
+        sets = known.sets
+        is_planned = not sets and known.may_have_sets(self._newest_model())
+        for parameter_set in sets:
+            is_planned = is_planned or (parameter_set.model is not None and parameter_set.model.find() is None)
         if is_planned:
-            self._plan(optimizer, units)
-        return units, is_planned
+            self._plan(optimizer, sets)
+        return sets, is_planned
 
     def _newest_model(self) -> int:
         models = self._models()
@@ -327,61 +351,68 @@ class ParameterSets:
         key, all_known, keep_last = id(optimizer), self._known, self._keep_last
 
         def forget(_: weakref.ref[Optimizer]) -> None:
-            if gone := all_known.pop(key, None):
-                keep_last(gone.units)
+            if freed := all_known.pop(key, None):
+                keep_last(freed.sets)
 
         known = all_known[key] = _Known(weakref.ref(optimizer, forget))
         return known
 
     def _note(
-        self, unit: ParameterSet, optimizer: Optimizer, count: int, events: str, is_due: bool, part: _Part | None = None
+        self,
+        parameter_set: ParameterSet,
+        optimizer: Optimizer,
+        count: int,
+        events: str,
+        is_due: bool,
+        part: _Part | None = None,
     ) -> None:
-        model = unit.model
+        model = parameter_set.model
         number = part.number if part is not None else _find_number(model)
-        unit.newest = count, number
+        parameter_set.newest = count, number
         if not is_due and model is not None and not (model.why_silent or model.why_local or model.without_effect):
-            self._notes.write_step(unit.number, count, number, events)
+            self._notes.write_step(parameter_set.number, count, number, events)
             return
-        values: dict[str, Any] = {"u": unit.number, "n": count, "s": number}
+        note: StepNote = {"parameter_set": parameter_set.number, "step": count, "seq": number, "events": events}
         if model is not None:
-            values["e"] = events
             if is_due:
                 model.look_at_hooks()
             if model.why_silent:
-                values["silent"] = model.why_silent
+                note["why_silent"] = model.why_silent
             if model.why_local:
-                values |= {"why": model.why_local, "at": model.why_site, "site": self._notes.site()}
+                note["why_local"], note["local_site"] = model.why_local, model.why_site
+                note["site"] = self._notes.site()
             if model.without_effect:
-                values["vain"], model.without_effect = model.without_effect, {}
+                note["in_vain"], model.without_effect = model.without_effect, {}
         if is_due:
             begun = time.monotonic()
-            fingerprint, arriving = (part.fingerprint, part.arriving) if part is not None else self._look(unit)
+            fingerprint, pending = (part.fingerprint, part.pending) if part is not None else self._look(parameter_set)
             if fingerprint is not None:
-                values["f"] = fingerprint
-            if arriving:
-                values["later"] = 1
-                self._arriving.append((unit.number, count, arriving))
-            values["lr"] = _rates_of(optimizer)
+                note["fingerprint"] = fingerprint
+            if pending:
+                note["is_copying"] = True
+                self._pending.append((parameter_set.number, count, pending))
+            note["rates"] = _rates_of(optimizer)
             cost_s = time.monotonic() - begun + (part.cost_s if part is not None else 0.0)
-            unit.checked(count, cost_s)
-        self._notes.write("step", **values)
+            parameter_set.checked(count, cost_s)
+        self._notes.write("step", note)
 
-    def _look(self, unit: ParameterSet) -> tuple[dict[str, str] | None, list[Arriving]]:
-        """Start or take the fingerprint of `unit`: (fingerprint, []) on the CPU, (None, [in flight]) on a device."""
-        arriving = unit.fingerprinter.begin(self._copies)
-        return (unit.fingerprinter.take(), []) if arriving is None else (None, [arriving])
+    def _look(self, parameter_set: ParameterSet) -> tuple[Fingerprint | None, list[PendingFingerprint]]:
+        """Return the fingerprint, and [] on the CPU; on a device None, and [the fingerprint in flight]."""
+        pending = parameter_set.fingerprinter.begin(self._copies)
+        return (parameter_set.fingerprinter.take(), []) if pending is None else (None, [pending])
 
     def _write_arrived(self) -> None:
         """Note the fingerprints that have arrived from their devices, each with the number of its step."""
-        while self._arriving and all(each.has_arrived() for each in self._arriving[0][2]):
-            number, count, arriving = self._arriving.popleft()
-            fingerprint = arriving[0].fingerprint()
-            for gradients in arriving[1:]:
+        while self._pending and all(each.has_arrived() for each in self._pending[0][2]):
+            number, count, pending = self._pending.popleft()
+            fingerprint = pending[0].fingerprint()
+            for gradients in pending[1:]:
                 fingerprint["g"] = gradients.fingerprint()["g"]
-            self._notes.write("print", u=number, n=count, f=fingerprint)
+            note = FingerprintNote(parameter_set=number, step=count, fingerprint=fingerprint)
+            self._notes.write("fingerprint", note)
 
-    def _plan(self, optimizer: Optimizer, units: list[ParameterSet]) -> None:
-        """Sort the optimizer's parameters into units, and note units that are new or have changed."""
+    def _plan(self, optimizer: Optimizer, sets: list[ParameterSet]) -> None:
+        """Sort the optimizer's parameters into sets, and note sets that are new or have changed."""
         live = [(model, ddp) for model in self._models() if (ddp := model.find()) is not None]
         models = [model for model, _ in live]
         sorted_in: dict[int, list[tuple[str, Tensor, bool]]] = {}
@@ -400,65 +431,81 @@ class ParameterSets:
                 )
                 if id(parameter) not in ignored and parameter.requires_grad and is_plain(parameter):
                     sorted_in.setdefault(number, []).append((name, parameter, is_reduced))
-        self._keep_last(unit for unit in units if unit.model is not None and unit.model.number not in by_number)
-        units[:] = [unit for unit in units if unit.model is None or unit.model.number in by_number]
+        self._keep_last(
+            parameter_set
+            for parameter_set in sets
+            if parameter_set.model is not None and parameter_set.model.number not in by_number
+        )
+        sets[:] = [
+            parameter_set
+            for parameter_set in sets
+            if parameter_set.model is None or parameter_set.model.number in by_number
+        ]
         for number, members in sorted_in.items():
             if number and by_number[number].is_alone:
                 continue
             if not number and not any(isinstance(parameter, Parameter) for _, parameter, _ in members):
                 # Not parameters of a module, so DDP could not wrap them: inputs or latents of this rank's samples.
                 continue
-            found = [unit for unit in units if (unit.model.number if unit.model else 0) == number]
-            unit = found[0] if found else self._new_unit(by_number.get(number), members)
+            found = [
+                parameter_set
+                for parameter_set in sets
+                if (parameter_set.model.number if parameter_set.model else 0) == number
+            ]
+            parameter_set = found[0] if found else self._new_set(by_number.get(number), members)
             if not found:
-                units.append(unit)
-            self._describe(unit, optimizer, members[:_MAX_TENSORS])
+                sets.append(parameter_set)
+            self._describe(parameter_set, optimizer, members[:_MAX_TENSORS])
 
-    def _new_unit(self, model: DdpModel | None, members: list[tuple[str, Tensor, bool]]) -> ParameterSet:
+    def _new_set(self, model: DdpModel | None, members: list[tuple[str, Tensor, bool]]) -> ParameterSet:
         if model is not None:
             key = ["ddp", model.group, model.ordinal]
         else:
             site = self._notes.site()
             shapes = zlib.crc32(repr([list(parameter.shape) for _, parameter, _ in members]).encode())
-            key = ["free", f"{self._era}/{shapes}", f"{site.get('file')}:{site.get('line')}"]
+            key = ["free", f"{self._generation}/{shapes}", f"{site.get('file')}:{site.get('line')}"]
         text = repr(key)
         ordinal = self._num_of_key[text] = self._num_of_key.get(text, -1) + 1
-        self._num_units += 1
-        return ParameterSet(number=self._num_units, key=[*key, ordinal], model=model)
+        self._num_sets += 1
+        return ParameterSet(number=self._num_sets, key=[*key, ordinal], model=model)
 
-    def _describe(self, unit: ParameterSet, optimizer: Optimizer, members: list[tuple[str, Tensor, bool]]) -> None:
+    def _describe(
+        self, parameter_set: ParameterSet, optimizer: Optimizer, members: list[tuple[str, Tensor, bool]]
+    ) -> None:
         parameters = [parameter for _, parameter, _ in members]
         names = [name for name, _, _ in members]
-        late = [place for place, (_, _, is_reduced) in enumerate(members) if not is_reduced] if unit.model else []
-        moved = _moved(unit.model, members)
-        if len(parameters) != len(unit.fingerprinter.parameters) or any(
-            new is not old for new, old in zip(parameters, unit.fingerprinter.parameters, strict=True)
+        late = (
+            [place for place, (_, _, is_reduced) in enumerate(members) if not is_reduced] if parameter_set.model else []
+        )
+        moved = _moved(parameter_set.model, members)
+        if len(parameters) != len(parameter_set.fingerprinter.parameters) or any(
+            new is not old for new, old in zip(parameters, parameter_set.fingerprinter.parameters, strict=True)
         ):
             # A program that averages gradients itself forgets mostly the last parameters, or the first.
-            ends = () if unit.model else {*range(len(members))[:2], *range(len(members))[-2:]}
-            unit.fingerprinter = Fingerprinter(parameters, always=late or ends)
-            unit.windows = LastWindows.of(parameters)
-            unit.newest = _NO_STEP
+            ends = () if parameter_set.model else {*range(len(members))[:2], *range(len(members))[-2:]}
+            parameter_set.fingerprinter = Fingerprinter(parameters, always=late or ends)
+            parameter_set.windows = LastWindows.of(parameters)
+            parameter_set.newest = _NO_STEP
         digest = zlib.crc32(repr((names, late, moved)).encode())
-        if digest == unit.digest:
+        if digest == parameter_set.digest:
             return
-        unit.digest = digest
-        self._notes.write(
-            "unit",
-            u=unit.number,
-            key=unit.key,
+        parameter_set.digest = digest
+        note = ParameterSetNote(
+            parameter_set=parameter_set.number,
+            key=parameter_set.key,
             names=names,
             late=late,
             moved=moved,
-            sizes=[] if unit.model else [parameter.numel() for parameter in parameters],
-            called=[] if unit.model else self._names_of(optimizer, members),
+            sizes=[] if parameter_set.model else [parameter.numel() for parameter in parameters],
+            called=[] if parameter_set.model else self._names_of(optimizer, members),
             largest=max(parameter.numel() for parameter in parameters),
             site=self._notes.site(),
-            made=unit.model.site if unit.model else {},
-            dropped={} if unit.model else self._find_dropped(parameters),
+            made=parameter_set.model.site if parameter_set.model else {},
+            dropped={} if parameter_set.model else self._find_dropped(parameters),
         )
+        self._notes.write("parameter_set", note)
 
-    def _find_dropped(self, parameters: list[Tensor]) -> dict[str, Any]:
+    def _find_dropped(self, parameters: list[Tensor]) -> Site:
         """Return the line that wrapped a model with some of `parameters` if its wrapper has been freed; else {}."""
         found = (model.site for model in self._dropped if any(model.first() is one for one in parameters))
         return next(found, {})

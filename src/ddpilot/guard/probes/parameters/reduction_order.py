@@ -12,8 +12,8 @@ from torch.distributed import distributed_c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from ddpilot.guard.probe import Notes
-from ddpilot.guard.probes.parameters.fingerprint import Arriving, Fingerprinter, is_plain
+from ddpilot.guard.probe import Notes, ReductionOrderNote, Site
+from ddpilot.guard.probes.parameters.fingerprint import Fingerprinter, PendingFingerprint, is_plain
 from ddpilot.guard.probes.parameters.parameter_sets import find_parameter_names
 from ddpilot.guard.probes.process_groups import GroupGenerations, find_world
 from ddpilot.record.accelerator import HostCopies, is_capturing
@@ -40,20 +40,19 @@ class ReducedOrderProbe:
 
     def __init__(self) -> None:
         self._calls: list[_Call] = []
-        self._line: dict[str, Any] = {}
+        self._line: Site = {}
         self._num_steps = 0
         self._num_noted: dict[str, int] = {}
-        self._eras = GroupGenerations()
+        self._generations = GroupGenerations()
         self._world: Any = None
         self._copies = HostCopies()
-        self._arriving: list[tuple[dict[str, Any], Arriving]] = []
+        self._pending: list[tuple[ReductionOrderNote, PendingFingerprint]] = []
         self._looking: list[Callable[[], None]] = []
 
-    def install(self, notes: Notes) -> Callable[[], None]:
-        """Install the probe, see `Probe.install`."""
+    def install(self, notes: Notes) -> list[Callable[[], None]]:
         self._notes = notes
         self._looking = [notes.around(dist, "all_reduce", before=self._begins, aliases=(distributed_c10d,))]
-        return self._take_out
+        return [self._take_out]
 
     def _take_out(self) -> None:
         # Not called in an optimizer hook, while torch iterates over the hooks.
@@ -64,7 +63,7 @@ class ReducedOrderProbe:
         if self._num_steps >= _MAX_STEPS or len(self._calls) >= _MAX_CALLS:
             self._num_steps, self._calls = _MAX_STEPS, []
             self._write_arrived()
-            if not self._arriving:
+            if not self._pending:
                 self._take_out()
             return
         if group is dist.GroupMember.NON_GROUP_MEMBER or not (is_plain(tensor) and tensor.is_contiguous()):
@@ -73,27 +72,27 @@ class ReducedOrderProbe:
             before_step = self._notes.safely(self._before_step)
             self._looking.append(register_optimizer_step_pre_hook(before_step).remove)
         storage = _WeakRef(tensor.untyped_storage())
-        self._forget_earlier_era()
+        self._forget_earlier_generation()
         # Not its ranks: several groups may have the same, and each has its own order.
         named = "world" if group is None or group is find_world() else str(group.group_name)
         if not self._line:
             self._line = self._notes.site()
         self._calls.append(_Call(named, storage, tensor.storage_offset(), tensor.numel()))
 
-    def _forget_earlier_era(self) -> None:
+    def _forget_earlier_generation(self) -> None:
         """Start from zero with a new default group: the ranks may have left the one before at different calls."""
         world = find_world()  # None before a first collective that enters the group, as in a session
         if self._world is not None and world is not self._world:
             self._calls, self._line, self._num_noted = [], {}, {}
         self._world = world
         if world is not None:
-            self._eras.has_changed()
+            self._generations.has_changed()
 
     def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         self._write_arrived()
         if not self._calls or is_capturing():
             return
-        self._forget_earlier_era()
+        self._forget_earlier_generation()
         calls, self._calls = self._calls, []
         self._line, line = {}, self._line
         self._num_steps += 1
@@ -115,7 +114,7 @@ class ReducedOrderProbe:
             if any(parameter is not None for parameter in parameters):
                 self._note(optimizer, group, parameters, line)
 
-    def _note(self, optimizer: Optimizer, group: str, reduced: list[Tensor | None], line: dict[str, Any]) -> None:
+    def _note(self, optimizer: Optimizer, group: str, reduced: list[Tensor | None], line: Site) -> None:
         parameters = list({id(one): one for one in reduced if one is not None}.values())
         found = find_parameter_names(optimizer, self._notes.user_frame())
         all_places = [id(one) for each in optimizer.param_groups for one in each["params"]]
@@ -124,22 +123,24 @@ class ReducedOrderProbe:
             for one in parameters
         }
         number = self._num_noted[group] = self._num_noted.get(group, 0) + 1
-        values = {
-            "key": [self._eras.name, group, number],
-            "names": list(names.values()),
-            "order": ["" if one is None else names[id(one)] for one in reduced],
-            "line": line,
-            "site": self._notes.site(),
-        }
         fingerprinter = Fingerprinter(parameters)
-        arriving = fingerprinter.begin(self._copies)
-        if arriving is None:
-            self._notes.write("reduced", **values, f=fingerprinter.take()["w"])
+        pending = fingerprinter.begin(self._copies)
+        note = ReductionOrderNote(
+            key=[self._generations.name, group, number],
+            names=list(names.values()),
+            order=["" if one is None else names[id(one)] for one in reduced],
+            sums=fingerprinter.take()["w"] if pending is None else "",
+            line=line,
+            site=self._notes.site(),
+        )
+        if pending is None:
+            self._notes.write("reduction_order", note)
         else:
-            self._arriving.append((values, arriving))
+            self._pending.append((note, pending))
 
     def _write_arrived(self) -> None:
         """Write the notes whose fingerprints have arrived from a device."""
-        while self._arriving and self._arriving[0][1].has_arrived():
-            values, arriving = self._arriving.pop(0)
-            self._notes.write("reduced", **values, f=arriving.fingerprint()["w"])
+        while self._pending and self._pending[0][1].has_arrived():
+            note, pending = self._pending.pop(0)
+            note["sums"] = pending.fingerprint()["w"]
+            self._notes.write("reduction_order", note)

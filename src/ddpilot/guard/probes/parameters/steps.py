@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.compiler import is_compiling
@@ -17,7 +17,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ddpilot.guard.probe import Notes, keep_dynamo_out
+from ddpilot.guard.probe import DdpNote, LoadNote, Notes, keep_dynamo_out
 from ddpilot.guard.probes.caller_source import reads_gradients
 from ddpilot.guard.probes.parameters.bypass import BypassCalls
 from ddpilot.guard.probes.parameters.ddp_model import DdpModel, UnusedCount
@@ -40,7 +40,7 @@ class StepProbe:
         self._num_models = 0
         self._num_in_group: dict[str, int] = {}
         self._unused: list[UnusedCount] = []
-        self._eras = GroupGenerations()
+        self._generations = GroupGenerations()
         self._world: Any = None
         self._is_alone = True
         self._num_open = 0  # steps that have started and not ended
@@ -49,16 +49,13 @@ class StepProbe:
         self._num_applied = 0
         self._sees_cells = False
 
-    def install(self, notes: Notes) -> Callable[[], None]:
-        """Install the probe, see `Probe.install`."""
+    def install(self, notes: Notes) -> list[Callable[[], None]]:
         self._notes = notes
-        self._units = ParameterSets(notes, self._live_models)
-        pre_hook = notes.safely(self._before_step)
-        keep_dynamo_out(pre_hook)
-        self._note_last = note_last = notes.safely(lambda *_: self._units.note_last_steps())
+        self._parameter_sets = ParameterSets(notes, self._live_models)
+        self._note_last = note_last = notes.safely(lambda *_: self._parameter_sets.note_last_steps())
         ddp: Any = DistributedDataParallel
-        undo = [
-            register_optimizer_step_pre_hook(pre_hook).remove,
+        return [
+            register_optimizer_step_pre_hook(notes.safely(self._before_step)).remove,
             register_optimizer_step_post_hook(notes.safely(self._after_step)).remove,
             notes.around(ddp, "__init__", after=self._wrapped),
             notes.around(ddp, "forward", before=self._before_forward),
@@ -66,14 +63,8 @@ class StepProbe:
             notes.around(torch.autograd, "backward", before=self._before_backward, after=self._after_backward),
             notes.around(torch.nn.Module, "load_state_dict", after=self._loaded),
             notes.around(torch.nn.Module, "apply", before=self._before_apply, after=self._after_apply),
+            note_last,
         ]
-
-        def uninstall() -> None:
-            note_last()
-            for function in reversed(undo):
-                function()
-
-        return uninstall
 
     def _wrapped(self, _: None, returned: bool, __: object, ddp: Any, *_args: Any, **_kwargs: Any) -> None:
         if not returned:
@@ -81,7 +72,7 @@ class StepProbe:
         group = describe_group(ddp.process_group)
         self._follow_group()
         place = self._num_in_group[group] = self._num_in_group.get(group, -1) + 1
-        ordinal = f"{self._eras.name}/{place}"
+        ordinal = f"{self._generations.name}/{place}"
         self._num_models += 1
         if len(self._live_models()) >= _MAX_MODELS:
             return
@@ -97,8 +88,7 @@ class StepProbe:
             for name, parameter in ddp.module.named_parameters()
             if id(parameter) in model.names
         ]
-        self._notes.write(
-            "ddp",
+        note = DdpNote(
             group=group,
             ordinal=ordinal,
             names=described[:_MAX_NAMES],
@@ -106,12 +96,13 @@ class StepProbe:
             static=bool(ddp.static_graph),
             site=model.site,
         )
+        self._notes.write("ddp", note)
 
     def _live_models(self) -> list[DdpModel]:
-        gone = [model for model in self._models if model.find() is None]
-        if gone:
-            self._units.drop(gone)
-            self._models = [model for model in self._models if model not in gone]
+        freed = [model for model in self._models if model.find() is None]
+        if freed:
+            self._parameter_sets.drop(freed)
+            self._models = [model for model in self._models if model not in freed]
         return self._models
 
     def _find_models(self, module: Any) -> Iterator[tuple[DdpModel, Any]]:
@@ -123,12 +114,14 @@ class StepProbe:
 
     def _follow_group(self) -> None:
         """Start over if the default group has changed. Surviving models are matched with those of other ranks."""
-        if self._eras.has_changed():
+        if self._generations.has_changed():
             self._look_at_cells()
             self._num_in_group.clear()
-            self._units.clear()
+            self._parameter_sets.clear()
             for model in self._live_models():
-                model.ordinal = f"{self._eras.name}/kept {model.ordinal.rpartition('/')[2].removeprefix('kept ')}"
+                model.ordinal = (
+                    f"{self._generations.name}/kept {model.ordinal.rpartition('/')[2].removeprefix('kept ')}"
+                )
 
     def _look_at_cells(self) -> None:
         """In a notebook session, note the newest step at the end of each cell, as it may be the last."""
@@ -202,7 +195,11 @@ class StepProbe:
 
     def _loaded(self, _: None, returned: bool, __: object, module: Any, *_args: Any, **_kwargs: Any) -> None:
         for model, _ in self._find_models(module) if returned else ():
-            self._notes.write("load", group=model.group, ordinal=model.ordinal, site=self._notes.site())
+            self._note_load(model, "load_state_dict")
+
+    def _note_load(self, model: DdpModel, by: Literal["load_state_dict", "apply"]) -> None:
+        note = LoadNote(group=model.group, ordinal=model.ordinal, by=by, site=self._notes.site())
+        self._notes.write("load", note)
 
     def _before_apply(self, module: Any, *_args: Any, **_kwargs: Any) -> tuple[DdpModel | None, Any, list[int]] | None:
         if self._is_applying or self._num_applied == _MAX_APPLIED:
@@ -218,7 +215,7 @@ class StepProbe:
         model, ddp, versions = before
         if model is not None and _versions_of(ddp) != versions:
             self._num_applied += 1
-            self._notes.write("load", group=model.group, ordinal=model.ordinal, site=self._notes.site(), by="apply")
+            self._note_load(model, "apply")
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         # Walking the stack takes a while, and an open step may have ended with an error.
@@ -232,15 +229,15 @@ class StepProbe:
         self._opened = None
         if self._is_alone or is_compiling() or is_capturing():
             return None
-        if world is not self._eras.group:
+        if world is not self._generations.group:
             self._follow_group()
         if self._unused:
             self._count_unused()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
-            self._units.step(optimizer, self._eras.name)
+            self._parameter_sets.step(optimizer, self._generations.name)
             return None
-        self._opened = opened = self._units.begin_step(optimizer, self._eras.name)
+        self._opened = opened = self._parameter_sets.begin_step(optimizer, self._generations.name)
         if not opened.is_due:
             return None
         watched = self._look_after(closure, opened)
@@ -270,7 +267,7 @@ class StepProbe:
         opened = self._opened
         if opened is not None and opened.optimizer is optimizer:
             self._opened = None
-            self._units.end_step(opened)
+            self._parameter_sets.end_step(opened)
 
 
 def _no_shell() -> None:
@@ -282,7 +279,7 @@ def _versions_of(ddp: Any) -> list[int]:
 
 
 def _is_nested() -> bool:
-    """True if this step runs inside the step of another optimizer, which wraps this one."""
+    """True if this step runs inside the step of an optimizer that wraps this one."""
     # All optimizers run their steps through the same torch wrapper, which calls this hook.
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "wrapper":

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether ranks read, shuffle, draw and evaluate what they should. Imports `rules.rule`."""
+"""Rules about data: samples read, shuffled, drawn and evaluated. Imports `rules.rule`."""

@@ -5,21 +5,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
+from ddpilot.guard.probe import LoaderPassNote
 from ddpilot.guard.rules.rule import BoundedDict, RuleContext, WaitingRule, line_of, place_of
 from ddpilot.record.journal import Entry
 
 _Pass = tuple[int, int, int]  # rank, loader, number of the pass
 _MAX_PASSES = 4096
 _MIN_BATCHES = 8
+_EQUAL = ("replicas", "rank", "seed", "epoch")
+"""Attributes of a sampler that decide the order."""
 
 
 @dataclass
 class _Seen:
-    facts: dict[str, Any]
+    note: LoaderPassNote
     order: int | None = None
     is_sorted: bool = True
     num_batches: int = 0
@@ -28,15 +30,14 @@ class _Seen:
     """True if weights were loaded before the pass, or its optimizer is new: it begins a new training."""
 
 
-class SetEpochForgotten(WaitingRule):
+class SetEpochForgotten(WaitingRule[LoaderPassNote]):
     """Reports two consecutive passes that trained the same model in the same order, with the sampler at the same epoch.
 
     A search over learning rates, or a series of folds, begins at the first epoch again: not reported if the program
     loads weights between the passes or continues with a new optimizer.
     """
 
-    codes: tuple[str, ...] = ("DDP402",)
-    kinds: tuple[str, ...] = ("loader_pass", "order", "batch", "trains", "pass_end", "load", "unit")
+    kinds = ("loader_pass", "order", "batch", "trains", "pass_end", "load", "parameter_set")
 
     def __init__(self, context: RuleContext) -> None:
         super().__init__(context)
@@ -45,16 +46,15 @@ class SetEpochForgotten(WaitingRule):
         self._has_loaded: set[int] = set()
         self._last: BoundedDict[tuple[int, int], _Pass] = BoundedDict(_MAX_PASSES)
 
-    def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
-        """See `Rule.feed`."""
+    def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
         values = entry.values
-        if entry.kind == "loader_pass" and (values.get("sampler") or {}).get("shuffle"):
-            self._newest[rank] = seen = _Seen(dict(values), is_fresh=rank in self._has_loaded)
+        if entry.kind == "loader_pass" and (values["sampler"] or {}).get("shuffle"):
+            self._newest[rank] = seen = _Seen(values, is_fresh=rank in self._has_loaded)
             self._passes[rank, values["loader"], values["pass"]] = seen
             self._has_loaded.discard(rank)
         elif entry.kind == "load":
             self._has_loaded.add(rank)
-        elif entry.kind == "unit":
+        elif entry.kind == "parameter_set":
             if rank in self._newest:
                 self._newest[rank].is_fresh = True
         elif entry.kind != "loader_pass":
@@ -86,27 +86,25 @@ class SetEpochForgotten(WaitingRule):
         # A pass that only read a first batch is not an epoch.
         if last is None or last.num_batches < 2 or seen.is_sorted or seen.is_fresh:
             return
-        if seen.facts.get("part") != last.facts.get("part"):
+        note, before = seen.note, last.note
+        if seen.order != last.order or (note["part"], note["samples"]) != (before["part"], before["samples"]):
             return
-        names = ("replicas", "rank", "seed", "epoch")
-        mine, theirs = seen.facts["sampler"], last.facts["sampler"]
-        if seen.order == last.order and all(mine.get(name) == theirs.get(name) for name in names):
-            if not (mine.get("has_set_epoch") and seen.facts["samples"] == last.facts["samples"]):
-                return
-            self._waiting.put(line_of(seen.facts.get("site")), rank, seen.facts, now_ns)
+        sampler, earlier = note["sampler"] or {}, before["sampler"] or {}
+        if sampler.get("has_set_epoch") and all(sampler.get(name) == earlier.get(name) for name in _EQUAL):
+            self._waiting.put(line_of(note["site"]), rank, note, now_ns)
 
-    def _finding(self, by_rank: dict[int, Any]) -> Finding:
-        facts = next(iter(by_rank.values()))
-        sampler = facts["sampler"]
+    def _finding(self, by_rank: dict[int, LoaderPassNote]) -> Finding:
+        note = next(iter(by_rank.values()))
+        sampler = note["sampler"] or {}
         return make_finding(
             "DDP402",
-            summary=f"two epochs had the samples in the same order: {sampler['kind']} still is at epoch "
+            summary=f"two epochs had the samples in the same order: {sampler['kind']} is still at epoch "
             f"{sampler.get('epoch')}",
             ranks=tuple(by_rank),
-            line=place_of(facts.get("site")),
+            line=place_of(note["site"]),
             evidence=(
-                f"{sampler['kind']}(seed={sampler.get('seed')}, shuffle=True), {facts['samples']} samples",
-                "two passes over them that trained the same model began with the same ones",
+                f"{sampler['kind']}(seed={sampler.get('seed')}, shuffle=True), {note['samples']} samples",
+                "two passes over them that trained the same model began with the same samples",
             ),
             why="The order is a function of seed and epoch, and the sampler does not count epochs by itself.",
             fix="Call sampler.set_epoch(epoch) at the beginning of each epoch, before the loop over the loader.",

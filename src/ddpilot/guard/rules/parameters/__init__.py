@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether ranks' parameters stay equal; if not, since when and why. Imports `rules.rule`."""
+"""Rules about parameters that diverge: since when, and why. Imports `rules.rule`."""

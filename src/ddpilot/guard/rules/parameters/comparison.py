@@ -11,6 +11,7 @@ from typing import Any
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
+from ddpilot.guard.probe import DdpNote, ParameterSetNote, Site
 from ddpilot.guard.rules.parameters import causes
 from ddpilot.guard.rules.parameters.causes import Cause
 from ddpilot.guard.rules.parameters.fingerprints import compare
@@ -25,24 +26,22 @@ from ddpilot.guard.rules.parameters.manual_averaging import (
     may_be_reduced,
     num_exchanged,
 )
-from ddpilot.guard.rules.parameters.steps import MAX_STEPS, MatchedStep, PassesBegun, Skipped, StepsTaken, When
-from ddpilot.guard.rules.rule import BoundedDict, RuleContext, place_of
+from ddpilot.guard.rules.parameters.steps import MAX_STEPS, MatchedStep, PassesBegun, Skipped, StepKey, StepsTaken
+from ddpilot.guard.rules.rule import BoundedDict, RuleContext, num_ranks_of, place_of
 from ddpilot.record.flight_ring.log import CallSite, RankLog
 from ddpilot.record.journal import Entry
 
 NUM_LOCAL_STEPS = 16
-"""Steps without a reduction by DDP that are tolerated before a bypass of DDP is reported.
-Local SGD skips reductions for a while.
-"""
+"""Steps without a reduction by DDP that are tolerated before a bypass of DDP is reported: local SGD skips some."""
 
 NUM_FREE_STEPS = 50
 """The same for parameters without a DDP model, and if all steps are in `no_sync`."""
 
 NUM_SINGLE_STEPS = 5
-"""Steps that some ranks take, after reductions by all ranks, before the others' missing steps are reported."""
+"""Steps that some ranks take, after reductions by all ranks, before missing steps of other ranks are reported."""
 
 WAIT_NS = 300_000_000
-"""How long to wait for ranks that have not noted a step yet before the others are compared."""
+"""How long to wait for ranks that have not noted a step yet before those that have are compared."""
 
 NUM_UNLIKE = 5
 """Consecutive checked steps with equal gradients and different weights after which the weights are reported."""
@@ -50,29 +49,29 @@ NUM_UNLIKE = 5
 _MAX_REDUCED = 3
 """After this many checks that found averaging without DDP, it counts as intended."""
 
-_MAX_ASKED = 8
+_MAX_SEARCHES = 8
 """Maximum number of logs searched for averaging by the program; each search takes milliseconds."""
 
 
 class Comparison:
-    """Compares the units of all ranks that have the same `key`. `all_of_job` returns the comparisons of all keys."""
+    """Compares the parameter sets with the same `key` on all ranks. `all_of_job` returns all comparisons."""
 
     def __init__(
         self, key: tuple[Any, ...], context: RuleContext, all_of_job: Callable[[], Iterable[Comparison]] = tuple
     ) -> None:
         self.key = key
         self._all_of_job = all_of_job
-        self.units: dict[int, dict[str, Any]] = {}
+        self.sets: dict[int, ParameterSetNote] = {}
         self.loads: dict[int, Entry] = {}
         self.passes = PassesBegun()
         self.is_over = False
         """True if nothing more is reported: there was a finding, or differences are intended."""
         self._context = context
-        self._moments: OrderedDict[When, MatchedStep] = OrderedDict()
-        self._waiting: dict[When, MatchedStep] = {}
+        self._matched: OrderedDict[StepKey, MatchedStep] = OrderedDict()
+        self._waiting: dict[StepKey, MatchedStep] = {}
         self._expected: BoundedDict[tuple[int, int], MatchedStep] = BoundedDict(MAX_STEPS)
         self._taken = StepsTaken()
-        self._last: dict[int, tuple[When, Entry]] = {}
+        self._last: dict[int, tuple[StepKey, Entry]] = {}
         self._first_bad: MatchedStep | None = None
         self._began_alike: bool | None = None
         self._is_apart = False
@@ -80,10 +79,10 @@ class Comparison:
         self._num_steps = 0
         self._num_local = 0
         self._num_reduced = 0
-        self._num_asked = 0
+        self._num_searches = 0
         self._num_unlike = 0
         self._never_exchanges: bool | None = None
-        self._weighed: MatchedStep | None = None
+        self._compared: MatchedStep | None = None
         self.alike_at = 0
         """The newest step at which parameters were the same on all ranks; 0 if they never were."""
 
@@ -92,9 +91,9 @@ class Comparison:
         """True if no DDP model has these parameters."""
         return bool(self.key[0] == "free")
 
-    def describe(self, rank: int, unit: dict[str, Any]) -> None:
-        """Set the description of the unit of `rank`."""
-        self.units[rank] = unit
+    def describe(self, rank: int, note: ParameterSetNote) -> None:
+        """Set the description of the parameter set of `rank`."""
+        self.sets[rank] = note
 
     def loaded(self, rank: int, entry: Entry) -> None:
         """Note that `rank` loaded a state dict into the model after it was wrapped."""
@@ -104,62 +103,62 @@ class Comparison:
         """Add a step that `rank` is about to take."""
         if self.is_over:
             return
-        if entry.values.get("silent"):
+        if entry.values.get("why_silent"):
             self.end()
             return
-        when = self._taken.add(rank, entry)
+        key = self._taken.add(rank, entry)
         self.passes.step(rank)
-        moment = self._moments.setdefault(when, MatchedStep())
-        moment.steps[rank] = entry
-        moment.units[rank] = self.units[rank]
-        if not moment.is_compared and ("f" in entry.values or "later" in entry.values):
-            self._waiting[when] = moment
-        if "later" in entry.values:
-            self._expected[rank, entry.values["n"]] = moment
-        if len(self._moments) > MAX_STEPS:
-            self._waiting.pop(self._moments.popitem(last=False)[0], None)
+        matched = self._matched.setdefault(key, MatchedStep())
+        matched.steps[rank] = entry
+        matched.sets[rank] = self.sets[rank]
+        if not matched.is_compared and ("fingerprint" in entry.values or "is_copying" in entry.values):
+            self._waiting[key] = matched
+        if "is_copying" in entry.values:
+            self._expected[rank, entry.values["step"]] = matched
+        if len(self._matched) > MAX_STEPS:
+            self._waiting.pop(self._matched.popitem(last=False)[0], None)
 
     def arrived(self, rank: int, entry: Entry) -> None:
         """Add the fingerprint of a step of `rank` that has been copied from its device."""
-        moment = self._expected.pop((rank, entry.values["n"]), None)
-        if moment is not None and not moment.is_compared:
-            step = moment.steps[rank]
-            moment.steps[rank] = replace(step, values={**step.values, "f": entry.values["f"]})
-            moment.arrived_ns = entry.time_ns
+        matched = self._expected.pop((rank, entry.values["step"]), None)
+        if matched is not None and not matched.is_compared:
+            step = matched.steps[rank]
+            matched.steps[rank] = replace(step, values={**step.values, "fingerprint": entry.values["fingerprint"]})
+            matched.arrived_ns = entry.time_ns
 
     def last(self, rank: int, entry: Entry) -> Iterator[Finding]:
         """Add a sample of the parameters before the newest, possibly last, step of `rank`; compare once complete."""
         self._last[rank] = (self._taken.newest_of(rank), entry)
         if self.is_over or len(self._last) < self._num_ranks():
             return
-        whens = {(when, last.values["n"]) for when, last in self._last.values()}
+        keys = {(key, last.values["step"]) for key, last in self._last.values()}
         lasts = {rank: last for rank, (_, last) in self._last.items()}
-        if len(whens) == 1 and (moment := self._moments.get(next(iter(whens))[0])) is not None:
+        if len(keys) == 1 and (matched := self._matched.get(next(iter(keys))[0])) is not None:
             self._last.clear()
-            if finding := self._weigh_last(moment, lasts):
+            if finding := self._compare_last(matched, lasts):
                 self.end()
                 yield finding
 
-    def judge(self, now_ns: int | None) -> Iterator[Finding]:
+    def find(self, now_ns: int | None) -> Iterator[Finding]:
         """Yield new findings. `now_ns`: None to compare only steps that all ranks have noted."""
         if self.is_over:
             return
-        for moment in self._ready(now_ns):
-            finding = self._weigh(moment)
+        for matched in self._ready(now_ns):
+            finding = self._compare(matched)
             if finding is not None:
                 self.end()
                 yield finding
                 return
-        if now_ns is not None and (finding := self._step_of_some(now_ns)) is not None:
+        if now_ns is not None and (finding := self._find_skipping_ranks(now_ns)) is not None:
             self.end()
             yield finding
 
     def finish(self) -> Iterator[Finding]:
         """Yield the remaining findings when no rank will take another step."""
-        moment = self._first_bad
-        if self.is_over or moment is None:
+        matched = self._first_bad
+        if self.is_over or matched is None:
             return
-        cause = self._cause(moment)
+        cause = self._cause(matched)
         num_needed = 2 if self.is_free else 1
         is_known = cause.code != causes.UNKNOWN.code
         if self._num_steps >= num_needed and (finding := self._left_out(at_end=True)):
@@ -167,14 +166,14 @@ class Comparison:
             yield finding
             return
         if is_known and self._num_steps >= num_needed and not self._is_reduced_otherwise():
-            finding = self._tell(cause, moment, moment)
+            finding = self._make_finding(cause, matched, matched)
             self.end()
             yield finding
 
     def end(self) -> None:
         """Stop the comparison and free its state."""
         self.is_over = True
-        self._moments.clear()
+        self._matched.clear()
         self._waiting.clear()
         self._expected.clear()
         self._last.clear()
@@ -183,89 +182,92 @@ class Comparison:
     def _ready(self, now_ns: int | None) -> list[MatchedStep]:
         """Return the steps for which enough ranks have a fingerprint, oldest first."""
         ready = []
-        for when, moment in list(self._waiting.items()):
-            num = sum("f" in step.values for step in moment.steps.values())
-            is_old = now_ns is not None and now_ns - max(moment.begun_ns, moment.arrived_ns) >= WAIT_NS
+        for key, matched in list(self._waiting.items()):
+            num = len(matched.fingerprints)
+            is_old = now_ns is not None and now_ns - max(matched.begun_ns, matched.arrived_ns) >= WAIT_NS
             if num >= self._num_ranks() or (num >= 2 and is_old):
-                moment.is_compared = True
-                ready.append(moment)
-                del self._waiting[when]
+                matched.is_compared = True
+                ready.append(matched)
+                del self._waiting[key]
         return ready
 
     def _num_ranks(self) -> int:
-        group = "world" if self.is_free else self.key[1]
-        return self._context.world_size if group == "world" else len(group.split(","))
+        return num_ranks_of("world" if self.is_free else self.key[1], self._context.world_size)
 
-    def _weigh(self, moment: MatchedStep) -> Finding | None:
-        """Compare the ranks at `moment`; return a finding if it proves a divergence."""
-        fingerprints = {rank: step.values["f"] for rank, step in moment.steps.items() if "f" in step.values}
-        names = {rank: moment.units[rank]["names"] for rank in fingerprints}
-        moment.difference = difference = compare(names, fingerprints)
-        self._weighed = moment
+    def _compare(self, matched: MatchedStep) -> Finding | None:
+        """Compare the ranks at `matched`; return a finding if it proves a divergence."""
+        fingerprints = matched.fingerprints
+        names = {rank: matched.sets[rank]["names"] for rank in fingerprints}
+        matched.difference = difference = compare(names, fingerprints)
+        self._compared = matched
         self._num_steps += 1
         self._has_own_gradients |= bool(difference.gradients)
         if self._began_alike is None:
             self._began_alike = not difference.parameters
-        if self.is_free and (finding := self._unlike(moment)):
+        if self.is_free and (finding := self._unlike(matched)):
             return finding
         if not difference.parameters:
-            if self._is_apart and not moment.is_reduced:
+            if self._is_apart and not matched.is_reduced:
                 self.end()  # the program makes them equal again itself, and will do so next time
                 return None
-            self._first_bad = moment if difference.gradients else None
+            self._first_bad = matched if difference.gradients else None
             self._num_local = 0
-            self.alike_at = self._count(moment)
-            at_ns = {rank: step.time_ns for rank, step in moment.steps.items()}
+            self.alike_at = self._count(matched)
+            at_ns = {rank: step.time_ns for rank, step in matched.steps.items()}
             self.loads = {rank: load for rank, load in self.loads.items() if load.time_ns > at_ns.get(rank, 0)}
             return None
         self._is_apart = True
-        self._first_bad = self._first_bad or moment
-        self._num_local = max(0, self._count(moment) - self._count(self._first_bad)) + 1
+        self._first_bad = self._first_bad or matched
+        self._num_local = max(0, self._count(matched) - self._count(self._first_bad)) + 1
         if finding := self._left_out():
             return finding
-        if self._is_proven(moment):
+        if self._is_proven(matched):
             cause = self._cause(self._first_bad)
-            may_be_meant = cause is causes.NO_SYNC and not moment.is_reduced
-            return self._tell(cause, self._first_bad, moment, may_be_meant=may_be_meant)
+            may_be_meant = cause is causes.NO_SYNC and not matched.is_reduced
+            return self._make_finding(cause, self._first_bad, matched, may_be_meant=may_be_meant)
         return None
 
-    def _weigh_last(self, moment: MatchedStep, lasts: dict[int, Entry]) -> Finding | None:
+    def _compare_last(self, matched: MatchedStep, lasts: dict[int, Entry]) -> Finding | None:
         """Return a finding if parameters that were equal at an earlier step differ in the sample of the last one.
+
         DDP, or the program itself, must have averaged the gradients of the last step. Equal samples prove nothing: they
         are a small part of the parameters.
         """
-        is_apart = not self.is_free and (self._is_apart or not moment.is_reduced)
-        if not self.alike_at or is_apart or moment.steps.keys() != {*lasts}:
+        is_apart = not self.is_free and (self._is_apart or not matched.is_reduced)
+        if not self.alike_at or is_apart or matched.steps.keys() != {*lasts}:
             return None
-        names = {rank: [moment.units[rank]["names"][at] for at in last.values["at"]] for rank, last in lasts.items()}
-        difference = compare(names, {rank: last.values["f"] for rank, last in lasts.items()}, of="of some elements ")
+        names = {
+            rank: [matched.sets[rank]["names"][at] for at in last.values["places"]] for rank, last in lasts.items()
+        }
+        fingerprints = {rank: last.values["fingerprint"] for rank, last in lasts.items()}
+        difference = compare(names, fingerprints, of="of some elements ")
         if not difference.parameters:
             return None
-        line = self._find_own_averaging(moment) if self.is_free else None
+        line = self._find_own_averaging(matched) if self.is_free else None
         if self.is_free and line is None:
             return None
-        moment.difference = difference
+        matched.difference = difference
         if line is not None:
-            return make_changed_finding(causes.CHANGED_AT_END, moment.units, moment, line, self.alike_at)
-        first = self._first_bad or moment
+            return make_changed_finding(causes.CHANGED_AT_END, matched.sets, matched, line, self.alike_at)
+        first = self._first_bad or matched
         cause = self._cause(first)
-        return self._tell(causes.CHANGED_AT_END if cause is causes.CHANGED else cause, first, moment)
+        return self._make_finding(causes.CHANGED_AT_END if cause is causes.CHANGED else cause, first, matched)
 
-    def _count(self, moment: MatchedStep) -> int:
-        return max(int(step.values["n"]) for step in moment.steps.values())
+    def _count(self, matched: MatchedStep) -> int:
+        return max(note["step"] for note in matched.notes.values())
 
-    def _is_proven(self, moment: MatchedStep) -> bool:
+    def _is_proven(self, matched: MatchedStep) -> bool:
         if self.is_free:
             return (
                 self._num_local >= self._num_free_steps()
-                and self._cause(self._first_bad or moment).code == causes.NEVER_WRAPPED.code
+                and self._cause(self._first_bad or matched).code == causes.NEVER_WRAPPED.code
                 and not self._is_reduced_otherwise()
             )
-        if moment.is_reduced:
+        if matched.is_reduced:
             return True
         # Local SGD is written with all steps in no_sync, possibly many of them.
-        is_asked_for = self._cause(self._first_bad or moment) is causes.NO_SYNC
-        needed = NUM_FREE_STEPS if is_asked_for else NUM_LOCAL_STEPS
+        is_explicit = self._cause(self._first_bad or matched) is causes.NO_SYNC
+        needed = NUM_FREE_STEPS if is_explicit else NUM_LOCAL_STEPS
         return self._num_local >= needed and not self._is_reduced_otherwise()
 
     def _num_free_steps(self) -> int:
@@ -273,23 +275,22 @@ class Comparison:
         if self._num_local < NUM_LOCAL_STEPS:
             return NUM_LOCAL_STEPS
         if self._never_exchanges is None:
-            sites = [unit.get(name) or {} for unit in self.units.values() for name in ("site", "made")]
-            is_dropped = any(unit.get("dropped") for unit in self.units.values())
-            files = {site.get("file", "") for site in sites}
+            is_dropped = any(note["dropped"] for note in self.sets.values())
+            files = {site.get("file", "") for note in self.sets.values() for site in (note["site"], note["made"])}
             self._never_exchanges = is_dropped or is_never_exchanged(files, self._context.sources())
         return NUM_LOCAL_STEPS if self._never_exchanges else NUM_FREE_STEPS
 
-    def _is_one_model(self, moment: MatchedStep) -> bool:
+    def _is_one_model(self, matched: MatchedStep) -> bool:
         """True if no DDP model has these parameters, which began equal and got different gradients."""
-        return self.is_free and bool(self._began_alike and moment.difference.gradients and not moment.rates)
+        return self.is_free and bool(self._began_alike and matched.difference.gradients and not matched.rates)
 
     def averaged(self) -> Averaged | None:
         """Return the parameters that were equal at the newest comparison; None if there was none."""
-        return Averaged(self._weighed.units, self._weighed) if self.is_free and self._weighed else None
+        return Averaged(self._compared.sets, self._compared) if self.is_free and self._compared else None
 
     def _left_out(self, *, at_end: bool = False) -> Finding | None:
         """Return the finding if the program averages gradients itself and omits some; searches only a few times."""
-        first, last = self._first_bad, self._weighed
+        first, last = self._first_bad, self._compared
         own = self.averaged()
         if own is None or first is None or last is None or not self._is_one_model(first):
             return None
@@ -299,72 +300,72 @@ class Comparison:
         others = [] if own.least else [each.averaged() for each in self._all_of_job() if each is not self]
         averaged = [each for each in (own, *others) if each is not None and each.least]
         line = self._find_averaging(last, averaged)
-        return None if line is None else make_left_out_finding(last.units, first, last, line)
+        return None if line is None else make_left_out_finding(last.sets, first, last, line)
 
-    def _find_averaging(self, moment: MatchedStep, averaged: Sequence[Averaged]) -> CallSite | None:
-        """Return the line at which the program averages these gradients before the step at `moment`."""
-        for rank, step in moment.steps.items() if averaged and self._num_asked < _MAX_ASKED else ():
-            steps = [each.steps[rank].time_ns for each in self._moments.values() if rank in each.steps]
+    def _find_averaging(self, matched: MatchedStep, averaged: Sequence[Averaged]) -> CallSite | None:
+        """Return the line at which the program averages these gradients before the step at `matched`."""
+        for rank, step in matched.steps.items() if averaged and self._num_searches < _MAX_SEARCHES else ():
+            steps = [each.steps[rank].time_ns for each in self._matched.values() if rank in each.steps]
             since_ns = max((at_ns for at_ns in steps if at_ns < step.time_ns), default=None)
             if since_ns is not None and (log := self._context.log(rank)) is not None:
-                self._num_asked += 1
+                self._num_searches += 1
                 return find_averaging(log, since_ns, step.time_ns, averaged)
         return None
 
-    def _unlike(self, moment: MatchedStep) -> Finding | None:
+    def _unlike(self, matched: MatchedStep) -> Finding | None:
         """Return the finding if the program averages gradients itself and the weights differ check after check."""
-        if moment.difference.gradients or not moment.difference.parameters:
+        if matched.difference.gradients or not matched.difference.parameters:
             self._num_unlike = 0
             return None
         self._num_unlike += 1
         if self._num_unlike < NUM_UNLIKE:
             return None
-        line = self._find_own_averaging(moment)
+        line = self._find_own_averaging(matched)
         if line is not None and self.alike_at:
-            return make_changed_finding(causes.CHANGED, moment.units, moment, line, self.alike_at)
-        return None if line is None else make_unlike_finding(moment.units, moment, line, self._num_unlike)
+            return make_changed_finding(causes.CHANGED, matched.sets, matched, line, self.alike_at)
+        return None if line is None else make_unlike_finding(matched.sets, matched, line, self._num_unlike)
 
-    def _find_own_averaging(self, moment: MatchedStep) -> CallSite | None:
+    def _find_own_averaging(self, matched: MatchedStep) -> CallSite | None:
         """Return the line at which the program averages all gradients, if they were the same at every check."""
-        weighed = self._weighed
-        if weighed is None or (self._began_alike and self._has_own_gradients):
+        compared = self._compared
+        if compared is None or (self._began_alike and self._has_own_gradients):
             return None
-        own = Averaged(weighed.units, weighed, are_weights_apart=True)
-        return self._find_averaging(moment, [own]) if own.least else None
+        own = Averaged(compared.sets, compared, are_weights_apart=True)
+        return self._find_averaging(matched, [own]) if own.least else None
 
-    def _cause(self, moment: MatchedStep) -> Cause:
+    def _cause(self, matched: MatchedStep) -> Cause:
         if self.is_free:
-            if not self._is_one_model(moment):
+            if not self._is_one_model(matched):
                 return causes.UNKNOWN
-            return causes.DROPPED if any(unit.get("dropped") for unit in self.units.values()) else causes.NEVER_WRAPPED
-        differing = {*moment.difference.gradients} or {*moment.difference.parameters}
-        moved = {name.partition(":")[0] for unit in self.units.values() for name in unit["moved"]}
-        late = {unit["names"][place] for unit in self.units.values() for place in unit["late"]}
+            return causes.DROPPED if any(note["dropped"] for note in self.sets.values()) else causes.NEVER_WRAPPED
+        differing = {*matched.difference.gradients} or {*matched.difference.parameters}
+        moved = {name.partition(":")[0] for note in self.sets.values() for name in note["moved"]}
+        late = {note["names"][place] for note in self.sets.values() for place in note["late"]}
         if moved & differing:
             return causes.MOVED
         if differing <= late:
             return causes.LATE
-        if not moment.difference.gradients:
+        if not matched.difference.gradients:
             if self._taken.find_skipped():
                 return causes.STEP
-            if moment.rates:
+            if matched.rates:
                 return causes.RATES
             if not self.alike_at or self.loads:
                 return causes.PARAMETERS
             return causes.EPOCHS if self.passes.find_uneven(self.alike_at) else causes.CHANGED
-        whys = [moment.value(rank, "why") for rank in moment.steps]
+        whys = (note.get("why_local") for note in matched.notes.values())
         if why := next((why for why in whys if why), ""):
             return causes.LOCAL[why]
-        events = [moment.value(rank, "e") or "" for rank in moment.steps]
+        events = [note["events"] for note in matched.notes.values()]
         has_backward = any(event in text for text in events for event in "BbR")
         return causes.UNKNOWN if has_backward or not any(events) else causes.NO_BACKWARD
 
-    def _step_of_some(self, now_ns: int) -> Finding | None:
-        """Return the finding for ranks that took no step with an optimizer with which others took several."""
+    def _find_skipping_ranks(self, now_ns: int) -> Finding | None:
+        """Return the finding for ranks that took no step with an optimizer while other ranks took several."""
         if self.is_free or not self._taken.ranks:
             return None
         group = range(self._context.world_size) if self.key[1] == "world" else _ranks(self.key[1])
-        steps = [moment for moment in self._moments.values() if moment.is_reduced]
+        steps = [matched for matched in self._matched.values() if matched.is_reduced]
         if len(self._taken.ranks) >= len(group) or len(steps) < NUM_SINGLE_STEPS:
             return None
         # The other ranks took part in the reductions before all but the last step; their notes may be late.
@@ -376,28 +377,30 @@ class Comparison:
 
     def _is_reduced_otherwise(self) -> bool:
         """True if other collectives may have averaged what DDP did not, or if that is unknown."""
-        largest = max(unit["largest"] for unit in self.units.values())
+        largest = max(note["largest"] for note in self.sets.values())
         since = self._first_bad.steps if self._first_bad else {}
         logs = {rank: log for rank in self._taken.ranks if (log := self._context.log(rank)) is not None}
         if not logs or (self._context.has_all_logs and len(logs) < len(self._taken.ranks)):
             return self.is_free or not self._context.has_all_logs
         for rank, log in logs.items():
             since_ns = since[rank].time_ns if rank in since else self._taken.first_ns[rank]
-            if may_be_reduced(log, since_ns, largest) or self._talks(log, since_ns):
+            if may_be_reduced(log, since_ns, largest) or self._exchanges_often(log, since_ns):
                 self._num_reduced += 1
                 if self._num_reduced >= _MAX_REDUCED:
                     self.end()  # it is intended, and checking takes time
                 return True
         return False
 
-    def _talks(self, log: RankLog, since_ns: int) -> bool:
-        """True if the ranks hold parts of one model: in at least every second step they exchange what these compute."""
+    def _exchanges_often(self, log: RankLog, since_ns: int) -> bool:
+        """True if the ranks hold parts of one model, whose results they exchange in at least every second step."""
         if not self.is_free:
             return False
         num_steps = self._taken.newest - (self._count(self._first_bad) if self._first_bad else 0)
         return 2 * num_exchanged(log, since_ns, MIN_EXCHANGED) >= max(2, num_steps)
 
-    def _tell(self, cause: Cause, first: MatchedStep, proof: MatchedStep, *, may_be_meant: bool = False) -> Finding:
+    def _make_finding(
+        self, cause: Cause, first: MatchedStep, proof: MatchedStep, *, may_be_meant: bool = False
+    ) -> Finding:
         skipped = self._taken.find_skipped() if cause is causes.STEP else None
         return make_divergence_finding(cause, self, first, proof, skipped=skipped, may_be_meant=may_be_meant)
 
@@ -440,20 +443,20 @@ def make_divergence_finding(
     )
 
 
-def make_order_finding(first: int, names: list[Any], second: int, values: Mapping[str, Any]) -> Finding:
-    """Build the finding for parameters wrapped in a different order on two ranks; `values`: as noted by `second`."""
-    at = next(at for at, (one, other) in enumerate(zip(names, values["names"], strict=True)) if one != other)
+def make_order_finding(first: int, names: list[Any], second: int, note: DdpNote) -> Finding:
+    """Build the finding for parameters wrapped in a different order on two ranks; `note`: as written by `second`."""
+    at = next(at for at, (one, other) in enumerate(zip(names, note["names"], strict=True)) if one != other)
     return make_finding(
         "DDP327",
-        summary=f"the model's parameters stand in another order on rank {second} than on rank {first}",
+        summary=f"the order of the model's parameters on rank {second} differs from that on rank {first}",
         ranks=(first, second),
-        line=place_of(values["site"]),
+        line=place_of(note["site"]),
         evidence=tuple(
             f"parameter {at}: rank {rank} {each[at][0]} {each[at][1]}"
-            for rank, each in ((first, names), (second, values["names"]))
+            for rank, each in ((first, names), (second, note["names"]))
         ),
         why="DDP matches parameters by their number, not by their name: gradients of different layers are averaged",
-        fix="Create layers in the same order on every rank: from a list or a sorted one, never from a set",
+        fix="Create layers in the same order on every rank: from a list or sorted names, never from a set",
     )
 
 
@@ -476,19 +479,17 @@ def _evidence(cause: Cause, comparison: Comparison, first: MatchedStep, proof: M
     if proof.difference.parameters:
         lines += _name_some("parameter", proof.difference.parameters, proof)
     if cause is causes.NO_SYNC:
-        sites = {str(place_of(step.values["at"])) for step in first.steps.values() if step.values.get("at")}
+        sites = {str(place_of(site)) for note in first.notes.values() if (site := note.get("local_site"))}
         lines += [f"no_sync() at {site}" for site in sorted(sites)]
-    events = {rank: events for rank in sorted(first.steps) if (events := first.value(rank, "e"))}
-    if events:
-        lines += _say_events(events)
-    unit = next(iter(comparison.units.values()))
+    lines += _format_events({rank: note["events"] for rank, note in sorted(first.notes.items()) if note["events"]})
+    parameters = next(iter(comparison.sets.values()))
     if cause is causes.MOVED:
-        lines += unit["moved"][:_MAX_NAMED]
-    if unit["made"]:
-        lines.append(f"wrapped in DDP at {place_of(unit['made'])}")
+        lines += parameters["moved"][:_MAX_NAMED]
+    if parameters["made"]:
+        lines.append(f"wrapped in DDP at {place_of(parameters['made'])}")
     for rank, entry in sorted(comparison.loads.items()):
         if cause is causes.PARAMETERS:
-            what = "changed parameters by apply" if entry.values.get("by") == "apply" else "loaded a state dict"
+            what = "changed parameters by apply" if entry.values["by"] == "apply" else "loaded a state dict"
             lines.append(f"rank {rank} {what} at {place_of(entry.values['site'])}")
     if cause is causes.RATES:
         shown = list(first.rates.items())[:8]
@@ -498,17 +499,17 @@ def _evidence(cause: Cause, comparison: Comparison, first: MatchedStep, proof: M
         lines.append("an epoch began after " + ", ".join(f"{number} steps on rank {rank}" for rank, number in begun))
     if cause in (causes.CHANGED, causes.CHANGED_AT_END):
         lines.append(f"parameters were the same on all ranks before step {comparison.alike_at}")
-    lines.append(f"optimizer steps at {place_of(unit['site'])}")
+    lines.append(f"optimizer steps at {place_of(parameters['site'])}")
     return lines
 
 
-def _name_some(what: str, lines: Mapping[str, str], moment: MatchedStep) -> list[str]:
-    named = [f"step {moment.number}: {what} {name}: {line}" for name, line in list(lines.items())[:_MAX_NAMED]]
+def _name_some(what: str, lines: Mapping[str, str], matched: MatchedStep) -> list[str]:
+    named = [f"step {matched.number}: {what} {name}: {line}" for name, line in list(lines.items())[:_MAX_NAMED]]
     rest = len(lines) - _MAX_NAMED
     return [*named, f"and {rest} more"] if rest > 0 else named
 
 
-def _say_events(events: Mapping[int, str]) -> list[str]:
+def _format_events(events: Mapping[int, str]) -> list[str]:
     alike: dict[str, list[int]] = {}
     for rank, text in events.items():
         alike.setdefault(text, []).append(rank)
@@ -518,19 +519,23 @@ def _say_events(events: Mapping[int, str]) -> list[str]:
     ]
 
 
-def _site(cause: Cause, comparison: Comparison, first: MatchedStep, proof: MatchedStep) -> Any:
-    unit = next(iter(comparison.units.values()))
+def _site(cause: Cause, comparison: Comparison, first: MatchedStep, proof: MatchedStep) -> Site:
+    """Return the line to look at first."""
+    parameters = next(iter(comparison.sets.values()))
+    site: Site = {}
     if cause is causes.PARAMETERS:
         loads = [entry.values["site"] for _, entry in sorted(comparison.loads.items())]
-        return (loads[0] if loads else unit["made"]) or unit["site"]
-    if cause in causes.LOCAL.values():
+        site = loads[0] if loads else parameters["made"]
+    elif cause in causes.LOCAL.values():
         # The line of a call that bypasses DDP may be known only from the second call on.
-        steps = [step for moment in (proof, first) for _, step in sorted(moment.steps.items())]
-        known = {step.values.get("why") for step in first.steps.values()} - {None}
-        guilty = next((step.values for step in steps if step.values.get("why") in known), {})
-        return (guilty.get("site" if guilty.get("why") == "no_sync" else "at")) or unit["site"]
-    if cause is causes.DROPPED:
-        return next((unit["dropped"] for unit in comparison.units.values() if unit.get("dropped")), unit["site"])
-    if cause in (causes.LATE, causes.MOVED):
-        return unit["made"] or unit["site"]
-    return unit["site"]
+        notes = [note for matched in (proof, first) for _, note in sorted(matched.notes.items())]
+        known = {note.get("why_local") for note in first.notes.values()} - {None}
+        for note in notes:
+            if note.get("why_local") in known:
+                site = note.get("site", {}) if note["why_local"] == "no_sync" else note.get("local_site", {})
+                break
+    elif cause is causes.DROPPED:
+        site = next((note["dropped"] for note in comparison.sets.values() if note["dropped"]), {})
+    elif cause in (causes.LATE, causes.MOVED):
+        site = parameters["made"]
+    return site or parameters["site"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find ranks that diverge: parameters that differ at the same moment of training, and why."""
+"""Find ranks that diverge: parameters that differ at the same step, and why."""
 
 from __future__ import annotations
 
@@ -8,40 +8,41 @@ from typing import Any
 
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
-from ddpilot.guard.rules.parameters.causes import LOCAL, NEVER_WRAPPED
+from ddpilot.guard.probe import DdpNote, LoaderPassNote, ParameterSetNote, ReductionOrderNote
 from ddpilot.guard.rules.parameters.comparison import WAIT_NS, Comparison, make_order_finding
 from ddpilot.guard.rules.parameters.fingerprints import TOLERANCES, are_alike, unpack
-from ddpilot.guard.rules.rule import BoundedDict, ByRank, RuleContext, place_of
+from ddpilot.guard.rules.rule import BoundedDict, ByRank, Pass, Rule, RuleContext, pass_of, place_of
 from ddpilot.record.journal import Entry
 
 _MAX_KEYS = 64
 _MAX_LINES = 3
 
 
-class ReducedOrder:
+class ReductionOrder:
     """Compares which parameter's gradient each rank passed to its first, second, ... all_reduce before a step."""
 
-    kinds = ("reduced",)
+    kinds = ("reduction_order",)
 
     def __init__(self) -> None:
-        self._first: BoundedDict[tuple[Any, ...], tuple[int, Mapping[str, Any]]] = BoundedDict(_MAX_KEYS)
+        self._first: BoundedDict[tuple[Any, ...], tuple[int, ReductionOrderNote]] = BoundedDict(_MAX_KEYS)
 
     def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
         """Return the finding if what `rank` noted contradicts the first rank that noted the same step."""
-        first, values = self._first.setdefault(tuple(entry.values["key"]), (rank, entry.values))
-        mixed_up = find_mixed_up(values, entry.values)
-        return [_tell(first, values, rank, entry.values, mixed_up)] if mixed_up else []
+        note: ReductionOrderNote = entry.values
+        first, earlier = self._first.setdefault(tuple(note["key"]), (rank, note))
+        mixed_up = find_mixed_up(earlier, note)
+        return [_make_order_finding(first, earlier, rank, note, mixed_up)] if mixed_up else []
 
 
-def find_mixed_up(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[int]:
-    """Return the positions in both orders at which gradients of different parameters met.
+def find_mixed_up(one: ReductionOrderNote, other: ReductionOrderNote) -> list[int]:
+    """Return the positions in both orders at which gradients of different parameters were added.
 
     Empty unless it is certain: both ranks reduced the same parameters, and each parameter began with the same values on
     both ranks. Two parameters with equal values are treated as one.
     """
     if one["order"] == other["order"] or sorted(one["order"]) != sorted(other["order"]):
         return []
-    sums, others = (dict(zip(each["names"], unpack(each["f"]), strict=True)) for each in (one, other))
+    sums, others = (dict(zip(each["names"], unpack(each["sums"]), strict=True)) for each in (one, other))
     tolerance = TOLERANCES["w"]
     if len(sums) != len(one["names"]) or not all(are_alike((sums[name], others[name]), tolerance) for name in sums):
         return []
@@ -52,7 +53,9 @@ def find_mixed_up(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[int]
     ]
 
 
-def _tell(first: int, one: Mapping[str, Any], second: int, other: Mapping[str, Any], mixed_up: list[int]) -> Finding:
+def _make_order_finding(
+    first: int, one: ReductionOrderNote, second: int, other: ReductionOrderNote, mixed_up: list[int]
+) -> Finding:
     at = mixed_up[0]
     return make_finding(
         "DDP327",
@@ -69,7 +72,7 @@ def _tell(first: int, one: Mapping[str, Any], second: int, other: Mapping[str, A
             f"optimizer steps at {place_of(other['site'])}",
         ),
         why="all_reduce matches tensors by the order of the calls, not by a name: gradients of different parameters "
-        "are averaged, and the weights of the ranks grow apart",
+        "are averaged, and the ranks' weights diverge",
         fix="Reduce them in the same order on every rank: from a list, `model.parameters()` or sorted names, never "
         "from a set",
     )
@@ -82,78 +85,72 @@ Shards add up to the dataset's size plus a little padding.
 
 
 class OwnParts:
-    """Examines the loaders that are read outside of evaluation, and which samples of their dataset they take."""
+    """Examines which part of their dataset loaders take that are read outside of evaluation."""
 
     kinds = ("loader_pass", "batch")
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        self._passes: ByRank[tuple[int, int], Mapping[str, Any]] = ByRank(64)
-        self._read: ByRank[tuple[int, int], bool] = ByRank(64)
+        self._passes: ByRank[Pass, LoaderPassNote] = ByRank(64)
+        self._read: ByRank[Pass, bool] = ByRank(64)
         self.overlap = False
         """True if the parts of the newest pass that all ranks have begun differ and are too large to be shards."""
 
     def feed(self, rank: int, entry: Entry) -> None:
         """Add what `rank` noted."""
-        key = (entry.values["loader"], entry.values["pass"])
+        key = pass_of(entry.values)
         if entry.kind == "loader_pass":
             self._passes.put(key, rank, entry.values)
         elif rank not in self._read.get(key) and len(self._read.put(key, rank, True)) == self._world_size:
             self.overlap = _overlap(self._passes.get(key))
 
 
-def _overlap(passes: Mapping[int, Mapping[str, Any]]) -> bool:
+def _overlap(passes: Mapping[int, LoaderPassNote]) -> bool:
     """True if different parts have more samples in total than their dataset, which shards never have."""
-    if any(facts.get("share") is None or "replicas" in (facts["sampler"] or {}) for facts in passes.values()):
+    if any(note["share"] is None or "replicas" in (note["sampler"] or {}) for note in passes.values()):
         return False
-    wholes = {facts["share"][1] for facts in passes.values()}
-    sizes = {facts["part"]: facts["share"][0] for facts in passes.values()}
+    shares = {note["part"]: note["share"] or [0, 0] for note in passes.values()}
+    wholes = {whole for _, whole in shares.values()}
+    sizes = {part: size for part, (size, _) in shares.items()}
     return len(wholes) == 1 and len(sizes) > 1 and sum(sizes.values()) >= MIN_TOGETHER * min(wholes)
 
 
-_MAX_UNITS = 256
+_MAX_SETS = 256
 
 
-class Divergence:
+class Divergence(Rule):
     """Compares, per DDP model and optimizer, the fingerprints that ranks took between the same two collectives."""
 
-    codes = (
-        *dict.fromkeys(cause.code for cause in LOCAL.values()),
-        *("DDP320", NEVER_WRAPPED.code, "DDP325", "DDP326", "DDP327", "DDP331", "DDP332"),
+    kinds = (
+        *("ddp", "parameter_set", "step", "fingerprint", "last_step", "load"),
+        *OwnParts.kinds,
+        *ReductionOrder.kinds,
     )
-    kinds = ("ddp", "unit", "step", "print", "last", "load", *OwnParts.kinds, *ReducedOrder.kinds)
 
     def __init__(self, context: RuleContext) -> None:
-        self._context = context
+        super().__init__(context)
         self._parts = OwnParts(context.world_size)
-        self._reduced_order = ReducedOrder()
+        self._reduction_order = ReductionOrder()
         self._comparisons: dict[tuple[Any, ...], Comparison] = {}
-        self._of_unit: dict[tuple[int, int], Comparison] = {}
-        self._orders: BoundedDict[tuple[str, str], tuple[int, list[Any]]] = BoundedDict(_MAX_UNITS)
-        self._loads: BoundedDict[tuple[Any, ...], dict[int, Entry]] = BoundedDict(_MAX_UNITS)
-        self._told_order: BoundedDict[tuple[str, str], None] = BoundedDict(_MAX_UNITS)
+        self._of_set: dict[tuple[int, int], Comparison] = {}
+        self._orders: BoundedDict[tuple[str, str], tuple[int, list[Any]]] = BoundedDict(_MAX_SETS)
+        self._loads: BoundedDict[tuple[Any, ...], dict[int, Entry]] = BoundedDict(_MAX_SETS)
+        self._mismatched: BoundedDict[tuple[str, str], None] = BoundedDict(_MAX_SETS)
 
-    def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
-        """See `Rule.feed`."""
+    def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
         if entry.kind == "ddp":
             return self._compare_order(rank, entry.values)
-        if entry.kind in ReducedOrder.kinds:
-            return self._reduced_order.feed(rank, entry)
-        if entry.kind == "unit":
-            self._add_unit(rank, entry.values)
-        elif entry.kind == "step" and (comparison := self._of_unit.get((rank, entry.values["u"]))):
-            comparison.step(rank, entry)
-            return self._open(comparison).judge(None)
-        elif entry.kind == "print" and (comparison := self._of_unit.get((rank, entry.values["u"]))):
-            comparison.arrived(rank, entry)
-            return self._open(comparison).judge(None)
-        elif entry.kind == "last" and (comparison := self._of_unit.get((rank, entry.values["u"]))):
-            return comparison.last(rank, entry)
+        if entry.kind in ReductionOrder.kinds:
+            return self._reduction_order.feed(rank, entry)
+        if entry.kind == "parameter_set":
+            self._add_set(rank, entry.values)
+        elif entry.kind in ("step", "fingerprint", "last_step"):
+            return self._feed_step(rank, entry)
         elif entry.kind in OwnParts.kinds:
             self._parts.feed(rank, entry)
             if entry.kind == "loader_pass":
                 for comparison in self._comparisons.values():
-                    comparison.passes.begin(rank, entry.values["loader"], entry.values["pass"])
+                    comparison.passes.begin(rank, *pass_of(entry.values))
         elif entry.kind == "load":
             key = ("ddp", entry.values["group"], entry.values["ordinal"])
             self._loads.setdefault(key, {})[rank] = entry
@@ -162,34 +159,44 @@ class Divergence:
                     comparison.loaded(rank, entry)
         return ()
 
-    def _compare_order(self, rank: int, values: dict[str, Any]) -> Iterable[Finding]:
-        key = (values["group"], values["ordinal"])
-        first, names = self._orders.setdefault(key, (rank, values["names"]))
-        if names == values["names"] or sorted(names) != sorted(values["names"]) or key in self._told_order:
+    def _feed_step(self, rank: int, entry: Entry) -> Iterable[Finding]:
+        comparison = self._of_set.get((rank, entry.values["parameter_set"]))
+        if comparison is None:
+            return ()
+        if entry.kind == "last_step":
+            return comparison.last(rank, entry)
+        if entry.kind == "step":
+            comparison.step(rank, entry)
+        else:
+            comparison.arrived(rank, entry)
+        return self._open(comparison).find(None)
+
+    def _compare_order(self, rank: int, note: DdpNote) -> Iterable[Finding]:
+        key = (note["group"], note["ordinal"])
+        first, names = self._orders.setdefault(key, (rank, note["names"]))
+        if names == note["names"] or sorted(names) != sorted(note["names"]) or key in self._mismatched:
             return []
-        self._told_order[key] = None  # all other differences are consequences
+        self._mismatched[key] = None  # all other differences are consequences
         for comparison in self._comparisons.values():
             if comparison.key[1:3] == key:
                 comparison.end()
-        return [make_order_finding(first, names, rank, values)]
+        return [make_order_finding(first, names, rank, note)]
 
-    def look(self, now_ns: int) -> Iterable[Finding]:
-        """See `Rule.look`."""
-        return self._judge(now_ns)
+    def look(self, now_ns: int, /) -> Iterable[Finding]:
+        return self._find(now_ns)
 
-    def pause(self, now_ns: int, *, is_ok: bool) -> Iterable[Finding]:  # noqa: ARG002 - as every rule
+    def pause(self, now_ns: int, /, *, is_ok: bool) -> Iterable[Finding]:  # noqa: ARG002 - as every rule
         """See `Rule.pause`. Unlike at the end of the job, later steps may still prove or disprove a divergence."""
-        return self._judge(now_ns + WAIT_NS)
+        return self._find(now_ns + WAIT_NS)
 
-    def finish(self, now_ns: int) -> Iterator[Finding]:
-        """See `Rule.finish`."""
-        yield from self._judge(now_ns + 10**12)
+    def finish(self, now_ns: int, /) -> Iterator[Finding]:
+        yield from self._find(now_ns + 10**12)
         for comparison in self._comparisons.values():
             yield from self._open(comparison).finish()
 
-    def _judge(self, now_ns: int) -> Iterator[Finding]:
+    def _find(self, now_ns: int) -> Iterator[Finding]:
         for comparison in self._comparisons.values():
-            yield from self._open(comparison).judge(now_ns)
+            yield from self._open(comparison).find(now_ns)
 
     def _open(self, comparison: Comparison) -> Comparison:
         """Return `comparison`, ended if no DDP model has its parameters and each rank trains on a fold of its own."""
@@ -197,27 +204,28 @@ class Divergence:
             comparison.end()
         return comparison
 
-    def _add_unit(self, rank: int, values: dict[str, Any]) -> None:
-        key = tuple(values["key"])
-        if key[1:3] in self._told_order:
+    def _add_set(self, rank: int, note: ParameterSetNote) -> None:
+        key = tuple(note["key"])
+        if key[1:3] in self._mismatched:
             return
         if key not in self._comparisons:
-            is_short_lived = key[0] == "free" and not values.get("dropped") and self._has_another(key, values["names"])
-            if len(self._comparisons) >= _MAX_UNITS:
+            is_short_lived = key[0] == "free" and not note["dropped"] and self._is_copy(key, note["names"])
+            if len(self._comparisons) >= _MAX_SETS:
                 oldest = self._comparisons.pop(next(iter(self._comparisons)))
-                self._of_unit = {unit: each for unit, each in self._of_unit.items() if each is not oldest}
+                self._of_set = {number: each for number, each in self._of_set.items() if each is not oldest}
             self._comparisons[key] = Comparison(key, self._context, self._comparisons.values)
             for loader, entry in self._loads.get(key[:3], {}).items():
                 self._comparisons[key].loaded(loader, entry)
             if is_short_lived:
                 self._comparisons[key].end()
         comparison = self._comparisons[key]
-        comparison.describe(rank, values)
-        self._of_unit[rank, values["u"]] = comparison
+        comparison.describe(rank, note)
+        self._of_set[rank, note["parameter_set"]] = comparison
 
-    def _has_another(self, key: tuple[Any, ...], names: list[str]) -> bool:
-        """True if these parameters belong to a temporary copy of a model.
-        Their optimizer is created repeatedly, or a DDP model has the same shapes. Ends earlier comparisons of the copy.
+    def _is_copy(self, key: tuple[Any, ...], names: list[str]) -> bool:
+        """True if these parameters belong to a temporary copy of a model. Ends earlier comparisons of the copy.
+
+        Their optimizer is created repeatedly, or a DDP model has the same shapes.
         """
         again = [each for of_key, each in self._comparisons.items() if of_key[:-1] == key[:-1]]
         for each in again:

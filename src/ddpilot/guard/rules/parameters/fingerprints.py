@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare the fingerprints that several ranks took at the same moment of training."""
+"""Compare the fingerprints that several ranks took at the same step."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+from ddpilot.guard.probe import Fingerprint
 
 TOLERANCES = {"p": 1e-5, "w": 1e-3, "g": 1e-4}
 """Relative tolerances: norms of parameters (p), weighted sums (w, which may nearly cancel), norms of gradients (g).
@@ -23,7 +25,7 @@ NOT_SEEN = -1.0
 
 @dataclass(frozen=True)
 class Difference:
-    """The differences between ranks at one moment: by the tensor's name, a line with the values."""
+    """The differences between ranks at one step: by the tensor's name, a line with the values."""
 
     gradients: Mapping[str, str] = field(default_factory=dict)
     parameters: Mapping[str, str] = field(default_factory=dict)
@@ -31,9 +33,7 @@ class Difference:
     """The ranks that differ from the majority; all ranks if there is no majority."""
 
 
-def compare(
-    names: Mapping[int, Sequence[str]], fingerprints: Mapping[int, Mapping[str, str]], *, of: str = ""
-) -> Difference:
+def compare(names: Mapping[int, Sequence[str]], fingerprints: Mapping[int, Fingerprint], *, of: str = "") -> Difference:
     """Compare `fingerprints`, by rank, for the tensors that all ranks have; `names`: by rank, in order.
 
     `of`: the part of the tensors that the numbers describe, if not all of it.
@@ -53,13 +53,13 @@ def compare(
             wrong = [kind for kind in kinds if not are_alike(values[kind], TOLERANCES[kind])]
             if wrong:
                 what = "weighted sum" if wrong[0] == "w" else "norm"
-                found[kinds[0]][name] = f"{what} {of}{_say(ranks, values[wrong[0]])}"
+                found[kinds[0]][name] = f"{what} {of}{_format(ranks, values[wrong[0]])}"
                 for at, rank in enumerate(ranks):
                     looks[rank].append(tuple(_rounded(values[kind][at]) for kind in kinds))
-    return Difference(found["g"], found["p"], _odd_ones(looks))
+    return Difference(found["g"], found["p"], _outliers(looks))
 
 
-def seen_gradients(fingerprint: Mapping[str, str]) -> list[float | None]:
+def seen_gradients(fingerprint: Fingerprint) -> list[float | None]:
     """Return the norm of each parameter's gradient: 0 if it has none, None if it was not examined."""
     norms = unpack(fingerprint["g"])
     return [(0.0 if len(norms) <= ALL_SEEN else None) if norm == NOT_SEEN else norm for norm in norms]
@@ -73,19 +73,19 @@ def are_alike(values: Sequence[float], tolerance: float) -> bool:
     return max(values) - min(values) <= tolerance * max(map(abs, values))
 
 
-def _say(ranks: Sequence[int], values: Sequence[float]) -> str:
-    said = [
+def _format(ranks: Sequence[int], values: Sequence[float]) -> str:
+    shown = [
         f"rank {rank} {'none' if value == NOT_SEEN else f'{value:.6g}'}"
         for rank, value in zip(ranks, values, strict=True)
     ]
-    return ", ".join(said if len(said) <= 8 else [*said[:7], f"... {said[-1]}"])
+    return ", ".join(shown if len(shown) <= 8 else [*shown[:7], f"... {shown[-1]}"])
 
 
 def _rounded(value: float) -> float:
     return float(f"{value:.3g}")
 
 
-def _odd_ones(looks: Mapping[int, Sequence[object]]) -> tuple[int, ...]:
+def _outliers(looks: Mapping[int, Sequence[object]]) -> tuple[int, ...]:
     alike: dict[tuple[object, ...], list[int]] = {}
     for rank, look in looks.items():
         alike.setdefault(tuple(look), []).append(rank)

@@ -7,23 +7,20 @@ import linecache
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate, islice
 
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
+from ddpilot.guard.probe import ParameterSetNote
 from ddpilot.guard.rules.parameters.causes import LEFT_OUT, UNLIKE, Cause
 from ddpilot.guard.rules.parameters.fingerprints import seen_gradients
+from ddpilot.guard.rules.parameters.steps import MatchedStep
 from ddpilot.guard.rules.rule import place_of, some
 from ddpilot.record.flight_ring.log import CallSite, Collective, RankLog
 from ddpilot.user_files import CodeLine
 
-if TYPE_CHECKING:
-    from ddpilot.guard.rules.parameters.steps import MatchedStep
-
-
-Units = Mapping[int, Mapping[str, Any]]
-"""By rank: the description of the same optimizer's parameters that the rank noted."""
+Sets = Mapping[int, ParameterSetNote]
+"""By rank: what it noted about the parameters of the same optimizer."""
 
 _AVERAGING = ("reduce", "gather", "broadcast")
 _MAX_LINES = 3
@@ -35,14 +32,14 @@ class Averaged:
     `are_weights_apart`: True if only the gradients need to be equal.
     """
 
-    def __init__(self, units: Units, moment: MatchedStep, *, are_weights_apart: bool = False) -> None:
-        rank = min(rank for rank, step in moment.steps.items() if "f" in step.values)
-        unit = units[rank]
-        apart = set(moment.difference.gradients) | (set() if are_weights_apart else set(moment.difference.parameters))
-        gradients = seen_gradients(moment.steps[rank].values["f"])
+    def __init__(self, sets: Sets, matched: MatchedStep, *, are_weights_apart: bool = False) -> None:
+        rank, fingerprint = min(matched.fingerprints.items(), key=lambda item: item[0])
+        parameters = sets[rank]
+        apart = set(matched.difference.gradients) | (set() if are_weights_apart else set(matched.difference.parameters))
+        gradients = seen_gradients(fingerprint)
         members = [
             (size, gradient)
-            for name, size, gradient in zip(unit["names"], unit["sizes"], gradients, strict=True)
+            for name, size, gradient in zip(parameters["names"], parameters["sizes"], gradients, strict=True)
             if name not in apart and gradient != 0
         ]
         self.least = sum(size for size, gradient in members if gradient)
@@ -84,81 +81,89 @@ def _between(log: RankLog, since_ns: int, until_ns: int) -> Iterator[Collective]
             yield collective
 
 
-def make_left_out_finding(units: Units, first: MatchedStep, proof: MatchedStep, line: CallSite) -> Finding:
+def make_left_out_finding(sets: Sets, first: MatchedStep, proof: MatchedStep, line: CallSite) -> Finding:
     """Return the finding for parameters that the averaging at `line` omits and that differ at `proof`."""
-    rank = min(proof.steps)
-    unit = units[rank]
-    called = dict(zip(unit["names"], unit["called"], strict=True))
-    apart = first.difference.gradients.keys() | proof.difference.gradients.keys() | proof.difference.parameters.keys()
-    names = [called[name] for name in unit["names"] if name in apart]
-    shown = [(first, "gradient of", first.difference.gradients), (proof, "parameter", proof.difference.parameters)]
+    called = _called(sets, proof)
+    differ = first.difference.gradients.keys() | proof.difference.gradients.keys() | proof.difference.parameters.keys()
+    names = [shown for name, shown in called.items() if name in differ]
     return make_finding(
         LEFT_OUT.code,
         severity="warning",
         summary=f"gradients of {len(names)} of the optimizer's {len(called)} parameters are not averaged over the "
         f"ranks: {some(names)}",
         ranks=tuple(sorted(proof.steps)),
-        line=CodeLine(file=line.file, line=line.line, function=line.function, text=line.text),
+        line=_place(line),
         evidence=(
-            *(
-                f"step {moment.number}: {what} {called[name]}: {values}"
-                for moment, what, by_name in shown
-                for name, values in list(by_name.items())[:_MAX_LINES]
-            ),
-            f"gradients are averaged at {line.place}",
-            f"optimizer steps at {place_of(unit['site'])}",
+            *_format_differing(first, "gradient of", first.difference.gradients, called),
+            *_format_differing(proof, "parameter", proof.difference.parameters, called),
+            *_format_lines(sets, proof, line),
         ),
         why=LEFT_OUT.why,
         fix=LEFT_OUT.fix,
     )
 
 
-def make_unlike_finding(units: Units, proof: MatchedStep, line: CallSite, num_checked: int) -> Finding:
+def make_unlike_finding(sets: Sets, proof: MatchedStep, line: CallSite, num_checked: int) -> Finding:
     """Return the finding for weights that were never equal while the program averages their gradients at `line`."""
-    unit = units[min(proof.steps)]
-    called = dict(zip(unit["names"], unit["called"], strict=True))
-    differing = list(proof.difference.parameters.items())
+    num_differing, called = len(proof.difference.parameters), _called(sets, proof)
     return make_finding(
         UNLIKE.code,
         severity="warning",
-        summary=f"gradients are averaged, and {len(differing)} of {len(called)} parameters have differed between ranks "
+        summary=f"gradients are averaged, and {num_differing} of {len(called)} parameters have differed between ranks "
         "from the first step on",
         ranks=proof.difference.ranks or tuple(sorted(proof.steps)),
-        line=CodeLine(file=line.file, line=line.line, function=line.function, text=line.text),
+        line=_place(line),
         evidence=(
-            *(f"step {proof.number}: parameter {called[name]}: {values}" for name, values in differing[:_MAX_LINES]),
+            *_format_differing(proof, "parameter", proof.difference.parameters, called),
             f"gradients were the same on all ranks in {num_checked} steps that were checked",
-            f"gradients are averaged at {line.place}",
-            f"optimizer steps at {place_of(unit['site'])}",
+            *_format_lines(sets, proof, line),
         ),
         why=UNLIKE.why,
         fix=UNLIKE.fix,
     )
 
 
-def make_changed_finding(cause: Cause, units: Units, proof: MatchedStep, line: CallSite, alike_at: int) -> Finding:
+def make_changed_finding(cause: Cause, sets: Sets, proof: MatchedStep, line: CallSite, alike_at: int) -> Finding:
     """Return the finding for weights that were equal at step `alike_at`, and differ at `proof`.
 
     The program averages their gradients at `line`.
     """
-    unit = units[min(proof.steps)]
-    called = dict(zip(unit["names"], unit["called"], strict=True))
-    differing = list(proof.difference.parameters.items())
     return make_finding(
         cause.code,
         severity="warning",
         summary=f"gradients are averaged, and parameters differ between ranks before step {proof.number}",
         ranks=proof.difference.ranks or tuple(sorted(proof.steps)),
-        line=place_of(unit["site"]),
+        line=place_of(sets[min(proof.steps)]["site"]),
         evidence=(
-            *(f"step {proof.number}: parameter {called[name]}: {values}" for name, values in differing[:_MAX_LINES]),
+            *_format_differing(proof, "parameter", proof.difference.parameters, _called(sets, proof)),
             f"parameters were the same on all ranks before step {alike_at}",
-            f"gradients are averaged at {line.place}",
-            f"optimizer steps at {place_of(unit['site'])}",
+            *_format_lines(sets, proof, line),
         ),
         why=cause.why,
         fix=cause.fix,
     )
+
+
+def _called(sets: Sets, proof: MatchedStep) -> dict[str, str]:
+    """Return the names that the program uses, by the names in fingerprints."""
+    parameters = sets[min(proof.steps)]
+    return dict(zip(parameters["names"], parameters["called"], strict=True))
+
+
+def _place(line: CallSite) -> CodeLine:
+    return CodeLine(file=line.file, line=line.line, function=line.function, text=line.text)
+
+
+def _format_differing(
+    step: MatchedStep, what: str, differing: Mapping[str, str], called: Mapping[str, str]
+) -> Iterator[str]:
+    for name, values in islice(differing.items(), _MAX_LINES):
+        yield f"step {step.number}: {what} {called[name]}: {values}"
+
+
+def _format_lines(sets: Sets, proof: MatchedStep, line: CallSite) -> Iterator[str]:
+    yield f"gradients are averaged at {line.place}"
+    yield f"optimizer steps at {place_of(sets[min(proof.steps)]['site'])}"
 
 
 MIN_EXCHANGED = 32

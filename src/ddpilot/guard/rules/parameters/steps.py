@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Set
 from dataclasses import dataclass, field
-from typing import Any
 
+from ddpilot.guard.probe import Fingerprint, ParameterSetNote, StepNote
 from ddpilot.guard.rules.parameters.fingerprints import Difference
 from ddpilot.record.journal import Entry
 
-When = tuple[int, int]
+StepKey = tuple[int, int]
 """(collectives the group had started, optimizer steps since the last of them)"""
 
 
@@ -20,42 +20,48 @@ class MatchedStep:
     """One optimizer step, by the ranks that took it."""
 
     steps: dict[int, Entry] = field(default_factory=dict)
-    units: dict[int, dict[str, Any]] = field(default_factory=dict)
+    sets: dict[int, ParameterSetNote] = field(default_factory=dict)
     """What each rank last noted about its parameters before the step; it may differ for a later step."""
     is_compared: bool = False
     arrived_ns: int = 0
-    """When the newest fingerprint arrived from its device, after its step was noted; 0 if none did."""
+    """StepKey the newest fingerprint arrived from its device, after its step was noted; 0 if none did."""
     difference: Difference = field(default_factory=Difference)
 
-    def value(self, rank: int, name: str) -> Any:
-        """Return the value that `rank` noted as `name`; None if it did not."""
-        return self.steps[rank].values.get(name)
+    @property
+    def notes(self) -> dict[int, StepNote]:
+        """What the ranks noted on the step."""
+        return {rank: step.values for rank, step in self.steps.items()}
+
+    @property
+    def fingerprints(self) -> dict[int, Fingerprint]:
+        """The fingerprints that have arrived, by rank."""
+        return {rank: note["fingerprint"] for rank, note in self.notes.items() if "fingerprint" in note}
 
     @property
     def begun_ns(self) -> int:
-        """When the first of the ranks took the step."""
+        """StepKey the first of the ranks took the step."""
         return min(step.time_ns for step in self.steps.values())
 
     @property
     def number(self) -> int:
         """The number of the step."""
-        return min(int(step.values["n"]) for step in self.steps.values())
+        return min(note["step"] for note in self.notes.values())
 
     @property
     def is_seen(self) -> bool:
         """True if all gradients and parameters were examined, on every rank."""
-        return all("f" in step.values for step in self.steps.values())
+        return len(self.fingerprints) == len(self.steps)
 
     @property
     def rates(self) -> dict[int, list[float]]:
         """The ranks' learning rates if they differ; empty otherwise."""
-        rates = {rank: step.values["lr"] for rank, step in sorted(self.steps.items()) if step.values.get("lr")}
+        rates = {rank: note["rates"] for rank, note in sorted(self.notes.items()) if note.get("rates")}
         return rates if len({tuple(each) for each in rates.values()}) > 1 else {}
 
     @property
     def is_reduced(self) -> bool:
         """True if DDP reduced a backward before this step."""
-        return any("F" in (step.values.get("e") or "") for step in self.steps.values())
+        return any("F" in note["events"] for note in self.notes.values())
 
 
 MAX_STEPS = 128
@@ -74,35 +80,34 @@ class Skipped:
 
 
 class StepsTaken:
-    """The newest steps of every rank with one unit, each identified by its `When`."""
+    """The newest steps of every rank with one parameter set, each identified by its `StepKey`."""
 
     def __init__(self) -> None:
         self.first_ns: dict[int, int] = {}
-        """When each rank took its first step."""
+        """StepKey each rank took its first step."""
         self.newest = 0
         """The highest step number."""
-        self._last: dict[int, When] = {}
-        self._order: dict[int, deque[tuple[When, int]]] = {}
+        self._last: dict[int, StepKey] = {}
+        self._order: dict[int, deque[tuple[StepKey, int]]] = {}
 
     @property
     def ranks(self) -> Set[int]:
         """The ranks that took a step."""
         return self._order.keys()
 
-    def add(self, rank: int, entry: Entry) -> When:
-        """Add a step that `rank` is about to take, and return its `When`."""
-        number = entry.values["s"]
-        last = self._last.get(rank, (-1, 0))
-        when = (number, last[1] + 1 if last[0] == number else 0)
-        self._last[rank] = when
-        count = int(entry.values["n"])
-        self._order.setdefault(rank, deque(maxlen=MAX_STEPS)).append((when, count))
+    def add(self, rank: int, entry: Entry) -> StepKey:
+        """Add a step that `rank` is about to take, and return its `StepKey`."""
+        note: StepNote = entry.values
+        seq, number = note["seq"], note["step"]
+        last = self.newest_of(rank)
+        self._last[rank] = key = (seq, last[1] + 1 if last[0] == seq else 0)
+        self._order.setdefault(rank, deque(maxlen=MAX_STEPS)).append((key, number))
         self.first_ns.setdefault(rank, entry.time_ns)
-        self.newest = max(self.newest, count)
-        return when
+        self.newest = max(self.newest, number)
+        return key
 
-    def newest_of(self, rank: int) -> When:
-        """Return the `When` of the newest step of `rank`."""
+    def newest_of(self, rank: int) -> StepKey:
+        """Return the `StepKey` of the newest step of `rank`."""
         return self._last.get(rank, (-1, 0))
 
     def find_skipped(self) -> Skipped | None:
@@ -110,10 +115,10 @@ class StepsTaken:
         begun = max((order[0] for order in self._order.values()), default=((0, 0), 0))[0]
         ended = min((order[-1] for order in self._order.values()), default=((0, 0), 0))[0]
         taken = {rank: dict(order) for rank, order in self._order.items()}
-        for when in sorted(set().union(*taken.values())):
-            ranks = tuple(rank for rank in taken if when not in taken[rank])
-            if ranks and begun <= when <= ended:
-                counts = {rank: steps[when] for rank, steps in taken.items() if when in steps}
+        for key in sorted(set().union(*taken.values())):
+            ranks = tuple(rank for rank in taken if key not in taken[rank])
+            if ranks and begun <= key <= ended:
+                counts = {rank: steps[key] for rank, steps in taken.items() if key in steps}
                 return Skipped(min(counts.values()), tuple(counts), ranks)
         return None
 

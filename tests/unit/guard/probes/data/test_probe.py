@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The probe of data in one process: what it notes, that it changes nothing, and that its errors do no harm."""
+"""The data probe in one process: its notes, no effect on training, and errors in it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("compiler_is_loaded")
 def guarded(path: Path, said: list[str] | None = None) -> Iterator[None]:
     """The probes are installed while the block runs."""
     told: Callable[[str], None] = (said if said is not None else []).append
-    stop = install(path, rank=0, probes=PROBES, tell=told)
+    stop = install(path, rank=0, probes=PROBES, report=told)
     try:
         yield
     finally:
@@ -50,7 +50,7 @@ def guarded(path: Path, said: list[str] | None = None) -> Iterator[None]:
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[Callable[[], None]]:
-    """Begins a process group of this process alone, which ends with the test."""
+    """A process group of this process alone, destroyed after the test."""
 
     def begin() -> None:
         dist.init_process_group("gloo", store=FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
@@ -73,7 +73,7 @@ def step(model: nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimizer) ->
 
 
 def test_nothing_is_left_where_the_probes_were(tmp_path: Path) -> None:
-    """Each function of torch is itself again."""
+    """Each function of torch is the original again."""
     before = [getattr(owner, name) for owner, name in WATCHED]
     with guarded(tmp_path / "j"):
         assert all(getattr(owner, name) is not one for (owner, name), one in zip(WATCHED, before, strict=True))
@@ -81,7 +81,7 @@ def test_nothing_is_left_where_the_probes_were(tmp_path: Path) -> None:
 
 
 def test_what_stands_for_a_loader_is_left_alone(tmp_path: Path) -> None:
-    """As fastai's does: torch's iterator takes anything that has what it asks for."""
+    """As fastai's does: torch's iterator accepts any object with the attributes that it uses."""
 
     class StandIn:
         """What `_SingleProcessDataLoaderIter` needs, and no more."""
@@ -107,7 +107,7 @@ def test_what_stands_for_a_loader_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_passes_are_noted_with_their_batches(tmp_path: Path) -> None:
-    """Of a loader that is read twice, and of one that is left in the middle; also with the user's line."""
+    """For a loader that is read twice, and one that is left early; with the user's line."""
     loader = DataLoader(DATA, 5)
     with guarded(tmp_path / "j"):
         for _ in range(2):
@@ -122,7 +122,7 @@ def test_passes_are_noted_with_their_batches(tmp_path: Path) -> None:
     ends = [entry.values for entry in read(tmp_path / "j", "pass_end")]
     assert [(values["batches"], values["samples"], values["evaluates"]) for values in ends] == [(3, 12, False)] * 2
     batches = [entry.values for entry in read(tmp_path / "j", "batch")]
-    prints = [[values["print"] for values in batches if values["pass"] == number] for number in (1, 2)]
+    prints = [[values["checksum"] for values in batches if values["pass"] == number] for number in (1, 2)]
     assert prints[0][:3] == prints[1]
     assert len(set(prints[1])) == 3
 
@@ -156,7 +156,7 @@ def test_randomness_and_results_are_as_without(tmp_path: Path) -> None:
 
 
 def test_spoilt_weights_are_noted_once_and_a_skipped_step_is_not(tmp_path: Path) -> None:
-    """The losses of the second and the fourth backward are NaN; the program leaves out the first of these steps."""
+    """The losses of the second and the fourth backward are NaN; the program skips the first of these steps."""
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with guarded(tmp_path / "j"):
@@ -188,7 +188,7 @@ def train(model: nn.Linear, optimizer: torch.optim.Optimizer, factors: str) -> N
 def test_spoilt_weights_are_noted_again_in_another_training(
     tmp_path: Path, second: str, alone: Callable[[], None]
 ) -> None:
-    """With its loss; not where the same weights have never been finite again, nor while the first model lives."""
+    """With its loss; not if the same weights were never finite again, nor while the first model lives."""
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     finite = {name: one.clone() for name, one in model.state_dict().items()}
@@ -214,7 +214,7 @@ def test_spoilt_weights_are_noted_again_in_another_training(
 
 
 def test_weights_that_others_have_spoilt_are_not_noted(tmp_path: Path) -> None:
-    """Of two models whose losses contain each other, the first is."""
+    """Of two models whose losses contain each other, the first one."""
     models = [nn.Linear(2, 2), nn.Linear(2, 2)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     with guarded(tmp_path / "j"):

@@ -11,7 +11,7 @@ from ddpilot.guard.probes.data.random_draws import words_between
 
 @pytest.mark.parametrize(("num_before", "num_drawn"), [(0, 0), (10, 1), (10, 600), (600, 100), (3, 2000)])
 def test_words_are_counted_from_states_alone(num_before: int, num_drawn: int) -> None:
-    """Exactly within two blocks of the generator, at least so many as one block beyond."""
+    """Exact within two blocks of the generator, a lower bound beyond."""
     generator = torch.Generator().manual_seed(1)
     torch.randint(9, (1 + num_before,), generator=generator)
     before = generator.get_state()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The call of a model past its wrapper, where the function that called it has returned when backward runs."""
+"""Find a call past the DDP wrapper if the function that made it has returned before backward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import ddpilot
 from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.parameters import bypass
 from ddpilot.guard.probes.parameters.bypass import BypassCalls
@@ -24,7 +23,7 @@ from ddpilot.record.journal import JournalWriter
 
 
 class Inner(nn.Module):
-    """What is wrapped, with a loss of its own."""
+    """A model with its own loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +39,7 @@ class Inner(nn.Module):
 
 
 class Wrapper(DistributedDataParallel):
-    """DDP, as far as one needs it here."""
+    """The part of DDP that these tests need."""
 
     def __init__(self, module: nn.Module) -> None:
         nn.Module.__init__(self)
@@ -53,15 +52,15 @@ class Wrapper(DistributedDataParallel):
 
 @pytest.fixture
 def calls(tmp_path: Path) -> Iterator[BypassCalls]:
-    """Of one model."""
+    """For one model."""
     journal = JournalWriter(tmp_path / "j", rank=0)
-    finder = SiteFinder(os.path.dirname(torch.__file__), os.path.dirname(ddpilot.__file__))
-    yield BypassCalls(Notes("any", journal, rank=0, finder=finder, tell=print))
+    finder = SiteFinder(os.path.dirname(torch.__file__))
+    yield BypassCalls(Notes("any", journal, rank=0, finder=finder, report=print))
     journal.close()
 
 
 def compute_loss(wrapper: Wrapper) -> Any:
-    """Elsewhere."""
+    """An object of a different module."""
     inner = wrapper.module
     return inner.loss(torch.ones(1, 2))  # here
 
@@ -72,7 +71,7 @@ def line_of(mark: str) -> int:
 
 
 def test_the_next_call_is_waited_for(calls: BypassCalls) -> None:
-    """One through DDP, or without gradients, is none; hooks are gone when it has come."""
+    """Not one through DDP or without gradients; hooks are removed after the call."""
     inner = Inner()
     wrapper = Wrapper(inner)
     assert calls.find(wrapper)["function"] == "test_the_next_call_is_waited_for"
@@ -88,7 +87,7 @@ def test_the_next_call_is_waited_for(calls: BypassCalls) -> None:
 
 
 def test_hooks_do_not_stay_for_ever(calls: BypassCalls, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it was the only such call."""
+    """If it was the only such call."""
     monkeypatch.setattr(bypass, "_MAX_LOOKS", 4)
     inner = Inner()
     wrapper = Wrapper(inner)
@@ -99,7 +98,7 @@ def test_hooks_do_not_stay_for_ever(calls: BypassCalls, monkeypatch: pytest.Monk
 
 
 def test_a_compiled_model_gets_no_hooks(calls: BypassCalls) -> None:
-    """It would be compiled again for them."""
+    """Hooks would cause a recompilation."""
     inner = Inner()
     inner.layer._orig_mod = None  # type: ignore[assignment]
     calls.find(Wrapper(inner))
@@ -107,7 +106,7 @@ def test_a_compiled_model_gets_no_hooks(calls: BypassCalls) -> None:
 
 
 def test_the_source_of_a_line_is_read_once(calls: BypassCalls, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many steps ask."""
+    """Whatever the number of steps."""
     read: list[FrameType] = []
     monkeypatch.setattr(bypass, "find_bypass_line", lambda frame, _: read.append(frame))
     wrapper = Wrapper(Inner())

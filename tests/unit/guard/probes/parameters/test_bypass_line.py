@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The line that calls a model past its wrapper, found in the source."""
+"""Find the line that calls a model past its DDP wrapper in the source."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ddpilot.guard.probes.parameters.bypass import find_bypass_line
 
 
 class Inner(nn.Module):
-    """What is wrapped."""
+    """The model inside the wrapper."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Wrapper(nn.Module):
 
 
 def by_module(model: Any, _inner: Any) -> FrameType:
-    """The usual way."""
+    """The correct way."""
     model.module.state_dict()
     output = model.module(None) if model == 0 else 1  # here
     model.module.eval()
@@ -51,7 +51,7 @@ def by_module(model: Any, _inner: Any) -> FrameType:
 
 
 def by_method(model: Any, _inner: Any) -> FrameType:
-    """A method of its own."""
+    """A method that is not `forward`."""
     model(1)
     for _ in range(1):
         model.module.loss(2)  # here
@@ -59,12 +59,12 @@ def by_method(model: Any, _inner: Any) -> FrameType:
 
 
 def unwrap(model: Any) -> Any:
-    """A helper such as every second project has."""
+    """A helper that many projects have."""
     return getattr(model, "module", model)
 
 
 def by_helper(model: Any, _inner: Any) -> FrameType:
-    """What it gives is known without calling it again."""
+    """Its result is known without calling it again."""
     if model == 0:
         unwrap(model).loss(2)  # here
     unwrap(model).state_dict()
@@ -80,20 +80,20 @@ def by_called_helper(model: Any, _inner: Any) -> FrameType:
 
 
 def by_name(_model: Any, inner: Any) -> FrameType:
-    """The name from before."""
+    """The old name."""
     print(inner.head) if inner == 0 else inner.loss(1)  # here
     return sys._getframe()
 
 
 def by_part(model: Any, _inner: Any) -> FrameType:
-    """A layer of it."""
+    """A layer of the model."""
     if model == 0:
         model.module.head(3)  # here
     return sys._getframe()
 
 
 def not_at_all(model: Any, inner: Any) -> FrameType:
-    """Right uses."""
+    """Correct uses."""
     model(1)
     model.module.train()
     inner.state_dict()
@@ -103,7 +103,7 @@ def not_at_all(model: Any, inner: Any) -> FrameType:
 
 @pytest.mark.parametrize("program", [by_module, by_method, by_helper, by_called_helper, by_name, by_part, not_at_all])
 def test_find_bypass_line_finds_the_call(program: Callable[[Any, Any], FrameType]) -> None:
-    """By what names stand for, and not by how they are called; uses that train nothing are passed over."""
+    """By the objects that names refer to, not by the names; uses that do not train are ignored."""
     inner = Inner()
     wrapper = Wrapper(inner)
     frame = program(wrapper, inner)
@@ -116,7 +116,7 @@ def test_find_bypass_line_finds_the_call(program: Callable[[Any, Any], FrameType
 
 
 def test_find_bypass_line_finds_nothing_where_there_is_no_source() -> None:
-    """As in code that was typed into a prompt."""
+    """As in code typed at a prompt."""
     wrapper = Wrapper(Inner())
     names: dict[str, Any] = {"sys": sys, "inner": wrapper.module}
     exec("def f():\n    inner.loss(1)\n    return sys._getframe()", names)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which backwards DDP reduces, told from the order of events."""
+"""Derive from the order of events which backwards DDP reduces."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CASES = {
 
 
 def follow(reductions: BackwardTracker, events: str) -> str:
-    """What the last backward of `events` is said to be."""
+    """Why the last backward of `events` was not reduced."""
     why = ""
     for event in events:
         if event in "Ff":
@@ -52,7 +52,7 @@ def test_reductions_say_why_a_backward_was_not_reduced(events: str) -> None:
 
 
 def test_reductions_keep_little_of_what_was() -> None:
-    """After many events the newest are there, and positions go on counting."""
+    """After many events the newest are kept, and positions continue."""
     reductions = BackwardTracker()
     for _ in range(5000):
         follow(reductions, "FB")

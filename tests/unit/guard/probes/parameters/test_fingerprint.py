@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fingerprints tell different tensors apart, and change nothing."""
+"""Fingerprints differ for different tensors, and taking them changes nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def unpack(text: str) -> array[float]:
 
 
 def differ(first: dict[str, str], second: dict[str, str]) -> tuple[bool, bool]:
-    """Whether gradients, and parameters, of two ranks are said to differ."""
+    """Whether gradients, and parameters, of two ranks differ."""
     names = {0: ["a", "b"], 1: ["a", "b"]}
     difference = compare(names, {0: first, 1: second})
     return bool(difference.gradients), bool(difference.parameters)
@@ -37,7 +37,7 @@ def differ(first: dict[str, str], second: dict[str, str]) -> tuple[bool, bool]:
 
 @pytest.fixture
 def tensors() -> list[Tensor]:
-    """A matrix that is larger than the window and a vector that is not."""
+    """A matrix larger than the window, and a vector that is not."""
     generator = torch.Generator().manual_seed(3)
     return [torch.randn(64, 64, generator=generator), torch.randn(7, generator=generator)]
 
@@ -54,7 +54,7 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_fingerprints_differ_where_parameters_do(tensors: list[Tensor], change: str) -> None:
-    """Also where the norm is the same."""
+    """Also if the norm is the same."""
     base = torch.linalg.qr(tensors[0]).Q if "orthogonal" in change else tensors[0]
     assert differ(take(base, tensors[1]), take(CHANGES[change](base), tensors[1])) == (False, True)
 
@@ -86,7 +86,7 @@ def test_fingerprints_see_gradients(tensors: list[Tensor]) -> None:
 
 
 def test_fingerprints_do_not_depend_on_the_layout(tensors: list[Tensor]) -> None:
-    """What does not lie in a row is compared with what does, and read anew each time."""
+    """A non-contiguous parameter is compared with a contiguous one, and read each time."""
     image = torch.randn(4, 8, 6, 6, generator=torch.Generator().manual_seed(1))
     assert image.numel() > WINDOW
     spread = nn.Parameter(image.to(memory_format=torch.channels_last, copy=True))
@@ -133,7 +133,7 @@ def test_is_plain_leaves_out_what_would_need_a_collective_or_has_no_numbers() ->
     "shapes", [[(64, 64)] * 3, [(64, 64), (7,), (3, 300)]], ids=["windows alike", "windows unlike"]
 )
 def test_a_tensors_numbers_do_not_depend_on_what_it_is_taken_with(shapes: list[tuple[int, ...]]) -> None:
-    """All windows are summed in one go, also where they have different sizes."""
+    """All windows are summed in one call, also with different sizes."""
     tensors = [torch.randn(shape, generator=torch.Generator().manual_seed(at)) for at, shape in enumerate(shapes)]
     together = take(*tensors, gradients=tuple(tensors))
     for at, tensor in enumerate(tensors):
@@ -143,7 +143,7 @@ def test_a_tensors_numbers_do_not_depend_on_what_it_is_taken_with(shapes: list[t
 
 
 def test_last_windows_keep_what_parameters_were(tensors: list[Tensor]) -> None:
-    """Whatever becomes of them afterwards, also by `.data`; parameters that lie elsewhere since are followed."""
+    """Whatever changes them afterwards, also through `.data`; parameters that move in memory are followed."""
     parameters = [nn.Parameter(tensor) for tensor in (torch.zeros(3), *tensors)]
     windows = LastWindows.of(parameters)
     assert windows is not None
@@ -170,7 +170,7 @@ def test_last_windows_keep_what_parameters_were(tensors: list[Tensor]) -> None:
 
 
 def test_last_windows_are_of_parameters_that_can_be_read_in_part() -> None:
-    """A matrix that lies in columns is passed over; one that does so later is not read any more."""
+    """A matrix stored in columns is skipped; one that changes to that is no longer read."""
     rows, columns = (nn.Parameter(torch.rand(20, 20)) for _ in range(2))
     columns.data = columns.data.t()
     assert LastWindows.of([columns]) is None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a step is checked: by what led to it, and by how long steps and checks take."""
+"""Decide which steps are checked, from their events and from the time of steps and checks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def checked_steps(monkeypatch: pytest.MonkeyPatch, num_steps: int, step_s: float
 def test_steps_are_checked_by_how_long_they_take(
     monkeypatch: pytest.MonkeyPatch, step_s: float, cost_s: float, stride: int
 ) -> None:
-    """At most 0.75 s apart where that takes no more than a fiftieth of the time; ranks that differ in it meet."""
+    """At most 0.75 s apart if that costs at most 2 % of the time; ranks with different times check common steps."""
     steps = checked_steps(monkeypatch, 200, step_s, cost_s)
     assert steps[:5] == [1, 2, 3, 4, 5]
     assert 16 in steps
@@ -49,7 +49,7 @@ def test_steps_are_checked_by_how_long_they_take(
 
 
 def test_a_pause_between_steps_has_the_next_one_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After an evaluation, say; from then on it goes on as before."""
+    """For example after an evaluation; later steps are checked as before."""
     now_s = 1000.0
     monkeypatch.setattr("ddpilot.guard.probes.parameters.parameter_sets.time.monotonic", lambda: now_s)
     unit = ParameterSet(number=1, key=[], model=None)
@@ -66,15 +66,15 @@ def test_a_pause_between_steps_has_the_next_one_checked(monkeypatch: pytest.Monk
 @pytest.fixture
 def book(tmp_path: Path) -> Iterator[ParameterSets]:
     """Without a DDP model, noting into a journal."""
-    finder = SiteFinder(torch="torch", ours="ddpilot")
+    finder = SiteFinder(torch="torch")
     journal = JournalWriter(tmp_path / "journal", rank=0)
-    yield ParameterSets(Notes("steps", journal, rank=0, finder=finder, tell=pytest.fail), list)
+    yield ParameterSets(Notes("steps", journal, rank=0, finder=finder, report=pytest.fail), list)
     journal.close()
 
 
 @pytest.fixture
 def num_plans(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """How often an optimizer's parameters were looked through."""
+    """How often an optimizer's parameters were sorted."""
     plans, plan = [], ParameterSets._plan
 
     def counted(*args: Any) -> None:
@@ -89,7 +89,7 @@ def num_plans(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
 def test_parameters_are_looked_through_once_for_the_first_step(
     book: ParameterSets, num_plans: Callable[[], int]
 ) -> None:
-    """Not once more since it is checked, too."""
+    """Not twice because it is also checked."""
     book.step(torch.optim.SGD(nn.Linear(2, 2).parameters()), "era")
     assert num_plans() == 1
 
@@ -113,18 +113,18 @@ def test_what_is_added_to_an_optimizer_later_is_compared_from_some_step_on(book:
         if number == 6:
             optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})
         book.step(optimizer, "era")
-    assert [entry.kind for entry in read_journal(tmp_path / "journal").entries] == ["unit", "step"]
+    assert [entry.kind for entry in read_journal(tmp_path / "journal").entries] == ["parameter_set", "step"]
 
 
 @pytest.mark.usefixtures("compiler_is_loaded")
 def test_tensors_of_no_module_are_not_compared(book: ParameterSets, tmp_path: Path) -> None:
-    """Latents or inputs that each rank fits to samples of its own: no wrapper was forgotten."""
+    """Latents or inputs that each rank fits to its own samples: no wrapper is missing."""
     latents = torch.optim.SGD([torch.zeros(3, requires_grad=True)])
     both = torch.optim.SGD([torch.zeros(3, requires_grad=True), nn.Parameter(torch.zeros(3))])
     book.step(latents, "era")
     assert read_journal(tmp_path / "journal").entries == ()
     book.step(both, "era")
-    assert [entry.kind for entry in read_journal(tmp_path / "journal").entries] == ["unit", "step"]
+    assert [entry.kind for entry in read_journal(tmp_path / "journal").entries] == ["parameter_set", "step"]
 
 
 pytestmark = pytest.mark.usefixtures("compiler_is_loaded")
@@ -142,7 +142,7 @@ class Program:
 
 
 class Proxy:
-    """Stands for something that is not there."""
+    """Stands for an object that does not exist."""
 
     @property
     def __class__(self) -> Any:
@@ -155,7 +155,7 @@ class Proxy:
 
 
 def test_names_are_those_of_variables_and_their_attributes() -> None:
-    """Of the caller's caller too; what has none is left out, and what stands for something else is not asked."""
+    """Also from the caller's caller; parameters without a name are left out, and proxies are not evaluated."""
     body, program, proxy = nn.Linear(2, 2), Program(), Proxy()
     alone = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([*body.parameters(), alone, *program.head.parameters()], lr=0.1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is noted of the gradients that a program all-reduces itself."""
+"""Note the order of gradients that a program all-reduces itself."""
 
 from __future__ import annotations
 
@@ -41,8 +41,10 @@ def begin(tmp_path: Path) -> Iterator[Callable[[], None]]:
 @pytest.fixture
 def noted(tmp_path: Path) -> Iterator[Callable[[], list[dict[str, Any]]]]:
     """Returns what the probe has noted."""
-    stop = install(tmp_path / "j", rank=0, probes=PROBES, tell=pytest.fail)
-    yield lambda: [dict(entry.values) for entry in read_journal(tmp_path / "j").entries if entry.kind == "reduced"]
+    stop = install(tmp_path / "j", rank=0, probes=PROBES, report=pytest.fail)
+    yield lambda: [
+        dict(entry.values) for entry in read_journal(tmp_path / "j").entries if entry.kind == "reduction_order"
+    ]
     stop()
 
 
@@ -63,7 +65,7 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
 def test_groups_of_the_same_ranks_are_told_apart(
     begin: Callable[[], None], noted: Callable[[], list[dict[str, Any]]]
 ) -> None:
-    """Each has an order of its own, and its first step is number 1 in whatever order they come."""
+    """Each group has its own order, and its first step is number 1 in any order of arrival."""
     begin()
     groups = [dist.new_group([0]), dist.new_group([0])]
     model, optimizer = make_gradients()
@@ -77,7 +79,7 @@ def test_groups_of_the_same_ranks_are_told_apart(
 
 
 def test_the_default_group_has_one_name(begin: Callable[[], None], noted: Callable[[], list[dict[str, Any]]]) -> None:
-    """Whether it is passed or not, or does not exist yet: a session enters it in the first collective."""
+    """Passed or not, or not created yet: a session creates it in the first collective."""
     model, optimizer = make_gradients()
     with pytest.raises(ValueError, match="not been initialized"):
         dist.all_reduce(torch.ones(1))
@@ -92,7 +94,7 @@ def test_the_default_group_has_one_name(begin: Callable[[], None], noted: Callab
 def test_nothing_of_an_earlier_default_group_is_kept(
     begin: Callable[[], None], noted: Callable[[], list[dict[str, Any]]]
 ) -> None:
-    """Its steps and calls are not counted: another rank may have left it a step, or a call, earlier."""
+    """Its steps and calls are not counted: a different rank may have left it a step, or a call, earlier."""
     model, optimizer = make_gradients()
     begin()
     dist.all_reduce(gradient_of(model.bias))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which steps count as accumulated, with every backward reduced."""
+"""Count the steps that accumulate gradients with every backward reduced."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LINE = ("train.py", 7)
 
 
 def follow(*steps: list[tuple[int, int, bool]]) -> SyncedBackwards:
-    """What is known after `steps`, lists of backwards: what each found and left, and whether it was reduced."""
+    """The state after `steps`, lists of backwards: states before and after each, and whether it was reduced."""
     synced = SyncedBackwards([torch.zeros(10)])
     for backwards in steps:
         for before, after, is_reduced in backwards:
@@ -25,10 +25,10 @@ TWO, THREE = [(0, 1, True), (1, 2, True)], [(0, 1, True), (1, 2, True), (2, 3, T
 
 
 def test_accumulation_is_known_after_so_many_steps() -> None:
-    """With the numbers of backwards, and the bytes that one of them exchanges."""
+    """With the numbers of backwards, and the bytes that each exchanges."""
     assert not follow(*[THREE] * (NUM_STEPS - 1)).is_over
     synced = follow(*[THREE] * (NUM_STEPS - 1), TWO)
-    assert synced.facts == {"least": 2, "most": 3, "num_bytes": 40}
+    assert (min(synced.counts), max(synced.counts), synced.num_bytes) == (2, 3, 40)
     assert synced.is_over
 
 
@@ -42,24 +42,24 @@ def test_accumulation_is_known_after_so_many_steps() -> None:
     ids=["one backward", "the first in no_sync", "gradients are cleared in between"],
 )
 def test_other_programs_are_over_after_three_steps(step: list[tuple[int, int, bool]]) -> None:
-    """Nothing is noted of them, and nothing is looked at any more."""
+    """They write no notes, and are no longer observed."""
     assert not follow(step, step).is_over
     synced = follow(step, step, step)
     assert synced.is_over
-    assert not synced.facts
+    assert not synced.counts
 
 
 def test_two_lines_are_two_losses() -> None:
-    """As a critic has them, of real and of fake samples."""
+    """As for a critic, with real and fake samples."""
     synced = SyncedBackwards([])
     for _ in range(3):
         synced.backward(("train.py", 1), 0, 1, is_reduced=True)
         synced.backward(("train.py", 2), 1, 2, is_reduced=True)
         synced.step()
     assert synced.is_over
-    assert not synced.facts
+    assert not synced.counts
 
 
 def test_a_step_of_another_optimizer_counts_for_nothing() -> None:
     """Two optimizers, each of a part of the model, step after the same backwards."""
-    assert follow(*[THREE, []] * NUM_STEPS).facts["most"] == 3
+    assert max(follow(*[THREE, []] * NUM_STEPS).counts) == 3

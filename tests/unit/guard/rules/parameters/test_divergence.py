@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said of ranks that grow apart, from entries as a job of several ranks leaves them."""
+"""Findings about diverging ranks, from entries as the ranks of a job write them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ SITE = {"file": "train.py", "line": 7, "function": "", "text": "optimizer.step()
 
 
 def pack(values: Sequence[float]) -> str:
-    """As a fingerprint has them."""
+    """Pack numbers as a fingerprint does."""
     return base64.b64encode(array("f", values).tobytes()).decode()
 
 
 class Job:
-    """Ranks that train, and the rules that look at them."""
+    """Ranks that train, and the rules that read their entries."""
 
     def __init__(
         self,
@@ -86,11 +86,11 @@ class Job:
         self.index += 1
         self.said += self.book.feed({rank: [Entry(self.index, self.now_ns, kind, values)]}, self.now_ns)
 
-    def unit(self, rank: int, names: Sequence[str] = ("a", "b"), **values: Any) -> None:
+    def parameters(self, rank: int, names: Sequence[str] = ("a", "b"), **values: Any) -> None:
         """Its parameters."""
         values = {"late": [], "moved": [], "largest": 64, "site": SITE, "made": SITE | {"line": 3}} | values
-        values = {"sizes": [64] * len(names), "called": list(names)} | values
-        self.note(rank, "unit", key=list(self.key), names=list(names), **{"u": 1, **values})
+        values = {"sizes": [64] * len(names), "called": list(names), "dropped": {}} | values
+        self.note(rank, "parameter_set", key=list(self.key), names=list(names), **{"parameter_set": 1, **values})
 
     def step(
         self,
@@ -99,14 +99,14 @@ class Job:
         *,
         p: float = 1.0,
         g: float = 0.5,
-        s: int | None = None,
-        e: str = "FB",
+        seq: int | None = None,
+        events: str = "FB",
         **more: Any,
     ) -> None:
         """A step with a check; `p` and `g`: the norms of all parameters and gradients."""
         fingerprint = {"p": pack([p, p]), "w": pack([p, p]), "g": pack([g, g])}
-        values = {"u": 1, "f": fingerprint, **more}
-        self.note(rank, "step", n=number, s=number if s is None else s, e=e, **values)
+        values = {"parameter_set": 1, "fingerprint": fingerprint, **more}
+        self.note(rank, "step", step=number, seq=number if seq is None else seq, events=events, **values)
 
     def wait(self, ms: int = 400) -> None:
         """Nothing happens for a while, and then the rules are asked."""
@@ -124,7 +124,7 @@ class Job:
 def run(job: Job, steps: int, names: Any = ("a", "b"), **more: Any) -> Job:
     """Every rank takes `steps` steps, all with `more`; the last rank's gradients differ, and then its parameters."""
     for rank in range(job.world_size):
-        job.unit(rank, names)
+        job.parameters(rank, names)
     for number in range(1, steps + 1):
         for rank in range(job.world_size):
             is_odd = rank == job.world_size - 1
@@ -134,10 +134,10 @@ def run(job: Job, steps: int, names: Any = ("a", "b"), **more: Any) -> Job:
 
 
 def test_divergence_says_nothing_of_ranks_that_agree() -> None:
-    """Whatever they agree on, NaN included."""
+    """For any values, NaN included."""
     job = Job(2)
     for rank in range(2):
-        job.unit(rank)
+        job.parameters(rank)
     for number in range(1, 40):
         for rank in range(2):
             job.step(rank, number, p=float("nan") if number > 20 else number, g=number)
@@ -146,7 +146,7 @@ def test_divergence_says_nothing_of_ranks_that_agree() -> None:
 
 
 def test_divergence_names_the_rank_that_is_unlike_the_others() -> None:
-    """Of four, and both moments: gradients first, parameters then."""
+    """Of four, at both steps: gradients first, then parameters."""
     job = run(Job(4), 2)
     (finding,) = job.said
     assert finding.code == "DDP320"
@@ -158,8 +158,8 @@ def test_divergence_names_the_rank_that_is_unlike_the_others() -> None:
 
 @pytest.mark.parametrize(("events", "is_told"), [("F", True), ("FB", False)])
 def test_divergence_says_that_no_backward_ran(events: str, is_told: bool) -> None:
-    """As where gradients come from `torch.autograd.grad`; not where one did."""
-    (finding,) = run(Job(2), 3, e=events).said
+    """As if gradients come from `torch.autograd.grad`; not if a backward ran."""
+    (finding,) = run(Job(2), 3, events=events).said
     assert finding.code == "DDP320"
     assert ("torch.autograd.grad" in finding.why) is is_told
 
@@ -169,11 +169,11 @@ def test_divergence_says_that_no_backward_ran(events: str, is_told: bool) -> Non
     [("bypass", "DDP321"), ("two forwards", "DDP322"), ("no_sync", "DDP323"), ("twice", "DDP329")],
 )
 def test_divergence_takes_the_cause_from_the_first_step_that_differs(why: str, code: str) -> None:
-    """Not from the later one that proves it."""
+    """Not from the later step that proves it."""
     job = Job(2)
     for rank in range(2):
-        job.unit(rank)
-        job.step(rank, 1, g=1.0 + rank, e="FBB", why=why, at=SITE | {"line": 5})
+        job.parameters(rank)
+        job.step(rank, 1, g=1.0 + rank, events="FBB", why_local=why, local_site=SITE | {"line": 5})
     assert job.said == []
     for rank in range(2):
         job.step(rank, 2, p=1.0 + rank)
@@ -184,8 +184,8 @@ def test_divergence_takes_the_cause_from_the_first_step_that_differs(why: str, c
 
 
 def test_divergence_waits_for_steps_that_may_be_local_on_purpose() -> None:
-    """Without any reduction by DDP it takes 16 steps, and says nothing if something else averages."""
-    local = {"e": "B", "why": "bypass", "at": SITE}
+    """Without any reduction by DDP it takes 16 steps, and there is no finding if other code averages."""
+    local = {"events": "B", "why_local": "bypass", "local_site": SITE}
     assert run(Job(2), NUM_LOCAL_STEPS - 1, **local).said == []
     assert [finding.code for finding in run(Job(2), NUM_LOCAL_STEPS + 1, **local).said] == ["DDP321"]
     assert run(Job(2), NUM_LOCAL_STEPS - 1, **local).finish() == ["DDP321"]
@@ -194,8 +194,8 @@ def test_divergence_waits_for_steps_that_may_be_local_on_purpose() -> None:
 
 
 def test_divergence_warns_of_rounds_in_no_sync_and_is_sure_at_the_end() -> None:
-    """Local SGD is written so, with rounds that may be long; a job that ends without an average was none."""
-    local = {"e": "fb", "why": "no_sync", "at": SITE}
+    """Local SGD is written this way, with long periods; a job that ends without an average was not local SGD."""
+    local = {"events": "fb", "why_local": "no_sync", "local_site": SITE}
     assert run(Job(2), NUM_FREE_STEPS - 1, **local).said == []
     (finding,) = run(Job(2), NUM_FREE_STEPS + 1, **local).said
     assert (finding.code, finding.severity) == ("DDP323", "warning")
@@ -205,22 +205,22 @@ def test_divergence_warns_of_rounds_in_no_sync_and_is_sure_at_the_end() -> None:
 
 
 def test_divergence_says_nothing_of_ranks_that_the_program_makes_equal_again() -> None:
-    """It has averaged once, and will again: the second round may be as long as it likes."""
+    """It has averaged once and will do so again: the second period may have any length."""
     job = Job(2)
     for rank in range(2):
-        job.unit(rank)
+        job.parameters(rank)
     for number in range(1, 100):
         for rank in range(2):
             apart = rank * number * (number > 1 and number != 10)
-            job.step(rank, number, p=1.0 + apart, g=0.5 + 0.2 * rank, e="fb", why="no_sync", at=SITE)
+            job.step(rank, number, p=1.0 + apart, g=0.5 + 0.2 * rank, events="fb", why_local="no_sync", local_site=SITE)
     assert job.finish() == []
 
 
 def test_divergence_forgets_gradients_that_did_no_harm() -> None:
-    """Where parameters agree afterwards, ranks have been made equal again."""
+    """If parameters agree afterwards, the ranks were made equal again."""
     job = Job(2)
     for rank in range(2):
-        job.unit(rank)
+        job.parameters(rank)
     for number in range(1, 9):
         for rank in range(2):
             job.step(rank, number, g=1.0 + rank * (number < 8))
@@ -229,26 +229,26 @@ def test_divergence_forgets_gradients_that_did_no_harm() -> None:
 
 @pytest.mark.parametrize("silent", ["join", "hook mine"])
 def test_divergence_says_nothing_where_ranks_may_differ(silent: str) -> None:
-    """Under Join, and with a hook that is not known."""
-    assert run(Job(2), 5, silent=silent).finish() == []
+    """Under Join, and with an unknown hook."""
+    assert run(Job(2), 5, why_silent=silent).finish() == []
 
 
 def test_divergence_compares_only_the_same_moment() -> None:
-    """Steps between other collectives are others, whatever their number."""
+    """Steps between different collectives are different steps, whatever their number."""
     job = Job(2)
     for rank in range(2):
-        job.unit(rank)
+        job.parameters(rank)
         for number in range(1, 9):
-            job.step(rank, number, p=number + rank, s=2 * number + rank)
+            job.step(rank, number, p=number + rank, seq=2 * number + rank)
     job.wait()
     assert job.finish() == []
 
 
 def test_divergence_compares_what_ranks_have_in_common() -> None:
-    """Optimizers that share out the parameters have nothing in common."""
+    """Optimizers that divide the parameters among ranks have nothing in common."""
     job = Job(2)
-    job.unit(0, names=["a", "b"])
-    job.unit(1, names=["c", "d"])
+    job.parameters(0, names=["a", "b"])
+    job.parameters(1, names=["c", "d"])
     for number in range(1, 9):
         for rank in range(2):
             job.step(rank, number, p=number + rank, g=rank)
@@ -256,14 +256,14 @@ def test_divergence_compares_what_ranks_have_in_common() -> None:
 
 
 def test_divergence_compares_by_the_names_that_a_step_was_taken_with() -> None:
-    """Rank 0 is a step ahead and has frozen the first parameter since; rank 1's note on the step before comes then."""
+    """Rank 0 is a step ahead and has frozen the first parameter; then rank 1's note on the previous step arrives."""
     job = Job(2)
     before, after = ({key: pack(values) for key in "pwg"} for values in ([1.0, 2.0], [2.0]))
     for rank in range(2):
-        job.unit(rank, names=["a", "b"])
-        job.step(rank, 1, f=before)
-        job.unit(rank, names=["b"])
-        job.step(rank, 2, f=after)
+        job.parameters(rank, names=["a", "b"])
+        job.step(rank, 1, fingerprint=before)
+        job.parameters(rank, names=["b"])
+        job.step(rank, 2, fingerprint=after)
     job.wait()
     assert job.finish() == []
 
@@ -272,7 +272,7 @@ def test_divergence_does_not_wait_for_a_rank_for_ever() -> None:
     """Two of three ranks that differ are enough, after a while."""
     job = Job(3)
     for rank in range(2):
-        job.unit(rank)
+        job.parameters(rank)
         job.step(rank, 1, p=1.0 + rank)
     assert job.said == []
     job.wait()
@@ -280,14 +280,14 @@ def test_divergence_does_not_wait_for_a_rank_for_ever() -> None:
 
 
 def test_divergence_names_the_rank_that_skipped_a_step_also_at_the_end() -> None:
-    """Nothing was reduced that would prove it before: what is left to say at the end is about rank 1 alone."""
+    """No reduction proves it earlier: the only finding at the end is about rank 1."""
     job = Job(2)
     for rank in range(2):
-        job.unit(rank)
-        job.step(rank, 1, e="", s=1)
-    job.step(0, 2, e="", s=2)
-    job.step(0, 3, e="", s=3, p=2.0)
-    job.step(1, 2, e="", s=3)
+        job.parameters(rank)
+        job.step(rank, 1, events="", seq=1)
+    job.step(0, 2, events="", seq=2)
+    job.step(0, 3, events="", seq=3, p=2.0)
+    job.step(1, 2, events="", seq=3)
     assert job.said == []
     assert job.finish() == ["DDP326"]
     (finding,) = job.said
@@ -299,15 +299,15 @@ def test_divergence_names_the_step_that_was_skipped_where_it_is_seen_at_a_later_
     """Steps between two checks have no fingerprints; one of them is missing."""
     job = Job(3)
     for rank in range(3):
-        job.unit(rank)
+        job.parameters(rank)
         job.step(rank, 1)
     for number in range(2, 9):
         for rank in range(3):
             if (rank, number) != (1, 4):
-                values = {"n": number - (rank == 1 and number > 4), "s": number, "e": "FB"}
-                job.note(rank, "step", u=1, **values)
+                values = {"step": number - (rank == 1 and number > 4), "seq": number, "events": "FB"}
+                job.note(rank, "step", parameter_set=1, **values)
     for rank in range(3):
-        job.step(rank, 9 - (rank == 1), s=9, p=2.0 + (rank == 1))
+        job.step(rank, 9 - (rank == 1), seq=9, p=2.0 + (rank == 1))
     (finding,) = job.said
     assert finding.code == "DDP326"
     assert finding.ranks == (1,)
@@ -315,9 +315,9 @@ def test_divergence_names_the_step_that_was_skipped_where_it_is_seen_at_a_later_
 
 
 def test_divergence_names_ranks_that_take_no_steps() -> None:
-    """Rank 1 takes part in reductions, and its optimizer is never heard of."""
+    """Rank 1 takes part in reductions, and its optimizer never steps."""
     job = Job(2)
-    job.unit(0)
+    job.parameters(0)
     for number in range(1, 7):
         job.step(0, number, p=number)
         job.wait()
@@ -325,7 +325,7 @@ def test_divergence_names_ranks_that_take_no_steps() -> None:
     assert finding.code == "DDP326"
     assert finding.ranks == (1,)
     server = Job(2, reduced=64)
-    server.unit(0)
+    server.parameters(0)
     for number in range(1, 7):
         server.step(0, number, p=number)
         server.wait()
@@ -333,17 +333,17 @@ def test_divergence_names_ranks_that_take_no_steps() -> None:
 
 
 def test_divergence_of_a_model_that_was_never_wrapped_needs_one_start_and_no_other_reduction() -> None:
-    """Models that begin apart, or that something averages, may be meant so; a few steps are no proof before the end."""
+    """Models that begin different, or are averaged otherwise, may be intended; a few steps prove nothing."""
     free = ("free", 123, "train.py:7", 0)
     assert run(Job(2, key=free), 5).said == []
     assert run(Job(2, key=free), 5).finish() == ["DDP324"]
     (finding,) = run(Job(2, key=free), NUM_FREE_STEPS + 1).said
     assert finding.severity == "warning"
-    assert "begin with another seed on each" in finding.fix
+    assert "use a different seed on each" in finding.fix
     assert run(Job(2, key=free, reduced=64), NUM_FREE_STEPS + 40).finish() == []
     apart = Job(2, key=free)
     for rank in range(2):
-        apart.unit(rank)
+        apart.parameters(rank)
     for number in range(1, 100):
         for rank in range(2):
             apart.step(rank, number, p=number + rank, g=rank)
@@ -362,7 +362,7 @@ def test_divergence_of_a_model_that_was_never_wrapped_needs_one_start_and_no_oth
 def test_divergence_of_a_model_that_was_never_wrapped_comes_early_where_ranks_exchange_nothing(
     source: str, is_early: bool
 ) -> None:
-    """Nothing in the program's text suggests that it averages later, or means ranks to train apart."""
+    """Nothing in the source suggests that the program averages later, or trains ranks separately on purpose."""
     free = ("free", 123, "train.py:7", 0)
     assert run(Job(2, key=free, source=source), NUM_LOCAL_STEPS - 1).said == []
     early = run(Job(2, key=free, source=source), NUM_LOCAL_STEPS + 1)
@@ -370,12 +370,12 @@ def test_divergence_of_a_model_that_was_never_wrapped_comes_early_where_ranks_ex
 
 
 def test_divergence_takes_no_copy_for_a_model_that_was_never_wrapped() -> None:
-    """Its optimizer is made again and again, as in meta-learning, or its shapes are those of a DDP model."""
+    """Its optimizer is created repeatedly, as in meta-learning, or a DDP model has the same shapes."""
     job = Job(2)
     for ordinal in range(4):
         job.key = ["free", 123, "train.py:7", ordinal]
         for rank in range(2):
-            job.unit(rank, u=ordinal)
+            job.parameters(rank, parameter_set=ordinal)
             for number in range(1, 7):
                 job.step(rank, number, p=number + rank * (number > 1), g=rank, u=ordinal)
     assert job.finish() == []
@@ -389,7 +389,7 @@ def test_divergence_takes_no_copy_for_a_model_that_was_never_wrapped() -> None:
 
 
 def test_divergence_names_the_line_of_a_wrapper_that_was_thrown_away() -> None:
-    """A DDP model with the same shapes was there, but it is no copy of that: it is what was wrapped."""
+    """A DDP model had the same shapes, but this is not a copy of it: it is the model that was wrapped."""
     shapes = [[4, 2], [4]]
     described = [[name, shape, "float32"] for name, shape in zip("ab", shapes, strict=True)]
     names = [f"parameter {place} {shape}" for place, shape in enumerate(shapes, 1)]
@@ -397,7 +397,7 @@ def test_divergence_names_the_line_of_a_wrapper_that_was_thrown_away() -> None:
         job = Job(2, key=["free", 123, "train.py:7", 0], reduced=reduced)
         for rank in range(2):
             job.note(rank, "ddp", group="world", ordinal="0", names=described, site=SITE | {"line": 3})
-            job.unit(rank, names, dropped=SITE | {"line": 3})
+            job.parameters(rank, names, dropped=SITE | {"line": 3})
         for number in range(1, NUM_FREE_STEPS + 2):
             for rank in range(2):
                 job.step(rank, number, p=1.0 + rank * (number > 1), g=0.5 + rank)
@@ -405,24 +405,24 @@ def test_divergence_names_the_line_of_a_wrapper_that_was_thrown_away() -> None:
         for finding in job.said:
             assert finding.place is not None
             assert finding.place.line == 3
-            assert finding.fix.startswith("Keep what DDP gives")
+            assert finding.fix.startswith("Keep the DDP model")
 
 
 def test_divergence_takes_no_parts_of_one_model_for_models_that_were_never_wrapped() -> None:
-    """They give each other what they compute: in every other step, and more than a metric."""
+    """They exchange results in every second step, larger than a metric."""
     free = ("free", 123, "train.py:7", 0)
     assert run(Job(2, key=free, exchanged=NUM_FREE_STEPS // 2), NUM_FREE_STEPS + 1).finish() == []
     assert run(Job(2, key=free, exchanged=NUM_FREE_STEPS // 4), NUM_FREE_STEPS + 1).finish() == ["DDP324"]
 
 
 def test_divergence_takes_a_search_over_learning_rates_for_what_it_is() -> None:
-    """Each rank has its own from the first step on."""
+    """The ranks differ from the first step on."""
     job = Job(2, key=("free", 123, "train.py:7", 0))
     for rank in range(2):
-        job.unit(rank)
+        job.parameters(rank)
     for number in range(1, NUM_FREE_STEPS + 9):
         for rank in range(2):
-            job.step(rank, number, p=number + rank * (number > 1), g=rank, lr=[0.1 + rank])
+            job.step(rank, number, p=number + rank * (number > 1), g=rank, rates=[0.1 + rank])
     assert job.finish() == []
 
 
@@ -433,7 +433,7 @@ def fold(
     for rank, (part, size) in enumerate(zip(parts, sizes, strict=True)):
         key = {"loader": 1, "pass": number}
         job.note(rank, "loader_pass", **key, part=part, share=[size, whole], sampler=sampler)
-        job.note(rank, "batch", **key, batch=1, print=rank, rows=4)
+        job.note(rank, "batch", **key, batch=1, checksum=rank, rows=4)
 
 
 @pytest.mark.parametrize(
@@ -443,14 +443,14 @@ def fold(
 def test_divergence_takes_cross_validation_for_what_it_is(
     parts: Sequence[int], sizes: Sequence[int], codes: list[str]
 ) -> None:
-    """Different parts that have more samples together than there are; shards, and one part of all ranks, are none."""
+    """Different parts with more samples in total than the dataset; not shards, nor the same part on all ranks."""
     job = Job(2, key=("free", "shapes", "train.py:7", 0))
     fold(job, parts, sizes)
     assert run(job, NUM_FREE_STEPS + 1).finish() == codes
 
 
 def test_divergence_goes_by_the_pass_that_is_read() -> None:
-    """Folds of before are no reason, nor parts that a sampler divides."""
+    """Earlier folds do not count, nor do parts that a sampler divides."""
     free = ("free", "shapes", "train.py:7", 0)
     job = Job(2, key=free)
     fold(job, (1, 2), (40, 40))
@@ -462,13 +462,13 @@ def test_divergence_goes_by_the_pass_that_is_read() -> None:
 
 
 def test_divergence_says_which_learning_rates_differ() -> None:
-    """At the line of the step, since the model was wrapped in good order."""
+    """At the line of the step, since the model was wrapped correctly."""
     job = Job(2)
     for rank in range(2):
-        job.unit(rank)
+        job.parameters(rank)
     for number in range(1, 5):
         for rank in range(2):
-            job.step(rank, number, p=1 + number * rank * (number > 2), lr=[0.1 / (1 + rank * (number > 2)), 0.5])
+            job.step(rank, number, p=1 + number * rank * (number > 2), rates=[0.1 / (1 + rank * (number > 2)), 0.5])
     (finding,) = job.said
     assert finding.code == "DDP325"
     assert finding.place is not None
@@ -477,13 +477,13 @@ def test_divergence_says_which_learning_rates_differ() -> None:
 
 
 def test_divergence_says_since_when_parameters_differ_that_were_the_same() -> None:
-    """They were wrapped in good order: the line is that of the step."""
+    """They were wrapped correctly: the line is that of the step."""
     job = Job(2)
     for rank in range(2):
-        job.unit(rank)
+        job.parameters(rank)
     for number in range(1, 5):
         for rank in range(2):
-            job.step(rank, number, p=1 + number * rank * (number > 2), lr=[0.1])
+            job.step(rank, number, p=1 + number * rank * (number > 2), rates=[0.1])
     (finding,) = job.said
     assert finding.code == "DDP325"
     assert finding.place is not None
@@ -493,14 +493,14 @@ def test_divergence_says_since_when_parameters_differ_that_were_the_same() -> No
 
 @pytest.mark.parametrize("begun_after", [(2, 2), (3, 2), (1, 0)], ids=["together", "apart", "apart before"])
 def test_divergence_says_that_epochs_began_at_different_steps(begun_after: tuple[int, int]) -> None:
-    """As with fewer batches on one rank, which wraps around: a schedule then steps at other steps on each."""
+    """As with fewer batches on one rank, which starts over: the schedule then steps at different steps on each rank."""
     job = Job(2)
     for rank in range(2):
-        job.unit(rank)
+        job.parameters(rank)
     for number in range(5):
         for rank in range(2):
             if number:
-                job.step(rank, number, p=1 + number * rank * (number > 3), lr=[0.1])
+                job.step(rank, number, p=1 + number * rank * (number > 3), rates=[0.1])
             if number == begun_after[rank]:
                 facts = {"length": None, "samples": None, "sampler": None, "site": SITE}
                 job.note(rank, "loader_pass", **{"loader": 7, "pass": 2, **facts})
@@ -512,11 +512,11 @@ def test_divergence_says_that_epochs_began_at_different_steps(begun_after: tuple
 
 
 def test_divergence_takes_what_all_ranks_loaded_for_no_cause() -> None:
-    """Also where one rank's notes come later, and the optimizer was made after loading."""
+    """Also if one rank's notes come later, and the optimizer was created after loading."""
     job = Job(2)
     for rank in range(2):
         job.note(rank, "load", group="world", ordinal=0, site=SITE | {"line": 20 + rank})
-        job.unit(rank)
+        job.parameters(rank)
         for number in range(1, 5):
             job.step(rank, number, p=1 + number * rank * (number > 2))
     (finding,) = job.said
@@ -526,20 +526,20 @@ def test_divergence_takes_what_all_ranks_loaded_for_no_cause() -> None:
 
 
 def test_divergence_keeps_little_however_long_it_runs() -> None:
-    """Moments that never get a partner are forgotten."""
+    """Steps without a counterpart are dropped."""
     job = Job(2)
-    job.unit(0)
+    job.parameters(0)
     for number in range(1000):
-        job.step(0, number, e="fb")
+        job.step(0, number, events="fb")
     rule = job.book._rules[0]
     assert isinstance(rule, Divergence)
     (comparison,) = rule._comparisons.values()
-    assert len(comparison._moments) <= 128
+    assert len(comparison._matched) <= 128
     assert len(comparison._waiting) <= 128
 
 
 def test_divergence_says_another_order_at_construction_and_nothing_else() -> None:
-    """With names and shapes of the first that differ; other names alone are no finding."""
+    """With names and shapes of the first that differ; different names alone are not a finding."""
     job = Job(2)
     names = [["left.weight", [4, 4], "float32"], ["right.weight", [4, 4], "float32"]]
     for rank in range(2):
@@ -554,22 +554,24 @@ def test_divergence_says_another_order_at_construction_and_nothing_else() -> Non
 
 
 def last(job: Job, *norms: float, number: int = 6) -> list[str]:
-    """After five checked steps that are alike, one more that is not checked, and what ranks say of it at the end."""
+    """After five checked steps without differences, one that is not checked, and the ranks' last samples."""
     for rank in range(len(norms)):
-        job.unit(rank)
+        job.parameters(rank)
     for step in range(1, 6):
         for rank in range(len(norms)):
             job.step(rank, step)
     for rank in range(len(norms)):
-        job.note(rank, "step", u=1, n=6, s=6, e="FB")
+        job.note(rank, "step", parameter_set=1, step=6, seq=6, events="FB")
     for rank, norm in enumerate(norms):
         values = {"p": pack([norm]), "w": pack([norm]), "g": pack([-1.0])}
-        job.note(rank, "last", u=1, n=number + rank * (number > 6), s=6, at=[1], f=values)
+        job.note(
+            rank, "last_step", parameter_set=1, step=number + rank * (number > 6), seq=6, places=[1], fingerprint=values
+        )
     return job.finish()
 
 
 def test_divergence_names_the_rank_that_differs_before_the_last_step() -> None:
-    """By the few elements that are known of it."""
+    """By the elements in its sample."""
     job = Job(3)
     assert last(job, 1.0, 2.0, 1.0) == ["DDP325"]
     (finding,) = job.said
@@ -586,17 +588,17 @@ def test_divergence_says_nothing_of_last_steps_that_are_alike_or_not_the_same() 
 
 
 def test_divergence_goes_by_last_steps_that_ddp_reduced_of_models_that_were_alike() -> None:
-    """Steps of each rank's own may be averaged after the last of them."""
+    """Local steps may be averaged after the last of them."""
     for e, p in (("B", 1.0), ("FB", 2.0)):
         job = Job(2, reduced=64)
         for rank in range(2):
-            job.unit(rank)
-            job.step(rank, 1, p=1.0 + (p - 1.0) * rank, e="B", why="bypass", at=SITE)
+            job.parameters(rank)
+            job.step(rank, 1, p=1.0 + (p - 1.0) * rank, events="B", why_local="bypass", local_site=SITE)
         for rank in range(2):
-            job.note(rank, "step", u=1, n=2, s=2, e=e)
+            job.note(rank, "step", parameter_set=1, step=2, seq=2, events=e)
         for rank in range(2):
             values = {"p": pack([1.0 + rank]), "w": pack([1.0]), "g": pack([-1.0])}
-            job.note(rank, "last", u=1, n=2, s=2, at=[0], f=values)
+            job.note(rank, "last_step", parameter_set=1, step=2, seq=2, places=[0], fingerprint=values)
         assert job.finish() == []
 
 
@@ -606,24 +608,28 @@ class FromDevices(Job):
     def step(self, rank: int, number: int, **values: Any) -> None:
         """A step whose fingerprint is on its way."""
         self._to_come = (*getattr(self, "_to_come", ()), (rank, number, values))
-        sizes = {name: values[name] for name in values if name in ("s", "e")}
-        self.note(rank, "step", **{"u": 1, "n": number, "s": number, "e": "FB", "later": 1, **sizes})
+        sizes = {name: values[name] for name in values if name in ("seq", "events")}
+        self.note(
+            rank,
+            "step",
+            **{"parameter_set": 1, "step": number, "seq": number, "events": "FB", "is_copying": True, **sizes},
+        )
 
     def arrive(self, *ranks: int) -> None:
         """All fingerprints of `ranks` that are on their way."""
         for rank, number, values in self._to_come:
             if rank in ranks:
                 p, g = (pack([values.get(name, default)] * 2) for name, default in (("p", 1.0), ("g", 0.5)))
-                self.note(rank, "print", u=1, n=number, f={"p": p, "w": p, "g": g})
+                self.note(rank, "fingerprint", parameter_set=1, step=number, fingerprint={"p": p, "w": p, "g": g})
         self._to_come = tuple(each for each in self._to_come if each[0] not in ranks)
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_fingerprints_that_come_later_are_compared_at_their_steps(order: tuple[int, int]) -> None:
-    """The second step is the one that is named, although both ranks have taken a third one by then."""
+    """The second step is named, although both ranks have taken a third one by then."""
     job = FromDevices(2)
     for rank in (0, 1):
-        job.unit(rank)
+        job.parameters(rank)
         for number, p in ((1, 1.0), (2, 1.0 + 0.1 * rank), (3, 1.0 + 0.1 * rank)):
             job.step(rank, number, p=p)
     job.wait()
@@ -635,11 +641,11 @@ def test_fingerprints_that_come_later_are_compared_at_their_steps(order: tuple[i
 
 
 def test_a_fingerprint_that_never_comes_is_not_waited_for_by_the_others() -> None:
-    """One device hangs: the other two ranks are compared after a while, and nothing is said where they are alike."""
+    """One device hangs: the other two ranks are compared after a while, without a finding if they are equal."""
     for others, found in ((1.0, []), (1.1, ["DDP325"])):
         job = FromDevices(3)
         for rank in (0, 1, 2):
-            job.unit(rank)
+            job.parameters(rank)
             for number in (1, 2):
                 job.step(rank, number, p=1.0 if rank == 0 or number == 1 else others)
         job.arrive(0)
@@ -655,16 +661,16 @@ NAMES = {"a": 1.0, "b": -2.0, "c": 0.0, "d": 0.0}
 
 
 def noted(order: str, values: dict[str, float] = NAMES, key: list[Any] = KEY) -> dict[str, Any]:
-    """What a rank notes that reduced the gradients of the parameters `order`; a dot is a tensor that is no gradient."""
+    """The note of a rank that reduced the gradients of the parameters `order`; a dot is a different tensor."""
     names = list(dict.fromkeys(order.replace(".", "")))
     sums = base64.b64encode(array("f", [values[name] for name in names]).tobytes()).decode()
     order_names = ["" if name == "." else name for name in order]
-    return {"key": key, "names": names, "order": order_names, "f": sums, "line": SITE, "site": SITE}
+    return {"key": key, "names": names, "order": order_names, "sums": sums, "line": SITE, "site": SITE}
 
 
 def test_reduced_order_names_the_gradients_that_were_added_to_each_other() -> None:
-    """Of all ranks, each compared with the first; once for what is the same."""
-    (finding,) = judge(Divergence, [(0, "reduced", noted("abc")), (1, "reduced", noted("bac"))])
+    """Each rank is compared with the first; reported once."""
+    (finding,) = judge(Divergence, [(0, "reduction_order", noted("abc")), (1, "reduction_order", noted("bac"))])
     assert (finding.code, finding.severity, finding.ranks) == ("DDP327", "error", (0, 1))
     assert finding.summary.endswith("than rank 0: the gradient of b is added to that of a")
     assert finding.evidence[:2] == (
@@ -688,6 +694,6 @@ def test_reduced_order_names_the_gradients_that_were_added_to_each_other() -> No
     ],
 )
 def test_reduced_order_says_nothing_where_it_is_not_certain(here: dict[str, Any], there: dict[str, Any]) -> None:
-    """Whatever rank is heard of first."""
+    """Whichever rank's note comes first."""
     for notes in ((here, there), (there, here)):
-        assert judge(Divergence, [(rank, "reduced", note) for rank, note in enumerate(notes)]) == []
+        assert judge(Divergence, [(rank, "reduction_order", note) for rank, note in enumerate(notes)]) == []

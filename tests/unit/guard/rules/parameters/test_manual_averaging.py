@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which collectives are the averaging of gradients by hand, and which are not."""
+"""Recognize collectives that average gradients without DDP."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ GRADIENTS = (0.5, 0.5, 0.1, -1.0, 0.5)
 
 
 def make_averaged() -> Averaged:
-    """Of five parameters the last is apart and the fourth has no gradient."""
+    """Five parameters, of which the last differs and the fourth has no gradient."""
     names = [f"p{place}" for place in range(5)]
     fingerprint = {"g": base64.b64encode(array("f", GRADIENTS).tobytes()).decode()}
-    moment = MatchedStep({rank: Entry(1, 1, "step", {"f": fingerprint}) for rank in (0, 1)})
+    moment = MatchedStep({rank: Entry(1, 1, "step", {"fingerprint": fingerprint}) for rank in (0, 1)})
     moment.difference = Difference(gradients={"p4": ""}, parameters={"p4": ""})
-    return Averaged({0: {"names": names, "sizes": list(SIZES)}}, moment)
+    parameters: Any = {"names": names, "sizes": list(SIZES)}
+    return Averaged({0: parameters}, moment)
 
 
 def make_log(*given: tuple[str, int, int]) -> RankLog:
@@ -68,5 +69,5 @@ def make_log(*given: tuple[str, int, int]) -> RankLog:
 def test_averaging_is_told_by_the_sizes_of_what_one_step_exchanges(
     given: Sequence[tuple[str, int, int]], is_averaging: bool
 ) -> None:
-    """All of the gradients that are alike, one by one or in a row, and nothing else that is no metric."""
+    """All equal gradients, one by one or several as one tensor, and otherwise only metrics."""
     assert find_averaging(make_log(*given), 5, 9, [make_averaged()]) == (LINE if is_averaging else None)
