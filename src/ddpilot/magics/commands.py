@@ -24,22 +24,22 @@ _INTERVAL_S = 1.0
 _ENDED = "the ranks were stopped"
 
 
-def show_status(desk: ShellSession, given: dict[str, Any]) -> None:
+def show_status(shell_session: ShellSession, given: dict[str, Any]) -> None:
     """Show the board; with `live`, start updating it; with `stop`, stop updating it."""
     if given.get("stop"):
-        was_live = desk.keep(None)
-        desk.say("the board is not kept up to date any more" if was_live else "no board is kept up to date")
+        was_live = shell_session.keep(None)
+        shell_session.say("the board is not kept up to date any more" if was_live else "no board is kept up to date")
         return
-    session = desk.need("reading the ranks' status")
-    if desk.is_terminal:
+    session = shell_session.need("reading the ranks' status")
+    if shell_session.is_terminal:
         if given.get("live"):
             _follow(session)
         else:
-            desk.write(f"{_render(session)['text/plain']}\n")
+            shell_session.write(f"{_render(session)['text/plain']}\n")
     elif given.get("live"):
-        desk.keep(LiveBoard(session, desk.shell.display_pub))
+        shell_session.keep(LiveBoard(session, shell_session.shell.display_pub))
     else:
-        desk.shell.display_pub.publish(_render(session))
+        shell_session.shell.display_pub.publish(_render(session))
 
 
 def add_status(parser: MagicParser) -> None:
@@ -121,8 +121,8 @@ class Verb:
         return parser
 
 
-def _start(desk: ShellSession, given: Arguments) -> None:
-    desk.start(to_arguments(given))
+def _start(shell_session: ShellSession, given: Arguments) -> None:
+    shell_session.start(to_arguments(given))
 
 
 def _hint_start(word: str) -> str:
@@ -140,46 +140,46 @@ def _hint_numbers(word: str) -> str:
     return "Numbers of ranks stand alone, as in `%ddp restart 0 1`" if word in ("--rank", "--ranks") else ""
 
 
-def _stop(desk: ShellSession, _given: Arguments) -> None:
-    desk.stop()
+def _stop(shell_session: ShellSession, _given: Arguments) -> None:
+    shell_session.stop()
 
 
-def _restart(desk: ShellSession, given: Arguments) -> None:
-    session = desk.need("restarting ranks")
+def _restart(shell_session: ShellSession, given: Arguments) -> None:
+    session = shell_session.need("restarting ranks")
     ranks = given.get("ranks") or list(range(session.world_size))
     with briefly():
         session.restart(ranks)
-    desk.say(f"{render_ranks(sorted(set(ranks)))} restarted, with no variables")
+    shell_session.say(f"{render_ranks(sorted(set(ranks)))} restarted, with no variables")
 
 
 def _add_some_ranks(parser: MagicParser) -> None:
     parser.add_argument("ranks", metavar="RANK", nargs="*", type=parse_rank, help="these alone; default: all")
 
 
-def _auto(desk: ShellSession, given: Arguments) -> None:
+def _auto(shell_session: ShellSession, given: Arguments) -> None:
     state = given.get("state")
     if state == "on":
-        desk.need("sending plain cells to the ranks")
+        shell_session.need("sending plain cells to the ranks")
     if state is not None:
-        desk.is_auto = state == "on"
-    where = "on the ranks; `%%ddp --local` runs one in the notebook" if desk.is_auto else "in the notebook"
-    desk.say(f"auto is {'on' if desk.is_auto else 'off'}: plain cells run {where}")
+        shell_session.is_auto = state == "on"
+    where = "on the ranks; `%%ddp --local` runs one in the notebook" if shell_session.is_auto else "in the notebook"
+    shell_session.say(f"auto is {'on' if shell_session.is_auto else 'off'}: plain cells run {where}")
 
 
 def _add_auto(parser: MagicParser) -> None:
     parser.add_argument("state", nargs="?", choices=("on", "off"), default=None, help="default: say how it is")
 
 
-def _stacks(desk: ShellSession, given: Arguments) -> None:
-    session = desk.need("reading stacks")
+def _stacks(shell_session: ShellSession, given: Arguments) -> None:
+    session = shell_session.need("reading stacks")
     for rank, stack in sorted(session.stacks(given.get("ranks") or None).items()):
         lines = stack.rstrip().split("\n")
-        desk.write("".join(f"[rank {rank}] {line}\n" for line in lines))
+        shell_session.write("".join(f"[rank {rank}] {line}\n" for line in lines))
 
 
-def _interrupt(desk: ShellSession, _given: Arguments) -> None:
-    if not desk.need("interrupting the ranks").interrupt():
-        desk.say("no cell runs on the ranks")
+def _interrupt(shell_session: ShellSession, _given: Arguments) -> None:
+    if not shell_session.need("interrupting the ranks").interrupt():
+        shell_session.say("no cell runs on the ranks")
 
 
 def _add_push(parser: MagicParser) -> None:

@@ -34,8 +34,8 @@ class CellTransformer:
     # Makes IPython skip it when checking whether a cell is complete, so that the code is checked as typed.
     has_side_effects = True
 
-    def __init__(self, desk: ShellSession) -> None:
-        self._desk = desk
+    def __init__(self, shell_session: ShellSession) -> None:
+        self._shell_session = shell_session
 
     def __call__(self, lines: list[str]) -> list[str]:
         if lines and _INDENTED.match(lines[0]):
@@ -47,9 +47,9 @@ class CellTransformer:
         placed = _PLACED.match(lines[0]) if lines else None
         if placed:
             return self._place(placed[1], lines)
-        if not self._desk.takes_cells or not _has_code(lines) or lines[0].startswith("%%"):
+        if not self._shell_session.takes_cells or not _has_code(lines) or lines[0].startswith("%%"):
             return lines
-        if self._desk.is_terminal and "".join(lines).strip() in ("exit", "exit()", "quit", "quit()"):
+        if self._shell_session.is_terminal and "".join(lines).strip() in ("exit", "exit()", "quit", "quit()"):
             return lines
         magics = _only_magics(lines)
         if magics and magics <= HERE:

@@ -28,9 +28,9 @@ ABOVE = "--above-code"
 class DdpMagics(Magics):
     """The magics of one shell."""
 
-    def __init__(self, desk: ShellSession) -> None:
-        super().__init__(desk.shell)
-        self._desk = desk
+    def __init__(self, shell_session: ShellSession) -> None:
+        super().__init__(shell_session.shell)
+        self._shell_session = shell_session
 
     @needs_local_scope
     @line_cell_magic
@@ -41,11 +41,11 @@ class DdpMagics(Magics):
                 return self._verb(line, local_ns)
             words = line.split()
             if words[:1] == [WHOLE]:
-                run_on_ranks(self._desk, cell, make_cell_parser().read(words[1:]))
+                run_on_ranks(self._shell_session, cell, make_cell_parser().read(words[1:]))
                 return None
-            return run_cell(self._desk, line.strip(), cell, VERBS)
+            return run_cell(self._shell_session, line.strip(), cell, VERBS)
         except HelpRequested as helped:
-            self._desk.write(str(helped))
+            self._shell_session.write(str(helped))
         return None
 
     @line_magic("%ddp")  # type: ignore[arg-type]  # partly untyped
@@ -79,11 +79,11 @@ class DdpMagics(Magics):
             raise MagicUsageError(f"reading `%ddp {line}`", found=str(error), fix="Close the quotes") from error
         given = VERBS[name].parser().read(words)
         given |= {SCOPE: self._scope(local_ns), "is_returned": is_returned}
-        return VERBS[name].run(self._desk, given)
+        return VERBS[name].run(self._shell_session, given)
 
     def _scope(self, local_ns: dict[str, Any] | None) -> dict[str, Any]:
         """Return the variables that the line can use: the notebook's, and in a function also its local variables."""
-        names: dict[str, Any] = self._desk.shell.user_ns
+        names: dict[str, Any] = self._shell_session.shell.user_ns
         return names if local_ns is None or local_ns is names else {**names, **local_ns}
 
 
@@ -116,7 +116,7 @@ def make_cell_parser() -> MagicParser:
     return parser
 
 
-def run_cell(desk: ShellSession, line: str, cell: str, verbs: Collection[str]) -> Any:
+def run_cell(shell_session: ShellSession, line: str, cell: str, verbs: Collection[str]) -> Any:
     """Run `cell` with the options in `line`. Return what a cell magic in it returns in the notebook, else None.
 
     `verbs`: the verbs of `%ddp`. Raises RankError, LaunchInterrupted, MagicUsageError.
@@ -137,20 +137,20 @@ def run_cell(desk: ShellSession, line: str, cell: str, verbs: Collection[str]) -
     if not cell.strip():
         raise MagicUsageError("running a cell on the ranks", found="nothing below `%%ddp`", fix="Write the code there")
     if not is_local:
-        run_on_ranks(desk, number_lines(line, cell), chosen)
-    return run_here(desk, cell) if is_local or is_everywhere else None
+        run_on_ranks(shell_session, number_lines(line, cell), chosen)
+    return run_here(shell_session, cell) if is_local or is_everywhere else None
 
 
-def run_on_ranks(desk: ShellSession, code: str, chosen: dict[str, Any]) -> None:
+def run_on_ranks(shell_session: ShellSession, code: str, chosen: dict[str, Any]) -> None:
     """Run `code`, whose lines are numbered as in the notebook's cell, on the ranks."""
-    session = desk.need("running a cell on the ranks")
+    session = shell_session.need("running a cell on the ranks")
     with briefly():
         session.execute(
             code,
             ranks=chosen.get("ranks"),
             quiet=chosen.get("quiet", False),
             keep_cache=chosen.get("keep_cache"),
-            cell=_cell_number(desk.shell),
+            cell=_cell_number(shell_session.shell),
         )
 
 
@@ -166,14 +166,14 @@ def _cell_number(shell: Any) -> int:
     return number
 
 
-def run_here(desk: ShellSession, cell: str) -> Any:
+def run_here(shell_session: ShellSession, cell: str) -> Any:
     """Run `cell` in the notebook only, also while auto is on. Return what a cell magic in it returns, else None."""
-    with desk.local():
+    with shell_session.local():
         first, _, body = cell.lstrip().partition("\n")
         if first.startswith("%%"):
             name, _, line = first[2:].partition(" ")
-            return desk.shell.run_cell_magic(name, line, body)
-        desk.shell.run_cell(cell).raise_error()
+            return shell_session.shell.run_cell_magic(name, line, body)
+        shell_session.shell.run_cell(cell).raise_error()
         return None
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check the arguments of `Session` methods before anything runs; every check raises LaunchError."""
+"""Checks that `Session` makes before anything runs: arguments and installed packages. Each raises LaunchError."""
 
 from __future__ import annotations
 
@@ -106,4 +106,20 @@ def check_gpus(gpus: tuple[int, ...], num_gpus: int) -> None:
             "reading `gpus`",
             found=f"number {wrong[0]}, and {seen.get(num_gpus, f'{num_gpus} GPUs are seen here, 0 to {num_gpus - 1}')}",
             fix="Check `nvidia-smi`, or leave `gpus` out" + ("" if num_gpus else ": the ranks then run on the CPU"),
+        )
+
+
+def check_installed() -> None:
+    """Raise LaunchError if a package that kernels need is not installed."""
+    missing = []
+    for name in ("zmq", "jupyter_client", "ipykernel"):
+        try:
+            __import__(name)
+        except ImportError:
+            missing.append(name)
+    if missing:
+        raise LaunchError(
+            "starting a session",
+            found=f"{', '.join(missing)} cannot be imported",
+            fix='Install them: pip install "ddpilot[notebook]"',
         )

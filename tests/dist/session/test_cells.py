@@ -227,12 +227,12 @@ def test_input_asks_here_and_answers_there(start: Start, view: Kept) -> None:
 def test_input_waits_for_the_connection_to_be_asked_over(start: Start, view: Kept) -> None:
     """A question that comes before the session's connection for questions is not lost."""
     session = start(2)
-    hub = session._ranks.hub
-    channel = hub._channels[1].sockets["stdin"]
+    io_thread = session._kernels.io_thread
+    channel = io_thread._channels[1].sockets["stdin"]
     url = channel.getsockopt_string(zmq.LAST_ENDPOINT)
-    hub.call(lambda: channel.disconnect(url))
+    io_thread.call(lambda: channel.disconnect(url))
     view.answers = ["Ada"]
-    connecting = threading.Timer(0.5, lambda: hub.call(lambda: channel.connect(url)))
+    connecting = threading.Timer(0.5, lambda: io_thread.call(lambda: channel.connect(url)))
     connecting.start()
     session.execute("print(input('name? '))", ranks=[1])
     connecting.join()

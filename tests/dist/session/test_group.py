@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 
 import pytest
 
 from ddpilot import RankError, Session
-from ddpilot.session.protocol.report import FREE
+from ddpilot.session.protocol.requests import FREE, Free
 from tests.dist.session.conftest import Kept
 
 Start = Callable[..., Session]
@@ -112,7 +113,7 @@ def test_every_collective_is_in_the_rings_with_its_cell_line(start: Start) -> No
 
     session = start(2)
     session.execute("import torch\ntensor = torch.ones(3)\ngroup.all_reduce(tensor)", cell=9)
-    rings = find_rings(session._ranks.ring_folder)
+    rings = find_rings(session._kernels.ring_folder)
     assert set(rings) == {0, 1}
     for path in rings.values():
         entry = next(each for each in read_ring(path).collectives if each.op == "all_reduce")
@@ -136,7 +137,7 @@ def test_a_rank_that_is_freed_too_late_keeps_its_new_group(start: Start) -> None
         session.execute("1/0 if rank else group.barrier()")
     session.execute("group.barrier()")
     for rank in range(2):
-        session._ranks.hub.send(rank, "control", FREE, {"generation": 0})
+        session._kernels.io_thread.send(rank, "control", FREE, asdict(Free(generation=0, interrupt=False)))
     for _ in range(5):
         session.execute("group.barrier()")
 

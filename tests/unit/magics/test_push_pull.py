@@ -50,7 +50,7 @@ def _notebook() -> dict[str, Any]:
 def test_a_missing_optimizer_is_pushed_with_its_model(name: str, fix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A push of it alone is refused, so the line that is proposed names all that it belongs to."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "unused")  # torch's optimizers would set it
-    desk: Any = SimpleNamespace(shell=SimpleNamespace(user_ns=_notebook(), user_ns_hidden={}), is_auto=False)
+    shell_session: Any = SimpleNamespace(shell=SimpleNamespace(user_ns=_notebook(), user_ns_hidden={}), is_auto=False)
     error = RankError("running", found=f"rank 0 raised NameError: name '{name}' is not defined", rank=0, host="here")
-    NameHints(desk).advise(error)
+    NameHints(shell_session).advise(error)
     assert error.fix == fix

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -56,3 +58,12 @@ def test_arguments_that_are_right_come_through() -> None:
     assert arguments.check_values({"a": 1}) == {"a": 1}
     arguments.check_gpus((), 0)
     arguments.check_gpus((0, 3), 4)
+
+
+def test_a_session_without_the_notebook_extra_names_what_to_install() -> None:
+    """In a process in which pyzmq cannot be imported."""
+    code = "import sys; sys.modules['zmq'] = None; from ddpilot.session.session import Session; Session(1)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "zmq, jupyter_client, ipykernel cannot be imported. Install them: pip install" in done.stderr
+    assert "ddpilot[notebook]" in done.stderr

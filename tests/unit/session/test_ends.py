@@ -25,24 +25,24 @@ def said(channel: str) -> KernelMessage:
 
 def test_await_ready_takes_the_end_of_an_earlier_process_for_nothing() -> None:
     """That of the new one is an error."""
-    hub = cast("Any", SimpleNamespace(send=lambda *_sent: "id"))
+    io_thread = cast("Any", SimpleNamespace(send=lambda *_sent: "id"))
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     for event in (END, said("iopub"), said("shell")):
         events.put(event)
-    await_ready(hub, [1], events, lambda _ended: None)
+    await_ready(io_thread, [1], events, lambda _ended: None)
     events.put(END)
     with pytest.raises(LaunchError, match="rank 1 ended: was killed"):
-        await_ready(hub, [1], events, lambda ended: ended.reason)
+        await_ready(io_thread, [1], events, lambda ended: ended.reason)
 
 
 def test_outside_cells_shows_no_end_of_a_rank_that_lives_again() -> None:
     """Until it dies again."""
     notes: list[str] = []
-    standing = RankStates(2)
-    view, host = SimpleNamespace(note=notes.append), SimpleNamespace(can_start=True)
-    outside = IdleOutput(cast("Any", view), cast("Any", host), standing, respawns=False)
-    outside.show(END)
+    states = RankStates(2)
+    view, processes = SimpleNamespace(note=notes.append), SimpleNamespace(can_start=True)
+    idle_output = IdleOutput(cast("Any", view), cast("Any", processes), states, respawns=False)
+    idle_output.show(END)
     assert notes == []
-    standing.note_end(END, ())
-    outside.show(END)
+    states.note_end(END, ())
+    idle_output.show(END)
     assert notes == ["rank 1 was killed; its variables are lost, `%ddp restart 1` brings it back"]

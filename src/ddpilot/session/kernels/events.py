@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpilot.launching.rank_reports import Exited
+from ddpilot.output.view import RankMessage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,10 @@ class KernelMessage:
     metadata: dict[str, Any]
     buffers: list[bytes]
     header: dict[str, Any]
+
+    def for_view(self) -> RankMessage:
+        """Return the message in the form in which views show it."""
+        return RankMessage(self.rank, self.kind, self.content, self.metadata, self.buffers)
 
 
 @dataclass(frozen=True)

@@ -300,19 +300,3 @@ def warm_up() -> None:
     refuse_in_a_rank()
     options = LaunchOptions()
     ensure_server({**default_variables(stays=True), **os.environ, **options.env}, PRELOAD, may_fork(options))
-
-
-def check_installed() -> None:
-    """Raise LaunchError if a package that kernels need is not installed."""
-    missing = []
-    for name in ("zmq", "jupyter_client", "ipykernel"):
-        try:
-            __import__(name)
-        except ImportError:
-            missing.append(name)
-    if missing:
-        raise LaunchError(
-            "starting ranks that stay",
-            found=f"{', '.join(missing)} cannot be imported",
-            fix='Install them: pip install "ddpilot[notebook]"',
-        )

@@ -14,9 +14,14 @@ from ddpilot.session.kernels.events import Ended
 
 _END_GRACE_S = 2.0
 
+SERVER_GONE = "ended with the rank server"
+STORE_GONE = "the process of the session's store ended"
+START_OVER = "`%ddp stop`, then `%ddp start` (a new `Session`) starts from scratch"
+"""What to do if no rank can be started any more."""
+
 
 class RankStates:
-    """State of `world_size` ranks. To modify it, hold `EventRouter.switch` or have the turn."""
+    """State of `world_size` ranks. To modify it, hold `EventRouter.lock` or have the turn."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
@@ -45,6 +50,19 @@ class RankStates:
     def unusable(self) -> list[int]:
         """Ranks that cannot join a group, because they are dead or their device has failed."""
         return sorted({*self.dead, *self.device_errors})
+
+    @property
+    def blocked(self) -> str:
+        """The reason why no rank can enter a process group now; "" if all can."""
+        if self.store_end:
+            return f"{self.store_end}; {START_OVER}"
+        ranks = sorted(self.dead) or sorted(self.device_errors)
+        if not ranks:
+            return ""
+        verb, its = ("is", "its device") if len(ranks) == 1 else ("are", "their devices")
+        state = f"{verb} dead" if self.dead else f"cannot use {its}"
+        restart = f"`%ddp restart {' '.join(map(str, ranks))}`, `session.restart({ranks[0]})`"
+        return f"{render_ranks(ranks)} {state}; restart {_them(ranks)} ({restart})"
 
     def note_start(self, rank: int) -> None:
         """Record that the rank's process is starting."""
@@ -99,14 +117,6 @@ def describe_end(ended: Ended, was_killed: bool, last_lines: Sequence[str]) -> s
         return f"exited with code {ended.exited.exitcode}"
     how, _ = describe_exit(ended.exited, "the session", last_lines)
     return how
-
-
-SERVER_GONE = "ended with the rank server"
-START_OVER = "`%ddp stop`, then `%ddp start` (a new `Session`) starts from scratch"
-"""What to do if no rank can be started any more."""
-
-
-STORE_GONE = "the process of the session's store ended"
 
 
 def describe_store_end(ended: Ended) -> str:

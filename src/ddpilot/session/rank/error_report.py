@@ -13,6 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ddpilot.errors import DdpilotError, user_tracebacks
 from ddpilot.launching.exceptions import exitcode_of, is_victim, leave_out_guard, message_of
+from ddpilot.launching.rank_reports import Raised
 from ddpilot.module_names import GUARD_FOLDER
 from ddpilot.record.flight_ring.groups import count_by_group
 from ddpilot.session.protocol.report import Report
@@ -37,18 +38,20 @@ def report_error(
     error: BaseException, text: str, time_s: float, num_collectives: int | None, device: torch.device
 ) -> Report:
     """Return the report of a cell or call that ended with `error` on a rank that uses `device`."""
-    return Report(
-        status="error",
+    raised = Raised(
         time_s=time_s,
-        **group_state(),
-        num_collectives=num_collectives,
         type_name=type(error).__qualname__,
         message=_explain(leave_out_guard(message_of(error))),
         traceback=leave_out_guard(text or "".join(traceback.format_exception_only(error))),
         is_victim=is_victim(error),
         interrupted=isinstance(error, (KeyboardInterrupt, asyncio.CancelledError)),
-        in_backward=came_from_backward(error),
         exitcode=exitcode_of(error),
+    )
+    return Report(
+        raised=raised,
+        **group_state(),
+        num_collectives=num_collectives,
+        in_backward=came_from_backward(error),
         device_error=find_device_error(device),
     )
 

@@ -40,9 +40,9 @@ def serve_kernel(start: KernelStart) -> None:
     rank = int(os.environ["RANK"])
     app = make_app(start.connection_file(rank), start.folder / f"{start.stem(rank)}.ipython")
     kernel = app.kernel
-    space = fill_namespace(vars(sys.modules["__main__"]), start)
+    context = fill_namespace(vars(sys.modules["__main__"]), start)
     kernel.stop_handler = StopHandler(app.control_thread.io_loop)
-    kernel.requests = Requests(space, start.parcel_socket(rank), kernel.stop_handler, kernel.freeing)
+    kernel.requests = Requests(context, start.parcel_socket(rank), kernel.stop_handler, kernel.freeing)
     _wake_on_signals()
     end_workers_soon()
     use_pdb()
@@ -50,7 +50,7 @@ def serve_kernel(start: KernelStart) -> None:
     gc.collect()
     gc.freeze()  # existing objects are permanent: collections after cells then skip them
     app.start()
-    space.finish()
+    context.finish()
 
 
 def _wake_on_signals() -> None:

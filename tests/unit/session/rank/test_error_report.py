@@ -65,8 +65,9 @@ def test_holds_group_also_where_it_was_raised_for_one() -> None:
 def test_report_error_has_the_cells_text_or_the_errors_own() -> None:
     """Where no traceback is given there is the last line of one."""
     report = report_error(ValueError("wrong"), "", 1.5, 3, torch.device("cpu"))
-    assert (report.status, report.type_name, report.message) == ("error", "ValueError", "wrong")
-    assert (report.traceback, report.time_s, report.num_collectives) == ("ValueError: wrong\n", 1.5, 3)
+    assert report.error == ("ValueError", "wrong", "ValueError: wrong\n")
+    assert report.raised is not None
+    assert (report.raised.time_s, report.num_collectives) == (1.5, 3)
     assert not came_from_backward(ValueError())
     assert report.device_error == ""
 
