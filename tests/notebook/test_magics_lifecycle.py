@@ -64,7 +64,7 @@ def test_options_of_start_reach_the_ranks_and_a_start_that_fails_leaves_nothing(
         kernel.run("%ddp stop")
         for line, found in (
             ("%ddp start -n some", "LaunchError: reading `nproc_per_node`: 'some'"),
-            ("%ddp start --gpus x", "UsageError: reading `%ddp start`: argument --gpus: 'x' is no list of ranks"),
+            ("%ddp start --gpus x", "UsageError: reading `%ddp start`: argument --gpus: 'x' is not a list of ranks"),
             ("%ddp start --app no_such_app", "no_such_app"),
             ("%ddp start --preload no_such_module", "no_such_module"),
         ):

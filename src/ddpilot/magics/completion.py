@@ -35,7 +35,7 @@ def make_matcher(shell_session: ShellSession) -> Callable[[CompletionContext], d
         if typed is not None:
             return _complete_line(shell_session, typed["words"])
         if context.cursor_line == 0 and line.startswith("%%ddp"):
-            return _words(line, _options(make_cell_parser()))
+            return _words(line, make_cell_parser().flags)
         return _complete_code(shell_session, context)
 
     mark: Any = context_matcher(identifier="ddpilot")
@@ -82,7 +82,7 @@ def _complete_line(shell_session: ShellSession, words: str) -> dict[str, Any]:
     if verb is None:
         return {"completions": []}
     if begun.startswith("-"):
-        return _words(rest, _options(verb.parser()))
+        return _words(rest, verb.parser().flags)
     if name == "pull" and session is not None and not rest.endswith("--as "):
         return _from_rank(session, begun, len(begun))
     if name in ("restart", "stacks") and session is not None:
@@ -109,11 +109,6 @@ def _words(line: str, known: Iterable[str]) -> dict[str, Any]:
     begun = line.rpartition(" ")[2]
     found = [SimpleCompletion(text=word, type="magic") for word in known if word.startswith(begun)]
     return {"completions": found, "matched_fragment": begun, "suppress": bool(found)}
-
-
-def _options(parser: object) -> list[str]:
-    actions = getattr(parser, "_actions", ())
-    return [flag for action in actions for flag in action.option_strings if flag.startswith("--")]
 
 
 def inspect_on_ranks(shell_session: ShellSession) -> Callable[[], None]:

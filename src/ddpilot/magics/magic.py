@@ -13,9 +13,10 @@ from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 
 from ddpilot.errors import did_you_mean
 from ddpilot.magics.commands import VERBS
-from ddpilot.magics.parser import HelpRequested, MagicParser, MagicUsageError, parse_ranks
+from ddpilot.magics.parser import MagicParser, MagicUsageError, parse_ranks
 from ddpilot.magics.push_pull import RETURNED, SCOPE
 from ddpilot.magics.shell_session import ShellSession, briefly
+from ddpilot.option_parser import HelpRequested
 
 WHOLE = "--whole"
 """Marks a line of `%%ddp` that ddpilot itself generates: the cell's lines are already numbered."""

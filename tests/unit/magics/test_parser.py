@@ -11,7 +11,6 @@ import pytest
 
 from ddpilot.errors import LaunchError
 from ddpilot.magics.parser import (
-    HelpRequested,
     MagicParser,
     MagicUsageError,
     add_options,
@@ -21,6 +20,7 @@ from ddpilot.magics.parser import (
     parse_variable,
     to_arguments,
 )
+from ddpilot.option_parser import HelpRequested
 from ddpilot.session.options import SessionOptions
 
 
@@ -35,7 +35,7 @@ def test_parse_ranks_reads_numbers_and_ranges(text: str, ranks: tuple[int, ...])
 @pytest.mark.parametrize("text", ["", "a", "1-", "-1", "0,", "1-x", "1.5"])
 def test_parse_ranks_refuses_what_is_no_list(text: str) -> None:
     """The text is in the answer."""
-    with pytest.raises(argparse.ArgumentTypeError, match="is no list of ranks such as 0,2-3"):
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a list of ranks such as 0,2-3"):
         parse_ranks(text)
 
 
@@ -43,7 +43,7 @@ def test_parse_rank_and_parse_variable_refuse_what_they_cannot_read() -> None:
     """One rank is a number; a variable has a name and a value, which may contain =."""
     assert parse_rank("2") == 2
     assert parse_variable("A=b=c") == ("A", "b=c")
-    with pytest.raises(argparse.ArgumentTypeError, match="'0,1' is no number of a rank"):
+    with pytest.raises(argparse.ArgumentTypeError, match="'0,1' is not the number of a rank"):
         parse_rank("0,1")
     for wrong in ("A", "=b"):
         with pytest.raises(argparse.ArgumentTypeError, match="is not NAME=value"):
@@ -55,22 +55,22 @@ def test_parser_raises_where_argparse_would_end_the_process() -> None:
     parser = MagicParser("%ddp pull", description="Copy.")
     parser.add_argument("--rank", type=parse_rank, metavar="R")
     with pytest.raises(MagicUsageError) as caught:
-        parser.parse_args(["--rank", "x"])
+        parser.read(["--rank", "x"])
     assert str(caught.value) == (
-        "reading `%ddp pull`: argument --rank: 'x' is no number of a rank. Right is: %ddp pull [-h] [--rank R]"
+        "reading `%ddp pull`: argument --rank: 'x' is not the number of a rank. Usage: %ddp pull [-h] [--rank R]"
     )
     assert caught.value._render_traceback_() == [f"UsageError: {caught.value}"]
     with pytest.raises(HelpRequested, match="(?s)usage: %ddp pull.*Copy.*--rank R"):
-        parser.parse_args(["-h"])
-    assert vars(parser.parse_args([])) == {}
+        parser.read(["-h"])
+    assert parser.read([]) == {}
 
 
 def test_parser_takes_no_option_by_its_beginning() -> None:
     """`--rank` for `--ranks` would become ambiguous with the next option."""
     parser = MagicParser("%%ddp")
     parser.add_argument("--ranks")
-    with pytest.raises(MagicUsageError, match="unrecognized arguments: --rank 0"):
-        parser.parse_args(["--rank", "0"])
+    with pytest.raises(MagicUsageError, match="`--rank 0`. Did you mean `--ranks`"):
+        parser.read(["--rank", "0"])
 
 
 LINE = (
@@ -84,7 +84,7 @@ def read(line: str) -> dict[str, object]:
     """The arguments in a line."""
     parser = MagicParser("%ddp start")
     add_options(parser)
-    return to_arguments(vars(parser.parse_args(line.split())))
+    return to_arguments(parser.read(line.split()))
 
 
 def test_options_read_every_field_of_a_session() -> None:
@@ -130,7 +130,7 @@ def test_options_say_what_they_do() -> None:
     text = " ".join(str(helped.value).split())
     assert text.count("--") >= 2 * len(dataclasses.fields(SessionOptions))
     assert "--no-watch do not record collectives" in text
-    assert "--no-guard do not look for training" in text
+    assert "--no-guard do not check for training" in text
     assert not re.search(r"None|\(\)|True|False|`|function|Launcher", text)
 
 
