@@ -40,7 +40,7 @@ def test_ranks_are_started_anew_one_by_one_and_all_together() -> None:
         assert died.error_name == "RankError"
         assert "rank 0 is dead" in kernel.run("%%ddp --ranks 0\n1").error
         again = kernel.run("%ddp start -n 2").stdout
-        assert again == "ddpilot: 2 ranks run already, with their variables; rank 0 died: `%ddp restart 0`\n"
+        assert again == "ddpilot: 2 ranks already running, with their variables; rank 0 died: `%ddp restart 0`\n"
         kernel.run("%ddp restart")
         third = pids(kernel)
         assert not set(third.values()) & {*first.values(), *second.values()}
@@ -48,7 +48,7 @@ def test_ranks_are_started_anew_one_by_one_and_all_together() -> None:
         said = kernel.run("%ddp auto on\n%ddp stop").stdout.splitlines()
         assert said[-1] == "ddpilot: stopped 2 ranks; auto is off"
         assert gone(*third.values()) == []
-        assert "no ranks run. Type `%ddp start -n 2` first" in kernel.run("%%ddp\n1").error
+        assert "no ranks are running. Type `%ddp start -n 2` first" in kernel.run("%%ddp\n1").error
         assert re.match(r"ddpilot: 3 ranks ready in \d+\.\d s\n", kernel.run("%ddp start -n 3 --seed 5").stdout)
         drawn = kernel.run("%%ddp\nimport random; random.random()").by_rank
         assert len({lines[0] for lines in drawn.values()}) == 1
@@ -71,4 +71,4 @@ def test_options_of_start_reach_the_ranks_and_a_start_that_fails_leaves_nothing(
             failed = kernel.run(line)
             assert found in failed.error, (line, failed.outputs)
             assert len(failed.error.splitlines()) < 25, failed.error
-        assert "no ranks run" in kernel.run("%%ddp\n1").error
+        assert "no ranks are running" in kernel.run("%%ddp\n1").error

@@ -75,40 +75,40 @@ def _from_rank(session: Session, code: str, cursor: int) -> dict[str, Any]:
 
 def _complete_line(shell_session: ShellSession, words: str) -> dict[str, Any]:
     """Complete a verb, or its options, ranks, or names of variables in the notebook or on the ranks."""
-    name, space, rest = words.partition(" ")
-    verb, begun, session = VERBS.get(name), rest.rpartition(" ")[2], shell_session.session
-    if not space:
+    name, blank, rest = words.partition(" ")
+    verb, prefix, session = VERBS.get(name), rest.rpartition(" ")[2], shell_session.session
+    if not blank:
         return _words(words, VERBS)
     if verb is None:
         return {"completions": []}
-    if begun.startswith("-"):
+    if prefix.startswith("-"):
         return _words(rest, verb.parser().flags)
     if name == "pull" and session is not None and not rest.endswith("--as "):
-        return _from_rank(session, begun, len(begun))
+        return _from_rank(session, prefix, len(prefix))
     if name in ("restart", "stacks") and session is not None:
         return _words(rest, map(str, range(session.world_size)))
     if name == "auto":
         return _words(rest, ("on", "off"))
     if name in ("push", "run"):
-        return _names_here(shell_session, begun)
+        return _notebook_names(shell_session, prefix)
     return {"completions": []}
 
 
-def _names_here(shell_session: ShellSession, begun: str) -> dict[str, Any]:
+def _notebook_names(shell_session: ShellSession, prefix: str) -> dict[str, Any]:
     """Complete names of variables of the notebook. Attributes are left to other matchers."""
-    name = _NAME.search(begun)
-    begun_name = name[0] if name else ""
-    if begun[: len(begun) - len(begun_name)].endswith("."):
+    name = _NAME.search(prefix)
+    name_prefix = name[0] if name else ""
+    if prefix[: len(prefix) - len(name_prefix)].endswith("."):
         return {"completions": []}
     shell = shell_session.shell
     known = sorted(each for each in shell.user_ns if each not in shell.user_ns_hidden and not each.startswith("_"))
-    return _words(begun_name, known)
+    return _words(name_prefix, known)
 
 
 def _words(line: str, known: Iterable[str]) -> dict[str, Any]:
-    begun = line.rpartition(" ")[2]
-    found = [SimpleCompletion(text=word, type="magic") for word in known if word.startswith(begun)]
-    return {"completions": found, "matched_fragment": begun, "suppress": bool(found)}
+    prefix = line.rpartition(" ")[2]
+    found = [SimpleCompletion(text=word, type="magic") for word in known if word.startswith(prefix)]
+    return {"completions": found, "matched_fragment": prefix, "suppress": bool(found)}
 
 
 def inspect_on_ranks(shell_session: ShellSession) -> Callable[[], None]:

@@ -20,7 +20,7 @@ _ATTRIBUTE = "_ddpilot_parts"
 
 
 class _Parts:
-    """What the extension adds to a shell. The desk survives `%reload_ext`, and so do the ranks."""
+    """What the extension adds to a shell. It is kept by `%reload_ext`, and so are the ranks."""
 
     def __init__(self, shell: Any) -> None:
         self.shell_session = ShellSession(shell)
@@ -49,7 +49,7 @@ def load_ipython_extension(shell: Any) -> None:
     if not parts.shell_session.is_terminal and parts.shell_session.session is None:
         threading.Thread(target=_warm_up, name="ddpilot-warm-up", daemon=True).start()
     if parts.shell_session.is_auto:
-        parts.shell_session.say("auto is on, as it was")
+        parts.shell_session.report("auto is still on")
 
 
 def _warm_up() -> None:
@@ -64,7 +64,7 @@ def _warm_up() -> None:
 def unload_ipython_extension(shell: Any) -> None:
     """Remove the magics.
 
-    Ranks continue to run until the notebook's kernel ends; `%load_ext ddpilot` finds them again.
+    Ranks continue to run until the notebook's kernel ends; `%load_ext ddpilot` makes them available again.
     """
     parts = getattr(shell, _ATTRIBUTE, None)
     if parts is None or not parts.is_loaded:
@@ -80,6 +80,6 @@ def unload_ipython_extension(shell: Any) -> None:
     shell.events.unregister("post_run_cell", parts.hints.after_cell)
     parts.is_loaded = False
     if parts.shell_session.session is not None:
-        parts.shell_session.say(
-            f"{count_ranks(parts.shell_session.session)} run on; `%load_ext ddpilot` finds them again"
+        parts.shell_session.report(
+            f"{count_ranks(parts.shell_session.session)} left running; `%load_ext ddpilot` makes them available again"
         )

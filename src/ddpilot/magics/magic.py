@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Collection
 from types import FrameType
 from typing import Any
 
@@ -44,7 +43,7 @@ class DdpMagics(Magics):
             if words[:1] == [WHOLE]:
                 run_on_ranks(self._shell_session, cell, make_cell_parser().read(words[1:]))
                 return None
-            return run_cell(self._shell_session, line.strip(), cell, VERBS)
+            return run_cell(self._shell_session, line.strip(), cell)
         except HelpRequested as helped:
             self._shell_session.write(str(helped))
         return None
@@ -55,7 +54,7 @@ class DdpMagics(Magics):
         typed = f"%%ddp {line}".rstrip()
         raise MagicUsageError(
             f"reading `{typed}`",
-            found="it is not the first line of its cell. Nothing below it was run; the lines above ran in the notebook",
+            found="it is not the first line of its cell. The lines above ran in the notebook; those below did not run",
             fix="Make it the first line, above comments too",
         )
 
@@ -64,14 +63,14 @@ class DdpMagics(Magics):
         if name == ABOVE:
             raise MagicUsageError(
                 f"reading `{f'%ddp {rest}'.rstrip()}`",
-                found="one % is for a line alone, and there is code below it. Nothing of the cell was run",
+                found="`%ddp` is for a single line, but there is code below it. The cell was not run",
                 fix=f"Did you mean `{f'%%ddp {rest}'.rstrip()}`?",
             )
         if name in ("", "help", "-h", "--help"):
             raise HelpRequested(overview())
         if name not in VERBS:
             raise MagicUsageError(
-                f"reading `%ddp {line.strip()}`", found=f"`{name}` is no verb", fix=_explain_verb(name)
+                f"reading `%ddp {line.strip()}`", found=f"`{name}` is not a verb", fix=_explain_verb(name)
             )
         is_returned = rest.startswith(RETURNED)
         try:
@@ -101,14 +100,14 @@ def overview() -> str:
 
 def _explain_verb(name: str) -> str:
     if name.startswith("-"):
-        return f"Options without a verb are the cell magic's: write `%%ddp {name} ...` above the code"
+        return f"Options without a verb belong to the cell magic: write `%%ddp {name} ...` above the code"
     return did_you_mean(name, VERBS) or f"The verbs are {', '.join(VERBS)}; to run code, put it below `%%ddp`"
 
 
 def make_cell_parser() -> MagicParser:
     """Return the parser of the options of `%%ddp`."""
     parser = MagicParser("%%ddp", description="Run the cell below on the ranks.")
-    parser.add_argument("--ranks", metavar="0,2-3", type=parse_ranks, help="on these ranks; default: all that live")
+    parser.add_argument("--ranks", metavar="0,2-3", type=parse_ranks, help="on these ranks; default: all live ranks")
     place = parser.add_mutually_exclusive_group()
     place.add_argument("--local", action="store_true", help="in the notebook alone, also while auto is on")
     place.add_argument("--everywhere", action="store_true", help="on the ranks and then in the notebook")
@@ -117,14 +116,14 @@ def make_cell_parser() -> MagicParser:
     return parser
 
 
-def run_cell(shell_session: ShellSession, line: str, cell: str, verbs: Collection[str]) -> Any:
+def run_cell(shell_session: ShellSession, line: str, cell: str) -> Any:
     """Run `cell` with the options in `line`. Return what a cell magic in it returns in the notebook, else None.
 
-    `verbs`: the verbs of `%ddp`. Raises RankError, LaunchInterrupted, MagicUsageError.
+    Raises RankError, LaunchInterrupted, MagicUsageError.
     """
     words = line.split()
     if words and not words[0].startswith("-"):
-        raise MagicUsageError(f"reading `%%ddp {line}`", found=f"`{words[0]}`", fix=_explain_word(words[0], verbs))
+        raise MagicUsageError(f"reading `%%ddp {line}`", found=f"`{words[0]}`", fix=_explain_word(words[0]))
     chosen = make_cell_parser().read(words)
     is_local, is_everywhere = chosen.pop("local", False), chosen.pop("everywhere", False)
     if is_local and chosen:
@@ -133,10 +132,12 @@ def run_cell(shell_session: ShellSession, line: str, cell: str, verbs: Collectio
         raise MagicUsageError(
             f"reading `%%ddp {line}`",
             found=f"`--local` runs the cell in the notebook, and {flags} about the ranks",
-            fix="Leave one of them out, or take `--everywhere` for both",
+            fix="Leave one of them out, or use `--everywhere` for both",
         )
     if not cell.strip():
-        raise MagicUsageError("running a cell on the ranks", found="nothing below `%%ddp`", fix="Write the code there")
+        raise MagicUsageError(
+            "running a cell on the ranks", found="there is no code below `%%ddp`", fix="Write the code there"
+        )
     if not is_local:
         run_on_ranks(shell_session, number_lines(line, cell), chosen)
     return run_here(shell_session, cell) if is_local or is_everywhere else None
@@ -144,7 +145,7 @@ def run_cell(shell_session: ShellSession, line: str, cell: str, verbs: Collectio
 
 def run_on_ranks(shell_session: ShellSession, code: str, chosen: dict[str, Any]) -> None:
     """Run `code`, whose lines are numbered as in the notebook's cell, on the ranks."""
-    session = shell_session.need("running a cell on the ranks")
+    session = shell_session.require("running a cell on the ranks")
     with briefly():
         session.execute(
             code,
@@ -188,7 +189,7 @@ def number_lines(line: str, cell: str) -> str:
     return f"# %%ddp {line}".rstrip() + f"\n{cell}"
 
 
-def _explain_word(word: str, verbs: Collection[str]) -> str:
-    if word in verbs:
-        return f"A verb is a line of its own, with one %: `%ddp {word}`"
-    return "Options begin with --, as in `%%ddp --ranks 0`; the code stands in the lines below"
+def _explain_word(word: str) -> str:
+    if word in VERBS:
+        return f"Write a verb with one %, on a line of its own: `%ddp {word}`"
+    return "Options begin with --, as in `%%ddp --ranks 0`; the code goes in the lines below"

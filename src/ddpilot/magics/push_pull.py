@@ -24,17 +24,18 @@ SCOPE = "scope"
 
 RETURNED = "--returned"
 """Marks a line of `%ddp` that ddpilot itself generates: its value is used in an expression, such as an assignment."""
+_MISSING = re.compile(r"NameError: name '(\w+)' is not defined")
 
 
 def push_values(shell_session: ShellSession, given: Mapping[str, Any]) -> None:
     """Copy variables of the notebook to ranks."""
-    session, names, here = shell_session.need("pushing"), given["names"], given[SCOPE]
+    session, names, here = shell_session.require("pushing"), given["names"], given[SCOPE]
     for name in names:
         if name not in here:
             raise MagicUsageError(
                 f"pushing `{name}`",
                 found="the notebook has no variable of that name",
-                fix=did_you_mean(name, user_names(here)) or "Names of variables stand apart: `%ddp push x y`",
+                fix=did_you_mean(name, user_names(here)) or "Separate names by blanks: `%ddp push x y`",
             )
     with briefly():
         session.push({name: here[name] for name in names}, ranks=given.get("ranks"))
@@ -45,7 +46,7 @@ def pull_values(shell_session: ShellSession, given: Mapping[str, Any]) -> Any:
 
     In an expression, such as `x = %ddp pull y`, return the values (one value, or a tuple) and set no variables.
     """
-    session, names = shell_session.need("pulling"), given["names"]
+    session, names = shell_session.require("pulling"), given["names"]
     other, is_returned = given.get("other"), given.get("is_returned", False)
     if (other is not None or is_returned) and len(names) > 1 and _is_expression(" ".join(names)):
         names = [" ".join(names)]  # one expression that contains spaces
@@ -79,11 +80,11 @@ def _check_names_to_set(names: list[str]) -> None:
     for name in names:
         if name == "as":
             fix = f"Did you mean `%ddp pull {' '.join(names).replace(' as ', ' --as ')}`?"
-            raise MagicUsageError("pulling", found="`as` is no name of a variable", fix=fix)
+            raise MagicUsageError("pulling", found="`as` is not a variable name", fix=fix)
         if not name.isidentifier():
             check_expression(name)
             fix = f"Give it one: `%ddp pull {name} --as value`"
-            raise MagicUsageError("pulling", found=f"`{name}` is no name of a variable", fix=fix)
+            raise MagicUsageError("pulling", found=f"`{name}` is not a variable name", fix=fix)
 
 
 class MarkReturned(ast.NodeTransformer):
@@ -125,7 +126,7 @@ def _bind(shell_session: ShellSession, name: str, value: object, source: str) ->
     namespace = shell_session.shell.user_ns
     was = f"; the notebook's own ({type(namespace[name]).__name__}) was replaced" if name in namespace else ""
     shell_session.shell.push({name: value}, interactive=True)
-    shell_session.say(f"`{name}` is now {_describe(value)} from {source}{was}")
+    shell_session.report(f"`{name}` is now {_describe(value)} from {source}{was}")
 
 
 def _describe(value: object) -> str:
@@ -144,7 +145,7 @@ def call_on_ranks(shell_session: ShellSession, given: Mapping[str, Any]) -> Any:
     Returns None if all results are None and the value is not used in an expression, as IPython would display it.
     """
     text = " ".join(given["call"])
-    session = shell_session.need(f"running `{text}`")
+    session = shell_session.require(f"running `{text}`")
     call = _parse_call(text)
     _check_names(call, given[SCOPE], session)
     fn, args, kwargs = _evaluate(call, given[SCOPE])
@@ -201,9 +202,6 @@ def _parse_call(text: str) -> ast.Call:
     return parsed
 
 
-_MISSING = re.compile(r"NameError: name '(\w+)' is not defined")
-
-
 class NameHints:
     """Adds a fix to NameErrors of ranks and of the notebook's cells if the other side has the name."""
 
@@ -231,7 +229,7 @@ class NameHints:
         visible = {each: other for each, other in shell.user_ns.items() if each not in hidden and each[0] != "_"}
         names = find_companions(name, {**visible, name: value})
         if names is None:
-            return f"The notebook has `{name}` without the model that it trains: make both on the ranks"
+            return f"The notebook has `{name}` without the model that it trains: create both on the ranks"
         them = "it" if len(names) == 1 else "both" if len(names) == 2 else "all"
         return f"The notebook has `{name}`: `%ddp push {' '.join(names)}` copies {them} to the ranks{here}"
 
@@ -245,7 +243,7 @@ class NameHints:
             and name not in self._shell_session.shell.user_ns
             and is_on_a_rank(name, session)
         ):
-            self._shell_session.say(
+            self._shell_session.report(
                 f"`{name}` is on the ranks: use it in a `%%ddp` cell, or copy it with `%ddp pull {name}`"
             )
 

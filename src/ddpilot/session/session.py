@@ -88,12 +88,12 @@ class Session:
         arguments.refuse_in_a_rank()
         self.options = SessionOptions(
             nproc_per_node=nproc_per_node,
-            gpus=gpus if isinstance(gpus, int) else tuple(gpus),  # type: ignore[arg-type]  # so does it of these
+            gpus=gpus if isinstance(gpus, int) else tuple(gpus),  # type: ignore[arg-type]  # SessionOptions
             backend=backend,
             seed=seed,
-            apps=apps if isinstance(apps, str) else tuple(apps),  # type: ignore[arg-type]  # it says how to write it
+            apps=apps if isinstance(apps, str) else tuple(apps),  # type: ignore[arg-type]  # rejects
             env=env or {},
-            preload=preload if isinstance(preload, str) else tuple(preload),  # type: ignore[arg-type]
+            preload=preload if isinstance(preload, str) else tuple(preload),  # type: ignore[arg-type]  # these
             respawn=respawn,
             keep_cache=keep_cache,
             verbose=verbose,
@@ -109,7 +109,7 @@ class Session:
 
         self._view = _default_view(self.options) if view is None else view
         with limits_explained("starting a session"):
-            self._kernels = _start_ranks(self.options, self._view)
+            self._kernels = _start_kernels(self.options, self._view)
         self._runner = Runner(self._kernels)
         self._num_cells = 0
         self._finalizer = weakref.finalize(self, self._kernels.close)
@@ -132,7 +132,7 @@ class Session:
     def status(self) -> tuple[RankStatus, ...]:
         """Return the status of every rank: idle, busy or dead, its cell, its current collective and its resource usage.
 
-        Can be called while another thread runs a cell. Takes a tenth of a second.
+        Can be called while a different thread runs a cell. Takes a tenth of a second.
         """
         return read_statuses(self._kernels)
 
@@ -152,7 +152,7 @@ class Session:
     ) -> CellResult:
         """Run a cell on `ranks` (None: all live ranks), as if it were typed into a notebook on each; magics work.
 
-        `quiet`: show none of its output. `cell`: its number in errors ("Cell In[7]"); default: one more than the last.
+        `quiet`: do not show its output. `cell`: its number in errors ("Cell In[7]"); default: one more than the last.
         `keep_cache`: as for the session. Raises RankError with the first failure in time, or WatchError if a finding of
         the watch stops the cell, after all ranks have returned and the group was rebuilt; for a finding of the guard at
         the end of the cell, the cell has completed on all ranks and the group is unchanged. Raises LaunchInterrupted, a
@@ -181,7 +181,7 @@ class Session:
         chosen = select_ranks(self._kernels, None, f"running `{name}`", all_live=True)
         parts = {"fn": fn, "args": args, "kwargs": kwargs}
         call = (call_with_sources, (collect_sources(), fn, *args), kwargs)
-        with interrupt_message(f"`{name}` was stopped before any rank ran it"):
+        with interrupt_message(f"`{name}` was interrupted before any rank ran it"):
             parcel, known = ship("ddpilot-call", parts, call, did=f"running `{name}`", known=None)
         outcome, answers = self._with_parcel(Call(), chosen, parcel, name)
         try:
@@ -204,7 +204,7 @@ class Session:
         check_complete(values)
         chosen = select_ranks(self._kernels, ranks, "pushing")
         did = f"pushing {', '.join(values)}"
-        with interrupt_message(f"{did} was stopped: nothing was set on any rank"):
+        with interrupt_message(f"{did} was interrupted: no variable was set on any rank"):
             parcel, _ = ship("ddpilot-push", values, dict(values), did=did, known=None)
         outcome, _ = self._with_parcel(Push(), chosen, parcel, "push")
         if outcome.was_interrupted:
@@ -254,7 +254,7 @@ class Session:
         self._runner.restart(ranks)
 
     def interrupt(self) -> bool:
-        """Interrupt the cell that another thread is running, as the interrupt button does.
+        """Interrupt the cell that a different thread is running, as the interrupt button does.
 
         Return False if there is none.
         """
@@ -305,7 +305,7 @@ class Session:
         """
         if self.is_running:
             with interrupt_message(
-                "the stop was cut short: the ranks were killed before they were through with their exit handlers"
+                "the stop was interrupted: the ranks were killed before their exit handlers finished"
             ):
                 try:
                     self._kernels.end_turn()
@@ -350,7 +350,7 @@ def _default_view(options: SessionOptions) -> View:
     return TextView(options.output, options.output_limit_bytes)
 
 
-def _start_ranks(options: SessionOptions, view: View) -> RankKernels:
+def _start_kernels(options: SessionOptions, view: View) -> RankKernels:
     from ddpilot.session.kernels.manager import RankKernels
 
     try:
@@ -358,7 +358,7 @@ def _start_ranks(options: SessionOptions, view: View) -> RankKernels:
         view.bind(kernels.send_comm)
         kernels.start()
     except KeyboardInterrupt:
-        raise LaunchInterrupted("starting the ranks was stopped: none of them runs") from None
+        raise LaunchInterrupted("starting the ranks was interrupted: no rank is running") from None
     return kernels
 
 
@@ -410,7 +410,7 @@ def describe_push(names: Iterable[str], outcome: Outcome) -> str:
     left = sorted({part.rank for part in parts} - {*done, *dead})
     states = [
         f"{state} {render_ranks(ranks)}"
-        for state, ranks in (("set on", done), ("not set on", left), ("it cost the life of", dead))
+        for state, ranks in (("set on", done), ("not set on", left), ("killed:", dead))
         if ranks
     ]
-    return f"pushing {', '.join(names)} was stopped: {', '.join(states)}"
+    return f"pushing {', '.join(names)} was interrupted: {', '.join(states)}"

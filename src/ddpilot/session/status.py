@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ddpilot.session.kernels.manager import RankKernels
 
 State = Literal["idle", "busy", "dead"]
+Family = list[psutil.Process]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,9 +146,6 @@ def collect_usage(pids: Iterable[int], *, interval_s: float = 0.1) -> dict[int, 
         for pid in asked
         if pid in cpu_before and pid in cpu_after and memory[pid]
     }
-
-
-Family = list[psutil.Process]
 
 
 def _families(pids: Iterable[int]) -> dict[int, Family]:

@@ -132,7 +132,7 @@ def test_a_model_is_missing_on_a_restarted_rank_and_that_is_said(start: Start, v
     session.restart(1)
     said = "\n".join(view.notes)
     assert "the ranks have different numbers of DDP models" in said
-    assert "run the cells that make the models again" in said
+    assert "run the cells that create the models again" in said
 
 
 def test_a_dead_rank_is_named_as_the_cause_of_what_follows(start: Start) -> None:

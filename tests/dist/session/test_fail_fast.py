@@ -182,7 +182,7 @@ def test_parameters_that_disagree_after_a_failure_are_named(start: Start, view: 
     assert named is not None, said
     assert re.fullmatch(r"rank 0 against rank 1, by up to [\d.e-]+", named[1])
     assert "`for p in model.parameters(): group.broadcast(p.data)`" in said
-    assert "would stay apart" in said
+    assert "would continue to differ" in said
     session.execute("for p in model.parameters(): group.broadcast(p.data)")
 
 
@@ -226,8 +226,8 @@ def test_what_went_with_the_old_group_is_said(start: Start, view: Kept) -> None:
     session.execute("alone = dist.new_group([1])")
     with pytest.raises(RankError):
         session.execute("if rank == 0: 1 / 0\ndist.barrier()")
-    assert "gone with the old group, create again what you still need: groups of `new_group`" in view.notes
-    with pytest.raises(RankError, match="groups of `new_group` went with a process group that was rebuilt") as caught:
+    assert "lost with the old group; create again what you still need: groups of `new_group`" in view.notes
+    with pytest.raises(RankError, match="groups of `new_group` were lost when the process group was rebuilt") as caught:
         session.execute("dist.barrier(pair)")
     assert "Look at the first failure" not in str(caught.value)
 
@@ -245,7 +245,7 @@ def test_a_plain_error_after_steps_of_fsdp_keeps_the_model_and_one_in_a_step_nam
     session.execute("step()")
     with pytest.raises(RankError, match="boom"):
         session.execute("if rank == 1: raise ValueError('boom')\nstep()")
-    assert any("gone with the old group" in note and "FSDPModule (`net`)" in note for note in view.notes)
+    assert any("lost with the old group" in note and "FSDPModule (`net`)" in note for note in view.notes)
     with pytest.raises(RankError, match="made on a process group that was rebuilt since: run the cells that made it"):
         session.execute("step()")
 

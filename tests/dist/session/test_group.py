@@ -55,7 +55,7 @@ def test_the_sessions_names_come_back(start: Start, view: Kept) -> None:
     """After `del` and `%reset` in the next cell; a `rank` that a loop has set is told, once."""
     session = start(2)
     session.execute("for rank in range(world_size): pass")
-    said = "ddpilot: `rank` is 1 now, and was 0: `del rank` brings the session's back in the next cell\n"
+    said = "ddpilot: `rank` is now 1, it was 0: `del rank` restores the session's value in the next cell\n"
     assert view.texts == {0: said}
     session.execute("rank = 5; del device, group")
     session.execute("assert rank == 5; group.barrier(); device.type; del rank")
@@ -89,7 +89,7 @@ def test_a_group_that_the_user_left_is_not_made_anew_after_a_failure(start: Star
 def test_entering_from_a_cell_on_some_ranks_is_refused_with_what_to_do(start: Start) -> None:
     """It would wait for ranks that do not run the cell."""
     session = start(3)
-    with pytest.raises(RankError, match="this cell runs on ranks 0,2 alone, and rank 1 would have to enter") as caught:
+    with pytest.raises(RankError, match="this cell runs on ranks 0,2 only, but rank 1 must enter it too") as caught:
         session.execute("group.barrier()", ranks=[0, 2])
     assert "Run this cell on all ranks" in str(caught.value)
     session.execute("group.barrier()")

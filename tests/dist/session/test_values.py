@@ -134,7 +134,7 @@ def test_what_is_the_sessions_own_is_said_to_be(start: Start) -> None:
     """`group`, an attribute of the model in a DDP model, and the notebook's IPython."""
     session = start(1)
     session.execute("import torch\nddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))")
-    with pytest.raises(LaunchError, match="it is the session's own and stays on its rank"):
+    with pytest.raises(LaunchError, match="it belongs to the session and cannot be pulled"):
         session.pull("group", rank=0)
     with pytest.raises(LaunchError, match=r"has no attribute 'in_features'. .*write `.module.in_features` in place"):
         session.pull("ddp.in_features", rank=0)
@@ -220,10 +220,8 @@ def test_push_of_a_model_names_what_uses_the_earlier_one(
     session, model = start(2), torch.nn.Linear(2, 1)
     session.push({"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)})
     session.push({"model": model})
-    said = (
-        "`optimizer` on the ranks still has the parameters of the earlier `model`; push both at once, or make it again"
-    )
-    assert view.notes == [f"{said} on the ranks"]
+    said = "`optimizer` on the ranks still has the parameters of the earlier `model`; push both at once, or create"
+    assert view.notes == [f"{said} it again on the ranks"]
 
 
 def test_push_of_what_cannot_travel_is_named_before_anything_is_set(start: Start) -> None:
@@ -266,7 +264,7 @@ def test_run_raises_the_ranks_exception_with_its_cause_and_recovers(start: Start
 
 @pytest.mark.parametrize(
     ("value", "after_s", "said"),
-    [(SlowToPack(), 0.3, "nothing was set on any rank"), (SlowToOpen(), 1.5, "set on rank 0, not set on rank 1")],
+    [(SlowToPack(), 0.3, "no variable was set on any rank"), (SlowToOpen(), 1.5, "set on rank 0, not set on rank 1")],
     ids=["packing", "opening"],
 )
 def test_a_stop_during_push_says_where_the_variable_is_set(
@@ -275,7 +273,7 @@ def test_a_stop_during_push_says_where_the_variable_is_set(
     """One line without a traceback; the next push works."""
     monkeypatch.setenv("SLOW_RANK", "1")
     session = start(2)
-    with pytest.raises(LaunchInterrupted, match=f"^pushing x was stopped: {said}$"), pressing_stop(after_s):
+    with pytest.raises(LaunchInterrupted, match=f"^pushing x was interrupted: {said}$"), pressing_stop(after_s):
         session.push({"x": value})
     session.push({"x": 1})
     assert session.pull("x") == [1, 1]

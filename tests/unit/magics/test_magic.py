@@ -29,30 +29,36 @@ def shell() -> Iterator[Any]:
 @pytest.mark.parametrize(
     ("line", "answer"),
     [
-        ("strat -n 2", "`strat` is no verb. Did you mean `start`?"),
-        ("print(1)", "`print(1)` is no verb. The verbs are start, "),
-        ("--ranks 0 print(1)", "Options without a verb are the cell magic's: write `%%ddp --ranks ...` above the code"),
+        ("strat -n 2", "`strat` is not a verb. Did you mean `start`?"),
+        ("print(1)", "`print(1)` is not a verb. The verbs are start, "),
+        (
+            "--ranks 0 print(1)",
+            "Options without a verb belong to the cell magic: write `%%ddp --ranks ...` above the code",
+        ),
         ("start --sed 1", "reading `%ddp start`: `--sed 1`. Did you mean `--seed`?"),
         ("start --zzz", "unrecognized arguments: --zzz. Usage: %ddp start [-h] [-n N]"),
         ("start 2", "reading `%ddp start`: `2`. Did you mean `%ddp start -n 2`?"),
         ("start n=2", "Did you mean `%ddp start -n 2`?"),
         ("start --nproc_per_node 2", "Did you mean `--nproc-per-node`?"),
-        ("start --rank 0", "All ranks start, and `-n 2` says how many; `%%ddp --ranks 0` runs a cell on some of them"),
-        ("restart --ranks 0", "Numbers of ranks stand alone, as in `%ddp restart 0 1`"),
-        ("restart --all", "Without a number all ranks are meant: `%ddp restart`"),
+        (
+            "start --rank 0",
+            "All ranks are started; `-n 2` sets their number, and `%%ddp --ranks 0` runs a cell on some of them",
+        ),
+        ("restart --ranks 0", "Give the numbers without an option, as in `%ddp restart 0 1`"),
+        ("restart --all", "`%ddp restart` without numbers restarts all ranks"),
         ("start 'x", "No closing quotation. Close the quotes"),
         ("start --env A", "argument --env: 'A' is not NAME=value"),
         ("auto maybe", "argument state: invalid choice: 'maybe'"),
         ("pull x --rank 0 --all", "argument --all: not allowed with argument --rank"),
         ("pull", "the following arguments are required: NAME"),
-        ("pull x", "pulling: no ranks run. Type `%ddp start -n 2` first"),
-        ("push x", "pushing: no ranks run. Type `%ddp start -n 2` first"),
-        ("auto on", "sending plain cells to the ranks: no ranks run. Type `%ddp start -n 2` first"),
-        ("run train()", "running `train()`: no ranks run"),
+        ("pull x", "pulling: no ranks are running. Type `%ddp start -n 2` first"),
+        ("push x", "pushing: no ranks are running. Type `%ddp start -n 2` first"),
+        ("auto on", "sending plain cells to the ranks: no ranks are running. Type `%ddp start -n 2` first"),
+        ("run train()", "running `train()`: no ranks are running"),
         ("restart x", "argument RANK: 'x' is not the number of a rank"),
-        ("restart", "restarting ranks: no ranks run"),
-        ("stacks", "reading stacks: no ranks run"),
-        ("interrupt", "interrupting the ranks: no ranks run"),
+        ("restart", "restarting ranks: no ranks are running"),
+        ("stacks", "reading stacks: no ranks are running"),
+        ("interrupt", "interrupting the ranks: no ranks are running"),
     ],
 )
 def test_line_magic_answers_wrong_use_with_the_right_one(shell: Any, line: str, answer: str) -> None:
@@ -67,7 +73,7 @@ def test_code_below_one_percent_sign_does_not_run(shell: Any, line: str, capsys:
     """One line instead of the list of verbs, which says what was meant."""
     result = shell.run_cell(f"{line}\nran_here = True")
     assert "Did you mean `%" + line + "`?" in str(result.error_in_exec)
-    assert "Nothing of the cell was run" in str(result.error_in_exec)
+    assert "The cell was not run" in str(result.error_in_exec)
     assert "ran_here" not in shell.user_ns
     assert capsys.readouterr().out.count("\n") == 1
 
@@ -75,14 +81,14 @@ def test_code_below_one_percent_sign_does_not_run(shell: Any, line: str, capsys:
 @pytest.mark.parametrize(
     ("line", "cell", "answer"),
     [
-        ("", "x\n", "running a cell on the ranks: no ranks run. Type `%ddp start -n 2` first"),
-        ("", "\n", "nothing below `%%ddp`. Write the code there"),
+        ("", "x\n", "running a cell on the ranks: no ranks are running. Type `%ddp start -n 2` first"),
+        ("", "\n", "there is no code below `%%ddp`. Write the code there"),
         ("--rank 0", "x\n", "reading `%%ddp`: `--rank 0`. Did you mean `--ranks`?"),
         ("--ranks a", "x\n", "'a' is not a list of ranks such as 0,2-3"),
         ("--local --everywhere", "x\n", "argument --everywhere: not allowed with argument --local"),
         ("--local --ranks 0", "x\n", "`--local` runs the cell in the notebook, and --ranks is about the ranks. Leave"),
         ("--keep-cache --local --quiet", "x\n", "and --keep-cache --quiet are about the ranks"),
-        ("start -n 2", "x\n", "A verb is a line of its own, with one %: `%ddp start`"),
+        ("start -n 2", "x\n", "Write a verb with one %, on a line of its own: `%ddp start`"),
         ("0", "x\n", "Options begin with --, as in `%%ddp --ranks 0`"),
     ],
 )
@@ -113,7 +119,7 @@ def test_verbs_explain_themselves(shell: Any, verb: str, capsys: pytest.CaptureF
 def test_stop_says_that_nothing_runs(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """Stopping twice is no mistake."""
     shell.run_line_magic("ddp", "stop")
-    assert capsys.readouterr().out == "ddpilot: no ranks run\n"
+    assert capsys.readouterr().out == "ddpilot: no ranks are running\n"
 
 
 def test_start_that_is_stopped_while_modules_load_says_so(shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +129,7 @@ def test_start_that_is_stopped_while_modules_load_says_so(shell: Any, monkeypatc
         raise KeyboardInterrupt
 
     monkeypatch.setattr("ddpilot.magics.shell_session.Session", stop)
-    with pytest.raises(LaunchInterrupted, match="starting the ranks was stopped: none of them runs") as caught:
+    with pytest.raises(LaunchInterrupted, match="starting the ranks was interrupted: no rank is running") as caught:
         shell.run_line_magic("ddp", "start -n 2")
     assert caught.value.__suppress_context__
 
@@ -181,7 +187,7 @@ def test_extension_can_be_loaded_again_and_unloaded(capsys: pytest.CaptureFixtur
         shell.run_cell("%load_ext ddpilot").raise_error()
         shell.run_cell("%reload_ext ddpilot").raise_error()
         shell.run_cell("%ddp stop").raise_error()
-    assert capsys.readouterr() == ("ddpilot: no ranks run\n", "")
+    assert capsys.readouterr() == ("ddpilot: no ranks are running\n", "")
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def _notebook() -> dict[str, Any]:
         ("adam", "The notebook has `adam`: `%ddp push second adam` copies both to the ranks"),
         ("schedule", "The notebook has `schedule`: `%ddp push second adam schedule` copies all to the ranks"),
         ("both", "The notebook has `both`: `%ddp push first second both` copies all to the ranks"),
-        ("alone", "The notebook has `alone` without the model that it trains: make both on the ranks"),
+        ("alone", "The notebook has `alone` without the model that it trains: create both on the ranks"),
     ],
 )
 def test_a_missing_optimizer_is_pushed_with_its_model(name: str, fix: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,13 +35,13 @@ rank    pid    CPU  memory  state
 
 
 def test_render_board_text_explains_a_busy_gpu() -> None:
-    """With a GPU there are its columns, and a line that says why 100 % is no sign of progress."""
+    """With a GPU there are its columns, and a line that explains why 100 % does not mean progress."""
     board = """\
 2 ranks: 1 busy, 1 idle
 rank   pid    CPU  memory    GPU  GPU memory  state
-   0  4711  100 %  2.2 GB  100 %     41.3 GB  in cell 7 for 12 s (began all_gather at fit.py:8 8 s ago; it may be over)
+   0  4711  100 %  2.2 GB  100 %     41.3 GB  in cell 7 for 12 s (began all_gather at fit.py:8 8 s ago; it may be done)
    1  4712    0 %   45 MB      -           -  idle
-A GPU at 100 % is no sign of progress: NCCL keeps it spinning while a rank waits for others in a collective."""
+A GPU at 100 % does not mean progress: NCCL kernels spin while a rank waits in a collective."""
     assert render_board_text([ON_GPU, IDLE], NOW_S) == board
 
 
@@ -74,11 +74,11 @@ def test_render_board_html_has_a_row_per_rank() -> None:
 
 
 def test_render_board_html_explains_a_busy_gpu() -> None:
-    """With a GPU there are its columns, and a line that says why 100 % is no sign of progress."""
+    """With a GPU there are its columns, and a line that explains why 100 % does not mean progress."""
     html = render_board_html([ON_GPU, IDLE], NOW_S)
     assert rows(html)[0] == ["rank", "state", "CPU", "memory", "GPU", "GPU memory", "pid"]
     assert rows(html)[1][2:] == ["100 %", "2.2 GB", "100 %", "41.3 GB", "4711"]
-    assert "NCCL keeps it spinning" in Reader(html).shown
+    assert "NCCL kernels spin" in Reader(html).shown
     assert "NCCL" not in render_board_html([IDLE], NOW_S)
 
 
@@ -112,7 +112,7 @@ PENDING = CollectiveStatus(op="all_reduce", since_s=NOW_S - 4.9, site="Cell In[7
         (IDLE, ("idle", "idle", "")),
         (
             replace(IDLE, collective=PENDING),
-            ("idle", "idle", "all_reduce at Cell In[7]:3 is not over after 4 s"),
+            ("idle", "idle", "all_reduce at Cell In[7]:3 has not finished after 4 s"),
         ),
         (BUSY, ("busy", "in cell 7 for 5 min 5 s", "")),
         (replace(BUSY, cell=None), ("busy", "busy for 5 min 5 s", "")),
@@ -142,7 +142,7 @@ def test_describe_calls_nobody_waiting_when_a_collective_is_short() -> None:
 
 def test_describe_leaves_open_what_the_backend_does_not_tell() -> None:
     """NCCL's collectives may be over without being seen to be, so that the rank is not said to wait."""
-    began = "began all_gather at fit.py:8 8 s ago; it may be over"
+    began = "began all_gather at fit.py:8 8 s ago; it may be done"
     assert describe(ON_GPU, NOW_S) == ("busy", "in cell 7 for 12 s", began)
 
 

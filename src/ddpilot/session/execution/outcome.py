@@ -94,7 +94,7 @@ class Outcome:
             ends = []
             for rank, part in sorted(self.parts.items()):
                 if part.ended is not None:
-                    ends.append(f"rank {rank} had to be killed")
+                    ends.append(f"rank {rank} was killed")
                 elif part.has_succeeded:
                     ends.append(f"rank {rank} finished")
                 elif part.report is not None and part.report.raised is not None:

@@ -14,13 +14,14 @@ from ddpilot.errors import LaunchError
 from ddpilot.findings.text import render_ranks
 from ddpilot.launching.shipping import fd_socket
 from ddpilot.record.main_thread import connecting_path
-from ddpilot.session.execution.collective_counts import CountMismatch, count_begun
+from ddpilot.session.execution.collective_counts import CountMismatch
 from ddpilot.session.execution.execution import CellObserver, Execution
 from ddpilot.session.execution.outcome import Outcome
 from ddpilot.session.execution.recovery import Recovery
 from ddpilot.session.kernels.cell_watch import FindingsObserver, SubsetObserver
 from ddpilot.session.kernels.events import KernelMessage
 from ddpilot.session.kernels.manager import RankKernels
+from ddpilot.session.protocol.collective_count import count_begun
 from ddpilot.session.protocol.parcels import ParcelCall
 from ddpilot.session.protocol.report import REPORT_KEY
 from ddpilot.session.protocol.requests import Call, CellRequest, Finish, ParcelRequest

@@ -10,14 +10,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 
 from ddpilot.findings.text import render_ranks
-from ddpilot.session.execution.collective_counts import (
-    count_begun,
-    find_count_mismatches,
-    has_unfinished,
-    is_in_group_code,
-)
+from ddpilot.session.execution.collective_counts import find_count_mismatches, has_unfinished, is_in_group_code
 from ddpilot.session.execution.outcome import Outcome
 from ddpilot.session.kernels.manager import RankKernels
+from ddpilot.session.protocol.collective_count import count_begun
 from ddpilot.session.protocol.report import Report
 from ddpilot.session.protocol.requests import FREE, Free
 
@@ -293,7 +289,7 @@ class StopSteps:
         if ranks:
             reasons = {reason for rank in ranks for reason in self._still_stuck(rank)}
             self._kernels.view.note(
-                f"killing {render_ranks(ranks)}, which nothing else stops; the variables there are lost"
+                f"killing {render_ranks(ranks)}, which did not respond; the variables there are lost"
                 + "".join(f" ({reason})" for reason in sorted(reasons))
             )
             self._kernels.states.note_kill(ranks)

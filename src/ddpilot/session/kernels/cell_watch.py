@@ -16,6 +16,10 @@ from ddpilot.record.hook import ring_path
 from ddpilot.session.kernels.states import RankStates
 from ddpilot.watch.companion import Watcher
 
+_AFTER_S = 3.0
+_WAITS_S = 2.0
+_INTERVAL_S = 1.0
+
 
 class WatchedRank:
     """One rank of a session, whose program is the current cell. `pid` returns the process id, also after its end."""
@@ -77,11 +81,6 @@ def as_counted(code: str) -> str:
     return "".join(dropwhile(lambda line: not line.strip(), code.splitlines(keepends=True)))
 
 
-_AFTER_S = 3.0
-_WAITS_S = 2.0
-_INTERVAL_S = 1.0
-
-
 class SubsetObserver:
     """Checks once per second, starting three seconds into a cell, and calls `note` at most once.
 
@@ -116,7 +115,7 @@ class SubsetObserver:
             self._due_s = float("inf")
             self._note(
                 f"{render_ranks(ranks)} wait{'s' * (len(ranks) == 1)} in {where}, {need}, but the cell runs on "
-                f"{render_ranks(self._ranks)} only: press stop, and run it on all ranks"
+                f"{render_ranks(self._ranks)} only: interrupt it and run it on all ranks"
             )
 
     def explain(self, error: RankError) -> None:

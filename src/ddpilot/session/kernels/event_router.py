@@ -48,7 +48,7 @@ class EventRouter:
         return self._consumer is not None
 
     def end_turn(self, event: Event, limit_s: float) -> None:
-        """If another thread has the turn, send it `event`, which ends it, and wait up to `limit_s` seconds for that."""
+        """End the turn of a different thread, if any, by sending it `event`. Waits up to `limit_s` seconds."""
         with self.lock:
             if self._consumer is None or self._holder == threading.get_ident():
                 return

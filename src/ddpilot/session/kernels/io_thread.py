@@ -128,14 +128,14 @@ class IOThread:
         self._poller = zmq.Poller()
         self._ready: dict[Any, Callable[[], object]] = {}
         self._channels: dict[int, Channels] = {}
-        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._callbacks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waker, self._woken = socket.socketpair()
         for end in (self._waker, self._woken):
             end.setblocking(False)
         self._stopping = False
         self.is_broken = False
         """True if an exception ended the thread."""
-        self.watch(self._woken.fileno(), self._take_orders)
+        self.watch(self._woken.fileno(), self._run_callbacks)
         self._thread = threading.Thread(target=self._run, name="ddpilot-session", daemon=True)
 
     def start(self) -> None:
@@ -144,23 +144,23 @@ class IOThread:
 
     # callable from any thread
 
-    def post(self, order: Callable[[], None]) -> None:
-        """Schedule `order` to run in the I/O thread."""
-        self._orders.put(order)
+    def post(self, callback: Callable[[], None]) -> None:
+        """Schedule `callback` to run in the I/O thread."""
+        self._callbacks.put(callback)
         try:
             self._waker.send(b"x")
         except (BlockingIOError, OSError):  # the thread is being woken already, or has ended
             return
 
-    def call(self, order: Callable[[], _Result]) -> _Result:
-        """Run `order` in the I/O thread; return its result or raise its exception."""
+    def call(self, callback: Callable[[], _Result]) -> _Result:
+        """Run `callback` in the I/O thread; return its result or raise its exception."""
         if threading.current_thread() is self._thread:
-            return order()
+            return callback()
         future: Future[_Result] = Future()
 
         def run() -> None:
             try:
-                future.set_result(order())
+                future.set_result(callback())
             except BaseException as error:  # noqa: BLE001  # raised in the calling thread
                 future.set_exception(error)
 
@@ -257,14 +257,14 @@ class IOThread:
         for message in channels.receive(name):
             self._deliver(message)
 
-    def _take_orders(self) -> None:
+    def _run_callbacks(self) -> None:
         os.read(self._woken.fileno(), 4096)
         while True:
             try:
-                order = self._orders.get_nowait()
+                callback = self._callbacks.get_nowait()
             except queue.Empty:
                 return
-            order()
+            callback()
 
     def _stop(self) -> None:
         self._stopping = True

@@ -176,7 +176,7 @@ class RankKernels:
             except fd_socket.Closed as error:
                 raise LaunchError(
                     f"starting rank {rank}",
-                    found="the rank server is gone",
+                    found="the rank server has died",
                     fix=START_OVER,
                     rank=rank,
                 ) from error
@@ -207,7 +207,7 @@ class RankKernels:
             events.put(interrupt)  # handled by the next reader of the queue
 
     def end_turn(self) -> None:
-        """End the turn of another thread with an error: the session is being stopped."""
+        """End the turn of a different thread with an error: the session is being stopped."""
         self._router.end_turn(Ended(STORE, None, "the session was stopped while it ran"), _TURN_END_S)
 
     def close(self) -> None:
@@ -223,7 +223,7 @@ class RankKernels:
         try:
             try:
                 self.io_thread.call(self.processes.close)
-            except RuntimeError:  # the I/O thread is gone, or was never started
+            except RuntimeError:  # the I/O thread has ended, or was never started
                 self.processes.close()
         finally:
             self.io_thread.stop()
@@ -242,7 +242,7 @@ class RankKernels:
     def interrupt(self) -> bool:
         """Interrupt what is running, as the interrupt button does; return False if nothing is.
 
-        Call it from another thread.
+        Call it from a different thread.
         """
         with self._router.lock:
             if not self._router.is_taken or not self.states.busy:
@@ -313,7 +313,7 @@ class RankKernels:
         self.states.note_end(ended, self.last_lines(ended.rank))
 
     def note(self, text: str) -> None:
-        """Show a message of ddpilot outside a cell. Dropped while another thread runs a cell."""
+        """Show a message of ddpilot outside a cell. Dropped while a cell runs."""
         with self._router.lock:
             if not self._router.is_taken:
                 self.view.note(text)
@@ -349,7 +349,7 @@ def await_ready(
     is put back into `events`.
     """
     written = []
-    waiting, heard = set(ranks), set[int]()
+    waiting, subscribed = set(ranks), set[int]()
     did = f"starting {render_ranks(sorted(waiting))}"
     ask_again_s = dict.fromkeys(waiting, 0.0)
     limit_s = time.monotonic() + _START_LIMIT_S
@@ -367,7 +367,7 @@ def await_ready(
         with contextlib.suppress(queue.Empty):
             event = events.get(timeout=max(0.001, min([limit_s, *ask_again_s.values()]) - now))
             if isinstance(event, KernelMessage) and event.channel == "iopub":
-                heard.add(event.rank)
+                subscribed.add(event.rank)
             elif isinstance(event, KernelMessage) and event.channel == "shell" and event.rank in waiting:
                 ask_again_s[event.rank] = time.monotonic() + _SUBSCRIBE_S
             elif isinstance(event, Ended) and event.rank in waiting:
@@ -377,7 +377,7 @@ def await_ready(
                 raise KeyboardInterrupt
             elif isinstance(event, Wrote):
                 written.append(event)
-        waiting -= {rank for rank in waiting if rank in heard and 0 < ask_again_s[rank] < limit_s}
+        waiting -= {rank for rank in waiting if rank in subscribed and 0 < ask_again_s[rank] < limit_s}
     for event in written:
         events.put(event)
 

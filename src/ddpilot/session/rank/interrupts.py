@@ -40,7 +40,7 @@ def is_taking_lock(frame: FrameType | None) -> bool:
     return False
 
 
-class StopHandler:
+class InterruptHandler:
     """A SIGINT handler that raises KeyboardInterrupt while it is armed.
 
     During a fork, or while a lock is being acquired, it raises as soon as that is done. Before it is armed, interrupts
@@ -48,8 +48,8 @@ class StopHandler:
     disarmed, they are dropped.
 
     Python calls functions that libraries have registered before and after a fork, and prints and ignores their
-    exceptions, so that an interrupt would be lost there. `loop`, which runs in another thread, sends it again. Create
-    one handler per process: fork hooks cannot be removed.
+    exceptions, so that an interrupt would be lost there. `loop`, which runs in a different thread, sends it again.
+    Create one handler per process: fork hooks cannot be removed.
     """
 
     def __init__(self, loop: IOLoop) -> None:
@@ -68,7 +68,10 @@ class StopHandler:
         if not self._is_armed:
             self._is_waiting = True
             return
-        is_own = frame is not None and frame.f_code in (StopHandler._begin.__code__, StopHandler._end.__code__)
+        is_own = frame is not None and frame.f_code in (
+            InterruptHandler._begin.__code__,
+            InterruptHandler._end.__code__,
+        )
         is_locking = is_taking_lock(frame) and self._num_held_back < _MAX_HELD_BACK
         if not self._is_forking and not is_own and not is_locking:
             self._num_held_back = 0
@@ -77,7 +80,7 @@ class StopHandler:
         os.write(self._waker, b"x")
 
     def take_over(self) -> None:
-        """Install the handler, disarmed. Earlier interrupts are discarded, as they were meant for a previous cell."""
+        """Install the handler, disarmed. Earlier interrupts are discarded, as they were for a previous cell."""
         self._is_armed = self._is_waiting = False
         self._num_held_back = 0
         signal.signal(signal.SIGINT, self)
@@ -129,7 +132,7 @@ def time_limit(limit_s: float) -> Iterator[None]:
         return
     is_over = False
 
-    def enough(_number: int, _frame: FrameType | None) -> None:
+    def expire(_number: int, _frame: FrameType | None) -> None:
         nonlocal is_over
         if not is_over:
             is_over = True
@@ -140,7 +143,7 @@ def time_limit(limit_s: float) -> Iterator[None]:
     timer.daemon = True
     try:
         try:
-            signal.signal(signal.SIGINT, enough)
+            signal.signal(signal.SIGINT, expire)
             timer.start()
             yield
         finally:

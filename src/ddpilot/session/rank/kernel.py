@@ -32,7 +32,7 @@ from ddpilot.session.rank.error_report import CELL, cell_traceback, group_state,
 from ddpilot.session.rank.interrupts import TimeLimitExpired, time_limit, uninterrupted
 
 if TYPE_CHECKING:
-    from ddpilot.session.rank.interrupts import StopHandler
+    from ddpilot.session.rank.interrupts import InterruptHandler
     from ddpilot.session.rank.requests import Requests
 
 _CONNECT_S = 0.01
@@ -45,7 +45,7 @@ time, on all failing ranks at once."""
 _NO_EXIT = "`exit` and `quit` do not stop a rank; `%ddp stop` (or `session.stop()`) stops all ranks"
 
 _NO_DEBUG = (
-    "`%debug` finds no error: a rank forgets the frames of an error after its cell, since they keep tensors in memory. "
+    "`%debug` has no error to inspect: a rank drops the frames of an error after its cell, to release tensors. "
     "`%pdb on` opens pdb at the next error, `breakpoint()` at a line"
 )
 
@@ -91,7 +91,7 @@ class RankShell(ZMQInteractiveShell):
     times."""
 
     is_freed = False
-    """True if the rank was freed while this cell ran, so that its error follows from another rank's failure."""
+    """True if the rank was freed while this cell ran, so that its error follows from a different rank's failure."""
 
     def showtraceback(self, exc_tuple: Any = None, *args: Any, **kwargs: Any) -> None:
         """Format the traceback; the session shows the one of the rank that failed first."""
@@ -176,13 +176,13 @@ class RankShell(ZMQInteractiveShell):
 class RankKernel(IPythonKernel):
     """A kernel whose replies contain a `Report`, and that handles the `REQUEST` and `FREE` messages.
 
-    `requests` serves the requests; `stop_handler` handles SIGINT.
+    `requests` serves the requests; `interrupt_handler` handles SIGINT.
     """
 
     shell_class = RankShell
     compiler_class = RankCompiler
     requests: Requests
-    stop_handler: StopHandler
+    interrupt_handler: InterruptHandler
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -216,12 +216,12 @@ class RankKernel(IPythonKernel):
     def pre_handler_hook(self) -> None:
         """Install the SIGINT handler before a cell or request."""
         super().pre_handler_hook()
-        self.stop_handler.take_over()
+        self.interrupt_handler.take_over()
 
     def _send_begun(self) -> None:
         # From here on an interrupt is not lost; the session delays interrupts until it receives this message.
         assert self.session is not None
-        content = {"num_before": self.requests.context.counter.before}
+        content = {"num_before": self.requests.context.num_before}
         self.session.send(self.iopub_socket, BEGUN, content, self.get_parent("shell"))
 
     async def do_execute(self, code: str, silent: bool, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -235,12 +235,12 @@ class RankKernel(IPythonKernel):
         self._send_begun()
         try:
             try:
-                self.stop_handler.arm()
+                self.interrupt_handler.arm()
                 reply: dict[str, Any] = await super().do_execute(code, silent, *args, **kwargs)
             finally:
-                self.stop_handler.disarm()
+                self.interrupt_handler.disarm()
         except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  # without a reply the session would wait forever
-            self.stop_handler.disarm()
+            self.interrupt_handler.disarm()
             shell.failure = self._rank_shell.failure or (error, time.monotonic())  # or raised while reporting it
             text = cell_traceback(shell.failure[0]).splitlines()
             reply = {"status": "error", "ename": type(error).__name__, "evalue": message_of(error), "traceback": text}
@@ -260,7 +260,7 @@ class RankKernel(IPythonKernel):
         return reply
 
     def _report(self, reply: dict[str, Any]) -> Report:
-        num_collectives = self.requests.context.counter.count()
+        num_collectives = self.requests.context.count_collectives()
         if reply["status"] == "ok":
             return Report(**group_state(), num_collectives=num_collectives)
         text = "\n".join(reply.get("traceback", ()))
@@ -332,7 +332,7 @@ class RankKernel(IPythonKernel):
         value = {
             "backend": backend,
             "still_stuck": list(freed.still_stuck),
-            "unfinished": bool(freed.aborted) and self.requests.context.counter.count() != 0,
+            "unfinished": bool(freed.aborted) and self.requests.context.count_collectives() != 0,
         }
         return Report(has_group=was_in, value=value)
 

@@ -29,10 +29,12 @@ from ddpilot.session.protocol.entry_points import KernelStart
 from ddpilot.session.protocol.report import writable
 from ddpilot.session.rank.cleanup import end_workers_soon
 from ddpilot.session.rank.error_report import CELL
-from ddpilot.session.rank.interrupts import StopHandler
+from ddpilot.session.rank.interrupts import InterruptHandler
 from ddpilot.session.rank.kernel import RankKernel
 from ddpilot.session.rank.namespace import fill_namespace
 from ddpilot.session.rank.requests import Requests
+
+_FLUSH_S = 0.02  # ipykernel's default is 0.2 s
 
 
 def serve_kernel(start: KernelStart) -> None:
@@ -41,8 +43,8 @@ def serve_kernel(start: KernelStart) -> None:
     app = make_app(start.connection_file(rank), start.folder / f"{start.stem(rank)}.ipython")
     kernel = app.kernel
     context = fill_namespace(vars(sys.modules["__main__"]), start)
-    kernel.stop_handler = StopHandler(app.control_thread.io_loop)
-    kernel.requests = Requests(context, start.parcel_socket(rank), kernel.stop_handler, kernel.freeing)
+    kernel.interrupt_handler = InterruptHandler(app.control_thread.io_loop)
+    kernel.requests = Requests(context, start.parcel_socket(rank), kernel.interrupt_handler, kernel.freeing)
     _wake_on_signals()
     end_workers_soon()
     use_pdb()
@@ -68,9 +70,6 @@ def _wake_on_signals() -> None:
 
 def _drain(woken: socket.socket, _events: int) -> None:
     woken.recv(4096)
-
-
-_FLUSH_S = 0.02  # ipykernel's default is 0.2 s
 
 
 class RankApp(IPKernelApp):
@@ -192,5 +191,5 @@ def _refuse_second(line: str) -> NoReturn:
     """`%%ddp` belongs in the notebook: this code runs on the ranks."""
     typed = f"%%ddp {line}".rstrip()
     raise UsageError(
-        f"`{typed}` stands in a cell that runs on the ranks already. Leave it out; with options, make it the first line"
+        f"`{typed}` is in a cell that already runs on the ranks. Leave it out; with options, make it the first line"
     )

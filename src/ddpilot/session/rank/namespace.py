@@ -16,14 +16,12 @@ from ddpilot.findings.text import render_ranks
 from ddpilot.group.device import detect_device_facts, resolve_device, use_device
 from ddpilot.group.init_group import init_group, seed_all
 from ddpilot.group.process_group import Group
-from ddpilot.record.flight_ring.layout import NUM_BEGUN
-from ddpilot.record.hook import RING_DIR_VARIABLE, ring_path
+from ddpilot.record.hook import RING_DIR_VARIABLE
 from ddpilot.session.apps import AppContext, find_app
+from ddpilot.session.protocol.collective_count import count_begun
 from ddpilot.session.protocol.entry_points import KernelStart
 from ddpilot.session.protocol.requests import Scope
 from ddpilot.session.rank.session_group import SessionGroup, enter_when_needed
-
-_WORD_BYTES = 8
 
 
 class RankContext:
@@ -37,7 +35,8 @@ class RankContext:
             detect_device_facts(os.environ, self.topology.local_rank), os.environ.get("DDPILOT_BACKEND")
         )
         self.device = use_device(choice)
-        self.counter = CollectiveCounter()
+        self.num_before: int | None = None
+        """Number of collectives begun when the current cell or request started; None if not recorded."""
         self.names: dict[str, Any] = {
             "rank": self.topology.rank,
             "world_size": self.topology.world_size,
@@ -57,11 +56,20 @@ class RankContext:
         for name, value in self.names.items():
             self.namespace.setdefault(name, value)
         self._scope = scope
-        self.counter.begin()
+        self.num_before = self._count_begun()
 
     def end(self) -> None:
         """The cell or request is over."""
         self._scope = Scope(blocked=self._scope.blocked)
+
+    def count_collectives(self) -> int | None:
+        """Return the number of collectives begun since the cell or request started; None if not recorded."""
+        num_begun = self._count_begun()
+        return None if num_begun is None or self.num_before is None else num_begun - self.num_before
+
+    def _count_begun(self) -> int | None:
+        folder = os.environ.get(RING_DIR_VARIABLE)
+        return count_begun(Path(folder), self.topology.rank) if folder else None
 
     def describe_changed(self) -> str:
         """Return a message if a cell has changed `rank` or `world_size`, such as in a loop; once per name, else ""."""
@@ -71,7 +79,7 @@ class RankContext:
                 continue
             self._reported.add(name)
             now = value if isinstance(value, int) else f"of type {type(value).__name__}"
-            return f"`{name}` is {now} now, and was {own}: `del {name}` brings the session's back in the next cell"
+            return f"`{name}` is now {now}, it was {own}: `del {name}` restores the session's value in the next cell"
         return ""
 
     def enter_group(self) -> Group:
@@ -152,31 +160,3 @@ def fill_namespace(namespace: dict[str, Any], start: KernelStart) -> RankContext
     context = RankContext(namespace, start)
     context.prepare()
     return context
-
-
-class CollectiveCounter:
-    """Counts operations begun since `begin`. All counts are None if collectives are not recorded."""
-
-    def __init__(self) -> None:
-        folder = os.environ.get(RING_DIR_VARIABLE)
-        path = ring_path(folder, int(os.environ["RANK"])) if folder else Path(os.devnull)
-        self._fd = os.open(path, os.O_RDONLY) if folder and path.exists() else None
-        self._before = 0
-
-    def begin(self) -> None:
-        """Start counting."""
-        self._before = self._total()
-
-    @property
-    def before(self) -> int | None:
-        """Collectives and point-to-point operations begun before `begin`; None if not recorded."""
-        return None if self._fd is None else self._before
-
-    def count(self) -> int | None:
-        """Return the collectives and point-to-point operations begun since `begin`; None if not recorded."""
-        return None if self._fd is None else self._total() - self._before
-
-    def _total(self) -> int:
-        if self._fd is None:
-            return 0
-        return int.from_bytes(os.pread(self._fd, _WORD_BYTES, NUM_BEGUN * _WORD_BYTES), "little")

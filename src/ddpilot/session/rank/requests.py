@@ -26,7 +26,7 @@ from ddpilot.session.protocol.parcels import ParcelPort
 from ddpilot.session.protocol.report import Report
 from ddpilot.session.protocol.requests import Call, Compare, Pull, Push, Rebuild, Request
 from ddpilot.session.rank.error_report import group_state, report_error
-from ddpilot.session.rank.interrupts import StopHandler
+from ddpilot.session.rank.interrupts import InterruptHandler
 from ddpilot.session.rank.namespace import RankContext
 from ddpilot.session.rank.rebuild import describe_divergence, find_lost
 from ddpilot.session.rank.variables import PushedVariables, pack_pulled, prefer_own
@@ -40,29 +40,31 @@ class Requests:
     `context`: the rank's state; `path`: the path of the socket for parcels; `freeing`: held while the group is freed.
     """
 
-    def __init__(self, context: RankContext, path: Path, stop_handler: StopHandler, freeing: threading.Lock) -> None:
+    def __init__(
+        self, context: RankContext, path: Path, interrupt_handler: InterruptHandler, freeing: threading.Lock
+    ) -> None:
         self.context = context
         self.generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         """Generation of the group that this rank is in, or enters next."""
 
-        self._stop_handler, self._freeing = stop_handler, freeing
+        self._interrupt_handler, self._freeing = interrupt_handler, freeing
         self._port = ParcelPort(path)
         self._pushed = PushedVariables(context.namespace, context.names)
 
     def serve(self, request: Request) -> Report:
         """Execute `request`. Exceptions are returned in the report."""
-        stop_handler = self._stop_handler
+        interrupt_handler = self._interrupt_handler
         try:
             try:
-                stop_handler.arm()
+                interrupt_handler.arm()
                 value = self._execute(request)
             finally:
-                stop_handler.disarm()
+                interrupt_handler.disarm()
         except BaseException as error:  # noqa: BLE001  # the user's function may raise anything; the report has it
-            stop_handler.disarm()
-            num_collectives = self.context.counter.count()
+            interrupt_handler.disarm()
+            num_collectives = self.context.count_collectives()
             return report_error(error, user_traceback(error), time.monotonic(), num_collectives, self.context.device)
-        return Report(**group_state(), num_collectives=self.context.counter.count(), value=value)
+        return Report(**group_state(), num_collectives=self.context.count_collectives(), value=value)
 
     def _execute(self, request: Request) -> Any:
         if isinstance(request, Call):

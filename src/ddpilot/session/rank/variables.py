@@ -162,15 +162,15 @@ def _evaluate(expression: str, names: dict[str, Any]) -> tuple[Any, dict[str, st
         if DistributedDataParallel not in type(model).__mro__:
             raise
         is_inside = hasattr(model.module, error.name or "")
-        fix = f"The model in it has one: write `.module.{error.name}` in place of `.{error.name}`" if is_inside else ""
+        fix = f"The wrapped model has it: write `.module.{error.name}` in place of `.{error.name}`" if is_inside else ""
         return None, make_refusal(str(error), fix)
     if isinstance(value, SessionGroup):
         return None, make_refusal(
-            "it is the session's own and stays on its rank", "Pull what it gives, such as `group.rank`"
+            "it belongs to the session and cannot be pulled", "Pull a value of it, such as `group.rank`"
         )
     if isinstance(value, DistributedDataParallel):
         return None, make_refusal(
-            "it is a DDP model, and its process group stays on its rank",
+            "it is a DDP model, and its process group cannot leave its rank",
             f"Pull the module in it, `{expression}.module`, or its weights, `{expression}.module.state_dict()`",
         )
     return value, None

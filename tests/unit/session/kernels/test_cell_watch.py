@@ -41,7 +41,7 @@ def test_a_collective_that_others_must_call_is_noted_once(tmp_path: Path) -> Non
     (note,) = looks(tmp_path, (0,), (1,), (1.0, 4.1, 5.2, 6.3))
     assert note == (
         "rank 0 waits in all_reduce of Cell In[7], train.py, line 88, which every rank must call, but the cell runs on "
-        "rank 0 only: press stop, and run it on all ranks"
+        "rank 0 only: interrupt it and run it on all ranks"
     )
 
 

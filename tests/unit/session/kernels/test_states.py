@@ -30,7 +30,7 @@ def test_standing_says_who_killed_a_rank_once() -> None:
     states = RankStates(2)
     states.note_kill([1])
     states.note_end(killed(1), ())
-    assert states.dead[1] == "was killed by ddpilot, since nothing else stopped it"
+    assert states.dead[1] == "was killed by ddpilot because it did not respond"
     states.note_start(1)
     states.note_end(killed(1), ())
     assert "ddpilot, since" not in states.dead[1]

@@ -120,7 +120,7 @@ def test_describe_device_error_says_what_is_lost_and_what_to_do() -> None:
     """With CUDA's own way to the line, and without for other devices."""
     text = describe_device_error(1, "CUDA error: device-side assert triggered", respawns=False)
     assert text.startswith(
-        "rank 1: its device has failed and runs nothing more (CUDA error: device-side assert triggered)"
+        "rank 1: its device has failed and accepts no more work (CUDA error: device-side assert triggered)"
     )
     assert "`%ddp restart 1` starts it again; `CUDA_LAUNCH_BLOCKING=1` in `env` shows the line" in text
     assert describe_device_error(0, "lost", respawns=True).endswith("memory is lost, it is restarted")

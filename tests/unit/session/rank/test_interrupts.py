@@ -12,15 +12,21 @@ from collections.abc import Iterator
 import pytest
 from tornado.ioloop import IOLoop
 
-from ddpilot.session.rank.interrupts import StopHandler, TimeLimitExpired, is_taking_lock, time_limit, uninterrupted
+from ddpilot.session.rank.interrupts import (
+    InterruptHandler,
+    TimeLimitExpired,
+    is_taking_lock,
+    time_limit,
+    uninterrupted,
+)
 
 
 @pytest.fixture
-def handler() -> Iterator[StopHandler]:
+def handler() -> Iterator[InterruptHandler]:
     """A handler that has taken SIGINT over."""
     loop = IOLoop(make_current=False)
     before = signal.getsignal(signal.SIGINT)
-    handler = StopHandler(loop)
+    handler = InterruptHandler(loop)
     handler.take_over()
     yield handler
     signal.signal(signal.SIGINT, before)
@@ -29,14 +35,14 @@ def handler() -> Iterator[StopHandler]:
     loop.close()
 
 
-def test_stop_handler_raises_while_it_is_armed(handler: StopHandler) -> None:
+def test_interrupt_handler_raises_while_it_is_armed(handler: InterruptHandler) -> None:
     """As Python's own does."""
     handler.arm()
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
 
 
-def test_stop_handler_keeps_a_stop_that_comes_before_it_is_armed(handler: StopHandler) -> None:
+def test_interrupt_handler_keeps_a_stop_that_comes_before_it_is_armed(handler: InterruptHandler) -> None:
     """Once: the second time there is none any more."""
     signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
@@ -44,7 +50,7 @@ def test_stop_handler_keeps_a_stop_that_comes_before_it_is_armed(handler: StopHa
     handler.arm()
 
 
-def test_stop_handler_drops_a_stop_that_comes_too_late(handler: StopHandler) -> None:
+def test_interrupt_handler_drops_a_stop_that_comes_too_late(handler: InterruptHandler) -> None:
     """It was for the cell that has ended, not for the one that begins next."""
     handler.arm()
     handler.disarm()
