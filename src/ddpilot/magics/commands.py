@@ -140,10 +140,6 @@ def _hint_restart(word: str) -> str:
     return "Give the numbers without an option, as in `%ddp restart 0 1`" if word in ("--rank", "--ranks") else ""
 
 
-def _stop(shell_session: ShellSession, _given: Arguments) -> None:
-    shell_session.stop()
-
-
 def _restart(shell_session: ShellSession, given: Arguments) -> None:
     session = shell_session.require("restarting ranks")
     ranks = given.get("ranks") or list(range(session.world_size))
@@ -205,7 +201,7 @@ VERBS: dict[str, Verb] = {
         Verb(
             "start", "start the ranks, which keep running until they are stopped", _start, add_options, hint=_hint_start
         ),
-        Verb("stop", "stop the ranks; their variables are lost", _stop),
+        Verb("stop", "stop the ranks; their variables are lost", lambda shell_session, _: shell_session.stop()),
         Verb(
             "restart",
             "restart ranks under the same numbers; their variables are lost",

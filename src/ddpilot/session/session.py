@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import time
 import weakref
@@ -24,6 +23,7 @@ from ddpilot.launching.shipping.rank_results import RankResults
 from ddpilot.launching.shipping.unpicklable import ship
 from ddpilot.launching.system_limits import limits_explained
 from ddpilot.output.cell_sources import collect_sources
+from ddpilot.output.terminal_view import TextView
 from ddpilot.output.view import View
 from ddpilot.session import arguments
 from ddpilot.session.arguments import check_rank, check_ranks
@@ -33,7 +33,7 @@ from ddpilot.session.kernels.stacks import trim_stack
 from ddpilot.session.kernels.states import describe_absent, make_dead_error
 from ddpilot.session.options import SessionOptions
 from ddpilot.session.protocol.entry_points import call_with_sources
-from ddpilot.session.protocol.requests import Call, ParcelRequest, Pull, Push
+from ddpilot.session.protocol.requests import Call, Pull, Push
 from ddpilot.session.protocol.variables import check_complete, describe_pushed, make_refusal_error
 from ddpilot.session.status import RankStatus, read_statuses
 from ddpilot.watch.options import OnFinding
@@ -107,9 +107,10 @@ class Session:
         arguments.check_installed()
         from ddpilot.session.execution.runner import Runner  # needs the packages that `check_installed` looks for
 
-        self._view = _default_view(self.options) if view is None else view
+        if view is None:
+            view = TextView(self.options.output, self.options.output_limit_bytes)
         with limits_explained("starting a session"):
-            self._kernels = _start_kernels(self.options, self._view)
+            self._kernels = _start_kernels(self.options, view)
         self._runner = Runner(self._kernels)
         self._num_cells = 0
         self._finalizer = weakref.finalize(self, self._kernels.close)
@@ -183,7 +184,7 @@ class Session:
         call = (call_with_sources, (collect_sources(), fn, *args), kwargs)
         with interrupt_message(f"`{name}` was interrupted before any rank ran it"):
             parcel, known = ship("ddpilot-call", parts, call, did=f"running `{name}`", known=None)
-        outcome, answers = self._with_parcel(Call(), chosen, parcel, name)
+        outcome, answers = self._runner.call(Call(), chosen, parcel, name)
         try:
             error = outcome.error
             if isinstance(error, RankError) and error.rank is not None and error.rank in answers:
@@ -206,7 +207,7 @@ class Session:
         did = f"pushing {', '.join(values)}"
         with interrupt_message(f"{did} was interrupted: no variable was set on any rank"):
             parcel, _ = ship("ddpilot-push", values, dict(values), did=did, known=None)
-        outcome, _ = self._with_parcel(Push(), chosen, parcel, "push")
+        outcome, _ = self._runner.call(Push(), chosen, parcel, "push")
         if outcome.was_interrupted:
             raise LaunchInterrupted(describe_push(values, outcome))
         outcome.raise_failure("push")
@@ -227,7 +228,7 @@ class Session:
         did = f"pulling {', '.join(f'`{each}`' for each in expressions)}"
         chosen = select_rank(self._kernels, rank, did)
         name = f"pull {' '.join(expressions)}"
-        outcome, answers = self._with_parcel(Pull(expressions=expressions), chosen, None, name)
+        outcome, answers = self._runner.call(Pull(expressions=expressions), chosen, None, name)
         try:
             outcome.raise_failure("pull")
             if outcome.values:
@@ -322,15 +323,6 @@ class Session:
             return None
         return error if isinstance(error, BaseException) else None
 
-    def _with_parcel(
-        self, request: ParcelRequest, ranks: Sequence[int], parcel: int | None, name: str
-    ) -> tuple[Outcome, dict[int, int]]:
-        try:
-            return self._runner.call(request, ranks, parcel, name)
-        finally:
-            if parcel is not None:
-                os.close(parcel)
-
     def __enter__(self) -> Session:
         return self
 
@@ -342,12 +334,6 @@ class Session:
     def __repr__(self) -> str:
         state = f"{len(self._kernels.states.live)} of {self.world_size} ranks live" if self.is_running else "stopped"
         return f"Session({state})"
-
-
-def _default_view(options: SessionOptions) -> View:
-    from ddpilot.output.terminal_view import TextView
-
-    return TextView(options.output, options.output_limit_bytes)
 
 
 def _start_kernels(options: SessionOptions, view: View) -> RankKernels:

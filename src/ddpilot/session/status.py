@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
 import psutil
@@ -82,10 +82,7 @@ def _status(kernels: RankKernels, rank: int, pid: int | None, usage: dict[int, U
         pid=pid,
         cell=running[0] if running is not None else None,
         collective=None if reason is not None else _collective(kernels, rank),
-        cpu_percent=None if uses is None else uses.cpu_percent,
-        memory_bytes=None if uses is None else uses.memory_bytes,
-        gpu_percent=None if uses is None else uses.gpu_percent,
-        gpu_memory_bytes=None if uses is None else uses.gpu_memory_bytes,
+        **({} if uses is None else asdict(uses)),
         reason=reason or "",
     )
 

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import queue
 import time
 from collections.abc import Mapping, Sequence
@@ -75,26 +77,30 @@ class Runner:
     ) -> tuple[Outcome, dict[int, int]]:
         """Send a request with a parcel to `ranks`; return the outcome and, by rank, the parcels that they replied with.
 
-        Recovers if the request fails.
+        Recovers if the request fails. Closes `parcel`.
         """
         answers: dict[int, int] = {}
-        calls: dict[int, ParcelCall] = {}
         is_call = isinstance(request, Call)
-        with self._kernels.turn(f"running {name}") as turn:
+        with contextlib.ExitStack() as stack:
+            if parcel is not None:
+                stack.callback(os.close, parcel)
+            turn = stack.enter_context(self._kernels.turn(f"running {name}"))
             self._recovery.prepare(turn)
             num_begun = self._num_begun(ranks)
+            calls: dict[int, ParcelCall] = {}
+            for rank in ranks:
+                calls[rank] = ParcelCall(self._kernels.parcel_socket(rank), request.token, parcel)
+                stack.callback(calls[rank].close)
+            outcome = Execution(
+                self._kernels.request(request, ranks),
+                self._kernels,
+                turn,
+                name=name,
+                num_begun=num_begun,
+                counts=self._counts if is_call else None,
+                make_observer=functools.partial(self._make_observer, ranks, name, {}) if is_call else None,
+            ).run()
             try:
-                for rank in ranks:
-                    calls[rank] = ParcelCall(self._kernels.parcel_socket(rank), request.token, parcel)
-                outcome = Execution(
-                    self._kernels.request(request, ranks),
-                    self._kernels,
-                    turn,
-                    name=name,
-                    num_begun=num_begun,
-                    counts=self._counts if is_call else None,
-                    make_observer=functools.partial(self._make_observer, ranks, name, {}) if is_call else None,
-                ).run()
                 for rank, part in outcome.parts.items():
                     if part.report is not None and (answer := calls[rank].answer()) is not None:
                         answers[rank] = answer
@@ -102,9 +108,6 @@ class Runner:
             except BaseException:
                 fd_socket.close_all(answers.values())
                 raise
-            finally:
-                for each in calls.values():
-                    each.close()
         return outcome, answers
 
     def restart(self, ranks: Sequence[int]) -> None:

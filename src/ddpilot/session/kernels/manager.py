@@ -120,7 +120,7 @@ class RankKernels:
         if self.watcher is not None:
             self.watcher.end(is_clean=True)
         if self._folder is not None:
-            remove_folder(self._folder)
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def pid(self, rank: int) -> int | None:
         """Return the process id of the rank, also if the process has ended; None if it never had one."""
@@ -294,9 +294,8 @@ class RankKernels:
                 and event.kind == "status"
                 and event.content["execution_state"] == "idle"
             ):
-                self.processes.drain(
-                    event.rank
-                )  # bytes that bypassed Python arrive through pipes and belong to this cell
+                # Bytes that bypassed Python arrive through pipes and belong to this cell.
+                self.processes.drain(event.rank)
             if isinstance(event, Wrote):
                 self._native_output.take(event)
                 return
@@ -388,8 +387,3 @@ def make_folder() -> Path:
         if len(os.fsencode(parent)) <= _MAX_FOLDER_CHARS:
             return Path(tempfile.mkdtemp(prefix="ddpilot-", dir=parent))
     return Path(tempfile.mkdtemp(prefix="ddpilot-"))
-
-
-def remove_folder(folder: Path) -> None:
-    """Remove the folder and its contents; do nothing if it does not exist."""
-    shutil.rmtree(folder, ignore_errors=True)

@@ -31,7 +31,7 @@ from ddpilot.session.rank.cleanup import end_workers_soon
 from ddpilot.session.rank.error_report import CELL
 from ddpilot.session.rank.interrupts import InterruptHandler
 from ddpilot.session.rank.kernel import RankKernel
-from ddpilot.session.rank.namespace import fill_namespace
+from ddpilot.session.rank.namespace import RankContext
 from ddpilot.session.rank.requests import Requests
 
 _FLUSH_S = 0.02  # ipykernel's default is 0.2 s
@@ -42,7 +42,8 @@ def serve_kernel(start: KernelStart) -> None:
     rank = int(os.environ["RANK"])
     app = make_app(start.connection_file(rank), start.folder / f"{start.stem(rank)}.ipython")
     kernel = app.kernel
-    context = fill_namespace(vars(sys.modules["__main__"]), start)
+    context = RankContext(vars(sys.modules["__main__"]), start)
+    context.prepare()
     kernel.interrupt_handler = InterruptHandler(app.control_thread.io_loop)
     kernel.requests = Requests(context, start.parcel_socket(rank), kernel.interrupt_handler, kernel.freeing)
     _wake_on_signals()
@@ -64,12 +65,8 @@ def _wake_on_signals() -> None:
     woken, waker = socket.socketpair()
     for end in (woken, waker):
         end.setblocking(False)
-    loop.add_handler(woken, _drain, ioloop.IOLoop.READ)
+    loop.add_handler(woken, lambda sock, _events: sock.recv(4096), ioloop.IOLoop.READ)
     signal.set_wakeup_fd(waker.detach(), warn_on_full_buffer=False)
-
-
-def _drain(woken: socket.socket, _events: int) -> None:
-    woken.recv(4096)
 
 
 class RankApp(IPKernelApp):

@@ -153,10 +153,3 @@ class RankContext:
             if app.finalizer is not None:
                 app.finalizer(self.app_context())
         self._cleanup.close()
-
-
-def fill_namespace(namespace: dict[str, Any], start: KernelStart) -> RankContext:
-    """Create a rank's state and set `rank`, `world_size`, `device` and `group` in its `namespace`."""
-    context = RankContext(namespace, start)
-    context.prepare()
-    return context
