@@ -124,7 +124,7 @@ def test_cell_shows_a_line_within_100_ms(kernel: Kernel) -> None:
 
 @pytest.mark.parametrize(("code", "num_lines"), [("print('some line', i)", 100_000), ("sys.stdout.write('x' * 99)", 1)])
 def test_cell_that_floods_the_notebook_is_cut_off_and_counted(kernel: Kernel, code: str, num_lines: int) -> None:
-    """100,000 lines, or 10 MB in one: about 1 MB of each rank is shown, the rest is said, and the kernel goes on."""
+    """100,000 lines, or 10 MB in one: about 1 MB of each rank is shown, the rest is counted."""
     cell = kernel.run(f"%%ddp\nfor i in range(100_000):\n    {code}")
     assert len(cell.stdout) < 4_500_000  # two ranks, with labels in front of short lines
     assert len(cell.stdout.splitlines()) > num_lines // 2
@@ -148,7 +148,7 @@ def test_input_asks_in_the_notebook_with_the_rank_in_front(kernel: Kernel) -> No
 
 
 def test_error_is_shown_once_with_the_cells_line_and_stops_run_all(kernel: Kernel) -> None:
-    """The whole of it as soon as it is known, one line where IPython would show it again; variables stay."""
+    """In full when it happens, and one line where IPython would show it again; variables are kept."""
     number = int(kernel.run("print(len(In) - 1)").stdout) + 1
     cell = kernel.run("%%ddp\n\nkept = rank\nif rank == 1:\n    raise ValueError('bad sample')\ngroup.barrier()")
     assert cell.stderr.startswith(f"RankError: rank 1 raised ValueError: bad sample (running `Cell In[{number}]`")
@@ -176,7 +176,7 @@ def test_other_cell_magics_work_below(kernel: Kernel) -> None:
 
 
 def test_values_go_to_the_ranks_and_come_back(kernel: Kernel) -> None:
-    """push, pull of one and of all, an expression, a call; what is overwritten is said."""
+    """push, pull of one and of all, an expression, a call; overwritten variables are named."""
     kernel.run("losses = [1.0]\ndef scale(x, by=2):\n    print('scaling')\n    return x * by")
     assert kernel.run("%ddp push losses scale").outputs == []
     kernel.run("%%ddp\nlosses = [loss + rank for loss in losses]")

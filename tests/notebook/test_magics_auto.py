@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`%ddp auto on` in a real Jupyter kernel: plain cells go to the ranks, beside other magics."""
+"""`%ddp auto on` in a real Jupyter kernel: plain cells run on the ranks, next to other magics."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`%ddp status` in a real Jupyter kernel: the board once, and one that keeps itself up to date."""
+"""`%ddp status` in a real Jupyter kernel: the board once, and one that is updated."""
 
 from __future__ import annotations
 

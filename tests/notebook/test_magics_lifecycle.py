@@ -24,8 +24,8 @@ def gone(*wanted: int) -> list[str]:
     return settle(lambda: [str(pid) for pid in wanted if psutil.pid_exists(pid)], grace_s=2.0)
 
 
-def test_ranks_are_started_anew_one_by_one_and_all_together() -> None:
-    """Numbers stay; the others keep their variables; a dead rank is named, and a session that ended can be replaced."""
+def test_ranks_are_restarted_one_by_one_and_all_together() -> None:
+    """Rank numbers and the other ranks' variables are kept; a dead rank is named; an ended session can be replaced."""
     with kernel_with_ranks() as kernel:
         kernel.run("%%ddp\nkept = rank")
         first = pids(kernel)
@@ -58,7 +58,7 @@ def test_ranks_are_started_anew_one_by_one_and_all_together() -> None:
 
 
 def test_options_of_start_reach_the_ranks_and_a_start_that_fails_leaves_nothing() -> None:
-    """Environment, output and apps; what cannot be is said in a sentence."""
+    """Environment, output and apps; invalid options are explained in one sentence."""
     with kernel_with_ranks("%ddp start -n 1 --env GREETING='good day' --output rank_zero") as kernel:
         assert kernel.run("%%ddp\nimport os; print(os.environ['GREETING'])").stdout == "good day\n"
         kernel.run("%ddp stop")

@@ -281,7 +281,7 @@ def test_complete_knows_the_variables_of_a_rank(start: Start) -> None:
 
 
 def test_wrong_use_says_the_right_use(start: Start) -> None:
-    """Ranks that do not exist, none at all, a session that was stopped."""
+    """Ranks that do not exist, no ranks, a session that was stopped."""
     session = start(2)
     with pytest.raises(LaunchError, match="the ranks are 0 to 1"):
         session.execute("1", ranks=[2])

@@ -75,7 +75,7 @@ def test_the_end_of_the_store_ends_the_cell_and_is_named(start: Start, code: str
     assert session.pull("kept") == [0, 1]
 
 
-def test_a_death_between_cells_is_said_when_it_happens(start: Start, view: Kept) -> None:
+def test_a_death_between_cells_is_reported_when_it_happens(start: Start, view: Kept) -> None:
     """Nobody has to run a cell to hear of it."""
     session = start(2)
     os.kill(session.pull("__import__('os').getpid()", rank=1), signal.SIGKILL)
@@ -125,7 +125,7 @@ def test_after_a_restart_of_all_ranks_the_user_enters_the_group_again(start: Sta
     session.execute("group.barrier()")
 
 
-def test_a_model_is_missing_on_a_restarted_rank_and_that_is_said(start: Start, view: Kept) -> None:
+def test_a_model_that_is_missing_on_a_restarted_rank_is_reported(start: Start, view: Kept) -> None:
     """The other ranks still have theirs: the next step would hang."""
     session = start(2)
     session.execute(MODEL)
@@ -157,7 +157,7 @@ def test_what_follows_from_a_dead_rank_is_no_difference_between_the_others(start
     assert not caught.value.findings, caught.value
 
 
-def test_the_end_of_the_rank_server_is_the_end_of_all_ranks_and_said(start: Start, view: Kept) -> None:
+def test_the_end_of_the_rank_server_ends_all_ranks_and_is_reported(start: Start, view: Kept) -> None:
     """Nothing hangs, and a new session can be started."""
     from ddpilot.launching.rank_server.client import server_pids
 

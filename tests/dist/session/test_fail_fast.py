@@ -39,7 +39,7 @@ assert kept == rank * 10
     "waiting",
     ["group.barrier()", "step()", "torch.distributed.recv(torch.zeros(1), src=(rank + 1) % world_size)"],
 )
-def test_an_error_beside_a_collective_is_shown_and_all_state_stays(
+def test_an_error_next_to_a_collective_is_shown_and_all_state_is_kept(
     start: Start, view: Kept, num_ranks: int, waiting: str
 ) -> None:
     """The others sit in a barrier, in a DDP backward, in a receive; a live model trains on afterwards, in place."""
@@ -158,7 +158,7 @@ def test_a_rank_that_waits_for_one_that_failed_is_freed(start: Start, view: Kept
 
 
 def test_ranks_that_compute_on_after_a_failure_are_interrupted(start: Start, view: Kept) -> None:
-    """A cell that failed is over everywhere, and that is said."""
+    """A cell that failed is over on all ranks."""
     session = start(3)
     with pytest.raises(RankError, match="rank 0 raised RuntimeError: stop here"):
         session.execute(
@@ -219,7 +219,7 @@ def test_a_new_group_after_a_failure_has_the_users_backend(start: Start) -> None
     session.execute("assert dist.get_backend() == 'gloo'; dist.barrier()")
 
 
-def test_what_went_with_the_old_group_is_said(start: Start, view: Kept) -> None:
+def test_objects_lost_with_the_old_group_are_reported(start: Start, view: Kept) -> None:
     """Groups of new_group and what holds one cannot be given the new group."""
     session = start(2)
     session.execute("import torch.distributed as dist\npair = dist.new_group([0, 1]); dist.barrier(pair)")

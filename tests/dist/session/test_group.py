@@ -36,7 +36,7 @@ def test_the_first_use_enters_the_group(start: Start, use: str) -> None:
     session.execute("assert dist.is_initialized()\ngroup.barrier()")
 
 
-def test_a_group_of_the_users_own_is_adopted_left_and_made_again(start: Start, view: Kept) -> None:
+def test_a_group_created_by_the_user_is_adopted_left_and_created_again(start: Start, view: Kept) -> None:
     """init, destroy and init again, as tutorials and libraries do; afterwards the session enters one by itself."""
     session = start(2)
     own = "import torch.distributed as dist\ndist.init_process_group('gloo')\nassert group.adopted\ngroup.barrier()"
@@ -75,7 +75,7 @@ def test_a_failure_on_the_way_into_the_group_does_not_spoil_the_next_try(start: 
     session.execute("if not dist.is_initialized(): dist.init_process_group('gloo')\ndist.barrier()")
 
 
-def test_a_group_that_the_user_left_is_not_made_anew_after_a_failure(start: Start, view: Kept) -> None:
+def test_a_group_that_the_user_left_is_not_rebuilt_after_a_failure(start: Start, view: Kept) -> None:
     """Whoever destroyed it enters the next one by hand, and may."""
     session = start(2)
     session.execute("import torch.distributed as dist\ndist.init_process_group('gloo'); dist.barrier()")
@@ -131,7 +131,7 @@ def test_freeing_a_rank_on_its_way_into_the_group_shows_nothing_of_torchs_own(st
 
 
 def test_a_rank_that_is_freed_too_late_keeps_its_new_group(start: Start) -> None:
-    """On a busy machine the order to free may come when the group is made anew."""
+    """On a busy machine the request to free a rank may arrive after the group was rebuilt."""
     session = start(2)
     with pytest.raises(RankError, match="ZeroDivisionError"):
         session.execute("1/0 if rank else group.barrier()")

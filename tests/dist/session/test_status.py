@@ -29,7 +29,7 @@ def test_status_of_idle_ranks(start: Start) -> None:
     assert all(0 <= time.monotonic() - status.since_s < 60 for status in statuses)
 
 
-def test_status_says_who_waits_in_which_collective_and_who_does_not(start: Start) -> None:
+def test_status_shows_which_ranks_wait_in_which_collective(start: Start) -> None:
     """Rank 1 computes, rank 0 waits for it in a barrier of the cell's line 3, rank 2 is done."""
     session = start(3)
     session.execute("group.barrier()")

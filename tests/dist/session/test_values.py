@@ -130,7 +130,7 @@ def cell(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, Any]]:
     return run
 
 
-def test_what_is_the_sessions_own_is_said_to_be(start: Start) -> None:
+def test_pull_of_the_sessions_own_names_is_refused(start: Start) -> None:
     """`group`, an attribute of the model in a DDP model, and the notebook's IPython."""
     session = start(1)
     session.execute("import torch\nddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From words to options."""
+"""Parsing the words of `ddpilot run`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read(line: str, **environ: str) -> RunOptions:
 
 
 def test_read_options_takes_every_option_of_torchrun() -> None:
-    """Each lands in its field, as the type that it has there."""
+    """Each sets its field, converted to the type of the field."""
     line = (
         "--nnodes 2:4 --nproc-per-node gpu --node-rank 1 --master-addr [::1] --master-port 29501 --max-restarts 3 "
         "--rdzv-backend c10d --rdzv-endpoint host:1 --rdzv-id job --rdzv-conf timeout=60,read_timeout=5 --role trainer "
@@ -66,7 +66,7 @@ def test_read_options_reads_the_options_of_watching() -> None:
 
 
 def test_read_options_reads_torchruns_variables_below_the_words() -> None:
-    """PET_NPROC_PER_NODE and its kind, which job operators set; a word beats them."""
+    """PET_NPROC_PER_NODE and others, which job operators set; options on the command line take precedence."""
     options = read("train.py", PET_NPROC_PER_NODE="4", PET_MAX_RESTARTS="2", PET_STANDALONE="0")
     assert (options.nproc_per_node, options.max_restarts) == (4, 2)
     assert read("-n 2 train.py", PET_NPROC_PER_NODE="4").nproc_per_node == 2
@@ -113,7 +113,7 @@ def test_read_options_lets_standalone_win_as_torchrun_does() -> None:
     ],
 )
 def test_read_options_rejects_invalid_values(line: str, said: str) -> None:
-    """The option, its value and what it takes."""
+    """The error names the option, its value and the accepted values."""
     with pytest.raises(LaunchError) as caught:
         read(line)
     assert said in str(caught.value)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An IPython shell without a person, and a front end that keeps what is published."""
+"""An IPython shell without a terminal, and a front end that records what is published."""
 
 from __future__ import annotations
 

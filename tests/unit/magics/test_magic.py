@@ -134,7 +134,7 @@ def test_start_that_is_stopped_while_modules_load_says_so(shell: Any, monkeypatc
     assert caught.value.__suppress_context__
 
 
-def test_auto_alone_says_how_it_is(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_without_an_argument_shows_its_state(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """And changes nothing."""
     shell.run_line_magic("ddp", "auto")
     assert capsys.readouterr().out == "ddpilot: auto is off: plain cells run in the notebook\n"

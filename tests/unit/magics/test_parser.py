@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading lines: ranks, variables, wrong options."""
+"""Parsing lines: ranks, variables, wrong options."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def test_parse_ranks_reads_numbers_and_ranges(text: str, ranks: tuple[int, ...])
 
 
 @pytest.mark.parametrize("text", ["", "a", "1-", "-1", "0,", "1-x", "1.5"])
-def test_parse_ranks_refuses_what_is_no_list(text: str) -> None:
+def test_parse_ranks_rejects_text_that_is_not_a_list(text: str) -> None:
     """The text is in the answer."""
     with pytest.raises(argparse.ArgumentTypeError, match="is not a list of ranks such as 0,2-3"):
         parse_ranks(text)
 
 
-def test_parse_rank_and_parse_variable_refuse_what_they_cannot_read() -> None:
+def test_parse_rank_and_parse_variable_reject_invalid_text() -> None:
     """One rank is a number; a variable has a name and a value, which may contain =."""
     assert parse_rank("2") == 2
     assert parse_variable("A=b=c") == ("A", "b=c")
@@ -51,7 +51,7 @@ def test_parse_rank_and_parse_variable_refuse_what_they_cannot_read() -> None:
 
 
 def test_parser_raises_where_argparse_would_end_the_process() -> None:
-    """What was wrong, then the right use; -h is an answer too."""
+    """The error has the usage; -h raises HelpRequested."""
     parser = MagicParser("%ddp pull", description="Copy.")
     parser.add_argument("--rank", type=parse_rank, metavar="R")
     with pytest.raises(MagicUsageError) as caught:
@@ -65,8 +65,8 @@ def test_parser_raises_where_argparse_would_end_the_process() -> None:
     assert parser.read([]) == {}
 
 
-def test_parser_takes_no_option_by_its_beginning() -> None:
-    """`--rank` for `--ranks` would become ambiguous with the next option."""
+def test_parser_does_not_accept_abbreviated_options() -> None:
+    """`--rank` for `--ranks` would become ambiguous if an option is added."""
     parser = MagicParser("%%ddp")
     parser.add_argument("--ranks")
     with pytest.raises(MagicUsageError, match="`--rank 0`. Did you mean `--ranks`"):
@@ -111,7 +111,7 @@ def test_options_read_every_field_of_a_session() -> None:
     )
 
 
-def test_options_leave_what_was_not_typed_to_the_session() -> None:
+def test_options_that_are_not_given_are_left_to_the_session() -> None:
     """Defaults stand in one place."""
     assert read("") == {}
     assert read("-n auto") == {"nproc_per_node": "auto"}
@@ -123,7 +123,7 @@ def test_options_are_checked_by_the_session() -> None:
         SessionOptions(**read("-n some"))  # type: ignore[arg-type]
 
 
-def test_options_say_what_they_do() -> None:
+def test_options_have_help() -> None:
     """Each option has a line of help, `--no-watch` and `--no-guard` what they turn off, and no line is about Python."""
     with pytest.raises(HelpRequested) as helped:
         read("-h")
@@ -135,8 +135,8 @@ def test_options_say_what_they_do() -> None:
 
 
 @pytest.mark.parametrize("line", ["", LINE, "-n 4", "--gpus 0,2", "--env A=1"])
-def test_describe_options_gives_the_line_again(line: str) -> None:
-    """Reading what it says makes the same options."""
+def test_describe_options_returns_an_equivalent_line(line: str) -> None:
+    """Parsing it returns the same options."""
     options = SessionOptions(**read(line))  # type: ignore[arg-type]
     said = describe_options(options)
     assert said.startswith("%ddp start")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a session's methods are given is checked before anything happens."""
+"""The arguments of a session's methods are checked before anything runs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends of processes that are heard of late: the rank was restarted meanwhile, under the same number."""
+"""Ends of processes that are received late, after the rank was restarted under the same number."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def said(channel: str) -> KernelMessage:
     return KernelMessage(rank=1, channel=channel, kind="", parent_id="", content={}, metadata={}, buffers=[], header={})
 
 
-def test_await_ready_takes_the_end_of_an_earlier_process_for_nothing() -> None:
-    """That of the new one is an error."""
+def test_await_ready_ignores_the_end_of_an_earlier_process() -> None:
+    """The end of the new process is an error."""
     io_thread = cast("Any", SimpleNamespace(send=lambda *_sent: "id"))
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     for event in (END, said("iopub"), said("shell")):
@@ -35,7 +35,7 @@ def test_await_ready_takes_the_end_of_an_earlier_process_for_nothing() -> None:
         await_ready(io_thread, [1], events, lambda ended: ended.reason)
 
 
-def test_outside_cells_shows_no_end_of_a_rank_that_lives_again() -> None:
+def test_idle_output_does_not_show_the_end_of_a_rank_that_was_restarted() -> None:
     """Until it dies again."""
     notes: list[str] = []
     states = RankStates(2)

@@ -133,21 +133,21 @@ def test_describe_says_what_a_rank_does(status: RankStatus, phrase: tuple[str, s
     assert describe(status, NOW_S) == phrase
 
 
-def test_describe_calls_nobody_waiting_when_a_collective_is_short() -> None:
+def test_describe_does_not_call_a_short_collective_waiting() -> None:
     """A training loop is in one collective or another nearly always; only one that lasts a second is a wait."""
     just_begun = replace(WAITING, collective=replace(PENDING, since_s=NOW_S - 0.99))
     assert describe(just_begun, NOW_S) == ("busy", "in cell 7 for 12 s", "")
     assert describe(just_begun, NOW_S + 0.01).mood == "waiting"
 
 
-def test_describe_leaves_open_what_the_backend_does_not_tell() -> None:
-    """NCCL's collectives may be over without being seen to be, so that the rank is not said to wait."""
+def test_describe_leaves_open_what_the_backend_does_not_report() -> None:
+    """NCCL's collectives may have ended unobserved, so that the rank is not described as waiting."""
     began = "began all_gather at fit.py:8 8 s ago; it may be done"
     assert describe(ON_GPU, NOW_S) == ("busy", "in cell 7 for 12 s", began)
 
 
 def test_summarize_counts_the_worst_first() -> None:
-    """Dead ranks come before those that wait, and those before the others."""
+    """Dead ranks first, then waiting ones, then the rest."""
     statuses = [IDLE, WAITING, BUSY, DEAD, replace(IDLE, rank=4)]
     assert summarize(statuses, NOW_S) == "5 ranks: 1 dead, 1 waiting, 1 busy, 2 idle"
     assert summarize([IDLE], NOW_S) == "1 rank: 1 idle"

@@ -10,12 +10,12 @@ from ddpilot.session.execution.recovery import describe_rebuilt
 
 
 def said(restarted: Collection[int] = (), unfinished: Collection[int] = (), **found: Any) -> list[str]:
-    """The lines for two ranks that have found the same."""
+    """The lines for two ranks with equal replies."""
     value = {"rebound": 0, "lost": [], "unbound": [], "disagreements": [], "named": {}, **found}
     return list(describe_rebuilt([value, value], 0.24, live=(0, 1), restarted=restarted, unfinished=unfinished))
 
 
-def test_rebuilt_says_little_where_all_is_well() -> None:
+def test_rebuilt_is_one_line_if_nothing_was_lost() -> None:
     """How long it took, what was kept, how many models it has."""
     assert said() == ["the process group was freed and rebuilt in 0.2 s, variables are kept"]
     assert said(rebound=2) == [
@@ -23,13 +23,13 @@ def test_rebuilt_says_little_where_all_is_well() -> None:
     ]
 
 
-def test_rebuilt_says_whose_variables_are_kept() -> None:
-    """Those of the ranks that were not restarted; no word of them if all were."""
+def test_rebuilt_names_the_ranks_that_keep_their_variables() -> None:
+    """The ranks that were not restarted; not mentioned if all were."""
     assert said(restarted=[1]) == ["the process group was freed and rebuilt in 0.2 s, variables of rank 0 are kept"]
     assert said(restarted=[0, 1]) == ["the process group was freed and rebuilt in 0.2 s"]
 
 
-def test_rebuilt_names_what_is_gone_and_what_is_unbound_once() -> None:
+def test_rebuilt_names_lost_and_unbound_objects_once() -> None:
     """Each rank has found it."""
     assert said(lost=["groups of `new_group`"], unbound=["Linear was on a group of 2 ranks"])[1:] == [
         "lost with the old group; create again what you still need: groups of `new_group`",
@@ -53,7 +53,7 @@ def test_rebuilt_names_five_parameters_of_a_model_in_no_variable() -> None:
     assert "(`group.broadcast(p.data)` for each parameter `p` of the model)" in lines[6]
 
 
-def test_rebuilt_advises_no_variable_that_is_not_there() -> None:
+def test_rebuilt_advises_only_variables_that_exist() -> None:
     """Only one that holds a model that differs."""
     named = {
         "a model of class Net in no variable": "a model of class Net in no variable differs",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A session's private folder: for this user alone, with a path that a Unix socket can have."""
+"""A session's private folder: accessible by this user only, with a path short enough for Unix sockets."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How ranks of a session stand, from their start over cells to their ends."""
+"""The state of ranks of a session, from start to end."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def killed(rank: int) -> Ended:
     return Ended(rank, Exited(rank=rank, status=signal.SIGKILL, peak_memory_bytes=0, time_s=1.0))
 
 
-def test_standing_forgets_the_end_of_a_rank_that_is_started_anew() -> None:
-    """The others stand as before."""
+def test_states_forget_the_end_of_a_rank_that_is_restarted() -> None:
+    """The state of the other ranks does not change."""
     states = RankStates(3)
     for rank in (1, 2):
         states.note_end(killed(rank), ())
@@ -25,7 +25,7 @@ def test_standing_forgets_the_end_of_a_rank_that_is_started_anew() -> None:
     assert (states.live, set(states.exited), set(states.dead)) == ((0, 1), {2}, {2})
 
 
-def test_standing_says_who_killed_a_rank_once() -> None:
+def test_states_record_once_that_ddpilot_killed_a_rank() -> None:
     """The next end of the same rank has a cause of its own."""
     states = RankStates(2)
     states.note_kill([1])
@@ -36,7 +36,7 @@ def test_standing_says_who_killed_a_rank_once() -> None:
     assert "ddpilot, since" not in states.dead[1]
 
 
-def test_standing_is_busy_from_the_beginning_of_a_cell_until_the_rank_is_idle() -> None:
+def test_states_are_busy_from_the_start_of_a_cell_until_the_rank_is_idle() -> None:
     """A rank that was idle already keeps the time since when it is."""
     states = RankStates(2)
     states.note_work((0, 1), 7, 12.0)

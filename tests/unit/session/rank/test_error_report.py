@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank says of an error."""
+"""The report of a rank on an error."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def _raised(code: str, error: BaseException) -> BaseException:
 
 
 def test_cell_traceback_begins_at_the_cell() -> None:
-    """What called it is ddpilot's and IPython's."""
+    """The frames that called it belong to ddpilot and IPython."""
     text = cell_traceback(_raised("\nraise error", KeyError("k")))
     assert text.splitlines()[1].strip() == 'File "Cell In[7]", line 2, in <module>'
     assert "_raised" not in text
 
 
 def test_cell_traceback_of_an_error_of_ddpilot_has_the_users_lines_only() -> None:
-    """Where it is shown without IPython, in a hurry."""
+    """If it is shown without IPython's formatting."""
     library = compile("def enter(error):\n    raise error", "/usr/lib/python3/dist-packages/torch/x.py", "exec")
     names: dict[str, Any] = {"error": GroupError("entering the group", found="rank 1 is missing")}
     exec(library, names)
@@ -63,7 +63,7 @@ def test_holds_group_also_where_it_was_raised_for_one() -> None:
 
 
 def test_report_error_has_the_cells_text_or_the_errors_own() -> None:
-    """Where no traceback is given there is the last line of one."""
+    """Without a traceback, its last line is used."""
     report = report_error(ValueError("wrong"), "", 1.5, 3, torch.device("cpu"))
     assert report.error == ("ValueError", "wrong", "ValueError: wrong\n")
     assert report.raised is not None
@@ -112,7 +112,7 @@ def test_find_device_error_asks_without_waiting(device: Device, expected: str, m
 
 
 def test_find_device_error_asks_nothing_of_the_cpu() -> None:
-    """There is no context that could be gone."""
+    """The CPU has no context that could fail."""
     assert find_device_error(torch.device("cpu")) == ""
 
 
@@ -131,5 +131,5 @@ def test_describe_device_error_says_what_is_lost_and_what_to_do() -> None:
     [((True, 0, 100), True), ((False, 12, 100), False), ((False, 13, 100), True), ((False, None, 0), True)],
 )
 def test_pays_to_empty_after_a_failure_and_where_much_is_unused(arguments: tuple[Any, ...], expected: bool) -> None:
-    """An eighth of the memory; where nobody knows how much is unused, as before."""
+    """More than an eighth of the memory, or if the unused amount is not known."""
     assert pays_to_empty(*arguments) is expected
