@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank dies: named with its cause, brought back under the same number, the others keep their variables."""
+"""A rank dies: its cause is named, it is restarted under the same number, the others keep their variables."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Start = Callable[..., Session]
     ],
 )
 def test_a_death_is_named_and_restart_brings_the_rank_back(start: Start, view: Kept, how: str, found: str) -> None:
-    """Under the same number, into the same group, while the other ranks keep what they have."""
+    """Under the same number, in the same group, while the other ranks keep their variables."""
     session = start(3)
     session.execute("import torch; kept = rank * 10; group.barrier()")
     with pytest.raises(RankError, match=found):
@@ -76,7 +76,7 @@ def test_the_end_of_the_store_ends_the_cell_and_is_named(start: Start, code: str
 
 
 def test_a_death_between_cells_is_reported_when_it_happens(start: Start, view: Kept) -> None:
-    """Nobody has to run a cell to hear of it."""
+    """Without running a cell."""
     session = start(2)
     os.kill(session.pull("__import__('os').getpid()", rank=1), signal.SIGKILL)
     wait_until(lambda: any("rank 1 was killed by SIGKILL" in note for note in view.notes), limit_s=10)
@@ -99,7 +99,7 @@ def test_respawn_brings_a_dead_rank_back_by_itself(start: Start, view: Kept) -> 
 
 
 def test_restart_of_all_ranks_starts_over(start: Start) -> None:
-    """No variable is left, and the group is entered anew; also when all ranks were dead."""
+    """No variable is left, and the group is entered again; also if all ranks were dead."""
     session = start(2)
     session.execute(MODEL)
     session.restart()
@@ -147,7 +147,7 @@ def test_a_dead_rank_is_named_as_the_cause_of_what_follows(start: Start) -> None
 
 
 def test_what_follows_from_a_dead_rank_is_no_difference_between_the_others(start: Start) -> None:
-    """DDP's broadcast is over on some ranks and not on others when one dies: next they stand at different ones."""
+    """DDP's broadcast has finished on some ranks only when one dies: they then wait in different collectives."""
     session = start(4)
     session.execute(MODEL + "step()\nimport os")
     with pytest.raises(RankError, match="SIGKILL"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process group of a session: entered when something needs it, or the user's own."""
+"""The process group of a session: entered at the first use, or created by the user."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ Start = Callable[..., Session]
     ],
 )
 def test_the_first_use_enters_the_group(start: Start, use: str) -> None:
-    """No init_process_group is needed before anything that needs a group."""
+    """Without init_process_group, whatever needs the group first."""
     session = start(2)
     session.execute(f"import torch, torch.distributed as dist\nassert not dist.is_initialized()\n{use}")
     session.execute("assert dist.is_initialized()\ngroup.barrier()")
 
 
 def test_a_group_created_by_the_user_is_adopted_left_and_created_again(start: Start, view: Kept) -> None:
-    """init, destroy and init again, as tutorials and libraries do; afterwards the session enters one by itself."""
+    """init, destroy and init again, as tutorials and libraries do; afterwards the session enters a group automatically."""
     session = start(2)
     own = "import torch.distributed as dist\ndist.init_process_group('gloo')\nassert group.adopted\ngroup.barrier()"
     for _ in range(2):
@@ -52,7 +52,7 @@ def test_a_group_created_by_the_user_is_adopted_left_and_created_again(start: St
 
 
 def test_the_sessions_names_come_back(start: Start, view: Kept) -> None:
-    """After `del` and `%reset` in the next cell; a `rank` that a loop has set is told, once."""
+    """In the next cell after `del` and `%reset`; a `rank` that a loop has overwritten is reported once."""
     session = start(2)
     session.execute("for rank in range(world_size): pass")
     said = "ddpilot: `rank` is now 1, it was 0: `del rank` restores the session's value in the next cell\n"
@@ -76,7 +76,7 @@ def test_a_failure_on_the_way_into_the_group_does_not_spoil_the_next_try(start: 
 
 
 def test_a_group_that_the_user_left_is_not_rebuilt_after_a_failure(start: Start, view: Kept) -> None:
-    """Whoever destroyed it enters the next one by hand, and may."""
+    """The user can then create the next one."""
     session = start(2)
     session.execute("import torch.distributed as dist\ndist.init_process_group('gloo'); dist.barrier()")
     session.execute("dist.destroy_process_group()")
@@ -97,7 +97,7 @@ def test_entering_from_a_cell_on_some_ranks_is_refused_with_what_to_do(start: St
 
 
 def test_seed_and_backend_reach_every_rank(start: Start, view: Kept) -> None:
-    """The same numbers on all ranks with a seed, others without."""
+    """The same numbers on all ranks with a seed, different ones without."""
     code = "import torch; print(torch.rand(1).item())"
     start(2, seed=5, backend="gloo").execute(code)
     assert view.texts[0] == view.texts[1]
@@ -107,7 +107,7 @@ def test_seed_and_backend_reach_every_rank(start: Start, view: Kept) -> None:
 
 
 def test_every_collective_is_in_the_rings_with_its_cell_line(start: Start) -> None:
-    """The flight ring is on; a cell's line reads as people know it."""
+    """Collectives are recorded with the line of the cell."""
     from ddpilot.record.flight_ring.reader import read_ring
     from ddpilot.record.hook import find_rings
 
@@ -122,7 +122,7 @@ def test_every_collective_is_in_the_rings_with_its_cell_line(start: Start) -> No
 
 
 def test_freeing_a_rank_on_its_way_into_the_group_shows_nothing_of_torchs_own(start: Start, view: Kept) -> None:
-    """Its store warns of the connection that ddpilot has closed, with frames of C++; the cell's own text stays."""
+    """Its store logs the connection that ddpilot has closed, with C++ frames; the cell's own output is shown."""
     session = start(2)
     with pytest.raises(RankError, match="ZeroDivisionError"):
         session.execute("import os\ntry: 1/0 if rank else group.barrier()\nfinally: os.write(2, b'mine\\n')")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which cells go to the ranks."""
+"""Which cells run on the ranks."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def shell() -> Iterator[InteractiveShell]:
 
 @pytest.fixture
 def shell_session(shell: InteractiveShell) -> ShellSession:
-    """A desk with auto on."""
+    """A shell session with auto on."""
     shell_session = ShellSession(shell)
     shell_session.is_auto = True
     return shell_session
 
 
 def route(shell_session: ShellSession, cell: str) -> str:
-    """The cell as IPython would go on with it."""
+    """The cell as transformed for IPython."""
     return "".join(CellTransformer(shell_session)(cell.splitlines(keepends=True)))
 
 
@@ -46,7 +46,7 @@ def sent(line: str) -> str:
 
 
 def test_router_sends_plain_cells_to_the_ranks(shell_session: ShellSession) -> None:
-    """All of it, as it is, so that line numbers stay."""
+    """The whole cell, unchanged, so that line numbers are kept."""
     cell = "x = 1\n\nif x:\n    print('%ddp')\n"
     assert sent(route(shell_session, cell)) == cell
     assert sent(route(shell_session, "%time x = train()\n")) == "%time x = train()\n"
@@ -62,7 +62,7 @@ NOTEBOOKS = (
 
 @pytest.mark.parametrize("cell", NOTEBOOKS)
 def test_router_leaves_cells_that_are_the_notebooks(shell_session: ShellSession, cell: str) -> None:
-    """Other cell magics, shell commands, installers and `%ddp` itself; what is empty stays empty."""
+    """Other cell magics, shell commands, installers, `%ddp` itself and empty cells."""
     assert route(shell_session, cell) == cell
 
 
@@ -121,7 +121,7 @@ def test_router_leaves_what_a_front_end_runs_for_itself(
 
 
 def test_router_does_not_change_when_a_cell_is_complete(shell_session: ShellSession) -> None:
-    """A terminal asks whether to go on with a block: about what was typed, not about a cell magic."""
+    """A terminal checks whether a block is complete on the code as typed, not on a cell magic."""
     router = CellTransformer(shell_session)
     shell_session.shell.input_transformers_cleanup.append(router)
     try:
@@ -135,7 +135,7 @@ def test_router_does_not_change_when_a_cell_is_complete(shell_session: ShellSess
 def test_router_leaves_the_end_of_a_terminal_to_ipython(
     shell_session: ShellSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`exit` ends the shell in front of a person; in a notebook it goes to the ranks, which say how to stop them."""
+    """`exit` ends the shell in a terminal; in a notebook it runs on the ranks, which show how to stop them."""
     for word in ("exit", "quit()\n"):
         assert route(shell_session, word) == word
     monkeypatch.setattr(shell_session.shell, "kernel", object(), raising=False)
@@ -147,7 +147,7 @@ def test_router_leaves_the_end_of_a_terminal_to_ipython(
 def test_router_refuses_code_below_one_percent_sign_where_two_were_meant(
     shell_session: ShellSession, line: str, is_auto: bool
 ) -> None:
-    """Nothing of the cell runs in the notebook, whose variables would be others."""
+    """The cell does not run in the notebook, which has different variables."""
     shell_session.is_auto = is_auto
     option = line[4:].strip()
     expected = f"get_ipython().run_line_magic('ddp', '{f'--above-code {option}'.rstrip()}')\n"
@@ -156,6 +156,6 @@ def test_router_refuses_code_below_one_percent_sign_where_two_were_meant(
 
 @pytest.mark.parametrize("cell", ["%ddp", "%ddp\n# why\n", "%ddp -h\nx\n", "%ddp --help\nx", "%ddp start -n 2\nx\n"])
 def test_router_leaves_lines_that_are_meant_so(shell_session: ShellSession, cell: str) -> None:
-    """Alone it lists the verbs; a verb may stand above code."""
+    """Alone it lists the verbs; a verb is allowed above code."""
     shell_session.is_auto = False
     assert route(shell_session, cell) == cell

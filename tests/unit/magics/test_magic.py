@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`%ddp` and `%%ddp` used in ways that cannot be meant, before any rank runs; loading and unloading them."""
+"""Wrong use of `%ddp` and `%%ddp` before ranks are started; loading and unloading the extension."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def shell() -> Iterator[Any]:
     ],
 )
 def test_line_magic_answers_wrong_use_with_the_right_one(shell: Any, line: str, answer: str) -> None:
-    """One sentence each, which says what to type."""
+    """The error shows what to type."""
     with pytest.raises(MagicUsageError) as caught:
         shell.run_line_magic("ddp", line)
     assert answer in str(caught.value)
@@ -70,7 +70,7 @@ def test_line_magic_answers_wrong_use_with_the_right_one(shell: Any, line: str, 
 
 @pytest.mark.parametrize("line", ["%ddp", "%ddp --ranks 0"])
 def test_code_below_one_percent_sign_does_not_run(shell: Any, line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line instead of the list of verbs, which says what was meant."""
+    """One line with the correct magic instead of the list of verbs."""
     result = shell.run_cell(f"{line}\nran_here = True")
     assert "Did you mean `%" + line + "`?" in str(result.error_in_exec)
     assert "The cell was not run" in str(result.error_in_exec)
@@ -93,7 +93,7 @@ def test_code_below_one_percent_sign_does_not_run(shell: Any, line: str, capsys:
     ],
 )
 def test_cell_magic_answers_wrong_use_with_the_right_one(shell: Any, line: str, cell: str, answer: str) -> None:
-    """One sentence each, which says what to type."""
+    """The error shows what to type."""
     with pytest.raises(MagicUsageError) as caught:
         shell.run_cell_magic("ddp", line, cell)
     assert answer in str(caught.value)
@@ -101,7 +101,7 @@ def test_cell_magic_answers_wrong_use_with_the_right_one(shell: Any, line: str, 
 
 @pytest.mark.parametrize("line", ["", "help", "-h"])
 def test_line_magic_alone_lists_every_verb(shell: Any, line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """What it does, a line each."""
+    """One line per verb."""
     shell.run_line_magic("ddp", line)
     said = capsys.readouterr().out
     assert all(f"%ddp {name} " in said and verb.does in said for name, verb in VERBS.items())
@@ -117,7 +117,7 @@ def test_verbs_explain_themselves(shell: Any, verb: str, capsys: pytest.CaptureF
 
 
 def test_stop_says_that_nothing_runs(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """Stopping twice is no mistake."""
+    """Stopping twice is not an error."""
     shell.run_line_magic("ddp", "stop")
     assert capsys.readouterr().out == "ddpilot: no ranks are running\n"
 
@@ -141,7 +141,7 @@ def test_auto_without_an_argument_shows_its_state(shell: Any, capsys: pytest.Cap
 
 
 def test_local_cell_runs_in_the_notebook_without_any_rank(shell: Any) -> None:
-    """As typed and as called; a cell magic inside it as well, and what fails there fails here."""
+    """As typed and as called, also a cell magic in it; its errors are raised."""
     shell.run_cell("%%ddp --local\nfirst = 1\n").raise_error()
     shell.run_cell_magic("ddp", "--local", "second = 2\n")
     shell.run_cell_magic("ddp", "--local", "%%capture said\nprint('third')\n")
@@ -172,7 +172,7 @@ def test_cell_magic_may_be_indented(shell: Any) -> None:
 
 
 def test_extension_can_be_loaded_again_and_unloaded(capsys: pytest.CaptureFixture[str]) -> None:
-    """Twice is as good as once, and nothing is left afterwards."""
+    """Loading twice has no effect, and nothing is left after unloading."""
     with ipython_shell() as shell:
         transformers, matchers = list(shell.input_transformers_cleanup), list(shell.Completer.custom_matchers)
         for _ in range(2):
@@ -202,7 +202,7 @@ def test_extension_can_be_loaded_again_and_unloaded(capsys: pytest.CaptureFixtur
     ],
 )
 def test_completion_knows_verbs_and_options(shell: Any, text: str, found: set[str]) -> None:
-    """Also before any rank runs; for anything else others are asked."""
+    """Also before ranks are started; other lines are left to IPython's matchers."""
     lines = text.split("\n")
     context = CompletionContext(
         token=lines[-1],

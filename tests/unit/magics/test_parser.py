@@ -34,7 +34,7 @@ def test_parse_ranks_reads_numbers_and_ranges(text: str, ranks: tuple[int, ...])
 
 @pytest.mark.parametrize("text", ["", "a", "1-", "-1", "0,", "1-x", "1.5"])
 def test_parse_ranks_rejects_text_that_is_not_a_list(text: str) -> None:
-    """The text is in the answer."""
+    """The error contains the text."""
     with pytest.raises(argparse.ArgumentTypeError, match="is not a list of ranks such as 0,2-3"):
         parse_ranks(text)
 
@@ -88,7 +88,7 @@ def read(line: str) -> dict[str, object]:
 
 
 def test_options_read_every_field_of_a_session() -> None:
-    """A field that is new there needs a spelling here."""
+    """A new field needs an option."""
     arguments = read(LINE)
     assert set(arguments) == {field.name for field in dataclasses.fields(SessionOptions)}
     assert SessionOptions(**arguments) == SessionOptions(  # type: ignore[arg-type]
@@ -112,13 +112,13 @@ def test_options_read_every_field_of_a_session() -> None:
 
 
 def test_options_that_are_not_given_are_left_to_the_session() -> None:
-    """Defaults stand in one place."""
+    """Defaults are declared in one place."""
     assert read("") == {}
     assert read("-n auto") == {"nproc_per_node": "auto"}
 
 
 def test_options_are_checked_by_the_session() -> None:
-    """The magic has no rule of its own."""
+    """The magic does not validate values itself."""
     with pytest.raises(LaunchError, match=r"reading `nproc_per_node`: 'some'\. Give a number of ranks"):
         SessionOptions(**read("-n some"))  # type: ignore[arg-type]
 
