@@ -37,7 +37,7 @@ def test_the_first_use_enters_the_group(start: Start, use: str) -> None:
 
 
 def test_a_group_created_by_the_user_is_adopted_left_and_created_again(start: Start, view: Kept) -> None:
-    """init, destroy and init again, as tutorials and libraries do; afterwards the session enters a group automatically."""
+    """init, destroy and init again, as tutorials do; afterwards the session enters a group automatically."""
     session = start(2)
     own = "import torch.distributed as dist\ndist.init_process_group('gloo')\nassert group.adopted\ngroup.barrier()"
     for _ in range(2):
