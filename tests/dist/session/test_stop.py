@@ -114,7 +114,7 @@ def test_stop_while_data_loader_workers_run_leaves_none_behind(start: Start, req
 
 def test_a_stop_as_a_cell_begins_is_not_lost(start: Start, view: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the cell's first line, while workers are started, in the midst of a queue's locks: none needs a second."""
-    for step in ("_FREE_AFTER_STOP_S", "_AGAIN_AFTER_STOP_S", "_KILL_SILENT_AFTER_S", "_KILL_AFTER_S"):
+    for step in ("_FREE_AFTER_STOP_S", "_AGAIN_AFTER_STOP_S", "_KILL_UNRESPONSIVE_AFTER_S", "_KILL_AFTER_S"):
         # A busy machine is no lost stop: without one the cell goes on to its end, or to the first of these.
         monkeypatch.setattr(f"ddpilot.session.execution.stop_steps.{step}", 30.0)
     session = start(2)

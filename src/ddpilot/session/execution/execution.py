@@ -43,9 +43,9 @@ class Execution:
     """One cell, call or request: shows the output of its ranks, and ends it on all ranks after a failure or interrupt.
 
     `ids`: the id of the message sent to each rank; `number`: the number of the cell; `num_begun`: by rank, the number
-    of collectives begun before, if known. `patient`: the first interrupt only shows how to cancel. `counts` compares
-    how many collectives the ranks have begun, if all ranks run it and it succeeds. `make_observer` is called when it
-    starts; the observer may also end it, and adds evidence to the error with which it ends.
+    of collectives begun before, if known; `confirm_interrupt`: the first interrupt only shows how to cancel. `counts`
+    compares how many collectives the ranks have begun, if all ranks run it and it succeeds. `make_observer` is called
+    when it starts; the observer may also end it, and adds evidence to the error with which it ends.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Execution:
         name: str,
         number: int | None = None,
         quiet: bool = False,
-        patient: bool = False,
+        confirm_interrupt: bool = False,
         num_begun: Mapping[int, int | None] | None = None,
         counts: CountMismatch | None = None,
         make_observer: Callable[[], CellObserver | None] | None = None,
@@ -79,7 +79,7 @@ class Execution:
         self._make_observer = make_observer
         self._counts = counts if len(ids) == kernels.world_size else None
         self._quiet = quiet
-        self._is_patient = patient
+        self._confirms_interrupt = confirm_interrupt
         self._failures: list[Failure] = []
         self._stop_steps = StopSteps(kernels, self._outcome)
 
@@ -92,14 +92,14 @@ class Execution:
             if self._make_observer is not None:
                 self._observer = self._make_observer()
             self._wait()
-            if not outcome.was_cut and self._counts is not None and (text := self._counts.describe(outcome)):
+            if not outcome.was_aborted and self._counts is not None and (text := self._counts.describe(outcome)):
                 self._view.note(text)
-                outcome.is_uneven = True
+                outcome.has_mismatch = True
                 self._stop_steps.free()
                 self._wait()
-            error = self._observer.close(is_ok=not outcome.was_cut) if self._observer is not None else None
+            error = self._observer.close(is_ok=not outcome.was_aborted) if self._observer is not None else None
             if error is not None:
-                outcome.error, outcome.spared_group = error, not outcome.is_uneven
+                outcome.error, outcome.is_group_intact = error, not outcome.has_mismatch
                 self._view.error(error)
         finally:
             self._view.end()
@@ -116,13 +116,13 @@ class Execution:
             now = time.monotonic()
             self._view.show(now)
             self._judge(now)
-            if self._outcome.was_cut:
+            if self._outcome.was_aborted:
                 self._stop_steps.run_due(now)
-            elif self._observer is not None and not self._outcome.is_uneven:
+            elif self._observer is not None and not self._outcome.has_mismatch:
                 self._end_with(self._observer.look(self._outcome.busy, now))
 
     def _is_over(self) -> bool:
-        if self._outcome.was_cut or self._outcome.is_uneven:
+        if self._outcome.was_aborted or self._outcome.has_mismatch:
             return not self._outcome.busy and self._stop_steps.is_done
         return not self._outcome.busy and not self._failures  # else the first failure in time has not been chosen yet
 
@@ -176,11 +176,11 @@ class Execution:
         if part is not None:
             part.has_begun = True
             part.num_before = content["num_before"]
-            if self._outcome.was_cut:
+            if self._outcome.was_aborted:
                 self._stop_steps.interrupt_late(part.rank)
 
     def _answer(self, request: KernelMessage) -> None:
-        if self._outcome.was_cut:
+        if self._outcome.was_aborted:
             return  # the rank is interrupted in `input`
         try:
             with self._turn.interrupts.raised():
@@ -195,7 +195,7 @@ class Execution:
 
     def _note_failure(self, rank: int, report: Report, now: float) -> None:
         raised = report.raised
-        if raised is None or (raised.interrupted and self._outcome.was_cut):
+        if raised is None or (raised.interrupted and self._outcome.was_aborted):
             return
         self._kernels.states.raised[rank] = raised
         self._failures.append(Failure(rank=rank, raised=raised, exited=None, error=None, since_s=now))
@@ -205,9 +205,9 @@ class Execution:
         if part is not None:
             part.ended = ended
         self._stop_steps.forget(ended.rank)
-        if ended.exited is not None and not self._outcome.was_cut:
+        if ended.exited is not None and not self._outcome.was_aborted:
             self._failures.append(Failure(rank=ended.rank, raised=None, exited=ended.exited, error=None, since_s=now))
-        elif ended.exited is None and not self._outcome.was_cut:
+        elif ended.exited is None and not self._outcome.was_aborted:
             found = f"rank {ended.rank} is gone: {ended.reason}"
             fix = "Start the session again"
             self._fail(RankError(f"running {self._name}", found=found, rank=ended.rank, host="", fix=fix))
@@ -217,18 +217,18 @@ class Execution:
         if ended.exited is None:  # the I/O thread has failed: no rank can be reached
             raise LaunchError(f"running {self._name}", found=ended.reason, fix=START_OVER)
         text = self._kernels.states.store_end
-        if self._outcome.was_cut:
+        if self._outcome.was_aborted:
             self._view.note(f"{text}; {START_OVER}")
         else:
             self._fail(LaunchError(f"running {self._name}", found=text, fix=START_OVER))
 
     def _on_interrupt(self, now: float) -> None:
-        if self._is_patient:
-            self._is_patient = False
+        if self._confirms_interrupt:
+            self._confirms_interrupt = False
             self._view.note("rebuilding the process group, which takes a moment; interrupt again to cancel")
             return
         if self._outcome.was_interrupted and self._stop_steps.due_s is not None:
-            self._stop_steps.hurry(now)
+            self._stop_steps.escalate(now)
             return
         busy = self._outcome.busy
         if busy:
@@ -244,7 +244,7 @@ class Execution:
         return [pid for pid in map(self._kernels.processes.pid, silent) if pid is not None]
 
     def _judge(self, now: float) -> None:
-        if self._outcome.was_cut:
+        if self._outcome.was_aborted:
             return
         chosen = choose_failure(self._failures, now, self._silent_pids)
         if chosen is None:

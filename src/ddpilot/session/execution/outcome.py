@@ -52,16 +52,16 @@ class Outcome:
     freed: dict[int, Report] = field(default_factory=dict)
     """By rank: the report on freeing it. Empty if no rank was freed."""
 
-    spared_group: bool = False
+    is_group_intact: bool = False
     """True if it failed but the group is intact: no rank had begun a collective and all returned without being freed,
     or all had finished their part and the error is about its result."""
 
-    is_uneven: bool = False
+    has_mismatch: bool = False
     """True if it succeeded, but ranks have begun different numbers of collectives in a group, so that all were freed.
     """
 
     @property
-    def was_cut(self) -> bool:
+    def was_aborted(self) -> bool:
         """True if a failure is known or the user interrupted it."""
         return self.error is not None or self.was_interrupted
 
@@ -71,7 +71,7 @@ class Outcome:
         return tuple(part.rank for part in self.parts.values() if not part.is_over)
 
     @property
-    def at_work(self) -> tuple[int, ...]:
+    def unreported(self) -> tuple[int, ...]:
         """Ranks that have not reported how their part ended. The other `busy` ranks only have output left to send."""
         return tuple(part.rank for part in self.parts.values() if not part.is_over and part.report is None)
 

@@ -46,11 +46,11 @@ class Recovery:
         """After a cell or request: rebuild the group if `outcome` left it unusable."""
         reports = [part.report for part in outcome.parts.values() if part.report is not None]
         self._note_device_errors(outcome)
-        is_ok = not outcome.was_cut and not outcome.is_uneven
-        if is_ok or (outcome.spared_group and not self._kernels.states.device_errors):
+        is_ok = not outcome.was_aborted and not outcome.has_mismatch
+        if is_ok or (outcome.is_group_intact and not self._kernels.states.device_errors):
             self._wants_group = self._wants_group or any(report.has_group for report in reports)
             is_complete = len(reports) == self._kernels.world_size
-            if outcome.spared_group and is_complete and len({report.error for report in reports}) > 1:
+            if outcome.is_group_intact and is_complete and len({report.error for report in reports}) > 1:
                 self._compare(turn)  # ranks that failed at the same line have done the same work until then
             return
         freed = outcome.freed.values()
@@ -109,7 +109,7 @@ class Recovery:
         """Report DDP models that differ between ranks, such as after only some ranks have loaded a checkpoint."""
         ids = self._kernels.request(Compare(), self._kernels.states.live)
         outcome = Execution(ids, self._kernels, turn, name="comparing DDP models").run()
-        if outcome.was_cut:
+        if outcome.was_aborted:
             self.recover(outcome, turn)
             return
         for text in describe_differences(list(outcome.values.values())):
@@ -122,18 +122,18 @@ class Recovery:
         enter = self._wants_group and not states.unusable and not states.store_end
         request = Rebuild(generation=self._kernels.generation, enter=enter, backend=self._backend)
         ids = self._kernels.request(request, states.live)
-        outcome = Execution(ids, self._kernels, turn, name="rebuilding the process group", patient=True).run()
-        if not outcome.was_cut:
+        outcome = Execution(ids, self._kernels, turn, name="rebuilding the process group", confirm_interrupt=True).run()
+        if not outcome.was_aborted:
             self._kernels.show_torch_logs()
         self._note_device_errors(outcome)
-        self._is_broken = enter and outcome.was_cut
+        self._is_broken = enter and outcome.was_aborted
         self._is_down = not enter or self._is_broken
         if enter:
             self._report_rebuild(outcome, time.monotonic() - began_s)
 
     def _report_rebuild(self, outcome: Outcome, duration_s: float) -> None:
         kernels, values = self._kernels, list(outcome.values.values())
-        if outcome.was_cut or not values:
+        if outcome.was_aborted or not values:
             kernels.view.note(
                 "the process group could not be rebuilt; variables are kept, and the next cell tries again"
             )

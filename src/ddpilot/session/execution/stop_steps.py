@@ -20,27 +20,27 @@ from ddpilot.session.protocol.requests import FREE, Free
 _FREE_AFTER_STOP_S = 0.5
 _AGAIN_AFTER_STOP_S = 1.2
 _FREE_AFTER_FAILURE_S = 0.1
-_LOOK_AGAIN_S = 0.05
+_CHECK_AGAIN_S = 0.05
 _INTERRUPT_AFTER_FAILURE_S = 0.8
 _FREE_STUCK_AFTER_FAILURE_S = 1.2
 _AGAIN_AFTER_FAILURE_S = 1.6
-_KILL_SILENT_AFTER_S = 2.0
+_KILL_UNRESPONSIVE_AFTER_S = 2.0
 _KILL_AFTER_S = 2.5
 _FREE_LIMIT_S = 3.0
 _FREE_GRACE_S = 1.0
 """Seconds that ranks have to finish after they were freed, even if the user interrupts again."""
 
-_PATIENCE_S = 30.0
+_WAIT_LIMIT_S = 30.0
 """Seconds that a rank outside any collective may continue an uninterruptible operation after another rank's failure."""
 
-_LOOK_WHILE_PATIENT_S = 1.0
+_WAIT_INTERVAL_S = 1.0
 
 
 class StopSteps:
     """Interrupts, frees and finally kills the busy ranks of `outcome`. Every step is reported in the view.
 
     A rank that is not in a collective may be in a long C++ operation that will return: it is killed only after a second
-    interrupt, or `_PATIENCE_S` after the failure of another rank.
+    interrupt, or `_WAIT_LIMIT_S` after the failure of another rank.
     """
 
     def __init__(self, kernels: RankKernels, outcome: Outcome) -> None:
@@ -50,10 +50,10 @@ class StopSteps:
         self._free_ids: dict[str, int] = {}
         self._freed_s = 0.0
         self._killed: set[int] = set()
-        self._num_presses = 0
-        self._is_patient = False
+        self._num_interrupts = 0
+        self._is_waiting = False
         """True while waiting for ranks that cannot be interrupted."""
-        self._patient_until_s = float("inf")
+        self._wait_until_s = float("inf")
         self._is_settled = False
         """True if the group was freed, or found to be intact."""
 
@@ -69,40 +69,40 @@ class StopSteps:
 
     def begin_after_stop(self, now: float) -> None:
         """Start the steps that follow an interrupt by the user."""
-        self._num_presses = 1
-        self._is_patient = False
-        self._patient_until_s = float("inf")
+        self._num_interrupts = 1
+        self._is_waiting = False
+        self._wait_until_s = float("inf")
         self._steps = [
             (now, self._interrupt),
             (now + _FREE_AFTER_STOP_S, self._free_stuck),
             (now + _AGAIN_AFTER_STOP_S, self._interrupt),
-            (now + _KILL_SILENT_AFTER_S, self._kill_silent),
+            (now + _KILL_UNRESPONSIVE_AFTER_S, self._kill_unresponsive),
             (now + _KILL_AFTER_S, self._kill),
         ]
 
     def begin_after_failure(self, now: float) -> None:
         """Start the steps that follow the failure of a rank, which ends the cell on all ranks."""
-        self._patient_until_s = now + _PATIENCE_S
+        self._wait_until_s = now + _WAIT_LIMIT_S
         self._steps = [
-            (now + _FREE_AFTER_FAILURE_S, self._free_touched),
+            (now + _FREE_AFTER_FAILURE_S, self._free_if_needed),
             (now + _INTERRUPT_AFTER_FAILURE_S, self._interrupt_others),
             (now + _FREE_STUCK_AFTER_FAILURE_S, self._free_in_group),
             (now + _AGAIN_AFTER_FAILURE_S, self._interrupt),
-            (now + _KILL_SILENT_AFTER_S, self._kill_silent),
+            (now + _KILL_UNRESPONSIVE_AFTER_S, self._kill_unresponsive),
             (now + _KILL_AFTER_S, self._kill),
         ]
 
-    def hurry(self, now: float) -> None:
+    def escalate(self, now: float) -> None:
         """Take the next step now and move the later ones forward.
 
         Killing still waits until freeing had time to take effect.
         """
-        self._num_presses += 1
-        if self._is_patient:
+        self._num_interrupts += 1
+        if self._is_waiting:
             self._kill(now)
         elif self._steps:
             due_s, step = self._steps[0]
-            is_kill = step in (self._kill_silent, self._kill)
+            is_kill = step in (self._kill_unresponsive, self._kill)
             early_s = due_s - (max(now, self._freed_s + _FREE_GRACE_S) if is_kill else now)
             self._steps = [(due_s - max(0.0, early_s), step) for due_s, step in self._steps]
 
@@ -114,7 +114,7 @@ class StopSteps:
         if not self._is_settled and not self._outcome.busy:
             self._steps.clear()
             if self._is_group_untouched():
-                self._is_settled = self._outcome.spared_group = True
+                self._is_settled = self._outcome.is_group_intact = True
             else:
                 self.free()  # an interrupted rank leaves collectives of its peers unfinished
 
@@ -164,7 +164,7 @@ class StopSteps:
             and not any(has_unfinished(self._kernels.ring_folder, rank, p2p_only=True) for rank in self._outcome.parts)
         )
 
-    def _is_touched(self) -> bool:
+    def _needs_rebuild(self) -> bool:
         """True if the group has to be rebuilt.
 
         That is so if a rank is dead or outside the group, has begun a collective, or failed in a backward pass.
@@ -182,9 +182,9 @@ class StopSteps:
 
     def _in_group_code(self) -> set[int]:
         """Return the busy ranks that are in a collective, or in process-group code of torch or ddpilot."""
-        at_work = self._outcome.at_work
-        stacks = self._kernels.read_stacks(at_work) if at_work else {}
-        return {rank for rank in at_work if is_in_group_code(stacks.get(rank, "")) or self._is_in_collective(rank)}
+        unreported = self._outcome.unreported
+        stacks = self._kernels.read_stacks(unreported) if unreported else {}
+        return {rank for rank in unreported if is_in_group_code(stacks.get(rank, "")) or self._is_in_collective(rank)}
 
     def _is_in_collective(self, rank: int) -> bool:
         return self._has_begun_one(rank) and has_unfinished(self._kernels.ring_folder, rank)
@@ -203,7 +203,7 @@ class StopSteps:
         live = [rank for rank in range(kernels.world_size) if kernels.processes.is_live(rank)]
         kernels.hide_torch_logs(live)
         # After an interrupt the ranks have already received SIGINT and may be in their own clean-up code.
-        interrupted = () if self._num_presses else self._outcome.interruptible
+        interrupted = () if self._num_interrupts else self._outcome.interruptible
         sent = {}
         for rank in live:
             request = Free(generation=kernels.generation, interrupt=rank in interrupted)
@@ -212,28 +212,28 @@ class StopSteps:
         self._freed_s = time.monotonic()
         self._is_settled = True
 
-    def _free_touched(self, now: float) -> None:
+    def _free_if_needed(self, now: float) -> None:
         """Free all ranks once the group has to be rebuilt anyway; until then check again later."""
         if self._is_settled or not self._outcome.busy:
             return
-        if self._is_touched():
+        if self._needs_rebuild():
             self.free()
         else:
-            self._add(now + _LOOK_AGAIN_S, self._free_touched)
+            self._add(now + _CHECK_AGAIN_S, self._free_if_needed)
 
     def _free_in_group(self, _now: float) -> None:
         """Free all ranks if one waits for others without having begun a collective, as in `new_group`."""
-        if not self._is_settled and self._outcome.at_work and self._in_group_code():
+        if not self._is_settled and self._outcome.unreported and self._in_group_code():
             self.free()
 
     def _free_stuck(self, now: float) -> None:
-        at_work = self._outcome.at_work
-        if at_work and (self._is_touched() or self._in_group_code()):
-            them = "it" if len(at_work) == 1 else "them"
-            self._kernels.view.note(f"{render_ranks(at_work)} did not stop; freeing the process group under {them}")
+        unreported = self._outcome.unreported
+        if unreported and (self._needs_rebuild() or self._in_group_code()):
+            them = "it" if len(unreported) == 1 else "them"
+            self._kernels.view.note(f"{render_ranks(unreported)} did not stop; freeing the process group under {them}")
             self.free()
-        elif at_work:
-            self._add(now + _LOOK_WHILE_PATIENT_S, self._free_in_group)
+        elif unreported:
+            self._add(now + _WAIT_INTERVAL_S, self._free_in_group)
 
     def _interrupt(self, _now: float) -> None:
         self._kernels.signal(self._outcome.interruptible, signal.SIGINT)
@@ -244,22 +244,22 @@ class StopSteps:
             self._kernels.view.note(f"interrupting {render_ranks(busy)}, still busy with the cell that failed")
             self._interrupt(now)
 
-    def _kill_silent(self, _now: float) -> None:
+    def _kill_unresponsive(self, _now: float) -> None:
         """After a second interrupt, kill ranks that did not reply to the request to free them.
 
         None of their threads runs, because C code holds the GIL.
         """
         silent = set(self._free_ids.values())
-        if self._num_presses > 1:
+        if self._num_interrupts > 1:
             self._kill_ranks([rank for rank in self._outcome.busy if rank in silent])
 
     def _kill(self, now: float) -> None:
         """Kill the busy ranks that are stuck in a collective, freeing the group first, and wait for the others.
 
-        All of them are killed after a second interrupt, or `_PATIENCE_S` after the failure of another rank.
+        All of them are killed after a second interrupt, or `_WAIT_LIMIT_S` after the failure of another rank.
         """
         busy = self._outcome.busy
-        if self._num_presses > 1 or now >= self._patient_until_s:
+        if self._num_interrupts > 1 or now >= self._wait_until_s:
             self._kill_ranks(busy)
             return
         stuck = self._in_group_code()
@@ -273,10 +273,10 @@ class StopSteps:
     def _wait_for(self, ranks: Sequence[int], now: float) -> None:
         if not ranks:
             return
-        self._add(min(now + _LOOK_WHILE_PATIENT_S, self._patient_until_s), self._kill)
-        if not self._is_patient and self._outcome.at_work:
-            self._is_patient = True
-            press = "press stop again" if self._num_presses else "press stop twice"
+        self._add(min(now + _WAIT_INTERVAL_S, self._wait_until_s), self._kill)
+        if not self._is_waiting and self._outcome.unreported:
+            self._is_waiting = True
+            press = "press stop again" if self._num_interrupts else "press stop twice"
             lost = "its variables are" if len(ranks) == 1 else "their variables are"
             self._kernels.view.note(
                 f"waiting for {render_ranks(ranks)}, in an operation that cannot be interrupted; {press} to kill "

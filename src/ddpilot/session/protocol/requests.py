@@ -71,7 +71,7 @@ class Finish:
 
 ParcelRequest = Call | Push | Pull
 Request = ParcelRequest | Rebuild | Compare | Finish
-_KINDS = {kind.__name__: kind for kind in (Call, Push, Pull, Rebuild, Compare, Finish)}
+_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Call, Push, Pull, Rebuild, Compare, Finish)}
 
 
 @dataclass(frozen=True, kw_only=True)

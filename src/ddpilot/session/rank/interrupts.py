@@ -59,19 +59,17 @@ class InterruptHandler:
         self._is_waiting = False
         self._num_held_back = 0
         self._woken, self._waker = os.pipe()
-        loop.add_callback(loop.add_handler, self._woken, self._send_again, IOLoop.READ)
+        loop.add_callback(loop.add_handler, self._woken, self._resend, IOLoop.READ)
         # Hooks that were registered earlier run between these two.
-        os.register_at_fork(before=self._begin, after_in_parent=self._end, after_in_child=self._end)
+        os.register_at_fork(before=self._before_fork, after_in_parent=self._after_fork, after_in_child=self._after_fork)
 
     def __call__(self, _number: int, frame: FrameType | None) -> None:
         """Handle the signal."""
         if not self._is_armed:
             self._is_waiting = True
             return
-        is_own = frame is not None and frame.f_code in (
-            InterruptHandler._begin.__code__,
-            InterruptHandler._end.__code__,
-        )
+        cls = InterruptHandler
+        is_own = frame is not None and frame.f_code in (cls._before_fork.__code__, cls._after_fork.__code__)
         is_locking = is_taking_lock(frame) and self._num_held_back < _MAX_HELD_BACK
         if not self._is_forking and not is_own and not is_locking:
             self._num_held_back = 0
@@ -79,14 +77,14 @@ class InterruptHandler:
         self._num_held_back += is_locking
         os.write(self._waker, b"x")
 
-    def take_over(self) -> None:
+    def install(self) -> None:
         """Install the handler, disarmed. Earlier interrupts are discarded, as they were for a previous cell."""
         self._is_armed = self._is_waiting = False
         self._num_held_back = 0
         signal.signal(signal.SIGINT, self)
 
     def arm(self) -> None:
-        """Raise KeyboardInterrupt on SIGINT from now on; raise it now if one arrived since `take_over`."""
+        """Raise KeyboardInterrupt on SIGINT from now on; raise it now if one arrived since `install`."""
         self._is_armed = True
         if self._is_waiting:
             self._is_waiting = False
@@ -96,13 +94,13 @@ class InterruptHandler:
         """Stop raising."""
         self._is_armed = False
 
-    def _begin(self) -> None:
+    def _before_fork(self) -> None:
         self._is_forking = True
 
-    def _end(self) -> None:
+    def _after_fork(self) -> None:
         self._is_forking = False
 
-    def _send_again(self, woken: int, _events: int) -> None:
+    def _resend(self, woken: int, _events: int) -> None:
         os.read(woken, 1)
         self._loop.call_later(_AGAIN_AFTER_S, os.kill, os.getpid(), signal.SIGINT)
 

@@ -216,7 +216,7 @@ class RankKernel(IPythonKernel):
     def pre_handler_hook(self) -> None:
         """Install the SIGINT handler before a cell or request."""
         super().pre_handler_hook()
-        self.interrupt_handler.take_over()
+        self.interrupt_handler.install()
 
     def _send_begun(self) -> None:
         # From here on an interrupt is not lost; the session delays interrupts until it receives this message.

@@ -83,7 +83,7 @@ class Requests:
         parcel: int | None
         with channel:
             try:
-                (function, args, kwargs), known = _open_apart(sent, self.context.names)
+                (function, args, kwargs), known = _open_isolated(sent, self.context.names)
                 self._pushed.bind(importable_from_main(known))
                 value = function(*args, **kwargs)
                 parcel, _ = ship("ddpilot-result", {"result": value}, value, did="sending the result", known=known)
@@ -158,17 +158,17 @@ def _open(parcel: int | None, uses: dict[str, Any]) -> tuple[Any, list[Any]]:
     return open_parcel(mapped, uses=uses)
 
 
-def _open_apart(parcel: int | None, own: dict[str, Any]) -> tuple[Any, list[Any]]:
+def _open_isolated(parcel: int | None, own: dict[str, Any]) -> tuple[Any, list[Any]]:
     """Open a parcel whose functions use globals of their own: the notebook's values, not this rank's variables.
 
     `own`: the session's names, which keep this rank's values: a `rank` from the notebook would be equal on all ranks.
     """
     main = sys.modules["__main__"]
-    apart = sys.modules["__main__"] = types.ModuleType("__main__")
+    isolated = sys.modules["__main__"] = types.ModuleType("__main__")
     uses: dict[str, Any] = {}
     try:
         opened = _open(parcel, uses)
-        vars(apart).update({**own, **uses, **prefer_own(own, uses)})
+        vars(isolated).update({**own, **uses, **prefer_own(own, uses)})
         return opened
     finally:
         sys.modules["__main__"] = main

@@ -111,7 +111,7 @@ def test_a_cell_that_succeeds_leaves_the_ranks_alone(tmp_path: Path) -> None:
     kernels = FakeKernels(tmp_path, [Report(has_group=True), Report(has_group=True)])
     outcome = kernels.cell()
     Recovery(cast("Any", kernels)).recover(outcome, kernels.turn)
-    assert (outcome.error, outcome.was_cut, outcome.busy) == (None, False, ())
+    assert (outcome.error, outcome.was_aborted, outcome.busy) == (None, False, ())
     assert (kernels.num_freed, kernels.requests, kernels.states.busy) == (0, [], {})
 
 
@@ -121,7 +121,7 @@ def test_a_cell_that_fails_is_blamed_on_the_first_failure_and_the_group_is_rebui
     kernels = FakeKernels(tmp_path, [victim, Report(raised=raised(2.0), has_group=True, num_collectives=0)])
     outcome = kernels.cell()
     assert isinstance(outcome.error, RankError)
-    assert (outcome.error.rank, sorted(outcome.freed), outcome.spared_group) == (1, [0, 1], False)
+    assert (outcome.error.rank, sorted(outcome.freed), outcome.is_group_intact) == (1, [0, 1], False)
     Recovery(cast("Any", kernels)).recover(outcome, kernels.turn)
     assert kernels.requests == [Rebuild(generation=1, enter=True, backend="gloo")]
     assert kernels.lost == ("DeviceMesh",)
@@ -135,14 +135,14 @@ def test_a_failure_before_any_collective_spares_the_group(tmp_path: Path) -> Non
     kernels = FakeKernels(tmp_path, reports)
     outcome = kernels.cell()
     Recovery(cast("Any", kernels)).recover(outcome, kernels.turn)
-    assert (outcome.spared_group, kernels.num_freed, kernels.requests) == (True, 0, [Compare()])
+    assert (outcome.is_group_intact, kernels.num_freed, kernels.requests) == (True, 0, [Compare()])
 
 
-def test_the_first_interrupt_of_a_patient_execution_only_shows_how_to_cancel(tmp_path: Path) -> None:
+def test_the_first_of_interrupts_to_confirm_only_shows_how_to_cancel(tmp_path: Path) -> None:
     """As while the group is being rebuilt."""
     kernels = FakeKernels(tmp_path, [])
     kernels.events.put(Interrupted())
     ids = kernels.request(Compare(), (0, 1))
-    outcome = Execution(ids, cast("Any", kernels), kernels.turn, name="rebuilding", patient=True).run()
-    assert not outcome.was_cut
+    outcome = Execution(ids, cast("Any", kernels), kernels.turn, name="rebuilding", confirm_interrupt=True).run()
+    assert not outcome.was_aborted
     assert kernels.notes == ["rebuilding the process group, which takes a moment; interrupt again to cancel"]

@@ -27,7 +27,7 @@ def handler() -> Iterator[InterruptHandler]:
     loop = IOLoop(make_current=False)
     before = signal.getsignal(signal.SIGINT)
     handler = InterruptHandler(loop)
-    handler.take_over()
+    handler.install()
     yield handler
     signal.signal(signal.SIGINT, before)
     for descriptor in (handler._woken, handler._waker):  # of the process for good, in a rank
@@ -55,7 +55,7 @@ def test_interrupt_handler_drops_an_interrupt_after_it_is_disarmed(handler: Inte
     handler.arm()
     handler.disarm()
     signal.raise_signal(signal.SIGINT)
-    handler.take_over()
+    handler.install()
     handler.arm()
 
 
