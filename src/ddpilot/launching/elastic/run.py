@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddpilot.environments.nvml import count_accelerators
 from ddpilot.environments.private_files import scratch_folder
 from ddpilot.errors import LaunchError
 from ddpilot.launching.elastic.attempt_observer import MakeObserver
@@ -24,7 +23,8 @@ from ddpilot.launching.elastic.rendezvous.node_state import NodeState
 from ddpilot.launching.elastic.rendezvous.torch_backends import check_backend
 from ddpilot.launching.elastic.signals import RunStoppedError, StopSignal, signals_raise
 from ddpilot.launching.elastic.target import check_stream, check_target
-from ddpilot.launching.rank_environment import LAUNCH_VARIABLE, choose_num_threads, count_cores
+from ddpilot.launching.nproc import resolve_nproc
+from ddpilot.launching.rank_environment import LAUNCH_VARIABLE, choose_num_threads
 from ddpilot.launching.system_limits import limits_explained
 from ddpilot.output.writer import LabelledWriter
 
@@ -60,7 +60,7 @@ def prepare_run(options: RunOptions, environ: Mapping[str, str]) -> PreparedRun:
         _check_log_dir(options.log_dir)
     display = LabelledWriter("labelled", None)
     notes: list[str] = []
-    count = count_ranks(options.nproc_per_node, environ, notes.append)
+    count = resolve_nproc(options.nproc_per_node, environ, notes.append, write="-n {}".format)
     if options.kind == "script":
         check_stream(options.target, count, options.max_restarts)
     _check_filter(options, count, notes.append)
@@ -183,28 +183,3 @@ def _quiet_torch() -> Iterator[None]:
             del os.environ[CPP_LEVEL_VARIABLE]
         logger.removeHandler(nothing)
         logger.propagate = propagate
-
-
-def count_ranks(asked: int | str, environ: Mapping[str, str], say: Callable[[str], None]) -> int:
-    """Number of ranks that `asked` (a number, "auto", "gpu" or "cpu") means on this node. `say` shows a notice.
-
-    Raises LaunchError for "gpu" if no GPU is visible.
-    """
-    if asked == "cpu":
-        return count_cores()
-    num_gpus = count_accelerators(environ)
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if asked == "gpu" and num_gpus == 0:
-        seen = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
-        fix = "Check `nvidia-smi` and CUDA_VISIBLE_DEVICES, or give a number of ranks or cpu"
-        raise LaunchError("counting ranks for -n gpu", found=f"no GPU is visible{seen}", fix=fix)
-    if isinstance(asked, int):
-        if 0 < num_gpus < asked:
-            gpus = f"{num_gpus} GPU{'s' * (num_gpus > 1)}"
-            say(
-                f"{asked} ranks on {gpus}: `init_group()` lets them share, over gloo; NCCL refuses two ranks on one GPU"
-            )
-        return asked
-    if num_gpus == 0:
-        say(f"no GPU found, so one rank runs on the CPU; -n 2 gives two of them ({count_cores()} cores here)")
-    return max(1, num_gpus)

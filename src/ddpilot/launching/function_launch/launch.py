@@ -12,17 +12,16 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ddpilot.environments.nvml import count_accelerators
 from ddpilot.errors import LaunchError, LaunchInterrupted
 from ddpilot.launching.function_launch.supervisor import Supervisor
 from ddpilot.launching.interrupts import InterruptCatcher
+from ddpilot.launching.nproc import resolve_nproc
 from ddpilot.launching.observer import LaunchObserver
 from ddpilot.launching.options import LaunchOptions
 from ddpilot.launching.rank_environment import (
     LAUNCH_VARIABLE,
     SERVER_VARIABLE,
     choose_num_threads,
-    count_cores,
     default_variables,
     module_paths,
     rank_variables,
@@ -57,7 +56,7 @@ def run_local(
     _refuse_nested(os.environ, name)
     environ: Mapping[str, str] = {**default_variables(), **os.environ, **options.env}
     display = LabelledWriter(options.output, options.output_limit_bytes)
-    count = resolve_count(options, environ, display)
+    count = resolve_nproc(options.nproc_per_node, environ, display.note, backend=options.backend)
     did = f"starting {count} rank{'s' * (count > 1)} of `{name}`"
     find_working_directory(did)
     parts = {"fn": function, "args": args, "kwargs": dict(kwargs)}
@@ -165,42 +164,6 @@ def _refuse_nested(environ: Mapping[str, str], name: str) -> None:
         f"(started by {'ddpilot' if launched == elastic else 'torchrun'})",
         fix=f"Call `{name}` directly: every rank runs it already",
     )
-
-
-def resolve_count(options: LaunchOptions, environ: Mapping[str, str], display: LabelledWriter) -> int:
-    """Resolve `nproc_per_node` to a number of ranks on this machine. Raises LaunchError for "gpu" without a GPU."""
-    asked = options.nproc_per_node
-    if asked == "cpu":
-        return count_cores()
-    num_accelerators = count_accelerators(environ)
-    if asked == "gpu" and num_accelerators == 0:
-        raise LaunchError(
-            'counting ranks for `nproc_per_node="gpu"`',
-            found="no accelerator is visible",
-            fix='Check `nvidia-smi` and CUDA_VISIBLE_DEVICES, or give a number or "cpu"',
-        )
-    if isinstance(asked, int):
-        _check_sharing(options, asked, num_accelerators, display)
-        return asked
-    if num_accelerators == 0:
-        display.note(
-            f"no accelerator found, so one rank runs on the CPU; `nproc_per_node=2` gives two of them "
-            f"({count_cores()} cores here)"
-        )
-    return max(1, num_accelerators)
-
-
-def _check_sharing(options: LaunchOptions, asked: int, num_accelerators: int, display: LabelledWriter) -> None:
-    if not 0 < num_accelerators < asked:
-        return
-    found = f"{asked} ranks on {num_accelerators} accelerator{'s' * (num_accelerators > 1)}"
-    if options.backend is not None and "nccl" in options.backend:
-        raise LaunchError(
-            f'starting {asked} ranks with `backend="{options.backend}"`',
-            found=f"{found}; NCCL refuses two ranks on one GPU",
-            fix=f'Use `nproc_per_node={num_accelerators}`, or `backend="gloo"` to share',
-        )
-    display.note(f"{found}: ranks share them, over gloo")
 
 
 def may_fork(options: LaunchOptions) -> bool:

@@ -17,9 +17,9 @@ from ddpilot.launching.function_launch.launch import (
     find_working_directory,
     make_rank_start,
     may_fork,
-    resolve_count,
     say_dirty,
 )
+from ddpilot.launching.nproc import resolve_nproc
 from ddpilot.launching.options import LaunchOptions
 from ddpilot.launching.rank_environment import default_variables, module_paths
 from ddpilot.launching.rank_reports import Exited, Raised
@@ -113,7 +113,9 @@ class LocalProcesses:
         self._environ: Mapping[str, str] = {**default_variables(stays=True), **os.environ, **options.env}
         self._options = replace(options, preload=(*PRELOAD, *options.preload))
         self._display = LabelledWriter(options.output, None)
-        self.world_size = resolve_count(options, self._environ, self._display)
+        self.world_size = resolve_nproc(
+            options.nproc_per_node, self._environ, self._display.note, backend=options.backend
+        )
         check_open_files("starting a session", self.world_size)
         self._hooks: tuple[str, ...] = ()
         self._stack = contextlib.ExitStack()
