@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import selectors
+import signal
 import socket
 import time
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from ddpilot.errors import LaunchError, LaunchInterrupted, LaunchTimeoutError, R
 from ddpilot.findings.text import render_ranks
 from ddpilot.launching.failures import Failure, build_error, choose_failure
 from ddpilot.launching.function_launch import supervisor
-from ddpilot.launching.function_launch.shutdown import STOP_GRACE_S, Escalation, Stopping
+from ddpilot.launching.function_launch.shutdown import STOP_GRACE_S, Shutdown
 from ddpilot.launching.interrupts import InterruptCatcher
 from ddpilot.launching.observer import LaunchObserver
 from ddpilot.launching.options import LaunchOptions
@@ -58,8 +59,8 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._failures: list[Failure] = []
         self._ending: BaseException | None = None
-        self._ladder = Escalation(handles, self._ask, pump.display.note)
-        self._stopping = Stopping(interrupts, self._ladder, handles, options.stop_grace_s)
+        self._shutdown = Shutdown(handles, self._ask, pump.display.note, options.stop_grace_s)
+        self._passed_on: signal.Signals | None = None
         self._finish_sent = self._finished = False
         self._timeout_at_s = float("inf") if options.timeout_s is None else time.monotonic() + options.timeout_s
 
@@ -88,12 +89,11 @@ class Supervisor:
                 now = time.monotonic()
                 self._pump.show(now)
                 self._on_interrupts(now)
-                self._stopping.set_grace(now)
-                if not self._finish_sent:
-                    self._stopping.pass_on(now, is_ending=self._ending is not None)
+                self._pass_on_signal(now)
+                self._shutdown.extend_grace(now)
                 self._judge(now)
                 self._hear_companion(now)
-                self._ladder.climb(now)
+                self._shutdown.run_due(now)
                 self._notice_slow_exits(now)
         self._pump.close()
         if self._ending is None and self._companion is not None:
@@ -121,7 +121,7 @@ class Supervisor:
 
     def _wait_s(self) -> float:
         now = time.monotonic()
-        dues = [self._pump.next_due_s(), self._timeout_at_s, self._ladder.next_due_s()]
+        dues = [self._pump.next_due_s(), self._timeout_at_s, self._shutdown.next_due_s()]
         if self._failures and self._ending is None:
             dues.append(now + 0.02)
         return max(0.0, min([1.0, *(due - now for due in dues if due is not None)]))
@@ -160,7 +160,7 @@ class Supervisor:
     def _on_store_exit(self, exited: Exited) -> None:
         if self._ending is None:
             self._ending = supervisor.store_ended(self._function_name, exited)
-            self._ladder.start_failed(time.monotonic())
+            self._shutdown.start_failed(time.monotonic())
 
     def _on_not_started(self, message: NotStarted) -> None:
         if self._ending is None:
@@ -180,7 +180,7 @@ class Supervisor:
             handle.returned = message
             handle.exited_notice_at_s = time.monotonic() + _SLOW_EXIT_NOTICE_S
         elif isinstance(message, Taken):
-            self._stopping.has_taken = True
+            self._shutdown.finishes_update = True
         elif isinstance(message, Raised):
             handle.raised = message
             self._add_failure(handle)
@@ -252,12 +252,12 @@ class Supervisor:
             )
             if self._companion is not None:
                 self._companion.explain(self._ending)
-            self._ladder.start_failed(now)
+            self._shutdown.start_failed(now)
         elif now >= self._timeout_at_s:
             self._ending = late = supervisor.timed_out(self._function_name, self._handles, self._options.timeout_s)
             if self._companion is not None:
                 self._companion.explain(late)
-            self._ladder.start_timed_out(now)
+            self._shutdown.start_timed_out(now)
 
     def _may_be_followed(self, chosen: Failure, now: float) -> bool:
         """True while the other ranks may still exit with the requeue code too, for example in a `finally`."""
@@ -272,7 +272,7 @@ class Supervisor:
         error = self._companion.take(self._pump.display.note)
         if error is not None and self._ending is None and not self._failures:  # a rank's failure is left to `_judge`
             self._ending = error
-            self._ladder.start_failed(now)
+            self._shutdown.start_failed(now)
 
     def _drain_output(self, rank: int) -> None:
         """Read all pending output of a rank that raised: it wrote its last lines before it reported."""
@@ -286,7 +286,18 @@ class Supervisor:
             return
         is_first = self._ending is None
         self._ending = self._ending or LaunchInterrupted()
-        self._stopping.press(now, is_first=is_first)
+        if is_first:
+            self._shutdown.start_interrupted(now)
+        else:
+            self._shutdown.start_impatient(now)
+
+    def _pass_on_signal(self, now: float) -> None:
+        """Pass a caught SIGTERM or SIGUSR1 on to the ranks, once, unless the launch is ending anyway."""
+        number = self._interrupts.stop
+        if number is not None and self._passed_on is None and not self._finish_sent:
+            self._passed_on = number
+            if self._ending is None:
+                self._shutdown.start_stopped(now, number)
 
     def _notice_slow_exits(self, now: float) -> None:
         for handle in self._handles:

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import bisect
 import signal
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 from ddpilot.findings.text import render_ranks
+from ddpilot.launching.escalation import Escalation
 from ddpilot.session.execution.collective_counts import (
     count_begun,
     find_count_mismatches,
@@ -48,7 +48,7 @@ class StopSteps:
     def __init__(self, ranks: Ranks, outcome: Outcome) -> None:
         self._ranks = ranks
         self._outcome = outcome
-        self._steps: list[tuple[float, Callable[[float], None]]] = []
+        self._steps = Escalation()
         self._free_ids: dict[str, int] = {}
         self._freed_s = 0.0
         self._killed: set[int] = set()
@@ -62,7 +62,7 @@ class StopSteps:
     @property
     def due_s(self) -> float | None:
         """Time of the next step (monotonic clock); None if there are no more."""
-        return self._steps[0][0] if self._steps else None
+        return self._steps.due_s
 
     @property
     def is_done(self) -> bool:
@@ -74,25 +74,25 @@ class StopSteps:
         self._num_presses = 1
         self._is_patient = False
         self._patient_until_s = float("inf")
-        self._steps = [
+        self._steps.start(
             (now, self._interrupt),
             (now + _FREE_AFTER_STOP_S, self._free_stuck),
             (now + _AGAIN_AFTER_STOP_S, self._interrupt),
             (now + _KILL_SILENT_AFTER_S, self._kill_silent),
             (now + _KILL_AFTER_S, self._kill),
-        ]
+        )
 
     def begin_after_failure(self, now: float) -> None:
         """Start the steps that follow the failure of a rank, which ends the cell on all ranks."""
         self._patient_until_s = now + _PATIENCE_S
-        self._steps = [
+        self._steps.start(
             (now + _FREE_AFTER_FAILURE_S, self._free_touched),
             (now + _INTERRUPT_AFTER_FAILURE_S, self._interrupt_others),
             (now + _FREE_STUCK_AFTER_FAILURE_S, self._free_in_group),
             (now + _AGAIN_AFTER_FAILURE_S, self._interrupt),
             (now + _KILL_SILENT_AFTER_S, self._kill_silent),
             (now + _KILL_AFTER_S, self._kill),
-        ]
+        )
 
     def hurry(self, now: float) -> None:
         """Take the next step now and move the later ones forward.
@@ -102,17 +102,14 @@ class StopSteps:
         self._num_presses += 1
         if self._is_patient:
             self._kill(now)
-        elif self._steps:
-            due_s, step = self._steps[0]
-            is_kill = step in (self._kill_silent, self._kill)
-            early_s = due_s - (max(now, self._freed_s + _FREE_GRACE_S) if is_kill else now)
-            self._steps = [(due_s - max(0.0, early_s), step) for due_s, step in self._steps]
+        elif self._steps.due_s is not None:
+            is_kill = self._steps.next_step in (self._kill_silent, self._kill)
+            earliest_s = max(now, self._freed_s + _FREE_GRACE_S) if is_kill else now
+            self._steps.advance(max(0.0, self._steps.due_s - earliest_s))
 
     def climb(self, now: float) -> None:
         """Take the steps that are due. Once no rank is busy, decide whether the group is intact or has to be freed."""
-        while self._steps and self._steps[0][0] <= now:
-            _, step = self._steps.pop(0)
-            step(now)
+        self._steps.run_due(now)
         if not self._is_settled and not self._outcome.busy:
             self._steps.clear()
             if self._is_group_untouched():
@@ -199,9 +196,6 @@ class StopSteps:
         before = self._outcome.parts[rank].num_before
         return before is None or count_begun(self._ranks.ring_folder, rank) != before
 
-    def _add(self, due_s: float, step: Callable[[float], None]) -> None:
-        bisect.insort(self._steps, (due_s, step), key=lambda each: each[0])
-
     def _free(self) -> None:
         host = self._ranks.host
         live = [rank for rank in range(host.world_size) if host.is_live(rank)]
@@ -222,7 +216,7 @@ class StopSteps:
         if self._is_touched():
             self._free()
         else:
-            self._add(now + _LOOK_AGAIN_S, self._free_touched)
+            self._steps.add(now + _LOOK_AGAIN_S, self._free_touched)
 
     def _free_in_group(self, _now: float) -> None:
         """Free all ranks if one waits for others without having begun a collective, as in `new_group`."""
@@ -236,7 +230,7 @@ class StopSteps:
             self._ranks.view.note(f"{render_ranks(at_work)} did not stop; freeing the process group under {them}")
             self._free()
         elif at_work:
-            self._add(now + _LOOK_WHILE_PATIENT_S, self._free_in_group)
+            self._steps.add(now + _LOOK_WHILE_PATIENT_S, self._free_in_group)
 
     def _interrupt(self, _now: float) -> None:
         self._signal(self._outcome.interruptible, signal.SIGINT)
@@ -268,7 +262,7 @@ class StopSteps:
         stuck = self._in_group_code()
         if stuck and not self._is_settled:
             self._free()
-            self._add(now + _FREE_GRACE_S, self._kill)
+            self._steps.add(now + _FREE_GRACE_S, self._kill)
             return
         self._kill_ranks([rank for rank in busy if rank in stuck])
         self._wait_for([rank for rank in busy if rank not in self._killed], now)
@@ -276,7 +270,7 @@ class StopSteps:
     def _wait_for(self, ranks: Sequence[int], now: float) -> None:
         if not ranks:
             return
-        self._add(min(now + _LOOK_WHILE_PATIENT_S, self._patient_until_s), self._kill)
+        self._steps.add(min(now + _LOOK_WHILE_PATIENT_S, self._patient_until_s), self._kill)
         if not self._is_patient and self._outcome.at_work:
             self._is_patient = True
             press = "press stop again" if self._num_presses else "press stop twice"
