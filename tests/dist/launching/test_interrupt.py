@@ -101,7 +101,7 @@ def test_ctrl_c_frees_the_group_when_all_ranks_are_stuck_in_a_collective(tmp_pat
 def test_ctrl_c_kills_ranks_that_ignore_everything_else(way: str, tmp_path: Path) -> None:
     """The third step: SIGKILL, also while C code holds the interpreter; after grace and one second, no later."""
     out, err, took_s = interrupt(way, tmp_path)
-    assert "rank 0 was ended by SIGKILL; rank 1 was ended by SIGKILL" in out
+    assert "rank 0 was killed by SIGKILL; rank 1 was killed by SIGKILL" in out
     steps = ["interrupting ranks 0,1", "aborting the process group", "killing ranks 0,1"]
     places = [err.find(step) for step in steps]
     assert -1 not in places
@@ -112,7 +112,7 @@ def test_ctrl_c_kills_ranks_that_ignore_everything_else(way: str, tmp_path: Path
 def test_ctrl_c_twice_kills_at_once(tmp_path: Path) -> None:
     """Who presses again does not want to wait for the grace."""
     out, _, took_s = interrupt("ignoring", tmp_path, grace_s=50, times=2)
-    assert "rank 0 was ended by SIGKILL; rank 1 was ended by SIGKILL" in out
+    assert "rank 0 was killed by SIGKILL; rank 1 was killed by SIGKILL" in out
     assert took_s < 20
 
 
@@ -132,7 +132,7 @@ def test_ctrl_c_leaves_ranks_that_take_it_the_time_for_an_update(tmp_path: Path)
 def test_ctrl_c_leaves_no_such_time_to_a_rank_whose_peer_has_ended(tmp_path: Path) -> None:
     """One was interrupted before its loop began: what the other one goes on to never comes."""
     out, _, took_s = interrupt("taking_alone", tmp_path)
-    assert "rank 0 ended at KeyboardInterrupt; rank 1 was ended by SIGKILL" in out
+    assert "rank 0 ended at KeyboardInterrupt; rank 1 was killed by SIGKILL" in out
     assert took_s < 20
 
 

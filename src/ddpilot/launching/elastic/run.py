@@ -43,9 +43,9 @@ class PreparedRun:
     display: LabelledWriter
 
 
-def run_script(options: RunOptions, accompany: MakeObserver | None = None) -> None:
+def run_script(options: RunOptions, make_observer: MakeObserver | None = None) -> None:
     """Run the script of `options` on this node's ranks to the end of the job: `prepare_run`, then `run_prepared`."""
-    run_prepared(prepare_run(options, os.environ), accompany)
+    run_prepared(prepare_run(options, os.environ), make_observer)
 
 
 def prepare_run(options: RunOptions, environ: Mapping[str, str]) -> PreparedRun:
@@ -92,7 +92,7 @@ def prepare_run(options: RunOptions, environ: Mapping[str, str]) -> PreparedRun:
     return PreparedRun(options=options, me=me, run_id=run_id, endpoint=endpoint, variables=variables, display=display)
 
 
-def _check_filter(options: RunOptions, count: int, say: Callable[[str], None]) -> None:
+def _check_filter(options: RunOptions, count: int, note: Callable[[str], None]) -> None:
     """Raise LaunchError if --local-ranks-filter names a rank that the only node does not have."""
     wanted = options.shown_local_ranks
     if wanted is None or max(wanted) < count:
@@ -105,7 +105,7 @@ def _check_filter(options: RunOptions, count: int, say: Callable[[str], None]) -
         fix = "Name local ranks that there are; they count from 0"
         raise LaunchError("reading --local-ranks-filter", found=f"{given}, but the node has {has}", fix=fix)
     if min(wanted) >= count:  # nodes may have different numbers of ranks
-        say(f"--local-ranks-filter {given}: this node has {has}, so nothing of its output is shown")
+        note(f"--local-ranks-filter {given}: this node has {has}, so nothing of its output is shown")
 
 
 def _check_log_dir(folder: Path) -> None:
@@ -121,8 +121,8 @@ def _check_log_dir(folder: Path) -> None:
         ) from error
 
 
-def run_prepared(prepared: PreparedRun, accompany: MakeObserver | None = None) -> None:
-    """Run the ranks of this node to the end of the job. Imports torch. `accompany`: makes the observer of an attempt.
+def run_prepared(prepared: PreparedRun, make_observer: MakeObserver | None = None) -> None:
+    """Run the ranks of this node to the end of the job. Imports torch. `make_observer`: for each attempt.
 
     Raises RankError for the earliest failure on any node, RendezvousError for a node that never joined or was lost,
     WatchError for an observer's finding, RunStoppedError if a signal ended the run, and LaunchError otherwise. No
@@ -131,17 +131,17 @@ def run_prepared(prepared: PreparedRun, accompany: MakeObserver | None = None) -
     options = prepared.options
     try:
         with limits_explained(f"running `{options.name}` on {prepared.me.nproc_per_node} ranks"):
-            _run(prepared, accompany)
+            _run(prepared, make_observer)
     except StopSignal as stop:
         number = stop.number
-        found = f"`{options.name}` was stopped by {number.name} before there were ranks"
+        found = f"`{options.name}` was stopped by {number.name} before ranks were started"
         raise RunStoppedError(f"running `{options.name}`", found=found, exitcode=128 + number) from None
     finally:
         if prepared.endpoint is not None:
             prepared.endpoint.close()
 
 
-def _run(prepared: PreparedRun, accompany: MakeObserver | None) -> None:
+def _run(prepared: PreparedRun, make_observer: MakeObserver | None) -> None:
     with (
         OutputThread(prepared.display) as screen,
         scratch_folder("ddpilot-run-") as folder,
@@ -159,7 +159,7 @@ def _run(prepared: PreparedRun, accompany: MakeObserver | None) -> None:
             screen,
             folder,
             prepared.variables,
-            accompany,
+            make_observer,
         )
 
 

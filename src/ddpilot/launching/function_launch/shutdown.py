@@ -27,15 +27,15 @@ _UPDATE_GRACE_S = 60.0
 class Shutdown:
     """The steps that end a launch. Times are in seconds of the monotonic clock.
 
-    `ask` sends a request to the rank server, `say` shows a notice; `grace_s`: see `LaunchOptions.stop_grace_s`.
+    `ask` sends a request to the rank server, `note` shows a notice; `grace_s`: see `LaunchOptions.stop_grace_s`.
     """
 
     def __init__(
-        self, handles: Sequence[RankHandle], ask: Callable[[Signal], None], say: Callable[[str], None], grace_s: float
+        self, handles: Sequence[RankHandle], ask: Callable[[Signal], None], note: Callable[[str], None], grace_s: float
     ) -> None:
         self._handles = handles
         self._ask = ask
-        self._say = say
+        self._note = note
         self._grace_s = grace_s
         self._steps = Escalation()
         self._interrupted_at_s: float | None = None
@@ -58,7 +58,7 @@ class Shutdown:
         is_short = self._grace_s < _UPDATE_GRACE_S
         longer = f", or {_UPDATE_GRACE_S:g} s where they train to the end of an update" if is_short else ""
         ranks = render_ranks(self._live())
-        self._say(f"interrupting {ranks}; they have {self._grace_s:g} s{longer} (interrupt again to kill them now)")
+        self._note(f"interrupting {ranks}; they have {self._grace_s:g} s{longer} (interrupt again to kill them now)")
         self._steps.start((now_s, functools.partial(self._signal, signal.SIGINT)))
         self._free_at(now_s + self._grace_s)
 
@@ -69,7 +69,7 @@ class Shutdown:
 
     def start_stopped(self, now_s: float, number: signal.Signals) -> None:
         """After a scheduler's signal to the parent: pass it on to the ranks, SIGKILL 30 s later."""
-        self._say(f"{number.name} to {render_ranks(self._live())}; they have {STOP_GRACE_S:g} s")
+        self._note(f"{number.name} to {render_ranks(self._live())}; they have {STOP_GRACE_S:g} s")
         pass_on = functools.partial(self._signal, number)
         self._steps.start((now_s, pass_on), (now_s + STOP_GRACE_S, self._say_kill))
 
@@ -113,10 +113,10 @@ class Shutdown:
         self._ask(Signal(self._live(), number, group=False))
 
     def _say_waiting(self, _now_s: float) -> None:
-        self._say(f"{render_ranks(self._live())}: still finishing the update (interrupt again to kill them now)")
+        self._note(f"{render_ranks(self._live())}: still finishing the update (interrupt again to kill them now)")
 
     def _free(self, _now_s: float) -> None:
-        self._say(f"{render_ranks(self._live())} did not exit; aborting the process group")
+        self._note(f"{render_ranks(self._live())} did not exit; aborting the process group")
         for rank in self._live():
             try:
                 fd_socket.send(self._handles[rank].control, "free")
@@ -130,5 +130,5 @@ class Shutdown:
         self._ask(Signal(self._live(), signal.SIGKILL))
 
     def _say_kill(self, now_s: float) -> None:
-        self._say(f"killing {render_ranks(self._live())}")
+        self._note(f"killing {render_ranks(self._live())}")
         self._kill(now_s)

@@ -146,7 +146,7 @@ class Ranks:
             self.host.attach(self.hub)
             # Record in any case: the rings show whether a failure has left the group intact.
             hooks = (self.watcher.hooks if self.watcher is not None else ()) or (RECORD_HOOK,)
-            self.host.accompany(hooks, {RING_DIR_VARIABLE: str(self.ring_folder)})
+            self.host.add_hooks(hooks, {RING_DIR_VARIABLE: str(self.ring_folder)})
             self.hub.start()
             with self.turn("starting the session") as (events, _):
                 self.start_processes(range(self.world_size), events)

@@ -17,7 +17,7 @@ from ddpilot.launching.function_launch.launch import (
     find_working_directory,
     make_rank_start,
     may_fork,
-    say_dirty,
+    note_unsafe_fork,
 )
 from ddpilot.launching.nproc import resolve_nproc
 from ddpilot.launching.options import LaunchOptions
@@ -63,7 +63,7 @@ class RankProcesses(Protocol):
     def attach(self, hub: IOThread) -> None:
         """Connect to the hub; called once, before the first `start`."""
 
-    def accompany(self, hooks: tuple[str, ...], variables: Mapping[str, str]) -> None:
+    def add_hooks(self, hooks: tuple[str, ...], variables: Mapping[str, str]) -> None:
         """Make every rank started from now on call `hooks` first, with `variables` added to its environment."""
 
     def check_start(self, did: str) -> None:
@@ -127,7 +127,7 @@ class LocalProcesses:
         """True if the rank server is running."""
         return not self._is_finished
 
-    def accompany(self, hooks: tuple[str, ...], variables: Mapping[str, str]) -> None:
+    def add_hooks(self, hooks: tuple[str, ...], variables: Mapping[str, str]) -> None:
         """Make every rank started from now on call `hooks` first, with `variables` added to its environment."""
         self._hooks = hooks
         self._environ = {**self._environ, **variables}
@@ -138,7 +138,7 @@ class LocalProcesses:
         self._launch_id = uuid.uuid4().hex
         server = ensure_server(self._environ, self._options.preload, may_fork(self._options))
         if server.hello.dirty is not None and self._options.start_method != "spawn":
-            say_dirty(server, self._options, self._display)
+            note_unsafe_fork(server, self._options, self._display)
         self._job = self._stack.enter_context(server.job(self._launch_id, self.world_size))
         with bind_listener() as listener:
             self._port = listener.getsockname()[1]
