@@ -64,14 +64,14 @@ def wait_for_port(host: str, port: int, timeout_s: float) -> None:
         if waited >= timeout_s:
             raise RendezvousError(
                 f"connecting to rank 0's store at {host}:{port}",
-                found=f"nobody answered for {waited:.1f} s ({last})",
+                found=f"no answer for {waited:.1f} s ({last})",
                 fix="See that rank 0 runs on that machine, that every rank has the same MASTER_ADDR and MASTER_PORT, "
                 "and that no firewall is between them.",
                 missing=(0,),
             ) from last
         if waited > _PATIENCE_S and not told:
             told = True
-            _log.warning("still waiting for rank 0: nobody answers at %s:%d (%s)", host, port, last)
+            _log.warning("still waiting for rank 0: no answer from %s:%d (%s)", host, port, last)
         time.sleep(min(pause_s, timeout_s - waited))
         pause_s = min(0.5, pause_s * 1.5)
 

@@ -135,7 +135,7 @@ def _nobody_came(store: Store, me: Member, timeout_s: float) -> RendezvousError:
     names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
     return RendezvousError(
         f"waiting for all {me.world_size} ranks",
-        found=f"{names} never came in {timeout_s:g} s; here: {places}",
+        found=f"{names} did not join within {timeout_s:g} s; joined: {places}",
         fix=f"Look at the output of {names}: it ended before, never started, or has another WORLD_SIZE or MASTER_ADDR.",
         rank=me.rank,
         missing=missing,

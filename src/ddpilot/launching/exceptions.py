@@ -77,7 +77,7 @@ def is_victim(error: BaseException) -> bool:
     return any(
         type(link).__name__ in _VICTIM_TYPES
         or (isinstance(link, (RuntimeError, OSError)) and _VICTIM_TEXT.search(message_of(link)))
-        for link in _chain(error)
+        for link in chain(error)
     )
 
 
@@ -86,7 +86,8 @@ def reads_like_victim(type_name: str, message: str) -> bool:
     return type_name in _VICTIM_TYPES or bool(_VICTIM_TEXT.search(message))
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """`error` and the exceptions that it was raised from, as far as Python prints them."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:

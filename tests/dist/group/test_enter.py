@@ -48,7 +48,7 @@ def test_init_group_names_the_rank_that_never_came(run_ranks: RunRanks) -> None:
     run = run_ranks("entering.error_of_entering", 3, args=(2, {}, 2.0))
     for seen in run.results[:2]:
         assert (seen["type"], seen["missing"]) == ("RendezvousError", [2])
-        assert f"rank 2 never came in 2 s; here: rank 0 (host {socket.gethostname()}, pid " in seen["text"]
+        assert f"rank 2 did not join within 2 s; joined: rank 0 (host {socket.gethostname()}, pid " in seen["text"]
         assert 2.0 <= seen["seconds"] < 15.0
 
 
@@ -101,7 +101,7 @@ def test_init_group_says_who_does_not_answer_when_rank_0_is_not_there(run_ranks:
     """Another rank says that rank 0's store does not answer, and where it looked."""
     seen = run_ranks("entering.error_of_entering", 2, agent=False, args=(0, {}, 1.0)).results[1]
     assert "connecting to rank 0's store at 127.0.0.1:" in seen["text"]
-    assert "nobody answered for 1." in seen["text"]
+    assert "no answer for 1." in seen["text"]
     assert seen["missing"] == [0]
 
 

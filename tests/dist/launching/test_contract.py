@@ -145,4 +145,4 @@ def test_launch_refuses_to_launch_inside_torchrun(tmp_path: Path) -> None:
     """The same for a script under torchrun."""
     source = "import ddpilot\ndef train(): ...\nddpilot.launch(train, nproc_per_node=2)\n"
     outcome = run_script(source, tmp_path, module=TORCHRUN, may_fail=True)
-    assert "of 2 (started by torchrun). Call `train` directly: every rank runs it already" in outcome.err
+    assert "of 2 (started by torchrun). Call `train` directly: every rank runs this code" in outcome.err

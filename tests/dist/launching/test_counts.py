@@ -46,4 +46,4 @@ def test_launch_starts_more_ranks_than_gpus_and_says_so(
     """ "More ranks than GPUs": they share them over gloo, which is said."""
     monkeypatch.setattr(nvml, "read_nvml", lambda: NvmlDevices(("GPU-a",)))
     assert len(Launcher(nproc_per_node=2).run(place)) == 2
-    assert "2 ranks on 1 accelerator: ranks share them, over gloo" in capfd.readouterr().err
+    assert "2 ranks on 1 GPU: `init_group()` uses gloo" in capfd.readouterr().err

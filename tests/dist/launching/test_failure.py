@@ -104,7 +104,9 @@ def test_launch_says_that_a_rank_had_returned_when_the_others_wait_for_it() -> N
         for _ in range(2 + dist.get_rank()):
             dist.all_reduce(torch.ones(1))
 
-    with pytest.raises(RankError, match="Rank 0 had already returned, so nobody answered: do all ranks run the same"):
+    with pytest.raises(
+        RankError, match="Rank 0 had already returned and could not take part: do all ranks run the same"
+    ):
         Launcher(nproc_per_node=2, output="silent", timeout_s=60, watch=False).run(unequal)
 
 

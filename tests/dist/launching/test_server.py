@@ -138,7 +138,7 @@ def test_launch_says_which_preloaded_module_cannot_be_imported() -> None:
     """The module and its own traceback; and what is known when it ends the whole process; no process is left."""
     with pytest.raises(LaunchError, match="(?s)`fails_to_import` cannot be imported.*RuntimeError: no licence"):
         Launcher(nproc_per_node=1, preload=("fails_to_import",)).run(facts)
-    with pytest.raises(LaunchError, match="starting the rank server: it ended with code 5 before it was ready"):
+    with pytest.raises(LaunchError, match="starting the rank server: it exited with code 5 before it was ready"):
         Launcher(nproc_per_node=1, preload=("exits_on_import",)).run(facts)
 
 

@@ -66,7 +66,7 @@ def test_run_says_that_nodes_are_missing_where_torchs_rendezvous_has_no_words(tm
         with started([*RUN, *words, "--rdzv-id=job", "--rdzv-conf=join_timeout=2", "train.py"], tmp_path) as one:
             done = finish(one)
     assert done.status == 1
-    assert "not all of 2 nodes came in time" in done.err
+    assert "not all of 2 nodes joined in time" in done.err
     assert "every node was started with the same --rdzv-id and --nnodes" in " ".join(done.err.split())
 
 

@@ -49,7 +49,7 @@ def test_run_passes_a_signal_on_and_gives_ranks_time_to_save(tmp_path: Path) -> 
     assert done.status == 1
     assert "saved" in done.out
     assert done.notes() == [
-        "ddpilot: SIGTERM to ranks 0,1; they have 30 s (once more to kill them now)",
+        "ddpilot: sending SIGTERM to ranks 0,1; they have 30 s (send it again to kill them now)",
         "ddpilot: `train.py` was stopped by SIGTERM: rank 0 exited with code 0; rank 1 exited with code 0",
     ]
 
@@ -67,7 +67,7 @@ def test_run_kills_the_ranks_when_it_is_interrupted_twice(tmp_path: Path) -> Non
         done = finish(process, 30)
     assert done.status == 1
     assert not any(map(psutil.pid_exists, pids))
-    assert done.notes()[-1].endswith("rank 0 was ended by SIGKILL; rank 1 was ended by SIGKILL")
+    assert done.notes()[-1].endswith("rank 0 was killed by SIGKILL; rank 1 was killed by SIGKILL")
 
 
 @pytest.mark.timeout(120)
@@ -111,7 +111,7 @@ def test_run_can_be_interrupted_while_it_waits_for_a_node(tmp_path: Path) -> Non
             process.send_signal(signal.SIGINT)
             done = finish(process, 30)
     assert done.status == 128 + signal.SIGINT
-    assert re.fullmatch(r"ddpilot: node 0 \(.+\) was stopped by SIGINT before there were ranks\n", done.err)
+    assert re.fullmatch(r"ddpilot: node 0 \(.+\) was stopped by SIGINT before ranks were started\n", done.err)
 
 
 @pytest.mark.timeout(120)
@@ -128,4 +128,4 @@ def test_run_can_be_stopped_while_torch_connects(tmp_path: Path) -> None:
             process.send_signal(signal.SIGTERM)
             done = finish(process, 30)
     assert done.status == 128 + signal.SIGTERM
-    assert done.notes() == ["ddpilot: `train.py` was stopped by SIGTERM before there were ranks"]
+    assert done.notes() == ["ddpilot: `train.py` was stopped by SIGTERM before ranks were started"]

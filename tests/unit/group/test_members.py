@@ -32,7 +32,9 @@ def test_wait_for_all_names_the_missing_ranks_when_the_time_is_up() -> None:
     with pytest.raises(RendezvousError) as caught:
         wait_for_all(store, me, timeout_s=0.02)
     assert caught.value.missing == (1, 3)
-    assert f"ranks 1, 3 never came in 0.02 s; here: rank 0 ({me.place}); rank 2 (host elsewhere, " in str(caught.value)
+    assert f"ranks 1, 3 did not join within 0.02 s; joined: rank 0 ({me.place}); rank 2 (host elsewhere, " in str(
+        caught.value
+    )
 
 
 def test_take_turn_refuses_a_rank_number_that_another_host_has() -> None:

@@ -12,17 +12,16 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ddpilot.environments.nvml import count_accelerators
 from ddpilot.errors import LaunchError, LaunchInterrupted
 from ddpilot.launching.function_launch.supervisor import Supervisor
 from ddpilot.launching.interrupts import InterruptCatcher
+from ddpilot.launching.nproc import resolve_nproc
 from ddpilot.launching.observer import LaunchObserver
 from ddpilot.launching.options import LaunchOptions
 from ddpilot.launching.rank_environment import (
     LAUNCH_VARIABLE,
     SERVER_VARIABLE,
     choose_num_threads,
-    count_cores,
     default_variables,
     module_paths,
     rank_variables,
@@ -46,29 +45,29 @@ def run_local(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    accompany: Callable[[str, int], LaunchObserver | None] = lambda name, count: None,
+    make_observer: Callable[[str, int], LaunchObserver | None] = lambda name, count: None,
 ) -> RankResults:
     """Run `function(*args, **kwargs)` on every rank and return the values by rank.
 
-    `accompany(function_name, num_ranks)` returns the observer of the launch, or None. Raises ShipError or LaunchError
-    before any rank starts, and RankError, LaunchTimeoutError or LaunchInterrupted afterwards.
+    `make_observer(function_name, num_ranks)` returns the observer of the launch, or None. Raises ShipError or
+    LaunchError before any rank starts, and RankError, LaunchTimeoutError or LaunchInterrupted afterwards.
     """
     name = check_function(function)
     _refuse_nested(os.environ, name)
     environ: Mapping[str, str] = {**default_variables(), **os.environ, **options.env}
     display = LabelledWriter(options.output, options.output_limit_bytes)
-    count = resolve_count(options, environ, display)
+    count = resolve_nproc(options.nproc_per_node, environ, display.note, backend=options.backend)
     did = f"starting {count} rank{'s' * (count > 1)} of `{name}`"
     find_working_directory(did)
     parts = {"fn": function, "args": args, "kwargs": dict(kwargs)}
     with limits_explained(did), standard_fds_taken():
         parcel, known = ship("ddpilot-call", parts, (function, args, dict(kwargs)), did=did, known=None)
         try:
-            return _run_shipped(options, environ, count, name, parcel, known, display, accompany)
+            return _run_shipped(options, environ, count, name, parcel, known, display, make_observer)
         except KeyboardInterrupt as error:
             if isinstance(error, LaunchInterrupted):
                 raise
-            raise LaunchInterrupted(f"{did} was stopped, before any of them ran it") from None
+            raise LaunchInterrupted(f"{did} was interrupted before any of them ran it") from None
         finally:
             os.close(parcel)
 
@@ -81,30 +80,30 @@ def _run_shipped(
     parcel: int,
     known: list[Any],
     display: LabelledWriter,
-    accompany: Callable[[str, int], LaunchObserver | None],
+    make_observer: Callable[[str, int], LaunchObserver | None],
 ) -> RankResults:
     server = ensure_server(environ, options.preload, may_fork(options))
     if server.hello.dirty is not None and options.start_method != "spawn":
-        say_dirty(server, options, display)
-    companion = accompany(name, count)
+        note_unsafe_fork(server, options, display)
+    observer = make_observer(name, count)
     is_clean = False
     try:
         starts = functools.partial(
             make_rank_start,
             options=options,
-            environ=environ if companion is None else {**environ, **companion.variables},
+            environ=environ if observer is None else {**environ, **observer.variables},
             count=count,
-            hooks=() if companion is None else companion.hooks,
+            hooks=() if observer is None else observer.hooks,
             name=name,
             launch_id=uuid.uuid4().hex,
             working_directory=os.getcwd(),
         )
-        results = _run_on(server, starts, count, parcel, PipeReader(count, display), options, name, known, companion)
+        results = _run_on(server, starts, count, parcel, PipeReader(count, display), options, name, known, observer)
         is_clean = True
         return results
     finally:
-        if companion is not None:
-            companion.end(is_clean)
+        if observer is not None:
+            observer.end(is_clean)
 
 
 @contextlib.contextmanager
@@ -152,8 +151,8 @@ def _refuse_nested(environ: Mapping[str, str], name: str) -> None:
     if SERVER_VARIABLE in environ:
         raise LaunchError(
             f"launching `{name}`",
-            found="this is the rank server, which imports torch and so ran your module: "
-            "its file has the name of a module that torch imports, or it stands in `preload`",
+            found="this is the rank server, which imported your module: "
+            "its file has the name of a module that torch imports, or it is in `preload`",
             fix='Rename the file, or launch under `if __name__ == "__main__":`',
         )
     launched, elastic = environ.get(LAUNCH_VARIABLE), environ.get("TORCHELASTIC_RUN_ID")
@@ -163,44 +162,8 @@ def _refuse_nested(environ: Mapping[str, str], name: str) -> None:
         f"launching `{name}`",
         found=f"this process is itself rank {environ.get('RANK')} of {environ.get('WORLD_SIZE')} "
         f"(started by {'ddpilot' if launched == elastic else 'torchrun'})",
-        fix=f"Call `{name}` directly: every rank runs it already",
+        fix=f"Call `{name}` directly: every rank runs this code",
     )
-
-
-def resolve_count(options: LaunchOptions, environ: Mapping[str, str], display: LabelledWriter) -> int:
-    """Resolve `nproc_per_node` to a number of ranks on this machine. Raises LaunchError for "gpu" without a GPU."""
-    asked = options.nproc_per_node
-    if asked == "cpu":
-        return count_cores()
-    num_accelerators = count_accelerators(environ)
-    if asked == "gpu" and num_accelerators == 0:
-        raise LaunchError(
-            'counting ranks for `nproc_per_node="gpu"`',
-            found="no accelerator is visible",
-            fix='Check `nvidia-smi` and CUDA_VISIBLE_DEVICES, or give a number or "cpu"',
-        )
-    if isinstance(asked, int):
-        _check_sharing(options, asked, num_accelerators, display)
-        return asked
-    if num_accelerators == 0:
-        display.note(
-            f"no accelerator found, so one rank runs on the CPU; `nproc_per_node=2` gives two of them "
-            f"({count_cores()} cores here)"
-        )
-    return max(1, num_accelerators)
-
-
-def _check_sharing(options: LaunchOptions, asked: int, num_accelerators: int, display: LabelledWriter) -> None:
-    if not 0 < num_accelerators < asked:
-        return
-    found = f"{asked} ranks on {num_accelerators} accelerator{'s' * (num_accelerators > 1)}"
-    if options.backend is not None and "nccl" in options.backend:
-        raise LaunchError(
-            f'starting {asked} ranks with `backend="{options.backend}"`',
-            found=f"{found}; NCCL refuses two ranks on one GPU",
-            fix=f'Use `nproc_per_node={num_accelerators}`, or `backend="gloo"` to share',
-        )
-    display.note(f"{found}: ranks share them, over gloo")
 
 
 def may_fork(options: LaunchOptions) -> bool:
@@ -208,8 +171,8 @@ def may_fork(options: LaunchOptions) -> bool:
     return sys.platform == "linux" and options.start_method != "spawn"
 
 
-def say_dirty(server: RankServer, options: LaunchOptions, display: LabelledWriter) -> None:
-    """Show why ranks start as fresh interpreters. Raises LaunchError if `start_method` is "fork"."""
+def note_unsafe_fork(server: RankServer, options: LaunchOptions, display: LabelledWriter) -> None:
+    """Show a notice that ranks start as fresh interpreters. Raises LaunchError if `start_method` is "fork"."""
     if options.start_method == "fork":
         raise LaunchError(
             'starting ranks with `start_method="fork"`',
@@ -279,11 +242,11 @@ def _run_on(
     make_start: Callable[..., RankStart],
     count: int,
     parcel: int,
-    pump: PipeReader,
+    pipes: PipeReader,
     options: LaunchOptions,
     name: str,
     known: list[Any],
-    companion: LaunchObserver | None,
+    observer: LaunchObserver | None,
 ) -> RankResults:
     handles: list[RankHandle] = []
     sources = collect_sources()
@@ -300,16 +263,16 @@ def _run_on(
                     # Limit unanswered requests: if both sockets were full, server and parent would block each other.
                     while len(handles) - _num_answered(answers) > _MAX_UNANSWERED:
                         answers.append(fd_socket.receive(job)[0])
-                if companion is not None:
-                    companion.begin(handles, {name: "".join(lines) for name, lines in sources.items()})
-                Supervisor(job, handles, pump, options, name, known, interrupts, companion).run(answers)
+                if observer is not None:
+                    observer.begin(handles, {name: "".join(lines) for name, lines in sources.items()})
+                Supervisor(job, handles, pipes, options, name, known, interrupts, observer).run(answers)
         # `run` raises unless every rank has returned a value.
         return RankResults([handle.parcel for handle in handles if handle.parcel is not None], known)
     except fd_socket.Closed as error:
         raise LaunchError(
             f"starting {count} ranks of `{name}`",
-            found=f"the rank server is gone: {server.describe_end()}",
-            fix="Launch again: a new one is started. If it happens again, memory is the usual cause",
+            found=f"the rank server exited: {server.describe_end()}",
+            fix="Launch again, which starts a new one. If it happens again, the usual cause is too little memory",
         ) from error
     finally:
         for handle in handles:

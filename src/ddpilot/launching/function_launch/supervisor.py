@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import selectors
+import signal
 import socket
 import time
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from ddpilot.errors import LaunchError, LaunchInterrupted, LaunchTimeoutError, R
 from ddpilot.findings.text import render_ranks
 from ddpilot.launching.failures import Failure, build_error, choose_failure
 from ddpilot.launching.function_launch import supervisor
-from ddpilot.launching.function_launch.shutdown import STOP_GRACE_S, Escalation, Stopping
+from ddpilot.launching.function_launch.shutdown import STOP_GRACE_S, Shutdown
 from ddpilot.launching.interrupts import InterruptCatcher
 from ddpilot.launching.observer import LaunchObserver
 from ddpilot.launching.options import LaunchOptions
@@ -40,26 +41,26 @@ class Supervisor:
         self,
         job: socket.socket,
         handles: Sequence[RankHandle],
-        pump: PipeReader,
+        pipes: PipeReader,
         options: LaunchOptions,
         function_name: str,
         known: Sequence[object],
         interrupts: InterruptCatcher,
-        companion: LaunchObserver | None = None,
+        observer: LaunchObserver | None = None,
     ) -> None:
         self._job = job
         self._handles = handles
-        self._pump = pump
+        self._pipes = pipes
         self._options = options
         self._function_name = function_name
         self._known = known
         self._interrupts = interrupts
-        self._companion = companion
+        self._observer = observer
         self._selector = selectors.DefaultSelector()
         self._failures: list[Failure] = []
         self._ending: BaseException | None = None
-        self._ladder = Escalation(handles, self._ask, pump.display.note)
-        self._stopping = Stopping(interrupts, self._ladder, handles, options.stop_grace_s)
+        self._shutdown = Shutdown(handles, self._ask, pipes.display.note, options.stop_grace_s)
+        self._passed_on: signal.Signals | None = None
         self._finish_sent = self._finished = False
         self._timeout_at_s = float("inf") if options.timeout_s is None else time.monotonic() + options.timeout_s
 
@@ -75,8 +76,8 @@ class Supervisor:
         with self._selector:
             self._selector.register(self._interrupts.fd, selectors.EVENT_READ, self._interrupts.clear)
             self._selector.register(self._job, selectors.EVENT_READ, self._on_job)
-            if self._companion is not None:  # `take` is called in each iteration
-                self._selector.register(self._companion.fd, selectors.EVENT_READ, lambda: None)
+            if self._observer is not None:  # `take` is called in each iteration
+                self._selector.register(self._observer.fd, selectors.EVENT_READ, lambda: None)
             for handle in self._handles:
                 self._watch(handle)
             for message in answers:
@@ -86,18 +87,17 @@ class Supervisor:
                     if key.fd in self._selector.get_map():  # an earlier event may have closed it
                         key.data()
                 now = time.monotonic()
-                self._pump.show(now)
+                self._pipes.show(now)
                 self._on_interrupts(now)
-                self._stopping.set_grace(now)
-                if not self._finish_sent:
-                    self._stopping.pass_on(now, is_ending=self._ending is not None)
+                self._pass_on_signal(now)
+                self._shutdown.extend_grace(now)
                 self._judge(now)
-                self._hear_companion(now)
-                self._ladder.climb(now)
+                self._check_observer(now)
+                self._shutdown.run_due(now)
                 self._notice_slow_exits(now)
-        self._pump.close()
-        if self._ending is None and self._companion is not None:
-            self._ending = self._companion.finish(self._pump.display.note)
+        self._pipes.close()
+        if self._ending is None and self._observer is not None:
+            self._ending = self._observer.finish(self._pipes.display.note)
         if self._ending is not None:
             self._raise()
 
@@ -121,7 +121,7 @@ class Supervisor:
 
     def _wait_s(self) -> float:
         now = time.monotonic()
-        dues = [self._pump.next_due_s(), self._timeout_at_s, self._ladder.next_due_s()]
+        dues = [self._pipes.next_due_s(), self._timeout_at_s, self._shutdown.next_due_s()]
         if self._failures and self._ending is None:
             dues.append(now + 0.02)
         return max(0.0, min([1.0, *(due - now for due in dues if due is not None)]))
@@ -160,7 +160,7 @@ class Supervisor:
     def _on_store_exit(self, exited: Exited) -> None:
         if self._ending is None:
             self._ending = supervisor.store_ended(self._function_name, exited)
-            self._ladder.start_failed(time.monotonic())
+            self._shutdown.start_failed(time.monotonic())
 
     def _on_not_started(self, message: NotStarted) -> None:
         if self._ending is None:
@@ -180,13 +180,13 @@ class Supervisor:
             handle.returned = message
             handle.exited_notice_at_s = time.monotonic() + _SLOW_EXIT_NOTICE_S
         elif isinstance(message, Taken):
-            self._stopping.has_taken = True
+            self._shutdown.finishes_update = True
         elif isinstance(message, Raised):
             handle.raised = message
             self._add_failure(handle)
 
     def _on_pipe(self, handle: RankHandle, stream: str) -> None:
-        if not self._pump.read(handle.pipes[stream], handle.rank, stream, time.monotonic()):
+        if not self._pipes.read(handle.pipes[stream], handle.rank, stream, time.monotonic()):
             self._close_pipe(handle, stream)
 
     def _close_pipe(self, handle: RankHandle, stream: str) -> None:
@@ -200,12 +200,12 @@ class Supervisor:
             self._on_control(handle)  # messages sent before the exit
         handle.exited = exited
         for stream, fd in list(handle.pipes.items()):
-            self._pump.drain(fd, handle.rank, stream, time.monotonic())
+            self._pipes.drain(fd, handle.rank, stream, time.monotonic())
             self._close_pipe(handle, stream)
         if handle.returned is None and handle.raised is None:
             self._add_failure(handle)
         elif handle.returned is not None and exited.signal_name is not None and self._ending is None:
-            self._pump.display.note(f"rank {handle.rank} returned, then died of {exited.signal_name} while exiting")
+            self._pipes.display.note(f"rank {handle.rank} returned, then died of {exited.signal_name} while exiting")
         if not any(each.is_live for each in self._handles):
             self._finish()
 
@@ -223,7 +223,7 @@ class Supervisor:
         try:
             error, _ = open_parcel(map_private(handle.parcel), self._known)
         except Exception as failure:  # unpickling runs the exception's own code; the report has its text anyway
-            self._pump.display.note(f"rank {handle.rank}'s exception could not be rebuilt here: {failure!r}")
+            self._pipes.display.note(f"rank {handle.rank}'s exception could not be rebuilt here: {failure!r}")
             return None
         return error if isinstance(error, BaseException) else None
 
@@ -246,18 +246,18 @@ class Supervisor:
                 chosen,
                 function_name=self._function_name,
                 num_ranks=len(self._handles),
-                last_lines=self._pump.last_lines(chosen.rank),
+                last_lines=self._pipes.last_lines(chosen.rank),
                 victims=others,
                 returned=returned,
             )
-            if self._companion is not None:
-                self._companion.explain(self._ending)
-            self._ladder.start_failed(now)
+            if self._observer is not None:
+                self._observer.explain(self._ending)
+            self._shutdown.start_failed(now)
         elif now >= self._timeout_at_s:
             self._ending = late = supervisor.timed_out(self._function_name, self._handles, self._options.timeout_s)
-            if self._companion is not None:
-                self._companion.explain(late)
-            self._ladder.start_timed_out(now)
+            if self._observer is not None:
+                self._observer.explain(late)
+            self._shutdown.start_timed_out(now)
 
     def _may_be_followed(self, chosen: Failure, now: float) -> bool:
         """True while the other ranks may still exit with the requeue code too, for example in a `finally`."""
@@ -266,19 +266,19 @@ class Supervisor:
         is_requeue = all(end is None or end.exitcode == EXIT_REQUEUE for end in ends)
         return is_open and is_requeue and now - chosen.since_s <= STOP_GRACE_S
 
-    def _hear_companion(self, now: float) -> None:
-        if self._companion is None:
+    def _check_observer(self, now: float) -> None:
+        if self._observer is None:
             return
-        error = self._companion.take(self._pump.display.note)
+        error = self._observer.take(self._pipes.display.note)
         if error is not None and self._ending is None and not self._failures:  # a rank's failure is left to `_judge`
             self._ending = error
-            self._ladder.start_failed(now)
+            self._shutdown.start_failed(now)
 
     def _drain_output(self, rank: int) -> None:
         """Read all pending output of a rank that raised: it wrote its last lines before it reported."""
         handle = self._handles[rank]
         for stream, fd in handle.pipes.items():
-            self._pump.drain(fd, rank, stream, time.monotonic())
+            self._pipes.drain(fd, rank, stream, time.monotonic())
             os.set_blocking(fd, True)
 
     def _on_interrupts(self, now: float) -> None:
@@ -286,14 +286,25 @@ class Supervisor:
             return
         is_first = self._ending is None
         self._ending = self._ending or LaunchInterrupted()
-        self._stopping.press(now, is_first=is_first)
+        if is_first:
+            self._shutdown.start_interrupted(now)
+        else:
+            self._shutdown.start_impatient(now)
+
+    def _pass_on_signal(self, now: float) -> None:
+        """Pass a caught SIGTERM or SIGUSR1 on to the ranks, once, unless the launch is ending anyway."""
+        number = self._interrupts.stop
+        if number is not None and self._passed_on is None and not self._finish_sent:
+            self._passed_on = number
+            if self._ending is None:
+                self._shutdown.start_stopped(now, number)
 
     def _notice_slow_exits(self, now: float) -> None:
         for handle in self._handles:
             if handle.is_live and handle.exited_notice_at_s is not None and now >= handle.exited_notice_at_s:
                 handle.exited_notice_at_s = None
                 what = f"rank {handle.rank} returned and is still running: a thread or an exit handler"
-                self._pump.display.note(what)
+                self._pipes.display.note(what)
 
     def _finish(self) -> None:
         if not self._finish_sent:

@@ -111,7 +111,7 @@ class RankServer:
             tail = log.read().decode(errors="replace")[-3000:]
             raise LaunchError(
                 "starting the rank server",
-                found=f"it ended with code {self._process.returncode} before it was ready; it wrote:\n{tail}",
+                found=f"it exited with code {self._process.returncode} before it was ready; its output:\n{tail}",
                 fix='Check that `python -c "import torch"` works in this environment',
             ) from error
         self._channel.settimeout(None)
@@ -127,7 +127,7 @@ class RankServer:
 
     @contextlib.contextmanager
     def job(self, launch_id: str, num_ranks: int) -> Iterator[socket.socket]:
-        """Context manager of one launch; yields its channel to the server. Raises wire.Closed if the server is gone."""
+        """Context manager of one launch; yields its channel. Raises fd_socket.Closed if the server has exited."""
         ours, theirs = socket.socketpair()
         with ours:
             with theirs, self._lock:
@@ -168,7 +168,7 @@ class RankServer:
     def describe_end(self) -> str:
         """Describe how the server exited, waiting up to 2 s for it."""
         try:
-            return f"it ended with code {self._process.wait(timeout=2)}"
+            return f"exit code {self._process.wait(timeout=2)}"
         except subprocess.TimeoutExpired:
             return "it closed its connection and is still running"
 
@@ -285,7 +285,9 @@ class RankHandle:
             return "ended at KeyboardInterrupt" if self.raised.interrupted else f"raised {self.raised.type_name}"
         if self.exited is None:
             return "was never started"
-        return f"was ended by {self.exited.signal_name or f'exit code {self.exited.exitcode}'}"
+        if self.exited.signal_name is not None:
+            return f"was killed by {self.exited.signal_name}"
+        return f"exited with code {self.exited.exitcode}"
 
     def close(self) -> None:
         """Close all file descriptors that are still open."""
@@ -296,7 +298,7 @@ class RankHandle:
 
 
 def start_rank(job: socket.socket, start: RankStart, parcel: int) -> RankHandle:
-    """Ask the server to start a rank, and send it the `start` message. Raises wire.Closed if the server is gone."""
+    """Ask the server to start a rank, and send the rank `start`. Raises fd_socket.Closed if the server has exited."""
     control, theirs = socket.socketpair()
     handle = RankHandle(start.rank, control, {})
     writers: list[int] = []

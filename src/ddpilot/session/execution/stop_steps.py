@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import bisect
 import signal
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 
 from ddpilot.findings.text import render_ranks
+from ddpilot.launching.escalation import Escalation
 from ddpilot.session.execution.collective_counts import find_count_mismatches, has_unfinished, is_in_group_code
 from ddpilot.session.execution.outcome import Outcome
 from ddpilot.session.kernels.manager import RankKernels
@@ -46,7 +46,7 @@ class StopSteps:
     def __init__(self, kernels: RankKernels, outcome: Outcome) -> None:
         self._kernels = kernels
         self._outcome = outcome
-        self._steps: list[tuple[float, Callable[[float], None]]] = []
+        self._steps = Escalation()
         self._free_ids: dict[str, int] = {}
         self._freed_s = 0.0
         self._killed: set[int] = set()
@@ -60,7 +60,7 @@ class StopSteps:
     @property
     def due_s(self) -> float | None:
         """Time of the next step (monotonic clock); None if there are no more."""
-        return self._steps[0][0] if self._steps else None
+        return self._steps.due_s
 
     @property
     def is_done(self) -> bool:
@@ -72,25 +72,25 @@ class StopSteps:
         self._num_interrupts = 1
         self._is_waiting = False
         self._wait_until_s = float("inf")
-        self._steps = [
+        self._steps.start(
             (now, self._interrupt),
             (now + _FREE_AFTER_STOP_S, self._free_stuck),
             (now + _AGAIN_AFTER_STOP_S, self._interrupt),
             (now + _KILL_UNRESPONSIVE_AFTER_S, self._kill_unresponsive),
             (now + _KILL_AFTER_S, self._kill),
-        ]
+        )
 
     def begin_after_failure(self, now: float) -> None:
         """Start the steps that follow the failure of a rank, which ends the cell on all ranks."""
         self._wait_until_s = now + _WAIT_LIMIT_S
-        self._steps = [
+        self._steps.start(
             (now + _FREE_AFTER_FAILURE_S, self._free_if_needed),
             (now + _INTERRUPT_AFTER_FAILURE_S, self._interrupt_others),
             (now + _FREE_STUCK_AFTER_FAILURE_S, self._free_in_group),
             (now + _AGAIN_AFTER_FAILURE_S, self._interrupt),
             (now + _KILL_UNRESPONSIVE_AFTER_S, self._kill_unresponsive),
             (now + _KILL_AFTER_S, self._kill),
-        ]
+        )
 
     def escalate(self, now: float) -> None:
         """Take the next step now and move the later ones forward.
@@ -100,17 +100,14 @@ class StopSteps:
         self._num_interrupts += 1
         if self._is_waiting:
             self._kill(now)
-        elif self._steps:
-            due_s, step = self._steps[0]
-            is_kill = step in (self._kill_unresponsive, self._kill)
-            early_s = due_s - (max(now, self._freed_s + _FREE_GRACE_S) if is_kill else now)
-            self._steps = [(due_s - max(0.0, early_s), step) for due_s, step in self._steps]
+        elif self._steps.due_s is not None:
+            is_kill = self._steps.next_step in (self._kill_unresponsive, self._kill)
+            earliest_s = max(now, self._freed_s + _FREE_GRACE_S) if is_kill else now
+            self._steps.advance(max(0.0, self._steps.due_s - earliest_s))
 
     def run_due(self, now: float) -> None:
         """Take the steps that are due. Once no rank is busy, decide whether the group is intact or has to be freed."""
-        while self._steps and self._steps[0][0] <= now:
-            _, step = self._steps.pop(0)
-            step(now)
+        self._steps.run_due(now)
         if not self._is_settled and not self._outcome.busy:
             self._steps.clear()
             if self._is_group_untouched():
@@ -194,9 +191,6 @@ class StopSteps:
         before = self._outcome.parts[rank].num_before
         return before is None or count_begun(self._kernels.ring_folder, rank) != before
 
-    def _add(self, due_s: float, step: Callable[[float], None]) -> None:
-        bisect.insort(self._steps, (due_s, step), key=lambda each: each[0])
-
     def free(self) -> None:
         """Free all live ranks, which leave their groups."""
         kernels = self._kernels
@@ -219,7 +213,7 @@ class StopSteps:
         if self._needs_rebuild():
             self.free()
         else:
-            self._add(now + _CHECK_AGAIN_S, self._free_if_needed)
+            self._steps.add(now + _CHECK_AGAIN_S, self._free_if_needed)
 
     def _free_in_group(self, _now: float) -> None:
         """Free all ranks if one waits for others without having begun a collective, as in `new_group`."""
@@ -233,7 +227,7 @@ class StopSteps:
             self._kernels.view.note(f"{render_ranks(unreported)} did not stop; freeing the process group under {them}")
             self.free()
         elif unreported:
-            self._add(now + _WAIT_INTERVAL_S, self._free_in_group)
+            self._steps.add(now + _WAIT_INTERVAL_S, self._free_in_group)
 
     def _interrupt(self, _now: float) -> None:
         self._kernels.signal(self._outcome.interruptible, signal.SIGINT)
@@ -265,7 +259,7 @@ class StopSteps:
         stuck = self._in_group_code()
         if stuck and not self._is_settled:
             self.free()
-            self._add(now + _FREE_GRACE_S, self._kill)
+            self._steps.add(now + _FREE_GRACE_S, self._kill)
             return
         self._kill_ranks([rank for rank in busy if rank in stuck])
         self._wait_for([rank for rank in busy if rank not in self._killed], now)
@@ -273,7 +267,7 @@ class StopSteps:
     def _wait_for(self, ranks: Sequence[int], now: float) -> None:
         if not ranks:
             return
-        self._add(min(now + _WAIT_INTERVAL_S, self._wait_until_s), self._kill)
+        self._steps.add(min(now + _WAIT_INTERVAL_S, self._wait_until_s), self._kill)
         if not self._is_waiting and self._outcome.unreported:
             self._is_waiting = True
             press = "press stop again" if self._num_interrupts else "press stop twice"

@@ -152,7 +152,7 @@ class RankKernels:
             self.processes.attach(self.io_thread)
             # Record in any case: the rings show whether a failure has left the group intact.
             hooks = (self.watcher.hooks if self.watcher is not None else ()) or (RECORD_HOOK,)
-            self.processes.accompany(hooks, {RING_DIR_VARIABLE: str(self.ring_folder)})
+            self.processes.add_hooks(hooks, {RING_DIR_VARIABLE: str(self.ring_folder)})
             self.io_thread.start()
             with self.turn("starting the session") as turn:
                 self.start_processes(range(self.world_size), turn.events)

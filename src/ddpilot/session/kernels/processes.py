@@ -17,9 +17,9 @@ from ddpilot.launching.function_launch.launch import (
     find_working_directory,
     make_rank_start,
     may_fork,
-    resolve_count,
-    say_dirty,
+    note_unsafe_fork,
 )
+from ddpilot.launching.nproc import resolve_nproc
 from ddpilot.launching.options import LaunchOptions
 from ddpilot.launching.rank_environment import default_variables, module_paths
 from ddpilot.launching.rank_reports import Exited, Raised
@@ -63,7 +63,7 @@ class RankProcesses(Protocol):
     def attach(self, hub: IOThread) -> None:
         """Connect to the hub; called once, before the first `start`."""
 
-    def accompany(self, hooks: tuple[str, ...], variables: Mapping[str, str]) -> None:
+    def add_hooks(self, hooks: tuple[str, ...], variables: Mapping[str, str]) -> None:
         """Make every rank started from now on call `hooks` first, with `variables` added to its environment."""
 
     def check_start(self, did: str) -> None:
@@ -113,7 +113,9 @@ class LocalProcesses:
         self._environ: Mapping[str, str] = {**default_variables(stays=True), **os.environ, **options.env}
         self._options = replace(options, preload=(*PRELOAD, *options.preload))
         self._display = LabelledWriter(options.output, None)
-        self.world_size = resolve_count(options, self._environ, self._display)
+        self.world_size = resolve_nproc(
+            options.nproc_per_node, self._environ, self._display.note, backend=options.backend
+        )
         check_open_files("starting a session", self.world_size)
         self._hooks: tuple[str, ...] = ()
         self._stack = contextlib.ExitStack()
@@ -125,7 +127,7 @@ class LocalProcesses:
         """True if the rank server is running."""
         return not self._is_finished
 
-    def accompany(self, hooks: tuple[str, ...], variables: Mapping[str, str]) -> None:
+    def add_hooks(self, hooks: tuple[str, ...], variables: Mapping[str, str]) -> None:
         """Make every rank started from now on call `hooks` first, with `variables` added to its environment."""
         self._hooks = hooks
         self._environ = {**self._environ, **variables}
@@ -136,7 +138,7 @@ class LocalProcesses:
         self._launch_id = uuid.uuid4().hex
         server = ensure_server(self._environ, self._options.preload, may_fork(self._options))
         if server.hello.dirty is not None and self._options.start_method != "spawn":
-            say_dirty(server, self._options, self._display)
+            note_unsafe_fork(server, self._options, self._display)
         self._job = self._stack.enter_context(server.job(self._launch_id, self.world_size))
         with bind_listener() as listener:
             self._port = listener.getsockname()[1]

@@ -23,12 +23,13 @@ from IPython.core.history import HistoryManager
 from torch.distributed import distributed_c10d as c10d
 from traitlets import Instance
 
+from ddpilot.launching.exception_report import prune_guard, user_traceback
 from ddpilot.launching.exceptions import is_victim, message_of
 from ddpilot.launching.rank_reports import Raised
 from ddpilot.session.protocol.report import REPORT_KEY, Report, writable
 from ddpilot.session.protocol.requests import BEGUN, FREE, REPLY, REQUEST, CellRequest, Finish, Free, read_request
 from ddpilot.session.rank.cleanup import forget_error, release_memory
-from ddpilot.session.rank.error_report import CELL, cell_traceback, group_state, holds_group, prune_guard, report_error
+from ddpilot.session.rank.error_report import CELL, group_state, holds_group, report_error
 from ddpilot.session.rank.interrupts import TimeLimitExpired, time_limit, uninterrupted
 
 if TYPE_CHECKING:
@@ -99,18 +100,19 @@ class RankShell(ZMQInteractiveShell):
         if error is not None and self.failure is None:
             self.failure = (error, time.monotonic())
         with uninterrupted():
-            prune_guard(error)
+            if error is not None:
+                prune_guard(error)
             if isinstance(error, SystemExit):
                 warnings.filterwarnings("ignore", message="To exit: use")
             if error is not None and (self.is_freed or _is_plain(error)):
-                self._last_traceback = cell_traceback(error).splitlines()
+                self._last_traceback = user_traceback(error).splitlines()
             else:
                 self._debugs = False
                 try:
                     with time_limit(_COLOURS_S):
                         super().showtraceback(exc_tuple, *args, **kwargs)
                 except TimeLimitExpired:
-                    self._last_traceback = cell_traceback(error).splitlines() if error is not None else None
+                    self._last_traceback = user_traceback(error).splitlines() if error is not None else None
         wants_debugger, self._debugs = self._debugs, None
         if wants_debugger:
             super().debugger(force=True)
@@ -242,7 +244,7 @@ class RankKernel(IPythonKernel):
         except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  # without a reply the session would wait forever
             self.interrupt_handler.disarm()
             shell.failure = self._rank_shell.failure or (error, time.monotonic())  # or raised while reporting it
-            text = cell_traceback(shell.failure[0]).splitlines()
+            text = user_traceback(shell.failure[0]).splitlines()
             reply = {"status": "error", "ename": type(error).__name__, "evalue": message_of(error), "traceback": text}
         finally:
             self.requests.context.end()

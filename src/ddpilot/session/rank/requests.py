@@ -17,7 +17,7 @@ from ddpilot.group.creation import rebuild_group
 from ddpilot.group.ddp_models import compare_models, find_models
 from ddpilot.group.store import resolve_endpoint
 from ddpilot.group.teardown import take_down
-from ddpilot.launching.rank_server.rank import user_traceback
+from ddpilot.launching.exception_report import user_traceback
 from ddpilot.launching.shipping import fd_socket
 from ddpilot.launching.shipping.memory_file import map_private
 from ddpilot.launching.shipping.parcel import importable_from_main, open_parcel, pack_parcel

@@ -67,7 +67,7 @@ class Exchange:
 
     def widen(self, view: JobSnapshot) -> JobSnapshot:
         """Add ranks of other nodes to `view`, which holds the ranks here, as far as their digests are recent enough."""
-        for node, letter in self.carrier.letters.items():
+        for node, letter in self.carrier.messages.items():
             if letter.number != self._numbers.get(node):
                 self._numbers[node] = letter.number
                 self._read(node, letter)

@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from ddpilot.errors import GroupError
 from ddpilot.session.kernels.states import describe_device_error
 from ddpilot.session.rank.cleanup import pays_to_empty
 from ddpilot.session.rank.error_report import (
     came_from_backward,
-    cell_traceback,
     find_device_error,
     holds_group,
     report_error,
@@ -30,25 +28,6 @@ def _raised(code: str, error: BaseException) -> BaseException:
     except type(error) as caught:
         return caught
     raise AssertionError
-
-
-def test_cell_traceback_begins_at_the_cell() -> None:
-    """The frames that called it belong to ddpilot and IPython."""
-    text = cell_traceback(_raised("\nraise error", KeyError("k")))
-    assert text.splitlines()[1].strip() == 'File "Cell In[7]", line 2, in <module>'
-    assert "_raised" not in text
-
-
-def test_cell_traceback_of_an_error_of_ddpilot_has_the_users_lines_only() -> None:
-    """If it is shown without IPython's formatting."""
-    library = compile("def enter(error):\n    raise error", "/usr/lib/python3/dist-packages/torch/x.py", "exec")
-    names: dict[str, Any] = {"error": GroupError("entering the group", found="rank 1 is missing")}
-    exec(library, names)
-    with pytest.raises(GroupError) as caught:
-        exec(compile("\nenter(error)", "Cell In[7]", "exec"), names)
-    text = cell_traceback(caught.value)
-    assert 'File "Cell In[7]", line 2, in <module>' in text
-    assert "torch/x.py" not in text
 
 
 def test_holds_group_also_where_it_was_raised_for_one() -> None:

@@ -85,7 +85,7 @@ def _check(addr: str) -> None:
 
 
 def rank_network_variables(
-    options: RunOptions, endpoint: Endpoint, environ: Mapping[str, str], say: Callable[[str], None]
+    options: RunOptions, endpoint: Endpoint, environ: Mapping[str, str], note: Callable[[str], None]
 ) -> dict[str, str]:
     """Environment variables that let ranks of all nodes reach each other, unless the user has set them.
 
@@ -99,16 +99,16 @@ def rank_network_variables(
     reached = _interface_towards(endpoint, interfaces)
     if options.node_rank == 0 and not _is_local_address(endpoint.addr, interfaces):
         mine = ", ".join(f"{address} on {name}" for name in interfaces for address in _ips(interfaces, name))
-        say(f"--master-addr {endpoint.addr} is no address of this machine ({mine}): will the other nodes find node 0?")
+        note(f"--master-addr {endpoint.addr} is no address of this machine ({mine}): will the other nodes find node 0?")
     chosen = environ.get(GLOO_VARIABLE)
     if chosen:
-        _check_choice(chosen, interfaces, reached, endpoint, say)
+        _check_choice(chosen, interfaces, reached, endpoint, note)
         return {}
     return {} if reached is None else {GLOO_VARIABLE: reached}
 
 
 def _check_choice(
-    chosen: str, interfaces: Mapping[str, object], reached: str | None, endpoint: Endpoint, say: Callable[[str], None]
+    chosen: str, interfaces: Mapping[str, object], reached: str | None, endpoint: Endpoint, note: Callable[[str], None]
 ) -> None:
     names = chosen.split(",")
     did, has = f"reading {GLOO_VARIABLE}", ", ".join(interfaces)
@@ -123,7 +123,7 @@ def _check_choice(
         found = f"{GLOO_VARIABLE}={chosen}, but the way to node 0 ({endpoint.addr}) leads over {reached}"
         if all(name.startswith("lo") for name in names):
             raise LaunchError(did, found=found, fix=unset)
-        say(f"{found}: do the other nodes reach this one over {chosen}?")
+        note(f"{found}: do the other nodes reach this one over {chosen}?")
 
 
 def _interface_towards(endpoint: Endpoint, interfaces: Mapping[str, list[Any]]) -> str | None:

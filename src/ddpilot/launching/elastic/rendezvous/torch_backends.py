@@ -14,10 +14,10 @@ from ddpilot.errors import LaunchError, did_you_mean
 
 Result = TypeVar("Result")
 
-FIRST_WORD_S = 5.0
+FIRST_NOTICE_S = 5.0
 """Seconds of waiting after which a notice is shown."""
 
-_WORD_EVERY_S = 15.0
+_NOTICE_EVERY_S = 15.0
 _PAUSE_S = 0.1
 
 _BACKENDS = ("static", "c10d", "etcd", "etcd-v2")
@@ -27,13 +27,13 @@ _BACKEND_ENTRIES = "torchrun.handlers"  # entry point group in which torch looks
 class Waiter(Generic[Result]):
     """Runs `call` in a thread, so that a signal interrupts the wait for it.
 
-    `say` shows a notice after 5 s and then every 15 s; `describe` returns its text for the seconds waited.
+    `note` shows a notice after 5 s and then every 15 s; `describe` returns its text for the seconds waited.
     """
 
     def __init__(
-        self, call: Callable[[], Result], say: Callable[[str], None], describe: Callable[[float], str]
+        self, call: Callable[[], Result], note: Callable[[str], None], describe: Callable[[float], str]
     ) -> None:
-        self._say = say
+        self._note = note
         self._describe = describe
         self._answer: queue.Queue[tuple[Result | None, BaseException | None]] = queue.Queue()
         self._call = call
@@ -41,15 +41,15 @@ class Waiter(Generic[Result]):
     def wait(self) -> Result:
         """Return or raise what `call` does. If a signal handler raises, the thread is abandoned."""
         threading.Thread(target=self._run, name="ddpilot-rendezvous", daemon=True).start()
-        start, said_s = time.monotonic(), FIRST_WORD_S
+        start, noted_s = time.monotonic(), FIRST_NOTICE_S
         while True:
             try:
                 result, error = self._answer.get(timeout=_PAUSE_S)
             except queue.Empty:
                 waited_s = time.monotonic() - start
-                if waited_s >= said_s:
-                    said_s = waited_s + _WORD_EVERY_S
-                    self._say(self._describe(waited_s))
+                if waited_s >= noted_s:
+                    noted_s = waited_s + _NOTICE_EVERY_S
+                    self._note(self._describe(waited_s))
                 continue
             if error is not None:
                 raise error
@@ -69,5 +69,5 @@ def check_backend(name: str) -> None:
     known = [*_BACKENDS, *sorted(entry.name for entry in importlib.metadata.entry_points(group=_BACKEND_ENTRIES))]
     if name not in known:
         guess = did_you_mean(name, known, show=str)
-        fix = f"{guess} Backends are {', '.join(known[:-1])} and {known[-1]}; static is ddpilot's own".lstrip()
+        fix = f"{guess} Backends are {', '.join(known[:-1])} and {known[-1]}; static is ddpilot's".lstrip()
         raise LaunchError("reading --rdzv-backend", found=f"{name!r}", fix=fix)

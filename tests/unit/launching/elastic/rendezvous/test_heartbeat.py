@@ -23,13 +23,13 @@ def view(silent_s: float, state: NodeState = ONE) -> NodesView:
 def test_vigil_says_silence_once_and_its_end() -> None:
     """One line when it begins to be strange, one when the node is back, and none in between."""
     said: list[str] = []
-    vigil = LivenessCheck(30.0, said.append, Standstill())
+    check = LivenessCheck(30.0, said.append, Standstill())
     for silent_s in (0.5, 4.9, 5.0, 9.0, 12.0, 0.2, 0.4):
-        vigil.look(view(silent_s))
+        check.look(view(silent_s))
     assert said == [
         (
-            "no sign of node 1 (other) for 5 s: is the network cut, or that machine down? "
-            "Ranks here are ended in 25 s (--node-timeout 30)"
+            "no heartbeat from node 1 (other) for 5 s: is the network or that machine down? "
+            "Ranks here are terminated in 25 s (--node-timeout 30)"
         ),
         "node 1 (other) is back after 12 s",
     ]
@@ -37,7 +37,7 @@ def test_vigil_says_silence_once_and_its_end() -> None:
 
 def test_vigil_ends_it_after_the_limit() -> None:
     """The node, the time and the option are in the error."""
-    with pytest.raises(RendezvousError, match="watching node 1 .other.: no sign of it for 31 s.*--node-timeout"):
+    with pytest.raises(RendezvousError, match="watching node 1 .other.: no heartbeat for 31 s.*--node-timeout"):
         LivenessCheck(30.0, print, Standstill()).look(view(31.0))
 
 
@@ -50,7 +50,7 @@ def test_vigil_names_node_zero_when_its_store_ends() -> None:
     """The connection's own error is chained; an error of ddpilot's is raised as it is."""
     broken = RuntimeError("Broken pipe\nframe #0: ...")
     with pytest.raises(
-        RendezvousError, match="keeping in touch with node 0: its store has ended .Broken pipe."
+        RendezvousError, match="keeping the connection to node 0: its store is gone .Broken pipe."
     ) as caught:
         LivenessCheck(30.0, print, Standstill()).look(NodesView(link_error=broken))
     assert caught.value.__cause__ is broken
@@ -71,14 +71,14 @@ def test_vigil_does_not_blame_the_other_node_after_this_process_stood_still() ->
     """It says that once, and gives the thread that reads the other nodes' signs two seconds."""
     said: list[str] = []
     standstill = Standstill()
-    vigil = LivenessCheck(30.0, said.append, standstill)
+    check = LivenessCheck(30.0, said.append, standstill)
     now = time.monotonic()
     for moment in (now - 40.0, now - 39.75, now):
         standstill.tick(moment)
     for _ in range(2):
-        vigil.look(view(39.0))
+        check.look(view(39.0))
     standstill.ended_s -= 2.0
-    with pytest.raises(RendezvousError, match="no sign of it for 41 s"):
-        vigil.look(view(41.0))
+    with pytest.raises(RendezvousError, match="no heartbeat for 41 s"):
+        check.look(view(41.0))
     assert len(said) == 1
-    assert said[0].startswith("`ddpilot run` on this node stood still for 40 s: was it stopped")
+    assert said[0].startswith("`ddpilot run` on this node was not running for 40 s: was it stopped")

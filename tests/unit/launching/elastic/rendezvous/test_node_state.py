@@ -30,7 +30,7 @@ FAILED = RankError(
     host="there",
     rank_traceback="Traceback ...",
     last_lines=("a", "b"),
-    others="Rank 0 failed because of it.",
+    others="Rank 0 failed as a result.",
 )
 
 
@@ -43,10 +43,10 @@ def test_node_state_survives_the_store() -> None:
 
 def test_unpack_error_is_the_other_nodes_error_with_what_became_of_this_one() -> None:
     """Rank, host and traceback are the other node's."""
-    error = unpack_error(with_failure(ZERO, FAILED).failure or {}, "On this node, rank 0 had to end.")
+    error = unpack_error(with_failure(ZERO, FAILED).failure or {}, "On this node, rank 0 terminated.")
     assert isinstance(error, RankError)
     assert (error.rank, error.host, error.last_lines) == (1, "there", ("a", "b"))
-    assert str(error).endswith("On this node, rank 0 had to end.")
+    assert str(error).endswith("On this node, rank 0 terminated.")
     plain = unpack_error(pack_error(LaunchError("doing", found="that", fix="This")), "")
     assert str(plain) == "doing: that. This"
 
