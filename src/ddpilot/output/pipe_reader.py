@@ -51,6 +51,11 @@ class PipeReader:
     def read(self, fd: int, rank: int, stream: str, now_s: float) -> bool:
         """Read at most 64 KiB from a readable pipe. Returns False at its end."""
         data = os.read(fd, _CHUNK_BYTES)
+        self.feed(rank, stream, data, now_s)
+        return bool(data)
+
+    def feed(self, rank: int, stream: str, data: bytes, now_s: float) -> None:
+        """Add what a rank wrote to a stream; b"" if the stream has ended."""
         self.num_bytes += len(data)
         if (rank, stream) in self._copies:
             self._copies[rank, stream].write(data)
@@ -59,9 +64,13 @@ class PipeReader:
             self.display.count_hidden(rank, len(data))
             pieces = splitter.feed(data[-_HIDDEN_BYTES:]) if data else splitter.close()
             self._last_lines[rank].extend(texts_of(pieces))
-            return bool(data)
-        self._take(rank, stream, splitter.feed(data) if data else splitter.close(), now_s)
-        return bool(data)
+        else:
+            self._take(rank, stream, splitter.feed(data) if data else splitter.close(), now_s)
+
+    def finish(self, rank: int, now_s: float) -> None:
+        """Add the unfinished lines of a rank that exited."""
+        for stream in [stream for each, stream in self._splitters if each == rank]:
+            self.feed(rank, stream, b"", now_s)
 
     def drain(self, fd: int, rank: int, stream: str, now_s: float) -> None:
         """Read what is in the pipe of a rank that exited, at most 1 MiB; processes it left may write forever."""

@@ -12,13 +12,14 @@ from typing import Any, NoReturn
 from ddpilot.errors import LaunchError, LaunchInterrupted
 from ddpilot.findings.text import render_ranks
 from ddpilot.launching.shipping import fd_socket
+from ddpilot.launching.spawning import Ended
 from ddpilot.record.main_thread import connecting_path
 from ddpilot.session.execution.collective_counts import CountMismatch, count_begun
 from ddpilot.session.execution.execution import CellObserver, Execution
 from ddpilot.session.execution.outcome import Outcome, Part
 from ddpilot.session.kernels.cell_watch import FindingsObserver, SubsetObserver
 from ddpilot.session.kernels.event_router import InterruptListener
-from ddpilot.session.kernels.events import Ended, Event, KernelMessage
+from ddpilot.session.kernels.events import Event, KernelMessage
 from ddpilot.session.kernels.manager import Ranks
 from ddpilot.session.kernels.states import START_OVER, describe_device_error
 from ddpilot.session.protocol.parcels import ParcelCall

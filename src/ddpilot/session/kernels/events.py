@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ddpilot.launching.rank_reports import Exited
+from ddpilot.launching.spawning import Ended, Wrote
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,27 +23,6 @@ class KernelMessage:
     metadata: dict[str, Any]
     buffers: list[bytes]
     header: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Wrote:
-    """Bytes that a rank's process wrote to file descriptor 1 ("stdout") or 2 ("stderr"), bypassing Python."""
-
-    rank: int
-    stream: str
-    data: bytes
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A rank's process ended.
-
-    `exited` is None if its exit status is unknown; `reason` adds other information, or is "".
-    """
-
-    rank: int
-    exited: Exited | None
-    reason: str = ""
 
 
 @dataclass(frozen=True)

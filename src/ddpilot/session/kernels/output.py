@@ -9,11 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 from ddpilot.launching.rank_server.job import STORE
+from ddpilot.launching.spawning import Ended, Wrote
 from ddpilot.output.lines import TailBuffer
 from ddpilot.output.view import RankMessage, View
 from ddpilot.session.kernels.event_router import EventRouter
-from ddpilot.session.kernels.events import Ended, Event, KernelMessage, Wrote
-from ddpilot.session.kernels.processes import RankProcesses
+from ddpilot.session.kernels.events import Event, KernelMessage
+from ddpilot.session.kernels.processes import KernelProcesses
 from ddpilot.session.kernels.states import START_OVER, RankStates, describe_death
 from ddpilot.session.protocol.report import FREE, REQUEST
 
@@ -127,7 +128,7 @@ class IdleOutput:
     `respawns`: the session's option.
     """
 
-    def __init__(self, view: View, host: RankProcesses, standing: RankStates, *, respawns: bool) -> None:
+    def __init__(self, view: View, host: KernelProcesses, standing: RankStates, *, respawns: bool) -> None:
         self._view = view
         self._host = host
         self._standing = standing
