@@ -87,7 +87,7 @@ class Supervisor:
         self._ending: BaseException | None = None
         self._shutdown = Shutdown(spawner, pipes.display.note, options.stop_grace_s)
         self._passed_on: signal.Signals | None = None
-        self._is_over = False
+        self._has_given_up = False
         self._timeout_at_s = float("inf") if options.timeout_s is None else time.monotonic() + options.timeout_s
 
     def run(self, parcel: int) -> list[memoryview]:
@@ -121,11 +121,11 @@ class Supervisor:
             self._observer.begin(self._ranks, {name: "".join(lines) for name, lines in sources.items()})
 
     def _supervise(self) -> None:
-        while not self._is_over:
+        while not self._is_over():
             for key, _ in self._selector.select(self._wait_s()):
                 if key.fd in self._selector.get_map():  # an earlier event may have closed it
                     key.data()
-            if self._is_over:
+            if self._is_over():
                 break
             now = time.monotonic()
             self._pipes.show(now)
@@ -138,6 +138,9 @@ class Supervisor:
             self._shutdown.run_due(now)
             self._notice_slow_exits(now)
         self._judge(float("inf") if self._failures else time.monotonic())
+
+    def _is_over(self) -> bool:
+        return self._has_given_up or all(each.has_ended for each in self._ranks)
 
     def _raise(self) -> None:
         assert self._ending is not None
@@ -207,14 +210,13 @@ class Supervisor:
             self._ending = self._ending or server_ended(self._function_name)
         elif ended.exited is None:
             self._ending = self._ending or not_started(self._function_name, ended)
-            self._is_over = True
+            self._has_given_up = True  # the other ranks would wait for this one
         elif rank.returned is None and rank.raised is None:
             self._add_failure(rank)
         elif rank.returned is not None and ended.exited.signal_name is not None and self._ending is None:
             self._pipes.display.note(
                 f"rank {rank.rank} returned, then died of {ended.exited.signal_name} while exiting"
             )
-        self._is_over = self._is_over or all(each.has_ended for each in self._ranks)
 
     def _add_failure(self, rank: LaunchedRank) -> None:
         if self._ending is None:
