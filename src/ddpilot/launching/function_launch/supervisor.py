@@ -54,11 +54,7 @@ class LaunchedRank:
             return "returned"
         if self.raised is not None:
             return "ended at KeyboardInterrupt" if self.raised.interrupted else f"raised {self.raised.type_name}"
-        if self.exited is None:
-            return "was never started"
-        if self.exited.signal_name is not None:
-            return f"was killed by {self.exited.signal_name}"
-        return f"exited with code {self.exited.exitcode}"
+        return "was never started" if self.exited is None else self.exited.describe()
 
 
 class Supervisor:
@@ -317,7 +313,7 @@ def server_ended(function_name: str) -> LaunchError:
 
 def store_ended(function_name: str, ended: Ended) -> LaunchError:
     """Error: the store's process exited, or could not be started."""
-    how = ended.reason if ended.exited is None else f"exited with code {ended.exited.exitcode}"
+    how = ended.reason if ended.exited is None else ended.exited.describe()
     return LaunchError(
         f"running `{function_name}`",
         found=f"the process of its store {how}, and ranks cannot join a group without it",
