@@ -36,7 +36,7 @@ _USAGE = """\
 Usage: ddpilot run [OPTIONS] SCRIPT [ARGUMENTS OF THE SCRIPT]...
        ddpilot run SCRIPT [OPTIONS] -- [ARGUMENTS OF THE SCRIPT]...
 
-  Run a script on several ranks, as torchrun does, and be told which rank failed first.
+  Run a script on several ranks, as torchrun does, and report which rank failed first.
 
   ddpilot run train.py -n 4 -- --epochs 3
   ddpilot run --nproc-per-node 4 train.py --epochs 3
@@ -109,37 +109,37 @@ def render_help() -> str:
 
 def read_options(words: Words, environ: Mapping[str, str]) -> RunOptions:
     """Build the options from `words` and torchrun's PET_ variables in `environ`. Raises LaunchError if invalid."""
-    said = {**_from_environ(environ), **words.options}
+    given = {**_from_environ(environ), **words.options}
     if words.script is None:
         fix = "Write ddpilot run train.py, or ddpilot run -m package.module; `ddpilot run --help` has more"
         raise LaunchError(_DID, found="no script is given", fix=fix)
-    if "standalone" in said:
-        if said.get("nnodes", "1") not in ("1", "1:1"):
+    if "standalone" in given:
+        if given.get("nnodes", "1") not in ("1", "1:1"):
             fix = "--standalone is one node: leave out one of the two"
-            raise LaunchError(_DID, found=f"--standalone and --nnodes {said['nnodes']}", fix=fix)
+            raise LaunchError(_DID, found=f"--standalone and --nnodes {given['nnodes']}", fix=fix)
         ours = ("rdzv-backend", "rdzv-endpoint", "master-addr", "master-port")  # torchrun ignores them in this case
-        said = {name: value for name, value in said.items() if name not in ours}
-    given = {field: _read(name, said[name], read) for name, (field, read) in _READERS.items() if name in said}
-    if "timeout" in given.get("rdzv_conf", {}):
-        timeout_s = _read("rdzv-conf", given["rdzv_conf"].pop("timeout"), float)
-        given.setdefault("rdzv_timeout_s", timeout_s)
-    check_signals(given.get("signals", ()))
-    return RunOptions(target=words.script, kind=_kind(said), args=words.args, **given)
+        given = {name: value for name, value in given.items() if name not in ours}
+    values = {field: _read(name, given[name], read) for name, (field, read) in _READERS.items() if name in given}
+    if "timeout" in values.get("rdzv_conf", {}):
+        timeout_s = _read("rdzv-conf", values["rdzv_conf"].pop("timeout"), float)
+        values.setdefault("rdzv_timeout_s", timeout_s)
+    check_signals(values.get("signals", ()))
+    return RunOptions(target=words.script, kind=_kind(given), args=words.args, **values)
 
 
 def read_watch_options(words: Words, environ: Mapping[str, str]) -> WatchOptions:
     """Options for watching the run. Raises LaunchError for an invalid value."""
-    said = {**_from_environ(environ), **words.options}
-    if "watch" in said and "no-watch" in said:
+    given = {**_from_environ(environ), **words.options}
+    if "watch" in given and "no-watch" in given:
         raise LaunchError(_DID, found="--watch and --no-watch", fix="Leave out one of the two")
-    on_finding = said.get("on-finding", "stop")
+    on_finding = given.get("on-finding", "stop")
     if on_finding not in get_args(Action):
         raise LaunchError("reading --on-finding", found=f"{on_finding!r}", fix="Give stop or report")
     return WatchOptions(
-        watch="no-watch" not in said,
-        guard="no-guard" not in said,
+        watch="no-watch" not in given,
+        guard="no-guard" not in given,
         on_finding=cast("Action", on_finding),
-        stall_warn_s=_read("stall-warn", said.get("stall-warn", "30"), float),
+        stall_warn_s=_read("stall-warn", given.get("stall-warn", "30"), float),
     )
 
 
@@ -160,10 +160,10 @@ def _from_environ(environ: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def _kind(said: Mapping[str, str]) -> TargetKind:
-    if "module" in said and "no-python" in said:
+def _kind(given: Mapping[str, str]) -> TargetKind:
+    if "module" in given and "no-python" in given:
         raise LaunchError(_DID, found="-m and --no-python", fix="A module runs in Python: leave out one of the two")
-    return "module" if "module" in said else "program" if "no-python" in said else "script"
+    return "module" if "module" in given else "program" if "no-python" in given else "script"
 
 
 def _read(name: str, text: str, read: Callable[[str], Any]) -> Any:
@@ -260,27 +260,27 @@ OPTIONS = (
     Option("node-rank", "I", "number of this node, 0 to nnodes - 1"),
     Option("master-addr", "HOST", "name or address of node 0, the same on every node"),
     Option("master-port", "PORT", "port on node 0 where nodes and ranks meet (29500; on one node a free one)"),
-    Option("standalone", "", "one node, a free port on loopback: what is done anyway on one node"),
-    Option("max-restarts", "N", "how often all ranks are started again after one failed (0)"),
+    Option("standalone", "", "one node, a free port on loopback (the default on one node)"),
+    Option("max-restarts", "N", "maximum number of restarts of all ranks after a failure (0)"),
     Option("rdzv-timeout", "S", "seconds that nodes wait for each other (900)"),
-    Option("node-timeout", "S", "seconds without a sign of another node after which this one ends (30)"),
+    Option("node-timeout", "S", "seconds without a heartbeat from a node after which this one terminates (30)"),
     Option("shutdown-timeout", "S", "seconds that ranks have after Ctrl-C or SIGTERM (30)"),
     Option("log-dir", "DIR", "also write each rank's output to files in this folder"),
     Option("redirects", "STD", "streams that go to files only: 3 all, 1 stdout, 2 stderr, 0:1,1:2 by local rank", "-r"),
     Option("tee", "STD", "streams that go to files and to the screen", "-t"),
     Option("local-ranks-filter", "I,I", "show the output of these local ranks only"),
-    Option("watch", "", "look from outside why ranks do not get on: done anyway"),
-    Option("no-watch", "", "record nothing and look at nothing"),
-    Option("no-guard", "", "do not look for training that continues with wrong numbers"),
+    Option("watch", "", "detect hangs and desyncs (default)"),
+    Option("no-watch", "", "disable the detection of hangs and desyncs"),
+    Option("no-guard", "", "disable the detection of training with wrong numbers"),
     Option("on-finding", "WHAT", "stop (default): an error ends the job; report: it is shown, and the job continues"),
     Option("stall-warn", "S", "seconds for which ranks may wait for one that is alive before that is a warning (30)"),
     Option("rdzv-backend", "NAME", "static (ddpilot's, by node rank), or torch's: c10d, etcd, etcd-v2"),
     Option("rdzv-endpoint", "HOST:PORT", "where a rendezvous of torch's is; with static: master-addr:master-port"),
     Option("rdzv-id", "ID", "name of the job, the same on every node"),
     Option("rdzv-conf", "K=V,K=V", "more settings of a rendezvous of torch's; timeout=S is --rdzv-timeout"),
-    Option("local-addr", "HOST", "address of this node that a rendezvous of torch's tells the others"),
+    Option("local-addr", "HOST", "address of this node for other nodes, with a rendezvous of torch's"),
     Option("role", "NAME", "ROLE_NAME of the ranks"),
-    Option("monitor-interval", "S", "seconds between two looks at the ranks (0.1)"),
+    Option("monitor-interval", "S", "seconds between two polls of the ranks (0.1)"),
     Option(
         "signals-to-handle",
         "SIG,SIG",

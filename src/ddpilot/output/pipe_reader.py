@@ -40,7 +40,7 @@ class PipeReader:
         self.num_bytes = 0
         """Bytes read so far from all pipes."""
         self._bars_rank = min(numbers)
-        self._collapser = LineMerger(len(numbers))
+        self._merger = LineMerger(len(numbers))
         self._splitters: dict[tuple[int, str], LineSplitter] = {}
         self._last_lines = {rank: deque[str](maxlen=_MAX_LAST_LINES) for rank in numbers}
 
@@ -88,11 +88,11 @@ class PipeReader:
             if isinstance(piece, Lines):
                 last_lines.extend(piece.texts[-_MAX_LAST_LINES:])
                 texts = (name_cells(text) if _CELL in text else text for text in piece.texts)
-                self._collapser.add_lines(rank, stream, texts, now_s)
+                self._merger.add_lines(rank, stream, texts, now_s)
             elif isinstance(piece, Line):
                 last_lines.append(piece.text)
                 if not piece.is_progress:
-                    self._collapser.add(rank, stream, name_cells(piece.text), now_s)
+                    self._merger.add(rank, stream, name_cells(piece.text), now_s)
                 elif rank == self._bars_rank:
                     self.show(now_s)
                     self.display.end_progress(stream, piece.text, rank)
@@ -102,13 +102,13 @@ class PipeReader:
 
     def show(self, now_s: float) -> None:
         """Show the lines that have waited long enough for the same line of other ranks."""
-        self.display.lines(self._collapser.ready(now_s))
+        self.display.lines(self._merger.ready(now_s))
 
     def next_due_s(self) -> float | None:
         """When `show` must be called next; None if no line is waiting."""
-        return self._collapser.next_due_s()
+        return self._merger.next_due_s()
 
     def close(self) -> None:
         """Show all waiting lines and close the display."""
-        self.display.lines(self._collapser.flush())
+        self.display.lines(self._merger.flush())
         self.display.close()
