@@ -59,7 +59,7 @@ def detect_slurm(environ: Environ) -> Topology | None:
         unset = "" if step else " and SLURM_STEP_ID is not set"
         return alone(f"Alone: this is {where} ({shown}{unset}); for several ranks {_SRUN_HINT}")
     fix = f"Set SLURM_NTASKS to the number of tasks, or {_SRUN_HINT}"
-    error = missing(environ, _DID, "SLURM_NTASKS", fix=fix, beside=("SLURM_PROCID", *_STEP_ID))
+    error = missing(environ, _DID, "SLURM_NTASKS", fix=fix, related=("SLURM_PROCID", *_STEP_ID))
     world_size = or_raise(read_int(environ, *_NUM_TASKS, minimum=1), error)
     if world_size == 1:
         shown = quote(environ, first_set(environ, *_STEP_ID) or "SLURM_PROCID", first_set(environ, *_NUM_TASKS) or "")
@@ -79,7 +79,7 @@ def _describe_task(environ: Environ, world_size: int) -> Topology:
     master_addr, master_port = read_master(environ)
     if master_addr is None and not hosts:
         fix = "Set SLURM_STEP_NODELIST as srun does, or MASTER_ADDR to the host name of rank 0"
-        raise missing(environ, _DID, "SLURM_STEP_NODELIST", fix=fix, beside=("SLURM_PROCID", *_NUM_TASKS))
+        raise missing(environ, _DID, "SLURM_STEP_NODELIST", fix=fix, related=("SLURM_PROCID", *_NUM_TASKS))
     return Topology(
         rank=rank,
         local_rank=local_rank,
@@ -124,8 +124,8 @@ def _read_hosts(environ: Environ) -> tuple[tuple[str, ...], str]:
         return (), ""
     hosts = tuple(dict.fromkeys(parse_node_list(environ[variable], variable=variable)))
     count = "SLURM_STEP_NUM_NODES" if variable == "SLURM_STEP_NODELIST" else "SLURM_NNODES"
-    said = read_int(environ, count, minimum=1)
-    if said is not None and said != len(hosts):
+    given = read_int(environ, count, minimum=1)
+    if given is not None and given != len(hosts):
         raise contradiction(
             _DID,
             variable,
@@ -142,7 +142,7 @@ def _read_local_world_size(environ: Environ, world_size: int, nnodes: int, node_
     if text is None:
         if world_size % nnodes:
             fix = "Set it as srun does, such as 2(x3),1"
-            raise missing(environ, _DID, "SLURM_STEP_TASKS_PER_NODE", fix=fix, beside=(*_NUM_TASKS, "SLURM_NNODES"))
+            raise missing(environ, _DID, "SLURM_STEP_TASKS_PER_NODE", fix=fix, related=(*_NUM_TASKS, "SLURM_NNODES"))
         return world_size // nnodes
     counts = parse_tasks_per_node(text, variable=variable)
     if len(counts) != nnodes or sum(counts) != world_size:

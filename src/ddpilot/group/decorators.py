@@ -139,7 +139,7 @@ def _remote_error(name: str, failure: _Failure, rank: int) -> RemoteRankError:
     return RemoteRankError(
         f"calling {name}(), which runs on rank {failure.rank}",
         found=f"rank {failure.rank} raised {failure.text}",
-        fix=f"Look at rank {failure.rank}'s traceback; this rank stops with it.",
+        fix=f"See rank {failure.rank}'s traceback; this rank raises too.",
         rank=rank,
     )
 

@@ -41,7 +41,7 @@ from ddpilot.environments.running_frames import frames_of_threads, reading_frame
 from ddpilot.errors import GroupError
 from ddpilot.group.device import is_asynchronous
 from ddpilot.group.members import read_member
-from ddpilot.group.store import came
+from ddpilot.group.store import wait_for_keys
 
 _SLICE_S = 0.1
 
@@ -58,7 +58,7 @@ def wait_for_peers(rank: int, world_size: int, limit_s: float) -> bool:
     try:
         store.set(keys[rank], "")
         while True:
-            if came(store, keys, _SLICE_S):
+            if wait_for_keys(store, keys, _SLICE_S):
                 return True
             awaited = [peer for peer, key in enumerate(keys) if not store.check([key])]
             if time.monotonic() > deadline or _any_gone(store, awaited):

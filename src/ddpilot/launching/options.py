@@ -145,7 +145,7 @@ def explain_unknown(cls: type[_T]) -> type[_T]:
             if name not in known:
                 near = option_meant(name, known)
                 fix = f"Did you mean `{near}`?" if near else f"Its options are {', '.join(known)}"
-                raise LaunchError(did, found=f"`{name}` is none of its options", fix=fix)
+                raise LaunchError(did, found=f"it has no option `{name}`", fix=fix)
         init(self, *args, **kwargs)
 
     cls.__init__ = checked  # type: ignore[assignment]

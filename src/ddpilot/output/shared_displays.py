@@ -65,7 +65,7 @@ class SharedDisplays:
         self._pair = pair
         self._prefix = f"ddpilot-{uuid.uuid4().hex[:12]}"
         self._count = 0
-        self._recent: list[SharedDisplay] = []  # places of this cell, in order
+        self._recent: list[SharedDisplay] = []  # displays of this cell, in order
         self._last: dict[int, int] = {}  # by rank: index of its last place in `_recent`
         self._by_id: dict[tuple[int, str], SharedDisplay] = {}  # by rank and the rank's own display id
         self._changed: dict[str, SharedDisplay] = {}

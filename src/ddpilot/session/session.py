@@ -190,7 +190,7 @@ class Session:
             if isinstance(error, RankError) and error.rank is not None and error.rank in answers:
                 error.__cause__ = self._open_error(answers[error.rank], known, error.rank)
             outcome.raise_failure(f"`{name}`")
-            return RankResults([answers[rank] for rank in chosen], known)
+            return RankResults([map_private(answers[rank]) for rank in chosen], known)
         finally:
             fd_socket.close_all(answers.values())
 
@@ -233,7 +233,8 @@ class Session:
             outcome.raise_failure("pull")
             if outcome.values:
                 raise make_refusal_error(did, outcome.values)
-            values = [each[0] if is_one else each for each in RankResults([answers[each] for each in chosen], [])]
+            parcels = [map_private(answers[each]) for each in chosen]
+            values = [each[0] if is_one else each for each in RankResults(parcels, [])]
         finally:
             fd_socket.close_all(answers.values())
         return values if rank is None else values[0]

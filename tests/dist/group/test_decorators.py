@@ -9,7 +9,7 @@ import pytest
 
 from tests.dist.group.ranks import RunRanks
 
-RAISED_ELSEWHERE = "[rank 0] calling save(), which runs on rank 1: rank 1 raised {error}. Look at rank 1's traceback"
+RAISED_ELSEWHERE = "[rank 0] calling save(), which runs on rank 1: rank 1 raised {error}. See rank 1's traceback"
 CASES: dict[str, tuple[tuple[Any, list[int]], tuple[Any, list[int]]]] = {
     "plain": (("abab", [0]), (None, [])),
     "broadcast": (([1, 1, 1], [0]), ([1, 1, 1], [1])),

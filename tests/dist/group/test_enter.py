@@ -68,7 +68,7 @@ def test_init_group_says_which_ranks_disagree_on_the_world_size(run_ranks: RunRa
     changes = {"1": {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}}
     run = run_ranks("entering.error_of_entering", 2, args=(NOBODY, changes, 60.0))
     for seen in run.results:
-        assert "they disagree on world_size: 2 on ranks 0; 3 on ranks 1" in seen["text"]
+        assert "the ranks have different values of world_size: 2 on ranks 0; 3 on ranks 1" in seen["text"]
         assert seen["seconds"] < 10.0
 
 
@@ -76,7 +76,7 @@ def test_init_group_says_which_ranks_disagree_on_the_backend(run_ranks: RunRanks
     """Ranks with different backends are named with what each was given."""
     run = run_ranks("entering.error_of_entering", 2, args=(NOBODY, {"1": {"DDPILOT_BACKEND": "cpu:gloo"}}, 20.0))
     for seen in run.results:
-        assert "they disagree on backend: 'gloo' on ranks 0; 'cpu:gloo' on ranks 1" in seen["text"]
+        assert "the ranks have different values of backend: 'gloo' on ranks 0; 'cpu:gloo' on ranks 1" in seen["text"]
         assert seen["seconds"] < 10.0
 
 
@@ -111,7 +111,7 @@ def test_init_group_adopts_a_group_that_user_code_made(run_ranks: RunRanks) -> N
     for rank, seen in enumerate(run.results):
         assert (seen["adopted"], seen["rank"], seen["total"]) == (True, rank, 2.0)
         assert (seen["kept"], seen["destroyed"]) == (True, True)
-        assert "is already there, and 'nccl' was asked for" in seen["refused"]
+        assert "exists, and 'nccl' was requested" in seen["refused"]
 
 
 def test_init_group_seeds_all_ranks_alike(run_ranks: RunRanks) -> None:

@@ -89,7 +89,7 @@ def test_run_says_at_once_what_cannot_work(nodes: TwoNodes) -> None:
         agent.wait_for("fix:", 5)
     interface, address = nodes.interfaces["a"], nodes.addresses["a"]
     assert f"GLOO_SOCKET_IFNAME=eth7: this node has no interface eth7 that is up; it has lo, {interface}" in gone.text
-    assert f"GLOO_SOCKET_IFNAME=lo, but the way to node 0 ({address}) leads over {interface}" in loopback.text
+    assert f"GLOO_SOCKET_IFNAME=lo, but the route to node 0 ({address}) uses {interface}" in loopback.text
     assert "looking up --master-addr no-such-host.invalid" in unknown.text
     assert "the name does not resolve" in unknown.text
 
@@ -113,7 +113,7 @@ def test_run_names_the_node_that_does_not_come(nodes: TwoNodes) -> None:
     assert re.search(rf"waiting for node 0 of 2 nodes: no answer from 10.78.0.1:29501 {refused}", closed.text)
     assert re.search(rf"found: no answer from 10.78.0.1:29501 for \d+ s {refused}", closed.text)
     assert "found: no answer from 10.78.0.9:29500" in nobody.text
-    assert "--master-addr 10.78.0.9 is no address of this machine (127.0.0.1 on lo" in wrong.text
+    assert "--master-addr 10.78.0.9 is not an address of this machine (127.0.0.1 on lo" in wrong.text
 
 
 @pytest.mark.timeout(120)

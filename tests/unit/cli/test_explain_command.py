@@ -86,5 +86,5 @@ def test_explain_lists_every_page_without_words() -> None:
 
 def test_explain_refuses_a_message_that_no_page_knows() -> None:
     """It says which message, shortened."""
-    with pytest.raises(DdpilotError, match="no page knows 'xyz xyz xyz .*\\.\\.\\.'"):
+    with pytest.raises(DdpilotError, match="no page matches 'xyz xyz xyz .*\\.\\.\\.'"):
         explain("xyz " * 200)

@@ -55,7 +55,7 @@ def test_resolve_device_keeps_the_backend_that_was_asked_for(backend: str) -> No
 
 def test_resolve_device_refuses_nccl_when_no_device_is_visible() -> None:
     """NCCL on a machine whose devices are hidden is an error that says where to look."""
-    with pytest.raises(GroupError, match=r"'nccl' was asked for and this process sees no cuda device.*VISIBLE_DEVICES"):
+    with pytest.raises(GroupError, match=r"'nccl' was requested, but no cuda device is visible.*VISIBLE_DEVICES"):
         resolve_device(replace(CUDA, count=0), "nccl")
 
 

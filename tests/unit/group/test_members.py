@@ -61,7 +61,7 @@ def test_wait_for_all_refuses_ranks_that_were_started_differently(name: str, val
     base = HashStore()
     take_turn(base, replace(OTHER, **{name: value}))  # type: ignore[arg-type]
     store = take_turn(base, ME)
-    with pytest.raises(RendezvousError, match=rf"disagree on {name}: .* on ranks 0; '?{value}'? on ranks 1"):
+    with pytest.raises(RendezvousError, match=rf"different values of {name}: .* on ranks 0; '?{value}'? on ranks 1"):
         wait_for_all(store, ME, timeout_s=1.0)
 
 

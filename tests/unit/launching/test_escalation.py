@@ -19,14 +19,16 @@ def test_escalation_takes_the_steps_that_are_due_in_order() -> None:
     steps.advance(1.0)
     steps.run_due(4.0)
     assert taken == ["terminate", "now", "kill"]
-    assert (steps.due_s, steps.next_step) == (None, None)
+    steps.run_due(9.0)
+    assert taken == ["terminate", "now", "kill"]
 
 
 def test_escalation_discards_a_step_wherever_it_is() -> None:
     """Other steps keep their times."""
     steps = Escalation()
-    steps.start((1.0, print), (2.0, repr), (3.0, print))  # type: ignore[arg-type]
+    taken: list[float] = []
+    steps.start((1.0, print), (2.0, taken.append), (3.0, print))
     steps.discard(print)
-    assert (steps.due_s, steps.next_step) == (2.0, repr)
-    steps.clear()
-    assert steps.due_s is None
+    assert steps.due_s == 2.0
+    steps.run_due(4.0)
+    assert taken == [4.0]

@@ -10,7 +10,8 @@ from typing import Any, cast
 import pytest
 
 from ddpilot.errors import LaunchError
-from ddpilot.session.kernels.events import Ended, Event, KernelMessage
+from ddpilot.launching.spawning import Ended
+from ddpilot.session.kernels.events import Event, KernelMessage
 from ddpilot.session.kernels.manager import await_ready
 from ddpilot.session.kernels.output import IdleOutput
 from ddpilot.session.kernels.states import RankStates

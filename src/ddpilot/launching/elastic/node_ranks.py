@@ -80,11 +80,7 @@ class NodeRank:
             if self.raised.type_name == "SystemExit":
                 return f"called sys.exit with code {self.raised.exitcode}"
             return f"raised {self.raised.type_name}"
-        if self.exited is None:
-            return "is still running"
-        if self.exited.signal_name is not None:
-            return f"was killed by {self.exited.signal_name}"
-        return f"exited with code {self.exited.exitcode}"
+        return "is still running" if self.exited is None else self.exited.describe()
 
 
 class NodeRanks:

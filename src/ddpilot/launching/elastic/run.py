@@ -102,10 +102,10 @@ def _check_filter(options: RunOptions, count: int, note: Callable[[str], None]) 
         f"local rank{'s' * (count > 1)} 0{f' to {count - 1}' * (count > 1)}",
     )
     if options.nnodes[1] == 1:
-        fix = "Name local ranks that there are; they count from 0"
+        fix = "Give local ranks of this node; they count from 0"
         raise LaunchError("reading --local-ranks-filter", found=f"{given}, but the node has {has}", fix=fix)
     if min(wanted) >= count:  # nodes may have different numbers of ranks
-        note(f"--local-ranks-filter {given}: this node has {has}, so nothing of its output is shown")
+        note(f"--local-ranks-filter {given}: this node has {has}, so none of its output is shown")
 
 
 def _check_log_dir(folder: Path) -> None:

@@ -8,7 +8,6 @@ import functools
 import inspect
 import os
 import sys
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -21,23 +20,15 @@ from ddpilot.launching.options import LaunchOptions
 from ddpilot.launching.rank_environment import (
     LAUNCH_VARIABLE,
     SERVER_VARIABLE,
-    choose_num_threads,
     default_variables,
-    module_paths,
-    rank_variables,
 )
-from ddpilot.launching.rank_reports import RankStart
-from ddpilot.launching.rank_server.client import RankHandle, RankServer, ensure_server, start_rank
-from ddpilot.launching.rank_server.job import STORE, NotStarted, Start, Started, bind_listener
 from ddpilot.launching.shipping import fd_socket
 from ddpilot.launching.shipping.rank_results import RankResults
 from ddpilot.launching.shipping.unpicklable import ship
+from ddpilot.launching.spawning import ForkedRanks, find_working_directory
 from ddpilot.launching.system_limits import limits_explained
-from ddpilot.output.cell_sources import collect_sources
 from ddpilot.output.pipe_reader import PipeReader
 from ddpilot.output.writer import LabelledWriter
-
-_MAX_UNANSWERED = 16
 
 
 def run_local(
@@ -82,25 +73,25 @@ def _run_shipped(
     display: LabelledWriter,
     make_observer: Callable[[str, int], LaunchObserver | None],
 ) -> RankResults:
-    server = ensure_server(environ, options.preload, may_fork(options))
-    if server.hello.dirty is not None and options.start_method != "spawn":
-        note_unsafe_fork(server, options, display)
+    main = vars(sys.modules["__main__"])
+    paths = {name: text for name in ("__file__", "__package__") if isinstance(text := main.get(name), str)}
+    spawner = ForkedRanks(options, environ, count, display.note, paths)
     observer = make_observer(name, count)
     is_clean = False
     try:
-        starts = functools.partial(
-            make_rank_start,
-            options=options,
-            environ=environ if observer is None else {**environ, **observer.variables},
-            count=count,
-            hooks=() if observer is None else observer.hooks,
-            name=name,
-            launch_id=uuid.uuid4().hex,
-            working_directory=os.getcwd(),
-        )
-        results = _run_on(server, starts, count, parcel, PipeReader(count, display), options, name, known, observer)
+        if observer is not None:
+            spawner.add_hooks(observer.hooks, observer.variables)
+        pipes = PipeReader(count, display)
+        with InterruptCatcher() as interrupts:
+            parcels = Supervisor(spawner, pipes, options, name, known, interrupts, observer).run(parcel)
         is_clean = True
-        return results
+        return RankResults(parcels, known)
+    except fd_socket.Closed as error:
+        raise LaunchError(
+            f"starting {count} ranks of `{name}`",
+            found=f"the rank server exited: {spawner.server.describe_end()}",
+            fix="Launch again, which starts a new one. If it happens again, the usual cause is too little memory",
+        ) from error
     finally:
         if observer is not None:
             observer.end(is_clean)
@@ -164,116 +155,3 @@ def _refuse_nested(environ: Mapping[str, str], name: str) -> None:
         f"(started by {'ddpilot' if launched == elastic else 'torchrun'})",
         fix=f"Call `{name}` directly: every rank runs this code",
     )
-
-
-def may_fork(options: LaunchOptions) -> bool:
-    """True if ranks may be forked when that is safe."""
-    return sys.platform == "linux" and options.start_method != "spawn"
-
-
-def note_unsafe_fork(server: RankServer, options: LaunchOptions, display: LabelledWriter) -> None:
-    """Show a notice that ranks start as fresh interpreters. Raises LaunchError if `start_method` is "fork"."""
-    if options.start_method == "fork":
-        raise LaunchError(
-            'starting ranks with `start_method="fork"`',
-            found=f"the rank server cannot be forked safely: {server.hello.dirty}",
-            fix="Leave that module out of `preload`, or the start method at its default",
-        )
-    display.note(f"{server.hello.dirty}, so ranks start as fresh interpreters, which takes seconds; see `preload=`")
-
-
-def find_working_directory(did: str) -> str:
-    """Path of the working directory. Raises LaunchError if it was removed, since no process can start in it."""
-    try:
-        return os.getcwd()
-    except FileNotFoundError as error:
-        raise LaunchError(
-            did,
-            found="the working directory of this process was removed",
-            fix="Change to one that exists: `os.chdir(...)`, in a notebook `%cd ...`",
-        ) from error
-
-
-def make_rank_start(
-    rank: int,
-    port: int,
-    sources: dict[str, list[str]],
-    *,
-    options: LaunchOptions,
-    environ: Mapping[str, str],
-    count: int,
-    hooks: tuple[str, ...],
-    name: str,
-    launch_id: str,
-    working_directory: str,
-) -> RankStart:
-    """The start message for rank `rank` of `count`, whose store listens on `port` of the loopback interface."""
-    main = sys.modules["__main__"]
-    num_threads = choose_num_threads(environ, count)
-    variables = rank_variables(
-        launch_id=launch_id,
-        rank=rank,
-        nproc_per_node=count,
-        master_port=port,
-        num_threads=num_threads,
-        backend=options.backend,
-    )
-    return RankStart(
-        launch_id=launch_id,
-        rank=rank,
-        environ={**environ, **variables},
-        working_directory=working_directory,
-        sys_path=module_paths(),
-        argv=list(sys.argv),
-        main={name: text for name in ("__file__", "__package__") if isinstance(text := vars(main).get(name), str)},
-        num_threads=num_threads,
-        hooks=hooks,
-        sources=sources,
-        function_name=name,
-    )
-
-
-def _num_answered(answers: list[Any]) -> int:
-    return sum(isinstance(answer, (Started, NotStarted)) and answer.rank != STORE for answer in answers)
-
-
-def _run_on(
-    server: RankServer,
-    make_start: Callable[..., RankStart],
-    count: int,
-    parcel: int,
-    pipes: PipeReader,
-    options: LaunchOptions,
-    name: str,
-    known: list[Any],
-    observer: LaunchObserver | None,
-) -> RankResults:
-    handles: list[RankHandle] = []
-    sources = collect_sources()
-    try:
-        with InterruptCatcher() as interrupts, bind_listener() as listener:
-            port = listener.getsockname()[1]
-            starts = [make_start(rank, port, sources) for rank in range(count)]
-            with server.job(starts[0].launch_id, count) as job:
-                fd_socket.send(job, Start(STORE), [listener.fileno()])
-                listener.close()
-                answers: list[Any] = []
-                for start in starts:
-                    handles.append(start_rank(job, start, parcel))
-                    # Limit unanswered requests: if both sockets were full, server and parent would block each other.
-                    while len(handles) - _num_answered(answers) > _MAX_UNANSWERED:
-                        answers.append(fd_socket.receive(job)[0])
-                if observer is not None:
-                    observer.begin(handles, {name: "".join(lines) for name, lines in sources.items()})
-                Supervisor(job, handles, pipes, options, name, known, interrupts, observer).run(answers)
-        # `run` raises unless every rank has returned a value.
-        return RankResults([handle.parcel for handle in handles if handle.parcel is not None], known)
-    except fd_socket.Closed as error:
-        raise LaunchError(
-            f"starting {count} ranks of `{name}`",
-            found=f"the rank server exited: {server.describe_end()}",
-            fix="Launch again, which starts a new one. If it happens again, the usual cause is too little memory",
-        ) from error
-    finally:
-        for handle in handles:
-            handle.close()

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import functools
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from ddpilot.findings.text import render_ranks
 from ddpilot.launching.escalation import Escalation
-from ddpilot.launching.rank_server.client import RankHandle
 from ddpilot.launching.rank_server.fork import STACKS_SIGNAL
-from ddpilot.launching.rank_server.job import Signal
-from ddpilot.launching.shipping import fd_socket
+from ddpilot.launching.spawning import RankSpawner
 
 _TERM_GRACE_S = 1.0
 _FREE_GRACE_S = 1.0
@@ -27,14 +25,11 @@ _UPDATE_GRACE_S = 60.0
 class Shutdown:
     """The steps that end a launch. Times are in seconds of the monotonic clock.
 
-    `ask` sends a request to the rank server, `note` shows a notice; `grace_s`: see `LaunchOptions.stop_grace_s`.
+    `note` shows a notice; `grace_s`: see `LaunchOptions.stop_grace_s`.
     """
 
-    def __init__(
-        self, handles: Sequence[RankHandle], ask: Callable[[Signal], None], note: Callable[[str], None], grace_s: float
-    ) -> None:
-        self._handles = handles
-        self._ask = ask
+    def __init__(self, spawner: RankSpawner, note: Callable[[str], None], grace_s: float) -> None:
+        self._spawner = spawner
         self._note = note
         self._grace_s = grace_s
         self._steps = Escalation()
@@ -73,12 +68,11 @@ class Shutdown:
         pass_on = functools.partial(self._signal, number)
         self._steps.start((now_s, pass_on), (now_s + STOP_GRACE_S, self._say_kill))
 
-    def extend_grace(self, now_s: float) -> None:
-        """After Ctrl-C: give ranks that finish their update more time, unless a rank that they wait for is lost."""
+    def extend_grace(self, now_s: float, *, has_lost: bool) -> None:
+        """After Ctrl-C: give ranks that finish their update more time, unless they wait for a rank that is lost."""
         if self._interrupted_at_s is None:
             return
         grace_ends_s = self._interrupted_at_s + self._grace_s
-        has_lost = any(each.returned is None and (each.raised or not each.is_live) for each in self._handles)
         # A report after the grace period comes from a rank that was stuck until the process group was aborted.
         waits = self.finishes_update and not has_lost and (self._waits_for_update or now_s < grace_ends_s)
         if waits and not self._waits_for_update:
@@ -107,27 +101,23 @@ class Shutdown:
         self._steps.add(at_s + _FREE_GRACE_S, self._say_kill)
 
     def _live(self) -> tuple[int, ...]:
-        return tuple(handle.rank for handle in self._handles if handle.is_live)
+        return tuple(filter(self._spawner.is_live, range(self._spawner.world_size)))
 
     def _signal(self, number: int, _now_s: float) -> None:
-        self._ask(Signal(self._live(), number, group=False))
+        self._spawner.signal(self._live(), number, group=False)
 
     def _say_waiting(self, _now_s: float) -> None:
         self._note(f"{render_ranks(self._live())}: still finishing the update (interrupt again to kill them now)")
 
     def _free(self, _now_s: float) -> None:
         self._note(f"{render_ranks(self._live())} did not exit; aborting the process group")
-        for rank in self._live():
-            try:
-                fd_socket.send(self._handles[rank].control, "free")
-            except fd_socket.Closed:
-                continue
+        self._spawner.free(self._live())
 
     def _terminate(self, _now_s: float) -> None:
-        self._ask(Signal(self._live(), signal.SIGTERM))
+        self._spawner.signal(self._live(), signal.SIGTERM, group=True)
 
     def _kill(self, _now_s: float) -> None:
-        self._ask(Signal(self._live(), signal.SIGKILL))
+        self._spawner.signal(self._live(), signal.SIGKILL, group=True)
 
     def _say_kill(self, now_s: float) -> None:
         self._note(f"killing {render_ranks(self._live())}")

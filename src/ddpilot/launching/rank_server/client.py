@@ -20,7 +20,7 @@ import psutil
 
 from ddpilot.errors import LaunchError
 from ddpilot.launching.rank_environment import LAUNCH_VARIABLE, SERVER_VARIABLE, import_time_variables, module_paths
-from ddpilot.launching.rank_reports import Exited, Hello, Raised, RankStart, Returned
+from ddpilot.launching.rank_reports import Hello, RankStart
 from ddpilot.launching.rank_server.job import Start
 from ddpilot.launching.shipping import fd_socket
 from ddpilot.module_names import RANK_SERVER
@@ -251,7 +251,7 @@ def stop_servers() -> None:
 
 @dataclass
 class RankHandle:
-    """Channels to one rank's process, and what the process reported."""
+    """Channels to one rank's process."""
 
     rank: int
     control: socket.socket
@@ -259,42 +259,14 @@ class RankHandle:
     """The parent's ends of the "stdout" and "stderr" pipes that are still open."""
 
     pid: int | None = None
-    returned: Returned | None = None
-    raised: Raised | None = None
-    exited: Exited | None = None
-    parcel: int | None = None
-    """File descriptor of the parcel with the rank's value or exception."""
-
-    exited_notice_at_s: float | None = None
-
-    @property
-    def is_live(self) -> bool:
-        """True until the process has been reaped."""
-        return self.exited is None
-
-    @property
-    def has_returned(self) -> bool:
-        """True if the rank's function returned."""
-        return self.returned is not None
-
-    def describe_end(self) -> str:
-        """How the rank ended, as the predicate of a sentence whose subject is the rank."""
-        if self.returned is not None:
-            return "returned"
-        if self.raised is not None:
-            return "ended at KeyboardInterrupt" if self.raised.interrupted else f"raised {self.raised.type_name}"
-        if self.exited is None:
-            return "was never started"
-        if self.exited.signal_name is not None:
-            return f"was killed by {self.exited.signal_name}"
-        return f"exited with code {self.exited.exitcode}"
+    is_live: bool = True
+    """True until the process has been reaped."""
 
     def close(self) -> None:
         """Close all file descriptors that are still open."""
         self.control.close()
-        fd_socket.close_all([*self.pipes.values(), *([] if self.parcel is None else [self.parcel])])
+        fd_socket.close_all(self.pipes.values())
         self.pipes.clear()
-        self.parcel = None
 
 
 def start_rank(job: socket.socket, start: RankStart, parcel: int) -> RankHandle:

@@ -12,11 +12,12 @@ from ddpilot.errors import LaunchError, RankError, WatchError
 from ddpilot.findings.text import render_ranks
 from ddpilot.launching.failures import Failure, build_error, choose_failure
 from ddpilot.launching.rank_server.job import STORE
+from ddpilot.launching.spawning import Ended, Wrote
 from ddpilot.session.execution.collective_counts import CountMismatch
 from ddpilot.session.execution.outcome import Outcome, Part
 from ddpilot.session.execution.stop_steps import StopSteps
 from ddpilot.session.kernels.event_router import Turn
-from ddpilot.session.kernels.events import Ended, Event, KernelMessage, Wrote
+from ddpilot.session.kernels.events import Event, KernelMessage
 from ddpilot.session.kernels.manager import RankKernels
 from ddpilot.session.kernels.states import START_OVER, blame_dead
 from ddpilot.session.protocol.report import Report

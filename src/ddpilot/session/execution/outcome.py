@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ddpilot.errors import LaunchError, LaunchInterrupted, RankError
-from ddpilot.session.kernels.events import Ended
+from ddpilot.launching.spawning import Ended
 from ddpilot.session.protocol.report import Report
 
 

@@ -26,6 +26,7 @@ from ddpilot.findings.text import render_ranks
 from ddpilot.launching.options import LaunchOptions
 from ddpilot.launching.rank_server.job import STORE
 from ddpilot.launching.shipping import fd_socket
+from ddpilot.launching.spawning import Ended, Wrote
 from ddpilot.module_names import RECORD_HOOK
 from ddpilot.output.view import View
 from ddpilot.record.hook import RING_DIR_VARIABLE
@@ -34,10 +35,10 @@ from ddpilot.session.apps import find_app, present_modules
 from ddpilot.session.arguments import check_gpus
 from ddpilot.session.kernels.cell_watch import WatchedRank
 from ddpilot.session.kernels.event_router import EventRouter, InterruptListener, Turn
-from ddpilot.session.kernels.events import Ended, Event, Interrupted, KernelMessage, Wrote
+from ddpilot.session.kernels.events import Event, Interrupted, KernelMessage
 from ddpilot.session.kernels.io_thread import Connection, IOThread
 from ddpilot.session.kernels.output import IdleOutput, NativeOutput
-from ddpilot.session.kernels.processes import LocalProcesses, RankProcesses
+from ddpilot.session.kernels.processes import KernelProcesses
 from ddpilot.session.kernels.stacks import read_stacks
 from ddpilot.session.kernels.states import START_OVER, RankStates, describe_store_end
 from ddpilot.session.options import SessionOptions
@@ -75,8 +76,7 @@ class RankKernels:
         """Watches the ranks from outside; None if the session was started without `watch`."""
         self._folder: Path | None = None
         try:
-            processes = LocalProcesses(self._launch_options(), self._kernel_start)
-            self.processes: RankProcesses = processes
+            self.processes = processes = KernelProcesses(self._launch_options(), self._kernel_start)
             self._incarnations = [0] * processes.world_size
             if options.watch:
                 self.watcher = Watcher(options, "the session", processes.world_size)

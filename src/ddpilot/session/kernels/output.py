@@ -9,11 +9,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ddpilot.launching.rank_server.job import STORE
+from ddpilot.launching.spawning import Ended, Wrote
 from ddpilot.output.lines import TailBuffer
 from ddpilot.output.view import View
 from ddpilot.session.kernels.event_router import EventRouter
-from ddpilot.session.kernels.events import Ended, Event, KernelMessage, Wrote
-from ddpilot.session.kernels.processes import RankProcesses
+from ddpilot.session.kernels.events import Event, KernelMessage
+from ddpilot.session.kernels.processes import KernelProcesses
 from ddpilot.session.kernels.states import START_OVER, RankStates, describe_death
 
 _BEGINNING = re.compile(
@@ -96,7 +97,7 @@ class TorchLogFilter:
 class IdleOutput:
     """Shows in `view` what the ranks print and how they end between cells. `respawns`: the session's option."""
 
-    def __init__(self, view: View, processes: RankProcesses, states: RankStates, *, respawns: bool) -> None:
+    def __init__(self, view: View, processes: KernelProcesses, states: RankStates, *, respawns: bool) -> None:
         self._view = view
         self._processes = processes
         self._states = states

@@ -10,11 +10,10 @@ from ddpilot.errors import LaunchError, RankError
 from ddpilot.findings.text import render_ranks
 from ddpilot.launching.failures import describe_exit
 from ddpilot.launching.rank_reports import Exited, Raised
-from ddpilot.session.kernels.events import Ended
+from ddpilot.launching.spawning import Ended
 
 _END_GRACE_S = 2.0
 
-SERVER_GONE = "ended with the rank server"
 STORE_GONE = "the process of the session's store ended"
 START_OVER = "`%ddp stop`, then `%ddp start` (a new `Session`) starts from scratch"
 """What to do if no rank can be started any more."""

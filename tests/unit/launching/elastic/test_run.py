@@ -43,7 +43,7 @@ def test_prepare_run_says_nothing_before_an_error(script: str, capsys: pytest.Ca
 
 def test_prepare_run_refuses_a_filter_for_local_ranks_that_are_not_there(script: str) -> None:
     """Nothing would be shown; local ranks count from 0."""
-    with pytest.raises(LaunchError, match="reading --local-ranks-filter: 5, but the node has local ranks 0 to 1. Name"):
+    with pytest.raises(LaunchError, match="reading --local-ranks-filter: 5, but the node has local ranks 0 to 1. Give"):
         prepare_run(RunOptions(target=script, nproc_per_node=2, shown_local_ranks=frozenset({5})), {})
 
 

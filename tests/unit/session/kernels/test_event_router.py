@@ -6,8 +6,9 @@ from __future__ import annotations
 import pytest
 
 from ddpilot.errors import LaunchError, LaunchInterrupted
+from ddpilot.launching.spawning import Wrote
 from ddpilot.session.kernels.event_router import EventRouter
-from ddpilot.session.kernels.events import Event, Interrupted, Wrote
+from ddpilot.session.kernels.events import Event, Interrupted
 
 LINE = Wrote(0, "stdout", b"line\n")
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import signal
 
 from ddpilot.launching.rank_reports import Exited
-from ddpilot.session.kernels.events import Ended
+from ddpilot.launching.spawning import Ended
 from ddpilot.session.kernels.states import RankStates
 
 

@@ -99,7 +99,7 @@ def rank_network_variables(
     reached = _interface_towards(endpoint, interfaces)
     if options.node_rank == 0 and not _is_local_address(endpoint.addr, interfaces):
         mine = ", ".join(f"{address} on {name}" for name in interfaces for address in _ips(interfaces, name))
-        note(f"--master-addr {endpoint.addr} is no address of this machine ({mine}): will the other nodes find node 0?")
+        note(f"--master-addr {endpoint.addr} is not an address of this machine ({mine}): can other nodes use it?")
     chosen = environ.get(GLOO_VARIABLE)
     if chosen:
         _check_choice(chosen, interfaces, reached, endpoint, note)
@@ -112,18 +112,16 @@ def _check_choice(
 ) -> None:
     names = chosen.split(",")
     did, has = f"reading {GLOO_VARIABLE}", ", ".join(interfaces)
-    unset = f"Unset {GLOO_VARIABLE}" + (
-        "" if reached is None else f": {reached} leads to node 0, and is what is used then"
-    )
+    unset = f"Unset {GLOO_VARIABLE}" + ("" if reached is None else f": {reached}, which routes to node 0, is then used")
     for name in names:
         if name not in interfaces:
             found = f"{GLOO_VARIABLE}={chosen}: this node has no interface {name} that is up; it has {has}"
             raise LaunchError(did, found=found, fix=unset)
     if reached is not None and reached not in names:
-        found = f"{GLOO_VARIABLE}={chosen}, but the way to node 0 ({endpoint.addr}) leads over {reached}"
+        found = f"{GLOO_VARIABLE}={chosen}, but the route to node 0 ({endpoint.addr}) uses {reached}"
         if all(name.startswith("lo") for name in names):
             raise LaunchError(did, found=found, fix=unset)
-        note(f"{found}: do the other nodes reach this one over {chosen}?")
+        note(f"{found}: can the other nodes reach this one over {chosen}?")
 
 
 def _interface_towards(endpoint: Endpoint, interfaces: Mapping[str, list[Any]]) -> str | None:

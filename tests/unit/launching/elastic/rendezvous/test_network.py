@@ -82,4 +82,4 @@ def test_rank_network_variables_doubt_an_address_that_is_not_this_machines() -> 
     """Only a line: a router or a service may stand before node 0. 203.0.113.0/24 is nobody's, by RFC 5737."""
     endpoint, said = Endpoint(addr="203.0.113.7", port=1), list[str]()
     rank_network_variables(options(nnodes=(2, 2), master_addr="203.0.113.7"), endpoint, dict(os.environ), said.append)
-    assert said[0].startswith("--master-addr 203.0.113.7 is no address of this machine (")
+    assert said[0].startswith("--master-addr 203.0.113.7 is not an address of this machine (")
