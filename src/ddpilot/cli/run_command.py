@@ -86,14 +86,14 @@ def run_words(words: Sequence[str], show: Callable[[DdpilotError], str], environ
     any rank starts.
     """
     if not words:
-        print(make_parser().format_help())
+        print(make_parser().format_help(), end="")
         return 2
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # ranks may print characters that this stream cannot encode
     try:
         options, watching = read_options(split_words(words), environ)
     except HelpRequested as helped:
-        print(helped)
+        print(helped, end="")
         return 0
     prepared = prepare_run(options, environ)
     is_python = prepared.options.kind != "program"

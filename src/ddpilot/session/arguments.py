@@ -19,7 +19,7 @@ OWN_NAMES = ("rank", "world_size", "device", "group")
 
 def check_ranks(ranks: object, world_size: int, did: str) -> tuple[int, ...]:
     """Return the ranks in `ranks`, sorted and without duplicates. Raises if it is empty or a rank is out of range."""
-    fix = "Give numbers of ranks, such as `ranks=[0]`"
+    fix = "Give numbers of ranks, such as [0]"
     if isinstance(ranks, (int, str)):
         raise LaunchError(did, found=f"`ranks={ranks!r}`", fix=fix)
     try:
@@ -27,15 +27,11 @@ def check_ranks(ranks: object, world_size: int, did: str) -> tuple[int, ...]:
     except TypeError as error:
         raise LaunchError(did, found=f"`ranks={ranks!r}`", fix=fix) from error
     if not asked:
-        raise LaunchError(did, found="no ranks", fix="Give numbers of ranks")
-    return tuple(sorted({check_rank(rank, world_size, did, "Give numbers of ranks") for rank in asked}))
-
-
-def check_rank(rank: object, world_size: int, did: str, fix: str) -> int:
-    """Return `rank` if it is an integer from 0 to `world_size` - 1."""
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank not in range(world_size):
-        raise LaunchError(did, found=f"rank {rank!r}, and the ranks are 0 to {world_size - 1}", fix=fix)
-    return rank
+        raise LaunchError(did, found="no ranks", fix=fix)
+    for rank in asked:
+        if not isinstance(rank, int) or isinstance(rank, bool) or rank not in range(world_size):
+            raise LaunchError(did, found=f"rank {rank!r}, and the ranks are 0 to {world_size - 1}", fix=fix)
+    return tuple(sorted(set(asked)))
 
 
 def check_code(code: object) -> str:

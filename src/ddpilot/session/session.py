@@ -26,7 +26,7 @@ from ddpilot.output.cell_sources import collect_sources
 from ddpilot.output.terminal_view import TextView
 from ddpilot.output.view import View
 from ddpilot.session import arguments
-from ddpilot.session.arguments import check_rank, check_ranks
+from ddpilot.session.arguments import check_ranks
 from ddpilot.session.execution.outcome import Outcome
 from ddpilot.session.kernels.event_router import InterruptListener
 from ddpilot.session.kernels.stacks import trim_stack
@@ -226,7 +226,7 @@ class Session:
         is_one = isinstance(expression, str) or not isinstance(expression, Sequence)
         expressions = [arguments.check_expression(each) for each in ([expression] if is_one else expression)]
         did = f"pulling {', '.join(f'`{each}`' for each in expressions)}"
-        chosen = select_rank(self._kernels, rank, did)
+        chosen = select_ranks(self._kernels, None if rank is None else [rank], did, all_live=True)
         name = f"pull {' '.join(expressions)}"
         outcome, answers = self._runner.call(Pull(expressions=expressions), chosen, None, name)
         try:
@@ -246,14 +246,8 @@ class Session:
         rebuilt with all ranks. Raises LaunchError before any rank is ended if a rank does not exist or no rank can be
         started, and LaunchInterrupted if it is interrupted: the ranks that were to be restarted are dead then.
         """
-        did, fix = "restarting", "Give the number of one rank, several, or nothing for all"
-        if rank is None:
-            ranks = tuple(range(self.world_size))
-        elif isinstance(rank, int):
-            ranks = (arguments.check_rank(rank, self.world_size, did, fix),)
-        else:
-            ranks = arguments.check_ranks(rank, self.world_size, did)
-        self._runner.restart(ranks)
+        ranks = range(self.world_size) if rank is None else [rank] if isinstance(rank, int) else rank
+        self._runner.restart(check_ranks(ranks, self.world_size, "restarting"))
 
     def interrupt(self) -> bool:
         """Interrupt the cell that a different thread is running, as the interrupt button does.
@@ -367,15 +361,6 @@ def select_ranks(
     if asked is None and not all_live and len(missing) < kernels.world_size:
         return tuple(rank for rank in chosen if rank not in dead)
     raise make_dead_error(did, missing, dead, can_restart=kernels.processes.can_start)
-
-
-def select_rank(kernels: RankKernels, rank: int | None, did: str) -> tuple[int, ...]:
-    """Return `rank` as a tuple, or all ranks if it is None. Raises LaunchError if one of them is dead."""
-    if rank is None:
-        return select_ranks(kernels, None, did, all_live=True)
-    return select_ranks(
-        kernels, [check_rank(rank, kernels.world_size, did, "Give the number of one rank, or None")], did
-    )
 
 
 @contextlib.contextmanager

@@ -140,7 +140,7 @@ def test_pull_of_the_sessions_own_names_is_refused(start: Start) -> None:
         session.pull("ddp.in_features", rank=0)
     with pytest.raises(LaunchError, match="has no attribute 'nosuch'$"):
         session.pull("ddp.nosuch", rank=0)
-    with pytest.raises(LaunchError, match="`get_ipython` belongs to the notebook's own IPython"):
+    with pytest.raises(LaunchError, match="`get_ipython` belongs to IPython, and every rank has its own"):
         session.push({"get_ipython": print})
 
 

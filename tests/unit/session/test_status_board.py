@@ -19,7 +19,7 @@ from ddpilot.session.status_board import (
     summarize,
 )
 from tests.unit.findings.test_display import Reader
-from tests.unit.session.board.samples import BUSY, DEAD, HOSTILE, IDLE, NOW_S, ON_GPU, WAITING
+from tests.unit.session.samples import BUSY, DEAD, HOSTILE, IDLE, NOW_S, ON_GPU, WAITING
 
 
 def test_render_board_text_has_a_line_per_rank() -> None:

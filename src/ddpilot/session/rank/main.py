@@ -65,8 +65,12 @@ def _wake_on_signals() -> None:
     woken, waker = socket.socketpair()
     for end in (woken, waker):
         end.setblocking(False)
-    loop.add_handler(woken, lambda sock, _events: sock.recv(4096), ioloop.IOLoop.READ)
+    loop.add_handler(woken, _drain, ioloop.IOLoop.READ)
     signal.set_wakeup_fd(waker.detach(), warn_on_full_buffer=False)
+
+
+def _drain(woken: socket.socket, _events: int) -> None:
+    woken.recv(4096)
 
 
 class RankApp(IPKernelApp):
