@@ -355,7 +355,6 @@ class PipedLogs(LogsSpecs):
 
     @property
     def root_log_dir(self) -> str:
-        """The folder of the reports."""
         return str(self._folder)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:

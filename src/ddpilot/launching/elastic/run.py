@@ -43,11 +43,6 @@ class PreparedRun:
     display: LabelledWriter
 
 
-def run_script(options: RunOptions, make_observer: MakeObserver | None = None) -> None:
-    """Run the script of `options` on this node's ranks to the end of the job: `prepare_run`, then `run_prepared`."""
-    run_prepared(prepare_run(options, os.environ), make_observer)
-
-
 def prepare_run(options: RunOptions, environ: Mapping[str, str]) -> PreparedRun:
     """Check everything that can be wrong before ranks start, without importing torch; on node 0, open the port.
 

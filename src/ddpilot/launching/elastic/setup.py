@@ -143,12 +143,10 @@ class _WaitingHandler(RendezvousHandler):
         self._is_waiting = False
 
     def get_backend(self) -> str:
-        """Name of torch's rendezvous backend."""
         return self._handler.get_backend()
 
     @property
     def use_agent_store(self) -> bool:
-        """True if ranks are clients of the agents' store."""
         return self._handler.use_agent_store
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -159,19 +157,15 @@ class _WaitingHandler(RendezvousHandler):
         return info
 
     def is_closed(self) -> bool:
-        """True if no node can join any more."""
         return self._handler.is_closed()
 
     def set_closed(self) -> None:
-        """Close the rendezvous: no node can join any more."""
         self._handler.set_closed()  # type: ignore[no-untyped-call]
 
     def num_nodes_waiting(self) -> int:
-        """Number of nodes that arrived while the others were running."""
         return self._handler.num_nodes_waiting()
 
     def get_run_id(self) -> str:
-        """Id of the job."""
         return self._handler.get_run_id()
 
     def shutdown(self) -> bool:

@@ -71,7 +71,6 @@ class StaticRendezvousHandler(RendezvousHandler):
         self._attempt = -1
 
     def get_backend(self) -> str:
-        """Name of the backend, for torch's events."""
         return "static"
 
     @property
@@ -91,11 +90,9 @@ class StaticRendezvousHandler(RendezvousHandler):
         return 0
 
     def get_run_id(self) -> str:
-        """Id of the job."""
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Leave the rendezvous; torch calls this at the end if it owns the handler."""
         self.close()
         return True
 
