@@ -30,7 +30,7 @@ from ddpilot.launching.elastic.output_thread import OutputThread
 from ddpilot.launching.elastic.rendezvous.network import Endpoint
 from ddpilot.launching.elastic.rendezvous.node_state import NodeState
 from ddpilot.launching.elastic.rendezvous.static_handler import StaticRendezvousHandler
-from ddpilot.launching.elastic.rendezvous.torch_backends import Result, Waiter
+from ddpilot.launching.elastic.rendezvous.torch_backends import Result, wait_in_thread
 from ddpilot.launching.elastic.signals import RunStoppedError, StopSignal
 from ddpilot.launching.rank_environment import EXIT_REQUEUE
 
@@ -179,7 +179,7 @@ def _wait(call: Callable[[], Result], options: RunOptions, note: Callable[[str],
         where = f" at {options.rdzv_endpoint}" if options.rdzv_endpoint else ""
         return f"waiting for the {options.rdzv_backend} rendezvous of {fewest}{where}, for {waited_s:.0f} s"
 
-    return Waiter(call, note, describe).wait()
+    return wait_in_thread(call, note, describe)
 
 
 def _torch_rendezvous(options: RunOptions, run_id: str, note: Callable[[str], None]) -> RendezvousHandler:
