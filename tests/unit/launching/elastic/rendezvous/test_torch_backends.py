@@ -9,7 +9,7 @@ from ddpilot.launching.elastic.rendezvous.torch_backends import wait_in_thread
 
 
 def test_wait_in_thread_returns_and_raises_what_the_call_does() -> None:
-    """As if it had been called here; nothing is said of a short wait."""
+    """Like a direct call, and without a notice for a short wait."""
     said: list[str] = []
     assert wait_in_thread(lambda: 7, said.append, str) == 7
     with pytest.raises(ValueError, match="bad"):
