@@ -93,7 +93,7 @@ _LOWER_BAR_S = 0.5
 one."""
 
 _FLOOD_BYTES = 1 << 18
-"""Show pending output, and count it for the limit, at least every so many bytes, even if `show` is not called."""
+"""Show pending output, and count it for the limit, after at most this many bytes, even if `show` is not called."""
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]{6,16}\b")
 """Address of an object in a rank's memory, which differs between ranks and is replaced."""

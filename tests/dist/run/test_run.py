@@ -99,7 +99,7 @@ def test_run_names_the_holder_of_a_port(tmp_path: Path) -> None:
         assert done.err.startswith(
             f"error: opening port {port} for the store\n  found: the port is taken by pid {os.getpid()}: "
         )
-        assert done.err.endswith(f"  fix:   Stop that process, or choose another --master-port than {port}\n")
+        assert done.err.endswith(f"  fix:   Stop that process, or choose a --master-port other than {port}\n")
 
 
 @pytest.mark.timeout(60)

@@ -115,7 +115,7 @@ class StaticRendezvousHandler(RendezvousHandler):
         return None if self._heartbeat is None else self._heartbeat.open_mailbox(self._attempt)
 
     def failure_elsewhere(self, how_here: str) -> RankError | LaunchError | None:
-        """The failure that another node reported in this attempt, or None. `how_here`: how the ranks here ended."""
+        """The failure that a different node reported in this attempt, or None. `how_here`: how the ranks here ended."""
         if self._heartbeat is None:
             return None
         for state in self._heartbeat.view().states.values():
@@ -125,7 +125,7 @@ class StaticRendezvousHandler(RendezvousHandler):
 
     @property
     def is_requeue_elsewhere(self) -> bool:
-        """True if another node's ranks exited in this attempt with the code that asks for a requeue."""
+        """True if the ranks of a different node exited in this attempt with the code that asks for a requeue."""
         states = () if self._heartbeat is None else self._heartbeat.view().states.values()
         return any(
             state.node_rank != self._me.node_rank
@@ -166,7 +166,7 @@ class StaticRendezvousHandler(RendezvousHandler):
             time.sleep(_PAUSE_S)
 
     def close(self) -> None:
-        """Report that this node leaves. Node 0, which hosts the store, waits at most 5 s for the others to leave."""
+        """Report that this node leaves. Node 0, which hosts the store, waits at most 5 s for them to leave."""
         if self._heartbeat is None:
             return
         heartbeat, self._heartbeat = self._heartbeat, None
@@ -219,7 +219,7 @@ class StaticRendezvousHandler(RendezvousHandler):
         )
 
     def _join(self) -> Store:
-        """Connect for heartbeats. Raises RendezvousError if another agent has this node's rank."""
+        """Connect for heartbeats. Raises RendezvousError if a different agent has this node's rank."""
         store = PrefixStore(f"ddpilot-run/{self._run_id}", self._connect(self._endpoint.port))
         number = self._me.node_rank
         if store.add(f"taken/{number}", 1) > 1:
