@@ -104,7 +104,7 @@ def open_own_file(
     """Open the regular file `path` with `flags` and return its descriptor. O_TRUNC is applied after the checks.
 
     Raises `PermissionError` if the file belongs to a different user (root is accepted with `may_be_roots`) or if other
-    users can write to it; `OSError` for a symbolic link, for anything but a regular file, and if `path` cannot be opened.
+    users can write to it; `OSError` for a symbolic link, for anything but a regular file, and if it cannot be opened.
     """
     fd = os.open(path, (flags & ~os.O_TRUNC) | _WITHOUT_LINKS, mode)
     try:
