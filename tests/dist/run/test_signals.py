@@ -40,7 +40,7 @@ def ready(process: subprocess.Popen[str], num_ranks: int) -> list[int]:
 
 @pytest.mark.timeout(120)
 def test_run_passes_a_signal_on_and_gives_ranks_time_to_save(tmp_path: Path) -> None:
-    """SIGTERM from a scheduler reaches the script's own handler; the status is torchrun's, and a notice has the ends."""
+    """SIGTERM from a scheduler reaches the script's own handler; the status is torchrun's; a notice has the ends."""
     write(tmp_path, "train.py", SAVES)
     with started([*RUN, "-n", 2, "train.py"], tmp_path) as process:
         ready(process, 2)
