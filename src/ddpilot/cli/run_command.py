@@ -66,26 +66,22 @@ def run_words(words: Sequence[str], show: Callable[[DdpilotError], str], environ
         prepared = replace(prepared, variables={**prepared.variables, **watched_variables(watching, environ)})
     try:
         run_prepared(prepared, functools.partial(Watcher, watching) if watching.watch and is_python else None)
-    except OutputClosedError as error:
-        return error.exitcode
     except RunStoppedError as error:
-        print(f"ddpilot: {error.found}", file=sys.stderr)
+        if not isinstance(error, OutputClosedError):
+            print(f"ddpilot: {error.found}", file=sys.stderr)
         return error.exitcode
-    except WatchError as error:
-        print(f"ddpilot: {error}", file=sys.stderr)
-        return FAILED_STATUS
-    except RankError as error:
+    except (RankError, WatchError) as error:
         print(f"ddpilot: {error}", file=sys.stderr)
         return FAILED_STATUS
     except DdpilotError as error:
         print(show(error), file=sys.stderr)
         return FAILED_STATUS
     finally:
-        _drop_what_nobody_reads()
+        _flush_streams()
     return 0
 
 
-def _drop_what_nobody_reads() -> None:
+def _flush_streams() -> None:
     """Flush the streams and redirect a broken pipe to /dev/null; Python would print a traceback for it at exit."""
     for stream in filter(None, (sys.stdout, sys.stderr)):  # None if the caller closed it
         try:
