@@ -151,7 +151,7 @@ def _read_local_world_size(environ: Environ, world_size: int, nnodes: int, node_
             variable,
             f"{variable}={text} means {sum(counts)} tasks on {len(counts)} nodes, "
             f"but this step has {world_size} tasks on {nnodes} nodes",
-            fix="Leave these variables as srun set them, or unset the one that another program changed",
+            fix="Leave these variables as srun set them, or unset the one that a different program changed",
         )
     return counts[node_rank]
 
@@ -197,7 +197,7 @@ def parse_tasks_per_node(text: str, *, variable: str = "SLURM_TASKS_PER_NODE") -
             raise TopologyError(
                 f"reading {variable}",
                 variable=variable,
-                found=f"{variable}={text!r}, where {item!r} is no task count",
+                found=f"{variable}={text!r}, where {item!r} is not a task count",
                 fix=f"Slurm writes it like 2(x3),1: leave {variable} as srun set it, or unset it",
             )
         counts += [int(match[1])] * repeats
@@ -225,7 +225,7 @@ def _expand_ranges(ranges: str, text: str, variable: str) -> list[str]:
         match = _RANGE.fullmatch(item)
         low, high = (match[1], match[2] or match[1]) if match else ("1", "0")
         if int(low) > int(high):
-            raise _refuse(text, variable, f"{item!r} in brackets, which is no number and no rising range")
+            raise _refuse(text, variable, f"{item!r} in brackets, which is neither a number nor an ascending range")
         if int(high) - int(low) >= MAX_NODES:
             raise _refuse(text, variable, f"more than {MAX_NODES} hosts")
         numbers += [f"{number:0{len(low)}d}" for number in range(int(low), int(high) + 1)]

@@ -97,7 +97,7 @@ def listen(host: str, port: int) -> socket.socket | None:
         raise RendezvousError(
             f"opening rank 0's store on port {port}",
             found=_taken(error, holder),
-            fix=f"Stop that process or choose another MASTER_PORT than {port}.",
+            fix=f"Stop that process or choose a MASTER_PORT other than {port}.",
             rank=0,
         ) from error
     return sock

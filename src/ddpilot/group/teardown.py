@@ -145,7 +145,7 @@ def uses_device() -> bool:
 def abort_all(aborts: Mapping[str, Callable[[], None]], limit_s: float) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Call all `aborts`, given by group name, in parallel. Returns the aborted groups and one sentence per failure.
 
-    In parallel, because aborting one communicator may wait for a kernel of another one that must be aborted too
+    In parallel, because aborting one communicator may wait for a kernel of one that must be aborted too
     (pytorch#119797). Waits at most `limit_s` seconds.
     """
     failures: dict[str, str] = {}

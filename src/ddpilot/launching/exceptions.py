@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts about an exception of a rank: its message, its exit code, and whether another rank's failure caused it.
+"""Facts about an exception of a rank: its message, its exit code, and whether a failure elsewhere caused it.
 
 Such a victim's error can arrive before the failure that caused it (measured with gloo: up to 0.1 s earlier).
 """
@@ -44,7 +44,7 @@ def message_of(error: BaseException) -> str:
 
 
 def leave_out_guard(text: str) -> str:
-    """Remove the frames of guard's wrappers from tracebacks that another process formatted as text."""
+    """Remove the frames of guard's wrappers from tracebacks that a different process formatted as text."""
     return _GUARD_FRAME.sub("", text)
 
 

@@ -61,7 +61,7 @@ class Failure:
 
     @property
     def is_victim(self) -> bool:
-        """True if the failure looks like a consequence of another rank's failure."""
+        """True if the failure looks like a consequence of a different rank's failure."""
         return self.raised is not None and self.raised.is_victim
 
 

@@ -165,7 +165,6 @@ class ForkedRanks:
 
     @property
     def can_start(self) -> bool:
-        """True if the rank server is running."""
         return not self._is_finished
 
     def attach(self, loop: EventLoop, emit: Callable[[SpawnerEvent], object]) -> None:
@@ -182,7 +181,6 @@ class ForkedRanks:
         fd_socket.send(self._job, job.Own(folder))
 
     def add_hooks(self, hooks: tuple[str, ...], variables: Mapping[str, str]) -> None:
-        """Make every rank started from now on call `hooks` first, with `variables` added to its environment."""
         self._hooks = hooks
         self._environ = {**self._environ, **variables}
 
@@ -222,17 +220,14 @@ class ForkedRanks:
             self._on_job()
 
     def signal(self, ranks: Sequence[int], number: int, *, group: bool) -> None:
-        """Send a signal to the processes of `ranks`, or to their whole process groups."""
         self._ask(job.Signal(tuple(ranks), number, group))
 
     def free(self, ranks: Sequence[int]) -> None:
-        """Abort the process groups of torch in `ranks`."""
         for rank in ranks:
             with contextlib.suppress(fd_socket.Closed):
                 fd_socket.send(self._handles[rank].control, "free")
 
     def drain(self, rank: int) -> None:
-        """Emit everything that the rank's process has written so far."""
         handle = self._handles[rank]
         for stream in list(handle.pipes):
             for _ in range(_MAX_CHUNKS):
@@ -240,17 +235,14 @@ class ForkedRanks:
                     break
 
     def pid(self, rank: int) -> int | None:
-        """Process id of a live rank, else None."""
         handle = self._handles.get(rank)
         return handle.pid if handle is not None and handle.is_live else None
 
     def is_live(self, rank: int) -> bool:
-        """True if the rank's process was started and has not ended."""
         handle = self._handles.get(rank)
         return handle is not None and handle.is_live
 
     def close(self) -> None:
-        """End all remaining processes, wait until they have exited, and close all channels."""
         if hasattr(self, "_job") and self._job.fileno() != -1:
             self._loop.unwatch(self._job.fileno())
             self._job.settimeout(_FINISH_LIMIT_S)

@@ -93,7 +93,7 @@ _LOWER_BAR_S = 0.5
 one."""
 
 _FLOOD_BYTES = 1 << 18
-"""Show pending output, and count it for the limit, at least every so many bytes, even if `show` is not called."""
+"""Show pending output, and count it for the limit, after at most this many bytes, even if `show` is not called."""
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]{6,16}\b")
 """Address of an object in a rank's memory, which differs between ranks and is replaced."""
@@ -289,13 +289,11 @@ class BaseView(ABC):
         """Handle a comm message of a rank's widget."""
 
     def begin(self, ranks: Sequence[int]) -> None:
-        """A cell starts on `ranks`."""
         self.end()
         self._ranks = tuple(ranks)
         self._output = CellOutput(self._ranks, self.make_screen())
 
     def message(self, message: RankMessage, now_s: float) -> None:
-        """Handle an iopub message of a rank."""
         output, rank, content = self._current(), message.rank, message.content
         if message.kind == "stream":
             output.text(rank, content["name"], content["text"].encode("utf-8", "replace"), now_s)
@@ -315,20 +313,16 @@ class BaseView(ABC):
             self.take_comm(message)
 
     def raw(self, rank: int, stream: str, data: bytes, now_s: float) -> None:
-        """Handle bytes that a rank's process wrote bypassing Python."""
         self._current().text(rank, stream, data, now_s, past_python=True)
 
     def show(self, now_s: float) -> None:
-        """Show output that has waited long enough."""
         if self._output is not None:
             self._output.show(now_s)
 
     def next_due_s(self) -> float | None:
-        """Return when to call `show` next; None if nothing is pending."""
         return None if self._output is None else self._output.next_due_s()
 
     def error(self, error: RankError | LaunchError) -> None:
-        """Show the first failure, after all output printed before it."""
         self.flush()
         self.advise(error)
         self.write_error("\n".join(error._render_traceback_()) + "\n")  # IPython's protocol for a coloured traceback
@@ -338,7 +332,6 @@ class BaseView(ABC):
         """Write the text of an error, which may contain ANSI colours."""
 
     def note(self, text: str) -> None:
-        """Show a message of ddpilot itself."""
         output = self._current()
         output.show_all()
         output.screen.note(text)
@@ -349,7 +342,6 @@ class BaseView(ABC):
         self._current().finish_lines(time.monotonic())
 
     def end(self) -> None:
-        """The cell is over."""
         output, self._output = self._output, None
         if output is not None:
             output.close(time.monotonic())

@@ -55,7 +55,6 @@ class NotebookScreen(TextScreen):
         return self._rank_mode == "silent" or (self._rank_mode == "rank_zero" and rank != 0)
 
     def line(self, ranks: Sequence[int], stream: str, text: str) -> None:
-        """Show a line."""
         self._clear_now(ranks)
         self._shown.append(_ShownLine(set(ranks), stream, text))
         super().line(ranks, stream, text)
@@ -68,7 +67,6 @@ class NotebookScreen(TextScreen):
             self._shown.append(place)
 
     def update(self, items: Mapping[int, RichOutput]) -> None:
-        """Replace the content of the display."""
         self._displays.update(items)
 
     def clear(self, ranks: Sequence[int], wait: bool) -> None:
@@ -119,11 +117,9 @@ class NotebookView(BaseView):
         self._displays = SharedDisplays(self._publisher, self._pair)
 
     def make_screen(self) -> Screen:
-        """Return a screen on the notebook's current streams."""
         return NotebookScreen(self._mode, self._limit_bytes, self._displays, self._publisher())
 
     def bind(self, send: SendToRank) -> None:
-        """Set the function that sends messages to the ranks' widgets."""
         self._bridge = CommBridge(send)
 
     def read(self, message: RankMessage) -> RichOutput:
@@ -132,13 +128,11 @@ class NotebookView(BaseView):
         return read_rich(message, self._widgets.looks(view.get("model_id", "")) if view else None)
 
     def take_comm(self, message: RankMessage) -> None:
-        """Forward a comm message of a rank's widget."""
         self._widgets.take(message)
         if self._bridge is not None:
             self._bridge.take(message)
 
     def write_error(self, text: str) -> None:
-        """Write to the notebook's stderr, which shows colours."""
         sys.stderr.write(text)
         sys.stderr.flush()
 

@@ -56,7 +56,7 @@ def test_decorated_function_raises_everywhere_when_its_value_cannot_be_pickled(r
 
 
 def test_decorated_function_is_refused_when_it_names_a_rank_that_does_not_exist(run_ranks: RunRanks) -> None:
-    """Every rank is told, before anything runs."""
+    """Every rank raises before anything runs."""
     for seen in run_ranks("decorating.decorated", 2, args=("no_such_rank",)).results:
         assert seen["value"][:1] == ["GroupError"]
         assert "rank 7 does not exist: the group has ranks 0 to 1" in seen["value"][1]

@@ -131,7 +131,7 @@ def test_launch_passes_the_backend_to_init_group() -> None:
 
 
 def test_launch_refuses_to_launch_inside_a_rank() -> None:
-    """The rank is told to call the function directly; nothing hangs, nothing is left."""
+    """The error advises to call the function directly; nothing hangs, no process is left."""
 
     def nested() -> Any:
         return ddpilot.launch(environ, nproc_per_node=2)

@@ -168,7 +168,7 @@ def test_launch_says_that_a_process_ended_before_the_function_returned(code: int
 
 @pytest.mark.parametrize(("argument", "code"), [(3, 3), ("out of data", 1), (300, 300 & 0xFF)])
 def test_launch_takes_sys_exit_for_a_failure_with_its_code(argument: int | str, code: int) -> None:
-    """`sys.exit(3)` and `sys.exit("text")`, as a script's exit code would say."""
+    """`sys.exit(3)` and `sys.exit("text")`, with the exit code of a script."""
 
     def leave() -> None:
         sys.exit(argument)
@@ -212,7 +212,7 @@ except ddpilot.RankError as error:
 
 
 def test_launch_shows_source_lines_of_functions_from_cells(tmp_path: Path) -> None:
-    """ "Remote traceback with source lines", also for a function whose source lies in no file."""
+    """ "Remote traceback with source lines", also for a function without a source file."""
     outcome = run_script(CELL, tmp_path, may_fail=True)
     assert 'File "<ipython-input-7>", line 3, in train\n    return samples[3]  # the line' in outcome.out
     assert outcome.err.rstrip().endswith("IndexError: list index out of range")

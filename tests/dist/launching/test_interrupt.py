@@ -73,7 +73,7 @@ def interrupt(way: str, folder: Path, *, grace_s: float = 0.5, times: int = 1) -
 
 
 def test_ctrl_c_ends_ranks_in_python_with_their_own_keyboard_interrupt(tmp_path: Path) -> None:
-    """The first step: SIGINT in every rank; LaunchInterrupted is a KeyboardInterrupt and says how each rank ended."""
+    """The first step: SIGINT in every rank; LaunchInterrupted is a KeyboardInterrupt and has each rank's end."""
     out, err, _ = interrupt("in_python", tmp_path, grace_s=20)
     ends = "rank 0 ended at KeyboardInterrupt; rank 1 ended at KeyboardInterrupt"
     assert out.startswith(f"LaunchInterrupted the launch of `train` was stopped: {ends}\n")
@@ -130,7 +130,7 @@ def test_ctrl_c_leaves_ranks_that_take_it_the_time_for_an_update(tmp_path: Path)
 
 
 def test_ctrl_c_leaves_no_such_time_to_a_rank_whose_peer_has_ended(tmp_path: Path) -> None:
-    """One was interrupted before its loop began: what the other one goes on to never comes."""
+    """One was interrupted before its loop, so the other one waits for it in vain."""
     out, _, took_s = interrupt("taking_alone", tmp_path)
     assert "rank 0 ended at KeyboardInterrupt; rank 1 was killed by SIGKILL" in out
     assert took_s < 20
@@ -149,7 +149,7 @@ print(len(ddpilot.launch(os.getpid, nproc_per_node=2)))
 
 
 def test_ctrl_c_while_the_server_starts_leaves_no_server(tmp_path: Path) -> None:
-    """The half-started server is ended, and the next launch starts another one."""
+    """The half-started server is terminated, and the next launch starts a new one."""
     (tmp_path / "slow.py").write_text(
         "import os, time\nopen('pid.writing', 'w').write(str(os.getpid()))\n"
         "os.rename('pid.writing', 'pid')\ntime.sleep(600)\n"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two nodes with a network between them: training, and what is said when one end of it is not as it should be."""
+"""Two nodes with a network between them: training, and messages about faults of a node or of the network."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def losses(text: str) -> list[str]:
 
 @pytest.mark.timeout(240)
 def test_run_and_torchrun_train_the_example_on_two_nodes(nodes: TwoNodes) -> None:
-    """The same losses. torchrun has to be told the interface, which `ddpilot run` finds; without it gloo waits."""
+    """The same losses. torchrun needs the interface to be set, which `ddpilot run` detects."""
     a, b = start_both(nodes, example(), "--epochs", 1)
     assert [a.wait(100), b.wait(100)] == [0, 0], a.text + b.text
     plain = [
@@ -96,7 +96,7 @@ def test_run_says_at_once_what_cannot_work(nodes: TwoNodes) -> None:
 
 @pytest.mark.timeout(120)
 def test_run_names_the_node_that_does_not_come(nodes: TwoNodes) -> None:
-    """A word after 5 s, and the end in time, for: no node 1, a closed port, an address of nobody."""
+    """A notice after 5 s, and an error in time, for: no node 1, a closed port, an unused address."""
     waits = ("--rdzv-timeout", 7, example())
     alone = nodes.start("a", [*DDPILOT, *words(nodes, "a", *waits)])
     closed = nodes.start("b", [*DDPILOT, *words(nodes, "b", *waits, port=29501)])
@@ -118,7 +118,7 @@ def test_run_names_the_node_that_does_not_come(nodes: TwoNodes) -> None:
 
 @pytest.mark.timeout(120)
 def test_run_refuses_a_node_that_is_there_already(nodes: TwoNodes) -> None:
-    """Two nodes with one number: the second is told who has it. Another --nnodes is named on both."""
+    """Two nodes with one node rank: the error names the first one. A different --nnodes is reported on both."""
     a = nodes.start("a", [*DDPILOT, *words(nodes, "a", "--nnodes", 3, "--rdzv-timeout", 90, example())])
     b = nodes.start("b", [*DDPILOT, *words(nodes, "b", "--nnodes", 3, "--rdzv-timeout", 90, example())])
     a.wait_for("waiting for node 2 of 3 nodes", LIMIT_S)
@@ -154,7 +154,7 @@ def test_run_ends_both_nodes_when_the_link_is_cut(nodes: TwoNodes, tmp_path: Pat
 
 @pytest.mark.timeout(180)
 def test_run_goes_on_when_the_link_is_mended_and_both_end_at_one_sigterm(nodes: TwoNodes, tmp_path: Path) -> None:
-    """A short cut costs nothing but a line; a node that is stopped takes the other along, which says why."""
+    """A short cut only causes notices; when one node is stopped, the other one ends and reports why."""
     (tmp_path / "train.py").write_text(STEPS)
     a, b = start_both(nodes, "--node-timeout", 60, tmp_path / "train.py")
     a.wait_for("step 20", LIMIT_S)
@@ -188,7 +188,7 @@ def test_run_tells_every_node_which_rank_failed_first(nodes: TwoNodes, tmp_path:
 
 @pytest.mark.timeout(180)
 def test_run_ends_when_the_other_node_is_killed(nodes: TwoNodes, tmp_path: Path) -> None:
-    """`kill -9` of node 0's agent: its ranks go with it, and node 1 says in seconds that node 0's store has ended."""
+    """`kill -9` of node 0's agent: its ranks are killed, and node 1 reports in seconds that node 0's store is gone."""
     (tmp_path / "train.py").write_text(STEPS)
     a, b = start_both(nodes, tmp_path / "train.py", TMPDIR=str(tmp_path))  # nobody is left to remove node 0's folder
     a.wait_for("step 20", LIMIT_S)

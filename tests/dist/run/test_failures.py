@@ -179,7 +179,7 @@ def test_run_waits_for_exit_handlers_and_then_ends_a_rank_that_a_thread_keeps(tm
 
 @pytest.mark.timeout(120)
 def test_run_without_python_starts_any_program(tmp_path: Path) -> None:
-    """Its last output is in the error, since it can report nothing else. A screen without UTF-8 hinders nobody."""
+    """Its last output is in the error, since it reports nothing else. Works without UTF-8 too."""
     line = "printf 'caf\\303\\251\\n'; echo this is $RANK; exit $((RANK * 7))"
     done = run(tmp_path, "--no-python", "-n", 2, "sh", "-c", line, PYTHONIOENCODING="ascii")
     assert done.status == 1
@@ -207,7 +207,7 @@ def test_run_without_python_watches_what_is_python(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(120)
 def test_run_tells_another_agent_which_rank_failed(tmp_path: Path) -> None:
-    """Two agents on this machine as two nodes: the one whose rank would sleep ends too, with the other one's error."""
+    """Two agents on this machine as two nodes: both end with the error of the rank that failed."""
     write(tmp_path, "train.py", WAIT.format("raise ValueError('bad sample')", "True"))
     with kept_port() as port:
         words = ["--nnodes=2", "-n", 1, "--master-addr=127.0.0.1", "--master-port", port]

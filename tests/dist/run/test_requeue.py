@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A signal of a scheduler to `ddpilot run`: ranks save, the status asks for a requeue, the same command goes on."""
+"""A scheduler's signal to `ddpilot run`: ranks save, the status asks for a requeue, the same command resumes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_run_ends_with_75_after_a_checkpoint_and_the_same_command_goes_on(tmp_pa
 
 
 def test_run_ends_with_75_only_if_every_rank_left_with_it(tmp_path: Path) -> None:
-    """Ranks that follow within --shutdown-timeout are awaited, as one whose `finally` takes long; others are ended."""
+    """Ranks that exit within --shutdown-timeout are awaited, as after a long `finally`; others are terminated."""
     write(tmp_path, "leave.py", LEAVE)
     together = run(tmp_path, "-n", 2, "leave.py", 0, 5.5)
     assert together.status == 75

@@ -36,7 +36,7 @@ def test_detect_topology_says_how_with_variables_and_values(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["sbatch_script", "salloc_command", "salloc_shell"])
 def test_detect_topology_hints_at_srun_when_alone_in_an_allocation(name: str) -> None:
-    """A batch script and a shell of a 4-task job are alone, and the sentence says how to get 4 ranks."""
+    """A batch script and a shell of a 4-task job are alone, and the sentence has the command for 4 ranks."""
     topology = detect_topology(CAPTURED[name]["environ"])
     assert not topology.is_distributed
     assert "SLURM_NTASKS=4" in topology.how
@@ -45,7 +45,7 @@ def test_detect_topology_hints_at_srun_when_alone_in_an_allocation(name: str) ->
 
 @pytest.mark.parametrize("name", IN_TWO_NODES)
 def test_detect_topology_asks_for_an_address_when_mpirun_spans_nodes(name: str) -> None:
-    """MPI gives no address to meet at; with two nodes it must be set, and the error says so."""
+    """MPI sets no master address; with two nodes the user must, and the error asks for it."""
     with pytest.raises(TopologyError, match="MASTER_ADDR is not set") as caught:
         detect_topology(CAPTURED[name]["environ"])
     assert caught.value.variable == "MASTER_ADDR"
@@ -53,7 +53,7 @@ def test_detect_topology_asks_for_an_address_when_mpirun_spans_nodes(name: str) 
 
 @pytest.mark.parametrize("name", IN_TWO_NODES)
 def test_detect_topology_believes_mpirun_when_slurm_started_its_helpers(name: str) -> None:
-    """srun started one helper per node, so SLURM_PROCID says 1 of 2 where this is rank 3 of 4."""
+    """srun started one helper per node, so SLURM_PROCID is 1 of 2 on rank 3 of 4."""
     environ = CAPTURED[name]["environ"]
     assert (environ["SLURM_PROCID"], environ["SLURM_STEP_NUM_TASKS"]) == ("1", "2")
     topology = detect_topology({**environ, "MASTER_ADDR": "gpu08", "MASTER_PORT": "15004"})

@@ -60,7 +60,7 @@ def test_choose_failure_waits_a_moment_for_an_earlier_cause() -> None:
 
 
 def test_choose_failure_takes_the_rank_that_a_joint_error_is_about() -> None:
-    """All ranks raise it; the one that it names gets `VICTIM_GRACE_S` to be heard. A user's own text names nobody."""
+    """All ranks raise it; the named rank has `VICTIM_GRACE_S` to report. A text of the user's names no rank."""
     joint: Any = {"type_name": "NonFiniteError", "message": "[rank 1] computing the loss: nan"}
     first, named = raising(2, 1.0, **joint), raising(1, 1.1, **joint)
     assert choose_failure([first, named], SETTLE_S) is named
@@ -158,7 +158,7 @@ def test_build_error_names_the_python_line_of_a_crash() -> None:
 
 
 def test_build_error_says_that_the_control_descriptor_was_closed() -> None:
-    """The rank's own line says so; how its process then exited is of no interest."""
+    """The rank wrote that to stderr; the exit code of its process does not matter."""
     lines = ("Traceback", render_unsent(0, "train", "Bad file descriptor").rstrip())
     error = error_of(ending(0, 1 << 8), last_lines=lines)
     assert (
@@ -177,7 +177,7 @@ def test_build_error_says_sys_exit_with_its_code() -> None:
 
 
 def test_build_error_asks_for_the_number_of_steps_when_a_rank_returned_early() -> None:
-    """A victim without a cause, beside a rank that returned, means unequal numbers of steps."""
+    """A victim without a cause, and a rank that returned, mean unequal numbers of steps."""
     lost: Any = {"type_name": "RuntimeError", "message": "Connection closed by peer [127.0.0.1]:4000"}
     error = error_of(raising(1, 1.0, is_victim=True, traceback="Traceback ...", **lost), returned=[0])
     asked = (
@@ -267,7 +267,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 def test_is_ending_tells_processes_that_live_from_those_that_are_gone() -> None:
-    """Also from one that nobody has waited for yet."""
+    """Also for a process that has not been reaped yet."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         assert not is_ending(os.getpid())
         assert not is_ending(child.pid)

@@ -109,7 +109,7 @@ class Agent(LocalElasticAgent):
             self._end_with(error)
         if self._ranks.live or (failures and self.error is None):
             # A failure may be a victim whose cause is reported soon. torch's method is not called before the end,
-            # because it would reap a rank between two of our checks and terminate the others by its own rules.
+            # because it would reap a rank between two of our checks and terminate the other ranks by its own rules.
             return RunResult(state=WorkerState.HEALTHY)
         result: RunResult = super()._monitor_workers(worker_group)
         return result
@@ -183,7 +183,7 @@ class Agent(LocalElasticAgent):
         return is_requeue and self._ranks.are_leaving(chosen.since_s, limit_s)
 
     def _may_follow_elsewhere(self) -> bool:
-        """True while the ranks here may still exit with the requeue code, as ranks of another node did."""
+        """True while the ranks here may still exit with the requeue code, as ranks of a different node did."""
         if self._static is None or not self._static.is_requeue_elsewhere:
             return False
         if self._requeue_seen_s is None:
@@ -355,7 +355,6 @@ class PipedLogs(LogsSpecs):
 
     @property
     def root_log_dir(self) -> str:
-        """The folder of the reports."""
         return str(self._folder)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:

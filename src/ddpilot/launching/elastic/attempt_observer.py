@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`AttemptObserver`: creates an observer for each attempt of a run, and forwards the agent's calls to it."""
+"""`AttemptObserver`: creates a `LaunchObserver` for each attempt of a run, and forwards the agent's calls to it."""
 
 from __future__ import annotations
 
@@ -45,21 +45,17 @@ class AttemptObserver:
         return {**observer.variables, HOOKS_VARIABLE: ",".join(observer.hooks)}
 
     def watch(self, ranks: Sequence[RankState]) -> None:
-        """Called when the ranks have been started."""
         if self._observer is not None:
             self._observer.begin(ranks, {})
 
     def take(self) -> WatchError | None:
-        """Show new findings. Returns the error that the attempt must end with, or None."""
         return None if self._observer is None else self._observer.take(self._note)
 
     def explain(self, error: RankError) -> None:
-        """Add what was observed from outside to `error`, which ends the attempt."""
         if self._observer is not None:
             self._observer.explain(error)
 
     def finish(self) -> WatchError | None:
-        """Called after all ranks succeeded: show new findings. Returns an error that the run must end with, or None."""
         return None if self._observer is None else self._observer.finish(self._note)
 
     def end(self, *, is_clean: bool) -> None:

@@ -45,7 +45,6 @@ class NodeRank:
 
     @property
     def pid(self) -> int:
-        """Process id."""
         return self.process.pid
 
     @property

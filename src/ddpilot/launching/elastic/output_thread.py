@@ -150,7 +150,7 @@ class OutputThread:
     def _show(self, act: Callable[[], object]) -> None:
         try:
             act()
-        except BlockingIOError:  # another call has read the data
+        except BlockingIOError:  # a different call has read the data
             return
         except OSError as error:
             self.broken = error

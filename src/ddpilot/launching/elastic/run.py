@@ -43,11 +43,6 @@ class PreparedRun:
     display: LabelledWriter
 
 
-def run_script(options: RunOptions, make_observer: MakeObserver | None = None) -> None:
-    """Run the script of `options` on this node's ranks to the end of the job: `prepare_run`, then `run_prepared`."""
-    run_prepared(prepare_run(options, os.environ), make_observer)
-
-
 def prepare_run(options: RunOptions, environ: Mapping[str, str]) -> PreparedRun:
     """Check everything that can be wrong before ranks start, without importing torch; on node 0, open the port.
 
@@ -130,8 +125,26 @@ def run_prepared(prepared: PreparedRun, make_observer: MakeObserver | None = Non
     """
     options = prepared.options
     try:
-        with limits_explained(f"running `{options.name}` on {prepared.me.nproc_per_node} ranks"):
-            _run(prepared, make_observer)
+        with (
+            limits_explained(f"running `{options.name}` on {prepared.me.nproc_per_node} ranks"),
+            OutputThread(prepared.display) as screen,
+            scratch_folder("ddpilot-run-") as folder,
+            _quiet_torch(),
+            signals_raise(options.signals),
+        ):
+            # Imports torch: everything that can be checked without it has been checked.
+            from ddpilot.launching.elastic.setup import run_assembled
+
+            run_assembled(
+                options,
+                prepared.me,
+                prepared.run_id,
+                prepared.endpoint,
+                screen,
+                folder,
+                prepared.variables,
+                make_observer,
+            )
     except StopSignal as stop:
         number = stop.number
         found = f"`{options.name}` was stopped by {number.name} before ranks were started"
@@ -139,28 +152,6 @@ def run_prepared(prepared: PreparedRun, make_observer: MakeObserver | None = Non
     finally:
         if prepared.endpoint is not None:
             prepared.endpoint.close()
-
-
-def _run(prepared: PreparedRun, make_observer: MakeObserver | None) -> None:
-    with (
-        OutputThread(prepared.display) as screen,
-        scratch_folder("ddpilot-run-") as folder,
-        _quiet_torch(),
-        signals_raise(prepared.options.signals),
-    ):
-        # Imports torch: everything that can be checked without it has been checked.
-        from ddpilot.launching.elastic.setup import run_assembled
-
-        run_assembled(
-            prepared.options,
-            prepared.me,
-            prepared.run_id,
-            prepared.endpoint,
-            screen,
-            folder,
-            prepared.variables,
-            make_observer,
-        )
 
 
 @contextmanager

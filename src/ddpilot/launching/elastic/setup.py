@@ -30,7 +30,7 @@ from ddpilot.launching.elastic.output_thread import OutputThread
 from ddpilot.launching.elastic.rendezvous.network import Endpoint
 from ddpilot.launching.elastic.rendezvous.node_state import NodeState
 from ddpilot.launching.elastic.rendezvous.static_handler import StaticRendezvousHandler
-from ddpilot.launching.elastic.rendezvous.torch_backends import Result, Waiter
+from ddpilot.launching.elastic.rendezvous.torch_backends import Result, wait_in_thread
 from ddpilot.launching.elastic.signals import RunStoppedError, StopSignal
 from ddpilot.launching.rank_environment import EXIT_REQUEUE
 
@@ -143,12 +143,10 @@ class _WaitingHandler(RendezvousHandler):
         self._is_waiting = False
 
     def get_backend(self) -> str:
-        """Name of torch's rendezvous backend."""
         return self._handler.get_backend()
 
     @property
     def use_agent_store(self) -> bool:
-        """True if ranks are clients of the agents' store."""
         return self._handler.use_agent_store
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -159,19 +157,15 @@ class _WaitingHandler(RendezvousHandler):
         return info
 
     def is_closed(self) -> bool:
-        """True if no node can join any more."""
         return self._handler.is_closed()
 
     def set_closed(self) -> None:
-        """Close the rendezvous: no node can join any more."""
         self._handler.set_closed()  # type: ignore[no-untyped-call]
 
     def num_nodes_waiting(self) -> int:
-        """Number of nodes that arrived while the others were running."""
         return self._handler.num_nodes_waiting()
 
     def get_run_id(self) -> str:
-        """Id of the job."""
         return self._handler.get_run_id()
 
     def shutdown(self) -> bool:
@@ -185,7 +179,7 @@ def _wait(call: Callable[[], Result], options: RunOptions, note: Callable[[str],
         where = f" at {options.rdzv_endpoint}" if options.rdzv_endpoint else ""
         return f"waiting for the {options.rdzv_backend} rendezvous of {fewest}{where}, for {waited_s:.0f} s"
 
-    return Waiter(call, note, describe).wait()
+    return wait_in_thread(call, note, describe)
 
 
 def _torch_rendezvous(options: RunOptions, run_id: str, note: Callable[[str], None]) -> RendezvousHandler:

@@ -45,7 +45,6 @@ class LaunchedRank:
 
     @property
     def has_returned(self) -> bool:
-        """True if the rank's function returned."""
         return self.returned is not None
 
     def describe_end(self) -> str:
@@ -162,11 +161,9 @@ class Supervisor:
     # the event loop of the spawner
 
     def watch(self, source: Any, ready: Callable[[], object]) -> None:
-        """Call `ready` whenever the file descriptor `source` is readable."""
         self._selector.register(source, selectors.EVENT_READ, ready)
 
     def unwatch(self, source: Any) -> None:
-        """Stop watching `source`."""
         if source in self._selector.get_map():
             self._selector.unregister(source)
 

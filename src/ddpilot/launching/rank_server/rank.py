@@ -39,7 +39,7 @@ def run_rank(control_fd: int, out_fd: int, err_fd: int) -> NoReturn:
     """Run as a rank: receive the start message on `control_fd`, call the function, send its outcome, exit."""
     write_to(out_fd, err_fd)
     control = socket.socket(fileno=control_fd)
-    interrupts = RankInterrupt(functools.partial(_say_taken, control))
+    interrupts = RankInterrupt(functools.partial(_report_taken, control))
     signal.signal(signal.SIGINT, interrupts)
     try:
         start, (parcel,) = fd_socket.receive(control)
@@ -118,7 +118,7 @@ def _obey(control: socket.socket) -> None:
             free_group()
 
 
-def _say_taken(control: socket.socket) -> None:
+def _report_taken(control: socket.socket) -> None:
     with contextlib.suppress(
         fd_socket.Closed
     ):  # the parent is gone, so its limit for interrupted ranks does not matter

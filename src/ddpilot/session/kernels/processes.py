@@ -71,7 +71,6 @@ class KernelProcesses:
         self._spawner.own_folder(str(self._kernel_start().folder))
 
     def add_hooks(self, hooks: tuple[str, ...], variables: Mapping[str, str]) -> None:
-        """Make every rank started from now on call `hooks` first, with `variables` added to its environment."""
         self._attached.add_hooks(hooks, variables)
 
     def check_start(self, did: str) -> None:
@@ -101,15 +100,12 @@ class KernelProcesses:
         self._attached.drain(rank)
 
     def pid(self, rank: int) -> int | None:
-        """Return the process id; None if the rank has no process, or runs on another machine."""
         return None if self._spawner is None else self._spawner.pid(rank)
 
     def is_live(self, rank: int) -> bool:
-        """True if the rank's process was started and has not ended."""
         return self._spawner is not None and self._spawner.is_live(rank)
 
     def close(self) -> None:
-        """End all remaining processes and release all resources; a second call does nothing."""
         if self._spawner is not None:
             self._spawner.close()
 

@@ -23,7 +23,7 @@ def make_error() -> RankError:
 
 
 def test_summarize_has_what_where_and_what_was_found() -> None:
-    """In one line, with the codes to look up; one that is said already is not said again."""
+    """In one line, with the codes to look up; a code that the message contains is not repeated."""
     error = make_error()
     place = Place(file="/project/train.py", line=38)
     finding = Finding(

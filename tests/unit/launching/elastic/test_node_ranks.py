@@ -46,7 +46,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def running_in(group: int) -> list[int]:
-    """Pids of a process group, without those that have ended and that nobody has reaped."""
+    """Pids of a process group, without zombies."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -94,7 +94,7 @@ def test_local_ranks_kill_what_ignores_the_signal(start: Start) -> None:
 
 
 def test_local_ranks_tell_failures_from_good_ends(start: Start) -> None:
-    """Code 0 is none, another one is, and a report counts before the process has ended."""
+    """Code 0 is not a failure, other codes are, and a report counts before the process has exited."""
     ranks = [start(0, "exit 0"), start(1, "exit 4"), start(2, "sleep 60")]
     ranks[2].report.write_text(json.dumps({REPORT_KEY: REPORT}))
     local = NodeRanks(ranks, print)
@@ -127,7 +127,7 @@ def test_local_ranks_let_a_rank_that_raised_end_by_itself_for_a_while(
 
 
 def test_local_ranks_may_follow_one_that_left_for_a_requeue(start: Start) -> None:
-    """For the time given, while no rank has ended or raised in another way."""
+    """For the given time, unless a rank has exited or raised in a different way."""
     gone, busy = start(0, "exit 75"), start(1, "sleep 60")
     ranks = NodeRanks([gone, busy], print)
     while gone.is_live:

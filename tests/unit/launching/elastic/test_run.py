@@ -35,7 +35,7 @@ def test_prepare_run_makes_the_log_dir(script: str, tmp_path: Path) -> None:
 
 
 def test_prepare_run_says_nothing_before_an_error(script: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """That there is no GPU is no news for who forgot the address of node 0."""
+    """The notice about the missing GPU is not shown if the run does not start."""
     with pytest.raises(LaunchError, match="no address of node 0 is given"):
         prepare_run(RunOptions(target=script, nnodes=(2, 2)), {})
     assert capsys.readouterr().err == ""

@@ -60,7 +60,7 @@ class YieldingTrainer:
     ],
 )
 def test_check_function_refuses_what_would_run_nothing(function: Any, kind: str) -> None:
-    """Calling a generator or a coroutine function only makes an object; the error says what to do."""
+    """Calling a generator or a coroutine function only creates an object; the error has the fix."""
     with pytest.raises(LaunchError, match=f"it is an? {kind}: calling it runs none of its code. Launch an ordinary"):
         check_function(function)
 
@@ -99,7 +99,7 @@ def test_check_function_names_what_is_called(function: Any, name: str) -> None:
 def test_run_local_refuses_to_launch_inside_a_rank(
     environ: dict[str, str], who: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error says which rank this is and who started it; `train` can be called directly there."""
+    """The error names this rank and its launcher; `train` can be called directly there."""
     for name, value in {**environ, "RANK": "1", "WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(LaunchError) as caught:

@@ -57,7 +57,7 @@ def test_start_rank_asks_the_server_and_tells_the_rank_who_it_is() -> None:
 
 
 def test_start_rank_closes_everything_when_the_server_is_gone() -> None:
-    """The error says so, and no descriptor is left."""
+    """It raises Closed and leaves no descriptor open."""
     before = num_descriptors()
     job, server = socket.socketpair()
     server.close()

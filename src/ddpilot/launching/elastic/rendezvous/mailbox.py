@@ -51,24 +51,20 @@ class StoreMailbox:
 
     @property
     def node_rank(self) -> int:
-        """Rank of this node."""
         return self._me.node_rank
 
     @property
     def places(self) -> Mapping[int, str]:
-        """The other nodes, with their hosts if known."""
         with self._lock:
             return dict(self._places)
 
     @property
     def messages(self) -> Mapping[int, Message]:
-        """The most recent message of each other node."""
         with self._lock:
             return dict(self._messages)
 
     @property
     def fault(self) -> str:
-        """Reason for which the connection was lost; empty while it works."""
         with self._lock:
             return self._fault
 
@@ -79,7 +75,6 @@ class StoreMailbox:
             return time.monotonic() - self._busy_s < _BUSY_S
 
     def write(self, text: str) -> None:
-        """Publish `text` to the other nodes as this node's message."""
         with self._lock:
             self._text = text
             self._number += 1
@@ -87,14 +82,12 @@ class StoreMailbox:
         self._wake()
 
     def append(self, text: str) -> None:
-        """Append `text` to this node's stream. Node 0 reads every stream; the other nodes read node 0's."""
         with self._lock:
             self._unsent.append(text)
             self._num_appended += 1
         self._wake()
 
     def take_chunks(self) -> Mapping[int, Sequence[Chunk]]:
-        """Pieces received from other nodes since the last call, by node rank."""
         with self._lock:
             taken, self._chunks = self._chunks, {}
         return taken

@@ -50,10 +50,10 @@ def open_endpoint(options: RunOptions) -> Endpoint:
     try:
         listener = listen(addr, port)
     except RendezvousError as error:
-        fix = f"Stop that process, or choose another --master-port than {port}"
+        fix = f"Stop that process, or choose a --master-port other than {port}"
         raise RendezvousError(f"opening port {port} for the store", found=error.found, fix=fix) from error
     if listener is None:  # this process itself listens there: a server of the caller
-        fix = f"Close it, or choose another --master-port than {port}"
+        fix = f"Close it, or choose a --master-port other than {port}"
         raise RendezvousError(f"opening port {port} for the store", found="this process listens there", fix=fix)
     return Endpoint(addr=addr, port=listener.getsockname()[1], listener=listener)
 

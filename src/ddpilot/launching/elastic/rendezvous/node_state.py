@@ -97,7 +97,7 @@ def check_agreement(mine: NodeState, states: Mapping[int, NodeState]) -> None:
 
 
 def pack_error(error: DdpilotError) -> dict[str, Any]:
-    """Serialize `error` so that another node can raise it."""
+    """Serialize `error` so that a different node can raise it."""
     names = ["did", "found", "fix"]
     if isinstance(error, RankError):
         names += ["rank", "host", "exitcode", "signal_name", "rank_traceback", "last_lines"]

@@ -36,11 +36,10 @@ from ddpilot.launching.elastic.rendezvous.node_state import (
     unpack_error,
     with_failure,
 )
+from ddpilot.launching.elastic.rendezvous.wait_notices import WaitNotices
 
 _STORE_TIMEOUT_S = 60.0
 _PAUSE_S = 0.05
-_FIRST_NOTICE_S = 5.0
-_NOTICE_EVERY_S = 15.0
 _LEAVE_LIMIT_S = 5.0
 
 
@@ -71,7 +70,6 @@ class StaticRendezvousHandler(RendezvousHandler):
         self._attempt = -1
 
     def get_backend(self) -> str:
-        """Name of the backend, for torch's events."""
         return "static"
 
     @property
@@ -91,11 +89,9 @@ class StaticRendezvousHandler(RendezvousHandler):
         return 0
 
     def get_run_id(self) -> str:
-        """Id of the job."""
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Leave the rendezvous; torch calls this at the end if it owns the handler."""
         self.close()
         return True
 
@@ -119,7 +115,7 @@ class StaticRendezvousHandler(RendezvousHandler):
         return None if self._heartbeat is None else self._heartbeat.open_mailbox(self._attempt)
 
     def failure_elsewhere(self, how_here: str) -> RankError | LaunchError | None:
-        """The failure that another node reported in this attempt, or None. `how_here`: how the ranks here ended."""
+        """The failure that a different node reported in this attempt, or None. `how_here`: how the ranks here ended."""
         if self._heartbeat is None:
             return None
         for state in self._heartbeat.view().states.values():
@@ -129,7 +125,7 @@ class StaticRendezvousHandler(RendezvousHandler):
 
     @property
     def is_requeue_elsewhere(self) -> bool:
-        """True if another node's ranks exited in this attempt with the code that asks for a requeue."""
+        """True if the ranks of a different node exited in this attempt with the code that asks for a requeue."""
         states = () if self._heartbeat is None else self._heartbeat.view().states.values()
         return any(
             state.node_rank != self._me.node_rank
@@ -158,23 +154,19 @@ class StaticRendezvousHandler(RendezvousHandler):
         if self._heartbeat is None:
             return
         self._heartbeat.update(lambda me: replace(me, phase=DONE))
-        start, noted_s = time.monotonic(), _FIRST_NOTICE_S
+        notices = WaitNotices(self._note)
         while not failure():
             view = self._heartbeat.view()
             running = [node for node, state in view.states.items() if state.phase == READY]
             if not running:
                 return
             self.check()
-            waited_s = time.monotonic() - start
-            if waited_s >= noted_s:
-                noted_s = waited_s + _NOTICE_EVERY_S
-                self._note(
-                    f"the ranks here have finished; waited {waited_s:.0f} s for {render_nodes(running, view.states)}"
-                )
+            nodes = render_nodes(running, view.states)
+            notices.show_if_due(f"the ranks here have finished; waited {notices.waited_s:.0f} s for {nodes}")
             time.sleep(_PAUSE_S)
 
     def close(self) -> None:
-        """Report that this node leaves. Node 0, which hosts the store, waits at most 5 s for the others to leave."""
+        """Report that this node leaves. Node 0, which hosts the store, waits at most 5 s for them to leave."""
         if self._heartbeat is None:
             return
         heartbeat, self._heartbeat = self._heartbeat, None
@@ -227,7 +219,7 @@ class StaticRendezvousHandler(RendezvousHandler):
         )
 
     def _join(self) -> Store:
-        """Connect for heartbeats. Raises RendezvousError if another agent has this node's rank."""
+        """Connect for heartbeats. Raises RendezvousError if a different agent has this node's rank."""
         store = PrefixStore(f"ddpilot-run/{self._run_id}", self._connect(self._endpoint.port))
         number = self._me.node_rank
         if store.add(f"taken/{number}", 1) > 1:
@@ -248,16 +240,16 @@ class StaticRendezvousHandler(RendezvousHandler):
         return f"{self._endpoint.addr}:{self._endpoint.port}"
 
     def _wait_for_node_0(self) -> None:
-        start, noted_s = time.monotonic(), _FIRST_NOTICE_S
+        notices = WaitNotices(self._note)
         while True:
-            waited_s = time.monotonic() - start
+            waited_s = notices.waited_s
             try:
                 limit_s = min(3.0, max(0.1, self._timeout_s - waited_s))
                 socket.create_connection((self._endpoint.addr, self._endpoint.port), timeout=limit_s).close()
                 return
             except OSError as error:
                 last = error
-            waited_s = time.monotonic() - start
+            waited_s = notices.waited_s
             if waited_s >= self._timeout_s:
                 raise RendezvousError(
                     f"waiting for node 0 of {self._me.nnodes} nodes",
@@ -265,16 +257,14 @@ class StaticRendezvousHandler(RendezvousHandler):
                     fix="Check that `ddpilot run --node-rank 0` runs on that machine with the same --master-addr and "
                     "--master-port, and that no firewall blocks the port; --rdzv-timeout is the time to wait",
                 ) from last
-            if waited_s >= noted_s:
-                noted_s = waited_s + _NOTICE_EVERY_S
-                self._note(
-                    f"waiting for node 0 of {self._me.nnodes} nodes: no answer from {self._where} ({last}), "
-                    f"for {waited_s:.0f} s of {self._timeout_s:g} s"
-                )
+            notices.show_if_due(
+                f"waiting for node 0 of {self._me.nnodes} nodes: no answer from {self._where} ({last}), "
+                f"for {waited_s:.0f} s of {self._timeout_s:g} s"
+            )
             time.sleep(min(0.5, 0.05 + waited_s / 10))
 
     def _wait_for_all(self, heartbeat: Heartbeat) -> NodesView:
-        start, noted_s = time.monotonic(), _FIRST_NOTICE_S
+        notices = WaitNotices(self._note)
         while True:
             view = heartbeat.view()
             here = {node for node, state in view.states.items() if state.attempt >= self._attempt}
@@ -282,21 +272,19 @@ class StaticRendezvousHandler(RendezvousHandler):
             self._refuse(view)
             if not missing:
                 return view
-            waited_s = time.monotonic() - start
+            waited_s = notices.waited_s
+            absent, joined = render_nodes(missing, view.states), render_nodes(here, view.states)
             if waited_s >= self._timeout_s:
                 raise RendezvousError(
                     f"waiting for {self._me.nnodes} nodes at {self._where}",
-                    found=f"{render_nodes(missing, view.states)} did not join within {waited_s:.0f} s; "
-                    f"joined: {render_nodes(here, view.states)}",
+                    found=f"{absent} did not join within {waited_s:.0f} s; joined: {joined}",
                     fix="Check the output of `ddpilot run` on those nodes: was it started with this --master-addr and "
                     "--master-port and its own --node-rank? --rdzv-timeout is the time to wait",
                 )
-            if waited_s >= noted_s:
-                noted_s = waited_s + _NOTICE_EVERY_S
-                self._note(
-                    f"waiting for {render_nodes(missing, view.states)} of {self._me.nnodes} nodes at {self._where}, "
-                    f"for {waited_s:.0f} s of {self._timeout_s:g} s; joined: {render_nodes(here, view.states)}"
-                )
+            notices.show_if_due(
+                f"waiting for {absent} of {self._me.nnodes} nodes at {self._where}, "
+                f"for {waited_s:.0f} s of {self._timeout_s:g} s; joined: {joined}"
+            )
             time.sleep(_PAUSE_S)
 
     def _refuse(self, view: NodesView) -> None:

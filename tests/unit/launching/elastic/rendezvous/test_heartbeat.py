@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What silence means."""
+"""Notices and errors about nodes that send no heartbeats."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ ONE = NodeState(node_rank=1, host="other", pid=7, nnodes=2, nproc_per_node=1, ta
 
 
 def view(silent_s: float, state: NodeState = ONE) -> NodesView:
-    """What node 0 sees of a node 1 that has been silent for so long."""
+    """The view of node 0 if node 1 has been silent for `silent_s`."""
     return NodesView(states={1: state}, silent_s={1: silent_s})
 
 
 def test_vigil_says_silence_once_and_its_end() -> None:
-    """One line when it begins to be strange, one when the node is back, and none in between."""
+    """One notice after 5 s, one when the node is back, and none in between."""
     said: list[str] = []
     check = LivenessCheck(30.0, said.append, Standstill())
     for silent_s in (0.5, 4.9, 5.0, 9.0, 12.0, 0.2, 0.4):
@@ -42,7 +42,7 @@ def test_vigil_ends_it_after_the_limit() -> None:
 
 
 def test_vigil_expects_no_sign_of_a_node_that_is_done() -> None:
-    """A node that has said goodbye may be silent for ever."""
+    """A node that has left sends no heartbeats."""
     LivenessCheck(30.0, print, Standstill()).look(view(99.0, replace(ONE, phase=DONE)))
 
 
@@ -61,14 +61,14 @@ def test_vigil_names_node_zero_when_its_store_ends() -> None:
 
 
 def test_silent_nodes_are_those_that_have_not_left() -> None:
-    """A node that said goodbye has told all it knows."""
+    """A node that has left is not silent."""
     assert silent_nodes(view(3.0), 2.5) == [ONE]
     assert silent_nodes(view(2.0), 2.5) == []
     assert silent_nodes(view(9.0, replace(ONE, phase=DONE)), 2.5) == []
 
 
 def test_vigil_does_not_blame_the_other_node_after_this_process_stood_still() -> None:
-    """It says that once, and gives the thread that reads the other nodes' signs two seconds."""
+    """One notice, and two seconds for the thread that reads the other nodes' heartbeats."""
     said: list[str] = []
     standstill = Standstill()
     check = LivenessCheck(30.0, said.append, standstill)

@@ -45,7 +45,7 @@ def test_post_carries_the_newest_letter_and_says_between_which_moments_it_was_wr
 
 
 def test_post_is_busy_only_after_letters() -> None:
-    """While nobody writes the connection is used as often as without it."""
+    """An idle mailbox does not use the connection."""
     store = HashStore()
     zero, one = mailboxes()
     exchange(store, zero, one)
@@ -66,7 +66,7 @@ def test_post_of_a_restart_reads_nothing_of_the_attempt_before() -> None:
 
 
 def test_post_carries_each_piece_once_and_in_order() -> None:
-    """However many were appended between two exchanges; nobody is busy by that."""
+    """Any number may be appended between two exchanges; it does not make the mailbox busy."""
     store = HashStore()
     zero, one = mailboxes()
     read = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What nodes tell each other."""
+"""States and errors that nodes exchange."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_asks_for_requeue_reads_the_exit_code_of_the_other_node(exitcode: int, e
 
 
 def test_unpack_error_has_the_findings_of_the_other_node() -> None:
-    """Of a rank's error, and of one by what was seen; what it says to do names the machine where that can be done."""
+    """A RankError and a WatchError; the fix of the latter names its machine."""
     found = Findings([Finding(code="DDP201", name="desync", severity="error", ranks=(0, 1))])
     failed = RankError("running", found="rank 1 died", rank=1, host="there")
     failed.findings = found
@@ -83,7 +83,7 @@ def test_render_nodes_has_hosts_where_they_are_known() -> None:
 
 
 def test_check_agreement_names_both_when_they_were_started_differently() -> None:
-    """A node that believes in another number of nodes would wait for ever."""
+    """A node with a different number of nodes would wait forever."""
     other = replace(ZERO, node_rank=1, host="there", nnodes=3)
     check_agreement(ZERO, {0: ZERO})
     with pytest.raises(RendezvousError, match="node 0 .here. has --nnodes 2, node 1 .there. has --nnodes 3"):
