@@ -44,14 +44,14 @@ class Launcher(LaunchOptions, WatchOptions):
         """
         check_keywords(check_function(fn), fn, kwargs, lambda keyword: _fix_option(keyword, kwargs, "run"))
         try:
-            return run_local(self, fn, args, kwargs, self._accompany)
+            return run_local(self, fn, args, kwargs, self._make_observer)
         except RankError as error:
             if isinstance(error.__cause__, TypeError) and not error.rank_traceback:  # a function without a signature
                 hints = (_fix_option(keyword, kwargs, "run") for keyword in kwargs)
                 error.fix = error.fix or next(filter(None, hints), "")
             raise
 
-    def _accompany(self, name: str, count: int) -> Watcher | None:
+    def _make_observer(self, name: str, count: int) -> Watcher | None:
         return Watcher(self, name, count) if self.watch else None
 
 

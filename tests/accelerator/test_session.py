@@ -123,7 +123,7 @@ def test_a_device_that_fails_for_good_is_named_and_its_rank_can_be_restarted(vie
                 "import sys\nif rank == 1:\n    sys.modules['emu_C'].set_device_error(1, 'assertion in a kernel')\n"
                 "step().item()"
             )
-        assert any("rank 1: its device has failed and runs nothing more" in note for note in view.notes)
+        assert any("rank 1: its device has failed and accepts no more work" in note for note in view.notes)
         assert session.pull("kept") == [[0], [1]]
         with pytest.raises(RankError, match=r"rank 1 cannot use its device; restart it \(`%ddp restart 1`"):
             session.execute("dist.barrier()")

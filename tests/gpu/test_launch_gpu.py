@@ -64,7 +64,7 @@ def test_two_ranks_share_one_gpu_over_gloo(monkeypatch: pytest.MonkeyPatch, capf
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0])
     values = Launcher(nproc_per_node=2, backend="gloo", timeout_s=100).run(reduce_once)
     assert [(value["total"], value["device"]) for value in values] == [(3.0, "cuda:0")] * 2
-    assert "2 ranks on 1 accelerator: ranks share them, over gloo" in capfd.readouterr().err
+    assert "2 ranks on 1 GPU: `init_group()` uses gloo" in capfd.readouterr().err
 
 
 def test_neither_import_nor_launch_nor_server_makes_a_cuda_context(tmp_path: Path) -> None:

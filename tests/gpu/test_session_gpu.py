@@ -108,7 +108,7 @@ def test_a_gpu_after_an_assertion_in_a_kernel_is_named_and_its_rank_can_be_resta
         session.execute("import torch; kept = 'here'")
         with pytest.raises(RankError, match="device-side assert"):
             session.execute("torch.zeros(1, device=device)[torch.tensor([5], device=device)].sum().item()")
-        assert any("rank 0: its device has failed and runs nothing more" in note for note in view.notes)
+        assert any("rank 0: its device has failed and accepts no more work" in note for note in view.notes)
         assert session.pull("kept", rank=0) == "here"
         session.restart(0)
         session.execute("import torch; assert torch.ones(1, device=device).item() == 1")

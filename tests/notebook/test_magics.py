@@ -124,7 +124,7 @@ def test_cell_shows_a_line_within_100_ms(kernel: Kernel) -> None:
 
 @pytest.mark.parametrize(("code", "num_lines"), [("print('some line', i)", 100_000), ("sys.stdout.write('x' * 99)", 1)])
 def test_cell_that_floods_the_notebook_is_cut_off_and_counted(kernel: Kernel, code: str, num_lines: int) -> None:
-    """100,000 lines, or 10 MB in one: about 1 MB of each rank is shown, the rest is said, and the kernel goes on."""
+    """100,000 lines, or 10 MB in one: about 1 MB of each rank is shown, the rest is counted."""
     cell = kernel.run(f"%%ddp\nfor i in range(100_000):\n    {code}")
     assert len(cell.stdout) < 4_500_000  # two ranks, with labels in front of short lines
     assert len(cell.stdout.splitlines()) > num_lines // 2
@@ -148,14 +148,14 @@ def test_input_asks_in_the_notebook_with_the_rank_in_front(kernel: Kernel) -> No
 
 
 def test_error_is_shown_once_with_the_cells_line_and_stops_run_all(kernel: Kernel) -> None:
-    """The whole of it as soon as it is known, one line where IPython would show it again; variables stay."""
+    """In full when it happens, and one line where IPython would show it again; variables are kept."""
     number = int(kernel.run("print(len(In) - 1)").stdout) + 1
     cell = kernel.run("%%ddp\n\nkept = rank\nif rank == 1:\n    raise ValueError('bad sample')\ngroup.barrier()")
     assert cell.stderr.startswith(f"RankError: rank 1 raised ValueError: bad sample (running `Cell In[{number}]`")
     assert f"Cell In[{number}], line 5\n" in cell.stderr
     assert cell.stderr.count("bad sample") == 3  # in the sentence, in the line, at its end
     assert cell.error_name == "RankError"
-    assert cell.error == "RankError: rank 1 raised ValueError: bad sample (the whole of it is above)"
+    assert cell.error == "RankError: rank 1 raised ValueError: bad sample (the full error is above)"
     after = kernel.run("%%ddp\nimport torch\nx = torch.ones(1)\ntorch.distributed.all_reduce(x)\nprint(kept, x.item())")
     assert after.by_rank == {0: ["0 2.0"], 1: ["1 2.0"]}
 
@@ -176,7 +176,7 @@ def test_other_cell_magics_work_below(kernel: Kernel) -> None:
 
 
 def test_values_go_to_the_ranks_and_come_back(kernel: Kernel) -> None:
-    """push, pull of one and of all, an expression, a call; what is overwritten is said."""
+    """push, pull of one and of all, an expression, a call; overwritten variables are named."""
     kernel.run("losses = [1.0]\ndef scale(x, by=2):\n    print('scaling')\n    return x * by")
     assert kernel.run("%ddp push losses scale").outputs == []
     kernel.run("%%ddp\nlosses = [loss + rank for loss in losses]")
@@ -195,12 +195,12 @@ def test_values_go_to_the_ranks_and_come_back(kernel: Kernel) -> None:
     assert spaced.shown == ["[{'of': 0, 'loss': 1.0}, {'of': 1, 'loss': 2.0}]"]
     assert "`--as both` for losses rank" in kernel.run("%ddp pull losses rank --as both").error
     unnamed = kernel.run("%ddp pull losses[0]")
-    assert unnamed.error.endswith("is no name of a variable. Give it one: `%ddp pull losses[0] --as value`")
+    assert unnamed.error.endswith("is not a variable name. Give it one: `%ddp pull losses[0] --as value`")
     assert "Did you mean `losses`?" in kernel.run("%ddp push losse").error
     for verb in ("push nope", "pull nope", "run nope(1)"):
         assert "Did you mean" not in kernel.run(f"%ddp {verb}").error  # not IPython's own `open`
-    assert "`arr[0`: that is no Python expression: '[' was never closed" in kernel.run("%ddp pull arr[0").error
-    assert "`rank` is on every rank already" in kernel.run("rank = 7\n%ddp push rank").error
+    assert "`arr[0`: that is not a Python expression: '[' was never closed" in kernel.run("%ddp pull arr[0").error
+    assert "`rank` is set by the session on every rank" in kernel.run("rank = 7\n%ddp push rank").error
     assert "Write a call: `%ddp run train(model, epochs=3)`" in kernel.run("%ddp run scale").error
     kernel.run("%%ddp\ndef on_ranks(x): return x")
     assert kernel.run("%ddp run on_ranks(1)").error == (
@@ -217,10 +217,10 @@ def test_start_with_the_same_options_keeps_the_ranks_and_with_others_says_what_t
     """Running the start cell again is no mistake."""
     kernel.run("%%ddp\nstays = 1")
     again = kernel.run("%ddp start -n 2")
-    assert again.stdout == "ddpilot: 2 ranks run already, with their variables\n"
+    assert again.stdout == "ddpilot: 2 ranks already running, with their variables\n"
     other = kernel.run("%ddp start -n 3 --seed 1")
     assert other.error == (
-        "UsageError: `%ddp start -n 3 --seed 1`: 2 ranks run already, started by `%ddp start -n 2`. "
+        "UsageError: `%ddp start -n 3 --seed 1`: 2 ranks already running, started by `%ddp start -n 2`. "
         "Keep them, or type `%ddp stop` (their variables are lost) and then `%ddp start -n 3 --seed 1`"
     )
     assert kernel.run("%%ddp\nstays").by_rank == {0: ["1"], 1: ["1"]}
@@ -230,7 +230,7 @@ def test_stacks_and_interrupt_answer_while_nothing_runs(kernel: Kernel) -> None:
     """A line per rank; there is nothing to stop."""
     assert kernel.run("%ddp stacks").stdout == "[rank 0] idle\n[rank 1] idle\n"
     assert kernel.run("%ddp stacks 1").stdout == "[rank 1] idle\n"
-    assert kernel.run("%ddp interrupt").stdout == "ddpilot: no cell runs on the ranks\n"
+    assert kernel.run("%ddp interrupt").stdout == "ddpilot: no cell is running on the ranks\n"
 
 
 def test_completion_knows_the_variables_of_the_ranks(kernel: Kernel) -> None:
@@ -306,5 +306,5 @@ def test_capture_takes_what_the_ranks_print_show_and_raise(kernel: Kernel) -> No
     assert kernel.run("sorted(out.stdout.split('\\n'))").shown == ["['', '[rank 0] x 0', '[rank 1] x 1']"]
     assert kernel.run("'e' in out.stderr, out.outputs[-1].data['text/html']").shown == ["(True, '<b>a</b>')"]
     failed = kernel.run("%%capture out\n%%ddp --ranks 1\nraise ValueError('x')")
-    assert failed.error == "RankError: rank 1 raised ValueError: x (the whole of it is in what was captured)"
+    assert failed.error == "RankError: rank 1 raised ValueError: x (the full error is in the captured output)"
     assert kernel.run("'ValueError' in out.stderr").shown == ["True"]

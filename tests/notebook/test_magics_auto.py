@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`%ddp auto on` in a real Jupyter kernel: plain cells go to the ranks, beside other magics."""
+"""`%ddp auto on` in a real Jupyter kernel: plain cells run on the ranks, next to other magics."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ def test_loading_the_extension_again_keeps_ranks_and_auto(kernel: Kernel) -> Non
     assert "already loaded" in kernel.run("%load_ext ddpilot").stdout
     said = kernel.run("%reload_ext ddpilot")
     assert said.stdout.splitlines() == [
-        "ddpilot: 2 ranks run on; `%load_ext ddpilot` finds them again",
-        "ddpilot: auto is on, as it was",
+        "ddpilot: 2 ranks left running; `%load_ext ddpilot` makes them available again",
+        "ddpilot: auto is still on",
     ]
     assert kernel.run("lasting").by_rank == {0: ["0"], 1: ["0"]}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`%ddp status` in a real Jupyter kernel: the board once, and one that keeps itself up to date."""
+"""`%ddp status` in a real Jupyter kernel: the board once, and one that is updated."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def test_board_says_what_each_rank_does_and_follows_it() -> None:
         assert any(re.search(r"^ +1 .* in cell \d+ for \d s$", state, re.MULTILINE) for state in seen), seen
         kernel.wait_for(lambda: live.shown[0].startswith("2 ranks: 2 idle"), "the board of idle ranks")
 
-        assert kernel.run("%ddp status --stop").stdout == "ddpilot: the board is not kept up to date any more\n"
-        assert kernel.run("%ddp status --stop").stdout == "ddpilot: no board is kept up to date\n"
+        assert kernel.run("%ddp status --stop").stdout == "ddpilot: the status board is no longer updated\n"
+        assert kernel.run("%ddp status --stop").stdout == "ddpilot: no status board is updated\n"
         last = kernel.run("%ddp status --live")
         kernel.run("%ddp stop")
         assert (live.shown[0][:16], last.shown) == ("2 ranks: 2 idle\n", ["the ranks were stopped"])
         threads = kernel.run("import threading; [each.name for each in threading.enumerate()]")
         assert "ddpilot" not in threads.shown[0]
-        assert "no ranks run" in kernel.run("%ddp status").error
+        assert "no ranks are running" in kernel.run("%ddp status").error

@@ -24,8 +24,8 @@ def gone(*wanted: int) -> list[str]:
     return settle(lambda: [str(pid) for pid in wanted if psutil.pid_exists(pid)], grace_s=2.0)
 
 
-def test_ranks_are_started_anew_one_by_one_and_all_together() -> None:
-    """Numbers stay; the others keep their variables; a dead rank is named, and a session that ended can be replaced."""
+def test_ranks_are_restarted_one_by_one_and_all_together() -> None:
+    """Rank numbers and the other ranks' variables are kept; a dead rank is named; an ended session can be replaced."""
     with kernel_with_ranks() as kernel:
         kernel.run("%%ddp\nkept = rank")
         first = pids(kernel)
@@ -40,7 +40,7 @@ def test_ranks_are_started_anew_one_by_one_and_all_together() -> None:
         assert died.error_name == "RankError"
         assert "rank 0 is dead" in kernel.run("%%ddp --ranks 0\n1").error
         again = kernel.run("%ddp start -n 2").stdout
-        assert again == "ddpilot: 2 ranks run already, with their variables; rank 0 died: `%ddp restart 0`\n"
+        assert again == "ddpilot: 2 ranks already running, with their variables; rank 0 died: `%ddp restart 0`\n"
         kernel.run("%ddp restart")
         third = pids(kernel)
         assert not set(third.values()) & {*first.values(), *second.values()}
@@ -48,7 +48,7 @@ def test_ranks_are_started_anew_one_by_one_and_all_together() -> None:
         said = kernel.run("%ddp auto on\n%ddp stop").stdout.splitlines()
         assert said[-1] == "ddpilot: stopped 2 ranks; auto is off"
         assert gone(*third.values()) == []
-        assert "no ranks run. Type `%ddp start -n 2` first" in kernel.run("%%ddp\n1").error
+        assert "no ranks are running. Type `%ddp start -n 2` first" in kernel.run("%%ddp\n1").error
         assert re.match(r"ddpilot: 3 ranks ready in \d+\.\d s\n", kernel.run("%ddp start -n 3 --seed 5").stdout)
         drawn = kernel.run("%%ddp\nimport random; random.random()").by_rank
         assert len({lines[0] for lines in drawn.values()}) == 1
@@ -58,17 +58,17 @@ def test_ranks_are_started_anew_one_by_one_and_all_together() -> None:
 
 
 def test_options_of_start_reach_the_ranks_and_a_start_that_fails_leaves_nothing() -> None:
-    """Environment, output and apps; what cannot be is said in a sentence."""
+    """Environment, output and apps; invalid options are explained in one sentence."""
     with kernel_with_ranks("%ddp start -n 1 --env GREETING='good day' --output rank_zero") as kernel:
         assert kernel.run("%%ddp\nimport os; print(os.environ['GREETING'])").stdout == "good day\n"
         kernel.run("%ddp stop")
         for line, found in (
             ("%ddp start -n some", "LaunchError: reading `nproc_per_node`: 'some'"),
-            ("%ddp start --gpus x", "UsageError: reading `%ddp start`: argument --gpus: 'x' is no list of ranks"),
+            ("%ddp start --gpus x", "UsageError: reading `%ddp start`: argument --gpus: 'x' is not a list of ranks"),
             ("%ddp start --app no_such_app", "no_such_app"),
             ("%ddp start --preload no_such_module", "no_such_module"),
         ):
             failed = kernel.run(line)
             assert found in failed.error, (line, failed.outputs)
             assert len(failed.error.splitlines()) < 25, failed.error
-        assert "no ranks run" in kernel.run("%%ddp\n1").error
+        assert "no ranks are running" in kernel.run("%%ddp\n1").error

@@ -71,7 +71,7 @@ def test_magics_work_in_a_terminal(terminal: Terminal) -> None:
     terminal.child.sendline("print('go'); import time; time.sleep(60)")
     terminal.child.expect("go")
     terminal.child.sendintr()
-    terminal.child.expect(r"KeyboardInterrupt: Cell In\[\d+\] was stopped: rank 0 ended at KeyboardInterrupt")
+    terminal.child.expect(r"KeyboardInterrupt: Cell In\[\d+\] was interrupted: rank 0 raised KeyboardInterrupt")
     terminal.child.expect(PROMPT)
     assert "[rank 1] 1" in terminal.type("rank")
     assert re.search(r"2 ranks: 2 idle\nrank .*\n +0 .* idle\n +1 .* idle\n", terminal.type("%ddp status"))

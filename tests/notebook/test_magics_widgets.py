@@ -59,7 +59,7 @@ def test_bars_that_look_different_are_shown_for_each_rank(kernel: Kernel) -> Non
 
 
 def test_a_widget_that_is_shown_once_drives_every_rank(kernel: Kernel) -> None:
-    """Moving the one slider moves each rank's, and what they print is heard although no cell runs."""
+    """Moving the slider moves that of each rank, and their output is shown although no cell runs."""
     cell = kernel.run(
         "%%ddp\nslider = ipywidgets.IntSlider(value=3)\n"
         "slider.observe(lambda change: print('now', change['new'] + rank), 'value')\nslider"

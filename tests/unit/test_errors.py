@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ddpilot.errors import DataError, DdpilotError, GroupError, LaunchError, LoopError, WatchError, did_you_mean
-from ddpilot.launching.rank_server.rank import user_traceback
+from ddpilot.launching.exception_report import user_traceback
 from tests.unit.magics.samples import ipython_shell
 
 DID, FOUND = "starting a fit", "`epochs` is -1"

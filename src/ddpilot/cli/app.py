@@ -20,7 +20,7 @@ ERROR_STATUS = 2
 # Without rich's markup, because importing rich would double the time of --help.
 app = typer.Typer(
     name="ddpilot",
-    help="Train with DistributedDataParallel from a notebook, a script or Slurm, and be told what is wrong where.",
+    help="Train with DistributedDataParallel from a notebook, a script or Slurm, and diagnose failures by rank and line.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -66,7 +66,7 @@ def run(context: typer.Context) -> None:
 def topology(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
-    """Say which rank of which job this process is."""
+    """Print the rank of this process and the job that it belongs to."""
     from ddpilot.cli.machine_commands import describe_topology
 
     print(describe_topology(as_json=json))

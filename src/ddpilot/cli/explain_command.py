@@ -8,7 +8,6 @@ import re
 from ddpilot.errors import DdpilotError
 from ddpilot.findings.catalog import Entry, all_entries, find_asked, find_entry
 
-_HANG = (218, 207, 208, 220, 201, 209, 215, 213)
 _WRONG = (401, 406, 320, 324, 321, 405, 414, 408, 407)
 _SUBJECTS: tuple[tuple[str, str, tuple[int, ...]], ...] = (
     (
@@ -54,15 +53,13 @@ def explain(words: str) -> str:
         fitting = find_fitting(words)
         if fitting:
             head = f"Pages that fit {_shorten(words)}, the likeliest first:"
-            tail = (
-                f"`ddpilot explain {fitting[0].code}` prints one; `ddpilot watch` says what a job waits for or died of."
-            )
+            tail = f"`ddpilot explain {fitting[0].code}` prints one; `ddpilot watch` reports on a job."
             return f"{head}\n\n{list_entries(fitting)}\n{tail}\n"
         if len(words.split()) == 1:
             return find_entry(words).text
         raise DdpilotError(
             "looking up a message",
-            found=f"no page knows {_shorten(words)}",
+            found=f"no page matches {_shorten(words)}",
             fix="Give the line that names the error, as it was printed; `ddpilot explain` lists all pages",
         )
     more = f"\nAlso possible: {', '.join(f'{entry.code} {entry.name}' for entry in known[1:])}\n" if known[1:] else ""

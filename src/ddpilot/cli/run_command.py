@@ -7,6 +7,7 @@ comes first, the words up to `--` are ddpilot's options and the words after it b
 
 from __future__ import annotations
 
+import argparse
 import functools
 import io
 import os
@@ -16,280 +17,44 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any
 
 from ddpilot.errors import DdpilotError, LaunchError, RankError, WatchError, did_you_mean
 from ddpilot.guard.hook import GUARD_VARIABLE
-from ddpilot.launching.elastic.options import RunOptions, TargetKind
+from ddpilot.launching.elastic.options import RunOptions
 from ddpilot.launching.elastic.run import prepare_run, run_prepared
-from ddpilot.launching.elastic.signals import OutputClosedError, RunStoppedError, check_signals
+from ddpilot.launching.elastic.signals import DEFAULT_SIGNALS, OutputClosedError, RunStoppedError, check_signals
 from ddpilot.launching.elastic.target import LAUNCHERS
+from ddpilot.option_parser import (
+    HelpRequested,
+    OptionParser,
+    add_nproc_option,
+    add_watch_options,
+    parse_int,
+    parse_seconds,
+)
 from ddpilot.watch.companion import Watcher
 from ddpilot.watch.external.instrumentation import ACTION_VARIABLE, WATCH_VARIABLE
-from ddpilot.watch.options import Action, WatchOptions
+from ddpilot.watch.options import WatchOptions
 
 FAILED_STATUS = 1
 _DID = "reading the options of `ddpilot run`"
 _OFF = ("", "0", "false", "no", "off")
 
 _USAGE = """\
-Usage: ddpilot run [OPTIONS] SCRIPT [ARGUMENTS OF THE SCRIPT]...
-       ddpilot run SCRIPT [OPTIONS] -- [ARGUMENTS OF THE SCRIPT]...
+ddpilot run [OPTIONS] SCRIPT [ARGUMENTS OF THE SCRIPT]...
+       ddpilot run SCRIPT [OPTIONS] -- [ARGUMENTS OF THE SCRIPT]..."""
 
-  Run a script on several ranks, as torchrun does, and be told which rank failed first.
+_DESCRIPTION = """\
+Run a script on several ranks, as torchrun does, and report which rank failed first.
 
   ddpilot run train.py -n 4 -- --epochs 3
   ddpilot run --nproc-per-node 4 train.py --epochs 3
   ddpilot run --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 -n 4 train.py
 
-Options, with - or _, with = or a blank; torchrun's PET_... variables count too:
-"""
-
-
-def run_words(words: Sequence[str], show: Callable[[DdpilotError], str], environ: Mapping[str, str]) -> int:
-    """Execute ``ddpilot run`` with these words. Returns the exit status as torchrun does: 0, or 1 for a failure;
-    75 if every rank of this node exited with 75 to be requeued.
-
-    `show`: formats an error as text. Raises DdpilotError if the words, the script or this node are invalid, before
-    any rank starts.
-    """
-    if not words or words[0] in ("-h", "--help"):
-        print(render_help())
-        return 0 if words else 2
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # ranks may print characters that this stream cannot encode
-    split = split_words(words)
-    watching = read_watch_options(split, environ)
-    prepared = prepare_run(read_options(split, environ), environ)
-    is_python = prepared.options.kind != "program"
-    if watching.watch and not is_python:  # the program may start Python, once or several times
-        prepared = replace(prepared, variables={**prepared.variables, **watched_variables(watching, environ)})
-    try:
-        run_prepared(prepared, functools.partial(Watcher, watching) if watching.watch and is_python else None)
-    except OutputClosedError as error:
-        return error.exitcode
-    except RunStoppedError as error:
-        print(f"ddpilot: {error.found}", file=sys.stderr)
-        return error.exitcode
-    except WatchError as error:
-        print(f"ddpilot: {error}", file=sys.stderr)
-        return FAILED_STATUS
-    except RankError as error:
-        print(f"ddpilot: {error}", file=sys.stderr)
-        return FAILED_STATUS
-    except DdpilotError as error:
-        print(show(error), file=sys.stderr)
-        return FAILED_STATUS
-    finally:
-        _drop_what_nobody_reads()
-    return 0
-
-
-def _drop_what_nobody_reads() -> None:
-    """Flush the streams and redirect a broken pipe to /dev/null; Python would print a traceback for it at exit."""
-    for stream in filter(None, (sys.stdout, sys.stderr)):  # None if the caller closed it
-        try:
-            stream.flush()
-        except BrokenPipeError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream.fileno())
-            os.close(nowhere)
-        except OSError:  # such as a full disk, which Python reports at exit
-            continue
-
-
-def render_help() -> str:
-    """The text of ``ddpilot run --help``."""
-    rows = []
-    for option in OPTIONS:
-        spelled = f"{option.short + ', ' if option.short else ''}--{option.name} {option.metavar}".rstrip()
-        rows.append(f"  {spelled:<30} {option.help}")
-    return _USAGE + "\n".join(rows)
-
-
-def read_options(words: Words, environ: Mapping[str, str]) -> RunOptions:
-    """Build the options from `words` and torchrun's PET_ variables in `environ`. Raises LaunchError if invalid."""
-    said = {**_from_environ(environ), **words.options}
-    if words.script is None:
-        fix = "Write ddpilot run train.py, or ddpilot run -m package.module; `ddpilot run --help` has more"
-        raise LaunchError(_DID, found="no script is given", fix=fix)
-    if "standalone" in said:
-        if said.get("nnodes", "1") not in ("1", "1:1"):
-            fix = "--standalone is one node: leave out one of the two"
-            raise LaunchError(_DID, found=f"--standalone and --nnodes {said['nnodes']}", fix=fix)
-        ours = ("rdzv-backend", "rdzv-endpoint", "master-addr", "master-port")  # torchrun ignores them in this case
-        said = {name: value for name, value in said.items() if name not in ours}
-    given = {field: _read(name, said[name], read) for name, (field, read) in _READERS.items() if name in said}
-    if "timeout" in given.get("rdzv_conf", {}):
-        timeout_s = _read("rdzv-conf", given["rdzv_conf"].pop("timeout"), float)
-        given.setdefault("rdzv_timeout_s", timeout_s)
-    check_signals(given.get("signals", ()))
-    return RunOptions(target=words.script, kind=_kind(said), args=words.args, **given)
-
-
-def read_watch_options(words: Words, environ: Mapping[str, str]) -> WatchOptions:
-    """Options for watching the run. Raises LaunchError for an invalid value."""
-    said = {**_from_environ(environ), **words.options}
-    if "watch" in said and "no-watch" in said:
-        raise LaunchError(_DID, found="--watch and --no-watch", fix="Leave out one of the two")
-    on_finding = said.get("on-finding", "stop")
-    if on_finding not in get_args(Action):
-        raise LaunchError("reading --on-finding", found=f"{on_finding!r}", fix="Give stop or report")
-    return WatchOptions(
-        watch="no-watch" not in said,
-        guard="no-guard" not in said,
-        on_finding=cast("Action", on_finding),
-        stall_warn_s=_read("stall-warn", said.get("stall-warn", "30"), float),
-    )
-
-
-def watched_variables(watching: WatchOptions, environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables that enable watching in Python ranks started by a program, as under torchrun. `environ` overrides."""
-    action = watching.on_finding if isinstance(watching.on_finding, str) else "stop"
-    wanted = {WATCH_VARIABLE: "1", GUARD_VARIABLE: str(int(watching.guard)), ACTION_VARIABLE: action}
-    return {name: environ.get(name, text) for name, text in wanted.items()}
-
-
-def _from_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """Values of the variables that torchrun reads too and job operators set: PET_NPROC_PER_NODE, PET_NNODES, ..."""
-    found = {}
-    for option in OPTIONS:
-        value = environ.get(f"PET_{option.name.upper().replace('-', '_')}")
-        if value and (option.metavar or value.lower() not in _OFF):
-            found[option.name] = value
-    return found
-
-
-def _kind(said: Mapping[str, str]) -> TargetKind:
-    if "module" in said and "no-python" in said:
-        raise LaunchError(_DID, found="-m and --no-python", fix="A module runs in Python: leave out one of the two")
-    return "module" if "module" in said else "program" if "no-python" in said else "script"
-
-
-def _read(name: str, text: str, read: Callable[[str], Any]) -> Any:
-    try:
-        return read(text)
-    except ValueError as error:
-        raise LaunchError(f"reading --{name}", found=f"{text!r}", fix=f"Give {_TAKES[read]}") from error
-
-
-def _count(text: str) -> int | str:
-    return text if text in ("auto", "gpu", "cpu") else int(text)
-
-
-def _nodes(text: str) -> tuple[int, int]:
-    fewest, _, most = text.partition(":")
-    return int(fewest), int(most or fewest)
-
-
-def _host(text: str) -> str | None:
-    return text.strip("[]") or None  # torchrun accepts an IPv6 address in brackets
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(","))
-
-
-def _numbers(text: str) -> frozenset[int]:
-    return frozenset(int(number) for number in text.split(","))
-
-
-def _conf(text: str) -> dict[str, str]:
-    pairs = [pair.split("=", 1) for pair in text.split(",") if pair.strip()]
-    return {name.strip(): value.strip() for name, value in pairs}
-
-
-def _streams(text: str) -> str:
-    if not re.fullmatch(r"[0-3]|\d:[0-3](,\d:[0-3])*", text):  # torch's agent accepts only one digit too
-        raise ValueError(text)
-    return text
-
-
-_TAKES: Mapping[Callable[[str], Any], str] = {
-    int: "a whole number",
-    float: "a number of seconds",
-    _count: "a number of ranks from 1 to 1024, or auto (one per GPU, else 1), gpu or cpu",
-    _nodes: "a number of nodes; MIN:MAX with a rendezvous of torch's",
-    _numbers: "local ranks: 0,2",
-    _conf: "pairs: read_timeout=60,is_host=1",
-    _streams: "3 (both streams), 1 (stdout), 2 (stderr) or 0 (neither), or one of them by local rank: 0:3,1:2",
-}
-"""Description of accepted values by reader, for readers that reject some values."""
-
-_READERS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
-    "nproc-per-node": ("nproc_per_node", _count),
-    "nnodes": ("nnodes", _nodes),
-    "node-rank": ("node_rank", int),
-    "master-addr": ("master_addr", _host),
-    "master-port": ("master_port", int),
-    "local-addr": ("local_addr", _host),
-    "rdzv-backend": ("rdzv_backend", str),
-    "rdzv-endpoint": ("rdzv_endpoint", str),
-    "rdzv-id": ("rdzv_id", str),
-    "rdzv-conf": ("rdzv_conf", _conf),
-    "rdzv-timeout": ("rdzv_timeout_s", float),
-    "node-timeout": ("node_timeout_s", float),
-    "max-restarts": ("max_restarts", int),
-    "monitor-interval": ("monitor_interval_s", float),
-    "shutdown-timeout": ("shutdown_timeout_s", float),
-    "signals-to-handle": ("signals", _names),
-    "role": ("role", str),
-    "log-dir": ("log_dir", Path),
-    "redirects": ("redirects", _streams),
-    "tee": ("tee", _streams),
-    "local-ranks-filter": ("shown_local_ranks", _numbers),
-}
-"""Field of `RunOptions` and reader of its text, by option; a reader raises ValueError for an invalid value."""
-
-
-@dataclass(frozen=True)
-class Option:
-    """One option. `metavar`: placeholder of its value, "" for a flag; `short`: short form such as "-n", or ""."""
-
-    name: str
-    metavar: str
-    help: str
-    short: str = ""
-
-
-OPTIONS = (
-    Option("nproc-per-node", "N", "ranks on this node: a number, auto (one per GPU, else 1), gpu or cpu", "-n"),
-    Option("module", "", "the script is a module, run as `python -m` does", "-m"),
-    Option("no-python", "", "the script is a program of any kind, started as it is"),
-    Option("nnodes", "N", "number of nodes; MIN:MAX with a rendezvous of torch's"),
-    Option("node-rank", "I", "number of this node, 0 to nnodes - 1"),
-    Option("master-addr", "HOST", "name or address of node 0, the same on every node"),
-    Option("master-port", "PORT", "port on node 0 where nodes and ranks meet (29500; on one node a free one)"),
-    Option("standalone", "", "one node, a free port on loopback: what is done anyway on one node"),
-    Option("max-restarts", "N", "how often all ranks are started again after one failed (0)"),
-    Option("rdzv-timeout", "S", "seconds that nodes wait for each other (900)"),
-    Option("node-timeout", "S", "seconds without a sign of another node after which this one ends (30)"),
-    Option("shutdown-timeout", "S", "seconds that ranks have after Ctrl-C or SIGTERM (30)"),
-    Option("log-dir", "DIR", "also write each rank's output to files in this folder"),
-    Option("redirects", "STD", "streams that go to files only: 3 all, 1 stdout, 2 stderr, 0:1,1:2 by local rank", "-r"),
-    Option("tee", "STD", "streams that go to files and to the screen", "-t"),
-    Option("local-ranks-filter", "I,I", "show the output of these local ranks only"),
-    Option("watch", "", "look from outside why ranks do not get on: done anyway"),
-    Option("no-watch", "", "record nothing and look at nothing"),
-    Option("no-guard", "", "do not look for training that continues with wrong numbers"),
-    Option("on-finding", "WHAT", "stop (default): an error ends the job; report: it is shown, and the job continues"),
-    Option("stall-warn", "S", "seconds for which ranks may wait for one that is alive before that is a warning (30)"),
-    Option("rdzv-backend", "NAME", "static (ddpilot's, by node rank), or torch's: c10d, etcd, etcd-v2"),
-    Option("rdzv-endpoint", "HOST:PORT", "where a rendezvous of torch's is; with static: master-addr:master-port"),
-    Option("rdzv-id", "ID", "name of the job, the same on every node"),
-    Option("rdzv-conf", "K=V,K=V", "more settings of a rendezvous of torch's; timeout=S is --rdzv-timeout"),
-    Option("local-addr", "HOST", "address of this node that a rendezvous of torch's tells the others"),
-    Option("role", "NAME", "ROLE_NAME of the ranks"),
-    Option("monitor-interval", "S", "seconds between two looks at the ranks (0.1)"),
-    Option(
-        "signals-to-handle",
-        "SIG,SIG",
-        "signals that are passed on to the ranks (SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1)",
-    ),
-)
+Options are written with - or _, with = or a blank. torchrun's PET_... variables are read too."""
 
 _STARTERS = ("python", "python3", "torchrun", *LAUNCHERS)
-_NEITHER = "`{}` after the script is neither an option nor an option's value"
 _REFUSED = {
     "start-method": "scripts always start as fresh interpreters, under torchrun too: leave it out",
     "run-path": "the script runs as plain Python runs it: leave it out",
@@ -313,11 +78,230 @@ _REFUSED = {
 }
 
 
+def run_words(words: Sequence[str], show: Callable[[DdpilotError], str], environ: Mapping[str, str]) -> int:
+    """Execute ``ddpilot run`` with these words. Returns the exit status as torchrun does: 0, or 1 for a failure;
+    75 if every rank of this node exited with 75 to be requeued.
+
+    `show`: formats an error as text. Raises DdpilotError if the words, the script or this node are invalid, before
+    any rank starts.
+    """
+    if not words:
+        print(make_parser().format_help(), end="")
+        return 2
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # ranks may print characters that this stream cannot encode
+    try:
+        options, watching = read_options(split_words(words), environ)
+    except HelpRequested as helped:
+        print(helped, end="")
+        return 0
+    prepared = prepare_run(options, environ)
+    is_python = prepared.options.kind != "program"
+    if watching.watch and not is_python:  # the program may start Python, once or several times
+        prepared = replace(prepared, variables={**prepared.variables, **watched_variables(watching, environ)})
+    try:
+        run_prepared(prepared, functools.partial(Watcher, watching) if watching.watch and is_python else None)
+    except OutputClosedError as error:
+        return error.exitcode
+    except RunStoppedError as error:
+        print(f"ddpilot: {error.found}", file=sys.stderr)
+        return error.exitcode
+    except (WatchError, RankError) as error:
+        print(f"ddpilot: {error}", file=sys.stderr)
+        return FAILED_STATUS
+    except DdpilotError as error:
+        print(show(error), file=sys.stderr)
+        return FAILED_STATUS
+    finally:
+        _flush_streams()
+    return 0
+
+
+def _flush_streams() -> None:
+    """Flush the streams and redirect a broken pipe to /dev/null; Python would print a traceback for it at exit."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None if the caller closed it
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
+        except OSError:  # such as a full disk, which Python reports at exit
+            continue
+
+
+def read_options(words: Words, environ: Mapping[str, str]) -> tuple[RunOptions, WatchOptions]:
+    """Build the options from `words` and torchrun's PET_ variables in `environ`. Raises LaunchError if invalid."""
+    parser = make_parser()
+    given = parser.read([*_words_from_environ(parser, environ), *words.options])
+    watching = {name: given.pop(name) for name in ("watch", "guard", "on_finding", "stall_warn_s") if name in given}
+    if words.script is None:
+        fix = "Write ddpilot run train.py, or ddpilot run -m package.module; `ddpilot run --help` has more"
+        raise LaunchError(_DID, found="no script is given", fix=fix)
+    if given.pop("standalone", False):
+        fewest, most = given.get("nnodes", (1, 1))
+        if most != 1:
+            fix = "--standalone is one node: leave out one of the two"
+            nnodes = most if fewest == most else f"{fewest}:{most}"
+            raise LaunchError(_DID, found=f"--standalone and --nnodes {nnodes}", fix=fix)
+        for name in ("rdzv_backend", "rdzv_endpoint", "master_addr", "master_port"):  # torchrun ignores them too
+            given.pop(name, None)
+    if "timeout" in given.get("rdzv_conf", {}):
+        text = given["rdzv_conf"].pop("timeout")
+        given.setdefault("rdzv_timeout_s", parser.read([f"--rdzv-timeout={text}"])["rdzv_timeout_s"])
+    check_signals(given.get("signals", ()))
+    run = RunOptions(target=words.script, args=words.args, **given)
+    return run, WatchOptions(**{"on_finding": "stop", **watching})
+
+
+def watched_variables(watching: WatchOptions, environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables that enable watching in Python ranks started by a program, as under torchrun. `environ` overrides."""
+    action = watching.on_finding if isinstance(watching.on_finding, str) else "stop"
+    wanted = {WATCH_VARIABLE: "1", GUARD_VARIABLE: str(int(watching.guard)), ACTION_VARIABLE: action}
+    return {name: environ.get(name, text) for name, text in wanted.items()}
+
+
+def _words_from_environ(parser: RunParser, environ: Mapping[str, str]) -> list[str]:
+    """Words for the variables that torchrun reads too and job operators set: PET_NPROC_PER_NODE, PET_NNODES, ..."""
+    words = []
+    for flag in parser.flags:
+        if flag == "--help":
+            continue
+        value = environ.get(f"PET_{flag.removeprefix('--').upper().replace('-', '_')}")
+        if value and parser.takes_value(flag):
+            words.append(f"{flag}={value}")
+        elif value and value.lower() not in _OFF:
+            words.append(flag)
+    return words
+
+
+def _nodes(text: str) -> tuple[int, int]:
+    fewest, _, most = text.partition(":")
+    if not fewest.isdecimal() or not (most or fewest).isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of nodes, nor MIN:MAX")
+    return int(fewest), int(most or fewest)
+
+
+def _host(text: str) -> str | None:
+    return text.strip("[]") or None  # torchrun accepts an IPv6 address in brackets
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(","))
+
+
+def _local_ranks(text: str) -> frozenset[int]:
+    try:
+        return frozenset(int(number) for number in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of local ranks such as 0,2") from None
+
+
+def _conf(text: str) -> dict[str, str]:
+    pairs = [pair.partition("=") for pair in text.split(",") if pair.strip()]
+    if not all(equals for _, equals, _ in pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of pairs such as read_timeout=60,is_host=1")
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _streams(text: str) -> str:
+    if not re.fullmatch(r"[0-3]|\d:[0-3](,\d:[0-3])*", text):  # torch's agent accepts only one digit too
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not 3 (both streams), 1 (stdout), 2 (stderr) or 0 (neither), nor one of them by local rank, "
+            "as in 0:3,1:2"
+        )
+    return text
+
+
+class RunParser(OptionParser):
+    """The parser of the options of `ddpilot run`."""
+
+    def takes_value(self, word: str) -> bool:
+        """True if the option in `word` takes a value that is not part of the word. Raises KeyError if unknown."""
+        flag, equals, _ = word.partition("=")
+        if flag.startswith("--"):
+            return self._option_string_actions[flag].nargs != 0 and not equals
+        takes = self._option_string_actions[flag[:2]].nargs != 0
+        if not takes and len(word) > 2:
+            raise KeyError(word)
+        return takes and len(word) == 2
+
+    def refuse(self, argument: str | None, message: str) -> LaunchError:
+        """Return the error for a wrong value."""
+        flag = next((each for each in (argument or "").split("/") if each.startswith("--")), "")
+        return LaunchError(f"reading {flag}" if flag else _DID, found=message, fix="`ddpilot run --help` has more")
+
+    def refuse_unknown(self, words: Sequence[str], advice: str = "") -> LaunchError:
+        """Return the error for an unknown option."""
+        name = words[0].lstrip("-").partition("=")[0].replace("_", "-")
+        if name in _REFUSED:
+            fix = _REFUSED[name][0].upper() + _REFUSED[name][1:]
+            return LaunchError(_DID, found=f"{words[0]} is not supported", fix=fix)
+        longer = [flag for flag in self.flags if flag.startswith(f"--{name}")]
+        guess = did_you_mean(f"--{name}", self.flags, show="{}".format, cutoff=0.8)
+        guess = guess or (f"Did you mean {longer[0]}?" if longer else "")
+        return LaunchError(_DID, found=f"{words[0]} is not an option of `ddpilot run`", fix=f"{guess} {advice}".strip())
+
+
+_OPTIONS: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
+    ("--nnodes", "N", _nodes, "number of nodes; MIN:MAX with a rendezvous backend of torch (1)"),
+    ("--node-rank", "I", parse_int, "rank of this node, 0 to nnodes - 1"),
+    ("--master-addr", "HOST", _host, "name or address of node 0, the same on every node"),
+    ("--master-port", "PORT", parse_int, "port of the store on node 0 (29500; a free port on one node)"),
+    ("--max-restarts", "N", parse_int, "maximum number of times that all ranks are restarted after a failure (0)"),
+    ("--rdzv-timeout", "S", parse_seconds, "seconds that nodes wait for each other (900)"),
+    ("--node-timeout", "S", parse_seconds, "seconds without a heartbeat of another node until this node exits (30)"),
+    ("--shutdown-timeout", "S", parse_seconds, "seconds that ranks have to exit after Ctrl-C or SIGTERM (30)"),
+    ("--monitor-interval", "S", parse_seconds, "seconds between two polls of the ranks (0.1)"),
+    ("--log-dir", "DIR", Path, "also write each rank's output to files in this folder"),
+    ("-r/--redirects", "STD", _streams, "streams for files only: 3 both, 1 stdout, 2 stderr, 0:1,1:2 by local rank"),
+    ("-t/--tee", "STD", _streams, "streams for files and the screen"),
+    ("--local-ranks-filter", "I,I", _local_ranks, "show the output of these local ranks only"),
+    ("--rdzv-backend", "NAME", str, "static (ddpilot's, by node rank), or one of torch's: c10d, etcd, etcd-v2"),
+    ("--rdzv-endpoint", "HOST:PORT", str, "endpoint for torch's backends; with static: master-addr:master-port"),
+    ("--rdzv-id", "ID", str, "id of the job, the same on every node"),
+    ("--rdzv-conf", "K=V,K=V", _conf, "further settings of torch's backends; timeout=S is --rdzv-timeout"),
+    ("--local-addr", "HOST", _host, "address of this node for the other nodes, with torch's backends"),
+    ("--role", "NAME", str, "ROLE_NAME of the ranks"),
+    ("--signals-to-handle", "SIG,SIG", _names, f"signals to pass on to the ranks ({','.join(DEFAULT_SIGNALS)})"),
+)
+"""Flags, placeholder, type and help of the options that are one field of `RunOptions`."""
+
+_FIELDS = {"local_ranks_filter": "shown_local_ranks", "signals_to_handle": "signals"}
+"""Fields of `RunOptions` that differ from the option's name; fields in seconds end in "_s" besides."""
+
+
+def make_parser() -> RunParser:
+    """Return the parser of the options of `ddpilot run`. Names in its result are fields of the options classes."""
+    parser = RunParser(
+        "ddpilot run",
+        usage=_USAGE,
+        description=_DESCRIPTION,
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=32, width=120),
+    )
+    add_nproc_option(parser)
+    kind = parser.add_mutually_exclusive_group()
+    for flags, const, text in (
+        (("-m", "--module"), "module", "the script is a module, run as with `python -m`"),
+        (("--no-python",), "program", "the script is a program of any kind"),
+    ):
+        kind.add_argument(*flags, dest="kind", action="store_const", const=const, help=text)
+    parser.add_argument("--standalone", action="store_true", help="one node and a free port on loopback, as by default")
+    watching = parser.add_mutually_exclusive_group()
+    watching.add_argument("--watch", action="store_true", help="detect hangs, desyncs and wrong numbers, as by default")
+    add_watch_options(parser, default="stop", group=watching)
+    for names, metavar, read, text in _OPTIONS:
+        name = names.rpartition("--")[2].replace("-", "_")
+        field = f"{name}_s" if read is parse_seconds else _FIELDS.get(name, name)
+        parser.add_argument(*names.split("/"), dest=field, metavar=metavar, type=read, help=text)
+    return parser
+
+
 @dataclass(frozen=True)
 class Words:
-    """`options`: by name with dashes, "" for a flag; `script`: as given, or None; `args`: the script's, as given."""
+    """`options`: the words of ddpilot's options; `script`: as given, or None; `args`: the script's, as given."""
 
-    options: Mapping[str, str]
+    options: tuple[str, ...]
     script: str | None
     args: tuple[str, ...]
 
@@ -326,15 +310,15 @@ def split_words(words: Sequence[str]) -> Words:
     """Separate ddpilot's options from the script's. Raises LaunchError, with the correction, if that is impossible."""
     if words and not _is_option(words[0]) and words[0] != "--":
         script, after = words[0], list(words[1:])
-        ours, args = _cut(after)
-        options, rest = _read_options(ours, lambda at: _stray(script, ours, args, at))
+        end = after.index("--") if "--" in after else len(after)
+        ours, args = after[:end], after[end + 1 :]
+        options, rest = _take_options(ours, lambda at: _correct(script, ours, args, at))
         if rest:
-            raise LaunchError(
-                _DID, found=_NEITHER.format(rest[0]), fix=_stray(script, ours, args, len(ours) - len(rest))
-            )
+            found = f"`{rest[0]}` after the script is neither an option nor an option's value"
+            raise LaunchError(_DID, found=found, fix=_correct(script, ours, args, len(ours) - len(rest)))
         return Words(options, script, tuple(args))
-    options, rest = _read_options(list(words), lambda _: "`ddpilot run --help` lists the options")
-    if rest and rest[0] == "--":
+    options, rest = _take_options(list(words), lambda _: "`ddpilot run --help` lists the options")
+    if rest[:1] == ["--"]:
         rest = rest[1:]
     if not rest:
         return Words(options, None, ())
@@ -343,71 +327,32 @@ def split_words(words: Sequence[str]) -> Words:
     return Words(options, rest[0], tuple(args))
 
 
-def _cut(words: list[str]) -> tuple[list[str], list[str]]:
-    at = words.index("--") if "--" in words else len(words)
-    return words[:at], words[at + 1 :]
-
-
 def _is_option(word: str) -> bool:
     return word.startswith("-") and word not in ("-", "--")
 
 
-def _read_options(words: list[str], advise: Callable[[int], str]) -> tuple[dict[str, str], list[str]]:
-    """The leading options in `words`, and the remaining words from the first one that is not an option.
+def _take_options(words: list[str], advise: Callable[[int], str]) -> tuple[tuple[str, ...], list[str]]:
+    """Return the leading options in `words` with their values, and the remaining words.
 
     `advise`: returns the advice for the word at an index that looks like an option but is unknown.
     """
-    found: dict[str, str] = {}
-    at = 0
+    parser, found, at = make_parser(), list[str](), 0
     while at < len(words) and _is_option(words[at]):
-        word = words[at]
-        option, value = _look_up(word)
-        if option is None:
-            raise _unknown(word, advise(at))
-        if option.metavar and value is None:
-            at += 1
-            if at == len(words) or words[at] == "--":
-                raise LaunchError(
-                    _DID, found=f"{word} has no value", fix=f"Write {word} {option.metavar}: {option.help}"
-                )
-            value = words[at]
-        if value is not None and not option.metavar:
-            raise LaunchError(_DID, found=word, fix=f"--{option.name} takes no value: {option.help}")
-        found[option.name] = value or ""
+        flag, equals, value = words[at].partition("=")
+        word = f"{flag.replace('_', '-')}{equals}{value}" if flag.startswith("--") else words[at]
+        try:
+            takes_next = parser.takes_value(word)
+        except KeyError:
+            raise parser.refuse_unknown([words[at]], advise(at)) from None
+        found.append(word)
         at += 1
-    return found, words[at:]
+        if takes_next and at < len(words) and words[at] != "--":
+            found[-1] += f"={words[at]}" if word.startswith("--") else words[at]
+            at += 1
+    return tuple(found), words[at:]
 
 
-def _look_up(word: str) -> tuple[Option | None, str | None]:
-    """The option that `word` names, and the value that is part of the same word; None for each that is missing."""
-    if word.startswith("--"):
-        text, equals, value = word[2:].partition("=")
-        name = text.replace("_", "-")
-        for option in OPTIONS:
-            if option.name == name:
-                return option, value if equals else None
-        return None, None
-    for option in OPTIONS:
-        if option.short and word.startswith(option.short):
-            glued = word[2:].removeprefix("=")
-            if option.metavar or not glued:
-                return option, glued or None
-    return None, None
-
-
-def _unknown(word: str, advice: str) -> LaunchError:
-    name = word.lstrip("-").partition("=")[0].replace("_", "-")
-    if name in _REFUSED:
-        return LaunchError(_DID, found=f"{word} is not taken", fix=_REFUSED[name][0].upper() + _REFUSED[name][1:])
-    names = [option.name for option in OPTIONS]
-    begun = [each for each in names if each.startswith(name)]
-    guess = did_you_mean(name, names, show="--{}".format, cutoff=0.8) or (
-        f"Did you mean --{begun[0]}?" if begun else ""
-    )
-    return LaunchError(_DID, found=f"{word} is not an option of `ddpilot run`", fix=f"{guess} {advice}".strip())
-
-
-def _stray(script: str, ours: list[str], args: list[str], at: int) -> str:
+def _correct(script: str, ours: list[str], args: list[str], at: int) -> str:
     """The corrected command line if the word of `ours` at index `at` must belong to the script."""
     words = [script, *ours]
     if script in _STARTERS:

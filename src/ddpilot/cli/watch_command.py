@@ -32,12 +32,12 @@ def watch_job(word: str | None, *, as_json: bool = False, wait: bool = False) ->
     shown: object = None
     while True:
         report = explain_job(folder, about)
-        said = _what_is_said(report)
-        if said != shown:
+        content = _content_of(report)
+        if content != shown:
             print(json.dumps(report.to_dict(), indent=1, ensure_ascii=False) if as_json else str(report), flush=True)
         if not (wait and about.is_running):
             return FOUND_STATUS if any(finding.severity == "error" for finding in report.findings) else 0
-        shown = said
+        shown = content
         time.sleep(_EVERY_S)
         try:
             about = read_job_info(folder)
@@ -48,7 +48,7 @@ def watch_job(word: str | None, *, as_json: bool = False, wait: bool = False) ->
             return 0
 
 
-def _what_is_said(report: Report) -> object:
+def _content_of(report: Report) -> object:
     """The content of a report without its durations, to detect changes."""
     findings = frozenset((finding.code, finding.summary) for finding in report.findings)
     return findings, report.notes, bool(report.status)

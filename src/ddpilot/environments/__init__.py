@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts of this process and machine: rank and sizes, NVIDIA devices, private files. Imports `errors`."""
+"""Facts about this process and machine: rank and sizes, NVIDIA devices, private files. Imports `errors`."""

@@ -33,15 +33,15 @@ def detect_topology(environ: Mapping[str, str], *, distributed: bool | None = No
     """
     origin = "distributed" if distributed is not None else "DDPILOT_DISTRIBUTED"
     wanted = distributed if distributed is not None else parse_switch(environ.get("DDPILOT_DISTRIBUTED", ""))
-    said = f"{origin}={distributed if distributed is not None else environ.get(origin)}"
+    given = f"{origin}={distributed if distributed is not None else environ.get(origin)}"
     if wanted is False:
-        return alone(f"Alone because {said}")
+        return alone(f"Alone because {given}")
     topology = _find(environ)
     if wanted and not topology.is_distributed:
         raise TopologyError(
             "detecting the topology",
             variable=origin if distributed is None else "RANK",
-            found=f"{said} asks for several ranks, but no launcher's variables are set ({topology.how})",
+            found=f"{given} asks for several ranks, but no launcher's variables are set ({topology.how})",
             fix="Start the program with torchrun, srun, mpirun or ddpilot, or leave the choice to detection",
         )
     return topology
@@ -104,12 +104,12 @@ def _check_by_hand(environ: Environ, found: Topology) -> None:
         ("LOCAL_RANK", found.local_rank),
         ("LOCAL_WORLD_SIZE", found.local_world_size),
     ):
-        said = read_int(environ, name)
-        if said is not None and said != value:
+        given = read_int(environ, name)
+        if given is not None and given != value:
             raise contradiction(
                 "detecting the topology",
                 name,
-                f"{name}={said}, but it is {value}: {found.how}",
+                f"{name}={given}, but it is {value}: {found.how}",
                 fix=f"Unset {name}, or set it to {value}",
             )
 

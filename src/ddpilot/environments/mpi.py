@@ -108,8 +108,8 @@ def is_own_launch(environ: Environ, family: MpiFamily) -> bool:
 def check_agreement(environ: Environ, family: MpiFamily, topology: Topology) -> None:
     """Raise `TopologyError` if MPI's variables give a different rank or size than `topology`."""
     for names, value in (((family.rank,), topology.rank), (family.sizes, topology.world_size)):
-        said = read_int(environ, *names)
-        if said is not None and said != value:
+        given = read_int(environ, *names)
+        if given is not None and given != value:
             name = first_set(environ, *names) or ""
             raise contradiction(
                 _DID,
@@ -153,7 +153,7 @@ def detect_mpi(environ: Environ, family: MpiFamily) -> Topology:
 def _require_local(environ: Environ, family: MpiFamily, names: tuple[str, ...], minimum: int, what: str) -> int:
     by_hand = names[-1]
     fix = f"Set {by_hand} to the {what}" if by_hand in ("LOCAL_RANK", "LOCAL_WORLD_SIZE") else f"Set it to the {what}"
-    error = missing(environ, _DID, names[0], fix=fix, beside=(family.rank, *family.sizes))
+    error = missing(environ, _DID, names[0], fix=fix, related=(family.rank, *family.sizes))
     return or_raise(read_int(environ, *names, minimum=minimum), error)
 
 
@@ -173,8 +173,8 @@ def _resolve_node(
     shown = (family.rank, *family.sizes, *family.local_ranks, *family.local_sizes)
     fix = "Fill machines evenly, one after the other, or set GROUP_RANK and GROUP_WORLD_SIZE as torchrun would"
     node = (
-        or_raise(node_rank, missing(environ, _DID, "GROUP_RANK", fix=fix, beside=shown)),
-        or_raise(nnodes, missing(environ, _DID, "GROUP_WORLD_SIZE", fix=fix, beside=shown)),
+        or_raise(node_rank, missing(environ, _DID, "GROUP_RANK", fix=fix, related=shown)),
+        or_raise(nnodes, missing(environ, _DID, "GROUP_WORLD_SIZE", fix=fix, related=shown)),
     )
     node_variable = first_set(environ, *family.node_ranks) or "GROUP_WORLD_SIZE"
     variables = (node_variable, first_set(environ, *family.local_sizes) or "")
@@ -185,17 +185,17 @@ def _resolve_node(
 
 def _resolve_master(environ: Environ, family: MpiFamily, nnodes: int) -> tuple[str, int, str]:
     master_addr, master_port = read_master(environ)
-    beside = (family.rank, *family.sizes, *family.local_sizes)
+    related = (family.rank, *family.sizes, *family.local_sizes)
     if master_addr is None and nnodes > 1:
         fix = "MPI gives no address to meet at: set MASTER_ADDR to the host name of rank 0, the same on every rank"
-        raise missing(environ, _DID, "MASTER_ADDR", fix=fix, beside=beside)
+        raise missing(environ, _DID, "MASTER_ADDR", fix=fix, related=related)
     job = first_set(environ, *family.job_ids)
     if master_port is None and job is None:
         example = (
             "mpirun -x MASTER_PORT=15000" if family.environment == "openmpi" else "mpiexec -genv MASTER_PORT 15000"
         )
         fix = f"Set MASTER_PORT to the same free port on every rank, such as `{example}`"
-        raise missing(environ, _DID, "MASTER_PORT", fix=fix, beside=beside)
+        raise missing(environ, _DID, "MASTER_PORT", fix=fix, related=related)
     address = quote(environ, "MASTER_ADDR") or "all ranks on this machine"
     port = quote(environ, "MASTER_PORT") or f"port from {quote(environ, job or '')}"
     return master_addr or "127.0.0.1", master_port or derive_port(environ[job or ""].strip()), f"{address}; {port}"

@@ -71,7 +71,7 @@ def _remove_left(parent: Path, prefix: str) -> None:
     with suppress(OSError):
         names = os.listdir(parent)
     for folder in (parent / name for name in names if is_ours(name)):
-        with suppress(OSError):  # it belongs to another user, has no mark, or is gone
+        with suppress(OSError):  # it belongs to a different user, has no mark, or is gone
             if read_own_text(check_own_folder(folder) / _MARKER) == _mark(folder):
                 _remove_if_left(folder)
 
@@ -103,8 +103,8 @@ def open_own_file(
 ) -> int:
     """Open the regular file `path` with `flags` and return its descriptor. O_TRUNC is applied after the checks.
 
-    Raises `PermissionError` if the file belongs to another user (root is accepted with `may_be_roots`) or if others can
-    write to it; `OSError` for a symbolic link, for anything but a regular file, and if `path` cannot be opened.
+    Raises `PermissionError` if the file belongs to a different user (root is accepted with `may_be_roots`) or if other
+    users can write to it; `OSError` for a symbolic link, for anything but a regular file, and if it cannot be opened.
     """
     fd = os.open(path, (flags & ~os.O_TRUNC) | _WITHOUT_LINKS, mode)
     try:
@@ -160,7 +160,7 @@ def write_own_text(path: Path, text: str) -> None:
 
 
 def lock_file(fd: int, *, wait: bool = True) -> bool:
-    """Lock the open file `fd` until it is closed. Returns False if another process holds the lock and not `wait`.
+    """Lock the open file `fd` until it is closed. Returns False if a different process holds the lock and not `wait`.
 
     Returns True on a file system without locks.
     """

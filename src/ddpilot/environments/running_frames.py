@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the frames of threads that run Python code meanwhile."""
+"""Read the frames of threads while they run Python code."""
 
 from __future__ import annotations
 

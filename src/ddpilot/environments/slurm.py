@@ -59,7 +59,7 @@ def detect_slurm(environ: Environ) -> Topology | None:
         unset = "" if step else " and SLURM_STEP_ID is not set"
         return alone(f"Alone: this is {where} ({shown}{unset}); for several ranks {_SRUN_HINT}")
     fix = f"Set SLURM_NTASKS to the number of tasks, or {_SRUN_HINT}"
-    error = missing(environ, _DID, "SLURM_NTASKS", fix=fix, beside=("SLURM_PROCID", *_STEP_ID))
+    error = missing(environ, _DID, "SLURM_NTASKS", fix=fix, related=("SLURM_PROCID", *_STEP_ID))
     world_size = or_raise(read_int(environ, *_NUM_TASKS, minimum=1), error)
     if world_size == 1:
         shown = quote(environ, first_set(environ, *_STEP_ID) or "SLURM_PROCID", first_set(environ, *_NUM_TASKS) or "")
@@ -79,7 +79,7 @@ def _describe_task(environ: Environ, world_size: int) -> Topology:
     master_addr, master_port = read_master(environ)
     if master_addr is None and not hosts:
         fix = "Set SLURM_STEP_NODELIST as srun does, or MASTER_ADDR to the host name of rank 0"
-        raise missing(environ, _DID, "SLURM_STEP_NODELIST", fix=fix, beside=("SLURM_PROCID", *_NUM_TASKS))
+        raise missing(environ, _DID, "SLURM_STEP_NODELIST", fix=fix, related=("SLURM_PROCID", *_NUM_TASKS))
     return Topology(
         rank=rank,
         local_rank=local_rank,
@@ -124,8 +124,8 @@ def _read_hosts(environ: Environ) -> tuple[tuple[str, ...], str]:
         return (), ""
     hosts = tuple(dict.fromkeys(parse_node_list(environ[variable], variable=variable)))
     count = "SLURM_STEP_NUM_NODES" if variable == "SLURM_STEP_NODELIST" else "SLURM_NNODES"
-    said = read_int(environ, count, minimum=1)
-    if said is not None and said != len(hosts):
+    given = read_int(environ, count, minimum=1)
+    if given is not None and given != len(hosts):
         raise contradiction(
             _DID,
             variable,
@@ -142,7 +142,7 @@ def _read_local_world_size(environ: Environ, world_size: int, nnodes: int, node_
     if text is None:
         if world_size % nnodes:
             fix = "Set it as srun does, such as 2(x3),1"
-            raise missing(environ, _DID, "SLURM_STEP_TASKS_PER_NODE", fix=fix, beside=(*_NUM_TASKS, "SLURM_NNODES"))
+            raise missing(environ, _DID, "SLURM_STEP_TASKS_PER_NODE", fix=fix, related=(*_NUM_TASKS, "SLURM_NNODES"))
         return world_size // nnodes
     counts = parse_tasks_per_node(text, variable=variable)
     if len(counts) != nnodes or sum(counts) != world_size:
@@ -151,7 +151,7 @@ def _read_local_world_size(environ: Environ, world_size: int, nnodes: int, node_
             variable,
             f"{variable}={text} means {sum(counts)} tasks on {len(counts)} nodes, "
             f"but this step has {world_size} tasks on {nnodes} nodes",
-            fix="Leave these variables as srun set them, or unset the one that another program changed",
+            fix="Leave these variables as srun set them, or unset the one that a different program changed",
         )
     return counts[node_rank]
 
@@ -197,7 +197,7 @@ def parse_tasks_per_node(text: str, *, variable: str = "SLURM_TASKS_PER_NODE") -
             raise TopologyError(
                 f"reading {variable}",
                 variable=variable,
-                found=f"{variable}={text!r}, where {item!r} is no task count",
+                found=f"{variable}={text!r}, where {item!r} is not a task count",
                 fix=f"Slurm writes it like 2(x3),1: leave {variable} as srun set it, or unset it",
             )
         counts += [int(match[1])] * repeats
@@ -225,7 +225,7 @@ def _expand_ranges(ranges: str, text: str, variable: str) -> list[str]:
         match = _RANGE.fullmatch(item)
         low, high = (match[1], match[2] or match[1]) if match else ("1", "0")
         if int(low) > int(high):
-            raise _refuse(text, variable, f"{item!r} in brackets, which is no number and no rising range")
+            raise _refuse(text, variable, f"{item!r} in brackets, which is neither a number nor an ascending range")
         if int(high) - int(low) >= MAX_NODES:
             raise _refuse(text, variable, f"more than {MAX_NODES} hosts")
         numbers += [f"{number:0{len(low)}d}" for number in range(int(low), int(high) + 1)]

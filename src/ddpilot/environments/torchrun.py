@@ -39,7 +39,7 @@ def detect_torchrun(environ: Environ) -> Topology | None:
     """
     rank = require_int(environ, _DID, "RANK", fix=f"Set RANK to the number of this rank, or {_LAUNCHER_HINT}")
     fix = f"Set WORLD_SIZE to the number of ranks, unset RANK to run alone, or {_LAUNCHER_HINT}"
-    error = missing(environ, _DID, "WORLD_SIZE", fix=fix, beside=_SHOWN)
+    error = missing(environ, _DID, "WORLD_SIZE", fix=fix, related=_SHOWN)
     world_size = or_raise(read_int(environ, "WORLD_SIZE", minimum=1), error)
     require_below(environ, _DID, "RANK", "WORLD_SIZE")
     master_addr, master_port = read_master(environ)
@@ -73,11 +73,11 @@ def refuse_partial(environ: Environ, otherwise: str) -> None:
         value = read_int(environ, name)
         if value is not None and value > alone_at:
             fix = f"Set RANK, unset {name} to run alone, or {_LAUNCHER_HINT}. {otherwise}"
-            raise missing(environ, _DID, "RANK", fix=fix, beside=_SHOWN)
+            raise missing(environ, _DID, "RANK", fix=fix, related=_SHOWN)
 
 
 def _unset(environ: Environ, name: str, what: str) -> TopologyError:
-    return missing(environ, _DID, name, fix=f"Set {name} to the {what}, or {_LAUNCHER_HINT}", beside=_SHOWN)
+    return missing(environ, _DID, name, fix=f"Set {name} to the {what}, or {_LAUNCHER_HINT}", related=_SHOWN)
 
 
 def _resolve_starter(environ: Environ) -> Environment:

@@ -54,9 +54,9 @@ def require_int(environ: Environ, did: str, *names: str, fix: str, minimum: int 
     return or_raise(read_int(environ, *names, minimum=minimum), missing(environ, did, names[0], fix=fix))
 
 
-def missing(environ: Environ, did: str, variable: str, *, fix: str, beside: Iterable[str] = ()) -> TopologyError:
-    """The error for a variable that is not set. `beside`: related variables, shown if they are set."""
-    others = quote(environ, *beside)
+def missing(environ: Environ, did: str, variable: str, *, fix: str, related: Iterable[str] = ()) -> TopologyError:
+    """The error for a variable that is not set. `related`: related variables, shown if they are set."""
+    others = quote(environ, *related)
     return TopologyError(
         did, variable=variable, found=f"{variable} is not set" + (f", while {others}" if others else ""), fix=fix
     )

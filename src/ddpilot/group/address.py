@@ -52,7 +52,7 @@ def wait_for_port(host: str, port: int, timeout_s: float) -> None:
 
     Polls often at first. Logs one warning after 5 s.
     """
-    start, pause_s, told = time.monotonic(), 0.02, False
+    start, pause_s, has_warned = time.monotonic(), 0.02, False
     while True:
         waited = time.monotonic() - start
         try:
@@ -64,14 +64,14 @@ def wait_for_port(host: str, port: int, timeout_s: float) -> None:
         if waited >= timeout_s:
             raise RendezvousError(
                 f"connecting to rank 0's store at {host}:{port}",
-                found=f"nobody answered for {waited:.1f} s ({last})",
-                fix="See that rank 0 runs on that machine, that every rank has the same MASTER_ADDR and MASTER_PORT, "
-                "and that no firewall is between them.",
+                found=f"no answer for {waited:.1f} s ({last})",
+                fix="Check that rank 0 runs on that machine, that every rank has the same MASTER_ADDR and MASTER_PORT, "
+                "and that no firewall blocks the port.",
                 missing=(0,),
             ) from last
-        if waited > _PATIENCE_S and not told:
-            told = True
-            _log.warning("still waiting for rank 0: nobody answers at %s:%d (%s)", host, port, last)
+        if waited > _PATIENCE_S and not has_warned:
+            has_warned = True
+            _log.warning("still waiting for rank 0: no answer from %s:%d (%s)", host, port, last)
         time.sleep(min(pause_s, timeout_s - waited))
         pause_s = min(0.5, pause_s * 1.5)
 
@@ -97,7 +97,7 @@ def listen(host: str, port: int) -> socket.socket | None:
         raise RendezvousError(
             f"opening rank 0's store on port {port}",
             found=_taken(error, holder),
-            fix=f"Stop that process or choose another MASTER_PORT than {port}.",
+            fix=f"Stop that process or choose a MASTER_PORT other than {port}.",
             rank=0,
         ) from error
     return sock

@@ -156,8 +156,8 @@ def _initialise(
         raise GroupError(
             f"initialising a {backend} group of {topology.world_size} ranks",
             found=str(error).splitlines()[0],
-            fix="All ranks met in the store, so look at what connects them: the network interface "
-            "(GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), or a rank that ended just now.",
+            fix="All ranks have joined the store, so check the connections between them: the network interface "
+            "(GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), or a rank that has just exited.",
             rank=topology.rank,
         ) from error
 
@@ -225,8 +225,8 @@ def existing_group(topology: Topology, backend: str | None = None) -> Group:
     if backend is not None and not is_backend(backend, has, device.type):
         raise GroupError(
             "entering the group",
-            found=f"a group with backend {has!r} is already there, and {backend!r} was asked for",
-            fix="Leave the first group before you enter another, or ask for the same backend.",
+            found=f"a group with backend {has!r} exists, and {backend!r} was requested",
+            fix="Leave that group before you enter a new one, or request the same backend.",
             rank=rank,
         )
     return Group(
@@ -247,7 +247,7 @@ def _member(rank: int) -> Member | None:
         return read_member(c10d._get_default_store(), rank)
     except dist.DistNetworkError as error:
         raise GroupError(
-            "looking at the group that this rank is in",
+            "reading the store of the existing group",
             found="its store does not answer: it was freed, or the process that hosts it ended",
             fix="Call torch.distributed.destroy_process_group(), then enter a new group.",
             rank=rank,

@@ -76,8 +76,8 @@ def compare_models(models: Sequence[DistributedDataParallel], group: Group) -> t
     mine = sorted(((_outline(model.module), fingerprint(model.module)) for model in models), key=repr)
     all_ranks: list[list[tuple[str, dict[str, str]]]] = group.all_gather_object(mine)
     if len({len(theirs) for theirs in all_ranks}) > 1:
-        said = ", ".join(f"{len(theirs)} on rank {rank}" for rank, theirs in enumerate(all_ranks))
-        return (f"the ranks have different numbers of DDP models: {said}",)
+        counts = ", ".join(f"{len(theirs)} on rank {rank}" for rank, theirs in enumerate(all_ranks))
+        return (f"the ranks have different numbers of DDP models: {counts}",)
     found: list[str] = []
     for position in range(len(mine)):
         found += _differences([theirs[position] for theirs in all_ranks])
@@ -87,7 +87,7 @@ def compare_models(models: Sequence[DistributedDataParallel], group: Group) -> t
 def _differences(by_rank: Sequence[tuple[str, dict[str, str]]]) -> list[str]:
     outlines = _ranks_by(outline for outline, _ in by_rank)
     if len(outlines) > 1:
-        return [f"the ranks have different models: {_said(outlines)}"]
+        return [f"the ranks have different models: {_render_outlines(outlines)}"]
     outline, first = by_rank[0]
     found = []
     for name in first:
@@ -105,7 +105,7 @@ def _ranks_by(values: Iterable[str]) -> dict[str, list[int]]:
     return ranks
 
 
-def _said(ranks_by_outline: dict[str, list[int]]) -> str:
+def _render_outlines(ranks_by_outline: dict[str, list[int]]) -> str:
     return "; ".join(f"{outline[:200]} on ranks {', '.join(map(str, r))}" for outline, r in ranks_by_outline.items())
 
 

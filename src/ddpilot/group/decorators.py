@@ -35,7 +35,7 @@ def on_ranks(*ranks: int, broadcast: bool = False) -> Callable[[Callable[P, T]],
     `broadcast`: return the value of the first of `ranks` on every rank instead (it must be picklable).
 
     In a process group every call is **collective**: all ranks call it and wait for `ranks` to finish, so that an
-    exception there is raised on every rank: the original on the rank where it happened, and on the others
+    exception there is raised on every rank: the original on the rank where it happened, and on the other ranks
     RemoteRankError with its type, text and rank (and the original as `__cause__` if it can be pickled). Do not put the
     call under `if rank == 0`. Within such a function, calls of other decorated functions are not collective.
 
@@ -139,7 +139,7 @@ def _remote_error(name: str, failure: _Failure, rank: int) -> RemoteRankError:
     return RemoteRankError(
         f"calling {name}(), which runs on rank {failure.rank}",
         found=f"rank {failure.rank} raised {failure.text}",
-        fix=f"Look at rank {failure.rank}'s traceback; this rank stops with it.",
+        fix=f"See rank {failure.rank}'s traceback; this rank raises too.",
         rank=rank,
     )
 

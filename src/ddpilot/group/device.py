@@ -67,7 +67,7 @@ def resolve_device(facts: DeviceFacts, backend: str | None = None) -> DeviceChoi
         if backend is not None and native is not None and backend == native:
             raise GroupError(
                 _DID,
-                found=f"backend {backend!r} was asked for and this process sees no {kind} device",
+                found=f"backend {backend!r} was requested, but no {kind} device is visible to this process",
                 fix="Use backend='gloo' on CPU, or check the driver and CUDA_VISIBLE_DEVICES.",
             )
         return DeviceChoice("cpu", backend or "gloo", backend is not None)
@@ -214,7 +214,9 @@ def _require(facts: DeviceFacts, backend: str | None) -> None:
     raise GroupError(
         _DID,
         found=f"this build of PyTorch has no {missing[0]!r} backend; it has: {has}",
-        fix="Install a build that has it, or pass a backend from this list." if facts.backends else "Install another.",
+        fix="Install a build that has it, or pass a backend from this list."
+        if facts.backends
+        else "Install a different build.",
     )
 
 

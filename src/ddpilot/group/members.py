@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
 from ddpilot.errors import RendezvousError
-from ddpilot.group.store import came
+from ddpilot.group.store import wait_for_keys
 
 _SLICE_S = 0.5
 _TWIN_WAIT_S = 3.0
@@ -88,10 +88,10 @@ def wait_for_all(store: Store, me: Member, timeout_s: float) -> tuple[Member, ..
         if store.check([_REFUSED]):
             found, fix = json.loads(store.get(_REFUSED))
             raise RendezvousError("waiting for all ranks", found=found, fix=fix, rank=me.rank)
-        if came(store, keys, min(_SLICE_S, max(0.01, deadline - time.monotonic()))):
+        if wait_for_keys(store, keys, min(_SLICE_S, max(0.01, deadline - time.monotonic()))):
             break
         if time.monotonic() > deadline:
-            raise _nobody_came(store, me, timeout_s)
+            raise _missing_ranks(store, me, timeout_s)
     members = tuple(Member(**json.loads(store.get(key))) for key in keys)
     _refuse_disagreement(store, members, me)
     return members
@@ -118,7 +118,7 @@ def _key(rank: int) -> str:
 
 
 def _refuse_twin(before: Store, me: Member) -> None:
-    if not came(before, [_key(me.rank)], _TWIN_WAIT_S):
+    if not wait_for_keys(before, [_key(me.rank)], _TWIN_WAIT_S):
         return
     other = Member(**json.loads(before.get(_key(me.rank))))
     if other.is_same_process(me) or other.is_gone():
@@ -128,15 +128,15 @@ def _refuse_twin(before: Store, me: Member) -> None:
     _refuse(before, me, "entering the group", found, fix)
 
 
-def _nobody_came(store: Store, me: Member, timeout_s: float) -> RendezvousError:
+def _missing_ranks(store: Store, me: Member, timeout_s: float) -> RendezvousError:
     here = [rank for rank in range(me.world_size) if store.check([_key(rank)])]
     missing = tuple(rank for rank in range(me.world_size) if rank not in here)
     places = "; ".join(f"rank {rank} ({Member(**json.loads(store.get(_key(rank)))).place})" for rank in here[:16])
     names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
     return RendezvousError(
         f"waiting for all {me.world_size} ranks",
-        found=f"{names} never came in {timeout_s:g} s; here: {places}",
-        fix=f"Look at the output of {names}: it ended before, never started, or has another WORLD_SIZE or MASTER_ADDR.",
+        found=f"{names} did not join within {timeout_s:g} s; joined: {places}",
+        fix=f"Check the output of {names}: was it started, with this WORLD_SIZE and MASTER_ADDR, and has it exited?",
         rank=me.rank,
         missing=missing,
     )
@@ -148,10 +148,10 @@ def _refuse_disagreement(store: Store, members: Sequence[Member], me: Member) ->
         for member in members:
             values.setdefault(getattr(member, what), []).append(member.rank)
         if len(values) > 1:
-            said = "; ".join(f"{value!r} on ranks {', '.join(map(str, ranks))}" for value, ranks in values.items())
-            found = f"they disagree on {what}: {said}"
+            on_ranks = "; ".join(f"{value!r} on ranks {', '.join(map(str, ranks))}" for value, ranks in values.items())
+            found = f"the ranks have different values of {what}: {on_ranks}"
             fix = f"Start every rank with the same {what}."
-            _refuse(store, me, "comparing what the ranks were started with", found, fix)
+            _refuse(store, me, "comparing the settings of the ranks", found, fix)
 
 
 def mark_entered(me: Member) -> None:

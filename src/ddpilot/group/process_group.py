@@ -59,7 +59,7 @@ class Group:
         if group is None or not self.is_live:
             raise GroupError(
                 "using a process group",
-                found="this group was left, or another one took its place",
+                found="this group was left, or a new one has replaced it",
                 fix="Call init_group() again and use what it returns.",
                 rank=self.rank,
             )

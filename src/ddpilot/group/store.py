@@ -82,7 +82,7 @@ def connect_store(endpoint: Endpoint, timeout_s: float) -> Store:
         raise RendezvousError(
             f"connecting to the store at {endpoint.addr}:{endpoint.port}",
             found=str(error).splitlines()[0],
-            fix="Something else may listen there: see that every rank has the same MASTER_ADDR and MASTER_PORT.",
+            fix="A different program may listen there: check that every rank has the same MASTER_ADDR and MASTER_PORT.",
         ) from error
     if endpoint.hosted_here:
         atexit.register(_hold, store)
@@ -105,7 +105,7 @@ _FIRST_PAUSE_S = 0.002
 _LONGEST_PAUSE_S = 0.1
 
 
-def came(store: Store, keys: Sequence[str], limit_s: float) -> bool:
+def wait_for_keys(store: Store, keys: Sequence[str], limit_s: float) -> bool:
     """True if all `keys` were in `store` within `limit_s` seconds; checks at least once.
 
     `Store.wait` is not used because its timeout prints C++ messages to stderr. The polling interval grows, so that

@@ -41,7 +41,7 @@ from ddpilot.environments.running_frames import frames_of_threads, reading_frame
 from ddpilot.errors import GroupError
 from ddpilot.group.device import is_asynchronous
 from ddpilot.group.members import read_member
-from ddpilot.group.store import came
+from ddpilot.group.store import wait_for_keys
 
 _SLICE_S = 0.1
 
@@ -58,7 +58,7 @@ def wait_for_peers(rank: int, world_size: int, limit_s: float) -> bool:
     try:
         store.set(keys[rank], "")
         while True:
-            if came(store, keys, _SLICE_S):
+            if wait_for_keys(store, keys, _SLICE_S):
                 return True
             awaited = [peer for peer, key in enumerate(keys) if not store.check([key])]
             if time.monotonic() > deadline or _any_gone(store, awaited):
@@ -145,7 +145,7 @@ def uses_device() -> bool:
 def abort_all(aborts: Mapping[str, Callable[[], None]], limit_s: float) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Call all `aborts`, given by group name, in parallel. Returns the aborted groups and one sentence per failure.
 
-    In parallel, because aborting one communicator may wait for a kernel of another one that must be aborted too
+    In parallel, because aborting one communicator may wait for a kernel of one that must be aborted too
     (pytorch#119797). Waits at most `limit_s` seconds.
     """
     failures: dict[str, str] = {}

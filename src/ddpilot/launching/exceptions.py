@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts about an exception of a rank: its message, its exit code, and whether another rank's failure caused it.
+"""Facts about an exception of a rank: its message, its exit code, and whether a failure elsewhere caused it.
 
 Such a victim's error can arrive before the failure that caused it (measured with gloo: up to 0.1 s earlier).
 """
@@ -44,7 +44,7 @@ def message_of(error: BaseException) -> str:
 
 
 def leave_out_guard(text: str) -> str:
-    """Remove the frames of guard's wrappers from tracebacks that another process formatted as text."""
+    """Remove the frames of guard's wrappers from tracebacks that a different process formatted as text."""
     return _GUARD_FRAME.sub("", text)
 
 
@@ -77,7 +77,7 @@ def is_victim(error: BaseException) -> bool:
     return any(
         type(link).__name__ in _VICTIM_TYPES
         or (isinstance(link, (RuntimeError, OSError)) and _VICTIM_TEXT.search(message_of(link)))
-        for link in _chain(error)
+        for link in chain(error)
     )
 
 
@@ -86,7 +86,8 @@ def reads_like_victim(type_name: str, message: str) -> bool:
     return type_name in _VICTIM_TYPES or bool(_VICTIM_TEXT.search(message))
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """`error` and the exceptions that it was raised from, as far as Python prints them."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:

@@ -19,7 +19,7 @@ from ddpilot.output.cell_sources import name_cells
 from ddpilot.user_files import CodeLine, is_users_line, starts_ranks
 
 _WATCHDOG = re.compile(r"watchdog thread terminated with exception: (?P<why>.+)")
-"""How a backend of an accelerator (NCCL) says why it ends the process."""
+"""Log line of an accelerator's backend (NCCL) with the reason for which it ends the process."""
 _NAMED = re.compile(r"\[rank (\d+)\] ")
 
 SETTLE_S = 0.05
@@ -51,7 +51,7 @@ class Failure:
         return self.exited.time_s
 
     @property
-    def told_rank(self) -> int | None:
+    def named_rank(self) -> int | None:
         """The rank that a ddpilot exception names as failed; None for other exceptions or if it names no rank."""
         if self.raised is None or not is_known(self.raised.type_name):
             return None
@@ -60,16 +60,16 @@ class Failure:
 
     @property
     def is_victim(self) -> bool:
-        """True if the failure looks like a consequence of another rank's failure."""
+        """True if the failure looks like a consequence of a different rank's failure."""
         return self.raised is not None and self.raised.is_victim
 
 
 def choose_failure(
-    failures: Sequence[Failure], now_s: float, unheard: Callable[[], Iterable[int]] = tuple
+    failures: Sequence[Failure], now_s: float, silent_pids: Callable[[], Iterable[int]] = tuple
 ) -> Failure | None:
     """Return the earliest cause, or the earliest victim if no cause was reported; None while more may arrive.
 
-    If several ranks report a failure that happened on one of them, that rank's own failure is returned. `unheard`
+    If several ranks report a failure that happened on one of them, that rank's own failure is returned. `silent_pids`
     returns the process ids of ranks that have neither reported nor, as far as is known, exited.
     """
     if not failures:
@@ -78,13 +78,13 @@ def choose_failure(
     causes = [failure for failure in failures if not failure.is_victim]
     if causes and waited_s >= SETTLE_S:
         first = min(causes, key=lambda failure: failure.time_s)
-        if first.told_rank in (None, first.rank):
+        if first.named_rank in (None, first.rank):
             return first
-        told = next((failure for failure in causes if failure.rank == first.told_rank), None)
-        if told is not None or waited_s >= VICTIM_GRACE_S:
-            return told or first
+        named = next((failure for failure in causes if failure.rank == first.named_rank), None)
+        if named is not None or waited_s >= VICTIM_GRACE_S:
+            return named or first
         return None
-    if waited_s >= ENDING_LIMIT_S or (waited_s >= VICTIM_GRACE_S and not any(map(is_ending, unheard()))):
+    if waited_s >= ENDING_LIMIT_S or (waited_s >= VICTIM_GRACE_S and not any(map(is_ending, silent_pids()))):
         return min(failures, key=lambda failure: failure.time_s)
     return None
 
@@ -106,8 +106,8 @@ def build_error(
     exitcode = raised.exitcode if raised is not None else exited.exitcode if exited is not None else 1
     is_requeue = exitcode == EXIT_REQUEUE
     if is_requeue:
-        found += f"left with exit code {EXIT_REQUEUE} (EX_TEMPFAIL), which asks to be started again"
-        fix = "Start the same again: a Loop leaves so once it has saved, and resumes from there"
+        found += f"exited with code {EXIT_REQUEUE} (EX_TEMPFAIL), which asks for a restart"
+        fix = "Run the same again: a Loop exits so after saving, and resumes from there"
     elif raised is not None and raised.type_name == "SystemExit":
         found += f"called sys.exit with code {raised.exitcode}"
     elif raised is not None and raised.type_name == "ShipError":
@@ -125,7 +125,7 @@ def build_error(
         f"running `{function_name}` on {num_ranks} rank{'s' * (num_ranks > 1)}",
         found=found,
         fix=fix
-        or _say_who_left_first(failure, returned, "ended" if is_script else "returned")
+        or _describe_ranks_before(failure, returned, "ended" if is_script else "returned")
         or _describe_known(raised, last_lines),
         rank=failure.rank,
         host=platform.node(),
@@ -147,7 +147,7 @@ def describe_exit(exited: Exited, function_name: str, last_lines: Sequence[str])
     if exited.signal_name == "SIGKILL":
         return f"was killed by SIGKILL; the kernel's OOM killer is the usual cause; {peak}", ""
     if exited.signal_name == "SIGABRT":
-        cause = "C++ code gave up; the usual cause is tensors that differ in size or dtype between ranks, over gloo"
+        cause = "C++ code called abort; the usual cause over gloo is tensors that differ in size or dtype between ranks"
         if watchdog := next(filter(None, map(_WATCHDOG.search, last_lines)), None):
             where, cause = "", f"the watchdog of its device's collectives ended it: {watchdog['why'].strip()}"
         return f"was aborted (SIGABRT){where}: {cause}; {peak}", "Its last output has the C++ message"
@@ -174,27 +174,27 @@ def _describe_known(raised: Raised | None, last_lines: Sequence[str]) -> str:
     return f"{fix_in_rank(entry)} ({entry.code} {entry.name}: `ddpilot explain {entry.code}`)"
 
 
-def find_words_of_child(raised: Raised, last_lines: Sequence[str]) -> tuple[str, ...]:
-    """For a rank that raised because its child process ended: up to 5 output lines in which the child gives the reason.
+def find_child_errors(raised: Raised, last_lines: Sequence[str]) -> tuple[str, ...]:
+    """For a rank that raised because its child process ended: up to 5 output lines with the child's errors.
 
     Empty if the exception is not about a child process.
     """
-    said = f"{raised.type_name}: {raised.message}"
-    if not is_of_child(said):
+    text = f"{raised.type_name}: {raised.message}"
+    if not is_of_child(text):
         return ()
-    own = find_known(said)
-    told = [
+    own = find_known(text)
+    found = (
         line for line in last_lines if any(each.severity == "error" and each not in own for each in find_known(line))
-    ]
-    return tuple(dict.fromkeys(told))[-5:]
+    )
+    return tuple(dict.fromkeys(found))[-5:]
 
 
-def _say_who_left_first(failure: Failure, returned: Sequence[int], ended: str) -> str:
-    """Return a sentence about the ranks that had left before `failure` lost its connection; empty if there is none."""
+def _describe_ranks_before(failure: Failure, returned: Sequence[int], ended: str) -> str:
+    """Return a sentence about the ranks that had ended before `failure` lost its connection, or ""."""
     if not (failure.is_victim and returned):
         return ""
-    who = render_ranks(returned).capitalize()
-    return f"{who} had already {ended}, so nobody answered: do all ranks run the same steps, with the same shapes?"
+    found = f"{render_ranks(returned).capitalize()} had already {ended} and could not take part"
+    return f"{found}: do all ranks run the same steps, with the same shapes?"
 
 
 def _describe_victims(victims: Sequence[int]) -> str:

@@ -38,28 +38,28 @@ class RankState(Protocol):
 
 
 class Message(NamedTuple):
-    """The most recent message from another node's companion."""
+    """The most recent message from the observer of a different node."""
 
     text: str
     number: int
-    """Sequence number among that node's letters, starting at 1."""
+    """Sequence number among the messages of that node, starting at 1."""
     after_ns: int
     before_ns: int
-    """The letter was written between `after_ns` and `before_ns`, in this machine's CLOCK_MONOTONIC."""
+    """The message was written between `after_ns` and `before_ns`, in this machine's CLOCK_MONOTONIC."""
 
 
 class Chunk(NamedTuple):
-    """One message of the stream that another node's companion appends to."""
+    """One part of the stream that the observer of a different node appends to."""
 
     text: str
     number: int
-    """Sequence number among that node's pieces, starting at 1; a gap means that a piece was overwritten unread."""
+    """Sequence number among the chunks of that node, starting at 1; a gap means that a chunk was overwritten unread."""
     read_ns: int
-    """When this node read the piece, in this machine's CLOCK_MONOTONIC."""
+    """Time at which this node read the chunk, in this machine's CLOCK_MONOTONIC."""
 
 
 class Mailbox(Protocol):
-    """Exchanges messages between the companions of a job's nodes. Methods never block and never raise."""
+    """Exchanges messages between the observers of a job's nodes. Methods never block and never raise."""
 
     @property
     def node_rank(self) -> int:
@@ -70,20 +70,20 @@ class Mailbox(Protocol):
         """Display name of each other node, by node rank."""
 
     @property
-    def letters(self) -> Mapping[int, Message]:
-        """The most recent letter from each other node that has written one, by node rank."""
+    def messages(self) -> Mapping[int, Message]:
+        """The most recent message of each other node that has written one, by node rank."""
 
     @property
     def fault(self) -> str:
-        """Why messages are no longer exchanged; empty while the exchange works."""
+        """Reason for which messages are no longer exchanged; empty while the exchange works."""
 
     def write(self, text: str) -> None:
-        """Publish `text` to the other nodes, replacing this node's previous letter."""
+        """Publish `text` to the other nodes, replacing this node's previous message."""
 
     def append(self, text: str) -> None:
         """Append `text` to this node's stream. Node 0 reads every stream; the other nodes read node 0's."""
 
-    def take_pieces(self) -> Mapping[int, Sequence[Chunk]]:
+    def take_chunks(self) -> Mapping[int, Sequence[Chunk]]:
         """Pieces received from other nodes since the last call, by node rank."""
 
 

@@ -14,8 +14,12 @@ from ddpilot.errors import LaunchError, did_you_mean
 from ddpilot.output.writer import Output
 
 StartMethod = Literal["auto", "fork", "spawn"]
-_COUNT_WORDS = ("auto", "cpu", "gpu")
-_MAX_RANKS = 1024
+
+
+def is_nproc(value: object) -> bool:
+    """True if `value` can be given as `nproc_per_node`: 1 to 1024, "auto", "gpu" or "cpu"."""
+    is_count = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 1024
+    return is_count or value in ("auto", "gpu", "cpu")
 
 
 def _is_number(value: object) -> bool:
@@ -61,12 +65,10 @@ class LaunchOptions:
     if the server can be forked safely."""
 
     def __post_init__(self) -> None:
-        count = self.nproc_per_node
-        is_count = isinstance(count, int) and not isinstance(count, bool) and 1 <= count <= _MAX_RANKS
-        if not is_count and count not in _COUNT_WORDS:
+        if not is_nproc(self.nproc_per_node):
             raise LaunchError(
                 "reading `nproc_per_node`",
-                found=f"{count!r}",
+                found=f"{self.nproc_per_node!r}",
                 fix='Give a number of ranks from 1 to 1024, or "auto", "gpu" or "cpu"',
             )
         for name, value in (("timeout_s", self.timeout_s), ("stop_grace_s", self.stop_grace_s)):
@@ -143,7 +145,7 @@ def explain_unknown(cls: type[_T]) -> type[_T]:
             if name not in known:
                 near = option_meant(name, known)
                 fix = f"Did you mean `{near}`?" if near else f"Its options are {', '.join(known)}"
-                raise LaunchError(did, found=f"`{name}` is none of its options", fix=fix)
+                raise LaunchError(did, found=f"it has no option `{name}`", fix=fix)
         init(self, *args, **kwargs)
 
     cls.__init__ = checked  # type: ignore[assignment]

@@ -35,7 +35,14 @@ _SET_BY_TORCH = ("TORCHINDUCTOR_CACHE_DIR",)
 
 
 def rank_variables(
-    *, launch_id: str, rank: int, nproc_per_node: int, master_port: int, num_threads: int, backend: str | None
+    *,
+    launch_id: str,
+    rank: int,
+    nproc_per_node: int,
+    master_port: int,
+    num_threads: int,
+    backend: str | None,
+    restart: int = 0,
 ) -> dict[str, str]:
     """The variables that make a process rank `rank` of a single-node launch. They override the user's variables."""
     size = str(nproc_per_node)
@@ -52,7 +59,7 @@ def rank_variables(
         "GROUP_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(master_port),
-        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RESTART_COUNT": str(restart),
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RUN_ID": launch_id,
         "TORCHELASTIC_USE_AGENT_STORE": "True",

@@ -78,6 +78,11 @@ class Exited:
         """The exit code, or minus the number of the signal that killed the process."""
         return -(self.status & 0x7F) or self.status >> 8
 
+    def describe(self) -> str:
+        """The exit as the predicate of a sentence: "exited with code 3" or "was killed by SIGKILL"."""
+        name = self.signal_name
+        return f"exited with code {self.exitcode}" if name is None else f"was killed by {name}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Hello:

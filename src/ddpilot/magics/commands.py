@@ -22,31 +22,34 @@ from ddpilot.session.status_board import render_board_html, render_board_text
 
 _INTERVAL_S = 1.0
 _ENDED = "the ranks were stopped"
+Arguments = dict[str, Any]
 
 
-def show_status(desk: ShellSession, given: dict[str, Any]) -> None:
+def _show_status(shell_session: ShellSession, given: Arguments) -> None:
     """Show the board; with `live`, start updating it; with `stop`, stop updating it."""
     if given.get("stop"):
-        was_live = desk.keep(None)
-        desk.say("the board is not kept up to date any more" if was_live else "no board is kept up to date")
+        was_live = shell_session.set_board(None)
+        shell_session.report(
+            "the status board is no longer updated" if was_live else "no status board is being updated"
+        )
         return
-    session = desk.need("reading the ranks' status")
-    if desk.is_terminal:
+    session = shell_session.require("reading the ranks' status")
+    if shell_session.is_terminal:
         if given.get("live"):
             _follow(session)
         else:
-            desk.write(f"{_render(session)['text/plain']}\n")
+            shell_session.write(f"{_render(session)['text/plain']}\n")
     elif given.get("live"):
-        desk.keep(LiveBoard(session, desk.shell.display_pub))
+        shell_session.set_board(LiveBoard(session, shell_session.shell.display_pub))
     else:
-        desk.shell.display_pub.publish(_render(session))
+        shell_session.shell.display_pub.publish(_render(session))
 
 
-def add_status(parser: MagicParser) -> None:
+def _add_status(parser: MagicParser) -> None:
     """Add the options of `%ddp status`."""
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--live", action="store_true", help="keep the board up to date until the ranks are stopped")
-    how.add_argument("--stop", action="store_true", help="keep it up to date no longer")
+    how.add_argument("--live", action="store_true", help="update the board every second until the ranks are stopped")
+    how.add_argument("--stop", action="store_true", help="stop updating it")
 
 
 class LiveBoard:
@@ -98,9 +101,6 @@ def _follow(session: Session) -> None:
         sys.stdout.write("\n")
 
 
-Arguments = dict[str, Any]
-
-
 @dataclass(frozen=True)
 class Verb:
     """A verb: its description, its options and the function that runs it."""
@@ -121,8 +121,8 @@ class Verb:
         return parser
 
 
-def _start(desk: ShellSession, given: Arguments) -> None:
-    desk.start(to_arguments(given))
+def _start(shell_session: ShellSession, given: Arguments) -> None:
+    shell_session.start(to_arguments(given))
 
 
 def _hint_start(word: str) -> str:
@@ -130,61 +130,57 @@ def _hint_start(word: str) -> str:
     if number.isdecimal():
         return f"Did you mean `%ddp start -n {number}`?"
     if word in ("--rank", "--ranks"):
-        return "All ranks start, and `-n 2` says how many; `%%ddp --ranks 0` runs a cell on some of them"
+        return "All ranks are started; `-n 2` sets their number, and `%%ddp --ranks 0` runs a cell on some of them"
     return ""
 
 
-def _hint_numbers(word: str) -> str:
+def _hint_restart(word: str) -> str:
     if word == "--all":
-        return "Without a number all ranks are meant: `%ddp restart`"
-    return "Numbers of ranks stand alone, as in `%ddp restart 0 1`" if word in ("--rank", "--ranks") else ""
+        return "`%ddp restart` without numbers restarts all ranks"
+    return "Give the numbers without an option, as in `%ddp restart 0 1`" if word in ("--rank", "--ranks") else ""
 
 
-def _stop(desk: ShellSession, _given: Arguments) -> None:
-    desk.stop()
-
-
-def _restart(desk: ShellSession, given: Arguments) -> None:
-    session = desk.need("restarting ranks")
+def _restart(shell_session: ShellSession, given: Arguments) -> None:
+    session = shell_session.require("restarting ranks")
     ranks = given.get("ranks") or list(range(session.world_size))
     with briefly():
         session.restart(ranks)
-    desk.say(f"{render_ranks(sorted(set(ranks)))} restarted, with no variables")
+    shell_session.report(f"{render_ranks(sorted(set(ranks)))} restarted, with no variables")
 
 
 def _add_some_ranks(parser: MagicParser) -> None:
-    parser.add_argument("ranks", metavar="RANK", nargs="*", type=parse_rank, help="these alone; default: all")
+    parser.add_argument("ranks", metavar="RANK", nargs="*", type=parse_rank, help="only these ranks; default: all")
 
 
-def _auto(desk: ShellSession, given: Arguments) -> None:
+def _auto(shell_session: ShellSession, given: Arguments) -> None:
     state = given.get("state")
     if state == "on":
-        desk.need("sending plain cells to the ranks")
+        shell_session.require("sending plain cells to the ranks")
     if state is not None:
-        desk.is_auto = state == "on"
-    where = "on the ranks; `%%ddp --local` runs one in the notebook" if desk.is_auto else "in the notebook"
-    desk.say(f"auto is {'on' if desk.is_auto else 'off'}: plain cells run {where}")
+        shell_session.is_auto = state == "on"
+    where = "on the ranks; `%%ddp --local` runs one in the notebook" if shell_session.is_auto else "in the notebook"
+    shell_session.report(f"auto is {'on' if shell_session.is_auto else 'off'}: plain cells run {where}")
 
 
 def _add_auto(parser: MagicParser) -> None:
-    parser.add_argument("state", nargs="?", choices=("on", "off"), default=None, help="default: say how it is")
+    parser.add_argument("state", nargs="?", choices=("on", "off"), default=None, help="default: show the current state")
 
 
-def _stacks(desk: ShellSession, given: Arguments) -> None:
-    session = desk.need("reading stacks")
+def _stacks(shell_session: ShellSession, given: Arguments) -> None:
+    session = shell_session.require("reading stacks")
     for rank, stack in sorted(session.stacks(given.get("ranks") or None).items()):
         lines = stack.rstrip().split("\n")
-        desk.write("".join(f"[rank {rank}] {line}\n" for line in lines))
+        shell_session.write("".join(f"[rank {rank}] {line}\n" for line in lines))
 
 
-def _interrupt(desk: ShellSession, _given: Arguments) -> None:
-    if not desk.need("interrupting the ranks").interrupt():
-        desk.say("no cell runs on the ranks")
+def _interrupt(shell_session: ShellSession, _given: Arguments) -> None:
+    if not shell_session.require("interrupting the ranks").interrupt():
+        shell_session.report("no cell is running on the ranks")
 
 
 def _add_push(parser: MagicParser) -> None:
     parser.add_argument("names", metavar="NAME", nargs="+", help="variables of the notebook")
-    parser.add_argument("--ranks", metavar="0,2-3", type=parse_ranks, help="to these ranks; default: all that live")
+    parser.add_argument("--ranks", metavar="0,2-3", type=parse_ranks, help="to these ranks; default: all live ranks")
 
 
 def _add_pull(parser: MagicParser) -> None:
@@ -202,14 +198,16 @@ def _add_run(parser: MagicParser) -> None:
 VERBS: dict[str, Verb] = {
     verb.name: verb
     for verb in (
-        Verb("start", "start the ranks; they stay until they are stopped", _start, add_options, hint=_hint_start),
-        Verb("stop", "stop the ranks; their variables are lost", _stop),
+        Verb(
+            "start", "start the ranks, which keep running until they are stopped", _start, add_options, hint=_hint_start
+        ),
+        Verb("stop", "stop the ranks; their variables are lost", lambda shell_session, _: shell_session.stop()),
         Verb(
             "restart",
             "restart ranks under the same numbers; their variables are lost",
             _restart,
             _add_some_ranks,
-            hint=_hint_numbers,
+            hint=_hint_restart,
         ),
         Verb(
             "run",
@@ -220,9 +218,9 @@ VERBS: dict[str, Verb] = {
         ),
         Verb("push", "copy variables of the notebook to the ranks", push_values, _add_push),
         Verb("pull", "copy variables of the ranks to the notebook", pull_values, _add_pull, str.split),
-        Verb("status", "show what every rank does, its memory and its pid", show_status, add_status),
-        Verb("auto", "send plain cells to the ranks, or not any more", _auto, _add_auto),
-        Verb("stacks", "say where the Python of each rank is now", _stacks, _add_some_ranks),
-        Verb("interrupt", "stop the cell that another thread has running on the ranks", _interrupt),
+        Verb("status", "show the state, memory and pid of every rank", _show_status, _add_status),
+        Verb("auto", "run plain cells on the ranks (on) or in the notebook (off)", _auto, _add_auto),
+        Verb("stacks", "show the Python stack of each rank", _stacks, _add_some_ranks),
+        Verb("interrupt", "interrupt the cell that a different thread runs on the ranks", _interrupt),
     )
 }

@@ -26,42 +26,42 @@ _LINE = re.compile(r"\s*(?:[\w.,\[\] ]+=\s*)?%ddp (?P<words>.*)")
 _NAME = re.compile(r"[^\W\d]\w*$")
 
 
-def make_matcher(desk: ShellSession) -> Callable[[CompletionContext], dict[str, Any]]:
+def make_matcher(shell_session: ShellSession) -> Callable[[CompletionContext], dict[str, Any]]:
     """Create a matcher for IPython's completer. It asks one idle rank and waits at most 0.3 s."""
 
     def match(context: CompletionContext) -> dict[str, Any]:
         line = context.text_until_cursor
         typed = _LINE.fullmatch(line)
         if typed is not None:
-            return _complete_line(desk, typed["words"])
+            return _complete_line(shell_session, typed["words"])
         if context.cursor_line == 0 and line.startswith("%%ddp"):
-            return _words(line, _options(make_cell_parser()))
-        return _complete_code(desk, context)
+            return _words(line, make_cell_parser().flags)
+        return _complete_code(shell_session, context)
 
     mark: Any = context_matcher(identifier="ddpilot")
     marked: Callable[[CompletionContext], dict[str, Any]] = mark(match)
     return marked
 
 
-def _complete_code(desk: ShellSession, context: CompletionContext) -> dict[str, Any]:
+def _complete_code(shell_session: ShellSession, context: CompletionContext) -> dict[str, Any]:
     above = [f"{line}\n" for line in context.full_text.split("\n")[: context.cursor_line]]
-    found = _find_code(desk, context.full_text, len("".join(above)) + context.cursor_position)
+    found = _find_code(shell_session, context.full_text, len("".join(above)) + context.cursor_position)
     if found is None:
         return {"completions": []}
     session, code, cursor = found
     return _from_rank(session, code, cursor)
 
 
-def _find_code(desk: ShellSession, text: str, cursor: int) -> tuple[Session, str, int] | None:
+def _find_code(shell_session: ShellSession, text: str, cursor: int) -> tuple[Session, str, int] | None:
     """Return the session, the code and the cursor's position in it if the cell `text` runs on the ranks; else None."""
     first, newline, body = text.partition("\n")
-    session = desk.session
+    session = shell_session.session
     if session is None:
         return None
     if first.startswith("%%ddp") and "--local" not in first:
         num_chars = len(first + newline)
         return (session, body, cursor - num_chars) if cursor >= num_chars else None
-    return (session, text, cursor) if desk.takes_cells and not first.startswith("%") else None
+    return (session, text, cursor) if shell_session.takes_cells and not first.startswith("%") else None
 
 
 def _from_rank(session: Session, code: str, cursor: int) -> dict[str, Any]:
@@ -73,62 +73,57 @@ def _from_rank(session: Session, code: str, cursor: int) -> dict[str, Any]:
     }
 
 
-def _complete_line(desk: ShellSession, words: str) -> dict[str, Any]:
+def _complete_line(shell_session: ShellSession, words: str) -> dict[str, Any]:
     """Complete a verb, or its options, ranks, or names of variables in the notebook or on the ranks."""
-    name, space, rest = words.partition(" ")
-    verb, begun, session = VERBS.get(name), rest.rpartition(" ")[2], desk.session
-    if not space:
+    name, blank, rest = words.partition(" ")
+    verb, prefix, session = VERBS.get(name), rest.rpartition(" ")[2], shell_session.session
+    if not blank:
         return _words(words, VERBS)
     if verb is None:
         return {"completions": []}
-    if begun.startswith("-"):
-        return _words(rest, _options(verb.parser()))
+    if prefix.startswith("-"):
+        return _words(rest, verb.parser().flags)
     if name == "pull" and session is not None and not rest.endswith("--as "):
-        return _from_rank(session, begun, len(begun))
+        return _from_rank(session, prefix, len(prefix))
     if name in ("restart", "stacks") and session is not None:
         return _words(rest, map(str, range(session.world_size)))
     if name == "auto":
         return _words(rest, ("on", "off"))
     if name in ("push", "run"):
-        return _names_here(desk, begun)
+        return _notebook_names(shell_session, prefix)
     return {"completions": []}
 
 
-def _names_here(desk: ShellSession, begun: str) -> dict[str, Any]:
+def _notebook_names(shell_session: ShellSession, prefix: str) -> dict[str, Any]:
     """Complete names of variables of the notebook. Attributes are left to other matchers."""
-    name = _NAME.search(begun)
-    begun_name = name[0] if name else ""
-    if begun[: len(begun) - len(begun_name)].endswith("."):
+    name = _NAME.search(prefix)
+    name_prefix = name[0] if name else ""
+    if prefix[: len(prefix) - len(name_prefix)].endswith("."):
         return {"completions": []}
-    shell = desk.shell
+    shell = shell_session.shell
     known = sorted(each for each in shell.user_ns if each not in shell.user_ns_hidden and not each.startswith("_"))
-    return _words(begun_name, known)
+    return _words(name_prefix, known)
 
 
 def _words(line: str, known: Iterable[str]) -> dict[str, Any]:
-    begun = line.rpartition(" ")[2]
-    found = [SimpleCompletion(text=word, type="magic") for word in known if word.startswith(begun)]
-    return {"completions": found, "matched_fragment": begun, "suppress": bool(found)}
+    prefix = line.rpartition(" ")[2]
+    found = [SimpleCompletion(text=word, type="magic") for word in known if word.startswith(prefix)]
+    return {"completions": found, "matched_fragment": prefix, "suppress": bool(found)}
 
 
-def _options(parser: object) -> list[str]:
-    actions = getattr(parser, "_actions", ())
-    return [flag for action in actions for flag in action.option_strings if flag.startswith("--")]
-
-
-def inspect_on_ranks(desk: ShellSession) -> Callable[[], None]:
+def inspect_on_ranks(shell_session: ShellSession) -> Callable[[], None]:
     """Make Shift-Tab show objects of the ranks in their cells, else of the notebook.
 
     Return a function that undoes this.
     """
-    kernel = getattr(desk.shell, "kernel", None)
+    kernel = getattr(shell_session.shell, "kernel", None)
     if kernel is None:
         return lambda: None
     original = kernel.do_inspect
 
     @functools.wraps(original)
     def do_inspect(code: str, cursor_pos: int, detail_level: int = 0, *args: Any, **kwargs: Any) -> Any:
-        found = _find_code(desk, code, cursor_pos)
+        found = _find_code(shell_session, code, cursor_pos)
         if found is not None:
             session, on_ranks, cursor = found
             data = session.inspect(on_ranks, cursor, detail_level=detail_level)

@@ -14,21 +14,21 @@ from ddpilot.magics.input_transformer import CellTransformer
 from ddpilot.magics.magic import DdpMagics
 from ddpilot.magics.push_pull import MarkReturned, NameHints
 from ddpilot.magics.shell_session import ShellSession, count_ranks
-from ddpilot.session.kernels.processes import check_installed, warm_up
+from ddpilot.session.arguments import check_installed
 
 _ATTRIBUTE = "_ddpilot_parts"
 
 
 class _Parts:
-    """What the extension adds to a shell. The desk survives `%reload_ext`, and so do the ranks."""
+    """What the extension adds to a shell. It is kept by `%reload_ext`, and so are the ranks."""
 
     def __init__(self, shell: Any) -> None:
-        self.desk = ShellSession(shell)
-        self.router = CellTransformer(self.desk)
-        self.matcher = make_matcher(self.desk)
-        self.hints = NameHints(self.desk)
+        self.shell_session = ShellSession(shell)
+        self.router = CellTransformer(self.shell_session)
+        self.matcher = make_matcher(self.shell_session)
+        self.hints = NameHints(self.shell_session)
         self.marks = MarkReturned()
-        self.desk.advise = self.hints.advise
+        self.shell_session.advise = self.hints.advise
         self.undo_inspect: Callable[[], None] = lambda: None
         self.is_loaded = False
 
@@ -39,30 +39,32 @@ def load_ipython_extension(shell: Any) -> None:
     setattr(shell, _ATTRIBUTE, parts)
     if parts.is_loaded:
         return
-    shell.register_magics(DdpMagics(parts.desk))
+    shell.register_magics(DdpMagics(parts.shell_session))
     shell.input_transformers_cleanup.append(parts.router)
     shell.Completer.custom_matchers.append(parts.matcher)
     shell.ast_transformers.append(parts.marks)
-    parts.undo_inspect = inspect_on_ranks(parts.desk)
+    parts.undo_inspect = inspect_on_ranks(parts.shell_session)
     shell.events.register("post_run_cell", parts.hints.after_cell)
     parts.is_loaded = True
-    if not parts.desk.is_terminal and parts.desk.session is None:
+    if not parts.shell_session.is_terminal and parts.shell_session.session is None:
         threading.Thread(target=_warm_up, name="ddpilot-warm-up", daemon=True).start()
-    if parts.desk.is_auto:
-        parts.desk.say("auto is on, as it was")
+    if parts.shell_session.is_auto:
+        parts.shell_session.report("auto is still on")
 
 
 def _warm_up() -> None:
     """Make the rank server import torch in the background."""
     with contextlib.suppress(LaunchError, ImportError):  # `%ddp start` raises the same error
         check_installed()
+        from ddpilot.session.kernels.processes import warm_up  # needs the packages that `check_installed` looks for
+
         warm_up()
 
 
 def unload_ipython_extension(shell: Any) -> None:
     """Remove the magics.
 
-    Ranks continue to run until the notebook's kernel ends; `%load_ext ddpilot` finds them again.
+    Ranks continue to run until the notebook's kernel ends; `%load_ext ddpilot` makes them available again.
     """
     parts = getattr(shell, _ATTRIBUTE, None)
     if parts is None or not parts.is_loaded:
@@ -77,5 +79,7 @@ def unload_ipython_extension(shell: Any) -> None:
         shell.ast_transformers.remove(parts.marks)
     shell.events.unregister("post_run_cell", parts.hints.after_cell)
     parts.is_loaded = False
-    if parts.desk.session is not None:
-        parts.desk.say(f"{count_ranks(parts.desk.session)} run on; `%load_ext ddpilot` finds them again")
+    if parts.shell_session.session is not None:
+        parts.shell_session.report(
+            f"{count_ranks(parts.shell_session.session)} left running; `%load_ext ddpilot` makes them available again"
+        )

@@ -8,10 +8,10 @@ import re
 from ddpilot.magics.magic import ABOVE, WHOLE
 from ddpilot.magics.shell_session import ShellSession
 
-_MEANT = re.compile(r"%ddp[ \t]*((?!-h\b|--help\b)--?\w.*)?\n?$")
+_NO_VERB = re.compile(r"%ddp[ \t]*((?!-h\b|--help\b)--?\w.*)?\n?$")
 """`%ddp` without a verb, which lists the verbs if no code follows."""
 
-_PLACED = re.compile(r"%%ddp[ \t]+--(local|everywhere)[ \t]*\n?$")
+_PLACEMENT = re.compile(r"%%ddp[ \t]+--(local|everywhere)[ \t]*\n?$")
 _VERB = re.compile(r"(?:[\w, ]+=\s*)?%ddp(?:\s|$)|%(?:re|un)?load_ext\s+ddpilot\s*$")
 _INDENTED = re.compile(r"[ \t]+%%ddp(?:\s|$)")
 """An indented first line above code that is indented less: IPython has removed the common indentation."""
@@ -34,22 +34,22 @@ class CellTransformer:
     # Makes IPython skip it when checking whether a cell is complete, so that the code is checked as typed.
     has_side_effects = True
 
-    def __init__(self, desk: ShellSession) -> None:
-        self._desk = desk
+    def __init__(self, shell_session: ShellSession) -> None:
+        self._shell_session = shell_session
 
     def __call__(self, lines: list[str]) -> list[str]:
         if lines and _INDENTED.match(lines[0]):
             lines = [lines[0].lstrip(), *lines[1:]]
-        meant = _MEANT.match(lines[0]) if lines else None
-        if meant and _has_code(lines[1:]):
-            line = " ".join([ABOVE, *(meant[1] or "").split()])
+        no_verb = _NO_VERB.match(lines[0]) if lines else None
+        if no_verb and _has_code(lines[1:]):
+            line = " ".join([ABOVE, *(no_verb[1] or "").split()])
             return [f"get_ipython().run_line_magic('ddp', {line!r})\n"]
-        placed = _PLACED.match(lines[0]) if lines else None
-        if placed:
-            return self._place(placed[1], lines)
-        if not self._desk.takes_cells or not _has_code(lines) or lines[0].startswith("%%"):
+        placement = _PLACEMENT.match(lines[0]) if lines else None
+        if placement:
+            return self._place(placement[1], lines)
+        if not self._shell_session.takes_cells or not _has_code(lines) or lines[0].startswith("%%"):
             return lines
-        if self._desk.is_terminal and "".join(lines).strip() in ("exit", "exit()", "quit", "quit()"):
+        if self._shell_session.is_terminal and "".join(lines).strip() in ("exit", "exit()", "quit", "quit()"):
             return lines
         magics = _only_magics(lines)
         if magics and magics <= HERE:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Collection
 from types import FrameType
 from typing import Any
 
@@ -13,9 +12,10 @@ from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 
 from ddpilot.errors import did_you_mean
 from ddpilot.magics.commands import VERBS
-from ddpilot.magics.parser import HelpRequested, MagicParser, MagicUsageError, parse_ranks
+from ddpilot.magics.parser import MagicParser, MagicUsageError, parse_ranks
 from ddpilot.magics.push_pull import RETURNED, SCOPE
 from ddpilot.magics.shell_session import ShellSession, briefly
+from ddpilot.option_parser import HelpRequested
 
 WHOLE = "--whole"
 """Marks a line of `%%ddp` that ddpilot itself generates: the cell's lines are already numbered."""
@@ -28,9 +28,9 @@ ABOVE = "--above-code"
 class DdpMagics(Magics):
     """The magics of one shell."""
 
-    def __init__(self, desk: ShellSession) -> None:
-        super().__init__(desk.shell)
-        self._desk = desk
+    def __init__(self, shell_session: ShellSession) -> None:
+        super().__init__(shell_session.shell)
+        self._shell_session = shell_session
 
     @needs_local_scope
     @line_cell_magic
@@ -41,11 +41,11 @@ class DdpMagics(Magics):
                 return self._verb(line, local_ns)
             words = line.split()
             if words[:1] == [WHOLE]:
-                run_on_ranks(self._desk, cell, make_cell_parser().read(words[1:]))
+                run_on_ranks(self._shell_session, cell, make_cell_parser().read(words[1:]))
                 return None
-            return run_cell(self._desk, line.strip(), cell, VERBS)
+            return run_cell(self._shell_session, line.strip(), cell)
         except HelpRequested as helped:
-            self._desk.write(str(helped))
+            self._shell_session.write(str(helped))
         return None
 
     @line_magic("%ddp")  # type: ignore[arg-type]  # partly untyped
@@ -54,7 +54,7 @@ class DdpMagics(Magics):
         typed = f"%%ddp {line}".rstrip()
         raise MagicUsageError(
             f"reading `{typed}`",
-            found="it is not the first line of its cell. Nothing below it was run; the lines above ran in the notebook",
+            found="it is not the first line of its cell. The lines above ran in the notebook; those below did not run",
             fix="Make it the first line, above comments too",
         )
 
@@ -63,14 +63,14 @@ class DdpMagics(Magics):
         if name == ABOVE:
             raise MagicUsageError(
                 f"reading `{f'%ddp {rest}'.rstrip()}`",
-                found="one % is for a line alone, and there is code below it. Nothing of the cell was run",
+                found="`%ddp` is for a single line, but there is code below it. The cell was not run",
                 fix=f"Did you mean `{f'%%ddp {rest}'.rstrip()}`?",
             )
         if name in ("", "help", "-h", "--help"):
             raise HelpRequested(overview())
         if name not in VERBS:
             raise MagicUsageError(
-                f"reading `%ddp {line.strip()}`", found=f"`{name}` is no verb", fix=_explain_verb(name)
+                f"reading `%ddp {line.strip()}`", found=f"`{name}` is not a verb", fix=_explain_verb(name)
             )
         is_returned = rest.startswith(RETURNED)
         try:
@@ -79,11 +79,11 @@ class DdpMagics(Magics):
             raise MagicUsageError(f"reading `%ddp {line}`", found=str(error), fix="Close the quotes") from error
         given = VERBS[name].parser().read(words)
         given |= {SCOPE: self._scope(local_ns), "is_returned": is_returned}
-        return VERBS[name].run(self._desk, given)
+        return VERBS[name].run(self._shell_session, given)
 
     def _scope(self, local_ns: dict[str, Any] | None) -> dict[str, Any]:
         """Return the variables that the line can use: the notebook's, and in a function also its local variables."""
-        names: dict[str, Any] = self._desk.shell.user_ns
+        names: dict[str, Any] = self._shell_session.shell.user_ns
         return names if local_ns is None or local_ns is names else {**names, **local_ns}
 
 
@@ -100,14 +100,14 @@ def overview() -> str:
 
 def _explain_verb(name: str) -> str:
     if name.startswith("-"):
-        return f"Options without a verb are the cell magic's: write `%%ddp {name} ...` above the code"
+        return f"Options without a verb belong to the cell magic: write `%%ddp {name} ...` above the code"
     return did_you_mean(name, VERBS) or f"The verbs are {', '.join(VERBS)}; to run code, put it below `%%ddp`"
 
 
 def make_cell_parser() -> MagicParser:
     """Return the parser of the options of `%%ddp`."""
     parser = MagicParser("%%ddp", description="Run the cell below on the ranks.")
-    parser.add_argument("--ranks", metavar="0,2-3", type=parse_ranks, help="on these ranks; default: all that live")
+    parser.add_argument("--ranks", metavar="0,2-3", type=parse_ranks, help="on these ranks; default: all live ranks")
     place = parser.add_mutually_exclusive_group()
     place.add_argument("--local", action="store_true", help="in the notebook alone, also while auto is on")
     place.add_argument("--everywhere", action="store_true", help="on the ranks and then in the notebook")
@@ -116,14 +116,14 @@ def make_cell_parser() -> MagicParser:
     return parser
 
 
-def run_cell(desk: ShellSession, line: str, cell: str, verbs: Collection[str]) -> Any:
+def run_cell(shell_session: ShellSession, line: str, cell: str) -> Any:
     """Run `cell` with the options in `line`. Return what a cell magic in it returns in the notebook, else None.
 
-    `verbs`: the verbs of `%ddp`. Raises RankError, LaunchInterrupted, MagicUsageError.
+    Raises RankError, LaunchInterrupted, MagicUsageError.
     """
     words = line.split()
     if words and not words[0].startswith("-"):
-        raise MagicUsageError(f"reading `%%ddp {line}`", found=f"`{words[0]}`", fix=_explain_word(words[0], verbs))
+        raise MagicUsageError(f"reading `%%ddp {line}`", found=f"`{words[0]}`", fix=_explain_word(words[0]))
     chosen = make_cell_parser().read(words)
     is_local, is_everywhere = chosen.pop("local", False), chosen.pop("everywhere", False)
     if is_local and chosen:
@@ -132,25 +132,27 @@ def run_cell(desk: ShellSession, line: str, cell: str, verbs: Collection[str]) -
         raise MagicUsageError(
             f"reading `%%ddp {line}`",
             found=f"`--local` runs the cell in the notebook, and {flags} about the ranks",
-            fix="Leave one of them out, or take `--everywhere` for both",
+            fix="Leave one of them out, or use `--everywhere` for both",
         )
     if not cell.strip():
-        raise MagicUsageError("running a cell on the ranks", found="nothing below `%%ddp`", fix="Write the code there")
+        raise MagicUsageError(
+            "running a cell on the ranks", found="there is no code below `%%ddp`", fix="Write the code there"
+        )
     if not is_local:
-        run_on_ranks(desk, number_lines(line, cell), chosen)
-    return run_here(desk, cell) if is_local or is_everywhere else None
+        run_on_ranks(shell_session, number_lines(line, cell), chosen)
+    return run_here(shell_session, cell) if is_local or is_everywhere else None
 
 
-def run_on_ranks(desk: ShellSession, code: str, chosen: dict[str, Any]) -> None:
+def run_on_ranks(shell_session: ShellSession, code: str, chosen: dict[str, Any]) -> None:
     """Run `code`, whose lines are numbered as in the notebook's cell, on the ranks."""
-    session = desk.need("running a cell on the ranks")
+    session = shell_session.require("running a cell on the ranks")
     with briefly():
         session.execute(
             code,
             ranks=chosen.get("ranks"),
             quiet=chosen.get("quiet", False),
             keep_cache=chosen.get("keep_cache"),
-            cell=_cell_number(desk.shell),
+            cell=_cell_number(shell_session.shell),
         )
 
 
@@ -166,14 +168,14 @@ def _cell_number(shell: Any) -> int:
     return number
 
 
-def run_here(desk: ShellSession, cell: str) -> Any:
+def run_here(shell_session: ShellSession, cell: str) -> Any:
     """Run `cell` in the notebook only, also while auto is on. Return what a cell magic in it returns, else None."""
-    with desk.local():
+    with shell_session.local():
         first, _, body = cell.lstrip().partition("\n")
         if first.startswith("%%"):
             name, _, line = first[2:].partition(" ")
-            return desk.shell.run_cell_magic(name, line, body)
-        desk.shell.run_cell(cell).raise_error()
+            return shell_session.shell.run_cell_magic(name, line, body)
+        shell_session.shell.run_cell(cell).raise_error()
         return None
 
 
@@ -187,7 +189,7 @@ def number_lines(line: str, cell: str) -> str:
     return f"# %%ddp {line}".rstrip() + f"\n{cell}"
 
 
-def _explain_word(word: str, verbs: Collection[str]) -> str:
-    if word in verbs:
-        return f"A verb is a line of its own, with one %: `%ddp {word}`"
-    return "Options begin with --, as in `%%ddp --ranks 0`; the code stands in the lines below"
+def _explain_word(word: str) -> str:
+    if word in VERBS:
+        return f"Write a verb with one %, on a line of its own: `%ddp {word}`"
+    return "Options begin with --, as in `%%ddp --ranks 0`; the code goes in the lines below"

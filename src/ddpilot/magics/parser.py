@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
 
-from ddpilot.errors import DdpilotError, did_you_mean
+from ddpilot.errors import DdpilotError
+from ddpilot.option_parser import OptionParser, add_nproc_option, add_watch_options, parse_int
 from ddpilot.output.writer import Output
 from ddpilot.session.options import SessionOptions
-from ddpilot.watch.options import Action
 
 
 class MagicUsageError(DdpilotError, ValueError):
@@ -22,44 +22,21 @@ class MagicUsageError(DdpilotError, ValueError):
         return [f"UsageError: {self.render()}"]
 
 
-class HelpRequested(Exception):  # noqa: N818  # nothing is wrong
-    """`-h` was given: carries the help text to show. Not an error."""
+class MagicParser(OptionParser):
+    """The parser of a line of `%ddp` or `%%ddp`."""
 
-
-class MagicParser(argparse.ArgumentParser):
-    """An argument parser that raises MagicUsageError instead of exiting, and `HelpRequested` for -h.
-
-    `hint` returns a suggestion for an unknown word, or "" to show the usage.
-    """
-
-    def __init__(self, prog: str, *, hint: Callable[[str], str] | None = None, **kwargs: Any) -> None:
-        super().__init__(prog=prog, allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=False, **kwargs)
-        self._hint = hint
-        self.add_argument("-h", "--help", action=_Help, help="show this")
-
-    def read(self, words: Sequence[str]) -> dict[str, Any]:
-        """Return the options in `words`, by name. Raises MagicUsageError, or HelpRequested."""
-        known, unknown = self.parse_known_args(words)
-        if unknown:
-            fix = self._hint(unknown[0]) if self._hint is not None else ""
-            fix = fix or did_you_mean(unknown[0], (flag for action in self._actions for flag in action.option_strings))
-            if not fix:
-                self.error(f"unrecognized arguments: {' '.join(unknown)}")
-            raise MagicUsageError(f"reading `{self.prog}`", found=f"`{' '.join(unknown)}`", fix=fix)
-        return vars(known)
-
-    def error(self, message: str) -> NoReturn:
-        """Raise MagicUsageError with `message` and the usage."""
+    def refuse(self, argument: str | None, message: str) -> MagicUsageError:
+        """Return the error for a wrong use, with the usage."""
         usage = " ".join(self.format_usage().removeprefix("usage: ").split())
-        raise MagicUsageError(f"reading `{self.prog}`", found=message, fix=f"Right is: {usage}")
+        found = f"argument {argument}: {message}" if argument else message
+        return MagicUsageError(f"reading `{self.prog}`", found=found, fix=f"Usage: {usage}")
 
-
-class _Help(argparse.Action):
-    def __init__(self, option_strings: list[str], dest: str, **kwargs: Any) -> None:
-        super().__init__(option_strings, dest, nargs=0, **kwargs)
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
-        raise HelpRequested(parser.format_help())
+    def refuse_unknown(self, words: Sequence[str]) -> MagicUsageError:
+        """Return the error for words that are not options, with a suggestion or the usage."""
+        fix = self.suggest(words[0])
+        if not fix:
+            return self.refuse(None, f"unrecognized arguments: {' '.join(words)}")
+        return MagicUsageError(f"reading `{self.prog}`", found=f"`{' '.join(words)}`", fix=fix)
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:
@@ -68,7 +45,7 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise argparse.ArgumentTypeError(f"{text!r} is no list of ranks such as 0,2-3")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a list of ranks such as 0,2-3")
         ranks.update(range(int(first), int(last if dash else first) + 1))
     return tuple(sorted(ranks))
 
@@ -76,7 +53,7 @@ def parse_ranks(text: str) -> tuple[int, ...]:
 def parse_rank(text: str) -> int:
     """Parse the number of one rank. Raises ArgumentTypeError."""
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of a rank")
+        raise argparse.ArgumentTypeError(f"{text!r} is not the number of a rank")
     return int(text)
 
 
@@ -88,56 +65,61 @@ def parse_variable(text: str) -> tuple[str, str]:
     return name, value
 
 
-_FLAGS: Mapping[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-    "nproc_per_node": (("-n", "--nproc-per-node"), {"metavar": "N", "type": lambda n: int(n) if n.isdecimal() else n}),
-    "gpus": (("--gpus",), {"metavar": "0,1", "type": parse_ranks}),
-    "backend": (("--backend",), {}),
-    "seed": (("--seed",), {"type": int}),
-    "apps": (("--app",), {"metavar": "NAME", "action": "append"}),
-    "env": (("--env",), {"metavar": "NAME=VALUE", "action": "append", "type": parse_variable}),
-    "preload": (("--preload",), {"metavar": "MODULE", "action": "append"}),
-    "respawn": (("--respawn",), {"action": "store_true"}),
-    "keep_cache": (("--keep-cache",), {"action": "store_true"}),
-    "verbose": (("--verbose",), {"action": "store_true"}),
-    "output": (("--output",), {"choices": get_args(Output)}),
-    "output_limit_bytes": (("--output-limit-bytes",), {"metavar": "BYTES", "type": int}),
-    "watch": (("--no-watch",), {"action": "store_false"}),
-    "guard": (("--no-guard",), {"action": "store_false"}),
-    "on_finding": (("--on-finding",), {"choices": get_args(Action)}),
-    "stall_warn_s": (("--stall-warn-s",), {"metavar": "S", "type": float}),
+_OPTIONS: Mapping[str, dict[str, Any]] = {
+    "gpus": {
+        "metavar": "0,1",
+        "type": parse_ranks,
+        "help": "numbers of the GPUs that the ranks may see, among those visible here; default: all",
+    },
+    "backend": {"help": "backend of the process group: gloo, nccl or cpu:gloo,cuda:nccl; default: by device"},
+    "seed": {"type": parse_int, "help": "seed Python's random, torch and numpy on every rank; default: no seed"},
+    "app": {
+        "dest": "apps",
+        "metavar": "NAME",
+        "action": "append",
+        "help": "prepare a training library on every rank, such as fastai or lightning; may be repeated",
+    },
+    "env": {
+        "metavar": "NAME=VALUE",
+        "action": "append",
+        "type": parse_variable,
+        "help": "environment variable of the ranks; may be repeated",
+    },
+    "preload": {
+        "metavar": "MODULE",
+        "action": "append",
+        "help": "module to import once before the ranks are forked; may be repeated",
+    },
+    "respawn": {"action": "store_true", "help": "restart a rank that died without waiting for %%ddp restart"},
+    "keep-cache": {
+        "action": "store_true",
+        "help": "keep the GPU's memory cache between cells; default: empty it after a failure or if it is large",
+    },
+    "verbose": {"action": "store_true", "help": "print more about what apps change"},
+    "output": {
+        "choices": get_args(Output),
+        "help": "labelled: all output, each line prefixed with its rank; rank_zero: that of rank 0 only; silent: none. "
+        "Default: labelled",
+    },
+    "output-limit-bytes": {
+        "metavar": "BYTES",
+        "type": parse_int,
+        "help": "bytes of each rank's output to show per cell; default: 1 MB in a notebook, else no limit",
+    },
 }
-"""Flags and argparse arguments of each field. A test checks that every field of `SessionOptions` is present."""
-
-_HELP: Mapping[str, str] = {
-    "nproc_per_node": "number of ranks; auto: one for each visible GPU, else 1; gpu: one for each visible GPU; "
-    "cpu: one for each core. Default: auto",
-    "gpus": "numbers of the GPUs that the ranks may see, among those visible here; default: all",
-    "backend": "backend of the process group: gloo, nccl or cpu:gloo,cuda:nccl; default: chosen by the device",
-    "seed": "seed Python's random, torch and numpy with this number on every rank; default: no seed",
-    "apps": "prepare a training library on every rank, such as fastai or lightning; may be repeated",
-    "env": "environment variable of the ranks; may be repeated",
-    "preload": "module that is imported once before the ranks are forked; may be repeated",
-    "respawn": "restart a rank that died without waiting for %ddp restart",
-    "keep_cache": "leave the GPU's memory cache as it is between cells; default: empty it after a failure or if large",
-    "verbose": "print more about what apps change",
-    "output": "labelled: all output with its rank in front; rank_zero: only that of rank 0; silent: none. Default: "
-    "labelled",
-    "output_limit_bytes": "bytes of each rank's output that a cell shows; default: 1 MB in a notebook, else no limit",
-    "watch": "do not record collectives, and report neither hangs nor wrong numbers; default: do both",
-    "guard": "do not look for training that runs with wrong numbers, such as gradients that differ; default: do",
-    "on_finding": "report: show a finding and let the cell run; stop: end the cell at a finding that is an error. "
-    "Default: report",
-    "stall_warn_s": "seconds that ranks wait for one that is alive before a warning; default: 30",
-}
-"""Help text of each option, in terms of the command line; the docstrings of the fields describe Python values."""
+"""argparse arguments of the options that only sessions have. A test checks that every field has an option."""
 
 _SHAPES: Mapping[str, Any] = {"apps": tuple, "env": dict, "preload": tuple}
+_FLAGS = {"nproc_per_node": "-n", "apps": "--app", "watch": "--no-watch", "guard": "--no-guard"}
+"""Flags of fields whose names differ."""
 
 
 def add_options(parser: MagicParser) -> None:
-    """Add an option for every field to `parser`."""
-    for name, (flags, how) in _FLAGS.items():
-        parser.add_argument(*flags, dest=name, help=_HELP[name].replace("%", "%%"), **how)
+    """Add an option for every field of `SessionOptions`."""
+    add_nproc_option(parser)
+    for name, how in _OPTIONS.items():
+        parser.add_argument(f"--{name}", **how)
+    add_watch_options(parser, default="report")
 
 
 def to_arguments(parsed: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,7 +132,8 @@ def describe_options(options: SessionOptions) -> str:
     """Return the line that starts a session with `options`, leaving out defaults."""
     words = []
     for field in dataclasses.fields(SessionOptions):
-        value, flag = getattr(options, field.name), _FLAGS[field.name][0][0]
+        value = getattr(options, field.name)
+        flag = _FLAGS.get(field.name, f"--{field.name.replace('_', '-')}")
         if value == getattr(SessionOptions(), field.name):
             continue
         if isinstance(value, bool):

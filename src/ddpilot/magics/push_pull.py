@@ -24,28 +24,29 @@ SCOPE = "scope"
 
 RETURNED = "--returned"
 """Marks a line of `%ddp` that ddpilot itself generates: its value is used in an expression, such as an assignment."""
+_MISSING = re.compile(r"NameError: name '(\w+)' is not defined")
 
 
-def push_values(desk: ShellSession, given: Mapping[str, Any]) -> None:
+def push_values(shell_session: ShellSession, given: Mapping[str, Any]) -> None:
     """Copy variables of the notebook to ranks."""
-    session, names, here = desk.need("pushing"), given["names"], given[SCOPE]
+    session, names, here = shell_session.require("pushing"), given["names"], given[SCOPE]
     for name in names:
         if name not in here:
             raise MagicUsageError(
                 f"pushing `{name}`",
                 found="the notebook has no variable of that name",
-                fix=did_you_mean(name, user_names(here)) or "Names of variables stand apart: `%ddp push x y`",
+                fix=did_you_mean(name, user_names(here)) or "Separate names by blanks: `%ddp push x y`",
             )
     with briefly():
         session.push({name: here[name] for name in names}, ranks=given.get("ranks"))
 
 
-def pull_values(desk: ShellSession, given: Mapping[str, Any]) -> Any:
+def pull_values(shell_session: ShellSession, given: Mapping[str, Any]) -> Any:
     """Copy values of ranks into variables of the notebook, and report which variables were overwritten.
 
     In an expression, such as `x = %ddp pull y`, return the values (one value, or a tuple) and set no variables.
     """
-    session, names = desk.need("pulling"), given["names"]
+    session, names = shell_session.require("pulling"), given["names"]
     other, is_returned = given.get("other"), given.get("is_returned", False)
     if (other is not None or is_returned) and len(names) > 1 and _is_expression(" ".join(names)):
         names = [" ".join(names)]  # one expression that contains spaces
@@ -61,7 +62,7 @@ def pull_values(desk: ShellSession, given: Mapping[str, Any]) -> Any:
     if is_returned:
         return values[0] if len(values) == 1 else tuple(values)
     for name, value in zip(names, values, strict=True):
-        _bind(desk, other or name, value, source)
+        _bind(shell_session, other or name, value, source)
     return None
 
 
@@ -79,11 +80,11 @@ def _check_names_to_set(names: list[str]) -> None:
     for name in names:
         if name == "as":
             fix = f"Did you mean `%ddp pull {' '.join(names).replace(' as ', ' --as ')}`?"
-            raise MagicUsageError("pulling", found="`as` is no name of a variable", fix=fix)
+            raise MagicUsageError("pulling", found="`as` is not a variable name", fix=fix)
         if not name.isidentifier():
             check_expression(name)
             fix = f"Give it one: `%ddp pull {name} --as value`"
-            raise MagicUsageError("pulling", found=f"`{name}` is no name of a variable", fix=fix)
+            raise MagicUsageError("pulling", found=f"`{name}` is not a variable name", fix=fix)
 
 
 class MarkReturned(ast.NodeTransformer):
@@ -121,11 +122,11 @@ def _is_expression(text: str) -> bool:
     return True
 
 
-def _bind(desk: ShellSession, name: str, value: object, source: str) -> None:
-    namespace = desk.shell.user_ns
+def _bind(shell_session: ShellSession, name: str, value: object, source: str) -> None:
+    namespace = shell_session.shell.user_ns
     was = f"; the notebook's own ({type(namespace[name]).__name__}) was replaced" if name in namespace else ""
-    desk.shell.push({name: value}, interactive=True)
-    desk.say(f"`{name}` is now {_describe(value)} from {source}{was}")
+    shell_session.shell.push({name: value}, interactive=True)
+    shell_session.report(f"`{name}` is now {_describe(value)} from {source}{was}")
 
 
 def _describe(value: object) -> str:
@@ -138,13 +139,13 @@ def _describe(value: object) -> str:
     return f"{type(value).__name__}{size}"
 
 
-def call_on_ranks(desk: ShellSession, given: Mapping[str, Any]) -> Any:
+def call_on_ranks(shell_session: ShellSession, given: Mapping[str, Any]) -> Any:
     """Call a function of the notebook on every rank, with arguments of the notebook; return the results by rank.
 
     Returns None if all results are None and the value is not used in an expression, as IPython would display it.
     """
     text = " ".join(given["call"])
-    session = desk.need(f"running `{text}`")
+    session = shell_session.require(f"running `{text}`")
     call = _parse_call(text)
     _check_names(call, given[SCOPE], session)
     fn, args, kwargs = _evaluate(call, given[SCOPE])
@@ -201,14 +202,11 @@ def _parse_call(text: str) -> ast.Call:
     return parsed
 
 
-_MISSING = re.compile(r"NameError: name '(\w+)' is not defined")
-
-
 class NameHints:
     """Adds a fix to NameErrors of ranks and of the notebook's cells if the other side has the name."""
 
-    def __init__(self, desk: ShellSession) -> None:
-        self._desk = desk
+    def __init__(self, shell_session: ShellSession) -> None:
+        self._shell_session = shell_session
 
     def advise(self, error: RankError | LaunchError) -> None:
         """Set the fix of `error` if a rank raised a NameError for a name that the notebook has."""
@@ -219,28 +217,35 @@ class NameHints:
         error.args = (error.render(),)
 
     def _fix(self, name: str) -> str:
-        shell = self._desk.shell
+        shell = self._shell_session.shell
         if name not in shell.user_ns or name in shell.user_ns_hidden:
             return ""
         value = shell.user_ns[name]
         if isinstance(value, ModuleType):
             whole = f"import {value.__name__}" + (f" as {name}" if name != value.__name__ else "")
             return f"`{name}` is imported in the notebook: run `{whole}` in a `%%ddp` cell too"
-        here = ", or run this cell in the notebook with `%%ddp --local`" if self._desk.is_auto else ""
+        here = ", or run this cell in the notebook with `%%ddp --local`" if self._shell_session.is_auto else ""
         hidden = shell.user_ns_hidden
         visible = {each: other for each, other in shell.user_ns.items() if each not in hidden and each[0] != "_"}
         names = find_companions(name, {**visible, name: value})
         if names is None:
-            return f"The notebook has `{name}` without the model that it trains: make both on the ranks"
+            return f"The notebook has `{name}` without the model that it trains: create both on the ranks"
         them = "it" if len(names) == 1 else "both" if len(names) == 2 else "all"
         return f"The notebook has `{name}`: `%ddp push {' '.join(names)}` copies {them} to the ranks{here}"
 
     def after_cell(self, result: Any) -> None:
         """Callback for IPython's "post_run_cell": print a hint if the cell lacked a name that the ranks have."""
-        error, session = result.error_in_exec, self._desk.session
+        error, session = result.error_in_exec, self._shell_session.session
         name = getattr(error, "name", None) if isinstance(error, NameError) else None
-        if session is not None and name and name not in self._desk.shell.user_ns and is_on_a_rank(name, session):
-            self._desk.say(f"`{name}` is on the ranks: use it in a `%%ddp` cell, or copy it with `%ddp pull {name}`")
+        if (
+            session is not None
+            and name
+            and name not in self._shell_session.shell.user_ns
+            and is_on_a_rank(name, session)
+        ):
+            self._shell_session.report(
+                f"`{name}` is on the ranks: use it in a `%%ddp` cell, or copy it with `%ddp pull {name}`"
+            )
 
 
 def is_on_a_rank(name: str, session: Session) -> bool:

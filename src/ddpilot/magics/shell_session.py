@@ -23,7 +23,7 @@ from ddpilot.session.session import Session
 
 
 class Board(Protocol):
-    """A display that is kept up to date."""
+    """A display that is being updated."""
 
     def close(self) -> None:
         """Stop updating it."""
@@ -48,11 +48,11 @@ class ShellSession:
             self._session = None
         return self._session
 
-    def need(self, did: str) -> Session:
+    def require(self, did: str) -> Session:
         """Return the session. Raises MagicUsageError if none is running."""
         session = self.session
         if session is None:
-            raise MagicUsageError(did, found="no ranks run", fix="Type `%ddp start -n 2` first, for two of them")
+            raise MagicUsageError(did, found="no ranks are running", fix="Type `%ddp start -n 2` first, for two ranks")
         return session
 
     def start(self, arguments: dict[str, Any]) -> Session:
@@ -66,15 +66,15 @@ class ShellSession:
             if running.options != options:
                 raise MagicUsageError(
                     f"`{line}`",
-                    found=f"{count_ranks(running)} run already, started by `{was}`",
+                    found=f"{count_ranks(running)} already running, started by `{was}`",
                     fix=f"Keep them, or type `%ddp stop` (their variables are lost) and then `{line}`",
                 )
             dead = sorted({*range(running.world_size)} - {*running.pids()})
             if not running.can_restart:
-                self.say(f"{count_ranks(running)} were started and have died with the rank server; {START_OVER}")
+                self.report(f"{count_ranks(running)} died with the rank server; {START_OVER}")
                 return running
             hint = f"; {render_ranks(dead)} died: `%ddp restart {' '.join(map(str, dead))}`" if dead else ""
-            self.say(f"{count_ranks(running)} run already, with their variables{hint}")
+            self.report(f"{count_ranks(running)} already running, with their variables{hint}")
             return running
         began_s = time.monotonic()
         try:
@@ -82,8 +82,8 @@ class ShellSession:
         except LaunchInterrupted:
             raise
         except KeyboardInterrupt:  # while modules were being imported: the traceback is of no use
-            raise LaunchInterrupted("starting the ranks was stopped: none of them runs") from None
-        self.say(f"{count_ranks(self._session)} ready in {time.monotonic() - began_s:.1f} s")
+            raise LaunchInterrupted("starting the ranks was interrupted: no rank is running") from None
+        self.report(f"{count_ranks(self._session)} ready in {time.monotonic() - began_s:.1f} s")
         return self._session
 
     def stop(self) -> None:
@@ -91,22 +91,22 @@ class ShellSession:
         session, self._session = self.session, None
         was_auto, self.is_auto = self.is_auto, False
         if session is None:
-            self.say("no ranks run")
+            self.report("no ranks are running")
             return
         try:
             session.stop()
         finally:
-            self.keep(None)
-        self.say(f"stopped {count_ranks(session)}" + ("; auto is off" if was_auto else ""))
+            self.set_board(None)
+        self.report(f"stopped {count_ranks(session)}" + ("; auto is off" if was_auto else ""))
 
-    def keep(self, board: Board | None) -> bool:
-        """Keep `board` up to date instead of the previous one, which is closed. Return True if there was one."""
+    def set_board(self, board: Board | None) -> bool:
+        """Replace the status board that is being updated; the previous one is closed. Return True if there was one."""
         before, self._board = self._board, board
         if before is not None:
             before.close()
         return before is not None
 
-    def say(self, text: str) -> None:
+    def report(self, text: str) -> None:
         """Print a message of ddpilot."""
         self.write(f"ddpilot: {text}\n")
 
@@ -156,8 +156,8 @@ def briefly() -> Iterator[None]:
     try:
         yield
     except (RankError, WatchError) as error:
-        where = "is in what was captured" if isinstance(sys.stderr, io.StringIO) else "is above"
-        line = f"{type(error).__name__}: {error.found} (the whole of it {where})"
+        where = "in the captured output" if isinstance(sys.stderr, io.StringIO) else "above"
+        line = f"{type(error).__name__}: {error.found} (the full error is {where})"
         vars(error)["_render_traceback_"] = functools.partial(list, (line,))
         raise
 

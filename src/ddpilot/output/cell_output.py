@@ -93,7 +93,7 @@ _LOWER_BAR_S = 0.5
 one."""
 
 _FLOOD_BYTES = 1 << 18
-"""Show pending output, and count it for the limit, at least every so many bytes, even if `show` is not called."""
+"""Show pending output, and count it for the limit, after at most this many bytes, even if `show` is not called."""
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]{6,16}\b")
 """Address of an object in a rank's memory, which differs between ranks and is replaced."""
@@ -107,7 +107,7 @@ class CellOutput:
         self._lead = min(ranks, default=0)  # the rank whose bars are shown, if it draws any
         self._first_bar_s: dict[int, float] = {}  # by rank: time of its first bar
         self._unshown_bars: dict[int, tuple[str, str]] = {}  # by rank: stream and text of its last bar
-        self._collapser = LineMerger(max(1, len(ranks)))
+        self._merger = LineMerger(max(1, len(ranks)))
         self._splitters: dict[tuple[int, str, bool], OpenLineSplitter] = defaultdict(OpenLineSplitter)
         self._unfinished = PartialLines(screen)
         self._rich: dict[int, deque[RichOutput]] = defaultdict(deque)  # by rank, in order of arrival
@@ -153,18 +153,18 @@ class CellOutput:
         if self.screen.hides(rank):
             self.screen.count_hidden(rank, len(text))
         else:
-            self._collapser.add(rank, "result", _ADDRESS.sub(" at 0x…", text), now_s)
+            self._merger.add(rank, "result", _ADDRESS.sub(" at 0x…", text), now_s)
 
     def rich(self, rank: int, rich: RichOutput, now_s: float, *, is_update: bool = False) -> None:
         """Add a rich display, or with `is_update` the new content of an earlier one."""
         if not self.screen.hides_rich(rank):
             self._rich[rank].append(rich)
-            self._collapser.add(rank, "update" if is_update else "rich", rich.fingerprint, now_s)
+            self._merger.add(rank, "update" if is_update else "rich", rich.fingerprint, now_s)
 
     def clear(self, rank: int, wait: bool, now_s: float) -> None:
         """Handle `clear_output` of a rank."""
         if not self.screen.hides_rich(rank):
-            self._collapser.add(rank, "clear", "wait" if wait else "", now_s)
+            self._merger.add(rank, "clear", "wait" if wait else "", now_s)
 
     def show(self, now_s: float) -> None:
         """Show output that has waited long enough."""
@@ -179,7 +179,7 @@ class CellOutput:
 
     def show_all(self) -> None:
         """Show all pending output, in order."""
-        for entry in self._collapser.flush():
+        for entry in self._merger.flush():
             self._emit(entry)
         if self._bar is not None:
             self._draw(self._drawn_s)
@@ -187,7 +187,7 @@ class CellOutput:
 
     def next_due_s(self) -> float | None:
         """Return when to call `show` next; None if nothing is pending."""
-        dues = [self._collapser.next_due_s(), None if self._has_bar else self._unfinished.next_due_s()]
+        dues = [self._merger.next_due_s(), None if self._has_bar else self._unfinished.next_due_s()]
         if self._bar is not None:
             dues.append(self._drawn_s + _BAR_S)
         return min((due for due in dues if due is not None), default=None)
@@ -210,9 +210,9 @@ class CellOutput:
 
     def _take(self, rank: int, stream: str, piece: Lines | Line | Progress, now_s: float) -> None:
         if isinstance(piece, Lines):
-            self._collapser.add_lines(rank, stream, piece.texts, now_s)
+            self._merger.add_lines(rank, stream, piece.texts, now_s)
         elif isinstance(piece, Line) and not piece.is_progress:
-            self._collapser.add(rank, stream, piece.text, now_s)
+            self._merger.add(rank, stream, piece.text, now_s)
         elif not self._draws_bars(rank, now_s):
             self._unshown_bars[rank] = stream, piece.text
         else:
@@ -236,7 +236,7 @@ class CellOutput:
 
     def _emit_ready(self, now_s: float) -> None:
         self._num_unshown_bytes = 0
-        for entry in self._collapser.ready(now_s):
+        for entry in self._merger.ready(now_s):
             self._emit(entry)
 
     def _draw(self, now_s: float) -> None:
@@ -289,13 +289,11 @@ class BaseView(ABC):
         """Handle a comm message of a rank's widget."""
 
     def begin(self, ranks: Sequence[int]) -> None:
-        """A cell starts on `ranks`."""
         self.end()
         self._ranks = tuple(ranks)
         self._output = CellOutput(self._ranks, self.make_screen())
 
     def message(self, message: RankMessage, now_s: float) -> None:
-        """Handle an iopub message of a rank."""
         output, rank, content = self._current(), message.rank, message.content
         if message.kind == "stream":
             output.text(rank, content["name"], content["text"].encode("utf-8", "replace"), now_s)
@@ -315,20 +313,16 @@ class BaseView(ABC):
             self.take_comm(message)
 
     def raw(self, rank: int, stream: str, data: bytes, now_s: float) -> None:
-        """Handle bytes that a rank's process wrote bypassing Python."""
         self._current().text(rank, stream, data, now_s, past_python=True)
 
     def show(self, now_s: float) -> None:
-        """Show output that has waited long enough."""
         if self._output is not None:
             self._output.show(now_s)
 
     def next_due_s(self) -> float | None:
-        """Return when to call `show` next; None if nothing is pending."""
         return None if self._output is None else self._output.next_due_s()
 
     def error(self, error: RankError | LaunchError) -> None:
-        """Show the first failure, after all output printed before it."""
         self.flush()
         self.advise(error)
         self.write_error("\n".join(error._render_traceback_()) + "\n")  # IPython's protocol for a coloured traceback
@@ -338,7 +332,6 @@ class BaseView(ABC):
         """Write the text of an error, which may contain ANSI colours."""
 
     def note(self, text: str) -> None:
-        """Show a message of ddpilot itself."""
         output = self._current()
         output.show_all()
         output.screen.note(text)
@@ -349,7 +342,6 @@ class BaseView(ABC):
         self._current().finish_lines(time.monotonic())
 
     def end(self) -> None:
-        """The cell is over."""
         output, self._output = self._output, None
         if output is not None:
             output.close(time.monotonic())

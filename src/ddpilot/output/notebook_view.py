@@ -38,24 +38,23 @@ class _ShownLine:
 
 
 class NotebookScreen(TextScreen):
-    """Shows lines on the notebook's stdout and stderr, and rich displays in `places`."""
+    """Shows lines on the notebook's stdout and stderr, and rich displays in `displays`."""
 
-    def __init__(self, mode: Output, limit_bytes: int | None, places: SharedDisplays, publisher: Publisher) -> None:
+    def __init__(self, mode: Output, limit_bytes: int | None, displays: SharedDisplays, publisher: Publisher) -> None:
         super().__init__(mode, limit_bytes)
-        self._places = places
+        self._displays = displays
         self._publisher = publisher
         self._rank_mode: Output = mode
         self._shown: deque[_ShownLine | SharedDisplay] = deque(maxlen=_MAX_REMEMBERED)
         self._to_clear: set[int] = set()
-        places.begin()
-        places.is_labelled = mode == "labelled"
+        displays.begin()
+        displays.is_labelled = mode == "labelled"
 
     def hides_rich(self, rank: int) -> bool:
         """True if the output mode excludes this rank. Rich output does not count for the limit."""
         return self._rank_mode == "silent" or (self._rank_mode == "rank_zero" and rank != 0)
 
     def line(self, ranks: Sequence[int], stream: str, text: str) -> None:
-        """Show a line."""
         self._clear_now(ranks)
         self._shown.append(_ShownLine(set(ranks), stream, text))
         super().line(ranks, stream, text)
@@ -63,13 +62,12 @@ class NotebookScreen(TextScreen):
     def rich(self, items: Mapping[int, RichOutput]) -> None:
         """Show a display below the label of its ranks, or add the ranks to the label of an equal one."""
         self._clear_now(items)
-        place = self._places.show(items)
+        place = self._displays.show(items)
         if place is not None:
             self._shown.append(place)
 
     def update(self, items: Mapping[int, RichOutput]) -> None:
-        """Replace the content of the display."""
-        self._places.update(items)
+        self._displays.update(items)
 
     def clear(self, ranks: Sequence[int], wait: bool) -> None:
         """Remove what these ranks have shown in this cell, and keep the output of the other ranks."""
@@ -79,7 +77,7 @@ class NotebookScreen(TextScreen):
 
     def close(self) -> None:
         """Give ranks whose display has changed to something else a display of their own."""
-        self._shown.extend(self._places.settle())
+        self._shown.extend(self._displays.settle())
         super().close()
 
     def _clear_now(self, ranks: Sequence[int] | Mapping[int, RichOutput], wait: bool = True) -> None:
@@ -91,7 +89,7 @@ class NotebookScreen(TextScreen):
         self._publisher.clear_output(wait or bool(kept))
         for entry in kept:
             if isinstance(entry, SharedDisplay):
-                self._places.reshow(entry)
+                self._displays.reshow(entry)
             else:
                 super().line(sorted(entry.ranks), entry.stream, entry.text)
 
@@ -116,14 +114,12 @@ class NotebookView(BaseView):
         self._limit_bytes = limit_bytes
         self._widgets = WidgetStates()
         self._bridge: CommBridge | None = None
-        self._places = SharedDisplays(self._publisher, self._pair)
+        self._displays = SharedDisplays(self._publisher, self._pair)
 
     def make_screen(self) -> Screen:
-        """Return a screen on the notebook's current streams."""
-        return NotebookScreen(self._mode, self._limit_bytes, self._places, self._publisher())
+        return NotebookScreen(self._mode, self._limit_bytes, self._displays, self._publisher())
 
     def bind(self, send: SendToRank) -> None:
-        """Set the function that sends messages to the ranks' widgets."""
         self._bridge = CommBridge(send)
 
     def read(self, message: RankMessage) -> RichOutput:
@@ -132,13 +128,11 @@ class NotebookView(BaseView):
         return read_rich(message, self._widgets.looks(view.get("model_id", "")) if view else None)
 
     def take_comm(self, message: RankMessage) -> None:
-        """Forward a comm message of a rank's widget."""
         self._widgets.take(message)
         if self._bridge is not None:
             self._bridge.take(message)
 
     def write_error(self, text: str) -> None:
-        """Write to the notebook's stderr, which shows colours."""
         sys.stderr.write(text)
         sys.stderr.flush()
 

@@ -40,7 +40,7 @@ class PipeReader:
         self.num_bytes = 0
         """Bytes read so far from all pipes."""
         self._bars_rank = min(numbers)
-        self._collapser = LineMerger(len(numbers))
+        self._merger = LineMerger(len(numbers))
         self._splitters: dict[tuple[int, str], LineSplitter] = {}
         self._last_lines = {rank: deque[str](maxlen=_MAX_LAST_LINES) for rank in numbers}
 
@@ -51,6 +51,11 @@ class PipeReader:
     def read(self, fd: int, rank: int, stream: str, now_s: float) -> bool:
         """Read at most 64 KiB from a readable pipe. Returns False at its end."""
         data = os.read(fd, _CHUNK_BYTES)
+        self.feed(rank, stream, data, now_s)
+        return bool(data)
+
+    def feed(self, rank: int, stream: str, data: bytes, now_s: float) -> None:
+        """Add what a rank wrote to a stream; b"" if the stream has ended."""
         self.num_bytes += len(data)
         if (rank, stream) in self._copies:
             self._copies[rank, stream].write(data)
@@ -59,9 +64,13 @@ class PipeReader:
             self.display.count_hidden(rank, len(data))
             pieces = splitter.feed(data[-_HIDDEN_BYTES:]) if data else splitter.close()
             self._last_lines[rank].extend(texts_of(pieces))
-            return bool(data)
-        self._take(rank, stream, splitter.feed(data) if data else splitter.close(), now_s)
-        return bool(data)
+        else:
+            self._take(rank, stream, splitter.feed(data) if data else splitter.close(), now_s)
+
+    def finish(self, rank: int, now_s: float) -> None:
+        """Add the unfinished lines of a rank that exited."""
+        for stream in [stream for each, stream in self._splitters if each == rank]:
+            self.feed(rank, stream, b"", now_s)
 
     def drain(self, fd: int, rank: int, stream: str, now_s: float) -> None:
         """Read what is in the pipe of a rank that exited, at most 1 MiB; processes it left may write forever."""
@@ -79,11 +88,11 @@ class PipeReader:
             if isinstance(piece, Lines):
                 last_lines.extend(piece.texts[-_MAX_LAST_LINES:])
                 texts = (name_cells(text) if _CELL in text else text for text in piece.texts)
-                self._collapser.add_lines(rank, stream, texts, now_s)
+                self._merger.add_lines(rank, stream, texts, now_s)
             elif isinstance(piece, Line):
                 last_lines.append(piece.text)
                 if not piece.is_progress:
-                    self._collapser.add(rank, stream, name_cells(piece.text), now_s)
+                    self._merger.add(rank, stream, name_cells(piece.text), now_s)
                 elif rank == self._bars_rank:
                     self.show(now_s)
                     self.display.end_progress(stream, piece.text, rank)
@@ -93,13 +102,13 @@ class PipeReader:
 
     def show(self, now_s: float) -> None:
         """Show the lines that have waited long enough for the same line of other ranks."""
-        self.display.lines(self._collapser.ready(now_s))
+        self.display.lines(self._merger.ready(now_s))
 
     def next_due_s(self) -> float | None:
         """When `show` must be called next; None if no line is waiting."""
-        return self._collapser.next_due_s()
+        return self._merger.next_due_s()
 
     def close(self) -> None:
         """Show all waiting lines and close the display."""
-        self.display.lines(self._collapser.flush())
+        self.display.lines(self._merger.flush())
         self.display.close()

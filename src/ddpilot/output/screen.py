@@ -61,7 +61,6 @@ class TextScreen(LabelledWriter):
     """Text only, on the parent's stdout and stderr: a rich display is shown as its plain text."""
 
     def hides_rich(self, rank: int) -> bool:
-        """True if the output mode excludes this rank."""
         return self.hides(rank)
 
     def unfinished(self, stream: str, text: str, rank: int = 0) -> None:
@@ -73,7 +72,6 @@ class TextScreen(LabelledWriter):
             self._erase_bar()
 
     def rich(self, items: Mapping[int, RichOutput]) -> None:
-        """Show the plain text of the display."""
         text = next(iter(items.values())).text
         for line in text.split("\n") if text else ():
             self.line(list(items), "stdout", line)

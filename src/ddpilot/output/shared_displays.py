@@ -56,8 +56,7 @@ class SharedDisplay:
 class SharedDisplays:
     """All displays of one session. `publisher()` returns the notebook's current publisher.
 
-    `pair(shown, alike)` is called for widgets that share a place: the id of the visible one, and those of the others by
-    rank.
+    `pair(shown, alike)` is called for widgets that share a place: the id of the visible one, and the other ids by rank.
     """
 
     def __init__(self, publisher: Callable[[], Publisher], pair: Callable[[str, dict[int, str]], None]) -> None:
@@ -65,7 +64,7 @@ class SharedDisplays:
         self._pair = pair
         self._prefix = f"ddpilot-{uuid.uuid4().hex[:12]}"
         self._count = 0
-        self._recent: list[SharedDisplay] = []  # places of this cell, in order
+        self._recent: list[SharedDisplay] = []  # displays of this cell, in order
         self._last: dict[int, int] = {}  # by rank: index of its last place in `_recent`
         self._by_id: dict[tuple[int, str], SharedDisplay] = {}  # by rank and the rank's own display id
         self._changed: dict[str, SharedDisplay] = {}
@@ -113,7 +112,7 @@ class SharedDisplays:
     def settle(self) -> list[SharedDisplay]:
         """At the end of a cell, give ranks whose display differs from the visible one a place of their own.
 
-        During a cell, ranks may differ because one is ahead of another.
+        During a cell, ranks may differ because one is ahead.
         """
         new = []
         for place in self._changed.values():

@@ -27,7 +27,6 @@ class TextView(BaseView):
         self._limit_bytes = limit_bytes
 
     def make_screen(self) -> Screen:
-        """Return a screen on the current streams."""
         return TextScreen(self._mode, self._limit_bytes)
 
     def write_error(self, text: str) -> None:

@@ -103,13 +103,13 @@ def _load(point: EntryPoint, did: str) -> App:
         raise LaunchError(
             did,
             found=f"its entry point `{point.value}` cannot be loaded: {error}",
-            fix="Reinstall the package that ships it, or tell its author",
+            fix="Reinstall the package that ships it, or report this to its author",
         ) from error
     if not isinstance(app, App):
         raise LaunchError(
             did,
             found=f"its entry point `{point.value}` is of type {type(app).__name__}",
-            fix="Let it name an instance of ddpilot.App",
+            fix="It must name an instance of ddpilot.App",
         )
     return app
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check the arguments of `Session` methods before anything runs; every check raises LaunchError."""
+"""Checks that `Session` makes before anything runs: arguments and installed packages. Each raises LaunchError."""
 
 from __future__ import annotations
 
@@ -19,23 +19,19 @@ OWN_NAMES = ("rank", "world_size", "device", "group")
 
 def check_ranks(ranks: object, world_size: int, did: str) -> tuple[int, ...]:
     """Return the ranks in `ranks`, sorted and without duplicates. Raises if it is empty or a rank is out of range."""
-    fix = "Give numbers of ranks, such as `ranks=[0]`"
+    fix = "Give numbers of ranks, such as [0]"
     if isinstance(ranks, (int, str)):
         raise LaunchError(did, found=f"`ranks={ranks!r}`", fix=fix)
     try:
-        asked = list(ranks)  # type: ignore[call-overload]  # that is what is tried
+        asked = list(ranks)  # type: ignore[call-overload]  # raises TypeError
     except TypeError as error:
         raise LaunchError(did, found=f"`ranks={ranks!r}`", fix=fix) from error
     if not asked:
-        raise LaunchError(did, found="no rank at all", fix="Give numbers of ranks")
-    return tuple(sorted({check_rank(rank, world_size, did, "Give numbers of ranks") for rank in asked}))
-
-
-def check_rank(rank: object, world_size: int, did: str, fix: str) -> int:
-    """Return `rank` if it is an integer from 0 to `world_size` - 1."""
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank not in range(world_size):
-        raise LaunchError(did, found=f"rank {rank!r}, and the ranks are 0 to {world_size - 1}", fix=fix)
-    return rank
+        raise LaunchError(did, found="no ranks", fix=fix)
+    for rank in asked:
+        if not isinstance(rank, int) or isinstance(rank, bool) or rank not in range(world_size):
+            raise LaunchError(did, found=f"rank {rank!r}, and the ranks are 0 to {world_size - 1}", fix=fix)
+    return tuple(sorted(set(asked)))
 
 
 def check_code(code: object) -> str:
@@ -58,7 +54,7 @@ def check_expression(expression: object) -> str:
         ast.parse(expression.strip(), mode="eval")
     except SyntaxError as error:
         raise LaunchError(
-            f"pulling `{expression}`", found=f"that is no Python expression: {error.msg}", fix=fix
+            f"pulling `{expression}`", found=f"that is not a Python expression: {error.msg}", fix=fix
         ) from error
     return expression.strip()
 
@@ -71,17 +67,17 @@ def check_values(values: object) -> Mapping[str, object]:
         )
     odd = [name for name in values if not (isinstance(name, str) and name.isidentifier() and not iskeyword(name))]
     if odd:
-        raise LaunchError("pushing", found=f"{odd[0]!r} is no name of a variable", fix='Give {"name": value}')
+        raise LaunchError("pushing", found=f"{odd[0]!r} is not a variable name", fix='Give {"name": value}')
     shells = next((name for name in values if name in _SHELL_NAMES), None)
     if shells is not None:
-        found = f"`{shells}` belongs to the notebook's own IPython, and every rank has one of its own"
+        found = f"`{shells}` belongs to IPython, and every rank has its own"
         raise LaunchError("pushing", found=found, fix="Leave it out")
     own = next((name for name in values if name in OWN_NAMES), None)
     if own is not None:
         raise LaunchError(
             "pushing",
-            found=f"`{own}` is on every rank already: the session's own, which cells and `restart` rely on",
-            fix="Give the value another name, or set it in a cell on the ranks",
+            found=f"`{own}` is set by the session on every rank, where cells and `restart` rely on it",
+            fix="Give the value a different name, or set it in a cell on the ranks",
         )
     return values
 
@@ -92,8 +88,8 @@ def refuse_in_a_rank() -> None:
     if kernels is not None and kernels.RankKernel.initialized():
         raise LaunchError(
             "starting a session",
-            found="this code runs on a rank of a session already",
-            fix="Collectives and DDP work here as they are; to start ranks, do it in the notebook (`%%ddp --local`)",
+            found="this code already runs on a rank of a session",
+            fix="Collectives and DDP work here as they are; start ranks in the notebook (`%%ddp --local`)",
         )
 
 
@@ -101,9 +97,26 @@ def check_gpus(gpus: tuple[int, ...], num_gpus: int) -> None:
     """Raise if an index in `gpus` is not below `num_gpus`, the number of GPUs of this machine."""
     wrong = [gpu for gpu in gpus if gpu >= num_gpus]
     if wrong:
-        seen = {0: "no GPU is seen here", 1: "one GPU is seen here, number 0"}
+        visible = {0: "no GPU is visible here", 1: "one GPU is visible here, number 0"}
+        visible_here = visible.get(num_gpus, f"{num_gpus} GPUs are visible here, 0 to {num_gpus - 1}")
         raise LaunchError(
             "reading `gpus`",
-            found=f"number {wrong[0]}, and {seen.get(num_gpus, f'{num_gpus} GPUs are seen here, 0 to {num_gpus - 1}')}",
+            found=f"number {wrong[0]}, and {visible_here}",
             fix="Check `nvidia-smi`, or leave `gpus` out" + ("" if num_gpus else ": the ranks then run on the CPU"),
+        )
+
+
+def check_installed() -> None:
+    """Raise LaunchError if a package that kernels need is not installed."""
+    missing = []
+    for name in ("zmq", "jupyter_client", "ipykernel"):
+        try:
+            __import__(name)
+        except ImportError:
+            missing.append(name)
+    if missing:
+        raise LaunchError(
+            "starting a session",
+            found=f"{', '.join(missing)} cannot be imported",
+            fix='Install them: pip install "ddpilot[notebook]"',
         )

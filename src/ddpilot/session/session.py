@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import time
 import weakref
@@ -24,22 +23,23 @@ from ddpilot.launching.shipping.rank_results import RankResults
 from ddpilot.launching.shipping.unpicklable import ship
 from ddpilot.launching.system_limits import limits_explained
 from ddpilot.output.cell_sources import collect_sources
+from ddpilot.output.terminal_view import TextView
 from ddpilot.output.view import View
 from ddpilot.session import arguments
-from ddpilot.session.arguments import check_rank, check_ranks
+from ddpilot.session.arguments import check_ranks
 from ddpilot.session.execution.outcome import Outcome
 from ddpilot.session.kernels.event_router import InterruptListener
-from ddpilot.session.kernels.processes import check_installed
 from ddpilot.session.kernels.stacks import trim_stack
 from ddpilot.session.kernels.states import describe_absent, make_dead_error
 from ddpilot.session.options import SessionOptions
 from ddpilot.session.protocol.entry_points import call_with_sources
+from ddpilot.session.protocol.requests import Call, Pull, Push
 from ddpilot.session.protocol.variables import check_complete, describe_pushed, make_refusal_error
-from ddpilot.session.status import RankStatus
+from ddpilot.session.status import RankStatus, read_statuses
 from ddpilot.watch.options import OnFinding
 
 if TYPE_CHECKING:
-    from ddpilot.session.kernels.manager import Ranks
+    from ddpilot.session.kernels.manager import RankKernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,12 +88,12 @@ class Session:
         arguments.refuse_in_a_rank()
         self.options = SessionOptions(
             nproc_per_node=nproc_per_node,
-            gpus=gpus if isinstance(gpus, int) else tuple(gpus),  # type: ignore[arg-type]  # so does it of these
+            gpus=gpus if isinstance(gpus, int) else tuple(gpus),  # type: ignore[arg-type]  # SessionOptions
             backend=backend,
             seed=seed,
-            apps=apps if isinstance(apps, str) else tuple(apps),  # type: ignore[arg-type]  # it says how to write it
+            apps=apps if isinstance(apps, str) else tuple(apps),  # type: ignore[arg-type]  # rejects
             env=env or {},
-            preload=preload if isinstance(preload, str) else tuple(preload),  # type: ignore[arg-type]
+            preload=preload if isinstance(preload, str) else tuple(preload),  # type: ignore[arg-type]  # these
             respawn=respawn,
             keep_cache=keep_cache,
             verbose=verbose,
@@ -104,43 +104,42 @@ class Session:
             on_finding=on_finding,
             stall_warn_s=stall_warn_s,
         )
-        check_installed()
+        arguments.check_installed()
         from ddpilot.session.execution.runner import Runner  # needs the packages that `check_installed` looks for
 
-        self._view = _default_view(self.options) if view is None else view
+        if view is None:
+            view = TextView(self.options.output, self.options.output_limit_bytes)
         with limits_explained("starting a session"):
-            self._ranks = _start_ranks(self.options, self._view)
-        self._work = Runner(self._ranks)
+            self._kernels = _start_kernels(self.options, view)
+        self._runner = Runner(self._kernels)
         self._num_cells = 0
-        self._finalizer = weakref.finalize(self, self._ranks.close)
+        self._finalizer = weakref.finalize(self, self._kernels.close)
 
     @property
     def world_size(self) -> int:
         """Number of ranks, including dead ones."""
-        return self._ranks.world_size
+        return self._kernels.world_size
 
     @property
     def is_running(self) -> bool:
         """True until the session is stopped."""
-        return not self._ranks.is_closed
+        return not self._kernels.is_closed
 
     @property
     def can_restart(self) -> bool:
         """True if dead ranks can be restarted; False once the process from which they are forked has died."""
-        return self._ranks.host.can_start
+        return self._kernels.processes.can_start
 
     def status(self) -> tuple[RankStatus, ...]:
         """Return the status of every rank: idle, busy or dead, its cell, its current collective and its resource usage.
 
-        Can be called while another thread runs a cell. Takes a tenth of a second.
+        Can be called while a different thread runs a cell. Takes a tenth of a second.
         """
-        from ddpilot.session.status import read_statuses
-
-        return read_statuses(self._ranks)
+        return read_statuses(self._kernels)
 
     def pids(self) -> dict[int, int]:
         """Return the process ids of all live ranks, by rank."""
-        found = ((rank, self._ranks.host.pid(rank)) for rank in self._ranks.standing.live)
+        found = ((rank, self._kernels.processes.pid(rank)) for rank in self._kernels.states.live)
         return {rank: pid for rank, pid in found if pid is not None} if self.is_running else {}
 
     def execute(
@@ -154,20 +153,20 @@ class Session:
     ) -> CellResult:
         """Run a cell on `ranks` (None: all live ranks), as if it were typed into a notebook on each; magics work.
 
-        `quiet`: show none of its output. `cell`: its number in errors ("Cell In[7]"); default: one more than the last.
+        `quiet`: do not show its output. `cell`: its number in errors ("Cell In[7]"); default: one more than the last.
         `keep_cache`: as for the session. Raises RankError with the first failure in time, or WatchError if a finding of
         the watch stops the cell, after all ranks have returned and the group was rebuilt; for a finding of the guard at
         the end of the cell, the cell has completed on all ranks and the group is unchanged. Raises LaunchInterrupted, a
         KeyboardInterrupt, if it is interrupted.
         """
         arguments.check_code(code)
-        chosen = select_ranks(self._ranks, ranks, "running a cell")
+        chosen = select_ranks(self._kernels, ranks, "running a cell")
         if ranks is None and len(chosen) < self.world_size:
-            self._ranks.note(describe_absent(self._ranks.standing.dead, chosen))
+            self._kernels.note(describe_absent(self._kernels.states.dead, chosen))
         self._num_cells = cell if cell is not None else self._num_cells + 1
         began_s = time.monotonic()
         keeps = self.options.keep_cache if keep_cache is None else keep_cache
-        outcome = self._work.cell(code, chosen, number=self._num_cells, quiet=quiet, keep_cache=keeps)
+        outcome = self._runner.cell(code, chosen, number=self._num_cells, quiet=quiet, keep_cache=keeps)
         outcome.raise_failure(f"Cell In[{self._num_cells}]")
         return CellResult(ranks=chosen, duration_s=time.monotonic() - began_s)
 
@@ -180,18 +179,18 @@ class Session:
         """
         name = check_function(fn)
         check_keywords(name, fn, kwargs, lambda keyword: "")
-        chosen = select_ranks(self._ranks, None, f"running `{name}`", all_live=True)
+        chosen = select_ranks(self._kernels, None, f"running `{name}`", all_live=True)
         parts = {"fn": fn, "args": args, "kwargs": kwargs}
         call = (call_with_sources, (collect_sources(), fn, *args), kwargs)
-        with interrupt_message(f"`{name}` was stopped before any rank ran it"):
+        with interrupt_message(f"`{name}` was interrupted before any rank ran it"):
             parcel, known = ship("ddpilot-call", parts, call, did=f"running `{name}`", known=None)
-        outcome, answers = self._with_parcel("call", {}, chosen, parcel, name)
+        outcome, answers = self._runner.call(Call(), chosen, parcel, name)
         try:
             error = outcome.error
             if isinstance(error, RankError) and error.rank is not None and error.rank in answers:
                 error.__cause__ = self._open_error(answers[error.rank], known, error.rank)
             outcome.raise_failure(f"`{name}`")
-            return RankResults([answers[rank] for rank in chosen], known)
+            return RankResults([map_private(answers[rank]) for rank in chosen], known)
         finally:
             fd_socket.close_all(answers.values())
 
@@ -204,16 +203,16 @@ class Session:
         """
         arguments.check_values(values)
         check_complete(values)
-        chosen = select_ranks(self._ranks, ranks, "pushing")
+        chosen = select_ranks(self._kernels, ranks, "pushing")
         did = f"pushing {', '.join(values)}"
-        with interrupt_message(f"{did} was stopped: nothing was set on any rank"):
+        with interrupt_message(f"{did} was interrupted: no variable was set on any rank"):
             parcel, _ = ship("ddpilot-push", values, dict(values), did=did, known=None)
-        outcome, _ = self._with_parcel("push", {}, chosen, parcel, "push")
-        if outcome.was_stopped:
+        outcome, _ = self._runner.call(Push(), chosen, parcel, "push")
+        if outcome.was_interrupted:
             raise LaunchInterrupted(describe_push(values, outcome))
         outcome.raise_failure("push")
         for text in describe_pushed(values, outcome.values):
-            self._ranks.note(text)
+            self._kernels.note(text)
 
     def pull(self, expression: str | Sequence[str], *, rank: int | None = None) -> Any:
         """Return the value of a variable or expression on `rank`; with None, a list with the values of all ranks.
@@ -227,14 +226,15 @@ class Session:
         is_one = isinstance(expression, str) or not isinstance(expression, Sequence)
         expressions = [arguments.check_expression(each) for each in ([expression] if is_one else expression)]
         did = f"pulling {', '.join(f'`{each}`' for each in expressions)}"
-        chosen = select_rank(self._ranks, rank, did)
+        chosen = select_ranks(self._kernels, None if rank is None else [rank], did, all_live=True)
         name = f"pull {' '.join(expressions)}"
-        outcome, answers = self._with_parcel("pull", {"expressions": expressions}, chosen, None, name)
+        outcome, answers = self._runner.call(Pull(expressions=expressions), chosen, None, name)
         try:
             outcome.raise_failure("pull")
             if outcome.values:
                 raise make_refusal_error(did, outcome.values)
-            values = [each[0] if is_one else each for each in RankResults([answers[each] for each in chosen], [])]
+            parcels = [map_private(answers[each]) for each in chosen]
+            values = [each[0] if is_one else each for each in RankResults(parcels, [])]
         finally:
             fd_socket.close_all(answers.values())
         return values if rank is None else values[0]
@@ -246,29 +246,23 @@ class Session:
         rebuilt with all ranks. Raises LaunchError before any rank is ended if a rank does not exist or no rank can be
         started, and LaunchInterrupted if it is interrupted: the ranks that were to be restarted are dead then.
         """
-        did, fix = "restarting", "Give the number of one rank, several, or nothing for all"
-        if rank is None:
-            ranks = tuple(range(self.world_size))
-        elif isinstance(rank, int):
-            ranks = (arguments.check_rank(rank, self.world_size, did, fix),)
-        else:
-            ranks = arguments.check_ranks(rank, self.world_size, did)
-        self._work.restart(ranks)
+        ranks = range(self.world_size) if rank is None else [rank] if isinstance(rank, int) else rank
+        self._runner.restart(check_ranks(ranks, self.world_size, "restarting"))
 
     def interrupt(self) -> bool:
-        """Interrupt the cell that another thread is running, as the interrupt button does.
+        """Interrupt the cell that a different thread is running, as the interrupt button does.
 
         Return False if there is none.
         """
-        return self._ranks.interrupt()
+        return self._kernels.interrupt()
 
     def stacks(self, ranks: Iterable[int] | None = None) -> dict[int, str]:
         """Return the Python stack of each rank, innermost frame first, also if a rank is stuck in C++ or holds the GIL.
 
         By rank: the user's frames of the main thread, or "idle" if no cell is running. Takes up to a second.
         """
-        chosen = select_ranks(self._ranks, ranks, "reading stacks")
-        return {rank: trim_stack(text) for rank, text in self._ranks.read_stacks(chosen).items()}
+        chosen = select_ranks(self._kernels, ranks, "reading stacks")
+        return {rank: trim_stack(text) for rank, text in self._kernels.read_stacks(chosen).items()}
 
     def complete(
         self, code: str, cursor: int, *, rank: int = 0, limit_s: float = 0.3
@@ -296,9 +290,9 @@ class Session:
         return dict(reply["data"]) if reply is not None and reply.get("found") else {}
 
     def _ask_kernel(self, kind: str, content: dict[str, Any], rank: int, limit_s: float) -> dict[str, Any] | None:
-        if rank in self._ranks.standing.dead or not self.is_running:
+        if rank in self._kernels.states.dead or not self.is_running:
             return None
-        return self._work.ask_kernel(kind, content, rank, limit_s)
+        return self._runner.ask_kernel(kind, content, rank, limit_s)
 
     def stop(self) -> None:
         """End the ranks: run the apps' finalizers and exit handlers, and kill ranks that take more than two seconds.
@@ -307,11 +301,11 @@ class Session:
         """
         if self.is_running:
             with interrupt_message(
-                "the stop was cut short: the ranks were killed before they were through with their exit handlers"
+                "the stop was interrupted: the ranks were killed before their exit handlers finished"
             ):
                 try:
-                    self._ranks.end_turn()
-                    self._work.finish()
+                    self._kernels.end_turn()
+                    self._runner.finish()
                 finally:
                     with InterruptListener(queue.SimpleQueue()):
                         self._finalizer()
@@ -320,18 +314,9 @@ class Session:
         try:
             error, _ = open_parcel(map_private(parcel), known)
         except Exception as failure:  # noqa: BLE001  # the exception's own code runs; its text is in the report
-            self._ranks.note(f"the exception of rank {rank} could not be rebuilt here: {failure!r}")
+            self._kernels.note(f"the exception of rank {rank} could not be rebuilt here: {failure!r}")
             return None
         return error if isinstance(error, BaseException) else None
-
-    def _with_parcel(
-        self, verb: str, arguments: dict[str, Any], ranks: Sequence[int], parcel: int | None, name: str
-    ) -> Any:
-        try:
-            return self._work.call(verb, arguments, ranks, parcel, name)
-        finally:
-            if parcel is not None:
-                os.close(parcel)
 
     def __enter__(self) -> Session:
         return self
@@ -342,51 +327,40 @@ class Session:
         self.stop()
 
     def __repr__(self) -> str:
-        state = f"{len(self._ranks.standing.live)} of {self.world_size} ranks live" if self.is_running else "stopped"
+        state = f"{len(self._kernels.states.live)} of {self.world_size} ranks live" if self.is_running else "stopped"
         return f"Session({state})"
 
 
-def _default_view(options: SessionOptions) -> View:
-    from ddpilot.output.terminal_view import TextView
-
-    return TextView(options.output, options.output_limit_bytes)
-
-
-def _start_ranks(options: SessionOptions, view: View) -> Ranks:
-    from ddpilot.session.kernels.manager import Ranks
+def _start_kernels(options: SessionOptions, view: View) -> RankKernels:
+    from ddpilot.session.kernels.manager import RankKernels
 
     try:
-        ranks = Ranks(options, view)
-        view.bind(ranks.send_comm)
-        ranks.start()
+        kernels = RankKernels(options, view)
+        view.bind(kernels.send_comm)
+        kernels.start()
     except KeyboardInterrupt:
-        raise LaunchInterrupted("starting the ranks was stopped: none of them runs") from None
-    return ranks
+        raise LaunchInterrupted("starting the ranks was interrupted: no rank is running") from None
+    return kernels
 
 
-def select_ranks(ranks: Ranks, asked: Iterable[int] | None, did: str, *, all_live: bool = False) -> tuple[int, ...]:
+def select_ranks(
+    kernels: RankKernels, asked: Iterable[int] | None, did: str, *, all_live: bool = False
+) -> tuple[int, ...]:
     """Return the ranks that `did` runs on: `asked`, or all live ranks if `asked` is None.
 
     With `all_live`, None requires that every rank is alive. If the session respawns ranks, dead ranks count as live.
     Raises LaunchError if a required rank is dead, if no rank is live, or if the session was stopped.
     """
-    if ranks.is_closed:
+    if kernels.is_closed:
         raise LaunchError(did, found="the session was stopped", fix="Start a new one")
-    dead, respawns = ranks.standing.dead, ranks.options.respawn
-    chosen = tuple(range(ranks.world_size)) if asked is None else check_ranks(asked, ranks.world_size, did)
+    dead, respawns = kernels.states.dead, kernels.options.respawn
+    chosen = tuple(range(kernels.world_size)) if asked is None else check_ranks(asked, kernels.world_size, did)
     missing = [rank for rank in chosen if rank in dead]
     if respawns or not missing:
         return chosen
-    if asked is None and not all_live and len(missing) < ranks.world_size:
+    if asked is None and not all_live and len(missing) < kernels.world_size:
         return tuple(rank for rank in chosen if rank not in dead)
-    raise make_dead_error(did, missing, dead, can_restart=ranks.host.can_start)
-
-
-def select_rank(ranks: Ranks, rank: int | None, did: str) -> tuple[int, ...]:
-    """Return `rank` as a tuple, or all ranks if it is None. Raises LaunchError if one of them is dead."""
-    if rank is None:
-        return select_ranks(ranks, None, did, all_live=True)
-    return select_ranks(ranks, [check_rank(rank, ranks.world_size, did, "Give the number of one rank, or None")], did)
+    raise make_dead_error(did, missing, dead, can_restart=kernels.processes.can_start)
 
 
 @contextlib.contextmanager
@@ -403,12 +377,12 @@ def interrupt_message(text: str) -> Iterator[None]:
 def describe_push(names: Iterable[str], outcome: Outcome) -> str:
     """Describe on which ranks variables are set after an interrupted push. Each rank has set all of them or none."""
     parts = outcome.parts.values()
-    done = sorted(part.rank for part in parts if part.report is not None and part.report.status == "ok")
+    done = sorted(part.rank for part in parts if part.has_succeeded)
     dead = sorted(part.rank for part in parts if part.ended is not None)
     left = sorted({part.rank for part in parts} - {*done, *dead})
     states = [
         f"{state} {render_ranks(ranks)}"
-        for state, ranks in (("set on", done), ("not set on", left), ("it cost the life of", dead))
+        for state, ranks in (("set on", done), ("not set on", left), ("killed:", dead))
         if ranks
     ]
-    return f"pushing {', '.join(names)} was stopped: {', '.join(states)}"
+    return f"pushing {', '.join(names)} was interrupted: {', '.join(states)}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Literal
 
 import psutil
 
@@ -14,9 +14,12 @@ from ddpilot.environments.nvml import GpuUse, read_gpus
 from ddpilot.errors import RecordError
 from ddpilot.record.flight_ring.reader import read_now
 from ddpilot.record.hook import ring_path
-from ddpilot.session.kernels.manager import Ranks
+
+if TYPE_CHECKING:
+    from ddpilot.session.kernels.manager import RankKernels
 
 State = Literal["idle", "busy", "dead"]
+Family = list[psutil.Process]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,16 +63,16 @@ class RankStatus:
     """How it died, such as ``was killed by SIGKILL``; empty if it is alive."""
 
 
-def read_statuses(ranks: Ranks) -> tuple[RankStatus, ...]:
+def read_statuses(kernels: RankKernels) -> tuple[RankStatus, ...]:
     """Return the status of every rank, in rank order. Takes a tenth of a second, in which CPU usage is measured."""
-    pids = {rank: pid for rank in ranks.standing.live if (pid := ranks.host.pid(rank)) is not None}
+    pids = {rank: pid for rank in kernels.states.live if (pid := kernels.processes.pid(rank)) is not None}
     usage = collect_usage(pids.values())
-    return tuple(_status(ranks, rank, pids.get(rank), usage) for rank in range(ranks.world_size))
+    return tuple(_status(kernels, rank, pids.get(rank), usage) for rank in range(kernels.world_size))
 
 
-def _status(ranks: Ranks, rank: int, pid: int | None, usage: dict[int, Usage]) -> RankStatus:
-    reason, running = ranks.standing.dead.get(rank), ranks.standing.busy.get(rank)
-    idle_since_s = ranks.standing.since_s.get(rank, time.monotonic())
+def _status(kernels: RankKernels, rank: int, pid: int | None, usage: dict[int, Usage]) -> RankStatus:
+    reason, running = kernels.states.dead.get(rank), kernels.states.busy.get(rank)
+    idle_since_s = kernels.states.since_s.get(rank, time.monotonic())
     state: State = "dead" if reason is not None else "busy" if running is not None else "idle"
     uses = None if pid is None else usage.get(pid)
     return RankStatus(
@@ -78,18 +81,15 @@ def _status(ranks: Ranks, rank: int, pid: int | None, usage: dict[int, Usage]) -
         since_s=running[1] if state == "busy" and running is not None else idle_since_s,
         pid=pid,
         cell=running[0] if running is not None else None,
-        collective=None if reason is not None else _collective(ranks, rank),
-        cpu_percent=None if uses is None else uses.cpu_percent,
-        memory_bytes=None if uses is None else uses.memory_bytes,
-        gpu_percent=None if uses is None else uses.gpu_percent,
-        gpu_memory_bytes=None if uses is None else uses.gpu_memory_bytes,
+        collective=None if reason is not None else _collective(kernels, rank),
+        **({} if uses is None else asdict(uses)),
         reason=reason or "",
     )
 
 
-def _collective(ranks: Ranks, rank: int) -> CollectiveStatus | None:
+def _collective(kernels: RankKernels, rank: int) -> CollectiveStatus | None:
     try:
-        entry = read_now(ring_path(ranks.ring_folder, rank)).waiting
+        entry = read_now(ring_path(kernels.ring_folder, rank)).waiting
     except (RecordError, OSError):  # no ring: the status has no collective
         return None
     if entry is None:
@@ -143,9 +143,6 @@ def collect_usage(pids: Iterable[int], *, interval_s: float = 0.1) -> dict[int, 
         for pid in asked
         if pid in cpu_before and pid in cpu_after and memory[pid]
     }
-
-
-Family = list[psutil.Process]
 
 
 def _families(pids: Iterable[int]) -> dict[int, Family]:

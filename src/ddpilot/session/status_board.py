@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Render the status board as plain text."""
+"""Render the status board as text and as HTML."""
 
 from __future__ import annotations
 
@@ -11,35 +11,13 @@ from typing import Literal, NamedTuple
 from ddpilot.findings.text import printable
 from ddpilot.session.status import CollectiveStatus, RankStatus
 
+Mood = Literal["idle", "busy", "waiting", "dead"]
+"""The state of a rank, with busy ranks that wait for other ranks as a separate value."""
 
-def render_board_text(statuses: Sequence[RankStatus], now_s: float) -> str:
-    """Return a summary line and one line per rank, without a final newline.
-
-    `now_s` is a time of the monotonic clock.
-    """
-    with_gpu = has_gpu(statuses)
-    header = ("rank", "pid", "CPU", "memory", *(("GPU", "GPU memory") if with_gpu else ()))
-    rows = [header, *(_numbers(status, with_gpu) for status in statuses)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    states = ["state", *(_state_text(status, now_s) for status in statuses)]
-    lines = [summarize(statuses, now_s)]
-    for row, state in zip(rows, states, strict=True):
-        numbers = "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True))
-        lines.append(f"{numbers}  {state}")
-    return "\n".join([*lines, *([GPU_NOTE] if with_gpu else [])])
-
-
-def _numbers(status: RankStatus, with_gpu: bool) -> tuple[str, ...]:
-    pid = NO_VALUE if status.pid is None else str(status.pid)
-    gpu = (format_percent(status.gpu_percent), format_bytes(status.gpu_memory_bytes)) if with_gpu else ()
-    return (str(status.rank), pid, format_percent(status.cpu_percent), format_bytes(status.memory_bytes), *gpu)
-
-
-def _state_text(status: RankStatus, now_s: float) -> str:
-    phrase = describe(status, now_s)
-    whole = f"{phrase.text} ({phrase.detail})" if phrase.detail else phrase.text
-    return " ".join(printable(whole).split())
-
+NO_VALUE = "-"
+GPU_NOTE = "A GPU at 100 % does not mean progress: NCCL kernels spin while a rank waits in a collective."
+_WAITS_AFTER_S = 1.0  # training loops spend much of their time in shorter ones
+_MOODS: tuple[Mood, ...] = ("dead", "waiting", "busy", "idle")
 
 # JupyterLab's variables follow its theme; the fallbacks are readable on both light and dark backgrounds.
 _COLORS: dict[Mood, str] = {
@@ -60,6 +38,38 @@ _WORDS = f"{_CELL}text-align:left;white-space:normal;overflow-wrap:anywhere;min-
 _STATE = "padding-left:15px;text-indent:-15px"
 _DETAIL = f"{_FAINT};padding-left:15px;font-size:12px"
 _DOT = "display:inline-block;width:8px;height:8px;border-radius:4px;margin-right:7px;background:{color}"
+
+
+def render_board_text(statuses: Sequence[RankStatus], now_s: float) -> str:
+    """Return a summary line and one line per rank, without a final newline.
+
+    `now_s` is a time of the monotonic clock.
+    """
+    with_gpu = has_gpu(statuses)
+    header = ("rank", "pid", "CPU", "memory", *(("GPU", "GPU memory") if with_gpu else ()))
+    rows = [header, *((str(each.rank), _pid(each), *_usage(each, with_gpu)) for each in statuses)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    states = ["state", *(_state_text(status, now_s) for status in statuses)]
+    lines = [summarize(statuses, now_s)]
+    for row, state in zip(rows, states, strict=True):
+        numbers = "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True))
+        lines.append(f"{numbers}  {state}")
+    return "\n".join([*lines, *([GPU_NOTE] if with_gpu else [])])
+
+
+def _pid(status: RankStatus) -> str:
+    return NO_VALUE if status.pid is None else str(status.pid)
+
+
+def _usage(status: RankStatus, with_gpu: bool) -> tuple[str, ...]:
+    gpu = (format_percent(status.gpu_percent), format_bytes(status.gpu_memory_bytes)) if with_gpu else ()
+    return (format_percent(status.cpu_percent), format_bytes(status.memory_bytes), *gpu)
+
+
+def _state_text(status: RankStatus, now_s: float) -> str:
+    phrase = describe(status, now_s)
+    whole = f"{phrase.text} ({phrase.detail})" if phrase.detail else phrase.text
+    return " ".join(printable(whole).split())
 
 
 def render_board_html(statuses: Sequence[RankStatus], now_s: float) -> str:
@@ -85,9 +95,7 @@ def _head(name: str, style: str) -> str:
 
 
 def _row(status: RankStatus, phrase: Phrase, with_gpu: bool) -> str:
-    pid = NO_VALUE if status.pid is None else str(status.pid)
-    gpu = (format_percent(status.gpu_percent), format_bytes(status.gpu_memory_bytes)) if with_gpu else ()
-    numbers = (format_percent(status.cpu_percent), format_bytes(status.memory_bytes), *gpu, pid)
+    numbers = (*_usage(status, with_gpu), _pid(status))
     cells = "".join(f'<td style="{_NUMBER}">{number}</td>' for number in numbers)
     rank = f'<td style="{_NUMBER}"><b>{status.rank}</b></td>'
     return f'<tr style="{_ROW}">{rank}<td style="{_WORDS}">{_state_html(phrase)}</td>{cells}</tr>'
@@ -101,17 +109,6 @@ def _state_html(phrase: Phrase) -> str:
 
 def _text(text: str) -> str:
     return escape(printable(text))
-
-
-Mood = Literal["idle", "busy", "waiting", "dead"]
-"""The state of a rank, with busy ranks that wait for other ranks as a separate value."""
-
-NO_VALUE = "-"
-GPU_NOTE = (
-    "A GPU at 100 % is no sign of progress: NCCL keeps it spinning while a rank waits for others in a collective."
-)
-_WAITS_AFTER_S = 1.0  # training loops spend much of their time in shorter ones
-_MOODS: tuple[Mood, ...] = ("dead", "waiting", "busy", "idle")
 
 
 class Phrase(NamedTuple):
@@ -129,14 +126,14 @@ def describe(status: RankStatus, now_s: float) -> Phrase:
         return Phrase("dead", f"dead: {status.reason or 'the reason is not known'}")
     waits = pending is not None and now_s - pending.since_s >= _WAITS_AFTER_S
     if status.state == "idle":
-        detail = f"{_name(pending)} is not over after {_age(pending, now_s)}" if pending and waits else ""
+        detail = f"{_name(pending)} has not finished after {_age(pending, now_s)}" if pending and waits else ""
         return Phrase("idle", "idle", detail)
     age = format_duration(now_s - status.since_s)
     doing = f"in cell {status.cell} for {age}" if status.cell is not None else f"busy for {age}"
     if pending is None or not waits:
         return Phrase("busy", doing)
     if not pending.is_watched:
-        return Phrase("busy", doing, f"began {_name(pending)} {_age(pending, now_s)} ago; it may be over")
+        return Phrase("busy", doing, f"began {_name(pending)} {_age(pending, now_s)} ago; it may be done")
     number = f"collective {pending.seq}, " if pending.seq is not None else ""
     return Phrase("waiting", f"waiting in {_name(pending, _age(pending, now_s))}", f"{number}{doing}")
 

@@ -17,9 +17,9 @@ from ddpilot.data.nested import plain_attributes
 from ddpilot.errors import RankError
 from ddpilot.findings.finding import Finding
 from ddpilot.group.protocol import GroupLike
+from ddpilot.launching.exception_report import report_exception
 from ddpilot.launching.failures import Failure, build_error
 from ddpilot.launching.rank_reports import Raised
-from ddpilot.launching.rank_server.rank import describe_raised
 from ddpilot.trainer.core import Position, TrainerCore
 from ddpilot.training.models.explain import Explanation
 from ddpilot.training.models.optimizers import full_state
@@ -78,7 +78,7 @@ def _pack(error: Exception) -> tuple[Raised, bytes]:
         pickled = cloudpickle.dumps(error)
     except Exception:  # noqa: BLE001  (pickling runs the user's code; the text is sent in any case)
         pickled = b""
-    return describe_raised(error), pickled
+    return report_exception(error), pickled
 
 
 def _gather(

@@ -118,7 +118,7 @@ def starter() -> Iterator[RunRanks]:
 
 
 def _wait_until_idle(pid: int) -> None:
-    """Until it waits for its next job: who looks for leaks before a test and after it sees no difference then."""
+    """Wait until the process waits for its next job, so that checks for leaks find no difference."""
     deadline_s = time.monotonic() + _IDLE_S
     while psutil.Process(pid).status() != psutil.STATUS_SLEEPING:
         assert time.monotonic() < deadline_s, f"the process that forks ranks was not idle in {_IDLE_S} s"
@@ -140,7 +140,7 @@ def _read(folder: Path, world_size: int) -> RankRun:
 
 
 def _serve() -> None:
-    """Fork each job of stdin, one after the other; write its pid and, when it has ended, another line."""
+    """Fork each job of stdin in turn; write its pid and, when it has exited, a second line."""
     import torch._dynamo  # what the first DDP model or optimizer of a process imports
     import torch.distributed  # noqa: F401
 

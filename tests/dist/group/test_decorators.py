@@ -9,7 +9,7 @@ import pytest
 
 from tests.dist.group.ranks import RunRanks
 
-RAISED_ELSEWHERE = "[rank 0] calling save(), which runs on rank 1: rank 1 raised {error}. Look at rank 1's traceback"
+RAISED_ELSEWHERE = "[rank 0] calling save(), which runs on rank 1: rank 1 raised {error}. See rank 1's traceback"
 CASES: dict[str, tuple[tuple[Any, list[int]], tuple[Any, list[int]]]] = {
     "plain": (("abab", [0]), (None, [])),
     "broadcast": (([1, 1, 1], [0]), ([1, 1, 1], [1])),
@@ -56,7 +56,7 @@ def test_decorated_function_raises_everywhere_when_its_value_cannot_be_pickled(r
 
 
 def test_decorated_function_is_refused_when_it_names_a_rank_that_does_not_exist(run_ranks: RunRanks) -> None:
-    """Every rank is told, before anything runs."""
+    """Every rank raises before anything runs."""
     for seen in run_ranks("decorating.decorated", 2, args=("no_such_rank",)).results:
         assert seen["value"][:1] == ["GroupError"]
         assert "rank 7 does not exist: the group has ranks 0 to 1" in seen["value"][1]

@@ -44,11 +44,11 @@ def test_init_group_works_alone_with_ddp(run_ranks: RunRanks) -> None:
 
 
 def test_init_group_names_the_rank_that_never_came(run_ranks: RunRanks) -> None:
-    """A rank that never enters is named, with who is there, when the time is up."""
+    """A rank that never enters is named after the timeout, with the ranks that joined."""
     run = run_ranks("entering.error_of_entering", 3, args=(2, {}, 2.0))
     for seen in run.results[:2]:
         assert (seen["type"], seen["missing"]) == ("RendezvousError", [2])
-        assert f"rank 2 never came in 2 s; here: rank 0 (host {socket.gethostname()}, pid " in seen["text"]
+        assert f"rank 2 did not join within 2 s; joined: rank 0 (host {socket.gethostname()}, pid " in seen["text"]
         assert 2.0 <= seen["seconds"] < 15.0
 
 
@@ -64,11 +64,11 @@ def test_init_group_names_both_when_a_rank_number_is_taken_twice(run_ranks: RunR
 
 
 def test_init_group_says_which_ranks_disagree_on_the_world_size(run_ranks: RunRanks) -> None:
-    """Ranks that were told different world sizes stop before they wait for each other for ever."""
+    """Ranks with different world sizes raise instead of waiting for each other."""
     changes = {"1": {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}}
     run = run_ranks("entering.error_of_entering", 2, args=(NOBODY, changes, 60.0))
     for seen in run.results:
-        assert "they disagree on world_size: 2 on ranks 0; 3 on ranks 1" in seen["text"]
+        assert "the ranks have different values of world_size: 2 on ranks 0; 3 on ranks 1" in seen["text"]
         assert seen["seconds"] < 10.0
 
 
@@ -76,12 +76,12 @@ def test_init_group_says_which_ranks_disagree_on_the_backend(run_ranks: RunRanks
     """Ranks with different backends are named with what each was given."""
     run = run_ranks("entering.error_of_entering", 2, args=(NOBODY, {"1": {"DDPILOT_BACKEND": "cpu:gloo"}}, 20.0))
     for seen in run.results:
-        assert "they disagree on backend: 'gloo' on ranks 0; 'cpu:gloo' on ranks 1" in seen["text"]
+        assert "the ranks have different values of backend: 'gloo' on ranks 0; 'cpu:gloo' on ranks 1" in seen["text"]
         assert seen["seconds"] < 10.0
 
 
 def test_init_group_says_at_once_when_the_host_name_does_not_resolve(run_ranks: RunRanks) -> None:
-    """A wrong MASTER_ADDR is said in under 3 seconds (torch alone takes 26)."""
+    """A wrong MASTER_ADDR is reported in under 3 seconds (torch alone takes 26)."""
     changes = {"1": {"MASTER_ADDR": "no-such-host.invalid"}}
     seen = run_ranks("entering.error_of_entering", 2, args=(0, changes, 60.0)).results[1]
     assert "MASTER_ADDR=no-such-host.invalid: the name does not resolve" in seen["text"]
@@ -98,20 +98,20 @@ def test_init_group_names_the_holder_when_the_port_is_taken(run_ranks: RunRanks)
 
 
 def test_init_group_says_who_does_not_answer_when_rank_0_is_not_there(run_ranks: RunRanks) -> None:
-    """Another rank says that rank 0's store does not answer, and where it looked."""
+    """A different rank reports that rank 0's store does not answer, with its address."""
     seen = run_ranks("entering.error_of_entering", 2, agent=False, args=(0, {}, 1.0)).results[1]
     assert "connecting to rank 0's store at 127.0.0.1:" in seen["text"]
-    assert "nobody answered for 1." in seen["text"]
+    assert "no answer for 1." in seen["text"]
     assert seen["missing"] == [0]
 
 
 def test_init_group_adopts_a_group_that_user_code_made(run_ranks: RunRanks) -> None:
-    """An adopted group works, stays after leave, goes on request, and refuses another backend."""
+    """An adopted group works, stays after leave, is destroyed on request, and refuses a different backend."""
     run = run_ranks("entering.adopt_a_group", 2)
     for rank, seen in enumerate(run.results):
         assert (seen["adopted"], seen["rank"], seen["total"]) == (True, rank, 2.0)
         assert (seen["kept"], seen["destroyed"]) == (True, True)
-        assert "is already there, and 'nccl' was asked for" in seen["refused"]
+        assert "exists, and 'nccl' was requested" in seen["refused"]
 
 
 def test_init_group_seeds_all_ranks_alike(run_ranks: RunRanks) -> None:
@@ -128,7 +128,7 @@ def test_group_is_left_at_exit_when_nobody_left_it(run_ranks: RunRanks) -> None:
 
 
 def test_group_is_left_at_exit_when_a_peer_was_killed(run_ranks: RunRanks) -> None:
-    """A rank whose peer was killed does not wait for it at its end."""
+    """A rank does not wait at its exit for a peer that was killed."""
     run = run_ranks("entering.end_without_leaving", 3, args=(1,), may_fail=True)
     assert run.codes == [0, -9, 0]
 

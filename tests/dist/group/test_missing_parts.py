@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `init_group` says where a part of torch is missing; taken away in a fresh process."""
+"""Errors of `init_group` if a part of torch is missing; removed in a fresh process."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def test_launch_passes_the_backend_to_init_group() -> None:
 
 
 def test_launch_refuses_to_launch_inside_a_rank() -> None:
-    """The rank is told to call the function directly; nothing hangs, nothing is left."""
+    """The error advises to call the function directly; nothing hangs, no process is left."""
 
     def nested() -> Any:
         return ddpilot.launch(environ, nproc_per_node=2)
@@ -145,4 +145,4 @@ def test_launch_refuses_to_launch_inside_torchrun(tmp_path: Path) -> None:
     """The same for a script under torchrun."""
     source = "import ddpilot\ndef train(): ...\nddpilot.launch(train, nproc_per_node=2)\n"
     outcome = run_script(source, tmp_path, module=TORCHRUN, may_fail=True)
-    assert "of 2 (started by torchrun). Call `train` directly: every rank runs it already" in outcome.err
+    assert "of 2 (started by torchrun). Call `train` directly: every rank runs this code" in outcome.err

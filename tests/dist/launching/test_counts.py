@@ -43,7 +43,7 @@ def test_launch_starts_one_rank_per_core_when_asked() -> None:
 def test_launch_starts_more_ranks_than_gpus_and_says_so(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """ "More ranks than GPUs": they share them over gloo, which is said."""
+    """ "More ranks than GPUs": they share them over gloo, with a notice."""
     monkeypatch.setattr(nvml, "read_nvml", lambda: NvmlDevices(("GPU-a",)))
     assert len(Launcher(nproc_per_node=2).run(place)) == 2
-    assert "2 ranks on 1 accelerator: ranks share them, over gloo" in capfd.readouterr().err
+    assert "2 ranks on 1 GPU: `init_group()` uses gloo" in capfd.readouterr().err

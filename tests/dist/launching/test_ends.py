@@ -115,7 +115,7 @@ def test_launch_ends_ranks_at_the_time_limit_and_shows_where_they_were(capfd: py
 
 
 def test_launch_waits_for_threads_and_exit_handlers_of_a_rank(capfd: pytest.CaptureFixture[str]) -> None:
-    """A rank ends as a script does: its threads end first, then its exit handlers run; the time limit says so."""
+    """A rank exits as a script does: threads first, then exit handlers; the timeout names the rank."""
 
     def leave_work(seconds: float) -> None:
         import atexit
@@ -135,7 +135,7 @@ def test_launch_waits_for_threads_and_exit_handlers_of_a_rank(capfd: pytest.Capt
 
 
 def test_launch_says_that_a_rank_died_while_exiting(capfd: pytest.CaptureFixture[str]) -> None:
-    """Its value is there, so the launch succeeds, and the crash of its exit handler is said."""
+    """Its value was received, so the launch succeeds, with a notice about the crash in its exit handler."""
 
     def crash_later() -> int:
         import atexit

@@ -104,7 +104,9 @@ def test_launch_says_that_a_rank_had_returned_when_the_others_wait_for_it() -> N
         for _ in range(2 + dist.get_rank()):
             dist.all_reduce(torch.ones(1))
 
-    with pytest.raises(RankError, match="Rank 0 had already returned, so nobody answered: do all ranks run the same"):
+    with pytest.raises(
+        RankError, match="Rank 0 had already returned and could not take part: do all ranks run the same"
+    ):
         Launcher(nproc_per_node=2, output="silent", timeout_s=60, watch=False).run(unequal)
 
 
@@ -166,7 +168,7 @@ def test_launch_says_that_a_process_ended_before_the_function_returned(code: int
 
 @pytest.mark.parametrize(("argument", "code"), [(3, 3), ("out of data", 1), (300, 300 & 0xFF)])
 def test_launch_takes_sys_exit_for_a_failure_with_its_code(argument: int | str, code: int) -> None:
-    """`sys.exit(3)` and `sys.exit("text")`, as a script's exit code would say."""
+    """`sys.exit(3)` and `sys.exit("text")`, with the exit code of a script."""
 
     def leave() -> None:
         sys.exit(argument)
@@ -210,7 +212,7 @@ except ddpilot.RankError as error:
 
 
 def test_launch_shows_source_lines_of_functions_from_cells(tmp_path: Path) -> None:
-    """ "Remote traceback with source lines", also for a function whose source lies in no file."""
+    """ "Remote traceback with source lines", also for a function without a source file."""
     outcome = run_script(CELL, tmp_path, may_fail=True)
     assert 'File "<ipython-input-7>", line 3, in train\n    return samples[3]  # the line' in outcome.out
     assert outcome.err.rstrip().endswith("IndexError: list index out of range")

@@ -73,7 +73,7 @@ def interrupt(way: str, folder: Path, *, grace_s: float = 0.5, times: int = 1) -
 
 
 def test_ctrl_c_ends_ranks_in_python_with_their_own_keyboard_interrupt(tmp_path: Path) -> None:
-    """The first step: SIGINT in every rank; LaunchInterrupted is a KeyboardInterrupt and says how each rank ended."""
+    """The first step: SIGINT in every rank; LaunchInterrupted is a KeyboardInterrupt and has each rank's end."""
     out, err, _ = interrupt("in_python", tmp_path, grace_s=20)
     ends = "rank 0 ended at KeyboardInterrupt; rank 1 ended at KeyboardInterrupt"
     assert out.startswith(f"LaunchInterrupted the launch of `train` was stopped: {ends}\n")
@@ -92,17 +92,17 @@ def test_ctrl_c_frees_the_group_when_all_ranks_are_stuck_in_a_collective(tmp_pat
     """The second step: what SIGINT does not reach inside C++ ends when the group is freed, without a kill."""
     out, err, _ = interrupt("in_a_collective_all", tmp_path)
     assert "SIGKILL" not in out
-    assert "freeing the process group under them" in err
+    assert "did not exit; aborting the process group" in err
     assert "killing" not in err
-    assert "still ending after the update" not in err
+    assert "still finishing the update" not in err
 
 
 @pytest.mark.parametrize("way", ["ignoring", "in_c"])
 def test_ctrl_c_kills_ranks_that_ignore_everything_else(way: str, tmp_path: Path) -> None:
     """The third step: SIGKILL, also while C code holds the interpreter; after grace and one second, no later."""
     out, err, took_s = interrupt(way, tmp_path)
-    assert "rank 0 was ended by SIGKILL; rank 1 was ended by SIGKILL" in out
-    steps = ["interrupting ranks 0,1", "freeing the process group", "killing ranks 0,1"]
+    assert "rank 0 was killed by SIGKILL; rank 1 was killed by SIGKILL" in out
+    steps = ["interrupting ranks 0,1", "aborting the process group", "killing ranks 0,1"]
     places = [err.find(step) for step in steps]
     assert -1 not in places
     assert places == sorted(places)
@@ -112,7 +112,7 @@ def test_ctrl_c_kills_ranks_that_ignore_everything_else(way: str, tmp_path: Path
 def test_ctrl_c_twice_kills_at_once(tmp_path: Path) -> None:
     """Who presses again does not want to wait for the grace."""
     out, _, took_s = interrupt("ignoring", tmp_path, grace_s=50, times=2)
-    assert "rank 0 was ended by SIGKILL; rank 1 was ended by SIGKILL" in out
+    assert "rank 0 was killed by SIGKILL; rank 1 was killed by SIGKILL" in out
     assert took_s < 20
 
 
@@ -126,13 +126,13 @@ def test_ctrl_c_leaves_ranks_that_take_it_the_time_for_an_update(tmp_path: Path)
     """What `Loop` does: an update that is longer than the grace comes to its end, and the values come back."""
     out, err, _ = interrupt("taking", tmp_path)
     assert out.startswith("[['SIGINT'], ['SIGINT']]\n")
-    assert "ranks 0,1: still ending after the update (interrupt again to kill them now)" in err
+    assert "ranks 0,1: still finishing the update (interrupt again to kill them now)" in err
 
 
 def test_ctrl_c_leaves_no_such_time_to_a_rank_whose_peer_has_ended(tmp_path: Path) -> None:
-    """One was interrupted before its loop began: what the other one goes on to never comes."""
+    """One was interrupted before its loop, so the other one waits for it in vain."""
     out, _, took_s = interrupt("taking_alone", tmp_path)
-    assert "rank 0 ended at KeyboardInterrupt; rank 1 was ended by SIGKILL" in out
+    assert "rank 0 ended at KeyboardInterrupt; rank 1 was killed by SIGKILL" in out
     assert took_s < 20
 
 
@@ -149,7 +149,7 @@ print(len(ddpilot.launch(os.getpid, nproc_per_node=2)))
 
 
 def test_ctrl_c_while_the_server_starts_leaves_no_server(tmp_path: Path) -> None:
-    """The half-started server is ended, and the next launch starts another one."""
+    """The half-started server is terminated, and the next launch starts a new one."""
     (tmp_path / "slow.py").write_text(
         "import os, time\nopen('pid.writing', 'w').write(str(os.getpid()))\n"
         "os.rename('pid.writing', 'pid')\ntime.sleep(600)\n"

@@ -103,5 +103,5 @@ print(list(ddpilot.launch(train, nproc_per_node=2)), count)
 
 
 def test_ranks_share_globals_among_functions_of_main(tmp_path: Path) -> None:
-    """A global that one function changes is seen by another one in that rank, and by nobody in the parent."""
+    """A global that one function changes is changed for all functions in that rank, and not in the parent."""
     assert run_script(GLOBALS, tmp_path).out == "[2, 2] 0\n"

@@ -109,5 +109,5 @@ print("found", sorted(found))
 
 
 def test_launches_wait_for_a_thread_that_imports_torch(tmp_path: Path) -> None:
-    """As in a notebook whose first cell imports it in the background: half of torch is no torch."""
+    """As in a notebook that imports torch in a background thread: a half-imported torch is not used."""
     assert "found [0, 1]" in run_script(WHILE_TORCH_IS_IMPORTED, tmp_path).out

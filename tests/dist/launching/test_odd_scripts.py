@@ -19,7 +19,7 @@ def test_launch_in_a_script_with_the_name_of_a_module_that_torch_imports_is_refu
 
 
 def test_launch_in_a_module_run_with_dash_m_keeps_its_package_and_file(tmp_path: Path) -> None:
-    """`python -m package.train`: the function imports relative to its package, and finds files beside it."""
+    """`python -m package.train`: the function imports relative to its package, and finds files next to it."""
     package = tmp_path / "package"
     package.mkdir()
     (package / "__init__.py").touch()

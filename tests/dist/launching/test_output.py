@@ -171,7 +171,7 @@ def test_launch_shows_all_of_a_flood_in_bounded_memory(tmp_path: Path) -> None:
 
 
 def test_launch_takes_a_flood_of_short_equal_lines_in_seconds() -> None:
-    """100,000 times the same line of every rank is no reason to stall."""
+    """100,000 equal lines of every rank do not stall the launch."""
 
     def flood() -> None:
         os.write(1, b"x\n" * 100_000)

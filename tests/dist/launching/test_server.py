@@ -138,13 +138,13 @@ def test_launch_says_which_preloaded_module_cannot_be_imported() -> None:
     """The module and its own traceback; and what is known when it ends the whole process; no process is left."""
     with pytest.raises(LaunchError, match="(?s)`fails_to_import` cannot be imported.*RuntimeError: no licence"):
         Launcher(nproc_per_node=1, preload=("fails_to_import",)).run(facts)
-    with pytest.raises(LaunchError, match="starting the rank server: it ended with code 5 before it was ready"):
+    with pytest.raises(LaunchError, match="starting the rank server: it exited with code 5 before it was ready"):
         Launcher(nproc_per_node=1, preload=("exits_on_import",)).run(facts)
 
 
 @pytest.mark.usefixtures("modules")
 def test_launch_names_the_rank_for_which_the_system_has_no_process() -> None:
-    """The store and rank 0 started, rank 1 did not: the error says so, and rank 0 is gone."""
+    """The store and rank 0 started, rank 1 did not: the error names rank 1, and rank 0 is killed."""
     with pytest.raises(LaunchError, match=r"starting rank 1 of `facts`: .*no process left. Ask for fewer ranks"):
         Launcher(nproc_per_node=3, preload=("no_more_processes",)).run(facts)
 
@@ -163,7 +163,7 @@ def test_launch_gives_the_same_results_and_failures_when_ranks_are_spawned() -> 
 
 
 def test_launch_says_that_the_server_was_killed_and_the_next_one_works() -> None:
-    """kill -9 of the server takes the ranks along at once; a LaunchError says so."""
+    """kill -9 of the server kills the ranks at once, and raises a LaunchError."""
 
     def kill_server() -> None:
         import time

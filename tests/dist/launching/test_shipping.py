@@ -150,7 +150,7 @@ def test_launch_names_a_result_that_cannot_be_pickled() -> None:
 
 
 def test_launch_keeps_the_text_of_an_exception_that_cannot_be_pickled(capfd: pytest.CaptureFixture[str]) -> None:
-    """Type, message and traceback arrive; that the object did not is said. So too when it cannot be rebuilt."""
+    """Type, message and traceback arrive, with a notice that the object did not, or cannot be rebuilt."""
 
     class HoldsLockError(Exception):
         def __init__(self, text: str) -> None:

@@ -62,7 +62,7 @@ except ddpilot.ShipError as error:
 
 
 def test_launch_takes_functions_that_decorators_of_a_module_wrapped(tmp_path: Path) -> None:
-    """`functools.wraps` says they are of `__main__`, yet their globals are a module's: those stay where they are."""
+    """`functools.wraps` sets their module to `__main__`, but their globals are a module's, which stay there."""
     assert run_script(SCRIPT, tmp_path).out.splitlines() == [
         "[(5, 7, (4, 4), 3), (None, 7, (4, 4), 3)]",
         "True True",
@@ -102,7 +102,7 @@ def test_launch_refuses_a_million_ranks_at_once() -> None:
 
 
 def leave_a_daemon_and_kill_the_server(where: str) -> None:
-    """Start a process in a session of its own, say which, and end the server as the kernel's OOM killer would."""
+    """Start a process in a new session, write its pid, and kill the server as the kernel's OOM killer would."""
     import os
     import signal
     import subprocess

@@ -24,7 +24,7 @@ _GONE_S = 10.0
 
 
 def ip(*words: str) -> str:
-    """What `ip` prints; RuntimeError with what it says where it fails."""
+    """The output of `ip`; RuntimeError with its message if it fails."""
     done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=20, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"ip {' '.join(words)}: {done.stderr.strip()}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two nodes with a network between them: training, and what is said when one end of it is not as it should be."""
+"""Two nodes with a network between them: training, and messages about faults of a node or of the network."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def losses(text: str) -> list[str]:
 
 @pytest.mark.timeout(240)
 def test_run_and_torchrun_train_the_example_on_two_nodes(nodes: TwoNodes) -> None:
-    """The same losses. torchrun has to be told the interface, which `ddpilot run` finds; without it gloo waits."""
+    """The same losses. torchrun needs the interface to be set, which `ddpilot run` detects."""
     a, b = start_both(nodes, example(), "--epochs", 1)
     assert [a.wait(100), b.wait(100)] == [0, 0], a.text + b.text
     plain = [
@@ -89,14 +89,14 @@ def test_run_says_at_once_what_cannot_work(nodes: TwoNodes) -> None:
         agent.wait_for("fix:", 5)
     interface, address = nodes.interfaces["a"], nodes.addresses["a"]
     assert f"GLOO_SOCKET_IFNAME=eth7: this node has no interface eth7 that is up; it has lo, {interface}" in gone.text
-    assert f"GLOO_SOCKET_IFNAME=lo, but the way to node 0 ({address}) leads over {interface}" in loopback.text
+    assert f"GLOO_SOCKET_IFNAME=lo, but the route to node 0 ({address}) uses {interface}" in loopback.text
     assert "looking up --master-addr no-such-host.invalid" in unknown.text
     assert "the name does not resolve" in unknown.text
 
 
 @pytest.mark.timeout(120)
 def test_run_names_the_node_that_does_not_come(nodes: TwoNodes) -> None:
-    """A word after 5 s, and the end in time, for: no node 1, a closed port, an address of nobody."""
+    """A notice after 5 s, and an error in time, for: no node 1, a closed port, an unused address."""
     waits = ("--rdzv-timeout", 7, example())
     alone = nodes.start("a", [*DDPILOT, *words(nodes, "a", *waits)])
     closed = nodes.start("b", [*DDPILOT, *words(nodes, "b", *waits, port=29501)])
@@ -106,25 +106,25 @@ def test_run_names_the_node_that_does_not_come(nodes: TwoNodes) -> None:
     for agent in (alone, closed, nobody, wrong):
         agent.wait_for("fix:", 5)
     host = os.uname().nodename
-    here = rf"here: node 0 \({host}\)"
+    here = rf"joined: node 0 \({host}\)"
     assert re.search(rf"waiting for node 1 of 2 nodes at 10.78.0.1:29500, for \d+ s of 7 s; {here}", alone.text)
-    assert re.search(rf"found: node 1 never came in \d+ s; {here}", alone.text)
+    assert re.search(rf"found: node 1 did not join within \d+ s; {here}", alone.text)
     refused = r"\(\[Errno 111\] Connection refused\)"
-    assert re.search(rf"waiting for node 0 of 2 nodes: nobody answers at 10.78.0.1:29501 {refused}", closed.text)
-    assert re.search(rf"found: nobody answered at 10.78.0.1:29501 for \d+ s {refused}", closed.text)
-    assert "found: nobody answered at 10.78.0.9:29500" in nobody.text
-    assert "--master-addr 10.78.0.9 is no address of this machine (127.0.0.1 on lo" in wrong.text
+    assert re.search(rf"waiting for node 0 of 2 nodes: no answer from 10.78.0.1:29501 {refused}", closed.text)
+    assert re.search(rf"found: no answer from 10.78.0.1:29501 for \d+ s {refused}", closed.text)
+    assert "found: no answer from 10.78.0.9:29500" in nobody.text
+    assert "--master-addr 10.78.0.9 is not an address of this machine (127.0.0.1 on lo" in wrong.text
 
 
 @pytest.mark.timeout(120)
 def test_run_refuses_a_node_that_is_there_already(nodes: TwoNodes) -> None:
-    """Two nodes with one number: the second is told who has it. Another --nnodes is named on both."""
+    """Two nodes with one node rank: the error names the first one. A different --nnodes is reported on both."""
     a = nodes.start("a", [*DDPILOT, *words(nodes, "a", "--nnodes", 3, "--rdzv-timeout", 90, example())])
     b = nodes.start("b", [*DDPILOT, *words(nodes, "b", "--nnodes", 3, "--rdzv-timeout", 90, example())])
     a.wait_for("waiting for node 2 of 3 nodes", LIMIT_S)
     twin = nodes.start("b", [*DDPILOT, *words(nodes, "b", "--nnodes", 3, example())])
     assert twin.wait(LIMIT_S) == 1
-    twin.wait_for(f"found: {os.uname().nodename}, pid {b.process.pid} is node 1 already, at 10.78.0.1:29500", 5)
+    twin.wait_for(f"found: {os.uname().nodename}, pid {b.process.pid} is already node 1 at 10.78.0.1:29500", 5)
     other = nodes.start("b", [*DDPILOT, *words(nodes, "b", "--nnodes", 4, "--node-rank", 2, example())])
     assert [other.wait(LIMIT_S), a.wait(LIMIT_S)] == [1, 1]
     a.wait_for("has --nnodes 3, node 2", 5)
@@ -141,25 +141,25 @@ def test_run_ends_both_nodes_when_the_link_is_cut(nodes: TwoNodes, tmp_path: Pat
     nodes.cut()
     cut_s = time.monotonic()
     for agent, other in ((a, 1), (b, 0)):
-        agent.wait_for(f"no sign of node {other} (", LIMIT_S)
+        agent.wait_for(f"no heartbeat from node {other} (", LIMIT_S)
         assert time.monotonic() - cut_s < 30
     assert [a.wait(LIMIT_S), b.wait(LIMIT_S)] == [1, 1]
     assert time.monotonic() - cut_s < 45
     for agent, other in ((a, 1), (b, 0)):
         agent.wait_for("fix:", 5)
         assert re.search(
-            rf"error: watching node {other} \(.*\)\n  found: no sign of it for \d+ s: the network", agent.text
+            rf"error: watching node {other} \(.*\)\n  found: no heartbeat for \d+ s: the network", agent.text
         )
 
 
 @pytest.mark.timeout(180)
 def test_run_goes_on_when_the_link_is_mended_and_both_end_at_one_sigterm(nodes: TwoNodes, tmp_path: Path) -> None:
-    """A short cut costs nothing but a line; a node that is stopped takes the other along, which says why."""
+    """A short cut only causes notices; when one node is stopped, the other one ends and reports why."""
     (tmp_path / "train.py").write_text(STEPS)
     a, b = start_both(nodes, "--node-timeout", 60, tmp_path / "train.py")
     a.wait_for("step 20", LIMIT_S)
     nodes.cut()
-    b.wait_for("no sign of node 0 (", LIMIT_S)
+    b.wait_for("no heartbeat from node 0 (", LIMIT_S)
     nodes.mend()
     b.wait_for("is back after", LIMIT_S)
     before = a.text.count("step")
@@ -169,7 +169,7 @@ def test_run_goes_on_when_the_link_is_mended_and_both_end_at_one_sigterm(nodes: 
     assert a.text.count("step") > before, f"no step after the link was mended:\n{a.text}"
     b.process.send_signal(signal.SIGTERM)
     assert [b.wait(LIMIT_S), a.wait(LIMIT_S)] == [1, 1]
-    a.wait_for("was stopped by SIGTERM: rank 1 was ended by SIGTERM", 5)
+    a.wait_for("was stopped by SIGTERM: rank 1 was killed by SIGTERM", 5)
 
 
 @pytest.mark.timeout(180)
@@ -183,12 +183,12 @@ def test_run_tells_every_node_which_rank_failed_first(nodes: TwoNodes, tmp_path:
         assert agent.text.count("ddpilot: restart 1 of 1: rank 1 raised ValueError: bad sample") == 1
         final = agent.text[agent.text.rindex("ddpilot: rank 1 raised") :]
         assert f'File "{tmp_path / "train.py"}", line 6, in <module>' in final
-    assert re.search(r"On this node, rank 0 (failed because of it|had to end)\.", a.text)
+    assert re.search(r"On this node, rank 0 (failed as a result|terminated)\.", a.text)
 
 
 @pytest.mark.timeout(180)
 def test_run_ends_when_the_other_node_is_killed(nodes: TwoNodes, tmp_path: Path) -> None:
-    """`kill -9` of node 0's agent: its ranks go with it, and node 1 says in seconds that node 0's store has ended."""
+    """`kill -9` of node 0's agent: its ranks are killed, and node 1 reports in seconds that node 0's store is gone."""
     (tmp_path / "train.py").write_text(STEPS)
     a, b = start_both(nodes, tmp_path / "train.py", TMPDIR=str(tmp_path))  # nobody is left to remove node 0's folder
     a.wait_for("step 20", LIMIT_S)
@@ -196,7 +196,7 @@ def test_run_ends_when_the_other_node_is_killed(nodes: TwoNodes, tmp_path: Path)
     killed_s = time.monotonic()
     assert b.wait(LIMIT_S) == 1
     assert time.monotonic() - killed_s < 20
-    b.wait_for("error: keeping in touch with node 0", 5)
+    b.wait_for("error: keeping the connection to node 0", 5)
 
 
 @pytest.mark.timeout(180)
@@ -212,6 +212,6 @@ def test_run_names_the_node_that_was_killed_and_not_the_rank_that_noticed(nodes:
     a.wait_for("fix:", 5)
     place = re.escape(f"node 1 ({os.uname().nodename})")
     assert re.search(
-        rf"error: watching {place}\n  found: no sign of it since rank 0 lost a connection and failed", a.text
+        rf"error: watching {place}\n  found: no heartbeat since rank 0 lost a connection to it and failed", a.text
     )
     assert "ddpilot: rank 0 raised" not in a.text

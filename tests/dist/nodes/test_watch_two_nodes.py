@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said on each of two nodes where the ranks of one wait for those of the other, or differ from them."""
+"""Findings on each of two nodes if ranks of one wait for ranks of the other, or differ from them."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def start_both(
 
 @pytest.mark.timeout(240)
 def test_ranks_of_two_nodes_in_different_collectives_are_named_on_both(nodes: TwoNodes, tmp_path: Path) -> None:
-    """Code, ranks and lines, in seconds after they part; what is saved has it too, with nobody out of sight."""
+    """Code, ranks and lines, seconds after they diverge; also in the saved report, which covers all ranks."""
     a, b = start_both(nodes, tmp_path, PARTS)
     met_s = a.wait_for("they have met", LIMIT_S)
     said_s = a.wait_for("desync  DDP201  collective #20 of the default group differs between ranks", LIMIT_S)
@@ -173,7 +173,7 @@ def test_a_reduce_op_that_differs_between_nodes_is_named_though_nobody_waits(nod
 
 @pytest.mark.timeout(240)
 def test_guard_compares_ranks_of_two_nodes(nodes: TwoNodes, tmp_path: Path) -> None:
-    """Parameters that differ, the same batches and unequal numbers of them are said on both, with ranks and lines."""
+    """Differing parameters, equal batches and unequal numbers of batches are reported on both, with ranks and lines."""
     a, b = start_both(nodes, tmp_path, TRAINS, "--on-finding", "report", after=["wrong"])
     assert [a.wait(LIMIT_S), b.wait(LIMIT_S)] == [0, 0], a.text + b.text
     for agent in (a, b):
@@ -197,7 +197,7 @@ def test_guard_compares_ranks_of_two_nodes(nodes: TwoNodes, tmp_path: Path) -> N
 def test_two_nodes_are_quiet_about_what_is_right(
     nodes: TwoNodes, tmp_path: Path, program: str, last_words: str
 ) -> None:
-    """Both nodes come to the end, and neither has anything to say."""
+    """Both nodes finish without a finding."""
     a, b = start_both(nodes, tmp_path, program)
     assert [a.wait(LIMIT_S), b.wait(LIMIT_S)] == [0, 0], a.text + b.text
     for agent in (a, b):
@@ -207,7 +207,7 @@ def test_two_nodes_are_quiet_about_what_is_right(
 
 @pytest.mark.timeout(240)
 def test_a_node_that_nobody_watches_is_said_once_and_training_goes_on(nodes: TwoNodes, tmp_path: Path) -> None:
-    """With `--no-watch` there: its rank is out of sight, as one whose observer has ended."""
+    """With `--no-watch` there: its rank is not observed."""
     a, b = start_both(nodes, tmp_path, SLEEPS, of_one="--no-watch")
     assert [a.wait(LIMIT_S), b.wait(LIMIT_S)] == [0, 0], a.text + b.text
     assert len(re.findall(r"are not visible from here: its observer does not respond", a.text)) == 1
@@ -217,7 +217,7 @@ def test_a_node_that_nobody_watches_is_said_once_and_training_goes_on(nodes: Two
 
 @pytest.mark.timeout(240)
 def test_observers_under_torchrun_reach_each_other(nodes: TwoNodes, tmp_path: Path) -> None:
-    """Through the store of the ranks: who sees it first says it, ranks and lines of both nodes, and ends its rank."""
+    """Through the store of the ranks: the first observer reports ranks and lines of both nodes, and ends its rank."""
     a, b = start_both(nodes, tmp_path, ENABLE + BEGIN + PARTS)
     assert [a.wait(LIMIT_S), b.wait(LIMIT_S)] == [1, 1]
     said = [agent.text for agent in (a, b) if "desync  DDP201  collective #20 of the default group" in agent.text]
@@ -229,7 +229,7 @@ def test_observers_under_torchrun_reach_each_other(nodes: TwoNodes, tmp_path: Pa
 
 @pytest.mark.timeout(240)
 def test_an_observer_that_is_killed_is_said_once_and_training_goes_on(nodes: TwoNodes, tmp_path: Path) -> None:
-    """The one of node 1: its rank is not seen from node 0, which says so in a line."""
+    """That of node 1: its rank is not observed from node 0, which shows a notice."""
     a, b = start_both(nodes, tmp_path, ENABLE + BEGIN + SLEEPS)
     b.wait_for("they have met", LIMIT_S)
     found = [psutil.Process(pid) for pid in nodes.pids()]

@@ -88,7 +88,7 @@ def plain(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("words", [["sub/look.py"], ["-m", "sub.look"]], ids=["script", "module"])
 def test_run_shows_a_script_what_plain_python_shows_it(tmp_path: Path, words: list[str]) -> None:
-    """Arguments, path, names of `__main__`, pickling and spawned children: nothing tells that ddpilot was there."""
+    """Arguments, path, names of `__main__`, pickling and spawned children are as in plain Python."""
     write(tmp_path, "sub/look.py", LOOK)
     write(tmp_path, "sub/__init__.py", "")
     args = ["--epochs", "3", "a b", "--", "-n"]

@@ -101,7 +101,7 @@ def test_run_restarts_all_ranks_and_says_why(tmp_path: Path) -> None:
     done = run(tmp_path, "-n", 2, "--max_restarts=2", "train.py")
     assert done.status == 0
     said = "rank 1 raised RuntimeError: only the first time"
-    ahead = [note for note in done.notes() if note.endswith("the report follows when the ranks have ended")]
+    ahead = [note for note in done.notes() if note.endswith("the report follows once the ranks have exited")]
     assert all(note.startswith(f"ddpilot: {said}, at {tmp_path / 'train.py'}:8  raise ") for note in ahead)
     assert [note for note in done.notes() if note not in ahead] == [f"ddpilot: restart 1 of 2: {said}"]
     assert done.out.count("attempt 1 of 2") + done.out.count("[ranks 0,1] attempt 1 of 2") == 2
@@ -141,7 +141,7 @@ def test_run_says_what_a_rank_raised_while_that_takes_its_time_to_end(tmp_path: 
     ahead, report = done.notes()
     assert ahead == (
         f"ddpilot: rank 1 raised ValueError: bad sample, at {tmp_path / 'train.py'}:7  raise ValueError('bad sample'); "
-        "the report follows when the ranks have ended"
+        "the report follows once the ranks have exited"
     )
     assert report.startswith("ddpilot: rank 1 raised ValueError: bad sample (running `train.py` on 2 ranks on ")
     assert done.err.index(ahead) < done.err.index("said at exit") < done.err.index(report)
@@ -156,7 +156,7 @@ def test_run_says_why_while_the_other_ranks_take_their_time(tmp_path: Path) -> N
     until = "while not os.path.exists('0'):\n    time.sleep(0.01)\n"
     write(tmp_path, "train.py", "import os, time\n" + hold + until + WAIT.format("os._exit(4)", "True"))
     done = run(tmp_path, "-n", 2, "train.py")
-    assert done.notes()[0] == "ddpilot: rank 1 exited with code 4; the report follows when the ranks have ended"
+    assert done.notes()[0] == "ddpilot: rank 1 exited with code 4; the report follows once the ranks have exited"
     assert done.notes()[1].startswith("ddpilot: rank 1 exited with code 4 (running `train.py` on 2 ranks on ")
 
 
@@ -172,14 +172,14 @@ def test_run_waits_for_exit_handlers_and_then_ends_a_rank_that_a_thread_keeps(tm
     done = run(tmp_path, "train.py")
     assert done.status == 1
     assert done.notes()[-2] == (
-        "ddpilot: rank 0 raised ValueError and has not ended for 5 s: a thread or an exit handler keeps it; "
-        "ending all ranks"
+        "ddpilot: rank 0 raised ValueError and has not exited after 5 s because of a thread or an exit handler; "
+        "terminating all ranks"
     )
 
 
 @pytest.mark.timeout(120)
 def test_run_without_python_starts_any_program(tmp_path: Path) -> None:
-    """Its last output is in the error, since it can report nothing else. A screen without UTF-8 hinders nobody."""
+    """Its last output is in the error, since it reports nothing else. Works without UTF-8 too."""
     line = "printf 'caf\\303\\251\\n'; echo this is $RANK; exit $((RANK * 7))"
     done = run(tmp_path, "--no-python", "-n", 2, "sh", "-c", line, PYTHONIOENCODING="ascii")
     assert done.status == 1
@@ -207,7 +207,7 @@ def test_run_without_python_watches_what_is_python(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(120)
 def test_run_tells_another_agent_which_rank_failed(tmp_path: Path) -> None:
-    """Two agents on this machine as two nodes: the one whose rank would sleep ends too, with the other one's error."""
+    """Two agents on this machine as two nodes: both end with the error of the rank that failed."""
     write(tmp_path, "train.py", WAIT.format("raise ValueError('bad sample')", "True"))
     with kept_port() as port:
         words = ["--nnodes=2", "-n", 1, "--master-addr=127.0.0.1", "--master-port", port]
@@ -222,7 +222,7 @@ def test_run_tells_another_agent_which_rank_failed(tmp_path: Path) -> None:
             "ddpilot: rank 1 raised ValueError: bad sample (running `train.py` on 2 ranks on "
         )
         assert f'File "{tmp_path / "train.py"}", line 3, in <module>' in done.err
-    assert ends[0].err.endswith("On this node, rank 0 had to end.\n")
+    assert ends[0].err.endswith("On this node, rank 0 terminated.\n")
 
 
 NO_GRADIENT = """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A signal of a scheduler to `ddpilot run`: ranks save, the status asks for a requeue, the same command goes on."""
+"""A scheduler's signal to `ddpilot run`: ranks save, the status asks for a requeue, the same command resumes."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def test_run_ends_with_75_after_a_checkpoint_and_the_same_command_goes_on(tmp_pa
 
 
 def test_run_ends_with_75_only_if_every_rank_left_with_it(tmp_path: Path) -> None:
-    """Ranks that follow within --shutdown-timeout are awaited, as one whose `finally` takes long; others are ended."""
+    """Ranks that exit within --shutdown-timeout are awaited, as after a long `finally`; others are terminated."""
     write(tmp_path, "leave.py", LEAVE)
     together = run(tmp_path, "-n", 2, "leave.py", 0, 5.5)
     assert together.status == 75
-    assert "every rank of `leave.py` left with exit code 75, which asks for the same command again" in together.err
+    assert "every rank of `leave.py` exited with code 75: run the same command again to resume" in together.err
     alone = run(tmp_path, "-n", 2, "--shutdown-timeout", 1, "leave.py", 0, 60)
     assert alone.status == 1
-    assert "rank 0 left with exit code 75 (EX_TEMPFAIL), which asks to be started again" in alone.err
+    assert "rank 0 exited with code 75 (EX_TEMPFAIL), which asks for a restart" in alone.err
 
 
 def test_run_ends_with_75_on_each_node_whose_ranks_left_with_it(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_run_says_that_nodes_are_missing_where_torchs_rendezvous_has_no_words(tm
         with started([*RUN, *words, "--rdzv-id=job", "--rdzv-conf=join_timeout=2", "train.py"], tmp_path) as one:
             done = finish(one)
     assert done.status == 1
-    assert "not all of 2 nodes came in time" in done.err
+    assert "not all of 2 nodes joined in time" in done.err
     assert "every node was started with the same --rdzv-id and --nnodes" in " ".join(done.err.split())
 
 
@@ -89,7 +89,7 @@ def test_run_writes_what_it_is_asked_to_write(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(60)
 def test_run_names_the_holder_of_a_port(tmp_path: Path) -> None:
-    """In under two seconds of its own and without torch: pid and command of who listens there."""
+    """In under two seconds of its own and without torch: pid and command of the process that listens there."""
     write(tmp_path, "train.py", "")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -99,7 +99,7 @@ def test_run_names_the_holder_of_a_port(tmp_path: Path) -> None:
         assert done.err.startswith(
             f"error: opening port {port} for the store\n  found: the port is taken by pid {os.getpid()}: "
         )
-        assert done.err.endswith(f"  fix:   Stop that process, or choose another --master-port than {port}\n")
+        assert done.err.endswith(f"  fix:   Stop that process, or choose a --master-port other than {port}\n")
 
 
 @pytest.mark.timeout(60)

@@ -40,7 +40,7 @@ def ready(process: subprocess.Popen[str], num_ranks: int) -> list[int]:
 
 @pytest.mark.timeout(120)
 def test_run_passes_a_signal_on_and_gives_ranks_time_to_save(tmp_path: Path) -> None:
-    """SIGTERM from a scheduler reaches the script's own handler; the status is torchrun's, and the end is said."""
+    """SIGTERM from a scheduler reaches the script's own handler; the status is torchrun's; a notice has the ends."""
     write(tmp_path, "train.py", SAVES)
     with started([*RUN, "-n", 2, "train.py"], tmp_path) as process:
         ready(process, 2)
@@ -49,7 +49,7 @@ def test_run_passes_a_signal_on_and_gives_ranks_time_to_save(tmp_path: Path) -> 
     assert done.status == 1
     assert "saved" in done.out
     assert done.notes() == [
-        "ddpilot: SIGTERM to ranks 0,1; they have 30 s (once more to kill them now)",
+        "ddpilot: sending SIGTERM to ranks 0,1; they have 30 s (send it again to kill them now)",
         "ddpilot: `train.py` was stopped by SIGTERM: rank 0 exited with code 0; rank 1 exited with code 0",
     ]
 
@@ -67,7 +67,7 @@ def test_run_kills_the_ranks_when_it_is_interrupted_twice(tmp_path: Path) -> Non
         done = finish(process, 30)
     assert done.status == 1
     assert not any(map(psutil.pid_exists, pids))
-    assert done.notes()[-1].endswith("rank 0 was ended by SIGKILL; rank 1 was ended by SIGKILL")
+    assert done.notes()[-1].endswith("rank 0 was killed by SIGKILL; rank 1 was killed by SIGKILL")
 
 
 @pytest.mark.timeout(120)
@@ -87,7 +87,7 @@ def test_run_takes_its_ranks_along_when_it_is_killed(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(120)
 def test_run_ends_when_nobody_reads_its_output(tmp_path: Path) -> None:
-    """As in `ddpilot run ... | head`: the ranks end, and nothing is said, as with any program there."""
+    """As in `ddpilot run ... | head`: the ranks end without a message, as any program does there."""
     write(tmp_path, "train.py", "import time\nfor i in range(600):\n    print(i, flush=True)\n    time.sleep(0.1)\n")
     with started([*RUN, "-n", 2, "train.py"], tmp_path) as process:
         wait_for_line(process, "3")
@@ -101,7 +101,7 @@ def test_run_ends_when_nobody_reads_its_output(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(120)
 def test_run_can_be_interrupted_while_it_waits_for_a_node(tmp_path: Path) -> None:
-    """torchrun's wait is one C++ call; this one says whom it waits for, and ends at once with a shell's status."""
+    """torchrun's wait is one C++ call; this one names the missing nodes, and ends at once with a shell's status."""
     write(tmp_path, "train.py", "")
     with kept_port() as port:
         words = ["--nnodes", 2, "-n", 1, "--master-addr", "127.0.0.1", "--master-port", port, "train.py"]
@@ -111,12 +111,12 @@ def test_run_can_be_interrupted_while_it_waits_for_a_node(tmp_path: Path) -> Non
             process.send_signal(signal.SIGINT)
             done = finish(process, 30)
     assert done.status == 128 + signal.SIGINT
-    assert re.fullmatch(r"ddpilot: node 0 \(.+\) was stopped by SIGINT before there were ranks\n", done.err)
+    assert re.fullmatch(r"ddpilot: node 0 \(.+\) was stopped by SIGINT before ranks were started\n", done.err)
 
 
 @pytest.mark.timeout(120)
 def test_run_can_be_stopped_while_torch_connects(tmp_path: Path) -> None:
-    """torch's c10d rendezvous connects in C++, where no signal is seen; a line says what it waits for."""
+    """torch's c10d rendezvous connects in C++, which blocks signals; a notice describes the wait."""
     write(tmp_path, "train.py", "")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"127.0.0.1:{silent.getsockname()[1]}"
@@ -128,4 +128,4 @@ def test_run_can_be_stopped_while_torch_connects(tmp_path: Path) -> None:
             process.send_signal(signal.SIGTERM)
             done = finish(process, 30)
     assert done.status == 128 + signal.SIGTERM
-    assert done.notes() == ["ddpilot: `train.py` was stopped by SIGTERM before there were ranks"]
+    assert done.notes() == ["ddpilot: `train.py` was stopped by SIGTERM before ranks were started"]

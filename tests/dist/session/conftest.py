@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions for tests, and a view that keeps what ranks say."""
+"""Sessions for tests, and a view that records the output of ranks."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Kept:
 
 @pytest.fixture
 def view() -> Kept:
-    """What the ranks of the test said."""
+    """The view that records the output of the ranks."""
     return Kept()
 
 
@@ -132,7 +132,7 @@ def stopping_once_noted(session: Session, view: Kept, beginning: str = "") -> It
 
 @contextlib.contextmanager
 def pressing_stop(*after_s: float) -> Iterator[None]:
-    """The stop button is pressed so many seconds after entering."""
+    """Press the stop button after these seconds."""
     timers = [threading.Timer(wait_s, os.kill, (os.getpid(), signal.SIGINT)) for wait_s in after_s]
     for timer in timers:
         timer.start()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cells on ranks that stay: state, output, errors, and what a notebook's person does by accident."""
+"""Cells on persistent ranks: state, output, errors, and common mistakes in notebooks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Start = Callable[..., Session]
 
 
 def test_cells_share_a_namespace_with_rank_world_size_device_and_group(start: Start, view: Kept) -> None:
-    """What one cell sets the next one finds, on each rank its own, beside the session's four names."""
+    """Variables set by one cell are available in the next one, per rank, next to the session's four names."""
     session = start(2)
     session.execute("mine = rank * 10")
     session.execute("print(mine, world_size, device, group.rank, group.world_size)")
@@ -36,7 +36,7 @@ def test_execute_runs_on_chosen_ranks_alone(start: Start, view: Kept) -> None:
 
 
 def test_results_streams_and_c_output_arrive_from_every_rank(start: Start, view: Kept) -> None:
-    """A last expression, stdout, stderr, a subprocess and what C code writes past Python."""
+    """A last expression, stdout, stderr, a subprocess and output of C code."""
     session = start(2)
     session.execute(
         "import os, sys\nprint('out'); print('err', file=sys.stderr)\n"
@@ -49,7 +49,7 @@ def test_results_streams_and_c_output_arrive_from_every_rank(start: Start, view:
 
 
 def test_a_quiet_cell_shows_nothing(start: Start, view: Kept) -> None:
-    """Output and result stay away, the state does not."""
+    """Output and result are not shown; variables are set."""
     session = start(2)
     session.execute("print('noise'); kept = 1; kept", quiet=True)
     assert not view.texts
@@ -58,7 +58,7 @@ def test_a_quiet_cell_shows_nothing(start: Start, view: Kept) -> None:
 
 
 def test_every_line_of_many_arrives(start: Start, view: Kept) -> None:
-    """100,000 lines of each rank come whole and in order."""
+    """100,000 lines of each rank, complete and in order."""
     session = start(2)
     session.execute("for number in range(100_000): print(number)")
     wanted = "".join(f"{number}\n" for number in range(100_000))
@@ -66,7 +66,7 @@ def test_every_line_of_many_arrives(start: Start, view: Kept) -> None:
 
 
 def test_an_error_names_rank_cell_and_line(start: Start, view: Kept) -> None:
-    """The traceback is that of the notebook's cell, and the view has it before the exception is raised."""
+    """The traceback is that of the cell, and the view shows it before the exception is raised."""
     session = start(2)
     with pytest.raises(RankError, match="rank 1 raised ZeroDivisionError: division by zero") as caught:
         session.execute("a = 1\nif rank == 1:\n    a / 0", cell=7)
@@ -99,7 +99,7 @@ def test_a_cell_that_cannot_run_is_an_error_and_the_next_one_runs(
 
 
 def test_exit_and_quit_end_no_rank(start: Start, view: Kept) -> None:
-    """They say what does."""
+    """They show how to stop the ranks."""
     session = start(2)
     session.execute("exit()")
     session.execute("quit")
@@ -108,7 +108,7 @@ def test_exit_and_quit_end_no_rank(start: Start, view: Kept) -> None:
 
 
 def test_exit_below_another_line_ends_no_rank_and_is_no_error(start: Start, view: Kept) -> None:
-    """Only in a cell of one line IPython gives `exit` its shell; below `%%ddp` there are two."""
+    """IPython passes its shell to `exit` only in cells of one line; below `%%ddp` there are two."""
     session = start(1)
     session.execute("# a comment\nquit()")
     assert "session.stop()" in view.texts[0]
@@ -154,7 +154,7 @@ def test_debugger_asks_and_shows_the_lines_around(start: Start, view: Kept, stop
 
 
 def test_pdb_on_waits_for_a_person_and_debug_says_what_to_do(start: Start, view: Kept) -> None:
-    """Formatting a traceback has 0.7 s, an answer has all the time; afterwards the frames are gone."""
+    """Formatting a traceback is limited to 0.7 s, the debugger is not; afterwards the frames are dropped."""
     session, answers = start(1), iter(["p inside + 1", "q"])
 
     def answer(rank: int, prompt: str, password: bool) -> str:
@@ -175,12 +175,12 @@ def test_pdb_on_waits_for_a_person_and_debug_says_what_to_do(start: Start, view:
     ("code", "answer"),
     [
         ("x = 1\n%ddp pull x", "`%ddp pull x` is for the notebook, and this cell runs on the ranks"),
-        ("%%ddp\nx = 1", "`%%ddp` stands in a cell that runs on the ranks already"),
-        ("x = 1\n%%ddp --ranks 0\ny = 1", "`%%ddp --ranks 0` stands in a cell that runs on the ranks already"),
+        ("%%ddp\nx = 1", "`%%ddp` is in a cell that already runs on the ranks"),
+        ("x = 1\n%%ddp --ranks 0\ny = 1", "`%%ddp --ranks 0` is in a cell that already runs on the ranks"),
     ],
 )
 def test_magics_of_the_notebook_say_where_they_belong(start: Start, view: Kept, code: str, answer: str) -> None:
-    """In a cell on the ranks there is neither; IPython would say that it knows none of that name."""
+    """Neither exists on the ranks; IPython would report an unknown magic."""
     with pytest.raises(RankError) as caught:
         start(1).execute(code)
     assert answer in str(caught.value)
@@ -188,7 +188,7 @@ def test_magics_of_the_notebook_say_where_they_belong(start: Start, view: Kept, 
 
 
 def test_sys_exit_is_an_error_with_its_line(start: Start, view: Kept) -> None:
-    """IPython's words for the person who wants to leave it are not shown."""
+    """IPython's hint on how to exit is not shown."""
     with pytest.raises(RankError, match=r"called sys\.exit with code 3") as caught:
         start(2).execute("import sys, warnings\nwarnings.simplefilter('always')\nsys.exit(3)")
     assert "Cell In[1]" in caught.value.rank_traceback
@@ -207,7 +207,7 @@ def test_cells_may_await_and_use_magics(start: Start, view: Kept) -> None:
 
 @pytest.mark.parametrize("first", ["", "%matplotlib inline\n"])
 def test_figures_arrive_as_images(start: Start, view: Kept, first: str) -> None:
-    """As in a notebook, also where nobody asked for the inline backend."""
+    """As in a notebook, also without selecting the inline backend."""
     session = start(2)
     session.execute(first + "import matplotlib.pyplot as plt\nplt.plot([1, 2])\nplt.show()", ranks=[1])
     assert any("image/png" in m.content.get("data", {}) for m in view.messages if m.rank == 1)
@@ -225,14 +225,14 @@ def test_input_asks_here_and_answers_there(start: Start, view: Kept) -> None:
 
 
 def test_input_waits_for_the_connection_to_be_asked_over(start: Start, view: Kept) -> None:
-    """A question that comes before the session's connection for questions is not lost."""
+    """An input request sent before the session has connected to the stdin channel is not lost."""
     session = start(2)
-    hub = session._ranks.hub
-    channel = hub._channels[1].sockets["stdin"]
+    io_thread = session._kernels.io_thread
+    channel = io_thread._channels[1].sockets["stdin"]
     url = channel.getsockopt_string(zmq.LAST_ENDPOINT)
-    hub.call(lambda: channel.disconnect(url))
+    io_thread.call(lambda: channel.disconnect(url))
     view.answers = ["Ada"]
-    connecting = threading.Timer(0.5, lambda: hub.call(lambda: channel.connect(url)))
+    connecting = threading.Timer(0.5, lambda: io_thread.call(lambda: channel.connect(url)))
     connecting.start()
     session.execute("print(input('name? '))", ranks=[1])
     connecting.join()
@@ -240,7 +240,7 @@ def test_input_waits_for_the_connection_to_be_asked_over(start: Start, view: Kep
 
 
 def test_output_between_cells_is_not_lost(start: Start, view: Kept) -> None:
-    """A thread that prints on after its cell is shown, and a full pipe blocks no rank."""
+    """Output of a thread after its cell is shown, and a full pipe does not block a rank."""
     session = start(2)
     session.execute(
         "import threading, os, time\ndone = threading.Event()\n"
@@ -252,7 +252,7 @@ def test_output_between_cells_is_not_lost(start: Start, view: Kept) -> None:
 
 
 def test_stacks_say_where_ranks_are_now(start: Start) -> None:
-    """The user's frames, by cell and line, also while a rank is stuck in C++; idle where nothing runs."""
+    """The user's frames, by cell and line, also while a rank is stuck in C++; idle if nothing runs."""
     session = start(2)
     session.execute("group.barrier()")
     assert session.stacks() == {0: "idle", 1: "idle"}
@@ -281,11 +281,11 @@ def test_complete_knows_the_variables_of_a_rank(start: Start) -> None:
 
 
 def test_wrong_use_says_the_right_use(start: Start) -> None:
-    """Ranks that do not exist, none at all, a session that was stopped."""
+    """Ranks that do not exist, no ranks, a session that was stopped."""
     session = start(2)
     with pytest.raises(LaunchError, match="the ranks are 0 to 1"):
         session.execute("1", ranks=[2])
-    with pytest.raises(LaunchError, match="no rank at all"):
+    with pytest.raises(LaunchError, match="no ranks"):
         session.execute("1", ranks=[])
     with pytest.raises(LaunchError, match=r"`apps=\('fastai',\)`"):
         Session(2, apps="fastai")
@@ -300,7 +300,7 @@ def test_wrong_use_says_the_right_use(start: Start) -> None:
 
 
 def test_text_that_utf8_cannot_write_arrives_escaped(start: Start, view: Kept) -> None:
-    """Half a surrogate pair, in a line and in an error, keeps no rank from answering."""
+    """Half a surrogate pair in a line and in an error does not prevent a reply."""
     session = start(2)
     session.execute("print('before', chr(0xD800), 'after')")
     assert view.texts[0] == "before \\ud800 after\n"
@@ -317,7 +317,7 @@ def test_a_result_that_cannot_be_shown_says_why(start: Start, view: Kept) -> Non
 
 
 def test_a_collective_in_a_cell_on_some_ranks_is_named_and_the_next_cell_works(start: Start, view: Kept) -> None:
-    """It waits for ranks that do not run the cell; a group of those that do is used as ever."""
+    """It waits for ranks that do not run the cell; a group of the ranks that do can be used."""
     session = start(3)
     session.execute("import torch, torch.distributed as dist\npair = dist.new_group([0, 1])")
     session.execute("dist.barrier(pair)", ranks=[0, 1])
@@ -325,14 +325,14 @@ def test_a_collective_in_a_cell_on_some_ranks_is_named_and_the_next_cell_works(s
         session.execute("ones = torch.ones(1)\ndist.all_reduce(ones)", ranks=[0], cell=7)
     assert view.notes[0] == (
         "rank 0 waits in all_reduce of Cell In[7], line 2, which every rank must call, but the cell runs on rank 0 "
-        "only: press stop, and run it on all ranks"
+        "only: interrupt it and run it on all ranks"
     )
     assert sum("must call" in note for note in view.notes) == 1
     session.execute("dist.barrier()")
 
 
 def test_what_is_written_past_python_is_there_when_the_cell_is_over(start: Start, view: Kept) -> None:
-    """It comes another way than the kernel's word that the cell is over, and never in the next cell."""
+    """It is received through a pipe, not from the kernel, and never shown in the next cell."""
     session = start(2)
     for number in range(30):
         session.execute(f"import os; os.write(1, b'{number} ')")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank dies: named with its cause, brought back under the same number, the others keep their variables."""
+"""A rank dies: its cause is named, it is restarted under the same number, the others keep their variables."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Start = Callable[..., Session]
     ],
 )
 def test_a_death_is_named_and_restart_brings_the_rank_back(start: Start, view: Kept, how: str, found: str) -> None:
-    """Under the same number, into the same group, while the other ranks keep what they have."""
+    """Under the same number, in the same group, while the other ranks keep their variables."""
     session = start(3)
     session.execute("import torch; kept = rank * 10; group.barrier()")
     with pytest.raises(RankError, match=found):
@@ -66,7 +66,7 @@ def test_the_end_of_the_store_ends_the_cell_and_is_named(start: Start, code: str
     timer = threading.Timer(0.5, store.kill)
     timer.start()
     began_s = time.monotonic()
-    with pytest.raises(LaunchError, match=r"the session's store ended \(it was killed by SIGKILL\): ranks cannot form"):
+    with pytest.raises(LaunchError, match=r"the session's store ended \(it was killed by SIGKILL\): no process group"):
         session.execute(code)
     timer.join()
     with pytest.raises(RankError, match="the session's store ended"):
@@ -75,8 +75,8 @@ def test_the_end_of_the_store_ends_the_cell_and_is_named(start: Start, code: str
     assert session.pull("kept") == [0, 1]
 
 
-def test_a_death_between_cells_is_said_when_it_happens(start: Start, view: Kept) -> None:
-    """Nobody has to run a cell to hear of it."""
+def test_a_death_between_cells_is_reported_when_it_happens(start: Start, view: Kept) -> None:
+    """Without running a cell."""
     session = start(2)
     os.kill(session.pull("__import__('os').getpid()", rank=1), signal.SIGKILL)
     wait_until(lambda: any("rank 1 was killed by SIGKILL" in note for note in view.notes), limit_s=10)
@@ -99,7 +99,7 @@ def test_respawn_brings_a_dead_rank_back_by_itself(start: Start, view: Kept) -> 
 
 
 def test_restart_of_all_ranks_starts_over(start: Start) -> None:
-    """No variable is left, and the group is entered anew; also when all ranks were dead."""
+    """No variable is left, and the group is entered again; also if all ranks were dead."""
     session = start(2)
     session.execute(MODEL)
     session.restart()
@@ -125,14 +125,14 @@ def test_after_a_restart_of_all_ranks_the_user_enters_the_group_again(start: Sta
     session.execute("group.barrier()")
 
 
-def test_a_model_is_missing_on_a_restarted_rank_and_that_is_said(start: Start, view: Kept) -> None:
+def test_a_model_that_is_missing_on_a_restarted_rank_is_reported(start: Start, view: Kept) -> None:
     """The other ranks still have theirs: the next step would hang."""
     session = start(2)
     session.execute(MODEL)
     session.restart(1)
     said = "\n".join(view.notes)
     assert "the ranks have different numbers of DDP models" in said
-    assert "run the cells that make the models again" in said
+    assert "run the cells that create the models again" in said
 
 
 def test_a_dead_rank_is_named_as_the_cause_of_what_follows(start: Start) -> None:
@@ -147,7 +147,7 @@ def test_a_dead_rank_is_named_as_the_cause_of_what_follows(start: Start) -> None
 
 
 def test_what_follows_from_a_dead_rank_is_no_difference_between_the_others(start: Start) -> None:
-    """DDP's broadcast is over on some ranks and not on others when one dies: next they stand at different ones."""
+    """DDP's broadcast has finished on some ranks only when one dies: they then wait in different collectives."""
     session = start(4)
     session.execute(MODEL + "step()\nimport os")
     with pytest.raises(RankError, match="SIGKILL"):
@@ -157,7 +157,7 @@ def test_what_follows_from_a_dead_rank_is_no_difference_between_the_others(start
     assert not caught.value.findings, caught.value
 
 
-def test_the_end_of_the_rank_server_is_the_end_of_all_ranks_and_said(start: Start, view: Kept) -> None:
+def test_the_end_of_the_rank_server_ends_all_ranks_and_is_reported(start: Start, view: Kept) -> None:
     """Nothing hangs, and a new session can be started."""
     from ddpilot.launching.rank_server.client import server_pids
 
@@ -174,7 +174,7 @@ def test_the_end_of_the_rank_server_is_the_end_of_all_ranks_and_said(start: Star
     with pytest.raises(LaunchError, match="is dead: it ended with the rank server.*`%ddp stop`, then") as caught:
         session.execute("1")
     assert "restart" not in str(caught.value)
-    with pytest.raises(LaunchError, match="the rank server is gone"):
+    with pytest.raises(LaunchError, match="the rank server has died"):
         session.restart()
     session.stop()
     start(2).execute("group.barrier()")

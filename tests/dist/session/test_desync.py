@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that call different collectives in one cell are told which, and from which lines."""
+"""Ranks that call different collectives in one cell: the error names them and their lines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BRANCH = "if rank == 1:\n    dist.barrier()\nelse:\n    dist.all_reduce(torch.on
 
 
 def test_different_collectives_are_named_while_the_ranks_wait(start: Start, view: Kept) -> None:
-    """Nothing in either rank could know; after the stop button the next cell works."""
+    """Neither rank can detect it alone; after an interrupt the next cell works."""
     session = start(2)
     session.execute("import torch, torch.distributed as dist\ndist.barrier()")
     with stopping_once_noted(session, view), pytest.raises(LaunchInterrupted):
@@ -28,7 +28,7 @@ def test_different_collectives_are_named_while_the_ranks_wait(start: Start, view
 
 
 def test_different_collectives_end_the_cell_when_that_is_wanted(start: Start) -> None:
-    """The findings are in the error; the group is made anew and every variable stays."""
+    """The findings are in the error; the group is rebuilt and all variables are kept."""
     session = start(2, on_finding="stop")
     session.execute("import torch, torch.distributed as dist\nkept = 3\ndist.barrier()")
     with pytest.raises(WatchError, match=r"running `Cell In\[7\]`: desync \(DDP201\)") as caught:
@@ -52,7 +52,7 @@ def test_a_rank_that_enters_the_group_alone_is_named(start: Start, before: str) 
 
 
 def test_sizes_that_differ_are_named_where_gloo_aborts(start: Start) -> None:
-    """The rank that dies says neither line nor rank, and the other one may not even fail."""
+    """The rank that dies reports neither line nor rank, and the other one may not fail at all."""
     with pytest.raises(RankError, match=r"SIGABRT|[Cc]onnection") as caught:
         start(2).execute("import torch\ngroup.all_reduce(torch.ones(10 + rank))", cell=7)
     (finding,) = caught.value.findings
@@ -61,7 +61,7 @@ def test_sizes_that_differ_are_named_where_gloo_aborts(start: Start) -> None:
 
 
 def test_a_collective_that_one_rank_alone_called_is_not_matched_with_the_next_cell(start: Start, view: Kept) -> None:
-    """A note names it and the group is rebuilt. Works that all ranks leave pending, and messages, are allowed."""
+    """A note names it and the group is rebuilt. Pending collectives of all ranks, and sends, are allowed."""
     session = start(2)
     session.execute(
         "import torch, torch.distributed as dist\nx = torch.ones(1)\nwork = dist.all_reduce(x, async_op=True)"

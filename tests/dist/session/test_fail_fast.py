@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cell that fails on one rank while the others wait: shown at once, everything kept, the next collective works."""
+"""A cell that fails on one rank while others wait: shown at once, variables kept, the next collective works."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ assert kept == rank * 10
     "waiting",
     ["group.barrier()", "step()", "torch.distributed.recv(torch.zeros(1), src=(rank + 1) % world_size)"],
 )
-def test_an_error_beside_a_collective_is_shown_and_all_state_stays(
+def test_an_error_next_to_a_collective_is_shown_and_all_state_is_kept(
     start: Start, view: Kept, num_ranks: int, waiting: str
 ) -> None:
-    """The others sit in a barrier, in a DDP backward, in a receive; a live model trains on afterwards, in place."""
+    """The others wait in a barrier, in a DDP backward, in a receive; a live model continues training afterwards."""
     session = start(num_ranks)
     session.execute(MODEL + "kept = rank * 10\nstep(); before = id(model), id(optimizer), num_steps")
     culprit = num_ranks - 1
@@ -60,7 +60,7 @@ def test_an_error_beside_a_collective_is_shown_and_all_state_stays(
 
 
 def test_the_first_error_in_time_is_shown_not_the_first_rank(start: Start) -> None:
-    """Rank 0 fails later, of its own."""
+    """Rank 0 fails later on its own."""
     session = start(2)
     with pytest.raises(RankError, match="rank 1 raised KeyError"):
         session.execute(
@@ -69,7 +69,7 @@ def test_the_first_error_in_time_is_shown_not_the_first_rank(start: Start) -> No
 
 
 def test_an_error_whose_traceback_takes_long_is_shown_soon_and_costs_no_rank(start: Start, view: Kept) -> None:
-    """IPython needs seconds for a deep recursion, on every rank; one that is at it is not stuck."""
+    """IPython takes seconds to format a deep recursion, on every rank; such a rank is not stuck."""
     session = start(4)
     session.execute("kept = rank\ndef down(n):\n    return down(n + 1)")
     began_s = time.monotonic()
@@ -108,7 +108,7 @@ def test_an_error_that_ipython_cannot_show_is_shown_with_its_line(
 
 
 def test_a_failure_before_any_collective_leaves_the_group_alone(start: Start, view: Kept) -> None:
-    """A slip of the pen costs no rebuild: the process group object is the same one."""
+    """A typo does not cost a rebuild: the process group object is the same one."""
     session = start(2)
     session.execute("group.barrier(); before = id(group.process_group)")
     with pytest.raises(RankError, match="NameError"):
@@ -147,7 +147,7 @@ def test_a_plain_error_leaves_the_group_alone_while_no_rank_is_in_a_collective(
     ids=["a collective later", "on the way into a group"],
 )
 def test_a_rank_that_waits_for_one_that_failed_is_freed(start: Start, view: Kept, failing: str) -> None:
-    """Also where it begins to wait after the failure, and where what it waits in is no collective."""
+    """Also if it begins to wait after the failure, and if it waits in something other than a collective."""
     session = start(2)
     session.execute("import time, torch, torch.distributed as dist\ngroup.barrier(); kept = rank")
     with pytest.raises(RankError, match="rank 0 raised ValueError: boom"):
@@ -158,7 +158,7 @@ def test_a_rank_that_waits_for_one_that_failed_is_freed(start: Start, view: Kept
 
 
 def test_ranks_that_compute_on_after_a_failure_are_interrupted(start: Start, view: Kept) -> None:
-    """A cell that failed is over everywhere, and that is said."""
+    """A cell that failed is over on all ranks."""
     session = start(3)
     with pytest.raises(RankError, match="rank 0 raised RuntimeError: stop here"):
         session.execute(
@@ -182,7 +182,7 @@ def test_parameters_that_disagree_after_a_failure_are_named(start: Start, view: 
     assert named is not None, said
     assert re.fullmatch(r"rank 0 against rank 1, by up to [\d.e-]+", named[1])
     assert "`for p in model.parameters(): group.broadcast(p.data)`" in said
-    assert "would stay apart" in said
+    assert "would continue to differ" in said
     session.execute("for p in model.parameters(): group.broadcast(p.data)")
 
 
@@ -211,7 +211,7 @@ def test_several_failures_in_a_row_are_survived(start: Start) -> None:
 
 
 def test_a_new_group_after_a_failure_has_the_users_backend(start: Start) -> None:
-    """What the user's own init_process_group asked for is asked for again."""
+    """The backend passed to the user's init_process_group."""
     session = start(2)
     session.execute("import torch.distributed as dist; dist.init_process_group('gloo')")
     with pytest.raises(RankError):
@@ -219,21 +219,21 @@ def test_a_new_group_after_a_failure_has_the_users_backend(start: Start) -> None
     session.execute("assert dist.get_backend() == 'gloo'; dist.barrier()")
 
 
-def test_what_went_with_the_old_group_is_said(start: Start, view: Kept) -> None:
-    """Groups of new_group and what holds one cannot be given the new group."""
+def test_objects_lost_with_the_old_group_are_reported(start: Start, view: Kept) -> None:
+    """Groups of new_group, and objects that hold one, cannot be bound to the new group."""
     session = start(2)
     session.execute("import torch.distributed as dist\npair = dist.new_group([0, 1]); dist.barrier(pair)")
     session.execute("alone = dist.new_group([1])")
     with pytest.raises(RankError):
         session.execute("if rank == 0: 1 / 0\ndist.barrier()")
-    assert "gone with the old group, create again what you still need: groups of `new_group`" in view.notes
-    with pytest.raises(RankError, match="groups of `new_group` went with a process group that was rebuilt") as caught:
+    assert "lost with the old group; create again what you still need: groups of `new_group`" in view.notes
+    with pytest.raises(RankError, match="groups of `new_group` were lost when the process group was rebuilt") as caught:
         session.execute("dist.barrier(pair)")
     assert "Look at the first failure" not in str(caught.value)
 
 
 def test_a_plain_error_after_steps_of_fsdp_keeps_the_model_and_one_in_a_step_names_it(start: Start, view: Kept) -> None:
-    """All ranks failed alike, so the group is as it was; where it has to be rebuilt, the variable is named."""
+    """All ranks failed alike, so the group is unchanged; if it is rebuilt, the variable is named."""
     session = start(2)
     session.execute(
         "import torch, torch.distributed as dist\nfrom torch.distributed.fsdp import fully_shard\n"
@@ -245,13 +245,13 @@ def test_a_plain_error_after_steps_of_fsdp_keeps_the_model_and_one_in_a_step_nam
     session.execute("step()")
     with pytest.raises(RankError, match="boom"):
         session.execute("if rank == 1: raise ValueError('boom')\nstep()")
-    assert any("gone with the old group" in note and "FSDPModule (`net`)" in note for note in view.notes)
+    assert any("lost with the old group" in note and "FSDPModule (`net`)" in note for note in view.notes)
     with pytest.raises(RankError, match="made on a process group that was rebuilt since: run the cells that made it"):
         session.execute("step()")
 
 
 def test_a_rank_that_is_interrupted_before_it_takes_the_function_is_not_waited_for(start: Start) -> None:
-    """Its error comes as text alone; the next function runs."""
+    """Its error is sent as text only; the next function runs."""
     session = start(2)
     session.execute(CUT_SHORT, ranks=[1])
     begin_s = time.monotonic()
@@ -262,7 +262,7 @@ def test_a_rank_that_is_interrupted_before_it_takes_the_function_is_not_waited_f
 
 
 def test_models_that_a_plain_error_has_left_apart_are_named(start: Start, view: Kept) -> None:
-    """The group stays, but rank 0 has loaded weights that rank 1 has not; an error of all ranks says nothing."""
+    """The group is unchanged, but only rank 0 has loaded weights; no note if all ranks failed."""
     session = start(2)
     session.execute(
         "import torch\nmodel = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))\n"

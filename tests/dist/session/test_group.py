@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process group of a session: entered when something needs it, or the user's own."""
+"""The process group of a session: entered at the first use, or created by the user."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 
 import pytest
 
 from ddpilot import RankError, Session
-from ddpilot.session.protocol.report import FREE
+from ddpilot.session.protocol.requests import FREE, Free
 from tests.dist.session.conftest import Kept
 
 Start = Callable[..., Session]
@@ -29,14 +30,14 @@ Start = Callable[..., Session]
     ],
 )
 def test_the_first_use_enters_the_group(start: Start, use: str) -> None:
-    """No init_process_group is needed before anything that needs a group."""
+    """Without init_process_group, whatever needs the group first."""
     session = start(2)
     session.execute(f"import torch, torch.distributed as dist\nassert not dist.is_initialized()\n{use}")
     session.execute("assert dist.is_initialized()\ngroup.barrier()")
 
 
-def test_a_group_of_the_users_own_is_adopted_left_and_made_again(start: Start, view: Kept) -> None:
-    """init, destroy and init again, as tutorials and libraries do; afterwards the session enters one by itself."""
+def test_a_group_created_by_the_user_is_adopted_left_and_created_again(start: Start, view: Kept) -> None:
+    """init, destroy and init again, as tutorials do; afterwards the session enters a group automatically."""
     session = start(2)
     own = "import torch.distributed as dist\ndist.init_process_group('gloo')\nassert group.adopted\ngroup.barrier()"
     for _ in range(2):
@@ -51,10 +52,10 @@ def test_a_group_of_the_users_own_is_adopted_left_and_made_again(start: Start, v
 
 
 def test_the_sessions_names_come_back(start: Start, view: Kept) -> None:
-    """After `del` and `%reset` in the next cell; a `rank` that a loop has set is told, once."""
+    """In the next cell after `del` and `%reset`; a `rank` that a loop has overwritten is reported once."""
     session = start(2)
     session.execute("for rank in range(world_size): pass")
-    said = "ddpilot: `rank` is 1 now, and was 0: `del rank` brings the session's back in the next cell\n"
+    said = "ddpilot: `rank` is now 1, it was 0: `del rank` restores the session's value in the next cell\n"
     assert view.texts == {0: said}
     session.execute("rank = 5; del device, group")
     session.execute("assert rank == 5; group.barrier(); device.type; del rank")
@@ -74,8 +75,8 @@ def test_a_failure_on_the_way_into_the_group_does_not_spoil_the_next_try(start: 
     session.execute("if not dist.is_initialized(): dist.init_process_group('gloo')\ndist.barrier()")
 
 
-def test_a_group_that_the_user_left_is_not_made_anew_after_a_failure(start: Start, view: Kept) -> None:
-    """Whoever destroyed it enters the next one by hand, and may."""
+def test_a_group_that_the_user_left_is_not_rebuilt_after_a_failure(start: Start, view: Kept) -> None:
+    """The user can then create the next one."""
     session = start(2)
     session.execute("import torch.distributed as dist\ndist.init_process_group('gloo'); dist.barrier()")
     session.execute("dist.destroy_process_group()")
@@ -88,7 +89,7 @@ def test_a_group_that_the_user_left_is_not_made_anew_after_a_failure(start: Star
 def test_entering_from_a_cell_on_some_ranks_is_refused_with_what_to_do(start: Start) -> None:
     """It would wait for ranks that do not run the cell."""
     session = start(3)
-    with pytest.raises(RankError, match="this cell runs on ranks 0,2 alone, and rank 1 would have to enter") as caught:
+    with pytest.raises(RankError, match="this cell runs on ranks 0,2 only, but rank 1 must enter it too") as caught:
         session.execute("group.barrier()", ranks=[0, 2])
     assert "Run this cell on all ranks" in str(caught.value)
     session.execute("group.barrier()")
@@ -96,7 +97,7 @@ def test_entering_from_a_cell_on_some_ranks_is_refused_with_what_to_do(start: St
 
 
 def test_seed_and_backend_reach_every_rank(start: Start, view: Kept) -> None:
-    """The same numbers on all ranks with a seed, others without."""
+    """The same numbers on all ranks with a seed, different ones without."""
     code = "import torch; print(torch.rand(1).item())"
     start(2, seed=5, backend="gloo").execute(code)
     assert view.texts[0] == view.texts[1]
@@ -106,13 +107,13 @@ def test_seed_and_backend_reach_every_rank(start: Start, view: Kept) -> None:
 
 
 def test_every_collective_is_in_the_rings_with_its_cell_line(start: Start) -> None:
-    """The flight ring is on; a cell's line reads as people know it."""
+    """Collectives are recorded with the line of the cell."""
     from ddpilot.record.flight_ring.reader import read_ring
     from ddpilot.record.hook import find_rings
 
     session = start(2)
     session.execute("import torch\ntensor = torch.ones(3)\ngroup.all_reduce(tensor)", cell=9)
-    rings = find_rings(session._ranks.ring_folder)
+    rings = find_rings(session._kernels.ring_folder)
     assert set(rings) == {0, 1}
     for path in rings.values():
         entry = next(each for each in read_ring(path).collectives if each.op == "all_reduce")
@@ -121,7 +122,7 @@ def test_every_collective_is_in_the_rings_with_its_cell_line(start: Start) -> No
 
 
 def test_freeing_a_rank_on_its_way_into_the_group_shows_nothing_of_torchs_own(start: Start, view: Kept) -> None:
-    """Its store warns of the connection that ddpilot has closed, with frames of C++; the cell's own text stays."""
+    """Its store logs the connection that ddpilot has closed, with C++ frames; the cell's own output is shown."""
     session = start(2)
     with pytest.raises(RankError, match="ZeroDivisionError"):
         session.execute("import os\ntry: 1/0 if rank else group.barrier()\nfinally: os.write(2, b'mine\\n')")
@@ -130,13 +131,13 @@ def test_freeing_a_rank_on_its_way_into_the_group_shows_nothing_of_torchs_own(st
 
 
 def test_a_rank_that_is_freed_too_late_keeps_its_new_group(start: Start) -> None:
-    """On a busy machine the order to free may come when the group is made anew."""
+    """On a busy machine the request to free a rank may arrive after the group was rebuilt."""
     session = start(2)
     with pytest.raises(RankError, match="ZeroDivisionError"):
         session.execute("1/0 if rank else group.barrier()")
     session.execute("group.barrier()")
     for rank in range(2):
-        session._ranks.hub.send(rank, "control", FREE, {"generation": 0})
+        session._kernels.io_thread.send(rank, "control", FREE, asdict(Free(generation=0, interrupt=False)))
     for _ in range(5):
         session.execute("group.barrier()")
 

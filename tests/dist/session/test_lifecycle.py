@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From start to end: several sessions, forgotten ones, parents that die, starts that fail; nothing is left."""
+"""Start and end of sessions: several at once, unreferenced ones, parents that die, failed starts; nothing is left."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_session_in_a_directory_that_was_removed_is_refused(tmp_path: Path, mo
     assert folders() == before
 
 
-def test_a_session_that_another_thread_stops_ends_its_cell(start: Start) -> None:
+def test_stopping_a_session_from_a_different_thread_ends_its_cell(start: Start) -> None:
     """At once, with an error that says so; nothing of the session is left."""
     before = folders()
     session = start(2)
@@ -133,7 +133,7 @@ def test_two_sessions_at_once_do_not_see_each_other(start: Start) -> None:
 
 
 def test_stop_runs_exit_handlers_and_removes_the_folder(start: Start, tmp_path: Path) -> None:
-    """Ranks end in an orderly way; the folder was nobody else's to read."""
+    """Exit handlers run; the folder was readable by this user only."""
     before = folders()
     session = start(2)
     (name,) = folders() - before
@@ -146,7 +146,7 @@ def test_stop_runs_exit_handlers_and_removes_the_folder(start: Start, tmp_path: 
     assert not any(map(psutil.pid_exists, pids.values()))
 
 
-def test_a_session_that_nobody_holds_any_more_ends() -> None:
+def test_a_session_that_is_garbage_collected_ends() -> None:
     """Re-running the cell that made it, for instance."""
     session = Session(2, view=Kept())
     pids = session.pids()
@@ -224,10 +224,10 @@ def test_many_ranks_start(start: Start) -> None:
 def test_a_rank_starts_no_session_of_its_own(start: Start) -> None:
     """Each would start as many ranks again."""
     session = start(1)
-    with pytest.raises(RankError, match="this code runs on a rank of a session already"):
+    with pytest.raises(RankError, match="this code already runs on a rank of a session"):
         session.execute("from ddpilot import Session\nSession(2)")
     session.execute("%load_ext ddpilot")
-    with pytest.raises(RankError, match=r"to start ranks, do it in the notebook \(`%%ddp --local`\)"):
+    with pytest.raises(RankError, match=r"start ranks in the notebook \(`%%ddp --local`\)"):
         session.execute("%ddp start -n 2")
 
 
@@ -236,7 +236,7 @@ def test_a_stop_of_the_stop_ends_the_ranks_and_says_so(start: Start) -> None:
     session = start(2)
     session.execute("import atexit, time; atexit.register(time.sleep, 30)")
     pids = list(session.pids().values())
-    with pytest.raises(LaunchInterrupted, match="the stop was cut short: the ranks were killed"), pressing_stop(0.4):
+    with pytest.raises(LaunchInterrupted, match="the stop was interrupted: the ranks were killed"), pressing_stop(0.4):
         session.stop()
     assert not session.is_running
     assert not any(map(psutil.pid_exists, pids))

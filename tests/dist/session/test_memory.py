@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nothing that a cell left behind keeps memory alive on the ranks."""
+"""Objects left over from a cell do not keep memory alive on the ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def make():
     ids=["frames", "chained"],
 )
 def test_a_failed_cell_keeps_no_tensor_alive(start: Start, cell: str) -> None:
-    """Python and IPython remember the last exception, and its frames the tensors; the ranks do not."""
+    """Python and IPython store the last exception, whose frames hold tensors; ranks drop it."""
     session = start(2)
     session.execute(WATCHED)
     with pytest.raises(RankError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Session.status`: what every rank does, also in the middle of a cell."""
+"""`Session.status`: the state of every rank, also during a cell."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_status_of_idle_ranks(start: Start) -> None:
     assert all(0 <= time.monotonic() - status.since_s < 60 for status in statuses)
 
 
-def test_status_says_who_waits_in_which_collective_and_who_does_not(start: Start) -> None:
+def test_status_shows_which_ranks_wait_in_which_collective(start: Start) -> None:
     """Rank 1 computes, rank 0 waits for it in a barrier of the cell's line 3, rank 2 is done."""
     session = start(3)
     session.execute("group.barrier()")
@@ -58,7 +58,7 @@ def test_status_says_who_waits_in_which_collective_and_who_does_not(start: Start
 
 
 def test_status_of_a_dead_rank_says_why(start: Start) -> None:
-    """And those of the others go on."""
+    """The others are unaffected."""
     session = start(2)
     with pytest.raises(RankError):
         session.execute("import os\nif rank == 1: os.kill(os.getpid(), 9)")

@@ -22,7 +22,7 @@ Start = Callable[..., Session]
 
 
 class SlowToPack:
-    """Takes half a minute to be pickled."""
+    """Takes half a minute to pickle."""
 
     def __reduce__(self) -> tuple[object, ...]:
         time.sleep(30)
@@ -35,7 +35,7 @@ def _open_slowly() -> None:
 
 
 class SlowToOpen:
-    """Takes half a minute to be unpickled on the rank that `SLOW_RANK` says."""
+    """Takes half a minute to unpickle on the rank in `SLOW_RANK`."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return _open_slowly, ()
@@ -53,7 +53,7 @@ def scaled(value: torch.Tensor, *, by: int = 1) -> tuple[int, torch.Tensor]:
 
 
 def test_push_gives_each_rank_a_copy_of_its_own(start: Start) -> None:
-    """What one rank does with a tensor, neither the notebook nor another rank sees."""
+    """A change to a tensor on one rank is visible neither in the notebook nor on other ranks."""
     session = start(2)
     mine = torch.zeros(3)
     session.push({"shared": mine, "number": 7})
@@ -74,7 +74,7 @@ def test_pull_brings_one_value_or_all_by_rank(start: Start) -> None:
 
 
 def test_large_tensors_do_not_go_through_the_message_channel(start: Start, view: Kept) -> None:
-    """200 MB there and back, whole, and no message is larger than a page."""
+    """200 MB in both directions, and no message is larger than a page."""
     session = start(2)
     big = torch.arange(25_000_000, dtype=torch.float64)
     session.push({"big": big}, ranks=[0])
@@ -84,7 +84,7 @@ def test_large_tensors_do_not_go_through_the_message_channel(start: Start, view:
 
 
 def test_pull_of_what_is_not_there_says_what_is(start: Start) -> None:
-    """With the rank and a name that is near; the group stays as it is."""
+    """With the rank and a similar name; the group is unchanged."""
     session = start(2)
     session.execute("losses = [1]; group.barrier(); before = id(group.process_group)")
     with pytest.raises(LaunchError) as missing:
@@ -108,7 +108,7 @@ def test_pull_of_what_is_not_there_says_what_is(start: Start) -> None:
 
 
 def test_pull_of_a_ddp_model_says_what_to_pull(start: Start) -> None:
-    """Its process group stays on its rank; the module in it comes, and so do its weights."""
+    """Its process group cannot leave its rank; the wrapped module and its weights can be pulled."""
     session = start(1)
     session.execute("import torch\nmodel = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))")
     with pytest.raises(LaunchError, match=r"from rank 0: it is a DDP model.*, `model.module`, or its"):
@@ -119,7 +119,7 @@ def test_pull_of_a_ddp_model_says_what_to_pull(start: Start) -> None:
 
 @pytest.fixture
 def cell(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, Any]]:
-    """Runs source text as a cell of the notebook does: in ``__main__``."""
+    """Run source text in ``__main__``, as a cell of the notebook."""
     main = types.ModuleType("__main__")
     monkeypatch.setitem(sys.modules, "__main__", main)
 
@@ -130,17 +130,17 @@ def cell(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, Any]]:
     return run
 
 
-def test_what_is_the_sessions_own_is_said_to_be(start: Start) -> None:
+def test_pull_of_the_sessions_own_names_is_refused(start: Start) -> None:
     """`group`, an attribute of the model in a DDP model, and the notebook's IPython."""
     session = start(1)
     session.execute("import torch\nddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))")
-    with pytest.raises(LaunchError, match="it is the session's own and stays on its rank"):
+    with pytest.raises(LaunchError, match="it belongs to the session and cannot be pulled"):
         session.pull("group", rank=0)
     with pytest.raises(LaunchError, match=r"has no attribute 'in_features'. .*write `.module.in_features` in place"):
         session.pull("ddp.in_features", rank=0)
     with pytest.raises(LaunchError, match="has no attribute 'nosuch'$"):
         session.pull("ddp.nosuch", rank=0)
-    with pytest.raises(LaunchError, match="`get_ipython` belongs to the notebook's own IPython"):
+    with pytest.raises(LaunchError, match="`get_ipython` belongs to IPython, and every rank has its own"):
         session.push({"get_ipython": print})
 
 
@@ -215,15 +215,13 @@ def test_values_of_one_pull_share_what_they_share_on_the_rank(start: Start) -> N
 def test_push_of_a_model_names_what_uses_the_earlier_one(
     start: Start, view: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An optimizer that stays would go on updating the parameters of the model that was replaced."""
+    """The existing optimizer would continue to update the parameters of the replaced model."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "unused")
     session, model = start(2), torch.nn.Linear(2, 1)
     session.push({"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)})
     session.push({"model": model})
-    said = (
-        "`optimizer` on the ranks still has the parameters of the earlier `model`; push both at once, or make it again"
-    )
-    assert view.notes == [f"{said} on the ranks"]
+    said = "`optimizer` on the ranks still has the parameters of the earlier `model`; push both at once, or create"
+    assert view.notes == [f"{said} it again on the ranks"]
 
 
 def test_push_of_what_cannot_travel_is_named_before_anything_is_set(start: Start) -> None:
@@ -266,7 +264,7 @@ def test_run_raises_the_ranks_exception_with_its_cause_and_recovers(start: Start
 
 @pytest.mark.parametrize(
     ("value", "after_s", "said"),
-    [(SlowToPack(), 0.3, "nothing was set on any rank"), (SlowToOpen(), 1.5, "set on rank 0, not set on rank 1")],
+    [(SlowToPack(), 0.3, "no variable was set on any rank"), (SlowToOpen(), 1.5, "set on rank 0, not set on rank 1")],
     ids=["packing", "opening"],
 )
 def test_a_stop_during_push_says_where_the_variable_is_set(
@@ -275,14 +273,14 @@ def test_a_stop_during_push_says_where_the_variable_is_set(
     """One line without a traceback; the next push works."""
     monkeypatch.setenv("SLOW_RANK", "1")
     session = start(2)
-    with pytest.raises(LaunchInterrupted, match=f"^pushing x was stopped: {said}$"), pressing_stop(after_s):
+    with pytest.raises(LaunchInterrupted, match=f"^pushing x was interrupted: {said}$"), pressing_stop(after_s):
         session.push({"x": value})
     session.push({"x": 1})
     assert session.pull("x") == [1, 1]
 
 
 class LostError(Exception):
-    """Becomes a number that cannot be read, on the way."""
+    """Is unpickled as a number that cannot be parsed."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return int, ("x",)

@@ -42,7 +42,7 @@ def test_command_prints_help_and_version() -> None:
     """Help lists every verb with its whole line; the version is the installed one."""
     helped = run("--help")
     assert helped.returncode == 0
-    assert re.search("topology +Say which rank of which job this process is[.]", helped.stdout)
+    assert re.search("topology +Print the rank of this process and the job that it belongs to[.]", helped.stdout)
     assert re.search("demo +Run the quickstart notebook on two ranks[.]", helped.stdout)
     from importlib.metadata import version
 
@@ -50,7 +50,7 @@ def test_command_prints_help_and_version() -> None:
 
 
 def test_python_m_ddpilot_is_the_command() -> None:
-    """As `python -m torch.distributed.run` is torchrun: of this interpreter, whatever the path says."""
+    """Like `python -m torch.distributed.run`: with this interpreter, whatever PATH is."""
     argv = [sys.executable, "-m", "ddpilot", "--version"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=True)
     assert done.stdout == run("--version").stdout
@@ -87,7 +87,7 @@ def test_command_topology_prints_what_was_found() -> None:
 
 
 def test_command_topology_error_is_one_block_on_stderr() -> None:
-    """Status 2, nothing on stdout, no traceback; the block says what was found and what to set."""
+    """Status 2, nothing on stdout, no traceback; the message has the finding and the fix."""
     done = run("topology", environ={**RANK_ONE, "RANK": "2"})
     assert done.returncode == 2
     assert done.stdout == ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ddpilot demo`: what it runs, and what it says where something is missing."""
+"""`ddpilot demo`: the command it runs, and errors about missing parts."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_find_quickstart_finds_the_example_of_this_checkout() -> None:
 
 
 def test_find_quickstart_says_that_the_examples_are_not_installed(tmp_path: Path) -> None:
-    """An installed package lies in site-packages, without the examples beside it."""
+    """An installed package is in site-packages, without the examples."""
     with pytest.raises(DdpilotError, match="make demo") as caught:
         find_quickstart(tmp_path / "site-packages" / "ddpilot")
     assert "run_quickstart.py" in caught.value.found
@@ -73,7 +73,7 @@ def test_demo_runs_the_script_with_this_python_and_passes_its_status_on(tmp_path
 
 
 def test_demo_lets_the_script_clean_up_when_it_is_interrupted(tmp_path: Path) -> None:
-    """Ctrl-C reaches both; the command waits for the script, whose kernel would otherwise outlive it."""
+    """Ctrl-C reaches both; the command waits for the script, which stops its kernel."""
     script = """
         import signal, threading
         def stop(*_):

@@ -46,7 +46,7 @@ def test_explain_prints_the_page(words: str) -> None:
     ],
 )
 def test_explain_knows_the_usual_messages(message: str, name: str) -> None:
-    """Whole, in part, in a word, in another case."""
+    """The whole name, a part, within a word, and in upper case."""
     assert explain(message).split()[2] == f"{name}:"
 
 
@@ -85,6 +85,6 @@ def test_explain_lists_every_page_without_words() -> None:
 
 
 def test_explain_refuses_a_message_that_no_page_knows() -> None:
-    """It says which message, shortened."""
-    with pytest.raises(DdpilotError, match="no page knows 'xyz xyz xyz .*\\.\\.\\.'"):
+    """It quotes the message, shortened."""
+    with pytest.raises(DdpilotError, match="no page matches 'xyz xyz xyz .*\\.\\.\\.'"):
         explain("xyz " * 200)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ddpilot watch` of a job that runs, ends badly, ends well, or has been told of before."""
+"""`ddpilot watch` on jobs that run, fail, succeed, or have been reported before."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, JobInfo]:
-    """A job that runs, as far as its folder says."""
+    """A job that is running according to its folder."""
     monkeypatch.setenv(JOBS_VARIABLE, str(tmp_path / "jobs"))
     return make_job_folder("train.py", 2, (0, 1))
 
@@ -115,7 +115,7 @@ def test_an_end_that_was_told_is_not_told_again_as_another(
     told: tuple[Finding, ...],
     codes: list[str],
 ) -> None:
-    """A ring that was closed does not say that its rank had raised; the job's observer knew."""
+    """A closed ring does not show that its rank raised; the job's observer has recorded it."""
     folder, about = job
     rings[1].close(4000)
     save(folder, *told)

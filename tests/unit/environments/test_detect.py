@@ -60,7 +60,7 @@ def test_detect_topology_detects_when_left_to_it(word: str) -> None:
 
 @pytest.mark.parametrize("word", ["1", "true", "YES", "on"])
 def test_detect_topology_refuses_to_be_alone_when_told_so(word: str) -> None:
-    """True without a launcher's variables is an error that quotes who asked for it."""
+    """True without a launcher's variables raises an error that quotes the setting."""
     with pytest.raises(TopologyError, match=f"DDPILOT_DISTRIBUTED={word} asks for several ranks") as caught:
         detect_topology({"DDPILOT_DISTRIBUTED": word})
     assert caught.value.variable == "DDPILOT_DISTRIBUTED"
@@ -77,7 +77,7 @@ def test_detect_topology_says_why_it_would_be_alone_when_that_is_refused() -> No
 
 
 def test_detect_topology_argument_beats_the_variable() -> None:
-    """Also a variable that says nothing sensible."""
+    """Also for an invalid value."""
     assert detect_topology({**TORCHRUN, "DDPILOT_DISTRIBUTED": "0"}, distributed=True).rank == 1
     assert not detect_topology({**TORCHRUN, "DDPILOT_DISTRIBUTED": "1"}, distributed=False).is_distributed
     assert detect_topology({**TORCHRUN, "DDPILOT_DISTRIBUTED": "maybe"}, distributed=True).rank == 1
@@ -93,7 +93,7 @@ def test_parse_switch_refuses_other_words() -> None:
 @settings(derandomize=True, deadline=None, database=None)
 @given(st.dictionaries(st.sampled_from(NAMES), st.sampled_from(VALUES)))
 def test_detect_topology_answers_or_names_a_variable_whatever_is_set(environ: dict[str, str]) -> None:
-    """Any mixture gives a valid topology or an error with variable, finding and fix, never another exception."""
+    """Any mixture gives a valid topology or an error with variable, finding and fix, never a different exception."""
     try:
         answer: Topology | TopologyError = detect_topology(environ)
     except TopologyError as error:

@@ -67,7 +67,7 @@ def test_mpi_single_rank_is_alone(pattern: str) -> None:
 
 
 def test_mpi_on_one_machine_meets_at_loopback_and_a_port_from_the_job() -> None:
-    """All ranks of one Open MPI job derive the same port, those of another job another one."""
+    """All ranks of one Open MPI job derive the same port; ranks of a different job derive a different one."""
     local = {**family_environ("OMPI_COMM_WORLD_{}"), "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
     first = detect_topology({**local, "PMIX_NAMESPACE": "prterun-a-1@1"})
     second = detect_topology({**local, "PMIX_NAMESPACE": "prterun-a-2@1"})
@@ -112,7 +112,7 @@ def test_mpi_wants_nodes_named_when_they_are_not_filled_in_order() -> None:
     ],
 )
 def test_mpi_names_the_variable_that_is_missing_or_wrong(change: dict[str, str], variable: str) -> None:
-    """The error names the variable, shows its value and says what to set."""
+    """The error has the variable, its value and the fix."""
     with pytest.raises(TopologyError) as caught:
         detect_topology({**family_environ("OMPI_COMM_WORLD_{}"), **ADDRESS, **change})
     assert caught.value.variable == variable

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What NVML says of devices, from a library that answers as NVML does."""
+"""Devices as reported by NVML, with a fake library."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Nvml:
 
 
 def test_read_gpus_says_who_uses_what() -> None:
-    """Per device its utilisation and every process's memory; what the driver does not tell is None."""
+    """Per device its utilisation and every process's memory; None for values that the driver does not report."""
     nvml = Nvml([(97, {11: 5_000, 12: 2**64 - 1}), (None, {})])
     assert read_gpus(nvml) == (
         GpuUse(percent=97.0, memory_bytes={11: 5_000, 12: None}),
@@ -62,7 +62,7 @@ def test_read_gpus_says_who_uses_what() -> None:
 
 
 def test_read_gpus_is_empty_when_the_driver_is_too_old() -> None:
-    """A library without one of the functions tells nothing, and is closed again."""
+    """A library without one of the functions gives no result, and is shut down."""
 
     class Old(Nvml):
         nvmlDeviceGetComputeRunningProcesses_v3 = property()  # noqa: N815
@@ -73,7 +73,7 @@ def test_read_gpus_is_empty_when_the_driver_is_too_old() -> None:
 
 
 def test_find_pci_place_is_empty_for_a_device_that_nvml_does_not_know() -> None:
-    """Without NVML, or with a UUID of no device, there is no place."""
+    """Empty without NVML and for an unknown UUID."""
     assert find_pci_place("00000000-0000-0000-0000-000000000000") == ""
     assert find_pci_place("") == ""
 

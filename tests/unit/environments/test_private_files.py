@@ -51,7 +51,7 @@ def test_open_own_file_refuses_what_others_can_write_to(tmp_path: Path, mode: in
 
 
 def test_check_own_folder_refuses_a_link_and_a_folder_that_others_can_write_to(tmp_path: Path) -> None:
-    """A link may lead to another folder at any moment."""
+    """The target of a link may change at any moment."""
     folder = make_own_folder(tmp_path / "new" / "folder")
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     (tmp_path / "link").symlink_to(folder)
@@ -90,7 +90,7 @@ def leave_scratch_folder(tempdir: Path) -> Path:
 
 
 def test_scratch_folder_removes_what_a_killed_process_has_left(tempdir: Path) -> None:
-    """Not what another process uses."""
+    """Not a folder that a running process uses."""
     left = leave_scratch_folder(tempdir)
     with scratch_folder("run-") as used:
         assert not left.exists()

@@ -16,7 +16,7 @@ is_lazy = pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="only CPyth
 
 
 class Cycle:
-    """Garbage whose finalizer says that it ran."""
+    """Garbage with a finalizer that records its run."""
 
     num_finalized = 0
 

@@ -52,7 +52,7 @@ def test_slurm_falls_back_to_the_job_when_the_step_says_nothing() -> None:
 
 
 def test_slurm_address_and_port_of_the_user_win() -> None:
-    """MASTER_ADDR and MASTER_PORT are taken as they are, each on its own, and `how` says so."""
+    """MASTER_ADDR and MASTER_PORT are used independently, and `how` names them."""
     both = detect_topology({**TASK, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29999"})
     assert (both.master_addr, both.master_port) == ("10.0.0.1", 29999)
     assert "MASTER_ADDR=10.0.0.1; MASTER_PORT=29999" in both.how
@@ -105,7 +105,7 @@ def test_slurm_step_of_one_task_is_alone() -> None:
     ],
 )
 def test_slurm_names_the_variable_that_is_missing_or_wrong(change: dict[str, str], variable: str) -> None:
-    """Related variables are checked together; the error names one, shows values and says what to set."""
+    """Related variables are checked together; the error names one, with the values and the fix."""
     with pytest.raises(TopologyError) as caught:
         detect_topology({**TASK, **change})
     assert caught.value.variable == variable
@@ -146,7 +146,7 @@ def test_parse_node_list_expands_as_slurm_does(text: str, hosts: str) -> None:
 
 
 def test_parse_node_list_takes_text_after_a_bracket() -> None:
-    """Some sites append a suffix for another network."""
+    """Some sites append a suffix for a different network."""
     assert parse_node_list("n[1-2]-ib") == ("n1-ib", "n2-ib")
 
 
@@ -198,7 +198,7 @@ def test_parse_node_list_is_the_inverse_of_compressing(blocks: list[list[tuple[s
 @settings(derandomize=True, deadline=None, database=None)
 @given(st.text(alphabet="ab01[]-, ", max_size=12))
 def test_parse_node_list_answers_or_refuses_whatever_it_is_given(text: str) -> None:
-    """No input gives another exception, an empty name or a bracket in a name."""
+    """No input gives a different exception, an empty name or a bracket in a name."""
     try:
         hosts = parse_node_list(text)
     except TopologyError:

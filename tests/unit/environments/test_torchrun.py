@@ -23,14 +23,14 @@ def test_torchrun_wins_when_it_was_started_inside_a_ddpilot_rank() -> None:
 
 
 def test_torchrun_wins_over_slurm_when_srun_started_it() -> None:
-    """srun starts one torchrun per node, whose ranks still see the variables of their node's task."""
+    """srun starts one torchrun per node; its ranks inherit the variables of the node's task."""
     slurm = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
     topology = detect_topology({**slurm, **COMPLETE})
     assert (topology.environment, topology.rank, topology.world_size) == ("torchrun", 3, 4)
 
 
 def test_torchrun_with_one_rank_is_a_job() -> None:
-    """torchrun --nproc-per-node 1 gives an address, so the program's group has one rank and is no special case."""
+    """torchrun --nproc-per-node 1 sets an address, so the program has a group of one rank."""
     one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     topology = detect_topology({**COMPLETE, **one, "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"})
     assert topology.is_distributed
@@ -125,7 +125,7 @@ def test_torchrun_names_the_variable_that_is_missing_or_wrong(change: dict[str, 
     ],
 )
 def test_torchrun_asks_for_rank_when_other_variables_speak_of_several(environ: dict[str, str], shown: str) -> None:
-    """A world of 4 without RANK is no environment to train alone in."""
+    """A world size of 4 without RANK does not mean a single process."""
     with pytest.raises(TopologyError, match=f"RANK is not set, while {shown}") as caught:
         detect_topology(environ)
     assert caught.value.variable == "RANK"

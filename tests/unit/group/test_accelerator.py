@@ -19,7 +19,7 @@ CUDA = torch.device("cuda", 1)
 
 
 class On(nn.Module):
-    """A model whose parameters seem to be on `devices`."""
+    """A model with parameters that seem to be on `devices`."""
 
     def __init__(self, *devices: torch.device) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def test_device_ids_are_for_models_on_one_accelerator() -> None:
 
 
 def test_runs_behind_and_memory_facts_on_the_cpu() -> None:
-    """The host computes by itself there, and its memory is measured in another way; its random state is restored."""
+    """There is no accelerator to wait for or to measure; the random state is restored."""
     assert [runs_behind(torch.device(kind)) for kind in ("cpu", "mps", "cuda", "xpu")] == [False, False, True, True]
     assert memory_facts(torch.device("cpu")) is None
     with fork_rng([torch.device("cpu")]):

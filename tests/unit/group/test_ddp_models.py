@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fingerprints of parameters, and what is said where they differ over ranks."""
+"""Fingerprints of parameters, and the sentences about parameters that differ across ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_fingerprint_is_equal_for_equal_parameters_of_any_kind() -> None:
 
 
 def test_fingerprint_differs_for_the_last_bit_and_for_the_dtype() -> None:
-    """One step of the smallest kind shows, and so does the same value in another dtype."""
+    """The smallest possible change is detected, and so is the same value in a different dtype."""
     module = torch.nn.Linear(2, 1, bias=False)
     torch.nn.init.ones_(module.weight)
     before = fingerprint(module)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decorated functions where there is no process group."""
+"""Decorated functions without a process group."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_rank_zero_only_runs_when_alone() -> None:
 
 
 def test_on_ranks_runs_when_alone_whatever_its_ranks() -> None:
-    """Alone there is nobody else to run it, also with broadcast."""
+    """A single process runs it itself, also with broadcast."""
     assert on_ranks(3, broadcast=True)(lambda: "ran")() == "ran"
 
 

@@ -33,7 +33,7 @@ def test_resolve_device_takes_the_cpu_and_gloo_when_there_is_no_accelerator() ->
 
 
 def test_resolve_device_takes_the_local_ranks_gpu_and_both_backends() -> None:
-    """CPU tensors and objects work beside NCCL by default."""
+    """CPU tensors and objects work with NCCL by default."""
     assert resolve_device(CUDA) == DeviceChoice("cuda:2", "cpu:gloo,cuda:nccl")
 
 
@@ -54,8 +54,8 @@ def test_resolve_device_keeps_the_backend_that_was_asked_for(backend: str) -> No
 
 
 def test_resolve_device_refuses_nccl_when_no_device_is_visible() -> None:
-    """NCCL on a machine whose devices are hidden is an error that says where to look."""
-    with pytest.raises(GroupError, match=r"'nccl' was asked for and this process sees no cuda device.*VISIBLE_DEVICES"):
+    """NCCL on a machine with hidden devices raises an error with the variable to check."""
+    with pytest.raises(GroupError, match=r"'nccl' was requested, but no cuda device is visible.*VISIBLE_DEVICES"):
         resolve_device(replace(CUDA, count=0), "nccl")
 
 
@@ -68,14 +68,14 @@ def test_resolve_device_names_the_backends_when_the_one_asked_for_is_missing() -
 
 
 def test_resolve_device_uses_gloo_on_the_gpu_when_the_build_has_no_nccl() -> None:
-    """Windows has GPUs and no NCCL: gloo works there, and the reason is said."""
+    """Windows has GPUs and no NCCL: gloo works there, and the reason is given."""
     choice = resolve_device(replace(CUDA, backends=frozenset({"gloo"})))
     assert (choice.device, choice.backend) == ("cuda:2", "gloo")
     assert choice.why == "This build of PyTorch has no nccl: this group uses gloo"
 
 
 def test_resolve_device_uses_the_cpu_when_the_accelerator_has_no_collectives() -> None:
-    """On mps no backend can reduce: the group is on the CPU, and the reason is said."""
+    """No backend supports mps: the group uses the CPU, and the reason is given."""
     choice = resolve_device(DeviceFacts("mps", 1, local_rank=0))
     assert (choice.device, choice.backend) == ("cpu", "gloo")
     assert "no collectives on mps" in choice.why
@@ -160,7 +160,7 @@ def test_name_nvidia_is_equal_for_slices_of_one_gpu(place: str, uuid: str, model
 
 
 def test_use_device_says_which_device_cannot_be_used_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NVML may see a GPU that this build of PyTorch has no kernels for, or whose driver is too old."""
+    """NVML may report a GPU for which this build of PyTorch has no kernels, or with an old driver."""
 
     class Module:
         def set_device(self, index: int) -> None:

@@ -32,7 +32,9 @@ def test_wait_for_all_names_the_missing_ranks_when_the_time_is_up() -> None:
     with pytest.raises(RendezvousError) as caught:
         wait_for_all(store, me, timeout_s=0.02)
     assert caught.value.missing == (1, 3)
-    assert f"ranks 1, 3 never came in 0.02 s; here: rank 0 ({me.place}); rank 2 (host elsewhere, " in str(caught.value)
+    assert f"ranks 1, 3 did not join within 0.02 s; joined: rank 0 ({me.place}); rank 2 (host elsewhere, " in str(
+        caught.value
+    )
 
 
 def test_take_turn_refuses_a_rank_number_that_another_host_has() -> None:
@@ -55,16 +57,16 @@ def test_take_turn_gives_a_new_part_of_the_store_when_the_rank_comes_again(befor
 
 @pytest.mark.parametrize(("name", "value"), [("world_size", 3), ("backend", "nccl")])
 def test_wait_for_all_refuses_ranks_that_were_started_differently(name: str, value: object) -> None:
-    """Both values and who has them are in the message."""
+    """The message has both values and their ranks."""
     base = HashStore()
     take_turn(base, replace(OTHER, **{name: value}))  # type: ignore[arg-type]
     store = take_turn(base, ME)
-    with pytest.raises(RendezvousError, match=rf"disagree on {name}: .* on ranks 0; '?{value}'? on ranks 1"):
+    with pytest.raises(RendezvousError, match=rf"different values of {name}: .* on ranks 0; '?{value}'? on ranks 1"):
         wait_for_all(store, ME, timeout_s=1.0)
 
 
 def test_find_sharing_names_devices_with_several_ranks_of_one_host() -> None:
-    """The same identity on another host is another device, and an unknown identity is none."""
+    """The same identity on a different host is a different device; unknown identities are ignored."""
     gpu = "cuda device 42"
     ranks = [replace(ME, rank=0, identity=gpu), replace(ME, rank=1, identity=gpu), replace(OTHER, rank=2, identity=gpu)]
     assert find_sharing([*ranks, ME, replace(ME, rank=4)]) == {f"{gpu} of host {ME.host}": (0, 1)}

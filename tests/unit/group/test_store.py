@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the store of a job is, and who hosts it."""
+"""The address of a job's store, and the rank that hosts it."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_a_first_collective_on_a_device_is_reported_as_what_cannot_be_freed(monk
 
 
 def test_has_communicator_asks_the_backend_inside_torchs_wrapper() -> None:
-    """NCCL's says so; of others that is not known."""
+    """NCCL reports it; other backends do not."""
     made, unmade = (SimpleNamespace(_is_initialized=lambda made=made: made) for made in (True, False))
     assert teardown._has_communicator(made)
     assert not teardown._has_communicator(SimpleNamespace(wrapped_pg=unmade))
@@ -165,7 +165,7 @@ def test_find_gloo_sockets_finds_nothing_without_gloo() -> None:
 
 
 def test_find_store_sockets_takes_clients_of_that_address_and_port_only() -> None:
-    """Not the server's end, and not a connection to another port."""
+    """Not the server's end, and not a connection to a different port."""
     with _pair() as (near, far), _pair() as (other, _):
         address = near.getpeername()
         found = find_store_sockets([("localhost", address[1])])
@@ -186,7 +186,7 @@ def test_shut_leaves_a_number_alone_that_another_socket_has_by_now() -> None:
 
 
 def test_shut_leaves_a_listening_socket_alone() -> None:
-    """What only listens goes on listening."""
+    """Listening sockets keep listening."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         shut([OpenSocket(server.fileno(), os.fstat(server.fileno()).st_ino)])
         socket.create_connection(server.getsockname()).close()

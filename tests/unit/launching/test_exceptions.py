@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an exception says."""
+"""Facts about exceptions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ddpilot.launching.exceptions import (
 
 
 class MuteError(OSError):
-    """One that cannot say what it is about."""
+    """An exception with a `__str__` that raises."""
 
     def __str__(self) -> str:
         """Fails."""
@@ -79,12 +79,12 @@ VICTIM_TEXTS = [
 
 @pytest.mark.parametrize("text", VICTIM_TEXTS)
 def test_is_victim_knows_the_texts_of_lost_connections(text: str) -> None:
-    """What a rank says whose peer went away may be a consequence."""
+    """A lost connection may be a consequence of a failed peer."""
     assert is_victim(RuntimeError(text))
 
 
 def test_is_victim_takes_what_was_raised_from_a_victim_for_one() -> None:
-    """User code that wraps the error in another one does not become a cause by that."""
+    """An error of user code that was raised from a victim's error is not a cause."""
     error = KeyError("step failed")
     error.__cause__ = RuntimeError(VICTIM_TEXTS[0])
     assert is_victim(error)

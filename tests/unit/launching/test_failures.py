@@ -61,7 +61,7 @@ def test_choose_failure_waits_a_moment_for_an_earlier_cause() -> None:
 
 
 def test_choose_failure_takes_the_rank_that_a_joint_error_is_about() -> None:
-    """All ranks raise it; the one that it names gets `VICTIM_GRACE_S` to be heard. A user's own text names nobody."""
+    """All ranks raise it; the named rank has `VICTIM_GRACE_S` to report. A text of the user's names no rank."""
     joint: Any = {"type_name": "NonFiniteError", "message": "[rank 1] computing the loss: nan"}
     first, named = raising(2, 1.0, **joint), raising(1, 1.1, **joint)
     assert choose_failure([first, named], SETTLE_S) is named
@@ -80,7 +80,7 @@ def test_choose_failure_lets_a_victim_wait_for_its_cause() -> None:
     assert choose_failure([victim], now_s=VICTIM_GRACE_S) is victim
 
 
-def test_choose_failure_lets_a_victim_wait_while_an_unheard_rank_is_ending() -> None:
+def test_choose_failure_lets_a_victim_wait_while_a_silent_rank_is_exiting() -> None:
     """On a busy machine the news of a death comes late; the connection that it closed was noticed at once."""
     victim = raising(0, 1.0, is_victim=True)
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
@@ -121,7 +121,7 @@ def test_build_error_points_to_no_other_failure_where_none_is_known() -> None:
             "SIGKILL",
             -9,
         ),
-        (signal.SIGABRT | 0x80, "rank 2 was aborted (SIGABRT): C++ code gave up", "SIGABRT", -6),
+        (signal.SIGABRT | 0x80, "rank 2 was aborted (SIGABRT): C++ code called abort", "SIGABRT", -6),
         (signal.SIGSEGV, "rank 2 crashed with SIGSEGV; its peak was 11.2 GB", "SIGSEGV", -11),
         (signal.SIGTERM, "rank 2 was killed by SIGTERM", "SIGTERM", -15),
         (40, "rank 2 was killed by signal 40", "signal 40", -40),
@@ -159,7 +159,7 @@ def test_build_error_names_the_python_line_of_a_crash() -> None:
 
 
 def test_build_error_says_that_the_control_descriptor_was_closed() -> None:
-    """The rank's own line says so; how its process then exited is of no interest."""
+    """The rank wrote that to stderr; the exit code of its process does not matter."""
     lines = ("Traceback", render_unsent(0, "train", "Bad file descriptor").rstrip())
     error = error_of(ending(0, 1 << 8), last_lines=lines)
     assert (
@@ -178,10 +178,12 @@ def test_build_error_says_sys_exit_with_its_code() -> None:
 
 
 def test_build_error_asks_for_the_number_of_steps_when_a_rank_returned_early() -> None:
-    """A victim without a cause, beside a rank that returned, means unequal numbers of steps."""
+    """A victim without a cause, and a rank that returned, mean unequal numbers of steps."""
     lost: Any = {"type_name": "RuntimeError", "message": "Connection closed by peer [127.0.0.1]:4000"}
     error = error_of(raising(1, 1.0, is_victim=True, traceback="Traceback ...", **lost), returned=[0])
-    asked = "Rank 0 had already returned, so nobody answered: do all ranks run the same steps, with the same shapes?"
+    asked = (
+        "Rank 0 had already returned and could not take part: do all ranks run the same steps, with the same shapes?"
+    )
     assert str(error).partition("\n")[0].endswith(f"). {asked}")
     assert "no rank is known to have failed" not in str(error)
 
@@ -192,8 +194,8 @@ def test_error_of_a_rank_that_asks_to_be_started_again_says_so() -> None:
     for failure in (left, ending(0, 75 << 8)):
         error = error_of(failure)
         assert error.exitcode == 75
-        assert error.render().startswith("rank 0 left with exit code 75 (EX_TEMPFAIL), which asks to be started again")
-        assert "Start the same again: a Loop leaves so once it has saved" in error.render()
+        assert error.render().startswith("rank 0 exited with code 75 (EX_TEMPFAIL), which asks for a restart")
+        assert "Run the same again: a Loop exits so after saving, and resumes from there" in error.render()
         assert error.rank_traceback == ""
 
 
@@ -266,7 +268,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 def test_is_ending_tells_processes_that_live_from_those_that_are_gone() -> None:
-    """Also from one that nobody has waited for yet."""
+    """Also for a process that has not been reaped yet."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         assert not is_ending(os.getpid())
         assert not is_ending(child.pid)

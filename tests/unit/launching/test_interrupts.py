@@ -47,7 +47,7 @@ def test_interrupt_catcher_lets_an_exception_through_when_an_interrupt_came_too(
 
 
 def test_interrupt_catcher_holds_a_flood_of_interrupts() -> None:
-    """More interrupts than its pipe can hold block nobody."""
+    """More interrupts than its pipe can hold do not block the handler."""
     with InterruptCatcher() as catcher:
         for _ in range(70_000):
             catcher._on_signal(signal.SIGINT, None)
@@ -88,7 +88,7 @@ def test_rank_interrupt_keeps_an_early_interrupt_for_the_function_and_drops_a_la
 
 
 def test_interrupt_catcher_leaves_signals_alone_when_in_a_thread() -> None:
-    """Python delivers signals to the main thread only, whose handler stays."""
+    """Python delivers signals to the main thread only, where the handler is kept."""
     before = signal.getsignal(signal.SIGINT)
     seen = []
 

@@ -30,7 +30,7 @@ def module_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
 
 
 def test_when_imported_acts_after_a_later_import_and_once(module_file: Path) -> None:
-    """The module is whole by then; importing it again is none of our business."""
+    """The module is complete by then; importing it again does not run the action again."""
     seen: list[int] = []
     when_imported(NAME, "first", lambda module: seen.append(module.value))
     assert seen == []
@@ -74,7 +74,7 @@ def test_when_imported_waits_on_when_the_import_fails(module_file: Path) -> None
 
 
 def test_when_imported_leaves_other_imports_alone(module_file: Path) -> None:
-    """A module that nobody waits for, and one that does not exist."""
+    """A module without an action, and a module that does not exist."""
     when_imported("no_such_module", "first", lambda module: None)
     assert importlib.import_module(NAME).value == 1
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options are checked when they are said."""
+"""Options are validated on construction."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_launch_names_what_was_meant(kwargs: dict[str, Any], answer: str) -> Non
 
 
 def test_run_of_a_launcher_sends_its_options_to_the_launcher() -> None:
-    """`nproc_per_node` is none of the function's there."""
+    """`nproc_per_node` is not a parameter of the function."""
     with pytest.raises(LaunchError, match=r"Options go to the launcher: `Launcher\(nproc_per_node=2\)\.run\(\.\.\.\)`"):
         ddpilot.Launcher().run(train, nproc_per_node=2)
 
@@ -111,7 +111,7 @@ def test_session_names_what_was_meant() -> None:
 
 
 def test_keywords_that_may_be_right_pass() -> None:
-    """A function that takes any, a wrapper whose own signature counts, and what has no signature."""
+    """A function that accepts any keyword, a wrapper (its own signature counts), and a callable without a signature."""
 
     @functools.wraps(train)
     def wrapped(*args: Any, nprocs: int = 1, **kwargs: Any) -> None:

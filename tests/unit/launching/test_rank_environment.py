@@ -34,7 +34,7 @@ def test_rank_variables_number_the_rank_and_the_world() -> None:
 
 
 def test_rank_variables_carry_the_backend_only_when_it_was_given() -> None:
-    """Without `backend`, `init_group` chooses, so no variable says anything."""
+    """Without `backend`, `init_group` chooses, and no variable is set."""
     assert "DDPILOT_BACKEND" not in variables_of(0)
     assert variables_of(0, "gloo")["DDPILOT_BACKEND"] == "gloo"
 

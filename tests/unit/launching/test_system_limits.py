@@ -43,6 +43,6 @@ def test_limits_explained_names_tmpdir_if_no_directory_is_usable(monkeypatch: py
 
 
 def test_limits_explained_leaves_other_errors_alone() -> None:
-    """A missing file of the user's is none of the system's limits."""
+    """A missing file of the user's is not about a system limit."""
     with pytest.raises(FileNotFoundError), limits_explained("starting a session"):
         open("/nowhere/at/all")

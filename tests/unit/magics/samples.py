@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An IPython shell without a person, and a front end that keeps what is published."""
+"""An IPython shell without a terminal, and a front end that records what is published."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def ipython_shell() -> Iterator[Any]:
 
 
 class FrontEnd:
-    """Shows what is published as Jupyter does: an update changes what has its id, clearing takes everything away."""
+    """Applies display messages as Jupyter does: an update replaces the display with its id, clearing removes all."""
 
     def __init__(self) -> None:
         self.outputs: list[tuple[str, dict[str, Any]]] = []
@@ -65,12 +65,12 @@ class FrontEnd:
         self.outputs.append((display_id, data))
 
     def clear_output(self, wait: bool = False) -> None:
-        """Take everything away, with `wait` when something new comes."""
+        """Remove all displays, with `wait` when the next one is published."""
         self._clears_next = wait
         if not wait:
             self.outputs.clear()
 
     @property
     def texts(self) -> list[str]:
-        """What a person reads, labels too."""
+        """The displayed texts, including labels."""
         return [data["text/plain"] if "-label" in name else data["text/html"] for name, data in self.outputs]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which cells go to the ranks."""
+"""Which cells run on the ranks."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def shell() -> Iterator[InteractiveShell]:
 
 
 @pytest.fixture
-def desk(shell: InteractiveShell) -> ShellSession:
-    """A desk with auto on."""
-    desk = ShellSession(shell)
-    desk.is_auto = True
-    return desk
+def shell_session(shell: InteractiveShell) -> ShellSession:
+    """A shell session with auto on."""
+    shell_session = ShellSession(shell)
+    shell_session.is_auto = True
+    return shell_session
 
 
-def route(desk: ShellSession, cell: str) -> str:
-    """The cell as IPython would go on with it."""
-    return "".join(CellTransformer(desk)(cell.splitlines(keepends=True)))
+def route(shell_session: ShellSession, cell: str) -> str:
+    """The cell as transformed for IPython."""
+    return "".join(CellTransformer(shell_session)(cell.splitlines(keepends=True)))
 
 
 def sent(line: str) -> str:
@@ -45,12 +45,12 @@ def sent(line: str) -> str:
     return str(code)
 
 
-def test_router_sends_plain_cells_to_the_ranks(desk: ShellSession) -> None:
-    """All of it, as it is, so that line numbers stay."""
+def test_router_sends_plain_cells_to_the_ranks(shell_session: ShellSession) -> None:
+    """The whole cell, unchanged, so that line numbers are kept."""
     cell = "x = 1\n\nif x:\n    print('%ddp')\n"
-    assert sent(route(desk, cell)) == cell
-    assert sent(route(desk, "%time x = train()\n")) == "%time x = train()\n"
-    assert sent(route(desk, "files = !ls\nx")) == "files = !ls\nx"
+    assert sent(route(shell_session, cell)) == cell
+    assert sent(route(shell_session, "%time x = train()\n")) == "%time x = train()\n"
+    assert sent(route(shell_session, "files = !ls\nx")) == "files = !ls\nx"
 
 
 NOTEBOOKS = (
@@ -61,97 +61,101 @@ NOTEBOOKS = (
 
 
 @pytest.mark.parametrize("cell", NOTEBOOKS)
-def test_router_leaves_cells_that_are_the_notebooks(desk: ShellSession, cell: str) -> None:
-    """Other cell magics, shell commands, installers and `%ddp` itself; what is empty stays empty."""
-    assert route(desk, cell) == cell
+def test_router_leaves_cells_that_are_the_notebooks(shell_session: ShellSession, cell: str) -> None:
+    """Other cell magics, shell commands, installers, `%ddp` itself and empty cells."""
+    assert route(shell_session, cell) == cell
 
 
-def test_router_sends_setting_up_everywhere(desk: ShellSession) -> None:
+def test_router_sends_setting_up_everywhere(shell_session: ShellSession) -> None:
     """`%matplotlib inline` and the like change the notebook and the ranks."""
     cell = "%load_ext autoreload\n# why\n%autoreload 2"
-    first, rest = route(desk, cell).split("get_ipython()")
+    first, rest = route(shell_session, cell).split("get_ipython()")
     assert first == f"{cell}\n"
     assert sent(f"get_ipython(){rest}") == cell
     assert "ddp" not in EVERYWHERE | HERE
     assert not EVERYWHERE & HERE
 
 
-def test_router_splits_cells_at_lines_of_the_notebook(desk: ShellSession) -> None:
+def test_router_splits_cells_at_lines_of_the_notebook(shell_session: ShellSession) -> None:
     """In order, and with the numbers of the cell's lines."""
-    lines = route(desk, "%ddp push x\ny = x\n%pip list\nz = y\n1/0\n%ddp pull z").splitlines(keepends=True)
+    lines = route(shell_session, "%ddp push x\ny = x\n%pip list\nz = y\n1/0\n%ddp pull z").splitlines(keepends=True)
     assert [lines[0], lines[2], lines[4]] == ["%ddp push x\n", "%pip list\n", "%ddp pull z\n"]
     assert sent(lines[1]) == "# %ddp push x\ny = x\n"
     assert sent(lines[3]) == "# %ddp push x\n# y = x\n# %pip list\nz = y\n1/0\n"
 
 
 @pytest.mark.parametrize("is_auto", [True, False])
-def test_router_makes_local_cells_plain_code(desk: ShellSession, is_auto: bool) -> None:
+def test_router_makes_local_cells_plain_code(shell_session: ShellSession, is_auto: bool) -> None:
     """IPython runs them as any other; their lines keep their numbers."""
-    desk.is_auto = is_auto
-    assert route(desk, "%%ddp --local\nx = 1\nx\n") == "# %%ddp --local\nx = 1\nx\n"
+    shell_session.is_auto = is_auto
+    assert route(shell_session, "%%ddp --local\nx = 1\nx\n") == "# %%ddp --local\nx = 1\nx\n"
     nested = "%%ddp --local\n%%time\nx\n"
-    assert route(desk, nested) == nested
+    assert route(shell_session, nested) == nested
 
 
-def test_router_makes_cells_for_everywhere_plain_code_behind_the_ranks(desk: ShellSession) -> None:
+def test_router_makes_cells_for_everywhere_plain_code_behind_the_ranks(shell_session: ShellSession) -> None:
     """The ranks come first, in the line of `%%ddp`."""
-    call, *body = route(desk, "%%ddp --everywhere\nimport os\nos\n").splitlines(keepends=True)
+    call, *body = route(shell_session, "%%ddp --everywhere\nimport os\nos\n").splitlines(keepends=True)
     assert sent(call) == "# %%ddp --everywhere\nimport os\nos\n"
     assert body == ["import os\n", "os\n"]
 
 
-def test_router_leaves_everything_while_auto_is_off(desk: ShellSession) -> None:
+def test_router_leaves_everything_while_auto_is_off(shell_session: ShellSession) -> None:
     """Also inside what is run on purpose in the notebook, and what a front end runs for itself."""
-    with desk.local():
-        assert route(desk, "x\n") == "x\n"
-    assert route(desk, "x\n") != "x\n"
-    desk.is_auto = False
-    assert route(desk, "x\n") == "x\n"
+    with shell_session.local():
+        assert route(shell_session, "x\n") == "x\n"
+    assert route(shell_session, "x\n") != "x\n"
+    shell_session.is_auto = False
+    assert route(shell_session, "x\n") == "x\n"
 
 
-def test_router_leaves_what_a_front_end_runs_for_itself(desk: ShellSession, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_router_leaves_what_a_front_end_runs_for_itself(
+    shell_session: ShellSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A list of variables is asked for with a silent request."""
     parent: dict[str, Any] = {"content": {"silent": True}}
-    monkeypatch.setattr(desk.shell, "get_parent", lambda: parent, raising=False)
-    assert route(desk, "x\n") == "x\n"
+    monkeypatch.setattr(shell_session.shell, "get_parent", lambda: parent, raising=False)
+    assert route(shell_session, "x\n") == "x\n"
     parent["content"]["silent"] = False
-    assert route(desk, "x\n") != "x\n"
+    assert route(shell_session, "x\n") != "x\n"
 
 
-def test_router_does_not_change_when_a_cell_is_complete(desk: ShellSession) -> None:
-    """A terminal asks whether to go on with a block: about what was typed, not about a cell magic."""
-    router = CellTransformer(desk)
-    desk.shell.input_transformers_cleanup.append(router)
+def test_router_does_not_change_when_a_cell_is_complete(shell_session: ShellSession) -> None:
+    """A terminal checks whether a block is complete on the code as typed, not on a cell magic."""
+    router = CellTransformer(shell_session)
+    shell_session.shell.input_transformers_cleanup.append(router)
     try:
-        assert desk.shell.check_complete("x = 1")[0] == "complete"
-        assert desk.shell.check_complete("for i in x:")[0] == "incomplete"
-        assert "run_cell_magic" in desk.shell.transform_cell("x = 1")
+        assert shell_session.shell.check_complete("x = 1")[0] == "complete"
+        assert shell_session.shell.check_complete("for i in x:")[0] == "incomplete"
+        assert "run_cell_magic" in shell_session.shell.transform_cell("x = 1")
     finally:
-        desk.shell.input_transformers_cleanup.remove(router)
+        shell_session.shell.input_transformers_cleanup.remove(router)
 
 
-def test_router_leaves_the_end_of_a_terminal_to_ipython(desk: ShellSession, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`exit` ends the shell in front of a person; in a notebook it goes to the ranks, which say how to stop them."""
+def test_router_leaves_the_end_of_a_terminal_to_ipython(
+    shell_session: ShellSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`exit` ends the shell in a terminal; in a notebook it runs on the ranks, which show how to stop them."""
     for word in ("exit", "quit()\n"):
-        assert route(desk, word) == word
-    monkeypatch.setattr(desk.shell, "kernel", object(), raising=False)
-    assert sent(route(desk, "exit\n")) == "exit\n"
+        assert route(shell_session, word) == word
+    monkeypatch.setattr(shell_session.shell, "kernel", object(), raising=False)
+    assert sent(route(shell_session, "exit\n")) == "exit\n"
 
 
 @pytest.mark.parametrize("is_auto", [False, True])
 @pytest.mark.parametrize("line", ["%ddp", "%ddp --ranks 0", "%ddp  "])
 def test_router_refuses_code_below_one_percent_sign_where_two_were_meant(
-    desk: ShellSession, line: str, is_auto: bool
+    shell_session: ShellSession, line: str, is_auto: bool
 ) -> None:
-    """Nothing of the cell runs in the notebook, whose variables would be others."""
-    desk.is_auto = is_auto
+    """The cell does not run in the notebook, which has different variables."""
+    shell_session.is_auto = is_auto
     option = line[4:].strip()
     expected = f"get_ipython().run_line_magic('ddp', '{f'--above-code {option}'.rstrip()}')\n"
-    assert route(desk, f"{line}\nx = 1\n") == expected
+    assert route(shell_session, f"{line}\nx = 1\n") == expected
 
 
 @pytest.mark.parametrize("cell", ["%ddp", "%ddp\n# why\n", "%ddp -h\nx\n", "%ddp --help\nx", "%ddp start -n 2\nx\n"])
-def test_router_leaves_lines_that_are_meant_so(desk: ShellSession, cell: str) -> None:
-    """Alone it lists the verbs; a verb may stand above code."""
-    desk.is_auto = False
-    assert route(desk, cell) == cell
+def test_router_leaves_lines_that_are_meant_so(shell_session: ShellSession, cell: str) -> None:
+    """Alone it lists the verbs; a verb is allowed above code."""
+    shell_session.is_auto = False
+    assert route(shell_session, cell) == cell

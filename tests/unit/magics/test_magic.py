@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`%ddp` and `%%ddp` used in ways that cannot be meant, before any rank runs; loading and unloading them."""
+"""Wrong use of `%ddp` and `%%ddp` before ranks are started; loading and unloading the extension."""
 
 from __future__ import annotations
 
@@ -29,34 +29,40 @@ def shell() -> Iterator[Any]:
 @pytest.mark.parametrize(
     ("line", "answer"),
     [
-        ("strat -n 2", "`strat` is no verb. Did you mean `start`?"),
-        ("print(1)", "`print(1)` is no verb. The verbs are start, "),
-        ("--ranks 0 print(1)", "Options without a verb are the cell magic's: write `%%ddp --ranks ...` above the code"),
+        ("strat -n 2", "`strat` is not a verb. Did you mean `start`?"),
+        ("print(1)", "`print(1)` is not a verb. The verbs are start, "),
+        (
+            "--ranks 0 print(1)",
+            "Options without a verb belong to the cell magic: write `%%ddp --ranks ...` above the code",
+        ),
         ("start --sed 1", "reading `%ddp start`: `--sed 1`. Did you mean `--seed`?"),
-        ("start --zzz", "unrecognized arguments: --zzz. Right is: %ddp start [-h] [-n N]"),
+        ("start --zzz", "unrecognized arguments: --zzz. Usage: %ddp start [-h] [-n N]"),
         ("start 2", "reading `%ddp start`: `2`. Did you mean `%ddp start -n 2`?"),
         ("start n=2", "Did you mean `%ddp start -n 2`?"),
         ("start --nproc_per_node 2", "Did you mean `--nproc-per-node`?"),
-        ("start --rank 0", "All ranks start, and `-n 2` says how many; `%%ddp --ranks 0` runs a cell on some of them"),
-        ("restart --ranks 0", "Numbers of ranks stand alone, as in `%ddp restart 0 1`"),
-        ("restart --all", "Without a number all ranks are meant: `%ddp restart`"),
+        (
+            "start --rank 0",
+            "All ranks are started; `-n 2` sets their number, and `%%ddp --ranks 0` runs a cell on some of them",
+        ),
+        ("restart --ranks 0", "Give the numbers without an option, as in `%ddp restart 0 1`"),
+        ("restart --all", "`%ddp restart` without numbers restarts all ranks"),
         ("start 'x", "No closing quotation. Close the quotes"),
         ("start --env A", "argument --env: 'A' is not NAME=value"),
         ("auto maybe", "argument state: invalid choice: 'maybe'"),
         ("pull x --rank 0 --all", "argument --all: not allowed with argument --rank"),
         ("pull", "the following arguments are required: NAME"),
-        ("pull x", "pulling: no ranks run. Type `%ddp start -n 2` first"),
-        ("push x", "pushing: no ranks run. Type `%ddp start -n 2` first"),
-        ("auto on", "sending plain cells to the ranks: no ranks run. Type `%ddp start -n 2` first"),
-        ("run train()", "running `train()`: no ranks run"),
-        ("restart x", "argument RANK: 'x' is no number of a rank"),
-        ("restart", "restarting ranks: no ranks run"),
-        ("stacks", "reading stacks: no ranks run"),
-        ("interrupt", "interrupting the ranks: no ranks run"),
+        ("pull x", "pulling: no ranks are running. Type `%ddp start -n 2` first"),
+        ("push x", "pushing: no ranks are running. Type `%ddp start -n 2` first"),
+        ("auto on", "sending plain cells to the ranks: no ranks are running. Type `%ddp start -n 2` first"),
+        ("run train()", "running `train()`: no ranks are running"),
+        ("restart x", "argument RANK: 'x' is not the number of a rank"),
+        ("restart", "restarting ranks: no ranks are running"),
+        ("stacks", "reading stacks: no ranks are running"),
+        ("interrupt", "interrupting the ranks: no ranks are running"),
     ],
 )
 def test_line_magic_answers_wrong_use_with_the_right_one(shell: Any, line: str, answer: str) -> None:
-    """One sentence each, which says what to type."""
+    """The error shows what to type."""
     with pytest.raises(MagicUsageError) as caught:
         shell.run_line_magic("ddp", line)
     assert answer in str(caught.value)
@@ -64,10 +70,10 @@ def test_line_magic_answers_wrong_use_with_the_right_one(shell: Any, line: str, 
 
 @pytest.mark.parametrize("line", ["%ddp", "%ddp --ranks 0"])
 def test_code_below_one_percent_sign_does_not_run(shell: Any, line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line instead of the list of verbs, which says what was meant."""
+    """One line with the correct magic instead of the list of verbs."""
     result = shell.run_cell(f"{line}\nran_here = True")
     assert "Did you mean `%" + line + "`?" in str(result.error_in_exec)
-    assert "Nothing of the cell was run" in str(result.error_in_exec)
+    assert "The cell was not run" in str(result.error_in_exec)
     assert "ran_here" not in shell.user_ns
     assert capsys.readouterr().out.count("\n") == 1
 
@@ -75,19 +81,19 @@ def test_code_below_one_percent_sign_does_not_run(shell: Any, line: str, capsys:
 @pytest.mark.parametrize(
     ("line", "cell", "answer"),
     [
-        ("", "x\n", "running a cell on the ranks: no ranks run. Type `%ddp start -n 2` first"),
-        ("", "\n", "nothing below `%%ddp`. Write the code there"),
+        ("", "x\n", "running a cell on the ranks: no ranks are running. Type `%ddp start -n 2` first"),
+        ("", "\n", "there is no code below `%%ddp`. Write the code there"),
         ("--rank 0", "x\n", "reading `%%ddp`: `--rank 0`. Did you mean `--ranks`?"),
-        ("--ranks a", "x\n", "'a' is no list of ranks such as 0,2-3"),
+        ("--ranks a", "x\n", "'a' is not a list of ranks such as 0,2-3"),
         ("--local --everywhere", "x\n", "argument --everywhere: not allowed with argument --local"),
         ("--local --ranks 0", "x\n", "`--local` runs the cell in the notebook, and --ranks is about the ranks. Leave"),
         ("--keep-cache --local --quiet", "x\n", "and --keep-cache --quiet are about the ranks"),
-        ("start -n 2", "x\n", "A verb is a line of its own, with one %: `%ddp start`"),
+        ("start -n 2", "x\n", "Write a verb with one %, on a line of its own: `%ddp start`"),
         ("0", "x\n", "Options begin with --, as in `%%ddp --ranks 0`"),
     ],
 )
 def test_cell_magic_answers_wrong_use_with_the_right_one(shell: Any, line: str, cell: str, answer: str) -> None:
-    """One sentence each, which says what to type."""
+    """The error shows what to type."""
     with pytest.raises(MagicUsageError) as caught:
         shell.run_cell_magic("ddp", line, cell)
     assert answer in str(caught.value)
@@ -95,7 +101,7 @@ def test_cell_magic_answers_wrong_use_with_the_right_one(shell: Any, line: str, 
 
 @pytest.mark.parametrize("line", ["", "help", "-h"])
 def test_line_magic_alone_lists_every_verb(shell: Any, line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """What it does, a line each."""
+    """One line per verb."""
     shell.run_line_magic("ddp", line)
     said = capsys.readouterr().out
     assert all(f"%ddp {name} " in said and verb.does in said for name, verb in VERBS.items())
@@ -111,9 +117,9 @@ def test_verbs_explain_themselves(shell: Any, verb: str, capsys: pytest.CaptureF
 
 
 def test_stop_says_that_nothing_runs(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """Stopping twice is no mistake."""
+    """Stopping twice is not an error."""
     shell.run_line_magic("ddp", "stop")
-    assert capsys.readouterr().out == "ddpilot: no ranks run\n"
+    assert capsys.readouterr().out == "ddpilot: no ranks are running\n"
 
 
 def test_start_that_is_stopped_while_modules_load_says_so(shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,19 +129,19 @@ def test_start_that_is_stopped_while_modules_load_says_so(shell: Any, monkeypatc
         raise KeyboardInterrupt
 
     monkeypatch.setattr("ddpilot.magics.shell_session.Session", stop)
-    with pytest.raises(LaunchInterrupted, match="starting the ranks was stopped: none of them runs") as caught:
+    with pytest.raises(LaunchInterrupted, match="starting the ranks was interrupted: no rank is running") as caught:
         shell.run_line_magic("ddp", "start -n 2")
     assert caught.value.__suppress_context__
 
 
-def test_auto_alone_says_how_it_is(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_without_an_argument_shows_its_state(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """And changes nothing."""
     shell.run_line_magic("ddp", "auto")
     assert capsys.readouterr().out == "ddpilot: auto is off: plain cells run in the notebook\n"
 
 
 def test_local_cell_runs_in_the_notebook_without_any_rank(shell: Any) -> None:
-    """As typed and as called; a cell magic inside it as well, and what fails there fails here."""
+    """As typed and as called, also a cell magic in it; its errors are raised."""
     shell.run_cell("%%ddp --local\nfirst = 1\n").raise_error()
     shell.run_cell_magic("ddp", "--local", "second = 2\n")
     shell.run_cell_magic("ddp", "--local", "%%capture said\nprint('third')\n")
@@ -166,7 +172,7 @@ def test_cell_magic_may_be_indented(shell: Any) -> None:
 
 
 def test_extension_can_be_loaded_again_and_unloaded(capsys: pytest.CaptureFixture[str]) -> None:
-    """Twice is as good as once, and nothing is left afterwards."""
+    """Loading twice has no effect, and nothing is left after unloading."""
     with ipython_shell() as shell:
         transformers, matchers = list(shell.input_transformers_cleanup), list(shell.Completer.custom_matchers)
         for _ in range(2):
@@ -181,7 +187,7 @@ def test_extension_can_be_loaded_again_and_unloaded(capsys: pytest.CaptureFixtur
         shell.run_cell("%load_ext ddpilot").raise_error()
         shell.run_cell("%reload_ext ddpilot").raise_error()
         shell.run_cell("%ddp stop").raise_error()
-    assert capsys.readouterr() == ("ddpilot: no ranks run\n", "")
+    assert capsys.readouterr() == ("ddpilot: no ranks are running\n", "")
 
 
 @pytest.mark.parametrize(
@@ -196,7 +202,7 @@ def test_extension_can_be_loaded_again_and_unloaded(capsys: pytest.CaptureFixtur
     ],
 )
 def test_completion_knows_verbs_and_options(shell: Any, text: str, found: set[str]) -> None:
-    """Also before any rank runs; for anything else others are asked."""
+    """Also before ranks are started; other lines are left to IPython's matchers."""
     lines = text.split("\n")
     context = CompletionContext(
         token=lines[-1],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading lines: ranks, variables, wrong options."""
+"""Parsing lines: ranks, variables, wrong options."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 
 from ddpilot.errors import LaunchError
 from ddpilot.magics.parser import (
-    HelpRequested,
     MagicParser,
     MagicUsageError,
     add_options,
@@ -21,6 +20,7 @@ from ddpilot.magics.parser import (
     parse_variable,
     to_arguments,
 )
+from ddpilot.option_parser import HelpRequested
 from ddpilot.session.options import SessionOptions
 
 
@@ -33,17 +33,17 @@ def test_parse_ranks_reads_numbers_and_ranges(text: str, ranks: tuple[int, ...])
 
 
 @pytest.mark.parametrize("text", ["", "a", "1-", "-1", "0,", "1-x", "1.5"])
-def test_parse_ranks_refuses_what_is_no_list(text: str) -> None:
-    """The text is in the answer."""
-    with pytest.raises(argparse.ArgumentTypeError, match="is no list of ranks such as 0,2-3"):
+def test_parse_ranks_rejects_text_that_is_not_a_list(text: str) -> None:
+    """The error contains the text."""
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a list of ranks such as 0,2-3"):
         parse_ranks(text)
 
 
-def test_parse_rank_and_parse_variable_refuse_what_they_cannot_read() -> None:
+def test_parse_rank_and_parse_variable_reject_invalid_text() -> None:
     """One rank is a number; a variable has a name and a value, which may contain =."""
     assert parse_rank("2") == 2
     assert parse_variable("A=b=c") == ("A", "b=c")
-    with pytest.raises(argparse.ArgumentTypeError, match="'0,1' is no number of a rank"):
+    with pytest.raises(argparse.ArgumentTypeError, match="'0,1' is not the number of a rank"):
         parse_rank("0,1")
     for wrong in ("A", "=b"):
         with pytest.raises(argparse.ArgumentTypeError, match="is not NAME=value"):
@@ -51,26 +51,26 @@ def test_parse_rank_and_parse_variable_refuse_what_they_cannot_read() -> None:
 
 
 def test_parser_raises_where_argparse_would_end_the_process() -> None:
-    """What was wrong, then the right use; -h is an answer too."""
+    """The error has the usage; -h raises HelpRequested."""
     parser = MagicParser("%ddp pull", description="Copy.")
     parser.add_argument("--rank", type=parse_rank, metavar="R")
     with pytest.raises(MagicUsageError) as caught:
-        parser.parse_args(["--rank", "x"])
+        parser.read(["--rank", "x"])
     assert str(caught.value) == (
-        "reading `%ddp pull`: argument --rank: 'x' is no number of a rank. Right is: %ddp pull [-h] [--rank R]"
+        "reading `%ddp pull`: argument --rank: 'x' is not the number of a rank. Usage: %ddp pull [-h] [--rank R]"
     )
     assert caught.value._render_traceback_() == [f"UsageError: {caught.value}"]
     with pytest.raises(HelpRequested, match="(?s)usage: %ddp pull.*Copy.*--rank R"):
-        parser.parse_args(["-h"])
-    assert vars(parser.parse_args([])) == {}
+        parser.read(["-h"])
+    assert parser.read([]) == {}
 
 
-def test_parser_takes_no_option_by_its_beginning() -> None:
-    """`--rank` for `--ranks` would become ambiguous with the next option."""
+def test_parser_does_not_accept_abbreviated_options() -> None:
+    """`--rank` for `--ranks` would become ambiguous if an option is added."""
     parser = MagicParser("%%ddp")
     parser.add_argument("--ranks")
-    with pytest.raises(MagicUsageError, match="unrecognized arguments: --rank 0"):
-        parser.parse_args(["--rank", "0"])
+    with pytest.raises(MagicUsageError, match="`--rank 0`. Did you mean `--ranks`"):
+        parser.read(["--rank", "0"])
 
 
 LINE = (
@@ -84,11 +84,11 @@ def read(line: str) -> dict[str, object]:
     """The arguments in a line."""
     parser = MagicParser("%ddp start")
     add_options(parser)
-    return to_arguments(vars(parser.parse_args(line.split())))
+    return to_arguments(parser.read(line.split()))
 
 
 def test_options_read_every_field_of_a_session() -> None:
-    """A field that is new there needs a spelling here."""
+    """A new field needs an option."""
     arguments = read(LINE)
     assert set(arguments) == {field.name for field in dataclasses.fields(SessionOptions)}
     assert SessionOptions(**arguments) == SessionOptions(  # type: ignore[arg-type]
@@ -111,32 +111,32 @@ def test_options_read_every_field_of_a_session() -> None:
     )
 
 
-def test_options_leave_what_was_not_typed_to_the_session() -> None:
-    """Defaults stand in one place."""
+def test_options_that_are_not_given_are_left_to_the_session() -> None:
+    """Defaults are declared in one place."""
     assert read("") == {}
     assert read("-n auto") == {"nproc_per_node": "auto"}
 
 
 def test_options_are_checked_by_the_session() -> None:
-    """The magic has no rule of its own."""
+    """The magic does not validate values itself."""
     with pytest.raises(LaunchError, match=r"reading `nproc_per_node`: 'some'\. Give a number of ranks"):
         SessionOptions(**read("-n some"))  # type: ignore[arg-type]
 
 
-def test_options_say_what_they_do() -> None:
+def test_options_have_help() -> None:
     """Each option has a line of help, `--no-watch` and `--no-guard` what they turn off, and no line is about Python."""
     with pytest.raises(HelpRequested) as helped:
         read("-h")
     text = " ".join(str(helped.value).split())
     assert text.count("--") >= 2 * len(dataclasses.fields(SessionOptions))
     assert "--no-watch do not record collectives" in text
-    assert "--no-guard do not look for training" in text
+    assert "--no-guard do not check for training" in text
     assert not re.search(r"None|\(\)|True|False|`|function|Launcher", text)
 
 
 @pytest.mark.parametrize("line", ["", LINE, "-n 4", "--gpus 0,2", "--env A=1"])
-def test_describe_options_gives_the_line_again(line: str) -> None:
-    """Reading what it says makes the same options."""
+def test_describe_options_returns_an_equivalent_line(line: str) -> None:
+    """Parsing it returns the same options."""
     options = SessionOptions(**read(line))  # type: ignore[arg-type]
     said = describe_options(options)
     assert said.startswith("%ddp start")

@@ -15,7 +15,7 @@ from ddpilot.magics.push_pull import NameHints, _describe
 
 
 def test_describe_names_a_class_and_the_type_of_anything_else() -> None:
-    """The type of a class says nothing."""
+    """A class is described by its name."""
     assert _describe(Fraction) == "the class Fraction"
     assert _describe(Fraction(1)) == "Fraction"
     assert _describe([1, 2]) == "list of 2"
@@ -44,13 +44,13 @@ def _notebook() -> dict[str, Any]:
         ("adam", "The notebook has `adam`: `%ddp push second adam` copies both to the ranks"),
         ("schedule", "The notebook has `schedule`: `%ddp push second adam schedule` copies all to the ranks"),
         ("both", "The notebook has `both`: `%ddp push first second both` copies all to the ranks"),
-        ("alone", "The notebook has `alone` without the model that it trains: make both on the ranks"),
+        ("alone", "The notebook has `alone` without the model that it trains: create both on the ranks"),
     ],
 )
 def test_a_missing_optimizer_is_pushed_with_its_model(name: str, fix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A push of it alone is refused, so the line that is proposed names all that it belongs to."""
+    """Pushed alone it is refused, so the suggested line names everything that it needs."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "unused")  # torch's optimizers would set it
-    desk: Any = SimpleNamespace(shell=SimpleNamespace(user_ns=_notebook(), user_ns_hidden={}), is_auto=False)
+    shell_session: Any = SimpleNamespace(shell=SimpleNamespace(user_ns=_notebook(), user_ns_hidden={}), is_auto=False)
     error = RankError("running", found=f"rank 0 raised NameError: name '{name}' is not defined", rank=0, host="here")
-    NameHints(desk).advise(error)
+    NameHints(shell_session).advise(error)
     assert error.fix == fix

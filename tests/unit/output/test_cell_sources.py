@@ -26,7 +26,7 @@ def _same_linecache() -> Iterator[None]:
 
 
 def test_install_sources_gives_tracebacks_their_lines() -> None:
-    """What one process collected makes the lines of a cell appear in another one's traceback."""
+    """Sources that one process collected show a cell's lines in tracebacks of a different process."""
     linecache.cache[CELL] = (16, None, ["def f():\n", "    1 / 0\n"], CELL)
     sources = collect_sources()
     linecache.cache.clear()
@@ -48,7 +48,7 @@ def test_collect_sources_leaves_out_files_on_disk() -> None:
 
 
 def test_name_cells_uses_the_shell_s_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A traceback says ``Cell In[3]``, as the notebook itself does; other files keep their names."""
+    """A traceback has ``Cell In[3]``, as in the notebook itself; other files keep their names."""
     compiler = types.SimpleNamespace(format_code_name=lambda name: ("Cell", "In[3]") if name == CELL else None)
     shell = types.SimpleNamespace(compile=compiler)
     monkeypatch.setattr(sys.modules["__main__"], "get_ipython", lambda: shell, raising=False)

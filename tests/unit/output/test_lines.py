@@ -166,7 +166,7 @@ def test_collapser_shows_each_repeat_of_a_rank() -> None:
 
 
 def test_collapser_shows_a_common_line_once_below_lines_that_differ() -> None:
-    """A rank that prints all its lines before another begins does not keep the common ones apart."""
+    """Common lines are merged even if one rank prints all its lines before the next rank starts."""
     collapser = LineMerger(2)
     for rank in (0, 1):
         for text in (f"I am {rank}", "common", f"loss {rank}", "done"):

@@ -37,7 +37,7 @@ class Stream:
 
 
 def make_shell(monkeypatch: pytest.MonkeyPatch) -> Shell:
-    """A shell whose stdout is seen by its front end; pytest sets its own for each test, behind the fixtures."""
+    """A shell with the stdout that its front end shows; pytest replaces it for each test, after the fixtures."""
     shell = Shell()
     monkeypatch.setattr(sys, "stdout", Stream(shell.display_pub))
     monkeypatch.setattr(sys, "stderr", Stream(shell.display_pub))
@@ -146,7 +146,7 @@ def test_looks_are_the_same_when_only_ids_differ() -> None:
 
 
 def test_looks_differ_when_a_widget_inside_has_changed() -> None:
-    """A bar that is further is another bar."""
+    """A bar with a different value does not look the same."""
     states = WidgetStates()
     one, other = bar(states, 0, "a", value=0), bar(states, 1, "b", value=0)
     states.take(changed(1, "b-bar", value=5))
@@ -166,7 +166,7 @@ def test_looks_count_binary_values() -> None:
 
 
 def test_looks_end_where_widgets_hold_each_other() -> None:
-    """A model that refers to one above it is no endless tree."""
+    """A model that refers to its parent does not lead to endless recursion."""
     states = WidgetStates()
     states.take(opened(0, "a", child="IPY_MODEL_b"))
     states.take(opened(0, "b", parent="IPY_MODEL_a"))
@@ -174,7 +174,7 @@ def test_looks_end_where_widgets_hold_each_other() -> None:
 
 
 def test_looks_of_a_closed_or_unknown_widget_are_none() -> None:
-    """Nothing is kept of a widget that is gone; a comm that is no widget's is passed over."""
+    """The state of a closed widget is dropped; comms of other objects are ignored."""
     states = WidgetStates()
     states.take(opened(0, "a", value=1))
     states.take(closed(0, "a"))

@@ -26,7 +26,7 @@ def pipe() -> Iterator[tuple[int, int]]:
 
 
 def pump_of(world_size: int = 2, mode: Output = "labelled", limit_bytes: int | None = None) -> PipeReader:
-    """A pump for ranks that show everything unless told otherwise."""
+    """A reader for ranks that shows everything by default."""
     return PipeReader(world_size, LabelledWriter(mode, limit_bytes))
 
 
@@ -69,7 +69,7 @@ def test_output_pump_keeps_last_lines_of_what_it_hides(
 
 
 def test_output_pump_counts_what_is_over_the_limit(pipe: tuple[int, int], capsys: pytest.CaptureFixture[str]) -> None:
-    """Over the limit nothing more is shown, and the note says how much that was."""
+    """Output over the limit is not shown, and a notice gives its size."""
     pump = pump_of(limit_bytes=100)
     for _ in range(3):
         os.write(pipe[1], b"x" * 999 + b"\n")
@@ -84,7 +84,7 @@ def test_output_pump_counts_what_is_over_the_limit(pipe: tuple[int, int], capsys
 def test_output_pump_drains_a_pipe_that_a_left_over_process_holds_open(
     pipe: tuple[int, int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The other end is still open and nobody writes: draining takes what is there and does not wait."""
+    """The other end is still open: draining takes what is there and does not wait."""
     pump = pump_of()
     os.write(pipe[1], b"last words")
     pump.drain(pipe[0], 0, "stdout", 0.0)

@@ -55,7 +55,7 @@ def test_fingerprint_is_the_same_for_what_looks_the_same(one: dict[str, Any], ot
     ids=["figure", "html", "short ids stay", "a checksum", "plotly", "text alone"],
 )
 def test_fingerprint_differs_for_what_looks_different(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """What a person could tell apart is told apart."""
+    """Displays that look different have different fingerprints."""
     assert fingerprint(one) != fingerprint(other)
 
 

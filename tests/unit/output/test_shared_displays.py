@@ -27,7 +27,7 @@ def make() -> tuple[SharedDisplays, FrontEnd, list[tuple[str, dict[int, str]]]]:
 
 
 def test_places_show_what_looks_alike_once() -> None:
-    """One label, one object; another object has its own."""
+    """One label per object."""
     places, front, _ = make()
     places.show(alike([0, 1, 2, 3], "figure"))
     places.show(alike([2], "other"))
@@ -81,7 +81,7 @@ def test_places_follow_the_lowest_rank_while_a_cell_runs() -> None:
 
 
 def test_places_part_ranks_that_differ_when_the_cell_ends() -> None:
-    """What another rank has become is seen, and changes on its own from there."""
+    """A rank with a changed display gets its own one, which is then updated separately."""
     places, front, _ = make()
     places.show(alike([0, 1, 2, 3], "...", "loss"))
     for rank in range(4):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks say in a terminal."""
+"""Output of ranks in a terminal."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_text_view_shows_an_error_behind_what_was_printed_before(
 
 
 def test_text_view_updates_show_new_text_and_nothing_of_mere_objects(capsys: pytest.CaptureFixture[str]) -> None:
-    """A display that says nothing in a terminal says nothing each time it changes."""
+    """A display without text for a terminal shows nothing when it changes."""
     view = TextView()
     view.begin([0])
     view.message(displayed(0, {"text/plain": "10%"}, "bar"), 0.0)
@@ -112,7 +112,7 @@ def test_text_view_asks_with_the_rank_in_front(
 
 
 def test_text_view_notes_come_in_order(capsys: pytest.CaptureFixture[str]) -> None:
-    """ddpilot's own lines stand behind the ranks' earlier ones, and say whose they are."""
+    """ddpilot's own lines follow the ranks' earlier ones and have its label."""
     view = TextView("rank_zero")
     view.begin([0, 1])
     view.message(printed(0, "before\n", "stderr"), 0.0)

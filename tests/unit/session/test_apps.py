@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Apps are found by their entry points, and what is wrong with one is said."""
+"""Apps are found by their entry points; errors name what is wrong with one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ddpilot.session.apps import App, find_app, present_modules
 
 @pytest.fixture
 def other_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A package of somebody else that ships three apps: a good one, one without its library, one that is no app."""
+    """A third-party package with three apps: a good one, one without its library, one that is not an app."""
     (tmp_path / "otherapps.py").write_text(
         "from ddpilot.session.apps import App\n"
         "GOOD = App(name='good', preload=('json', 'nosuchpackage.part'))\n"
@@ -39,7 +39,7 @@ def test_find_app_finds_what_ddpilot_ships() -> None:
     assert find_app("lightning").libraries == ("lightning", "pytorch_lightning")
 
 
-def test_find_app_finds_another_packages(other_package: str) -> None:
+def test_find_app_finds_apps_of_other_packages(other_package: str) -> None:
     """A library author needs an entry point and nothing else."""
     app = find_app("good")
     assert isinstance(app, App)
@@ -53,7 +53,7 @@ def test_find_app_lists_the_known_ones_when_the_name_is_unknown() -> None:
 
 
 def test_find_app_says_what_to_install_when_the_library_is_missing(other_package: str) -> None:
-    """Nobody has to guess an extra's name."""
+    """The error names the extra."""
     with pytest.raises(LaunchError) as raised:
         find_app("bare")
     assert "`nosuchpackage` or `northis` is not installed" in str(raised.value)

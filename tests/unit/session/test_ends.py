@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends of processes that are heard of late: the rank was restarted meanwhile, under the same number."""
+"""Ends of processes that are received late, after the rank was restarted under the same number."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any, cast
 import pytest
 
 from ddpilot.errors import LaunchError
-from ddpilot.session.kernels.events import Ended, Event, KernelMessage
+from ddpilot.launching.spawning import Ended
+from ddpilot.session.kernels.events import Event, KernelMessage
 from ddpilot.session.kernels.manager import await_ready
 from ddpilot.session.kernels.output import IdleOutput
 from ddpilot.session.kernels.states import RankStates
@@ -23,26 +24,26 @@ def said(channel: str) -> KernelMessage:
     return KernelMessage(rank=1, channel=channel, kind="", parent_id="", content={}, metadata={}, buffers=[], header={})
 
 
-def test_await_ready_takes_the_end_of_an_earlier_process_for_nothing() -> None:
-    """That of the new one is an error."""
-    hub = cast("Any", SimpleNamespace(send=lambda *_sent: "id"))
+def test_await_ready_ignores_the_end_of_an_earlier_process() -> None:
+    """The end of the new process is an error."""
+    io_thread = cast("Any", SimpleNamespace(send=lambda *_sent: "id"))
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     for event in (END, said("iopub"), said("shell")):
         events.put(event)
-    await_ready(hub, [1], events, lambda _ended: None)
+    await_ready(io_thread, [1], events, lambda _ended: None)
     events.put(END)
     with pytest.raises(LaunchError, match="rank 1 ended: was killed"):
-        await_ready(hub, [1], events, lambda ended: ended.reason)
+        await_ready(io_thread, [1], events, lambda ended: ended.reason)
 
 
-def test_outside_cells_shows_no_end_of_a_rank_that_lives_again() -> None:
+def test_idle_output_does_not_show_the_end_of_a_rank_that_was_restarted() -> None:
     """Until it dies again."""
     notes: list[str] = []
-    standing = RankStates(2)
-    view, host = SimpleNamespace(note=notes.append), SimpleNamespace(can_start=True)
-    outside = IdleOutput(cast("Any", view), cast("Any", host), standing, respawns=False)
-    outside.show(END)
+    states = RankStates(2)
+    view, processes = SimpleNamespace(note=notes.append), SimpleNamespace(can_start=True)
+    idle_output = IdleOutput(cast("Any", view), cast("Any", processes), states, respawns=False)
+    idle_output.show(END)
     assert notes == []
-    standing.note_end(END, ())
-    outside.show(END)
+    states.note_end(END, ())
+    idle_output.show(END)
     assert notes == ["rank 1 was killed; its variables are lost, `%ddp restart 1` brings it back"]

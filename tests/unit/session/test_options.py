@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of a session are checked when they are said."""
+"""Options of a session are validated on construction."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def test_launch_options_make_the_chosen_gpus_visible(monkeypatch: pytest.MonkeyP
     [((0,), "2,3", "2"), ((1, 0), "2, GPU-aa", "GPU-aa,2"), ((2,), None, "2"), ((5,), "2,3", "5"), ((0,), "", "")],
 )
 def test_gpus_are_counted_among_visible_ones(gpus: tuple[int, ...], visible: str | None, expected: str) -> None:
-    """A scheduler has set CUDA_VISIBLE_DEVICES: number 0 is the first of those, and not somebody else's GPU 0."""
+    """A scheduler has set CUDA_VISIBLE_DEVICES: number 0 is the first GPU in it, not GPU 0 of the machine."""
     assert choose_visible(gpus, visible) == expected
 
 
 def test_launch_options_choose_gpus_among_those_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of `env` where that sets the variable, else of this process."""
+    """The variable in `env`, else in this process."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     assert SessionOptions(gpus=(0, 2)).launch_options().env == {"CUDA_VISIBLE_DEVICES": "4,6"}
     options = SessionOptions(gpus=(1,), env={"CUDA_VISIBLE_DEVICES": "7,8"})

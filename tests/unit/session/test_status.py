@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What real processes use."""
+"""Resource usage of real processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ signal.pause()
 """
 
 
-def test_collect_usage_counts_children_and_leaves_out_the_gone() -> None:
+def test_collect_usage_counts_children_and_leaves_out_ended_processes() -> None:
     """A resting process uses the core and the memory that its child does; a pid without process is absent."""
     argv = [sys.executable, "-S", "-c", FAMILY]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, start_new_session=True) as family:
@@ -46,6 +46,6 @@ def test_collect_usage_counts_children_and_leaves_out_the_gone() -> None:
     assert used[family.pid].gpu_percent is None
 
 
-def test_collect_usage_of_nobody_takes_no_time() -> None:
+def test_collect_usage_of_no_process_takes_no_time() -> None:
     """Without processes there is nothing to wait for."""
     assert collect_usage([], interval_s=3600) == {}

@@ -19,7 +19,7 @@ from ddpilot.session.status_board import (
     summarize,
 )
 from tests.unit.findings.test_display import Reader
-from tests.unit.session.board.samples import BUSY, DEAD, HOSTILE, IDLE, NOW_S, ON_GPU, WAITING
+from tests.unit.session.samples import BUSY, DEAD, HOSTILE, IDLE, NOW_S, ON_GPU, WAITING
 
 
 def test_render_board_text_has_a_line_per_rank() -> None:
@@ -35,13 +35,13 @@ rank    pid    CPU  memory  state
 
 
 def test_render_board_text_explains_a_busy_gpu() -> None:
-    """With a GPU there are its columns, and a line that says why 100 % is no sign of progress."""
+    """With a GPU there are its columns, and a line that explains why 100 % does not mean progress."""
     board = """\
 2 ranks: 1 busy, 1 idle
 rank   pid    CPU  memory    GPU  GPU memory  state
-   0  4711  100 %  2.2 GB  100 %     41.3 GB  in cell 7 for 12 s (began all_gather at fit.py:8 8 s ago; it may be over)
+   0  4711  100 %  2.2 GB  100 %     41.3 GB  in cell 7 for 12 s (began all_gather at fit.py:8 8 s ago; it may be done)
    1  4712    0 %   45 MB      -           -  idle
-A GPU at 100 % is no sign of progress: NCCL keeps it spinning while a rank waits for others in a collective."""
+A GPU at 100 % does not mean progress: NCCL kernels spin while a rank waits in a collective."""
     assert render_board_text([ON_GPU, IDLE], NOW_S) == board
 
 
@@ -74,11 +74,11 @@ def test_render_board_html_has_a_row_per_rank() -> None:
 
 
 def test_render_board_html_explains_a_busy_gpu() -> None:
-    """With a GPU there are its columns, and a line that says why 100 % is no sign of progress."""
+    """With a GPU there are its columns, and a line that explains why 100 % does not mean progress."""
     html = render_board_html([ON_GPU, IDLE], NOW_S)
     assert rows(html)[0] == ["rank", "state", "CPU", "memory", "GPU", "GPU memory", "pid"]
     assert rows(html)[1][2:] == ["100 %", "2.2 GB", "100 %", "41.3 GB", "4711"]
-    assert "NCCL keeps it spinning" in Reader(html).shown
+    assert "NCCL kernels spin" in Reader(html).shown
     assert "NCCL" not in render_board_html([IDLE], NOW_S)
 
 
@@ -112,7 +112,7 @@ PENDING = CollectiveStatus(op="all_reduce", since_s=NOW_S - 4.9, site="Cell In[7
         (IDLE, ("idle", "idle", "")),
         (
             replace(IDLE, collective=PENDING),
-            ("idle", "idle", "all_reduce at Cell In[7]:3 is not over after 4 s"),
+            ("idle", "idle", "all_reduce at Cell In[7]:3 has not finished after 4 s"),
         ),
         (BUSY, ("busy", "in cell 7 for 5 min 5 s", "")),
         (replace(BUSY, cell=None), ("busy", "busy for 5 min 5 s", "")),
@@ -133,21 +133,21 @@ def test_describe_says_what_a_rank_does(status: RankStatus, phrase: tuple[str, s
     assert describe(status, NOW_S) == phrase
 
 
-def test_describe_calls_nobody_waiting_when_a_collective_is_short() -> None:
+def test_describe_does_not_call_a_short_collective_waiting() -> None:
     """A training loop is in one collective or another nearly always; only one that lasts a second is a wait."""
     just_begun = replace(WAITING, collective=replace(PENDING, since_s=NOW_S - 0.99))
     assert describe(just_begun, NOW_S) == ("busy", "in cell 7 for 12 s", "")
     assert describe(just_begun, NOW_S + 0.01).mood == "waiting"
 
 
-def test_describe_leaves_open_what_the_backend_does_not_tell() -> None:
-    """NCCL's collectives may be over without being seen to be, so that the rank is not said to wait."""
-    began = "began all_gather at fit.py:8 8 s ago; it may be over"
+def test_describe_leaves_open_what_the_backend_does_not_report() -> None:
+    """NCCL's collectives may have ended unobserved, so that the rank is not described as waiting."""
+    began = "began all_gather at fit.py:8 8 s ago; it may be done"
     assert describe(ON_GPU, NOW_S) == ("busy", "in cell 7 for 12 s", began)
 
 
 def test_summarize_counts_the_worst_first() -> None:
-    """Dead ranks come before those that wait, and those before the others."""
+    """Dead ranks first, then waiting ones, then the rest."""
     statuses = [IDLE, WAITING, BUSY, DEAD, replace(IDLE, rank=4)]
     assert summarize(statuses, NOW_S) == "5 ranks: 1 dead, 1 waiting, 1 busy, 2 idle"
     assert summarize([IDLE], NOW_S) == "1 rank: 1 idle"

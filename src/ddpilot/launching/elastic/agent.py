@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch elastic's agent, extended to find the first failure, terminate ranks and report to the other nodes.
 
-`PipedLogs` gives torch the destinations of output and reports. `EarlyNotice` says in one line why ranks are being
-terminated; the full report follows once they have exited.
+`PipedLogs` gives torch the destinations of output and reports. `EarlyNotice` shows one line with the reason for which
+ranks are being terminated; the full report follows once they have exited.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from ddpilot.launching.elastic.rank_main import REPORT_VARIABLE
 from ddpilot.launching.elastic.rendezvous.node_state import NodeState
 from ddpilot.launching.elastic.rendezvous.static_handler import StaticRendezvousHandler
 from ddpilot.launching.elastic.signals import OutputClosedError
-from ddpilot.launching.failures import Failure, build_error, choose_failure, find_raised_line, find_words_of_child
+from ddpilot.launching.failures import Failure, build_error, choose_failure, find_child_errors, find_raised_line
 from ddpilot.launching.rank_environment import EXIT_REQUEUE
 
-_NEWS_GRACE_S = 2.0
+_CAUSE_ELSEWHERE_S = 2.0
 """Seconds that a victim waits for a different node to report the cause."""
 
-_SIGN_AFTER_S = 1.0
-_GONE_S = 3.5
-"""To decide whether a victim's cause is on another node: a node that sends a heartbeat at least `_SIGN_AFTER_S` after
-the failure is alive; one that sends none until `_GONE_S` after it is lost."""
+_HEARTBEAT_AFTER_S = 1.0
+_LOST_AFTER_S = 3.5
+"""To decide whether a victim's cause is on a different node: a node that sends a heartbeat more than
+`_HEARTBEAT_AFTER_S` after the failure is alive; one that sends none until `_LOST_AFTER_S` after it is lost."""
 
 
 class Agent(LocalElasticAgent):
-    """The elastic agent of this node. `meeting`: ddpilot's rendezvous; None if one of torch's backends is used."""
+    """The elastic agent of this node. `rendezvous`: None if a backend of torch is used."""
 
     def __init__(
         self,
@@ -52,23 +52,23 @@ class Agent(LocalElasticAgent):
         logs: PipedLogs,
         options: RunOptions,
         screen: OutputThread,
-        meeting: StaticRendezvousHandler | None,
+        rendezvous: StaticRendezvousHandler | None,
     ) -> None:
         super().__init__(spec, logs)
         self._logs = logs
-        self._escort = logs.escort
+        self._observer = logs.observer
         self._options = options
         self._screen = screen
-        self._meeting = meeting
+        self._static = rendezvous
         self._ranks = NodeRanks([], screen.note)
-        self._forerunner = EarlyNotice(screen.note)
-        self._has_passed_on = False
-        self._requeue_elsewhere_s: float | None = None
-        self._shown: list[tuple[str, str]] = []
+        self._notice = EarlyNotice(screen.note)
+        self._has_forwarded = False
+        self._requeue_seen_s: float | None = None
+        self._shown_findings: list[tuple[str, str]] = []
         self.report: Path | None = None
         """Report file of the rank that failed first, if it is on this node and raised; otherwise None."""
         self.error: DdpilotError | None = None
-        """Why the last attempt ended; None while it is running and if it succeeded."""
+        """Error of the last attempt; None while it is running and if it succeeded."""
 
     # called by torch's agent
 
@@ -76,18 +76,18 @@ class Agent(LocalElasticAgent):
         pids: dict[int, Any] = super()._start_workers(worker_group)
         assert isinstance(self._pcontext, SubprocessContext)
         handlers = self._pcontext.subprocess_handlers
-        self.error = self._requeue_elsewhere_s = None
-        self._forerunner = EarlyNotice(self._screen.note)
+        self.error = self._requeue_seen_s = None
+        self._notice = EarlyNotice(self._screen.note)
         ranks = [
             NodeRank(worker.global_rank, handlers[worker.local_rank].proc, self._logs.reports[worker.local_rank])
             for worker in worker_group.workers
         ]
         self._ranks = NodeRanks(ranks, self._screen.note)
-        self._escort.watch(ranks)
+        self._observer.watch(ranks)
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._ranks.look()
+        self._ranks.poll()
         if self._screen.broken is not None:
             self._ranks.end(signal.SIGTERM, FAILED_GRACE_S)
             raise _describe_broken(self._screen.broken)
@@ -97,19 +97,19 @@ class Agent(LocalElasticAgent):
         if all(each.is_victim for each in failures) and self._saw_failure_elsewhere():
             self._ranks.end(signal.SIGTERM, FAILED_GRACE_S)
             return RunResult(state=WorkerState.UNHEALTHY)
-        if self._meeting is not None and (failures or self._ranks.live) and self._requeue_elsewhere_s is None:
-            self._check_nodes(self._meeting)  # node 0 takes the store along when it exits to be requeued
+        if self._static is not None and (failures or self._ranks.live) and self._requeue_seen_s is None:
+            self._check_nodes(self._static)  # node 0 takes the store along when it exits to be requeued
         chosen = self._choose(failures)
         if chosen is not None and (self._ranks.is_leaving(chosen.rank) or self._may_be_followed(chosen)):
-            self._foretell(chosen, worker_group)
+            self._show_notice(chosen, worker_group)
         elif chosen is not None:
-            self._end_by(chosen, worker_group)
-        seen = self._escort.take()
-        if seen is not None and not failures and self.error is None:
-            self._end_with(seen)
+            self._end_after(chosen, worker_group)
+        error = self._observer.take()
+        if error is not None and not failures and self.error is None:
+            self._end_with(error)
         if self._ranks.live or (failures and self.error is None):
             # A failure may be a victim whose cause is reported soon. torch's method is not called before the end,
-            # because it would reap a rank between two of our checks and terminate the others by its own rules.
+            # because it would reap a rank between two of our checks and terminate the other ranks by its own rules.
             return RunResult(state=WorkerState.HEALTHY)
         result: RunResult = super()._monitor_workers(worker_group)
         return result
@@ -123,14 +123,14 @@ class Agent(LocalElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **options: Any) -> None:
         if self._ranks.live:
-            self._pass_on(death_sig)
+            self._forward(death_sig)
         super()._shutdown(death_sig, *args, **options)
 
     def _exit_barrier(self) -> None:
-        if self._meeting is None:
+        if self._static is None:
             super()._exit_barrier()  # type: ignore[no-untyped-call]
             return
-        self._meeting.wait_until_all_are_done(self._saw_failure_elsewhere)
+        self._static.wait_until_all_are_done(self._saw_failure_elsewhere)
 
     # ddpilot's own logic
 
@@ -138,24 +138,24 @@ class Agent(LocalElasticAgent):
         """Show the findings about the attempt that failed, unless the previous attempt failed with the same ones."""
         findings = self.error.findings if isinstance(self.error, (RankError, WatchError)) else ()
         keys = [(finding.code, finding.summary) for finding in findings]
-        if findings and keys != self._shown:
+        if findings and keys != self._shown_findings:
             self._screen.note(str(findings))
-            self._shown = keys
+            self._shown_findings = keys
 
     def _choose(self, failures: Sequence[Failure]) -> Failure | None:
         now = time.monotonic()
-        chosen = choose_failure(failures, now, self._ranks.unheard)
-        if chosen is None or not chosen.is_victim or self._meeting is None or self._options.nnodes[1] == 1:
+        chosen = choose_failure(failures, now, self._ranks.silent_pids)
+        if chosen is None or not chosen.is_victim or self._static is None or self._options.nnodes[1] == 1:
             return chosen
         waited_s = now - min(each.since_s for each in failures)
-        if waited_s <= _NEWS_GRACE_S:
+        if waited_s <= _CAUSE_ELSEWHERE_S:
             return None
-        silent = self._meeting.silent_nodes(waited_s - _SIGN_AFTER_S)
-        if silent and waited_s > _GONE_S:
-            self._end_by_silence(self._meeting, silent[0], chosen)
+        silent = self._static.silent_nodes(waited_s - _HEARTBEAT_AFTER_S)
+        if silent and waited_s > _LOST_AFTER_S:
+            self._end_by_silence(self._static, silent[0], chosen)
         return None if silent else chosen
 
-    def _end_by_silence(self, meeting: StaticRendezvousHandler, node: NodeState, victim: Failure) -> NoReturn:
+    def _end_by_silence(self, rendezvous: StaticRendezvousHandler, node: NodeState, victim: Failure) -> NoReturn:
         """Terminate because of a lost node, which a rank here noticed first through a closed connection."""
         failed = [each.rank for each in self._ranks.failures()]
         self._ranks.end(signal.SIGTERM, FAILED_GRACE_S)
@@ -163,18 +163,18 @@ class Agent(LocalElasticAgent):
         how = " ".join([f"{victim.raised.type_name}:", *victim.raised.message.splitlines()[:1]])
         self.error = RendezvousError(
             f"watching {node.place}",
-            found=f"no sign of it since {render_ranks(failed)} lost a connection and failed because of it ({how})",
-            fix="Look at the output of `ddpilot run` there: it was killed, or that machine or the link went down",
+            found=f"no heartbeat since {render_ranks(failed)} lost a connection to it and failed ({how})",
+            fix="Check the output of `ddpilot run` on that node: it was killed, or the machine or its network failed",
         )
-        meeting.tell_failure(self.error)
+        rendezvous.report_failure(self.error)
         raise self.error
 
     def _end_with(self, error: DdpilotError) -> None:
         """Terminate the ranks because of an observer's finding, and report it to the other nodes."""
         self.error = error
-        self._ranks.end(signal.SIGTERM, FAILED_GRACE_S, partial(self._forerunner.tell, error))
-        if self._meeting is not None:
-            self._meeting.tell_failure(error)
+        self._ranks.end(signal.SIGTERM, FAILED_GRACE_S, partial(self._notice.show, error))
+        if self._static is not None:
+            self._static.report_failure(error)
 
     def _may_be_followed(self, chosen: Failure) -> bool:
         """True while the other ranks of a `Loop` may still exit with the requeue code too."""
@@ -183,25 +183,25 @@ class Agent(LocalElasticAgent):
         return is_requeue and self._ranks.are_leaving(chosen.since_s, limit_s)
 
     def _may_follow_elsewhere(self) -> bool:
-        """True while the ranks here may still exit with the requeue code, as ranks of another node did."""
-        if self._meeting is None or not self._meeting.is_requeue_elsewhere:
+        """True while the ranks here may still exit with the requeue code, as ranks of a different node did."""
+        if self._static is None or not self._static.is_requeue_elsewhere:
             return False
-        if self._requeue_elsewhere_s is None:
-            self._requeue_elsewhere_s = time.monotonic()
-        return self._ranks.are_leaving(self._requeue_elsewhere_s, self._options.shutdown_timeout_s)
+        if self._requeue_seen_s is None:
+            self._requeue_seen_s = time.monotonic()
+        return self._ranks.are_leaving(self._requeue_seen_s, self._options.shutdown_timeout_s)
 
-    def _foretell(self, chosen: Failure, worker_group: WorkerGroup) -> None:
+    def _show_notice(self, chosen: Failure, worker_group: WorkerGroup) -> None:
         """Show why the ranks will be terminated, if the rank that failed takes a while to exit."""
-        if self._forerunner.is_due(time.monotonic() - chosen.since_s):
-            self._forerunner.tell(self._explain(chosen, worker_group))
+        if self._notice.is_due(time.monotonic() - chosen.since_s):
+            self._notice.show(self._explain(chosen, worker_group))
 
-    def _end_by(self, chosen: Failure, worker_group: WorkerGroup) -> None:
+    def _end_after(self, chosen: Failure, worker_group: WorkerGroup) -> None:
         """Terminate the other ranks because one failed, and report it to the other nodes."""
         self.error = error = self._explain(chosen, worker_group)
-        self._ranks.end(signal.SIGTERM, FAILED_GRACE_S, partial(self._forerunner.tell, error))
+        self._ranks.end(signal.SIGTERM, FAILED_GRACE_S, partial(self._notice.show, error))
         self.report = self._ranks.report(chosen.rank)
-        if self._meeting is not None:
-            self._meeting.tell_failure(self.error)
+        if self._static is not None:
+            self._static.report_failure(self.error)
 
     def _explain(self, chosen: Failure, worker_group: WorkerGroup) -> RankError:
         """Build the error for one rank's failure from what is known now."""
@@ -211,48 +211,50 @@ class Agent(LocalElasticAgent):
             chosen,
             function_name=self._options.name,
             num_ranks=worker_group.workers[0].world_size,
-            last_lines=last_lines if raised is None else find_words_of_child(raised, last_lines),
+            last_lines=last_lines if raised is None else find_child_errors(raised, last_lines),
             victims=victims,
             returned=self._ranks.succeeded,
             is_script=True,
         )
-        self._escort.explain(error)
+        self._observer.explain(error)
         return error
 
     def _saw_failure_elsewhere(self) -> bool:
-        if self._meeting is None:
+        if self._static is None:
             return False
         failed = [each.rank for each in self._ranks.failures()]
         live = [rank for rank in self._ranks.live if rank not in failed]
-        states = [f"{render_ranks(failed)} failed because of it"] * bool(failed)
-        states += [f"{render_ranks(live)} had to end"] * bool(live)
-        here = f"On this node, {' and '.join(states)}." if states else "The ranks on this node had ended well."
-        self.error = self._meeting.failure_elsewhere(here)
+        states = [f"{render_ranks(failed)} failed as a result"] * bool(failed)
+        states += [f"{render_ranks(live)} terminated"] * bool(live)
+        here = f"On this node, {' and '.join(states)}." if states else "The ranks on this node had succeeded."
+        self.error = self._static.failure_elsewhere(here)
         return self.error is not None
 
-    def _check_nodes(self, meeting: StaticRendezvousHandler) -> None:
+    def _check_nodes(self, rendezvous: StaticRendezvousHandler) -> None:
         try:
-            meeting.check()
+            rendezvous.check()
         except DdpilotError as error:
             self.error = error
             self._ranks.end(signal.SIGTERM, FAILED_GRACE_S)
             raise
 
-    def _pass_on(self, death_sig: signal.Signals) -> None:
-        """Pass a signal on and give the ranks time to exit; a second signal kills them, even during that wait.
+    def _forward(self, death_sig: signal.Signals) -> None:
+        """Forward a signal and give the ranks time to exit; a second signal kills them, even during that wait.
 
-        What the second signal raises propagates through torch's agent, which calls this method again.
+        The exception of the second signal propagates through torch's agent, which calls this method again.
         """
-        who, grace_s = render_ranks(self._ranks.live), self._options.shutdown_timeout_s
-        is_first, self._has_passed_on = not self._has_passed_on, True
+        ranks, grace_s = render_ranks(self._ranks.live), self._options.shutdown_timeout_s
+        is_first, self._has_forwarded = not self._has_forwarded, True
         try:
             if is_first:
-                self._screen.note(f"{death_sig.name} to {who}; they have {grace_s:g} s (once more to kill them now)")
+                self._screen.note(
+                    f"sending {death_sig.name} to {ranks}; they have {grace_s:g} s (send it again to kill them now)"
+                )
                 self._ranks.end(death_sig, grace_s)
                 return
         except SignalException:
-            who = render_ranks(self._ranks.live)
-        self._screen.note(f"killing {who}")
+            ranks = render_ranks(self._ranks.live)
+        self._screen.note(f"killing {ranks}")
         self._ranks.kill()
 
     @property
@@ -267,11 +269,11 @@ class Agent(LocalElasticAgent):
 
 
 def _describe_broken(broken: OSError) -> DdpilotError:
-    did = "showing what the ranks print"
+    did = "showing the output of the ranks"
     if isinstance(broken, BrokenPipeError):
-        found = f"nobody reads the output of `ddpilot run` on {platform.node()} any more"
+        found = f"the reader of the output of `ddpilot run` on {platform.node()} has exited"
         return OutputClosedError(did, found=found, exitcode=128 + signal.SIGPIPE)
-    return LaunchError(did, found=str(broken), fix="Look whether the disk is full that the output goes to")
+    return LaunchError(did, found=str(broken), fix="Check whether the disk that the output is written to is full")
 
 
 _PATIENCE_S = 0.3
@@ -281,24 +283,24 @@ _MAX_CHARS = 500
 
 
 class EarlyNotice:
-    """Shows the notice of one attempt, at most once, by `say`. A rank that imported torch takes 1 s or more to exit."""
+    """Shows at most one notice per attempt, by `note`. A rank that has imported torch takes 1 s or more to exit."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-        self._has_told = False
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+        self._is_shown = False
 
     def is_due(self, waited_s: float) -> bool:
         """True if the notice should be shown: the failure has been known for `waited_s` and the rank has not exited."""
-        return not self._has_told and waited_s > _PATIENCE_S
+        return not self._is_shown and waited_s > _PATIENCE_S
 
-    def tell(self, error: DdpilotError) -> None:
+    def show(self, error: DdpilotError) -> None:
         """Show the notice about `error`, unless one was shown before."""
-        if not self._has_told:
-            self._has_told = True
-            self._say(f"{foretell(error)}; the report follows when the ranks have ended")
+        if not self._is_shown:
+            self._is_shown = True
+            self._note(f"{summarize(error)}; the report follows once the ranks have exited")
 
 
-def foretell(error: DdpilotError) -> str:
+def summarize(error: DdpilotError) -> str:
     """The failure, its line and the codes of the findings in one line."""
     findings: Sequence[Any] = getattr(error, "findings", ())
     cause = next((each for each in findings if error.found.startswith(each.summary)), None)
@@ -326,8 +328,8 @@ _STREAMS = {"stdout": Std.OUT, "stderr": Std.ERR}
 class PipedLogs(LogsSpecs):
     """Directs ranks' output to the pipes of `screen`, and to files if `options` ask for them.
 
-    `folder`: for the ranks' reports. `variables`: added to each rank's environment, like those that `escort` returns
-    for the attempt.
+    `folder`: for the ranks' reports; `variables`: added to each rank's environment, as are those of `observer`. torch
+    calls `reify` just before it starts ranks, so this is where an attempt of the observer begins.
     """
 
     def __init__(
@@ -336,7 +338,7 @@ class PipedLogs(LogsSpecs):
         screen: OutputThread,
         folder: Path,
         variables: Mapping[str, str],
-        escort: AttemptObserver,
+        observer: AttemptObserver,
     ) -> None:
         redirects, tee = Std.from_str(options.redirects), Std.from_str(options.tee)
         if options.log_dir is not None and redirects == tee == Std.NONE:
@@ -346,14 +348,13 @@ class PipedLogs(LogsSpecs):
         self._screen = screen
         self._folder = folder
         self._variables = variables
-        self.escort = escort
+        self.observer = observer
         self._log_dir: Path | None = None
         self.reports: dict[int, Path] = {}
         """Report file of each local rank in the current attempt."""
 
     @property
     def root_log_dir(self) -> str:
-        """The folder of the reports."""
         return str(self._folder)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
@@ -361,9 +362,9 @@ class PipedLogs(LogsSpecs):
         numbers = {local_rank: int(env["RANK"]) for local_rank, env in envs.items()}
         attempt = f"attempt_{envs[0]['TORCHELASTIC_RESTART_COUNT']}"
         self.reports = {local_rank: self._folder / f"{attempt}_rank_{local_rank}.json" for local_rank in envs}
-        escorted = self.escort.begin_attempt(int(envs[0]["WORLD_SIZE"]), tuple(sorted(numbers.values())))
+        added = self.observer.begin_attempt(int(envs[0]["WORLD_SIZE"]), tuple(sorted(numbers.values())))
         for local_rank, env in envs.items():
-            env.update({**self._variables, **escorted})
+            env.update({**self._variables, **added})
             env[REPORT_VARIABLE] = str(self.reports[local_rank])
         redirects, tee = to_map(self._redirects, len(envs)), to_map(self._tee, len(envs))
         paths: dict[str, dict[int, str]] = {"stdout": {}, "stderr": {}}
@@ -394,7 +395,7 @@ class PipedLogs(LogsSpecs):
                 base.mkdir(parents=True, exist_ok=True)
             name = self._options.rdzv_id.replace("/", "_")
             self._log_dir = Path(tempfile.mkdtemp(prefix=f"{name}_", dir=base))
-            self._screen.note(f"output goes to {self._log_dir}")
+            self._screen.note(f"writing output to {self._log_dir}")
         folder = self._log_dir / attempt / str(local_rank)
         folder.mkdir(parents=True, exist_ok=True)
         return folder / f"{stream}.log"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Create and forward to the companion (observer) of each attempt of a run."""
+"""`AttemptObserver`: creates a `LaunchObserver` for each attempt of a run, and forwards the agent's calls to it."""
 
 from __future__ import annotations
 
@@ -10,60 +10,57 @@ from ddpilot.launching.elastic.rank_main import HOOKS_VARIABLE
 from ddpilot.launching.observer import LaunchObserver, Mailbox, RankState
 
 MakeObserver = Callable[[str, int, tuple[int, ...], Mailbox | None], LaunchObserver | None]
-"""Makes the observer of an attempt from the script's name, the world size, the ranks of this node and the carrier of
-messages to the other nodes (None on one node). Returns None for no observer."""
+"""Creates the observer of an attempt, or returns None, given the script's name, the world size, the ranks of this node
+and the mailbox for the other nodes (None on one node)."""
 
 
 class AttemptObserver:
-    """Asks `accompany`, if it is given, for a companion for each attempt. `say` shows a notice.
+    """Asks `make_observer`, if it is given, for a observer for each attempt. `note` shows a notice.
 
-    `open_post`: returns the carrier of messages between the nodes for the current attempt, or None.
+    `open_mailbox`: returns the carrier of messages between the nodes for the current attempt, or None.
     """
 
     def __init__(
         self,
-        accompany: MakeObserver | None,
+        make_observer: MakeObserver | None,
         name: str,
-        say: Callable[[str], None],
-        open_post: Callable[[], Mailbox | None] = lambda: None,
+        note: Callable[[str], None],
+        open_mailbox: Callable[[], Mailbox | None] | None,
     ) -> None:
-        self._accompany = accompany
-        self._open_post = open_post
+        self._make_observer = make_observer
+        self._open_mailbox = open_mailbox
         self._name = name
-        self._say = say
-        self._companion: LaunchObserver | None = None
+        self._note = note
+        self._observer: LaunchObserver | None = None
 
     def begin_attempt(self, world_size: int, ranks: tuple[int, ...]) -> Mapping[str, str]:
         """Environment variables for `ranks`, which are about to be started."""
         self.end(is_clean=False)
-        if self._accompany is None:
+        if self._make_observer is None:
             return {}
-        self._companion = companion = self._accompany(self._name, world_size, ranks, self._open_post())
-        if companion is None:
+        mailbox = None if self._open_mailbox is None else self._open_mailbox()
+        self._observer = observer = self._make_observer(self._name, world_size, ranks, mailbox)
+        if observer is None:
             return {}
-        return {**companion.variables, HOOKS_VARIABLE: ",".join(companion.hooks)}
+        return {**observer.variables, HOOKS_VARIABLE: ",".join(observer.hooks)}
 
     def watch(self, ranks: Sequence[RankState]) -> None:
-        """Called when the ranks have been started."""
-        if self._companion is not None:
-            self._companion.begin(ranks, {})
+        if self._observer is not None:
+            self._observer.begin(ranks, {})
 
     def take(self) -> WatchError | None:
-        """Show new findings. Returns the error that the attempt must end with, or None."""
-        return None if self._companion is None else self._companion.take(self._say)
+        return None if self._observer is None else self._observer.take(self._note)
 
     def explain(self, error: RankError) -> None:
-        """Add what was observed from outside to `error`, which ends the attempt."""
-        if self._companion is not None:
-            self._companion.explain(error)
+        if self._observer is not None:
+            self._observer.explain(error)
 
     def finish(self) -> WatchError | None:
-        """Called after all ranks succeeded: show new findings. Returns an error that the run must end with, or None."""
-        return None if self._companion is None else self._companion.finish(self._say)
+        return None if self._observer is None else self._observer.finish(self._note)
 
     def end(self, *, is_clean: bool) -> None:
         """End the attempt's observation."""
-        companion, self._companion = self._companion, None
-        if companion is not None:
-            companion.take(self._say)
-            companion.end(is_clean)
+        observer, self._observer = self._observer, None
+        if observer is not None:
+            observer.take(self._note)
+            observer.end(is_clean)

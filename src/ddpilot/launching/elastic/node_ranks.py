@@ -25,8 +25,8 @@ FAILED_GRACE_S = 1.0
 STUCK_EXIT_S = 5.0
 """Seconds that a rank whose script raised may take to exit, for its threads and exit handlers."""
 
-_PATIENCE_S = 0.3
-_GONE_LIMIT_S = 5.0
+_NOTICE_AFTER_S = 0.3
+_KILL_LIMIT_S = 5.0
 _PAUSE_S = 0.01
 
 
@@ -45,7 +45,6 @@ class NodeRank:
 
     @property
     def pid(self) -> int:
-        """Process id."""
         return self.process.pid
 
     @property
@@ -58,7 +57,7 @@ class NodeRank:
         """True until the process has been reaped."""
         return self.exited is None
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Reap the process if it has exited, and read its report if it exists."""
         if self.exited is None and self.process.returncode is None:
             pid, status, usage = os.wait4(self.process.pid, os.WNOHANG)
@@ -80,24 +79,20 @@ class NodeRank:
             if self.raised.type_name == "SystemExit":
                 return f"called sys.exit with code {self.raised.exitcode}"
             return f"raised {self.raised.type_name}"
-        if self.exited is None:
-            return "is still there"
-        if self.exited.signal_name is not None:
-            return f"was ended by {self.exited.signal_name}"
-        return f"exited with code {self.exited.exitcode}"
+        return "is still running" if self.exited is None else self.exited.describe()
 
 
 class NodeRanks:
-    """All ranks of this node in one attempt. `say` shows a notice."""
+    """All ranks of this node in one attempt. `note` shows a notice."""
 
-    def __init__(self, ranks: Sequence[NodeRank], say: Callable[[str], None]) -> None:
+    def __init__(self, ranks: Sequence[NodeRank], note: Callable[[str], None]) -> None:
         self._ranks = ranks
-        self._say = say
+        self._note = note
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Poll all processes for exits and reports."""
         for each in self._ranks:
-            each.look()
+            each.poll()
 
     def is_leaving(self, rank: int) -> bool:
         """True if `rank` raised and may still be exiting. Shows a notice when its time is over (5 s)."""
@@ -106,9 +101,9 @@ class NodeRanks:
             return False
         if time.monotonic() - each.raised_seen_s <= STUCK_EXIT_S:
             return True
-        self._say(
-            f"rank {rank} {each.describe_end()} and has not ended for {STUCK_EXIT_S:g} s: a thread or an exit handler "
-            "keeps it; ending all ranks"
+        self._note(
+            f"rank {rank} {each.describe_end()} and has not exited after {STUCK_EXIT_S:g} s because of a thread or an "
+            "exit handler; terminating all ranks"
         )
         return False
 
@@ -117,7 +112,7 @@ class NodeRanks:
         """The ranks whose process is running."""
         return tuple(each.rank for each in self._ranks if each.is_live)
 
-    def unheard(self) -> list[int]:
+    def silent_pids(self) -> list[int]:
         """Process ids of the ranks that have neither exited, as far as is known, nor reported."""
         return [each.process.pid for each in self._ranks if each.is_live and each.raised is None]
 
@@ -165,8 +160,8 @@ class NodeRanks:
         """
         since_s = time.monotonic()
         self._signal(self._ranks, number)
-        while self._are_there() and (waited_s := time.monotonic() - since_s) < grace_s:
-            if while_waiting is not None and waited_s > _PATIENCE_S:
+        while self._remain() and (waited_s := time.monotonic() - since_s) < grace_s:
+            if while_waiting is not None and waited_s > _NOTICE_AFTER_S:
                 while_waiting()
                 while_waiting = None
             time.sleep(_PAUSE_S)
@@ -175,18 +170,18 @@ class NodeRanks:
     def kill(self) -> None:
         """Send SIGKILL to the remaining process groups and wait for the ranks, at most 5 s."""
         self._signal(self._ranks, signal.SIGKILL)
-        deadline_s = time.monotonic() + _GONE_LIMIT_S
+        deadline_s = time.monotonic() + _KILL_LIMIT_S
         # Do not wait for the groups: in a container, orphans may never be reaped, and zombies keep a group alive.
-        while self._are_there() and self.live and time.monotonic() < deadline_s:
+        while self._remain() and self.live and time.monotonic() < deadline_s:
             time.sleep(_PAUSE_S)
 
     def describe_ends(self) -> str:
-        """How each rank ended: "rank 0 exited with code 0; rank 1 was ended by SIGTERM"."""
+        """How each rank ended: "rank 0 exited with code 0; rank 1 was killed by SIGTERM"."""
         return "; ".join(f"rank {each.rank} {each.describe_end()}" for each in self._ranks)
 
-    def _are_there(self) -> bool:
+    def _remain(self) -> bool:
         for each in self._ranks:
-            each.look()
+            each.poll()
         return any(each.is_live or each.has_group for each in self._ranks)
 
     def _signal(self, ranks: Sequence[NodeRank], number: signal.Signals) -> None:
@@ -210,9 +205,9 @@ def _has_members(group: int) -> bool:
 
 
 def read_report(path: Path) -> Raised | None:
-    """The exception that a rank reported in `path`; None if there is no report, or only one of torch's `record`."""
+    """The exception that a rank reported in `path`; None without a report, and for a report of torch's `record`."""
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))[REPORT_KEY]
+        report = json.loads(path.read_text(encoding="utf-8"))[REPORT_KEY]
     except (OSError, ValueError, KeyError):
         return None
-    return Raised(**{field.name: said[field.name] for field in fields(Raised)})
+    return Raised(**{field.name: report[field.name] for field in fields(Raised)})

@@ -10,12 +10,11 @@ from typing import Literal
 
 from ddpilot.errors import LaunchError
 from ddpilot.launching.elastic.signals import DEFAULT_SIGNALS
+from ddpilot.launching.options import is_nproc
 
 TargetKind = Literal["script", "module", "program"]
 DEFAULT_PORT = 29500
 """Default port of the store; the same as torchrun's."""
-
-_COUNT_WORDS = ("auto", "cpu", "gpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +65,7 @@ class RunOptions:
     """Seconds that nodes wait for each other at the start and at each restart."""
 
     node_timeout_s: float = 30.0
-    """Seconds without a heartbeat of another node after which this node terminates its ranks."""
+    """Seconds without a heartbeat of a different node after which this node terminates its ranks."""
 
     max_restarts: int = 0
     """Maximum number of times that all ranks are restarted after a failure."""
@@ -96,9 +95,10 @@ class RunOptions:
     """Local ranks whose output is shown; None: all."""
 
     def __post_init__(self) -> None:
-        count = self.nproc_per_node
-        if not (isinstance(count, int) and 1 <= count <= 1024) and count not in _COUNT_WORDS:
-            raise _refusal("--nproc-per-node", count, "Give a number of ranks from 1 to 1024, or auto, gpu or cpu")
+        if not is_nproc(self.nproc_per_node):
+            raise _refusal(
+                "--nproc-per-node", self.nproc_per_node, "Give a number of ranks from 1 to 1024, or auto, gpu or cpu"
+            )
         fewest, most = self.nnodes
         if not 1 <= fewest <= most:
             raise _refusal("--nnodes", f"{fewest}:{most}", "Give a number of nodes, or MIN:MAX with 1 <= MIN <= MAX")

@@ -17,22 +17,21 @@ import runpy
 import signal
 import sys
 import time
-import traceback
 import types
+from dataclasses import asdict
 from importlib.machinery import SourceFileLoader
 from types import TracebackType
 
-from ddpilot.launching.exceptions import exitcode_of, is_victim, message_of, show_connections
+from ddpilot.launching.exception_report import prune_guard, report_exception, skip_callers
+from ddpilot.launching.exceptions import exitcode_of, show_connections
+from ddpilot.launching.rank_reports import Raised
 
 REPORT_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 REPORT_KEY = "ddpilot"
 HOOKS_VARIABLE = "DDPILOT_RANK_HOOKS"
 """Functions, as "module:name" separated by commas, that a rank calls as soon as the script has imported torch."""
 
-_MAX_TEXT_CHARS = 100_000
 _PR_SET_PDEATHSIG = 1
-_OWN_FILES = (__file__, runpy.__file__, "<frozen runpy>")
-_GUARD = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "guard", "")
 
 
 def main(argv: list[str]) -> None:
@@ -47,7 +46,7 @@ def main(argv: list[str]) -> None:
         else:
             _run_script(target, args)
     except BaseException as error:
-        _leave_out_guard(error)
+        prune_guard(error)
         _report(error)
         if not isinstance(error, SystemExit):
             _hide_own_frames(error)
@@ -127,40 +126,9 @@ def _run_module(name: str, args: list[str]) -> None:
     runpy._run_module_as_main(name)  # type: ignore[attr-defined]  # what `python -m` calls; run_module() is not the same
 
 
-def _user_frames(error: BaseException) -> TracebackType | None:
-    frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename in _OWN_FILES:
-        frames = frames.tb_next
-    return frames
-
-
-def _leave_out_guard(error: BaseException) -> None:
-    """Drop the frames of guard's wrappers around torch functions, also in chained exceptions."""
-    seen: set[int] = set()
-    todo: list[BaseException | None] = [error]
-    while todo:
-        link = todo.pop()
-        if link is not None and id(link) not in seen:
-            seen.add(id(link))
-            link.__traceback__ = _without_guard(link.__traceback__)
-            todo += [link.__cause__, link.__context__]
-
-
-def _without_guard(frames: TracebackType | None) -> TracebackType | None:
-    kept = []
-    while frames is not None:
-        if not frames.tb_frame.f_code.co_filename.startswith(_GUARD):
-            kept.append(frames)
-        frames = frames.tb_next
-    new: TracebackType | None = None
-    for each in reversed(kept):
-        new = TracebackType(new, each.tb_frame, each.tb_lasti, each.tb_lineno)
-    return new
-
-
 def _hide_own_frames(error: BaseException) -> None:
     """Let the interpreter handle the exception as usual, but start its traceback at the user's frames."""
-    frames, theirs = _user_frames(error), sys.excepthook
+    frames, theirs = skip_callers(error.__traceback__), sys.excepthook
 
     def hook(kind: type[BaseException], value: BaseException, found: TracebackType | None) -> None:
         if value is not error:
@@ -174,33 +142,21 @@ def _hide_own_frames(error: BaseException) -> None:
 
 def _report(error: BaseException) -> None:
     path = os.environ.get(REPORT_VARIABLE)
-    exitcode = exitcode_of(error)
-    if not path or exitcode == 0:
+    if not path or exitcode_of(error) == 0:
         return
     try:
         show_connections(error)
-        _write_report(path, error, exitcode, time.monotonic())
-    except Exception as failure:  # never mask the user's exception: its `__str__` may raise, or the disk may be full
+        _write_report(path, report_exception(error))
+    except Exception as failure:  # never mask the user's exception, for example if the disk is full
         sys.stderr.write(f"ddpilot: this exception could not be reported to the agent: {failure!r}\n")
 
 
-def _write_report(path: str, error: BaseException, exitcode: int, time_s: float) -> None:
+def _write_report(path: str, raised: Raised) -> None:
     """Write the error file that torch's agent reads, with additional fields; atomically."""
-    text = "".join(traceback.TracebackException(type(error), error, _user_frames(error)).format())[-_MAX_TEXT_CHARS:]
-    message = message_of(error)[:_MAX_TEXT_CHARS]
-    what = {
-        "time_s": time_s,
-        "type_name": type(error).__qualname__,
-        "message": message,
-        "traceback": text,
-        "is_victim": is_victim(error),
-        "interrupted": isinstance(error, KeyboardInterrupt),
-        "exitcode": exitcode,
-    }
-    extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
-    torchs = {"message": f"{type(error).__name__}: {message}", "extraInfo": extra}
+    extra = {"py_callstack": raised.traceback, "timestamp": str(int(time.time()))}
+    torchs = {"message": f"{raised.type_name.rpartition('.')[2]}: {raised.message}", "extraInfo": extra}
     with open(f"{path}.writing", "w", encoding="utf-8", errors="backslashreplace") as file:
-        json.dump({"message": torchs, REPORT_KEY: what}, file)
+        json.dump({"message": torchs, REPORT_KEY: asdict(raised)}, file)
     os.replace(f"{path}.writing", path)
 
 

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddpilot.environments.nvml import count_accelerators
 from ddpilot.environments.private_files import scratch_folder
 from ddpilot.errors import LaunchError
 from ddpilot.launching.elastic.attempt_observer import MakeObserver
@@ -24,7 +23,8 @@ from ddpilot.launching.elastic.rendezvous.node_state import NodeState
 from ddpilot.launching.elastic.rendezvous.torch_backends import check_backend
 from ddpilot.launching.elastic.signals import RunStoppedError, StopSignal, signals_raise
 from ddpilot.launching.elastic.target import check_stream, check_target
-from ddpilot.launching.rank_environment import LAUNCH_VARIABLE, choose_num_threads, count_cores
+from ddpilot.launching.nproc import resolve_nproc
+from ddpilot.launching.rank_environment import LAUNCH_VARIABLE, choose_num_threads
 from ddpilot.launching.system_limits import limits_explained
 from ddpilot.output.writer import LabelledWriter
 
@@ -43,11 +43,6 @@ class PreparedRun:
     display: LabelledWriter
 
 
-def run_script(options: RunOptions, accompany: MakeObserver | None = None) -> None:
-    """Run the script of `options` on this node's ranks to the end of the job: `prepare_run`, then `run_prepared`."""
-    run_prepared(prepare_run(options, os.environ), accompany)
-
-
 def prepare_run(options: RunOptions, environ: Mapping[str, str]) -> PreparedRun:
     """Check everything that can be wrong before ranks start, without importing torch; on node 0, open the port.
 
@@ -60,7 +55,7 @@ def prepare_run(options: RunOptions, environ: Mapping[str, str]) -> PreparedRun:
         _check_log_dir(options.log_dir)
     display = LabelledWriter("labelled", None)
     notes: list[str] = []
-    count = count_ranks(options.nproc_per_node, environ, notes.append)
+    count = resolve_nproc(options.nproc_per_node, environ, notes.append, write="-n {}".format)
     if options.kind == "script":
         check_stream(options.target, count, options.max_restarts)
     _check_filter(options, count, notes.append)
@@ -92,7 +87,7 @@ def prepare_run(options: RunOptions, environ: Mapping[str, str]) -> PreparedRun:
     return PreparedRun(options=options, me=me, run_id=run_id, endpoint=endpoint, variables=variables, display=display)
 
 
-def _check_filter(options: RunOptions, count: int, say: Callable[[str], None]) -> None:
+def _check_filter(options: RunOptions, count: int, note: Callable[[str], None]) -> None:
     """Raise LaunchError if --local-ranks-filter names a rank that the only node does not have."""
     wanted = options.shown_local_ranks
     if wanted is None or max(wanted) < count:
@@ -102,10 +97,10 @@ def _check_filter(options: RunOptions, count: int, say: Callable[[str], None]) -
         f"local rank{'s' * (count > 1)} 0{f' to {count - 1}' * (count > 1)}",
     )
     if options.nnodes[1] == 1:
-        fix = "Name local ranks that there are; they count from 0"
+        fix = "Give local ranks of this node; they count from 0"
         raise LaunchError("reading --local-ranks-filter", found=f"{given}, but the node has {has}", fix=fix)
     if min(wanted) >= count:  # nodes may have different numbers of ranks
-        say(f"--local-ranks-filter {given}: this node has {has}, so nothing of its output is shown")
+        note(f"--local-ranks-filter {given}: this node has {has}, so none of its output is shown")
 
 
 def _check_log_dir(folder: Path) -> None:
@@ -121,8 +116,8 @@ def _check_log_dir(folder: Path) -> None:
         ) from error
 
 
-def run_prepared(prepared: PreparedRun, accompany: MakeObserver | None = None) -> None:
-    """Run the ranks of this node to the end of the job. Imports torch. `accompany`: makes the observer of an attempt.
+def run_prepared(prepared: PreparedRun, make_observer: MakeObserver | None = None) -> None:
+    """Run the ranks of this node to the end of the job. Imports torch. `make_observer`: for each attempt.
 
     Raises RankError for the earliest failure on any node, RendezvousError for a node that never joined or was lost,
     WatchError for an observer's finding, RunStoppedError if a signal ended the run, and LaunchError otherwise. No
@@ -130,37 +125,33 @@ def run_prepared(prepared: PreparedRun, accompany: MakeObserver | None = None) -
     """
     options = prepared.options
     try:
-        with limits_explained(f"running `{options.name}` on {prepared.me.nproc_per_node} ranks"):
-            _run(prepared, accompany)
+        with (
+            limits_explained(f"running `{options.name}` on {prepared.me.nproc_per_node} ranks"),
+            OutputThread(prepared.display) as screen,
+            scratch_folder("ddpilot-run-") as folder,
+            _quiet_torch(),
+            signals_raise(options.signals),
+        ):
+            # Imports torch: everything that can be checked without it has been checked.
+            from ddpilot.launching.elastic.setup import run_assembled
+
+            run_assembled(
+                options,
+                prepared.me,
+                prepared.run_id,
+                prepared.endpoint,
+                screen,
+                folder,
+                prepared.variables,
+                make_observer,
+            )
     except StopSignal as stop:
         number = stop.number
-        found = f"`{options.name}` was stopped by {number.name} before there were ranks"
+        found = f"`{options.name}` was stopped by {number.name} before ranks were started"
         raise RunStoppedError(f"running `{options.name}`", found=found, exitcode=128 + number) from None
     finally:
         if prepared.endpoint is not None:
             prepared.endpoint.close()
-
-
-def _run(prepared: PreparedRun, accompany: MakeObserver | None) -> None:
-    with (
-        OutputThread(prepared.display) as screen,
-        scratch_folder("ddpilot-run-") as folder,
-        _quiet_torch(),
-        signals_raise(prepared.options.signals),
-    ):
-        # Imports torch: everything that can be checked without it has been checked.
-        from ddpilot.launching.elastic.setup import run_assembled
-
-        run_assembled(
-            prepared.options,
-            prepared.me,
-            prepared.run_id,
-            prepared.endpoint,
-            screen,
-            folder,
-            prepared.variables,
-            accompany,
-        )
 
 
 @contextmanager
@@ -183,28 +174,3 @@ def _quiet_torch() -> Iterator[None]:
             del os.environ[CPP_LEVEL_VARIABLE]
         logger.removeHandler(nothing)
         logger.propagate = propagate
-
-
-def count_ranks(asked: int | str, environ: Mapping[str, str], say: Callable[[str], None]) -> int:
-    """Number of ranks that `asked` (a number, "auto", "gpu" or "cpu") means on this node. `say` shows a notice.
-
-    Raises LaunchError for "gpu" if no GPU is visible.
-    """
-    if asked == "cpu":
-        return count_cores()
-    num_gpus = count_accelerators(environ)
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if asked == "gpu" and num_gpus == 0:
-        seen = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
-        fix = "Check `nvidia-smi` and CUDA_VISIBLE_DEVICES, or give a number of ranks or cpu"
-        raise LaunchError("counting ranks for -n gpu", found=f"no GPU is visible{seen}", fix=fix)
-    if isinstance(asked, int):
-        if 0 < num_gpus < asked:
-            gpus = f"{num_gpus} GPU{'s' * (num_gpus > 1)}"
-            say(
-                f"{asked} ranks on {gpus}: `init_group()` lets them share, over gloo; NCCL refuses two ranks on one GPU"
-            )
-        return asked
-    if num_gpus == 0:
-        say(f"no GPU found, so one rank runs on the CPU; -n 2 gives two of them ({count_cores()} cores here)")
-    return max(1, num_gpus)

@@ -30,7 +30,7 @@ from ddpilot.launching.elastic.output_thread import OutputThread
 from ddpilot.launching.elastic.rendezvous.network import Endpoint
 from ddpilot.launching.elastic.rendezvous.node_state import NodeState
 from ddpilot.launching.elastic.rendezvous.static_handler import StaticRendezvousHandler
-from ddpilot.launching.elastic.rendezvous.torch_backends import Result, Waiter
+from ddpilot.launching.elastic.rendezvous.torch_backends import Result, wait_in_thread
 from ddpilot.launching.elastic.signals import RunStoppedError, StopSignal
 from ddpilot.launching.rank_environment import EXIT_REQUEUE
 
@@ -43,47 +43,37 @@ def run_assembled(
     screen: OutputThread,
     folder: Path,
     variables: Mapping[str, str],
-    accompany: MakeObserver | None = None,
+    make_observer: MakeObserver | None = None,
 ) -> None:
     """Run the ranks of this node to the end of the job. Raises the errors that `run_prepared` documents.
 
     `endpoint`: address of the store, None for a rendezvous backend of torch; `folder`: for the ranks' reports;
-    `variables`: for the ranks' environment, in addition to torch's; `accompany`: makes the observer of an attempt.
+    `variables`: for the ranks' environment, in addition to torch's; `make_observer`: makes the observer of an attempt.
     """
-    meeting = None if endpoint is None else _meeting(endpoint, options, me, run_id, screen.note)
-    handler = meeting or _torchs_rendezvous(options, run_id, screen.note)
-    more = () if meeting is None else (meeting.open_post,)
-    escort = AttemptObserver(accompany, options.name, screen.note, *more)
-    logs = PipedLogs(options, screen, folder, variables, escort)
-    agent = Agent(_worker_spec(options, me, handler), logs, options, screen, meeting)
+    rendezvous = None
+    if endpoint is not None:
+        limits = {"timeout_s": options.rdzv_timeout_s, "node_timeout_s": options.node_timeout_s}
+        rendezvous = StaticRendezvousHandler(endpoint, me, run_id=run_id, note=screen.note, **limits)
+    handler = rendezvous or _torch_rendezvous(options, run_id, screen.note)
+    open_mailbox = None if rendezvous is None else rendezvous.open_mailbox
+    observer = AttemptObserver(make_observer, options.name, screen.note, open_mailbox)
+    logs = PipedLogs(options, screen, folder, variables, observer)
+    agent = Agent(_worker_spec(options, me, handler), logs, options, screen, rendezvous)
     is_clean = False
     try:
         _run(agent, me, options)
-        seen = escort.finish()
-        if seen is not None:
-            raise seen
+        error = observer.finish()
+        if error is not None:
+            raise error
         is_clean = True
     except (LaunchError, RendezvousError, RunStoppedError) as error:
-        if meeting is not None and agent.error is None:
-            meeting.tell_failure(error)
+        if rendezvous is not None and agent.error is None:
+            rendezvous.report_failure(error)
         raise
     finally:
-        escort.end(is_clean=is_clean)
+        observer.end(is_clean=is_clean)
         with contextlib.suppress(StopSignal, SignalException):  # a second signal: exit without leaving the rendezvous
             handler.shutdown()
-
-
-def _meeting(
-    endpoint: Endpoint, options: RunOptions, me: NodeState, run_id: str, say: Callable[[str], None]
-) -> StaticRendezvousHandler:
-    return StaticRendezvousHandler(
-        endpoint,
-        me,
-        run_id=run_id,
-        timeout_s=options.rdzv_timeout_s,
-        node_timeout_s=options.node_timeout_s,
-        say=say,
-    )
 
 
 def _worker_spec(options: RunOptions, me: NodeState, handler: RendezvousHandler) -> WorkerSpec:
@@ -102,33 +92,33 @@ def _worker_spec(options: RunOptions, me: NodeState, handler: RendezvousHandler)
 
 def _run(agent: Agent, me: NodeState, options: RunOptions) -> None:
     did = f"running `{options.name}`"
-    who = f"`{options.name}`" if me.nnodes == 1 else me.place
+    where = f"`{options.name}`" if me.nnodes == 1 else me.place
     try:
         result = agent.run()
     except SignalException as stop:
-        found = f"{who} was stopped by {stop.sigval.name}: {agent.ends}"
+        found = f"{where} was stopped by {stop.sigval.name}: {agent.ends}"
         raise RunStoppedError(did, found=found, exitcode=EXIT_REQUEUE if agent.wants_requeue else 1) from None
     except StopSignal as stop:
-        found = f"{who} was stopped by {stop.number.name} before there were ranks"
+        found = f"{where} was stopped by {stop.number.name} before ranks were started"
         raise RunStoppedError(did, found=found, exitcode=128 + stop.number) from None
     except TorchRendezvousError as error:
         found = f"{type(error).__name__}: {error}".removesuffix(": ")
         if isinstance(error, RendezvousTimeoutError):
-            found = f"not all of {options.nnodes[0]} nodes came in time; which of them are missing, torch does not say"
-        fix = "Look at --rdzv-endpoint, and whether every node was started with the same --rdzv-id and --nnodes"
-        raise RendezvousError(f"meeting by {options.rdzv_backend}", found=found, fix=fix) from error
+            found = f"not all of {options.nnodes[0]} nodes joined in time; torch does not report which are missing"
+        fix = "Check --rdzv-endpoint, and that every node was started with the same --rdzv-id and --nnodes"
+        raise RendezvousError(f"joining the {options.rdzv_backend} rendezvous", found=found, fix=fix) from error
     if agent.error is not None:
-        _hand_up(agent.report)
+        _copy_report(agent.report)
         if agent.wants_requeue and isinstance(agent.error, RankError) and agent.error.exitcode == EXIT_REQUEUE:
-            found = f"every rank of {who} left with exit code {EXIT_REQUEUE}, which asks for the same command again"
+            found = f"every rank of {where} exited with code {EXIT_REQUEUE}: run the same command again to resume"
             raise RunStoppedError(did, found=found, exitcode=EXIT_REQUEUE)
         raise agent.error
     if result.state != WorkerState.SUCCEEDED:
-        fix = "LOGLEVEL=INFO shows what torch's agent says"
-        raise LaunchError(did, found=f"torch's agent ended with {result.state.name}", fix=fix)
+        fix = "Set LOGLEVEL=INFO to see the log of torch's agent"
+        raise LaunchError(did, found=f"torch's agent finished with state {result.state.name}", fix=fix)
 
 
-def _hand_up(report: Path | None) -> None:
+def _copy_report(report: Path | None) -> None:
     """Copy the first failure's report to the file that the parent process asks for, as torchrun does for schedulers."""
     wanted = os.environ.get(rank_main.REPORT_VARIABLE)
     if wanted and report is not None:
@@ -143,62 +133,56 @@ def _command(options: RunOptions) -> tuple[str, tuple[str, ...]]:
     return sys.executable, (*program, *options.args)
 
 
-class _Patient(RendezvousHandler):
-    """Wraps a rendezvous of torch so that signals interrupt its waiting and notices explain it."""
+class _WaitingHandler(RendezvousHandler):
+    """Wraps a rendezvous handler of torch, so that signals interrupt a wait and notices explain it."""
 
-    def __init__(self, theirs: RendezvousHandler, options: RunOptions, say: Callable[[str], None]) -> None:
-        self._theirs = theirs
+    def __init__(self, handler: RendezvousHandler, options: RunOptions, note: Callable[[str], None]) -> None:
+        self._handler = handler
         self._options = options
-        self._say = say
+        self._note = note
         self._is_waiting = False
 
     def get_backend(self) -> str:
-        """Name of torch's rendezvous backend."""
-        return self._theirs.get_backend()
+        return self._handler.get_backend()
 
     @property
     def use_agent_store(self) -> bool:
-        """True if ranks are clients of the agents' store."""
-        return self._theirs.use_agent_store
+        return self._handler.use_agent_store
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the nodes of the next attempt."""
         self._is_waiting = True  # stays True if a signal interrupts: the thread still uses the connection
-        info = _wait(self._theirs.next_rendezvous, self._options, self._say)
+        info = _wait(self._handler.next_rendezvous, self._options, self._note)
         self._is_waiting = False
         return info
 
     def is_closed(self) -> bool:
-        """True if no node can join any more."""
-        return self._theirs.is_closed()
+        return self._handler.is_closed()
 
     def set_closed(self) -> None:
-        """Close the rendezvous: no node can join any more."""
-        self._theirs.set_closed()  # type: ignore[no-untyped-call]
+        self._handler.set_closed()  # type: ignore[no-untyped-call]
 
     def num_nodes_waiting(self) -> int:
-        """Number of nodes that arrived while the others were running."""
-        return self._theirs.num_nodes_waiting()
+        return self._handler.num_nodes_waiting()
 
     def get_run_id(self) -> str:
-        """Id of the job."""
-        return self._theirs.get_run_id()
+        return self._handler.get_run_id()
 
     def shutdown(self) -> bool:
         """Close the rendezvous for all nodes, as torchrun does at the end. False if it is still waiting for nodes."""
-        return not self._is_waiting and self._theirs.shutdown()
+        return not self._is_waiting and self._handler.shutdown()
 
 
-def _wait(call: Callable[[], Result], options: RunOptions, say: Callable[[str], None]) -> Result:
+def _wait(call: Callable[[], Result], options: RunOptions, note: Callable[[str], None]) -> Result:
     def describe(waited_s: float) -> str:
         fewest = f"{options.nnodes[0]} node{'s' * (options.nnodes[0] > 1)}"
         where = f" at {options.rdzv_endpoint}" if options.rdzv_endpoint else ""
         return f"waiting for the {options.rdzv_backend} rendezvous of {fewest}{where}, for {waited_s:.0f} s"
 
-    return Waiter(call, say, describe).wait()
+    return wait_in_thread(call, note, describe)
 
 
-def _torchs_rendezvous(options: RunOptions, run_id: str, say: Callable[[str], None]) -> RendezvousHandler:
+def _torch_rendezvous(options: RunOptions, run_id: str, note: Callable[[str], None]) -> RendezvousHandler:
     parameters = RendezvousParameters(
         backend=options.rdzv_backend,
         endpoint=options.rdzv_endpoint,
@@ -209,7 +193,7 @@ def _torchs_rendezvous(options: RunOptions, run_id: str, say: Callable[[str], No
         **{"timeout": str(int(options.rdzv_timeout_s)), **options.rdzv_conf},
     )
     try:
-        return _Patient(_wait(lambda: get_rendezvous_handler(parameters), options, say), options, say)
+        return _WaitingHandler(_wait(lambda: get_rendezvous_handler(parameters), options, note), options, note)
     except ImportError as error:  # torch's etcd backends need an extra package
         fix = "Install it, `pip install python-etcd`, or use c10d, which needs none"
         raise RendezvousError(f"preparing the {options.rdzv_backend} rendezvous", found=str(error), fix=fix) from error

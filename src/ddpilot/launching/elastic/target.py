@@ -33,7 +33,7 @@ def check_target(kind: TargetKind, target: str) -> None:
         _check_script(Path(target))
     elif shutil.which(target) is None:
         fix = "Give the path of a program, or its name where PATH has it; a file needs `chmod +x`"
-        raise LaunchError(f"starting `{target}`", found="there is no such program", fix=fix)
+        raise LaunchError(f"starting `{target}`", found="no such program", fix=fix)
 
 
 def is_stream(target: str) -> bool:
@@ -62,14 +62,14 @@ def _check_script(path: Path) -> None:
     if path.is_dir() and not _has_main(path):
         raise LaunchError(did, found="it is a directory without a `__main__.py`", fix=_name_script(path))
     if not path.exists():
-        raise LaunchError(did, found=f"there is no such file in {Path.cwd()}", fix=_suggest(path))
+        raise LaunchError(did, found=f"no such file in {Path.cwd()}", fix=_suggest(path))
     try:
         main, source = _read_main(path)
     except KeyError as error:
         fix = "Add one, as `python -m zipapp` does, or name a script"
         raise LaunchError(did, found="it is a zip file without a `__main__.py`", fix=fix) from error
     except OSError as error:
-        raise LaunchError(did, found=f"it cannot be read ({error.strerror})", fix="Look at its permissions") from error
+        raise LaunchError(did, found=f"it cannot be read ({error.strerror})", fix="Check its permissions") from error
     if source is not None:
         _check_syntax(did, main, source)
 
@@ -110,7 +110,7 @@ def _suggest(path: Path) -> str:
     if guess:
         return guess
     if not folder.is_dir():
-        return f"There is no folder `{folder}` either; for a module write -m"
+        return f"The folder `{folder}` does not exist either; for a module write -m"
     return f"{_name_script(folder)}; for a module write -m"
 
 
@@ -155,9 +155,7 @@ def _find(did: str, name: str) -> importlib.machinery.ModuleSpec:
         inside = spec.submodule_search_locations
         spec = None if inside is None else importlib.machinery.PathFinder.find_spec(here, list(inside))
     if spec is None:
-        what = (
-            "is a package without a `__main__` module" if here.endswith(".__main__") else "is no module that is found"
-        )
+        what = "is a package without a `__main__` module" if here.endswith(".__main__") else "was not found"
         raise LaunchError(
             did,
             found=f"`{here.removesuffix('.__main__')}` {what} from {Path.cwd()} by {sys.executable}",

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a function once on ranks of this machine. Imports `rank_server`, `shipping` and the modules of `launching`."""
+"""Run one function on ranks of this machine to its end. Imports `spawning` and what is below it."""

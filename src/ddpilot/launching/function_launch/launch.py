@@ -8,37 +8,27 @@ import functools
 import inspect
 import os
 import sys
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ddpilot.environments.nvml import count_accelerators
 from ddpilot.errors import LaunchError, LaunchInterrupted
 from ddpilot.launching.function_launch.supervisor import Supervisor
 from ddpilot.launching.interrupts import InterruptCatcher
+from ddpilot.launching.nproc import resolve_nproc
 from ddpilot.launching.observer import LaunchObserver
 from ddpilot.launching.options import LaunchOptions
 from ddpilot.launching.rank_environment import (
     LAUNCH_VARIABLE,
     SERVER_VARIABLE,
-    choose_num_threads,
-    count_cores,
     default_variables,
-    module_paths,
-    rank_variables,
 )
-from ddpilot.launching.rank_reports import RankStart
-from ddpilot.launching.rank_server.client import RankHandle, RankServer, ensure_server, start_rank
-from ddpilot.launching.rank_server.job import STORE, NotStarted, Start, Started, bind_listener
 from ddpilot.launching.shipping import fd_socket
 from ddpilot.launching.shipping.rank_results import RankResults
 from ddpilot.launching.shipping.unpicklable import ship
+from ddpilot.launching.spawning import ForkedRanks, find_working_directory
 from ddpilot.launching.system_limits import limits_explained
-from ddpilot.output.cell_sources import collect_sources
 from ddpilot.output.pipe_reader import PipeReader
 from ddpilot.output.writer import LabelledWriter
-
-_MAX_UNANSWERED = 16
 
 
 def run_local(
@@ -46,29 +36,29 @@ def run_local(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    accompany: Callable[[str, int], LaunchObserver | None] = lambda name, count: None,
+    make_observer: Callable[[str, int], LaunchObserver | None] = lambda name, count: None,
 ) -> RankResults:
     """Run `function(*args, **kwargs)` on every rank and return the values by rank.
 
-    `accompany(function_name, num_ranks)` returns the observer of the launch, or None. Raises ShipError or LaunchError
-    before any rank starts, and RankError, LaunchTimeoutError or LaunchInterrupted afterwards.
+    `make_observer(function_name, num_ranks)` returns the observer of the launch, or None. Raises ShipError or
+    LaunchError before any rank starts, and RankError, LaunchTimeoutError or LaunchInterrupted afterwards.
     """
     name = check_function(function)
     _refuse_nested(os.environ, name)
     environ: Mapping[str, str] = {**default_variables(), **os.environ, **options.env}
     display = LabelledWriter(options.output, options.output_limit_bytes)
-    count = resolve_count(options, environ, display)
+    count = resolve_nproc(options.nproc_per_node, environ, display.note, backend=options.backend)
     did = f"starting {count} rank{'s' * (count > 1)} of `{name}`"
     find_working_directory(did)
     parts = {"fn": function, "args": args, "kwargs": dict(kwargs)}
     with limits_explained(did), standard_fds_taken():
         parcel, known = ship("ddpilot-call", parts, (function, args, dict(kwargs)), did=did, known=None)
         try:
-            return _run_shipped(options, environ, count, name, parcel, known, display, accompany)
+            return _run_shipped(options, environ, count, name, parcel, known, display, make_observer)
         except KeyboardInterrupt as error:
             if isinstance(error, LaunchInterrupted):
                 raise
-            raise LaunchInterrupted(f"{did} was stopped, before any of them ran it") from None
+            raise LaunchInterrupted(f"{did} was interrupted before any of them ran it") from None
         finally:
             os.close(parcel)
 
@@ -81,30 +71,30 @@ def _run_shipped(
     parcel: int,
     known: list[Any],
     display: LabelledWriter,
-    accompany: Callable[[str, int], LaunchObserver | None],
+    make_observer: Callable[[str, int], LaunchObserver | None],
 ) -> RankResults:
-    server = ensure_server(environ, options.preload, may_fork(options))
-    if server.hello.dirty is not None and options.start_method != "spawn":
-        say_dirty(server, options, display)
-    companion = accompany(name, count)
+    main = vars(sys.modules["__main__"])
+    paths = {name: text for name in ("__file__", "__package__") if isinstance(text := main.get(name), str)}
+    spawner = ForkedRanks(options, environ, count, display.note, paths)
+    observer = make_observer(name, count)
     is_clean = False
     try:
-        starts = functools.partial(
-            make_rank_start,
-            options=options,
-            environ=environ if companion is None else {**environ, **companion.variables},
-            count=count,
-            hooks=() if companion is None else companion.hooks,
-            name=name,
-            launch_id=uuid.uuid4().hex,
-            working_directory=os.getcwd(),
-        )
-        results = _run_on(server, starts, count, parcel, PipeReader(count, display), options, name, known, companion)
+        if observer is not None:
+            spawner.add_hooks(observer.hooks, observer.variables)
+        pipes = PipeReader(count, display)
+        with InterruptCatcher() as interrupts:
+            parcels = Supervisor(spawner, pipes, options, name, known, interrupts, observer).run(parcel)
         is_clean = True
-        return results
+        return RankResults(parcels, known)
+    except fd_socket.Closed as error:
+        raise LaunchError(
+            f"starting {count} ranks of `{name}`",
+            found=f"the rank server exited: {spawner.server.describe_end()}",
+            fix="Launch again, which starts a new one. If it happens again, the usual cause is too little memory",
+        ) from error
     finally:
-        if companion is not None:
-            companion.end(is_clean)
+        if observer is not None:
+            observer.end(is_clean)
 
 
 @contextlib.contextmanager
@@ -152,8 +142,8 @@ def _refuse_nested(environ: Mapping[str, str], name: str) -> None:
     if SERVER_VARIABLE in environ:
         raise LaunchError(
             f"launching `{name}`",
-            found="this is the rank server, which imports torch and so ran your module: "
-            "its file has the name of a module that torch imports, or it stands in `preload`",
+            found="this is the rank server, which imported your module: "
+            "its file has the name of a module that torch imports, or it is in `preload`",
             fix='Rename the file, or launch under `if __name__ == "__main__":`',
         )
     launched, elastic = environ.get(LAUNCH_VARIABLE), environ.get("TORCHELASTIC_RUN_ID")
@@ -163,154 +153,5 @@ def _refuse_nested(environ: Mapping[str, str], name: str) -> None:
         f"launching `{name}`",
         found=f"this process is itself rank {environ.get('RANK')} of {environ.get('WORLD_SIZE')} "
         f"(started by {'ddpilot' if launched == elastic else 'torchrun'})",
-        fix=f"Call `{name}` directly: every rank runs it already",
+        fix=f"Call `{name}` directly: every rank runs this code",
     )
-
-
-def resolve_count(options: LaunchOptions, environ: Mapping[str, str], display: LabelledWriter) -> int:
-    """Resolve `nproc_per_node` to a number of ranks on this machine. Raises LaunchError for "gpu" without a GPU."""
-    asked = options.nproc_per_node
-    if asked == "cpu":
-        return count_cores()
-    num_accelerators = count_accelerators(environ)
-    if asked == "gpu" and num_accelerators == 0:
-        raise LaunchError(
-            'counting ranks for `nproc_per_node="gpu"`',
-            found="no accelerator is visible",
-            fix='Check `nvidia-smi` and CUDA_VISIBLE_DEVICES, or give a number or "cpu"',
-        )
-    if isinstance(asked, int):
-        _check_sharing(options, asked, num_accelerators, display)
-        return asked
-    if num_accelerators == 0:
-        display.note(
-            f"no accelerator found, so one rank runs on the CPU; `nproc_per_node=2` gives two of them "
-            f"({count_cores()} cores here)"
-        )
-    return max(1, num_accelerators)
-
-
-def _check_sharing(options: LaunchOptions, asked: int, num_accelerators: int, display: LabelledWriter) -> None:
-    if not 0 < num_accelerators < asked:
-        return
-    found = f"{asked} ranks on {num_accelerators} accelerator{'s' * (num_accelerators > 1)}"
-    if options.backend is not None and "nccl" in options.backend:
-        raise LaunchError(
-            f'starting {asked} ranks with `backend="{options.backend}"`',
-            found=f"{found}; NCCL refuses two ranks on one GPU",
-            fix=f'Use `nproc_per_node={num_accelerators}`, or `backend="gloo"` to share',
-        )
-    display.note(f"{found}: ranks share them, over gloo")
-
-
-def may_fork(options: LaunchOptions) -> bool:
-    """True if ranks may be forked when that is safe."""
-    return sys.platform == "linux" and options.start_method != "spawn"
-
-
-def say_dirty(server: RankServer, options: LaunchOptions, display: LabelledWriter) -> None:
-    """Show why ranks start as fresh interpreters. Raises LaunchError if `start_method` is "fork"."""
-    if options.start_method == "fork":
-        raise LaunchError(
-            'starting ranks with `start_method="fork"`',
-            found=f"the rank server cannot be forked safely: {server.hello.dirty}",
-            fix="Leave that module out of `preload`, or the start method at its default",
-        )
-    display.note(f"{server.hello.dirty}, so ranks start as fresh interpreters, which takes seconds; see `preload=`")
-
-
-def find_working_directory(did: str) -> str:
-    """Path of the working directory. Raises LaunchError if it was removed, since no process can start in it."""
-    try:
-        return os.getcwd()
-    except FileNotFoundError as error:
-        raise LaunchError(
-            did,
-            found="the working directory of this process was removed",
-            fix="Change to one that exists: `os.chdir(...)`, in a notebook `%cd ...`",
-        ) from error
-
-
-def make_rank_start(
-    rank: int,
-    port: int,
-    sources: dict[str, list[str]],
-    *,
-    options: LaunchOptions,
-    environ: Mapping[str, str],
-    count: int,
-    hooks: tuple[str, ...],
-    name: str,
-    launch_id: str,
-    working_directory: str,
-) -> RankStart:
-    """The start message for rank `rank` of `count`, whose store listens on `port` of the loopback interface."""
-    main = sys.modules["__main__"]
-    num_threads = choose_num_threads(environ, count)
-    variables = rank_variables(
-        launch_id=launch_id,
-        rank=rank,
-        nproc_per_node=count,
-        master_port=port,
-        num_threads=num_threads,
-        backend=options.backend,
-    )
-    return RankStart(
-        launch_id=launch_id,
-        rank=rank,
-        environ={**environ, **variables},
-        working_directory=working_directory,
-        sys_path=module_paths(),
-        argv=list(sys.argv),
-        main={name: text for name in ("__file__", "__package__") if isinstance(text := vars(main).get(name), str)},
-        num_threads=num_threads,
-        hooks=hooks,
-        sources=sources,
-        function_name=name,
-    )
-
-
-def _num_answered(answers: list[Any]) -> int:
-    return sum(isinstance(answer, (Started, NotStarted)) and answer.rank != STORE for answer in answers)
-
-
-def _run_on(
-    server: RankServer,
-    make_start: Callable[..., RankStart],
-    count: int,
-    parcel: int,
-    pump: PipeReader,
-    options: LaunchOptions,
-    name: str,
-    known: list[Any],
-    companion: LaunchObserver | None,
-) -> RankResults:
-    handles: list[RankHandle] = []
-    sources = collect_sources()
-    try:
-        with InterruptCatcher() as interrupts, bind_listener() as listener:
-            port = listener.getsockname()[1]
-            starts = [make_start(rank, port, sources) for rank in range(count)]
-            with server.job(starts[0].launch_id, count) as job:
-                fd_socket.send(job, Start(STORE), [listener.fileno()])
-                listener.close()
-                answers: list[Any] = []
-                for start in starts:
-                    handles.append(start_rank(job, start, parcel))
-                    # Limit unanswered requests: if both sockets were full, server and parent would block each other.
-                    while len(handles) - _num_answered(answers) > _MAX_UNANSWERED:
-                        answers.append(fd_socket.receive(job)[0])
-                if companion is not None:
-                    companion.begin(handles, {name: "".join(lines) for name, lines in sources.items()})
-                Supervisor(job, handles, pump, options, name, known, interrupts, companion).run(answers)
-        # `run` raises unless every rank has returned a value.
-        return RankResults([handle.parcel for handle in handles if handle.parcel is not None], known)
-    except fd_socket.Closed as error:
-        raise LaunchError(
-            f"starting {count} ranks of `{name}`",
-            found=f"the rank server is gone: {server.describe_end()}",
-            fix="Launch again: a new one is started. If it happens again, memory is the usual cause",
-        ) from error
-    finally:
-        for handle in handles:
-            handle.close()

@@ -20,7 +20,7 @@ import psutil
 
 from ddpilot.errors import LaunchError
 from ddpilot.launching.rank_environment import LAUNCH_VARIABLE, SERVER_VARIABLE, import_time_variables, module_paths
-from ddpilot.launching.rank_reports import Exited, Hello, Raised, RankStart, Returned
+from ddpilot.launching.rank_reports import Hello, RankStart
 from ddpilot.launching.rank_server.job import Start
 from ddpilot.launching.shipping import fd_socket
 from ddpilot.module_names import RANK_SERVER
@@ -111,7 +111,7 @@ class RankServer:
             tail = log.read().decode(errors="replace")[-3000:]
             raise LaunchError(
                 "starting the rank server",
-                found=f"it ended with code {self._process.returncode} before it was ready; it wrote:\n{tail}",
+                found=f"it exited with code {self._process.returncode} before it was ready; its output:\n{tail}",
                 fix='Check that `python -c "import torch"` works in this environment',
             ) from error
         self._channel.settimeout(None)
@@ -127,7 +127,7 @@ class RankServer:
 
     @contextlib.contextmanager
     def job(self, launch_id: str, num_ranks: int) -> Iterator[socket.socket]:
-        """Context manager of one launch; yields its channel to the server. Raises wire.Closed if the server is gone."""
+        """Context manager of one launch; yields its channel. Raises fd_socket.Closed if the server has exited."""
         ours, theirs = socket.socketpair()
         with ours:
             with theirs, self._lock:
@@ -168,7 +168,7 @@ class RankServer:
     def describe_end(self) -> str:
         """Describe how the server exited, waiting up to 2 s for it."""
         try:
-            return f"it ended with code {self._process.wait(timeout=2)}"
+            return f"exit code {self._process.wait(timeout=2)}"
         except subprocess.TimeoutExpired:
             return "it closed its connection and is still running"
 
@@ -251,7 +251,7 @@ def stop_servers() -> None:
 
 @dataclass
 class RankHandle:
-    """Channels to one rank's process, and what the process reported."""
+    """Channels to one rank's process."""
 
     rank: int
     control: socket.socket
@@ -259,44 +259,18 @@ class RankHandle:
     """The parent's ends of the "stdout" and "stderr" pipes that are still open."""
 
     pid: int | None = None
-    returned: Returned | None = None
-    raised: Raised | None = None
-    exited: Exited | None = None
-    parcel: int | None = None
-    """File descriptor of the parcel with the rank's value or exception."""
-
-    exited_notice_at_s: float | None = None
-
-    @property
-    def is_live(self) -> bool:
-        """True until the process has been reaped."""
-        return self.exited is None
-
-    @property
-    def has_returned(self) -> bool:
-        """True if the rank's function returned."""
-        return self.returned is not None
-
-    def describe_end(self) -> str:
-        """How the rank ended, as the predicate of a sentence whose subject is the rank."""
-        if self.returned is not None:
-            return "returned"
-        if self.raised is not None:
-            return "ended at KeyboardInterrupt" if self.raised.interrupted else f"raised {self.raised.type_name}"
-        if self.exited is None:
-            return "was never started"
-        return f"was ended by {self.exited.signal_name or f'exit code {self.exited.exitcode}'}"
+    is_live: bool = True
+    """True until the process has been reaped."""
 
     def close(self) -> None:
         """Close all file descriptors that are still open."""
         self.control.close()
-        fd_socket.close_all([*self.pipes.values(), *([] if self.parcel is None else [self.parcel])])
+        fd_socket.close_all(self.pipes.values())
         self.pipes.clear()
-        self.parcel = None
 
 
 def start_rank(job: socket.socket, start: RankStart, parcel: int) -> RankHandle:
-    """Ask the server to start a rank, and send it the `start` message. Raises wire.Closed if the server is gone."""
+    """Ask the server to start a rank, and send the rank `start`. Raises fd_socket.Closed if the server has exited."""
     control, theirs = socket.socketpair()
     handle = RankHandle(start.rank, control, {})
     writers: list[int] = []

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fork safely: check that the rank server may be forked, and set up the process that was forked from it.
 
-A fork after ``cuInit`` breaks CUDA in the child. A fork while another thread runs can leave a lock locked forever (an
+A fork after ``cuInit`` breaks CUDA in the child. A fork while other threads run can leave a lock locked forever (an
 OpenMP pool that has run one parallel region hangs the child's first one).
 """
 

@@ -177,7 +177,7 @@ def _signal(pid: int, number: int, group: bool) -> None:
 def kill_orphans(recorded: set[int], launch_id: str | None) -> int:
     """Kill adopted children of this process that are not `recorded`, and return their number.
 
-    `launch_id`: kill only children of that launch, because another launch is still running; None kills all.
+    `launch_id`: kill only children of that launch, because a different launch is still running; None kills all.
     """
     found = 0
     for child in psutil.Process().children():

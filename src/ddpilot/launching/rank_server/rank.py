@@ -20,17 +20,10 @@ import types
 from importlib.machinery import ModuleSpec
 from typing import Any, NoReturn
 
-from ddpilot.errors import DdpilotError, user_tracebacks
-from ddpilot.launching.exceptions import (
-    exitcode_of,
-    is_victim,
-    leave_out_guard,
-    message_of,
-    render_unsent,
-    show_connections,
-)
+from ddpilot.launching.exception_report import report_exception
+from ddpilot.launching.exceptions import render_unsent, show_connections
 from ddpilot.launching.interrupts import RankInterrupt, saw_interrupt
-from ddpilot.launching.rank_reports import Raised, RankStart, Returned, Taken
+from ddpilot.launching.rank_reports import RankStart, Returned, Taken
 from ddpilot.launching.rank_server.fork import write_to
 from ddpilot.launching.shipping import fd_socket
 from ddpilot.launching.shipping.memory_file import map_private
@@ -40,14 +33,13 @@ from ddpilot.module_names import SPAWNED_MAIN
 from ddpilot.output.cell_sources import install_sources
 
 PARCEL_VARIABLE = "DDPILOT_PARCEL"
-_MAX_TEXT_CHARS = 100_000
 
 
 def run_rank(control_fd: int, out_fd: int, err_fd: int) -> NoReturn:
     """Run as a rank: receive the start message on `control_fd`, call the function, send its outcome, exit."""
     write_to(out_fd, err_fd)
     control = socket.socket(fileno=control_fd)
-    interrupts = RankInterrupt(functools.partial(_say_taken, control))
+    interrupts = RankInterrupt(functools.partial(_report_taken, control))
     signal.signal(signal.SIGINT, interrupts)
     try:
         start, (parcel,) = fd_socket.receive(control)
@@ -126,7 +118,7 @@ def _obey(control: socket.socket) -> None:
             free_group()
 
 
-def _say_taken(control: socket.socket) -> None:
+def _report_taken(control: socket.socket) -> None:
     with contextlib.suppress(
         fd_socket.Closed
     ):  # the parent is gone, so its limit for interrupted ranks does not matter
@@ -147,7 +139,7 @@ def _send_value(control: socket.socket, start: RankStart, value: Any, known: lis
 
 
 def _send_error(control: socket.socket, start: RankStart, error: BaseException, known: list[Any]) -> int:
-    report = describe_raised(error)
+    report = report_exception(error)
     if report.exitcode == 0:
         _send_value(control, start, None, known)
         return 0
@@ -166,45 +158,6 @@ def _send_error(control: socket.socket, start: RankStart, error: BaseException, 
         sys.stderr.write(render_unsent(start.rank, start.function_name, str(closed.strerror)))
     fd_socket.close_all(fds)
     return report.exitcode
-
-
-def describe_raised(error: BaseException) -> Raised:
-    """The report of `error`, time-stamped now."""
-    return Raised(
-        time_s=time.monotonic(),
-        type_name=type(error).__qualname__,
-        message=leave_out_guard(message_of(error))[:_MAX_TEXT_CHARS],
-        traceback=leave_out_guard(user_traceback(error))[-_MAX_TEXT_CHARS:],
-        is_victim=is_victim(error),
-        interrupted=isinstance(error, KeyboardInterrupt),
-        exitcode=exitcode_of(error),
-    )
-
-
-def user_traceback(error: BaseException) -> str:
-    """The traceback without the leading frames of ddpilot that call the user's function; "" if no others exist."""
-    if isinstance(error, DdpilotError):  # its message is complete: only the location in the user's code is useful
-        with user_tracebacks(error):
-            return "".join(traceback.format_exception(error)) if error.__traceback__ is not None else ""
-    frames = error.__traceback__
-    package = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
-    leading = tuple(os.path.join(package, name) + os.sep for name in ("launching", "session", "trainer"))
-    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(leading):
-        frames = frames.tb_next
-    first = error.__traceback__
-    if frames is None and (first is None or first.tb_next is None):  # wrong arguments, or a C function
-        return ""
-    text = traceback.TracebackException(type(error), error, frames or first)
-    _leave_out(text, os.path.join(package, "guard") + os.sep)
-    return "".join(text.format())
-
-
-def _leave_out(text: traceback.TracebackException, folder: str) -> None:
-    """Drop the frames of guard's wrappers around torch functions, also in chained exceptions."""
-    link: traceback.TracebackException | None = text
-    while link is not None:
-        link.stack = traceback.StackSummary([frame for frame in link.stack if not frame.filename.startswith(folder)])
-        link = link.__cause__ or link.__context__
 
 
 def _finish(exitcode: int) -> NoReturn:

@@ -137,7 +137,7 @@ class ShipPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is 
 
 
 def loaded_torch() -> Any:
-    """The torch module if this process has imported it, else None; waits for another thread that is importing it."""
+    """The torch module if this process has imported it, else None; waits for a thread that is importing it."""
     torch = sys.modules.get("torch")
     if getattr(getattr(torch, "__spec__", None), "_initializing", False):
         torch = importlib.import_module("torch")  # waits for that thread
@@ -219,7 +219,7 @@ def open_parcel(
     and replace existing ones. With `uses`, they are stored in `uses` by name instead, and ``__main__`` is not changed.
     Raises whatever unpickling raises, such as ModuleNotFoundError.
     """
-    loaded_torch()  # unpickling may import parts of torch while another thread is still importing it
+    loaded_torch()  # unpickling may import parts of torch while a different thread is still importing it
     offset, length = _FOOTER.unpack(mapped[-_FOOTER.size :])
     body, spans = pickle.loads(mapped[offset : offset + length])
     stream, *buffers = (mapped[span.offset : span.offset + span.length] for span in (body, *spans))

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, overload
 
 from ddpilot.errors import LaunchError
-from ddpilot.launching.shipping.memory_file import map_private
 from ddpilot.launching.shipping.parcel import open_parcel
 
 
@@ -19,9 +18,8 @@ class RankResults(Sequence[Any]):
     parent shipped come back as the parent's own objects.
     """
 
-    def __init__(self, parcels: Sequence[int], known: Sequence[Any]) -> None:
-        # Mapped here: a notebook that keeps 300 unread results would otherwise run out of file descriptors.
-        self._parcels = {rank: map_private(fd) for rank, fd in enumerate(parcels)}
+    def __init__(self, parcels: Sequence[memoryview], known: Sequence[Any]) -> None:
+        self._parcels = dict(enumerate(parcels))
         self._known = known
         self._values: dict[int, Any] = {}
         self._size = len(parcels)

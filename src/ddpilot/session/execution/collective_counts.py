@@ -11,7 +11,6 @@ from ddpilot.errors import RecordError
 from ddpilot.findings.text import render_ranks
 from ddpilot.module_names import GROUP_FOLDER
 from ddpilot.record.flight_ring.groups import pack_ranks, unpack_ranks
-from ddpilot.record.flight_ring.layout import NUM_BEGUN
 from ddpilot.record.flight_ring.log import Collective
 from ddpilot.record.flight_ring.reader import NUM_NEWEST, read_ring
 from ddpilot.record.hook import ring_path
@@ -19,20 +18,14 @@ from ddpilot.session.execution.outcome import Outcome
 from ddpilot.session.protocol.report import Report
 from ddpilot.watch.explain.text import name_group, render_call
 
-_WORD_BYTES = 8
 _RECORDED_LATE_S = 0.15
 _PAUSE_S = 0.01
 _GROUP_CODE = ("/torch/distributed/", GROUP_FOLDER)
+_NUM_NEWEST = 256
+"""Number of a rank's newest records that are searched for the collectives that other ranks have not called."""
 
-
-def count_begun(folder: Path, rank: int) -> int | None:
-    """Return the number of collectives and point-to-point operations that the rank has begun; None if not recorded."""
-    try:
-        with ring_path(folder, rank).open("rb") as ring:
-            ring.seek(NUM_BEGUN * _WORD_BYTES)
-            return int.from_bytes(ring.read(_WORD_BYTES), "little")
-    except OSError:
-        return None
+Counts = dict[str, dict[int, int]]
+"""By group and rank: number of collectives begun."""
 
 
 def has_unfinished(folder: Path, rank: int, *, p2p_only: bool = False) -> bool:
@@ -55,13 +48,6 @@ def has_unfinished(folder: Path, rank: int, *, p2p_only: bool = False) -> bool:
 def is_in_group_code(stack: str) -> bool:
     """True if `stack`, of a main thread, is in code that may wait for other ranks, or if it is empty (unknown)."""
     return not stack or any(part in stack for part in _GROUP_CODE)
-
-
-_NUM_NEWEST = 256
-"""Number of a rank's newest records that are searched for the collectives that other ranks have not called."""
-
-Counts = dict[str, dict[int, int]]
-"""By group and rank: number of collectives begun."""
 
 
 def find_count_mismatches(reports: Mapping[int, Report]) -> Counts:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ddpilot.errors import LaunchError, LaunchInterrupted, RankError
-from ddpilot.session.kernels.events import Ended
+from ddpilot.launching.spawning import Ended
 from ddpilot.session.protocol.report import Report
 
 
@@ -30,6 +30,11 @@ class Part:
     ended: Ended | None = None
 
     @property
+    def has_succeeded(self) -> bool:
+        """True if the rank has reported success."""
+        return self.report is not None and self.report.raised is None
+
+    @property
     def is_over(self) -> bool:
         """True if no more messages of this part will arrive."""
         return self.ended is not None or (self.report is not None and self.is_idle)
@@ -43,22 +48,22 @@ class Outcome:
     error: RankError | LaunchError | None = None
     """The first failure in time; None on success or after an interrupt by the user."""
 
-    was_stopped: bool = False
+    was_interrupted: bool = False
     freed: dict[int, Report] = field(default_factory=dict)
     """By rank: the report on freeing it. Empty if no rank was freed."""
 
-    spared_group: bool = False
+    is_group_intact: bool = False
     """True if it failed but the group is intact: no rank had begun a collective and all returned without being freed,
     or all had finished their part and the error is about its result."""
 
-    is_uneven: bool = False
+    has_mismatch: bool = False
     """True if it succeeded, but ranks have begun different numbers of collectives in a group, so that all were freed.
     """
 
     @property
-    def was_cut(self) -> bool:
+    def was_aborted(self) -> bool:
         """True if a failure is known or the user interrupted it."""
-        return self.error is not None or self.was_stopped
+        return self.error is not None or self.was_interrupted
 
     @property
     def busy(self) -> tuple[int, ...]:
@@ -66,7 +71,7 @@ class Outcome:
         return tuple(part.rank for part in self.parts.values() if not part.is_over)
 
     @property
-    def at_work(self) -> tuple[int, ...]:
+    def unreported(self) -> tuple[int, ...]:
         """Ranks that have not reported how their part ended. The other `busy` ranks only have output left to send."""
         return tuple(part.rank for part in self.parts.values() if not part.is_over and part.report is None)
 
@@ -85,13 +90,13 @@ class Outcome:
         """Raise the failure of `name`: RankError or LaunchError, or LaunchInterrupted after an interrupt."""
         if self.error is not None:
             raise self.error
-        if self.was_stopped:
+        if self.was_interrupted:
             ends = []
             for rank, part in sorted(self.parts.items()):
                 if part.ended is not None:
-                    ends.append(f"rank {rank} had to be killed")
-                elif part.report is not None and part.report.status == "ok":
+                    ends.append(f"rank {rank} was killed")
+                elif part.has_succeeded:
                     ends.append(f"rank {rank} finished")
-                elif part.report is not None:
-                    ends.append(f"rank {rank} ended at {part.report.type_name}")
-            raise LaunchInterrupted(f"{name} was stopped: {'; '.join(ends)}")
+                elif part.report is not None and part.report.raised is not None:
+                    ends.append(f"rank {rank} raised {part.report.raised.type_name}")
+            raise LaunchInterrupted(f"{name} was interrupted: {'; '.join(ends)}")

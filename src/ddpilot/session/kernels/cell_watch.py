@@ -16,13 +16,17 @@ from ddpilot.record.hook import ring_path
 from ddpilot.session.kernels.states import RankStates
 from ddpilot.watch.companion import Watcher
 
+_AFTER_S = 3.0
+_WAITS_S = 2.0
+_INTERVAL_S = 1.0
+
 
 class WatchedRank:
     """One rank of a session, whose program is the current cell. `pid` returns the process id, also after its end."""
 
-    def __init__(self, rank: int, standing: RankStates, pid: Callable[[int], int | None]) -> None:
+    def __init__(self, rank: int, states: RankStates, pid: Callable[[int], int | None]) -> None:
         self.rank = rank
-        self._standing = standing
+        self._states = states
         self._pid = pid
 
     @property
@@ -33,17 +37,17 @@ class WatchedRank:
     @property
     def exited(self) -> Exited | None:
         """Exit status of its process; None while it is running."""
-        return self._standing.exited.get(self.rank)
+        return self._states.exited.get(self.rank)
 
     @property
     def raised(self) -> Raised | None:
         """The exception that the cell raised on this rank; None if it raised none."""
-        return self._standing.raised.get(self.rank)
+        return self._states.raised.get(self.rank)
 
     @property
     def has_returned(self) -> bool:
         """True if the cell has ended on this rank without an error."""
-        return self.exited is None and self.raised is None and self.rank not in self._standing.busy
+        return self.exited is None and self.raised is None and self.rank not in self._states.busy
 
 
 class FindingsObserver:
@@ -59,7 +63,7 @@ class FindingsObserver:
         self._note = note
         watcher.resume(name, int(since_s * 1e9), {file: as_counted(text) for file, text in sources.items()})
 
-    def look(self, busy: Sequence[int], now_s: float) -> WatchError | None:  # noqa: ARG002 - for other lookouts
+    def look(self, busy: Sequence[int], now_s: float) -> WatchError | None:  # noqa: ARG002 - for other observers
         """Show new findings; return the error to end the cell with, if any."""
         return self._watcher.take(self._note)
 
@@ -75,11 +79,6 @@ class FindingsObserver:
 def as_counted(code: str) -> str:
     """Return the code of a cell without leading blank lines, so that line numbers match IPython's."""
     return "".join(dropwhile(lambda line: not line.strip(), code.splitlines(keepends=True)))
-
-
-_AFTER_S = 3.0
-_WAITS_S = 2.0
-_INTERVAL_S = 1.0
 
 
 class SubsetObserver:
@@ -116,7 +115,7 @@ class SubsetObserver:
             self._due_s = float("inf")
             self._note(
                 f"{render_ranks(ranks)} wait{'s' * (len(ranks) == 1)} in {where}, {need}, but the cell runs on "
-                f"{render_ranks(self._ranks)} only: press stop, and run it on all ranks"
+                f"{render_ranks(self._ranks)} only: interrupt it and run it on all ranks"
             )
 
     def explain(self, error: RankError) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Route events of ranks to the caller that is using the ranks, or to the idle display if none is."""
+"""Route events of ranks to the caller that is using the ranks, or to the idle display if no caller is."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import queue
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -15,11 +16,22 @@ from ddpilot.errors import LaunchError, LaunchInterrupted
 from ddpilot.session.kernels.events import Event, Interrupted
 
 
+@dataclass(frozen=True)
+class Turn:
+    """Exclusive use of the ranks by one caller."""
+
+    events: queue.SimpleQueue[Event]
+    """The events of the ranks, and `Interrupted` on SIGINT."""
+
+    interrupts: InterruptListener
+    """The SIGINT handler of the turn."""
+
+
 class EventRouter:
     """Routes events to one caller at a time.
 
-    A caller takes the ranks with `turn`; while none has, `show` gets the events. `release` is called when a turn ends.
-    `switch` is a lock that is held while the receiver of events changes; hold it to call `put`.
+    A caller takes the ranks with `turn`; between turns, events are passed to `show`. `release` is called when a turn
+    ends. `lock` is held while the receiver of events changes; hold it to call `put`.
     """
 
     def __init__(self, show: Callable[[Event], None], release: Callable[[], None]) -> None:
@@ -28,7 +40,7 @@ class EventRouter:
         self._consumer: queue.SimpleQueue[Event] | None = None
         self._taken = threading.Lock()
         self._holder = 0
-        self.switch = threading.RLock()
+        self.lock = threading.RLock()
 
     @property
     def is_taken(self) -> bool:
@@ -36,8 +48,8 @@ class EventRouter:
         return self._consumer is not None
 
     def end_turn(self, event: Event, limit_s: float) -> None:
-        """If another thread has the turn, send it `event`, which ends it, and wait up to `limit_s` seconds for that."""
-        with self.switch:
+        """End the turn of a different thread, if any, by sending it `event`. Waits up to `limit_s` seconds."""
+        with self.lock:
             if self._consumer is None or self._holder == threading.get_ident():
                 return
             self._consumer.put(event)
@@ -45,18 +57,18 @@ class EventRouter:
             self._taken.release()
 
     def put(self, event: Event) -> None:
-        """Send an event to its receiver. The caller holds `switch`."""
+        """Send an event to its receiver. Hold `lock` to call it."""
         if self._consumer is not None:
             self._consumer.put(event)
         else:
             self._show(event)
 
     @contextlib.contextmanager
-    def turn(self, did: str) -> Iterator[tuple[queue.SimpleQueue[Event], InterruptListener]]:
-        """Take exclusive use of the ranks and yield the queue of their events and the interrupt handler.
+    def turn(self, did: str) -> Iterator[Turn]:
+        """Context manager that takes exclusive use of the ranks.
 
-        Raises LaunchError if another caller has the turn. An interrupt that is still in the queue at the end is raised
-        again in the caller, unless the body itself ended with a KeyboardInterrupt.
+        Raises LaunchError if a different caller has the turn. An interrupt that is still in the queue at the end is
+        raised again in the caller, unless the body itself ended with a KeyboardInterrupt.
         """
         if not self._taken.acquire(blocking=False):
             raise LaunchError(
@@ -64,18 +76,18 @@ class EventRouter:
             )
         self._holder = threading.get_ident()
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        is_interrupted = is_stopped = False
+        is_interrupted = has_raised = False
         try:
-            with InterruptListener(events) as stops:
-                with self.switch:
+            with InterruptListener(events) as interrupts:
+                with self.lock:
                     self._consumer = events
-                yield events, stops
+                yield Turn(events, interrupts)
         except KeyboardInterrupt:
-            is_stopped = True
+            has_raised = True
             raise
         finally:
             try:
-                with self.switch:
+                with self.lock:
                     self._consumer = None
                     self._release()
                     while not events.empty():
@@ -84,7 +96,7 @@ class EventRouter:
                         self._show(event)
             finally:
                 self._taken.release()
-        if is_interrupted and not is_stopped:
+        if is_interrupted and not has_raised:
             _interrupt_caller(did)
 
 
@@ -93,7 +105,7 @@ def _interrupt_caller(did: str) -> None:
     try:
         signal.raise_signal(signal.SIGINT)
     except KeyboardInterrupt:
-        raise LaunchInterrupted(f"{did} was over already when it was stopped") from None
+        raise LaunchInterrupted(f"{did} was interrupted after it had finished") from None
 
 
 class InterruptListener:

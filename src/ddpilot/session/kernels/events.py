@@ -6,7 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ddpilot.launching.rank_reports import Exited
+from ddpilot.launching.spawning import Ended, Wrote
+from ddpilot.output.view import RankMessage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,26 +25,9 @@ class KernelMessage:
     buffers: list[bytes]
     header: dict[str, Any]
 
-
-@dataclass(frozen=True)
-class Wrote:
-    """Bytes that a rank's process wrote to file descriptor 1 ("stdout") or 2 ("stderr"), bypassing Python."""
-
-    rank: int
-    stream: str
-    data: bytes
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A rank's process ended.
-
-    `exited` is None if its exit status is unknown; `reason` adds other information, or is "".
-    """
-
-    rank: int
-    exited: Exited | None
-    reason: str = ""
+    def for_view(self) -> RankMessage:
+        """Return the message in the form in which views show it."""
+        return RankMessage(self.rank, self.kind, self.content, self.metadata, self.buffers)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,8 @@ from ddpilot.session.kernels.events import Event, KernelMessage
 
 _PORTS = {"shell": 1, "iopub": 2, "stdin": 3, "control": 4, "hb": 5}
 _KINDS = {"shell": zmq.DEALER, "iopub": zmq.SUB, "stdin": zmq.DEALER, "control": zmq.DEALER}
+_LONGEST_WAIT_S = 1.0
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -106,16 +108,11 @@ class Channels:
             sock.close()
 
 
-_Result = TypeVar("_Result")
-_LONGEST_WAIT_S = 1.0
-
-
 class IOThread:
     """Sends and receives in a thread of its own, which calls `deliver` with every event.
 
     `tick` is also called in that thread, after each poll, with the time (seconds, monotonic clock); it returns when to
-    call it next, or None. `broken` is called with an exception that ended the thread. `sending` is called in the
-    sender's thread with the rank, kind, content and id of each message.
+    call it next, or None. `broken` is called with an exception that ended the thread.
     """
 
     def __init__(
@@ -123,24 +120,22 @@ class IOThread:
         deliver: Callable[[Event], None],
         tick: Callable[[float], float | None],
         broken: Callable[[BaseException], None],
-        sending: Callable[[int, str, dict[str, Any], str], None],
     ) -> None:
         self._deliver = deliver
         self._tick = tick
         self._broken = broken
-        self._sending = sending
         self._context: zmq.Context[Any] = zmq.Context()
         self._poller = zmq.Poller()
         self._ready: dict[Any, Callable[[], object]] = {}
         self._channels: dict[int, Channels] = {}
-        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._callbacks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waker, self._woken = socket.socketpair()
         for end in (self._waker, self._woken):
             end.setblocking(False)
         self._stopping = False
         self.is_broken = False
         """True if an exception ended the thread."""
-        self.watch(self._woken.fileno(), self._take_orders)
+        self.watch(self._woken.fileno(), self._run_callbacks)
         self._thread = threading.Thread(target=self._run, name="ddpilot-session", daemon=True)
 
     def start(self) -> None:
@@ -149,24 +144,24 @@ class IOThread:
 
     # callable from any thread
 
-    def post(self, order: Callable[[], None]) -> None:
-        """Schedule `order` to run in the hub's thread."""
-        self._orders.put(order)
+    def post(self, callback: Callable[[], None]) -> None:
+        """Schedule `callback` to run in the I/O thread."""
+        self._callbacks.put(callback)
         try:
             self._waker.send(b"x")
         except (BlockingIOError, OSError):  # the thread is being woken already, or has ended
             return
 
-    def call(self, order: Callable[[], _Result]) -> _Result:
-        """Run `order` in the hub's thread; return its result or raise its exception."""
+    def call(self, callback: Callable[[], _Result]) -> _Result:
+        """Run `callback` in the I/O thread; return its result or raise its exception."""
         if threading.current_thread() is self._thread:
-            return order()
+            return callback()
         future: Future[_Result] = Future()
 
         def run() -> None:
             try:
-                future.set_result(order())
-            except BaseException as error:  # noqa: BLE001  # it is raised where it was asked for
+                future.set_result(callback())
+            except BaseException as error:  # noqa: BLE001  # raised in the calling thread
                 future.set_exception(error)
 
         self.post(run)
@@ -193,15 +188,13 @@ class IOThread:
         if channels is None:
             return ""
         message = channels.make(kind, content, metadata, parent)
-        message_id = str(message["header"]["msg_id"])
-        self._sending(rank, kind, content, message_id)
 
         def send() -> None:
             if self._channels.get(rank) is channels:
                 channels.send(channel, message, buffers)
 
         self.post(send)
-        return message_id
+        return str(message["header"]["msg_id"])
 
     def stop(self) -> None:
         """Stop the thread and close all sockets."""
@@ -211,7 +204,7 @@ class IOThread:
         else:
             self._close()
 
-    # callable from the hub's thread, or before it is started
+    # callable from the I/O thread, or before it is started
 
     def connect(self, rank: int, connection: Connection) -> None:
         """Open the sockets to a rank's kernel, replacing those to an earlier one."""
@@ -254,24 +247,24 @@ class IOThread:
                     if ready is not None:  # an earlier callback of this poll may have closed it
                         ready()
                 due = self._tick(time.monotonic())
-        except BaseException as error:  # noqa: BLE001  # nobody else would hear of it
+        except BaseException as error:  # noqa: BLE001  # nothing else would report it
             self.is_broken = True
             self._broken(error)
         finally:
             self._close()
 
     def _receive(self, channels: Channels, name: str) -> None:
-        for said in channels.receive(name):
-            self._deliver(said)
+        for message in channels.receive(name):
+            self._deliver(message)
 
-    def _take_orders(self) -> None:
+    def _run_callbacks(self) -> None:
         os.read(self._woken.fileno(), 4096)
         while True:
             try:
-                order = self._orders.get_nowait()
+                callback = self._callbacks.get_nowait()
             except queue.Empty:
                 return
-            order()
+            callback()
 
     def _stop(self) -> None:
         self._stopping = True

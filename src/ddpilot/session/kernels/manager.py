@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Ranks`: the kernels of a session's ranks, from start to end, and exclusive access to them."""
+"""`RankKernels`: the kernels of a session's ranks, from start to end, and exclusive access to them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from ddpilot.findings.text import render_ranks
 from ddpilot.launching.options import LaunchOptions
 from ddpilot.launching.rank_server.job import STORE
 from ddpilot.launching.shipping import fd_socket
+from ddpilot.launching.spawning import Ended, Wrote
 from ddpilot.module_names import RECORD_HOOK
 from ddpilot.output.view import View
 from ddpilot.record.hook import RING_DIR_VARIABLE
@@ -33,23 +34,30 @@ from ddpilot.record.main_thread import WATCH_SIGNAL
 from ddpilot.session.apps import find_app, present_modules
 from ddpilot.session.arguments import check_gpus
 from ddpilot.session.kernels.cell_watch import WatchedRank
-from ddpilot.session.kernels.event_router import EventRouter, InterruptListener
-from ddpilot.session.kernels.events import Ended, Event, Interrupted, KernelMessage, Wrote
+from ddpilot.session.kernels.event_router import EventRouter, InterruptListener, Turn
+from ddpilot.session.kernels.events import Event, Interrupted, KernelMessage
 from ddpilot.session.kernels.io_thread import Connection, IOThread
 from ddpilot.session.kernels.output import IdleOutput, NativeOutput
-from ddpilot.session.kernels.processes import LocalProcesses, RankProcesses
+from ddpilot.session.kernels.processes import KernelProcesses
 from ddpilot.session.kernels.stacks import read_stacks
 from ddpilot.session.kernels.states import START_OVER, RankStates, describe_store_end
 from ddpilot.session.options import SessionOptions
 from ddpilot.session.protocol.entry_points import KernelStart
+from ddpilot.session.protocol.requests import REQUEST, Request, Scope, request_content
 from ddpilot.watch.companion import Watcher
 
 _END_LIMIT_S = 30.0
 _TURN_END_S = 5.0
+_START_LIMIT_S = 120.0
+_SUBSCRIBE_S = 0.05
+"""Seconds after its reply at which a kernel is asked again, if no iopub message of it was received."""
+
+_MAX_FOLDER_CHARS = 60
+"""Longest parent folder to use: the path of a Unix socket is limited to 107 characters."""
 
 
-class Ranks:
-    """Kernels of all ranks.
+class RankKernels:
+    """The kernels of all ranks.
 
     One caller at a time uses them (`turn`); between turns, their output is shown as it arrives.
     """
@@ -68,17 +76,15 @@ class Ranks:
         """Watches the ranks from outside; None if the session was started without `watch`."""
         self._folder: Path | None = None
         try:
-            host = LocalProcesses(self._launch_options(), self._kernel_start)
-            self.host: RankProcesses = host
-            self._incarnations = [0] * host.world_size
+            self.processes = processes = KernelProcesses(self._launch_options(), self._kernel_start)
+            self._incarnations = [0] * processes.world_size
             if options.watch:
-                self.watcher = Watcher(options, "the session", host.world_size)
-            self.standing = RankStates(host.world_size)
-            self.outside = IdleOutput(view, host, self.standing, respawns=options.respawn)
-            self._attention = EventRouter(self.outside.show, self.standing.set_all_idle)
-            self._written = NativeOutput(self._attention)
-            self.tails = self._written.tails
-            self.hub = IOThread(self._deliver, self._tick, self._on_broken, self._written.sending)
+                self.watcher = Watcher(options, "the session", processes.world_size)
+            self.states = RankStates(processes.world_size)
+            self.idle_output = IdleOutput(view, processes, self.states, respawns=options.respawn)
+            self._router = EventRouter(self.idle_output.show, self.states.set_all_idle)
+            self._native_output = NativeOutput(self._router)
+            self.io_thread = IOThread(self._deliver, self._tick, self._on_broken)
         except BaseException:
             self._remove_folders()
             raise
@@ -87,7 +93,7 @@ class Ranks:
     @property
     def world_size(self) -> int:
         """Number of ranks, including dead ones."""
-        return self.host.world_size
+        return self.processes.world_size
 
     @property
     def folder(self) -> Path:
@@ -114,11 +120,11 @@ class Ranks:
         if self.watcher is not None:
             self.watcher.end(is_clean=True)
         if self._folder is not None:
-            remove_folder(self._folder)
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def pid(self, rank: int) -> int | None:
         """Return the process id of the rank, also if the process has ended; None if it never had one."""
-        pid = self.host.pid(rank)
+        pid = self.processes.pid(rank)
         if pid is not None:
             self._pids[rank] = pid
         return self._pids.get(rank)
@@ -143,15 +149,15 @@ class Ranks:
     def start(self) -> None:
         """Start all ranks and wait until they reply. If that fails, end them all and release all resources."""
         try:
-            self.host.attach(self.hub)
+            self.processes.attach(self.io_thread)
             # Record in any case: the rings show whether a failure has left the group intact.
             hooks = (self.watcher.hooks if self.watcher is not None else ()) or (RECORD_HOOK,)
-            self.host.accompany(hooks, {RING_DIR_VARIABLE: str(self.ring_folder)})
-            self.hub.start()
-            with self.turn("starting the session") as (events, _):
-                self.start_processes(range(self.world_size), events)
+            self.processes.add_hooks(hooks, {RING_DIR_VARIABLE: str(self.ring_folder)})
+            self.io_thread.start()
+            with self.turn("starting the session") as turn:
+                self.start_processes(range(self.world_size), turn.events)
             if self.watcher is not None:
-                seen = [WatchedRank(rank, self.standing, self.pid) for rank in range(self.world_size)]
+                seen = [WatchedRank(rank, self.states, self.pid) for rank in range(self.world_size)]
                 self.watcher.begin(seen, is_paused=True)
         except BaseException:
             with InterruptListener(queue.SimpleQueue()):  # a second interrupt must not cut this clean-up short
@@ -161,48 +167,48 @@ class Ranks:
     def start_processes(self, ranks: Sequence[int], events: queue.SimpleQueue[Event]) -> None:
         """Start the processes of `ranks`, which have none, and wait until their kernels reply."""
         for rank in ranks:
-            self.tails.forget(rank)
+            self._native_output.tail.forget(rank)
             start = self._kernel_start()
             connection = Connection(str(self.folder / start.stem(rank)), new_id_bytes())
             connection.write(start.connection_file(rank))
             try:
-                self.hub.call(functools.partial(self._start_one, rank, connection))
+                self.io_thread.call(functools.partial(self._start_one, rank, connection))
             except fd_socket.Closed as error:
                 raise LaunchError(
                     f"starting rank {rank}",
-                    found="the rank server is gone",
+                    found="the rank server has died",
                     fix=START_OVER,
                     rank=rank,
                 ) from error
-        await_ready(self.hub, ranks, events, self._say_end)
+        await_ready(self.io_thread, ranks, events, self._describe_end)
 
     def _start_one(self, rank: int, connection: Connection) -> None:
-        self.hub.connect(rank, connection)
-        self.host.start(rank, self.generation)
-        self.standing.note_start(rank)
+        self.io_thread.connect(rank, connection)
+        self.processes.start(rank, self.generation)
+        self.states.note_start(rank)
 
-    def _say_end(self, ended: Ended) -> str | None:
+    def _describe_end(self, ended: Ended) -> str | None:
         """Describe the end of a starting rank; return None if the rank is alive, as an earlier process of it ended."""
-        if ended.rank not in self.standing.dead:
+        if ended.rank not in self.states.dead:
             return None
-        lines = "\n".join(self.tails.last_lines(ended.rank)[-20:])
-        return self.standing.dead[ended.rank] + (f"; it wrote:\n{lines}" if lines else "")
+        lines = "\n".join(self.last_lines(ended.rank)[-20:])
+        return self.states.dead[ended.rank] + (f"; it wrote:\n{lines}" if lines else "")
 
     def end_process(self, rank: int, events: queue.SimpleQueue[Event]) -> None:
         """Kill the process of `rank`, if it is alive, and prepare for a new one."""
-        stops: list[Event] = []
-        if rank not in self.standing.dead:
-            self.hub.post(lambda: self.host.signal((rank,), signal.SIGKILL))
-            while rank not in self.standing.dead:
+        interrupts: list[Event] = []
+        if rank not in self.states.dead:
+            self.signal((rank,), signal.SIGKILL)
+            while rank not in self.states.dead:
                 event = events.get(timeout=_END_LIMIT_S)
-                stops += [event] if isinstance(event, Interrupted) else []
+                interrupts += [event] if isinstance(event, Interrupted) else []
         self._incarnations[rank] += 1
-        for stop in stops:
-            events.put(stop)  # handled by the next reader of the queue
+        for interrupt in interrupts:
+            events.put(interrupt)  # handled by the next reader of the queue
 
     def end_turn(self) -> None:
-        """End the turn of another thread with an error: the session is being stopped."""
-        self._attention.end_turn(Ended(STORE, None, "the session was stopped while it ran"), _TURN_END_S)
+        """End the turn of a different thread with an error: the session is being stopped."""
+        self._router.end_turn(Ended(STORE, None, "the session was stopped while it ran"), _TURN_END_S)
 
     def close(self) -> None:
         """End every rank and release all resources.
@@ -211,80 +217,109 @@ class Ranks:
         """
         if self.is_closed or os.getpid() != self._owner_pid:
             return
-        self.is_closed = self.outside.is_ending = True
+        self.is_closed = self.idle_output.is_ending = True
         self.end_turn()
         atexit.unregister(self.close)
         try:
             try:
-                self.hub.call(self.host.close)
-            except RuntimeError:  # the hub's thread is gone, or was never started
-                self.host.close()
+                self.io_thread.call(self.processes.close)
+            except RuntimeError:  # the I/O thread has ended, or was never started
+                self.processes.close()
         finally:
-            self.hub.stop()
+            self.io_thread.stop()
             self._remove_folders()
 
     # events
 
-    def turn(self, did: str) -> AbstractContextManager[tuple[queue.SimpleQueue[Event], InterruptListener]]:
+    def turn(self, did: str) -> AbstractContextManager[Turn]:
         """Take exclusive use of the ranks, as `EventRouter.turn`. Raises LaunchError if the session was stopped."""
         if self.is_closed:
             raise LaunchError(did, found="the session was stopped", fix="Start a new one")
-        if self.hub.is_broken:
-            raise LaunchError(did, found=self.standing.store_end, fix=START_OVER)
-        return self._attention.turn(did)
+        if self.io_thread.is_broken:
+            raise LaunchError(did, found=self.states.store_end, fix=START_OVER)
+        return self._router.turn(did)
 
     def interrupt(self) -> bool:
         """Interrupt what is running, as the interrupt button does; return False if nothing is.
 
-        Call it from another thread.
+        Call it from a different thread.
         """
-        with self._attention.switch:
-            if not self._attention.is_taken or not self.standing.busy:
+        with self._router.lock:
+            if not self._router.is_taken or not self.states.busy:
                 return False
-            self._attention.put(Interrupted())
+            self._router.put(Interrupted())
             return True
 
     def read_stacks(self, ranks: Sequence[int]) -> dict[int, str]:
         """Return the Python stack of each rank's main thread, also if the thread is stuck in C++."""
-        hub, host = self.hub, self.host
-        pids = {rank: pid for rank in ranks if (pid := host.pid(rank)) is not None}
-        return dict.fromkeys(ranks, "") | read_stacks(
-            self.ring_folder, pids, lambda asked: hub.post(lambda: host.signal(asked, WATCH_SIGNAL))
-        )
+        pids = {rank: pid for rank in ranks if (pid := self.processes.pid(rank)) is not None}
+        stacks = read_stacks(self.ring_folder, pids, functools.partial(self.signal, number=WATCH_SIGNAL))
+        return dict.fromkeys(ranks, "") | stacks
+
+    def last_lines(self, rank: int) -> tuple[str, ...]:
+        """Return the last lines that the rank wrote, bypassing its kernel."""
+        return self._native_output.tail.last_lines(rank)
+
+    def hide_torch_logs(self, ranks: Iterable[int]) -> None:
+        """Remove torch's log lines from the output of `ranks`, which are being freed, until `show_torch_logs`."""
+        with self._router.lock:
+            self._native_output.hide_torch_logs(ranks)
+
+    def show_torch_logs(self) -> None:
+        """Stop removing torch's log lines: the group was rebuilt."""
+        with self._router.lock:
+            self._native_output.show_torch_logs(range(self.world_size))
+
+    # sending
+
+    def scope(self, ranks: Sequence[int]) -> Scope:
+        """Return the scope of a cell or request on `ranks`."""
+        is_everywhere = len(ranks) == self.world_size
+        return Scope(ranks=() if is_everywhere else tuple(ranks), blocked=self.states.blocked)
+
+    def request(self, request: Request, ranks: Sequence[int]) -> dict[int, str]:
+        """Send a request to `ranks`. Return the message ids by rank."""
+        content = request_content(request, self.scope(ranks))
+        return {rank: self.io_thread.send(rank, "shell", REQUEST, content) for rank in ranks}
+
+    def signal(self, ranks: Sequence[int], number: int) -> None:
+        """Send a signal to the processes of `ranks`."""
+        if ranks:
+            self.io_thread.post(lambda: self.processes.signal(ranks, number))
 
     def _deliver(self, event: Event) -> None:
-        with self._attention.switch:
+        with self._router.lock:
             if (
                 isinstance(event, KernelMessage)
                 and event.kind == "status"
                 and event.content["execution_state"] == "idle"
             ):
-                self.host.drain(event.rank)  # bytes that bypassed Python arrive through pipes and belong to this cell
-                self._written.request_ended(event.rank, event.parent_id)
+                # Bytes that bypassed Python arrive through pipes and belong to this cell.
+                self.processes.drain(event.rank)
             if isinstance(event, Wrote):
-                self._written.take(event)
+                self._native_output.take(event)
                 return
             if isinstance(event, Ended):
                 self._on_ended(event)
-            self._attention.put(event)
+            self._router.put(event)
 
     def _on_ended(self, ended: Ended) -> None:
         if ended.rank == STORE:
-            self.standing.store_end = describe_store_end(ended)
+            self.states.store_end = describe_store_end(ended)
             return
-        self._written.process_ended(ended.rank)
-        self.hub.disconnect(ended.rank)
-        self.standing.note_end(ended, self.tails.last_lines(ended.rank))
+        self._native_output.show_torch_logs([ended.rank])
+        self.io_thread.disconnect(ended.rank)
+        self.states.note_end(ended, self.last_lines(ended.rank))
 
     def note(self, text: str) -> None:
-        """Show a message of ddpilot outside a cell. Dropped while another thread runs a cell."""
-        with self._attention.switch:
-            if not self._attention.is_taken:
+        """Show a message of ddpilot outside a cell. Dropped while a cell runs."""
+        with self._router.lock:
+            if not self._router.is_taken:
                 self.view.note(text)
 
     def _tick(self, now: float) -> float | None:
-        with self._attention.switch:
-            if self._attention.is_taken:
+        with self._router.lock:
+            if self._router.is_taken:
                 return None
             self.view.show(now)
             return self.view.next_due_s()
@@ -296,60 +331,54 @@ class Ranks:
         self, rank: int, kind: str, content: dict[str, Any], metadata: dict[str, Any], buffers: list[bytes]
     ) -> None:
         """Send a comm message from the notebook's widgets to a rank."""
-        if rank not in self.standing.dead and not self.is_closed:
-            self.hub.send(rank, "shell", kind, content, metadata, buffers=buffers)
-
-
-_LIMIT_S = 120.0
-_SUBSCRIBE_S = 0.05
-"""Seconds after its reply at which a kernel is asked again, if none of its iopub messages was received."""
+        if rank not in self.states.dead and not self.is_closed:
+            self.io_thread.send(rank, "shell", kind, content, metadata, buffers=buffers)
 
 
 def await_ready(
-    hub: IOThread, ranks: Sequence[int], events: queue.SimpleQueue[Event], say_end: Callable[[Ended], str | None]
+    io_thread: IOThread,
+    ranks: Sequence[int],
+    events: queue.SimpleQueue[Event],
+    describe_end: Callable[[Ended], str | None],
 ) -> None:
     """Request kernel info from each of `ranks` until it has replied and one of its iopub messages was received.
 
-    Raises LaunchError if a rank ends (`say_end` describes how; it returns None for the end of an earlier process) or
-    does not reply within two minutes, and KeyboardInterrupt after an interrupt. What the ranks write is put back into
-    `events`.
+    Raises LaunchError if a rank ends or does not reply within two minutes, and KeyboardInterrupt after an interrupt.
+    `describe_end` describes the end of a rank; it returns None for the end of an earlier process. What the ranks write
+    is put back into `events`.
     """
     written = []
-    waiting, heard = set(ranks), set[int]()
+    waiting, subscribed = set(ranks), set[int]()
     did = f"starting {render_ranks(sorted(waiting))}"
     ask_again_s = dict.fromkeys(waiting, 0.0)
-    limit_s = time.monotonic() + _LIMIT_S
+    limit_s = time.monotonic() + _START_LIMIT_S
     while waiting:
         now = time.monotonic()
         if now > limit_s:
             raise LaunchError(
                 did,
-                found=f"{render_ranks(sorted(waiting))} did not answer in {_LIMIT_S:g} s",
+                found=f"{render_ranks(sorted(waiting))} did not answer in {_START_LIMIT_S:g} s",
                 fix="Ask for fewer ranks, or see whether the machine is out of memory",
             )
         for rank in [rank for rank in waiting if ask_again_s[rank] <= now]:
-            hub.send(rank, "shell", "kernel_info_request", {})
+            io_thread.send(rank, "shell", "kernel_info_request", {})
             ask_again_s[rank] = limit_s
         with contextlib.suppress(queue.Empty):
             event = events.get(timeout=max(0.001, min([limit_s, *ask_again_s.values()]) - now))
             if isinstance(event, KernelMessage) and event.channel == "iopub":
-                heard.add(event.rank)
+                subscribed.add(event.rank)
             elif isinstance(event, KernelMessage) and event.channel == "shell" and event.rank in waiting:
                 ask_again_s[event.rank] = time.monotonic() + _SUBSCRIBE_S
             elif isinstance(event, Ended) and event.rank in waiting:
-                if (reason := say_end(event)) is not None:
+                if (reason := describe_end(event)) is not None:
                     raise LaunchError(did, found=f"rank {event.rank} ended: {reason}", rank=event.rank)
             elif isinstance(event, Interrupted):
                 raise KeyboardInterrupt
             elif isinstance(event, Wrote):
                 written.append(event)
-        waiting -= {rank for rank in waiting if rank in heard and 0 < ask_again_s[rank] < limit_s}
+        waiting -= {rank for rank in waiting if rank in subscribed and 0 < ask_again_s[rank] < limit_s}
     for event in written:
         events.put(event)
-
-
-_MAX_FOLDER_CHARS = 60
-"""Longest parent folder to use: the path of a Unix socket is limited to 107 characters."""
 
 
 def make_folder() -> Path:
@@ -358,8 +387,3 @@ def make_folder() -> Path:
         if len(os.fsencode(parent)) <= _MAX_FOLDER_CHARS:
             return Path(tempfile.mkdtemp(prefix="ddpilot-", dir=parent))
     return Path(tempfile.mkdtemp(prefix="ddpilot-"))
-
-
-def remove_folder(folder: Path) -> None:
-    """Remove the folder and its contents; do nothing if it does not exist."""
-    shutil.rmtree(folder, ignore_errors=True)

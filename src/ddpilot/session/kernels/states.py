@@ -10,13 +10,17 @@ from ddpilot.errors import LaunchError, RankError
 from ddpilot.findings.text import render_ranks
 from ddpilot.launching.failures import describe_exit
 from ddpilot.launching.rank_reports import Exited, Raised
-from ddpilot.session.kernels.events import Ended
+from ddpilot.launching.spawning import Ended
 
 _END_GRACE_S = 2.0
 
+STORE_GONE = "the process of the session's store ended"
+START_OVER = "`%ddp stop`, then `%ddp start` (a new `Session`) starts from scratch"
+"""What to do if no rank can be started any more."""
+
 
 class RankStates:
-    """State of `world_size` ranks. To modify it, hold `EventRouter.switch` or have the turn."""
+    """State of `world_size` ranks. To modify it, hold `EventRouter.lock` or have the turn."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
@@ -45,6 +49,19 @@ class RankStates:
     def unusable(self) -> list[int]:
         """Ranks that cannot join a group, because they are dead or their device has failed."""
         return sorted({*self.dead, *self.device_errors})
+
+    @property
+    def blocked(self) -> str:
+        """The reason why no rank can enter a process group now; "" if all can."""
+        if self.store_end:
+            return f"{self.store_end}; {START_OVER}"
+        ranks = sorted(self.dead) or sorted(self.device_errors)
+        if not ranks:
+            return ""
+        verb, its = ("is", "its device") if len(ranks) == 1 else ("are", "their devices")
+        state = f"{verb} dead" if self.dead else f"cannot use {its}"
+        restart = f"`%ddp restart {' '.join(map(str, ranks))}`, `session.restart({ranks[0]})`"
+        return f"{render_ranks(ranks)} {state}; restart {_them(ranks)} ({restart})"
 
     def note_start(self, rank: int) -> None:
         """Record that the rank's process is starting."""
@@ -94,19 +111,11 @@ def describe_end(ended: Ended, was_killed: bool, last_lines: Sequence[str]) -> s
     if ended.exited is None or ended.reason:
         return ended.reason
     if was_killed:
-        return "was killed by ddpilot, since nothing else stopped it"
+        return "was killed by ddpilot because it did not respond"
     if ended.exited.signal_name is None:
         return f"exited with code {ended.exited.exitcode}"
     how, _ = describe_exit(ended.exited, "the session", last_lines)
     return how
-
-
-SERVER_GONE = "ended with the rank server"
-START_OVER = "`%ddp stop`, then `%ddp start` (a new `Session`) starts from scratch"
-"""What to do if no rank can be started any more."""
-
-
-STORE_GONE = "the process of the session's store ended"
 
 
 def describe_store_end(ended: Ended) -> str:
@@ -115,7 +124,7 @@ def describe_store_end(ended: Ended) -> str:
         return ended.reason
     status = ended.exited
     how = f"was killed by {status.signal_name}" if status.signal_name else f"exited with code {status.exitcode}"
-    return f"{STORE_GONE} (it {how}): ranks cannot form a process group any more, variables are kept"
+    return f"{STORE_GONE} (it {how}): no process group can be formed any more; variables are kept"
 
 
 def make_dead_error(did: str, ranks: Sequence[int], dead: Mapping[int, str], *, can_restart: bool) -> LaunchError:
@@ -131,8 +140,8 @@ def make_dead_error(did: str, ranks: Sequence[int], dead: Mapping[int, str], *, 
 
 def blame_dead(error: RankError, dead: Mapping[int, str]) -> None:
     """Rewrite `error` to name the dead ranks that the failed rank needed. `dead` has their causes of death by rank."""
-    gone = ", ".join(f"rank {rank}, which is dead (it {dead[rank].partition(';')[0]})" for rank in sorted(dead))
-    error.found = f"rank {error.rank} needed {gone}"
+    needed = ", ".join(f"rank {rank}, which is dead (it {dead[rank].partition(';')[0]})" for rank in sorted(dead))
+    error.found = f"rank {error.rank} needed {needed}"
     error.fix = f"`%ddp restart {' '.join(map(str, sorted(dead)))}` brings {_them(sorted(dead))} back"
     error.others = ""
     error.args = (error.render(),)
@@ -147,15 +156,15 @@ def describe_death(rank: int, reason: str, respawns: bool) -> str:
 def describe_device_error(rank: int, text: str, respawns: bool) -> str:
     """Describe a rank whose device accepts no more work. `text` is the error that the device returns."""
     again = "it is restarted" if respawns else f"`%ddp restart {rank}` starts it again"
-    where = "; `CUDA_LAUNCH_BLOCKING=1` in `env` shows the line that did it" if "CUDA" in text else ""
+    where = "; `CUDA_LAUNCH_BLOCKING=1` in `env` shows the line that caused it" if "CUDA" in text else ""
     return (
-        f"rank {rank}: its device has failed and runs nothing more ({text}); what is in the device's memory is lost, "
+        f"rank {rank}: its device has failed and accepts no more work ({text}); the device's memory is lost, "
         f"{again}{where}"
     )
 
 
 def describe_absent(dead: Mapping[int, str], live: Sequence[int]) -> str:
-    """Describe why a cell runs on the ranks in `live` only: the others are dead."""
+    """Describe why a cell runs on the ranks in `live` only: the other ranks are dead."""
     ranks = sorted(dead)
     causes = ", ".join(f"rank {rank} is dead (it {dead[rank].partition(';')[0]})" for rank in ranks)
     again = f"`%ddp restart {' '.join(map(str, ranks))}` brings {_them(ranks)} back"

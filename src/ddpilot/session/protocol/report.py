@@ -1,30 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Report`: how a cell or request ended on a rank, and the message types that carry it."""
+"""`Report`: how a cell or request ended on a rank, sent as JSON in the reply."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any
+
+from ddpilot.launching.rank_reports import Raised
 
 REPORT_KEY = "ddpilot"
-"""Key of the report in a reply's content, and of information about the cell in a request's metadata."""
-
-REQUEST = "ddpilot_request"
-"""Message type of requests other than cells, on the shell channel. Content: {"verb": ..., "arguments": {...}, "ranks":
-[...], "blocked": ...}."""
-
-FREE = "ddpilot_free"
-"""Message type of the request to free a rank that is stuck in a collective, on the control channel. Content:
-{"generation": the generation of the group to free, "interrupt": whether to interrupt the main thread first, in case
-freeing raises no error there}."""
-
-BEGUN = "ddpilot_begun"
-"""Message type of the iopub message that reports that a rank has started a cell or request, and can be interrupted.
-Content: {"num_before": number of collectives it had begun before, or None}."""
-
-REPLY = "ddpilot_reply"
-"""Message type of the replies to `REQUEST` and `FREE`. Content: {REPORT_KEY: the report}."""
+"""Key of the report in a reply's content, and of the `CellRequest` in a cell's metadata."""
 
 
 def writable(text: str) -> str:
@@ -32,15 +18,13 @@ def writable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-Status = Literal["ok", "error"]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """How a cell or request ended on one rank. `time_s` (monotonic clock) is when it raised or returned."""
+    """How a cell or request ended on one rank."""
 
-    status: Status
-    time_s: float
+    raised: Raised | None = None
+    """The exception with which it ended; None on success. The traceback may contain ANSI colours."""
+
     has_group: bool = False
     """True if the rank is in a process group now."""
 
@@ -56,18 +40,8 @@ class Report:
     group_counts: Mapping[str, int] = field(default_factory=dict)
     """Number of collectives that the rank has begun in each of its process groups; see `GroupBook.count`."""
 
-    type_name: str = ""
-    message: str = ""
-    traceback: str = ""
-    """May contain ANSI colours."""
-
-    is_victim: bool = False
-    interrupted: bool = False
     in_backward: bool = False
     """True if the error was raised in a backward pass, so that only some gradients of a DDP model may be reduced."""
-
-    exitcode: int = 1
-    """The exit code of a SystemExit."""
 
     device_error: str = ""
     """The error with which the rank's device now answers every call; "" if there is none so far."""
@@ -75,12 +49,24 @@ class Report:
     value: Any = None
     """The result of a request if it is small and JSON-serializable; other results are sent as parcels."""
 
+    @property
+    def error(self) -> tuple[str, str, str] | None:
+        """Type, message and traceback of the exception, to compare ranks; None on success."""
+        raised = self.raised
+        return None if raised is None else (raised.type_name, raised.message, raised.traceback)
+
     def to_content(self) -> dict[str, Any]:
         """Return the report as a JSON-serializable dictionary."""
-        return {name: writable(value) if isinstance(value, str) else value for name, value in asdict(self).items()}
+        content = asdict(self)
+        for fields in (content, content["raised"] or {}):
+            fields.update({name: writable(value) for name, value in fields.items() if isinstance(value, str)})
+        return content
 
     @classmethod
     def from_content(cls, content: Mapping[str, Any]) -> Report | None:
         """Return the report in a reply's content; None if there is none, as for an aborted request."""
         found = content.get(REPORT_KEY)
-        return None if found is None else cls(**found)
+        if found is None:
+            return None
+        raised = found["raised"]
+        return cls(**{**found, "raised": None if raised is None else Raised(**raised)})

@@ -12,6 +12,8 @@ from ddpilot.errors import LaunchError, ShipError
 from ddpilot.findings.text import render_ranks
 from ddpilot.launching.shipping.parcel import ShipPickler, loaded_torch
 
+MISSING = "there is no variable of that name"
+
 
 @dataclass(frozen=True, slots=True)
 class Incomplete:
@@ -35,7 +37,7 @@ def check_complete(values: Mapping[str, object]) -> None:
             f"pushing `{name}`",
             found=incomplete.found.format(verb="pushed"),
             fix=f"Push both at once, as in `%ddp push {incomplete.kind} {name}`, "
-            f"or make `{name}` in a cell on the ranks",
+            f"or create `{name}` in a cell on the ranks",
         )
 
 
@@ -108,7 +110,7 @@ def describe_pushed(names: Iterable[str], by_rank: Mapping[int, Mapping[str, Any
         users = sorted({user for answer in by_rank.values() for user in answer["stale"].get(name, ())})
         yield (
             f"{_list(users)} on the ranks still {'has' if len(users) == 1 else 'have'} the parameters of the earlier "
-            f"`{name}`; push both at once, or make {_them(users)} again on the ranks"
+            f"`{name}`; push both at once, or create {_them(users)} again on the ranks"
         )
 
 
@@ -118,9 +120,6 @@ def _list(names: Iterable[str]) -> str:
 
 def _them(names: list[str]) -> str:
     return "it" if len(names) == 1 else "them"
-
-
-MISSING = "there is no variable of that name"
 
 
 def make_refusal(found: str, fix: str = "", *, path: str = "") -> dict[str, str]:

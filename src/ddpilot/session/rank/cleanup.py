@@ -19,6 +19,8 @@ from ddpilot.session.rank.interrupts import uninterrupted
 
 _MAX_UNUSED_PART = 8
 _LAST = ("last_type", "last_value", "last_traceback", "last_exc")
+_GRACE_S = 1.0
+"""Seconds that all workers of an iteration together have to finish their current samples before they are terminated."""
 
 
 def release_memory(device: torch.device, *, keep_cache: bool, has_failed: bool) -> None:
@@ -78,10 +80,6 @@ def _clear_chain(error: BaseException | None, seen: set[int]) -> None:
         _ = frame.f_locals  # formatting the error has cached the variables here; this refreshes the cache
     _clear_chain(error.__cause__, seen)
     _clear_chain(error.__context__, seen)
-
-
-_GRACE_S = 1.0
-"""Seconds that all workers of an iteration together have to finish their current samples before they are terminated."""
 
 
 def end_workers_soon() -> None:

@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import traceback
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ddpilot.errors import DdpilotError, user_tracebacks
-from ddpilot.launching.exceptions import exitcode_of, is_victim, leave_out_guard, message_of
-from ddpilot.module_names import GUARD_FOLDER
+from ddpilot.launching.exception_report import report_exception
 from ddpilot.record.flight_ring.groups import count_by_group
 from ddpilot.session.protocol.report import Report
 
@@ -22,48 +21,22 @@ _UNKNOWN_GROUP = "is not initialized in the world group map"
 _TWICE = "trying to initialize the default process group twice"
 
 
-def cell_traceback(error: BaseException) -> str:
-    """Return the traceback in Python's format from the cell's own frame on; of ddpilot's errors, the user's lines."""
-    if isinstance(error, DdpilotError):
-        with user_tracebacks(error):
-            return "".join(traceback.format_exception(error))
-    frames = error.__traceback__
-    while frames is not None and not frames.tb_frame.f_code.co_filename.startswith(CELL):
-        frames = frames.tb_next
-    return "".join(traceback.TracebackException(type(error), error, frames).format())
-
-
 def report_error(
     error: BaseException, text: str, time_s: float, num_collectives: int | None, device: torch.device
 ) -> Report:
-    """Return the report of a cell or call that ended with `error` on a rank that uses `device`."""
-    return Report(
-        status="error",
+    """Return the report of a cell or call that ended with `error` and the traceback `text` on a rank with `device`."""
+    raised = replace(
+        report_exception(error, text or "".join(traceback.format_exception_only(error))),
         time_s=time_s,
+        interrupted=isinstance(error, (KeyboardInterrupt, asyncio.CancelledError)),
+    )
+    return Report(
+        raised=replace(raised, message=_explain(raised.message)),
         **group_state(),
         num_collectives=num_collectives,
-        type_name=type(error).__qualname__,
-        message=_explain(leave_out_guard(message_of(error))),
-        traceback=leave_out_guard(text or "".join(traceback.format_exception_only(error))),
-        is_victim=is_victim(error),
-        interrupted=isinstance(error, (KeyboardInterrupt, asyncio.CancelledError)),
         in_backward=came_from_backward(error),
-        exitcode=exitcode_of(error),
         device_error=find_device_error(device),
     )
-
-
-def prune_guard(error: BaseException | None) -> None:
-    """Remove the frames of guard's wrappers from the tracebacks of `error` and of its causes and contexts."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        frames = error.__traceback__
-        while frames is not None:
-            while frames.tb_next is not None and GUARD_FOLDER in frames.tb_next.tb_frame.f_code.co_filename:
-                frames.tb_next = frames.tb_next.tb_next
-            frames = frames.tb_next
-        error = error.__cause__ or error.__context__
 
 
 def _explain(message: str) -> str:

@@ -40,7 +40,7 @@ def is_taking_lock(frame: FrameType | None) -> bool:
     return False
 
 
-class StopHandler:
+class InterruptHandler:
     """A SIGINT handler that raises KeyboardInterrupt while it is armed.
 
     During a fork, or while a lock is being acquired, it raises as soon as that is done. Before it is armed, interrupts
@@ -48,8 +48,8 @@ class StopHandler:
     disarmed, they are dropped.
 
     Python calls functions that libraries have registered before and after a fork, and prints and ignores their
-    exceptions, so that an interrupt would be lost there. `loop`, which runs in another thread, sends it again. Create
-    one handler per process: fork hooks cannot be removed.
+    exceptions, so that an interrupt would be lost there. `loop`, which runs in a different thread, sends it again.
+    Create one handler per process: fork hooks cannot be removed.
     """
 
     def __init__(self, loop: IOLoop) -> None:
@@ -59,16 +59,17 @@ class StopHandler:
         self._is_waiting = False
         self._num_held_back = 0
         self._woken, self._waker = os.pipe()
-        loop.add_callback(loop.add_handler, self._woken, self._send_again, IOLoop.READ)
+        loop.add_callback(loop.add_handler, self._woken, self._resend, IOLoop.READ)
         # Hooks that were registered earlier run between these two.
-        os.register_at_fork(before=self._begin, after_in_parent=self._end, after_in_child=self._end)
+        os.register_at_fork(before=self._before_fork, after_in_parent=self._after_fork, after_in_child=self._after_fork)
 
     def __call__(self, _number: int, frame: FrameType | None) -> None:
         """Handle the signal."""
         if not self._is_armed:
             self._is_waiting = True
             return
-        is_own = frame is not None and frame.f_code in (StopHandler._begin.__code__, StopHandler._end.__code__)
+        cls = InterruptHandler
+        is_own = frame is not None and frame.f_code in (cls._before_fork.__code__, cls._after_fork.__code__)
         is_locking = is_taking_lock(frame) and self._num_held_back < _MAX_HELD_BACK
         if not self._is_forking and not is_own and not is_locking:
             self._num_held_back = 0
@@ -76,14 +77,14 @@ class StopHandler:
         self._num_held_back += is_locking
         os.write(self._waker, b"x")
 
-    def take_over(self) -> None:
-        """Install the handler, disarmed. Earlier interrupts are discarded, as they were meant for a previous cell."""
+    def install(self) -> None:
+        """Install the handler, disarmed. Earlier interrupts are discarded, as they were for a previous cell."""
         self._is_armed = self._is_waiting = False
         self._num_held_back = 0
         signal.signal(signal.SIGINT, self)
 
     def arm(self) -> None:
-        """Raise KeyboardInterrupt on SIGINT from now on; raise it now if one arrived since `take_over`."""
+        """Raise KeyboardInterrupt on SIGINT from now on; raise it now if one arrived since `install`."""
         self._is_armed = True
         if self._is_waiting:
             self._is_waiting = False
@@ -93,13 +94,13 @@ class StopHandler:
         """Stop raising."""
         self._is_armed = False
 
-    def _begin(self) -> None:
+    def _before_fork(self) -> None:
         self._is_forking = True
 
-    def _end(self) -> None:
+    def _after_fork(self) -> None:
         self._is_forking = False
 
-    def _send_again(self, woken: int, _events: int) -> None:
+    def _resend(self, woken: int, _events: int) -> None:
         os.read(woken, 1)
         self._loop.call_later(_AGAIN_AFTER_S, os.kill, os.getpid(), signal.SIGINT)
 
@@ -129,7 +130,7 @@ def time_limit(limit_s: float) -> Iterator[None]:
         return
     is_over = False
 
-    def enough(_number: int, _frame: FrameType | None) -> None:
+    def expire(_number: int, _frame: FrameType | None) -> None:
         nonlocal is_over
         if not is_over:
             is_over = True
@@ -140,7 +141,7 @@ def time_limit(limit_s: float) -> Iterator[None]:
     timer.daemon = True
     try:
         try:
-            signal.signal(signal.SIGINT, enough)
+            signal.signal(signal.SIGINT, expire)
             timer.start()
             yield
         finally:

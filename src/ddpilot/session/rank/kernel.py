@@ -23,14 +23,17 @@ from IPython.core.history import HistoryManager
 from torch.distributed import distributed_c10d as c10d
 from traitlets import Instance
 
+from ddpilot.launching.exception_report import prune_guard, user_traceback
 from ddpilot.launching.exceptions import is_victim, message_of
-from ddpilot.session.protocol.report import BEGUN, FREE, REPLY, REPORT_KEY, REQUEST, Report, writable
+from ddpilot.launching.rank_reports import Raised
+from ddpilot.session.protocol.report import REPORT_KEY, Report, writable
+from ddpilot.session.protocol.requests import BEGUN, FREE, REPLY, REQUEST, CellRequest, Finish, Free, read_request
 from ddpilot.session.rank.cleanup import forget_error, release_memory
-from ddpilot.session.rank.error_report import CELL, cell_traceback, group_state, holds_group, prune_guard, report_error
+from ddpilot.session.rank.error_report import CELL, group_state, holds_group, report_error
 from ddpilot.session.rank.interrupts import TimeLimitExpired, time_limit, uninterrupted
 
 if TYPE_CHECKING:
-    from ddpilot.session.rank.interrupts import StopHandler
+    from ddpilot.session.rank.interrupts import InterruptHandler
     from ddpilot.session.rank.requests import Requests
 
 _CONNECT_S = 0.01
@@ -40,10 +43,10 @@ _COLOURS_S = 0.7
 """Time limit in seconds for IPython to format a traceback: with large files or deep recursion this takes seconds of CPU
 time, on all failing ranks at once."""
 
-_NO_EXIT = "a rank does not end by `exit` or `quit`; `%ddp stop`, or `session.stop()`, ends all"
+_NO_EXIT = "`exit` and `quit` do not stop a rank; `%ddp stop` (or `session.stop()`) stops all ranks"
 
 _NO_DEBUG = (
-    "`%debug` finds no error: a rank forgets the frames of an error after its cell, since they keep tensors in memory. "
+    "`%debug` has no error to inspect: a rank drops the frames of an error after its cell, to release tensors. "
     "`%pdb on` opens pdb at the next error, `breakpoint()` at a line"
 )
 
@@ -89,7 +92,7 @@ class RankShell(ZMQInteractiveShell):
     times."""
 
     is_freed = False
-    """True if the rank was freed while this cell ran, so that its error follows from another rank's failure."""
+    """True if the rank was freed while this cell ran, so that its error follows from a different rank's failure."""
 
     def showtraceback(self, exc_tuple: Any = None, *args: Any, **kwargs: Any) -> None:
         """Format the traceback; the session shows the one of the rank that failed first."""
@@ -97,22 +100,19 @@ class RankShell(ZMQInteractiveShell):
         if error is not None and self.failure is None:
             self.failure = (error, time.monotonic())
         with uninterrupted():
-            prune_guard(error)
-            if isinstance(error, SystemExit):  # IPython shows no line, and warns how to exit
+            if error is not None:
+                prune_guard(error)
+            if isinstance(error, SystemExit):
                 warnings.filterwarnings("ignore", message="To exit: use")
-                self._last_traceback = cell_traceback(error).splitlines()
-            elif error is not None and (self.is_freed or isinstance(error, KeyboardInterrupt) or is_victim(error)):
-                # Rarely shown, and raised on all ranks at once: IPython would take seconds, and delay an interrupt.
-                self._last_traceback = cell_traceback(error).splitlines()
-            elif error is not None and holds_group(error):  # IPython prints these immediately, on every rank
-                self._last_traceback = cell_traceback(error).splitlines()
+            if error is not None and (self.is_freed or _is_plain(error)):
+                self._last_traceback = user_traceback(error).splitlines()
             else:
                 self._debugs = False
                 try:
                     with time_limit(_COLOURS_S):
                         super().showtraceback(exc_tuple, *args, **kwargs)
                 except TimeLimitExpired:
-                    self._last_traceback = cell_traceback(error).splitlines() if error is not None else None
+                    self._last_traceback = user_traceback(error).splitlines() if error is not None else None
         wants_debugger, self._debugs = self._debugs, None
         if wants_debugger:
             super().debugger(force=True)
@@ -178,13 +178,13 @@ class RankShell(ZMQInteractiveShell):
 class RankKernel(IPythonKernel):
     """A kernel whose replies contain a `Report`, and that handles the `REQUEST` and `FREE` messages.
 
-    `requests` serves the requests; `stop_handler` handles SIGINT.
+    `requests` serves the requests; `interrupt_handler` handles SIGINT.
     """
 
     shell_class = RankShell
     compiler_class = RankCompiler
     requests: Requests
-    stop_handler: StopHandler
+    interrupt_handler: InterruptHandler
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -218,38 +218,37 @@ class RankKernel(IPythonKernel):
     def pre_handler_hook(self) -> None:
         """Install the SIGINT handler before a cell or request."""
         super().pre_handler_hook()
-        self.stop_handler.take_over()
+        self.interrupt_handler.install()
 
-    def _say_begun(self) -> None:
+    def _send_begun(self) -> None:
         # From here on an interrupt is not lost; the session delays interrupts until it receives this message.
         assert self.session is not None
-        content = {"num_before": self.requests.space.counter.before}
+        content = {"num_before": self.requests.context.num_before}
         self.session.send(self.iopub_socket, BEGUN, content, self.get_parent("shell"))
 
     async def do_execute(self, code: str, silent: bool, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Run a cell. The reply contains a report on how it ended."""
         shell = self._rank_shell
-        about = self.get_parent("shell").get("metadata", {}).get(REPORT_KEY, {})
-        shell.execution_count = about.get("cell", shell.execution_count)
-        shell.unstored = shell.execution_count
+        cell = _read_cell(self.get_parent("shell"))
+        shell.execution_count = shell.unstored = cell.number
         shell.failure = None
         shell.is_freed = False
-        self.requests.space.begin(tuple(about.get("ranks", ())), about.get("blocked", ""))
-        self._say_begun()
+        self.requests.context.begin(cell.scope)
+        self._send_begun()
         try:
             try:
-                self.stop_handler.arm()
+                self.interrupt_handler.arm()
                 reply: dict[str, Any] = await super().do_execute(code, silent, *args, **kwargs)
             finally:
-                self.stop_handler.disarm()
-        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  # without a reply the session would wait on
-            self.stop_handler.disarm()
+                self.interrupt_handler.disarm()
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  # without a reply the session would wait forever
+            self.interrupt_handler.disarm()
             shell.failure = self._rank_shell.failure or (error, time.monotonic())  # or raised while reporting it
-            text = cell_traceback(shell.failure[0]).splitlines()
+            text = user_traceback(shell.failure[0]).splitlines()
             reply = {"status": "error", "ename": type(error).__name__, "evalue": message_of(error), "traceback": text}
         finally:
-            self.requests.space.end()
-        if changed := self.requests.space.describe_changed():
+            self.requests.context.end()
+        if changed := self.requests.context.describe_changed():
             sys.stderr.write(f"ddpilot: {changed}\n")
         if reply["status"] == "ok" and shell.failure is not None:  # for example a `__repr__` that raises
             sys.stderr.write("\n".join(shell._last_traceback or ()) + "\n")
@@ -263,58 +262,51 @@ class RankKernel(IPythonKernel):
         return reply
 
     def _report(self, reply: dict[str, Any]) -> Report:
-        now = time.monotonic()
-        num_collectives = self.requests.space.counter.count()
+        num_collectives = self.requests.context.count_collectives()
         if reply["status"] == "ok":
-            return Report(status="ok", time_s=now, **group_state(), num_collectives=num_collectives)
+            return Report(**group_state(), num_collectives=num_collectives)
         text = "\n".join(reply.get("traceback", ()))
         if self._rank_shell.failure is not None:
             error, time_s = self._rank_shell.failure
-            return report_error(error, text, time_s, num_collectives, self.requests.space.device)
-        return Report(  # a syntax error: the cell did not run
-            status="error",
-            time_s=now,
-            **group_state(),
-            num_collectives=num_collectives,
+            return report_error(error, text, time_s, num_collectives, self.requests.context.device)
+        raised = Raised(  # a syntax error: the cell did not run
+            time_s=time.monotonic(),
             type_name=reply["ename"],
             message=reply["evalue"],
             traceback=text,
+            is_victim=False,
+            interrupted=False,
+            exitcode=1,
         )
+        return Report(raised=raised, **group_state(), num_collectives=num_collectives)
 
     async def execute_request(self, stream: Any, ident: Any, parent: Any) -> None:
         """Run a cell. Once the session has the reply, drop the cell's error and collect garbage."""
         await super().execute_request(stream, ident, parent)
-        self._let_apps_tidy()
-        asyncio.get_running_loop().call_soon(self._tidy, self._keeps_cache(parent))
+        try:
+            self.requests.context.after_cell()
+        except Exception:  # noqa: BLE001  # an app's own code: the rank reports it on stderr and continues
+            traceback.print_exc()
+        asyncio.get_running_loop().call_soon(self._clean_up, _read_cell(parent).keep_cache)
 
-    def _tidy(self, keeps_cache: bool) -> None:
+    def _clean_up(self, keep_cache: bool) -> None:
         # After the reply, as it takes up to a second: `DataLoader` workers that the error kept alive end here.
         forget_error(self._rank_shell)
-        release_memory(self.requests.space.device, keep_cache=keeps_cache, has_failed=self._has_failed)
-
-    def _let_apps_tidy(self) -> None:
-        try:
-            self.requests.space.after_cell()
-        except Exception:  # noqa: BLE001  # an app's own code: said on the rank's stderr, and the rank goes on
-            traceback.print_exc()
-
-    def _keeps_cache(self, parent: dict[str, Any]) -> bool:
-        about = parent.get("metadata", {}).get(REPORT_KEY, {})
-        return bool(about.get("keep_cache", self.requests.space.start.keep_cache))
+        release_memory(self.requests.context.device, keep_cache=keep_cache, has_failed=self._has_failed)
 
     async def on_request(self, stream: Any, ident: Any, parent: Any) -> None:
         """Serve one of the session's own requests in the main thread, like a cell."""
-        content = parent["content"]
-        self.requests.space.begin(tuple(content.get("ranks", ())), content.get("blocked", ""))
-        self._say_begun()
+        request, scope = read_request(parent["content"])
+        self.requests.context.begin(scope)
+        self._send_begun()
         try:
-            report = self.requests.serve(content)
+            report = self.requests.serve(request)
         finally:
-            self.requests.space.end()
-        self._has_failed = report.status != "ok"
+            self.requests.context.end()
+        self._has_failed = report.raised is not None
         self._reply(stream, REPLY, report, parent, ident)
-        asyncio.get_running_loop().call_soon(self._tidy, self.requests.space.start.keep_cache)
-        if content["verb"] == "finish":
+        asyncio.get_running_loop().call_soon(self._clean_up, self.requests.context.start.keep_cache)
+        if isinstance(request, Finish):
             self.io_loop.add_callback(self.io_loop.stop)
 
     async def on_free(self, stream: Any, ident: Any, parent: Any) -> None:
@@ -323,9 +315,9 @@ class RankKernel(IPythonKernel):
         A late request, for a group that has been replaced, is ignored: the new group stays.
         """
         with self.freeing:
-            content = parent["content"]
-            is_late = content["generation"] < self.requests.generation
-            report = Report(status="ok", time_s=time.monotonic()) if is_late else self._free(content["interrupt"])
+            request = Free(**parent["content"])
+            is_late = request.generation < self.requests.generation
+            report = Report() if is_late else self._free(request.interrupt)
         self._reply(stream, REPLY, report, parent, ident)
 
     def _free(self, interrupt: bool) -> Report:
@@ -342,9 +334,22 @@ class RankKernel(IPythonKernel):
         value = {
             "backend": backend,
             "still_stuck": list(freed.still_stuck),
-            "unfinished": bool(freed.aborted) and self.requests.space.counter.count() != 0,
+            "unfinished": bool(freed.aborted) and self.requests.context.count_collectives() != 0,
         }
-        return Report(status="ok", time_s=time.monotonic(), has_group=was_in, value=value)
+        return Report(has_group=was_in, value=value)
+
+
+def _is_plain(error: BaseException) -> bool:
+    """True if the error is shown without IPython's formatting.
+
+    IPython shows no line for SystemExit and prints exception groups immediately, on every rank. Interrupts and victims
+    of other ranks are rarely shown and are raised on all ranks at once: formatting them would take seconds.
+    """
+    return isinstance(error, (SystemExit, KeyboardInterrupt)) or is_victim(error) or holds_group(error)
+
+
+def _read_cell(message: dict[str, Any]) -> CellRequest:
+    return CellRequest.from_content(message["metadata"][REPORT_KEY])
 
 
 def _backend() -> str:

@@ -29,10 +29,12 @@ from ddpilot.session.protocol.entry_points import KernelStart
 from ddpilot.session.protocol.report import writable
 from ddpilot.session.rank.cleanup import end_workers_soon
 from ddpilot.session.rank.error_report import CELL
-from ddpilot.session.rank.interrupts import StopHandler
+from ddpilot.session.rank.interrupts import InterruptHandler
 from ddpilot.session.rank.kernel import RankKernel
-from ddpilot.session.rank.namespace import fill_namespace
+from ddpilot.session.rank.namespace import RankContext
 from ddpilot.session.rank.requests import Requests
+
+_FLUSH_S = 0.02  # ipykernel's default is 0.2 s
 
 
 def serve_kernel(start: KernelStart) -> None:
@@ -40,9 +42,10 @@ def serve_kernel(start: KernelStart) -> None:
     rank = int(os.environ["RANK"])
     app = make_app(start.connection_file(rank), start.folder / f"{start.stem(rank)}.ipython")
     kernel = app.kernel
-    space = fill_namespace(vars(sys.modules["__main__"]), start)
-    kernel.stop_handler = StopHandler(app.control_thread.io_loop)
-    kernel.requests = Requests(space, start.parcel_socket(rank), kernel.stop_handler, kernel.freeing)
+    context = RankContext(vars(sys.modules["__main__"]), start)
+    context.prepare()
+    kernel.interrupt_handler = InterruptHandler(app.control_thread.io_loop)
+    kernel.requests = Requests(context, start.parcel_socket(rank), kernel.interrupt_handler, kernel.freeing)
     _wake_on_signals()
     end_workers_soon()
     use_pdb()
@@ -50,7 +53,7 @@ def serve_kernel(start: KernelStart) -> None:
     gc.collect()
     gc.freeze()  # existing objects are permanent: collections after cells then skip them
     app.start()
-    space.finish()
+    context.finish()
 
 
 def _wake_on_signals() -> None:
@@ -68,9 +71,6 @@ def _wake_on_signals() -> None:
 
 def _drain(woken: socket.socket, _events: int) -> None:
     woken.recv(4096)
-
-
-_FLUSH_S = 0.02  # ipykernel's default is 0.2 s
 
 
 class RankApp(IPKernelApp):
@@ -192,5 +192,5 @@ def _refuse_second(line: str) -> NoReturn:
     """`%%ddp` belongs in the notebook: this code runs on the ranks."""
     typed = f"%%ddp {line}".rstrip()
     raise UsageError(
-        f"`{typed}` stands in a cell that runs on the ranks already. Leave it out; with options, make it the first line"
+        f"`{typed}` is in a cell that already runs on the ranks. Leave it out; with options, make it the first line"
     )

@@ -16,10 +16,11 @@ from ddpilot.findings.text import render_ranks
 from ddpilot.group.device import detect_device_facts, resolve_device, use_device
 from ddpilot.group.init_group import init_group, seed_all
 from ddpilot.group.process_group import Group
-from ddpilot.record.flight_ring.layout import NUM_BEGUN
-from ddpilot.record.hook import RING_DIR_VARIABLE, ring_path
+from ddpilot.record.hook import RING_DIR_VARIABLE
 from ddpilot.session.apps import AppContext, find_app
+from ddpilot.session.protocol.collective_count import count_begun
 from ddpilot.session.protocol.entry_points import KernelStart
+from ddpilot.session.protocol.requests import Scope
 from ddpilot.session.rank.session_group import SessionGroup, enter_when_needed
 
 
@@ -34,7 +35,8 @@ class RankContext:
             detect_device_facts(os.environ, self.topology.local_rank), os.environ.get("DDPILOT_BACKEND")
         )
         self.device = use_device(choice)
-        self.counter = CollectiveCounter()
+        self.num_before: int | None = None
+        """Number of collectives begun when the current cell or request started; None if not recorded."""
         self.names: dict[str, Any] = {
             "rank": self.topology.rank,
             "world_size": self.topology.world_size,
@@ -42,42 +44,46 @@ class RankContext:
             "group": SessionGroup(self.topology, self.device, self.enter_group),
         }
         """Values of the session's names in the namespace: `rank`, `world_size`, `device` and `group`."""
-        self._told: set[str] = set()
-        self._blocked = ""
-        self._running: tuple[int, ...] = ()
+        self._reported: set[str] = set()
+        self._scope = Scope()
         self._group: Group | None = None
         self._entering = False
         self._apps = [find_app(name) for name in start.apps]
         self._cleanup = ExitStack()
 
-    def begin(self, ranks: tuple[int, ...], blocked: str) -> None:
-        """A cell or request starts on `ranks`; () for all ranks.
-
-        `blocked`: the reason why no group can be entered, or "". Names of the session that were deleted are set again.
-        """
+    def begin(self, scope: Scope) -> None:
+        """A cell or request starts. Names of the session that were deleted are set again."""
         for name, value in self.names.items():
             self.namespace.setdefault(name, value)
-        self._running = ranks
-        self._blocked = blocked
-        self.counter.begin()
+        self._scope = scope
+        self.num_before = self._count_begun()
 
     def end(self) -> None:
         """The cell or request is over."""
-        self._running = ()
+        self._scope = Scope(blocked=self._scope.blocked)
+
+    def count_collectives(self) -> int | None:
+        """Return the number of collectives begun since the cell or request started; None if not recorded."""
+        num_begun = self._count_begun()
+        return None if num_begun is None or self.num_before is None else num_begun - self.num_before
+
+    def _count_begun(self) -> int | None:
+        folder = os.environ.get(RING_DIR_VARIABLE)
+        return count_begun(Path(folder), self.topology.rank) if folder else None
 
     def describe_changed(self) -> str:
         """Return a message if a cell has changed `rank` or `world_size`, such as in a loop; once per name, else ""."""
         for name in ("rank", "world_size"):
             value, own = self.namespace.get(name, self.names[name]), self.names[name]
-            if name in self._told or (isinstance(value, int) and value == own):
+            if name in self._reported or (isinstance(value, int) and value == own):
                 continue
-            self._told.add(name)
+            self._reported.add(name)
             now = value if isinstance(value, int) else f"of type {type(value).__name__}"
-            return f"`{name}` is {now} now, and was {own}: `del {name}` brings the session's back in the next cell"
+            return f"`{name}` is now {now}, it was {own}: `del {name}` restores the session's value in the next cell"
         return ""
 
     def enter_group(self) -> Group:
-        """Return the group of this rank. Enters one if the rank is in none, which is collective."""
+        """Return the group of this rank. Enters one if the rank is not in a group, which is collective."""
         if self._group is not None and self._group.is_live:
             return self._group
         if not c10d.is_initialized():
@@ -96,21 +102,20 @@ class RankContext:
 
     def _refuse_alone(self) -> None:
         did = f"entering the group of {self.topology.world_size} ranks"
-        if self._blocked:
-            raise GroupError(did, found=self._blocked, rank=self.topology.rank)
-        missing = sorted({*range(self.topology.world_size)} - {*self._running}) if self._running else []
+        if self._scope.blocked:
+            raise GroupError(did, found=self._scope.blocked, rank=self.topology.rank)
+        ranks = self._scope.ranks
+        missing = sorted({*range(self.topology.world_size)} - {*ranks}) if ranks else []
         if missing:
             raise GroupError(
                 did,
-                found=f"this cell runs on {render_ranks(self._running)} alone, and {render_ranks(missing)} "
-                "would have to enter too",
-                fix="Run this cell on all ranks: a collective needs every one of them",
+                found=f"this cell runs on {render_ranks(ranks)} only, but {render_ranks(missing)} must enter it too",
+                fix="Run this cell on all ranks: a collective needs every rank",
                 rank=self.topology.rank,
             )
 
-    def context(self) -> AppContext:
+    def app_context(self) -> AppContext:
         """Return the argument for the apps' functions."""
-        all_ranks = range(self.topology.world_size)
         return AppContext(
             rank=self.topology.rank,
             world_size=self.topology.world_size,
@@ -120,7 +125,7 @@ class RankContext:
             verbose=self.start.verbose,
             seed=self.start.seed,
             enter_group=self.enter_group,
-            is_everywhere=lambda: len(self._running or all_ranks) == len(all_ranks),
+            is_everywhere=lambda: not self._scope.ranks,
             cleanup=self._cleanup,
         )
 
@@ -134,55 +139,17 @@ class RankContext:
             for statement in app.imports:
                 exec(statement, self.namespace)
             if app.initializer is not None:
-                app.initializer(self.context())
+                app.initializer(self.app_context())
 
     def after_cell(self) -> None:
         """Run the apps' `after_cell` functions."""
         for app in self._apps:
             if app.after_cell is not None:
-                app.after_cell(self.context())
+                app.after_cell(self.app_context())
 
     def finish(self) -> None:
         """Run the apps' finalizers and clean-up callbacks, in reverse order, at the end of the session."""
         for app in reversed(self._apps):
             if app.finalizer is not None:
-                app.finalizer(self.context())
+                app.finalizer(self.app_context())
         self._cleanup.close()
-
-
-def fill_namespace(namespace: dict[str, Any], start: KernelStart) -> RankContext:
-    """Create a rank's state and set `rank`, `world_size`, `device` and `group` in its `namespace`."""
-    space = RankContext(namespace, start)
-    space.prepare()
-    return space
-
-
-_WORD_BYTES = 8
-
-
-class CollectiveCounter:
-    """Counts operations begun since `begin`. All counts are None if collectives are not recorded."""
-
-    def __init__(self) -> None:
-        folder = os.environ.get(RING_DIR_VARIABLE)
-        path = ring_path(folder, int(os.environ["RANK"])) if folder else Path(os.devnull)
-        self._fd = os.open(path, os.O_RDONLY) if folder and path.exists() else None
-        self._before = 0
-
-    def begin(self) -> None:
-        """Start counting."""
-        self._before = self._total()
-
-    @property
-    def before(self) -> int | None:
-        """Collectives and point-to-point operations begun before `begin`; None if not recorded."""
-        return None if self._fd is None else self._before
-
-    def count(self) -> int | None:
-        """Return the collectives and point-to-point operations begun since `begin`; None if not recorded."""
-        return None if self._fd is None else self._total() - self._before
-
-    def _total(self) -> int:
-        if self._fd is None:
-            return 0
-        return int.from_bytes(os.pread(self._fd, _WORD_BYTES, NUM_BEGUN * _WORD_BYTES), "little")

@@ -26,6 +26,12 @@ _HOLDERS = (
     ("torch.distributed.device_mesh", "DeviceMesh"),
 )
 
+NOWHERE = " in no variable"
+_MAX_PARTS = 100
+
+Outline = dict[str, tuple[tuple[int, ...], str]]
+"""By parameter: its shape and a digest of its values."""
+
 
 def find_lost(namespace: Mapping[str, Any]) -> list[str]:
     """Return the kinds of objects in this process that are lost with its groups, and the variables that hold one."""
@@ -41,13 +47,6 @@ def find_lost(namespace: Mapping[str, Any]) -> list[str]:
 def _in_variables(kind: Any, namespace: Mapping[str, Any]) -> str:
     names = [name for name, value in namespace.items() if name[0] != "_" and kind in type(value).__mro__]
     return f" ({', '.join(f'`{name}`' for name in names)})" if names else ""
-
-
-NOWHERE = " in no variable"
-_MAX_PARTS = 100
-
-Outline = dict[str, tuple[tuple[int, ...], str]]
-"""By parameter: its shape and a digest of its values."""
 
 
 def describe_divergence(namespace: Mapping[str, Any], group: Group) -> dict[str, str]:

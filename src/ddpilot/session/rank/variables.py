@@ -31,11 +31,11 @@ class PushedVariables:
     def __init__(self, namespace: dict[str, Any], own: Mapping[str, Any]) -> None:
         self._namespace = namespace
         self._own = own
-        self._brought: dict[str, Any] = {}
+        self._pushed_values: dict[str, Any] = {}
         """By name: values set by earlier pushes without being named, and functions, classes and modules that were
         named."""
 
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         """Names for which it was already reported that the rank's own value is kept."""
 
     def put(
@@ -48,11 +48,11 @@ class PushedVariables:
         """
         replaced = {name: self._namespace[name] for name in values if name in self._namespace}
         self._namespace.update(values)
-        self._brought.update({name: value for name, value in values.items() if isinstance(value, _DEFINITIONS)})
+        self._pushed_values.update({name: value for name, value in values.items() if isinstance(value, _DEFINITIONS)})
         others = {name: value for name, value in uses.items() if name not in values}
-        kept = [name for name in self.bind(others) if name not in self._told and name not in self._own]
+        kept = [name for name in self.bind(others) if name not in self._reported and name not in self._own]
         self.bind({name: value for name, value in definitions.items() if name not in (*values, *others)})
-        self._told.update(kept)
+        self._reported.update(kept)
         stale = find_stale(self._namespace, {name: was for name, was in replaced.items() if was is not values[name]})
         return {"kept": sorted(kept), "stale": stale} if kept or stale else None
 
@@ -65,19 +65,19 @@ class PushedVariables:
         for name, value in values.items():
             if name in self._own:
                 self._namespace.setdefault(name, self._own[name])
-            elif name not in self._namespace or self._is_as_brought(name):
-                self._namespace[name] = self._brought[name] = value
+            elif name not in self._namespace or self._is_as_pushed(name):
+                self._namespace[name] = self._pushed_values[name] = value
             elif not _are_alike(self._namespace[name], value):
                 kept.append(name)
         return kept
 
-    def _is_as_brought(self, name: str) -> bool:
+    def _is_as_pushed(self, name: str) -> bool:
         """True if the rank cannot have changed the value.
 
         A model, list or other object may have been modified in place.
         """
         value = self._namespace[name]
-        is_same = name in self._brought and self._brought[name] is value
+        is_same = name in self._pushed_values and self._pushed_values[name] is value
         return is_same and isinstance(value, (*_DEFINITIONS, *_PLAIN))
 
 
@@ -162,15 +162,15 @@ def _evaluate(expression: str, names: dict[str, Any]) -> tuple[Any, dict[str, st
         if DistributedDataParallel not in type(model).__mro__:
             raise
         is_inside = hasattr(model.module, error.name or "")
-        fix = f"The model in it has one: write `.module.{error.name}` in place of `.{error.name}`" if is_inside else ""
+        fix = f"The wrapped model has it: write `.module.{error.name}` in place of `.{error.name}`" if is_inside else ""
         return None, make_refusal(str(error), fix)
     if isinstance(value, SessionGroup):
         return None, make_refusal(
-            "it is the session's own and stays on its rank", "Pull what it gives, such as `group.rank`"
+            "it belongs to the session and cannot be pulled", "Pull a value of it, such as `group.rank`"
         )
     if isinstance(value, DistributedDataParallel):
         return None, make_refusal(
-            "it is a DDP model, and its process group stays on its rank",
+            "it is a DDP model, and its process group cannot leave its rank",
             f"Pull the module in it, `{expression}.module`, or its weights, `{expression}.module.state_dict()`",
         )
     return value, None

@@ -21,7 +21,7 @@ from ddpilot.errors import LoopError
 from ddpilot.group.device import wire_device
 from ddpilot.group.process_group import Group
 from ddpilot.group.protocol import GroupLike
-from ddpilot.group.store import came
+from ddpilot.group.store import wait_for_keys
 from ddpilot.launching.interrupts import RankInterrupt
 from ddpilot.training.batches import CurrentBatch
 from ddpilot.training.notices import Line, warn_dropped
@@ -283,12 +283,12 @@ class LoneBreakCheck:
         try:
             store = _get_process_group_store(group.process_group)
             store.set(f"{key}{group.rank}", "")
-            if came(store, list(others.values()), _PATIENCE_S):
+            if wait_for_keys(store, list(others.values()), _PATIENCE_S):
                 return
             error = self._make_error(batch, line, [rank for rank, name in others.items() if not store.check([name])])
             sys.stderr.write(f"ddpilot: waiting for {_LIMIT_S - _PATIENCE_S:.0f} s more: {error}\n")
             sys.stderr.flush()
-            if came(store, list(others.values()), _LIMIT_S - _PATIENCE_S):
+            if wait_for_keys(store, list(others.values()), _LIMIT_S - _PATIENCE_S):
                 return
         except RuntimeError:  # the rank that hosts the store has exited: the next collective raises for it
             return

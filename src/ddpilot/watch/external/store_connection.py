@@ -49,7 +49,7 @@ class StoreConnection:
         mine = {name: arguments[name] for name in ("node_rank", "nnodes", "nproc_per_node", "target", "attempt")}
         me = NodeState(host=platform.node(), pid=os.getpid(), **mine)
         self._peers = Heartbeat(_connect_to(arguments), me, pulse_s=_PULSE_S)
-        self.post: StoreMailbox = self._peers.open_post(me.attempt)
+        self.post: StoreMailbox = self._peers.open_mailbox(me.attempt)
 
     def close(self) -> None:
         """Wait at most one second for pending writes to reach the store, then disconnect."""

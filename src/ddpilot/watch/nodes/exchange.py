@@ -67,7 +67,7 @@ class Exchange:
 
     def widen(self, job: JobSnapshot) -> JobSnapshot:
         """Add ranks of other nodes to `job`, which holds the ranks here, as far as their digests are recent enough."""
-        for node, message in self.mailbox.letters.items():
+        for node, message in self.mailbox.messages.items():
             if message.number != self._numbers.get(node):
                 self._numbers[node] = message.number
                 self._read(node, message)

@@ -73,7 +73,7 @@ class SharedRules:
     def _take(self) -> list[Finding]:
         """Take what other nodes have sent: on node 0 entries, on the other nodes the findings of node 0."""
         found: list[Finding] = []
-        for node, pieces in self._mailbox.take_pieces().items():
+        for node, pieces in self._mailbox.take_chunks().items():
             for bundle in self._receivers[node].take(pieces):
                 self._held[node] += bundle.entries
                 found += bundle.findings

@@ -80,7 +80,7 @@ STUCK: dict[str, Stuck] = {
 
 
 def _get_stuck_and_be_freed(kind: str, group: Group) -> tuple[Freed, float, str]:
-    """Get stuck; another thread frees this rank. What was freed, seconds until this thread was free, its error."""
+    """Get stuck; a different thread frees this rank. Returns what was freed, the seconds it took, and the error."""
     dist.barrier()
     freed: list[tuple[Freed, float]] = []
     endpoint = resolve_endpoint(group.topology, os.environ)
@@ -138,7 +138,7 @@ def _train_step(
 
 
 def recv_from_any() -> list[str]:
-    """What `free_group` says about a receive from any source; the rank then ends without it."""
+    """The report of `free_group` about a receive from any source; the rank then exits without it."""
     init_group(timeout_s=300)
     receiver = threading.Thread(target=lambda: dist.recv(torch.ones(4)), daemon=True, name="receiver")
     receiver.start()
@@ -226,7 +226,7 @@ def rebuild_with_differences() -> dict[str, Any]:
 
 
 def leave_when_freed() -> dict[str, Any]:
-    """After freeing: what a second `init_group` says, and how long leaving takes."""
+    """After freeing: the error of a second `init_group`, and the duration of leaving."""
     group = init_group(timeout_s=300)
     endpoint = resolve_endpoint(group.topology, os.environ)
     group.barrier()

@@ -46,7 +46,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def running_in(group: int) -> list[int]:
-    """Pids of a process group, without those that have ended and that nobody has reaped."""
+    """Pids of a process group, without zombies."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -62,12 +62,12 @@ def test_local_ranks_end_what_is_left_of_every_group(start: Start) -> None:
     one, other = start(0, "sleep 60 & exit 3"), start(1, "sleep 60")
     ranks = NodeRanks([one, other], print)
     while 0 in ranks.live:
-        ranks.look()
+        ranks.poll()
     left = [psutil.Process(pid) for pid in running_in(one.process.pid)]
     assert left
     ranks.end(signal.SIGTERM, 0.2)
     assert not ranks.live
-    assert ranks.describe_ends().endswith("rank 1 was ended by SIGTERM")
+    assert ranks.describe_ends().endswith("rank 1 was killed by SIGTERM")
     psutil.wait_procs(left, timeout=10)
     assert not running_in(one.process.pid)
 
@@ -87,26 +87,26 @@ def test_local_ranks_kill_what_ignores_the_signal(start: Start) -> None:
     """After the grace."""
     stubborn = start(0, "trap '' TERM; echo up; while :; do sleep 0.01; done")
     ranks = NodeRanks([stubborn], print)
-    assert ranks.unheard() == [stubborn.process.pid]
+    assert ranks.silent_pids() == [stubborn.process.pid]
     ranks.end(signal.SIGTERM, 0.05)
-    assert stubborn.describe_end() in ("was ended by SIGKILL", "was ended by SIGTERM")
+    assert stubborn.describe_end() in ("was killed by SIGKILL", "was killed by SIGTERM")
     assert ranks.live == ()
 
 
 def test_local_ranks_tell_failures_from_good_ends(start: Start) -> None:
-    """Code 0 is none, another one is, and a report counts before the process has ended."""
+    """Code 0 is not a failure, other codes are, and a report counts before the process has exited."""
     ranks = [start(0, "exit 0"), start(1, "exit 4"), start(2, "sleep 60")]
     ranks[2].report.write_text(json.dumps({REPORT_KEY: REPORT}))
     local = NodeRanks(ranks, print)
     while local.live != (2,):
-        local.look()
+        local.poll()
     found = {failure.rank: failure for failure in local.failures()}
     assert set(found) == {1, 2}
     assert found[1].exited is not None
     assert found[1].exited.exitcode == 4
     assert found[2].time_s == 5.0
     assert local.succeeded == (0,)
-    assert local.unheard() == []
+    assert local.silent_pids() == []
     local.kill()
 
 
@@ -118,25 +118,25 @@ def test_local_ranks_let_a_rank_that_raised_end_by_itself_for_a_while(
     rank = start(0, "sleep 60")
     rank.report.write_text(json.dumps({REPORT_KEY: REPORT}))
     local = NodeRanks([rank], said.append)
-    local.look()
+    local.poll()
     assert local.is_leaving(0)
     monkeypatch.setattr(node_ranks, "STUCK_EXIT_S", -1.0)
     assert not local.is_leaving(0)
-    assert said[0].startswith("rank 0 raised ValueError and has not ended for ")
+    assert said[0].startswith("rank 0 raised ValueError and has not exited after ")
     local.kill()
 
 
 def test_local_ranks_may_follow_one_that_left_for_a_requeue(start: Start) -> None:
-    """For the time given, while no rank has ended or raised in another way."""
+    """For the given time, unless a rank has exited or raised in a different way."""
     gone, busy = start(0, "exit 75"), start(1, "sleep 60")
     ranks = NodeRanks([gone, busy], print)
     while gone.is_live:
-        ranks.look()
+        ranks.poll()
     now_s = time.monotonic()
     assert ranks.are_leaving(now_s, 60.0)
     assert not ranks.are_leaving(now_s - 61.0, 60.0)
     busy.report.write_text(json.dumps({REPORT_KEY: REPORT}))
-    ranks.look()
+    ranks.poll()
     assert not ranks.are_leaving(now_s, 60.0)
     ranks.kill()
 
@@ -146,8 +146,8 @@ def test_local_rank_ignores_a_report_that_is_not_ours(start: Start, tmp_path: Pa
     rank = start(0, "exit 1")
     for text in ('{"message": "x"}', '{"mess', ""):
         rank.report.write_text(text)
-        rank.look()
+        rank.poll()
         assert rank.raised is None
     rank.report.write_text(json.dumps({REPORT_KEY: REPORT}))
-    rank.look()
+    rank.poll()
     assert rank.raised is not None

@@ -16,7 +16,7 @@ from ddpilot.output.writer import LabelledWriter
     [(b"one\n\n\x1b[0m\x1b[K\n", ("one",)), (b"\x1b[0m\n \0\n", ()), (b"\n\x1b[31mred\n", ("", "\x1b[31mred"))],
 )
 def test_screen_keeps_last_lines_up_to_the_last_that_shows_anything(written: bytes, kept: tuple[str, ...]) -> None:
-    """A rank whose library resets the colours at exit has no last output because of that."""
+    """Lines that only reset the terminal's colours are not part of a rank's last output."""
     with OutputThread(LabelledWriter("labelled", None)) as screen:
         path = screen.begin_attempt([1], [(1, "stdout")], {}, None)[1, "stdout"]
         os.write(int(path.rpartition("/")[2]), written)

@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 
 from ddpilot.errors import LaunchError
-from ddpilot.launching.elastic import run
 from ddpilot.launching.elastic.options import RunOptions
-from ddpilot.launching.elastic.run import count_ranks, prepare_run
-from ddpilot.launching.rank_environment import count_cores
+from ddpilot.launching.elastic.run import prepare_run
 
 
 @pytest.fixture
@@ -37,7 +35,7 @@ def test_prepare_run_makes_the_log_dir(script: str, tmp_path: Path) -> None:
 
 
 def test_prepare_run_says_nothing_before_an_error(script: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """That there is no GPU is no news for who forgot the address of node 0."""
+    """The notice about the missing GPU is not shown if the run does not start."""
     with pytest.raises(LaunchError, match="no address of node 0 is given"):
         prepare_run(RunOptions(target=script, nnodes=(2, 2)), {})
     assert capsys.readouterr().err == ""
@@ -45,7 +43,7 @@ def test_prepare_run_says_nothing_before_an_error(script: str, capsys: pytest.Ca
 
 def test_prepare_run_refuses_a_filter_for_local_ranks_that_are_not_there(script: str) -> None:
     """Nothing would be shown; local ranks count from 0."""
-    with pytest.raises(LaunchError, match="reading --local-ranks-filter: 5, but the node has local ranks 0 to 1. Name"):
+    with pytest.raises(LaunchError, match="reading --local-ranks-filter: 5, but the node has local ranks 0 to 1. Give"):
         prepare_run(RunOptions(target=script, nproc_per_node=2, shown_local_ranks=frozenset({5})), {})
 
 
@@ -53,31 +51,3 @@ def test_prepare_run_refuses_a_rendezvous_backend_that_torch_does_not_have(scrip
     """Before anything starts, and with the name that was meant."""
     with pytest.raises(LaunchError, match="reading --rdzv-backend: 'c10b'. Did you mean c10d. Backends are static, c1"):
         prepare_run(RunOptions(target=script, nproc_per_node=1, rdzv_backend="c10b"), {})
-
-
-@pytest.mark.parametrize(
-    ("asked", "num_gpus", "found", "said"),
-    [
-        ("auto", 4, 4, ""),
-        ("auto", 0, 1, "no GPU found, so one rank runs on the CPU; -n 2 gives two of them"),
-        ("gpu", 2, 2, ""),
-        ("cpu", 2, count_cores(), ""),
-        (3, 0, 3, ""),
-        (2, 2, 2, ""),
-        (3, 2, 3, "3 ranks on 2 GPUs: `init_group()` lets them share, over gloo; NCCL refuses two ranks on one GPU"),
-    ],
-)
-def test_count_ranks_means_what_the_machine_has(
-    asked: int | str, num_gpus: int, found: int, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A word becomes a number; what may surprise is said."""
-    monkeypatch.setattr(run, "count_accelerators", lambda _: num_gpus)
-    notes: list[str] = []
-    assert count_ranks(asked, {}, notes.append) == found
-    assert [note[: len(said)] for note in notes] == ([said] if said else [])
-
-
-def test_count_ranks_refuses_gpu_when_none_is_visible() -> None:
-    """The variable that hides them is quoted."""
-    with pytest.raises(LaunchError, match=r"no GPU is visible \(CUDA_VISIBLE_DEVICES=''\)"):
-        count_ranks("gpu", {"CUDA_VISIBLE_DEVICES": ""}, print)

@@ -9,13 +9,13 @@ import pytest
 
 from ddpilot.errors import RendezvousError
 from ddpilot.launching.elastic.options import RunOptions
-from ddpilot.launching.elastic.setup import _torchs_rendezvous
+from ddpilot.launching.elastic.setup import _torch_rendezvous
 
 
 @pytest.mark.skipif(importlib.util.find_spec("etcd") is not None, reason="python-etcd is installed")
 @pytest.mark.parametrize("backend", ["etcd", "etcd-v2"])
-def test_torchs_rendezvous_names_the_package_that_etcd_needs(backend: str) -> None:
+def test_torch_rendezvous_names_the_package_that_etcd_needs(backend: str) -> None:
     """In place of a traceback of torch's stub."""
     options = RunOptions(target="train.py", rdzv_backend=backend, rdzv_endpoint="localhost:1")
     with pytest.raises(RendezvousError, match=f"preparing the {backend} rendezvous.*`pip install python-etcd`"):
-        _torchs_rendezvous(options, "job", print)
+        _torch_rendezvous(options, "job", print)

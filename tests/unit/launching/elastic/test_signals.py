@@ -12,7 +12,7 @@ from ddpilot.launching.elastic.signals import StopSignal, signals_raise
 
 
 def test_signals_raise_and_everything_is_as_before_afterwards() -> None:
-    """Handlers and the variable by which torch's agent is told, also that of a child's end."""
+    """Handlers, including SIGCHLD's, and the variable that torch's agent reads."""
     numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD)
     before = [signal.getsignal(number) for number in numbers], dict(os.environ)
     with signals_raise(["SIGTERM", "SIGUSR1"]):

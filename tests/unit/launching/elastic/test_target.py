@@ -67,8 +67,8 @@ def test_check_target_is_content_and_imports_nothing(here: Path, kind: TargetKin
 @pytest.mark.parametrize(
     ("kind", "target", "said"),
     [
-        ("script", "trian.py", "there is no such file in {here}. Did you mean `train.py`?"),
-        ("script", "nowhere/x.py", "There is no folder `nowhere` either"),
+        ("script", "trian.py", "no such file in {here}. Did you mean `train.py`?"),
+        ("script", "nowhere/x.py", "The folder `nowhere` does not exist either"),
         ("script", "zzz", "Name a script: `.` has broken.py, latin.py, nul.py, train.py; for a module write -m"),
         ("script", "python3", "Leave out `python3`"),
         ("script", "train_pkg", "it is a directory without a `__main__.py`. Name a script: `train_pkg` has __init__"),
@@ -79,14 +79,14 @@ def test_check_target_is_content_and_imports_nothing(here: Path, kind: TargetKin
         ("script", "nul.py", "null bytes"),
         ("script", "latin.py", "(unicode error) 'utf-8' codec can't decode"),
         ("module", "train_pkg", "`train_pkg` is a package without a `__main__` module"),
-        ("module", "train_pkg.nope.x", "`train_pkg.nope` is no module that is found from {here}"),
-        ("module", "no_such_module", "`no_such_module` is no module that is found"),
+        ("module", "train_pkg.nope.x", "`train_pkg.nope` was not found from {here}"),
+        ("module", "no_such_module", "`no_such_module` was not found"),
         ("module", "train_pkg.broken", "SyntaxError: '(' was never closed"),
         ("module", "train.py", "Leave out -m, or write -m train"),
         ("module", "train_pkg/fit.py", "Leave out -m, or write -m train_pkg.fit"),
         ("module", "./train_pkg/fit", "that is a file, not a module. Leave out -m, or write -m train_pkg.fit"),
         ("module", "torch.distributed.launch", "that is a launcher too. Leave it out"),
-        ("program", "no-such-program", "there is no such program"),
+        ("program", "no-such-program", "no such program"),
     ],
 )
 def test_check_target_says_what_is_wrong(here: Path, kind: TargetKind, target: str, said: str) -> None:

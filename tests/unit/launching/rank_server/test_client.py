@@ -9,8 +9,8 @@ import socket
 
 import pytest
 
-from ddpilot.launching.rank_reports import Exited, RankStart, Returned
-from ddpilot.launching.rank_server.client import RankHandle, start_rank
+from ddpilot.launching.rank_reports import RankStart
+from ddpilot.launching.rank_server.client import start_rank
 from ddpilot.launching.rank_server.job import Start
 from ddpilot.launching.shipping import fd_socket
 
@@ -56,18 +56,8 @@ def test_start_rank_asks_the_server_and_tells_the_rank_who_it_is() -> None:
     assert num_descriptors() == before
 
 
-def test_rank_handle_is_live_until_its_process_was_reaped() -> None:
-    """Returning is not enough: exit handlers may still run."""
-    with socket.socket() as control:
-        handle = RankHandle(0, control, {}, returned=Returned(0.0))
-        live = [handle.is_live]
-        handle.exited = Exited(rank=0, status=0, peak_memory_bytes=0, time_s=0.0)
-        live.append(handle.is_live)
-    assert live == [True, False]
-
-
 def test_start_rank_closes_everything_when_the_server_is_gone() -> None:
-    """The error says so, and no descriptor is left."""
+    """It raises Closed and leaves no descriptor open."""
     before = num_descriptors()
     job, server = socket.socketpair()
     server.close()

@@ -39,7 +39,7 @@ def test_clean_watch_blames_the_module_that_started_a_thread() -> None:
 
 
 def test_clean_watch_blames_the_module_that_initialised_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver in use is worse than a thread and is said first."""
+    """An initialized driver is worse than a thread and is reported first."""
     watch = fork.CleanWatch()
     watch.begin()
     monkeypatch.setattr(fork, "cuda_driver_in_use", lambda: True)

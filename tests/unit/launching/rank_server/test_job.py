@@ -9,7 +9,7 @@ from ddpilot.launching.rank_server.job import bind_listener
 
 
 def test_bind_listener_listens_on_loopback_alone() -> None:
-    """Two of them have two ports, nobody outside this machine can connect, and nobody else can take the port."""
+    """Two listeners have two ports, on loopback only, and the ports stay reserved."""
     with bind_listener() as first, bind_listener() as second:
         host, port = first.getsockname()
         assert host == "127.0.0.1"

@@ -73,7 +73,7 @@ def test_wire_receive_closes_the_descriptors_of_a_frame_that_was_cut(
 
 
 def test_wire_receive_takes_nothing_for_the_end_when_non_blocking(pair: tuple[socket.socket, socket.socket]) -> None:
-    """What a dead process said is read, and nobody waits for a forked process that holds the other end."""
+    """Messages of a dead process are read, without waiting for a forked process that holds the other end."""
     fd_socket.send(pair[0], "last words")
     pair[1].setblocking(False)
     assert fd_socket.receive(pair[1]) == ("last words", [])
@@ -82,7 +82,7 @@ def test_wire_receive_takes_nothing_for_the_end_when_non_blocking(pair: tuple[so
 
 
 def test_wire_send_raises_closed_when_nobody_reads(pair: tuple[socket.socket, socket.socket]) -> None:
-    """Writing to a process that is gone is no other kind of error."""
+    """Writing to a process that has exited raises the same error."""
     pair[1].close()
     with pytest.raises(fd_socket.Closed):
         fd_socket.send(pair[0], "anybody?")

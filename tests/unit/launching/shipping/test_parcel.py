@@ -218,7 +218,7 @@ def test_pack_parcel_sends_module_definitions_by_reference() -> None:
 
 
 def test_pack_parcel_sends_torch_s_operators_by_name() -> None:
-    """`torch.ops` is no ordinary module, and none of what hangs on it can be pickled."""
+    """`torch.ops` is not an ordinary module, and its attributes cannot be pickled."""
     sent = (torch.ops, torch.classes, torch.ops.aten, torch.ops.aten.add, torch.ops.aten.add.Tensor)
     opened, defined, _ = there(sent)
     assert all(here is known for here, known in zip(opened, sent, strict=True))
@@ -226,7 +226,7 @@ def test_pack_parcel_sends_torch_s_operators_by_name() -> None:
 
 
 def test_pack_parcel_takes_functions_of_main_that_use_torch_s_operators(cell: Callable[[str], dict[str, Any]]) -> None:
-    """cloudpickle sends the submodules whose names a function mentions; `torch.ops` counts as one."""
+    """cloudpickle pickles the submodules that a function mentions by name, such as `torch.ops`."""
     function = cell("import torch\ndef f(x): return torch.ops.aten.relu(x)\n")["f"]
     opened, _, _ = there(function)
     assert opened(torch.tensor([-1.0, 2.0])).tolist() == [0.0, 2.0]

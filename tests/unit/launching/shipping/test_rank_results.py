@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ddpilot.errors import LaunchError
+from ddpilot.launching.shipping.memory_file import map_private
 from ddpilot.launching.shipping.parcel import pack_parcel
 from ddpilot.launching.shipping.rank_results import RankResults
 
@@ -24,7 +25,7 @@ def results_of(*values: Any) -> RankResults:
     """Results as the launcher makes them, with every descriptor closed afterwards."""
     parcels = [pack_parcel("test", value, [])[0] for value in values]
     try:
-        return RankResults(parcels, [])
+        return RankResults([map_private(fd) for fd in parcels], [])
     finally:
         for fd in parcels:
             os.close(fd)

@@ -42,7 +42,7 @@ def closing_over(value: Any) -> Callable[[], Any]:
 
 
 def with_default() -> Callable[[], Any]:
-    """A function whose default may not travel."""
+    """A function with a default value that may not be picklable."""
 
     def use(lock: Any = LOCK) -> Any:
         return lock
@@ -109,7 +109,7 @@ def test_ship_says_of_a_result_what_to_return() -> None:
 
 
 def test_blame_ends_on_something_nested_too_deeply() -> None:
-    """Ten thousand lists in one another give the beginning of the path and the reason."""
+    """Ten thousand nested lists give the beginning of the path and the reason."""
     deep: list[Any] = []
     for _ in range(10_000):
         deep = [deep]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives that only some ranks have called in a cell that ended well."""
+"""Collectives that only some ranks have called in a cell that succeeded."""
 
 from __future__ import annotations
 
@@ -19,11 +19,8 @@ WORLD = "0 0-1"
 
 
 def outcome_of(*counts: Mapping[str, int], num_collectives: int = 1) -> Outcome:
-    """A cell that ended well on ranks with these counts."""
-    reports = [
-        Report(status="ok", time_s=0.0, has_group=True, num_collectives=num_collectives, group_counts=each)
-        for each in counts
-    ]
+    """A cell that succeeded on ranks with these counts."""
+    reports = [Report(has_group=True, num_collectives=num_collectives, group_counts=each) for each in counts]
     return Outcome({rank: Part(rank, "", report=report) for rank, report in enumerate(reports)})
 
 

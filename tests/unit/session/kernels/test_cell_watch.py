@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is seen of one cell."""
+"""Observing one cell from outside."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WATCHED = layout.ASKED_ANY_TIME
 
 
 def looks(folder: Path, ranks: tuple[int, ...], others: tuple[int, ...], at_s: tuple[float, ...]) -> list[str]:
-    """What is noted where one looks at these times; the cell begins at the first of them."""
+    """The notes of an observer that looks at these times; the cell begins at the first one."""
     notes: list[str] = []
     bystanders = SubsetObserver(ranks, others, folder=folder, name="Cell In[7]", note=notes.append)
     for now_s in at_s:
@@ -41,7 +41,7 @@ def test_a_collective_that_others_must_call_is_noted_once(tmp_path: Path) -> Non
     (note,) = looks(tmp_path, (0,), (1,), (1.0, 4.1, 5.2, 6.3))
     assert note == (
         "rank 0 waits in all_reduce of Cell In[7], train.py, line 88, which every rank must call, but the cell runs on "
-        "rank 0 only: press stop, and run it on all ranks"
+        "rank 0 only: interrupt it and run it on all ranks"
     )
 
 
@@ -69,13 +69,13 @@ def test_a_collective_that_just_began_is_not_accused(tmp_path: Path) -> None:
 
 
 def test_what_may_be_over_is_accused_only_where_another_has_surely_not_begun_it(tmp_path: Path) -> None:
-    """A backend that does not tell when a collective is over: the other rank's ring does, where it has one."""
+    """The backend does not report the end of a collective; the ring of the other rank shows it, if there is one."""
     begin(open_ring(ring_path(tmp_path, 0)), 10**9, seq=1)
     assert looks(tmp_path, (0,), (1,), (1.0, 4.1)) == []
     begin(open_ring(ring_path(tmp_path, 1)), 10**8, seq=0)
     assert len(looks(tmp_path, (0,), (1,), (1.0, 4.1))) == 1
 
 
-def test_nothing_is_said_where_nothing_is_recorded(tmp_path: Path) -> None:
-    """No ring, no claim."""
+def test_no_warning_if_collectives_are_not_recorded(tmp_path: Path) -> None:
+    """Without a ring nothing is known."""
     assert looks(tmp_path, (0,), (1,), (1.0, 4.1, 5.2)) == []

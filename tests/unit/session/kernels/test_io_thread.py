@@ -8,11 +8,11 @@ import threading
 from ddpilot.session.kernels.io_thread import IOThread
 
 
-def test_hub_call_waits_for_an_order_of_any_length() -> None:
-    """Longer than the time after which it looks whether the thread lives: on Python 3.10 too."""
-    hub = IOThread(lambda event: None, lambda now: None, lambda error: None, lambda *sent: None)
-    hub.start()
+def test_io_thread_call_waits_for_a_long_callback() -> None:
+    """Longer than the interval at which it checks that the thread is alive, also on Python 3.10."""
+    io_thread = IOThread(lambda event: None, lambda now: None, lambda error: None)
+    io_thread.start()
     try:
-        assert hub.call(lambda: threading.Event().wait(0.25)) is False
+        assert io_thread.call(lambda: threading.Event().wait(0.25)) is False
     finally:
-        hub.stop()
+        io_thread.stop()

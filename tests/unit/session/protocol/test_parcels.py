@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parcels go through a socket of the session; those of requests that were cut short are dropped."""
+"""Parcels are sent through a socket of the session; those of interrupted requests are dropped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ddpilot.session.protocol.parcels import ParcelCall, ParcelPort
 
 
 def test_take_gives_the_parcel_of_the_token_and_drops_older_ones() -> None:
-    """A request that was interrupted leaves its parcel behind; one that hung up leaves nothing."""
+    """An interrupted request leaves its parcel in the socket; a closed one leaves nothing."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "parcels"
         port = ParcelPort(path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank says of an error."""
+"""The report of a rank on an error."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from ddpilot.errors import GroupError
 from ddpilot.session.kernels.states import describe_device_error
 from ddpilot.session.rank.cleanup import pays_to_empty
 from ddpilot.session.rank.error_report import (
     came_from_backward,
-    cell_traceback,
     find_device_error,
     holds_group,
     report_error,
@@ -32,25 +30,6 @@ def _raised(code: str, error: BaseException) -> BaseException:
     raise AssertionError
 
 
-def test_cell_traceback_begins_at_the_cell() -> None:
-    """What called it is ddpilot's and IPython's."""
-    text = cell_traceback(_raised("\nraise error", KeyError("k")))
-    assert text.splitlines()[1].strip() == 'File "Cell In[7]", line 2, in <module>'
-    assert "_raised" not in text
-
-
-def test_cell_traceback_of_an_error_of_ddpilot_has_the_users_lines_only() -> None:
-    """Where it is shown without IPython, in a hurry."""
-    library = compile("def enter(error):\n    raise error", "/usr/lib/python3/dist-packages/torch/x.py", "exec")
-    names: dict[str, Any] = {"error": GroupError("entering the group", found="rank 1 is missing")}
-    exec(library, names)
-    with pytest.raises(GroupError) as caught:
-        exec(compile("\nenter(error)", "Cell In[7]", "exec"), names)
-    text = cell_traceback(caught.value)
-    assert 'File "Cell In[7]", line 2, in <module>' in text
-    assert "torch/x.py" not in text
-
-
 def test_holds_group_also_where_it_was_raised_for_one() -> None:
     """By the name of the class, at any place of the chain."""
     assert holds_group(BaseExceptionGroup())
@@ -63,10 +42,11 @@ def test_holds_group_also_where_it_was_raised_for_one() -> None:
 
 
 def test_report_error_has_the_cells_text_or_the_errors_own() -> None:
-    """Where no traceback is given there is the last line of one."""
+    """Without a traceback, its last line is used."""
     report = report_error(ValueError("wrong"), "", 1.5, 3, torch.device("cpu"))
-    assert (report.status, report.type_name, report.message) == ("error", "ValueError", "wrong")
-    assert (report.traceback, report.time_s, report.num_collectives) == ("ValueError: wrong\n", 1.5, 3)
+    assert report.error == ("ValueError", "wrong", "ValueError: wrong\n")
+    assert report.raised is not None
+    assert (report.raised.time_s, report.num_collectives) == (1.5, 3)
     assert not came_from_backward(ValueError())
     assert report.device_error == ""
 
@@ -111,7 +91,7 @@ def test_find_device_error_asks_without_waiting(device: Device, expected: str, m
 
 
 def test_find_device_error_asks_nothing_of_the_cpu() -> None:
-    """There is no context that could be gone."""
+    """The CPU has no context that could fail."""
     assert find_device_error(torch.device("cpu")) == ""
 
 
@@ -119,7 +99,7 @@ def test_describe_device_error_says_what_is_lost_and_what_to_do() -> None:
     """With CUDA's own way to the line, and without for other devices."""
     text = describe_device_error(1, "CUDA error: device-side assert triggered", respawns=False)
     assert text.startswith(
-        "rank 1: its device has failed and runs nothing more (CUDA error: device-side assert triggered)"
+        "rank 1: its device has failed and accepts no more work (CUDA error: device-side assert triggered)"
     )
     assert "`%ddp restart 1` starts it again; `CUDA_LAUNCH_BLOCKING=1` in `env` shows the line" in text
     assert describe_device_error(0, "lost", respawns=True).endswith("memory is lost, it is restarted")
@@ -130,5 +110,5 @@ def test_describe_device_error_says_what_is_lost_and_what_to_do() -> None:
     [((True, 0, 100), True), ((False, 12, 100), False), ((False, 13, 100), True), ((False, None, 0), True)],
 )
 def test_pays_to_empty_after_a_failure_and_where_much_is_unused(arguments: tuple[Any, ...], expected: bool) -> None:
-    """An eighth of the memory; where nobody knows how much is unused, as before."""
+    """More than an eighth of the memory, or if the unused amount is not known."""
     assert pays_to_empty(*arguments) is expected

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a stop is raised in a rank, and when it is held back."""
+"""When an interrupt is raised in a rank, and when it is held back."""
 
 from __future__ import annotations
 
@@ -12,16 +12,22 @@ from collections.abc import Iterator
 import pytest
 from tornado.ioloop import IOLoop
 
-from ddpilot.session.rank.interrupts import StopHandler, TimeLimitExpired, is_taking_lock, time_limit, uninterrupted
+from ddpilot.session.rank.interrupts import (
+    InterruptHandler,
+    TimeLimitExpired,
+    is_taking_lock,
+    time_limit,
+    uninterrupted,
+)
 
 
 @pytest.fixture
-def handler() -> Iterator[StopHandler]:
+def handler() -> Iterator[InterruptHandler]:
     """A handler that has taken SIGINT over."""
     loop = IOLoop(make_current=False)
     before = signal.getsignal(signal.SIGINT)
-    handler = StopHandler(loop)
-    handler.take_over()
+    handler = InterruptHandler(loop)
+    handler.install()
     yield handler
     signal.signal(signal.SIGINT, before)
     for descriptor in (handler._woken, handler._waker):  # of the process for good, in a rank
@@ -29,27 +35,27 @@ def handler() -> Iterator[StopHandler]:
     loop.close()
 
 
-def test_stop_handler_raises_while_it_is_armed(handler: StopHandler) -> None:
+def test_interrupt_handler_raises_while_it_is_armed(handler: InterruptHandler) -> None:
     """As Python's own does."""
     handler.arm()
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
 
 
-def test_stop_handler_keeps_a_stop_that_comes_before_it_is_armed(handler: StopHandler) -> None:
-    """Once: the second time there is none any more."""
+def test_interrupt_handler_holds_back_an_interrupt_until_it_is_armed(handler: InterruptHandler) -> None:
+    """Only once."""
     signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         handler.arm()
     handler.arm()
 
 
-def test_stop_handler_drops_a_stop_that_comes_too_late(handler: StopHandler) -> None:
+def test_interrupt_handler_drops_an_interrupt_after_it_is_disarmed(handler: InterruptHandler) -> None:
     """It was for the cell that has ended, not for the one that begins next."""
     handler.arm()
     handler.disarm()
     signal.raise_signal(signal.SIGINT)
-    handler.take_over()
+    handler.install()
     handler.arm()
 
 
@@ -70,7 +76,7 @@ def test_is_taking_lock_sees_the_standard_library_s_locks() -> None:
 
 @pytest.fixture(autouse=True)
 def pressed() -> Iterator[list[int]]:
-    """Stops that reach whoever listened before."""
+    """Interrupts that reach the previous handler."""
     reached: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _frame: reached.append(number))
     yield reached
@@ -82,14 +88,14 @@ def _spin() -> None:
         pass
 
 
-def test_hurried_ends_what_takes_too_long(pressed: list[int]) -> None:
-    """And nobody hears of the signal that does it."""
+def test_time_limit_ends_the_body(pressed: list[int]) -> None:
+    """The signal that does it does not reach the previous handler."""
     with pytest.raises(TimeLimitExpired), time_limit(0.001):
         _spin()
     assert pressed == []
 
 
-def test_hurried_is_ended_by_a_stop_once(pressed: list[int]) -> None:
+def test_time_limit_is_ended_by_an_interrupt_once(pressed: list[int]) -> None:
     """What follows inside is left to run."""
     followed: list[bool] = []
 
@@ -106,7 +112,7 @@ def test_hurried_is_ended_by_a_stop_once(pressed: list[int]) -> None:
     assert pressed == []
 
 
-def test_hurried_leaves_the_stop_button_as_it_was(pressed: list[int]) -> None:
+def test_time_limit_restores_the_sigint_handler(pressed: list[int]) -> None:
     """Also after it was in time."""
     with time_limit(60.0):
         pass
@@ -114,8 +120,8 @@ def test_hurried_leaves_the_stop_button_as_it_was(pressed: list[int]) -> None:
     assert pressed == [signal.SIGINT]
 
 
-def test_hurried_does_nothing_in_another_thread(pressed: list[int]) -> None:
-    """Signals are the main thread's."""
+def test_time_limit_does_nothing_in_a_thread(pressed: list[int]) -> None:
+    """Only the main thread receives signals."""
     done: list[bool] = []
 
     def work() -> None:
@@ -129,7 +135,7 @@ def test_hurried_does_nothing_in_another_thread(pressed: list[int]) -> None:
     assert pressed == []
 
 
-def test_uninterrupted_drops_a_stop(pressed: list[int]) -> None:
+def test_uninterrupted_ignores_an_interrupt(pressed: list[int]) -> None:
     """What it would end has failed already."""
     with uninterrupted():
         signal.raise_signal(signal.SIGINT)

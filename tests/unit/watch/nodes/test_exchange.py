@@ -24,7 +24,7 @@ class Hand:
     def __init__(self, other: int) -> None:
         self.node_rank = 1 - other
         self.places: Mapping[int, str] = {other: f"node {other} (there)"}
-        self.letters: dict[int, Message] = {}
+        self.messages: dict[int, Message] = {}
         self.written: list[str] = []
         self.fault = ""
         self.appended: list[str] = []
@@ -38,14 +38,14 @@ class Hand:
         """Keep it."""
         self.appended.append(text)
 
-    def take_pieces(self) -> Mapping[int, Sequence[Chunk]]:
+    def take_chunks(self) -> Mapping[int, Sequence[Chunk]]:
         """What was given."""
         taken, self.pieces = self.pieces, {}
         return taken
 
     def give(self, to: Hand, node: int, at_ns: int) -> None:
         """The newest letter reaches the other node at that moment."""
-        to.letters[node] = Message(self.written[-1], len(self.written), at_ns, at_ns)
+        to.messages[node] = Message(self.written[-1], len(self.written), at_ns, at_ns)
 
 
 class Node:
@@ -177,7 +177,7 @@ def test_exchange_waits_for_answers_and_then_names_who_gave_none() -> None:
 def test_exchange_says_what_it_cannot_read() -> None:
     """As of a node with another version."""
     zero = Node(0)
-    zero.hand.letters[1] = Message("{}", 1, at(0.5), at(0.6))
+    zero.hand.messages[1] = Message("{}", 1, at(0.5), at(0.6))
     zero.look(waiting(0), 1.0)
     (line,) = zero.exchange.complaints(at(4.0))
     assert line.startswith("the ranks of node 1 (there) are not visible from here: not a digest of a node")

@@ -25,11 +25,11 @@ PULSE_S = 0.5
 """Seconds between two heartbeats."""
 
 _BUSY_PULSE_S = 0.1
-"""Seconds between two heartbeats while letters are being exchanged."""
+"""Seconds between two heartbeats while observers exchange messages."""
 
-_NEWS_S = 0.05
+_FLUSH_PAUSE_S = 0.05
 _DEAD_S = 3.0
-"""Seconds without an answer from the store after which it is considered dead, and `flush` does not wait for it."""
+"""Seconds without an answer from the store after which `flush` no longer waits for it."""
 
 
 class Heartbeat:
@@ -43,12 +43,12 @@ class Heartbeat:
         self._wake = threading.Event()
         self._states: dict[int, NodeState] = {me.node_rank: me}
         self._seen_s: dict[int, float] = {}
-        self._heard_s = time.monotonic()
-        self._told_beat = -1
+        self._answered_s = time.monotonic()
+        self._sent_beat = -1
         self._link_error: Exception | None = None
         self._stopping = False
-        self._post: StoreMailbox | None = None
-        self._thread = threading.Thread(target=self._run, name="ddpilot-peers", daemon=True)
+        self._mailbox: StoreMailbox | None = None
+        self._thread = threading.Thread(target=self._run, name="ddpilot-heartbeat", daemon=True)
         self._thread.start()
 
     @property
@@ -57,25 +57,25 @@ class Heartbeat:
         with self._lock:
             return self._me
 
-    def tell(self, change: Callable[[NodeState], NodeState]) -> None:
+    def update(self, change: Callable[[NodeState], NodeState]) -> None:
         """Update the state of this node and publish it now."""
         with self._lock:
             self._me = change(self._me)
         self._wake.set()
 
-    def open_post(self, attempt: int) -> StoreMailbox:
+    def open_mailbox(self, attempt: int) -> StoreMailbox:
         """Start exchanging messages of this attempt, instead of those of an earlier one."""
-        post = StoreMailbox(self.me, attempt, self._wake.set)
+        mailbox = StoreMailbox(self.me, attempt, self._wake.set)
         with self._lock:
-            self._post = post
-        return post
+            self._mailbox = mailbox
+        return mailbox
 
     def view(self) -> NodesView:
-        """What is known about the other nodes now."""
+        """The current state of the other nodes, as far as it is known."""
         now = time.monotonic()
         with self._lock:
-            link_s = now - self._heard_s
-            # If node 0's store does not answer, other nodes cannot be heard either: only node 0 counts as silent then.
+            link_s = now - self._answered_s
+            # If node 0's store does not answer, no node can be reached: only node 0 counts as silent then.
             behind = 0.0 if self._me.node_rank == 0 else link_s
             silent_s = {node: max(0.0, now - seen_s - behind) for node, seen_s in self._seen_s.items()}
             if self._me.node_rank != 0 and 0 in self._seen_s:
@@ -83,21 +83,21 @@ class Heartbeat:
             return NodesView(states=dict(self._states), silent_s=silent_s, link_error=self._link_error)
 
     def flush(self, limit_s: float) -> None:
-        """Wait until the last update has reached the store, at most `limit_s` seconds."""
+        """Wait at most `limit_s` seconds until the last update is in the store."""
         deadline_s = time.monotonic() + limit_s
         with self._lock:
-            before = self._told_beat
+            before = self._sent_beat
         self._wake.set()
         while time.monotonic() < deadline_s and not self._is_dead():
             with self._lock:
-                if self._told_beat >= before + 2:  # the exchange in progress at the call may have missed the update
+                if self._sent_beat >= before + 2:  # the exchange in progress at the call may have missed the update
                     return
             self._wake.set()
-            time.sleep(_NEWS_S)
+            time.sleep(_FLUSH_PAUSE_S)
 
     def _is_dead(self) -> bool:
         with self._lock:
-            return self._link_error is not None or time.monotonic() - self._heard_s > _DEAD_S
+            return self._link_error is not None or time.monotonic() - self._answered_s > _DEAD_S
 
     def stop(self, limit_s: float = 1.0) -> None:
         """Stop the thread. If it is stuck on a dead connection, it is left running until the process exits."""
@@ -109,23 +109,23 @@ class Heartbeat:
         try:
             store = self._connect()
             while not self._stopping:
-                post = self._exchange(store)
-                self._wake.wait(_BUSY_PULSE_S if post is not None and post.is_busy else self._pulse_s)
+                mailbox = self._exchange(store)
+                self._wake.wait(_BUSY_PULSE_S if mailbox is not None and mailbox.is_busy else self._pulse_s)
                 self._wake.clear()
         except (RuntimeError, OSError) as error:  # torch's DistError is a RuntimeError
             with self._lock:
-                self._link_error, post = error, self._post
-            if post is not None:
-                post.break_off(error)
+                self._link_error, mailbox = error, self._mailbox
+            if mailbox is not None:
+                mailbox.break_off(error)
 
     def _exchange(self, store: Store) -> StoreMailbox | None:
         with self._lock:
-            post = self._post
-        num_letters, num_pieces = post.send(store) if post is not None else (0, 0)
+            mailbox = self._mailbox
+        num_messages, num_chunks = mailbox.send(store) if mailbox is not None else (0, 0)
         with self._lock:
-            is_open = post is not None and post.attempt == self._me.attempt
-            letter, num_pieces = (num_letters, num_pieces) if is_open else (0, 0)
-            self._me = replace(self._me, beat=self._me.beat + 1, letter=letter, num_pieces=num_pieces)
+            is_open = mailbox is not None and mailbox.attempt == self._me.attempt
+            message, num_chunks = (num_messages, num_chunks) if is_open else (0, 0)
+            self._me = replace(self._me, beat=self._me.beat + 1, num_messages=message, num_chunks=num_chunks)
             mine, known = self._me, set(self._states)
         store.set(_key(mine.node_rank), mine.encode())
         missing = [node for node in range(mine.nnodes) if node not in known]
@@ -135,15 +135,15 @@ class Heartbeat:
         found = [decode_state(text) for text in store.multi_get([_key(node) for node in asked])] if asked else []
         now = time.monotonic()
         with self._lock:
-            self._heard_s, self._told_beat = now, mine.beat
+            self._answered_s, self._sent_beat = now, mine.beat
             self._states[mine.node_rank] = mine
             for state in found:
                 if state.node_rank not in self._states or state.beat != self._states[state.node_rank].beat:
                     self._seen_s[state.node_rank] = now
                 self._states[state.node_rank] = state
-        if post is not None:
-            post.fetch(store, found, asked_ns)
-        return post
+        if mailbox is not None:
+            mailbox.fetch(store, found, asked_ns)
+        return mailbox
 
 
 def _key(node_rank: int) -> str:
@@ -157,11 +157,11 @@ SILENCE_S = 5.0
 _TICK_S = 0.25
 _STANDSTILL_S = 2.0
 _CATCH_UP_S = 2.0
-"""Seconds that this process takes, after it was suspended, to read what the other nodes wrote in the meantime."""
+"""Seconds that this process needs, after it was suspended, to read what the other nodes wrote in the meantime."""
 
 
 class Standstill:
-    """Detects that this process itself was not running: stopped, on a suspended machine, or without CPU time."""
+    """Detects that this process was not running: stopped, on a suspended machine, or without CPU time."""
 
     def __init__(self) -> None:
         self._ticked_s = time.monotonic()
@@ -192,17 +192,17 @@ class Standstill:
 
 
 class LivenessCheck:
-    """Checks successive views. `limit_s`: seconds without a heartbeat after which to raise; `say` shows a notice.
+    """Checks for silent nodes. `limit_s`: seconds without a heartbeat after which to raise; `note` shows a notice.
 
-    `standstill`: of this process, which must catch up on what the other nodes have written before it judges them.
+    `standstill`: of this process. After one, nodes are not checked until their recent heartbeats have been read.
     """
 
-    def __init__(self, limit_s: float, say: Callable[[str], None], standstill: Standstill) -> None:
+    def __init__(self, limit_s: float, note: Callable[[str], None], standstill: Standstill) -> None:
         self._limit_s = limit_s
-        self._say = say
+        self._note = note
         self._standstill = standstill
-        self._said_standstill_s = 0.0
-        self._told: dict[int, float] = {}
+        self._noted_standstill_s = 0.0
+        self._noted: dict[int, float] = {}
 
     def look(self, view: NodesView) -> None:
         """Show new notices. Raises RendezvousError if the store is lost or a node is silent for too long."""
@@ -211,7 +211,7 @@ class LivenessCheck:
         now = time.monotonic()
         self._standstill.tick(now)
         if self._standstill.length_s and now - self._standstill.ended_s < _CATCH_UP_S:
-            self._say_standstill()
+            self._note_standstill()
             return
         for node, silent_s in sorted(view.silent_s.items()):
             state = view.states[node]
@@ -220,26 +220,26 @@ class LivenessCheck:
             if silent_s >= self._limit_s:
                 raise RendezvousError(
                     f"watching {state.place}",
-                    found=f"no sign of it for {silent_s:.0f} s: the network between the nodes is cut, or that machine, "
-                    "or `ddpilot run` on it, stands still",
-                    fix="Look at that machine and at the link; --node-timeout is the silence that is allowed",
+                    found=f"no heartbeat for {silent_s:.0f} s: the network between the nodes is down, or that "
+                    "machine or its `ddpilot run` is suspended",
+                    fix="Check that machine and the network; --node-timeout is the time allowed without a heartbeat",
                 )
             if silent_s >= min(SILENCE_S, self._limit_s / 2):
-                if node not in self._told:
+                if node not in self._noted:
                     left_s = self._limit_s - silent_s
-                    self._say(
-                        f"no sign of {state.place} for {silent_s:.0f} s: is the network cut, or that machine down? "
-                        f"Ranks here are ended in {left_s:.0f} s (--node-timeout {self._limit_s:g})"
+                    self._note(
+                        f"no heartbeat from {state.place} for {silent_s:.0f} s: is the network or that machine down? "
+                        f"Ranks here are terminated in {left_s:.0f} s (--node-timeout {self._limit_s:g})"
                     )
-                self._told[node] = silent_s
-            elif node in self._told:
-                self._say(f"{state.place} is back after {self._told.pop(node):.0f} s")
+                self._noted[node] = silent_s
+            elif node in self._noted:
+                self._note(f"{state.place} is back after {self._noted.pop(node):.0f} s")
 
-    def _say_standstill(self) -> None:
-        if self._said_standstill_s != self._standstill.ended_s:
-            self._said_standstill_s = self._standstill.ended_s
-            self._say(
-                f"`ddpilot run` on this node stood still for {self._standstill.length_s:.0f} s: "
+    def _note_standstill(self) -> None:
+        if self._noted_standstill_s != self._standstill.ended_s:
+            self._noted_standstill_s = self._standstill.ended_s
+            self._note(
+                f"`ddpilot run` on this node was not running for {self._standstill.length_s:.0f} s: "
                 "was it stopped, or the machine suspended or out of CPU time?"
             )
 
@@ -256,9 +256,9 @@ def _link_lost(view: NodesView) -> DdpilotError:
         return error
     place = view.states[0].place if 0 in view.states else "node 0"
     lost = RendezvousError(
-        f"keeping in touch with {place}",
-        found=f"its store has ended ({str(error).splitlines()[0]})",
-        fix="Look at the output of `ddpilot run` there: it was killed, or that machine went down",
+        f"keeping the connection to {place}",
+        found=f"its store is gone ({str(error).splitlines()[0]})",
+        fix="Check the output of `ddpilot run` on that node: it was killed, or the machine failed",
     )
     lost.__cause__ = error
     return lost

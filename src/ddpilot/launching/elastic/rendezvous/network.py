@@ -50,10 +50,10 @@ def open_endpoint(options: RunOptions) -> Endpoint:
     try:
         listener = listen(addr, port)
     except RendezvousError as error:
-        fix = f"Stop that process, or choose another --master-port than {port}"
+        fix = f"Stop that process, or choose a --master-port other than {port}"
         raise RendezvousError(f"opening port {port} for the store", found=error.found, fix=fix) from error
     if listener is None:  # this process itself listens there: a server of the caller
-        fix = f"Close it, or choose another --master-port than {port}"
+        fix = f"Close it, or choose a --master-port other than {port}"
         raise RendezvousError(f"opening port {port} for the store", found="this process listens there", fix=fix)
     return Endpoint(addr=addr, port=listener.getsockname()[1], listener=listener)
 
@@ -85,7 +85,7 @@ def _check(addr: str) -> None:
 
 
 def rank_network_variables(
-    options: RunOptions, endpoint: Endpoint, environ: Mapping[str, str], say: Callable[[str], None]
+    options: RunOptions, endpoint: Endpoint, environ: Mapping[str, str], note: Callable[[str], None]
 ) -> dict[str, str]:
     """Environment variables that let ranks of all nodes reach each other, unless the user has set them.
 
@@ -99,31 +99,29 @@ def rank_network_variables(
     reached = _interface_towards(endpoint, interfaces)
     if options.node_rank == 0 and not _is_local_address(endpoint.addr, interfaces):
         mine = ", ".join(f"{address} on {name}" for name in interfaces for address in _ips(interfaces, name))
-        say(f"--master-addr {endpoint.addr} is no address of this machine ({mine}): will the other nodes find node 0?")
+        note(f"--master-addr {endpoint.addr} is not an address of this machine ({mine}): can other nodes use it?")
     chosen = environ.get(GLOO_VARIABLE)
     if chosen:
-        _check_choice(chosen, interfaces, reached, endpoint, say)
+        _check_choice(chosen, interfaces, reached, endpoint, note)
         return {}
     return {} if reached is None else {GLOO_VARIABLE: reached}
 
 
 def _check_choice(
-    chosen: str, interfaces: Mapping[str, object], reached: str | None, endpoint: Endpoint, say: Callable[[str], None]
+    chosen: str, interfaces: Mapping[str, object], reached: str | None, endpoint: Endpoint, note: Callable[[str], None]
 ) -> None:
     names = chosen.split(",")
     did, has = f"reading {GLOO_VARIABLE}", ", ".join(interfaces)
-    unset = f"Unset {GLOO_VARIABLE}" + (
-        "" if reached is None else f": {reached} leads to node 0, and is what is used then"
-    )
+    unset = f"Unset {GLOO_VARIABLE}" + ("" if reached is None else f": {reached}, which routes to node 0, is then used")
     for name in names:
         if name not in interfaces:
             found = f"{GLOO_VARIABLE}={chosen}: this node has no interface {name} that is up; it has {has}"
             raise LaunchError(did, found=found, fix=unset)
     if reached is not None and reached not in names:
-        found = f"{GLOO_VARIABLE}={chosen}, but the way to node 0 ({endpoint.addr}) leads over {reached}"
+        found = f"{GLOO_VARIABLE}={chosen}, but the route to node 0 ({endpoint.addr}) uses {reached}"
         if all(name.startswith("lo") for name in names):
             raise LaunchError(did, found=found, fix=unset)
-        say(f"{found}: do the other nodes reach this one over {chosen}?")
+        note(f"{found}: can the other nodes reach this one over {chosen}?")
 
 
 def _interface_towards(endpoint: Endpoint, interfaces: Mapping[str, list[Any]]) -> str | None:

@@ -23,9 +23,8 @@ class NodeState:
 
     `attempt`: number of the restart, from 0, or -1 until the node is ready for the first attempt; `phase`: "ready" (to
     start, or running), "done" (its ranks succeeded) or "ended" (it leaves). `ranks_port`: on node 0, port of the store
-    for the ranks of this attempt. `failure`: why it ended `attempt` or leaves, as returned by `pack_error`. `letter`:
-    number of letters that its companion has written in `attempt`; `num_pieces`: number of pieces that its companion has
-    appended.
+    for the ranks of this attempt. `failure`: the error that ended `attempt`, or with which the node leaves, as returned
+    by `pack_error`. `num_messages`, `num_chunks`: how many its observer has written and appended in `attempt`.
     """
 
     node_rank: int
@@ -40,8 +39,8 @@ class NodeState:
     phase: str = READY
     ranks_port: int = 0
     failure: Mapping[str, Any] | None = None
-    letter: int = 0
-    num_pieces: int = 0
+    num_messages: int = 0
+    num_chunks: int = 0
     failed_attempt: int = -1
     """The last attempt that ended with a failure on this node, or -1."""
 
@@ -66,10 +65,10 @@ def decode_state(text: str | bytes) -> NodeState:
 
 @dataclass(frozen=True, kw_only=True)
 class NodesView:
-    """What this node knows about the other nodes at one moment.
+    """The other nodes as seen from this node at one moment.
 
     `states`: of every node that has joined, including this one; `silent_s`: seconds since the last heartbeat of each
-    other node; `link_error`: why the connection to node 0's store was lost, None while it works.
+    other node; `link_error`: the error of the connection to node 0's store, None while it works.
     """
 
     states: Mapping[int, NodeState] = field(default_factory=dict)
@@ -91,33 +90,33 @@ def check_agreement(mine: NodeState, states: Mapping[int, NodeState]) -> None:
         ):
             if ours != theirs:
                 raise RendezvousError(
-                    "comparing what the nodes were started with",
+                    "comparing the options of the nodes",
                     found=f"{mine.place} has {option} {ours}, {other.place} has {option} {theirs}",
                     fix=f"Start every node with the same {option}",
                 )
 
 
 def pack_error(error: DdpilotError) -> dict[str, Any]:
-    """Serialize `error` so that another node can raise it."""
+    """Serialize `error` so that a different node can raise it."""
     names = ["did", "found", "fix"]
     if isinstance(error, RankError):
         names += ["rank", "host", "exitcode", "signal_name", "rank_traceback", "last_lines"]
     if isinstance(error, RunStoppedError):
         names += ["exitcode"]
-    said = {name: getattr(error, name) for name in names}
+    packed = {name: getattr(error, name) for name in names}
     if isinstance(error, (RankError, WatchError)):
-        said["findings"] = [finding.to_dict() for finding in error.findings]
-    return said
+        packed["findings"] = [finding.to_dict() for finding in error.findings]
+    return packed
 
 
-def unpack_error(said: Mapping[str, Any], others: str) -> RankError | LaunchError:
-    """Rebuild an error that another node packed. `others`: how this node's ranks ended."""
-    values = dict(said)
+def unpack_error(packed: Mapping[str, Any], others: str) -> RankError | LaunchError:
+    """Rebuild an error that a different node packed. `others`: how the ranks of this node ended."""
+    values = dict(packed)
     findings = Findings(map(Finding.from_dict, values.pop("findings", ())))
-    if "rank" not in said:
+    if "rank" not in packed:
         values.pop("exitcode", None)  # it is the other node's; this node determines its own
         return WatchError(**values, findings=findings) if findings else LaunchError(**values)
-    error = RankError(**{**values, "last_lines": tuple(said["last_lines"]), "others": others})
+    error = RankError(**{**values, "last_lines": tuple(packed["last_lines"]), "others": others})
     error.findings = findings
     return error
 
@@ -130,6 +129,6 @@ def asks_for_requeue(failure: Mapping[str, Any] | None) -> bool:
 def with_failure(state: NodeState, error: DdpilotError) -> NodeState:
     """Return `state` with `error` as the failure of its current attempt."""
     packed = pack_error(error)
-    if isinstance(error, WatchError):  # its advice applies to this machine
+    if isinstance(error, WatchError):  # its advice is for this machine
         packed["fix"] += f" on {state.place}"
     return replace(state, failure=packed, failed_attempt=state.attempt)

@@ -36,16 +36,15 @@ from ddpilot.launching.elastic.rendezvous.node_state import (
     unpack_error,
     with_failure,
 )
+from ddpilot.launching.elastic.rendezvous.wait_notices import WaitNotices
 
 _STORE_TIMEOUT_S = 60.0
 _PAUSE_S = 0.05
-_FIRST_WORD_S = 5.0
-_WORD_EVERY_S = 15.0
-_LAST_WORD_S = 5.0
+_LEAVE_LIMIT_S = 5.0
 
 
 class StaticRendezvousHandler(RendezvousHandler):
-    """The rendezvous of this node. `say` shows a notice; `timeout_s`, `node_timeout_s`: as in `RunOptions`."""
+    """The rendezvous of this node. `note` shows a notice; `timeout_s`, `node_timeout_s`: as in `RunOptions`."""
 
     def __init__(
         self,
@@ -55,23 +54,22 @@ class StaticRendezvousHandler(RendezvousHandler):
         run_id: str,
         timeout_s: float,
         node_timeout_s: float,
-        say: Callable[[str], None],
+        note: Callable[[str], None],
     ) -> None:
         self._endpoint = endpoint
         self._me = me
         self._run_id = run_id
         self._timeout_s = timeout_s
-        self._say = say
+        self._note = note
         self._standstill = Standstill()
-        self._vigil = LivenessCheck(node_timeout_s, say, self._standstill)
+        self._liveness = LivenessCheck(node_timeout_s, note, self._standstill)
         self._server: TCPStore | None = None
         self._ranks_server: TCPStore | None = None
         self._store: Store | None = None
-        self._peers: Heartbeat | None = None
+        self._heartbeat: Heartbeat | None = None
         self._attempt = -1
 
     def get_backend(self) -> str:
-        """Name of the backend, for torch's events."""
         return "static"
 
     @property
@@ -91,11 +89,9 @@ class StaticRendezvousHandler(RendezvousHandler):
         return 0
 
     def get_run_id(self) -> str:
-        """Id of the job."""
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Leave the rendezvous; torch calls this at the end if it owns the handler."""
         self.close()
         return True
 
@@ -107,30 +103,30 @@ class StaticRendezvousHandler(RendezvousHandler):
             self._store = self._open()
         elif self._server is not None:
             port = self._open_for_ranks()
-        if self._peers is not None:
-            self._peers.tell(lambda me: replace(me, attempt=attempt, phase=READY, ranks_port=port))
-            port = self._wait_for_all(self._peers).states[0].ranks_port
+        if self._heartbeat is not None:
+            self._heartbeat.update(lambda me: replace(me, attempt=attempt, phase=READY, ranks_port=port))
+            port = self._wait_for_all(self._heartbeat).states[0].ranks_port
         store = PrefixStore(f"attempt{attempt}", self._store)
         where = RendezvousStoreInfo(self._endpoint.addr, port)
         return RendezvousInfo(store, self._me.node_rank, self._me.nnodes, where)
 
-    def open_post(self) -> StoreMailbox | None:
+    def open_mailbox(self) -> StoreMailbox | None:
         """The mailbox for messages between nodes in this attempt; None if there is only one node."""
-        return None if self._peers is None else self._peers.open_post(self._attempt)
+        return None if self._heartbeat is None else self._heartbeat.open_mailbox(self._attempt)
 
     def failure_elsewhere(self, how_here: str) -> RankError | LaunchError | None:
-        """The failure that another node reported in this attempt, or None. `how_here`: how the ranks here ended."""
-        if self._peers is None:
+        """The failure that a different node reported in this attempt, or None. `how_here`: how the ranks here ended."""
+        if self._heartbeat is None:
             return None
-        for state in self._peers.view().states.values():
+        for state in self._heartbeat.view().states.values():
             if state.node_rank != self._me.node_rank and state.failure and state.failed_attempt >= self._attempt:
                 return unpack_error(state.failure, how_here)
         return None
 
     @property
     def is_requeue_elsewhere(self) -> bool:
-        """True if another node's ranks exited in this attempt with the code that asks for a requeue."""
-        states = () if self._peers is None else self._peers.view().states.values()
+        """True if the ranks of a different node exited in this attempt with the code that asks for a requeue."""
+        states = () if self._heartbeat is None else self._heartbeat.view().states.values()
         return any(
             state.node_rank != self._me.node_rank
             and state.failed_attempt >= self._attempt
@@ -140,53 +136,49 @@ class StaticRendezvousHandler(RendezvousHandler):
 
     def check(self) -> None:
         """Show a notice for nodes that have been silent for long. Raises RendezvousError after `node_timeout_s`."""
-        if self._peers is not None:
-            self._vigil.look(self._peers.view())
+        if self._heartbeat is not None:
+            self._liveness.look(self._heartbeat.view())
 
     def silent_nodes(self, limit_s: float) -> list[NodeState]:
         """Nodes that have sent no heartbeat for `limit_s` seconds and have not left."""
-        return [] if self._peers is None else silent_nodes(self._peers.view(), limit_s)
+        return [] if self._heartbeat is None else silent_nodes(self._heartbeat.view(), limit_s)
 
-    def tell_failure(self, error: DdpilotError) -> None:
+    def report_failure(self, error: DdpilotError) -> None:
         """Report to the other nodes why this node's ranks ended."""
-        if self._peers is not None:
-            self._peers.tell(lambda me: with_failure(me, error))
-            self._peers.flush(_LAST_WORD_S)
+        if self._heartbeat is not None:
+            self._heartbeat.update(lambda me: with_failure(me, error))
+            self._heartbeat.flush(_LEAVE_LIMIT_S)
 
     def wait_until_all_are_done(self, failure: Callable[[], bool]) -> None:
         """Keep the store running while other nodes' ranks run. Returns early if `failure()` is True."""
-        if self._peers is None:
+        if self._heartbeat is None:
             return
-        self._peers.tell(lambda me: replace(me, phase=DONE))
-        start, said_s = time.monotonic(), _FIRST_WORD_S
+        self._heartbeat.update(lambda me: replace(me, phase=DONE))
+        notices = WaitNotices(self._note)
         while not failure():
-            view = self._peers.view()
+            view = self._heartbeat.view()
             running = [node for node, state in view.states.items() if state.phase == READY]
             if not running:
                 return
             self.check()
-            waited_s = time.monotonic() - start
-            if waited_s >= said_s:
-                said_s = waited_s + _WORD_EVERY_S
-                self._say(
-                    f"ranks here are done; {render_nodes(running, view.states)} still runs, for {waited_s:.0f} s now"
-                )
+            nodes = render_nodes(running, view.states)
+            notices.show_if_due(f"the ranks here have finished; waited {notices.waited_s:.0f} s for {nodes}")
             time.sleep(_PAUSE_S)
 
     def close(self) -> None:
-        """Report that this node leaves. Node 0, which hosts the store, waits at most 5 s for the others to leave."""
-        if self._peers is None:
+        """Report that this node leaves. Node 0, which hosts the store, waits at most 5 s for them to leave."""
+        if self._heartbeat is None:
             return
-        peers, self._peers = self._peers, None
-        peers.tell(lambda me: replace(me, phase=ENDED))
-        peers.flush(_LAST_WORD_S)
-        deadline_s = time.monotonic() + _LAST_WORD_S
+        heartbeat, self._heartbeat = self._heartbeat, None
+        heartbeat.update(lambda me: replace(me, phase=ENDED))
+        heartbeat.flush(_LEAVE_LIMIT_S)
+        deadline_s = time.monotonic() + _LEAVE_LIMIT_S
         while self._me.node_rank == 0 and time.monotonic() < deadline_s:
-            view = peers.view()
+            view = heartbeat.view()
             if all(state.phase == ENDED or view.silent_s.get(node, 0.0) > 2.0 for node, state in view.states.items()):
                 break
             time.sleep(_PAUSE_S)
-        peers.stop()
+        heartbeat.stop()
         self._standstill.stop()
 
     # opening
@@ -197,10 +189,10 @@ class StaticRendezvousHandler(RendezvousHandler):
         if listener is not None:
             self._server = self._host(listener, self._endpoint.port)
         else:
-            self._wait_for_node_zero()
+            self._wait_for_node_0()
         base = self._server if self._server is not None else self._connect(self._endpoint.port)
         if self._me.nnodes > 1:
-            self._peers = Heartbeat(self._join, self._me)
+            self._heartbeat = Heartbeat(self._join, self._me)
             self._standstill.start()
         return PrefixStore(f"ddpilot-run/{self._run_id}", base)
 
@@ -227,19 +219,19 @@ class StaticRendezvousHandler(RendezvousHandler):
         )
 
     def _join(self) -> Store:
-        """Connect for heartbeats. Raises RendezvousError if another agent has this node's rank."""
+        """Connect for heartbeats. Raises RendezvousError if a different agent has this node's rank."""
         store = PrefixStore(f"ddpilot-run/{self._run_id}", self._connect(self._endpoint.port))
         number = self._me.node_rank
         if store.add(f"taken/{number}", 1) > 1:
             key = f"node/{number}"
-            who = "another process"
+            who = "a different process"
             if store.check([key]):
                 other = decode_state(store.get(key))
                 who = f"{other.host}, pid {other.pid}"
             raise RendezvousError(
                 f"joining as node {number}",
-                found=f"{who} is node {number} already, at {self._where}",
-                fix="Give each node its own --node-rank; if that is a job that has ended, use another --master-port",
+                found=f"{who} is already node {number} at {self._where}",
+                fix="Give each node its own --node-rank; if that job has ended, use a different --master-port",
             )
         return store
 
@@ -247,56 +239,52 @@ class StaticRendezvousHandler(RendezvousHandler):
     def _where(self) -> str:
         return f"{self._endpoint.addr}:{self._endpoint.port}"
 
-    def _wait_for_node_zero(self) -> None:
-        start, said_s = time.monotonic(), _FIRST_WORD_S
+    def _wait_for_node_0(self) -> None:
+        notices = WaitNotices(self._note)
         while True:
-            waited_s = time.monotonic() - start
+            waited_s = notices.waited_s
             try:
                 limit_s = min(3.0, max(0.1, self._timeout_s - waited_s))
                 socket.create_connection((self._endpoint.addr, self._endpoint.port), timeout=limit_s).close()
                 return
             except OSError as error:
                 last = error
-            waited_s = time.monotonic() - start
+            waited_s = notices.waited_s
             if waited_s >= self._timeout_s:
                 raise RendezvousError(
                     f"waiting for node 0 of {self._me.nnodes} nodes",
-                    found=f"nobody answered at {self._where} for {waited_s:.0f} s ({last})",
-                    fix="See that `ddpilot run --node-rank 0` runs on that machine, with the same --master-addr and "
-                    "--master-port, and that no firewall is between; --rdzv-timeout is how long to wait",
+                    found=f"no answer from {self._where} for {waited_s:.0f} s ({last})",
+                    fix="Check that `ddpilot run --node-rank 0` runs on that machine with the same --master-addr and "
+                    "--master-port, and that no firewall blocks the port; --rdzv-timeout is the time to wait",
                 ) from last
-            if waited_s >= said_s:
-                said_s = waited_s + _WORD_EVERY_S
-                self._say(
-                    f"waiting for node 0 of {self._me.nnodes} nodes: nobody answers at {self._where} ({last}), "
-                    f"for {waited_s:.0f} s of {self._timeout_s:g} s"
-                )
+            notices.show_if_due(
+                f"waiting for node 0 of {self._me.nnodes} nodes: no answer from {self._where} ({last}), "
+                f"for {waited_s:.0f} s of {self._timeout_s:g} s"
+            )
             time.sleep(min(0.5, 0.05 + waited_s / 10))
 
-    def _wait_for_all(self, peers: Heartbeat) -> NodesView:
-        start, said_s = time.monotonic(), _FIRST_WORD_S
+    def _wait_for_all(self, heartbeat: Heartbeat) -> NodesView:
+        notices = WaitNotices(self._note)
         while True:
-            view = peers.view()
+            view = heartbeat.view()
             here = {node for node, state in view.states.items() if state.attempt >= self._attempt}
             missing = set(range(self._me.nnodes)) - here
             self._refuse(view)
             if not missing:
                 return view
-            waited_s = time.monotonic() - start
+            waited_s = notices.waited_s
+            absent, joined = render_nodes(missing, view.states), render_nodes(here, view.states)
             if waited_s >= self._timeout_s:
                 raise RendezvousError(
                     f"waiting for {self._me.nnodes} nodes at {self._where}",
-                    found=f"{render_nodes(missing, view.states)} never came in {waited_s:.0f} s; "
-                    f"here: {render_nodes(here, view.states)}",
-                    fix="Look at the output of `ddpilot run` there: was it started, with this --master-addr and "
-                    "--master-port and its own --node-rank? --rdzv-timeout is how long to wait",
+                    found=f"{absent} did not join within {waited_s:.0f} s; joined: {joined}",
+                    fix="Check the output of `ddpilot run` on those nodes: was it started with this --master-addr and "
+                    "--master-port and its own --node-rank? --rdzv-timeout is the time to wait",
                 )
-            if waited_s >= said_s:
-                said_s = waited_s + _WORD_EVERY_S
-                self._say(
-                    f"waiting for {render_nodes(missing, view.states)} of {self._me.nnodes} nodes at {self._where}, "
-                    f"for {waited_s:.0f} s of {self._timeout_s:g} s; here: {render_nodes(here, view.states)}"
-                )
+            notices.show_if_due(
+                f"waiting for {absent} of {self._me.nnodes} nodes at {self._where}, "
+                f"for {waited_s:.0f} s of {self._timeout_s:g} s; joined: {joined}"
+            )
             time.sleep(_PAUSE_S)
 
     def _refuse(self, view: NodesView) -> None:
@@ -304,4 +292,4 @@ class StaticRendezvousHandler(RendezvousHandler):
         for state in view.states.values():
             if state.node_rank != self._me.node_rank and state.phase == ENDED and state.failure:
                 raise unpack_error(state.failure, "")
-        self._vigil.look(view)
+        self._liveness.look(view)

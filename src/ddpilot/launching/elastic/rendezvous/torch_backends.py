@@ -3,65 +3,52 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import queue
 import threading
-import time
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import NoReturn, TypeVar
 
 from ddpilot.errors import LaunchError, did_you_mean
+from ddpilot.launching.elastic.rendezvous.wait_notices import WaitNotices
 
 Result = TypeVar("Result")
-
-FIRST_WORD_S = 5.0
-"""Seconds of waiting after which a notice is shown."""
-
-_WORD_EVERY_S = 15.0
 _PAUSE_S = 0.1
 
 _BACKENDS = ("static", "c10d", "etcd", "etcd-v2")
 _BACKEND_ENTRIES = "torchrun.handlers"  # entry point group in which torch looks for other packages' backends
 
 
-class Waiter(Generic[Result]):
-    """Runs `call` in a thread, so that a signal interrupts the wait for it.
+def wait_in_thread(call: Callable[[], Result], note: Callable[[str], None], describe: Callable[[float], str]) -> Result:
+    """Return or raise what `call` does, which runs in a thread, so that a signal interrupts the wait for it.
 
-    `say` shows a notice after 5 s and then every 15 s; `describe` returns its text for the seconds waited.
+    If a signal handler raises, the thread is abandoned. `note` shows a notice now and then; `describe` returns its text
+    for the seconds waited.
     """
+    answer: queue.Queue[Callable[[], Result]] = queue.Queue()
 
-    def __init__(
-        self, call: Callable[[], Result], say: Callable[[str], None], describe: Callable[[float], str]
-    ) -> None:
-        self._say = say
-        self._describe = describe
-        self._answer: queue.Queue[tuple[Result | None, BaseException | None]] = queue.Queue()
-        self._call = call
-
-    def wait(self) -> Result:
-        """Return or raise what `call` does. If a signal handler raises, the thread is abandoned."""
-        threading.Thread(target=self._run, name="ddpilot-rendezvous", daemon=True).start()
-        start, said_s = time.monotonic(), FIRST_WORD_S
-        while True:
-            try:
-                result, error = self._answer.get(timeout=_PAUSE_S)
-            except queue.Empty:
-                waited_s = time.monotonic() - start
-                if waited_s >= said_s:
-                    said_s = waited_s + _WORD_EVERY_S
-                    self._say(self._describe(waited_s))
-                continue
-            if error is not None:
-                raise error
-            return result  # type: ignore[return-value]  # None only where `call` returns it
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            result = self._call()
-        except BaseException as error:  # raised by `wait`
-            self._answer.put((None, error))
+            result = call()
+        except BaseException as error:  # raised in the waiting thread
+            answer.put(functools.partial(_raise, error))
         else:
-            self._answer.put((result, None))
+            answer.put(lambda: result)
+
+    threading.Thread(target=run, name="ddpilot-rendezvous", daemon=True).start()
+    notices = WaitNotices(note)
+    while True:
+        try:
+            answered = answer.get(timeout=_PAUSE_S)
+        except queue.Empty:
+            notices.show_if_due(describe(notices.waited_s))
+        else:
+            return answered()
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
 
 
 def check_backend(name: str) -> None:
@@ -69,5 +56,5 @@ def check_backend(name: str) -> None:
     known = [*_BACKENDS, *sorted(entry.name for entry in importlib.metadata.entry_points(group=_BACKEND_ENTRIES))]
     if name not in known:
         guess = did_you_mean(name, known, show=str)
-        fix = f"{guess} Backends are {', '.join(known[:-1])} and {known[-1]}; static is ddpilot's own".lstrip()
+        fix = f"{guess} Backends are {', '.join(known[:-1])} and {known[-1]}; static is ddpilot's".lstrip()
         raise LaunchError("reading --rdzv-backend", found=f"{name!r}", fix=fix)

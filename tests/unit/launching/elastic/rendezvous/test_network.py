@@ -18,7 +18,7 @@ LOOPBACK = next(name for name, found in psutil.net_if_addrs().items() if any(a.a
 
 
 def options(**given: Any) -> RunOptions:
-    """A run of a script, told so much."""
+    """The options of a run of a script."""
     return RunOptions(target="train.py", **given)
 
 
@@ -34,7 +34,7 @@ def test_open_endpoint_listens_on_a_free_port_of_loopback_when_there_is_one_node
 
 
 def test_open_endpoint_opens_nothing_when_another_node_hosts_the_store() -> None:
-    """The default port is torchrun's; --rdzv-endpoint says the same in another way."""
+    """The default port is torchrun's; --rdzv-endpoint is an alternative to the two options."""
     found = open_endpoint(options(nnodes=(2, 2), node_rank=1, master_addr="127.0.0.1"))
     assert (found.addr, found.port, found.listener) == ("127.0.0.1", 29500, None)
     found = open_endpoint(options(nnodes=(2, 2), node_rank=1, rdzv_endpoint="127.0.0.2:1234"))
@@ -42,13 +42,13 @@ def test_open_endpoint_opens_nothing_when_another_node_hosts_the_store() -> None
 
 
 def test_open_endpoint_asks_for_an_address_when_there_are_several_nodes() -> None:
-    """Each node's own loopback, torchrun's default, would be another one's on each."""
+    """torchrun's default, loopback, would be a different machine on each node."""
     with pytest.raises(LaunchError, match="no address of node 0 is given. Add --master-addr"):
         open_endpoint(options(nnodes=(2, 2)))
 
 
 def test_open_endpoint_refuses_a_port_that_is_taken() -> None:
-    """By this very process here; by another one it is named, with its command."""
+    """If this process uses it, that is reported; for a different process its pid and command."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(RendezvousError, match=f"opening port {port} for the store: this process listens there"):
@@ -79,7 +79,7 @@ def test_rank_network_variables_refuse_an_interface_that_is_not_there() -> None:
 
 
 def test_rank_network_variables_doubt_an_address_that_is_not_this_machines() -> None:
-    """Only a line: a router or a service may stand before node 0. 203.0.113.0/24 is nobody's, by RFC 5737."""
+    """A notice only: node 0 may be behind a router or a service. 203.0.113.0/24 is reserved by RFC 5737."""
     endpoint, said = Endpoint(addr="203.0.113.7", port=1), list[str]()
     rank_network_variables(options(nnodes=(2, 2), master_addr="203.0.113.7"), endpoint, dict(os.environ), said.append)
-    assert said[0].startswith("--master-addr 203.0.113.7 is no address of this machine (")
+    assert said[0].startswith("--master-addr 203.0.113.7 is not an address of this machine (")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What nodes tell each other."""
+"""States and errors that nodes exchange."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FAILED = RankError(
     host="there",
     rank_traceback="Traceback ...",
     last_lines=("a", "b"),
-    others="Rank 0 failed because of it.",
+    others="Rank 0 failed as a result.",
 )
 
 
@@ -43,10 +43,10 @@ def test_node_state_survives_the_store() -> None:
 
 def test_unpack_error_is_the_other_nodes_error_with_what_became_of_this_one() -> None:
     """Rank, host and traceback are the other node's."""
-    error = unpack_error(with_failure(ZERO, FAILED).failure or {}, "On this node, rank 0 had to end.")
+    error = unpack_error(with_failure(ZERO, FAILED).failure or {}, "On this node, rank 0 terminated.")
     assert isinstance(error, RankError)
     assert (error.rank, error.host, error.last_lines) == (1, "there", ("a", "b"))
-    assert str(error).endswith("On this node, rank 0 had to end.")
+    assert str(error).endswith("On this node, rank 0 terminated.")
     plain = unpack_error(pack_error(LaunchError("doing", found="that", fix="This")), "")
     assert str(plain) == "doing: that. This"
 
@@ -63,7 +63,7 @@ def test_asks_for_requeue_reads_the_exit_code_of_the_other_node(exitcode: int, e
 
 
 def test_unpack_error_has_the_findings_of_the_other_node() -> None:
-    """Of a rank's error, and of one by what was seen; what it says to do names the machine where that can be done."""
+    """A RankError and a WatchError; the fix of the latter names its machine."""
     found = Findings([Finding(code="DDP201", name="desync", severity="error", ranks=(0, 1))])
     failed = RankError("running", found="rank 1 died", rank=1, host="there")
     failed.findings = found
@@ -83,7 +83,7 @@ def test_render_nodes_has_hosts_where_they_are_known() -> None:
 
 
 def test_check_agreement_names_both_when_they_were_started_differently() -> None:
-    """A node that believes in another number of nodes would wait for ever."""
+    """A node with a different number of nodes would wait forever."""
     other = replace(ZERO, node_rank=1, host="there", nnodes=3)
     check_agreement(ZERO, {0: ZERO})
     with pytest.raises(RendezvousError, match="node 0 .here. has --nnodes 2, node 1 .there. has --nnodes 3"):

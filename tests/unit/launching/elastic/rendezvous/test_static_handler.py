@@ -22,18 +22,18 @@ def test_a_node_is_ready_only_after_it_has_published_the_port_of_the_ranks_store
     """The first heartbeat may reach the store before that: ranks connected to port 0 until they timed out."""
     store = HashStore()
     store.set("node/1", replace(ONE, attempt=0).encode())
-    meeting = StaticRendezvousHandler(
-        Endpoint(addr="here", port=29500), ZERO, run_id="", timeout_s=0.0, node_timeout_s=60.0, say=print
+    rendezvous = StaticRendezvousHandler(
+        Endpoint(addr="here", port=29500), ZERO, run_id="", timeout_s=0.0, node_timeout_s=60.0, note=print
     )
-    meeting._attempt = 0
-    peers = Heartbeat(lambda: store, ZERO)
+    rendezvous._attempt = 0
+    heartbeat = Heartbeat(lambda: store, ZERO)
     try:
-        peers.flush(10.0)
-        with pytest.raises(RendezvousError, match=r"node 0 \(here\) never came in 0 s; here: node 1"):
-            meeting._wait_for_all(peers)
-        peers.tell(lambda me: replace(me, attempt=0, ranks_port=29500))
-        peers.flush(10.0)
-        assert meeting._wait_for_all(peers).states[0].ranks_port == 29500
+        heartbeat.flush(10.0)
+        with pytest.raises(RendezvousError, match=r"node 0 \(here\) did not join within 0 s; joined: node 1"):
+            rendezvous._wait_for_all(heartbeat)
+        heartbeat.update(lambda me: replace(me, attempt=0, ranks_port=29500))
+        heartbeat.flush(10.0)
+        assert rendezvous._wait_for_all(heartbeat).states[0].ranks_port == 29500
     finally:
-        peers.stop()
-        meeting._standstill.stop()
+        heartbeat.stop()
+        rendezvous._standstill.stop()
