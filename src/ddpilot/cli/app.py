@@ -20,7 +20,7 @@ ERROR_STATUS = 2
 # Without rich's markup, because importing rich would double the time of --help.
 app = typer.Typer(
     name="ddpilot",
-    help="Train with DistributedDataParallel from a notebook, a script or Slurm, and diagnose failures by rank and line.",
+    help="Train with DistributedDataParallel from a notebook, a script or Slurm, and diagnose failures by rank.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
