@@ -66,7 +66,7 @@ def run(context: typer.Context) -> None:
 def topology(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
-    """Print the rank of this process and the job that it belongs to."""
+    """Print the rank and the job of this process."""
     from ddpilot.cli.machine_commands import describe_topology
 
     print(describe_topology(as_json=json))
