@@ -20,7 +20,7 @@ ERROR_STATUS = 2
 # Without rich's markup, because importing rich would double the time of --help.
 app = typer.Typer(
     name="ddpilot",
-    help="Train with DistributedDataParallel from a notebook, a script or Slurm, and diagnose failures by rank and line.",
+    help="Train with DistributedDataParallel from a notebook, a script or Slurm, and diagnose failures by rank.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -66,7 +66,7 @@ def run(context: typer.Context) -> None:
 def topology(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
-    """Print the rank of this process and the job that it belongs to."""
+    """Print the rank and the job of this process."""
     from ddpilot.cli.machine_commands import describe_topology
 
     print(describe_topology(as_json=json))

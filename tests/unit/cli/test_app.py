@@ -42,7 +42,7 @@ def test_command_prints_help_and_version() -> None:
     """Help lists every verb with its whole line; the version is the installed one."""
     helped = run("--help")
     assert helped.returncode == 0
-    assert re.search("topology +Print the rank of this process and the job that it belongs to[.]", helped.stdout)
+    assert re.search("topology +Print the rank and the job of this process[.]", helped.stdout)
     assert re.search("demo +Run the quickstart notebook on two ranks[.]", helped.stdout)
     from importlib.metadata import version
 

@@ -70,10 +70,8 @@ def test_user_traceback_has_the_lines_of_a_syntax_error_in_the_script() -> None:
 def test_prune_guard_removes_frames_at_every_place_of_the_chain() -> None:
     """Outermost, in the middle, and in the cause."""
     guarded = "def wrapper(function):\n    return function()\nwrapper(function)"
-    names = {"function": lambda: {}["k"]}
-    error = run(
-        "raise ValueError from cause", "/x/ddpilot/guard/a.py", cause=run(guarded, "/x/ddpilot/guard/b.py", **names)
-    )
+    cause = run(guarded, "/x/ddpilot/guard/b.py", function=lambda: int("x"))
+    error = run("raise ValueError from cause", "/x/ddpilot/guard/a.py", cause=cause)
     prune_guard(error)
     assert error.__traceback__ is None
     assert error.__cause__ is not None

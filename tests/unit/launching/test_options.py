@@ -90,7 +90,7 @@ def test_run_of_a_launcher_sends_its_options_to_the_launcher() -> None:
     ("args", "kwargs", "answer"),
     [
         ((2,), {}, "making a Launcher: `2` without a name. Write `nproc_per_node=2`"),
-        ((), {"nproc_per_nod": 2}, "`nproc_per_nod` is none of its options. Did you mean `nproc_per_node`?"),
+        ((), {"nproc_per_nod": 2}, "it has no option `nproc_per_nod`. Did you mean `nproc_per_node`?"),
         ((), {"num_processes": 2}, "Did you mean `nproc_per_node`?"),
         ((), {"zzz": 2}, "Its options are watch, guard, "),
     ],
@@ -106,7 +106,7 @@ def test_session_names_what_was_meant() -> None:
     """Its first option may stand without a name, a second one may not."""
     with pytest.raises(LaunchError, match="making a Session: `1` without a name. Options have names: nproc_per_node"):
         ddpilot.Session(2, 1)  # type: ignore[arg-type, call-arg]
-    with pytest.raises(LaunchError, match="`nprocs` is none of its options. Did you mean `nproc_per_node`?"):
+    with pytest.raises(LaunchError, match="it has no option `nprocs`. Did you mean `nproc_per_node`?"):
         ddpilot.Session(nprocs=2)  # type: ignore[call-arg]
 
 

@@ -38,9 +38,9 @@ from ddpilot.session.session import Session
         ),
         (lambda: arguments.check_gpus((0, 1), 1), "number 1, and one GPU is visible here, number 0. Check"),
         (lambda: arguments.check_gpus((5,), 4), "number 5, and 4 GPUs are visible here, 0 to 3. Check"),
-        (lambda: Session(ranks=2), "making a Session: `ranks` is none of its options. Did you mean `nproc_per_node`"),  # type: ignore[call-arg]
-        (lambda: Session(2, sed=1), "making a Session: `sed` is none of its options. Did you mean `seed`"),  # type: ignore[call-arg]
-        (lambda: Session(2, zzz=1), "`zzz` is none of its options. Its options are nproc_per_node, gpus"),  # type: ignore[call-arg]
+        (lambda: Session(ranks=2), "making a Session: it has no option `ranks`. Did you mean `nproc_per_node`"),  # type: ignore[call-arg]
+        (lambda: Session(2, sed=1), "making a Session: it has no option `sed`. Did you mean `seed`"),  # type: ignore[call-arg]
+        (lambda: Session(2, zzz=1), "it has no option `zzz`. Its options are nproc_per_node, gpus"),  # type: ignore[call-arg]
         (lambda: Session(2, gpus=0), "reading `gpus`: 0. Give numbers of GPUs"),  # type: ignore[arg-type]
     ],
 )
