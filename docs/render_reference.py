@@ -61,7 +61,7 @@ TASKS = (
     Task(
         "Write a training loop",
         "[A training loop of your own](loop.md)",
-        ("Loop", "unwrap", "read_predictions", "joint_try", "JointTry"),
+        ("Loop", "DDPOptions", "unwrap", "read_predictions", "joint_try", "JointTry"),
     ),
     Task(
         "Train with a Trainer",
@@ -79,7 +79,10 @@ TASKS = (
     Task(
         "Save and load checkpoints",
         "[Checkpoints](checkpoints.md)",
-        ("load_weights", "load_into", "CheckpointDir", "CollectiveCheckpoints", "Checkpoint", "RunProgress"),
+        (
+            *("CheckpointOptions", "load_weights", "load_into", "CheckpointDir", "CollectiveCheckpoints"),
+            *("Checkpoint", "RunProgress"),
+        ),
     ),
     Task(
         "Diagnose",

@@ -67,8 +67,10 @@ if TYPE_CHECKING:
     from ddpilot.training.evaluation.predict import read_predictions
     from ddpilot.training.loop import Loop
     from ddpilot.training.models.ddp import unwrap
+    from ddpilot.training.models.ddp_options import DDPOptions
     from ddpilot.training.models.optimizers import full_state, load_full_state
     from ddpilot.training.models.parameters import ParameterCount, count_parameters, freeze, unfreeze
+    from ddpilot.training.options import CheckpointOptions
 
 _HOMES = {
     "App": "ddpilot.session.apps",
@@ -79,8 +81,10 @@ _HOMES = {
     "Checkpoint": "ddpilot.checkpoint.format",
     "CheckpointDir": "ddpilot.checkpoint.directory",
     "CheckpointError": "ddpilot.errors",
+    "CheckpointOptions": "ddpilot.training.options",
     "CollectiveCheckpoints": "ddpilot.checkpoint.collective",
     "CorruptCheckpointError": "ddpilot.errors",
+    "DDPOptions": "ddpilot.training.models.ddp_options",
     "DataError": "ddpilot.errors",
     "DdpilotError": "ddpilot.errors",
     "FakeGroup": "ddpilot.group.fake",
@@ -154,8 +158,10 @@ __all__ = [
     "Checkpoint",
     "CheckpointDir",
     "CheckpointError",
+    "CheckpointOptions",
     "CollectiveCheckpoints",
     "CorruptCheckpointError",
+    "DDPOptions",
     "DataError",
     "DdpilotError",
     "FakeGroup",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Analyze the source text of a program: ranks, branches, loops and handlers.
+"""Analyze a program's text for ranks, branches, loops and handlers. Imports only `user_files`.
 
-Built on the standard library's `ast`; imports only `user_files` of ddpilot and knows nothing of collectives.
+Built on the standard library's `ast`; it knows nothing of collectives.
 """

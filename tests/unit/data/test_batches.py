@@ -1,78 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a batch of no samples looks like."""
+"""Digests of samples: equal samples of any structure have equal digests."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import copy
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import default_collate
 
-from ddpilot.data.nested import without_rows
-
-
-class Pair(NamedTuple):
-    """A sample or a batch."""
-
-    x: Any
-    y: Any
+from ddpilot.data.batches import digest_sample
 
 
-@dataclass(frozen=True)
-class Boxes:
-    """A batch of a class of the user's, that cannot be changed."""
+@dataclass
+class Pair:
+    """A user-defined sample."""
 
-    tensor: torch.Tensor
-    scale: float
-
-
-def collate_time_first(samples: list[torch.Tensor]) -> torch.Tensor:
-    """Shape (time, samples)."""
-    return torch.stack(samples, dim=1)
+    image: Any
+    label: int
 
 
-def collate_detection(samples: list[Any]) -> Any:
-    """As detection references do it: a tuple of pictures, and one of dicts of targets."""
-    return tuple(zip(*samples, strict=True))
+@pytest.mark.parametrize(
+    ("one", "other", "text"),
+    [
+        (3, 4, "3"),
+        ("a text", "another", "'a text'"),
+        (np.float32(0.5), np.float32(0.25), "0.5"),
+        (torch.tensor(2.0), torch.tensor(3.0), "2.0"),
+        (torch.arange(6).reshape(2, 3), torch.arange(6).reshape(3, 2), "[0, 1, 2, ...]"),
+        ((torch.ones(5000), 1), (torch.ones(5000), 2), "[1, 1, 1, ...], 1"),
+        ({"x": np.zeros((2, 2)), "name": b"n"}, {"y": np.zeros((2, 2)), "name": b"n"}, "'x', [0, 0, 0, ...], 'name'"),
+        (Pair(torch.zeros(2), 0), Pair(torch.zeros(2), 1), "[0, 0], 0"),
+        (torch.ones(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.bfloat16), "[1, 1]"),
+        (torch.ones(1, dtype=torch.complex64), torch.zeros(1, dtype=torch.complex64), "(1+0j)"),
+        (torch.tensor([True]), torch.tensor([False]), "True"),
+        (torch.ones(2, dtype=torch.float8_e4m3fn), torch.zeros(2, dtype=torch.float8_e4m3fn), "[1, 1]"),
+        (object(), [], "a object"),
+        (torch.ones(0), torch.ones(0, 2), "[]"),
+        (torch.eye(2).to_sparse(), None, "a Tensor"),
+    ],
+)
+def test_digest_sample_is_equal_for_equal_samples_only(one: Any, other: Any, text: str) -> None:
+    """It depends on the content, not on the address in memory."""
+    again = one if type(one) is object else copy.deepcopy(one)
+    assert digest_sample(one) == digest_sample(again)
+    assert digest_sample(one).number != digest_sample(other).number
+    assert digest_sample(one).text == text
 
 
-def empty(collate: Any, sample: Any) -> Any:
-    """The batch of no samples that `collate` would make."""
-    return without_rows(collate([sample]), collate([sample, sample]))
-
-
-def test_without_rows_keeps_structure_shapes_and_dtypes() -> None:
-    """Tensors lose their rows, and lists of what is not stacked their entries."""
-    sample = {"x": torch.zeros(3, 2), "y": 1, "pair": Pair(np.float32(1), "name"), "names": ("a", "b")}
-    batch = empty(default_collate, sample)
-    assert (batch["x"].shape, batch["x"].dtype) == ((0, 3, 2), torch.float32)
-    assert (batch["y"].shape, batch["y"].dtype) == ((0,), torch.int64)
-    assert type(batch["pair"]) is Pair
-    assert (batch["pair"].x.shape, [*batch["pair"].y]) == ((0,), [])
-    assert [[*column] for column in batch["names"]] == [[], []]
-
-
-def test_without_rows_finds_the_dimension_of_the_samples() -> None:
-    """It is the one that grows with their number."""
-    assert empty(collate_time_first, torch.zeros(7)).shape == (7, 0)
-    assert empty(collate_detection, (torch.zeros(3, 8, 8), {"boxes": torch.zeros(2, 4)})) == ((), ())
-    assert empty(torch.cat, torch.zeros(5, 2)).shape == (0, 2)
-
-
-def test_without_rows_keeps_what_is_no_row() -> None:
-    """Numbers, scalars and other objects stay, and classes are kept."""
-    batch = empty(lambda samples: Boxes(torch.stack(samples), 0.5), torch.zeros(4))
-    assert (batch.tensor.shape, batch.scale) == ((0, 4), 0.5)
-    batch = empty(lambda samples: OrderedDict(x=np.stack(samples), n=torch.tensor(3), o=Pair), np.zeros(2))
-    assert type(batch) is OrderedDict
-    assert (batch["x"].shape, batch["n"].item(), batch["o"]) == ((0, 2), 3, Pair)
-
-
-@pytest.mark.parametrize("one", [[torch.zeros(1)], (torch.zeros(1),)])
-def test_without_rows_empties_a_plain_list_of_samples(one: Any) -> None:
-    """A collate function that gives back the samples is one of the commonest."""
-    assert without_rows(one, one * 2) == type(one)()
+def test_digest_sample_shortens_its_text() -> None:
+    """The number still depends on the end of a long sample."""
+    assert len(digest_sample("x" * 500).text) == 60
+    assert digest_sample(["x"] * 40 + ["y"]).number != digest_sample(["x"] * 41).number

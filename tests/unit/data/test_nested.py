@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
+import numpy as np
 import pytest
 import torch
+from torch.utils.data import default_collate
 
 from ddpilot.data.nested import (
     check_rows,
@@ -21,7 +23,9 @@ from ddpilot.data.nested import (
     map_tensors,
     plain_attributes,
     take_rows,
+    to_device,
     to_host,
+    without_rows,
 )
 from ddpilot.errors import LoopError
 
@@ -161,3 +165,111 @@ def test_plain_attributes_are_those_of_the_object_itself() -> None:
             self.losses, self.layer, self._count = [0.5], torch.nn.Linear(1, 1), 3
 
     assert plain_attributes(Owner()) == {"losses": [0.5], "_count": 3}
+
+
+class Batch(NamedTuple):
+    """A sample or a batch."""
+
+    x: Any
+    y: Any
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """A frozen, user-defined batch."""
+
+    tensor: torch.Tensor
+    scale: float
+
+
+def collate_time_first(samples: list[torch.Tensor]) -> torch.Tensor:
+    """Shape (time, samples)."""
+    return torch.stack(samples, dim=1)
+
+
+def collate_detection(samples: list[Any]) -> Any:
+    """Like detection references: a tuple of images and one of target dicts."""
+    return tuple(zip(*samples, strict=True))
+
+
+def empty(collate: Any, sample: Any) -> Any:
+    """The batch without samples that `collate` would make."""
+    return without_rows(collate([sample]), collate([sample, sample]))
+
+
+def test_without_rows_keeps_structure_shapes_and_dtypes() -> None:
+    """Tensors lose their rows, and lists of unstacked values their entries."""
+    sample = {"x": torch.zeros(3, 2), "y": 1, "pair": Batch(np.float32(1), "name"), "names": ("a", "b")}
+    batch = empty(default_collate, sample)
+    assert (batch["x"].shape, batch["x"].dtype) == ((0, 3, 2), torch.float32)
+    assert (batch["y"].shape, batch["y"].dtype) == ((0,), torch.int64)
+    assert type(batch["pair"]) is Batch
+    assert (batch["pair"].x.shape, [*batch["pair"].y]) == ((0,), [])
+    assert [[*column] for column in batch["names"]] == [[], []]
+
+
+def test_without_rows_finds_the_dimension_of_the_samples() -> None:
+    """It is the dimension that grows with the number of samples."""
+    assert empty(collate_time_first, torch.zeros(7)).shape == (7, 0)
+    assert empty(collate_detection, (torch.zeros(3, 8, 8), {"boxes": torch.zeros(2, 4)})) == ((), ())
+    assert empty(torch.cat, torch.zeros(5, 2)).shape == (0, 2)
+
+
+def test_without_rows_keeps_values_that_are_not_rows() -> None:
+    """Numbers, scalars and other objects stay, and classes are kept."""
+    batch = empty(lambda samples: Boxes(torch.stack(samples), 0.5), torch.zeros(4))
+    assert (batch.tensor.shape, batch.scale) == ((0, 4), 0.5)
+    batch = empty(lambda samples: OrderedDict(x=np.stack(samples), n=torch.tensor(3), o=Batch), np.zeros(2))
+    assert type(batch) is OrderedDict
+    assert (batch["x"].shape, batch["n"].item(), batch["o"]) == ((0, 2), 3, Batch)
+
+
+@pytest.mark.parametrize("one", [[torch.zeros(1)], (torch.zeros(1),)])
+def test_without_rows_empties_a_plain_list_of_samples(one: Any) -> None:
+    """A collate function that returns the list of samples is common."""
+    assert without_rows(one, one * 2) == type(one)()
+
+
+class Moved(NamedTuple):
+    """A batch."""
+
+    x: Any
+    y: Any
+
+
+@dataclass(frozen=True)
+class Item:
+    """A batch."""
+
+    x: torch.Tensor
+    name: str
+
+
+class Encoding:
+    """Like a tokenizer's encoding: `to` accepts only the device."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+
+    def to(self, device: torch.device) -> Encoding:
+        self.device = torch.device(device)
+        return self
+
+
+def test_to_device_moves_tensors_in_any_structure() -> None:
+    """Containers keep their class, and other objects stay."""
+    x = torch.zeros(2)
+    batch = {"pair": Moved(x, [x, "a"]), "item": Item(x, "b"), "own": Encoding(), "map": OrderedDict(x=(x, None, 3))}
+    moved = to_device(batch, "meta")
+    pair, item, own, mapping = moved["pair"], moved["item"], moved["own"], moved["map"]
+    tensors = [pair.x, pair.y[0], item.x, mapping["x"][0]]
+    assert [tensor.device.type for tensor in (*tensors, own)] == ["meta"] * 5
+    assert (type(pair), type(item), type(mapping)) == (Moved, Item, OrderedDict)
+    assert (pair.y[1], item.name, mapping["x"][1:]) == ("a", "b", (None, 3))
+    assert batch["pair"].x.device.type == batch["item"].x.device.type == "cpu"  # type: ignore[attr-defined]
+
+
+def test_to_device_leaves_a_tensor_where_it_is() -> None:
+    """A tensor already on the device is not copied."""
+    x = torch.zeros(2)
+    assert to_device((x,), torch.device("cpu"))[0] is x

@@ -43,6 +43,16 @@ class PreparedRun:
     display: LabelledWriter
 
 
+def run_script(options: RunOptions, make_observer: MakeObserver | None = None) -> None:
+    """Run the script or module of `options` on this node's ranks, as ``ddpilot run`` does, and return once all ended.
+
+    `make_observer`: creates the observer of the ranks; without it, nothing is watched. Raises LaunchError or
+    RendezvousError before any rank starts if the options or the machine do not allow it, RankError if a rank fails, and
+    RunStoppedError after SIGINT or SIGTERM.
+    """
+    run_prepared(prepare_run(options, os.environ), make_observer)
+
+
 def prepare_run(options: RunOptions, environ: Mapping[str, str]) -> PreparedRun:
     """Check everything that can be wrong before ranks start, without importing torch; on node 0, open the port.
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics and predictions of a whole dataset, at any world_size. Imports `models`, `batches`, `nested`."""
+"""Metrics and predictions of a whole dataset, at any world_size. Imports `models` and `batches`."""

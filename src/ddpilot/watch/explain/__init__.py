@@ -1,5 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turn the results of `matching` into findings: all text for users is here.
-
-Imports `matching`, `snapshot`, `source`, `findings` and what is below them.
-"""
+"""Turn the results of `matching` into findings; all text for users is here. Imports `matching` and `source`."""

@@ -203,9 +203,9 @@ def test_loaders_are_described_by_who_divides_them() -> None:
     known = {"kind": "DistributedSampler", "length": 4, "epoch": 0, "seed": 5, "shuffle": True, "drop_last": False}
     assert facts["sampler"] == {**known, "has_set_epoch": True, "replicas": 3, "rank": 1}
     inner = BatchSampler(RandomSampler(data), 2, drop_last=False)
-    wrapped = describe_loader(DataLoader(data, batch_sampler=Wrapped(inner)), KEY, {})
+    wrapped: Any = describe_loader(DataLoader(data, batch_sampler=Wrapped(inner)), KEY, {})
     assert (wrapped["sampler"]["replicas"], wrapped["sampler"]["rank"], wrapped["length"]) == (4, 3, None)
-    plain = describe_loader(DataLoader(data, 2), KEY, {})["sampler"]
+    plain: Any = describe_loader(DataLoader(data, 2), KEY, {})["sampler"]
     assert plain["kind"] == "SequentialSampler"
     assert "replicas" not in plain
     stream = describe_loader(DataLoader(Stream(), 2), KEY, {})
