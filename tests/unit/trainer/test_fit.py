@@ -317,7 +317,7 @@ def test_explain_renders_the_choices_of_the_last_fit() -> None:
     with pytest.raises(LoopError, match="no fit has ended yet"):
         trainer.explain()
     validated(trainer)
-    assert "Linear: not wrapped, one rank alone" in str(trainer.explain())
+    assert "Linear: not wrapped in DDP, as world_size is 1" in str(trainer.explain())
 
 
 class Small(ddpilot.Trainer):

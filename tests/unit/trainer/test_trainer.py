@@ -59,5 +59,5 @@ def test_find_batch_size_starts_with_two_samples_with_batch_norm() -> None:
     assert found.per_rank == 2
     with pytest.raises(LoopError, match="`max_per_rank` is 1, and the model has BatchNorm"):
         trainer.find_batch_size(DATA, nproc_per_node=0, max_per_rank=1)
-    with pytest.raises(LoopError, match="`max_per_rank` is 0. Give a number of samples, 1 or more"):
+    with pytest.raises(LoopError, match="`max_per_rank` is 0. Pass a number of samples, 1 or more"):
         trainer.find_batch_size(DATA, nproc_per_node=2, max_per_rank=0)

@@ -129,6 +129,6 @@ def _say(counts: Mapping[int, int], first: Collective) -> str:
     group = "a group" if first.group is None else name_group(first.group)
     return (
         f"the ranks have begun different numbers of collectives in {group}: {said}; {behind} did not call "
-        f"#{first.seq}, {render_call(first)}. It would be matched with a collective of a later cell: call it on all "
+        f"#{first.seq}: {render_call(first)}. It would be matched with a collective of a later cell: call it on all "
         "ranks"
     )
