@@ -120,7 +120,7 @@ def test_explain_proposes_only_what_every_rank_and_every_update_bear_out(explain
         return {one.code: " ".join((one.summary, *one.evidence, one.fix)) for one in findings}
 
     assert list(proposed("always")) == ["DDP502"]
-    assert "Leave it out, if no branch comes later or on one rank only" in proposed("always")["DDP502"]
+    assert "Omit it if no parameter is left out later or on one rank only" in proposed("always")["DDP502"]
     assert list(proposed("never")) == ["DDP503"]
     assert "second.weight, second.bias" in proposed("never")["DDP503"]
     assert proposed("late") == proposed("on one rank") == {}

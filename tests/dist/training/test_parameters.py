@@ -59,6 +59,6 @@ def test_freeze_keeps_layers_out_of_ddp_and_the_optimizer() -> None:
     assert torch.cat([torch.tensor(row) for row in second]).tolist() == pytest.approx(
         torch.cat([torch.tensor(row) for row in alone["seen"][-1]]).tolist(), rel=1e-12
     )
-    assert "the model is in DDP, which decided" in zero["refusals"][0]
+    assert "the model is in DDP, which has determined already" in zero["refusals"][0]
     for found in (zero["refusals"], one["refusals"], alone["refusals"]):
         assert "0.bias, 0.weight were frozen or unfrozen after prepare(), which DDP does not support" in found[-1]

@@ -195,5 +195,10 @@ def _to_bf16(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futur
     return default_hooks.bf16_compress_hook(state, bucket)  # type: ignore[arg-type]
 
 
+# DDP compares the annotations of a hook with the classes themselves, and here annotations are strings.
+_to_bf16.__annotations__.update({"bucket": GradBucket, "return": torch.futures.Future[torch.Tensor]})
+
+
+
 def _compression_error(comm: str, found: str, fix: str, rank: int) -> LoopError:
     return LoopError(f'preparing a model with `comm="{comm}"`', found=found, fix=fix, rank=rank)

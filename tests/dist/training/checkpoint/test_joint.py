@@ -111,7 +111,7 @@ def test_a_save_fails_on_all_ranks_if_one_cannot_collect_its_part(tmp_path: Path
     """No rank waits in a collective that another one never calls."""
     zero, one = launch(2, save_with_a_moody_thing, tmp_path)
     assert zero == one
-    assert zero.startswith("[rank 0] collecting what is to be saved: 'moody' (Moody) raised RuntimeError: no state")
+    assert zero.startswith("[rank 0] collecting the state to save: 'moody' (Moody) raised RuntimeError: no state")
 
 
 def test_joint_calls_fail_on_all_ranks_when_one_cannot(tmp_path: Path) -> None:
@@ -119,8 +119,8 @@ def test_joint_calls_fail_on_all_ranks_when_one_cannot(tmp_path: Path) -> None:
     first, second = launch(2, fail_jointly, tmp_path)
     assert first == second
     assert "File exists (FileExistsError). Training has not started" in first[0]
-    assert first[1].startswith("[rank 1] copying what is to be saved: ['fn'] is a builtins.builtin_function")
-    assert first[2].startswith("copying what is to be saved: ['state']['fn'] is a builtins.builtin_function")
+    assert first[1].startswith("[rank 1] copying the state to save: ['fn'] is a builtins.builtin_function")
+    assert first[2].startswith("copying the state to save: ['state']['fn'] is a builtins.builtin_function")
     assert first[3] == f"[rank 0] using {tmp_path}/good: RuntimeError: no value"
     assert first[4] == "[rank 1] using a checkpoint: KeyError: 'it'"
     assert first[5].startswith("[rank 1] opening the checkpoint that rank 0 found")
