@@ -86,7 +86,9 @@ def is_left_alone(view: JobSnapshot) -> bool:
 
 
 UNTIL: dict[str, Callable[[JobSnapshot, Analysis], bool]] = {
-    "handle": lambda view, analysis: "rank 0 waits" in str(analysis.status) and "time.sleep" in str(analysis.status),
+    "handle": lambda view, analysis: (
+        "rank 0 has waited" in str(analysis.status) and "time.sleep" in str(analysis.status)
+    ),
     "no_handle": lambda view, analysis: is_left_alone(view),
     "lock": lambda view, analysis: "re.match" in str(analysis.status) and "no Python" in str(analysis.status),
     "moves": lambda view, analysis: "(moves)" in str(analysis.status),
