@@ -19,7 +19,7 @@ SOURCES = Path(__file__).parents[1] / "src"
 MAY_IMPORT_TORCH = (
     *("ddpilot.group", "ddpilot.launching.rank_server.rank"),
     *("ddpilot.launching.elastic.agent", "ddpilot.launching.elastic.setup"),
-    *("ddpilot.launching.elastic.rendezvous.static_handler", "ddpilot.launching.elastic.rendezvous.heartbeat"),
+    *("ddpilot.launching.elastic.rendezvous.static_rendezvous", "ddpilot.launching.elastic.rendezvous.heartbeat"),
     *("ddpilot.session.rank", "ddpilot.integrations.fastai", "ddpilot.integrations.lightning"),
     *("ddpilot.checkpoint", "ddpilot.data", "ddpilot.training", "ddpilot.trainer", "ddpilot.callbacks"),
     *("ddpilot.guard.probes", "ddpilot.record.prefork", "ddpilot.record.accelerator", "ddpilot.gpu_check.checks"),

@@ -71,7 +71,7 @@ def test_neither_import_nor_launch_nor_server_makes_a_cuda_context(tmp_path: Pat
     """The parent never initialises CUDA, and the server proves that it did not; the rank then can."""
     source = (
         "import ddpilot, torch\n"
-        "from ddpilot.launching.rank_server.fork import cuda_driver_in_use\n"
+        "from ddpilot.launching.rank_server.fork_safety import cuda_driver_in_use\n"
         "def train():\n"
         "    before = cuda_driver_in_use()\n"
         "    return before, float(torch.ones(3, device='cuda').sum())\n"

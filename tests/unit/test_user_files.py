@@ -8,7 +8,7 @@ import os
 import pytest
 
 import ddpilot
-from ddpilot.launching.failures import find_crash_line, find_raised_line
+from ddpilot.launching.first_failure import find_crash_line, find_raised_line
 from ddpilot.record.call_sites import USER, SiteFinder
 from ddpilot.user_files import CodeLine, is_users
 from ddpilot.watch.companion import find_known_error

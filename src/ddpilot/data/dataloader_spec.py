@@ -21,7 +21,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from ddpilot.data.plan import Division, Epoch, digest, draw_permutation
+from ddpilot.data.global_batches import Division, Epoch, digest, draw_permutation
 from ddpilot.data.sample_seeds import mix_seed, random_kept, seed_random
 from ddpilot.errors import DataError
 

@@ -19,9 +19,9 @@ from ddpilot.data.dataloader_spec import (
     refuse_other_loaders,
     refuse_whole_batches,
 )
+from ddpilot.data.global_batches import Division, Plan
 from ddpilot.data.map_loader import MapLoader
 from ddpilot.data.options import check_batch_size, check_options, check_shard_options
-from ddpilot.data.plan import Division, Plan
 from ddpilot.data.stream_loader import StreamLoader, StreamPlan
 from ddpilot.data.workers import Collate
 from ddpilot.errors import DataError

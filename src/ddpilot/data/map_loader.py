@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch.utils.data import Sampler
 
 from ddpilot.data.batches import LocalBatch
-from ddpilot.data.plan import Epoch
+from ddpilot.data.global_batches import Epoch
 from ddpilot.data.sample_seeds import mix_seed
 from ddpilot.data.workers import Collate, Failure, Order, PieceReader, Workers
 from ddpilot.errors import DataError

@@ -14,8 +14,8 @@ from torch.utils.data import Dataset, Sampler, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from ddpilot.data.batches import LocalBatch, SampleDigest, digest_sample
+from ddpilot.data.global_batches import Division, digest
 from ddpilot.data.nested import without_rows
-from ddpilot.data.plan import Division, digest
 from ddpilot.data.sample_seeds import mix_seed, random_apart, seed_random
 from ddpilot.data.workers import Collate, Failure, Workers, catch_failure, draws_randomly
 from ddpilot.errors import DataError

@@ -18,7 +18,7 @@ from ddpilot.errors import RankError
 from ddpilot.findings.finding import Finding
 from ddpilot.group.protocol import GroupLike
 from ddpilot.launching.exception_report import report_exception
-from ddpilot.launching.failures import Failure, build_error
+from ddpilot.launching.first_failure import Failure, build_error
 from ddpilot.launching.rank_reports import Raised
 from ddpilot.trainer.core import Position, TrainerCore
 from ddpilot.training.models.explain import Explanation

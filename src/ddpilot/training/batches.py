@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 from ddpilot.data.batches import NOTHING, LocalBatch, SampleDigest
+from ddpilot.data.global_batches import Division, Plan
 from ddpilot.data.options import naming_rank
-from ddpilot.data.plan import Division, Plan
 from ddpilot.data.stream_loader import StreamLoader
 from ddpilot.errors import DataError, LoopError
 from ddpilot.group.device import wire_device

@@ -12,9 +12,15 @@ from ddpilot.record.flight_ring.log import Collective
 from ddpilot.source.parsed_file import Sources
 from ddpilot.watch.explain.ddp_constructor import explain_wraps
 from ddpilot.watch.explain.mismatch import explain_mismatch, one_rank_per_side
+from ddpilot.watch.explain.open_waits import (
+    OpenWait,
+    explain_cycle,
+    explain_message,
+    explain_open_wait,
+    render_open_wait,
+)
 from ddpilot.watch.explain.process_group_init import find_rendezvous
 from ddpilot.watch.explain.rank_exit import explain_death, explain_exited, explain_outlasted
-from ddpilot.watch.explain.waits import OpenWait, explain_cycle, explain_message, explain_open_wait, render_open_wait
 from ddpilot.watch.matching.mismatch import MismatchedCollective, find_first_mismatches
 from ddpilot.watch.matching.outcomes import (
     COMMON_END,

@@ -22,7 +22,7 @@ from ddpilot.errors import LaunchTimeoutError, RankError, WatchError
 from ddpilot.findings.catalog import SHIP_ERROR, Entry, find_cause, find_known, fix_in_rank, make_finding
 from ddpilot.findings.display import Findings
 from ddpilot.findings.finding import Finding
-from ddpilot.launching.failures import find_raised_line
+from ddpilot.launching.first_failure import find_raised_line
 from ddpilot.launching.observer import Mailbox, RankState
 from ddpilot.module_names import GUARD_HOOK, RECORD_HOOK
 from ddpilot.record.hook import RING_DIR_VARIABLE

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ddpilot import Launcher, RankError
-from ddpilot.launching import failures
+from ddpilot.launching import first_failure
 from tests.dist.launching.scripts import is_alive, run_script, wait_until
 
 QUIET = Launcher(nproc_per_node=3, output="silent", timeout_s=60)
@@ -79,7 +79,7 @@ def test_launch_takes_the_earlier_of_two_causes(tmp_path: Path) -> None:
 
 def test_launch_waits_for_the_cause_that_comes_after_its_victims(monkeypatch: pytest.MonkeyPatch) -> None:
     """ "They wait 0.3 s for a cause": the others lose their connections before rank 1 raises the reason."""
-    monkeypatch.setattr(failures, "VICTIM_GRACE_S", 10.0)  # however busy the machine is
+    monkeypatch.setattr(first_failure, "VICTIM_GRACE_S", 10.0)  # however busy the machine is
 
     def event(rank: int, step: int) -> None:
         import torch.distributed as dist

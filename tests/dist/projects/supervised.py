@@ -13,7 +13,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import Dataset, default_collate
 
 import ddpilot
-from ddpilot.data.plan import Plan
+from ddpilot.data.global_batches import Plan
 
 Numbers = dict[str, list[torch.Tensor]]
 """What a project is compared by: the loss of each batch, the weights and buffers, and what else it computes."""

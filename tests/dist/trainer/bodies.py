@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ddpilot
-from ddpilot.data.plan import Plan
+from ddpilot.data.global_batches import Plan
 
 NUM_SAMPLES = 53
 """With a global batch of 8: six full batches and one of five; accumulation groups 3, 3 and 1."""

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.utils.parametrizations import spectral_norm
 
-from ddpilot.data.plan import Plan
+from ddpilot.data.global_batches import Plan
 from ddpilot.group.init_group import seed_all
 from ddpilot.training.loop import Loop
 from ddpilot.training.models.ddp import unwrap

@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ddpilot import RankError
-from ddpilot.data.plan import Plan
+from ddpilot.data.global_batches import Plan
 from ddpilot.group.init_group import seed_all
 from ddpilot.training.loop import Loop
 from ddpilot.training.models.ddp import unwrap

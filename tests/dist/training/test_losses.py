@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy, mse_loss, normalize
 from torch.utils.data import TensorDataset
 
 from ddpilot import RankError
-from ddpilot.data.plan import Plan
+from ddpilot.data.global_batches import Plan
 from ddpilot.errors import LoopError
 from ddpilot.group.init_group import seed_all
 from ddpilot.training.loop import Loop

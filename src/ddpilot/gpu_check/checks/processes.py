@@ -24,7 +24,7 @@ from ddpilot.gpu_check.checks.accelerator import (
     wait_for,
 )
 from ddpilot.group.init_group import init_group
-from ddpilot.launching.rank_server.fork import count_threads, cuda_driver_in_use
+from ddpilot.launching.rank_server.fork_safety import count_threads, cuda_driver_in_use
 
 _HELD_BYTES = 2_000_000_000
 _RETURNED_WITHIN_S = 2.0

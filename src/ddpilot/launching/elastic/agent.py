@@ -29,9 +29,9 @@ from ddpilot.launching.elastic.options import RunOptions
 from ddpilot.launching.elastic.output_thread import OutputThread, Pipe
 from ddpilot.launching.elastic.rank_main import REPORT_VARIABLE
 from ddpilot.launching.elastic.rendezvous.node_state import NodeState
-from ddpilot.launching.elastic.rendezvous.static_handler import StaticRendezvousHandler
+from ddpilot.launching.elastic.rendezvous.static_rendezvous import StaticRendezvousHandler
 from ddpilot.launching.elastic.signals import OutputClosedError
-from ddpilot.launching.failures import Failure, build_error, choose_failure, find_child_errors, find_raised_line
+from ddpilot.launching.first_failure import Failure, build_error, choose_failure, find_child_errors, find_raised_line
 from ddpilot.launching.rank_environment import EXIT_REQUEUE
 
 _CAUSE_ELSEWHERE_S = 2.0

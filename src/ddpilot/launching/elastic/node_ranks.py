@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from ddpilot.launching.elastic.rank_main import REPORT_KEY
-from ddpilot.launching.failures import Failure
+from ddpilot.launching.first_failure import Failure
 from ddpilot.launching.rank_environment import EXIT_REQUEUE
 from ddpilot.launching.rank_reports import Exited, Raised
 

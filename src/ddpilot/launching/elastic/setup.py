@@ -29,7 +29,7 @@ from ddpilot.launching.elastic.options import RunOptions
 from ddpilot.launching.elastic.output_thread import OutputThread
 from ddpilot.launching.elastic.rendezvous.network import Endpoint
 from ddpilot.launching.elastic.rendezvous.node_state import NodeState
-from ddpilot.launching.elastic.rendezvous.static_handler import StaticRendezvousHandler
+from ddpilot.launching.elastic.rendezvous.static_rendezvous import StaticRendezvousHandler
 from ddpilot.launching.elastic.rendezvous.torch_backends import Result, wait_in_thread
 from ddpilot.launching.elastic.signals import RunStoppedError, StopSignal
 from ddpilot.launching.rank_environment import EXIT_REQUEUE

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from ddpilot.findings.text import render_ranks
 from ddpilot.launching.escalation import Escalation
-from ddpilot.launching.rank_server.fork import STACKS_SIGNAL
+from ddpilot.launching.rank_server.fork_safety import STACKS_SIGNAL
 from ddpilot.launching.spawning import RankSpawner
 
 _TERM_GRACE_S = 1.0

@@ -12,7 +12,7 @@ from typing import Any
 
 from ddpilot.errors import LaunchError, LaunchInterrupted, LaunchTimeoutError, RankError
 from ddpilot.findings.text import render_ranks
-from ddpilot.launching.failures import Failure, build_error, choose_failure
+from ddpilot.launching.first_failure import Failure, build_error, choose_failure
 from ddpilot.launching.function_launch.shutdown import STOP_GRACE_S, Shutdown
 from ddpilot.launching.interrupts import InterruptCatcher
 from ddpilot.launching.observer import LaunchObserver

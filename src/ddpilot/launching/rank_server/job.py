@@ -25,7 +25,7 @@ import psutil
 
 from ddpilot.launching.rank_environment import LAUNCH_VARIABLE, module_paths
 from ddpilot.launching.rank_reports import Exited
-from ddpilot.launching.rank_server.fork import outlive_stops
+from ddpilot.launching.rank_server.fork_safety import outlive_stops
 from ddpilot.launching.shipping import fd_socket
 from ddpilot.module_names import FORKED_RANK, RANK_JOB
 

@@ -24,7 +24,7 @@ from ddpilot.launching.exception_report import report_exception
 from ddpilot.launching.exceptions import render_unsent, show_connections
 from ddpilot.launching.interrupts import RankInterrupt, saw_interrupt
 from ddpilot.launching.rank_reports import RankStart, Returned, Taken
-from ddpilot.launching.rank_server.fork import write_to
+from ddpilot.launching.rank_server.fork_safety import write_to
 from ddpilot.launching.shipping import fd_socket
 from ddpilot.launching.shipping.memory_file import map_private
 from ddpilot.launching.shipping.parcel import importable_from_main, open_parcel, pack_parcel

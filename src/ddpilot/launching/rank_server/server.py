@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 from ddpilot.launching.rank_environment import count_cores
 from ddpilot.launching.rank_reports import Hello
-from ddpilot.launching.rank_server.fork import CleanWatch, adopt_orphans, become_process_of, outlive_stops
+from ddpilot.launching.rank_server.fork_safety import CleanWatch, adopt_orphans, become_process_of, outlive_stops
 from ddpilot.launching.rank_server.job import Job, kill_orphans
 from ddpilot.launching.shipping import fd_socket
 from ddpilot.module_names import FORKED_RANK, GROUP_TEARDOWN, GUARD_HOOK, GUARD_PROBES, RECORD_HOOK, RECORD_PREFORK

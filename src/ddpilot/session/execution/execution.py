@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from ddpilot.errors import LaunchError, RankError, WatchError
 from ddpilot.findings.text import render_ranks
-from ddpilot.launching.failures import Failure, build_error, choose_failure
+from ddpilot.launching.first_failure import Failure, build_error, choose_failure
 from ddpilot.launching.rank_server.job import STORE
 from ddpilot.launching.spawning import Ended, Wrote
 from ddpilot.session.execution.collective_counts import CountMismatch

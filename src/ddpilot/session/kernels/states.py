@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ddpilot.errors import LaunchError, RankError
 from ddpilot.findings.text import render_ranks
-from ddpilot.launching.failures import describe_exit
+from ddpilot.launching.first_failure import describe_exit
 from ddpilot.launching.rank_reports import Exited, Raised
 from ddpilot.launching.spawning import Ended
 

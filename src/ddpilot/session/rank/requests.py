@@ -27,9 +27,9 @@ from ddpilot.session.protocol.report import Report
 from ddpilot.session.protocol.requests import Call, Compare, Pull, Push, Rebuild, Request
 from ddpilot.session.rank.error_report import group_state, report_error
 from ddpilot.session.rank.interrupts import InterruptHandler
+from ddpilot.session.rank.model_differences import describe_divergence, find_lost
 from ddpilot.session.rank.namespace import RankContext
-from ddpilot.session.rank.rebuild import describe_divergence, find_lost
-from ddpilot.session.rank.variables import PushedVariables, pack_pulled, prefer_own
+from ddpilot.session.rank.push_pull import PushedVariables, pack_pulled, prefer_own
 
 _RENDEZVOUS_S = 30.0
 

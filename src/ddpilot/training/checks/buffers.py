@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from ddpilot.data.plan import Plan
+from ddpilot.data.global_batches import Plan
 from ddpilot.errors import LoopError, list_names
 from ddpilot.findings.finding import Finding
 from ddpilot.group.protocol import GroupLike

@@ -199,6 +199,5 @@ def _to_bf16(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futur
 _to_bf16.__annotations__.update({"bucket": GradBucket, "return": torch.futures.Future[torch.Tensor]})
 
 
-
 def _compression_error(comm: str, found: str, fix: str, rank: int) -> LoopError:
     return LoopError(f'preparing a model with `comm="{comm}"`', found=found, fix=fix, rank=rank)

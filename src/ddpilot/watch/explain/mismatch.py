@@ -16,7 +16,8 @@ from ddpilot.findings.text import render_ranks
 from ddpilot.record.flight_ring.log import Collective
 from ddpilot.source.control_flow import find_unordered_loop
 from ddpilot.source.parsed_file import Chain, Sources
-from ddpilot.watch.explain.causes import (
+from ddpilot.watch.explain.ddp_constructor import find_wrap_difference
+from ddpilot.watch.explain.missed_collective import (
     FIXES,
     Cause,
     CollectiveSide,
@@ -25,7 +26,6 @@ from ddpilot.watch.explain.causes import (
     show_common,
     side_in_collective,
 )
-from ddpilot.watch.explain.ddp_constructor import find_wrap_difference
 from ddpilot.watch.explain.text import (
     describe,
     describe_shortly,

@@ -11,7 +11,7 @@ from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
 from ddpilot.source.parsed_file import Sources
-from ddpilot.watch.explain.causes import (
+from ddpilot.watch.explain.missed_collective import (
     FIXES,
     Cause,
     CollectiveSide,
@@ -21,6 +21,7 @@ from ddpilot.watch.explain.causes import (
     side_in_collective,
     side_in_wait,
 )
+from ddpilot.watch.explain.open_waits import OpenWait, explain_open_wait, render_wait, render_waiting_for
 from ddpilot.watch.explain.text import (
     describe_shortly,
     place_of,
@@ -30,7 +31,6 @@ from ddpilot.watch.explain.text import (
     render_table,
     rows_of,
 )
-from ddpilot.watch.explain.waits import OpenWait, explain_open_wait, render_wait, render_waiting_for
 from ddpilot.watch.matching.outcomes import RankOutcome, first_deaths
 from ddpilot.watch.matching.waits import Wait
 from ddpilot.watch.snapshot.model import JobSnapshot, ProcessState, RankSnapshot

@@ -19,7 +19,7 @@ from ddpilot.checkpoint.collective import RNG, CollectiveCheckpoints, on_all_ran
 from ddpilot.checkpoint.directory import CheckpointDir
 from ddpilot.checkpoint.manifest import RunProgress
 from ddpilot.checkpoint.weights import load_into
-from ddpilot.data.plan import Plan
+from ddpilot.data.global_batches import Plan
 from ddpilot.errors import CheckpointError
 from ddpilot.group.device import restore_rng
 from ddpilot.group.protocol import GroupLike

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from ddpilot import FakeGroup
-from ddpilot.data.plan import Plan
+from ddpilot.data.global_batches import Plan
 from ddpilot.errors import LoopError
 from ddpilot.training.checks.buffers import check_batch_norms, find_batch_norms
 from ddpilot.training.models.ddp import sync_buffers, unwrap, wrap

@@ -8,7 +8,7 @@ import pytest
 from ddpilot.record.flight_ring.log import CallSite, Collective
 from ddpilot.source.parsed_file import Sources
 from ddpilot.user_files import CodeLine
-from ddpilot.watch.explain.causes import CollectiveSide, find_cause
+from ddpilot.watch.explain.missed_collective import CollectiveSide, find_cause
 from ddpilot.watch.explain.text import merge_rows, ranks_do, render_call
 
 GUARDED = "def train(rank):\n    if rank == 0:\n        work()\n"

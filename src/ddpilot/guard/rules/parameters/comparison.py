@@ -14,7 +14,7 @@ from ddpilot.findings.text import render_ranks
 from ddpilot.guard.probe import DdpNote, ParameterSetNote, Site
 from ddpilot.guard.rules.parameters import causes
 from ddpilot.guard.rules.parameters.causes import Cause
-from ddpilot.guard.rules.parameters.fingerprints import compare
+from ddpilot.guard.rules.parameters.fingerprint_comparison import compare
 from ddpilot.guard.rules.parameters.manual_averaging import (
     MIN_EXCHANGED,
     Averaged,

@@ -13,7 +13,7 @@ from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.guard.probe import ParameterSetNote
 from ddpilot.guard.rules.parameters.causes import LEFT_OUT, UNLIKE, Cause
-from ddpilot.guard.rules.parameters.fingerprints import seen_gradients
+from ddpilot.guard.rules.parameters.fingerprint_comparison import seen_gradients
 from ddpilot.guard.rules.parameters.steps import MatchedStep
 from ddpilot.guard.rules.rule import place_of, some
 from ddpilot.record.flight_ring.log import CallSite, Collective, RankLog

@@ -8,7 +8,7 @@ from collections.abc import Set
 from dataclasses import dataclass, field
 
 from ddpilot.guard.probe import Fingerprint, ParameterSetNote, StepNote
-from ddpilot.guard.rules.parameters.fingerprints import Difference
+from ddpilot.guard.rules.parameters.fingerprint_comparison import Difference
 from ddpilot.record.journal import Entry
 
 StepKey = tuple[int, int]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpilot.guard.probes.parameters.fingerprint import LAST_WINDOW, WINDOW, Fingerprinter, LastWindows, is_plain
-from ddpilot.guard.rules.parameters.fingerprints import compare
+from ddpilot.guard.rules.parameters.fingerprint_comparison import compare
 
 
 def take(*tensors: Tensor, gradients: tuple[Tensor | None, ...] = ()) -> dict[str, str]:

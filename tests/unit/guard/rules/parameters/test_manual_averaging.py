@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ddpilot.guard.rules.parameters.fingerprints import Difference
+from ddpilot.guard.rules.parameters.fingerprint_comparison import Difference
 from ddpilot.guard.rules.parameters.manual_averaging import Averaged, find_averaging
 from ddpilot.guard.rules.parameters.steps import MatchedStep
 from ddpilot.record.flight_ring.log import CallSite, Collective, RankLog, Tensor

@@ -12,7 +12,7 @@ from ddpilot.errors import RendezvousError
 from ddpilot.launching.elastic.rendezvous.heartbeat import Heartbeat
 from ddpilot.launching.elastic.rendezvous.network import Endpoint
 from ddpilot.launching.elastic.rendezvous.node_state import NodeState
-from ddpilot.launching.elastic.rendezvous.static_handler import StaticRendezvousHandler
+from ddpilot.launching.elastic.rendezvous.static_rendezvous import StaticRendezvousHandler
 
 ZERO = NodeState(node_rank=0, host="here", pid=7, nnodes=2, nproc_per_node=1, target="train.py")
 ONE = replace(ZERO, node_rank=1, host="there")

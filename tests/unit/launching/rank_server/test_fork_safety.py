@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from ddpilot.launching.rank_server import fork
+from ddpilot.launching.rank_server import fork_safety
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def extra_thread(name: str) -> Iterator[None]:
 
 def test_clean_watch_blames_the_module_that_started_a_thread() -> None:
     """Threads of before do not count; the first culprit stays the culprit."""
-    watch = fork.CleanWatch()
+    watch = fork_safety.CleanWatch()
     with extra_thread("old"):
         watch.begin()
         watch.check("numpy")
@@ -40,18 +40,18 @@ def test_clean_watch_blames_the_module_that_started_a_thread() -> None:
 
 def test_clean_watch_blames_the_module_that_initialised_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """An initialized driver is worse than a thread and is reported first."""
-    watch = fork.CleanWatch()
+    watch = fork_safety.CleanWatch()
     watch.begin()
-    monkeypatch.setattr(fork, "cuda_driver_in_use", lambda: True)
+    monkeypatch.setattr(fork_safety, "cuda_driver_in_use", lambda: True)
     watch.check("cupy")
     assert watch.dirty == "importing `cupy` initialised the CUDA driver"
 
 
 def test_count_threads_sees_this_process() -> None:
     """One more thread is one more."""
-    before = fork.count_threads()
+    before = fork_safety.count_threads()
     with extra_thread("one"):
-        assert fork.count_threads() == before + 1
+        assert fork_safety.count_threads() == before + 1
 
 
 def test_cuda_driver_in_use_is_false_without_a_driver() -> None:
@@ -59,12 +59,12 @@ def test_cuda_driver_in_use_is_false_without_a_driver() -> None:
     with open("/proc/self/maps") as maps:
         if "libcuda.so" in maps.read():
             pytest.skip("another test of this process loaded the CUDA driver")
-    assert not fork.cuda_driver_in_use()
+    assert not fork_safety.cuda_driver_in_use()
 
 
 ENDING = """
 import faulthandler, os
-from ddpilot.launching.rank_server.fork import STACKS_SIGNAL, write_to
+from ddpilot.launching.rank_server.fork_safety import STACKS_SIGNAL, write_to
 
 write_to(os.dup(1), os.dup(2))
 os.kill(os.getpid(), STACKS_SIGNAL)

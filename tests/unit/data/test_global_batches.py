@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddpilot.data.plan import Plan, check_weights, draw_permutation, draw_weighted
+from ddpilot.data.global_batches import Plan, check_weights, draw_permutation, draw_weighted
 from ddpilot.errors import DataError
 
 SHARES = st.lists(st.floats(0.25, 4.0), min_size=5, max_size=5)

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from ddpilot.errors import RankError
-from ddpilot.launching import failures
+from ddpilot.launching import first_failure
 from ddpilot.launching.exceptions import render_unsent
-from ddpilot.launching.failures import (
+from ddpilot.launching.first_failure import (
     ENDING_LIMIT_S,
     SETTLE_S,
     VICTIM_GRACE_S,
@@ -54,9 +54,9 @@ def test_choose_failure_takes_the_first_cause_in_time_not_in_arrival() -> None:
 
 def test_choose_failure_waits_a_moment_for_an_earlier_cause() -> None:
     """A cause waits `SETTLE_S`, no longer."""
-    failures = [raising(0, 5.0)]
-    assert choose_failure(failures, now_s=SETTLE_S / 2) is None
-    assert choose_failure(failures, now_s=SETTLE_S) is failures[0]
+    first_failure = [raising(0, 5.0)]
+    assert choose_failure(first_failure, now_s=SETTLE_S / 2) is None
+    assert choose_failure(first_failure, now_s=SETTLE_S) is first_failure[0]
     assert choose_failure([], now_s=100.0) is None
 
 
@@ -206,7 +206,7 @@ def test_build_error_adds_no_page_to_what_ddpilot_says_of_pickling() -> None:
     assert "DDP113" not in str(error_of(raising(0, 1.0, type_name="ShipError", message=message)))
 
 
-OWN = os.path.join(os.path.dirname(failures.__file__), "rank_server", "rank.py")
+OWN = os.path.join(os.path.dirname(first_failure.__file__), "rank_server", "rank.py")
 REPORT = [
     "step 1",
     "Fatal Python error: Segmentation fault",
@@ -223,32 +223,32 @@ REPORT = [
 
 def test_find_crash_line_gives_the_innermost_line_of_the_crashed_thread() -> None:
     """The first frame of the stack is where Python was."""
-    assert failures.find_crash_line(REPORT) == "/project/net.py:12 in forward"
+    assert first_failure.find_crash_line(REPORT) == "/project/net.py:12 in forward"
 
 
 def test_find_crash_line_passes_over_what_looks_on_between_torch_and_the_user() -> None:
     """The line of the user's that called torch, and not that of the function around torch's which notes it."""
-    package = os.path.dirname(os.path.dirname(failures.__file__))
+    package = os.path.dirname(os.path.dirname(first_failure.__file__))
     probe = f'  File "{os.path.join(package, "guard", "probe.py")}", line 191 in wrapper'
     library = f'  File "{os.path.join(os.path.dirname(os.__file__), "json", "decoder.py")}", line 3 in decode'
-    assert failures.find_crash_line([*REPORT[:4], library, probe, *REPORT[5:]]) == "/project/train.py:40 in train"
-    assert failures.find_crash_line([*REPORT[:4], probe]) is not None
+    assert first_failure.find_crash_line([*REPORT[:4], library, probe, *REPORT[5:]]) == "/project/train.py:40 in train"
+    assert first_failure.find_crash_line([*REPORT[:4], probe]) is not None
 
 
 def test_find_crash_line_gives_none_without_a_stack() -> None:
     """Lines that only look like frames are not taken for a stack."""
-    assert failures.find_crash_line(["nothing", '  File "/project/net.py", line 12 in forward']) is None
-    assert failures.find_crash_line([]) is None
+    assert first_failure.find_crash_line(["nothing", '  File "/project/net.py", line 12 in forward']) is None
+    assert first_failure.find_crash_line([]) is None
 
 
 def test_tidy_lines_drops_the_launcher_and_the_list_of_modules() -> None:
     """What is left is the user's: printed lines, the signal, the user's frames."""
-    assert failures.tidy_lines(REPORT) == tuple(REPORT[:6])
+    assert first_failure.tidy_lines(REPORT) == tuple(REPORT[:6])
 
 
 def test_tidy_lines_keeps_the_last_twenty() -> None:
     """A long output is cut at its beginning."""
-    assert failures.tidy_lines(map(str, range(50))) == tuple(map(str, range(30, 50)))
+    assert first_failure.tidy_lines(map(str, range(50))) == tuple(map(str, range(30, 50)))
 
 
 def test_find_raised_line_gives_the_innermost_line_of_the_users() -> None:
@@ -260,8 +260,10 @@ def test_find_raised_line_gives_the_innermost_line_of_the_users() -> None:
         'Traceback (most recent call last):\n  File "/project/train.py", line 40, in <module>\n    run(parse(text))\n'
         f'  File "{library}", line 51, in parse\n    raise ValueError\nValueError: bad\n'
     )
-    assert failures.find_raised_line(traceback) == CodeLine("/project/train.py", 40, "<module>", "run(parse(text))")
-    assert failures.find_raised_line("") is None
+    assert first_failure.find_raised_line(traceback) == CodeLine(
+        "/project/train.py", 40, "<module>", "run(parse(text))"
+    )
+    assert first_failure.find_raised_line("") is None
 
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

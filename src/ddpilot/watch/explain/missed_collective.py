@@ -10,7 +10,7 @@ from ddpilot.findings.text import render_ranks
 from ddpilot.record.flight_ring.log import Collective, DdpPart
 from ddpilot.source.control_flow import DecisionPoint
 from ddpilot.source.parsed_file import Sources
-from ddpilot.source.split import (
+from ddpilot.source.where_ranks_split import (
     BranchTaken,
     HandlerEntered,
     IterationSkipped,
