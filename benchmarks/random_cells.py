@@ -202,7 +202,7 @@ class Player:
     def _check_said_apart(self, values: Sequence[torch.Tensor]) -> None:
         parameters = [each[: len(each) // 2] for each in values]
         are_apart = any(not torch.equal(each, parameters[0]) for each in parameters)
-        was_said = any("stay apart" in note for note in self._view.notes)
+        was_said = any("continue to differ" in note for note in self._view.notes)
         if are_apart != was_said:
             self._complain(f"replicas are {'' if are_apart else 'not '}apart; {self._view.notes}")
 

@@ -65,7 +65,7 @@ def test_workers_end_and_continue_as_torchs_do() -> None:
     assert seen["fresh"] == [[(0, 1), (1, 1), (0, 2), (1, 2)]] * 2
     assert seen["early"] == [list(range(12))] * 2
     assert seen["two at once"][0] == [2, 3]
-    assert "`persistent_workers` read one at a time. Make a second loader" in seen["two at once"][1]
+    assert "`persistent_workers` read one epoch at a time. Create a second loader" in seen["two at once"][1]
     states, end, rest = seen["state"]
     assert [state["position"] for state in states[:5]] == [2, 4, 6, 8, 10]
     assert (states[5], end) == (None, [])

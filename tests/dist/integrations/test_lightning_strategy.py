@@ -247,7 +247,7 @@ def test_errors_state_the_fix(tmp_path: Path) -> None:
     assert "`num_nodes=2`" in facts["nodes"]
     assert "Start the script on each node with `ddpilot run`" in facts["nodes"]
     assert "takes no `start_method`" in facts["method"]
-    assert "give `Fabric.launch` the function" in facts["fabric"]
+    assert "pass `Fabric.launch` the function" in facts["fabric"]
     assert facts["trained"] == [3, True]
 
 

@@ -159,8 +159,8 @@ def test_sharded_optimizer_keeps_earlier_state_and_refuses_what_would_go_wrong_s
 
 
 REFUSALS = (
-    "its state is in the one that was returned. Write model, optimizer = loop.prepare(model, optimizer, ...)",
+    "its state is in the returned optimizer. Write model, optimizer = loop.prepare(model, optimizer, ...)",
     "rank 1 has the state of its own parameters only. Call ddpilot.full_state(optimizer)",
     "it is sharded already",
-    "it is of groups with 2 parameters, those of this ZeroOptimizer have 1",
+    "its groups have 2 parameters, the groups of this ZeroOptimizer have 1",
 )
