@@ -148,7 +148,7 @@ def test_launch_in_a_notebook(notebook: Notebook) -> None:
     refused = notebook.run("ddpilot.Trainer(torch.nn.Linear(1, 1), None, None, precision='fp8')")
     assert "----> 1 ddpilot.Trainer(" in refused.traceback
     assert refused.traceback.count("Error: ") == 1
-    assert "checking.py" not in refused.traceback
+    assert "checks.py" not in refused.traceback
 
     # "The stop button ... the notebook is usable after it."
     stopped = notebook.run(STUCK, interrupt_on="I wait")

@@ -57,10 +57,13 @@ def test_cell_runs_on_the_ranks_that_were_asked_for(kernel: Kernel) -> None:
     assert cell.shown == ["'here'"]
     alone = kernel.run("%%ddp --ranks 0\nimport torch\ntorch.distributed.barrier()")
     assert " torch.distributed.barrier()" in alone.stderr
-    assert "GroupError: [rank 0] entering the group of 2 ranks: this cell runs on rank 0 alone" in alone.stderr
+    refused = "entering the group of 2 ranks: this cell runs on rank 0 only, but rank 1 must enter it too"
+    assert f"GroupError: [rank 0] {refused}" in alone.stderr
     assert ".py" not in alone.stderr  # of torch or ddpilot
     wrong = kernel.run("%%ddp --ranks 0,7\n1")
-    assert wrong.error == "LaunchError: running a cell: rank 7, and the ranks are 0 to 1. Give numbers of ranks"
+    assert wrong.error == (
+        "LaunchError: running a cell: rank 7, and the ranks are 0 to 1. Give numbers of ranks, such as [0]"
+    )
 
 
 def test_cell_shows_objects_once_for_all_ranks_on_which_they_look_alike(kernel: Kernel) -> None:

@@ -48,7 +48,7 @@ def test_board_says_what_each_rank_does_and_follows_it() -> None:
         kernel.wait_for(lambda: live.shown[0].startswith("2 ranks: 2 idle"), "the board of idle ranks")
 
         assert kernel.run("%ddp status --stop").stdout == "ddpilot: the status board is no longer updated\n"
-        assert kernel.run("%ddp status --stop").stdout == "ddpilot: no status board is updated\n"
+        assert kernel.run("%ddp status --stop").stdout == "ddpilot: no status board is being updated\n"
         last = kernel.run("%ddp status --live")
         kernel.run("%ddp stop")
         assert (live.shown[0][:16], last.shown) == ("2 ranks: 2 idle\n", ["the ranks were stopped"])

@@ -25,7 +25,7 @@ def test_launch_starts_one_rank_with_a_hint_when_there_is_no_accelerator(
     """ "auto": visible accelerators, else 1 with a hint."""
     monkeypatch.setattr(nvml, "read_nvml", lambda: None)
     assert list(ddpilot.launch(place)) == [("0", "1")]
-    assert "`nproc_per_node=2` gives two of them" in capfd.readouterr().err
+    assert "`nproc_per_node=2` starts two (" in capfd.readouterr().err
 
 
 def test_launch_starts_one_rank_per_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,7 +123,7 @@ def _signal_self(number: int) -> Callable[[int, int], None]:
     [
         (signal.SIGKILL, r"^rank 2 was killed by SIGKILL; the kernel's OOM killer is the usual cause; its peak was \d"),
         (signal.SIGSEGV, r"^rank 2 crashed with SIGSEGV at .*test_failure.py:\d+ in event; its peak was 0\.\d GB"),
-        (signal.SIGABRT, r"^rank 2 was aborted \(SIGABRT\) at .*test_failure.py:\d+ in event: C\+\+ code gave up"),
+        (signal.SIGABRT, r"^rank 2 was aborted \(SIGABRT\) at .*test_failure.py:\d+ in event: C\+\+ code called abort"),
     ],
 )
 def test_launch_says_which_signal_ended_a_rank(number: int, words: str) -> None:
@@ -147,7 +147,7 @@ def test_launch_shows_the_message_when_gloo_aborts() -> None:
 
     error = error_of(event)
     assert error.signal_name == "SIGABRT"
-    assert "the usual cause is tensors that differ in size or dtype between ranks" in str(error)
+    assert "the usual cause over gloo is tensors that differ in size or dtype between ranks" in str(error)
     assert any("Received data size doesn't match expected size" in line for line in error.last_lines)
 
 

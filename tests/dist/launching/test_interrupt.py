@@ -196,6 +196,6 @@ def test_ctrl_c_before_any_rank_runs_is_one_line() -> None:
     def press(_name: str, _count: int) -> None:
         signal.raise_signal(signal.SIGINT)
 
-    with pytest.raises(LaunchInterrupted, match=r"starting 2 ranks of .*press` was stopped, before any") as caught:
+    with pytest.raises(LaunchInterrupted, match=r"starting 2 ranks of .*press` was interrupted before any") as caught:
         run_local(LaunchOptions(nproc_per_node=2), press, ("", 0), {}, press)
     assert caught.value._render_traceback_() == [f"KeyboardInterrupt: {caught.value}"]

@@ -14,7 +14,7 @@ def test_launch_in_a_script_with_the_name_of_a_module_that_torch_imports_is_refu
     named_like_a_module.write_text("import ddpilot\nddpilot.launch(print, nproc_per_node=1)\n")
     outcome = run_script("import opt_einsum\n", tmp_path, may_fail=True)
     assert outcome.code == 1
-    assert "this is the rank server, which imports torch and so ran your module" in outcome.err
+    assert "this is the rank server, which imported your module: its file has the name of a module" in outcome.err
     assert "Rename the file" in outcome.err
 
 
