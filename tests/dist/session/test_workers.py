@@ -56,8 +56,8 @@ def test_a_stop_during_a_fork_comes_as_soon_as_that_is_done(start: Start) -> Non
     """Functions that libraries run at a fork cannot raise: Python prints the exception and goes on, and it is lost."""
     session = start(1)
     session.execute(
-        "import signal, time\nhandler = signal.getsignal(signal.SIGINT)\nhandler._begin()\n"
-        "signal.raise_signal(signal.SIGINT)\nheld = True\nhandler._end()\n"
+        "import signal, time\nhandler = signal.getsignal(signal.SIGINT)\nhandler._before_fork()\n"
+        "signal.raise_signal(signal.SIGINT)\nheld = True\nhandler._after_fork()\n"
         "try: time.sleep(5); came = False\nexcept KeyboardInterrupt: came = True"
     )
     assert session.pull("held, came", rank=0) == (True, True)
