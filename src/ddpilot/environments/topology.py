@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from ddpilot.errors import TopologyError
 
 Environment = Literal["torchrun", "ddpilot", "slurm", "openmpi", "pmi", "mvapich", "alone"]
-"""What started this process; "pmi" is MPICH, Intel MPI or Cray, "alone" is a process that is not part of a job."""
+"""The launcher of this process; "pmi" is MPICH, Intel MPI or Cray, "alone" is a process that is not part of a job."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Topology:
     master_port: int | None
     """TCP port of the store, 1 .. 65535. None only if "alone"."""
     environment: Environment
-    """What started this process."""
+    """The launcher of this process."""
     how: str
     """One sentence with the variables and values that determined the topology."""
 

@@ -27,19 +27,19 @@ class Finding:
     severity: Severity
     """``error`` (results are wrong, or the job cannot complete), ``warning`` (likely unintended) or ``info``."""
     summary: str = ""
-    """What happened, in one line."""
+    """Summary in one line."""
     ranks: tuple[int, ...] = ()
     """The ranks concerned; empty if the finding is not about particular ranks."""
     place: CodeLine | None = None
     """The line of the user's code to look at first; None if there is none."""
     evidence: tuple[str, ...] = ()
-    """What was observed, with its values, one line each."""
+    """Observed values, one line each."""
     why: str = ""
     """Why it happens."""
     fix: str = ""
-    """What to do."""
+    """Recommended fix."""
     source: str = ""
-    """Where to read more: a URL or a sentence."""
+    """Further reading: a URL or a sentence."""
 
     def __post_init__(self) -> None:
         if not self.code or not self.name:

@@ -22,7 +22,7 @@ class Outcome:
 
     status: Status
     evidence: str
-    """What was observed, with values, in one line."""
+    """Observed values, in one line."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Check:
 
     @property
     def needs(self) -> str:
-        """What the check requires, in words."""
+        """Requirements of the check, in words."""
         if self.only_cuda:
             return "NVIDIA"
         return "any" if not self.num_devices else "a device" if self.num_devices == 1 else f"{self.num_devices} devices"
@@ -118,7 +118,7 @@ CHECKS: tuple[Check, ...] = (
     _pair("hang_is_named", "recording", "a rank that ends early while the other waits is named within 5 s"),
     _pair("mismatch_is_named", "recording", "different collectives under one number are named within 5 s"),
     _pair("skipped_backward_is_named", "recording", "a rank that skipped its backward is named within 5 s"),
-    _pair("slow_ranks_are_left_alone", "recording", "slow ranks and queued work are no finding"),
+    _pair("slow_ranks_are_left_alone", "recording", "slow ranks and queued work are not reported"),
     _pair(
         "stuck_rank_is_freed",
         "groups",
@@ -150,7 +150,7 @@ CHECKS: tuple[Check, ...] = (
     _any(
         "stand_in_keeps_the_context",
         "training",
-        "made-up rows for a rank without samples do not break the CUDA context",
+        "dummy rows for a rank without samples do not break the CUDA context",
     ),
     _any("nan_stops_before_a_checkpoint", "training", "a NaN loss raises NonFiniteError and reaches no checkpoint"),
     _cuda("capture_under_guard", "training", "a CUDA graph can be captured while watch and guard are on"),
@@ -169,7 +169,7 @@ CHECKS: tuple[Check, ...] = (
     Check("out_of_memory_is_explained", "training", "OutOfMemoryError is raised, and the memory is free after it"),
     _any("checkpoint_is_of_its_moment", "training", "a checkpoint has the values of its moment"),
     Check("checkpoint_of_two_devices", "training", "the same for a model on two devices", num_devices=2),
-    Check("devices_by_uuid", "devices", "devices are told apart, on NVIDIA's by UUID"),
+    Check("devices_by_uuid", "devices", "devices are distinguished, on NVIDIA's by UUID"),
     _cuda("masked_devices", "devices", "CUDA_VISIBLE_DEVICES is read as the driver reads it"),
     _cuda("mig_slices", "devices", "MIG slices are counted, and two of one GPU are known to share it"),
     Check("ranks_on_one_device", "devices", "two ranks on one device use gloo and say so"),

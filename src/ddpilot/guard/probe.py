@@ -132,7 +132,7 @@ class Probe(Protocol):
     """Observes one aspect of training; created without arguments. Never issues a collective nor changes a value."""
 
     name: str
-    """What it observes, for the message that reports that it is off."""
+    """Observed subject, for the message that reports that it is off."""
 
     def install(self, notes: Notes) -> list[Callable[[], None]]:
         """Start observing, and return functions that stop it, to be called from the last to the first.

@@ -94,7 +94,7 @@ class LoopLeft(Split):
     reasons: tuple[Reason, ...]
     """Most likely first; empty if none is known."""
     data_end: DecisionPoint | None
-    """Where the loop is left when the data is exhausted."""
+    """Line at which the loop is left when the data is exhausted."""
     has_same_iterations: bool
     """True if the loop has the same number of iterations on all ranks unless it is left early."""
     is_endless: bool

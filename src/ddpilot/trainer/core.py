@@ -92,7 +92,7 @@ class TrainerCore:
         self.findings: tuple[Finding, ...] = ()
         """Findings of the fits about the training setup, each reported once."""
         self.explanation: Explanation | None = None
-        """What the last fit chose for DDP, see `explain`."""
+        """DDP options chosen by the last fit, see `explain`."""
         self.has_own_forward = forward is not None
         """True if `forward` was passed."""
         self.batch_size = 64
@@ -166,7 +166,7 @@ class TrainerCore:
 
 @dataclass
 class Position:
-    """Where the next fit starts."""
+    """Position at which the next fit starts."""
 
     epoch: int = 0
     next_batch: int = 0

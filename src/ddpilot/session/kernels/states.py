@@ -16,7 +16,7 @@ _END_GRACE_S = 2.0
 
 STORE_GONE = "the process of the session's store ended"
 START_OVER = "`%ddp stop`, then `%ddp start` (a new `Session`) starts from scratch"
-"""What to do if no rank can be started any more."""
+"""Fix shown if no rank can be started any more."""
 
 
 class RankStates:

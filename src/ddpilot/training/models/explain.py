@@ -230,7 +230,7 @@ ranks: fewer bytes would not shorten it, and such a model trains fast on one ran
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank's DDP has recorded for one model."""
+    """Records of one rank's DDP for one model."""
 
     num_updates: int
     finds_unused: bool
