@@ -12,7 +12,7 @@ from pathlib import Path
 from ddpilot.errors import RankError, is_known
 from ddpilot.findings.catalog import SHIP_ERROR, find_cause, find_known, fix_in_rank, is_of_child
 from ddpilot.findings.text import render_ranks
-from ddpilot.launching.exceptions import find_unsent, shorten_message
+from ddpilot.launching.exception_report import find_unsent, shorten_message
 from ddpilot.launching.rank_environment import EXIT_REQUEUE
 from ddpilot.launching.rank_reports import Exited, Raised
 from ddpilot.output.cell_sources import name_cells

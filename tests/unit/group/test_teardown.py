@@ -27,7 +27,7 @@ from ddpilot.group.teardown import (
     free_group,
     shut,
 )
-from ddpilot.launching.exceptions import is_victim
+from ddpilot.launching.exception_report import is_victim
 
 
 @pytest.fixture(autouse=True)

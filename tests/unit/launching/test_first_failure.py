@@ -13,7 +13,7 @@ import pytest
 
 from ddpilot.errors import RankError
 from ddpilot.launching import first_failure
-from ddpilot.launching.exceptions import render_unsent
+from ddpilot.launching.exception_report import render_unsent
 from ddpilot.launching.first_failure import (
     ENDING_LIMIT_S,
     SETTLE_S,

@@ -22,8 +22,13 @@ from dataclasses import asdict
 from importlib.machinery import SourceFileLoader
 from types import TracebackType
 
-from ddpilot.launching.exception_report import prune_guard, report_exception, skip_callers
-from ddpilot.launching.exceptions import exitcode_of, show_connections
+from ddpilot.launching.exception_report import (
+    exitcode_of,
+    prune_guard,
+    report_exception,
+    show_connections,
+    skip_callers,
+)
 from ddpilot.launching.rank_reports import Raised
 
 REPORT_VARIABLE = "TORCHELASTIC_ERROR_FILE"

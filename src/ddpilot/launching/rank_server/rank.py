@@ -20,8 +20,7 @@ import types
 from importlib.machinery import ModuleSpec
 from typing import Any, NoReturn
 
-from ddpilot.launching.exception_report import report_exception
-from ddpilot.launching.exceptions import render_unsent, show_connections
+from ddpilot.launching.exception_report import render_unsent, report_exception, show_connections
 from ddpilot.launching.interrupts import RankInterrupt, saw_interrupt
 from ddpilot.launching.rank_reports import RankStart, Returned, Taken
 from ddpilot.launching.rank_server.fork_safety import write_to

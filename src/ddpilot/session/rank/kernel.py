@@ -23,8 +23,7 @@ from IPython.core.history import HistoryManager
 from torch.distributed import distributed_c10d as c10d
 from traitlets import Instance
 
-from ddpilot.launching.exception_report import prune_guard, user_traceback
-from ddpilot.launching.exceptions import is_victim, message_of
+from ddpilot.launching.exception_report import is_victim, message_of, prune_guard, user_traceback
 from ddpilot.launching.rank_reports import Raised
 from ddpilot.session.protocol.report import REPORT_KEY, Report, writable
 from ddpilot.session.protocol.requests import BEGUN, FREE, REPLY, REQUEST, CellRequest, Finish, Free, read_request

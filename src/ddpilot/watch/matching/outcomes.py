@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ddpilot.launching.exceptions import reads_like_victim
+from ddpilot.launching.exception_report import reads_like_victim
 from ddpilot.module_names import WAIT_FOR_PEERS
 from ddpilot.record.flight_ring.log import Collective
 from ddpilot.watch.snapshot.model import JobSnapshot, ProcessState, RankSnapshot
