@@ -300,7 +300,7 @@ def test_an_orderly_end_of_all_ranks_is_nothing() -> None:
     assert analyze(job([returned(zero), returned(one)])) == analyze(job([]))
 
 
-def test_the_abort_of_a_clash_is_no_second_finding() -> None:
+def test_the_abort_after_a_mismatch_is_not_a_second_finding() -> None:
     """gloo ends a process whose tensor has another size."""
     zero, one = pair()
     zero.wait("all_reduce", 3)

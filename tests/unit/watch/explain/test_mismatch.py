@@ -110,7 +110,7 @@ def test_roots_that_differ_are_named() -> None:
     ],
     ids=["same number of elements", "views", "a dimension of one", "all_gather", "all_to_all", "not read yet"],
 )
-def test_what_may_differ_is_no_clash(op: str, first: dict[str, Any], second: dict[str, Any]) -> None:
+def test_what_may_differ_is_not_a_mismatch(op: str, first: dict[str, Any], second: dict[str, Any]) -> None:
     """Shapes of one size, sizes that each rank chooses, and a reduce-op that is not known yet."""
     zero, one = writers("x = 1\n")
     assert not analyze(job([alive(zero.call(op, 1, **first)), alive(one.call(op, 1, **second))])).findings

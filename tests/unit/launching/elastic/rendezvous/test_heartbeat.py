@@ -20,7 +20,7 @@ def view(silent_s: float, state: NodeState = ONE) -> NodesView:
     return NodesView(states={1: state}, silent_s={1: silent_s})
 
 
-def test_vigil_says_silence_once_and_its_end() -> None:
+def test_liveness_check_says_silence_once_and_its_end() -> None:
     """One notice after 5 s, one when the node is back, and none in between."""
     said: list[str] = []
     check = LivenessCheck(30.0, said.append, Standstill())
@@ -35,18 +35,18 @@ def test_vigil_says_silence_once_and_its_end() -> None:
     ]
 
 
-def test_vigil_ends_it_after_the_limit() -> None:
+def test_liveness_check_ends_it_after_the_limit() -> None:
     """The node, the time and the option are in the error."""
     with pytest.raises(RendezvousError, match="watching node 1 .other.: no heartbeat for 31 s.*--node-timeout"):
         LivenessCheck(30.0, print, Standstill()).look(view(31.0))
 
 
-def test_vigil_expects_no_sign_of_a_node_that_is_done() -> None:
+def test_liveness_check_expects_no_sign_of_a_node_that_is_done() -> None:
     """A node that has left sends no heartbeats."""
     LivenessCheck(30.0, print, Standstill()).look(view(99.0, replace(ONE, phase=DONE)))
 
 
-def test_vigil_names_node_zero_when_its_store_ends() -> None:
+def test_liveness_check_names_node_zero_when_its_store_ends() -> None:
     """The connection's own error is chained; an error of ddpilot's is raised as it is."""
     broken = RuntimeError("Broken pipe\nframe #0: ...")
     with pytest.raises(
@@ -67,7 +67,7 @@ def test_silent_nodes_are_those_that_have_not_left() -> None:
     assert silent_nodes(view(9.0, replace(ONE, phase=DONE)), 2.5) == []
 
 
-def test_vigil_does_not_blame_the_other_node_after_this_process_stood_still() -> None:
+def test_liveness_check_does_not_blame_the_other_node_after_this_process_stood_still() -> None:
     """One notice, and two seconds for the thread that reads the other nodes' heartbeats."""
     said: list[str] = []
     standstill = Standstill()
