@@ -14,6 +14,7 @@ import pytest
 
 from ddpilot.record.main_thread import ConnectFile, connecting_path, may_make_store, stacks_path
 from ddpilot.watch.snapshot.files import take_stacks
+from ddpilot.watch.snapshot.model import PythonStack
 
 ENDING = """
 import faulthandler, os, sys
@@ -76,20 +77,28 @@ def test_a_process_that_runs_python_code_survives_being_asked_often(tmp_path: Pa
     assert sum(map(len, stacks)) > 100  # a loaded machine may miss some
 
 
+def stack_after_print(folder: Path, pid: int) -> PythonStack:
+    """The first stack past the line whose output `answering` reads: print() may not have returned yet."""
+    line = ANSWERING.splitlines().index("print(flush=True)") + 1
+    while True:
+        stack = take_stacks(folder, {0: pid})[0]
+        if stack.main_frames[-1].line != line:
+            return stack
+
+
 def test_a_process_whose_gil_is_held_by_c_code_answers(tmp_path: Path) -> None:
     """By the fault handler, which reads frames that do not change."""
     with answering(tmp_path, "stuck") as process:
-        found = take_stacks(tmp_path, {0: process.pid})
-        assert [frame.function for frame in found[0].main_frames] == ["<module>"]
-        assert not found[0].is_running
+        stack = stack_after_print(tmp_path, process.pid)
+        assert [frame.function for frame in stack.main_frames] == ["<module>"]
+        assert not stack.is_running
         assert process.poll() is None
 
 
 def test_a_process_in_a_loop_is_known_to_run(tmp_path: Path) -> None:
     """Although it loses the GIL at the same line each time."""
     with answering(tmp_path, "loop") as process:
-        found = take_stacks(tmp_path, {0: process.pid})
-        assert found[0].is_running
+        assert stack_after_print(tmp_path, process.pid).is_running
         assert process.poll() is None
 
 

@@ -651,6 +651,19 @@ def test_a_rank_that_imports_is_not_warned_of() -> None:
     ]
 
 
+def test_a_cell_that_imports_on_one_rank_has_as_long_as_a_start() -> None:
+    """Rank 0 has what it imports already."""
+    inner = CodeLine("<frozen importlib._bootstrap>", 9, "_find_and_load")
+
+    def said(after_s: float) -> tuple[str, ...]:
+        cell = entering(after_s, others_returned=False)
+        imports = replace(cell.ranks[1], stack=at(3, "import transformers", inner))
+        return analyze(replace(cell, ranks={0: cell.ranks[0], 1: imports})).status
+
+    assert not said(8)
+    assert said(12) == ("1 of 2 ranks have joined the group; rank 1 is importing: train.py:3  import transformers",)
+
+
 def test_a_start_of_many_ranks_takes_one_short_line() -> None:
     """Some are importing, some wait for the rest."""
     importing = [alive(Writer(rank, group_of(*range(32)))) for rank in range(1, 32)]

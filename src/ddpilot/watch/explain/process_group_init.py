@@ -81,17 +81,19 @@ def find_rendezvous(
     elsewhere = {rank: _render_elsewhere(job, earlier, outcomes, rank) for rank in absent}
     rows = [(rank, _render_inside(job.ranks[rank]), render_place(_line(job, rank))) for rank in inside]
     merged = merge_rows([*rows, *((rank, *texts) for rank, texts in elsewhere.items())])
-    if gone or waited_ns > (stall_ns if _is_session(job, inside) else _STARTS_NS):
-        found.status.append(_render_joined(job, len(inside), elsewhere))
     # Imports may take minutes: the status shows which ranks are importing. The time after them counts separately.
-    is_starting = all(_render_start(job, rank) or 0 < _age_ns(job, rank) < warn_ns for rank in absent)
+    starts = {rank: _render_start(job, rank) for rank in absent}
+    is_slow = any(starts.values()) or not _is_session(job, inside)
+    if gone or waited_ns > (_STARTS_NS if is_slow else stall_ns):
+        found.status.append(_render_joined(job, len(inside), elsewhere))
+    is_starting = all(starts[rank] or 0 < _age_ns(job, rank) < warn_ns for rank in absent)
     if gone or (waited_ns > warn_ns and not is_starting):
         found.findings.append(_explain_rendezvous(job, inside, gone or absent, lay_out(merged), bool(gone)))
     return found
 
 
 def _is_session(job: JobSnapshot, inside: list[int]) -> bool:
-    """True if the ranks were running before the period under examination, so that none is importing or starting."""
+    """True if the ranks were running before the period under examination: what is started already joins at once."""
     return all((log := job.ranks[rank].log) is not None and log.started_ns < job.since_ns for rank in inside)
 
 
