@@ -41,7 +41,6 @@ $(READY): pyproject.toml constraints.txt
 	if [ ! -x $(BIN)/python ]; then echo "making $(VENV) with $$python" && "$$python" -m venv $(VENV); fi
 	$(INSTALL) -e '.[$(EXTRAS)]'
 	@$(COMPILE)
-	@$(BIN)/ddpilot build-recorder || echo "make: going on without it"
 	@touch $(READY) $(if $(findstring browser,$(EXTRAS)),$(BROWSER_READY))
 
 demo: $(READY) ## run the quickstart notebook in a real Jupyter kernel, 2 ranks, and say where its plots are

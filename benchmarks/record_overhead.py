@@ -2,10 +2,9 @@
 """What recording costs: one all_reduce with its user's line written down, and a DDP step on 2 ranks, against without.
 
 The cost of one collective is taken in a group of one rank: between two, waiting for the other hides it. All sides run
-in turn in the same processes: what records by default (compiled kernels, where `ddpilot build-recorder` has made them),
-the kernels in Python, and one in the same place that only goes on, which is the least for any Python code that sees
-every collective. With torch's backend that does nothing, and with gloo, whose thread the caller waits for and finds its
-caches cold.
+in turn in the same processes: with and without recording, and with a kernel in the same place that only goes on, which
+is the least for any Python code that sees every collective. With torch's backend that does nothing, and with gloo,
+whose thread the caller waits for and finds its caches cold.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import torch.distributed as dist
 
 import ddpilot
 from benchmarks.measure import Row, main, render_values
-from ddpilot.record.collectives.recording import Source, start_recording
+from ddpilot.record.collectives.recording import start_recording
 
 COST_LIMIT_US = 15.0
 STEP_LIMIT = 1.02
@@ -59,10 +58,10 @@ def watch_by_empty_kernel() -> Callable[[], None]:
     return destroy
 
 
-def record_into(folder: str, source: Source = "auto") -> Watch:
+def record_into(folder: str) -> Watch:
     """The side that records."""
     rank = int(os.environ["RANK"])
-    return lambda: start_recording(Path(folder) / str(rank), rank=rank, source=source).stop
+    return lambda: start_recording(Path(folder) / str(rank), rank=rank).stop
 
 
 def seconds_of(function: Callable[[], object], watch: Watch) -> float:
@@ -87,7 +86,7 @@ def rounds_of(function: Callable[[], object], watches: Sequence[Watch], rounds: 
 
 
 def measure_calls(folder: str, rounds: int, backend: str) -> list[list[float]]:
-    """Microseconds of one all_reduce in a group of one rank: alone, empty kernel, recorded in Python, as ever."""
+    """Microseconds of one all_reduce in a group of one rank: alone, with an empty kernel, recorded."""
     if backend == "fake":
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -95,7 +94,7 @@ def measure_calls(folder: str, rounds: int, backend: str) -> list[list[float]]:
     else:
         dist.init_process_group(backend)
     tensor = torch.ones(10)
-    watches = (watch_nothing, watch_by_empty_kernel, record_into(folder, "kernels"), record_into(folder))
+    watches = (watch_nothing, watch_by_empty_kernel, record_into(folder))
     results = rounds_of(lambda: reduce_often(tensor), watches, rounds)
     dist.destroy_process_group()
     return [[seconds / NUM_CALLS * 1e6 for seconds in result] for result in results]
@@ -126,15 +125,12 @@ def measure_steps(folder: str, rounds: int) -> list[list[float]]:
 
 def call_row(results: Sequence[Sequence[float]], what: str) -> Row:
     """The row of `measure_calls`; its bar is about the difference."""
-    bare, *others = ([result[at] for result in results] for at in range(4))
-    floors, in_python, costs = (
-        [with_it - without for with_it, without in zip(other, bare, strict=True)] for other in others
-    )
+    bare, *others = ([result[at] for result in results] for at in range(3))
+    floors, costs = ([with_it - without for with_it, without in zip(other, bare, strict=True)] for other in others)
     return Row(
         what=what,
         ours=render_values(others[-1], "us"),
-        peer=f"without: {render_values(bare, 'us')}; an empty kernel of Python code: +{render_values(floors, 'us')}; "
-        f"recorded by Python code: +{render_values(in_python, 'us')}",
+        peer=f"without: {render_values(bare, 'us')}; an empty kernel of Python code: +{render_values(floors, 'us')}",
         ratio=f"+{render_values(costs, 'us')}",
         bar=f"+{COST_LIMIT_US:.0f} us",
         holds=statistics.median(costs) <= COST_LIMIT_US,

@@ -48,7 +48,7 @@ class GrowingRing:
         refs = [self._ring.write_fact(fact) for fact in facts]
         self._usual = layout.USUAL.pack(*refs, *[layout.NO_NUMBER] * 3, layout.ASYNC | layout.ASKED_ANY_TIME, 4000)
         self._num_done = 0
-        about = {"rank": rank, "pid": os.getpid(), "host": "node", "torch": "2.13", "source": "kernels"}
+        about = {"rank": rank, "pid": os.getpid(), "host": "node", "torch": "2.13"}
         self._ring.publish({**about, "started_ns": 1, "started_unix_ns": 1})
 
     def run(self, now_ns: int, num: int) -> None:
@@ -86,7 +86,7 @@ def write_ring(path: Path, rank: int, num_ranks: int, num_records: int, odd: int
         if number < num_records - 1:
             ring.set_reduce_op(index, 0)
             ring.finish(index, start_ns + 500_000, layout.DONE)
-    about = {"rank": rank, "pid": 4000 + rank, "host": "node", "torch": "2.13", "source": "kernels"}
+    about = {"rank": rank, "pid": 4000 + rank, "host": "node", "torch": "2.13"}
     ring.publish({**about, "started_ns": 1, "started_unix_ns": 1})
     ring.close(0)
 
@@ -112,7 +112,7 @@ def make_log(rank: int, ranks: tuple[int, ...], num_entries: int, odd: int) -> R
         )
         for number in range(num_entries)
     ]
-    about: dict[str, Any] = {"pid": 4000 + rank, "host": "node", "torch": "", "source": "kernels", "started_ns": 1}
+    about: dict[str, Any] = {"pid": 4000 + rank, "host": "node", "torch": "", "started_ns": 1}
     counts: dict[str, Any] = {"started_unix_ns": 1, "heartbeat_ns": NOW_NS, "closed_ns": None, "num_torn": 0}
     num_begun = 999 + num_entries
     return RankLog(

@@ -44,7 +44,7 @@ def test_ring_stack_and_traceback_agree_whose_a_file_is(file: str) -> None:
         '  File "/a.py", line 1 in g',
     ]
     assert is_users(file) is is_theirs
-    assert (SiteFinder(torch="/opt/torch").kind_of(file) == USER) is is_theirs
+    assert (SiteFinder(torch="/opt/torch")._kind_of(file) == USER) is is_theirs
     assert bool(user_chain([CodeLine(file, 3, "f")])) is is_theirs
     assert (find_raised_line(traceback) is not None) is is_theirs
     assert find_crash_line(crash) == (f"{file}:3 in f" if is_theirs else "/a.py:1 in g")

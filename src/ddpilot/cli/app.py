@@ -102,14 +102,6 @@ def watch(
 
 
 @app.command()
-def build_recorder() -> None:
-    """Compile the recorder's C++ part, which makes recording cheap, once per release of torch; needs a C++ compiler."""
-    from ddpilot.cli.machine_commands import build_recorder
-
-    print(build_recorder(), end="")
-
-
-@app.command()
 def gpu_check(
     names: Annotated[list[str] | None, typer.Argument(help="Checks to run; all if none is named.")] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the checks and what they need.")] = False,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ddpilot gpu-check``, ``build-recorder`` and ``topology``: check, prepare and describe this machine and process."""
+"""``ddpilot gpu-check`` and ``topology``: check and describe this machine and process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from ddpilot.environments.detect import detect_topology
 from ddpilot.errors import DdpilotError
 from ddpilot.gpu_check.catalogue import CHECKS, choose_checks
 from ddpilot.gpu_check.runner import render_summary, run_checks
-from ddpilot.record.collectives import native
 
 FAILED_STATUS = 1
 REPORT = Path("ddpilot-gpu-check.json")
@@ -45,14 +44,3 @@ def describe_topology(*, as_json: bool = False) -> str:
     """
     topology = detect_topology(os.environ)
     return json.dumps(asdict(topology), indent=2) if as_json else str(topology)
-
-
-def build_recorder() -> str:
-    """Compile the recorder for this user's torch and Python if necessary, and return a line with its path.
-
-    Raises `RecordError` if it cannot be compiled.
-    """
-    known = native.built_path()
-    is_there = known is not None and known.exists()
-    path = native.build()
-    return f"the compiled recorder {'was there already' if is_there else 'is built'}: {path}\n"

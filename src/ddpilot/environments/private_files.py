@@ -20,7 +20,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _WITHOUT_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
-_ROOT = 0
 _TOKEN = r"[a-z0-9_]{8}"
 """What `tempfile.mkdtemp` appends to a prefix."""
 _MARKER = ".ddpilot-scratch"
@@ -94,24 +93,22 @@ def check_own_folder(folder: Path) -> Path:
     if not stat.S_ISDIR(found.st_mode):
         kind = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "not a folder"
         raise NotADirectoryError(f"{folder} is {kind}, where a folder of this user is needed")
-    _check_owner(folder, found, may_be_roots=False)
+    _check_owner(folder, found)
     return folder
 
 
-def open_own_file(
-    path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o600, *, may_be_roots: bool = False
-) -> int:
+def open_own_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
     """Open the regular file `path` with `flags` and return its descriptor. O_TRUNC is applied after the checks.
 
-    Raises `PermissionError` if the file belongs to a different user (root is accepted with `may_be_roots`) or if other
-    users can write to it; `OSError` for a symbolic link, for anything but a regular file, and if it cannot be opened.
+    Raises `PermissionError` if the file belongs to a different user or if other users can write to it;
+    `OSError` for a symbolic link, for anything but a regular file, and if it cannot be opened.
     """
     fd = os.open(path, (flags & ~os.O_TRUNC) | _WITHOUT_LINKS, mode)
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             raise OSError(f"{os.fspath(path)} is not a regular file")
-        _check_owner(path, found, may_be_roots=may_be_roots)
+        _check_owner(path, found)
         if flags & os.O_TRUNC:
             os.ftruncate(fd, 0)
     except BaseException:
@@ -130,7 +127,7 @@ def open_own_fifo(path: str | os.PathLike[str]) -> int:
         found = os.fstat(fd)
         if not stat.S_ISFIFO(found.st_mode):
             raise OSError(f"{os.fspath(path)} is not a pipe")
-        _check_owner(path, found, may_be_roots=False)
+        _check_owner(path, found)
     except BaseException:
         os.close(fd)
         raise
@@ -188,11 +185,10 @@ def is_own_process(pid: int) -> bool:
         return False
 
 
-def _check_owner(path: str | os.PathLike[str], found: os.stat_result, *, may_be_roots: bool) -> None:
+def _check_owner(path: str | os.PathLike[str], found: os.stat_result) -> None:
     if not hasattr(os, "geteuid"):
         return
-    allowed = {os.geteuid(), _ROOT} if may_be_roots else {os.geteuid()}
-    if found.st_uid not in allowed:
+    if found.st_uid != os.geteuid():
         raise PermissionError(f"{os.fspath(path)} belongs to the user {found.st_uid}, not to this one ({os.geteuid()})")
     is_open_to_group = found.st_mode & stat.S_IWGRP and not _is_own_group(found.st_gid)
     if found.st_mode & stat.S_IWOTH or is_open_to_group:

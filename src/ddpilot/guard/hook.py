@@ -48,19 +48,14 @@ def install(
 
     from ddpilot.guard.probe import Notes
     from ddpilot.record.call_sites import SiteFinder
-    from ddpilot.record.collectives import native
-    from ddpilot.record.collectives.recording import SOURCE_VARIABLE
     from ddpilot.record.journal import JournalWriter
 
     show = report or (lambda text: _print_line(rank, text))
     journal = JournalWriter(path, rank=rank)
-    compiled = native.find(os.environ.get(SOURCE_VARIABLE, "auto"), show)
-    if compiled is not None:
-        journal.use_compiled(compiled)
     finder = SiteFinder(torch=os.path.dirname(torch.__file__))
     undo: list[tuple[Notes, list[Callable[[], None]]]] = []
     for name in probes:
-        notes = Notes(name, journal, rank=rank, finder=finder, report=show, compiled=compiled)
+        notes = Notes(name, journal, rank=rank, finder=finder, report=show)
         try:
             probe = resolve_name(name)()
             notes.name = probe.name

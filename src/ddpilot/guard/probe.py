@@ -549,7 +549,7 @@ NOTES: Mapping[str, type] = {
 class Notes:
     """Writes what one probe of `rank` notes into `journal`. An error in a hook is reported once and disables it.
 
-    `finder` finds the user's line, `report` prints a line, `compiled` is the compiled recorder or None.
+    `finder` finds the user's line, `report` prints a line.
     """
 
     def __init__(
@@ -560,11 +560,9 @@ class Notes:
         rank: int,
         finder: SiteFinder,
         report: Callable[[str], None],
-        compiled: Any = None,
     ) -> None:
         self.name = name
         self.rank = rank
-        self.compiled = compiled
         self.is_off = False
         self.write_step = journal.write_step
         """Add an entry for an ordinary step, far more frequent than other entries."""

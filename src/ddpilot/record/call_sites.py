@@ -34,7 +34,7 @@ _GUARD_WRAPPER = os.path.join("guard", "<importlib._bootstrap>")  # `ddpilot.gua
 _TORCH_HOOKS = "distributed/algorithms/ddp_comm_hooks/"
 _MAX_CALLERS = 5
 _MAX_FRAMES = 16
-"""Number of frames around the user's frame that are examined, as in the compiled recorder."""
+"""Number of frames around the user's frame that are examined."""
 
 
 CallPath = tuple[FrameType | None, CodeType | None, str, bool]
@@ -60,7 +60,7 @@ class SiteFinder:
         in_reducer, innermost = frame is None, frame
         while frame is not None:
             code = frame.f_code
-            kind = kinds.get(code.co_filename) or self.kind_of(code.co_filename)
+            kind = kinds.get(code.co_filename) or self._kind_of(code.co_filename)
             if kind == USER:
                 return frame, called, ddp, in_reducer
             if kind == INNER:
@@ -91,7 +91,7 @@ class SiteFinder:
             if frame is None:
                 break
             code = frame.f_code
-            kind = kinds.get(code.co_filename) or self.kind_of(code.co_filename)
+            kind = kinds.get(code.co_filename) or self._kind_of(code.co_filename)
             if kind == USER:
                 found.append(frame)
                 if code.co_name == "<module>" or len(found) == _MAX_CALLERS:
@@ -101,7 +101,7 @@ class SiteFinder:
             frame = frame.f_back
         return found
 
-    def kind_of(self, file: str) -> int:
+    def _kind_of(self, file: str) -> int:
         """Return the kind of the code in `file`, one of the constants above."""
         if len(self._kinds) > 10_000:  # generated code gets a new file name each time
             self._kinds.clear()

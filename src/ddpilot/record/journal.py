@@ -94,17 +94,10 @@ class JournalWriter:
         self._used = 0
         self._next_index: Callable[[], int] = itertools.count(1).__next__  # needs no lock
         self._steps = itertools.count()
-        self._write_compiled: Callable[[int, int, int, str], bool] | None = None
         self._steps_at = _HEADER_BYTES + 2 * page_bytes
         self._part = -1
         self._map: mmap.mmap | None = _make(Path(path), page_bytes, rank)
         self._words: memoryview | None = memoryview(self._map).cast("Q")
-
-    def use_compiled(self, module: Any) -> None:
-        """Let `module`, the compiled recorder, write ordinary steps. Call it before the first write."""
-        if self._fork.mark is not None:
-            functions = module.write_steps_into(self._map, self._steps_at, NUM_STEPS, self._fork.mark)
-            self._next_index, self._write_compiled = functions
 
     def write(self, kind: str, values: Mapping[str, Any]) -> None:
         """Add an entry. Raises if JSON cannot hold it; one that is too large for a page is counted as lost."""
@@ -141,9 +134,6 @@ class JournalWriter:
 
     def write_step(self, parameter_set: int, step: int, seq: int, events: str) -> None:
         """Add a ``step`` entry with these values, at a fraction of the cost of `write`."""
-        write = self._write_compiled
-        if write is not None and write(parameter_set, step, seq, events):
-            return
         if len(events) > _MAX_STEP_EVENTS:
             self.write("step", _step_values(parameter_set, step, seq, events))
             return
@@ -162,7 +152,7 @@ class JournalWriter:
         if self._fork.is_fork():
             return
         with self._lock:
-            words, self._map, self._words, self._write_compiled = self._words, None, None, None
+            words, self._map, self._words = self._words, None, None
             if words is not None:
                 # Unmapped once the last reference is gone: another thread may be about to write a step.
                 words[_CLOSED_NS] = time.monotonic_ns()

@@ -55,7 +55,7 @@ def train_plainly(folder: Path, options: dict[str, Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def logs(tmp_path_factory: pytest.TempPathFactory, recorder: str) -> list[RankLog]:
+def logs(tmp_path_factory: pytest.TempPathFactory) -> list[RankLog]:
     """Both ranks' rings after three steps with several buckets."""
     folder = tmp_path_factory.mktemp("ddp")
     run(2, train_plainly, folder, {})

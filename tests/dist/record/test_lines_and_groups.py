@@ -60,7 +60,7 @@ def collectives_from_everywhere(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def entries(tmp_path_factory: pytest.TempPathFactory, recorder: str) -> tuple[Collective, ...]:
+def entries(tmp_path_factory: pytest.TempPathFactory) -> tuple[Collective, ...]:
     """What rank 0 recorded of them."""
     folder = tmp_path_factory.mktemp("lines")
     run(2, collectives_from_everywhere, folder)

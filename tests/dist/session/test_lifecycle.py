@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from ddpilot import LaunchError, LaunchInterrupted, RankError, Session, launch
-from ddpilot.record.collectives import native
+from ddpilot.launching.rank_server.client import server_pids
 from tests.dist.launching.scripts import is_alive, run_script, running, wait_until
 from tests.dist.session.conftest import Kept, pressing_stop
 
@@ -29,18 +29,16 @@ def folders() -> set[str]:
     return {path.name for path in Path(tempfile.gettempdir()).glob("ddpilot-*")}
 
 
-def test_what_ranks_write_while_they_start_is_shown(
-    start: Start, view: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Such as that the compiled recorder is refused, since others could have changed it."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = native.built_path()
-    assert path is not None
-    path.parent.mkdir()
-    path.touch()
-    path.chmod(0o666)
-    start(1)
-    assert view.raws[0].decode().count(f"cannot be used, the one in Python is (other users can write to {path}") == 1
+def test_what_ranks_write_while_they_start_is_shown(start: Start, view: Kept) -> None:
+    """Such as that they may not write a file as large as the flight ring."""
+    start(1).stop()
+    (server,) = server_pids()
+    unlimited = resource.prlimit(server, resource.RLIMIT_FSIZE, (1_000_000, resource.RLIM_INFINITY))
+    try:
+        start(1)
+    finally:
+        resource.prlimit(server, resource.RLIMIT_FSIZE, unlimited)
+    assert view.raws[0].decode().count("collectives are not recorded: its file cannot be created ([Errno 27]") == 1
 
 
 def test_session_is_refused_where_too_few_files_may_be_open() -> None:

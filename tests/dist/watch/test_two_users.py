@@ -18,9 +18,8 @@ import pytest
 
 from ddpilot.cli.watch_command import watch_job
 from ddpilot.environments.private_files import make_own_folder, own_temporary_folder
-from ddpilot.errors import DdpilotError, RecordError
+from ddpilot.errors import DdpilotError
 from ddpilot.integrations.fastai.downloads import one_at_a_time
-from ddpilot.record.collectives import native
 from ddpilot.record.flight_ring.reader import read_ring
 from ddpilot.record.main_thread import WATCH_SIGNAL, is_answering
 from ddpilot.watch.job_folder import JOBS_VARIABLE, jobs_root, list_jobs, make_job_folder
@@ -157,32 +156,6 @@ def test_a_process_of_another_user_is_not_signalled() -> None:
         as_user(VICTIM, lambda: (not is_answering(process.pid)) or os._exit(1))
         process.communicate(b"")
     assert process.returncode == 0
-
-
-def test_a_compiled_recorder_of_another_user_is_not_loaded(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its code would run in every rank; without it Python records."""
-    cache = shared / "cache"
-    cache.mkdir()
-    cache.chmod(0o1777)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    path = native.built_path()
-    assert path is not None
-
-    def plant() -> None:
-        path.parent.mkdir()
-        path.parent.chmod(0o755)
-        path.write_bytes(b"not even a library")
-
-    as_user(ATTACKER, plant)
-
-    def act() -> None:
-        with pytest.raises(ImportError, match=f"belongs to the user {ATTACKER}"):
-            native.load(path)
-        assert native.find("native", print) is None
-        with pytest.raises(RecordError, match=f"belongs to the user {ATTACKER}.*XDG_CACHE_HOME"):
-            native.build()
-
-    as_user(VICTIM, act)
 
 
 def test_an_own_folder_is_made_where_nobody_else_can_enter(shared: Path) -> None:

@@ -16,7 +16,6 @@ ABOUT: dict[str, Any] = {
     "host": "node7",
     "started_ns": 5,
     "started_unix_ns": 6,
-    "source": "kernels",
     "torch": "2.13.0",
     "python": "3.11",
 }

@@ -69,7 +69,7 @@ class Writer:
 
     def log(self, **more: Any) -> RankLog:
         """What its ring holds."""
-        about: dict[str, Any] = {"pid": 4000 + self.rank, "host": "node", "torch": "", "source": "kernels"}
+        about: dict[str, Any] = {"pid": 4000 + self.rank, "host": "node", "torch": ""}
         times: dict[str, Any] = {"started_ns": 99 * S, "started_unix_ns": 0, "heartbeat_ns": 10**18, "closed_ns": None}
         counts: dict[str, Any] = {"num_begun": len(self._entries), "num_torn": 0, "num_faults": 0, "first_fault": ""}
         known = {"collectives": tuple(self._entries), **about, **times, **counts}

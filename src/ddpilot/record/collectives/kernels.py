@@ -53,17 +53,15 @@ def find_watched(operators: Iterable[str]) -> str:
     return next((name for name in operators if has_kernel(name, DISPATCH_KEY)), "")
 
 
-def install_kernels(
-    recorder: Recorder, operations: Mapping[str, Operation], dispatch_key: str = DISPATCH_KEY
-) -> Callable[[], None]:
-    """Register our kernels for `operations`, which must have none on `dispatch_key`. Returns an undo function."""
+def install_kernels(recorder: Recorder, operations: Mapping[str, Operation]) -> Callable[[], None]:
+    """Register our kernels for `operations`, which must have none on our dispatch key. Returns an undo function."""
     import torch
 
     library: Any = torch.library.Library(NAMESPACE, "IMPL")  # type: ignore[no-untyped-call]
     try:
         for name, operation in operations.items():
             kernel = _make_kernel(recorder, operation, find_overload(name))
-            library.impl(name.removeprefix(f"{NAMESPACE}::"), kernel, dispatch_key, with_keyset=True)
+            library.impl(name.removeprefix(f"{NAMESPACE}::"), kernel, DISPATCH_KEY, with_keyset=True)
     except BaseException:
         library._destroy()
         raise

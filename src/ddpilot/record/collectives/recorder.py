@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from ddpilot.environments.running_frames import main_frame
 from ddpilot.record.call_sites import CallPath, SiteFinder, describe_site, find_ddp_model
@@ -35,16 +35,6 @@ Begin = Callable[[Sequence[Any]], Ticket | None]
 Started = Callable[[Ticket | None, Any], None]
 
 
-class OtherWorks(Protocol):
-    """Unfinished collectives recorded by the compiled kernels."""
-
-    def catch_up(self, now_ns: int, /) -> None:
-        """Record which have finished."""
-
-    def close(self) -> None:
-        """Release them and the ring."""
-
-
 def is_handling_error() -> bool:
     """True if the main thread is handling an exception: in an `except`, or leaving through a `finally`."""
     held: Any = sys._current_exceptions().get(threading.main_thread().ident or 0)
@@ -55,9 +45,9 @@ class Recorder:
     """Records every collective that the kernels report into `ring`.
 
     `report` prints one line. `is_in_group`: True if this process has a default group now; `has_used_group`: True if it
-    has ever used one; `find_entering`: returns the init_process_group call in progress; `others`: works of collectives
-    recorded elsewhere. The first error in here is reported and kept in the ring, later ones are counted there. Errors
-    are not raised, but KeyboardInterrupt is, as anywhere in Python.
+    has ever used one; `find_entering`: returns the init_process_group call in progress. The first error in here is
+    reported and kept in the ring, later ones are counted there. Errors are not raised, but KeyboardInterrupt is, as
+    anywhere in Python.
     """
 
     def __init__(
@@ -70,7 +60,6 @@ class Recorder:
         is_in_group: Callable[[], bool] = lambda: False,
         has_used_group: Callable[[], bool] = lambda: False,
         find_entering: Callable[[int], PendingInit | None] = lambda _: None,
-        others: OtherWorks | None = None,
     ) -> None:
         self._ring = ring
         self._is_in_group, self._was_in_group = is_in_group, False
@@ -79,7 +68,6 @@ class Recorder:
         self._entering: PendingInit | None = None
         self._describer = describer
         self._pending = pending
-        self._others = others
         self._report: Callable[[str], None] | None = report
         self._forks = ForkGuard()
         self._start_ns = 0
@@ -140,8 +128,6 @@ class Recorder:
             now_ns = time.monotonic_ns()
             self._ring.beat(now_ns)
             self._pending.catch_up()
-            if self._others is not None:
-                self._others.catch_up(now_ns)
             self._note_group(now_ns)
             self._note_entering(None if self._was_in_group else self._find_entering(now_ns))
         except Exception as error:  # noqa: BLE001 - reported once, and must never stop training
@@ -178,8 +164,6 @@ class Recorder:
         self.tick()
         self._report = None  # a thread that is in a collective now will find the ring closed
         self._pending.clear()
-        if self._others is not None:
-            self._others.close()
         self._ring.close(time.monotonic_ns())
 
     def _fault(self, error: Exception) -> None:
@@ -197,19 +181,6 @@ MAX_REFS = 20_000
 """Maximum number of cached keys; each takes some hundred bytes."""
 
 
-class Memory(Protocol):
-    """Writes the records of repeated collectives itself, from templates that the `RecordBuilder` passes to it."""
-
-    def learn(self, usual: bytes, role: int, group: int, num_bytes: int, reports_failure: bool, /) -> None:
-        """Write the next identical collective from this template."""
-
-    def leave_group_out(self) -> None:
-        """Leave all collectives of the current group to the `RecordBuilder`."""
-
-    def forget(self) -> None:
-        """Discard all templates."""
-
-
 class RecordBuilder:
     """Writes records into `ring`. `unbox` converts the source's boxed group to a `ProcessGroup`.
 
@@ -225,14 +196,12 @@ class RecordBuilder:
         buckets: BucketTable,
         sites: SiteFinder,
         unbox: Callable[[Any], Any],
-        memory: Memory | None = None,
     ) -> None:
         self._ring = ring
         self._groups = groups
         self._buckets = buckets
         self._sites = sites
         self._unbox = unbox
-        self._memory = memory
         self._main_ident, self._main_id = threading.main_thread().ident, 0
 
     def thread_id(self) -> int:
@@ -252,7 +221,7 @@ class RecordBuilder:
         list_at, plain_from, reduce_op_at = operation.list_at, operation.plain_from, operation.reduce_op_at
         unbox, find, walk, thread_id = self._unbox, self._groups.find, self._sites.walk, self.thread_id
         callers_of = self._sites.callers
-        write, refs, next_seqs, memory = self._ring.begin, self._ring.refs, self._groups.next_seqs, self._memory
+        write, refs, next_seqs = self._ring.begin, self._ring.refs, self._groups.next_seqs
 
         def begin(args: Sequence[Any], frame: FrameType | None, start_ns: int) -> Ticket:
             group = find(unbox(args[group_at]))
@@ -276,15 +245,11 @@ class RecordBuilder:
                     alike = what_is_alike(operation, args)
                     key = (operator, group.number, id(code), at, id(called), led_by, *alike)
                 usual = refs.get(key) or self._make_usual(key, operation, args, group, trail, callers)
-                role, is_lasting = 0, True
-                if ddp or in_reducer:
-                    role, is_lasting = self._role(operation, args, ddp, in_reducer, frame)
+                role = self._role(operation, args, ddp, in_reducer, frame) if ddp or in_reducer else 0
                 reduce_op = args[reduce_op_at] if reduce_op_at >= 0 else None
                 seq = -1 if is_p2p else next_seqs[group.number]
                 thread = thread_id()
                 index = write(start_ns, seq, thread, role, usual.packed)
-                if memory is not None:
-                    _pass_template(memory, usual, role, group, is_lasting)
                 if not is_p2p:  # last, so that a collective which Ctrl-C keeps from starting is not counted
                     next_seqs[group.number] = seq + 1
                 return index, usual, thread, reduce_op
@@ -353,31 +318,19 @@ class RecordBuilder:
 
     def _role(
         self, operation: Operation, args: Sequence[Any], ddp: str, in_reducer: bool, frame: FrameType | None
-    ) -> tuple[int, bool]:
-        # Also returns True if the next identical collective has the same role.
+    ) -> int:
         if in_reducer:
             bucket = self._buckets.match(sum(tensor.numel() for tensor in tensors_of(operation, args)[0]))
             if bucket is not None:
-                return self._refer(bucket, lambda: bucket.fact), True
+                return self._refer(bucket, lambda: bucket.fact)
         what = "gradients" if in_reducer else _what_ddp_does(ddp, operation.name)
         name = ""
-        is_new_reducer = what in ("construction", "bucket order")
-        if is_new_reducer and (model := find_ddp_model(frame)) is not None:
+        if what in ("construction", "bucket order") and (model := find_ddp_model(frame)) is not None:
             name = type(model.module).__name__
             known = self._buckets.add(model)
             if what == "bucket order":
                 known.add_broadcast(args[operation.list_at][0])
-        if is_new_reducer and self._memory is not None:
-            self._memory.forget()  # its buckets may reuse addresses of earlier ones
-        role = self._refer((what, name), lambda: {"what": what, "model": name}) if what else 0
-        return role, not in_reducer and not is_new_reducer
-
-
-def _pass_template(memory: Memory, usual: RecordTemplate, role: int, group: GroupEntry, is_lasting: bool) -> None:
-    if not usual.at_any_time:
-        memory.leave_group_out()
-    elif is_lasting:
-        memory.learn(usual.packed, role, group.number, usual.num_bytes, usual.reports_failure)
+        return self._refer((what, name), lambda: {"what": what, "model": name}) if what else 0
 
 
 def _what_ddp_does(function: str, op: str) -> str:

@@ -13,11 +13,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from ddpilot.errors import RecordError
 from ddpilot.record.call_sites import SiteFinder
-from ddpilot.record.collectives import native
 from ddpilot.record.collectives.ddp_buckets import BucketTable
 from ddpilot.record.collectives.kernels import find_watched, install_kernels, plan_operations
 from ddpilot.record.collectives.recorder import RecordBuilder, Recorder
@@ -31,24 +30,18 @@ NUM_RECORDS = 8192
 PAGE_BYTES = 256 * 1024
 POLL_INTERVAL_S = 0.05
 
-Source = Literal["auto", "native", "kernels"]
-
-SOURCE_VARIABLE = "DDPILOT_RECORDER"
-"""Environment variable that selects the source for ``auto``, one of `Source`."""
-
 
 class Recording:
     """A recording of this process's collectives; a context manager that stops it.
 
-    `source`: how collectives are seen: ``native`` or ``kernels``. `left_out`: operators that are not recorded, each
-    with the reason. `why_off`: why recording is not possible; empty if it is.
+    `left_out`: operators that are not recorded, each with the reason. `why_off`: why recording is not possible; empty
+    if it is.
     """
 
     def __init__(
         self, connection: Connection | None = None, why_off: str = "", notes: ConnectFile | None = None
     ) -> None:
         self.why_off = why_off
-        self.source = connection.source if connection else ""
         self.left_out: Mapping[str, str] = connection.left_out if connection else {}
         self._pid = os.getpid()
         self._connection = connection
@@ -99,23 +92,20 @@ def start_recording(
     rank: int,
     num_records: int = NUM_RECORDS,
     page_bytes: int = PAGE_BYTES,
-    source: Source = "auto",
     report: Callable[[str], None] | None = None,
 ) -> Recording:
     """Start recording every collective of this process, as `rank`, into the file `path`.
 
     The file appears when it is readable and replaces an existing ring. It takes 128 bytes for each of the `num_records`
     newest collectives (default 8,192), twice `page_bytes` (default 256 KiB) for the data that they share, and 4 KiB.
-    `source`: ``native`` (compiled kernels, built by `ddpilot build-recorder`), ``kernels`` (in Python), or ``auto``:
-    the source named by the environment variable DDPILOT_RECORDER, or the first available one. `report` prints a line
-    (default: to stderr). Not collective; may be called before or after init_process_group.
+    `report` prints a line (default: to stderr). Not collective; may be called before or after init_process_group.
 
-    If there is no space for the file or no source is available, prints one line and returns a recording that is off.
+    If there is no space for the file, or this torch cannot be recorded, prints one line and returns a recording that is
+    off.
     Raises `RecordError` if this process is already recording, if `path` exists and is not a ring, and for invalid
     arguments.
     """
-    wanted = os.environ.get(SOURCE_VARIABLE, source) if source == "auto" else source
-    _check(rank, num_records, page_bytes, wanted)
+    _check(rank, num_records, page_bytes)
     show = report or (lambda text: _print_line(rank, text))
     path = Path(path)
     try:
@@ -128,12 +118,13 @@ def start_recording(
     except OSError as error:
         _discard(path)  # what was allocated would only fill the disk
         return _off(show, f"its file cannot be created ({error})")
-    connection = connect(ring, wanted, show)
-    if isinstance(connection, str):
+    try:
+        connection = connect(ring, show)
+    except Exception as error:  # noqa: BLE001 - a different torch may lack or refuse anything that this needs
         ring.close(0)
         _discard(path)
-        return _off(show, f"this torch cannot be recorded ({connection})")
-    ring.publish(_about(rank, torch.__version__, connection.source))
+        return _off(show, f"this torch cannot be recorded ({type(error).__name__}: {error})")
+    ring.publish(_about(rank, torch.__version__))
     os.replace(draft_of(path), path)
     return Recording(connection, notes=ConnectFile(connecting_path(path.parent, rank)))
 
@@ -151,14 +142,13 @@ def _discard(path: Path) -> None:
         draft_of(path).unlink()
 
 
-def _about(rank: int, torch_version: str, source: str) -> dict[str, Any]:
+def _about(rank: int, torch_version: str) -> dict[str, Any]:
     return {
         "rank": rank,
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "started_ns": time.monotonic_ns(),
         "started_unix_ns": time.time_ns(),
-        "source": source,
         "torch": str(torch_version),
         "python": platform.python_version(),
     }
@@ -173,7 +163,7 @@ def _print_line(rank: int, text: str) -> None:
     sys.stderr.write(f"ddpilot: rank {rank}: {text}\n")
 
 
-def _check(rank: int, num_records: int, page_bytes: int, source: str) -> None:
+def _check(rank: int, num_records: int, page_bytes: int) -> None:
     wrong = fix = ""
     if rank < 0:
         wrong, fix = f"`rank`={rank}", "Give the rank's number, 0 or above"
@@ -181,21 +171,14 @@ def _check(rank: int, num_records: int, page_bytes: int, source: str) -> None:
         wrong, fix = f"`num_records`={num_records}", "Give at least 1"
     elif not 4096 <= page_bytes <= layout.MAX_PAGE_BYTES or page_bytes % 8:
         wrong, fix = f"`page_bytes`={page_bytes}", f"Give a multiple of 8 from 4096 to {layout.MAX_PAGE_BYTES}"
-    elif source not in get_args(Source):
-        wrong, fix = f"`source`={source!r}", f"Give one of {', '.join(get_args(Source))}"
     if wrong:
         raise RecordError("starting to record", found=wrong, fix=fix)
 
 
-class _UnavailableError(Exception):
-    """This source is not available, for the stated reason; not an error."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Connection:
-    """A source that writes into a ring through `recorder` until `disconnect` is called."""
+    """Kernels that write into a ring through `recorder` until `disconnect` is called."""
 
-    source: str
     recorder: Recorder
     disconnect: Callable[[], None]
     left_out: Mapping[str, str]
@@ -213,87 +196,39 @@ def refuse_second() -> None:
         )
 
 
-def connect(ring: RingWriter, source: str, report: Callable[[str], None]) -> Connection | str:
-    """Connect `ring` to `source`, as in `start_recording`. Returns the reasons as text if no source can be used."""
-    problems = []
-    for attempt in (_connect_native, _connect_kernels):
-        name = attempt.__name__.removeprefix("_connect_")
-        if source in ("auto", name):
-            try:
-                return attempt(ring, report)
-            except _UnavailableError as error:
-                problems.append(f"{name}: {error}")
-            except Exception as error:  # noqa: BLE001 - a different torch may lack or refuse anything that this needs
-                problems.append(f"{name}: {type(error).__name__}: {error}")
-                if attempt is _connect_native and source == "auto":
-                    native.tell_refused(error, report)
-    return "; ".join(problems)
+def connect(ring: RingWriter, report: Callable[[str], None]) -> Connection:
+    """Register kernels that record every collective of this process into `ring`."""
+    import torch
+    from torch._C._distributed_c10d import ProcessGroup, Work
+    from torch.distributed import distributed_c10d as registry
 
+    from ddpilot.record.accelerator import is_capturing
 
-def _connect_native(ring: RingWriter, report: Callable[[str], None]) -> Connection:
-    path = native.built_path()
-    if path is None or not path.exists():
-        raise _UnavailableError("not built; `ddpilot build-recorder` builds it")
-    module = native.load(path)
-    parts = _Parts()
-    repeats = module.Repeats(ring.map, ring.num_records, parts.groups.next_seqs, parts.sites.kind_of)
-    before = ring.next_index, ring.on_forget
-    ring.next_index, ring.on_forget = repeats.next_index, repeats.forget
-    recorder = parts.recorder(ring, report, repeats)
     operations, left_out = plan_operations()
-    try:
-        disconnect = native.install_both(module, repeats, recorder, operations)
-    except BaseException:
-        ring.next_index, ring.on_forget = before
-        repeats.close()
-        raise
-    return Connection(source="native", recorder=recorder, disconnect=disconnect, left_out=left_out)
+    groups = GroupTable(registry)
+    builder = RecordBuilder(
+        ring,
+        groups=groups,
+        buckets=BucketTable(torch.nn.parallel.DistributedDataParallel),
+        sites=SiteFinder(torch=os.path.dirname(torch.__file__)),
+        unbox=ProcessGroup.unbox,
+    )
+    recorder = Recorder(
+        ring,
+        builder,
+        UnfinishedWorks(ring, unbox=Work.unbox, is_capturing=is_capturing, mark_stream=_mark_stream),
+        report=report,
+        is_in_group=registry.is_initialized,
+        has_used_group=lambda: groups.has_used_any,
+        find_entering=InitFinder(registry.init_process_group).find,
+    )
+    return Connection(recorder=recorder, disconnect=install_kernels(recorder, operations), left_out=left_out)
 
 
-def _connect_kernels(ring: RingWriter, report: Callable[[str], None]) -> Connection:
-    operations, left_out = plan_operations()
-    recorder = _Parts().recorder(ring, report)
-    disconnect = install_kernels(recorder, operations)
-    return Connection(source="kernels", recorder=recorder, disconnect=disconnect, left_out=left_out)
+def _mark_stream() -> StreamMark | None:
+    import torch
+    from torch.distributed import distributed_c10d as registry
 
-
-class _Parts:
-    """The parts of a recording that both sources use."""
-
-    def __init__(self) -> None:
-        import torch
-        from torch.distributed import distributed_c10d as registry
-
-        self._torch: Any = torch
-        self._registry = registry
-        self._is_in_group = registry.is_initialized
-        self._find_entering = InitFinder(registry.init_process_group).find
-        self.groups = GroupTable(registry)
-        self.sites = SiteFinder(torch=os.path.dirname(torch.__file__))
-
-    def _mark_stream(self) -> StreamMark | None:
-        if self._registry._world.pg_coalesce_state:  # nothing has been started yet
-            return None
-        return StreamMark(self._torch.accelerator.current_stream().record_event())
-
-    def recorder(self, ring: RingWriter, report: Callable[[str], None], repeats: Any = None) -> Recorder:
-        """Create a recorder that writes into `ring`. `repeats`: a `Repeats` of the compiled recorder."""
-        from torch._C._distributed_c10d import ProcessGroup, Work
-
-        from ddpilot.record.accelerator import is_capturing
-
-        buckets = BucketTable(self._torch.nn.parallel.DistributedDataParallel)
-        builder = RecordBuilder(
-            ring, groups=self.groups, buckets=buckets, sites=self.sites, unbox=ProcessGroup.unbox, memory=repeats
-        )
-        pending = UnfinishedWorks(ring, unbox=Work.unbox, is_capturing=is_capturing, mark_stream=self._mark_stream)
-        return Recorder(
-            ring,
-            builder,
-            pending,
-            report=report,
-            is_in_group=self._is_in_group,
-            has_used_group=lambda: self.groups.has_used_any,
-            find_entering=self._find_entering,
-            others=repeats,
-        )
+    if registry._world.pg_coalesce_state:  # nothing has been started yet
+        return None
+    return StreamMark(torch.accelerator.current_stream().record_event())

@@ -3,18 +3,14 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 _tables: weakref.WeakSet[GroupTable] = weakref.WeakSet()
 """The table of the recording in progress, if any."""
-
-MAX_GROUPS = 1 << 20
-"""Maximum over the life of a process; only entries in use take memory."""
 
 
 class GroupEntry:
@@ -48,13 +44,13 @@ class GroupTable:
     """Every process group that this rank has used since recording started.
 
     `registry` is `torch.distributed.distributed_c10d`, which holds a group until it is destroyed. `next_seqs` holds the
-    number of the next collective of each group, indexed by the group's number.
+    number of the next collective of each group, by the group's number.
     """
 
     def __init__(self, registry: Any) -> None:
         self.has_used_any = False
         """True once a group that torch's registry holds has been used."""
-        self.next_seqs = memoryview(mmap.mmap(-1, 8 * MAX_GROUPS)).cast("q")
+        self.next_seqs: defaultdict[int, int] = defaultdict(int)
         self._registry = registry
         self._by_id: dict[int, GroupEntry] = {}
         self._by_name: dict[str, list[GroupEntry]] = {}

@@ -170,8 +170,6 @@ class RankLog:
     """Name of the machine."""
     torch: str
     """Version of torch."""
-    source: str
-    """Source of the records: ``native`` or ``kernels``."""
     started_ns: int
     """Start of the recording, on CLOCK_MONOTONIC like every other time here."""
     started_unix_ns: int

@@ -19,7 +19,7 @@ from ddpilot.record.flight_ring.groups import unpack_ranks
 from ddpilot.record.flight_ring.log import CallSite, Collective, DdpPart, GroupOfRanks, RankLog, Tensor
 from ddpilot.user_files import CodeLine
 
-_FROM_ABOUT = ("rank", "pid", "host", "torch", "source", "started_ns", "started_unix_ns")
+_FROM_ABOUT = ("rank", "pid", "host", "torch", "started_ns", "started_unix_ns")
 
 
 def read_ring(path: str | os.PathLike[str], *, after: int = 0, newest: int | None = None) -> RankLog:

@@ -38,41 +38,37 @@ class RingWriter:
         self.num_records = num_records
         self.refs: dict[Any, Any] = {}
         """Cache for callers, from a key of theirs to what they have written; cleared when a page is reused."""
-        self.next_index: Callable[[], int] = itertools.count(1).__next__
-        """Numbers the records; shared with other writers of records."""
-        self.on_forget: Callable[[], None] = lambda: None
-        """Called when `refs` is cleared: no later record may refer to facts written before."""
+        self._next_index: Callable[[], int] = itertools.count(1).__next__
         self._page_bytes = page_bytes
         self._pages_at = layout.HEADER_BYTES + num_records * layout.RECORD_BYTES
         self._generation = 1
         self._used = layout.FACT_START
         self._lock = threading.RLock()  # reentrant: a signal handler may run a collective while a fact is written
-        self.map = map_file(fd, self._pages_at + 2 * page_bytes)
-        """The mapped file, for other writers of records."""
-        self._words = memoryview(self.map).cast("Q")
+        self._map = map_file(fd, self._pages_at + 2 * page_bytes)
+        self._words = memoryview(self._map).cast("Q")
 
     def publish(self, about: dict[str, Any]) -> None:
         """Write the header with `about`, the description of this process."""
         text = json.dumps(about).encode()
         if len(text) > layout.HEADER_BYTES - layout.ABOUT_AT:
             raise ValueError(f"{len(text)} bytes about this rank do not fit into the header")
-        self.map[layout.ABOUT_AT : layout.ABOUT_AT + len(text)] = text
+        self._map[layout.ABOUT_AT : layout.ABOUT_AT + len(text)] = text
         sizes = (layout.HEADER_BYTES, layout.RECORD_BYTES, self.num_records, self._page_bytes)
         head = layout.HEAD.pack(layout.MAGIC, layout.VERSION, layout.BYTE_ORDER, *sizes, len(text), zlib.crc32(text))
         # The magic comes last: a reader that sees it sees all of the header.
-        self.map[len(layout.MAGIC) : len(head)] = head[len(layout.MAGIC) :]
-        self.map[: len(layout.MAGIC)] = layout.MAGIC
+        self._map[len(layout.MAGIC) : len(head)] = head[len(layout.MAGIC) :]
+        self._map[: len(layout.MAGIC)] = layout.MAGIC
 
     def begin(self, start_ns: int, seq: int, thread: int, role: int, usual: bytes) -> int:
         """Write the record of a collective that is about to start, and return its index.
 
         For the fields see `layout.Body`. `usual` holds the fields from `op` on, packed as `layout.USUAL`.
         """
-        index = self.next_index()
+        index = self._next_index()
         at = _RECORDS_AT + index % self.num_records * _RECORD_BYTES
         fresh = _pack_fresh(index, start_ns, seq, thread, role)
         # In one step: Python's signal handlers, which may raise, run between two steps.
-        _pack_whole_into(self.map, at, fresh, usual, _crc(usual, _crc(fresh)))
+        _pack_whole_into(self._map, at, fresh, usual, _crc(usual, _crc(fresh)))
         self._words[_NUM_BEGUN] = index
         return index
 
@@ -95,7 +91,7 @@ class RingWriter:
         num_begun = self._words[_NUM_BEGUN]
         for index in (num_begun, num_begun + 1):  # the newest record may not have been counted yet
             at = _RECORDS_AT + index % self.num_records * _RECORD_BYTES
-            body = layout.unpack_body(memoryview(self.map[at : at + _RECORD_BYTES]))
+            body = layout.unpack_body(memoryview(self._map[at : at + _RECORD_BYTES]))
             if body is not None and (body.number, body.start_ns, body.thread) == (index, start_ns, thread):
                 self.finish(index, 0, outcome)
 
@@ -118,7 +114,7 @@ class RingWriter:
                 self.forget()
                 packed = layout.pack_fact(self._generation, fact)
             at = self._pages_at + self._generation % 2 * self._page_bytes + self._used
-            self.map[at : at + len(packed)] = packed
+            self._map[at : at + len(packed)] = packed
             ref = layout.reference(self._generation, self._used)
             self._used += len(packed)
             return ref
@@ -126,7 +122,6 @@ class RingWriter:
     def forget(self) -> None:
         """Clear `refs`, so that every fact is written again."""
         self.refs.clear()
-        self.on_forget()
 
     def note_fault(self, text: str) -> None:
         """Count an error of the recording itself, and keep the `text` of the first one."""
@@ -154,7 +149,7 @@ class RingWriter:
         """Record that the recording ended normally, and unmap the file."""
         self._words[layout.CLOSED_NS] = now_ns
         self._words.release()
-        self.map.close()
+        self._map.close()
 
 
 def map_file(fd: int, num_bytes: int) -> mmap.mmap:

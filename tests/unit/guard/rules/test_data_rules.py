@@ -30,7 +30,7 @@ def make_log(*collectives: Collective, num_lost: int = 0) -> RankLog:
     """A ring that holds these."""
     times = {"started_ns": 0, "started_unix_ns": 0, "heartbeat_ns": None, "closed_ns": None}
     counts = {"num_begun": len(collectives) + num_lost, "num_torn": 0, "num_faults": 0, "first_fault": ""}
-    about: dict[str, Any] = {"rank": 0, "pid": 1, "host": "", "torch": "", "source": "kernels", **times, **counts}
+    about: dict[str, Any] = {"rank": 0, "pid": 1, "host": "", "torch": "", **times, **counts}
     return RankLog(collectives=collectives, **about)
 
 

@@ -88,7 +88,6 @@ class LossObserver:
         self._spoiled = _Spoiled()
         self._is_spoiled = False  # whatever is not finite now may be a consequence of what has been reported
         self._handles: list[Any] = []
-        self._is_surely_finite: Callable[[Any], bool] = getattr(notes.compiled, "is_surely_finite", lambda _: False)
 
     def install(self) -> list[Callable[[], None]]:
         stepped = self._notes.safely(self._stepped)
@@ -134,7 +133,7 @@ class LossObserver:
         if self._has_device_model:  # the engine's thread computes the gradients, with no line of the user on its stack
             self._present()
         for loss in (tensors,) if isinstance(tensors, torch.Tensor) else [one for _, one in tensors_in(tensors)]:
-            if not self._is_surely_finite(loss) and loss.numel() == 1 and loss.is_floating_point():
+            if loss.numel() == 1 and loss.is_floating_point():
                 # Reading the device type takes as long as everything else here.
                 if not loss.is_cpu:
                     self._look(loss, "loss")
@@ -158,9 +157,7 @@ class LossObserver:
     def _poll(self, *_: Any, **__: Any) -> None:
         """Check gradients that were kept and values that have arrived."""
         while self._gradients:
-            given = self._gradients.popleft()
-            if len(given) != 1 or not self._is_surely_finite(given[0]):
-                self._see_gradient(given)
+            self._see_gradient(self._gradients.popleft())
         while self._pending and self._pending[0][0].has_arrived():
             copy, backward, what = self._pending.popleft()
             number = copy.numbers.item()

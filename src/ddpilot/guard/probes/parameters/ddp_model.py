@@ -24,10 +24,10 @@ class DdpModel:
     """A model wrapped by `ddp`, to which it keeps no reference.
 
     `ordinal`: "<generation>/<index>", which DDP model of its group this is, counted from 0 in each generation of the
-    default group. `compiled`: the compiled recorder or None.
+    default group.
     """
 
-    def __init__(self, ddp: Any, *, number: int, ordinal: str, compiled: Any = None) -> None:
+    def __init__(self, ddp: Any, *, number: int, ordinal: str) -> None:
         self.number = number
         self.ordinal = ordinal
         self.is_alone = dist.get_world_size(ddp.process_group) < 2
@@ -68,8 +68,7 @@ class DdpModel:
         """Line of the last backward that `synced` observed."""
         self.born = {id(parameter): (parameter.dtype, parameter.device) for parameter in trainable}
         spread = range(0, len(trainable), -(-len(trainable) // _MAX_SAMPLES) or 1)
-        looks: Looks = getattr(compiled, "look_at_gradients", look_at_gradients)([trainable[at] for at in spread])
-        self.gradient_state, self.has_changed_since = looks
+        self.gradient_state, self.has_changed_since = look_at_gradients([trainable[at] for at in spread])
         """`gradient_state` returns a state that a backward through the model changes; `has_changed_since` compares with
         it."""
 
@@ -156,7 +155,7 @@ Looks = tuple[Callable[[], Any], Callable[[Any], bool]]
 def look_at_gradients(parameters: Sequence[Tensor]) -> Looks:
     """Return two functions: one returns a state, the other compares with it and returns True if gradients have changed.
 
-    They keep no reference to `parameters`. The compiled recorder has the same function.
+    They keep no reference to `parameters`.
     """
     references = [weakref.ref(parameter) for parameter in parameters]
 

@@ -76,7 +76,7 @@ class StepProbe:
         self._num_models += 1
         if len(self._live_models()) >= _MAX_MODELS:
             return
-        model = DdpModel(ddp, number=self._num_models, ordinal=ordinal, compiled=self._notes.compiled)
+        model = DdpModel(ddp, number=self._num_models, ordinal=ordinal)
         model.site = self._notes.site()
         self._models.append(model)
         if model.is_alone:

@@ -69,7 +69,6 @@ class Job:
             pid=1,
             host="",
             torch="",
-            source="kernels",
             started_ns=0,
             started_unix_ns=0,
             heartbeat_ns=None,

@@ -46,7 +46,7 @@ def make_log(*given: tuple[str, int, int]) -> RankLog:
         )
         for number, (op, size, start_ns) in enumerate(given)
     )
-    about: dict[str, Any] = {"rank": 0, "pid": 1, "host": "", "torch": "", "source": "", "started_ns": 0}
+    about: dict[str, Any] = {"rank": 0, "pid": 1, "host": "", "torch": "", "started_ns": 0}
     counts: dict[str, Any] = {"started_unix_ns": 0, "heartbeat_ns": None, "closed_ns": None, "num_torn": 0}
     return RankLog(num_begun=len(given), num_faults=0, first_fault="", collectives=collectives, **about, **counts)
 
