@@ -233,3 +233,8 @@ def plain_attributes(owner: Any) -> dict[str, Any]:
     """Return the attributes of `owner` that are plain; tensors are copied to the CPU."""
     own = {name: value for name, value in vars(owner).items() if is_plain(value)}
     return {name: value.detach().cpu() if isinstance(value, torch.Tensor) else value for name, value in own.items()}
+
+
+def module_attributes(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the public plain attributes of `module` that its program set, without `training`."""
+    return {name: value for name, value in plain_attributes(module).items() if name[0] != "_" and name != "training"}

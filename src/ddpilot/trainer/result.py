@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
-from torch import nn
 
-from ddpilot.data.nested import plain_attributes
+from ddpilot.data.nested import module_attributes
 from ddpilot.errors import RankError
 from ddpilot.findings.finding import Finding
 from ddpilot.group.protocol import GroupLike
@@ -88,7 +87,7 @@ def _gather(
     return FitResult(
         weights=model.state_dict(),
         frozen=frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad),
-        attributes={name: _public(module) for name, module in model.named_modules()},
+        attributes={name: module_attributes(module) for name, module in model.named_modules()},
         optimizers=optimizers,
         schedulers={name: scheduler.state_dict() for name, scheduler in trainer.schedulers.items()},
         ema=None if trainer.ema is None else trainer.ema.state_dict(),
@@ -137,7 +136,3 @@ def rollback_on_error(trainer: TrainerCore) -> Iterator[None]:
         for optimizer in trainer.optimizers.values():
             optimizer.zero_grad(set_to_none=True)
         raise
-
-
-def _public(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in plain_attributes(module).items() if name[0] != "_" and name != "training"}

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ddpilot.errors import LoopError
-from ddpilot.group.device import capture_rng, move, restore_rng
+from ddpilot.group.device import broadcast_tensors, capture_rng, move, restore_rng
 from ddpilot.group.protocol import GroupLike
 from ddpilot.trainer.checks import (
     check_choice,
@@ -35,7 +35,6 @@ from ddpilot.trainer.fit import (
 from ddpilot.trainer.history import History
 from ddpilot.trainer.losses import with_count
 from ddpilot.trainer.ranks import (
-    broadcast_parameters,
     group_here,
     is_on_ranks,
     report_ignored_ranks,
@@ -302,7 +301,7 @@ def _place(
     """Return the model on the device, and this rank's loader."""
     model = ensure_on_device(find_inner(trainer.ema or trainer.model), group.device)
     if not trainer.position.num_updates:
-        broadcast_parameters(model, group)
+        broadcast_tensors(model.parameters(), group)  # a script may have initialized each rank differently
     sizes = {name: options.get(name) for name in NO_SIZES}
     if not any(sizes.values()) and not isinstance(dataset, DataLoader):
         sizes = {**NO_SIZES, "global_batch_size": trainer.batch_size}

@@ -12,11 +12,11 @@ from torch import nn
 
 from ddpilot.data.nested import to_device
 from ddpilot.errors import LoopError
-from ddpilot.group.device import fork_rng
+from ddpilot.group.device import broadcast_tensors, fork_rng
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.batches import Loader, iterate_groups
 from ddpilot.training.evaluation.metrics import divides_range, is_collection, make_meters, naming_metric
-from ddpilot.training.models.ddp import sync_buffers, unwrap
+from ddpilot.training.models.ddp import unwrap
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def evaluation_mode(model: nn.Module, group: GroupLike) -> Iterator[nn.Module]:
     restored: a model that draws random numbers in `eval()` does not change the training that follows.
     """
     inner = unwrap(model)
-    sync_buffers(inner, group)
+    broadcast_tensors(inner.buffers(), group)
     with fork_rng([group.device]), eval_mode(inner), torch.no_grad():
         yield inner
 

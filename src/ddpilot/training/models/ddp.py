@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from ddpilot.errors import LoopError
-from ddpilot.group.device import is_divided, move
+from ddpilot.group.device import broadcast_tensors, is_divided, move
 from ddpilot.group.process_group import Group
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.models.ddp_options import HAS_FORWARD_SYNC, Choice, DDPOptions, resolve
@@ -52,7 +52,7 @@ def wrap(model: nn.Module, group: GroupLike, options: DDPOptions | None = None) 
     if options.comm is not None:
         compress(wrapped, options.comm)
     if not HAS_FORWARD_SYNC:  # without it, older versions of torch do not sync buffers at construction
-        sync_buffers(model, group)
+        broadcast_tensors(model.buffers(), group)
     return wrapped, tuple(choices)
 
 
@@ -89,24 +89,6 @@ def reduces_in_fp16(model: nn.Module) -> bool:
     """True if `model` was prepared with `comm="fp16"`, in which a gradient above 65,504 becomes infinite."""
     ddp = find_ddp(model)
     return ddp is not None and any(hook is default_hooks.fp16_compress_hook for hook, _ in ddp._comm_hooks)
-
-
-def sync_buffers(model: nn.Module, group: GroupLike, src: int = 0) -> None:
-    """Broadcast all buffers of `model` from rank `src`, in one broadcast. Collective.
-
-    Buffers may be on any device: they are copied from and to the group's device as bytes.
-    """
-    buffers = [buffer for buffer in unwrap(model).buffers() if buffer.numel()]
-    if group.world_size == 1 or not buffers:
-        return
-    device = group.device
-    flat = torch.cat([one.detach().to(device).reshape(-1).contiguous().view(torch.uint8) for one in buffers])
-    group.broadcast(flat, src)
-    sizes = [buffer.numel() * buffer.element_size() for buffer in buffers]
-    with torch.no_grad():
-        for buffer, part in zip(buffers, torch.split(flat, sizes), strict=True):
-            # A part may be misaligned for its dtype.
-            buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
 
 
 class PreparedDDP(DistributedDataParallel):

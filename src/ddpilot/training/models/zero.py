@@ -16,6 +16,7 @@ import torch
 from torch.optim import LBFGS, Optimizer
 
 from ddpilot.errors import LoopError
+from ddpilot.group.device import broadcast_tensors
 from ddpilot.group.process_group import Group
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.models.optimizers import check_groups
@@ -136,10 +137,10 @@ class ZeroOptimizer(ZeroRedundancyOptimizer):
             return outline
         shape, dtype = outline
         if own is not None:
-            self._group.broadcast(_as_bytes(own.to(self._group.device)), owner)
+            broadcast_tensors([own], self._group, owner)
             return own
         received = torch.empty(shape, dtype=dtype, device=self._group.device)
-        self._group.broadcast(_as_bytes(received), owner)
+        broadcast_tensors([received], self._group, owner)
         return received.cpu() if self._group.is_rank_zero else None
 
     def _numbered_groups(self) -> list[dict[str, Any]]:
@@ -160,10 +161,6 @@ def _outline(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return _Shape((tuple(value.shape), value.dtype)) if value.ndim else value.detach().cpu().clone()
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _make_refusal(group: Group) -> Callable[..., NoReturn]:

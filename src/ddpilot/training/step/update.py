@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ddpilot.errors import LoopError
-from ddpilot.group.device import wire_device
+from ddpilot.group.device import broadcast_tensors, wire_device
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.batches import CurrentBatch
 from ddpilot.training.checks.ddp_bypass import ForwardBypassCheck
@@ -40,7 +40,6 @@ from ddpilot.training.losses import (
     read_losses,
     silencing,
 )
-from ddpilot.training.models.ddp import sync_buffers
 from ddpilot.training.models.reducer import ReducerErrors
 from ddpilot.training.models.registry import PreparedModel, PreparedObjects, parameters_of
 from ddpilot.training.step.empty_batch import EmptyBatchForward
@@ -165,8 +164,7 @@ class UpdateState:
         number = self._group.rank if had_samples else self._group.world_size
         first = torch.tensor(number, device=wire_device(self._group))
         src = int(self._group.all_reduce(first, "min").item())
-        for model in models:
-            sync_buffers(model, self._group, src)
+        broadcast_tensors((buffer for model in models for buffer in model.buffers()), self._group, src)
 
     def count_behind(self, value: object) -> float:
         """Return the number of samples behind `value` on this rank, also for the batch's loss afterwards; else 1."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ddpilot.checkpoint.weights import load_weights
-from ddpilot.trainer.callbacks.best_weights import BestWeights
+from ddpilot.trainer.callbacks.best_epoch import BestWeights
 from tests.unit.trainer.callbacks.fits import Each, fit, make_trainer, metric
 
 

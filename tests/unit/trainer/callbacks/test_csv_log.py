@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ddpilot.trainer.callbacks.csv_log import CsvLog
+from ddpilot.trainer.callbacks.logs import CsvLog
 from tests.unit.trainer.callbacks.fits import Each, fit, make_trainer
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ddpilot.errors import LoopError
-from ddpilot.trainer.callbacks.early_stopping import EarlyStopping
+from ddpilot.trainer.callbacks.best_epoch import EarlyStopping
 from tests.unit.trainer.callbacks.fits import Each, fit, make_trainer, metric
 
 

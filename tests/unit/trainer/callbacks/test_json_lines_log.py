@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ddpilot.errors import LoopError
-from ddpilot.trainer.callbacks.json_lines_log import JsonLinesLog
+from ddpilot.trainer.callbacks.logs import JsonLinesLog
 from tests.unit.trainer.callbacks.fits import Each, fit, make_trainer
 
 

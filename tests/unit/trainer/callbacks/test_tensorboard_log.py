@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ddpilot.errors import LoopError
-from ddpilot.trainer.callbacks.tensorboard_log import TensorBoardLog
+from ddpilot.trainer.callbacks.logs import TensorBoardLog
 from tests.unit.trainer.callbacks.fits import Each, fit, make_trainer
 
 needs_tensorboard = pytest.mark.skipif(find_spec("tensorboard") is None, reason="tensorboard is not installed")

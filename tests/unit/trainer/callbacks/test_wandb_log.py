@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ddpilot.errors import LoopError
-from ddpilot.trainer.callbacks.wandb_log import WandbLog
+from ddpilot.trainer.callbacks.logs import WandbLog
 from tests.unit.trainer.callbacks.fits import fit, make_trainer
 
 
@@ -29,7 +29,7 @@ def test_wandb_log_names_a_missing_package_before_training(monkeypatch: pytest.M
 FITS = """
 import json, struct, sys
 from pathlib import Path
-from ddpilot.trainer.callbacks.wandb_log import WandbLog
+from ddpilot.trainer.callbacks.logs import WandbLog
 from tests.unit.trainer.callbacks.fits import fit, make_trainer
 
 log = WandbLog(every=2, project="test", mode="offline", dir=sys.argv[1])

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -12,7 +11,7 @@ from ddpilot import FakeGroup
 from ddpilot.data.global_batches import Plan
 from ddpilot.errors import LoopError
 from ddpilot.training.checks.buffers import check_batch_norms, find_batch_norms
-from ddpilot.training.models.ddp import sync_buffers, unwrap, wrap
+from ddpilot.training.models.ddp import unwrap, wrap
 from ddpilot.training.models.ddp_options import DDPOptions
 
 
@@ -39,17 +38,6 @@ def test_unwrap_keeps_an_averaged_model() -> None:
     """Its weights are the averages: only a DDP model inside is taken out."""
     averaged = AveragedModel(nn.Linear(2, 2))
     assert unwrap(averaged) is averaged
-
-
-def test_sync_buffers_keeps_every_dtype_and_shape() -> None:
-    """Through one tensor of bytes, also for scalars, booleans and odd sizes."""
-    model = nn.Module()
-    buffers = {"a": torch.tensor(True), "b": torch.arange(3), "c": torch.randn(2, 3, dtype=torch.float64)}
-    for name, buffer in buffers.items():
-        model.register_buffer(name, buffer.clone())
-    model.register_buffer("none", None)
-    sync_buffers(model, FakeGroup(world_size=2))
-    assert all(torch.equal(found, buffers[name]) for name, found in model.named_buffers())
 
 
 def test_batch_norms_are_found_unless_frozen() -> None:
