@@ -6,13 +6,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import ParamSpec, TypeVar
 
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import DataLoader
 
-from ddpilot.data.loaders import make_loader, make_stream_loader, shard_loader
+from ddpilot.data.options import LoaderOptions
 from ddpilot.errors import LoopError, did_you_mean
 from ddpilot.trainer.callback import Callback
 from ddpilot.trainer.run import trained_parts
@@ -22,9 +23,6 @@ _Result = TypeVar("_Result")
 
 MAKING = "making a Trainer"
 """What a constructor's errors state as the failed action."""
-
-_OWN = ("self", "dataset", "loader", "rank", "world_size", "seed", "say", "options")
-"""Arguments that the user cannot pass: they are set by the trainer, the group or the data."""
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
@@ -125,9 +123,7 @@ def check_callbacks(given: Sequence[object]) -> None:
 
 def check_loader_options(did: str, what: str, options: Iterable[str]) -> None:
     """Raise LoopError for names that are not options of any loader."""
-    functions = (make_loader, make_stream_loader, shard_loader, DataLoader.__init__)
-    named = (name for function in functions for name in inspect.signature(function).parameters)
-    known = [name for name in dict.fromkeys(named) if name not in (*_OWN, "batch_size", "sampler", "batch_sampler")]
+    known = [field.name for field in fields(LoaderOptions) if field.name != "seed"]  # that of the trainer
     check_names(did, what, options, known)
 
 

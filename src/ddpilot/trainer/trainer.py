@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from ddpilot.data.options import LoaderOptions
 from ddpilot.errors import LoopError
 from ddpilot.group.device import broadcast_tensors, capture_rng, move, restore_rng
 from ddpilot.group.protocol import GroupLike
@@ -23,12 +24,12 @@ from ddpilot.trainer.checks import (
 )
 from ddpilot.trainer.core import TrainerCore
 from ddpilot.trainer.fit import (
-    NO_SIZES,
     FitOptions,
     check_fit,
     check_goal,
     fit_here,
     fit_on_rank,
+    has_size,
     make_loader_of,
     move_optimizer_state,
 )
@@ -97,7 +98,7 @@ class Trainer(TrainerCore):
         checkpoints: CheckpointOptions | Mapping[str, Any] | None = None,
         check_finite: bool = True,
         progress: bool | None = None,
-        loader: Mapping[str, Any] | None = None,
+        loader: LoaderOptions | Mapping[str, Any] | None = None,
         ddp: DDPOptions | Mapping[str, Any] | None = None,
     ) -> History:
         """Train for `epochs` more epochs (default 1), or until `until_epoch` epochs in total, and return `history`.
@@ -109,14 +110,13 @@ class Trainer(TrainerCore):
         this process.
 
         `train_set`, `val_set`: datasets, with `global_batch_size` or `batch_size_per_rank`; or DataLoaders, with their
-        own batch size. `validate_every`: number of epochs between validations, counted over all fits; the last epoch is
-        always validated. `loader`: further options of `Loop.loader` for the training data; `ddp`: options of
-        `Loop.prepare`, as DDPOptions or a dict. `checkpoint_dir`, `resume`: as for `Loop`, which resumes from the
-        latest checkpoint there if it is further than this trainer; `other_data`: also if an epoch starts with a dataset
-        of different length. `checkpoints`: `keep`, `best` (with a name of the history, "max val_acc") and the other
-        options, as CheckpointOptions or a dict. As `epochs` counts from the trainer's position, a repeated call trains
-        further; with `until_epoch`, a total, it does not.
-        `check_finite`: as for `Loop`. `progress`: False shows neither a bar nor a line per epoch.
+        own. `validate_every`: number of epochs between validations, counted over all fits; the last epoch is always
+        validated. `loader`, `ddp`: further options of `Loop.loader` for the training data and of `Loop.prepare`.
+        `checkpoint_dir`, `resume`, `check_finite`: as for `Loop`, which resumes from the latest checkpoint there if it
+        is further than this trainer; `other_data`: also if an epoch starts with a dataset of different length.
+        `checkpoints`: the other options; `best` names a column of the history, "max val_acc". As `epochs` counts from
+        the trainer's position, a repeated call trains further; with `until_epoch`, a total, it does not. `progress`:
+        False shows neither a bar nor a line per epoch.
 
         After Ctrl-C, `max_time_s` seconds or a callback's stop, all ranks stop after the same update, within about 0.1
         s (see `Run.stop`), and `fit` returns; the next fit on the same data resumes there. Raises RankError if a rank
@@ -126,21 +126,19 @@ class Trainer(TrainerCore):
         before any rank starts.
         """
         check_goal(epochs, until_epoch)
+        sizes = {"global_batch_size": global_batch_size, "batch_size_per_rank": batch_size_per_rank}
         fit = FitOptions(
             train_set=train_set,
             val_set=val_set,
             epochs=1 if epochs is None else epochs,
             until_epoch=until_epoch,
-            sizes={"global_batch_size": global_batch_size, "batch_size_per_rank": batch_size_per_rank},
-            shuffle=shuffle,
-            num_workers=num_workers,
             max_time_s=max_time_s,
             validate_every=validate_every,
             checkpoints={"checkpoint_dir": checkpoint_dir, "resume": resume, **keywords_of(checkpoints)},
             other_data=other_data,
             check_finite=check_finite,
             progress=progress,
-            loader=loader or {},
+            loader={**sizes, "shuffle": shuffle, "num_workers": num_workers, **keywords_of(loader)},
             ddp=keywords_of(ddp),
         )
         check_fit(self, fit)
@@ -302,11 +300,10 @@ def _place(
     model = ensure_on_device(find_inner(trainer.ema or trainer.model), group.device)
     if not trainer.position.num_updates:
         broadcast_tensors(model.parameters(), group)  # a script may have initialized each rank differently
-    sizes = {name: options.get(name) for name in NO_SIZES}
-    if not any(sizes.values()) and not isinstance(dataset, DataLoader):
-        sizes = {**NO_SIZES, "global_batch_size": trainer.batch_size}
-    left = {name: value for name, value in options.items() if name not in NO_SIZES}
-    return model, make_loader_of(dataset, group, trainer.seed, sizes, left)
+    given = {"seed": trainer.seed, **options}
+    if not has_size(options) and not isinstance(dataset, DataLoader):
+        given["global_batch_size"] = trainer.batch_size
+    return model, make_loader_of(dataset, group, given)
 
 
 def find_batch_size_here(

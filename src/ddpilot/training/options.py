@@ -123,6 +123,6 @@ def keywords_of(options: Any) -> dict[str, Any]:
         value = getattr(options, field.name)
         if field.name == "more":  # further arguments of DistributedDataParallel
             keywords |= value
-        elif value != field.default:
+        elif value is not field.default and (field.default is None or value != field.default):  # it may be an array
             keywords[field.name] = value
     return keywords
