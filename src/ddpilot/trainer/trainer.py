@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ddpilot.data.options import LoaderOptions
+from ddpilot.data.options import LoaderOptions, naming_rank
 from ddpilot.errors import LoopError
 from ddpilot.group.device import broadcast_tensors, capture_rng, move, restore_rng
 from ddpilot.group.protocol import GroupLike
@@ -265,7 +265,7 @@ def evaluate_here(
     """Implement `Trainer.evaluate`; `forward`: None for the trainer's. Collective on ranks."""
     group = group_here()
     model, loader = _place(trainer, dataset, options, group)
-    with Precision(trainer.precision, group.device).autocast():
+    with naming_rank(group.rank), Precision(trainer.precision, group.device).autocast():
         return evaluate(model, loader, metrics, group, forward or trainer.forward)
 
 
@@ -279,7 +279,7 @@ def predict_here(
     """Implement `Trainer.predict`; `forward`: None for the trainer's. Collective on ranks."""
     group = group_here()
     model, loader = _place(trainer, dataset, options, group)
-    with Precision(trainer.precision, group.device).autocast():
+    with naming_rank(group.rank), Precision(trainer.precision, group.device).autocast():
         return predict(model, loader, group, to=to, forward=forward or trainer.output_of)
 
 

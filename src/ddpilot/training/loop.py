@@ -29,13 +29,14 @@ from ddpilot.training.evaluation.evaluate import evaluate
 from ddpilot.training.evaluation.predict import predict
 from ddpilot.training.losses import add_losses
 from ddpilot.training.models.optimizers import check_closure, needs_closure
-from ddpilot.training.notices import no_samples_error, user_line, warn_findings, warn_unsaved
+from ddpilot.training.notices import locating, no_samples_error, user_line, warn_findings, warn_unsaved
 from ddpilot.training.resume.position import describe_data
 from ddpilot.training.setup import LoopBase
 from ddpilot.training.step.accumulation import Accumulation
-from ddpilot.training.step.update import clear_gradients, locating
+from ddpilot.training.step.update import clear_gradients
 
 
+@locating
 class Loop(LoopBase):
     """Primitives for a custom training loop with the same results at any world_size. Creating one is collective.
 
@@ -117,7 +118,7 @@ class Loop(LoopBase):
                 for batch in groups:
                     self._updates.enter(batch)
                     if batch.data is None:
-                        raise no_samples_error(batch, self.group)
+                        raise no_samples_error(batch)
                     try:
                         yield to_device(batch.data, self.device)
                     except GeneratorExit:
@@ -178,7 +179,6 @@ class Loop(LoopBase):
             found="a second loop.batches() began before this one ended, so losses were weighted by its samples",
             fix="Iterate over one at a time. For pairs make one dataset: torch.utils.data.StackDataset(a, b), or "
             "one whose __getitem__(i) returns (a[i], b[i % len(b)]); loop.loader(pairs) divides it.",
-            rank=self.rank,
         )
 
     def _note_unsaved(self) -> None:
@@ -196,12 +196,11 @@ class Loop(LoopBase):
         self.findings += new
 
     def _begin_pass(self, loader: Loader) -> bool:
-        check_loader(loader, self.group)
+        check_loader(loader)
         if self.should_stop and self.next_batch:
             return False  # an earlier pass stopped within this epoch, which resumes from there
         if not self._checkpointer.is_in_epochs:
-            with naming_rank(self.rank):  # the plan may call its sampler, whose errors do not know the rank
-                is_next = self._position.is_next_epoch(loader)
+            is_next = self._position.is_next_epoch(loader)
             if is_next and self.should_stop:
                 return False
             if is_next and self._saves_by == "unsaved epoch":
@@ -212,8 +211,8 @@ class Loop(LoopBase):
         self._lone_break.begin_pass()
         self._updates.share_buffers()
         self._unprepared.begin_pass()
+        found = check_batch_norms(self._prepared, getattr(loader, "plan", None))
         with naming_rank(self.rank):
-            found = check_batch_norms(self._prepared, getattr(loader, "plan", None), self.rank)
             is_open = self._position.begin_pass(loader, self.device)
         self._report_findings(found)
         if is_open:
@@ -232,7 +231,6 @@ class Loop(LoopBase):
         self._unprepared.check_models(models)
         return Accumulation(models, self._updates, self._precision, self.group, self._sharing)
 
-    @locating
     def backward(
         self,
         loss: torch.Tensor | Mapping[str, torch.Tensor | tuple[torch.Tensor, float | torch.Tensor]],
@@ -253,15 +251,10 @@ class Loop(LoopBase):
         scaler = self._precision.scaler
         if scaler is not None:
             self._precision.settle_overflow(self._prepared.optimizers)
-        if isinstance(loss, torch.Tensor) or not isinstance(loss, Mapping):
-            self._updates.backward(loss, count, scaler, retain_graph)
-            self.progress.note_loss(loss)
-        else:
-            self._updates.backward_several(loss, count, scaler, retain_graph)
-            if self.progress.is_shown:
-                self.progress.note_loss(add_losses(loss))
+        self._updates.backward(loss, count, scaler, retain_graph)
+        if self.progress.is_shown:
+            self.progress.note_loss(add_losses(loss))
 
-    @locating
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float
     ) -> torch.Tensor | None:
@@ -281,7 +274,6 @@ class Loop(LoopBase):
         nn.utils.clip_grads_with_norm_(given, max_norm, norm)
         return norm
 
-    @locating
     def step(self, optimizer: Optimizer, scheduler: Any = None, *, closure: Callable[[], object] | None = None) -> bool:
         """Step the optimizer, clear its gradients and step `scheduler`. True if the weights were updated. Collective.
 
@@ -307,7 +299,7 @@ class Loop(LoopBase):
             return False
         if not hasattr(optimizer, "param_groups"):
             found = f"a {type(optimizer).__name__} in place of an optimizer"
-            raise LoopError("updating the weights", found=found, fix="Write loop.step(optimizer).", rank=self.rank)
+            raise LoopError("updating the weights", found=found, fix="Write loop.step(optimizer).")
         self._unprepared.check_optimizer(optimizer)
         self._updates.complete(optimizer, has_closure=closure is not None)
         try:
@@ -328,7 +320,7 @@ class Loop(LoopBase):
 
     def _update(self, optimizer: Optimizer, closure: Callable[[], object] | None) -> bool:
         if closure is not None:
-            check_closure(optimizer, self._accumulate, self._precision.scaler is not None, self.rank)
+            check_closure(optimizer, self._accumulate, self._precision.scaler is not None)
             return self._precision.step(optimizer, lambda: self._updates.evaluate(closure, optimizer))
         self._updates.protect(optimizer)
         try:
@@ -336,7 +328,7 @@ class Loop(LoopBase):
         except TypeError as error:
             if "closure" not in str(error):
                 raise
-            raise needs_closure(optimizer, self.rank) from error
+            raise needs_closure(optimizer) from error
 
     def _step_scheduler(self, scheduler: Any) -> None:
         if not isinstance(scheduler, ReduceLROnPlateau):
@@ -349,7 +341,6 @@ class Loop(LoopBase):
                 found="it was not prepared, so the loss of the update was not kept for it",
                 fix="Write scheduler = loop.prepare(scheduler); or call scheduler.step() once per epoch with a value "
                 "that is the same on all ranks, such as the result of loop.reduce or loop.evaluate.",
-                rank=self.rank,
             )
         scheduler.step(objective.reduce().item())
 
@@ -406,7 +397,7 @@ class Loop(LoopBase):
         self._join()
         self._updates.check_pending()
         self._checkpointer.report_resumed()
-        with naming_rank(self.rank), self.autocast():
+        with self.autocast():
             return evaluate(model, self._divided(loader), metrics, self.group, forward)
 
     def predict(
@@ -431,7 +422,7 @@ class Loop(LoopBase):
         self._join()
         self._updates.check_pending()
         self._checkpointer.report_resumed()
-        with naming_rank(self.rank), self.autocast():
+        with self.autocast():
             return predict(model, self._divided(loader), self.group, to=to, on_all_ranks=on_all_ranks, forward=forward)
 
     def _divided(self, loader: Loader | DataLoader[Any]) -> Loader:
@@ -447,9 +438,8 @@ class Loop(LoopBase):
         to name them: `loop.track(generator=gen)`. Only the state of rank 0 is saved. Raises LoopError for other
         objects.
         """
-        with naming_rank(self.rank):
-            for name, thing in things.items():
-                self._tracked.add(thing, name)
+        for name, thing in things.items():
+            self._tracked.add(thing, name)
 
     def save(self, metrics: Mapping[str, float] | None = None) -> None:
         """Save a checkpoint; `metrics` are used to choose the best one. Collective: every rank calls it.

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ddpilot.data.loaders import make_loader, make_stream_loader, shard_loader
 from ddpilot.data.map_loader import MapLoader
-from ddpilot.data.options import naming_rank
 from ddpilot.data.stream_loader import StreamLoader
 from ddpilot.errors import LoopError
 from ddpilot.findings.finding import Finding
@@ -35,6 +34,7 @@ from ddpilot.training.models.ddp import wrap
 from ddpilot.training.models.ddp_options import DDPOptions
 from ddpilot.training.models.explain import Explanation, explain
 from ddpilot.training.models.registry import PreparedObjects
+from ddpilot.training.notices import locating
 from ddpilot.training.options import CheckpointOptions, check_numbers, naming_options
 from ddpilot.training.progress import Progress, WaitClock
 from ddpilot.training.resume.checkpointer import RunCheckpointer
@@ -44,6 +44,7 @@ from ddpilot.training.step.precision import Kind, Precision
 from ddpilot.training.step.update import UpdateState
 
 
+@locating
 class LoopBase:
     """Holds the components and counters of a `Loop`, whose docstring describes the arguments."""
 
@@ -84,7 +85,7 @@ class LoopBase:
         self._updates = UpdateState(self._prepared, self.group, self._flags, finite)
         self._signals = StopSignals(self._flags.request)
         self._print_once = functools.cache(self.print)
-        self._unprepared = UnpreparedCheck(self._prepared, self.group.rank)
+        self._unprepared = UnpreparedCheck(self._prepared)
         self._lone_break = LoneBreakCheck(self.group)
         self._buffers = BufferCheck(self._prepared, self.group)
         self._open_pass: object | None = None
@@ -277,25 +278,24 @@ class LoopBase:
         or an optimizer does not support, and for `sync_batch_norm` on the CPU.
         """
         returned = []
-        with naming_rank(self.rank):
-            options = DDPOptions(
-                find_unused_parameters=find_unused_parameters,
-                static_graph=static_graph,
-                bucket_cap_mb=bucket_cap_mb,
-                gradient_as_bucket_view=gradient_as_bucket_view,
-                forward_sync_buffers=forward_sync_buffers,
-                comm=comm,
-                shard=shard,
-                sync_batch_norm=sync_batch_norm,
-                more=more,
-            )
-            earlier = tuple(self._prepared.optimizers)
-            for thing in things:
-                returned.append(self._prepare_thing(thing, options))
-                if isinstance(returned[-1], Optimizer):
-                    for old in self._prepared.replace_optimizers(earlier, returned[-1]):
-                        self._tracked.replace(old, returned[-1])
-                self._tracked.add(returned[-1])
+        options = DDPOptions(
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            bucket_cap_mb=bucket_cap_mb,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            forward_sync_buffers=forward_sync_buffers,
+            comm=comm,
+            shard=shard,
+            sync_batch_norm=sync_batch_norm,
+            more=more,
+        )
+        earlier = tuple(self._prepared.optimizers)
+        for thing in things:
+            returned.append(self._prepare_thing(thing, options))
+            if isinstance(returned[-1], Optimizer):
+                for old in self._prepared.replace_optimizers(earlier, returned[-1]):
+                    self._tracked.replace(old, returned[-1])
+            self._tracked.add(returned[-1])
         return returned[0] if len(returned) == 1 else tuple(returned)
 
     def _prepare_thing(self, thing: Any, options: DDPOptions) -> Any:
@@ -324,7 +324,6 @@ class LoopBase:
             "preparing",
             found=f"a {type(thing).__name__}",
             fix="Pass models, optimizers and other objects with a state_dict; pass datasets to loop.loader().",
-            rank=self.rank,
         )
 
     def explain(self) -> Explanation:
@@ -349,12 +348,10 @@ class LoopBase:
                 "making a loader",
                 found="a DataLoader instead of a dataset",
                 fix="Write loop.shard(loader), which divides it among the ranks.",
-                rank=self.rank,
             )
         job = {"rank": self.rank, "world_size": self.world_size, "seed": self.seed}
         make: Any = make_stream_loader if isinstance(dataset, IterableDataset) else make_loader
-        with naming_rank(self.rank):
-            return make(dataset, **{**job, **options})  # type: ignore[no-any-return]
+        return make(dataset, **{**job, **options})  # type: ignore[no-any-return]
 
     def shard(self, loader: DataLoader[Any], **options: Any) -> MapLoader | StreamLoader:
         """Return this rank's loader for an existing DataLoader, with the batches of one process; not collective.
@@ -364,5 +361,4 @@ class LoopBase:
         Raises DataError.
         """
         job = {"rank": self.rank, "world_size": self.world_size, "seed": self.seed, "say": self._print_once}
-        with naming_rank(self.rank):
-            return shard_loader(loader, **{**job, **options})
+        return shard_loader(loader, **{**job, **options})

@@ -147,7 +147,7 @@ def find_batch_norms(models: Iterable[nn.Module]) -> list[str]:
     ]
 
 
-def check_batch_norms(models: Iterable[nn.Module], plan: object, rank: int) -> tuple[Finding, ...]:
+def check_batch_norms(models: Iterable[nn.Module], plan: object) -> tuple[Finding, ...]:
     """Return a finding (DDP501) if some rank's part of a full batch has fewer than 16 samples.
 
     The result is the same on every rank; not collective. Raises LoopError if a part of the first or last batch has
@@ -157,7 +157,7 @@ def check_batch_norms(models: Iterable[nn.Module], plan: object, rank: int) -> t
     names = find_batch_norms(models)
     if not isinstance(plan, Plan) or plan.world_size == 1 or not plan.num_batches or not names:
         return ()
-    _check_single_samples(names, plan, rank)
+    _check_single_samples(names, plan)
     sizes = _parts(plan, 0)
     small = tuple(rank for rank, size in enumerate(sizes) if size < MIN_SAMPLES)
     if not small:
@@ -185,7 +185,7 @@ def _parts(plan: Plan, batch: int) -> list[int]:
     return [stop - start for start, stop in (plan.piece(batch, rank) for rank in range(plan.world_size))]
 
 
-def _check_single_samples(names: list[str], plan: Plan, rank: int) -> None:
+def _check_single_samples(names: list[str], plan: Plan) -> None:
     for batch in sorted({0, plan.num_batches - 1}):
         sizes = _parts(plan, batch)
         if min(sizes) > 1:
@@ -195,5 +195,4 @@ def _check_single_samples(names: list[str], plan: Plan, rank: int) -> None:
             found=f"batch {batch} has {plan.batch_size(batch)} samples for {plan.world_size} ranks "
             f"({', '.join(map(str, sizes))}), and BatchNorm ({names[0]}) needs two on each",
             fix="Use drop_last=True, a different global_batch_size, fewer ranks, or GroupNorm.",
-            rank=rank,
         )

@@ -57,7 +57,6 @@ def evaluate(
             "evaluating",
             found=f"`metrics` is a {type(metrics).__name__}",
             fix='Give a dict: {"accuracy": metric}.',
-            rank=group.rank,
         )
     meters = make_meters(metrics, group.device)
     needs_range = group.world_size > 1 and any(meter.needs_range for meter in meters.values())
@@ -68,7 +67,7 @@ def evaluate(
                 arguments = (forward or forward_batch)(inner, to_device(batch.data, group.device))
             is_divided = needs_range and divides_range(arguments, group)
             for name, meter in meters.items():
-                with naming_metric(name, batch.index, group.rank):
+                with naming_metric(name, batch.index):
                     if arguments is not None:
                         meter.update(arguments, batch.count)
                     meter.end_batch(group, is_divided)

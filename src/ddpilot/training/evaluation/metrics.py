@@ -58,19 +58,18 @@ def _items(collection: Any) -> list[tuple[str, Any]]:
 
 
 @contextmanager
-def naming_metric(name: str, batch: int, rank: int) -> Iterator[None]:
-    """Raise an exception of the metric `name` as LoopError with batch and rank, from the original exception."""
+def naming_metric(name: str, batch: int) -> Iterator[None]:
+    """Raise an exception of the metric `name` as LoopError with the batch, from the original exception."""
     try:
         yield
     except LoopError as error:
         did = f"{error.did} for batch {batch}"
-        raise LoopError(did, found=error.found, fix=error.fix, rank=rank) from error.__cause__
+        raise LoopError(did, found=error.found, fix=error.fix) from error.__cause__
     except Exception as error:
         raise LoopError(
             f"evaluating the metric {name!r} for batch {batch}",
             found=f"it raised {type(error).__name__}: {error}",
             fix="It is called with what `forward` returns, (output, target) by default, for this rank's samples.",
-            rank=rank,
         ) from error
 
 

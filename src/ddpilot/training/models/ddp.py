@@ -36,10 +36,9 @@ def wrap(model: nn.Module, group: GroupLike, options: DDPOptions | None = None) 
             "preparing a model",
             found="it is already a DistributedDataParallel",
             fix="Pass the model itself: prepare() wraps it.",
-            rank=group.rank,
         )
     if options.comm is not None:
-        check_compressible(model, options.comm, group.rank)
+        check_compressible(model, options.comm)
     if options.sync_batch_norm:
         model = _with_synced_batch_norm(model, group)
     if not is_divided(model, group.device):
@@ -62,7 +61,6 @@ def _with_synced_batch_norm(model: nn.Module, group: GroupLike) -> nn.Module:
             "preparing a model with `sync_batch_norm=True`",
             found="torch's SyncBatchNorm runs only on GPUs, and this rank's device is the CPU",
             fix="Use GroupNorm or LayerNorm, which need no batch statistics, or omit the option on the CPU.",
-            rank=group.rank,
         )
     return nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-any-return,no-untyped-call]
 
@@ -151,16 +149,16 @@ def run_in_forward(wrapped: Any, function: Callable[[Any], Any]) -> Any:
 # No postponed annotations here: DDP compares the annotations of a hook with the classes themselves.
 
 
-def check_compressible(model: nn.Module, comm: str, rank: int) -> None:
+def check_compressible(model: nn.Module, comm: str) -> None:
     """Raise LoopError if `model` has float64 or complex parameters to train, or layers with sparse gradients."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype in (torch.float64, torch.complex64, torch.complex128):
             found = f"parameter {name} is {parameter.dtype}"
-            raise _compression_error(comm, found, "Leave `comm` out, or make the model float32.", rank)
+            raise _compression_error(comm, found, "Leave `comm` out, or make the model float32.")
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
             found = f"layer {name or type(layer).__name__} has sparse gradients"
-            raise _compression_error(comm, found, "Make it with sparse=False, or leave `comm` out.", rank)
+            raise _compression_error(comm, found, "Make it with sparse=False, or leave `comm` out.")
 
 
 def compress(model: DistributedDataParallel, comm: Literal["bf16", "fp16"]) -> None:
@@ -181,5 +179,5 @@ def _to_bf16(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futur
 _to_bf16.__annotations__.update({"bucket": GradBucket, "return": torch.futures.Future[torch.Tensor]})
 
 
-def _compression_error(comm: str, found: str, fix: str, rank: int) -> LoopError:
-    return LoopError(f'preparing a model with `comm="{comm}"`', found=found, fix=fix, rank=rank)
+def _compression_error(comm: str, found: str, fix: str) -> LoopError:
+    return LoopError(f'preparing a model with `comm="{comm}"`', found=found, fix=fix)

@@ -35,14 +35,14 @@ def shard_optimizer(optimizer: Optimizer, group: GroupLike) -> Optimizer:
     LoopError for optimizers that cannot be sharded.
     """
     if isinstance(optimizer, ZeroRedundancyOptimizer):
-        raise _error("it is sharded already", "Pass the optimizer itself: prepare() shards it.", group)
+        raise _error("it is sharded already", "Pass the optimizer itself: prepare() shards it.")
     if isinstance(optimizer, LBFGS):
         found = "LBFGS, which updates all parameters together, so a shard of them would be updated differently"
-        raise _error(found, "Use an optimizer that updates each parameter independently, such as AdamW or SGD.", group)
+        raise _error(found, "Use an optimizer that updates each parameter independently, such as AdamW or SGD.")
     types = sorted({str(p.dtype) for one in optimizer.param_groups for p in one["params"]})
     if len(types) > 1:
         found = f"parameters of {' and '.join(types)}, and torch's ZeroRedundancyOptimizer takes one dtype"
-        raise _error(found, "Make an optimizer for each dtype, and pass both to prepare().", group)
+        raise _error(found, "Make an optimizer for each dtype, and pass both to prepare().")
     return optimizer if group.world_size == 1 or not isinstance(group, Group) else ZeroOptimizer(optimizer, group)
 
 
@@ -176,5 +176,5 @@ def _make_refusal(group: Group) -> Callable[..., NoReturn]:
     return refuse
 
 
-def _error(found: str, fix: str, group: GroupLike) -> LoopError:
-    return LoopError(_DID, found=found, fix=fix, rank=group.rank)
+def _error(found: str, fix: str) -> LoopError:
+    return LoopError(_DID, found=found, fix=fix)

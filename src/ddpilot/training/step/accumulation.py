@@ -15,8 +15,9 @@ from ddpilot.group.protocol import GroupLike
 from ddpilot.training.batches import CurrentBatch
 from ddpilot.training.coordination.out_of_memory import explain_out_of_memory
 from ddpilot.training.models.ddp import find_ddp
+from ddpilot.training.notices import locate
 from ddpilot.training.step.precision import Precision
-from ddpilot.training.step.update import UpdateState, locating
+from ddpilot.training.step.update import UpdateState
 
 
 class Accumulation:
@@ -53,18 +54,20 @@ class Accumulation:
                 self._stack.enter_context(ddp.no_sync())
         self._stack.enter_context(self._precision.autocast())
 
-    @locating
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._updates.accumulating = self._outside
         if self._stack is not None:
             self._stack.close()
-        if error is None:
-            if self._updates.is_update:
+        try:
+            if error is None and self._updates.is_update:
                 self._updates.bypasses.check_all(self._models)
-        elif not isinstance(error, DdpilotError):
-            self._explain(error, self._updates.batch)
+            elif error is not None and not isinstance(error, DdpilotError):
+                self._explain(error, self._updates.batch)
+        except DdpilotError as found:
+            locate(found, self._group, self._updates.batch)
+            raise
 
     def _explain(self, error: BaseException, batch: CurrentBatch | None) -> None:
         self._updates.reducers.explain(error)
@@ -86,5 +89,4 @@ def _empty_forward_failed(batch: CurrentBatch, group: GroupLike, error: Exceptio
         found=f"it has {batch.global_count} samples for {group.world_size} ranks, none of them on this rank, and "
         f"the computation fails for zero rows ({error})",
         fix="Write x.flatten(1) for x.view(len(x), -1); or use drop_last=True or a different global_batch_size.",
-        rank=group.rank,
     )
