@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from ddpilot.data.loaders import make_loader, make_stream_loader, shard_loader
 from ddpilot.errors import LoopError
-from ddpilot.group.protocol import GroupLike
 from ddpilot.trainer.callback import CallbackRunner
 from ddpilot.trainer.checks import check_forward, check_loader_options, check_names, check_whole, is_count, suggest
 from ddpilot.trainer.core import FitState, Position, TrainerCore
@@ -187,7 +185,7 @@ _OF_VALIDATION = (*_SIZES, "num_workers", "collate_fn", "pin_memory")
 
 
 def _make_loaders(fit: FitOptions, loop: Loop) -> tuple[Loader, Loader | None]:
-    train = make_loader_of(fit.train_set, loop.group, {"seed": loop.seed, **fit.loader}, say=loop.print)
+    train = make_loader_of(fit.train_set, loop, fit.loader)
     if fit.val_set is None:
         return train, None
     options = {name: value for name, value in fit.loader.items() if name in _OF_VALIDATION}
@@ -195,7 +193,7 @@ def _make_loaders(fit: FitOptions, loop: Loop) -> tuple[Loader, Loader | None]:
         options = {}
     elif isinstance(fit.train_set, DataLoader):
         options |= {"global_batch_size": fit.train_set.batch_size, "batch_size_per_rank": None}
-    return train, make_loader_of(fit.val_set, loop.group, {"seed": loop.seed, **options}, say=loop.print)
+    return train, make_loader_of(fit.val_set, loop, options)
 
 
 def _train_epoch(
@@ -309,23 +307,19 @@ def _report_stop(loop: Loop) -> None:
         loop.print(f"stopped after update {loop.num_updates}{where} ({why})", flush=True)
 
 
-def make_loader_of(
-    data: Any, group: GroupLike, options: Mapping[str, Any], say: Callable[[str], None] | None = None
-) -> Loader:
+def make_loader_of(data: Any, loop: Loop, options: Mapping[str, Any]) -> Loader:
     """Return this rank's loader of `data`. Not collective. Raises DataError and LoopError.
 
     `options`: those of `LoaderOptions`, with a batch size for a dataset; a DataLoader has its own, and its own workers
-    and order. `say` prints the batch size that it results in.
+    and order.
     """
     if hasattr(data, "iterate"):
         made: Loader = data
         return made
-    place: dict[str, Any] = {"rank": group.rank, "world_size": group.world_size}
     if isinstance(data, DataLoader):
-        return shard_loader(data, **place, say=say, **_options_of_loader(data, options))
-    if isinstance(data, IterableDataset):
-        return make_stream_loader(data, **place, **{n: value for n, value in options.items() if n != "shuffle"})
-    return make_loader(data, **place, **options)
+        return loop.shard(data, **_options_of_loader(data, options))
+    is_stream = isinstance(data, IterableDataset)
+    return loop.loader(data, **{name: one for name, one in options.items() if not is_stream or name != "shuffle"})
 
 
 def _options_of_loader(data: DataLoader[Any], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,23 +4,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ddpilot.data.options import LoaderOptions, naming_rank
+from ddpilot.data.options import LoaderOptions
 from ddpilot.errors import LoopError
 from ddpilot.group.device import broadcast_tensors, capture_rng, move, restore_rng
-from ddpilot.group.protocol import GroupLike
 from ddpilot.trainer.checks import (
     check_choice,
     check_forward,
     check_loader_options,
     check_whole,
-    naming_arguments,
 )
 from ddpilot.trainer.core import TrainerCore
 from ddpilot.trainer.fit import (
@@ -48,12 +47,11 @@ from ddpilot.training.batch_size import BatchSizeSearch, check_search, find_batc
 from ddpilot.training.batches import Loader
 from ddpilot.training.coordination.stop import StopSignals
 from ddpilot.training.device_placement import ensure_on_device
-from ddpilot.training.evaluation.evaluate import evaluate, predict_batch
-from ddpilot.training.evaluation.predict import predict
+from ddpilot.training.evaluation.evaluate import predict_batch
 from ddpilot.training.loop import Loop
 from ddpilot.training.losses import add_losses
 from ddpilot.training.models.ddp_options import DDPOptions
-from ddpilot.training.options import CheckpointOptions, keywords_of
+from ddpilot.training.options import CheckpointOptions, keywords_of, naming_arguments
 from ddpilot.training.step.precision import Precision
 
 _WHICH_SIZE = "Give `global_batch_size`, the samples of all ranks together, or `batch_size_per_rank`."
@@ -255,6 +253,17 @@ class Trainer(TrainerCore):
         return search
 
 
+@contextmanager
+def _loop_here(trainer: TrainerCore) -> Iterator[Loop]:
+    """Yield a loop with the trainer's precision; this process's random states are restored afterwards. Collective."""
+    group = group_here()
+    rng = capture_rng(group.device)
+    try:
+        yield Loop(trainer.seed, precision=trainer.precision, group=group, progress=False)
+    finally:
+        restore_rng(rng, group.device)
+
+
 def evaluate_here(
     trainer: TrainerCore,
     dataset: Any,
@@ -263,10 +272,9 @@ def evaluate_here(
     options: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Implement `Trainer.evaluate`; `forward`: None for the trainer's. Collective on ranks."""
-    group = group_here()
-    model, loader = _place(trainer, dataset, options, group)
-    with naming_rank(group.rank), Precision(trainer.precision, group.device).autocast():
-        return evaluate(model, loader, metrics, group, forward or trainer.forward)
+    with _loop_here(trainer) as loop:
+        model, loader = _place(trainer, dataset, options, loop)
+        return loop.evaluate(model, loader, metrics, forward=forward or trainer.forward)
 
 
 def predict_here(
@@ -277,10 +285,9 @@ def predict_here(
     options: Mapping[str, Any],
 ) -> Any:
     """Implement `Trainer.predict`; `forward`: None for the trainer's. Collective on ranks."""
-    group = group_here()
-    model, loader = _place(trainer, dataset, options, group)
-    with naming_rank(group.rank), Precision(trainer.precision, group.device).autocast():
-        return predict(model, loader, group, to=to, forward=forward or trainer.output_of)
+    with _loop_here(trainer) as loop:
+        model, loader = _place(trainer, dataset, options, loop)
+        return loop.predict(model, loader, to=to, forward=forward or trainer.output_of)
 
 
 def call_here(trainer: TrainerCore, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], ranks: str) -> Any:
@@ -293,17 +300,16 @@ def call_here(trainer: TrainerCore, method: str, args: tuple[Any, ...], kwargs: 
         return call_model(model, method, *args, device=group.device, **kwargs)
 
 
-def _place(
-    trainer: TrainerCore, dataset: Any, options: Mapping[str, Any], group: GroupLike
-) -> tuple[nn.Module, Loader]:
+def _place(trainer: TrainerCore, dataset: Any, options: Mapping[str, Any], loop: Loop) -> tuple[nn.Module, Loader]:
     """Return the model on the device, and this rank's loader."""
-    model = ensure_on_device(find_inner(trainer.ema or trainer.model), group.device)
+    model = ensure_on_device(find_inner(trainer.ema or trainer.model), loop.device)
     if not trainer.position.num_updates:
-        broadcast_tensors(model.parameters(), group)  # a script may have initialized each rank differently
-    given = {"seed": trainer.seed, **options}
-    if not has_size(options) and not isinstance(dataset, DataLoader):
-        given["global_batch_size"] = trainer.batch_size
-    return model, make_loader_of(dataset, group, given)
+        broadcast_tensors(model.parameters(), loop.group)  # a script may have initialized each rank differently
+    if isinstance(dataset, DataLoader):
+        options = {**options, "say": None}  # its batch size does not affect the results
+    elif not has_size(options):
+        options = {**options, "global_batch_size": trainer.batch_size}
+    return model, make_loader_of(dataset, loop, options)
 
 
 def find_batch_size_here(
@@ -311,12 +317,6 @@ def find_batch_size_here(
 ) -> BatchSizeSearch:
     """Implement `Trainer.find_batch_size`. Collective."""
     _check_searchable(trainer)
-    group = group_here()
-    rng = capture_rng(group.device)
-    loop = Loop(trainer.seed, precision=trainer.precision, group=group)
-    move(trainer.model, loop.device)
-    model, (optimizer,) = trainer.model, trainer.optimizers.values()
-    move_optimizer_state(optimizer)
     is_loader = isinstance(dataset, DataLoader)
 
     def step(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -324,10 +324,13 @@ def find_batch_size_here(
         loss: torch.Tensor = add_losses(with_count(trainer.loss_fn(*trainer.forward(model, batch)))[0])
         return loss
 
-    try:
+    with _loop_here(trainer) as loop:
+        move(trainer.model, loop.device)
+        (optimizer,) = trainer.optimizers.values()
+        move_optimizer_state(optimizer)
         return find_batch_size(
             loop,
-            model,
+            trainer.model,
             optimizer,
             dataset.dataset if is_loader else dataset,
             step,
@@ -335,8 +338,6 @@ def find_batch_size_here(
             max_per_rank=max_per_rank,
             headroom=headroom,
         )
-    finally:
-        restore_rng(rng, group.device)
 
 
 def _check_searchable(trainer: TrainerCore) -> None:

@@ -16,6 +16,7 @@ from ddpilot.findings.display import render_text
 from ddpilot.findings.finding import Finding
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.batches import CurrentBatch
+from ddpilot.training.options import detect_rank
 
 _Class = TypeVar("_Class")
 
@@ -29,9 +30,9 @@ _NOWHERE: Line = ("ddpilot", 0)
 
 
 def locating(cls: type[_Class]) -> type[_Class]:
-    """Decorate `Loop`: errors that its public methods raise name this rank, and the current batch if there is one."""
+    """Decorate `Loop`: errors that it raises name this rank, and the current batch if there is one."""
     for name, method in list(vars(cls).items()):
-        if inspect.isfunction(method) and not name.startswith("_"):
+        if inspect.isfunction(method) and (not name.startswith("_") or name == "__init__"):
             setattr(cls, name, _located(method))
     return cls
 
@@ -42,7 +43,8 @@ def _located(method: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return method(self, *args, **options)
         except (DataError, LoopError) as error:
-            locate(error, self.group, self.batch)
+            rank = self.group.rank if hasattr(self, "group") else detect_rank()
+            locate(error, rank, getattr(self, "batch", None))
             raise
 
     @functools.wraps(method)
@@ -50,16 +52,16 @@ def _located(method: Callable[..., Any]) -> Callable[..., Any]:
         try:
             yield from method(self, *args, **options)
         except (DataError, LoopError) as error:
-            locate(error, self.group, None)
+            locate(error, self.group.rank, None)
             raise
 
     return located_generator if inspect.isgeneratorfunction(method) else located
 
 
-def locate(error: DdpilotError, group: GroupLike, batch: CurrentBatch | None) -> None:
+def locate(error: DdpilotError, rank: int | None, batch: CurrentBatch | None) -> None:
     """Add the rank to `error`, and `batch` to a LoopError, unless they are named already."""
     if error.rank is None:
-        error.rank = group.rank
+        error.rank = rank
     if isinstance(error, LoopError) and batch is not None and "batch " not in error.did + error.found:
         error.did += f" in batch {batch.index} of epoch {batch.epoch}"
     error.args = (error.render(),)

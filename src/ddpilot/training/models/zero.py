@@ -102,7 +102,8 @@ class ZeroOptimizer(ZeroRedundancyOptimizer):
                 found = {name: self._fetch(value, tensors.get(name), owner) for name, value in values.items()}
                 if self._group.is_rank_zero:
                     state[number] = found
-        return {"state": dict(sorted(state.items())), "param_groups": self._numbered_groups()}
+        groups = Optimizer.state_dict(self)["param_groups"]
+        return {"state": dict(sorted(state.items())), "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load this rank's share of a full state, from `full_state` or an optimizer that is not sharded."""
@@ -142,15 +143,6 @@ class ZeroOptimizer(ZeroRedundancyOptimizer):
         received = torch.empty(shape, dtype=dtype, device=self._group.device)
         broadcast_tensors([received], self._group, owner)
         return received.cpu() if self._group.is_rank_zero else None
-
-    def _numbered_groups(self) -> list[dict[str, Any]]:
-        groups, count = [], 0
-        for group in self.param_groups:
-            size = len(group["params"])
-            options = {name: value for name, value in group.items() if name != "params"}
-            groups.append({**options, "params": list(range(count, count + size))})
-            count += size
-        return groups
 
 
 class _Shape(tuple[Any, ...]):

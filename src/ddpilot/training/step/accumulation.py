@@ -66,7 +66,7 @@ class Accumulation:
             elif error is not None and not isinstance(error, DdpilotError):
                 self._explain(error, self._updates.batch)
         except DdpilotError as found:
-            locate(found, self._group, self._updates.batch)
+            locate(found, self._group.rank, self._updates.batch)
             raise
 
     def _explain(self, error: BaseException, batch: CurrentBatch | None) -> None:
