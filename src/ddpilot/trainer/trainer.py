@@ -41,7 +41,7 @@ from ddpilot.trainer.ranks import (
     run_on_ranks,
     run_once,
 )
-from ddpilot.trainer.result import load_result, rollback_on_error, unpack_late_error
+from ddpilot.trainer.result import load_state, rollback_on_error, unpack_late_error
 from ddpilot.trainer.run import Forward, call_model, find_inner
 from ddpilot.training.batch_size import BatchSizeSearch, check_search, find_batch_size
 from ddpilot.training.batches import Loader
@@ -156,7 +156,7 @@ class Trainer(TrainerCore):
                 return fit_here(self, fit, signals)
         self.nproc_per_node = self.nproc_per_node if nproc_per_node is None else nproc_per_node
         results = run_on_ranks(self, self.nproc_per_node, "fit", fit_on_rank, fit)
-        load_result(self, results[0])
+        load_state(self, results[0].state)
         late_error = results[0].late_error
         return None if late_error is None else unpack_late_error(late_error, len(results))
 
