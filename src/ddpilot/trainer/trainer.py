@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -253,15 +252,13 @@ class Trainer(TrainerCore):
         return search
 
 
-@contextmanager
-def _loop_here(trainer: TrainerCore) -> Iterator[Loop]:
-    """Yield a loop with the trainer's precision; this process's random states are restored afterwards. Collective."""
+def _loop_here(trainer: TrainerCore) -> Loop:
+    """Return a loop with the trainer's precision; this process's random states stay as they are. Collective."""
     group = group_here()
     rng = capture_rng(group.device)
-    try:
-        yield Loop(trainer.seed, precision=trainer.precision, group=group, progress=False)
-    finally:
-        restore_rng(rng, group.device)
+    loop = Loop(trainer.seed, precision=trainer.precision, group=group, progress=False)
+    restore_rng(rng, group.device)
+    return loop
 
 
 def evaluate_here(
@@ -272,9 +269,9 @@ def evaluate_here(
     options: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Implement `Trainer.evaluate`; `forward`: None for the trainer's. Collective on ranks."""
-    with _loop_here(trainer) as loop:
-        model, loader = _place(trainer, dataset, options, loop)
-        return loop.evaluate(model, loader, metrics, forward=forward or trainer.forward)
+    loop = _loop_here(trainer)
+    model, loader = _place(trainer, dataset, options, loop)
+    return loop.evaluate(model, loader, metrics, forward=forward or trainer.forward)
 
 
 def predict_here(
@@ -285,9 +282,9 @@ def predict_here(
     options: Mapping[str, Any],
 ) -> Any:
     """Implement `Trainer.predict`; `forward`: None for the trainer's. Collective on ranks."""
-    with _loop_here(trainer) as loop:
-        model, loader = _place(trainer, dataset, options, loop)
-        return loop.predict(model, loader, to=to, forward=forward or trainer.output_of)
+    loop = _loop_here(trainer)
+    model, loader = _place(trainer, dataset, options, loop)
+    return loop.predict(model, loader, to=to, forward=forward or trainer.output_of)
 
 
 def call_here(trainer: TrainerCore, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], ranks: str) -> Any:
@@ -324,20 +321,20 @@ def find_batch_size_here(
         loss: torch.Tensor = add_losses(with_count(trainer.loss_fn(*trainer.forward(model, batch)))[0])
         return loss
 
-    with _loop_here(trainer) as loop:
-        move(trainer.model, loop.device)
-        (optimizer,) = trainer.optimizers.values()
-        move_optimizer_state(optimizer)
-        return find_batch_size(
-            loop,
-            trainer.model,
-            optimizer,
-            dataset.dataset if is_loader else dataset,
-            step,
-            collate_fn=dataset.collate_fn if is_loader else None,
-            max_per_rank=max_per_rank,
-            headroom=headroom,
-        )
+    loop = _loop_here(trainer)
+    move(trainer.model, loop.device)
+    (optimizer,) = trainer.optimizers.values()
+    move_optimizer_state(optimizer)
+    return find_batch_size(
+        loop,
+        trainer.model,
+        optimizer,
+        dataset.dataset if is_loader else dataset,
+        step,
+        collate_fn=dataset.collate_fn if is_loader else None,
+        max_per_rank=max_per_rank,
+        headroom=headroom,
+    )
 
 
 def _check_searchable(trainer: TrainerCore) -> None:
