@@ -98,7 +98,9 @@ class CheckpointOptions:
     """True: resume from the latest checkpoint; False: start over, and move existing ones to a subdirectory."""
 
     def __post_init__(self) -> None:
-        _check_resume(self.resume)
+        if not isinstance(self.resume, bool):
+            fix = "Pass True to resume from the latest checkpoint if there is one, or False to start over."
+            raise LoopError("making a Loop", found=f"`resume` is {self.resume!r}", fix=fix)
         if self.checkpoint_dir is not None and not os.fspath(self.checkpoint_dir):
             raise LoopError("making a Loop", found="`checkpoint_dir` is empty", fix="Name a directory, or pass None.")
         for name in ("save_every_s", "save_every_updates"):
@@ -112,12 +114,6 @@ class CheckpointOptions:
             if name != "resume":
                 found = f"`{name}` is {value!r}, and there is no `checkpoint_dir`, so no checkpoints are made"
                 raise LoopError("making a Loop", found=found, fix="Pass `checkpoint_dir=`.")
-
-
-def _check_resume(resume: object) -> None:
-    if not isinstance(resume, bool):
-        fix = "Pass True to resume from the latest checkpoint if there is one, or False to start over."
-        raise LoopError("making a Loop", found=f"`resume` is {resume!r}", fix=fix)
 
 
 def keywords_of(options: Any) -> dict[str, Any]:

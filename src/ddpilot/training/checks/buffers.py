@@ -59,7 +59,9 @@ class BufferCheck:
 
     def _compare(self) -> tuple[Finding, ...]:
         own = {name: _summarise(buffer) for name, buffer in self._buffers() if self._has_changed(buffer)}
-        names = _find_differing(self._group.all_gather_object(own))
+        of_ranks = self._group.all_gather_object(own)
+        known = dict.fromkeys(name for one in of_ranks for name in one)
+        names = [name for name in known if not _are_equal([one[name] for one in of_ranks if name in one])]
         if not names:
             return ()
         self._is_due_at_end = False
@@ -98,11 +100,6 @@ def _summarise(buffer: torch.Tensor) -> tuple[float, float, float]:
     values = values.reshape(-1).cpu().double()
     weights = torch.linspace(0.5, 1.5, len(values), dtype=torch.float64)
     return values.norm().item(), values.sum().item(), (values * weights).sum().item()
-
-
-def _find_differing(of_ranks: list[dict[str, tuple[float, float, float]]]) -> list[str]:
-    names = dict.fromkeys(name for one in of_ranks for name in one)
-    return [name for name in names if not _are_equal([one[name] for one in of_ranks if name in one])]
 
 
 def _are_equal(summaries: list[tuple[float, float, float]]) -> bool:

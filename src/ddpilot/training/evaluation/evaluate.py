@@ -15,7 +15,7 @@ from ddpilot.errors import LoopError
 from ddpilot.group.device import broadcast_tensors, fork_rng
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.batches import Loader, iterate_groups
-from ddpilot.training.evaluation.metrics import divides_range, is_collection, make_meters, naming_metric
+from ddpilot.training.evaluation.metrics import compute, divides_range, is_collection, make_meters, naming_metric
 from ddpilot.training.models.ddp import unwrap
 
 
@@ -66,12 +66,12 @@ def evaluate(
             if batch.count:
                 arguments = (forward or forward_batch)(inner, to_device(batch.data, group.device))
             is_divided = needs_range and divides_range(arguments, group)
-            for name, meter in meters.items():
+            for (name, *_), meter in meters.items():
                 with naming_metric(name, batch.index):
                     if arguments is not None:
                         meter.update(arguments, batch.count)
                     meter.end_batch(group, is_divided)
-    return {name: meter.compute(group) for name, meter in meters.items()}
+    return compute(meters, group)
 
 
 def forward_batch(model: nn.Module, batch: Any) -> tuple[Any, Any]:

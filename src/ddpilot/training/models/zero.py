@@ -91,7 +91,8 @@ class ZeroOptimizer(ZeroRedundancyOptimizer):
     def gather_state(self) -> dict[str, Any]:
         """Return the unsharded `state_dict()`, complete on rank 0, without state on the other ranks. Collective."""
         state: dict[int, dict[str, Any]] = {}
-        mine = self._local_state()
+        places = self._places()
+        mine = {places[parameter]: values for parameter, values in self.optim.state.items()}
         outlines = self._group.all_gather_object(
             {number: {name: _outline(value) for name, value in values.items()} for number, values in mine.items()}
         )
@@ -119,10 +120,6 @@ class ZeroOptimizer(ZeroRedundancyOptimizer):
         for theirs, mine in zip(state_dict["param_groups"], self.param_groups, strict=True):
             options = {name: value for name, value in theirs.items() if name not in ("params", "param_names")}
             mine.update(copy.deepcopy(options))
-
-    def _local_state(self) -> dict[int, dict[str, Any]]:
-        places = self._places()
-        return {places[parameter]: values for parameter, values in self.optim.state.items()}
 
     def _places(self) -> dict[torch.Tensor, int]:
         """Return the index in a state dict of every parameter, of all ranks."""
