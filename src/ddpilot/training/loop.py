@@ -405,7 +405,7 @@ class Loop:
         self._checkpointer.begin()
         self._flags.start()
         self._num_epochs = num
-        with self._signals, self._checkpointer:
+        with self._signals, self._checkpointer.in_epochs():
             self._checkpointer.report_if_finished(num)
             while self.epoch < num:
                 self._join()

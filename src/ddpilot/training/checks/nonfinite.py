@@ -72,7 +72,6 @@ class FiniteCheck:
         self._pending: deque[_Update] = deque()
         self._found: _Update | None = None
         self._unprotected: list[tuple[frozenset[int], torch.Tensor]] = []
-        self._gradients = Gradients()
         self.probes = GradientProbes()
         """Records gradients of this rank before the all-reduce."""
 
@@ -116,7 +115,7 @@ class FiniteCheck:
         """
         gradients = [gradient for one in parameters if (gradient := one.grad) is not None]
         if not self._is_late:
-            return not (self._gradients.are_finite(gradients) if norm is None else math.isfinite(norm.item()))
+            return not (are_finite(gradients) if norm is None else math.isfinite(norm.item()))
         if gradients:
             is_finite = torch.isfinite(largest(gradients) if norm is None else norm.detach())
             self._unprotected.append((frozenset(map(id, parameters)), is_finite))
@@ -193,30 +192,19 @@ class Report(NamedTuple):
     """The names of weights and gradients that are not finite."""
 
 
-class Gradients:
-    """Checks gradients for NaN and infinity synchronously."""
-
-    def __init__(self) -> None:
-        self._one, self._found = torch.ones(1, device="cpu"), torch.zeros(1, device="cpu")
-        self._are_plain = True
-
-    def are_finite(self, gradients: list[torch.Tensor]) -> bool:
-        """True if every element is finite."""
-        if not gradients:
-            return True
-        if gradients[0].device.type != "cpu":
-            return math.isfinite(largest(gradients).item())
-        if self._are_plain:
-            try:
-                # The kernel of GradScaler checks all of them in one call; a scale of 1 leaves them unchanged.
-                torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found, self._one)
-                if self._found.item():
-                    self._found.zero_()
-                    return False
-                return True
-            except RuntimeError:  # it does not support sparse and complex gradients, or elements that share memory
-                self._are_plain = False
+def are_finite(gradients: list[torch.Tensor]) -> bool:
+    """True if every element is finite. Waits for a device."""
+    if not gradients:
+        return True
+    if gradients[0].device.type != "cpu":
+        return math.isfinite(largest(gradients).item())
+    found = torch.zeros(1, device="cpu")
+    try:
+        # The kernel of GradScaler checks all of them in one call; a scale of 1 leaves them unchanged.
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, torch.ones(1, device="cpu"))
+    except RuntimeError:  # it does not support sparse and complex gradients, or elements that share memory
         return all(map(_is_finite, gradients))
+    return not found.item()
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
@@ -318,16 +306,15 @@ _Kept = deque[Place | torch.Tensor | None]
 passes None for an output that the loss does not use."""
 
 
-class _FirstHook:
-    """Hook of one parameter that records the order of gradients, until the last ones are known."""
+def _first_hook(kept: _Kept, order: list[int], number: int) -> Callable[[torch.Tensor | None], None]:
+    """Return the hook of one parameter that records the order of gradients, until the last ones are known."""
 
-    def __init__(self, kept: _Kept, order: list[int], number: int) -> None:
-        self._kept, self._order, self._number = kept, order, number
-
-    def __call__(self, gradient: torch.Tensor | None) -> None:
+    def hook(gradient: torch.Tensor | None) -> None:
         if gradient is not None:
-            self._order.append(self._number)
-            self._kept.append(_small(gradient))
+            order.append(number)
+            kept.append(_small(gradient))
+
+    return hook
 
 
 def _hook(kept: _Kept, size: int) -> Callable[[torch.Tensor], None]:
@@ -365,12 +352,11 @@ class GradientProbes:
         order: list[int] = []
         given = list(parameters)
         self._unwatch(id(module))
-        hooks = [_FirstHook(self._kept, order, number) for number in range(len(given))]
-        stops = [self._listen(p, hook) for p, hook in zip(given, hooks, strict=True)]
+        stops = [self._listen(one, _first_hook(self._kept, order, number)) for number, one in enumerate(given)]
         self._watched[id(module)] = _Watched(order, given, stops)
         self._unsettled.add(id(module))
 
-    def _listen(self, parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Callable[[], object]:
+    def _listen(self, parameter: nn.Parameter, hook: Callable[..., None]) -> Callable[[], object]:
         """Register `hook` on `parameter`.
 
         Returns a function that removes it, which is also called when this object is garbage-collected.

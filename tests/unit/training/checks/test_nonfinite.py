@@ -17,8 +17,8 @@ from ddpilot.errors import NonFiniteError
 from ddpilot.training.checks.nonfinite import (
     FiniteCheck,
     GradientProbes,
-    Gradients,
     Place,
+    are_finite,
     largest,
     raise_nonfinite,
     zero_unless,
@@ -41,9 +41,8 @@ KINDS = {
 def test_gradients_are_found_not_finite_and_stay_as_they_are(kind: str, bad: float) -> None:
     """Large sums and tiny numbers are finite; what is not is found beside others, and then forgotten."""
     gradient = KINDS[kind].clone() if kind != "expanded" else KINDS[kind]
-    gradients = Gradients()
     spoilt = [torch.ones(2), gradient, torch.tensor([0.0, bad])]
-    assert [gradients.are_finite(one) for one in ([], [gradient], spoilt, [gradient, torch.ones(2)])] == [
+    assert [are_finite(one) for one in ([], [gradient], spoilt, [gradient, torch.ones(2)])] == [
         True,
         True,
         False,
@@ -55,9 +54,8 @@ def test_gradients_are_found_not_finite_and_stay_as_they_are(kind: str, bad: flo
 
 def test_gradients_that_are_sparse_are_looked_into() -> None:
     """A sum of duplicates may be the first that is not finite."""
-    gradients = Gradients()
-    assert gradients.are_finite([SPARSE])
-    assert not gradients.are_finite([SPARSE * math.inf])
+    assert are_finite([SPARSE])
+    assert not are_finite([SPARSE * math.inf])
 
 
 @pytest.mark.parametrize("kind", KINDS)
