@@ -248,7 +248,7 @@ _BROADCAST_BYTES = 25 << 20
 def broadcast_tensors(tensors: Iterable[torch.Tensor], group: GroupLike, src: int = 0) -> None:
     """Overwrite `tensors`, of any dtype, memory format and device, with those of rank `src`. Collective.
 
-    They are sent as bytes on the group's device: neither bool tensors nor "channels last" weights can be broadcast.
+    They are sent as bytes on the group's device, since not every backend broadcasts bool or "channels last" tensors.
     """
     buckets: list[list[torch.Tensor]] = []
     num_bytes = 0
