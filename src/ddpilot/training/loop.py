@@ -40,7 +40,7 @@ from ddpilot.training.losses import add_losses
 from ddpilot.training.models.ddp import wrap
 from ddpilot.training.models.ddp_options import DDPOptions
 from ddpilot.training.models.explain import Explanation, explain
-from ddpilot.training.models.optimizers import check_closure, needs_closure
+from ddpilot.training.models.optimizers import check_closure, clear_gradients, needs_closure
 from ddpilot.training.models.registry import PreparedObjects
 from ddpilot.training.notices import locating, no_samples_error, user_line, warn_findings, warn_unsaved
 from ddpilot.training.options import CheckpointOptions, check_numbers, naming_arguments
@@ -50,7 +50,7 @@ from ddpilot.training.resume.position import RunPosition, describe_data
 from ddpilot.training.resume.tracked_state import TrackedState, has_state
 from ddpilot.training.step.accumulation import Accumulation
 from ddpilot.training.step.precision import Kind, Precision
-from ddpilot.training.step.update import UpdateState, clear_gradients
+from ddpilot.training.step.update import UpdateState
 
 
 @locating

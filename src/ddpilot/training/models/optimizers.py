@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Full state of an optimizer, sharded or not, for checkpoints; and what optimizers with a closure support."""
+"""Optimizers: their full state, sharded or not, for checkpoints; clearing gradients; support of closures."""
 
 from __future__ import annotations
 
@@ -60,6 +60,16 @@ def check_groups(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 
 def _join(sizes: list[int]) -> str:
     return ", ".join(map(str, sizes)) or "no"
+
+
+def clear_gradients(optimizer: Optimizer) -> None:
+    """Clear the gradients of `optimizer`, as `zero_grad()` does, but without the profiler overhead of torch's own."""
+    if getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad:
+        optimizer.zero_grad(set_to_none=True)
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
 
 
 _DID = "updating the weights with a closure"

@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ddpilot.errors import LoopError
-from ddpilot.group.device import broadcast_tensors, wire_device
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.batches import CurrentBatch
 from ddpilot.training.checks.ddp_bypass import ForwardBypassCheck
@@ -36,19 +35,10 @@ from ddpilot.training.losses import (
     read_losses,
     silencing,
 )
+from ddpilot.training.models.optimizers import clear_gradients
 from ddpilot.training.models.reducer import ReducerErrors
 from ddpilot.training.models.registry import PreparedModel, PreparedObjects, parameters_of
-from ddpilot.training.step.empty_batch import EmptyBatchForward
-
-
-def clear_gradients(optimizer: Optimizer) -> None:
-    """Clear the gradients of `optimizer`, as `zero_grad()` does, but without the profiler overhead of torch's own."""
-    if getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad:
-        optimizer.zero_grad(set_to_none=True)
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = None
+from ddpilot.training.step.empty_batch import EmptyBatchForward, share_buffers
 
 
 class UpdateState:
@@ -69,10 +59,10 @@ class UpdateState:
         self._graphs = RepeatedBackwardCheck()
         self._means = LossMeanCheck(group.device)
         self._empty_forward = EmptyBatchForward()
+        self._had_samples: bool | None = None  # in a batch of which some rank has no samples
         self._loss: weakref.ref[torch.Tensor] | None = None
         self._last_count = 0
         self._stepped: set[Optimizer] = set()  # in the current update
-        self._had_samples: bool | None = None  # in a batch of which some rank has no samples
         self.objective: Objective | None = None
         """The loss of the current update over its backward passes; None unless it is needed."""
         self._is_reduced = False  # the last backward pass is known to have used all parameters
@@ -126,22 +116,10 @@ class UpdateState:
             self.has_backward = False
 
     def share_buffers(self) -> None:
-        """Broadcast the buffers of the first rank with samples, after a batch in which some rank had none. Collective.
-
-        Values that a forward pass without rows writes to a buffer (a step counter, a power iteration) are missing or
-        wrong. Does nothing after other batches.
-        """
+        """After a batch in which some rank had no samples, use the buffers of one that had. Collective then."""
         had_samples, self._had_samples = self._had_samples, None
-        if self._group.world_size == 1 or had_samples is None:
-            return
-        modules = [prepared.module for prepared in self._prepared.models]
-        models = [one for one in modules if one.training and any(True for _ in one.buffers())]
-        if not models:
-            return
-        number = self._group.rank if had_samples else self._group.world_size
-        first = torch.tensor(number, device=wire_device(self._group))
-        src = int(self._group.all_reduce(first, "min").item())
-        broadcast_tensors((buffer for model in models for buffer in model.buffers()), self._group, src)
+        if had_samples is not None:
+            share_buffers((one.module for one in self._prepared.models), self._group, had_samples=had_samples)
 
     def count_behind(self, value: object) -> float:
         """Return the number of samples behind `value` on this rank, also for the batch's loss afterwards; else 1."""
