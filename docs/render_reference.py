@@ -56,7 +56,7 @@ TASKS = (
     Task(
         "Data and batch size",
         "[Data](data.md), [before training](callbacks.md#before-training)",
-        ("find_batch_size", "BatchSizeSearch", "scale_lr"),
+        ("LoaderOptions", "find_batch_size", "BatchSizeSearch", "scale_lr"),
     ),
     Task(
         "Write a training loop",

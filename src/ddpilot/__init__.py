@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ddpilot.checkpoint.format import Checkpoint
     from ddpilot.checkpoint.manifest import RunProgress
     from ddpilot.checkpoint.weights import load_into, load_weights
+    from ddpilot.data.options import LoaderOptions
     from ddpilot.environments.detect import topology
     from ddpilot.environments.topology import Topology
     from ddpilot.errors import (
@@ -98,6 +99,7 @@ _HOMES = {
     "LaunchInterrupted": "ddpilot.errors",
     "LaunchTimeoutError": "ddpilot.errors",
     "Launcher": "ddpilot.launcher",
+    "LoaderOptions": "ddpilot.data.options",
     "Loop": "ddpilot.training.loop",
     "LoopError": "ddpilot.errors",
     "MismatchedCheckpointError": "ddpilot.errors",
@@ -175,6 +177,7 @@ __all__ = [
     "LaunchInterrupted",
     "LaunchTimeoutError",
     "Launcher",
+    "LoaderOptions",
     "Loop",
     "LoopError",
     "MismatchedCheckpointError",

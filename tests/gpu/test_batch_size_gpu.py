@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from ddpilot import FakeGroup, find_batch_size
 from ddpilot.environments.nvml import count_accelerators
-from ddpilot.trainer.callbacks.timers import DeviceClock
+from ddpilot.trainer.callbacks.timers import ForwardClock
 from ddpilot.training.loop import Loop
 
 pytestmark = [
@@ -55,7 +55,7 @@ def test_cuda_clock_has_the_time_of_the_device() -> None:
     """Not that of the host, which only asks for the work; what is asked once is not counted again."""
     device = torch.device("cuda", 0)
     weights = torch.randn(4096, 4096, device=device)
-    clock = DeviceClock(device)
+    clock = ForwardClock(device)
     for _ in range(3):
         clock.begin()
         for _ in range(10):

@@ -74,7 +74,7 @@ def read_seed(loader: DataLoader[Any], seed: int) -> int:
     return next((one.initial_seed() for one in generators if isinstance(one, torch.Generator)), seed)
 
 
-def read_options(loader: DataLoader[Any]) -> dict[str, Any]:
+def read_worker_options(loader: DataLoader[Any]) -> dict[str, Any]:
     """Return the loader's worker options, as arguments of another DataLoader."""
     names = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
     options = {name: getattr(loader, name) for name in names}

@@ -3,79 +3,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from ddpilot.data.dataloader_spec import (
     BatchSamplerOrder,
     DataLoaderSpec,
     read_loader,
-    read_options,
     read_seed,
+    read_worker_options,
     refuse_other_loaders,
     refuse_whole_batches,
 )
 from ddpilot.data.global_batches import Division, Plan
 from ddpilot.data.map_loader import MapLoader
-from ddpilot.data.options import check_batch_size, check_options, check_shard_options
+from ddpilot.data.options import WORKER_OPTIONS, LoaderOptions, check_batch_size, read_options, read_shard_options
 from ddpilot.data.stream_loader import StreamLoader, StreamPlan
-from ddpilot.data.workers import Collate
 from ddpilot.errors import DataError
 
 
-def make_loader(
-    dataset: Any,
-    *,
-    rank: int,
-    world_size: int,
-    global_batch_size: int | None = None,
-    batch_size_per_rank: int | None = None,
-    shuffle: bool = False,
-    seed: int = 0,
-    drop_last: bool = False,
-    shares: Sequence[float] | None = None,
-    weights: Sequence[float] | NDArray[np.float64] | None = None,
-    num_draws: int | None = None,
-    replacement: bool = True,
-    collate_fn: Collate | None = None,
-    seed_samples: bool = True,
-    num_workers: int = 0,
-    **options: Any,
-) -> MapLoader:
+def make_loader(dataset: Any, *, rank: int, world_size: int, **options: Any) -> MapLoader:
     """Return the loader of `rank` for a map-style `dataset`, with `len()` and `dataset[index]`. Not collective.
 
-    Exactly one of `global_batch_size` (of all ranks together; same results at any world size) and `batch_size_per_rank`
-    is required. `shuffle`, `seed`, `drop_last`, `shares`, `weights`, `num_draws`, `replacement`: as for `Plan`.
-
-    `seed_samples`: while a sample is read, Python's, NumPy's and torch's random state is a function of (seed, epoch,
-    sample index), so that augmentation does not depend on the number of ranks and workers. False: nothing is seeded,
-    and the dataset's `__getitems__` is used if it has one. A dataset's `set_epoch` is called if it has one.
-
-    `collate_fn`, `num_workers` (default 0) and `options` (`pin_memory`, `worker_init_fn`, `persistent_workers`,
-    `prefetch_factor`, `timeout`, `multiprocessing_context`) are those of `torch.utils.data.DataLoader`. Raises
-    `DataError`.
+    `options`: those of `LoaderOptions`, of which exactly one batch size is required. A dataset's `set_epoch` is called
+    if it has one. Raises `DataError`.
     """
     _refuse_no_samples(dataset, rank)
-    options = {"num_workers": num_workers, **options}
-    check_options(options, rank, is_stream=False)
+    given = read_options(options, rank, is_stream=False)
     plan = Plan(
         len(dataset),
-        resolve_global_size(global_batch_size, batch_size_per_rank, world_size, shares, rank),
+        resolve_global_size(given.global_batch_size, given.batch_size_per_rank, world_size, given.shares, rank),
         world_size=world_size,
-        seed=seed,
-        shuffle=shuffle,
-        drop_last=drop_last,
-        shares=shares,
-        weights=weights,
-        num_draws=num_draws,
-        replacement=replacement,
+        seed=given.seed or 0,
+        shuffle=bool(given.shuffle),
+        drop_last=given.drop_last,
+        shares=given.shares,
+        weights=given.weights,
+        num_draws=given.num_draws,
+        replacement=given.replacement,
     )
-    collate = collate_fn or default_collate
-    return MapLoader(dataset, plan, rank=rank, collate=collate, seed_samples=seed_samples, options=options)
+    return MapLoader(
+        dataset,
+        plan,
+        rank=rank,
+        collate=given.collate_fn or default_collate,
+        seed_samples=given.seed_samples,
+        options=_worker_options(options),
+    )
+
+
+def _worker_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of `options` that are passed to torch's DataLoader, whose defaults depend on each other."""
+    return {name: value for name, value in options.items() if name in WORKER_OPTIONS}
 
 
 def _refuse_no_samples(dataset: Any, rank: int) -> None:
@@ -92,50 +73,27 @@ def _refuse_no_samples(dataset: Any, rank: int) -> None:
     raise DataError("making a loader", found=f"{type(dataset).__name__} {what}", fix=fix, rank=rank)
 
 
-def make_stream_loader(
-    dataset: Any,
-    *,
-    rank: int,
-    world_size: int,
-    global_batch_size: int | None = None,
-    batch_size_per_rank: int | None = None,
-    seed: int = 0,
-    drop_last: bool = False,
-    shares: Sequence[float] | None = None,
-    divides_itself: bool = False,
-    collate_fn: Collate | None = None,
-    seed_samples: bool = True,
-    empty_ranks: bool = False,
-    num_workers: int = 0,
-    **options: Any,
-) -> StreamLoader:
+def make_stream_loader(dataset: Any, *, rank: int, world_size: int, **options: Any) -> StreamLoader:
     """Return the loader of `rank` for an iterable `dataset`, whose `set_epoch` is called if it has one. Not collective.
 
-    Every worker of every rank reads the whole stream and keeps its part: the batches are the same at any world size,
-    provided that `iter(dataset)` yields the same samples in every process; with `seed_samples`, Python's, NumPy's and
-    torch's random state is a function of (seed, epoch, position).
-
-    `divides_itself`: the dataset reads `torch.utils.data.get_worker_info()` and yields that part only. It then sees
-    rank x `num_workers` parts, so that nothing is read twice; ranks may have different numbers of batches
-    (`global_count` of `LocalBatch` is None), and the order depends on the number of parts. `empty_ranks`: as for
-    `Plan`; other arguments: as for `make_loader`. Raises `DataError`.
+    `options`: those of `LoaderOptions` but `shuffle` and `weights`. The batches are the same at any world size, unless
+    the dataset `divides_itself`: `global_count` of `LocalBatch` is then None. Raises `DataError`.
     """
-    options = {"num_workers": num_workers, **options}
-    check_options(options, rank, is_stream=True)
-    size = resolve_global_size(global_batch_size, batch_size_per_rank, world_size, shares, rank)
-    if divides_itself and drop_last:
+    given = read_options(options, rank, is_stream=True)
+    size = resolve_global_size(given.global_batch_size, given.batch_size_per_rank, world_size, given.shares, rank)
+    if given.divides_itself and given.drop_last:
         found = "`drop_last` with `divides_itself`: the ranks do not know which samples are in the last global batch"
         raise DataError("making a loader", found=found, fix="Leave `drop_last` out.", rank=rank)
     # Raises for what any plan rejects: a batch smaller than the world size, invalid shares.
-    Plan(size, size, world_size=world_size, shares=shares, empty_ranks=empty_ranks)
-    plan = StreamPlan(size, world_size, seed, drop_last, divides_itself, Division.of(world_size, shares))
+    division = Plan(size, size, world_size=world_size, shares=given.shares, empty_ranks=given.empty_ranks).division
+    plan = StreamPlan(size, world_size, given.seed or 0, given.drop_last, given.divides_itself, division)
     return StreamLoader(
         dataset,
         plan,
         rank=rank,
-        collate=collate_fn or default_collate,
-        seed_samples=seed_samples,
-        options=options,
+        collate=given.collate_fn or default_collate,
+        seed_samples=given.seed_samples,
+        options=_worker_options(options),
     )
 
 
@@ -173,49 +131,38 @@ def resolve_global_size(
 
 
 def shard_loader(
-    loader: DataLoader[Any],
-    *,
-    rank: int,
-    world_size: int,
-    batch_size_per_rank: bool = False,
-    seed: int = 0,
-    shares: Sequence[float] | None = None,
-    divides_itself: bool = False,
-    seed_samples: bool = True,
-    empty_ranks: bool = False,
-    say: Callable[[str], None] | None = None,
-    **options: Any,
+    loader: DataLoader[Any], *, rank: int, world_size: int, say: Callable[[str], None] | None = None, **options: Any
 ) -> MapLoader | StreamLoader:
     """Return the loader of `rank` that does what the torch `loader` does in one process. Not collective.
 
-    Its batch size is the global one, of all ranks together; with `batch_size_per_rank` that of each rank. `drop_last`,
-    `collate_fn` and worker options are kept. With torch's samplers, the order is drawn from the seed (the initial seed
-    of the loader's generator if it has one, otherwise `seed`); other samplers define the order if they yield the same
-    one each time they are iterated in an epoch, and a `batch_sampler` likewise defines the global batches. A
-    DistributedSampler is replaced, and its loader's batch size taken as that of a rank. Other samplers that divide
-    samples among ranks are used unchanged; `is_joint` is then True.
+    Its batch size is the global one, of all ranks together; with `batch_size_per_rank=True` that of each rank.
+    `drop_last`, `collate_fn` and worker options are kept. With torch's samplers, the order is drawn from the seed (the
+    initial seed of the loader's generator if it has one, otherwise `seed`); other samplers define the order if they
+    yield the same one each time they are iterated in an epoch, and a `batch_sampler` likewise defines the global
+    batches. A DistributedSampler is replaced, and its loader's batch size taken as that of a rank. Other samplers that
+    divide samples among ranks are used unchanged; `is_joint` is then True.
 
-    `say` is called once, on rank 0 of several ranks, with the resulting batch sizes. `divides_itself`, `seed_samples`:
-    as for `make_stream_loader`; `empty_ranks`: as for `Plan`. Raises `DataError` if the loader cannot be divided
-    exactly, and for other `options`.
+    `options`: `batch_size_per_rank`, and of `LoaderOptions` also `shares`, `seed`, `divides_itself`, `seed_samples` and
+    `empty_ranks`. `say` is called once, on rank 0 of several ranks, with the resulting batch sizes. Raises `DataError`
+    if the loader cannot be divided exactly, and for other `options`.
     """
     refuse_other_loaders(loader)
-    check_shard_options(options, rank)
+    given = read_shard_options(options, rank)
     refuse_whole_batches(loader)
     report = say if say is not None and rank == 0 and world_size > 1 else _ignore
-    job = _Job(rank, world_size, shares, batch_size_per_rank, seed_samples, empty_ranks, report)
+    job = _Job(rank, world_size, given, report)
     if isinstance(loader.dataset, IterableDataset):
-        return _shard_stream(loader, job, read_seed(loader, seed), divides_itself)
-    spec = read_loader(loader, seed)
+        return _shard_stream(loader, job)
+    spec = read_loader(loader, given.seed or 0)
     plan = _plan_samples(loader, job, spec) if spec.batches is None else _plan_batches(job, spec)
     return MapLoader(
         loader.dataset,
         plan,
         rank=rank,
         collate=loader.collate_fn,
-        seed_samples=seed_samples,
+        seed_samples=given.seed_samples,
         is_joint=spec.batches is not None and spec.are_divided,
-        options=read_options(loader),
+        options=read_worker_options(loader),
     )
 
 
@@ -224,20 +171,17 @@ class _Job(NamedTuple):
 
     rank: int
     world_size: int
-    shares: Sequence[float] | None
-    is_per_rank: bool
-    seed_samples: bool
-    empty_ranks: bool
+    options: LoaderOptions
     report: Callable[[str], None]
 
     def global_size(self, batch_size: int, is_per_rank: bool) -> int:
         """Return the global batch size for the loader's `batch_size`."""
         of_all, of_each = (None, batch_size) if is_per_rank else (batch_size, None)
-        return resolve_global_size(of_all, of_each, self.world_size, self.shares, self.rank)
+        return resolve_global_size(of_all, of_each, self.world_size, self.options.shares, self.rank)
 
     def report_size(self, size: int, batch_size: int, is_per_rank: bool) -> None:
         """Report the loader's batch size, per rank and global, once it is known to be divisible."""
-        counts = sorted({*Division.of(self.world_size, self.shares).sizes(size)})
+        counts = sorted({*Division.of(self.world_size, self.options.shares).sizes(size)})
         each = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
         meaning = "each rank's" if is_per_rank else "that of all ranks together"
         self.report(
@@ -246,29 +190,30 @@ class _Job(NamedTuple):
         )
 
 
-def _shard_stream(loader: DataLoader[Any], job: _Job, seed: int, divides_itself: bool) -> StreamLoader:
-    batch_size = loader.batch_size or 0
-    size = job.global_size(batch_size, job.is_per_rank)
+def _shard_stream(loader: DataLoader[Any], job: _Job) -> StreamLoader:
+    given, batch_size = job.options, loader.batch_size or 0
+    is_per_rank = bool(given.batch_size_per_rank)
+    size = job.global_size(batch_size, is_per_rank)
     made = make_stream_loader(
         loader.dataset,
         rank=job.rank,
         world_size=job.world_size,
         global_batch_size=size,
-        seed=seed,
+        seed=read_seed(loader, given.seed or 0),
         drop_last=loader.drop_last,
-        shares=job.shares,
-        divides_itself=divides_itself,
+        shares=given.shares,
+        divides_itself=given.divides_itself,
         collate_fn=loader.collate_fn,
-        seed_samples=job.seed_samples,
-        empty_ranks=job.empty_ranks,
-        **read_options(loader),
+        seed_samples=given.seed_samples,
+        empty_ranks=given.empty_ranks,
+        **read_worker_options(loader),
     )
-    job.report_size(size, batch_size, job.is_per_rank)
+    job.report_size(size, batch_size, is_per_rank)
     return made
 
 
 def _plan_samples(loader: DataLoader[Any], job: _Job, spec: DataLoaderSpec) -> Plan:
-    is_per_rank = job.is_per_rank or spec.are_divided
+    is_per_rank = bool(job.options.batch_size_per_rank) or spec.are_divided
     size = job.global_size(spec.batch_size, is_per_rank)
     plan = Plan(
         len(loader.dataset),  # type: ignore[arg-type]
@@ -276,8 +221,8 @@ def _plan_samples(loader: DataLoader[Any], job: _Job, spec: DataLoaderSpec) -> P
         world_size=job.world_size,
         seed=spec.seed,
         drop_last=spec.drop_last,
-        shares=job.shares,
-        empty_ranks=job.empty_ranks,
+        shares=job.options.shares,
+        empty_ranks=job.options.empty_ranks,
         **spec.plan,
     )
     job.report_size(size, spec.batch_size, is_per_rank)
@@ -285,8 +230,8 @@ def _plan_samples(loader: DataLoader[Any], job: _Job, spec: DataLoaderSpec) -> P
 
 
 def _plan_batches(job: _Job, spec: DataLoaderSpec) -> BatchSamplerOrder:
-    if job.shares is not None:
-        found = f"`shares={list(job.shares)}` with batches of its own sampler"
+    if job.options.shares is not None:
+        found = f"`shares={list(job.options.shares)}` with batches of its own sampler"
         raise DataError("sharding a DataLoader", found=found, fix="Leave `shares` out.", rank=job.rank)
     division = f"each taken as one of all {job.world_size} ranks together"
     if spec.are_divided:

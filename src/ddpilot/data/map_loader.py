@@ -11,8 +11,9 @@ from torch.utils.data import Sampler
 
 from ddpilot.data.batches import LocalBatch
 from ddpilot.data.global_batches import Epoch
+from ddpilot.data.options import Collate
 from ddpilot.data.sample_seeds import mix_seed
-from ddpilot.data.workers import Collate, Failure, Order, PieceReader, Workers
+from ddpilot.data.workers import Failure, Order, PieceReader, Workers
 from ddpilot.errors import DataError
 
 

@@ -161,7 +161,7 @@ def take_rows(output: Any, rows: Sequence[int]) -> Any:
     return _map_rows([output], lambda tensors: tensors[0][index], lambda lists: [lists[0][row] for row in rows])
 
 
-def join_named_rows(parts: Sequence[Any], names: Sequence[str], did: str, rank: int) -> Any:
+def join_named_rows(parts: Sequence[Any], names: Sequence[str], did: str) -> Any:
     """Call `join_rows`; if a part does not match the first one, raise LoopError with the shapes and `names` of both."""
     cause = None
     if len({_kind(part) for part in parts}) == 1:
@@ -177,14 +177,12 @@ def join_named_rows(parts: Sequence[Any], names: Sequence[str], did: str, rank: 
             found=f"{shapes[0]} from each, which has no rows to be joined",
             fix="Give tensors with rows (of one value: reshape(1)), tuples or dicts of them, or lists of objects; "
             "loop.reduce() takes a number.",
-            rank=rank,
         ) from cause
     raise LoopError(
         did,
         found=f"what {names[0]} has cannot be joined with what {names[odd]} has: {shapes[0]} and {shapes[odd]}",
         fix="Only the number of rows, the first dimension, may differ: pad what is as wide as a batch, or give a list "
         "with an object for each row.",
-        rank=rank,
     ) from cause
 
 
@@ -233,3 +231,8 @@ def plain_attributes(owner: Any) -> dict[str, Any]:
     """Return the attributes of `owner` that are plain; tensors are copied to the CPU."""
     own = {name: value for name, value in vars(owner).items() if is_plain(value)}
     return {name: value.detach().cpu() if isinstance(value, torch.Tensor) else value for name, value in own.items()}
+
+
+def module_attributes(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the public plain attributes of `module` that its program set, without `training`."""
+    return {name: value for name, value in plain_attributes(module).items() if name[0] != "_" and name != "training"}

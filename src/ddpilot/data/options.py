@@ -1,24 +1,77 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validate loader options; errors name the wrong option and the rank."""
+"""`LoaderOptions`, validated; errors name the wrong option and the rank."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ddpilot.errors import DataError, DdpilotError, did_you_mean
 
-WORKER_OPTIONS = (
-    "num_workers",
-    "pin_memory",
-    "worker_init_fn",
-    "persistent_workers",
-    "prefetch_factor",
-    "timeout",
-    "multiprocessing_context",
-)
-"""DataLoader options that ddpilot's loaders accept too."""
+Collate = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderOptions:
+    """Options of `Loop.loader`, and of `Trainer.fit` as `loader=`.
+
+    `pin_memory`, `worker_init_fn`, `persistent_workers`, `prefetch_factor`, `timeout` and `multiprocessing_context` are
+    those of `torch.utils.data.DataLoader`.
+    """
+
+    global_batch_size: int | None = None
+    """Samples of all ranks together in a batch, with the same results at any world size; or `batch_size_per_rank`."""
+    batch_size_per_rank: int | None = None
+    """Samples of each rank in a batch; in `Loop.shard`, True if the DataLoader's `batch_size` is that of each rank."""
+    shuffle: bool | None = None
+    """True: a different order in each epoch; None: False, in a fit its `shuffle`. For map-style datasets."""
+    drop_last: bool = False
+    """True: leave out a last batch that is smaller, on all ranks alike."""
+    shares: Sequence[float] | None = None
+    """The part of each batch that a rank takes, such as [2, 1]; None: equal parts."""
+    weights: Sequence[float] | NDArray[np.float64] | None = None
+    """A weight for each sample: an epoch is `num_draws` draws by weight; None: each sample once. Map-style only."""
+    num_draws: int | None = None
+    """Samples in an epoch, with `weights`; None: as many as the dataset has."""
+    replacement: bool = True
+    """With `weights`: True if a sample can be drawn several times in an epoch."""
+    collate_fn: Collate | None = None
+    """Makes a batch from a list of samples; None: torch's `default_collate`."""
+    seed: int | None = None
+    """Determines the order, and the random state while samples are read; None: the loop's seed."""
+    seed_samples: bool = True
+    """True: while a sample is read, Python's, NumPy's and torch's random state is a function of (seed, epoch, index),
+    so that augmentation does not depend on the number of ranks and workers; for an iterable dataset of (seed, epoch,
+    position), and the ranks compare its first samples. False: nothing is seeded, and a dataset's `__getitems__` is used
+    if it has one."""
+    empty_ranks: bool = False
+    """True: a batch may have fewer samples than there are ranks. For iterable datasets and `Loop.shard`."""
+    divides_itself: bool = False
+    """True: an iterable dataset reads `torch.utils.data.get_worker_info()` and yields that part only. It then sees
+    rank x `num_workers` parts, so that nothing is read twice; ranks may have different numbers of batches, and the
+    order depends on the number of parts. False: every worker of every rank reads the whole stream and keeps its
+    part, so `iter(dataset)` has to yield the same samples in every process."""
+    num_workers: int = 0
+    """Processes of each rank that read samples."""
+    pin_memory: bool = False
+    worker_init_fn: Callable[[int], None] | None = None
+    persistent_workers: bool = False
+    prefetch_factor: int | None = None
+    timeout: float = 0
+    multiprocessing_context: Any = None
+
+
+_NAMES = tuple(field.name for field in fields(LoaderOptions))
+WORKER_OPTIONS = _NAMES[_NAMES.index("num_workers") :]
+"""Options that are passed to torch's DataLoader."""
+SHARD_OPTIONS = ("batch_size_per_rank", "shares", "divides_itself", "seed_samples", "empty_ranks", "seed")
+_OF_MAPS = ("shuffle", "weights", "num_draws", "replacement")
+_OF_STREAMS = ("divides_itself", "empty_ranks")
 
 _INSTEAD = {
     "batch_size": "Give `global_batch_size`, the samples of all ranks together, or `batch_size_per_rank`.",
@@ -27,26 +80,12 @@ _INSTEAD = {
     "generator": "Give `seed`, which determines the order on every rank.",
     "in_order": "Leave it out: batches are always in order.",
 }
-_OF_STREAMS = {
+_INSTEAD_IN_STREAMS = {
+    **_INSTEAD,
     "shuffle": "An iterable dataset determines its own order: shuffle in it, with Python's, numpy's or torch's global "
     "random state, which is the same on all ranks.",
-    "weights": "An iterable dataset determines its own order: draw by weight in it.",
+    **dict.fromkeys(_OF_MAPS[1:], "An iterable dataset determines its own order: draw by weight in it."),
 }
-_NAMES = (
-    "global_batch_size",
-    "batch_size_per_rank",
-    "shuffle",
-    "drop_last",
-    "shares",
-    "weights",
-    "num_draws",
-    "replacement",
-    "collate_fn",
-    "seed_samples",
-    "seed",
-    *WORKER_OPTIONS,
-)
-_OF_SHARDS = ("batch_size_per_rank", "shares", "divides_itself", "seed_samples", "empty_ranks", "seed")
 
 
 @contextmanager
@@ -61,32 +100,35 @@ def naming_rank(rank: int) -> Iterator[None]:
         raise
 
 
-def check_options(options: Mapping[str, Any], rank: int, *, is_stream: bool) -> None:
-    """Raise `DataError` for an unknown option, or one that requires workers."""
+def read_options(options: Mapping[str, Any], rank: int, *, is_stream: bool) -> LoaderOptions:
+    """Return `options` with defaults. Raises `DataError` for an unknown option, or one that requires workers."""
     did = "making a loader" + (" of an iterable dataset" if is_stream else "")
-    instead = {**_INSTEAD, **(_OF_STREAMS if is_stream else {})}
-    names = (*_NAMES, "divides_itself") if is_stream else _NAMES
+    instead = _INSTEAD_IN_STREAMS if is_stream else _INSTEAD
+    names = [name for name in _NAMES if name not in (_OF_MAPS if is_stream else _OF_STREAMS)]
     for name, value in options.items():
-        if name not in WORKER_OPTIONS:
+        if name not in names:
             raise DataError(did, found=f"`{name}={value!r}`", fix=instead.get(name) or _guess(name, names), rank=rank)
     check_size("num_workers", options.get("num_workers"), rank)
-    if options.get("num_workers", 0):
-        return
-    for name in ("persistent_workers", "prefetch_factor", "timeout"):
-        if options.get(name):
-            found = f"`{name}={options[name]!r}` without workers"
-            raise DataError(did, found=found, fix="Give `num_workers` of at least 1, or leave it out.", rank=rank)
+    if not options.get("num_workers", 0):
+        for name in ("persistent_workers", "prefetch_factor", "timeout"):
+            if options.get(name):
+                found = f"`{name}={options[name]!r}` without workers"
+                raise DataError(did, found=found, fix="Give `num_workers` of at least 1, or leave it out.", rank=rank)
+    return LoaderOptions(**options)
 
 
-def check_shard_options(options: Mapping[str, Any], rank: int) -> None:
-    """Raise `DataError` for `options`, which are not arguments of `shard_loader`."""
+def read_shard_options(options: Mapping[str, Any], rank: int) -> LoaderOptions:
+    """Return the options of `shard_loader`. Raises `DataError` for others."""
     for name, value in options.items():
-        fix = _guess(name, _OF_SHARDS)
+        if name in SHARD_OPTIONS:
+            continue
+        fix = _guess(name, SHARD_OPTIONS)
         if name in {"global_batch_size", "batch_size"}:
             fix = "The DataLoader's `batch_size` is that of all ranks; with `batch_size_per_rank=True`, of each."
         elif name in {*_NAMES, *_INSTEAD}:
             fix = "Pass it to the DataLoader, or give its dataset to loop.loader()."
         raise DataError("sharding a DataLoader", found=f"`{name}={value!r}`", fix=fix, rank=rank)
+    return LoaderOptions(**options)
 
 
 def _guess(name: str, names: Sequence[str]) -> str:

@@ -16,8 +16,9 @@ from torch.utils.data._utils import worker as torch_worker
 from ddpilot.data.batches import LocalBatch, SampleDigest, digest_sample
 from ddpilot.data.global_batches import Division, digest
 from ddpilot.data.nested import without_rows
+from ddpilot.data.options import Collate
 from ddpilot.data.sample_seeds import mix_seed, random_apart, seed_random
-from ddpilot.data.workers import Collate, Failure, Workers, catch_failure, draws_randomly
+from ddpilot.data.workers import Failure, Workers, catch_failure, draws_randomly
 from ddpilot.errors import DataError
 
 

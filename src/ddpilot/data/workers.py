@@ -25,10 +25,9 @@ from torch.utils.data import (
 )
 
 from ddpilot.data.nested import without_rows
+from ddpilot.data.options import Collate
 from ddpilot.data.sample_seeds import mix_seed, random_apart, seed_random
 from ddpilot.errors import DataError
-
-Collate = Callable[[list[Any]], Any]
 
 
 class Order(NamedTuple):

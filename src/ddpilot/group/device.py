@@ -241,6 +241,32 @@ def wire_device(group: GroupLike) -> torch.device:
     return torch.device("cpu") if "gloo" in group.backend else group.device
 
 
+_BROADCAST_BYTES = 25 << 20
+"""Size up to which several tensors are sent in one broadcast."""
+
+
+def broadcast_tensors(tensors: Iterable[torch.Tensor], group: GroupLike, src: int = 0) -> None:
+    """Overwrite `tensors`, of any dtype, memory format and device, with those of rank `src`. Collective.
+
+    They are sent as bytes on the group's device, since not every backend broadcasts bool or "channels last" tensors.
+    """
+    buckets: list[list[torch.Tensor]] = []
+    num_bytes = 0
+    for tensor in (one.detach() for one in tensors if one.numel() and group.world_size > 1):
+        num_bytes += tensor.nbytes
+        if not buckets or num_bytes > _BROADCAST_BYTES:
+            buckets.append([])
+            num_bytes = tensor.nbytes
+        buckets[-1].append(tensor)
+    for bucket in buckets:
+        parts = [tensor.to(group.device).contiguous().reshape(-1).view(torch.uint8) for tensor in bucket]
+        flat = torch.cat(parts) if len(parts) > 1 else parts[0]
+        group.broadcast(flat, src)
+        for tensor, part in zip(bucket, flat.split([one.nbytes for one in bucket]), strict=True):
+            if part.data_ptr() != tensor.data_ptr():
+                tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))  # a part may be misaligned
+
+
 def device_ids(model: torch.nn.Module, device: torch.device) -> list[int] | None:
     """Return the `device_ids` argument of DistributedDataParallel for a rank on `device`.
 

@@ -139,7 +139,9 @@ class CallbackRunner:
         """Yield the run, with a `loop` that rejects collectives if other ranks do not call the callback."""
         loop = self._run.loop
         if callback.ranks == "zero":
-            self._run.loop = cast(Loop, _without_collectives(loop, type(callback).__qualname__))
+            name = type(callback).__qualname__
+            group = _Restricted(loop.group, _GROUP_COLLECTIVES, "run.loop.group", name)
+            self._run.loop = cast(Loop, _Restricted(loop, _LOOP_COLLECTIVES, "run.loop", name, group=group))
         try:
             yield self._run
         finally:
@@ -156,12 +158,6 @@ _LOOP_COLLECTIVES = {
     *("gather_batch", "evaluate", "predict", "rank_zero_first"),
 }
 _GROUP_COLLECTIVES = {"barrier", "all_reduce", "broadcast", "all_gather_object", "broadcast_object", "leave"}
-
-
-def _without_collectives(loop: Loop, callback: str) -> Any:
-    """Return a proxy of `loop` whose collectives, and its group's, raise a LoopError that names `callback`."""
-    group = _Restricted(loop.group, _GROUP_COLLECTIVES, "run.loop.group", callback)
-    return _Restricted(loop, _LOOP_COLLECTIVES, "run.loop", callback, group=group)
 
 
 class _Restricted:

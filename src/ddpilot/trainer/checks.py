@@ -3,69 +3,26 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import ParamSpec, TypeVar
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import fields
 
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import DataLoader
 
-from ddpilot.data.loaders import make_loader, make_stream_loader, shard_loader
+from ddpilot.data.options import LoaderOptions
 from ddpilot.errors import LoopError, did_you_mean
 from ddpilot.trainer.callback import Callback
 from ddpilot.trainer.run import trained_parts
 
-_Given = ParamSpec("_Given")
-_Result = TypeVar("_Result")
-
 MAKING = "making a Trainer"
 """What a constructor's errors state as the failed action."""
-
-_OWN = ("self", "dataset", "loader", "rank", "world_size", "seed", "say", "options")
-"""Arguments that the user cannot pass: they are set by the trainer, the group or the data."""
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
     """Return "Did you mean 'x'?" with the most similar known name, or a list of all of them if none is similar."""
     known = list(dict.fromkeys(known))
     return did_you_mean(name, known, show=repr, cutoff=0.55) or f"There is {', '.join(map(repr, known))}."
-
-
-def naming_arguments(
-    did: str, elsewhere: Mapping[str, str] | None = None
-) -> Callable[[Callable[_Given, _Result]], Callable[_Given, _Result]]:
-    """Decorate a method to raise LoopError for unknown arguments, naming a similar one, and for missing ones.
-
-    `did`: what the method does, for the message. `elsewhere`: for arguments that belong to a different method, the text
-    that says which.
-    """
-
-    def decorate(method: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
-        signature = inspect.signature(method)
-        own = [one for one in signature.parameters.values() if one.name != "self"]
-        takes_any = any(one.kind is one.VAR_KEYWORD for one in own)
-
-        @functools.wraps(method)
-        def checked(*args: _Given.args, **options: _Given.kwargs) -> _Result:
-            known = [one.name for one in own if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
-            for name, value in options.items():
-                if name not in known and not takes_any:
-                    fix = (elsewhere or {}).get(name) or suggest(name, known)
-                    raise LoopError(did, found=f"an argument `{name}={value!r}`", fix=fix)
-            given = {*known[: len(args) - 1], *options}
-            if missing := [one.name for one in own if one.default is one.empty and one.name in {*known} - given]:
-                needed = [one.name for one in own if one.default is one.empty and one.name in known]
-                found = (
-                    f"{' and '.join(f'`{name}`' for name in missing)} {'is' if len(missing) == 1 else 'are'} missing"
-                )
-                raise LoopError(did, found=found, fix=f"Give ({', '.join(needed)}, ...).")
-            return method(*args, **options)
-
-        return checked
-
-    return decorate
 
 
 def check_names(did: str, what: str, given: Iterable[str], known: Collection[str]) -> None:
@@ -125,9 +82,7 @@ def check_callbacks(given: Sequence[object]) -> None:
 
 def check_loader_options(did: str, what: str, options: Iterable[str]) -> None:
     """Raise LoopError for names that are not options of any loader."""
-    functions = (make_loader, make_stream_loader, shard_loader, DataLoader.__init__)
-    named = (name for function in functions for name in inspect.signature(function).parameters)
-    known = [name for name in dict.fromkeys(named) if name not in (*_OWN, "batch_size", "sampler", "batch_sampler")]
+    known = [field.name for field in fields(LoaderOptions) if field.name != "seed"]  # that of the trainer
     check_names(did, what, options, known)
 
 

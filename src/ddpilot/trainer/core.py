@@ -22,7 +22,6 @@ from ddpilot.trainer.checks import (
     check_metrics,
     check_model,
     is_count,
-    naming_arguments,
 )
 from ddpilot.trainer.history import History
 from ddpilot.trainer.losses import EpochLosses, Summands, check_attached, check_weighted, with_count
@@ -32,6 +31,7 @@ from ddpilot.training.evaluation.evaluate import forward_batch
 from ddpilot.training.loop import Loop
 from ddpilot.training.models.ddp import run_in_forward
 from ddpilot.training.models.explain import Explanation
+from ddpilot.training.options import naming_arguments
 from ddpilot.training.step.precision import Kind
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from ddpilot.data.loaders import make_loader, make_stream_loader, shard_loader
 from ddpilot.errors import LoopError
-from ddpilot.group.protocol import GroupLike
 from ddpilot.trainer.callback import CallbackRunner
 from ddpilot.trainer.checks import check_forward, check_loader_options, check_names, check_whole, is_count, suggest
 from ddpilot.trainer.core import FitState, Position, TrainerCore
@@ -46,9 +44,6 @@ class FitOptions:
     val_set: Any
     epochs: int
     until_epoch: int | None
-    sizes: Mapping[str, int | None]
-    shuffle: bool
-    num_workers: int
     max_time_s: float | None
     validate_every: int
     checkpoints: Mapping[str, Any]
@@ -57,6 +52,7 @@ class FitOptions:
     check_finite: bool
     progress: bool | None
     loader: Mapping[str, Any]
+    """Options of the training data's loader."""
     ddp: Mapping[str, Any]
 
 
@@ -183,19 +179,21 @@ def move_optimizer_state(optimizer: Optimizer) -> None:
         optimizer.load_state_dict(optimizer.state_dict())
 
 
+_SIZES = ("global_batch_size", "batch_size_per_rank")
+_OF_VALIDATION = (*_SIZES, "num_workers", "collate_fn", "pin_memory")
+"""Options that the loader of a validation set has from that of the training data."""
+
+
 def _make_loaders(fit: FitOptions, loop: Loop) -> tuple[Loader, Loader | None]:
-    common = {"num_workers": fit.num_workers}
-    training = {**common, "shuffle": fit.shuffle, **fit.loader}
-    train = make_loader_of(fit.train_set, loop.group, loop.seed, fit.sizes, training, say=loop.print)
+    train = make_loader_of(fit.train_set, loop, fit.loader)
     if fit.val_set is None:
         return train, None
-    sizes = fit.sizes
+    options = {name: value for name, value in fit.loader.items() if name in _OF_VALIDATION}
     if isinstance(fit.val_set, DataLoader):
-        sizes = NO_SIZES
+        options = {}
     elif isinstance(fit.train_set, DataLoader):
-        sizes = {"global_batch_size": fit.train_set.batch_size, "batch_size_per_rank": None}
-    kept = {name: fit.loader[name] for name in ("collate_fn", "pin_memory") if name in fit.loader}
-    return train, make_loader_of(fit.val_set, loop.group, loop.seed, sizes, {**common, **kept}, say=loop.print)
+        options |= {"global_batch_size": fit.train_set.batch_size, "batch_size_per_rank": None}
+    return train, make_loader_of(fit.val_set, loop, options)
 
 
 def _train_epoch(
@@ -309,50 +307,37 @@ def _report_stop(loop: Loop) -> None:
         loop.print(f"stopped after update {loop.num_updates}{where} ({why})", flush=True)
 
 
-NO_SIZES: Mapping[str, int | None] = {"global_batch_size": None, "batch_size_per_rank": None}
-
-
-def make_loader_of(
-    data: Any,
-    group: GroupLike,
-    seed: int,
-    sizes: Mapping[str, int | None],
-    options: Mapping[str, Any],
-    say: Callable[[str], None] | None = None,
-) -> Loader:
+def make_loader_of(data: Any, loop: Loop, options: Mapping[str, Any]) -> Loader:
     """Return this rank's loader of `data`. Not collective. Raises DataError and LoopError.
 
-    `sizes`: `global_batch_size` and `batch_size_per_rank`; a dataset needs one of them, a DataLoader has its own.
-    `options`: those of `make_loader` or `make_stream_loader`, or of `shard_loader` for a DataLoader, without `shuffle`
-    and `num_workers`. `say` prints the batch size that a DataLoader results in.
+    `options`: those of `LoaderOptions`, with a batch size for a dataset; a DataLoader has its own, and its own workers
+    and order.
     """
     if hasattr(data, "iterate"):
         made: Loader = data
         return made
-    job: dict[str, Any] = {"rank": group.rank, "world_size": group.world_size, "seed": seed}
     if isinstance(data, DataLoader):
-        return shard_loader(data, **_options_of_loader(data, sizes, options), **job, say=say)
-    if isinstance(data, IterableDataset):
-        left = {name: value for name, value in options.items() if name != "shuffle"}
-        return make_stream_loader(data, **{**sizes, **left, **job})
-    return make_loader(data, **{**sizes, **options, **job})
+        return loop.shard(data, **_options_of_loader(data, options))
+    is_stream = isinstance(data, IterableDataset)
+    return loop.loader(data, **{name: one for name, one in options.items() if not is_stream or name != "shuffle"})
 
 
-def _options_of_loader(
-    data: DataLoader[Any], sizes: Mapping[str, int | None], options: Mapping[str, Any]
-) -> dict[str, Any]:
-    given = sizes["global_batch_size"]
-    per_rank = sizes["batch_size_per_rank"]
-    has = data.batch_size
-    if (given is not None and given != has) or (per_rank is not None and per_rank != has):
-        name = "global_batch_size" if given is not None else "batch_size_per_rank"
-        raise LoopError(
-            "sharding a DataLoader",
-            found=f"`{name}={given or per_rank}`, and the loader has `batch_size={has}`",
-            fix=f"Leave `{name}` out, or give the dataset instead of the loader.",
-        )
-    kept = {name: value for name, value in options.items() if name not in ("shuffle", "num_workers")}
-    return {**kept, "batch_size_per_rank": per_rank is not None}
+def _options_of_loader(data: DataLoader[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    given = {name: size for name in _SIZES if (size := options.get(name)) is not None}
+    for name, size in given.items():
+        if size != data.batch_size:
+            raise LoopError(
+                "sharding a DataLoader",
+                found=f"`{name}={size}`, and the loader has `batch_size={data.batch_size}`",
+                fix=f"Leave `{name}` out, or give the dataset instead of the loader.",
+            )
+    kept = {name: value for name, value in options.items() if name not in ("shuffle", "num_workers", *_SIZES)}
+    return {**kept, "batch_size_per_rank": "batch_size_per_rank" in given}
+
+
+def has_size(options: Mapping[str, Any]) -> bool:
+    """True if a batch size is among the `options` of a loader."""
+    return any(options.get(name) is not None for name in _SIZES)
 
 
 def check_fit(trainer: TrainerCore, fit: FitOptions) -> None:
@@ -417,7 +402,7 @@ def check_goal(epochs: int | None, until_epoch: int | None) -> None:
 def _check_sizes(fit: FitOptions) -> None:
     if isinstance(fit.train_set, DataLoader) or hasattr(fit.train_set, "iterate"):
         return
-    given = [name for name, size in fit.sizes.items() if size is not None]
+    given = [name for name in _SIZES if fit.loader.get(name) is not None]
     if len(given) != 1:
         found = f"{' and '.join(map(repr, given)) or 'no batch size'}, and a {type(fit.train_set).__name__}"
         fix = "Give `global_batch_size`, the samples of all ranks together, or `batch_size_per_rank`."

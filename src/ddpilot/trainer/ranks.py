@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 
 from ddpilot.environments.detect import detect_topology
 from ddpilot.group.device import detect_device_facts, resolve_device, use_device
@@ -33,13 +32,6 @@ def is_on_ranks() -> bool:
         return True
     topology = detect_topology(os.environ)
     return topology.world_size > 1 or topology.environment in ("ddpilot", "torchrun")
-
-
-def broadcast_parameters(model: nn.Module, group: GroupLike) -> None:
-    """Broadcast rank 0's parameters, as a fit does: a script may have initialized each rank differently. Collective."""
-    if group.world_size > 1:
-        for parameter in model.parameters():
-            group.broadcast(parameter.data)
 
 
 def report_ignored_ranks(nproc_per_node: int | str | None) -> None:

@@ -11,39 +11,27 @@ from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
-from torch import nn
 
-from ddpilot.data.nested import plain_attributes
+from ddpilot.data.nested import module_attributes
 from ddpilot.errors import RankError
-from ddpilot.findings.finding import Finding
 from ddpilot.group.protocol import GroupLike
 from ddpilot.launching.exception_report import report_exception
 from ddpilot.launching.first_failure import Failure, build_error
 from ddpilot.launching.rank_reports import Raised
-from ddpilot.trainer.core import Position, TrainerCore
-from ddpilot.training.models.explain import Explanation
+from ddpilot.trainer.core import TrainerCore
 from ddpilot.training.models.optimizers import full_state
 
+_COPIED = ("position", "batch_size", "findings", "explanation")
+"""Attributes of a trainer that are replaced by those after the fit."""
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True)
 class FitResult:
-    """The state of a trainer after a fit; tensors are on the CPU."""
+    """What rank 0 sends after a fit."""
 
-    weights: dict[str, Any]
-    frozen: frozenset[str]
-    """Names of the parameters that do not require gradients."""
-    attributes: dict[str, dict[str, Any]]
-    """Public plain attributes of the model's modules, by module name, which a `Schedule` may have changed."""
-    optimizers: dict[str, dict[str, Any]]
-    schedulers: dict[str, dict[str, Any]]
-    ema: dict[str, Any] | None
-    callbacks: list[dict[str, Any]]
-    history: dict[str, Any]
-    position: Position
-    batch_size: int
-    findings: tuple[Finding, ...]
-    explanation: Explanation | None
-    late_error: tuple[Raised, bytes] | None = None
+    state: dict[str, Any]
+    """The state of the trainer, as `load_state` takes it; tensors are on the CPU."""
+    late_error: tuple[Raised, bytes] | None
     """What a callback on rank 0 raised after the last update, and the pickled exception; b"" if it cannot be
     pickled."""
 
@@ -51,7 +39,9 @@ class FitResult:
 def collect_result(trainer: TrainerCore, group: GroupLike, late_error: Exception | None) -> FitResult | None:
     """Return the result on rank 0; None on other ranks. Collective if optimizer state is sharded."""
     optimizers = {name: full_state(optimizer) for name, optimizer in trainer.optimizers.items()}
-    return _gather(trainer, optimizers, late_error) if group.is_rank_zero else None
+    if not group.is_rank_zero:
+        return None
+    return FitResult(_read_state(trainer, optimizers), None if late_error is None else _pack(late_error))
 
 
 def unpack_late_error(late_error: tuple[Raised, bytes], num_ranks: int) -> RankError:
@@ -81,63 +71,51 @@ def _pack(error: Exception) -> tuple[Raised, bytes]:
     return report_exception(error), pickled
 
 
-def _gather(
-    trainer: TrainerCore, optimizers: dict[str, dict[str, Any]], late_error: Exception | None = None
-) -> FitResult:
+def _read_state(trainer: TrainerCore, optimizers: dict[str, dict[str, Any]]) -> dict[str, Any]:
     model = trainer.model
-    return FitResult(
-        weights=model.state_dict(),
-        frozen=frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad),
-        attributes={name: _public(module) for name, module in model.named_modules()},
-        optimizers=optimizers,
-        schedulers={name: scheduler.state_dict() for name, scheduler in trainer.schedulers.items()},
-        ema=None if trainer.ema is None else trainer.ema.state_dict(),
-        callbacks=[callback.state_dict() for callback in trainer.callbacks],
-        history=trainer.history.state_dict(),
-        position=trainer.position,
-        batch_size=trainer.batch_size,
-        findings=trainer.findings,
-        explanation=trainer.explanation,
-        late_error=None if late_error is None else _pack(late_error),
-    )
+    return {
+        "weights": model.state_dict(),
+        "frozen": {name for name, parameter in model.named_parameters() if not parameter.requires_grad},
+        "attributes": {name: module_attributes(module) for name, module in model.named_modules()},
+        "optimizers": optimizers,
+        "schedulers": {name: scheduler.state_dict() for name, scheduler in trainer.schedulers.items()},
+        "ema": None if trainer.ema is None else trainer.ema.state_dict(),
+        "callbacks": [callback.state_dict() for callback in trainer.callbacks],
+        "history": trainer.history.state_dict(),
+        **{name: getattr(trainer, name) for name in _COPIED},
+    }
 
 
-def load_result(trainer: TrainerCore, result: FitResult) -> None:
-    """Load `result` into `trainer`'s model, optimizers and callbacks in place."""
+def load_state(trainer: TrainerCore, state: dict[str, Any]) -> None:
+    """Load the state after a fit into `trainer`'s model, optimizers and callbacks in place."""
     model = trainer.model
-    model.load_state_dict(result.weights)
+    model.load_state_dict(state["weights"])
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name not in result.frozen)
+        parameter.requires_grad_(name not in state["frozen"])
     modules = dict(model.named_modules())
-    for name, attributes in result.attributes.items():
+    for name, attributes in state["attributes"].items():  # which a `Schedule` may have changed
         modules[name].__dict__.update(attributes)
-    for name, state in result.optimizers.items():
-        trainer.optimizers[name].load_state_dict(state)
-    for name, state in result.schedulers.items():
-        trainer.schedulers[name].load_state_dict(state)
-    if trainer.ema is not None and result.ema is not None:
-        trainer.ema.load_state_dict(result.ema)
-    for callback, state in zip(trainer.callbacks, result.callbacks, strict=True):
-        callback.load_state_dict(state)
-    trainer.history.load_state_dict(result.history)
-    trainer.position = result.position
-    trainer.batch_size = result.batch_size
-    trainer.findings = result.findings
-    trainer.explanation = result.explanation
+    for name, saved in state["optimizers"].items():
+        trainer.optimizers[name].load_state_dict(saved)
+    for name, saved in state["schedulers"].items():
+        trainer.schedulers[name].load_state_dict(saved)
+    if trainer.ema is not None:
+        trainer.ema.load_state_dict(state["ema"])
+    for callback, saved in zip(trainer.callbacks, state["callbacks"], strict=True):
+        callback.load_state_dict(saved)
+    trainer.history.load_state_dict(state["history"])
+    for name in _COPIED:
+        setattr(trainer, name, state[name])
 
 
 @contextmanager
 def rollback_on_error(trainer: TrainerCore) -> Iterator[None]:
     """Restore the trainer's state if an exception is raised, as after a failed fit on ranks, which train copies."""
-    before = copy.deepcopy(_gather(trainer, {name: each.state_dict() for name, each in trainer.optimizers.items()}))
+    before = copy.deepcopy(_read_state(trainer, {name: each.state_dict() for name, each in trainer.optimizers.items()}))
     try:
         yield
     except BaseException:
-        load_result(trainer, before)
+        load_state(trainer, before)
         for optimizer in trainer.optimizers.values():
             optimizer.zero_grad(set_to_none=True)
         raise
-
-
-def _public(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in plain_attributes(module).items() if name[0] != "_" and name != "training"}

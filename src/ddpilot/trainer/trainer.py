@@ -11,49 +11,46 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from ddpilot.data.options import LoaderOptions
 from ddpilot.errors import LoopError
-from ddpilot.group.device import capture_rng, move, restore_rng
-from ddpilot.group.protocol import GroupLike
+from ddpilot.group.device import broadcast_tensors, capture_rng, move, restore_rng
 from ddpilot.trainer.checks import (
     check_choice,
     check_forward,
     check_loader_options,
     check_whole,
-    naming_arguments,
 )
 from ddpilot.trainer.core import TrainerCore
 from ddpilot.trainer.fit import (
-    NO_SIZES,
     FitOptions,
     check_fit,
     check_goal,
     fit_here,
     fit_on_rank,
+    has_size,
     make_loader_of,
     move_optimizer_state,
 )
 from ddpilot.trainer.history import History
 from ddpilot.trainer.losses import with_count
 from ddpilot.trainer.ranks import (
-    broadcast_parameters,
     group_here,
     is_on_ranks,
     report_ignored_ranks,
     run_on_ranks,
     run_once,
 )
-from ddpilot.trainer.result import load_result, rollback_on_error, unpack_late_error
+from ddpilot.trainer.result import load_state, rollback_on_error, unpack_late_error
 from ddpilot.trainer.run import Forward, call_model, find_inner
 from ddpilot.training.batch_size import BatchSizeSearch, check_search, find_batch_size
 from ddpilot.training.batches import Loader
 from ddpilot.training.coordination.stop import StopSignals
 from ddpilot.training.device_placement import ensure_on_device
-from ddpilot.training.evaluation.evaluate import evaluate, predict_batch
-from ddpilot.training.evaluation.predict import predict
+from ddpilot.training.evaluation.evaluate import predict_batch
 from ddpilot.training.loop import Loop
 from ddpilot.training.losses import add_losses
 from ddpilot.training.models.ddp_options import DDPOptions
-from ddpilot.training.options import CheckpointOptions, keywords_of
+from ddpilot.training.options import CheckpointOptions, keywords_of, naming_arguments
 from ddpilot.training.step.precision import Precision
 
 _WHICH_SIZE = "Give `global_batch_size`, the samples of all ranks together, or `batch_size_per_rank`."
@@ -98,7 +95,7 @@ class Trainer(TrainerCore):
         checkpoints: CheckpointOptions | Mapping[str, Any] | None = None,
         check_finite: bool = True,
         progress: bool | None = None,
-        loader: Mapping[str, Any] | None = None,
+        loader: LoaderOptions | Mapping[str, Any] | None = None,
         ddp: DDPOptions | Mapping[str, Any] | None = None,
     ) -> History:
         """Train for `epochs` more epochs (default 1), or until `until_epoch` epochs in total, and return `history`.
@@ -110,14 +107,13 @@ class Trainer(TrainerCore):
         this process.
 
         `train_set`, `val_set`: datasets, with `global_batch_size` or `batch_size_per_rank`; or DataLoaders, with their
-        own batch size. `validate_every`: number of epochs between validations, counted over all fits; the last epoch is
-        always validated. `loader`: further options of `Loop.loader` for the training data; `ddp`: options of
-        `Loop.prepare`, as DDPOptions or a dict. `checkpoint_dir`, `resume`: as for `Loop`, which resumes from the
-        latest checkpoint there if it is further than this trainer; `other_data`: also if an epoch starts with a dataset
-        of different length. `checkpoints`: `keep`, `best` (with a name of the history, "max val_acc") and the other
-        options, as CheckpointOptions or a dict. As `epochs` counts from the trainer's position, a repeated call trains
-        further; with `until_epoch`, a total, it does not.
-        `check_finite`: as for `Loop`. `progress`: False shows neither a bar nor a line per epoch.
+        own. `validate_every`: number of epochs between validations, counted over all fits; the last epoch is always
+        validated. `loader`, `ddp`: further options of `Loop.loader` for the training data and of `Loop.prepare`.
+        `checkpoint_dir`, `resume`, `check_finite`: as for `Loop`, which resumes from the latest checkpoint there if it
+        is further than this trainer; `other_data`: also if an epoch starts with a dataset of different length.
+        `checkpoints`: the other options; `best` names a column of the history, "max val_acc". As `epochs` counts from
+        the trainer's position, a repeated call trains further; with `until_epoch`, a total, it does not. `progress`:
+        False shows neither a bar nor a line per epoch.
 
         After Ctrl-C, `max_time_s` seconds or a callback's stop, all ranks stop after the same update, within about 0.1
         s (see `Run.stop`), and `fit` returns; the next fit on the same data resumes there. Raises RankError if a rank
@@ -127,21 +123,19 @@ class Trainer(TrainerCore):
         before any rank starts.
         """
         check_goal(epochs, until_epoch)
+        sizes = {"global_batch_size": global_batch_size, "batch_size_per_rank": batch_size_per_rank}
         fit = FitOptions(
             train_set=train_set,
             val_set=val_set,
             epochs=1 if epochs is None else epochs,
             until_epoch=until_epoch,
-            sizes={"global_batch_size": global_batch_size, "batch_size_per_rank": batch_size_per_rank},
-            shuffle=shuffle,
-            num_workers=num_workers,
             max_time_s=max_time_s,
             validate_every=validate_every,
             checkpoints={"checkpoint_dir": checkpoint_dir, "resume": resume, **keywords_of(checkpoints)},
             other_data=other_data,
             check_finite=check_finite,
             progress=progress,
-            loader=loader or {},
+            loader={**sizes, "shuffle": shuffle, "num_workers": num_workers, **keywords_of(loader)},
             ddp=keywords_of(ddp),
         )
         check_fit(self, fit)
@@ -161,7 +155,7 @@ class Trainer(TrainerCore):
                 return fit_here(self, fit, signals)
         self.nproc_per_node = self.nproc_per_node if nproc_per_node is None else nproc_per_node
         results = run_on_ranks(self, self.nproc_per_node, "fit", fit_on_rank, fit)
-        load_result(self, results[0])
+        load_state(self, results[0].state)
         late_error = results[0].late_error
         return None if late_error is None else unpack_late_error(late_error, len(results))
 
@@ -258,6 +252,15 @@ class Trainer(TrainerCore):
         return search
 
 
+def _loop_here(trainer: TrainerCore) -> Loop:
+    """Return a loop with the trainer's precision; this process's random states stay as they are. Collective."""
+    group = group_here()
+    rng = capture_rng(group.device)
+    loop = Loop(trainer.seed, precision=trainer.precision, group=group, progress=False)
+    restore_rng(rng, group.device)
+    return loop
+
+
 def evaluate_here(
     trainer: TrainerCore,
     dataset: Any,
@@ -266,10 +269,9 @@ def evaluate_here(
     options: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Implement `Trainer.evaluate`; `forward`: None for the trainer's. Collective on ranks."""
-    group = group_here()
-    model, loader = _place(trainer, dataset, options, group)
-    with Precision(trainer.precision, group.device).autocast():
-        return evaluate(model, loader, metrics, group, forward or trainer.forward)
+    loop = _loop_here(trainer)
+    model, loader = _place(trainer, dataset, options, loop)
+    return loop.evaluate(model, loader, metrics, forward=forward or trainer.forward)
 
 
 def predict_here(
@@ -280,10 +282,9 @@ def predict_here(
     options: Mapping[str, Any],
 ) -> Any:
     """Implement `Trainer.predict`; `forward`: None for the trainer's. Collective on ranks."""
-    group = group_here()
-    model, loader = _place(trainer, dataset, options, group)
-    with Precision(trainer.precision, group.device).autocast():
-        return predict(model, loader, group, to=to, forward=forward or trainer.output_of)
+    loop = _loop_here(trainer)
+    model, loader = _place(trainer, dataset, options, loop)
+    return loop.predict(model, loader, to=to, forward=forward or trainer.output_of)
 
 
 def call_here(trainer: TrainerCore, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], ranks: str) -> Any:
@@ -296,18 +297,16 @@ def call_here(trainer: TrainerCore, method: str, args: tuple[Any, ...], kwargs: 
         return call_model(model, method, *args, device=group.device, **kwargs)
 
 
-def _place(
-    trainer: TrainerCore, dataset: Any, options: Mapping[str, Any], group: GroupLike
-) -> tuple[nn.Module, Loader]:
+def _place(trainer: TrainerCore, dataset: Any, options: Mapping[str, Any], loop: Loop) -> tuple[nn.Module, Loader]:
     """Return the model on the device, and this rank's loader."""
-    model = ensure_on_device(find_inner(trainer.ema or trainer.model), group.device)
+    model = ensure_on_device(find_inner(trainer.ema or trainer.model), loop.device)
     if not trainer.position.num_updates:
-        broadcast_parameters(model, group)
-    sizes = {name: options.get(name) for name in NO_SIZES}
-    if not any(sizes.values()) and not isinstance(dataset, DataLoader):
-        sizes = {**NO_SIZES, "global_batch_size": trainer.batch_size}
-    left = {name: value for name, value in options.items() if name not in NO_SIZES}
-    return model, make_loader_of(dataset, group, trainer.seed, sizes, left)
+        broadcast_tensors(model.parameters(), loop.group)  # a script may have initialized each rank differently
+    if isinstance(dataset, DataLoader):
+        options = {**options, "say": None}  # its batch size does not affect the results
+    elif not has_size(options):
+        options = {**options, "global_batch_size": trainer.batch_size}
+    return model, make_loader_of(dataset, loop, options)
 
 
 def find_batch_size_here(
@@ -315,12 +314,6 @@ def find_batch_size_here(
 ) -> BatchSizeSearch:
     """Implement `Trainer.find_batch_size`. Collective."""
     _check_searchable(trainer)
-    group = group_here()
-    rng = capture_rng(group.device)
-    loop = Loop(trainer.seed, precision=trainer.precision, group=group)
-    move(trainer.model, loop.device)
-    model, (optimizer,) = trainer.model, trainer.optimizers.values()
-    move_optimizer_state(optimizer)
     is_loader = isinstance(dataset, DataLoader)
 
     def step(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -328,19 +321,20 @@ def find_batch_size_here(
         loss: torch.Tensor = add_losses(with_count(trainer.loss_fn(*trainer.forward(model, batch)))[0])
         return loss
 
-    try:
-        return find_batch_size(
-            loop,
-            model,
-            optimizer,
-            dataset.dataset if is_loader else dataset,
-            step,
-            collate_fn=dataset.collate_fn if is_loader else None,
-            max_per_rank=max_per_rank,
-            headroom=headroom,
-        )
-    finally:
-        restore_rng(rng, group.device)
+    loop = _loop_here(trainer)
+    move(trainer.model, loop.device)
+    (optimizer,) = trainer.optimizers.values()
+    move_optimizer_state(optimizer)
+    return find_batch_size(
+        loop,
+        trainer.model,
+        optimizer,
+        dataset.dataset if is_loader else dataset,
+        step,
+        collate_fn=dataset.collate_fn if is_loader else None,
+        max_per_rank=max_per_rank,
+        headroom=headroom,
+    )
 
 
 def _check_searchable(trainer: TrainerCore) -> None:

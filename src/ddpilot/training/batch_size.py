@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -109,9 +109,7 @@ def find_batch_size(
         what = f"`max_per_rank` is {limit}" if max_per_rank else f"the dataset has {limit} sample for each rank"
         fix = "BatchNorm needs two samples on each: allow more, or use GroupNorm."
         raise _search_error(loop.rank, f"{what}, and the model has BatchNorm", fix)
-    trials = _Trials(
-        loop, unwrap(model), local_optimizer(optimizer), step, _Repeated(dataset, collate_fn or default_collate)
-    )
+    trials = _Trials(loop, unwrap(model), local_optimizer(optimizer), step, dataset, collate_fn or default_collate)
     with preserved(trials.model, trials.optimizer, loop.device):
         largest = largest_that(trials.fits, limit, first)
     if not largest:
@@ -157,47 +155,28 @@ def largest_that(fits: Callable[[int], bool], limit: int, first: int = 1) -> int
     return low
 
 
-class _Repeated:
-    """Makes batches of any size by repeating the first samples of a dataset."""
-
-    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
-        self._dataset = dataset
-        self._samples: list[Any] = []
-        self._collate = collate_fn
-
-    def batch(self, size: int) -> Any:
-        """Return a collated batch of `size` samples."""
-        if not self._samples:  # read inside the search, which restores the random state that a dataset may change
-            self._samples = [self._dataset[number] for number in range(min(_NUM_SAMPLES, len(self._dataset)))]
-        return self._collate([self._samples[place % len(self._samples)] for place in range(size)])
-
-
+@dataclass(eq=False)
 class _Trials:
     """Runs the trial steps on this rank and combines the outcomes of all ranks."""
 
-    def __init__(
-        self,
-        loop: Loop,
-        model: nn.Module,
-        optimizer: Optimizer,
-        step: Callable[[nn.Module, Any], torch.Tensor],
-        samples: _Repeated,
-    ) -> None:
-        self._loop = loop
-        self.model = model
-        self.optimizer = optimizer
-        self._step = step
-        self._samples = samples
-        self.results: list[BatchSizeTrial] = []
+    loop: Loop
+    model: nn.Module
+    optimizer: Optimizer
+    step: Callable[[nn.Module, Any], torch.Tensor]
+    dataset: Any
+    collate_fn: Callable[[list[Any]], Any]
+    samples: list[Any] = field(default_factory=list)
+    """The first samples of the dataset, of which batches of any size are made."""
+    results: list[BatchSizeTrial] = field(default_factory=list)
 
     def fits(self, size: int) -> bool:
         """True if a step with `size` samples fits on every rank. Collective; raises errors of `step` on all ranks."""
-        reset_peak(self._loop.device)
+        reset_peak(self.loop.device)
         begin = time.monotonic()
-        outcome = joint_try(lambda: self._take(size), self._loop.group)
+        outcome = joint_try(lambda: self._take(size), self.loop.group)
         seconds = time.monotonic() - begin
-        peak = peak_bytes(self._loop.device)
-        of_ranks = self._loop.group.all_gather_object((seconds, peak))
+        peak = peak_bytes(self.loop.device)
+        of_ranks = self.loop.group.all_gather_object((seconds, peak))
         self.results.append(
             BatchSizeTrial(
                 per_rank=size,
@@ -211,15 +190,20 @@ class _Trials:
     def _take(self, size: int) -> None:
         for _ in range(1 if self.results else 2):  # the optimizer has its state from the second step on
             try:
-                batch = to_device(self._samples.batch(size), self._loop.device)
-                with self._loop.autocast():
-                    loss = self._step(self.model, batch)
+                batch = to_device(self._make_batch(size), self.loop.device)
+                with self.loop.autocast():
+                    loss = self.step(self.model, batch)
                 loss.backward()  # type: ignore[no-untyped-call]
                 self.optimizer.step()
-                if self._loop.device.type != "cpu":
-                    torch.accelerator.synchronize(self._loop.device)
+                if self.loop.device.type != "cpu":
+                    torch.accelerator.synchronize(self.loop.device)
             finally:
                 self.model.zero_grad(set_to_none=True)
+
+    def _make_batch(self, size: int) -> Any:
+        if not self.samples:  # read inside the search, which restores the random state that a dataset may change
+            self.samples = [self.dataset[number] for number in range(min(_NUM_SAMPLES, len(self.dataset)))]
+        return self.collate_fn([self.samples[place % len(self.samples)] for place in range(size)])
 
 
 def _outcome(trial: BatchSizeTrial) -> str:

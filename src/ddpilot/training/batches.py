@@ -75,8 +75,8 @@ def iterate_groups(
     `stream_state`: the state after batch `first_batch` - 1, with which a stream resumes there without reading the
     batches before. Raises DataError on all ranks if they would read different epochs or see different streams.
     """
-    check_loader(loader, group)
     with naming_rank(group.rank):
+        check_loader(loader)
         _check_agreement(loader, group)
     if isinstance(loader, StreamLoader):
         batches = loader.iterate(epoch, first_batch, stream_state)
@@ -117,7 +117,7 @@ def _check_agreement(loader: Loader, group: GroupLike) -> None:
         )
 
 
-def check_loader(loader: Any, group: GroupLike) -> None:
+def check_loader(loader: Any) -> None:
     """Raise LoopError unless `loader` is a loader of `ddpilot.data`: a plain DataLoader is not. Not collective."""
     if hasattr(loader, "iterate"):
         return
@@ -126,7 +126,6 @@ def check_loader(loader: Any, group: GroupLike) -> None:
         "beginning an epoch",
         found=f"a {type(loader).__name__}" + (", which every rank would read as a whole" if is_torchs else ""),
         fix=f"Pass {'loop.shard(loader) or ' * is_torchs}loop.loader(dataset, global_batch_size=...).",
-        rank=group.rank,
     )
 
 

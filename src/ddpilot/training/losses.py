@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several losses of one forward pass with their own counts, and the weights that make DDP's mean the global mean."""
+"""Losses of a backward pass, and the weights that make DDP's mean over ranks the mean over all samples."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ddpilot.errors import LoopError
 from ddpilot.group.protocol import GroupLike
+from ddpilot.training.batches import CurrentBatch
 
 NUM_COUNTS = 8
 """Counts that are sent with the names, padded to this number, so that ranks with different losses send equal sizes."""
@@ -20,25 +23,138 @@ _NAME_VALUES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedLoss:
-    """One loss of the mapping passed to `Loop.backward`."""
+    """A loss passed to `Loop.backward`."""
 
-    name: str
-    """Its name in the mapping."""
+    name: str | None
+    """Its name in the mapping; None if it was passed alone."""
     value: torch.Tensor
     """This rank's mean, shape ()."""
     count: float | None
     """Number of items that the mean is over on this rank; None: samples."""
 
 
-def read_losses(losses: Mapping[Any, Any]) -> tuple[NamedLoss, ...]:
-    """Return the losses of a mapping from a name to a mean, or to (mean, count). Values are not checked."""
+def read_losses(losses: Any, count: float | None = None) -> tuple[NamedLoss, ...]:
+    """Return a single loss, or those of a mapping from a name to a mean or (mean, count). Values are not checked."""
+    if not isinstance(losses, Mapping):
+        return (NamedLoss(name=None, value=losses, count=count),)
     pairs = {name: one if isinstance(one, tuple) and len(one) == 2 else (one, None) for name, one in losses.items()}
-    return tuple(NamedLoss(name=str(name), value=mean, count=count) for name, (mean, count) in pairs.items())
+    return tuple(NamedLoss(name=str(name), value=mean, count=number) for name, (mean, number) in pairs.items())
+
+
+def check_losses(losses: Sequence[NamedLoss]) -> None:
+    """Raise LoopError unless all of `losses` are scalars with a gradient."""
+    if not losses:
+        raise _error("a mapping without losses", 'Pass {"name": loss}, or {"name": (loss, count)}.')
+    for one in losses:
+        where = "" if one.name is None else f" under {one.name!r}"
+        if not isinstance(one.value, torch.Tensor):
+            raise _error(f"a {type(one.value).__name__} instead of a loss{where}", "Pass the tensor, not loss.item().")
+        if one.value.ndim:
+            found = f"a loss of shape {tuple(one.value.shape)}{where}"
+            raise _error(found, "Pass its mean over this rank's samples.")
+        if not one.value.requires_grad:
+            raise _error(
+                f"a loss without a gradient{where}, so nothing would be trained",
+                "Compute it from the model's output, without detach(), .item() or no_grad().",
+            )
+
+
+def _error(found: str, fix: str) -> LoopError:
+    return LoopError("running backward", found=found, fix=fix)
 
 
 def add_losses(losses: Any) -> Any:
     """Return the sum of the means of a mapping, without counts; anything else unchanged."""
     return sum(one.value for one in read_losses(losses)) if isinstance(losses, Mapping) else losses
+
+
+class LossWeights:
+    """The number of items that each loss of a backward pass is a mean over, on this rank and on all ranks.
+
+    DDP averages the gradients of the ranks. So with the weight `local * world_size / total`, each loss contributes its
+    gradient in the mean over the items of all ranks. `sum_over_ranks(count, more)` returns the sums over all ranks of
+    `count` and of further numbers. Collective.
+    """
+
+    def __init__(self, world_size: int, sum_over_ranks: Callable[[float, Sequence[float]], tuple[float, Any]]) -> None:
+        self._world_size = world_size
+        self._sum_over_ranks = sum_over_ranks
+        self._groups: dict[tuple[int, ...], CountTotals] = {}
+
+    def begin_group(self) -> None:
+        """Begin an accumulation group."""
+        self._groups.clear()
+
+    def count(
+        self, losses: Sequence[NamedLoss], batch: CurrentBatch | None, models: Sequence[torch.nn.Module]
+    ) -> tuple[list[tuple[float, float]], float]:
+        """Return local and total items of each of `losses`, and the factor for the accumulated gradients after them.
+
+        `models`: those of the current `Loop.accumulate`. Collective with a count, and for several losses.
+        """
+        local = [_local_count(one, batch) for one in losses]
+        in_group = 0.0 if batch is None else float(batch.group_count)
+        is_accumulated = batch is not None and batch.group_size > 1
+        if losses[0].name is not None:
+            if is_accumulated and any(one.count is not None for one in losses):
+                raise _error(
+                    "several losses with counts in an accumulation group, whose totals are known too late",
+                    "Do not accumulate, or pass each loss as a mean over samples, without a count.",
+                )
+            totals = iter(self._sum_named(losses, local))
+            of_ranks = [in_group if one.count is None else next(totals) for one in losses]
+            return list(zip(local, of_ranks, strict=True)), 1.0
+        if losses[0].count is None:
+            return [(local[0], in_group)], 1.0
+        total, _ = self._sum_over_ranks(local[0], ())
+        if batch is None or not is_accumulated:
+            return [(local[0], total)], 1.0
+        group = self._group_of(total, batch, models)
+        group.add(total)
+        return [(local[0], group.reference)], group.correction if batch.is_last else 1.0
+
+    def _sum_named(self, losses: Sequence[NamedLoss], local: Sequence[float]) -> Sequence[float]:
+        own = [num for num, one in zip(local, losses, strict=True) if one.count is not None]
+        totals = decode(self._sum_over_ranks(0.0, encode(losses, own))[1], self._world_size)
+        if totals is None:
+            raise _error(
+                f"the ranks have different losses: {', '.join(repr(one.name) for one in losses)} here",
+                "Pass the same names on every rank, and a count of 0 for an empty mean: "
+                '{"box": (output.sum() * 0, 0)}.',
+            )
+        rest = own[NUM_COUNTS:]
+        return (*totals, *self._sum_over_ranks(0.0, rest)[1]) if rest else totals
+
+    def _group_of(self, total: float, batch: CurrentBatch, models: Sequence[torch.nn.Module]) -> CountTotals:
+        key = tuple(map(id, models))
+        if not key:
+            raise _error(
+                "`count=` with accumulation, outside of `accumulate`, so the model is unknown",
+                "Run the forward and backward pass in `with loop.accumulate(model):`.",
+            )
+        if batch.is_first and key in self._groups:
+            raise _error(
+                "two losses with `count=` for one model in one batch of an accumulation group",
+                "Add the losses and call backward() once, or do not accumulate.",
+            )
+        if batch.is_first:
+            self._groups[key] = CountTotals(total, batch.group_size)
+        return self._groups[key]
+
+
+def _local_count(loss: NamedLoss, batch: CurrentBatch | None) -> float:
+    if loss.count is not None:
+        if not 0 <= float(loss.count) < math.inf:
+            which = "" if loss.name is None else f" of {loss.name!r}"
+            found = f"`count`{which} is {loss.count}"
+            raise _error(found, "Pass the number of items in this rank's mean, 0 or more.")
+        return float(loss.count)
+    if batch is None:
+        raise _error(
+            "it was called outside `batches`, so the number of samples is unknown",
+            "Iterate over loop.batches(loader), or pass `count=`, the samples (or tokens) in this rank's mean.",
+        )
+    return float(batch.count)
 
 
 def encode(losses: Sequence[NamedLoss], counts: Sequence[float]) -> list[float]:

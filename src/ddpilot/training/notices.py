@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warnings that a loop prints during training, attributed to the line of the user's program."""
+"""Rank and batch in the errors of a loop; warnings attributed to the line of the user's program."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 import warnings
+from collections.abc import Callable
 from types import FrameType
+from typing import Any, TypeVar
 
-from ddpilot.errors import DataError
+from ddpilot.errors import DataError, DdpilotError, LoopError
 from ddpilot.findings.display import render_text
 from ddpilot.findings.finding import Finding
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.batches import CurrentBatch
+from ddpilot.training.options import detect_rank
+
+_Class = TypeVar("_Class")
 
 _PACKAGE = __name__.partition(".")[0]
 
@@ -20,6 +27,44 @@ Line = tuple[str, int]
 
 
 _NOWHERE: Line = ("ddpilot", 0)
+
+
+def locating(cls: type[_Class]) -> type[_Class]:
+    """Decorate `Loop`: errors that it raises name this rank, and the current batch if there is one."""
+    for name, method in list(vars(cls).items()):
+        if inspect.isfunction(method) and (not name.startswith("_") or name == "__init__"):
+            setattr(cls, name, _located(method))
+    return cls
+
+
+def _located(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def located(self: Any, *args: Any, **options: Any) -> Any:
+        try:
+            return method(self, *args, **options)
+        except (DataError, LoopError) as error:
+            rank = self.group.rank if hasattr(self, "group") else detect_rank()
+            locate(error, rank, getattr(self, "batch", None))
+            raise
+
+    @functools.wraps(method)
+    def located_generator(self: Any, *args: Any, **options: Any) -> Any:
+        try:
+            yield from method(self, *args, **options)
+        except (DataError, LoopError) as error:
+            locate(error, self.group.rank, None)
+            raise
+
+    return located_generator if inspect.isgeneratorfunction(method) else located
+
+
+def locate(error: DdpilotError, rank: int | None, batch: CurrentBatch | None) -> None:
+    """Add the rank to `error`, and `batch` to a LoopError, unless they are named already."""
+    if error.rank is None:
+        error.rank = rank
+    if isinstance(error, LoopError) and batch is not None and "batch " not in error.did + error.found:
+        error.did += f" in batch {batch.index} of epoch {batch.epoch}"
+    error.args = (error.render(),)
 
 
 def warn_findings(findings: tuple[Finding, ...], group: GroupLike) -> None:
@@ -70,11 +115,10 @@ def _warn(text: str, line: Line) -> None:
     warnings.warn_explicit(text, UserWarning, *line)
 
 
-def no_samples_error(batch: CurrentBatch, group: GroupLike) -> DataError:
+def no_samples_error(batch: CurrentBatch) -> DataError:
     """Return the error of a rank whose part of a stream has no samples."""
     return DataError(
         f"beginning epoch {batch.epoch}",
         found="this rank's part of the stream is empty, so the structure of a batch is unknown",
         fix="Let the dataset yield samples in every part, or use fewer ranks or workers.",
-        rank=group.rank,
     )

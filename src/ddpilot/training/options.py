@@ -7,41 +7,50 @@ import functools
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from ddpilot.environments.detect import detect_topology
 from ddpilot.errors import LoopError, TopologyError, did_you_mean
 
-_Self = TypeVar("_Self")
 _Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
 
 
-def naming_options(init: Callable[Concatenate[_Self, _Given], None]) -> Callable[Concatenate[_Self, _Given], None]:
-    """Decorate the `__init__` of a loop: an unknown option raises a LoopError that suggests the closest known one.
+def naming_arguments(
+    did: str, elsewhere: Mapping[str, str] | None = None
+) -> Callable[[Callable[_Given, _Result]], Callable[_Given, _Result]]:
+    """Decorate a method to raise LoopError for unknown arguments, naming a similar one, and for missing ones.
 
-    Every LoopError that `__init__` raises gets the rank of this process, unless world_size is 1.
+    `did`: what the method does, for the message. `elsewhere`: for arguments that belong to a different method, the text
+    that says which.
     """
-    known = [name for name in inspect.signature(init).parameters if name != "self"]
 
-    @functools.wraps(init)
-    def checked(self: _Self, /, *args: _Given.args, **options: _Given.kwargs) -> None:
-        try:
+    def decorate(method: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
+        own = [one for one in inspect.signature(method).parameters.values() if one.name != "self"]
+        known = [one.name for one in own]
+        needed = [one.name for one in own if one.default is one.empty]
+
+        @functools.wraps(method)
+        def checked(*args: _Given.args, **options: _Given.kwargs) -> _Result:
             for name, value in options.items():
                 if name not in known:
-                    raise LoopError("making a Loop", found=f"`{name}={value!r}`", fix=suggest(name, known))
-            init(self, *args, **options)
-        except LoopError as error:
-            if error.rank is None:
-                error.rank = self.group.rank if hasattr(self, "group") else _detect_rank()
-                error.args = (error.render(),)
-            raise
+                    raise LoopError(
+                        did, found=f"`{name}={value!r}`", fix=(elsewhere or {}).get(name) or suggest(name, known)
+                    )
+            given = {*known[: len(args) - 1], *options}
+            if missing := [f"`{name}`" for name in needed if name not in given]:
+                found = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
+                raise LoopError(did, found=found, fix=f"Give ({', '.join(needed)}, ...).")
+            return method(*args, **options)
 
-    return checked
+        return checked
+
+    return decorate
 
 
-def _detect_rank() -> int | None:
+def detect_rank() -> int | None:
     """Return the rank of a process that has not joined its group yet; None if it is alone or the rank is unknown."""
     try:
         topology = detect_topology(os.environ)
@@ -89,7 +98,9 @@ class CheckpointOptions:
     """True: resume from the latest checkpoint; False: start over, and move existing ones to a subdirectory."""
 
     def __post_init__(self) -> None:
-        _check_resume(self.resume)
+        if not isinstance(self.resume, bool):
+            fix = "Pass True to resume from the latest checkpoint if there is one, or False to start over."
+            raise LoopError("making a Loop", found=f"`resume` is {self.resume!r}", fix=fix)
         if self.checkpoint_dir is not None and not os.fspath(self.checkpoint_dir):
             raise LoopError("making a Loop", found="`checkpoint_dir` is empty", fix="Name a directory, or pass None.")
         for name in ("save_every_s", "save_every_updates"):
@@ -105,12 +116,6 @@ class CheckpointOptions:
                 raise LoopError("making a Loop", found=found, fix="Pass `checkpoint_dir=`.")
 
 
-def _check_resume(resume: object) -> None:
-    if not isinstance(resume, bool):
-        fix = "Pass True to resume from the latest checkpoint if there is one, or False to start over."
-        raise LoopError("making a Loop", found=f"`resume` is {resume!r}", fix=fix)
-
-
 def keywords_of(options: Any) -> dict[str, Any]:
     """Return options as keyword arguments: of a mapping its items, of a dataclass the fields that differ from defaults.
 
@@ -123,6 +128,6 @@ def keywords_of(options: Any) -> dict[str, Any]:
         value = getattr(options, field.name)
         if field.name == "more":  # further arguments of DistributedDataParallel
             keywords |= value
-        elif value != field.default:
+        elif value is not field.default and (field.default is None or value != field.default):  # it may be an array
             keywords[field.name] = value
     return keywords

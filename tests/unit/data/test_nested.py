@@ -60,9 +60,9 @@ def rows(*values: float) -> torch.Tensor:
 )
 def test_rows_that_cannot_be_joined_are_named(parts: Any, said: str) -> None:
     """With whose they are, what they are, and how the first differs."""
-    found = rf"^\[rank 0\] predicting: what rank 0 has cannot .* rank 2 has: {said}"
+    found = rf"^predicting: what rank 0 has cannot .* rank 2 has: {said}"
     with pytest.raises(LoopError, match=found):
-        join_named_rows([parts[0], parts[0], parts[1]], ["rank 0", "rank 1", "rank 2"], "predicting", 0)
+        join_named_rows([parts[0], parts[0], parts[1]], ["rank 0", "rank 1", "rank 2"], "predicting")
 
 
 def test_map_tensors_keeps_structure_and_other_objects() -> None:
@@ -121,8 +121,8 @@ def test_check_rows_refuses_what_cannot_be_joined(output: Any, found: str) -> No
 @pytest.mark.parametrize("part", [3, torch.tensor(1.0)])
 def test_what_has_no_rows_on_any_rank_is_said_to_have_none(part: Any) -> None:
     """Not that ranks differ, since they do not; and what to call instead."""
-    with pytest.raises(LoopError, match=r"^\[rank 1\] gathering: .+ from each, which has no rows .+loop.reduce\(\)"):
-        join_named_rows([part, part], ["rank 0", "rank 1"], "gathering", 1)
+    with pytest.raises(LoopError, match=r"^gathering: .+ from each, which has no rows .+loop.reduce\(\)"):
+        join_named_rows([part, part], ["rank 0", "rank 1"], "gathering")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +14,14 @@ from ddpilot.group.device import (
     DeviceChoice,
     DeviceFacts,
     backend_of,
+    broadcast_tensors,
     is_asynchronous,
     name_nvidia,
     resolve_device,
     share_devices,
     use_device,
 )
+from ddpilot.group.fake import FakeGroup
 
 CPU = DeviceFacts(None, 0, local_rank=1)
 CUDA = DeviceFacts("cuda", 4, local_rank=2, accelerator_backend="nccl", backends=frozenset({"gloo", "nccl"}))
@@ -169,3 +172,20 @@ def test_use_device_says_which_device_cannot_be_used_and_why(monkeypatch: pytest
     monkeypatch.setattr(torch, "get_device_module", lambda _: Module())
     with pytest.raises(GroupError, match=r"choosing cuda:1: PyTorch .* cannot use it: CUDA driver init.* for 1\. Inst"):
         use_device(DeviceChoice("cuda:1", "nccl"))
+
+
+def test_broadcast_tensors_keeps_every_dtype_shape_and_memory_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As bytes, also scalars, booleans, odd sizes, complex numbers and "channels last"; large tensors go alone."""
+    image = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    sent = [torch.tensor(True), torch.arange(3), image, torch.randn(2, dtype=torch.complex64), torch.ones(7 << 20)]
+    flats: list[torch.Tensor] = []
+    group: Any = FakeGroup(world_size=2)
+    monkeypatch.setattr(FakeGroup, "broadcast", lambda self, flat, src=0: flats.append(flat.clone()))
+    broadcast_tensors(iter(sent), group)
+    assert [len(flat) for flat in flats] == [1 + 24 + 384 + 16, 28 << 20]
+    left = flats[:]
+    monkeypatch.setattr(FakeGroup, "broadcast", lambda self, flat, src=0: flat.copy_(left.pop(0)))
+    received = [torch.zeros_like(one) for one in sent]
+    broadcast_tensors(received, group)
+    assert all(map(torch.equal, received, sent))
+    assert received[2].is_contiguous(memory_format=torch.channels_last)

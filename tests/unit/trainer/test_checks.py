@@ -55,8 +55,8 @@ class Late(ddpilot.Callback):
         ({"loss_fn": "mse"}, r"`loss_fn` is 'mse'\. Give a function"),
         ({"model": nn.LazyLinear(1)}, r"without a shape yet: weight, bias\. Call the model with one batch"),
         ({"metrics": ["acc"]}, r"`metrics` is \['acc'\]\. Give a dict"),
-        ({"epochs": 3}, r"an argument `epochs=3`\. It belongs to `fit`"),
-        ({"seeed": 3}, r"an argument `seeed=3`\. Did you mean 'seed'\?"),
+        ({"epochs": 3}, r"`epochs=3`\. It belongs to `fit`"),
+        ({"seeed": 3}, r"`seeed=3`\. Did you mean `seed`\?"),
         ({"callbacks": [Late()]}, r"Late\.on_epoch_finish, which is never called\. Did you mean `on_epoch_end`\?"),
     ],
 )
@@ -86,9 +86,9 @@ def test_trainer_rejects_invalid_arguments(options: dict[str, Any], message: str
         (
             {},
             {"batch_size": 20},
-            r"an argument `batch_size=20`\. Give `global_batch_size`, the samples of all ranks together, or",
+            r"`batch_size=20`\. Give `global_batch_size`, the samples of all ranks together, or",
         ),
-        ({}, {"epoch": 2}, r"an argument `epoch=2`\. Did you mean 'epochs'\?"),
+        ({}, {"epoch": 2}, r"`epoch=2`\. Did you mean `epochs`\?"),
         ({"model": nn.ModuleDict({"g": nn.Linear(2, 1)})}, {}, "a ModuleDict of 'g', which has no `forward` of its"),
         ({}, {"checkpoints": {"kep": 3}, "checkpoint_dir": "x"}, "`checkpoints` has no 'kep'. Did you mean 'keep'"),
         ({}, {"checkpoints": {"best": "min loss"}}, "'best', and no `checkpoint_dir`: nothing would be saved"),

@@ -21,8 +21,7 @@ import ddpilot
 from ddpilot.checkpoint.directory import CheckpointDir
 from ddpilot.errors import LoopError
 from ddpilot.group.fake import FakeGroup
-from ddpilot.trainer.callbacks.best_weights import BestWeights
-from ddpilot.trainer.callbacks.early_stopping import EarlyStopping
+from ddpilot.trainer.callbacks.best_epoch import BestWeights, EarlyStopping
 
 X = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(12, 2)
 DATA = TensorDataset(X, X.sum(1, keepdim=True))

@@ -13,12 +13,13 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from ddpilot.errors import LoopError
 from ddpilot.group.fake import FakeGroup
-from ddpilot.trainer.fit import NO_SIZES, make_loader_of
+from ddpilot.trainer.fit import make_loader_of
 from ddpilot.trainer.losses import check_weighted, with_count
 from ddpilot.trainer.ranks import is_on_ranks
 from ddpilot.trainer.run import call_model
 from ddpilot.trainer.trainer import Trainer
 from ddpilot.training.evaluation.evaluate import forward_batch, predict_batch
+from ddpilot.training.loop import Loop
 
 
 class Add(nn.Module):
@@ -80,19 +81,18 @@ class Stream(IterableDataset[torch.Tensor]):
 def test_make_loader_of_takes_datasets_loaders_and_streams() -> None:
     """Each gives this rank's part; a DataLoader has a batch size already."""
     data = TensorDataset(torch.arange(6.0))
-    sizes = {**NO_SIZES, "global_batch_size": 4}
-    said: list[str] = []
 
-    def first(given: Any, its_sizes: Any = sizes) -> list[float]:
-        loader = make_loader_of(given, FakeGroup(rank=1, world_size=2), 0, its_sizes, {"shuffle": False}, said.append)
+    def first(given: Any, size: int | None = 4) -> list[float]:
+        options = {"global_batch_size": size, "shuffle": False}
+        loader = make_loader_of(given, Loop(group=FakeGroup(rank=1, world_size=2)), options)
         batch = next(iter(loader.iterate(0)))
         return torch.as_tensor(batch.data if isinstance(given, Stream) else batch.data[0]).tolist()
 
     assert first(data) == [2.0, 3.0]
     assert first(Stream()) == [2.0, 3.0]
-    assert first(DataLoader(data, batch_size=4), NO_SIZES) == first(DataLoader(data, batch_size=4)) == [2.0, 3.0]
-    made = make_loader_of(data, FakeGroup(), 0, sizes, {})
-    assert make_loader_of(made, FakeGroup(), 0, NO_SIZES, {}) is made
+    assert first(DataLoader(data, batch_size=4), None) == first(DataLoader(data, batch_size=4)) == [2.0, 3.0]
+    made = make_loader_of(data, loop := Loop(group=FakeGroup()), {"global_batch_size": 4})
+    assert make_loader_of(made, loop, {}) is made
     with pytest.raises(LoopError, match="`global_batch_size=4`, and the loader has `batch_size=3`"):
         first(DataLoader(data, batch_size=3))
 

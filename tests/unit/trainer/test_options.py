@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from ddpilot import Trainer
+from ddpilot.data.options import LoaderOptions
 from ddpilot.training.models.ddp_options import DDPOptions
 from ddpilot.training.options import CheckpointOptions
 
@@ -23,11 +24,12 @@ def test_fit_takes_option_dataclasses(tmp_path: Path) -> None:
     trainer.fit(
         data,
         epochs=3,
-        global_batch_size=2,
         nproc_per_node=0,
         checkpoint_dir=tmp_path,
+        loader=LoaderOptions(global_batch_size=2, weights=[0, 0, 1, 1], num_draws=6),
         checkpoints=CheckpointOptions(keep=2),
         ddp=DDPOptions(static_graph=True),
         progress=False,
     )
+    assert (trainer.batch_size, trainer.position.num_updates) == (2, 9)
     assert sum(path.name.startswith("save-") for path in tmp_path.iterdir()) == 2

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpilot.errors import GroupError
 from ddpilot.group.ddp_models import fingerprint
-from ddpilot.group.device import device_ids
+from ddpilot.group.device import broadcast_tensors, device_ids
 from ddpilot.group.process_group import Group
 from ddpilot.integrations.fastai.loaders import Share, share
 from ddpilot.integrations.fastai.metrics import reduce_metrics
@@ -170,17 +170,9 @@ def sync_learner(learn: Any, group: Group) -> None:
     for name in facts:
         _check_equal(name, [outlines.get(name, "none") for outlines in by_rank], group)
     if len(set(group.all_gather_object((_digest(learn), learn.opt is not None)))) > 1:
-        broadcast_tensors(learn.model.state_dict().values(), group)
+        values = learn.model.state_dict().values()
+        broadcast_tensors((one for one in values if isinstance(one, torch.Tensor)), group)
         _share_optimizer(learn, group)
-
-
-def broadcast_tensors(tensors: Any, group: Group) -> None:
-    """Broadcast rank 0's values to all ranks, in place. Collective."""
-    for tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and tensor.numel():
-            whole = tensor.detach().contiguous()
-            group.broadcast(whole)
-            tensor.detach().copy_(whole)
 
 
 def _share_optimizer(learn: Any, group: Group) -> None:

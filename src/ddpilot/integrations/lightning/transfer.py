@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 import torch
 
-from ddpilot.data.nested import plain_attributes
+from ddpilot.data.nested import module_attributes, plain_attributes
 from ddpilot.integrations.lightning.namespaces import namespace_of
 
 _LOOPS = ("fit_loop", "validate_loop", "test_loop", "predict_loop")
@@ -59,7 +59,7 @@ def collect_result(
         should_stop=trainer.should_stop,
         metrics=tuple(dict(getattr(trainer, name)) for name in _METRICS),
         progress=tuple(_read_progress(getattr(trainer, name)) for name in _LOOPS),
-        module=_module_attributes(model),
+        module=module_attributes(model),
         callbacks=tuple((plain_attributes(each), _saved_state(each)) for each in callbacks),
         loggers=tuple(_logger_attributes(each) for each in trainer.loggers),
     )
@@ -104,11 +104,6 @@ def _saved_state(callback: Any) -> dict[str, Any]:
     # fit.
     is_lightnings = type(callback).__module__.startswith(("lightning.", "pytorch_lightning."))
     return {} if is_lightnings else callback.state_dict()
-
-
-def _module_attributes(model: Any) -> dict[str, Any]:
-    # Attributes of Lightning and torch start with an underscore, except `training`.
-    return {name: value for name, value in plain_attributes(model).items() if name[0] != "_" and name != "training"}
 
 
 def _logger_attributes(logger: Any) -> dict[str, Any]:

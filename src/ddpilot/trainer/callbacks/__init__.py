@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The callbacks of `Trainer`, one public class per module. Imports `trainer`'s modules below `core`."""
+"""The callbacks of `Trainer`, by subject. Imports `trainer`'s modules below `core`."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 
 from ddpilot.trainer.callback import Callback
-from ddpilot.trainer.callbacks.log_rows import check_every
+from ddpilot.trainer.callbacks.logs import check_every
 from ddpilot.trainer.run import Run
 
 

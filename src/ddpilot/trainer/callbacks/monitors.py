@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ddpilot.trainer.callback import Callback
-from ddpilot.trainer.callbacks.log_rows import check_every, plain
+from ddpilot.trainer.callbacks.logs import check_every, plain
 from ddpilot.trainer.run import Run
 
 

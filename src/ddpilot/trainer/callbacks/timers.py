@@ -47,7 +47,7 @@ class Timers(Callback):
             raise LoopError("making Timers", found=f"`slow` is {slow}", fix="Give a factor above 1.")
         self._slow = slow
         self._say = say
-        self._clock: HostClock | DeviceClock = HostClock()
+        self._clock = ForwardClock(torch.device("cpu"))
         self._handles: list[RemovableHandle] = []
         self._begin_s = self._trained_s = self._evaluated_s = self._data_s = 0.0
         self._in_epoch_s = self._save_s = 0.0
@@ -58,7 +58,7 @@ class Timers(Callback):
     def on_fit_start(self, run: Run) -> None:
         self.rows = [row for row in self.rows if row["epoch"] < run.epoch]
         device = run.loop.device
-        self._clock = DeviceClock(device) if runs_behind(device) else HostClock()
+        self._clock = ForwardClock(device)
         self._save_s = run.loop.save_s
         models = run.wrapped.values() if isinstance(run.wrapped, dict) else [run.wrapped]
         for model in map(unwrap, models):
@@ -135,49 +135,30 @@ def render_times(row: dict[str, Any], factor: float) -> str:
     return f"epoch {row['epoch']}: {parts}{slow}"
 
 
-class HostClock:
-    """Accumulates host time between `begin` and `end`, for models on the CPU."""
+class ForwardClock:
+    """Accumulates the time between `begin` and `end` on `device`.
 
-    def __init__(self) -> None:
-        self._begin_s: float | None = None
-        self._total_s = 0.0
-
-    def begin(self) -> None:
-        """Start the clock."""
-        self._begin_s = time.perf_counter()
-
-    def end(self) -> None:
-        """Stop the clock."""
-        if self._begin_s is not None:
-            self._total_s += time.perf_counter() - self._begin_s
-            self._begin_s = None
-
-    def take_s(self) -> float:
-        """Return the seconds accumulated since the last call."""
-        total_s, self._total_s = self._total_s, 0.0
-        return total_s
-
-
-class DeviceClock:
-    """Accumulates accelerator time between `begin` and `end`, by events in its stream; only `take_s` waits for it."""
+    On an accelerator it is measured by events in its stream; only `take_s` waits for them.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._begin: torch.Event | None = None
-        self._waiting: deque[tuple[torch.Event, torch.Event]] = deque()
+        self._is_late = runs_behind(device)
+        self._begin: Any = None
+        self._waiting: deque[tuple[Any, Any]] = deque()
         self._total_s = 0.0
 
     def begin(self) -> None:
         """Start the clock."""
-        self._begin = self._record()
+        self._begin = self._now()
 
     def end(self) -> None:
         """Stop the clock."""
         if self._begin is not None:
-            self._waiting.append((self._begin, self._record()))
+            self._waiting.append((self._begin, self._now()))
             self._begin = None
         # Keeps the deque as short as the device's queue.
-        while self._waiting and not is_capturing() and self._waiting[0][1].query():
+        while self._waiting and not (self._is_late and (is_capturing() or not self._waiting[0][1].query())):
             self._add()
 
     def take_s(self) -> float:
@@ -188,9 +169,9 @@ class DeviceClock:
         total_s, self._total_s = self._total_s, 0.0
         return total_s
 
-    def _record(self) -> torch.Event:
-        return current_event(self._device, enable_timing=True)
+    def _now(self) -> Any:
+        return current_event(self._device, enable_timing=True) if self._is_late else time.perf_counter()
 
     def _add(self) -> None:
         begin, end = self._waiting.popleft()
-        self._total_s += begin.elapsed_time(end) / 1e3
+        self._total_s += begin.elapsed_time(end) / 1e3 if self._is_late else end - begin

@@ -59,7 +59,9 @@ class BufferCheck:
 
     def _compare(self) -> tuple[Finding, ...]:
         own = {name: _summarise(buffer) for name, buffer in self._buffers() if self._has_changed(buffer)}
-        names = _find_differing(self._group.all_gather_object(own))
+        of_ranks = self._group.all_gather_object(own)
+        known = dict.fromkeys(name for one in of_ranks for name in one)
+        names = [name for name in known if not _are_equal([one[name] for one in of_ranks if name in one])]
         if not names:
             return ()
         self._is_due_at_end = False
@@ -98,11 +100,6 @@ def _summarise(buffer: torch.Tensor) -> tuple[float, float, float]:
     values = values.reshape(-1).cpu().double()
     weights = torch.linspace(0.5, 1.5, len(values), dtype=torch.float64)
     return values.norm().item(), values.sum().item(), (values * weights).sum().item()
-
-
-def _find_differing(of_ranks: list[dict[str, tuple[float, float, float]]]) -> list[str]:
-    names = dict.fromkeys(name for one in of_ranks for name in one)
-    return [name for name in names if not _are_equal([one[name] for one in of_ranks if name in one])]
 
 
 def _are_equal(summaries: list[tuple[float, float, float]]) -> bool:
@@ -147,7 +144,7 @@ def find_batch_norms(models: Iterable[nn.Module]) -> list[str]:
     ]
 
 
-def check_batch_norms(models: Iterable[nn.Module], plan: object, rank: int) -> tuple[Finding, ...]:
+def check_batch_norms(models: Iterable[nn.Module], plan: object) -> tuple[Finding, ...]:
     """Return a finding (DDP501) if some rank's part of a full batch has fewer than 16 samples.
 
     The result is the same on every rank; not collective. Raises LoopError if a part of the first or last batch has
@@ -157,7 +154,7 @@ def check_batch_norms(models: Iterable[nn.Module], plan: object, rank: int) -> t
     names = find_batch_norms(models)
     if not isinstance(plan, Plan) or plan.world_size == 1 or not plan.num_batches or not names:
         return ()
-    _check_single_samples(names, plan, rank)
+    _check_single_samples(names, plan)
     sizes = _parts(plan, 0)
     small = tuple(rank for rank, size in enumerate(sizes) if size < MIN_SAMPLES)
     if not small:
@@ -185,7 +182,7 @@ def _parts(plan: Plan, batch: int) -> list[int]:
     return [stop - start for start, stop in (plan.piece(batch, rank) for rank in range(plan.world_size))]
 
 
-def _check_single_samples(names: list[str], plan: Plan, rank: int) -> None:
+def _check_single_samples(names: list[str], plan: Plan) -> None:
     for batch in sorted({0, plan.num_batches - 1}):
         sizes = _parts(plan, batch)
         if min(sizes) > 1:
@@ -195,5 +192,4 @@ def _check_single_samples(names: list[str], plan: Plan, rank: int) -> None:
             found=f"batch {batch} has {plan.batch_size(batch)} samples for {plan.world_size} ranks "
             f"({', '.join(map(str, sizes))}), and BatchNorm ({names[0]}) needs two on each",
             fix="Use drop_last=True, a different global_batch_size, fewer ranks, or GroupNorm.",
-            rank=rank,
         )

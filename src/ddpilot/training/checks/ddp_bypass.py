@@ -30,9 +30,8 @@ _NUM_GRAPHS = 3
 class ForwardBypassCheck:
     """Tracks which DDP models were called in an update, at no cost in the forward pass."""
 
-    def __init__(self, prepared: PreparedObjects, rank: int) -> None:
+    def __init__(self, prepared: PreparedObjects) -> None:
         self._prepared = prepared
-        self._rank = rank
         self._num_updates = 0
 
     @property
@@ -95,7 +94,6 @@ class ForwardBypassCheck:
             fix="Add the losses and call loop.backward once, or by name: "
             'loop.backward({"a": loss_a, "b": (loss_b, count)}); or run each forward pass after the backward pass of '
             "the previous one.",
-            rank=self._rank,
         )
 
     def _bypassed(self, model: DistributedDataParallel) -> LoopError:
@@ -107,16 +105,14 @@ class ForwardBypassCheck:
             fix="Call the model that prepare() returned, or one of its methods (in a Trainer: run.wrapped), not the "
             "original model, the result of unwrap() (run.model) or a part of the model. Use loss.backward() and "
             "optimizer.step() for a model that is meant to differ between ranks.",
-            rank=self._rank,
         )
 
 
 class UnpreparedCheck:
     """Detects trainable parameters that `prepare` does not know. Checks once per pass, not in every step."""
 
-    def __init__(self, prepared: PreparedObjects, rank: int) -> None:
+    def __init__(self, prepared: PreparedObjects) -> None:
         self._prepared = prepared
-        self._rank = rank
         self._models: set[nn.Module] = set()
         self._num_groups: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
@@ -150,7 +146,7 @@ class UnpreparedCheck:
         if optimizer in self._prepared.replaced:
             found = f"this {type(optimizer).__name__} was replaced: one that has all its parameters was prepared later"
             fix = "Step that one. If both are to be used, prepare them in one call: loop.prepare(first, second)."
-            raise LoopError("updating the weights", found=found, fix=fix, rank=self._rank)
+            raise LoopError("updating the weights", found=found, fix=fix)
         if self._num_groups.get(optimizer) == len(optimizer.param_groups):
             return
         parameters = list(parameters_of(optimizer))
@@ -164,7 +160,6 @@ class UnpreparedCheck:
                 fix="Write model, optimizer = loop.prepare(model, optimizer), with every model that it trains; put a "
                 "single parameter into a module. Use optimizer.step() for parameters that are meant to differ between "
                 "ranks.",
-                rank=self._rank,
             )
         self._num_groups[optimizer] = len(optimizer.param_groups)
 
@@ -177,7 +172,6 @@ class UnpreparedCheck:
             found=f"{list_names(names)} of this {class_name(model)} {_was(names)} never passed to prepare(): the "
             "gradients would not be averaged across ranks",
             fix=fix,
-            rank=self._rank,
         )
 
     def _changed(self, names: list[str]) -> LoopError:
@@ -186,7 +180,6 @@ class UnpreparedCheck:
             found=f"{list_names(names)} {_was(names)} frozen or unfrozen after prepare(), which DDP does not support",
             fix="Do it before prepare(), or call model = loop.prepare(ddpilot.unwrap(model)) again after it. With a "
             "Trainer: between two fits.",
-            rank=self._rank,
         )
 
 

@@ -24,9 +24,8 @@ class ClearedGradientCheck:
     It checks one parameter of each model for each optimizer, as optimizers clear the gradients of their own parameters.
     """
 
-    def __init__(self, prepared: PreparedObjects, rank: int) -> None:
+    def __init__(self, prepared: PreparedObjects) -> None:
         self._prepared = prepared
-        self._rank = rank
         self._stepped: WeakSet[Optimizer] = WeakSet()
         self._parts: WeakKeyDictionary[nn.Module, tuple[list[tuple[int, int]], list[list[nn.Parameter]]]]
         self._parts = WeakKeyDictionary()
@@ -47,7 +46,6 @@ class ClearedGradientCheck:
                         f"{batch.group_size}) were cleared, by zero_grad() or by setting them to None, so the update "
                         "would leave those out",
                         fix="Remove optimizer.zero_grad(): loop.step(optimizer) clears the gradients after the update.",
-                        rank=self._rank,
                     )
 
     def note(self, models: Iterable[nn.Module]) -> None:
@@ -112,9 +110,8 @@ class LeftoverGradientCheck:
     that no later backward pass adds to are not refused: several optimizers may step after one backward pass.
     """
 
-    def __init__(self, prepared: PreparedObjects, rank: int) -> None:
+    def __init__(self, prepared: PreparedObjects) -> None:
         self._prepared = prepared
-        self._rank = rank
         self._others: WeakKeyDictionary[Optimizer, _Others] = WeakKeyDictionary()
         self._left: dict[nn.Parameter, int] = {}  # with the version of the gradient
         self._added: set[nn.Parameter] = set()
@@ -184,7 +181,6 @@ class LeftoverGradientCheck:
             fix="Write optimizer.zero_grad() for this optimizer before the loop.backward() that computes its "
             "gradients, as in a plain PyTorch loop. If it is to apply the gradients of both, call loop.step() of the "
             "other optimizer after both, or optimizer.step() and optimizer.zero_grad() of this one.",
-            rank=self._rank,
         )
 
 
@@ -202,9 +198,8 @@ class SharedParameterCheck:
     Both may be used in turn, each after a backward pass of its own.
     """
 
-    def __init__(self, prepared: PreparedObjects, rank: int) -> None:
+    def __init__(self, prepared: PreparedObjects) -> None:
         self._prepared = prepared
-        self._rank = rank
         self._sharing: WeakKeyDictionary[Optimizer, WeakSet[Optimizer]] = WeakKeyDictionary()
         self._stepped: WeakSet[Optimizer] = WeakSet()  # since the last backward pass
 
@@ -238,7 +233,6 @@ class SharedParameterCheck:
                     found=f"this {name} has parameters of a different optimizer ({before}), whose loop.step() applied "
                     "and cleared their gradients after the last loop.backward(), so this one would not change them",
                     fix="Give each parameter to one optimizer; or call loop.backward() before the step of each.",
-                    rank=self._rank,
                 )
 
 
@@ -255,8 +249,7 @@ def _remains(parameter: nn.Parameter, version: int) -> bool:
 class RepeatedBackwardCheck:
     """Detects two backward passes through one forward pass: DDP all-reduces each gradient once per forward pass."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self) -> None:
         self._nodes: set[Any] = set()
 
     @property
@@ -285,7 +278,6 @@ class RepeatedBackwardCheck:
                     "forward pass, whose gradients are all-reduced once",
                     fix='Add the losses and call backward once; or loop.backward({"a": loss_a, "b": (loss_b, count)}) '
                     "if they are means over different items.",
-                    rank=self._rank,
                 )
         if retains:
             self._nodes |= nodes

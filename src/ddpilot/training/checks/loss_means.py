@@ -79,8 +79,7 @@ class LossMeanCheck:
     an error is raised by a later `check`, once the result has arrived.
     """
 
-    def __init__(self, rank: int, device: torch.device) -> None:
-        self._rank = rank
+    def __init__(self, device: torch.device) -> None:
         self._is_late = runs_behind(device)
         self._sender = ScalarCopier()
         self._pending: deque[_Found] = deque()
@@ -145,7 +144,6 @@ class LossMeanCheck:
             fix=f"Pass the count: loop.backward(loss, count={count}); a Trainer's `loss_fn` returns "
             f"(loss, {count}). If the loss has further terms, pass them by name: "
             f'{{"class": (loss, {count}), "penalty": penalty}}.',
-            rank=self._rank,
         )
 
 

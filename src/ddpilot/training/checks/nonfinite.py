@@ -7,7 +7,6 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
 import numpy as np
@@ -27,18 +26,19 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NUM_KEPT = 256
 
 
-@dataclass(frozen=True, eq=False)
-class _Place:
+class Place(NamedTuple):
     """A batch without its data, which would stay in memory."""
 
     epoch: int
     index: int
     sample_ids: NDArray[np.int64]
+    """Indices of this rank's samples."""
     group_size: int = 1
 
     @classmethod
-    def of(cls, batch: CurrentBatch | None) -> _Place | None:
-        return None if batch is None else cls(batch.epoch, batch.index, batch.sample_ids, batch.group_size)
+    def of(cls, batch: CurrentBatch) -> Place:
+        """Return the place of `batch`."""
+        return cls(batch.epoch, batch.index, batch.sample_ids, batch.group_size)
 
     def __str__(self) -> str:
         """Return epoch, batch and samples as text."""
@@ -50,7 +50,7 @@ class _Update(NamedTuple):
     """Gradients of an update on an accelerator whose check has not reached the host yet."""
 
     is_finite: PendingScalar
-    place: _Place | None
+    place: Place | None
     """The last batch of the update."""
 
 
@@ -66,13 +66,12 @@ class FiniteCheck:
 
     def __init__(self, device: torch.device, sender: ScalarCopier | None = None) -> None:
         self._is_late = runs_behind(device)
-        self._seen: deque[tuple[torch.Tensor, _Place | None, str]] = deque(maxlen=_NUM_KEPT)
+        self._seen: deque[tuple[torch.Tensor, Place | None, str]] = deque(maxlen=_NUM_KEPT)
         self._bad: list[str] = []
         self._sender = sender or ScalarCopier()
         self._pending: deque[_Update] = deque()
         self._found: _Update | None = None
         self._unprotected: list[tuple[frozenset[int], torch.Tensor]] = []
-        self._gradients = Gradients()
         self.probes = GradientProbes()
         """Records gradients of this rank before the all-reduce."""
 
@@ -83,12 +82,13 @@ class FiniteCheck:
 
         Records the loss for the report. `name`: the loss's name, if there are several.
         """
-        self.probes.begin(batch)
+        place = None if batch is None else Place.of(batch)
+        self.probes.begin(place)
         if self._is_late:
-            self._seen.append((loss.detach(), _Place.of(batch), name))
+            self._seen.append((loss.detach(), place, name))
             return (loss.detach() * 0).add_(weight)
         if not math.isfinite(value := loss.item()):
-            self._bad.append(_describe(value, _Place.of(batch), name))
+            self._bad.append(_describe(value, place, name))
             return math.nan
         return weight
 
@@ -115,11 +115,11 @@ class FiniteCheck:
         """
         gradients = [gradient for one in parameters if (gradient := one.grad) is not None]
         if not self._is_late:
-            return not (self._gradients.are_finite(gradients) if norm is None else math.isfinite(norm.item()))
+            return not (are_finite(gradients) if norm is None else math.isfinite(norm.item()))
         if gradients:
             is_finite = torch.isfinite(largest(gradients) if norm is None else norm.detach())
             self._unprotected.append((frozenset(map(id, parameters)), is_finite))
-            self._pending.append(_Update(self._sender.send(is_finite), _Place.of(batch)))
+            self._pending.append(_Update(self._sender.send(is_finite), None if batch is None else Place.of(batch)))
         return False
 
     def protect(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -155,75 +155,56 @@ class FiniteCheck:
         update = self._pending.popleft()
         self._found = None if update.is_finite.read() else update
 
-    def updated_with(self, batch: CurrentBatch | None) -> str:
-        """Return epoch, batch and this rank's samples of the update whose gradients are not finite; "" if unknown.
+    def report(self, models: Iterable[nn.Module], batch: CurrentBatch | None) -> Report:
+        """Return what this rank knows of values that are not finite, and clear it.
 
-        On the CPU, it is the update that ends with `batch`. For an update of several batches, the last one is named.
+        On the CPU, the update is the one that ends with `batch`.
         """
-        place = _Place.of(batch)
+        place = None if batch is None else Place.of(batch)
         if self._is_late:
             place = None if self._found is None else self._found.place
+        updated = "" if place is None else str(place)
         if place is not None and place.group_size > 1:
-            return f"the update of {place.group_size} batches that ends with {place}"
-        return "" if place is None else str(place)
-
-    def find_own(self) -> str:
-        """Return where a gradient of this rank was not finite before the all-reduce; "" if none was or it is unknown.
-
-        Clears the recorded gradients.
-        """
-        place = None if self._found is None else self._found.place
-        where = self.probes.find(_is_finite, None if place is None else (place.epoch, place.index + 1))
-        self.probes.forget()
-        return "" if where is None else str(_Place(*where))
-
-    def report(self, models: Iterable[nn.Module]) -> str:
-        """Return this rank's report of values that are not finite; "" if all its losses were finite."""
-        seen = [(loss.item(), place, name) for loss, place, name in self._seen]
+            updated = f"the update of {place.group_size} batches that ends with {place}"
+        seen = [(loss.item(), where, name) for loss, where, name in self._seen]
         late = [_describe(*one) for one in seen if not math.isfinite(one[0])]
-        losses = [*self._bad, *late]
-        return "; ".join([*losses[:_NUM_NAMED], self.describe(models)]) if losses else ""
-
-    def describe(self, models: Iterable[nn.Module]) -> str:
-        """Return the names of weights and gradients that are not finite.
-
-        On an accelerator only of weights: `protect` has set the gradients to zeros.
-        """
-        return describe_parameters(models, with_gradients=not self._is_late)
-
-    def forget(self) -> None:
-        """Clear all records, after the report."""
-        self._bad.clear()
-        self._seen.clear()
-        self._pending.clear()
-        self._unprotected.clear()
+        # On an accelerator, `protect` has set the gradients to zeros.
+        described = describe_parameters(models, with_gradients=not self._is_late)
+        losses = "; ".join([*[*self._bad, *late][:_NUM_NAMED], described]) if self._bad or late else ""
+        own = self.probes.find(None if self._found is None else self._found.place)
+        for records in (self._bad, self._seen, self._pending, self._unprotected):
+            records.clear()
         self._found = None
+        self.probes.forget()
+        return Report(updated, losses, "" if own is None else str(own), described)
 
 
-class Gradients:
-    """Checks gradients for NaN and infinity synchronously."""
+class Report(NamedTuple):
+    """What one rank knows of values that are not finite."""
 
-    def __init__(self) -> None:
-        self._one, self._found = torch.ones(1, device="cpu"), torch.zeros(1, device="cpu")
-        self._are_plain = True
+    updated: str
+    """Epoch, batch and this rank's samples of the update whose gradients are not finite; "" if it is unknown."""
+    losses: str
+    """Its losses that are not finite; "" if all were."""
+    own: str
+    """Where a gradient of this rank was not finite before the all-reduce; "" if none was or it is unknown."""
+    described: str
+    """The names of weights and gradients that are not finite."""
 
-    def are_finite(self, gradients: list[torch.Tensor]) -> bool:
-        """True if every element is finite."""
-        if not gradients:
-            return True
-        if gradients[0].device.type != "cpu":
-            return math.isfinite(largest(gradients).item())
-        if self._are_plain:
-            try:
-                # The kernel of GradScaler checks all of them in one call; a scale of 1 leaves them unchanged.
-                torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found, self._one)
-                if self._found.item():
-                    self._found.zero_()
-                    return False
-                return True
-            except RuntimeError:  # it does not support sparse and complex gradients, or elements that share memory
-                self._are_plain = False
+
+def are_finite(gradients: list[torch.Tensor]) -> bool:
+    """True if every element is finite. Waits for a device."""
+    if not gradients:
+        return True
+    if gradients[0].device.type != "cpu":
+        return math.isfinite(largest(gradients).item())
+    found = torch.zeros(1, device="cpu")
+    try:
+        # The kernel of GradScaler checks all of them in one call; a scale of 1 leaves them unchanged.
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, torch.ones(1, device="cpu"))
+    except RuntimeError:  # it does not support sparse and complex gradients, or elements that share memory
         return all(map(_is_finite, gradients))
+    return not found.item()
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
@@ -262,7 +243,7 @@ def _plain(gradient: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 
-def _describe(value: float, place: _Place | None, name: str) -> str:
+def _describe(value: float, place: Place | None, name: str) -> str:
     return f"the loss{f' {name!r}' if name else ''} is {value}" + ("" if place is None else f" in {place}")
 
 
@@ -286,11 +267,9 @@ def raise_nonfinite(
     """
     models = list(models)
     check.find_pending()  # this rank may know less than the rank that reported it
-    mine = check.updated_with(batch), check.report(models), check.find_own()
-    described = check.describe(models)
-    check.forget()
+    mine = check.report(models, batch)
     reports = group.all_gather_object(mine) if group.world_size > 1 else [mine]
-    by_rank = [(rank, text) for rank, (_, text, _) in enumerate(reports) if text]
+    by_rank = [(rank, one.losses) for rank, one in enumerate(reports) if one.losses]
     if by_rank:
         raise NonFiniteError(
             "computing the loss",
@@ -301,12 +280,13 @@ def raise_nonfinite(
             rank=by_rank[0][0],
         )
     fp16 = 'Gradients are all-reduced in fp16 (max 65,504); comm="bf16" has the range of fp32. '
-    own = {rank: f"rank {rank}, in {place}" for rank, (_, _, place) in enumerate(reports) if place}
-    places = "; ".join(f"rank {rank} in {place}" for rank, (place, _, _) in enumerate(reports) if place)
+    own = {rank: f"rank {rank}, in {one.own}" for rank, one in enumerate(reports) if one.own}
+    places = "; ".join(f"rank {rank} in {one.updated}" for rank, one in enumerate(reports) if one.updated)
     found = f"on {'; on '.join(own.values())}, they are not finite" if own else "their sum over ranks is not finite"
     raise NonFiniteError(
         "computing gradients",
-        found=f"{found}, though every rank's loss was finite; {'' if own else places + '; ' * bool(places)}{described}",
+        found=f"{found}, though every rank's loss was finite; "
+        f"{'' if own else places + '; ' * bool(places)}{mine.described}",
         fix=f"{fp16 * any(map(reduces_in_fp16, models))}Check those samples, and look for a square root, a logarithm "
         "or a division by zero in the loss or the model; torch.autograd.set_detect_anomaly(True) finds the line. With "
         "check_finite=False, Loop and fit continue.",
@@ -314,30 +294,27 @@ def raise_nonfinite(
     )
 
 
-Where = tuple[int, int, NDArray[np.int64]]
-"""Epoch, batch, and indices of this rank's samples."""
-
 _NUM_LAST = 2
 _NUM_WHOLE = 4096
-
 _NUM_PASSES_KEPT = 128
 """Maximum number of entries, batches and gradients together, without those of the current batch."""
+_IGNORED = Place(-1, -1, np.empty(0, dtype=np.int64))
+"""Stands before gradients to ignore."""
 
-_Kept = deque[Where | tuple[()] | torch.Tensor | None]
-"""A batch, followed by the gradients of its backward passes, then the next batch; () before gradients to ignore. None
-is a missing gradient: DDP passes None for an output that the loss does not use."""
+_Kept = deque[Place | torch.Tensor | None]
+"""A batch, followed by the gradients of its backward passes, then the next batch. None is a missing gradient: DDP
+passes None for an output that the loss does not use."""
 
 
-class _FirstHook:
-    """Hook of one parameter that records the order of gradients, until the last ones are known."""
+def _first_hook(kept: _Kept, order: list[int], number: int) -> Callable[[torch.Tensor | None], None]:
+    """Return the hook of one parameter that records the order of gradients, until the last ones are known."""
 
-    def __init__(self, kept: _Kept, order: list[int], number: int) -> None:
-        self._kept, self._order, self._number = kept, order, number
-
-    def __call__(self, gradient: torch.Tensor | None) -> None:
+    def hook(gradient: torch.Tensor | None) -> None:
         if gradient is not None:
-            self._order.append(self._number)
-            self._kept.append(_small(gradient))
+            order.append(number)
+            kept.append(_small(gradient))
+
+    return hook
 
 
 def _hook(kept: _Kept, size: int) -> Callable[[torch.Tensor], None]:
@@ -375,12 +352,11 @@ class GradientProbes:
         order: list[int] = []
         given = list(parameters)
         self._unwatch(id(module))
-        hooks = [_FirstHook(self._kept, order, number) for number in range(len(given))]
-        stops = [self._listen(p, hook) for p, hook in zip(given, hooks, strict=True)]
+        stops = [self._listen(one, _first_hook(self._kept, order, number)) for number, one in enumerate(given)]
         self._watched[id(module)] = _Watched(order, given, stops)
         self._unsettled.add(id(module))
 
-    def _listen(self, parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Callable[[], object]:
+    def _listen(self, parameter: nn.Parameter, hook: Callable[..., None]) -> Callable[[], object]:
         """Register `hook` on `parameter`.
 
         Returns a function that removes it, which is also called when this object is garbage-collected.
@@ -393,16 +369,15 @@ class GradientProbes:
         for stop in self._watched.pop(key, _Watched([], [], [])).stops:
             stop()
 
-    def begin(self, batch: CurrentBatch | None) -> None:
-        """Announce a backward pass of this rank's samples of `batch`."""
-        if not self._watched or batch is None:
+    def begin(self, place: Place | None) -> None:
+        """Announce a backward pass of this rank's samples of a batch."""
+        if not self._watched or place is None:
             self.pause()
             return
-        at = batch.epoch, batch.index
-        if self._unsettled and at != self._last:
+        if self._unsettled and place[:2] != self._last:
             self._settle()
-        self._last = at
-        self._mark((*at, batch.sample_ids))
+        self._last = place[:2]
+        self._mark(place)
 
     def _settle(self) -> None:
         """For each model, keep watching only the smallest of the parameters whose gradients came last."""
@@ -417,23 +392,23 @@ class GradientProbes:
 
     def pause(self) -> None:
         """Announce a backward pass without samples, whose gradients are ignored."""
-        self._mark(())
+        self._mark(_IGNORED)
 
-    def _mark(self, where: Where | tuple[()]) -> None:
+    def _mark(self, place: Place) -> None:
         while len(self._kept) > _NUM_PASSES_KEPT:
             self._kept.popleft()
-        self._kept.append(where)
+        self._kept.append(place)
 
-    def find(self, is_finite: Callable[[torch.Tensor], bool], before: tuple[int, int] | None) -> Where | None:
-        """Return where a gradient of this rank was first not finite, preferably `before` that epoch and batch."""
-        bad: list[Where] = []
-        where: Where | None = None
+    def find(self, last: Place | None) -> Place | None:
+        """Return where a gradient of this rank was first not finite, preferably not after the batch `last`."""
+        bad: list[Place] = []
+        place = _IGNORED
         for one in self._kept:
-            if isinstance(one, tuple):
-                where = one or None
-            elif one is not None and where is not None and not is_finite(one):
-                bad.append(where)
-        earlier = [where for where in bad if before is None or where[:2] < before]
+            if isinstance(one, Place):
+                place = one
+            elif one is not None and place is not _IGNORED and not _is_finite(one):
+                bad.append(place)
+        earlier = [one for one in bad if last is None or one[:2] <= last[:2]]
         return next(iter(earlier or bad), None)
 
     def forget(self) -> None:

@@ -45,7 +45,6 @@ def reduce_value(value: Any, op: str, count: float, group: GroupLike) -> torch.T
             "reducing a value over ranks",
             found=f"{value!r}, which cannot be converted to a tensor",
             fix="Pass a number or a tensor, of the same shape on all ranks; loop.gather() takes lists of objects.",
-            rank=group.rank,
         ) from error
     tensor = tensor.to(group.device) if is_tensor or group.device.type != "mps" else tensor.float().to(group.device)
     if op == "mean":
@@ -56,7 +55,6 @@ def reduce_value(value: Any, op: str, count: float, group: GroupLike) -> torch.T
             "reducing a value over ranks",
             found=f"`op` is {op!r}",
             fix="Use 'mean' (weighted by samples), 'sum', 'min' or 'max'.",
-            rank=group.rank,
         )
     return group.all_reduce(tensor.clone(), ops[op]) if group.world_size > 1 else tensor.clone()
 
@@ -77,7 +75,7 @@ def gather_rows(data: Any, group: GroupLike) -> Any:
     mine = to_host(data)
     names = [f"rank {rank}" for rank in range(group.world_size)]
     parts = [mine] if group.world_size == 1 else group.all_gather_object(mine)
-    return join_named_rows(parts, names, "gathering rows of all ranks", group.rank)
+    return join_named_rows(parts, names, "gathering rows of all ranks")
 
 
 def gather_batch(rows: Any, group: GroupLike) -> tuple[torch.Tensor, int]:
@@ -88,7 +86,7 @@ def gather_batch(rows: Any, group: GroupLike) -> tuple[torch.Tensor, int]:
     if not isinstance(rows, torch.Tensor) or not rows.ndim:
         is_tensor = isinstance(rows, torch.Tensor)
         found = f"a tensor of shape {tuple(rows.shape)}" if is_tensor else f"a {type(rows).__name__}"
-        raise _rows_error(found, "Pass a tensor whose first dimension is rows; of one value: reshape(1).", group)
+        raise _rows_error(found, "Pass a tensor whose first dimension is rows; of one value: reshape(1).")
     if group.world_size == 1:
         return rows, 0
     sizes, needs_gradient = _agree_on_sizes(rows, group)
@@ -113,7 +111,7 @@ def _agree_on_sizes(rows: torch.Tensor, group: GroupLike) -> tuple[list[int], bo
     *sizes, first, second, num_needing = sums
     if first**2 != group.world_size * second:
         fix = "Only the number of rows may differ; a rank without rows passes (0, ...) of the same shape and dtype."
-        raise _rows_error(f"rows that do not fit those of other ranks: {kind} here", fix, group)
+        raise _rows_error(f"rows that do not fit those of other ranks: {kind} here", fix)
     return sizes, num_needing > 0
 
 
@@ -141,8 +139,8 @@ class _GatherRows(torch.autograd.Function):
         return (own.to(narrow) if narrow else own), None, None, None
 
 
-def _rows_error(found: str, fix: str, group: GroupLike) -> LoopError:
-    return LoopError("gathering the rows of a batch", found=found, fix=fix, rank=group.rank)
+def _rows_error(found: str, fix: str) -> LoopError:
+    return LoopError("gathering the rows of a batch", found=found, fix=fix)
 
 
 @contextmanager

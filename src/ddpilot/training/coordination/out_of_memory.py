@@ -53,7 +53,6 @@ def explain_out_of_memory(
         did,
         found=f"memory ran out{samples}: {describe_memory(group)}; {''.join(first) or type(error).__name__}",
         fix=fix,
-        rank=group.rank,
     )
 
 

@@ -12,11 +12,11 @@ from torch import nn
 
 from ddpilot.data.nested import to_device
 from ddpilot.errors import LoopError
-from ddpilot.group.device import fork_rng
+from ddpilot.group.device import broadcast_tensors, fork_rng
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.batches import Loader, iterate_groups
-from ddpilot.training.evaluation.metrics import divides_range, is_collection, make_meters, naming_metric
-from ddpilot.training.models.ddp import sync_buffers, unwrap
+from ddpilot.training.evaluation.metrics import compute, divides_range, is_collection, make_meters, naming_metric
+from ddpilot.training.models.ddp import unwrap
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def evaluation_mode(model: nn.Module, group: GroupLike) -> Iterator[nn.Module]:
     restored: a model that draws random numbers in `eval()` does not change the training that follows.
     """
     inner = unwrap(model)
-    sync_buffers(inner, group)
+    broadcast_tensors(inner.buffers(), group)
     with fork_rng([group.device]), eval_mode(inner), torch.no_grad():
         yield inner
 
@@ -57,7 +57,6 @@ def evaluate(
             "evaluating",
             found=f"`metrics` is a {type(metrics).__name__}",
             fix='Give a dict: {"accuracy": metric}.',
-            rank=group.rank,
         )
     meters = make_meters(metrics, group.device)
     needs_range = group.world_size > 1 and any(meter.needs_range for meter in meters.values())
@@ -67,12 +66,12 @@ def evaluate(
             if batch.count:
                 arguments = (forward or forward_batch)(inner, to_device(batch.data, group.device))
             is_divided = needs_range and divides_range(arguments, group)
-            for name, meter in meters.items():
-                with naming_metric(name, batch.index, group.rank):
+            for (name, *_), meter in meters.items():
+                with naming_metric(name, batch.index):
                     if arguments is not None:
                         meter.update(arguments, batch.count)
                     meter.end_batch(group, is_divided)
-    return {name: meter.compute(group) for name, meter in meters.items()}
+    return compute(meters, group)
 
 
 def forward_batch(model: nn.Module, batch: Any) -> tuple[Any, Any]:

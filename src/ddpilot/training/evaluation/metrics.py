@@ -37,14 +37,31 @@ class Meter(Protocol):
         """Return the value over all samples of all ranks, the same on every rank. Collective."""
 
 
-def make_meters(metrics: Mapping[str, Any], device: torch.device) -> dict[str, Meter]:
-    """Return a meter for each metric. Raises LoopError unless it is a callable or has torchmetrics' methods.
+def make_meters(metrics: Any, device: torch.device) -> dict[tuple[str, ...], Meter]:
+    """Return a meter for each metric, by name; for a metric of a collection under a name, by both names.
 
-    `metrics` may be a torchmetrics MetricCollection or contain one, whose value is then a dict.
+    `metrics`: a mapping or a torchmetrics MetricCollection. Raises LoopError unless each is a callable or has
+    torchmetrics' methods.
     """
-    if is_collection(metrics):
-        return {name: _make(name, metric, device) for name, metric in _items(metrics)}
-    return {name: _make(name, metric, device) for name, metric in metrics.items()}
+    meters: dict[tuple[str, ...], Meter] = {}
+    for name, metric in _items(metrics) if is_collection(metrics) else metrics.items():
+        if is_collection(metric):
+            meters |= {(name, part): _make(part, one, device) for part, one in _items(metric)}
+        else:
+            meters[name,] = _make(name, metric, device)
+    return meters
+
+
+def compute(meters: Mapping[tuple[str, ...], Meter], group: GroupLike) -> dict[str, Any]:
+    """Return the values of `meters`, with a dict for each collection under a name. Collective."""
+    values: dict[str, Any] = {}
+    for (name, *part), meter in meters.items():
+        value = meter.compute(group)
+        if part:
+            values.setdefault(name, {})[part[0]] = value
+        else:
+            values[name] = value
+    return values
 
 
 def is_collection(metrics: Any) -> bool:
@@ -58,25 +75,22 @@ def _items(collection: Any) -> list[tuple[str, Any]]:
 
 
 @contextmanager
-def naming_metric(name: str, batch: int, rank: int) -> Iterator[None]:
-    """Raise an exception of the metric `name` as LoopError with batch and rank, from the original exception."""
+def naming_metric(name: str, batch: int) -> Iterator[None]:
+    """Raise an exception of the metric `name` as LoopError with the batch, from the original exception."""
     try:
         yield
     except LoopError as error:
         did = f"{error.did} for batch {batch}"
-        raise LoopError(did, found=error.found, fix=error.fix, rank=rank) from error.__cause__
+        raise LoopError(did, found=error.found, fix=error.fix) from error.__cause__
     except Exception as error:
         raise LoopError(
             f"evaluating the metric {name!r} for batch {batch}",
             found=f"it raised {type(error).__name__}: {error}",
             fix="It is called with what `forward` returns, (output, target) by default, for this rank's samples.",
-            rank=rank,
         ) from error
 
 
 def _make(name: str, metric: Any, device: torch.device) -> Meter:
-    if is_collection(metric):
-        return CollectedMetrics({part: _make(part, one, device) for part, one in _items(metric)})
     if all(callable(getattr(metric, method, None)) for method in ("update", "compute", "reset", "clone")):
         own = metric.clone().to(device)
         own.reset()
@@ -104,11 +118,6 @@ def _can_merge(metric: Any) -> bool:
     # A metric without `data_range` (SSIM) uses the range of each batch.
     says_so &= getattr(metric, "data_range", 1.0) is not None
     return says_so and bool(reductions) and set(reductions) <= joins and not _parts(metric)
-
-
-def _normalises(metric: Any) -> bool:
-    """True if `metric` treats a batch with all outputs in [0, 1] as probabilities, and any other as logits."""
-    return any(kind.__module__.startswith("torchmetrics.classification") for kind in type(metric).__mro__)
 
 
 def divides_range(arguments: tuple[Any, ...] | None, group: GroupLike) -> bool:
@@ -189,7 +198,9 @@ class MergedMetric:
     def __init__(self, metric: Any) -> None:
         self._metric = metric
         self._waiting: tuple[Any, ...] | None = None
-        self.needs_range = _normalises(metric)
+        # These treat a batch with all outputs in [0, 1] as probabilities, and any other as logits.
+        kinds = type(metric).__mro__
+        self.needs_range = any(kind.__module__.startswith("torchmetrics.classification") for kind in kinds)
 
     def update(self, arguments: tuple[Any, ...], _count: int, /) -> None:
         self._waiting = arguments
@@ -216,26 +227,6 @@ class MergedMetric:
                     self._metric.merge_state(to_device(state, device))
                     self._metric._update_count += 1  # otherwise compute() warns that update() was not called
         return plain(self._metric.compute())
-
-
-class CollectedMetrics:
-    """Several metrics under one name, each evaluated separately."""
-
-    def __init__(self, meters: Mapping[str, Meter]) -> None:
-        self._meters = meters
-        self.needs_range = any(meter.needs_range for meter in meters.values())
-
-    def update(self, arguments: tuple[Any, ...], count: int) -> None:
-        for meter in self._meters.values():
-            meter.update(arguments, count)
-
-    def end_batch(self, group: GroupLike, is_divided: bool) -> None:
-        """Call `end_batch` of all metrics, in order. May be collective."""
-        for meter in self._meters.values():
-            meter.end_batch(group, is_divided)
-
-    def compute(self, group: GroupLike) -> dict[str, Any]:
-        return {name: meter.compute(group) for name, meter in self._meters.items()}
 
 
 class GatheredMetric:

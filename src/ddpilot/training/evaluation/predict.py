@@ -39,7 +39,7 @@ def predict(
     sink: _InMemory | _InFolder | None = None
     failure: Exception | None = None
     if group.is_rank_zero or (on_all_ranks and to is None):
-        sink, failure = _open(to, group.rank)
+        sink, failure = _open(to)
     with evaluation_mode(model, group) as inner:
         for batch in iterate_groups(loader, group, epoch=0):
             piece = None
@@ -52,7 +52,7 @@ def predict(
             if sink is None or not pieces:
                 continue
             rows, ids = zip(*pieces.values(), strict=True)
-            joined = join_named_rows(rows, list(pieces), f"{_DID} batch {batch.index}", group.rank)
+            joined = join_named_rows(rows, list(pieces), f"{_DID} batch {batch.index}")
             try:
                 sink.add(joined, [number for some in ids for number in some])
             except (OSError, LoopError) as error:  # the other ranks continue, and so must this rank
@@ -61,9 +61,9 @@ def predict(
     return _finish(sink, failure, group, to)
 
 
-def _open(to: str | os.PathLike[str] | None, rank: int) -> tuple[_InMemory | _InFolder | None, Exception | None]:
+def _open(to: str | os.PathLike[str] | None) -> tuple[_InMemory | _InFolder | None, Exception | None]:
     if to is None:
-        return _InMemory(rank), None
+        return _InMemory(), None
     try:
         return _InFolder(Path(to)), None
     except (OSError, LoopError) as error:
@@ -107,8 +107,7 @@ def _finish(sink: _InMemory | _InFolder | None, failure: Exception | None, group
 class _InMemory:
     """Keeps all outputs in memory."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self) -> None:
         self._outputs: list[Any] = []
         self._sample_ids: list[int] = []
 
@@ -121,7 +120,7 @@ class _InMemory:
         if not self._outputs:
             return None
         names = [f"batch {number}" for number in range(len(self._outputs))]
-        joined = join_named_rows(self._outputs, names, _DID, self._rank)
+        joined = join_named_rows(self._outputs, names, _DID)
         rows = sorted(range(len(self._sample_ids)), key=self._sample_ids.__getitem__)
         return joined if rows == list(range(len(rows))) else take_rows(joined, rows)
 

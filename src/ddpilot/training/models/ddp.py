@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from ddpilot.errors import LoopError
-from ddpilot.group.device import is_divided, move
+from ddpilot.group.device import broadcast_tensors, is_divided, move
 from ddpilot.group.process_group import Group
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.models.ddp_options import HAS_FORWARD_SYNC, Choice, DDPOptions, resolve
@@ -36,10 +36,9 @@ def wrap(model: nn.Module, group: GroupLike, options: DDPOptions | None = None) 
             "preparing a model",
             found="it is already a DistributedDataParallel",
             fix="Pass the model itself: prepare() wraps it.",
-            rank=group.rank,
         )
     if options.comm is not None:
-        check_compressible(model, options.comm, group.rank)
+        check_compressible(model, options.comm)
     if options.sync_batch_norm:
         model = _with_synced_batch_norm(model, group)
     if not is_divided(model, group.device):
@@ -52,7 +51,7 @@ def wrap(model: nn.Module, group: GroupLike, options: DDPOptions | None = None) 
     if options.comm is not None:
         compress(wrapped, options.comm)
     if not HAS_FORWARD_SYNC:  # without it, older versions of torch do not sync buffers at construction
-        sync_buffers(model, group)
+        broadcast_tensors(model.buffers(), group)
     return wrapped, tuple(choices)
 
 
@@ -62,7 +61,6 @@ def _with_synced_batch_norm(model: nn.Module, group: GroupLike) -> nn.Module:
             "preparing a model with `sync_batch_norm=True`",
             found="torch's SyncBatchNorm runs only on GPUs, and this rank's device is the CPU",
             fix="Use GroupNorm or LayerNorm, which need no batch statistics, or omit the option on the CPU.",
-            rank=group.rank,
         )
     return nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-any-return,no-untyped-call]
 
@@ -89,24 +87,6 @@ def reduces_in_fp16(model: nn.Module) -> bool:
     """True if `model` was prepared with `comm="fp16"`, in which a gradient above 65,504 becomes infinite."""
     ddp = find_ddp(model)
     return ddp is not None and any(hook is default_hooks.fp16_compress_hook for hook, _ in ddp._comm_hooks)
-
-
-def sync_buffers(model: nn.Module, group: GroupLike, src: int = 0) -> None:
-    """Broadcast all buffers of `model` from rank `src`, in one broadcast. Collective.
-
-    Buffers may be on any device: they are copied from and to the group's device as bytes.
-    """
-    buffers = [buffer for buffer in unwrap(model).buffers() if buffer.numel()]
-    if group.world_size == 1 or not buffers:
-        return
-    device = group.device
-    flat = torch.cat([one.detach().to(device).reshape(-1).contiguous().view(torch.uint8) for one in buffers])
-    group.broadcast(flat, src)
-    sizes = [buffer.numel() * buffer.element_size() for buffer in buffers]
-    with torch.no_grad():
-        for buffer, part in zip(buffers, torch.split(flat, sizes), strict=True):
-            # A part may be misaligned for its dtype.
-            buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
 
 
 class PreparedDDP(DistributedDataParallel):
@@ -169,16 +149,16 @@ def run_in_forward(wrapped: Any, function: Callable[[Any], Any]) -> Any:
 # No postponed annotations here: DDP compares the annotations of a hook with the classes themselves.
 
 
-def check_compressible(model: nn.Module, comm: str, rank: int) -> None:
+def check_compressible(model: nn.Module, comm: str) -> None:
     """Raise LoopError if `model` has float64 or complex parameters to train, or layers with sparse gradients."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype in (torch.float64, torch.complex64, torch.complex128):
             found = f"parameter {name} is {parameter.dtype}"
-            raise _compression_error(comm, found, "Leave `comm` out, or make the model float32.", rank)
+            raise _compression_error(comm, found, "Leave `comm` out, or make the model float32.")
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
             found = f"layer {name or type(layer).__name__} has sparse gradients"
-            raise _compression_error(comm, found, "Make it with sparse=False, or leave `comm` out.", rank)
+            raise _compression_error(comm, found, "Make it with sparse=False, or leave `comm` out.")
 
 
 def compress(model: DistributedDataParallel, comm: Literal["bf16", "fp16"]) -> None:
@@ -199,5 +179,5 @@ def _to_bf16(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futur
 _to_bf16.__annotations__.update({"bucket": GradBucket, "return": torch.futures.Future[torch.Tensor]})
 
 
-def _compression_error(comm: str, found: str, fix: str, rank: int) -> LoopError:
-    return LoopError(f'preparing a model with `comm="{comm}"`', found=found, fix=fix, rank=rank)
+def _compression_error(comm: str, found: str, fix: str) -> LoopError:
+    return LoopError(f'preparing a model with `comm="{comm}"`', found=found, fix=fix)

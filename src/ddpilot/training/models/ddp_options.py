@@ -86,24 +86,18 @@ def resolve(
     """
     finds_unused, origin = find_unused(options, environ)
     divided = is_divided(model, group.device)
-    arguments: dict[str, Any] = {
-        "process_group": group.process_group,
-        "device_ids": device_ids(model, group.device),
-        "forward_sync_buffers" if HAS_FORWARD_SYNC else "broadcast_buffers": options.forward_sync_buffers,
-        "find_unused_parameters": finds_unused,
-        "static_graph": options.static_graph,
-        "gradient_as_bucket_view": options.gradient_as_bucket_view,
-        "bucket_cap_mb": options.bucket_cap_mb,
-        **options.more,
-    }
     values: dict[str, Any] = {
         "forward_sync_buffers": options.forward_sync_buffers,
         "find_unused_parameters": finds_unused,
         "static_graph": options.static_graph,
         "gradient_as_bucket_view": options.gradient_as_bucket_view,
-        "bucket_cap_mb": options.bucket_cap_mb or 25,
-        "comm": options.comm,
+        "bucket_cap_mb": options.bucket_cap_mb,
     }
+    arguments = {"process_group": group.process_group, "device_ids": device_ids(model, group.device), **values}
+    if not HAS_FORWARD_SYNC:
+        arguments["broadcast_buffers"] = arguments.pop("forward_sync_buffers")
+    arguments |= options.more
+    values |= {"bucket_cap_mb": options.bucket_cap_mb or 25, "comm": options.comm}
     reasons = {name: _WHY[name][value] for name, value in values.items() if name in _WHY}
     reasons["find_unused_parameters"] = origin + reasons["find_unused_parameters"]
     is_default = options.bucket_cap_mb is None

@@ -26,9 +26,8 @@ _HIDDEN = (
 class ReducerErrors:
     """Checks that the reducers of the `prepared` models got all gradients, and names the parameters in their errors."""
 
-    def __init__(self, prepared: PreparedObjects, rank: int) -> None:
+    def __init__(self, prepared: PreparedObjects) -> None:
         self._prepared = prepared
-        self._rank = rank
 
     def order_buckets(self) -> None:
         """Rebuild the buckets of each new model once, in an order that its ranks agree on. Collective then.
@@ -72,7 +71,6 @@ class ReducerErrors:
             found=f"on this rank the backward pass left out {_name_parameters(missing)} of {class_name(model)}; "
             "a rank that used it waits for this one",
             fix=_fix(model, frozen),
-            rank=self._rank,
         )
 
     def _translate(self, text: str) -> LoopError | None:
@@ -93,7 +91,7 @@ class ReducerErrors:
         return None
 
     def _error(self, found: str, fix: str) -> LoopError:
-        return LoopError("synchronising gradients", found=found, fix=fix, rank=self._rank)
+        return LoopError("synchronising gradients", found=found, fix=fix)
 
 
 def is_finished(model: DistributedDataParallel) -> bool:

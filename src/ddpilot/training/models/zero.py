@@ -16,6 +16,7 @@ import torch
 from torch.optim import LBFGS, Optimizer
 
 from ddpilot.errors import LoopError
+from ddpilot.group.device import broadcast_tensors
 from ddpilot.group.process_group import Group
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.models.optimizers import check_groups
@@ -34,14 +35,14 @@ def shard_optimizer(optimizer: Optimizer, group: GroupLike) -> Optimizer:
     LoopError for optimizers that cannot be sharded.
     """
     if isinstance(optimizer, ZeroRedundancyOptimizer):
-        raise _error("it is sharded already", "Pass the optimizer itself: prepare() shards it.", group)
+        raise _error("it is sharded already", "Pass the optimizer itself: prepare() shards it.")
     if isinstance(optimizer, LBFGS):
         found = "LBFGS, which updates all parameters together, so a shard of them would be updated differently"
-        raise _error(found, "Use an optimizer that updates each parameter independently, such as AdamW or SGD.", group)
+        raise _error(found, "Use an optimizer that updates each parameter independently, such as AdamW or SGD.")
     types = sorted({str(p.dtype) for one in optimizer.param_groups for p in one["params"]})
     if len(types) > 1:
         found = f"parameters of {' and '.join(types)}, and torch's ZeroRedundancyOptimizer takes one dtype"
-        raise _error(found, "Make an optimizer for each dtype, and pass both to prepare().", group)
+        raise _error(found, "Make an optimizer for each dtype, and pass both to prepare().")
     return optimizer if group.world_size == 1 or not isinstance(group, Group) else ZeroOptimizer(optimizer, group)
 
 
@@ -90,7 +91,8 @@ class ZeroOptimizer(ZeroRedundancyOptimizer):
     def gather_state(self) -> dict[str, Any]:
         """Return the unsharded `state_dict()`, complete on rank 0, without state on the other ranks. Collective."""
         state: dict[int, dict[str, Any]] = {}
-        mine = self._local_state()
+        places = self._places()
+        mine = {places[parameter]: values for parameter, values in self.optim.state.items()}
         outlines = self._group.all_gather_object(
             {number: {name: _outline(value) for name, value in values.items()} for number, values in mine.items()}
         )
@@ -101,7 +103,8 @@ class ZeroOptimizer(ZeroRedundancyOptimizer):
                 found = {name: self._fetch(value, tensors.get(name), owner) for name, value in values.items()}
                 if self._group.is_rank_zero:
                     state[number] = found
-        return {"state": dict(sorted(state.items())), "param_groups": self._numbered_groups()}
+        groups = Optimizer.state_dict(self)["param_groups"]
+        return {"state": dict(sorted(state.items())), "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load this rank's share of a full state, from `full_state` or an optimizer that is not sharded."""
@@ -118,10 +121,6 @@ class ZeroOptimizer(ZeroRedundancyOptimizer):
             options = {name: value for name, value in theirs.items() if name not in ("params", "param_names")}
             mine.update(copy.deepcopy(options))
 
-    def _local_state(self) -> dict[int, dict[str, Any]]:
-        places = self._places()
-        return {places[parameter]: values for parameter, values in self.optim.state.items()}
-
     def _places(self) -> dict[torch.Tensor, int]:
         """Return the index in a state dict of every parameter, of all ranks."""
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
@@ -136,20 +135,11 @@ class ZeroOptimizer(ZeroRedundancyOptimizer):
             return outline
         shape, dtype = outline
         if own is not None:
-            self._group.broadcast(_as_bytes(own.to(self._group.device)), owner)
+            broadcast_tensors([own], self._group, owner)
             return own
         received = torch.empty(shape, dtype=dtype, device=self._group.device)
-        self._group.broadcast(_as_bytes(received), owner)
+        broadcast_tensors([received], self._group, owner)
         return received.cpu() if self._group.is_rank_zero else None
-
-    def _numbered_groups(self) -> list[dict[str, Any]]:
-        groups, count = [], 0
-        for group in self.param_groups:
-            size = len(group["params"])
-            options = {name: value for name, value in group.items() if name != "params"}
-            groups.append({**options, "params": list(range(count, count + size))})
-            count += size
-        return groups
 
 
 class _Shape(tuple[Any, ...]):
@@ -160,10 +150,6 @@ def _outline(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return _Shape((tuple(value.shape), value.dtype)) if value.ndim else value.detach().cpu().clone()
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _make_refusal(group: Group) -> Callable[..., NoReturn]:
@@ -179,5 +165,5 @@ def _make_refusal(group: Group) -> Callable[..., NoReturn]:
     return refuse
 
 
-def _error(found: str, fix: str, group: GroupLike) -> LoopError:
-    return LoopError(_DID, found=found, fix=fix, rank=group.rank)
+def _error(found: str, fix: str) -> LoopError:
+    return LoopError(_DID, found=found, fix=fix)

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Mapping
-from types import TracebackType
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from ddpilot.checkpoint.collective import RNG, CollectiveCheckpoints, on_all_ranks
@@ -51,10 +52,11 @@ class RunCheckpointer:
         self._flags = flags
         self._options = options
         self._checkpoints: CollectiveCheckpoints | None = None
-        self._has_begun = self._is_measured = self._is_stream_missed = False
+        self._has_begun = self._is_measured = False
         self.is_in_epochs = False
         """True while `Loop.epochs` counts the epochs."""
-        self._is_requested = self._is_unreported = self._is_metric_missed = False
+        self._is_requested = self._is_unreported = False
+        self._report_once = functools.cache(self._report)
         self._resumed = ""
         self._best = None if options.best is None else Monitor.parse(options.best)
         self._metrics: dict[str, float] = {}
@@ -178,10 +180,9 @@ class RunCheckpointer:
         self._position.end_epoch()
         if self._checkpoints is None:
             return
-        if self._best is not None and self._best.name not in self._metrics and not self._is_metric_missed:
-            self._is_metric_missed = True
+        if self._best is not None and self._best.name not in self._metrics:
             name = self._best.name
-            self._report(
+            self._report_once(
                 f"no best checkpoint was chosen: `best` is '{self._best}', and this epoch has no metric {name!r}. Pass "
                 f"it within the epoch: loop.save({{{name!r}: ...}})."
             )
@@ -214,23 +215,20 @@ class RunCheckpointer:
         if self._checkpoints is not None and self._group.is_rank_zero:
             self._checkpoints.folder.close()
 
-    def __enter__(self) -> RunCheckpointer:
-        self.is_in_epochs = True
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Leave `epochs`. Not collective: one rank may exit alone, with an exception."""
-        self.is_in_epochs = False
-        if kind is None:
+    @contextmanager
+    def in_epochs(self) -> Iterator[None]:
+        """Context of `Loop.epochs`. Not collective: one rank may leave it alone, with an exception."""
+        self.is_in_epochs, message = True, _LEFT_BY_BREAK
+        try:
+            yield
             self.report_resumed()
-        if self._checkpoints is None:
-            return
-        if self._is_requested:
-            self._is_requested = False
-            self._report(_SAVED_BEFORE if kind is None else _LEFT_BY_BREAK)
-        self.release()
+            message = _SAVED_BEFORE
+        finally:
+            self.is_in_epochs = False
+            if self._is_requested:
+                self._is_requested = False
+                self._report(message)
+            self.release()
 
     def _match(self, found: Checkpoint) -> Callable[[], None]:
         saved, position = found.manifest.progress, self._position
@@ -273,9 +271,7 @@ class RunCheckpointer:
             return {}
         if can_hold(state):
             return {_STREAM: state}
-        if not self._is_stream_missed:
-            self._is_stream_missed = True
-            self._report(_STREAM_NOT_SAVED)
+        self._report_once(_STREAM_NOT_SAVED)
         return {}
 
     def _measure(self) -> int:

@@ -18,8 +18,8 @@ from ddpilot.checkpoint.format import Checkpoint
 from ddpilot.checkpoint.safetensors_file import DTYPE_NAMES, plain_names
 from ddpilot.checkpoint.weights import match_weights
 from ddpilot.errors import CheckpointError, LoopError, MismatchedCheckpointError
+from ddpilot.group.device import broadcast_tensors
 from ddpilot.group.protocol import GroupLike
-from ddpilot.training.models.ddp import sync_buffers
 from ddpilot.training.models.optimizers import check_groups, full_state, load_full_state, local_optimizer
 
 Weights = dict[str, dict[str, torch.Tensor]]
@@ -84,7 +84,7 @@ class TrackedState:
         for name, thing in self._objects.items():
             try:
                 if isinstance(thing, nn.Module):
-                    sync_buffers(_inner(thing), group)
+                    broadcast_tensors(_inner(thing).buffers(), group)
                     weights[name], state["extra"][name] = _split(thing)
                 elif isinstance(thing, Optimizer):
                     state["optimizers"][name] = full_state(thing)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import dataclass
 from types import TracebackType
 
 from torch import nn
@@ -15,63 +16,60 @@ from ddpilot.group.protocol import GroupLike
 from ddpilot.training.batches import CurrentBatch
 from ddpilot.training.coordination.out_of_memory import explain_out_of_memory
 from ddpilot.training.models.ddp import find_ddp
+from ddpilot.training.notices import locate
 from ddpilot.training.step.precision import Precision
-from ddpilot.training.step.update import UpdateState, locating
+from ddpilot.training.step.update import UpdateState
 
 
+@dataclass(eq=False)
 class Accumulation:
-    """The context manager of `Loop.accumulate`; `sharing` holds the other ranks on this rank's device.
+    """The context manager of `Loop.accumulate`.
 
     It enters `no_sync()` and autocast where needed, and adds rank, batch and cause to errors raised inside.
     A class, because a generator-based context manager would cost several times as much per batch.
     """
 
-    def __init__(
-        self,
-        models: tuple[nn.Module, ...],
-        updates: UpdateState,
-        precision: Precision,
-        group: GroupLike,
-        sharing: tuple[int, ...],
-    ) -> None:
-        self._models = models
-        self._updates = updates
-        self._precision = precision
-        self._group = group
-        self._sharing = sharing
-        self._outside: tuple[nn.Module, ...] = ()
-        self._stack: ExitStack | None = None
+    models: tuple[nn.Module, ...]
+    updates: UpdateState
+    precision: Precision
+    group: GroupLike
+    sharing: tuple[int, ...]
+    """The other ranks on this rank's device."""
+    _outside: tuple[nn.Module, ...] = ()
+    _stack: ExitStack | None = None
 
     def __enter__(self) -> None:
-        self._outside, self._updates.accumulating = self._updates.accumulating, self._models
-        if self._updates.is_update and not self._precision.is_mixed:
+        self._outside, self.updates.accumulating = self.updates.accumulating, self.models
+        if self.updates.is_update and not self.precision.is_mixed:
             return
         self._stack = ExitStack()
-        for model in self._models:
-            ddp = None if self._updates.is_update else find_ddp(model)
+        for model in self.models:
+            ddp = None if self.updates.is_update else find_ddp(model)
             if ddp is not None and not _records_graph(ddp):
                 self._stack.enter_context(ddp.no_sync())
-        self._stack.enter_context(self._precision.autocast())
+        self._stack.enter_context(self.precision.autocast())
 
-    @locating
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._updates.accumulating = self._outside
+        self.updates.accumulating = self._outside
         if self._stack is not None:
             self._stack.close()
-        if error is None:
-            if self._updates.is_update:
-                self._updates.bypasses.check_all(self._models)
-        elif not isinstance(error, DdpilotError):
-            self._explain(error, self._updates.batch)
+        try:
+            if error is None and self.updates.is_update:
+                self.updates.bypasses.check_all(self.models)
+            elif error is not None and not isinstance(error, DdpilotError):
+                self._explain(error, self.updates.batch)
+        except DdpilotError as found:
+            locate(found, self.group.rank, self.updates.batch)
+            raise
 
     def _explain(self, error: BaseException, batch: CurrentBatch | None) -> None:
-        self._updates.reducers.explain(error)
+        self.updates.reducers.explain(error)
         if is_out_of_memory(error):
-            raise explain_out_of_memory(error, self._group, self._sharing, batch) from error
+            raise explain_out_of_memory(error, self.group, self.sharing, batch) from error
         if isinstance(error, RuntimeError | ValueError | IndexError) and batch is not None and not batch.count:
-            raise _empty_forward_failed(batch, self._group, error) from error
+            raise _empty_forward_failed(batch, self.group, error) from error
 
 
 def _records_graph(ddp: DistributedDataParallel) -> bool:
@@ -86,5 +84,4 @@ def _empty_forward_failed(batch: CurrentBatch, group: GroupLike, error: Exceptio
         found=f"it has {batch.global_count} samples for {group.world_size} ranks, none of them on this rank, and "
         f"the computation fails for zero rows ({error})",
         fix="Write x.flatten(1) for x.view(len(x), -1); or use drop_last=True or a different global_batch_size.",
-        rank=group.rank,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from ddpilot.data.nested import iterate_tensors, map_tensors, without_rows
-from ddpilot.group.device import fork_rng
+from ddpilot.group.device import broadcast_tensors, fork_rng, wire_device
+from ddpilot.group.protocol import GroupLike
 
 _NUM_ROWS = 2
 """BatchNorm rejects a single row."""
@@ -55,6 +56,18 @@ class EmptyBatchForward:
             del model.__dict__["forward"]
             if own is not None:
                 model.__dict__["forward"] = own
+
+
+def share_buffers(models: Iterable[nn.Module], group: GroupLike, *, had_samples: bool) -> None:
+    """Broadcast the buffers of the first rank that `had_samples`, after a batch where some rank had none. Collective.
+
+    Values that a forward pass without rows writes to a buffer (a step counter, a power iteration) are missing or wrong.
+    """
+    buffers = [buffer for model in models if model.training for buffer in model.buffers()]
+    if buffers and group.world_size > 1:
+        number = group.rank if had_samples else group.world_size
+        first = torch.tensor(number, device=wire_device(group))
+        broadcast_tensors(buffers, group, int(group.all_reduce(first, "min").item()))
 
 
 def _uncompiled(forward: Callable[..., Any]) -> Callable[..., Any]:

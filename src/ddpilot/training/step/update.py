@@ -3,19 +3,16 @@
 
 from __future__ import annotations
 
-import functools
-import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from ddpilot.errors import LoopError
-from ddpilot.group.device import wire_device
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.batches import CurrentBatch
 from ddpilot.training.checks.ddp_bypass import ForwardBypassCheck
@@ -29,50 +26,19 @@ from ddpilot.training.checks.loss_means import LossMeanCheck
 from ddpilot.training.checks.nonfinite import FiniteCheck, raise_nonfinite
 from ddpilot.training.coordination.stop import Decision, FlagExchange
 from ddpilot.training.losses import (
-    NUM_COUNTS,
-    CountTotals,
+    LossWeights,
     NamedLoss,
     Objective,
     backward_weighted,
-    decode,
-    encode,
+    check_losses,
     has_gather,
     read_losses,
     silencing,
 )
-from ddpilot.training.models.ddp import sync_buffers
+from ddpilot.training.models.optimizers import clear_gradients
 from ddpilot.training.models.reducer import ReducerErrors
 from ddpilot.training.models.registry import PreparedModel, PreparedObjects, parameters_of
-from ddpilot.training.step.empty_batch import EmptyBatchForward
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-def locating(method: _Method) -> _Method:
-    """Decorate a method of an object with `_updates`: a LoopError that it raises names the current batch."""
-
-    @functools.wraps(method)
-    def located(self: Any, *args: Any, **options: Any) -> Any:
-        try:
-            return method(self, *args, **options)
-        except LoopError as error:
-            batch = self._updates.batch
-            if batch is not None and "batch " not in error.did + error.found:
-                error.did += f" in batch {batch.index} of epoch {batch.epoch}"
-                error.args = (error.render(),)
-            raise
-
-    return cast(_Method, located)
-
-
-def clear_gradients(optimizer: Optimizer) -> None:
-    """Clear the gradients of `optimizer`, as `zero_grad()` does, but without the profiler overhead of torch's own."""
-    if getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad:
-        optimizer.zero_grad(set_to_none=True)
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = None
+from ddpilot.training.step.empty_batch import EmptyBatchForward, share_buffers
 
 
 class UpdateState:
@@ -86,27 +52,27 @@ class UpdateState:
         self._device_type = group.device.type
         self._flags = flags
         self._finite = finite
-        self._totals: dict[tuple[int, ...], CountTotals] = {}
+        self._weights = LossWeights(group.world_size, self._sum_over_ranks)
         self._is_due = self._is_spoilt = self._is_left = False
         self.has_backward = False
         """True if a backward pass of the accumulation group has run."""
-        self._graphs = RepeatedBackwardCheck(group.rank)
-        self._means = LossMeanCheck(group.rank, group.device)
+        self._graphs = RepeatedBackwardCheck()
+        self._means = LossMeanCheck(group.device)
         self._empty_forward = EmptyBatchForward()
+        self._had_samples: bool | None = None  # in a batch of which some rank has no samples
         self._loss: weakref.ref[torch.Tensor] | None = None
         self._last_count = 0
         self._stepped: set[Optimizer] = set()  # in the current update
-        self._had_samples: bool | None = None  # in a batch of which some rank has no samples
         self.objective: Objective | None = None
         """The loss of the current update over its backward passes; None unless it is needed."""
         self._is_reduced = False  # the last backward pass is known to have used all parameters
         self._checked: set[int] = set()  # parameters whose gradients were checked since the last backward pass
-        self._groups = ClearedGradientCheck(prepared, group.rank)
-        self._leftovers = LeftoverGradientCheck(prepared, group.rank)
-        self._shared = SharedParameterCheck(prepared, group.rank)
-        self.reducers = ReducerErrors(prepared, group.rank)
+        self._groups = ClearedGradientCheck(prepared)
+        self._leftovers = LeftoverGradientCheck(prepared)
+        self._shared = SharedParameterCheck(prepared)
+        self.reducers = ReducerErrors(prepared)
         """Detects parameters whose gradients DDP waits for and did not get."""
-        self.bypasses = ForwardBypassCheck(prepared, group.rank)
+        self.bypasses = ForwardBypassCheck(prepared)
         """Detects DDP models that an update bypasses."""
         self.accumulating: tuple[nn.Module, ...] = ()
         """The models of the current `Loop.accumulate`."""
@@ -142,7 +108,7 @@ class UpdateState:
             self.bypasses.begin()
         if batch.is_first:
             self._stepped.clear()
-            self._totals.clear()
+            self._weights.begin_group()
             self._groups.begin()
             self._leftovers.begin_group()
             if self.objective is not None:
@@ -150,23 +116,10 @@ class UpdateState:
             self.has_backward = False
 
     def share_buffers(self) -> None:
-        """Broadcast the buffers of the first rank with samples, after a batch in which some rank had none. Collective.
-
-        Values that a forward pass without rows writes to a buffer (a step counter, a power iteration) are missing or
-        wrong. Does nothing after other batches.
-        """
+        """After a batch in which some rank had no samples, use the buffers of one that had. Collective then."""
         had_samples, self._had_samples = self._had_samples, None
-        if self._group.world_size == 1 or had_samples is None:
-            return
-        modules = [prepared.module for prepared in self._prepared.models]
-        models = [one for one in modules if one.training and any(True for _ in one.buffers())]
-        if not models:
-            return
-        number = self._group.rank if had_samples else self._group.world_size
-        first = torch.tensor(number, device=wire_device(self._group))
-        src = int(self._group.all_reduce(first, "min").item())
-        for model in models:
-            sync_buffers(model, self._group, src)
+        if had_samples is not None:
+            share_buffers((one.module for one in self._prepared.models), self._group, had_samples=had_samples)
 
     def count_behind(self, value: object) -> float:
         """Return the number of samples behind `value` on this rank, also for the batch's loss afterwards; else 1."""
@@ -182,56 +135,53 @@ class UpdateState:
         self._graphs.begin()
         self._empty_forward.end()
 
-    def backward(
-        self, loss: torch.Tensor, count: float | None, scaler: torch.amp.GradScaler | None, retain_graph: bool
-    ) -> None:
-        """Implement `Loop.backward`. Collective if gradients are all-reduced or `count` is given."""
+    def backward(self, loss: Any, count: float | None, scaler: torch.amp.GradScaler | None, retain_graph: bool) -> None:
+        """Implement `Loop.backward`. Collective if gradients are all-reduced, with a count and for several losses."""
         self._begin_backward()
-        self._check_loss(loss)
+        losses = read_losses(loss, count)
+        check_losses(losses)
+        is_single = losses[0].name is None
+        if count is not None and not is_single:
+            raise LoopError(
+                "running backward",
+                found="`count` with several losses",
+                fix='Pass a count for each: {"box": (loss, count)}.',
+            )
+        for one in losses:
+            if one.count is None:
+                self._means.check(one.value, self.batch, one.name or "")
         self._is_reduced = False
-        num_local = self._local_count(count)
-        if count is None:
-            self._means.check(loss, self.batch)
-        self._loss = weakref.ref(loss)
+        self._loss = weakref.ref(loss) if is_single else None
         self.has_backward = True
-        total, correction = self._total(count)
-        seed = self._seed(loss, num_local * self._num_factors(scaler) / total) if num_local and total else None
-        if self._is_due and count is None and not self._flags.is_under_way:
-            self._begin()  # overlaps with the all-reduce of gradients
-        self._run((loss,), None if seed is None else (seed,), scaler, retain_graph)
+        counts, correction = self._weights.count(losses, self.batch, self.accumulating)
+        self._backward(losses, counts, scaler, retain_graph)
         if correction != 1.0:
             gradients = [p.grad for model in self.accumulating for p in model.parameters() if p.grad is not None]
             torch._foreach_mul_(gradients, correction)
         if self.objective is not None:
-            self.objective.add(loss, num_local / total if total else 0.0, correction)
+            for one, (num, total) in zip(losses, counts, strict=True):
+                self.objective.add(one.value, num / total if total else 0.0, correction)
 
-    def backward_several(
-        self, losses: Mapping[Any, Any], count: float | None, scaler: torch.amp.GradScaler | None, retain_graph: bool
+    def _backward(
+        self,
+        losses: Sequence[NamedLoss],
+        counts: Sequence[tuple[float, float]],
+        scaler: torch.amp.GradScaler | None,
+        retain_graph: bool,
     ) -> None:
-        """Run `backward` for several named losses, each with or without its own count. Collective."""
-        self._begin_backward()
-        if count is not None:
-            raise self._error("`count` with several losses", 'Pass a count for each: {"box": (loss, count)}.')
-        parts = self._read(losses)
-        for one in parts:
-            if one.count is None:
-                self._means.check(one.value, self.batch, one.name)
-        self._is_reduced = False
-        self._loss = None
-        self.has_backward = True
-        factor = self._num_factors(scaler)
-        weights = [num * factor / total if num and total else 0.0 for num, total in self._shares(parts)]
-        if self.objective is not None:
-            for one, weight in zip(parts, weights, strict=True):
-                self.objective.add(one.value, weight / factor)
-        live = [(one, weight) for one, weight in zip(parts, weights, strict=True) if weight]
-        idle = [one.value for one, weight in zip(parts, weights, strict=True) if not weight]
+        # fp16 losses leave out DDP's factor world_size, so they overflow where a single process does: see `Precision`.
+        factor = self._group.world_size if scaler is None else 1
+        weights = [num * factor / total if num and total else 0.0 for num, total in counts]
+        live = [(one, weight) for one, weight in zip(losses, weights, strict=True) if weight]
+        seeds = [self._seed(one.value, weight, one.name or "") for one, weight in live]
+        if self._is_due and not self._flags.is_under_way:
+            self._begin()  # overlaps with the all-reduce of gradients
+        roots = [one.value for one, _ in live]
+        idle = [one.value for one, weight in zip(losses, weights, strict=True) if not weight]
         if not live:
             self._run(idle, None, scaler, retain_graph)
             return
-        roots = [one.value for one, _ in live]
-        seeds = [self._seed(one.value, weight, one.name) for one, weight in live]
-        with silencing(idle, roots):
+        with silencing(idle, roots) if idle else nullcontext():
             self._run([*roots, *idle], [*seeds, *[0.0] * len(idle)], scaler, retain_graph)
 
     def _run(
@@ -319,7 +269,6 @@ class UpdateState:
                 "updating the weights with a closure",
                 found="the closure did not call loop.backward()",
                 fix="Write loop.backward(loss) in the closure instead of loss.backward().",
-                rank=self._group.rank,
             )
         self.complete(optimizer, has_closure=True)
         self.check_pending()  # an optimizer that tries steps must not get a loss that is not finite
@@ -391,7 +340,6 @@ class UpdateState:
                 f"{self.batch.index} of epoch {self.batch.epoch}), so they are not weighted by samples",
                 fix="Write loop.backward(loss) instead of loss.backward(). Apply gradients that were computed in a "
                 "different way by optimizer.step().",
-                rank=self._group.rank,
             )
 
     def check_norm(self, parameters: Sequence[torch.Tensor], norm: torch.Tensor) -> None:
@@ -444,10 +392,6 @@ class UpdateState:
     def _seed(self, loss: torch.Tensor, weight: float, name: str = "") -> torch.Tensor | float:
         return weight if self._finite is None else self._finite.seed(loss, weight, self.batch, name)
 
-    def _num_factors(self, scaler: torch.amp.GradScaler | None) -> int:
-        # fp16 losses leave out DDP's factor world_size, so they overflow where a single process does: see `Precision`.
-        return self._group.world_size if scaler is None else 1
-
     def _begin(self, count: float = 0.0, more: Sequence[float] = ()) -> None:
         if self._flags.is_under_way:
             self._finish()
@@ -461,96 +405,7 @@ class UpdateState:
             self._raise_nonfinite(self._finite)
         return decision
 
-    def _check_loss(self, loss: object, where: str = "") -> None:
-        if not isinstance(loss, torch.Tensor):
-            found = f"a {type(loss).__name__} instead of a loss{where}"
-            raise self._error(found, "Pass the tensor, not loss.item().")
-        if loss.ndim:
-            found = f"a loss of shape {tuple(loss.shape)}{where}"
-            raise self._error(found, "Pass its mean over this rank's samples.")
-        if not loss.requires_grad:
-            raise self._error(
-                f"a loss without a gradient{where}, so nothing would be trained",
-                "Compute it from the model's output, without detach(), .item() or no_grad().",
-            )
-
-    def _local_count(self, count: float | None, which: str = "") -> float:
-        if count is not None:
-            if not 0 <= float(count) < math.inf:
-                raise self._error(
-                    f"`count`{which} is {count}", "Pass the number of items in this rank's mean, 0 or more."
-                )
-            return float(count)
-        if self.batch is None:
-            raise self._error(
-                "it was called outside `batches`, so the number of samples is unknown",
-                "Iterate over loop.batches(loader), or pass `count=`, the samples (or tokens) in this rank's mean.",
-            )
-        return float(self.batch.count)
-
-    def _total(self, count: float | None) -> tuple[float, float]:
-        """Return the divisor of this loss and the factor for the accumulated gradients after it.
-
-        Collective with `count`.
-        """
-        if count is None:
-            assert self.batch is not None  # checked by _local_count()
-            return float(self.batch.group_count), 1.0
-        self._begin(float(count))
-        global_count = self._finish().count
-        if self.batch is None or self.batch.group_size == 1:
-            return global_count, 1.0
-        totals = self._totals_of_group(global_count, self.batch)
-        totals.add(global_count)
-        return totals.reference, totals.correction if self.batch.is_last else 1.0
-
-    def _read(self, losses: Mapping[Any, Any]) -> tuple[NamedLoss, ...]:
-        parts = read_losses(losses)
-        if not parts:
-            raise self._error("a mapping without losses", 'Pass {"name": loss}, or {"name": (loss, count)}.')
-        for one in parts:
-            self._check_loss(one.value, f" under {one.name!r}")
-        if self.batch is not None and self.batch.group_size > 1 and any(one.count is not None for one in parts):
-            raise self._error(
-                "several losses with counts in an accumulation group, whose totals are known too late",
-                "Do not accumulate, or pass each loss as a mean over samples, without a count.",
-            )
-        return parts
-
-    def _shares(self, parts: Sequence[NamedLoss]) -> list[tuple[float, float]]:
-        """Return the number of items of each of `parts`, on this rank and on all ranks. Collective."""
-        local = [self._local_count(one.count, f" of {one.name!r}") for one in parts]
-        own = [num for num, one in zip(local, parts, strict=True) if one.count is not None]
-        self._begin(more=encode(parts, own))
-        totals = decode(self._finish().more, self._group.world_size)
-        if totals is None:
-            raise self._error(
-                f"the ranks have different losses: {', '.join(repr(one.name) for one in parts)} here",
-                "Pass the same names on every rank, and a count of 0 for an empty mean: "
-                '{"box": (output.sum() * 0, 0)}.',
-            )
-        if rest := own[NUM_COUNTS:]:
-            self._begin(more=rest)
-            totals += self._finish().more
-        of_ranks = iter(totals)
-        in_group = 0.0 if self.batch is None else float(self.batch.group_count)
-        return [(num, in_group if one.count is None else next(of_ranks)) for num, one in zip(local, parts, strict=True)]
-
-    def _totals_of_group(self, global_count: float, batch: CurrentBatch) -> CountTotals:
-        models = tuple(id(model) for model in self.accumulating)
-        if not models:
-            raise self._error(
-                "`count=` with accumulation, outside of `accumulate`, so the model is unknown",
-                "Run the forward and backward pass in `with loop.accumulate(model):`.",
-            )
-        if batch.is_first and models in self._totals:
-            raise self._error(
-                "two losses with `count=` for one model in one batch of an accumulation group",
-                "Add the losses and call backward() once, or do not accumulate.",
-            )
-        if batch.is_first:
-            self._totals[models] = CountTotals(global_count, batch.group_size)
-        return self._totals[models]
-
-    def _error(self, found: str, fix: str) -> LoopError:
-        return LoopError("running backward", found=found, fix=fix, rank=self._group.rank)
+    def _sum_over_ranks(self, count: float, more: Sequence[float]) -> tuple[float, tuple[float, ...]]:
+        self._begin(count, more)
+        decision = self._finish()
+        return decision.count, decision.more

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpilot.trainer.callbacks.json_lines_log import JsonLinesLog
+from ddpilot.trainer.callbacks.logs import JsonLinesLog
 from ddpilot.trainer.callbacks.monitors import LRMonitor, Norms
 from tests.unit.trainer.callbacks.fits import DATA, Each, fit, make_trainer
 

@@ -14,11 +14,11 @@ from torch import nn
 
 from ddpilot import FakeGroup
 from ddpilot.errors import NonFiniteError
-from ddpilot.training.batches import CurrentBatch
 from ddpilot.training.checks.nonfinite import (
     FiniteCheck,
     GradientProbes,
-    Gradients,
+    Place,
+    are_finite,
     largest,
     raise_nonfinite,
     zero_unless,
@@ -41,9 +41,8 @@ KINDS = {
 def test_gradients_are_found_not_finite_and_stay_as_they_are(kind: str, bad: float) -> None:
     """Large sums and tiny numbers are finite; what is not is found beside others, and then forgotten."""
     gradient = KINDS[kind].clone() if kind != "expanded" else KINDS[kind]
-    gradients = Gradients()
     spoilt = [torch.ones(2), gradient, torch.tensor([0.0, bad])]
-    assert [gradients.are_finite(one) for one in ([], [gradient], spoilt, [gradient, torch.ones(2)])] == [
+    assert [are_finite(one) for one in ([], [gradient], spoilt, [gradient, torch.ones(2)])] == [
         True,
         True,
         False,
@@ -55,9 +54,8 @@ def test_gradients_are_found_not_finite_and_stay_as_they_are(kind: str, bad: flo
 
 def test_gradients_that_are_sparse_are_looked_into() -> None:
     """A sum of duplicates may be the first that is not finite."""
-    gradients = Gradients()
-    assert gradients.are_finite([SPARSE])
-    assert not gradients.are_finite([SPARSE * math.inf])
+    assert are_finite([SPARSE])
+    assert not are_finite([SPARSE * math.inf])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -165,15 +163,9 @@ def test_one_check_protects_the_gradients_of_every_optimizer_that_it_covers() ->
     assert both[1].grad.tolist() == [1.0] * 2
 
 
-def batch(index: int) -> CurrentBatch:
-    """One that is an update by itself."""
-    ids = np.array([index, index + 100])
-    return CurrentBatch(None, 0, index, 2, 2, ids, 2, 1, is_first=True, is_last=True)
-
-
-def is_finite(tensor: torch.Tensor) -> bool:
-    """Every element?"""
-    return bool(torch.isfinite(tensor).all())
+def place(index: int) -> Place:
+    """That of a batch that is an update by itself."""
+    return Place(0, index, np.array([index, index + 100]))
 
 
 def watched(width: int = 3) -> tuple[GradientProbes, nn.Linear]:
@@ -185,7 +177,7 @@ def watched(width: int = 3) -> tuple[GradientProbes, nn.Linear]:
 
 def run(taps: GradientProbes, layer: nn.Linear, index: int, factor: float) -> None:
     """A backward pass of a batch."""
-    taps.begin(batch(index))
+    taps.begin(place(index))
     (layer(torch.ones(2, 2)).sum() * factor).backward()
 
 
@@ -195,12 +187,12 @@ def test_the_first_bad_gradient_is_found_with_its_batch(width: int) -> None:
     taps, layer = watched(width)
     for index, factor in enumerate([1.0, math.nan, math.inf, 1.0]):
         run(taps, layer, index, factor)
-    found = taps.find(is_finite, None)
+    found = taps.find(None)
     assert found is not None
     assert (*found[:2], found[2].tolist()) == (0, 1, [1, 101])
-    assert taps.find(is_finite, (0, 1)) == found
+    assert taps.find(place(0)) == found
     taps.forget()
-    assert taps.find(is_finite, None) is None
+    assert taps.find(None) is None
 
 
 class Scaled(nn.Module):
@@ -221,7 +213,7 @@ def test_the_parameter_next_to_the_input_is_watched_wherever_it_stands() -> None
     taps, model = GradientProbes(), Scaled()
     taps.watch(model, model.parameters())
     for index in range(2):
-        taps.begin(batch(index))
+        taps.begin(place(index))
         model(torch.ones(2, 2)).sum().backward()
     assert [name for name, one in model.named_parameters() if one._backward_hooks] == ["layers.0.bias"]
 
@@ -232,7 +224,7 @@ def test_what_the_sum_makes_of_a_gradient_is_not_what_is_kept() -> None:
     run(taps, layer, 0, 1.0)
     assert layer.bias.grad is not None
     layer.bias.grad.fill_(math.nan)
-    assert taps.find(is_finite, None) is None
+    assert taps.find(None) is None
 
 
 def test_backward_passes_without_samples_or_batch_count_for_nothing() -> None:
@@ -243,7 +235,7 @@ def test_backward_passes_without_samples_or_batch_count_for_nothing() -> None:
     (layer(torch.ones(2, 2)).sum() * math.nan).backward()
     taps.begin(None)
     (layer(torch.ones(2, 2)).sum() * math.nan).backward()
-    assert taps.find(is_finite, None) is None
+    assert taps.find(None) is None
 
 
 def test_a_module_has_one_hook_however_often_it_is_watched_and_none_after_the_loop() -> None:
@@ -268,6 +260,6 @@ def test_what_is_kept_stays_small_outside_batches_too() -> None:
         taps.begin(None)
     assert len(taps._kept) < 200
     run(taps, layer, 301, math.nan)
-    found = taps.find(is_finite, None)
+    found = taps.find(None)
     assert found is not None
     assert found[:2] == (0, 301)

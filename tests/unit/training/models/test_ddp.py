@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -12,7 +11,7 @@ from ddpilot import FakeGroup
 from ddpilot.data.global_batches import Plan
 from ddpilot.errors import LoopError
 from ddpilot.training.checks.buffers import check_batch_norms, find_batch_norms
-from ddpilot.training.models.ddp import sync_buffers, unwrap, wrap
+from ddpilot.training.models.ddp import unwrap, wrap
 from ddpilot.training.models.ddp_options import DDPOptions
 
 
@@ -41,17 +40,6 @@ def test_unwrap_keeps_an_averaged_model() -> None:
     assert unwrap(averaged) is averaged
 
 
-def test_sync_buffers_keeps_every_dtype_and_shape() -> None:
-    """Through one tensor of bytes, also for scalars, booleans and odd sizes."""
-    model = nn.Module()
-    buffers = {"a": torch.tensor(True), "b": torch.arange(3), "c": torch.randn(2, 3, dtype=torch.float64)}
-    for name, buffer in buffers.items():
-        model.register_buffer(name, buffer.clone())
-    model.register_buffer("none", None)
-    sync_buffers(model, FakeGroup(world_size=2))
-    assert all(torch.equal(found, buffers[name]) for name, found in model.named_buffers())
-
-
 def test_batch_norms_are_found_unless_frozen() -> None:
     """In eval mode a layer takes no statistics."""
     model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2), nn.BatchNorm1d(2))
@@ -63,12 +51,12 @@ def test_batch_norms_are_found_unless_frozen() -> None:
 def test_check_batch_norms_names_the_ranks_with_few_samples(size: int, ranks: tuple[int, ...]) -> None:
     """Below 16 samples a rank; none at 16 and more."""
     plan = Plan(size * 3, size, world_size=3, shares=[2.0, 2.0, 1.5])
-    found = check_batch_norms([nn.BatchNorm1d(2)], plan, 0)
+    found = check_batch_norms([nn.BatchNorm1d(2)], plan)
     assert tuple(rank for finding in found for rank in finding.ranks) == ranks
 
 
 @pytest.mark.parametrize("model", [nn.GroupNorm(1, 2), nn.BatchNorm1d(2).eval()])
 def test_check_batch_norms_is_silent_about_others(model: nn.Module) -> None:
     """Models without it may have one sample on a rank."""
-    assert check_batch_norms([model], Plan(9, 8, world_size=4), 0) == ()
-    assert check_batch_norms([nn.BatchNorm1d(2)], object(), 0) == ()
+    assert check_batch_norms([model], Plan(9, 8, world_size=4)) == ()
+    assert check_batch_norms([nn.BatchNorm1d(2)], object()) == ()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpilot.training.step.update import clear_gradients
+from ddpilot.training.models.optimizers import clear_gradients
 
 
 class Own(torch.optim.SGD):

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`EarlyStopping` and `BestWeights`, which compare the epochs by a metric."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ddpilot.checkpoint.atomic_files import HashingFile
+from ddpilot.checkpoint.monitor import Monitor
+from ddpilot.checkpoint.safetensors_file import check_dtypes, write_safetensors
+from ddpilot.errors import LoopError, did_you_mean
+from ddpilot.group.device import broadcast_tensors
+from ddpilot.trainer.callback import Callback
+from ddpilot.trainer.callbacks.logs import epoch_row, numbers
+from ddpilot.trainer.run import Run, find_inner
+
+
+class _BestEpoch(Callback):
+    """Base class of callbacks that act on the epoch with the best value of a metric."""
+
+    def __init__(self, monitor: str, mode: Literal["min", "max"], min_delta: float) -> None:
+        self._monitor = Monitor(monitor, mode, min_delta)
+        self.best: float | None = None
+        self.best_epoch: int | None = None
+
+    @property
+    def monitor(self) -> str:
+        """The monitored metric."""
+        return self._monitor.name
+
+    def _improves(self, run: Run) -> bool | None:
+        """True if the last epoch is the best one so far; it then becomes `best_epoch`.
+
+        None if the epoch was not validated, see `Run.skips_validation`, and after a stop in its middle. Raises
+        LoopError if it should have the metric.
+        """
+        row = numbers(epoch_row(run))
+        if self.monitor not in row:
+            if run.loop.next_batch or (run.skips_validation and self.monitor.startswith("val_")):
+                return None
+            near = did_you_mean(self.monitor, row, show=repr)
+            raise LoopError(
+                f"monitoring {self.monitor!r} in epoch {run.epoch}",
+                found=f"its row has {', '.join(map(repr, row))}",
+                fix=f"{near} Choose one of these; names that begin with 'val_' need a validation set.".lstrip(),
+                rank=run.loop.rank,
+            )
+        if not self._monitor.is_better(row[self.monitor], self.best):
+            return False
+        self.best, self.best_epoch = row[self.monitor], run.epoch
+        return True
+
+
+class EarlyStopping(_BestEpoch):
+    """Stop all ranks once `monitor` has not improved on its best value for `patience` epochs in a row.
+
+    Epochs without validation because of `validate_every` do not count for a "val_" metric.
+
+    `monitor`: a name in the epochs' rows, such as "val_loss" (default) or "val_accuracy". `mode`: "min" (default) if
+    lower is better, "max" if higher is better. `min_delta`: improvements of at most this much do not count. Rank 0
+    decides, from values that are equal on all ranks. A fit with `until_epoch` that was stopped stays stopped, also
+    after resuming from a checkpoint; with a larger total, or with `epochs=`, patience starts over. Its attributes
+    `best` and `best_epoch` are the best value so far and its epoch.
+
+    `restore_best`: load the weights of the best epoch into model and EMA at the end, on all ranks; until then rank 0
+    and checkpoints hold a copy in CPU memory. The optimizer keeps its state.
+
+    Raises LoopError for invalid arguments, and after an epoch without this metric.
+    """
+
+    ranks = "all"  # restoring weights is collective
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        *,
+        mode: Literal["min", "max"] = "min",
+        patience: int = 3,
+        min_delta: float = 0.0,
+        restore_best: bool = False,
+    ) -> None:
+        if patience < 1:
+            found = f"`patience` is {patience}"
+            raise LoopError("making an EarlyStopping", found=found, fix="Give a number of epochs, 1 or more.")
+        super().__init__(monitor, mode, min_delta)
+        self._patience = patience
+        self._restore_best = restore_best
+        self._weights: list[torch.Tensor] | None = None
+        self.num_bad = 0
+        """Number of epochs since the best one."""
+        self.stopped: str = ""
+        """Why this callback stopped training; "" if it did not."""
+        self.stopped_goal = 0
+        """The total number of epochs that this fit should have had."""
+
+    def on_fit_start(self, run: Run) -> None:
+        if self.stopped and run.until_epoch is not None and run.until_epoch <= self.stopped_goal:
+            run.loop.print(f"stopped earlier: {self.stopped}; `epochs=` trains further", flush=True)
+            run.stop(everywhere=True)
+        elif self.stopped:
+            self.stopped, self.num_bad = "", 0
+        if not run.loop.group.is_rank_zero:
+            self._weights = None
+        elif self._restore_best and self._weights is None and self.best is not None:
+            self._weights = _copy(run)  # an earlier fit ended with the best weights
+
+    def on_epoch_end(self, run: Run) -> None:
+        improves = self._improves(run)
+        if improves is None:
+            return
+        self.num_bad = 0 if improves else self.num_bad + 1
+        if improves and self._restore_best and run.loop.group.is_rank_zero:
+            self._weights = _copy(run)
+        if self.num_bad >= self._patience:
+            self.stopped = (
+                f"{self.monitor} was not better than {self.best} of epoch {self.best_epoch} for {self.num_bad} epochs"
+            )
+            self.stopped_goal = run.num_epochs
+            if run.loop.group.is_rank_zero:
+                run.stop()
+            run.loop.print(self.stopped, flush=True)
+
+    def on_fit_end(self, run: Run) -> None:
+        self.num_bad = 0  # patience starts over in the next fit
+        if run.loop.group.broadcast_object(self._weights is not None):
+            tensors = list(_tensors(run))
+            with torch.no_grad():
+                for tensor, best in zip(tensors, self._weights or (), strict=False):  # on rank 0
+                    tensor.copy_(best)
+            broadcast_tensors(tensors, run.loop.group)
+        self._weights = None
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        return state if self._weights is None else {**state, "weights": self._weights}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        kept = dict(state)
+        self._weights = kept.pop("weights", None)
+        super().load_state_dict(kept)
+
+
+def _tensors(run: Run) -> Iterator[torch.Tensor]:
+    models: list[nn.Module] = [run.model, *([] if run.ema is None else [run.ema])]
+    for model in models:
+        yield from model.parameters()
+        yield from model.buffers()
+
+
+def _copy(run: Run) -> list[torch.Tensor]:
+    return [tensor.detach().to("cpu", copy=True) for tensor in _tensors(run)]
+
+
+class BestWeights(_BestEpoch):
+    """Write the weights of the epoch with the best `monitor` to `path`, a safetensors file, on rank 0.
+
+    The EMA's weights if there is one, as it is what was evaluated; names have no prefixes, so any model of the same
+    architecture loads them: `ddpilot.load_weights(model, path)`. The file is replaced
+    atomically. To resume training, use a checkpoint, which holds more: `checkpoint_dir=`.
+
+    `monitor`, `mode`, `min_delta`: as for `EarlyStopping`; `best` and `best_epoch` too. Raises OSError if the file
+    cannot be written, and LoopError as `EarlyStopping` does, on all ranks.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] = "best.safetensors",
+        monitor: str = "val_loss",
+        *,
+        mode: Literal["min", "max"] = "min",
+        min_delta: float = 0.0,
+    ) -> None:
+        super().__init__(monitor, mode, min_delta)
+        self._path = Path(path)
+
+    def on_fit_start(self, run: Run) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+
+    def on_epoch_end(self, run: Run) -> None:
+        if not self._improves(run):
+            return
+        weights = {name: tensor.cpu() for name, tensor in find_inner(run.ema or run.model).state_dict().items()}
+        check_dtypes(weights, where="the best weights")
+        new = self._path.with_name(f".{self._path.name}.new")
+        new.unlink(missing_ok=True)
+        with HashingFile(new) as sink:
+            write_safetensors(sink, weights)
+        os.replace(new, self._path)
