@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from ddpilot.guard.probe import CollectiveNote, NotAwaitedNote, Notes, Site
+from ddpilot.guard.notes import CollectiveNote, NotAwaitedNote, Site
+from ddpilot.guard.probe import Notes
 
 _ASYNCHRONOUS = ("all_reduce", "broadcast")
 _MAX_LINES = 256

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpilot.guard.probe import Notes, ParametersNote, Site, SiteNote, WrappingNote
+from ddpilot.guard.notes import ParametersNote, Site, SiteNote, WrappingNote
+from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.process_groups import describe_group, sequence_number
 
 _MAX_PARAMETERS = 1024

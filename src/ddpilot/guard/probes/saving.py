@@ -12,7 +12,8 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from ddpilot.guard.probe import Notes, SaveNote
+from ddpilot.guard.notes import SaveNote
+from ddpilot.guard.probe import Notes
 
 _MAX_NOTED = 10_000
 

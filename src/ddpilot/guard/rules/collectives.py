@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
-from ddpilot.guard.probe import CollectiveNote, NotAwaitedNote, OnGraphNote
+from ddpilot.guard.notes import CollectiveNote, NotAwaitedNote, OnGraphNote
 from ddpilot.guard.rules.rule import WaitingRule, line_of, place_of
 from ddpilot.record.journal import Entry
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
-from ddpilot.guard.probe import ParametersNote, StepNote, SyncedNote, UnusedNote
+from ddpilot.guard.notes import ParametersNote, StepNote, SyncedNote, UnusedNote
 from ddpilot.guard.rules.rule import BoundedDict, Rule, RuleContext, WaitingRule, line_of, num_ranks_of, place_of, some
 from ddpilot.record.journal import Entry
 

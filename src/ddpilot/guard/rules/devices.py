@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
-from ddpilot.guard.probe import DdpModelNote, DevicesNote
+from ddpilot.guard.notes import DdpModelNote, DevicesNote
 from ddpilot.guard.rules.rule import BoundedDict, ByRank, ModelRanks, Rule, RuleContext, WaitingRule, place_of, some
 from ddpilot.record.journal import Entry
 

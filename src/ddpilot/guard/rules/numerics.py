@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
-from ddpilot.guard.probe import NormsNote, NotFiniteNote, SpoiledNote
+from ddpilot.guard.notes import NormsNote, NotFiniteNote, SpoiledNote
 from ddpilot.guard.rules.rule import RuleContext, WaitingRule, place_of, some
 from ddpilot.record.journal import Entry
 

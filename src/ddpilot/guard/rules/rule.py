@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
 from ddpilot.findings.finding import Finding
-from ddpilot.guard.probe import DdpModelNote, LoaderPassNote, PassKey, Site, TrainsNote
+from ddpilot.guard.notes import DdpModelNote, LoaderPassNote, PassKey, Site, TrainsNote
 from ddpilot.record.flight_ring.log import RankLog
 from ddpilot.record.journal import Entry
 from ddpilot.user_files import CodeLine
@@ -40,7 +40,7 @@ class Rule(ABC):
     """Examines some kinds of entries and returns findings. Keeps bounded state."""
 
     kinds: ClassVar[tuple[str, ...]]
-    """The kinds of entries that are passed to `feed`, keys of `ddpilot.guard.probe.NOTES`."""
+    """The kinds of entries that are passed to `feed`, keys of `ddpilot.guard.notes.NOTES`."""
     compares_ranks: ClassVar[bool] = True
     """False if each rank is examined separately, so that entries of other ranks do not matter."""
 

@@ -16,7 +16,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpilot.guard.probe import BatchKey, DdpModelNote, InputNote, NormsNote, Notes, RandomNote, Site, TrainsNote
+from ddpilot.guard.notes import BatchKey, DdpModelNote, InputNote, NormsNote, RandomNote, Site, TrainsNote
+from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.data.loaders import pointers_of
 from ddpilot.guard.probes.data.position import Position, TrainedModel, is_due
 from ddpilot.guard.probes.data.random_draws import device_digest, words_between

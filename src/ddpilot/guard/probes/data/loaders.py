@@ -16,15 +16,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import dataloader as torch_loader
 
-from ddpilot.guard.probe import (
-    BatchNote,
-    NearEndNote,
-    Notes,
-    OrderNote,
-    PassEndNote,
-    ShardNote,
-    Site,
-)
+from ddpilot.guard.notes import BatchNote, NearEndNote, OrderNote, PassEndNote, ShardNote, Site
+from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.data.position import LoadedBatch, Pass, Position, is_due
 from ddpilot.guard.probes.data.samplers import Sketch, describe_loader, is_looked_at, may_repeat
 from ddpilot.guard.probes.tensors import fingerprint, num_rows_of, tensors_in

@@ -13,7 +13,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ddpilot.guard.probe import BatchKey, Notes, NotFiniteNote, Site, SpoiledNote
+from ddpilot.guard.notes import BatchKey, NotFiniteNote, Site, SpoiledNote
+from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.data.position import LoadedBatch, Position
 from ddpilot.guard.probes.tensors import tensors_in
 from ddpilot.record.accelerator import HostCopies, HostCopy, is_capturing

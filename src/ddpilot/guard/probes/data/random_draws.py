@@ -15,7 +15,8 @@ import torch
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import fetch as torch_fetch
 
-from ddpilot.guard.probe import DrawsNote, Notes
+from ddpilot.guard.notes import DrawsNote
+from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.data.loaders import LoaderObserver
 from ddpilot.guard.probes.data.position import Pass
 from ddpilot.record.accelerator import can_copy_from

@@ -10,7 +10,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpilot.guard.probe import Notes, Site, UnusedNote
+from ddpilot.guard.notes import Site, UnusedNote
+from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.parameters.bypass import BypassCalls
 from ddpilot.guard.probes.process_groups import describe_group
 

@@ -22,16 +22,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer
 
-from ddpilot.guard.probe import (
-    Fingerprint,
-    FingerprintNote,
-    LastStepNote,
-    Notes,
-    ParameterSetNote,
-    Site,
-    StepNote,
-    SyncedNote,
-)
+from ddpilot.guard.notes import Fingerprint, FingerprintNote, LastStepNote, ParameterSetNote, Site, StepNote, SyncedNote
+from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.parameters.ddp_model import DdpModel
 from ddpilot.guard.probes.parameters.fingerprint import (
     Fingerprinter,

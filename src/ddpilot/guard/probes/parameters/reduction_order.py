@@ -12,7 +12,8 @@ from torch.distributed import distributed_c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from ddpilot.guard.probe import Notes, ReductionOrderNote, Site
+from ddpilot.guard.notes import ReductionOrderNote, Site
+from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.parameters.fingerprint import Fingerprinter, PendingFingerprint, is_plain
 from ddpilot.guard.probes.parameters.parameter_sets import find_parameter_names
 from ddpilot.guard.probes.process_groups import GroupGenerations, find_world

@@ -17,7 +17,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ddpilot.guard.probe import DdpNote, LoadNote, Notes, keep_dynamo_out
+from ddpilot.guard.notes import DdpNote, LoadNote
+from ddpilot.guard.probe import Notes, keep_dynamo_out
 from ddpilot.guard.probes.caller_source import reads_gradients
 from ddpilot.guard.probes.parameters.bypass import BypassCalls
 from ddpilot.guard.probes.parameters.ddp_model import DdpModel, UnusedCount

@@ -12,7 +12,7 @@ from itertools import islice
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
-from ddpilot.guard.probe import CollectedNote, LoaderPassNote
+from ddpilot.guard.notes import CollectedNote, LoaderPassNote
 from ddpilot.guard.rules.rule import NS_PER_S, BoundedDict, Pass, RuleContext, WaitingRule, line_of, pass_of, place_of
 from ddpilot.record.flight_ring.log import RankLog, Tensor
 from ddpilot.record.journal import Entry

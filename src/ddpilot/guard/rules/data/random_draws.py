@@ -9,7 +9,7 @@ from typing import Any
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding, Severity
 from ddpilot.findings.text import render_ranks
-from ddpilot.guard.probe import DrawsNote, RandomNote
+from ddpilot.guard.notes import DrawsNote, RandomNote
 from ddpilot.guard.rules.rule import (
     BoundedDict,
     ByRank,

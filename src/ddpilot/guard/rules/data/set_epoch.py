@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
-from ddpilot.guard.probe import LoaderPassNote
+from ddpilot.guard.notes import LoaderPassNote
 from ddpilot.guard.rules.rule import BoundedDict, RuleContext, WaitingRule, line_of, place_of
 from ddpilot.record.journal import Entry
 

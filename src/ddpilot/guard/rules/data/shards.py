@@ -9,7 +9,7 @@ from typing import Any, Literal
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
-from ddpilot.guard.probe import InputNote, LoaderPassNote
+from ddpilot.guard.notes import InputNote, LoaderPassNote
 from ddpilot.guard.rules.rule import (
     BoundedDict,
     ByRank,

@@ -11,7 +11,7 @@ from typing import Any
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
-from ddpilot.guard.probe import DdpNote, ParameterSetNote, Site
+from ddpilot.guard.notes import DdpNote, ParameterSetNote, Site
 from ddpilot.guard.rules.parameters import causes
 from ddpilot.guard.rules.parameters.causes import Cause
 from ddpilot.guard.rules.parameters.fingerprint_comparison import compare

@@ -8,7 +8,7 @@ from typing import Any
 
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
-from ddpilot.guard.probe import DdpNote, LoaderPassNote, ParameterSetNote, ReductionOrderNote
+from ddpilot.guard.notes import DdpNote, LoaderPassNote, ParameterSetNote, ReductionOrderNote
 from ddpilot.guard.rules.parameters.comparison import WAIT_NS, Comparison, make_order_finding
 from ddpilot.guard.rules.parameters.fingerprint_comparison import TOLERANCES, are_alike, unpack
 from ddpilot.guard.rules.rule import BoundedDict, ByRank, Pass, Rule, RuleContext, pass_of, place_of

@@ -11,7 +11,7 @@ from itertools import accumulate, islice
 
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
-from ddpilot.guard.probe import ParameterSetNote
+from ddpilot.guard.notes import ParameterSetNote
 from ddpilot.guard.rules.parameters.causes import LEFT_OUT, UNLIKE, Cause
 from ddpilot.guard.rules.parameters.fingerprint_comparison import seen_gradients
 from ddpilot.guard.rules.parameters.steps import MatchedStep

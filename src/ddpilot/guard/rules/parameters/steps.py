@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Set
 from dataclasses import dataclass, field
 
-from ddpilot.guard.probe import Fingerprint, ParameterSetNote, StepNote
+from ddpilot.guard.notes import Fingerprint, ParameterSetNote, StepNote
 from ddpilot.guard.rules.parameters.fingerprint_comparison import Difference
 from ddpilot.record.journal import Entry
 
