@@ -28,12 +28,13 @@ Hook = Callable[..., Any]
 
 
 class Hooks(NamedTuple):
-    """The hooks of one probe around a function."""
+    """The hooks of one probe around a function, as `Notes.around` describes them."""
 
     notes: Notes
     before: Hook | None
     returned: Hook | None
     raised: Hook | None
+    after: Hook | None
 
 
 class FunctionWrapper:
@@ -79,35 +80,33 @@ class FunctionWrapper:
             # Inside a compiled function, torch.compile would trace what is called from here.
             compiler = set_compiler(None)
             try:
-                for notes, before, _, _ in hooks:
+                for one in hooks:
                     ticket = None
-                    if before is not None and not notes.is_off:
+                    if one.before is not None and not one.notes.is_off:
                         try:
-                            ticket = before(*args, **kwargs)
+                            ticket = one.before(*args, **kwargs)
                         except Exception as error:  # noqa: BLE001 - reported once, and must never stop training
-                            notes.switch_off(error)
+                            one.notes.switch_off(error)
                     tickets.append(ticket)
             finally:
                 set_compiler(compiler)
-            result, returned = None, False
+            results: tuple[Any, ...] = ()
             try:
-                result = original(*args, **kwargs)
-                returned = True
+                results = (original(*args, **kwargs),)
             finally:
                 compiler = set_compiler(None)
                 try:
-                    for notes, _, after, raised in reversed(hooks):
+                    for one in reversed(hooks):
                         ticket = tickets.pop()
-                        if not returned:
-                            after = raised
-                        if after is not None and not notes.is_off:
-                            try:
-                                after(ticket, returned, result, *args, **kwargs)
-                            except Exception as error:  # noqa: BLE001 - as above
-                                notes.switch_off(error)
+                        for hook, given in ((one.returned if results else one.raised, results), (one.after, ())):
+                            if hook is not None and not one.notes.is_off:
+                                try:
+                                    hook(ticket, *given, *args, **kwargs)
+                                except Exception as error:  # noqa: BLE001 - as above
+                                    one.notes.switch_off(error)
                 finally:
                     set_compiler(compiler)
-            return result
+            return results[0]
 
         wrapper.__code__ = wrapper.__code__.replace(co_filename=WRAPPER_FILE)  # type: ignore[attr-defined]
         keep_dynamo_out(wrapper)
@@ -226,19 +225,20 @@ class Notes:
         name: str,
         *,
         before: Hook | None = None,
-        after: Hook | None = None,
+        returned: Hook | None = None,
         raised: Hook | None = None,
+        after: Hook | None = None,
         aliases: Sequence[Any] = (),
     ) -> Callable[[], None]:
         """Wrap `owner.name` in hooks. Returns a function that removes them.
 
-        `before(*args, **kwargs)` runs first. `after(ticket, returned, result, *args, **kwargs)` runs last: `ticket` is
-        what `before` returned, `returned` is False if the call raised. With `raised` instead of `after`, the hook runs
-        only if the call raised. `aliases`: other objects with the same function under this name, such as the module
+        `before(*args, **kwargs)` runs first. Then, with what it returned as `ticket`, `returned(ticket, result, *args,
+        **kwargs)` runs if the call returned, `raised(ticket, *args, **kwargs)` if it raised, and `after(ticket, *args,
+        **kwargs)` in both cases. `aliases`: other objects with the same function under this name, such as the module
         that a pickle of the function refers to.
         """
         present = getattr(owner, name)
         wrapping: FunctionWrapper | None = getattr(present, "_ddpilot_wrapping", None)
         if wrapping is None or wrapping.wrapper is not present or wrapping.owner is not owner:
             wrapping = FunctionWrapper(owner, name)
-        return wrapping.add(Hooks(self, before, after, after or raised), aliases)
+        return wrapping.add(Hooks(self, before, returned, raised, after), aliases)

@@ -44,7 +44,7 @@ class CollectiveProbe:
             self._remove_hook,
             around(distributed_c10d, "_warn_not_in_group", before=self._left_out),
             around(dist, "barrier", after=self._met, aliases=aliases),
-            *(around(dist, name, after=self._watcher(name), aliases=aliases) for name in _ASYNCHRONOUS),
+            *(around(dist, name, returned=self._watcher(name), aliases=aliases) for name in _ASYNCHRONOUS),
         ]
 
     def _remove_hook(self) -> None:
@@ -68,8 +68,8 @@ class CollectiveProbe:
         return True
 
     def _watcher(self, name: str) -> Callable[..., None]:
-        def started(_: None, returned: bool, work: Any, *args: Any, **kwargs: Any) -> None:
-            if work is not None and returned:
+        def started(_: None, work: Any, *args: Any, **kwargs: Any) -> None:
+            if work is not None:
                 self._started(name, args[0] if args else kwargs.get("tensor"))
 
         return started

@@ -40,13 +40,11 @@ class ForwardObserver:
     def install(self) -> list[Callable[[], None]]:
         around = self._notes.around
         return [
-            around(DistributedDataParallel, "__init__", after=self._made),
-            around(DistributedDataParallel, "forward", before=self._begins, after=self._over),
+            around(DistributedDataParallel, "__init__", returned=self._made),
+            around(DistributedDataParallel, "forward", before=self._begins, returned=self._over),
         ]
 
-    def _made(self, _: Any, returned: bool, __: Any, model: Any, *___: Any, **____: Any) -> None:
-        if not returned:
-            return
+    def _made(self, _: Any, __: Any, model: Any, *___: Any, **____: Any) -> None:
         self._num_models += 1
         position = self._position
         position.fetched.clear()  # batches read before this model existed did not train it
@@ -78,8 +76,8 @@ class ForwardObserver:
         drawn = self._count_drawn(known, forward)
         return number, forward, drawn, *device_digest(_device_of(model.module))
 
-    def _over(self, begun: tuple[Any, ...] | None, returned: bool, result: Any, model: Any, *_: Any, **__: Any) -> None:
-        if begun is None or not returned:
+    def _over(self, begun: tuple[Any, ...] | None, result: Any, model: Any, *_: Any, **__: Any) -> None:
+        if begun is None:
             return
         number, forward, drawn, library, before = begun
         after = device_digest(_device_of(model.module))[1]

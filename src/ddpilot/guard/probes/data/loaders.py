@@ -49,23 +49,17 @@ class LoaderObserver:
     def install(self) -> list[Callable[[], None]]:
         kind, notes = torch_loader._BaseDataLoaderIter, self._notes
         return [
-            notes.around(kind, "__init__", after=self._made),
-            notes.around(kind, "_reset", after=self._reset),
-            notes.around(kind, "_next_index", after=self._requested),
-            notes.around(kind, "__next__", before=self._fetching, after=self._returned),
+            notes.around(kind, "__init__", returned=self._made),
+            notes.around(kind, "_reset", returned=self._reset),
+            notes.around(kind, "_next_index", returned=self._requested),
+            notes.around(kind, "__next__", before=self._fetching, returned=self._returned, raised=self._raised),
         ]
 
-    def _made(self, _: Any, returned: bool, __: Any, iterator: Any, loader: Any) -> None:
-        if returned:
-            self._begin(iterator, loader)
+    def _reset(self, _: Any, __: Any, iterator: Any, loader: Any = None, first_iter: bool = False) -> None:
+        if not first_iter and loader is not None:
+            self._made(None, None, iterator, loader)
 
-    def _reset(
-        self, _: Any, returned: bool, __: Any, iterator: Any, loader: Any = None, first_iter: bool = False
-    ) -> None:
-        if returned and not first_iter and loader is not None:
-            self._begin(iterator, loader)
-
-    def _begin(self, iterator: Any, loader: Any) -> None:
+    def _made(self, _: Any, __: Any, iterator: Any, loader: Any) -> None:
         self._passes.pop(iterator, None)
         self.current = None
         if not is_looked_at(loader):
@@ -91,9 +85,9 @@ class LoaderObserver:
         number = self._loaders[loader] = zlib.crc32(f"{line} {count}".encode()) + 1
         return number
 
-    def _requested(self, _: Any, returned: bool, index: Any, iterator: Any) -> None:
+    def _requested(self, _: Any, index: Any, iterator: Any) -> None:
         found = self._passes.get(iterator)
-        if found is None or not returned or index is None:
+        if found is None or index is None:
             return
         if len(found.requested) < _MAX_REQUESTED:
             found.requested.append(index)
@@ -106,13 +100,14 @@ class LoaderObserver:
         self.current = self._passes.get(iterator)
         return self.current
 
-    def _returned(self, found: Pass | None, returned: bool, data: Any, _: Any) -> None:
+    def _raised(self, found: Pass | None, _: Any) -> None:
+        self.current = None
+        if found is not None and isinstance(sys.exc_info()[1], StopIteration):
+            self._ended(found)
+
+    def _returned(self, found: Pass | None, data: Any, _: Any) -> None:
         self.current = None
         if found is None:
-            return
-        if not returned:
-            if isinstance(sys.exc_info()[1], StopIteration):
-                self._ended(found)
             return
         index = found.requested.popleft() if found.requested else None
         found.num_batches += 1

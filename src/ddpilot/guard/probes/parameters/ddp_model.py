@@ -28,8 +28,7 @@ class DdpModel:
     default group. `compiled`: the compiled recorder or None.
     """
 
-    def __init__(self, ddp: Any, *, number: int, ordinal: str, compiled: Any = None) -> None:
-        self.number = number
+    def __init__(self, ddp: Any, *, ordinal: str, compiled: Any = None) -> None:
         self.ordinal = ordinal
         self.is_alone = dist.get_world_size(ddp.process_group) < 2
         """True if this rank is alone in its process group: each rank trains its own model."""

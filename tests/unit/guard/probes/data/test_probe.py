@@ -229,7 +229,7 @@ def test_weights_that_others_have_spoilt_are_not_noted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "broken", [(loaders, "fingerprint"), (losses.LossObserver, "_begins"), (loaders.LoaderObserver, "_begin")]
+    "broken", [(loaders, "fingerprint"), (losses.LossObserver, "_begins"), (loaders.LoaderObserver, "_made")]
 )
 def test_an_error_of_the_probe_is_said_once_and_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: tuple[Any, str]
