@@ -31,10 +31,6 @@ class NotAwaited(WaitingRule[NotAwaitedNote]):
                 "the line discards the work that the call returns, or assigns it to a name that is never read",
                 f"{used}, a tensor of {note['numel']} elements, without a barrier before",
             ),
-            why="With async_op=True the call returns before the collective has finished: the tensor may still hold the "
-            "rank's own values, or a part of the result",
-            fix=f"Keep the work, `work = dist.{note['op']}(..., async_op=True)`, and call `work.wait()` before the "
-            "tensor is used; or leave async_op out",
         )
 
 
@@ -52,10 +48,6 @@ class NotMember(WaitingRule[CollectiveNote]):
             summary=f"{note['op']} did nothing on {render_ranks(by_rank)}, which {are} not in its group",
             ranks=tuple(by_rank),
             line=place_of(note["site"]),
-            why="`dist.new_group(ranks)` is called on every rank, and returns a placeholder on ranks that are not in "
-            "`ranks`: a collective on it returns at once and leaves its tensor unchanged",
-            fix="Call it on the members only, `if dist.get_rank() in ranks:`; or give the group all ranks that need "
-            "the result",
         )
 
 

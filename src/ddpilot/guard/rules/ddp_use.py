@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
@@ -43,10 +42,6 @@ class NoSyncInVain(Rule):
                 ranks=(rank,),
                 line=place_of(site),
                 evidence=(f"seen before {num} optimizer steps, last before step {note['step']}",),
-                why="DDP reduces the first backward after a forward outside of `no_sync()`, whichever forward it "
-                "belongs to",
-                fix="Put every forward of the model into `no_sync()` too (of a ddpilot.Loop: into `loop.accumulate`), "
-                "or run it under `torch.no_grad()` if its gradients are not needed",
             )
 
 
@@ -62,8 +57,6 @@ class DataParallel(Rule):
             summary=f"nn.DataParallel trains a model in a job of {self._context.world_size} ranks",
             ranks=(rank,),
             line=place_of(entry.values["site"]),
-            why="DataParallel splits a batch over the devices of one process; it exchanges nothing between ranks",
-            fix="Use `DistributedDataParallel(model)` instead, with one device per rank",
         )
 
 
@@ -89,61 +82,26 @@ class NeedlessFindUnused(Rule):
                 summary=f"no parameter was unused in the first {note['num_backwards']} backwards, on any rank",
                 ranks=tuple(sorted(ranks)),
                 line=place_of(note["site"]),
-                why="find_unused_parameters=True walks the whole graph in each step, in vain if none is unused",
-                fix="Leave it out, unless a branch that is taken later leaves parameters unused",
             )
-
-
-class _Failure(NamedTuple):
-    """A failure of DDP's forward because of some parameters."""
-
-    code: str
-    one: str
-    """What happened to one parameter."""
-    several: str
-    """The same in the plural."""
-    why: str
-    fix: str
-
-
-_FAILURES = {
-    "frozen": _Failure(
-        "DDP310",
-        "was frozen after the model was wrapped",
-        "were frozen after the model was wrapped",
-        "DDP waits in each backward for the gradients of all parameters that were trainable when it was constructed",
-        "Freeze first, then wrap; wrap again when the set of frozen parameters changes",
-    ),
-    "left_out": _Failure(
-        "DDP308",
-        "took no part in the backward pass",
-        "took no part in the backward pass",
-        "DDP waits in each backward for a gradient of every parameter that was trainable when it was constructed; "
-        "the previous loss did not depend on these",
-        "Remove them or freeze them before wrapping, let the loss depend on them, or wrap with "
-        "`find_unused_parameters=True`",
-    ),
-}
-"""By kind of entry."""
 
 
 class GradientsMissing(Rule):
     """DDP308 and DDP310: DDP failed because gradients of frozen or unused parameters are missing."""
 
-    kinds = tuple(_FAILURES)
+    kinds = ("frozen", "left_out")
     compares_ranks = False
 
     def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
         note: ParametersNote = entry.values
-        num, failure = note["num"], _FAILURES[entry.kind]
-        what = f"{num} parameters {failure.several}" if num > 1 else f"1 parameter {failure.one}"
+        num = note["num"]
+        code, what = ("DDP308", "took no part in the backward pass")
+        if entry.kind == "frozen":
+            code, what = ("DDP310", f"{'were' if num > 1 else 'was'} frozen after the model was wrapped")
         yield make_finding(
-            failure.code,
-            summary=f"{what}: {some(note['names'], total=num)}",
+            code,
+            summary=f"{num} parameter{'s' * (num > 1)} {what}: {some(note['names'], total=num)}",
             ranks=(rank,),
             line=place_of(note["site"]),
-            why=failure.why,
-            fix=failure.fix,
         )
 
 
@@ -170,9 +128,6 @@ class AccumulationSynced(WaitingRule[SyncedNote]):
                 f"each step accumulates {num} backwards, and DDP all-reduces in each of them",
                 f"gradients of the model: {_format_bytes(num_bytes)}",
             ),
-            why="DDP all-reduces in every backward, unless forward and backward run inside `no_sync()`; the "
-            "accumulated gradients are the same if only the last backward is reduced",
-            fix="Run forward and backward of all but the last micro-batch before a step in `with model.no_sync():`",
         )
 
 

@@ -56,8 +56,6 @@ class OneDevice(Rule):
             evidence=(*lines, f"a rank can see {first['num_devices']} device{'s' * are_some_idle}"),
             why="They share its memory and its time, and NCCL refuses to connect them."
             + (" The other devices are idle." if are_some_idle else ""),
-            fix="Call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before the model is created, and use no "
-            "fixed 'cuda:0'; start as many ranks as there are devices.",
         )
 
 
@@ -76,7 +74,4 @@ class SeveralDevices(WaitingRule[DevicesNote]):
             ranks=tuple(by_rank),
             line=place_of(note["site"]),
             evidence=(*(f"on {device}: {some(names, 8)}" for device, names in by_device), note["message"]),
-            why="All tensors of an operation must be on one device; torch does not move them by itself.",
-            fix="Move those on the wrong device: model.to(device) before DDP wraps it, and batch, target and tensors "
-            "of the loss (class weights) with .to(device).",
         )

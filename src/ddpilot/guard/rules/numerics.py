@@ -65,9 +65,6 @@ class NotFinite(WaitingRule[tuple[int, SpoiledNote]]):
             ranks=ranks,
             line=place_of(site) or place_of(spoiled["site"]),
             evidence=tuple(evidence),
-            why="DDP averages gradients over all ranks: one gradient that is not finite makes all of them so.",
-            fix="Look at the samples of that batch, at a division, logarithm or root in the loss, then at the learning "
-            "rate. torch.autograd.set_detect_anomaly(True) finds the line of a gradient.",
         )
 
 
@@ -117,7 +114,4 @@ class SmallBatchNorm(WaitingRule[NormsNote]):
                 f"layers in training mode: {some(first['layers'])}",
                 f"samples per rank in a batch: {', '.join(map(str, rows))}",
             ),
-            why="Each rank normalises with its own samples only, so results depend on the number of ranks, and "
-            f"statistics of fewer than {MIN_SAMPLES} samples are noisy.",
-            fix="Use GroupNorm or a larger batch; on GPUs SyncBatchNorm.convert_sync_batchnorm(model) helps too.",
         )

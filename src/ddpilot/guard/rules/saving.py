@@ -49,10 +49,6 @@ class AllRanksSave(WaitingRule[SaveNote]):
             ranks=tuple(by_rank),
             line=place_of(first["site"]),
             evidence=tuple(times),
-            why="Ranks that write one file at the same time can corrupt it, and a rank that reads it meanwhile may "
-            "find an incomplete file.",
-            fix="Save on rank 0 only, to another name in the same folder, and rename it with os.replace; let the "
-            "other ranks wait at a barrier before they read.",
         )
 
 

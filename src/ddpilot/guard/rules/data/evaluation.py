@@ -94,9 +94,6 @@ class PaddedEvaluation(WaitingRule[_Evaluation]):
             ranks=tuple(by_rank),
             line=place_of(first.note["site"]),
             evidence=(f"{sampler['kind']} {did}",),
-            why="The metric counts these samples twice, and changes with the number of ranks.",
-            fix="Give each rank its part without padding, as Subset(dataset, range(rank, len(dataset), world_size)), "
-            "evaluate the unwrapped model, and sum metric and count over the ranks; loop.evaluate does all of that.",
         )
 
 
@@ -260,5 +257,4 @@ def _make_finding(
         ),
         why="A rank with few samples counts as much as one with many"
         + (", and so does a batch with few." if of_batches else "."),
-        fix="Reduce the sum and the number of samples over the ranks, then divide.",
     )

@@ -106,6 +106,4 @@ class SetEpochForgotten(WaitingRule[LoaderPassNote]):
                 f"{sampler['kind']}(seed={sampler.get('seed')}, shuffle=True), {note['samples']} samples",
                 "two passes over them that trained the same model began with the same samples",
             ),
-            why="The order is a function of seed and epoch, and the sampler does not count epochs by itself.",
-            fix="Call sampler.set_epoch(epoch) at the beginning of each epoch, before the loop over the loader.",
         )

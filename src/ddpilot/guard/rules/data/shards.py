@@ -242,9 +242,6 @@ class ShardsOverlap(Rule):
             ranks=tuple(ranks),
             line=place_of(passes[ranks[0]]["site"]),
             evidence=(evidence, *lines),
-            why="The ranks' parts do not divide the dataset: some samples are read several times in an epoch, or never",
-            fix="Use DistributedSampler(dataset) with its own num_replicas, rank and seed on every rank, and call "
-            "set_epoch with the same number everywhere; cut subsets with a seed that all ranks share.",
         )
 
 

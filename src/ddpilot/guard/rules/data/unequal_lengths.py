@@ -102,8 +102,4 @@ class UnequalBatches(Rule):
             ranks=tuple(short),
             line=place_of(note["site"]),
             evidence=tuple(f"rank {rank}: {length} batches" for rank, length in list(lengths.items())[:8]),
-            why="Each backward of DDP needs all ranks. Unless the loop ends earlier, ranks with more batches wait "
-            "forever for those with fewer.",
-            fix="Let a DistributedSampler divide the dataset, use drop_last=True, or put the loop in "
-            "`with Join([model]):` (torch.distributed.algorithms.join).",
         )

@@ -455,8 +455,6 @@ def make_order_finding(first: int, names: list[Any], second: int, note: DdpNote)
             f"parameter {at}: rank {rank} {each[at][0]} {each[at][1]}"
             for rank, each in ((first, names), (second, note["names"]))
         ),
-        why="DDP matches parameters by their number, not by their name: gradients of different layers are averaged",
-        fix="Create layers in the same order on every rank: from a list or sorted names, never from a set",
     )
 
 

@@ -71,10 +71,6 @@ def _make_order_finding(
             ),
             f"optimizer steps at {place_of(other['site'])}",
         ),
-        why="all_reduce matches tensors by the order of the calls, not by a name: gradients of different parameters "
-        "are averaged, and the ranks' weights diverge",
-        fix="Reduce them in the same order on every rank: from a list, `model.parameters()` or sorted names, never "
-        "from a set",
     )
 
 
