@@ -112,9 +112,14 @@ class WaitingRule(Rule, Generic[V]):
 
 def num_ranks_of(group: str, world_size: int) -> int:
     """Return the number of ranks of `group`, named as `describe_group` names it."""
+    return int(group.partition(" ")[0]) if " " in group else len(ranks_of(group, world_size))
+
+
+def ranks_of(group: str, world_size: int) -> Sequence[int]:
+    """Return the ranks of `group`, named as `describe_group` names it; empty if its name does not list them."""
     if group == "world":
-        return world_size
-    return int(group.partition(" ")[0]) if " " in group else len(group.split(","))
+        return range(world_size)
+    return () if " " in group else [int(rank) for rank in group.split(",")]
 
 
 def line_of(site: Site) -> tuple[str, int]:
@@ -161,6 +166,9 @@ class ByRank(Generic[K, V]):
     def get(self, key: K) -> dict[int, V]:
         """Return what `put` returned last for `key`; empty if there is nothing."""
         return self._values.get(key, {})
+
+    def __iter__(self) -> Iterator[dict[int, V]]:
+        return iter(self._values.values())
 
 
 class PendingValues(Generic[K, V]):
