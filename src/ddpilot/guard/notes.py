@@ -45,8 +45,6 @@ class DdpNote(ModelNote):
 
     names: list[list[Any]]
     """Name, shape and dtype of each, in order."""
-    find_unused: bool
-    static: bool
 
 
 class LoadNote(ModelNote):
@@ -56,11 +54,10 @@ class LoadNote(ModelNote):
 
 
 class UnusedNote(ModelNote):
-    """Parameters that the first backwards of a model with `find_unused_parameters` did not use."""
+    """Size of the parameters that the first backwards of a model with `find_unused_parameters` did not use."""
 
     num_backwards: int
     num_bytes: int
-    names: list[str]
 
 
 class SyncedNote(SiteNote):
@@ -145,7 +142,6 @@ class FingerprintNote(TypedDict):
 class LastStepNote(FingerprintNote):
     """A sample of the parameters before the newest step, which may be the last one."""
 
-    seq: int
     places: list[int]
     """Indices of the parameters in the sample."""
 
@@ -217,7 +213,7 @@ class DdpModelNote(SiteNote):
 
 
 PassKey = TypedDict("PassKey", {"loader": int, "pass": int})
-"""Loader and number of a pass over it, equal on all ranks."""
+"""Loader and number of a pass over it, equal on all ranks; by itself of kind ``near_end``: two batches are left."""
 
 
 class LoaderPassNote(PassKey):
@@ -243,19 +239,11 @@ class BatchNote(PassKey):
 
     batch: int
     checksum: int | None
-    rows: int | None
-
-
-class NearEndNote(PassKey):
-    """Two batches are left in a pass."""
-
-    batch: int
 
 
 class PassEndNote(PassKey):
     """A pass has ended."""
 
-    batches: int
     samples: int
     evaluates: bool
 
@@ -324,7 +312,6 @@ class InputNote(ForwardNote, BatchKey):
     """The input of a forward."""
 
     checksum: int
-    rows: int | None
     elements: int
 
 
@@ -394,7 +381,7 @@ NOTES: Mapping[str, type] = {
     "ddp_model": DdpModelNote,
     "loader_pass": LoaderPassNote,
     "batch": BatchNote,
-    "near_end": NearEndNote,
+    "near_end": PassKey,
     "pass_end": PassEndNote,
     "order": OrderNote,
     "shard": ShardNote,

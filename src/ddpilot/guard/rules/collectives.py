@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
 from ddpilot.guard.notes import CollectiveNote, NotAwaitedNote, OnGraphNote
-from ddpilot.guard.rules.rule import WaitingRule, line_of, place_of
+from ddpilot.guard.rules.rule import WaitingRule, finding_at_line, line_of
 from ddpilot.record.journal import Entry
 
 
@@ -22,15 +21,12 @@ class NotAwaited(WaitingRule[NotAwaitedNote]):
     def _finding(self, by_rank: dict[int, NotAwaitedNote]) -> Finding:
         note = next(iter(by_rank.values()))
         used = "it was changed in place" if note["how"] == "changed" else "the optimizer took a step with it"
-        return make_finding(
+        return finding_at_line(
             "DDP222",
-            summary=f"the result of an asynchronous {note['op']} was used without waiting for it",
-            ranks=tuple(by_rank),
-            line=place_of(note["site"]),
-            evidence=(
-                "the line discards the work that the call returns, or assigns it to a name that is never read",
-                f"{used}, a tensor of {note['numel']} elements, without a barrier before",
-            ),
+            by_rank,
+            f"the result of an asynchronous {note['op']} was used without waiting for it",
+            "the line discards the work that the call returns, or assigns it to a name that is never read",
+            f"{used}, a tensor of {note['numel']} elements, without a barrier before",
         )
 
 
@@ -42,13 +38,8 @@ class NotMember(WaitingRule[CollectiveNote]):
 
     def _finding(self, by_rank: dict[int, CollectiveNote]) -> Finding:
         note = next(iter(by_rank.values()))
-        are = "is" if len(by_rank) == 1 else "are"
-        return make_finding(
-            "DDP223",
-            summary=f"{note['op']} did nothing on {render_ranks(by_rank)}, which {are} not in its group",
-            ranks=tuple(by_rank),
-            line=place_of(note["site"]),
-        )
+        who = f"{render_ranks(by_rank)}, which {'is' if len(by_rank) == 1 else 'are'} not in its group"
+        return finding_at_line("DDP223", by_rank, f"{note['op']} did nothing on {who}")
 
 
 class OnGraph(WaitingRule[OnGraphNote]):
@@ -79,5 +70,4 @@ class OnGraph(WaitingRule[OnGraphNote]):
             summary = f"the tensor that {op} reduces holds the graphs of at least {note['losses']} steps"
             why = "Each loss that is added brings its graph, which stays in memory as long as the sum does."
             fix = "Add loss.detach(), or loss.item() if waiting for the device does not matter."
-        ranks, line = tuple(by_rank), place_of(note["site"])
-        return make_finding("DDP410", summary=summary, ranks=ranks, line=line, evidence=(seen,), why=why, fix=fix)
+        return finding_at_line("DDP410", by_rank, summary, seen, why=why, fix=fix)

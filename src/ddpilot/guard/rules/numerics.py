@@ -9,7 +9,7 @@ from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
 from ddpilot.guard.notes import NormsNote, NotFiniteNote, SpoiledNote
-from ddpilot.guard.rules.rule import RuleContext, WaitingRule, place_of, some
+from ddpilot.guard.rules.rule import RuleContext, WaitingRule, finding_at_line, place_of, some
 from ddpilot.record.journal import Entry
 
 _MAX_BACKWARDS = 64
@@ -105,13 +105,10 @@ class SmallBatchNorm(WaitingRule[NormsNote]):
     def _finding(self, by_rank: dict[int, NormsNote]) -> Finding:
         first = next(iter(by_rank.values()))
         rows = sorted({row for note in by_rank.values() for row in note["rows"]})
-        return make_finding(
+        return finding_at_line(
             "DDP408",
-            summary=f"BatchNorm takes its statistics from {rows[-1]} samples",
-            ranks=tuple(by_rank),
-            line=place_of(first["site"]),
-            evidence=(
-                f"layers in training mode: {some(first['layers'])}",
-                f"samples per rank in a batch: {', '.join(map(str, rows))}",
-            ),
+            by_rank,
+            f"BatchNorm takes its statistics from {rows[-1]} samples",
+            f"layers in training mode: {some(first['layers'])}",
+            f"samples per rank in a batch: {', '.join(map(str, rows))}",
         )

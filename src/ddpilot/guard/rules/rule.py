@@ -7,8 +7,9 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
+from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.guard.notes import DdpModelNote, LoaderPassNote, PassKey, Site, TrainsNote
 from ddpilot.record.flight_ring.log import RankLog
@@ -108,6 +109,12 @@ class WaitingRule(Rule, Generic[V]):
     @abstractmethod
     def _finding(self, by_rank: dict[int, V], /) -> Finding | None:
         """Return the finding for the values that were put, by rank; None if they turn out to be intended."""
+
+
+def finding_at_line(code: str, by_rank: Mapping[int, Any], summary: str, *evidence: str, **texts: Any) -> Finding:
+    """Build a finding of these ranks at the line of the first one's note. For `texts` see `make_finding`."""
+    line = place_of(next(iter(by_rank.values()))["site"])
+    return make_finding(code, summary=summary, ranks=tuple(by_rank), line=line, evidence=evidence, **texts)
 
 
 def num_ranks_of(group: str, world_size: int) -> int:

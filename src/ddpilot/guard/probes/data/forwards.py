@@ -122,7 +122,6 @@ class ForwardObserver:
             model=number,
             forward=forward,
             checksum=seen.checksum,
-            rows=seen.num_rows,
             elements=seen.num_elements,
             site=self._notes.site(),
             **key,

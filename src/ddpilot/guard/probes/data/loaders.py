@@ -16,7 +16,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import dataloader as torch_loader
 
-from ddpilot.guard.notes import BatchNote, NearEndNote, OrderNote, PassEndNote, ShardNote, Site
+from ddpilot.guard.notes import BatchNote, OrderNote, PassEndNote, ShardNote, Site
 from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.data.position import LoadedBatch, Pass, Position, is_due
 from ddpilot.guard.probes.data.samplers import Sketch, describe_loader, is_looked_at, may_repeat
@@ -128,16 +128,15 @@ class LoaderObserver:
         position.fetched[found.loader] = found
         position.batches.append(_describe_batch(found, number, index, data))
         if is_due(number) and (seen := fingerprint(data)):
-            note = BatchNote(**found.key, batch=number, checksum=seen.checksum, rows=seen.num_rows)
-            self._notes.write("batch", note)
+            self._notes.write("batch", BatchNote(**found.key, batch=number, checksum=seen.checksum))
         elif number == 2:
-            self._notes.write("batch", BatchNote(**found.key, batch=number, checksum=None, rows=None))
+            self._notes.write("batch", BatchNote(**found.key, batch=number, checksum=None))
         if found.sketch is not None and index is not None:
             found.sketch.add(index, data)
             if number >= 4 and number & (number - 1) == 0:
                 self._write_shard(found)
         if found.length is not None and number == max(1, found.length - 2):
-            self._notes.write("near_end", NearEndNote(**found.key, batch=number))
+            self._notes.write("near_end", found.key)
 
     def _ended(self, found: Pass) -> None:
         self._position.fetched.pop(found.loader, None)  # a later forward trains on a batch of a different pass
@@ -147,8 +146,7 @@ class LoaderObserver:
         else:
             self._write_order(found)
             self._write_shard(found)
-        num_batches, num_samples = found.num_batches, found.num_samples
-        note = PassEndNote(**found.key, batches=num_batches, samples=num_samples, evaluates=is_evaluation)
+        note = PassEndNote(**found.key, samples=found.num_samples, evaluates=is_evaluation)
         self._notes.write("pass_end", note)
 
     def _write_order(self, found: Pass) -> None:

@@ -240,8 +240,6 @@ class SyncedBackwards:
 NUM_BACKWARDS = 9
 """DDP reports unused parameters for its first 10 backwards, for each of them during the next one."""
 
-_MAX_NAMES = 100
-
 
 class UnusedCount:
     """Follows the first backwards of `model`; call `step` before each optimizer step."""
@@ -251,7 +249,6 @@ class UnusedCount:
         self._model = model
         self._notes = notes
         self._num_bytes = 0
-        self._names: set[str] = set()
 
     def step(self) -> None:
         """Add what DDP reports; after the last of the first backwards, note it."""
@@ -265,9 +262,6 @@ class UnusedCount:
             self.is_over = True  # a torch that does not report it
             return
         self._num_bytes = max(self._num_bytes, int(data.get("unused_parameter_size", 0)))
-        for name, parameter in ddp.module.named_parameters():
-            if parameter.requires_grad and parameter.grad is None and len(self._names) < _MAX_NAMES:
-                self._names.add(name)
         if num > NUM_BACKWARDS:
             self.is_over = True
             note = UnusedNote(
@@ -275,7 +269,6 @@ class UnusedCount:
                 ordinal=self._model.ordinal,
                 num_backwards=NUM_BACKWARDS,
                 num_bytes=self._num_bytes,
-                names=sorted(self._names),
                 site=self._model.site,
             )
             self._notes.write("unused", note)

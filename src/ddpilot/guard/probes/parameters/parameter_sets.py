@@ -55,7 +55,6 @@ _MAX_PATTERNS = 16
 _MAX_OPTIMIZERS = 64
 _MAX_TENSORS = 8192
 _MAX_RATES = 8
-_NO_STEP = (0, 0)
 _BUSY_S = 0.5
 """How long the last steps' notes wait for a busy GPU, in seconds."""
 
@@ -70,8 +69,8 @@ class ParameterSet:
         self.fingerprinter = Fingerprinter([])
         self.windows: LastWindows | None = None
         """Windows of the parameters; None if none can be copied in part."""
-        self.newest = _NO_STEP
-        """Number of the step before which `windows` were copied, and number of collectives started by then."""
+        self.windows_at = 0
+        """Number of the step before which `windows` were copied; 0 if unknown, or if that is noted."""
         self.digest = 0
         self.count = 0
         """Number of the newest step, equal on all ranks."""
@@ -197,8 +196,8 @@ class ParameterSets:
         self._num_sets = 0
         self._generation = ""
         self._num_of_key: dict[str, int] = {}
-        self._last_steps: deque[tuple[int, int, int, LastCopy]] = deque(maxlen=_MAX_OPTIMIZERS)
-        """Not noted yet: set, step, number of collectives, and copy. Optimizer and model may have been freed."""
+        self._last_steps: deque[tuple[int, int, LastCopy]] = deque(maxlen=_MAX_OPTIMIZERS)
+        """Not noted yet: set, step and copy. Optimizer and model may have been freed."""
         self._copies = HostCopies()
         self._pending: deque[tuple[int, int, list[PendingFingerprint]]] = deque()  # sets, their steps, and fingerprints
         self._pid = os.getpid()
@@ -223,20 +222,18 @@ class ParameterSets:
             self._write_arrived()
             time.sleep(0.001)
         while self._last_steps:
-            number, count, seq, copy = self._last_steps.popleft()
+            number, count, copy = self._last_steps.popleft()
             fingerprint = copy.fingerprint(until_s)
             if fingerprint is not None:
-                note = LastStepNote(
-                    parameter_set=number, step=count, seq=seq, places=copy.places, fingerprint=fingerprint
-                )
+                note = LastStepNote(parameter_set=number, step=count, places=copy.places, fingerprint=fingerprint)
                 self._notes.write("last_step", note)
 
     def _keep_last(self, sets: Iterable[ParameterSet]) -> None:
         for parameter_set in sets:
             copy = parameter_set.windows.taken() if parameter_set.windows is not None else None
-            if copy is not None and parameter_set.newest != _NO_STEP:
-                self._last_steps.append((parameter_set.number, *parameter_set.newest, copy))
-            parameter_set.newest = _NO_STEP
+            if copy is not None and parameter_set.windows_at:
+                self._last_steps.append((parameter_set.number, parameter_set.windows_at, copy))
+            parameter_set.windows_at = 0
 
     def drop(self, models: Iterable[DdpModel]) -> None:
         """Handle `models` whose wrappers have been freed."""
@@ -256,7 +253,7 @@ class ParameterSets:
             if is_due and not is_planned:
                 is_planned = True
                 self._plan(optimizer, sets)
-            parameter_set.newest = _NO_STEP
+            parameter_set.windows_at = 0
             if parameter_set.windows is not None:
                 parameter_set.windows.copy()
             begun = time.monotonic()
@@ -330,7 +327,7 @@ class ParameterSets:
     def _note(self, part: _Part, optimizer: Optimizer) -> None:
         parameter_set, is_due, model = part.parameter_set, part.is_due, part.parameter_set.model
         number, count, events = parameter_set.number, parameter_set.count, parameter_set.events
-        parameter_set.newest = count, part.seq
+        parameter_set.windows_at = count
         if not is_due and model is not None and not (model.why_silent or model.why_local or model.without_effect):
             self._notes.write_step(number, count, part.seq, events)
             return
@@ -417,7 +414,7 @@ class ParameterSets:
             ends = () if parameter_set.model else {*range(len(members))[:2], *range(len(members))[-2:]}
             parameter_set.fingerprinter = Fingerprinter(parameters, always=late or ends)
             parameter_set.windows = LastWindows.of(parameters)
-            parameter_set.newest = _NO_STEP
+            parameter_set.windows_at = 0
         digest = zlib.crc32(repr((names, late, moved)).encode())
         if digest == parameter_set.digest:
             return

@@ -90,14 +90,7 @@ class StepProbe:
             for name, parameter in ddp.module.named_parameters()
             if id(parameter) in model.names
         ]
-        note = DdpNote(
-            group=group,
-            ordinal=ordinal,
-            names=described[:_MAX_NAMES],
-            find_unused=bool(ddp.find_unused_parameters),
-            static=bool(ddp.static_graph),
-            site=model.site,
-        )
+        note = DdpNote(group=group, ordinal=ordinal, names=described[:_MAX_NAMES], site=model.site)
         self._notes.write("ddp", note)
 
     def _live_models(self) -> list[DdpModel]:

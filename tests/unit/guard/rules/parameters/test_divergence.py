@@ -434,7 +434,7 @@ def fold(
     for rank, (part, size) in enumerate(zip(parts, sizes, strict=True)):
         key = {"loader": 1, "pass": number}
         job.note(rank, "loader_pass", **key, part=part, share=[size, whole], sampler=sampler)
-        job.note(rank, "batch", **key, batch=1, checksum=rank, rows=4)
+        job.note(rank, "batch", **key, batch=1, checksum=rank)
 
 
 @pytest.mark.parametrize(
@@ -565,9 +565,7 @@ def last(job: Job, *norms: float, number: int = 6) -> list[str]:
         job.note(rank, "step", parameter_set=1, step=6, seq=6, events="FB")
     for rank, norm in enumerate(norms):
         values = {"p": pack([norm]), "w": pack([norm]), "g": pack([-1.0])}
-        job.note(
-            rank, "last_step", parameter_set=1, step=number + rank * (number > 6), seq=6, places=[1], fingerprint=values
-        )
+        job.note(rank, "last_step", parameter_set=1, step=number + rank * (number > 6), places=[1], fingerprint=values)
     return job.finish()
 
 
@@ -599,7 +597,7 @@ def test_divergence_goes_by_last_steps_that_ddp_reduced_of_models_that_were_alik
             job.note(rank, "step", parameter_set=1, step=2, seq=2, events=e)
         for rank in range(2):
             values = {"p": pack([1.0 + rank]), "w": pack([1.0]), "g": pack([-1.0])}
-            job.note(rank, "last_step", parameter_set=1, step=2, seq=2, places=[0], fingerprint=values)
+            job.note(rank, "last_step", parameter_set=1, step=2, places=[0], fingerprint=values)
         assert job.finish() == []
 
 
