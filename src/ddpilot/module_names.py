@@ -21,7 +21,6 @@ GUARD_PROBES = (
     "ddpilot.guard.probes.collectives:CollectiveProbe",
     "ddpilot.guard.probes.parameters.reduction_order:ReducedOrderProbe",
     "ddpilot.guard.probes.ddp_use:DataParallelProbe",
-    "ddpilot.guard.probes.ddp_use:FrozenProbe",
 )
 """Every probe, in the order in which they are installed."""
 

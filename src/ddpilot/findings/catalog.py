@@ -69,6 +69,11 @@ class Entry:
         first = self.section("How to fix it").partition("\n- ")[0].partition("\n\n")[0]
         return _on_one_line(first.removeprefix("- "))
 
+    @property
+    def main_cause(self) -> str:
+        """The first paragraph on why it happens, on one line without its final punctuation."""
+        return _on_one_line(self.section("Why it happens").partition("\n\n")[0])
+
 
 @cache
 def all_entries() -> tuple[Entry, ...]:
@@ -102,11 +107,11 @@ def make_finding(
     ranks: Sequence[int] = (),
     line: CodeLine | None = None,
     evidence: Sequence[str] = (),
-    why: str = "",
+    why: str | None = None,
     fix: str = "",
     severity: Severity | None = None,
 ) -> Finding:
-    """Build a finding with the name and source of the page of `code`, and its severity, title and fix if not given.
+    """Build a finding from the page of `code`: name and source, and severity, title, main cause and fix if not given.
 
     `line`: the line of the user's code to look at first.
     """
@@ -119,7 +124,7 @@ def make_finding(
         ranks=tuple(ranks),
         place=line,
         evidence=tuple(evidence),
-        why=why,
+        why=entry.main_cause if why is None else why,
         fix=fix or entry.first_fix,
         source=f"ddpilot explain {entry.code}",
     )
@@ -178,11 +183,7 @@ def parse_page(text: str) -> Entry:
     title = _TITLE.match(lines[0]) if lines else None
     severity = lines[1].removeprefix("severity: ") if len(lines) > 1 else ""
     headings = tuple(line.removeprefix("## ") for line in lines if line.startswith("## "))
-    if (
-        title is None
-        or severity not in get_args(Severity)
-        or headings not in (SECTIONS, (*SECTIONS[:-1], IN_RANK, SECTIONS[-1]))
-    ):
+    if title is None or severity not in get_args(Severity) or headings not in _HEADINGS:
         raise DdpilotError(
             f"reading the page that begins with {lines[:2]}",
             found=f"headings {headings}",

@@ -43,24 +43,12 @@ def _join_runs(numbers: list[int]) -> list[str]:
 
 def _shorten(pieces: list[str], tail: str, max_chars: int) -> str:
     """Keep as many pieces from both ends as fit; the first and the last are always kept."""
-    head, end = [pieces[0]], [pieces[-1]]
-    for side, piece in _outside_in(pieces[1:-1]):
-        longer = ([*head, piece], end) if side == "head" else (head, [piece, *end])
-        if len(_with_gap(*longer, tail)) > max_chars:
-            break
-        head, end = longer
-    return _with_gap(head, end, tail)
-
-
-def _outside_in(pieces: list[str]) -> Iterable[tuple[str, str]]:
-    for i in range((len(pieces) + 1) // 2):
-        yield "head", pieces[i]
-        if i < len(pieces) - 1 - i:
-            yield "end", pieces[-1 - i]
-
-
-def _with_gap(head: list[str], end: list[str], tail: str) -> str:
-    return f"ranks {','.join(head)},...,{','.join(end)}{tail}"
+    for num_kept in range(min(len(pieces) - 1, max_chars), 1, -1):
+        head, end = pieces[: (num_kept + 1) // 2], pieces[-(num_kept // 2) :]
+        shortened = f"ranks {','.join(head)},...,{','.join(end)}{tail}"
+        if len(shortened) <= max_chars:
+            return shortened
+    return f"ranks {pieces[0]},...,{pieces[-1]}{tail}"
 
 
 def printable(text: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import ddpilot.guard
-from ddpilot.guard.probe import NOTES
+from ddpilot.guard.notes import NOTES
 
 FOLDER = Path(ddpilot.guard.__file__).parent
 

@@ -40,10 +40,13 @@ class CountingProbe:
     def install(self, notes: Notes) -> list[Callable[[], None]]:
         """As `Probe.install`."""
 
-        def doubled(_: object, __: bool, result: int, *___: object) -> None:
+        def doubled(_: object, result: int, *__: object) -> None:
             notes.write("call", {"r": result})
 
-        return [notes.around(Target, "double", after=doubled)]
+        def raised(*_: object) -> None:
+            notes.write("call", {"r": None})
+
+        return [notes.around(Target, "double", returned=doubled, raised=raised)]
 
 
 class FailingProbe:

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from ddpilot.guard.probe import CollectiveNote, NotAwaitedNote, Notes, Site
+from ddpilot.guard.notes import CollectiveNote, NotAwaitedNote, Site
+from ddpilot.guard.probe import Notes
 
 _ASYNCHRONOUS = ("all_reduce", "broadcast")
 _MAX_LINES = 256
@@ -43,7 +44,7 @@ class CollectiveProbe:
             self._remove_hook,
             around(distributed_c10d, "_warn_not_in_group", before=self._left_out),
             around(dist, "barrier", after=self._met, aliases=aliases),
-            *(around(dist, name, after=self._watcher(name), aliases=aliases) for name in _ASYNCHRONOUS),
+            *(around(dist, name, returned=self._watcher(name), aliases=aliases) for name in _ASYNCHRONOUS),
         ]
 
     def _remove_hook(self) -> None:
@@ -67,8 +68,8 @@ class CollectiveProbe:
         return True
 
     def _watcher(self, name: str) -> Callable[..., None]:
-        def started(_: None, returned: bool, work: Any, *args: Any, **kwargs: Any) -> None:
-            if work is not None and returned:
+        def started(_: None, work: Any, *args: Any, **kwargs: Any) -> None:
+            if work is not None:
                 self._started(name, args[0] if args else kwargs.get("tensor"))
 
         return started

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from ddpilot.guard.probe import DevicesNote, Notes, Site
+from ddpilot.guard.notes import DevicesNote, Site
+from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.tensors import tensors_in
 
 _MESSAGE = re.compile(

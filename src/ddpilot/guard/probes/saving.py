@@ -12,7 +12,8 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from ddpilot.guard.probe import Notes, SaveNote
+from ddpilot.guard.notes import SaveNote
+from ddpilot.guard.probe import Notes
 
 _MAX_NOTED = 10_000
 
@@ -31,7 +32,7 @@ class SavingProbe:
         def begins(*_: Any, **__: Any) -> int:
             return time.monotonic_ns()
 
-        def ends(begun: int | None, returned: bool, _: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ARG001
+        def ends(begun: int | None, *args: Any, **kwargs: Any) -> None:
             path = _path_of(args[1:] or tuple(kwargs.get(name) for name in ("f", "filename")))
             if not path or begun is None or self._num_noted >= _MAX_NOTED:
                 return

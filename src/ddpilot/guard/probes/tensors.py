@@ -45,8 +45,6 @@ class BatchFingerprint:
 
     checksum: int
     """Equal for equal shapes, types and values; 32 bits."""
-    num_rows: int | None
-    """Size of the first dimension if all tensors that have one agree."""
     num_elements: int
     """Number of elements of all tensors included."""
 
@@ -54,7 +52,6 @@ class BatchFingerprint:
 def fingerprint(data: Any) -> BatchFingerprint | None:
     """Fingerprint of the first 8 tensors in `data`; None if there are none, or if one is on a device or not dense."""
     value = num_elements = 0
-    rows: set[int] = set()
     for number, (_, tensor) in enumerate(tensors_in(data)):
         if number >= MAX_LEAVES:
             break
@@ -63,15 +60,11 @@ def fingerprint(data: Any) -> BatchFingerprint | None:
         value = zlib.crc32(f"{tuple(tensor.shape)}{tensor.dtype}".encode(), value)
         value = zlib.crc32(_bytes_of(tensor, MAX_ELEMENTS), value)
         num_elements += tensor.numel()
-        if tensor.dim():
-            rows.add(tensor.shape[0])
-    if not num_elements:
-        return None
-    return BatchFingerprint(value, rows.pop() if len(rows) == 1 else None, num_elements)
+    return BatchFingerprint(value, num_elements) if num_elements else None
 
 
 def num_rows_of(data: Any) -> int | None:
-    """Same as `BatchFingerprint.num_rows`, also for tensors on a device."""
+    """Size of the first dimension if all tensors in `data` that have one agree, else None."""
     rows = {tensor.shape[0] for _, tensor in tensors_in(data) if tensor.dim()}
     return rows.pop() if len(rows) == 1 else None
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
-from ddpilot.guard.probe import CollectiveNote, NotAwaitedNote, OnGraphNote
-from ddpilot.guard.rules.rule import WaitingRule, line_of, place_of
+from ddpilot.guard.notes import CollectiveNote, NotAwaitedNote, OnGraphNote
+from ddpilot.guard.rules.rule import WaitingRule, finding_at_line, line_of
 from ddpilot.record.journal import Entry
 
 
@@ -22,19 +21,12 @@ class NotAwaited(WaitingRule[NotAwaitedNote]):
     def _finding(self, by_rank: dict[int, NotAwaitedNote]) -> Finding:
         note = next(iter(by_rank.values()))
         used = "it was changed in place" if note["how"] == "changed" else "the optimizer took a step with it"
-        return make_finding(
+        return finding_at_line(
             "DDP222",
-            summary=f"the result of an asynchronous {note['op']} was used without waiting for it",
-            ranks=tuple(by_rank),
-            line=place_of(note["site"]),
-            evidence=(
-                "the line discards the work that the call returns, or assigns it to a name that is never read",
-                f"{used}, a tensor of {note['numel']} elements, without a barrier before",
-            ),
-            why="With async_op=True the call returns before the collective has finished: the tensor may still hold the "
-            "rank's own values, or a part of the result",
-            fix=f"Keep the work, `work = dist.{note['op']}(..., async_op=True)`, and call `work.wait()` before the "
-            "tensor is used; or leave async_op out",
+            by_rank,
+            f"the result of an asynchronous {note['op']} was used without waiting for it",
+            "the line discards the work that the call returns, or assigns it to a name that is never read",
+            f"{used}, a tensor of {note['numel']} elements, without a barrier before",
         )
 
 
@@ -46,17 +38,8 @@ class NotMember(WaitingRule[CollectiveNote]):
 
     def _finding(self, by_rank: dict[int, CollectiveNote]) -> Finding:
         note = next(iter(by_rank.values()))
-        are = "is" if len(by_rank) == 1 else "are"
-        return make_finding(
-            "DDP223",
-            summary=f"{note['op']} did nothing on {render_ranks(by_rank)}, which {are} not in its group",
-            ranks=tuple(by_rank),
-            line=place_of(note["site"]),
-            why="`dist.new_group(ranks)` is called on every rank, and returns a placeholder on ranks that are not in "
-            "`ranks`: a collective on it returns at once and leaves its tensor unchanged",
-            fix="Call it on the members only, `if dist.get_rank() in ranks:`; or give the group all ranks that need "
-            "the result",
-        )
+        who = f"{render_ranks(by_rank)}, which {'is' if len(by_rank) == 1 else 'are'} not in its group"
+        return finding_at_line("DDP223", by_rank, f"{note['op']} did nothing on {who}")
 
 
 class OnGraph(WaitingRule[OnGraphNote]):
@@ -87,5 +70,4 @@ class OnGraph(WaitingRule[OnGraphNote]):
             summary = f"the tensor that {op} reduces holds the graphs of at least {note['losses']} steps"
             why = "Each loss that is added brings its graph, which stays in memory as long as the sum does."
             fix = "Add loss.detach(), or loss.item() if waiting for the device does not matter."
-        ranks, line = tuple(by_rank), place_of(note["site"])
-        return make_finding("DDP410", summary=summary, ranks=ranks, line=line, evidence=(seen,), why=why, fix=fix)
+        return finding_at_line("DDP410", by_rank, summary, seen, why=why, fix=fix)

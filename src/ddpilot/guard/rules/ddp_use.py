@@ -4,12 +4,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
-from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
-from ddpilot.guard.probe import ParametersNote, StepNote, SyncedNote, UnusedNote
-from ddpilot.guard.rules.rule import BoundedDict, Rule, RuleContext, WaitingRule, line_of, num_ranks_of, place_of, some
+from ddpilot.guard.notes import ParametersNote, StepNote, SyncedNote, UnusedNote
+from ddpilot.guard.rules.rule import (
+    BoundedDict,
+    ByRank,
+    Rule,
+    RuleContext,
+    WaitingRule,
+    finding_at_line,
+    line_of,
+    num_ranks_of,
+    some,
+)
 from ddpilot.record.journal import Entry
 
 NUM_IN_VAIN = 2
@@ -37,17 +45,9 @@ class NoSyncInVain(Rule):
         key = rank, line_of(site)
         self._num[key] = num = self._num.get(key, 0) + 1
         if num % _AGAIN_AFTER == NUM_IN_VAIN:
-            yield make_finding(
-                "DDP328",
-                summary="no_sync() has no effect here: gradients were reduced in every backward",
-                ranks=(rank,),
-                line=place_of(site),
-                evidence=(f"seen before {num} optimizer steps, last before step {note['step']}",),
-                why="DDP reduces the first backward after a forward outside of `no_sync()`, whichever forward it "
-                "belongs to",
-                fix="Put every forward of the model into `no_sync()` too (of a ddpilot.Loop: into `loop.accumulate`), "
-                "or run it under `torch.no_grad()` if its gradients are not needed",
-            )
+            seen = f"seen before {num} optimizer steps, last before step {note['step']}"
+            summary = "no_sync() has no effect here: gradients were reduced in every backward"
+            yield finding_at_line("DDP328", {rank: {"site": site}}, summary, seen)
 
 
 class DataParallel(Rule):
@@ -57,14 +57,8 @@ class DataParallel(Rule):
     compares_ranks = False
 
     def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
-        yield make_finding(
-            "DDP330",
-            summary=f"nn.DataParallel trains a model in a job of {self._context.world_size} ranks",
-            ranks=(rank,),
-            line=place_of(entry.values["site"]),
-            why="DataParallel splits a batch over the devices of one process; it exchanges nothing between ranks",
-            fix="Use `DistributedDataParallel(model)` instead, with one device per rank",
-        )
+        summary = f"nn.DataParallel trains a model in a job of {self._context.world_size} ranks"
+        yield finding_at_line("DDP330", {rank: entry.values}, summary)
 
 
 class NeedlessFindUnused(Rule):
@@ -75,76 +69,31 @@ class NeedlessFindUnused(Rule):
 
     def __init__(self, context: RuleContext) -> None:
         super().__init__(context)
-        self._needless: BoundedDict[tuple[str, str], set[int]] = BoundedDict(256)
+        self._needless: ByRank[tuple[str, str], UnusedNote] = ByRank()
 
     def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
         note: UnusedNote = entry.values
-        group = note["group"]
-        ranks = self._needless.setdefault((group, note["ordinal"]), set())
         if not note["num_bytes"]:
-            ranks.add(rank)
-        if len(ranks) == num_ranks_of(group, self._context.world_size):
-            yield make_finding(
-                "DDP502",
-                summary=f"no parameter was unused in the first {note['num_backwards']} backwards, on any rank",
-                ranks=tuple(sorted(ranks)),
-                line=place_of(note["site"]),
-                why="find_unused_parameters=True walks the whole graph in each step, in vain if none is unused",
-                fix="Leave it out, unless a branch that is taken later leaves parameters unused",
-            )
-
-
-class _Failure(NamedTuple):
-    """A failure of DDP's forward because of some parameters."""
-
-    code: str
-    one: str
-    """What happened to one parameter."""
-    several: str
-    """The same in the plural."""
-    why: str
-    fix: str
-
-
-_FAILURES = {
-    "frozen": _Failure(
-        "DDP310",
-        "was frozen after the model was wrapped",
-        "were frozen after the model was wrapped",
-        "DDP waits in each backward for the gradients of all parameters that were trainable when it was constructed",
-        "Freeze first, then wrap; wrap again when the set of frozen parameters changes",
-    ),
-    "left_out": _Failure(
-        "DDP308",
-        "took no part in the backward pass",
-        "took no part in the backward pass",
-        "DDP waits in each backward for a gradient of every parameter that was trainable when it was constructed; "
-        "the previous loss did not depend on these",
-        "Remove them or freeze them before wrapping, let the loss depend on them, or wrap with "
-        "`find_unused_parameters=True`",
-    ),
-}
-"""By kind of entry."""
+            found = self._needless.put((note["group"], note["ordinal"]), rank, note)
+            if len(found) == num_ranks_of(note["group"], self._context.world_size):
+                summary = f"no parameter was unused in the first {note['num_backwards']} backwards, on any rank"
+                yield finding_at_line("DDP502", dict(sorted(found.items())), summary)
 
 
 class GradientsMissing(Rule):
     """DDP308 and DDP310: DDP failed because gradients of frozen or unused parameters are missing."""
 
-    kinds = tuple(_FAILURES)
+    kinds = ("frozen", "left_out")
     compares_ranks = False
 
     def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
         note: ParametersNote = entry.values
-        num, failure = note["num"], _FAILURES[entry.kind]
-        what = f"{num} parameters {failure.several}" if num > 1 else f"1 parameter {failure.one}"
-        yield make_finding(
-            failure.code,
-            summary=f"{what}: {some(note['names'], total=num)}",
-            ranks=(rank,),
-            line=place_of(note["site"]),
-            why=failure.why,
-            fix=failure.fix,
-        )
+        num = note["num"]
+        code, what = ("DDP308", "took no part in the backward pass")
+        if entry.kind == "frozen":
+            code, what = ("DDP310", f"{'were' if num > 1 else 'was'} frozen after the model was wrapped")
+        summary = f"{num} parameter{'s' * (num > 1)} {what}: {some(note['names'], total=num)}"
+        yield finding_at_line(code, {rank: note}, summary)
 
 
 _UNITS = ("B", "kB", "MB", "GB")
@@ -160,19 +109,13 @@ class AccumulationSynced(WaitingRule[SyncedNote]):
         note = next(iter(by_rank.values()))
         least, most, num_bytes = note["least"], note["most"], note["num_bytes"]
         num = str(most) if least == most else f"{least} to {most}"
-        return make_finding(
+        return finding_at_line(
             "DDP505",
-            summary=f"each update exchanges its gradients {num} times: {_format_bytes(most * num_bytes)} instead of "
+            by_rank,
+            f"each update exchanges its gradients {num} times: {_format_bytes(most * num_bytes)} instead of "
             f"{_format_bytes(num_bytes)}",
-            ranks=tuple(by_rank),
-            line=place_of(note["site"]),
-            evidence=(
-                f"each step accumulates {num} backwards, and DDP all-reduces in each of them",
-                f"gradients of the model: {_format_bytes(num_bytes)}",
-            ),
-            why="DDP all-reduces in every backward, unless forward and backward run inside `no_sync()`; the "
-            "accumulated gradients are the same if only the last backward is reduced",
-            fix="Run forward and backward of all but the last micro-batch before a step in `with model.no_sync():`",
+            f"each step accumulates {num} backwards, and DDP all-reduces in each of them",
+            f"gradients of the model: {_format_bytes(num_bytes)}",
         )
 
 

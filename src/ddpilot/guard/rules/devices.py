@@ -5,11 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
-from ddpilot.guard.probe import DdpModelNote, DevicesNote
-from ddpilot.guard.rules.rule import BoundedDict, ByRank, ModelRanks, Rule, RuleContext, WaitingRule, place_of, some
+from ddpilot.guard.notes import DdpModelNote, DevicesNote
+from ddpilot.guard.rules.rule import (
+    BoundedDict,
+    ByRank,
+    ModelRanks,
+    Rule,
+    RuleContext,
+    WaitingRule,
+    finding_at_line,
+    some,
+)
 from ddpilot.record.journal import Entry
 
 
@@ -47,17 +55,15 @@ class OneDevice(Rule):
             f"{render_ranks(together)} on {first['device']} of {host} ({uuid})"
             for (host, uuid), together in list(shared.items())[:4]
         ]
-        return make_finding(
+        return finding_at_line(
             "DDP118",
+            {rank: found[rank] for rank in ranks},
+            f"{render_ranks(ranks)} use the same device",
+            *lines,
+            f"a rank can see {first['num_devices']} device{'s' * are_some_idle}",
             severity="warning" if are_some_idle else "info",
-            summary=f"{render_ranks(ranks)} use the same device",
-            ranks=tuple(ranks),
-            line=place_of(first["site"]),
-            evidence=(*lines, f"a rank can see {first['num_devices']} device{'s' * are_some_idle}"),
             why="They share its memory and its time, and NCCL refuses to connect them."
             + (" The other devices are idle." if are_some_idle else ""),
-            fix="Call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before the model is created, and use no "
-            "fixed 'cuda:0'; start as many ranks as there are devices.",
         )
 
 
@@ -70,13 +76,10 @@ class SeveralDevices(WaitingRule[DevicesNote]):
     def _finding(self, by_rank: dict[int, DevicesNote]) -> Finding:
         note = next(iter(by_rank.values()))
         by_device = sorted(note["by_device"].items())
-        return make_finding(
+        return finding_at_line(
             "DDP412",
-            summary=f"one operation got tensors on {some([device for device, _ in by_device])}",
-            ranks=tuple(by_rank),
-            line=place_of(note["site"]),
-            evidence=(*(f"on {device}: {some(names, 8)}" for device, names in by_device), note["message"]),
-            why="All tensors of an operation must be on one device; torch does not move them by itself.",
-            fix="Move those on the wrong device: model.to(device) before DDP wraps it, and batch, target and tensors "
-            "of the loss (class weights) with .to(device).",
+            by_rank,
+            f"one operation got tensors on {some([device for device, _ in by_device])}",
+            *(f"on {device}: {some(names, 8)}" for device, names in by_device),
+            note["message"],
         )

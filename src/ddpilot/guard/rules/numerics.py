@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
-from ddpilot.guard.probe import NormsNote, NotFiniteNote, SpoiledNote
-from ddpilot.guard.rules.rule import RuleContext, WaitingRule, place_of, some
+from ddpilot.guard.notes import NormsNote, NotFiniteNote, SpoiledNote
+from ddpilot.guard.rules.rule import RuleContext, WaitingRule, finding_at_line, place_of, some
 from ddpilot.record.journal import Entry
 
 _MAX_BACKWARDS = 64
@@ -65,9 +65,6 @@ class NotFinite(WaitingRule[tuple[int, SpoiledNote]]):
             ranks=ranks,
             line=place_of(site) or place_of(spoiled["site"]),
             evidence=tuple(evidence),
-            why="DDP averages gradients over all ranks: one gradient that is not finite makes all of them so.",
-            fix="Look at the samples of that batch, at a division, logarithm or root in the loss, then at the learning "
-            "rate. torch.autograd.set_detect_anomaly(True) finds the line of a gradient.",
         )
 
 
@@ -108,16 +105,10 @@ class SmallBatchNorm(WaitingRule[NormsNote]):
     def _finding(self, by_rank: dict[int, NormsNote]) -> Finding:
         first = next(iter(by_rank.values()))
         rows = sorted({row for note in by_rank.values() for row in note["rows"]})
-        return make_finding(
+        return finding_at_line(
             "DDP408",
-            summary=f"BatchNorm takes its statistics from {rows[-1]} samples",
-            ranks=tuple(by_rank),
-            line=place_of(first["site"]),
-            evidence=(
-                f"layers in training mode: {some(first['layers'])}",
-                f"samples per rank in a batch: {', '.join(map(str, rows))}",
-            ),
-            why="Each rank normalises with its own samples only, so results depend on the number of ranks, and "
-            f"statistics of fewer than {MIN_SAMPLES} samples are noisy.",
-            fix="Use GroupNorm or a larger batch; on GPUs SyncBatchNorm.convert_sync_batchnorm(model) helps too.",
+            by_rank,
+            f"BatchNorm takes its statistics from {rows[-1]} samples",
+            f"layers in training mode: {some(first['layers'])}",
+            f"samples per rank in a batch: {', '.join(map(str, rows))}",
         )

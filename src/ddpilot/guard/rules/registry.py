@@ -23,6 +23,7 @@ from ddpilot.guard.rules.ddp_use import (
 from ddpilot.guard.rules.devices import OneDevice, SeveralDevices
 from ddpilot.guard.rules.numerics import NotFinite, SmallBatchNorm
 from ddpilot.guard.rules.parameters.divergence import Divergence
+from ddpilot.guard.rules.parameters.reduction_order import ReductionOrder
 from ddpilot.guard.rules.rule import Rule, RuleContext, no_log
 from ddpilot.guard.rules.saving import AllRanksSave
 from ddpilot.record.flight_ring.log import RankLog
@@ -44,6 +45,7 @@ RULES: tuple[type[Rule], ...] = (
     SeveralDevices,
     AllRanksSave,
     Divergence,
+    ReductionOrder,
     NoSyncInVain,
     DataParallel,
     NeedlessFindUnused,

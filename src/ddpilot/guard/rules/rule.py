@@ -7,10 +7,11 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
+from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
-from ddpilot.guard.probe import DdpModelNote, LoaderPassNote, PassKey, Site, TrainsNote
+from ddpilot.guard.notes import DdpModelNote, LoaderPassNote, PassKey, Site, TrainsNote
 from ddpilot.record.flight_ring.log import RankLog
 from ddpilot.record.journal import Entry
 from ddpilot.user_files import CodeLine
@@ -40,7 +41,7 @@ class Rule(ABC):
     """Examines some kinds of entries and returns findings. Keeps bounded state."""
 
     kinds: ClassVar[tuple[str, ...]]
-    """The kinds of entries that are passed to `feed`, keys of `ddpilot.guard.probe.NOTES`."""
+    """The kinds of entries that are passed to `feed`, keys of `ddpilot.guard.notes.NOTES`."""
     compares_ranks: ClassVar[bool] = True
     """False if each rank is examined separately, so that entries of other ranks do not matter."""
 
@@ -110,11 +111,22 @@ class WaitingRule(Rule, Generic[V]):
         """Return the finding for the values that were put, by rank; None if they turn out to be intended."""
 
 
+def finding_at_line(code: str, by_rank: Mapping[int, Any], summary: str, *evidence: str, **texts: Any) -> Finding:
+    """Build a finding of these ranks at the line of the first one's note. For `texts` see `make_finding`."""
+    line = place_of(next(iter(by_rank.values()))["site"])
+    return make_finding(code, summary=summary, ranks=tuple(by_rank), line=line, evidence=evidence, **texts)
+
+
 def num_ranks_of(group: str, world_size: int) -> int:
     """Return the number of ranks of `group`, named as `describe_group` names it."""
+    return int(group.partition(" ")[0]) if " " in group else len(ranks_of(group, world_size))
+
+
+def ranks_of(group: str, world_size: int) -> Sequence[int]:
+    """Return the ranks of `group`, named as `describe_group` names it; empty if its name does not list them."""
     if group == "world":
-        return world_size
-    return int(group.partition(" ")[0]) if " " in group else len(group.split(","))
+        return range(world_size)
+    return () if " " in group else [int(rank) for rank in group.split(",")]
 
 
 def line_of(site: Site) -> tuple[str, int]:
@@ -161,6 +173,9 @@ class ByRank(Generic[K, V]):
     def get(self, key: K) -> dict[int, V]:
         """Return what `put` returned last for `key`; empty if there is nothing."""
         return self._values.get(key, {})
+
+    def __iter__(self) -> Iterator[dict[int, V]]:
+        return iter(self._values.values())
 
 
 class PendingValues(Generic[K, V]):

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
-from ddpilot.guard.probe import SaveNote
-from ddpilot.guard.rules.rule import NS_PER_S, BoundedDict, RuleContext, WaitingRule, line_of, place_of
+from ddpilot.guard.notes import SaveNote
+from ddpilot.guard.rules.rule import NS_PER_S, BoundedDict, RuleContext, WaitingRule, finding_at_line, line_of
 from ddpilot.record.journal import Entry
 
 WITHIN_NS = 5 * NS_PER_S
@@ -43,17 +42,7 @@ class AllRanksSave(WaitingRule[SaveNote]):
             f"rank {rank}: {(one['start_ns'] - begun) / 1e6:.0f} to {(one['end_ns'] - begun) / 1e6:.0f} ms"
             for rank, one in list(by_rank.items())[:8]
         ]
-        return make_finding(
-            "DDP603",
-            summary=f"{render_ranks(by_rank)} write {first['path']}",
-            ranks=tuple(by_rank),
-            line=place_of(first["site"]),
-            evidence=tuple(times),
-            why="Ranks that write one file at the same time can corrupt it, and a rank that reads it meanwhile may "
-            "find an incomplete file.",
-            fix="Save on rank 0 only, to another name in the same folder, and rename it with os.replace; let the "
-            "other ranks wait at a barrier before they read.",
-        )
+        return finding_at_line("DDP603", by_rank, f"{render_ranks(by_rank)} write {first['path']}", *times)
 
 
 def _are_close(one: SaveNote, other: SaveNote) -> bool:

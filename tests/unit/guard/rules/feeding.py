@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ddpilot.findings.finding import Finding
-from ddpilot.guard.probe import NOTES
+from ddpilot.guard.notes import NOTES
 from ddpilot.guard.rules.rule import Rule, RuleContext, no_log
 from ddpilot.record.flight_ring.log import RankLog
 from ddpilot.record.journal import Entry

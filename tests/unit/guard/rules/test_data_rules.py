@@ -22,7 +22,7 @@ from tests.unit.guard.rules.feeding import SECOND, SITE, Note, judge, loader_pas
 
 def inputs(rank: int, prints: list[int], elements: int = 32) -> list[Note]:
     """Inputs of the model on `rank`."""
-    facts = {"model": 1, "rows": 4, "elements": elements, "site": SITE}
+    facts = {"model": 1, "elements": elements, "site": SITE}
     return [(rank, "input", {**facts, "forward": n, "checksum": p}) for n, p in enumerate(prints, 1)]
 
 
@@ -59,8 +59,8 @@ def test_same_batch_is_no_error_where_other_things_come_out(draws: bool, severit
         notes.append((rank, "loader_pass", loader_pass()))
         for number in range(1, 7):
             facts = {"model": 1, "forward": number, "site": SITE}
-            seen = {"rows": 4, "elements": 32, "batch": number, **key}
-            notes.append((rank, "batch", {**key, "batch": number, "checksum": number, "rows": 4}))
+            seen = {"elements": 32, "batch": number, **key}
+            notes.append((rank, "batch", {**key, "batch": number, "checksum": number}))
             notes.append((rank, "input", {**facts, **seen, "checksum": number}))
             notes.append((rank, "random", {**facts, "before": 5, "after": 5 + draws, "output": 10 * number + rank}))
     assert [finding.severity for finding in judge(SameBatch, notes)] == severities
@@ -80,7 +80,7 @@ def test_same_batch_says_what_can_be_done_with_such_a_loader(loader: dict[str, A
     notes: list[Note] = [(rank, "ddp_model", model()) for rank in (0, 1)]
     for rank in (0, 1):
         notes.append((rank, "loader_pass", loader))
-        notes += [(rank, "batch", {"loader": 1, "pass": 1, "batch": n, "checksum": n, "rows": 4}) for n in range(1, 7)]
+        notes += [(rank, "batch", {"loader": 1, "pass": 1, "batch": n, "checksum": n}) for n in range(1, 7)]
         notes += [(rank, kind, {**facts, "loader": 1, "pass": 1}) for _, kind, facts in inputs(rank, [1, 2, 3, 4, 5])]
     (finding,) = judge(SameBatch, notes)
     assert finding.fix.startswith(fix)
@@ -117,8 +117,8 @@ def pass_of(number: int, order: int, *, epoch: int = 0, num_batches: int = 4, is
         (0, "loader_pass", loader_pass(number, sampler={"epoch": epoch})),
         (0, "order", {**key, "order": order, "sorted": is_sorted}),
         (0, "trains", {**key, "model": 1, "join": False}),
-        (0, "batch", {**key, "batch": num_batches, "checksum": 1, "rows": 2}),
-        (0, "pass_end", {**key, "batches": num_batches, "samples": 2 * num_batches, "evaluates": False}),
+        (0, "batch", {**key, "batch": num_batches, "checksum": 1}),
+        (0, "pass_end", {**key, "samples": 2 * num_batches, "evaluates": False}),
     ]
 
 
@@ -238,7 +238,7 @@ def lengths(*numbers: int | None, joins: bool = False) -> list[Note]:
         notes.append((rank, "ddp_model", model()))
         notes.append((rank, "loader_pass", loader_pass(length=number)))
         notes.append((rank, "trains", {**key, "model": 1, "join": joins}))
-    return [*notes, (0, "near_end", {"loader": 1, "pass": 1, "batch": 3})]
+    return [*notes, (0, "near_end", {"loader": 1, "pass": 1})]
 
 
 def test_unequal_batches_are_told_before_the_end() -> None:
@@ -279,7 +279,7 @@ def test_unequal_batches_are_not_told_where_the_loader_is_begun_anew() -> None:
 def evaluation(samples: int, **sampler: Any) -> list[Note]:
     """A whole pass without gradients."""
     facts = loader_pass(samples=samples, sampler={"length": -(-samples // 2), **sampler})
-    end = {"loader": 1, "pass": 1, "batches": 4, "samples": 8, "evaluates": True}
+    end = {"loader": 1, "pass": 1, "samples": 8, "evaluates": True}
     return [(0, "loader_pass", facts), (0, "pass_end", end)]
 
 
@@ -310,7 +310,7 @@ def own_evaluation(read: int, orders: tuple[int, int | None], kind: str = "EvalS
         key = {"loader": 1, "pass": 1}
         notes.append((rank, "loader_pass", facts))
         notes += [(rank, "order", {**key, "order": order, "sorted": True})] if order is not None else []
-        notes.append((rank, "pass_end", {**key, "batches": 4, "samples": read, "evaluates": True}))
+        notes.append((rank, "pass_end", {**key, "samples": read, "evaluates": True}))
     return notes
 
 
@@ -405,10 +405,10 @@ def trial(number: int) -> Iterator[Note]:
         yield rank, "trains", {**place, "model": number, "join": False}
         yield rank, "order", {**place, "order": 1, "sorted": False}
         yield rank, "shard", {**place, "pairs": [(1, 2)]}
-        yield rank, "near_end", {**place, "batch": 2}
+        yield rank, "near_end", place
         yield rank, "draws", {**place, "library": "torch", "worker": -1, "fetch": 1, "before": 1}
         for forward in range(1, 5):
-            yield rank, "batch", {**place, "batch": forward, "checksum": forward, "rows": 4}
+            yield rank, "batch", {**place, "batch": forward, "checksum": forward}
             drawn = {"before": 1 + rank * forward // 4, "after": 9, "drawn": 9, "library": "torch", "output": None}
             yield rank, "random", {"model": number, "forward": forward, **drawn}
             yield rank, "input", {"model": number, "forward": forward, "checksum": 10 * rank + forward, "elements": 32}

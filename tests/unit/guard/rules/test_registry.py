@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ddpilot.findings.finding import Finding
-from ddpilot.guard.probe import NOTES
+from ddpilot.guard.notes import NOTES
 from ddpilot.guard.rules.parameters.divergence import Divergence
 from ddpilot.guard.rules.registry import RULES, RuleRunner, rules_for
 from ddpilot.guard.rules.rule import Rule, RuleContext, place_of

@@ -16,7 +16,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpilot.guard.probe import BatchKey, DdpModelNote, InputNote, NormsNote, Notes, RandomNote, Site, TrainsNote
+from ddpilot.guard.notes import BatchKey, DdpModelNote, InputNote, NormsNote, RandomNote, Site, TrainsNote
+from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.data.loaders import pointers_of
 from ddpilot.guard.probes.data.position import Position, TrainedModel, is_due
 from ddpilot.guard.probes.data.random_draws import device_digest, words_between
@@ -39,13 +40,11 @@ class ForwardObserver:
     def install(self) -> list[Callable[[], None]]:
         around = self._notes.around
         return [
-            around(DistributedDataParallel, "__init__", after=self._made),
-            around(DistributedDataParallel, "forward", before=self._begins, after=self._over),
+            around(DistributedDataParallel, "__init__", returned=self._made),
+            around(DistributedDataParallel, "forward", before=self._begins, returned=self._over),
         ]
 
-    def _made(self, _: Any, returned: bool, __: Any, model: Any, *___: Any, **____: Any) -> None:
-        if not returned:
-            return
+    def _made(self, _: Any, __: Any, model: Any, *___: Any, **____: Any) -> None:
         self._num_models += 1
         position = self._position
         position.fetched.clear()  # batches read before this model existed did not train it
@@ -77,8 +76,8 @@ class ForwardObserver:
         drawn = self._count_drawn(known, forward)
         return number, forward, drawn, *device_digest(_device_of(model.module))
 
-    def _over(self, begun: tuple[Any, ...] | None, returned: bool, result: Any, model: Any, *_: Any, **__: Any) -> None:
-        if begun is None or not returned:
+    def _over(self, begun: tuple[Any, ...] | None, result: Any, model: Any, *_: Any, **__: Any) -> None:
+        if begun is None:
             return
         number, forward, drawn, library, before = begun
         after = device_digest(_device_of(model.module))[1]
@@ -123,7 +122,6 @@ class ForwardObserver:
             model=number,
             forward=forward,
             checksum=seen.checksum,
-            rows=seen.num_rows,
             elements=seen.num_elements,
             site=self._notes.site(),
             **key,

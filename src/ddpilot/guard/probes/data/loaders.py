@@ -16,15 +16,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import dataloader as torch_loader
 
-from ddpilot.guard.probe import (
-    BatchNote,
-    NearEndNote,
-    Notes,
-    OrderNote,
-    PassEndNote,
-    ShardNote,
-    Site,
-)
+from ddpilot.guard.notes import BatchNote, OrderNote, PassEndNote, ShardNote, Site
+from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.data.position import LoadedBatch, Pass, Position, is_due
 from ddpilot.guard.probes.data.samplers import Sketch, describe_loader, is_looked_at, may_repeat
 from ddpilot.guard.probes.tensors import fingerprint, num_rows_of, tensors_in
@@ -56,23 +49,17 @@ class LoaderObserver:
     def install(self) -> list[Callable[[], None]]:
         kind, notes = torch_loader._BaseDataLoaderIter, self._notes
         return [
-            notes.around(kind, "__init__", after=self._made),
-            notes.around(kind, "_reset", after=self._reset),
-            notes.around(kind, "_next_index", after=self._requested),
-            notes.around(kind, "__next__", before=self._fetching, after=self._returned),
+            notes.around(kind, "__init__", returned=self._made),
+            notes.around(kind, "_reset", returned=self._reset),
+            notes.around(kind, "_next_index", returned=self._requested),
+            notes.around(kind, "__next__", before=self._fetching, returned=self._returned, raised=self._raised),
         ]
 
-    def _made(self, _: Any, returned: bool, __: Any, iterator: Any, loader: Any) -> None:
-        if returned:
-            self._begin(iterator, loader)
+    def _reset(self, _: Any, __: Any, iterator: Any, loader: Any = None, first_iter: bool = False) -> None:
+        if not first_iter and loader is not None:
+            self._made(None, None, iterator, loader)
 
-    def _reset(
-        self, _: Any, returned: bool, __: Any, iterator: Any, loader: Any = None, first_iter: bool = False
-    ) -> None:
-        if returned and not first_iter and loader is not None:
-            self._begin(iterator, loader)
-
-    def _begin(self, iterator: Any, loader: Any) -> None:
+    def _made(self, _: Any, __: Any, iterator: Any, loader: Any) -> None:
         self._passes.pop(iterator, None)
         self.current = None
         if not is_looked_at(loader):
@@ -98,9 +85,9 @@ class LoaderObserver:
         number = self._loaders[loader] = zlib.crc32(f"{line} {count}".encode()) + 1
         return number
 
-    def _requested(self, _: Any, returned: bool, index: Any, iterator: Any) -> None:
+    def _requested(self, _: Any, index: Any, iterator: Any) -> None:
         found = self._passes.get(iterator)
-        if found is None or not returned or index is None:
+        if found is None or index is None:
             return
         if len(found.requested) < _MAX_REQUESTED:
             found.requested.append(index)
@@ -113,13 +100,14 @@ class LoaderObserver:
         self.current = self._passes.get(iterator)
         return self.current
 
-    def _returned(self, found: Pass | None, returned: bool, data: Any, _: Any) -> None:
+    def _raised(self, found: Pass | None, _: Any) -> None:
+        self.current = None
+        if found is not None and isinstance(sys.exc_info()[1], StopIteration):
+            self._ended(found)
+
+    def _returned(self, found: Pass | None, data: Any, _: Any) -> None:
         self.current = None
         if found is None:
-            return
-        if not returned:
-            if isinstance(sys.exc_info()[1], StopIteration):
-                self._ended(found)
             return
         index = found.requested.popleft() if found.requested else None
         found.num_batches += 1
@@ -140,16 +128,15 @@ class LoaderObserver:
         position.fetched[found.loader] = found
         position.batches.append(_describe_batch(found, number, index, data))
         if is_due(number) and (seen := fingerprint(data)):
-            note = BatchNote(**found.key, batch=number, checksum=seen.checksum, rows=seen.num_rows)
-            self._notes.write("batch", note)
+            self._notes.write("batch", BatchNote(**found.key, batch=number, checksum=seen.checksum))
         elif number == 2:
-            self._notes.write("batch", BatchNote(**found.key, batch=number, checksum=None, rows=None))
+            self._notes.write("batch", BatchNote(**found.key, batch=number, checksum=None))
         if found.sketch is not None and index is not None:
             found.sketch.add(index, data)
             if number >= 4 and number & (number - 1) == 0:
                 self._write_shard(found)
         if found.length is not None and number == max(1, found.length - 2):
-            self._notes.write("near_end", NearEndNote(**found.key, batch=number))
+            self._notes.write("near_end", found.key)
 
     def _ended(self, found: Pass) -> None:
         self._position.fetched.pop(found.loader, None)  # a later forward trains on a batch of a different pass
@@ -159,8 +146,7 @@ class LoaderObserver:
         else:
             self._write_order(found)
             self._write_shard(found)
-        num_batches, num_samples = found.num_batches, found.num_samples
-        note = PassEndNote(**found.key, batches=num_batches, samples=num_samples, evaluates=is_evaluation)
+        note = PassEndNote(**found.key, samples=found.num_samples, evaluates=is_evaluation)
         self._notes.write("pass_end", note)
 
     def _write_order(self, found: Pass) -> None:

@@ -13,7 +13,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ddpilot.guard.probe import BatchKey, Notes, NotFiniteNote, Site, SpoiledNote
+from ddpilot.guard.notes import BatchKey, NotFiniteNote, Site, SpoiledNote
+from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.data.position import LoadedBatch, Position
 from ddpilot.guard.probes.tensors import tensors_in
 from ddpilot.record.accelerator import HostCopies, HostCopy, is_capturing
@@ -96,7 +97,7 @@ class LossObserver:
         return [
             handle.remove,
             around(torch.autograd, "backward", before=self._begins, after=self._poll),
-            around(DistributedDataParallel, "__init__", after=self._made),
+            around(DistributedDataParallel, "__init__", returned=self._made),
             self._let_go,
         ]
 
@@ -104,10 +105,8 @@ class LossObserver:
         while self._handles:
             self._handles.pop().remove()
 
-    def _made(self, _: Any, returned: bool, __: Any, model: Any, *___: Any, **____: Any) -> None:
+    def _made(self, _: Any, __: Any, model: Any, *___: Any, **____: Any) -> None:
         """Check one gradient of `model` before it is reduced: an early layer's, which non-finite values reach."""
-        if not returned:
-            return
         self._is_spoiled = False  # a new training
         ignored = model.parameters_to_ignore
         candidates = [one for name, one in model.module.named_parameters() if one.requires_grad and name not in ignored]

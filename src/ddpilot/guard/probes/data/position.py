@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ddpilot.guard.probe import BatchKey, PassKey, Site
+from ddpilot.guard.notes import BatchKey, PassKey, Site
 from ddpilot.guard.probes.data.samplers import Sketch
 
 

@@ -15,7 +15,8 @@ import torch
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import fetch as torch_fetch
 
-from ddpilot.guard.probe import DrawsNote, Notes
+from ddpilot.guard.notes import DrawsNote
+from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.data.loaders import LoaderObserver
 from ddpilot.guard.probes.data.position import Pass
 from ddpilot.record.accelerator import can_copy_from
@@ -84,7 +85,7 @@ class DrawObserver:
     def install(self) -> list[Callable[[], None]]:
         around = self._notes.around
         kinds = (torch_fetch._MapDatasetFetcher, torch_fetch._IterableDatasetFetcher)
-        return [around(kind, "fetch", before=self._fetches, after=self._fetched) for kind in kinds]
+        return [around(kind, "fetch", before=self._fetches, returned=self._fetched) for kind in kinds]
 
     def share(self, found: Pass) -> None:
         """Share memory with the workers of `found`, which are about to be started, or are reused for a further pass."""
@@ -122,8 +123,8 @@ class DrawObserver:
             return None
         return number, [digest_of(library) for library in LIBRARIES]
 
-    def _fetched(self, begun: tuple[int, list[int]] | None, returned: bool, *_: Any) -> None:
-        if begun is None or not returned:
+    def _fetched(self, begun: tuple[int, list[int]] | None, *_: Any) -> None:
+        if begun is None:
             return
         number, before = begun
         worker = get_worker_info()

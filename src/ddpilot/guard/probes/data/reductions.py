@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ddpilot.guard.probe import CollectedNote, CollectiveNote, Notes, OnGraphNote
+from ddpilot.guard.notes import CollectedNote, CollectiveNote, OnGraphNote
+from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.caller_source import is_averaged, is_scaled_later
 from ddpilot.guard.probes.data.position import Pass, Position
 from ddpilot.guard.probes.tensors import tensors_in

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, Subset, SubsetRandomSampler
 
-from ddpilot.guard.probe import LoaderPassNote, PassKey, Site
+from ddpilot.guard.notes import LoaderPassNote, PassKey, Site
 from ddpilot.guard.probes.tensors import fingerprint_rows
 
 _MAX_DIGESTED = 256

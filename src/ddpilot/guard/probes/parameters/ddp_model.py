@@ -10,7 +10,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ddpilot.guard.probe import Notes, Site, UnusedNote
+from ddpilot.guard.notes import Site, UnusedNote
+from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.parameters.bypass import BypassCalls
 from ddpilot.guard.probes.process_groups import describe_group
 
@@ -27,8 +28,7 @@ class DdpModel:
     default group.
     """
 
-    def __init__(self, ddp: Any, *, number: int, ordinal: str) -> None:
-        self.number = number
+    def __init__(self, ddp: Any, *, ordinal: str) -> None:
         self.ordinal = ordinal
         self.is_alone = dist.get_world_size(ddp.process_group) < 2
         """True if this rank is alone in its process group: each rank trains its own model."""
@@ -239,8 +239,6 @@ class SyncedBackwards:
 NUM_BACKWARDS = 9
 """DDP reports unused parameters for its first 10 backwards, for each of them during the next one."""
 
-_MAX_NAMES = 100
-
 
 class UnusedCount:
     """Follows the first backwards of `model`; call `step` before each optimizer step."""
@@ -250,7 +248,6 @@ class UnusedCount:
         self._model = model
         self._notes = notes
         self._num_bytes = 0
-        self._names: set[str] = set()
 
     def step(self) -> None:
         """Add what DDP reports; after the last of the first backwards, note it."""
@@ -264,9 +261,6 @@ class UnusedCount:
             self.is_over = True  # a torch that does not report it
             return
         self._num_bytes = max(self._num_bytes, int(data.get("unused_parameter_size", 0)))
-        for name, parameter in ddp.module.named_parameters():
-            if parameter.requires_grad and parameter.grad is None and len(self._names) < _MAX_NAMES:
-                self._names.add(name)
         if num > NUM_BACKWARDS:
             self.is_over = True
             note = UnusedNote(
@@ -274,7 +268,6 @@ class UnusedCount:
                 ordinal=self._model.ordinal,
                 num_backwards=NUM_BACKWARDS,
                 num_bytes=self._num_bytes,
-                names=sorted(self._names),
                 site=self._model.site,
             )
             self._notes.write("unused", note)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ LAST_WINDOW = 128
 """Number of elements, from each of two parameters, that are kept before each step."""
 
 
-def is_plain(tensor: Any) -> bool:
+def is_plain(tensor: Any) -> TypeGuard[Tensor]:
     """True if `tensor` is a dense local tensor: the norm of a `DTensor` would be a collective."""
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)
@@ -48,57 +48,36 @@ class Fingerprinter:
     def __init__(self, parameters: Sequence[Tensor], always: Iterable[int] = ()) -> None:
         self.parameters = tuple(parameters)
         spread = range(0, len(parameters), -(-len(parameters) // MAX_GRADIENTS) or 1)
-        self._sampled = sorted({*spread, *always})
+        self._sampled = {*spread, *always}
         self._buffers: dict[torch.device, Tensor] = {}
         self._views: dict[torch.device, _Views] = {}
 
     @torch.no_grad()
-    def take(self) -> dict[str, str]:
-        """Return norms (``p``) and weighted sums (``w``) of parameters, and norms of gradients (``g``; -1: none seen).
+    def begin(self, copies: HostCopies, *, only_gradients: bool = False) -> PendingFingerprint:
+        """Read norms (``p``) and weighted sums (``w``) of parameters, and norms of gradients (``g``; -1: none seen).
 
-        Each is float32 in base64. All parameters must be `is_plain`. Reads each parameter once and synchronizes once
-        per device, twice if the middle of a gradient is 0.
+        Waits for no device from which `copies` can copy; the result is complete if all tensors are on the CPU. All
+        parameters must be `is_plain`. With `only_gradients`, they are not read, and ``p`` and ``w`` are 0.
         """
-        found = _Found(len(self.parameters))
-        gradients_of = self._gradients()
+        pending = PendingFingerprint(len(self.parameters))
         for device, places in self._places().items():
             parameters = [self.parameters[place] for place in places]
-            given = gradients_of.get(device, {})
-            views = self._views_of(device, parameters)
-            steep = [_window(gradient) for gradient in given.values()]
-            numbers = self._join(device, [_norms(parameters), *views.windows, *steep])
-            rest = found.add(views, places, numbers)
-            found.rows[2, list(given)] = _slopes(rest, steep, list(given.values()))
-        return found.packed()
-
-    @torch.no_grad()
-    def begin(self, copies: HostCopies, *, only_gradients: bool = False) -> PendingFingerprint | None:
-        """Start what `take` does, without waiting; returns None if a parameter is on the CPU or `copies` cannot copy.
-
-        Reads up to 64 gradients in full, as it is not known yet whether the middle of one is 0. With `only_gradients`,
-        the parameters are not read, and ``p`` and ``w`` of the result are 0.
-        """
-        places_of = self._places()
-        if not places_of or any(device.type == "cpu" for device in places_of):
-            return None
-        gradients_of = self._gradients()
-        parts = []
-        for device, places in places_of.items():
-            parameters = [self.parameters[place] for place in places]
-            given = gradients_of.get(device, {})
+            given = self._gradients_on(device, places)
             gradients = list(given.values())
             views = None if only_gradients else self._views_of(device, parameters)
             steep = [_window(gradient) for gradient in gradients]
-            whole = [_norms(gradients)] if gradients else []
-            first = [_norms(parameters), *views.windows] if views is not None else []
-            pieces = [piece.float() for piece in (*first, *steep, *whole)]
-            if not pieces:
-                continue
-            copy = copies.begin(torch.cat(pieces))
-            if copy is None:
-                return None
-            parts.append(_Part(copy, views, places, list(given), [window.numel() for window in steep]))
-        return PendingFingerprint(parts, len(self.parameters))
+            pieces = [*([_norms(parameters), *views.windows] if views is not None else ()), *steep]
+            part = _Part(views, places, list(given), [window.numel() for window in steep])
+            copy = None
+            if pieces and can_copy_from(device.type):
+                # In full as well, since it is not known yet whether the middle of one is 0.
+                whole = [_norms(gradients)] if gradients else []
+                copy = copies.begin(torch.cat([piece.float() for piece in (*pieces, *whole)]))
+            if copy is not None:
+                pending.parts.append((copy, part))
+            elif pieces:
+                pending.fill(part, self._join(device, pieces), gradients)
+        return pending
 
     def _places(self) -> dict[torch.device, list[int]]:
         """Return the indices of the parameters, by device."""
@@ -107,25 +86,10 @@ class Fingerprinter:
             places_of.setdefault(parameter.device, []).append(place)
         return places_of
 
-    @torch.no_grad()
-    def take_gradients(self) -> str:
-        """Return the norms of gradients only, as `take` returns them under ``g``."""
-        found = np.full(len(self.parameters), NO_GRADIENT, dtype=np.float32)
-        for device, given in self._gradients().items():
-            gradients = list(given.values())
-            steep = [_window(gradient) for gradient in gradients]
-            found[list(given)] = _slopes(self._join(device, steep), steep, gradients)
-        return _pack(found)
-
-    def _gradients(self) -> dict[torch.device, dict[int, Tensor]]:
-        """Return the sampled gradients by device and index of the parameter."""
-        found: dict[torch.device, dict[int, Tensor]] = {}
-        for place in self._sampled:
-            parameter = self.parameters[place]
-            gradient = _plain_gradient(parameter)
-            if gradient is not None and gradient.device == parameter.device:
-                found.setdefault(gradient.device, {})[place] = gradient
-        return found
+    def _gradients_on(self, device: torch.device, places: Iterable[int]) -> dict[int, Tensor]:
+        """Return the sampled gradients on `device` of the parameters at `places`, by index of the parameter."""
+        gradients = {place: self.parameters[place].grad for place in places if place in self._sampled}
+        return {place: one for place, one in gradients.items() if is_plain(one) and one.device == device}
 
     def _views_of(self, device: torch.device, parameters: list[Tensor]) -> _Views:
         # Creating views takes as long as reading them, so they are kept while the parameters' addresses do not change.
@@ -147,30 +111,9 @@ class Fingerprinter:
         return buffer[:num].cpu().numpy()
 
 
-class _Found:
-    """Collects the three numbers of each of `num` parameters."""
-
-    def __init__(self, num: int) -> None:
-        self.rows = np.zeros((3, num), dtype=np.float32)
-        self.rows[2] = NO_GRADIENT
-
-    def add(self, views: _Views, places: list[int], numbers: Any) -> Any:
-        """Take norms and windows of the parameters at `places` from the front of `numbers`; return the rest."""
-        begin, middle = len(places), len(places) + len(views.weights)
-        values = numbers[begin:middle]
-        values *= views.weights
-        self.rows[:2, places] = np.stack([numbers[:begin], _sums(values, views.sizes)])
-        return numbers[middle:]
-
-    def packed(self) -> dict[str, str]:
-        """Return the numbers as the journal holds them."""
-        return {key: _pack(row) for key, row in zip("pwg", self.rows, strict=True)}
-
-
 class _Part(NamedTuple):
-    """Values in flight from one device: of the parameters at `places` and of the gradients at `given`."""
+    """The parameters at `places` and the gradients at `given` of one device; `sizes` of the gradients' windows."""
 
-    copy: HostCopy
     views: _Views | None
     """None if only gradients are read."""
     places: list[int]
@@ -179,29 +122,43 @@ class _Part(NamedTuple):
 
 
 class PendingFingerprint:
-    """A fingerprint of `num` parameters in flight from their devices."""
+    """A fingerprint of `num` parameters, parts of which may still be in flight from their devices."""
 
-    def __init__(self, parts: list[_Part], num: int) -> None:
-        self._parts = parts
-        self._num = num
+    def __init__(self, num: int) -> None:
+        self.parts: list[tuple[HostCopy, _Part]] = []
+        """The parts in flight."""
+        self._rows = np.zeros((3, num), dtype=np.float32)
+        self._rows[2] = NO_GRADIENT
 
     def has_arrived(self) -> bool:
         """True if all of its values have arrived."""
-        return all(part.copy.has_arrived() for part in self._parts)
+        return all(copy.has_arrived() for copy, _ in self.parts)
 
     def fingerprint(self) -> dict[str, str]:
-        """Return what `Fingerprinter.take` would have returned at the start. Call once, when `has_arrived`."""
-        found = _Found(self._num)
-        for copy, views, places, given, sizes in self._parts:
-            numbers = copy.numbers.numpy()
-            rest = found.add(views, places, numbers) if views is not None else numbers
-            num = sum(sizes)
-            windows, whole = rest[:num], rest[num:]
-            windows *= windows
-            roots = np.sqrt(_sums(windows, sizes))
-            found.rows[2, given] = np.where(roots == 0, whole, roots)
+        """Return the numbers as the journal holds them: float32 in base64. Call once, when `has_arrived`."""
+        for copy, part in self.parts:
+            self.fill(part, copy.numbers.numpy())
             copy.release()
-        return found.packed()
+        return {key: _pack(row) for key, row in zip("pwg", self._rows, strict=True)}
+
+    def fill(self, part: _Part, numbers: Any, gradients: Sequence[Tensor] | None = None) -> None:
+        """Add a part from its `numbers`: norms and windows of parameters, then windows of gradients.
+
+        A gradient whose window is 0 is read in full from `gradients`; if not given, the norms follow in `numbers`.
+        """
+        views, places, given, sizes = part
+        if views is not None:
+            begin, middle = len(places), len(places) + len(views.weights)
+            values = numbers[begin:middle]
+            values *= views.weights
+            self._rows[:2, places] = np.stack([numbers[:begin], _sums(values, views.sizes)])
+            numbers = numbers[middle:]
+        windows, norms = np.split(numbers, [sum(sizes)])
+        windows *= windows
+        roots = np.sqrt(_sums(windows, sizes))
+        if flat := [at for at, root in enumerate(roots) if root == 0]:
+            roots[flat] = norms[flat] if gradients is None else _norms([gradients[at] for at in flat]).cpu().numpy()
+        self._rows[2, given] = roots
 
 
 class LastWindows:
@@ -304,21 +261,6 @@ def _is_readable(parameter: Tensor, device: torch.device) -> bool:
     """True if elements can be copied through a view: `parameter` is plain, contiguous and on `device`."""
     is_known = parameter.device == device and (device.type == "cpu" or can_copy_from(device.type))
     return is_known and is_plain(parameter) and parameter.is_contiguous()
-
-
-def _plain_gradient(parameter: Tensor) -> Tensor | None:
-    gradient = parameter.grad
-    return gradient if gradient is not None and is_plain(gradient) else None
-
-
-def _slopes(numbers: Any, steep: list[Tensor], gradients: list[Tensor]) -> Any:
-    """Return the norms of `gradients`; `numbers` are the elements of their windows `steep`."""
-    numbers *= numbers
-    roots = np.sqrt(_sums(numbers, [window.numel() for window in steep]))
-    flat = [at for at, root in enumerate(roots) if root == 0 and gradients[at].numel() > WINDOW]
-    if flat:
-        roots[flat] = _norms([gradients[at] for at in flat]).cpu().numpy()
-    return roots
 
 
 def _pack(numbers: Any) -> str:

@@ -11,27 +11,26 @@ import time
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import islice
-from types import FrameType, ModuleType
+from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer
 
-from ddpilot.guard.probe import (
+from ddpilot.guard.notes import (
     Fingerprint,
     FingerprintNote,
     LastStepNote,
-    Notes,
     ParameterSetNote,
     Site,
     StepNote,
     SyncedNote,
 )
+from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.parameters.ddp_model import DdpModel
 from ddpilot.guard.probes.parameters.fingerprint import (
     Fingerprinter,
@@ -40,8 +39,9 @@ from ddpilot.guard.probes.parameters.fingerprint import (
     PendingFingerprint,
     is_plain,
 )
+from ddpilot.guard.probes.parameters.parameter_names import find_parameter_names
 from ddpilot.guard.probes.process_groups import sequence_number
-from ddpilot.record.accelerator import HostCopies
+from ddpilot.record.accelerator import HostCopies, is_capturing
 
 FIRST_STEPS = 5
 LOCAL_STEPS = 16
@@ -55,7 +55,6 @@ _MAX_PATTERNS = 16
 _MAX_OPTIMIZERS = 64
 _MAX_TENSORS = 8192
 _MAX_RATES = 8
-_NO_STEP = (0, 0)
 _BUSY_S = 0.5
 """How long the last steps' notes wait for a busy GPU, in seconds."""
 
@@ -70,9 +69,13 @@ class ParameterSet:
         self.fingerprinter = Fingerprinter([])
         self.windows: LastWindows | None = None
         """Windows of the parameters; None if none can be copied in part."""
-        self.newest = _NO_STEP
-        """Number of the step before which `windows` were copied, and number of collectives started by then."""
+        self.windows_at = 0
+        """Number of the step before which `windows` were copied; 0 if unknown, or if that is noted."""
         self.digest = 0
+        self.count = 0
+        """Number of the newest step, equal on all ranks."""
+        self.events = ""
+        """Forwards and backwards before that step."""
         self._num_steps = 0
         self._num_local_steps = 0
         self._position = 0
@@ -84,43 +87,48 @@ class ParameterSet:
     def is_next_due(self) -> bool:
         """True if the step that starts now should be checked, before its events are all known. See `advance`."""
         count = self._num_local_steps + 1 + (self.model.reductions.num_forwards if self.model is not None else 0)
-        return self._num_steps < FIRST_STEPS or self._num_steps + 1 == LOCAL_STEPS or count >= self._due_at
+        return self._is_due(self._num_steps + 1, count)
 
-    def advance(self, is_due: bool | None = None) -> tuple[int, str, bool]:
-        """Count a step. Returns its number, its events, and True if it should be checked; equal on all ranks.
+    def _is_due(self, num_steps: int, count: int) -> bool:
+        return num_steps <= FIRST_STEPS or num_steps == LOCAL_STEPS or count >= self._due_at
+
+    def advance(self, is_due: bool | None = None) -> bool:
+        """Count a step. Returns True if it should be checked; equal on all ranks.
 
         `is_due`: the result of `is_next_due` at the start of the step.
         """
-        events = ""
-        if self.model is None:
-            self._num_local_steps += 1
-            count = self._num_local_steps
-        else:
+        num_forwards = 0
+        if self.model is not None:
             reductions = self.model.reductions
-            events = reductions.since(self._position)
+            self.events = reductions.since(self._position)
             self._position = reductions.position
-            # All ranks have the same number of DDP forwards, but not of steps if one rank skips one.
-            self._num_local_steps += "F" not in events
-            count = reductions.num_forwards + self._num_local_steps
+            num_forwards = reductions.num_forwards
+        # All ranks have the same number of DDP forwards, but not of steps if one rank skips one.
+        self._num_local_steps += "F" not in self.events
+        self.count = num_forwards + self._num_local_steps
         self._num_steps += 1
-        is_new = events not in self._seen and len(self._seen) < _MAX_PATTERNS
+        is_new = self.events not in self._seen and len(self._seen) < _MAX_PATTERNS
         if is_new:
-            self._seen.add(events)
+            self._seen.add(self.events)
         if is_due is None:
-            is_due = is_new or self._num_steps <= FIRST_STEPS or self._num_steps == LOCAL_STEPS or count >= self._due_at
+            is_due = is_new or self._is_due(self._num_steps, self.count)
         if is_due:
-            self._due_at = _next_multiple(count, STRIDES[0])
-        return count, events, is_due
+            self._due_at = _next_multiple(self.count, STRIDES[0])
+        return is_due
 
-    def checked(self, count: int, cost_s: float) -> None:
-        """Schedule the next check after one at step `count` that ended now and took `cost_s` seconds."""
+    def checked(self, cost_s: float) -> None:
+        """Schedule the next check after one at the newest step that ended now and took `cost_s` seconds."""
         now_s = time.monotonic()
-        step_s = (now_s - self._checked_s) / max(count - self._checked_at, 1)
+        step_s = (now_s - self._checked_s) / max(self.count - self._checked_at, 1)
         least_s = cost_s / _MAX_COST
-        self._checked_at, self._checked_s = count, now_s
+        self._checked_at, self._checked_s = self.count, now_s
         enough = [stride for stride in STRIDES if stride * step_s >= least_s] or [STRIDES[0]]
         stride = next((stride for stride in enough if stride * step_s <= INTERVAL_S), enough[-1])
-        self._due_at = _next_multiple(count, stride)
+        self._due_at = _next_multiple(self.count, stride)
+
+
+Sets = dict[DdpModel | None, ParameterSet]
+"""The parameter sets of one optimizer, by model."""
 
 
 class _Known:
@@ -130,20 +138,20 @@ class _Known:
 
     def __init__(self, optimizer: weakref.ref[Optimizer]) -> None:
         self.optimizer = optimizer
-        self.sets: list[ParameterSet] = []
+        self.sets: Sets = {}
         self.num_idle = 0
         """Number of steps without a parameter set."""
-        self.newest_model = 0
-        """Number of the newest DDP model when its parameters were last sorted into sets."""
+        self.newest_model: DdpModel | None = None
+        """The newest DDP model when its parameters were last sorted into sets."""
 
-    def may_have_sets(self, newest_model: int) -> bool:
+    def may_have_sets(self, newest_model: DdpModel | None) -> bool:
         """True if its parameters should be sorted again, as none of them could be compared so far.
 
         Sorting takes as long as a step of a small model, so it is repeated only when there is a new DDP model, and
         otherwise at exponentially growing intervals, at the same steps on all ranks.
         """
         self.num_idle += 1
-        is_asked = newest_model != self.newest_model or not self.num_idle & (self.num_idle - 1)
+        is_asked = newest_model is not self.newest_model or not self.num_idle & (self.num_idle - 1)
         self.newest_model = newest_model
         return is_asked
 
@@ -154,48 +162,26 @@ class _Part:
 
     parameter_set: ParameterSet
     is_due: bool
-    number: int
+    seq: int
     """Number of collectives that its group had started when the step started."""
-    fingerprint: Fingerprint | None
     pending: list[PendingFingerprint]
-    """Instead of `fingerprint` on a device: parameters, and the gradients after the closure."""
+    """If it is checked: the fingerprint, and that of the gradients after the closure."""
     cost_s: float
 
 
 @dataclass
-class _LastStep:
-    """The newest step of a parameter set whose optimizer or model may have been freed."""
-
-    number: int
-    """Number of the parameter set."""
-    count: int
-    sequence_number: int
-    copy: LastCopy
-
-
-@dataclass
 class OpenStep:
-    """A step with a closure that is in progress: the backward that computes its gradients is still to come."""
+    """A step that is in progress. With a closure, the backward that computes its gradients is still to come."""
 
     optimizer: Optimizer
+    sets: Sets
     parts: list[_Part]
-    copies: HostCopies
+    has_closure: bool
 
     @property
     def is_due(self) -> bool:
         """True if gradients are read."""
         return any(part.is_due for part in self.parts)
-
-    def look_at_gradients(self) -> None:
-        """Read the gradients after the closure has returned: the step uses them, unless it calls the closure again."""
-        for part in self.parts:
-            begun = time.monotonic()
-            if part.fingerprint is not None:
-                part.fingerprint["g"] = part.parameter_set.fingerprinter.take_gradients()
-            elif part.pending:
-                gradients = part.parameter_set.fingerprinter.begin(self.copies, only_gradients=True)
-                part.pending[1:] = [gradients] if gradients is not None else []
-            part.cost_s += time.monotonic() - begun
 
 
 class ParameterSets:
@@ -210,7 +196,8 @@ class ParameterSets:
         self._num_sets = 0
         self._generation = ""
         self._num_of_key: dict[str, int] = {}
-        self._last_steps: deque[_LastStep] = deque(maxlen=_MAX_OPTIMIZERS)  # not noted yet
+        self._last_steps: deque[tuple[int, int, LastCopy]] = deque(maxlen=_MAX_OPTIMIZERS)
+        """Not noted yet: set, step and copy. Optimizer and model may have been freed."""
         self._copies = HostCopies()
         self._pending: deque[tuple[int, int, list[PendingFingerprint]]] = deque()  # sets, their steps, and fingerprints
         self._pid = os.getpid()
@@ -229,88 +216,72 @@ class ParameterSets:
         if os.getpid() != self._pid:
             return
         for known in tuple(self._known.values()):
-            self._keep_last(known.sets)
+            self._keep_last(known.sets.values())
         until_s = time.monotonic() + _BUSY_S
         while self._pending and time.monotonic() < until_s:
             self._write_arrived()
             time.sleep(0.001)
         while self._last_steps:
-            last = self._last_steps.popleft()
-            fingerprint = last.copy.fingerprint(until_s)
+            number, count, copy = self._last_steps.popleft()
+            fingerprint = copy.fingerprint(until_s)
             if fingerprint is not None:
-                note = LastStepNote(
-                    parameter_set=last.number,
-                    step=last.count,
-                    seq=last.sequence_number,
-                    places=last.copy.places,
-                    fingerprint=fingerprint,
-                )
+                note = LastStepNote(parameter_set=number, step=count, places=copy.places, fingerprint=fingerprint)
                 self._notes.write("last_step", note)
 
     def _keep_last(self, sets: Iterable[ParameterSet]) -> None:
         for parameter_set in sets:
             copy = parameter_set.windows.taken() if parameter_set.windows is not None else None
-            if copy is not None and parameter_set.newest != _NO_STEP:
-                self._last_steps.append(_LastStep(parameter_set.number, *parameter_set.newest, copy))
-            parameter_set.newest = _NO_STEP
+            if copy is not None and parameter_set.windows_at:
+                self._last_steps.append((parameter_set.number, parameter_set.windows_at, copy))
+            parameter_set.windows_at = 0
 
     def drop(self, models: Iterable[DdpModel]) -> None:
         """Handle `models` whose wrappers have been freed."""
         unused = [model for model in models if not {*"Ff"} & {*model.reductions.since(0)}]
         self._dropped = [model for model in (*self._dropped, *unused) if model.first() is not None][-_MAX_OPTIMIZERS:]
 
-    def step(self, optimizer: Optimizer, generation: str) -> None:
-        """Note that `optimizer` is about to take a step, in the default group named `generation`."""
-        if self._pending:
-            self._write_arrived()
-        sets, is_planned = self._sets_of(optimizer, generation)
-        for parameter_set in tuple(sets):
-            count, events, is_due = parameter_set.advance()
-            if is_due and not is_planned:
-                is_planned = True
-                self._plan(optimizer, sets)
-            if parameter_set.fingerprinter.parameters:
-                if parameter_set.windows is not None:
-                    parameter_set.windows.copy()
-                self._note(parameter_set, optimizer, count, events, is_due)
-        for parameter_set in sets:
-            if parameter_set.model is not None:
-                self._stepped(parameter_set.model)
+    def begin_step(self, optimizer: Optimizer, generation: str, *, has_closure: bool) -> OpenStep:
+        """Read what `optimizer` is about to step, in the default group named `generation`; `end_step` notes it.
 
-    def begin_step(self, optimizer: Optimizer, generation: str) -> OpenStep:
-        """Same as `step` for a step with a closure.
-
-        Parameters are read now, before the optimizer may move them to evaluate the closure; gradients are read after
-        the closure; `end_step` writes the note.
+        With a closure, parameters are read before the optimizer may move them to evaluate it, and gradients after it.
         """
-        if self._pending:
-            self._write_arrived()
+        self._write_arrived()
         sets, is_planned = self._sets_of(optimizer, generation)
-        opened = OpenStep(optimizer, [], self._copies)
-        for parameter_set in tuple(sets):
-            is_due = parameter_set.is_next_due()
+        opened = OpenStep(optimizer, sets, [], has_closure)
+        for parameter_set in tuple(sets.values()):
+            is_due = parameter_set.is_next_due() if has_closure else parameter_set.advance()
             if is_due and not is_planned:
                 is_planned = True
                 self._plan(optimizer, sets)
-            parameter_set.newest = _NO_STEP
+            parameter_set.windows_at = 0
             if parameter_set.windows is not None:
                 parameter_set.windows.copy()
             begun = time.monotonic()
-            is_read = is_due and bool(parameter_set.fingerprinter.parameters)
-            fingerprint, pending = self._look(parameter_set) if is_read else (None, [])
-            number = _find_number(parameter_set.model)
-            opened.parts.append(_Part(parameter_set, is_due, number, fingerprint, pending, time.monotonic() - begun))
+            fingerprinter = parameter_set.fingerprinter
+            pending = [fingerprinter.begin(self._copies)] if is_due and fingerprinter.parameters else []
+            seq = _find_number(parameter_set.model)
+            opened.parts.append(_Part(parameter_set, is_due, seq, pending, time.monotonic() - begun))
         return opened
 
+    def look_at_gradients(self, opened: OpenStep) -> None:
+        """Read the gradients after the closure has returned: the step uses them, unless it calls the closure again."""
+        for part in opened.parts:
+            begun = time.monotonic()
+            fingerprinter = part.parameter_set.fingerprinter
+            if part.pending:
+                part.pending[1:] = [] if is_capturing() else [fingerprinter.begin(self._copies, only_gradients=True)]
+            part.cost_s += time.monotonic() - begun
+
     def end_step(self, opened: OpenStep) -> None:
-        """Note the step, which has ended."""
+        """Note the step."""
         for part in opened.parts:
-            count, events, is_due = part.parameter_set.advance(part.is_due)
+            if opened.has_closure:
+                part.parameter_set.advance(part.is_due)
             if part.parameter_set.fingerprinter.parameters:
-                self._note(part.parameter_set, opened.optimizer, count, events, is_due, part)
-        for part in opened.parts:
-            if part.parameter_set.model is not None:
-                self._stepped(part.parameter_set.model)
+                self._note(part, opened.optimizer)
+        for model in opened.sets:
+            if model is not None:
+                self._stepped(model)
 
     def _stepped(self, model: DdpModel) -> None:
         model.reductions.step()
@@ -325,25 +296,21 @@ class ParameterSets:
             if synced.is_over:
                 model.synced = None
 
-    def _sets_of(self, optimizer: Optimizer, generation: str) -> tuple[list[ParameterSet], bool]:
+    def _sets_of(self, optimizer: Optimizer, generation: str) -> tuple[Sets, bool]:
         """Return the sets of `optimizer`, and True if its parameters have just been sorted into them."""
         self._generation = generation
         known = self._known.get(id(optimizer))
         if known is None or known.optimizer() is not optimizer:
             known = self._add(optimizer)
             if known is None:
-                return [], True
+                return {}, True
         sets = known.sets
-        is_planned = not sets and known.may_have_sets(self._newest_model())
-        for parameter_set in sets:
-            is_planned = is_planned or (parameter_set.model is not None and parameter_set.model.find() is None)
-        if is_planned:
+        models = self._models()
+        is_planned = not sets and known.may_have_sets(models[-1] if models else None)
+        if is_planned or any(model is not None and model.find() is None for model in sets):
+            is_planned = True
             self._plan(optimizer, sets)
         return sets, is_planned
-
-    def _newest_model(self) -> int:
-        models = self._models()
-        return models[-1].number if models else 0
 
     def _add(self, optimizer: Optimizer) -> _Known | None:
         if len(self._known) >= _MAX_OPTIMIZERS:
@@ -352,27 +319,19 @@ class ParameterSets:
 
         def forget(_: weakref.ref[Optimizer]) -> None:
             if freed := all_known.pop(key, None):
-                keep_last(freed.sets)
+                keep_last(freed.sets.values())
 
         known = all_known[key] = _Known(weakref.ref(optimizer, forget))
         return known
 
-    def _note(
-        self,
-        parameter_set: ParameterSet,
-        optimizer: Optimizer,
-        count: int,
-        events: str,
-        is_due: bool,
-        part: _Part | None = None,
-    ) -> None:
-        model = parameter_set.model
-        number = part.number if part is not None else _find_number(model)
-        parameter_set.newest = count, number
+    def _note(self, part: _Part, optimizer: Optimizer) -> None:
+        parameter_set, is_due, model = part.parameter_set, part.is_due, part.parameter_set.model
+        number, count, events = parameter_set.number, parameter_set.count, parameter_set.events
+        parameter_set.windows_at = count
         if not is_due and model is not None and not (model.why_silent or model.why_local or model.without_effect):
-            self._notes.write_step(parameter_set.number, count, number, events)
+            self._notes.write_step(number, count, part.seq, events)
             return
-        note: StepNote = {"parameter_set": parameter_set.number, "step": count, "seq": number, "events": events}
+        note: StepNote = {"parameter_set": number, "step": count, "seq": part.seq, "events": events}
         if model is not None:
             if is_due:
                 model.look_at_hooks()
@@ -385,77 +344,47 @@ class ParameterSets:
                 note["in_vain"], model.without_effect = model.without_effect, {}
         if is_due:
             begun = time.monotonic()
-            fingerprint, pending = (part.fingerprint, part.pending) if part is not None else self._look(parameter_set)
-            if fingerprint is not None:
-                note["fingerprint"] = fingerprint
-            if pending:
+            if all(each.has_arrived() for each in part.pending):
+                note["fingerprint"] = _join(part.pending)
+            else:
                 note["is_copying"] = True
-                self._pending.append((parameter_set.number, count, pending))
+                self._pending.append((number, count, part.pending))
             note["rates"] = _rates_of(optimizer)
-            cost_s = time.monotonic() - begun + (part.cost_s if part is not None else 0.0)
-            parameter_set.checked(count, cost_s)
+            parameter_set.checked(part.cost_s + time.monotonic() - begun)
         self._notes.write("step", note)
-
-    def _look(self, parameter_set: ParameterSet) -> tuple[Fingerprint | None, list[PendingFingerprint]]:
-        """Return the fingerprint, and [] on the CPU; on a device None, and [the fingerprint in flight]."""
-        pending = parameter_set.fingerprinter.begin(self._copies)
-        return (parameter_set.fingerprinter.take(), []) if pending is None else (None, [pending])
 
     def _write_arrived(self) -> None:
         """Note the fingerprints that have arrived from their devices, each with the number of its step."""
         while self._pending and all(each.has_arrived() for each in self._pending[0][2]):
             number, count, pending = self._pending.popleft()
-            fingerprint = pending[0].fingerprint()
-            for gradients in pending[1:]:
-                fingerprint["g"] = gradients.fingerprint()["g"]
-            note = FingerprintNote(parameter_set=number, step=count, fingerprint=fingerprint)
+            note = FingerprintNote(parameter_set=number, step=count, fingerprint=_join(pending))
             self._notes.write("fingerprint", note)
 
-    def _plan(self, optimizer: Optimizer, sets: list[ParameterSet]) -> None:
+    def _plan(self, optimizer: Optimizer, sets: Sets) -> None:
         """Sort the optimizer's parameters into sets, and note sets that are new or have changed."""
-        live = [(model, ddp) for model in self._models() if (ddp := model.find()) is not None]
-        models = [model for model, _ in live]
-        sorted_in: dict[int, list[tuple[str, Tensor, bool]]] = {}
-        by_number = {model.number: model for model in models}
-        names = {
-            id(parameter): (model.number, name, False) for model, ddp in live for parameter, name in _late(model, ddp)
-        }
-        names |= {key: (model.number, name, True) for model in models for key, name in model.names.items()}
-        ignored = {key for model in models for key in model.ignored}
-        place = 0
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                place += 1
-                number, name, is_reduced = names.get(
-                    id(parameter), (0, f"parameter {place} {list(parameter.shape)}", False)
-                )
-                if id(parameter) not in ignored and parameter.requires_grad and is_plain(parameter):
-                    sorted_in.setdefault(number, []).append((name, parameter, is_reduced))
-        self._keep_last(
-            parameter_set
-            for parameter_set in sets
-            if parameter_set.model is not None and parameter_set.model.number not in by_number
-        )
-        sets[:] = [
-            parameter_set
-            for parameter_set in sets
-            if parameter_set.model is None or parameter_set.model.number in by_number
-        ]
-        for number, members in sorted_in.items():
-            if number and by_number[number].is_alone:
-                continue
-            if not number and not any(isinstance(parameter, Parameter) for _, parameter, _ in members):
-                # Not parameters of a module, so DDP could not wrap them: inputs or latents of this rank's samples.
-                continue
-            found = [
-                parameter_set
-                for parameter_set in sets
-                if (parameter_set.model.number if parameter_set.model else 0) == number
-            ]
-            parameter_set = found[0] if found else self._new_set(by_number.get(number), members)
-            if not found:
-                sets.append(parameter_set)
-            self._describe(parameter_set, optimizer, members[:_MAX_TENSORS])
+        live = {model: ddp for model in self._models() if (ddp := model.find()) is not None}
+        known: dict[int, tuple[DdpModel | None, str, bool]] = {}
+        for model, ddp in live.items():
+            known |= {id(parameter): (model, name, False) for parameter, name in _late(model, ddp)}
+        for model in live:
+            known |= {key: (model, name, True) for key, name in model.names.items()}
+        ignored = {key for model in live for key in model.ignored}
+        members_of: dict[DdpModel | None, list[tuple[str, Tensor, bool]]] = {}
+        parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        for place, parameter in enumerate(parameters, 1):
+            unnamed = (None, f"parameter {place} {list(parameter.shape)}", False)
+            owner, name, is_reduced = known.get(id(parameter), unnamed)
+            if id(parameter) not in ignored and parameter.requires_grad and is_plain(parameter):
+                members_of.setdefault(owner, []).append((name, parameter, is_reduced))
+        freed = [model for model in sets if model is not None and model not in live]
+        self._keep_last([sets.pop(model) for model in freed])
+        for owner, members in members_of.items():
+            # Without a `Parameter`, they are not of a module that DDP could wrap: inputs or latents of this rank.
+            may_be_wrapped = any(isinstance(parameter, Parameter) for _, parameter, _ in members)
+            if may_be_wrapped if owner is None else not owner.is_alone:
+                if owner not in sets:
+                    sets[owner] = self._new_set(owner, members)
+                self._describe(sets[owner], optimizer, members[:_MAX_TENSORS])
 
     def _new_set(self, model: DdpModel | None, members: list[tuple[str, Tensor, bool]]) -> ParameterSet:
         if model is not None:
@@ -485,7 +414,7 @@ class ParameterSets:
             ends = () if parameter_set.model else {*range(len(members))[:2], *range(len(members))[-2:]}
             parameter_set.fingerprinter = Fingerprinter(parameters, always=late or ends)
             parameter_set.windows = LastWindows.of(parameters)
-            parameter_set.newest = _NO_STEP
+            parameter_set.windows_at = 0
         digest = zlib.crc32(repr((names, late, moved)).encode())
         if digest == parameter_set.digest:
             return
@@ -513,6 +442,14 @@ class ParameterSets:
     def _names_of(self, optimizer: Optimizer, members: list[tuple[str, Tensor, bool]]) -> list[str]:
         found = find_parameter_names(optimizer, self._notes.user_frame())
         return [found.get(id(parameter), name) for name, parameter, _ in members]
+
+
+def _join(pending: list[PendingFingerprint]) -> Fingerprint:
+    """Return a fingerprint whose parts have all arrived, with the gradients of the last part."""
+    fingerprint = pending[0].fingerprint()
+    for gradients in pending[1:]:
+        fingerprint["g"] = gradients.fingerprint()["g"]
+    return fingerprint
 
 
 def _next_multiple(count: int, stride: int) -> int:
@@ -547,57 +484,3 @@ def _moved(model: DdpModel | None, members: list[tuple[str, Tensor, bool]]) -> l
         for name, parameter, _ in members
         if (born := model.born.get(id(parameter))) and born != (parameter.dtype, parameter.device)
     ][:5]
-
-
-_MAX_FRAMES = 40
-_MAX_VARIABLES = 500
-
-
-def find_parameter_names(optimizer: Optimizer, frame: FrameType | None) -> dict[int, str]:
-    """Return names such as ``head.weight`` by the parameter's id.
-
-    Uses the names that `optimizer` was given, or else those of modules held by variables, and attributes of variables,
-    from `frame` outwards. Parameters without a name are left out.
-    """
-    found: dict[int, str] = {}
-    wanted: set[int] = set()
-    for group in optimizer.param_groups:
-        ids = [id(parameter) for parameter in group["params"]]
-        wanted.update(ids)
-        found.update(zip(ids, group.get("param_names", ()), strict=False))
-    modules = _modules_around(frame)
-    while not wanted <= found.keys() and (named := next(modules, None)) is not None:
-        name, module = named
-        for path, parameter in module.named_parameters():
-            if id(parameter) in wanted:
-                found.setdefault(id(parameter), f"{name}.{path}")
-    return found
-
-
-def _modules_around(frame: FrameType | None) -> Iterator[tuple[str, nn.Module]]:
-    outermost = frame
-    for _ in range(_MAX_FRAMES):
-        if frame is None:
-            break
-        outermost = outermost or frame
-        yield from _modules_in(frame.f_locals)
-        frame = frame.f_back
-    if outermost is not None:
-        yield from _modules_in(outermost.f_globals)
-
-
-def _modules_in(variables: Any, prefix: str = "", *, deeper: bool = True) -> Iterator[tuple[str, nn.Module]]:
-    # By type, not by isinstance: a proxy object may run code when it is asked for its class.
-    found = [(name, value, type(value)) for name, value in islice(list(variables.items()), _MAX_VARIABLES)]
-    yield from ((f"{prefix}{name}", value) for name, value, kind in found if issubclass(kind, nn.Module))
-    for name, value, kind in found if deeper else ():
-        if not issubclass(kind, (nn.Module, ModuleType, type)):
-            yield from _modules_in(_attributes_of(value), "" if name == "self" else f"{name}.", deeper=False)
-
-
-def _attributes_of(value: object) -> dict[str, Any]:
-    try:
-        held = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return {}
-    return held if type(held) is dict else {}

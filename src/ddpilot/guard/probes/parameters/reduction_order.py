@@ -12,9 +12,10 @@ from torch.distributed import distributed_c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from ddpilot.guard.probe import Notes, ReductionOrderNote, Site
+from ddpilot.guard.notes import ReductionOrderNote, Site
+from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.parameters.fingerprint import Fingerprinter, PendingFingerprint, is_plain
-from ddpilot.guard.probes.parameters.parameter_sets import find_parameter_names
+from ddpilot.guard.probes.parameters.parameter_names import find_parameter_names
 from ddpilot.guard.probes.process_groups import GroupGenerations, find_world
 from ddpilot.record.accelerator import HostCopies, is_capturing
 
@@ -77,7 +78,7 @@ class ReducedOrderProbe:
         named = "world" if group is None or group is find_world() else str(group.group_name)
         if not self._line:
             self._line = self._notes.site()
-        self._calls.append(_Call(named, storage, tensor.storage_offset(), tensor.numel()))
+        self._calls.append(_Call(named, storage, int(tensor.storage_offset()), tensor.numel()))
 
     def _forget_earlier_generation(self) -> None:
         """Start from zero with a new default group: the ranks may have left the one before at different calls."""
@@ -123,23 +124,19 @@ class ReducedOrderProbe:
             for one in parameters
         }
         number = self._num_noted[group] = self._num_noted.get(group, 0) + 1
-        fingerprinter = Fingerprinter(parameters)
-        pending = fingerprinter.begin(self._copies)
         note = ReductionOrderNote(
             key=[self._generations.name, group, number],
             names=list(names.values()),
             order=["" if one is None else names[id(one)] for one in reduced],
-            sums=fingerprinter.take()["w"] if pending is None else "",
+            sums="",
             line=line,
             site=self._notes.site(),
         )
-        if pending is None:
-            self._notes.write("reduction_order", note)
-        else:
-            self._pending.append((note, pending))
+        self._pending.append((note, Fingerprinter(parameters).begin(self._copies)))
+        self._write_arrived()
 
     def _write_arrived(self) -> None:
-        """Write the notes whose fingerprints have arrived from a device."""
+        """Write the notes whose fingerprints have arrived."""
         while self._pending and self._pending[0][1].has_arrived():
             note, pending = self._pending.pop(0)
             note["sums"] = pending.fingerprint()["w"]

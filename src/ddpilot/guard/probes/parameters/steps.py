@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -17,7 +18,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ddpilot.guard.probe import DdpNote, LoadNote, Notes, keep_dynamo_out
+from ddpilot.guard.notes import DdpNote, LoadNote, ParametersNote, Site
+from ddpilot.guard.probe import Notes, keep_dynamo_out
 from ddpilot.guard.probes.caller_source import reads_gradients
 from ddpilot.guard.probes.parameters.bypass import BypassCalls
 from ddpilot.guard.probes.parameters.ddp_model import DdpModel, UnusedCount
@@ -28,6 +30,8 @@ from ddpilot.record.accelerator import is_capturing
 _MAX_MODELS = 64
 _MAX_NAMES = 2000
 _MAX_APPLIED = 64
+_MAX_MISSING = 20
+_NAMED_NUMBERS = re.compile(r"indices which did not receive grad for rank \d+:((?: \d+)+)")
 
 
 class StepProbe:
@@ -37,7 +41,6 @@ class StepProbe:
 
     def __init__(self) -> None:
         self._models: list[DdpModel] = []
-        self._num_models = 0
         self._num_in_group: dict[str, int] = {}
         self._unused: list[UnusedCount] = []
         self._generations = GroupGenerations()
@@ -48,6 +51,7 @@ class StepProbe:
         self._is_applying = False
         self._num_applied = 0
         self._sees_cells = False
+        self._frozen_at: Site = {}
 
     def install(self, notes: Notes) -> list[Callable[[], None]]:
         self._notes = notes
@@ -57,26 +61,24 @@ class StepProbe:
         return [
             register_optimizer_step_pre_hook(notes.safely(self._before_step)).remove,
             register_optimizer_step_post_hook(notes.safely(self._after_step)).remove,
-            notes.around(ddp, "__init__", after=self._wrapped),
-            notes.around(ddp, "forward", before=self._before_forward),
+            notes.around(ddp, "__init__", returned=self._wrapped),
+            notes.around(ddp, "forward", before=self._before_forward, raised=self._forward_failed),
+            notes.around(torch.nn.Module, "requires_grad_", before=self._before_freeze),
             notes.around(ddp, "no_sync", before=self._no_sync_begins),
             notes.around(torch.autograd, "backward", before=self._before_backward, after=self._after_backward),
-            notes.around(torch.nn.Module, "load_state_dict", after=self._loaded),
+            notes.around(torch.nn.Module, "load_state_dict", returned=self._loaded),
             notes.around(torch.nn.Module, "apply", before=self._before_apply, after=self._after_apply),
             note_last,
         ]
 
-    def _wrapped(self, _: None, returned: bool, __: object, ddp: Any, *_args: Any, **_kwargs: Any) -> None:
-        if not returned:
-            return
+    def _wrapped(self, _: None, __: None, ddp: Any, *_args: Any, **_kwargs: Any) -> None:
         group = describe_group(ddp.process_group)
         self._follow_group()
         place = self._num_in_group[group] = self._num_in_group.get(group, -1) + 1
         ordinal = f"{self._generations.name}/{place}"
-        self._num_models += 1
         if len(self._live_models()) >= _MAX_MODELS:
             return
-        model = DdpModel(ddp, number=self._num_models, ordinal=ordinal)
+        model = DdpModel(ddp, ordinal=ordinal)
         model.site = self._notes.site()
         self._models.append(model)
         if model.is_alone:
@@ -88,14 +90,7 @@ class StepProbe:
             for name, parameter in ddp.module.named_parameters()
             if id(parameter) in model.names
         ]
-        note = DdpNote(
-            group=group,
-            ordinal=ordinal,
-            names=described[:_MAX_NAMES],
-            find_unused=bool(ddp.find_unused_parameters),
-            static=bool(ddp.static_graph),
-            site=model.site,
-        )
+        note = DdpNote(group=group, ordinal=ordinal, names=described[:_MAX_NAMES], site=model.site)
         self._notes.write("ddp", note)
 
     def _live_models(self) -> list[DdpModel]:
@@ -143,6 +138,25 @@ class StepProbe:
                     model.why_silent = "join"
                 return
 
+    def _before_freeze(self, _: Any, requires_grad: bool = True) -> None:
+        if not requires_grad and self._models:
+            self._frozen_at = self._notes.site()
+
+    def _forward_failed(self, _: None, ddp: Any, *_args: Any, **_kwargs: Any) -> None:
+        """Note parameters that were frozen since `ddp` was made, or else those whose indices DDP's error lists."""
+        now = dict(ddp.module.named_parameters())
+        known = [name for model in self._models if model.find() is ddp for name in model.names.values()]
+        if names := [name for name in known if name in now and not now[name].requires_grad]:
+            self._note_missing("frozen", names, self._frozen_at or self._notes.site())
+        elif found := _NAMED_NUMBERS.search(str(sys.exc_info()[1])):
+            numbers = map(int, found[1].split())
+            names = [known[number] for number in numbers if number < len(known)]
+            self._note_missing("left_out", names, self._notes.site())
+
+    def _note_missing(self, kind: str, names: list[str], site: Site) -> None:
+        if names:
+            self._notes.write(kind, ParametersNote(names=names[:_MAX_MISSING], num=len(names), site=site))
+
     def _before_backward(self, *_args: Any, **_kwargs: Any) -> list[tuple[DdpModel, Any]] | None:
         before = None
         for model in self._models:
@@ -151,9 +165,7 @@ class StepProbe:
                 before.append((model, model.gradient_state()))
         return before
 
-    def _after_backward(
-        self, before: list[tuple[DdpModel, Any]] | None, _returned: bool, _: object, *args: Any, **kwargs: Any
-    ) -> None:
+    def _after_backward(self, before: list[tuple[DdpModel, Any]] | None, *args: Any, **kwargs: Any) -> None:
         for model, state in before or ():
             if model.has_changed_since(state) and (ddp := model.find()) is not None:
                 retains = args[2] if len(args) > 2 else kwargs.get("retain_graph")
@@ -193,8 +205,8 @@ class StepProbe:
         else:
             model.why_site = self._notes.site()
 
-    def _loaded(self, _: None, returned: bool, __: object, module: Any, *_args: Any, **_kwargs: Any) -> None:
-        for model, _ in self._find_models(module) if returned else ():
+    def _loaded(self, _: None, __: Any, module: Any, *_args: Any, **_kwargs: Any) -> None:
+        for model, _ in self._find_models(module):
             self._note_load(model, "load_state_dict")
 
     def _note_load(self, model: DdpModel, by: Literal["load_state_dict", "apply"]) -> None:
@@ -234,10 +246,12 @@ class StepProbe:
         if self._unused:
             self._count_unused()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if not callable(closure):
-            self._parameter_sets.step(optimizer, self._generations.name)
+        has_closure = callable(closure)
+        opened = self._parameter_sets.begin_step(optimizer, self._generations.name, has_closure=has_closure)
+        if not has_closure:
+            self._parameter_sets.end_step(opened)
             return None
-        self._opened = opened = self._parameter_sets.begin_step(optimizer, self._generations.name)
+        self._opened = opened
         if not opened.is_due:
             return None
         watched = self._look_after(closure, opened)
@@ -250,12 +264,12 @@ class StepProbe:
 
     def _look_after(self, closure: Callable[..., Any], opened: OpenStep) -> Callable[..., Any]:
         """Wrap `closure` so that gradients are read each time it has returned."""
-        look = self._notes.safely(opened.look_at_gradients)
+        look = self._notes.safely(self._parameter_sets.look_at_gradients)
 
         @functools.wraps(closure, updated=())
         def watched(*args: Any, **kwargs: Any) -> Any:
             result = closure(*args, **kwargs)
-            look()
+            look(opened)
             return result
 
         keep_dynamo_out(watched)

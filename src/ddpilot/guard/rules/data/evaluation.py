@@ -9,11 +9,19 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import islice
 
-from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
-from ddpilot.guard.probe import CollectedNote, LoaderPassNote
-from ddpilot.guard.rules.rule import NS_PER_S, BoundedDict, Pass, RuleContext, WaitingRule, line_of, pass_of, place_of
+from ddpilot.guard.notes import CollectedNote, LoaderPassNote
+from ddpilot.guard.rules.rule import (
+    NS_PER_S,
+    BoundedDict,
+    Pass,
+    RuleContext,
+    WaitingRule,
+    finding_at_line,
+    line_of,
+    pass_of,
+)
 from ddpilot.record.flight_ring.log import RankLog, Tensor
 from ddpilot.record.journal import Entry
 
@@ -88,16 +96,9 @@ class PaddedEvaluation(WaitingRule[_Evaluation]):
             )
         if not repeated or self._gather_samples(by_rank):
             return None
-        return make_finding(
-            "DDP405",
-            summary=f"{repeated} of {samples} samples are evaluated twice",
-            ranks=tuple(by_rank),
-            line=place_of(first.note["site"]),
-            evidence=(f"{sampler['kind']} {did}",),
-            why="The metric counts these samples twice, and changes with the number of ranks.",
-            fix="Give each rank its part without padding, as Subset(dataset, range(rank, len(dataset), world_size)), "
-            "evaluate the unwrapped model, and sum metric and count over the ranks; loop.evaluate does all of that.",
-        )
+        notes = {rank: found.note for rank, found in by_rank.items()}
+        summary = f"{repeated} of {samples} samples are evaluated twice"
+        return finding_at_line("DDP405", notes, summary, f"{sampler['kind']} {did}")
 
 
 def _gathers_samples(log: RankLog, found: _Evaluation) -> bool:
@@ -239,26 +240,21 @@ def _make_finding(
     *,
     of_batches: bool = False,
 ) -> Finding:
-    first = next(iter(found.values()))
     true = sum(value * samples[rank] for rank, value in values.items()) / sum(samples.values())
     mean = sum(values.values()) / len(found)
     shown = list(found)[:8]
-    return make_finding(
+    return finding_at_line(
         "DDP406",
-        summary=f"the means of {render_ranks(found)} are averaged with equal weight, although the ranks evaluated "
-        "different numbers of samples",
-        ranks=tuple(found),
-        line=place_of(first["site"]),
-        evidence=(
-            *(f"rank {rank}: {values[rank]:.6g} of {samples[rank]} samples" for rank in shown),
-            *(
-                f"on rank {rank} it is the mean over {found[rank]['batches']} batches of {found[rank]['sizes'][0]}, "
-                f"the last of {found[rank]['sizes'][-1]}"
-                for rank in (shown if of_batches else ())
-            ),
-            f"the mean of these is {mean:.6g}" + ("" if of_batches else f", that of all samples {true:.6g}"),
+        found,
+        f"the means of {render_ranks(found)} are averaged with equal weight, although the ranks evaluated different "
+        "numbers of samples",
+        *(f"rank {rank}: {values[rank]:.6g} of {samples[rank]} samples" for rank in shown),
+        *(
+            f"on rank {rank} it is the mean over {found[rank]['batches']} batches of {found[rank]['sizes'][0]}, "
+            f"the last of {found[rank]['sizes'][-1]}"
+            for rank in (shown if of_batches else ())
         ),
+        f"the mean of these is {mean:.6g}" + ("" if of_batches else f", that of all samples {true:.6g}"),
         why="A rank with few samples counts as much as one with many"
         + (", and so does a batch with few." if of_batches else "."),
-        fix="Reduce the sum and the number of samples over the ranks, then divide.",
     )

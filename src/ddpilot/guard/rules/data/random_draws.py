@@ -9,7 +9,7 @@ from typing import Any
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding, Severity
 from ddpilot.findings.text import render_ranks
-from ddpilot.guard.probe import DrawsNote, RandomNote
+from ddpilot.guard.notes import DrawsNote, RandomNote
 from ddpilot.guard.rules.rule import (
     BoundedDict,
     ByRank,
@@ -159,7 +159,4 @@ def _make_finding(
         ranks=tuple(ranks),
         line=place_of(note["site"]),
         evidence=evidence,
-        why="They were seeded alike, which is right for creating the model, and not seeded again before training.",
-        fix="After the model is created, seed with a number that depends on the rank: torch.manual_seed(seed + rank), "
-        "and numpy and random if they augment samples; in workers by worker_init_fn, from torch.initial_seed().",
     )

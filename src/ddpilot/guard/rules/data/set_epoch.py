@@ -6,10 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
-from ddpilot.guard.probe import LoaderPassNote
-from ddpilot.guard.rules.rule import BoundedDict, RuleContext, WaitingRule, line_of, place_of
+from ddpilot.guard.notes import LoaderPassNote
+from ddpilot.guard.rules.rule import BoundedDict, RuleContext, WaitingRule, finding_at_line, line_of
 from ddpilot.record.journal import Entry
 
 _Pass = tuple[int, int, int]  # rank, loader, number of the pass
@@ -96,16 +95,10 @@ class SetEpochForgotten(WaitingRule[LoaderPassNote]):
     def _finding(self, by_rank: dict[int, LoaderPassNote]) -> Finding:
         note = next(iter(by_rank.values()))
         sampler = note["sampler"] or {}
-        return make_finding(
+        return finding_at_line(
             "DDP402",
-            summary=f"two epochs had the samples in the same order: {sampler['kind']} is still at epoch "
-            f"{sampler.get('epoch')}",
-            ranks=tuple(by_rank),
-            line=place_of(note["site"]),
-            evidence=(
-                f"{sampler['kind']}(seed={sampler.get('seed')}, shuffle=True), {note['samples']} samples",
-                "two passes over them that trained the same model began with the same samples",
-            ),
-            why="The order is a function of seed and epoch, and the sampler does not count epochs by itself.",
-            fix="Call sampler.set_epoch(epoch) at the beginning of each epoch, before the loop over the loader.",
+            by_rank,
+            f"two epochs had the samples in the same order: {sampler['kind']} is still at epoch {sampler.get('epoch')}",
+            f"{sampler['kind']}(seed={sampler.get('seed')}, shuffle=True), {note['samples']} samples",
+            "two passes over them that trained the same model began with the same samples",
         )

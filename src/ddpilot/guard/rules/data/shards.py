@@ -9,7 +9,7 @@ from typing import Any, Literal
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
-from ddpilot.guard.probe import InputNote, LoaderPassNote
+from ddpilot.guard.notes import InputNote, LoaderPassNote
 from ddpilot.guard.rules.rule import (
     BoundedDict,
     ByRank,
@@ -19,6 +19,7 @@ from ddpilot.guard.rules.rule import (
     RuleContext,
     TrainingPasses,
     WaitingRule,
+    finding_at_line,
     line_of,
     pass_of,
     place_of,
@@ -236,16 +237,7 @@ class ShardsOverlap(Rule):
 
     def _finding(self, passes: Mapping[int, LoaderPassNote], ranks: list[int], summary: str, evidence: str) -> Finding:
         lines = [f"rank {rank}: {describe_sampler(passes[rank])}" for rank in ranks[:4]]
-        return make_finding(
-            "DDP403",
-            summary=summary,
-            ranks=tuple(ranks),
-            line=place_of(passes[ranks[0]]["site"]),
-            evidence=(evidence, *lines),
-            why="The ranks' parts do not divide the dataset: some samples are read several times in an epoch, or never",
-            fix="Use DistributedSampler(dataset) with its own num_replicas, rank and seed on every rank, and call "
-            "set_epoch with the same number everywhere; cut subsets with a seed that all ranks share.",
-        )
+        return finding_at_line("DDP403", {rank: passes[rank] for rank in ranks}, summary, evidence, *lines)
 
 
 def _find_wrong(
@@ -312,15 +304,12 @@ class WorkersReadAlike(WaitingRule[LoaderPassNote]):
 
     def _finding(self, by_rank: dict[int, LoaderPassNote]) -> Finding:
         note = next(iter(by_rank.values()))
-        return make_finding(
+        return finding_at_line(
             "DDP403",
-            summary=f"each batch is read {note['workers']} times: the workers of the loader read the same stream",
-            ranks=tuple(by_rank),
-            line=place_of(note["site"]),
-            evidence=(
-                f"{note['dataset']} is an IterableDataset, of which each of {note['workers']} workers has a copy",
-                "the workers returned the same batch one after the other, several times",
-            ),
+            by_rank,
+            f"each batch is read {note['workers']} times: the workers of the loader read the same stream",
+            f"{note['dataset']} is an IterableDataset, of which each of {note['workers']} workers has a copy",
+            "the workers returned the same batch one after the other, several times",
             why="A DataLoader does not divide a stream among its workers: each reads all of it.",
             fix="Let `__iter__` yield a part only, by torch.utils.data.get_worker_info() and the rank: as "
             "islice(stream, rank * num_workers + id, None, world_size * num_workers).",

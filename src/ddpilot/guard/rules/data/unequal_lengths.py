@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
-from ddpilot.guard.probe import LoaderPassNote
+from ddpilot.guard.notes import LoaderPassNote
 from ddpilot.guard.rules.rule import (
     BoundedDict,
     ByRank,
@@ -16,6 +15,7 @@ from ddpilot.guard.rules.rule import (
     Rule,
     RuleContext,
     TrainingPasses,
+    finding_at_line,
     pass_of,
     place_of,
 )
@@ -69,7 +69,7 @@ class UnequalBatches(Rule):
             self._judged[key[0]] = None
         elif any(rank in self._ending.get(key) for rank in short):
             if self._has_only_ddp(members[0], is_whole=False) and not self._may_start_over(passes):
-                yield self._finding(lengths, short, passes[short[0]])
+                yield self._finding(lengths, short, passes)
             else:
                 self._judged[key[0]] = None
 
@@ -92,18 +92,13 @@ class UnequalBatches(Rule):
                 return True
         return False
 
-    def _finding(self, lengths: Mapping[int, int], short: list[int], note: LoaderPassNote) -> Finding:
+    def _finding(self, lengths: Mapping[int, int], short: list[int], passes: Mapping[int, LoaderPassNote]) -> Finding:
         most = max(lengths.values())
         long = [rank for rank, length in lengths.items() if length == most]
-        return make_finding(
+        return finding_at_line(
             "DDP404",
-            summary=f"{render_ranks(short)} {'has' if len(short) == 1 else 'have'} {lengths[short[0]]} batches in this "
-            f"epoch, {render_ranks(long)} {'has' if len(long) == 1 else 'have'} {most}",
-            ranks=tuple(short),
-            line=place_of(note["site"]),
-            evidence=tuple(f"rank {rank}: {length} batches" for rank, length in list(lengths.items())[:8]),
-            why="Each backward of DDP needs all ranks. Unless the loop ends earlier, ranks with more batches wait "
-            "forever for those with fewer.",
-            fix="Let a DistributedSampler divide the dataset, use drop_last=True, or put the loop in "
-            "`with Join([model]):` (torch.distributed.algorithms.join).",
+            {rank: passes[rank] for rank in short},
+            f"{render_ranks(short)} {'has' if len(short) == 1 else 'have'} {lengths[short[0]]} batches in this epoch, "
+            f"{render_ranks(long)} {'has' if len(long) == 1 else 'have'} {most}",
+            *(f"rank {rank}: {length} batches" for rank, length in list(lengths.items())[:8]),
         )

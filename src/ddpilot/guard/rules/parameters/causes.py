@@ -7,54 +7,20 @@ from typing import NamedTuple
 
 
 class Cause(NamedTuple):
-    """A code with its texts."""
+    """A code, with texts that replace those of its page."""
 
     code: str
-    why: str
-    fix: str
+    why: str | None = None
+    fix: str = ""
 
 
-BYPASS = Cause(
-    "DDP321",
-    "the model inside DDP was called directly: DDP averages gradients only in the backward of a forward that went "
-    "through the wrapper, so each rank trains on its own data alone",
-    "Call the DDP model itself, `ddp(x)` instead of `ddp.module(x)`; to use another method, call it inside `forward`",
-)
-TWO_FORWARDS = Cause(
-    "DDP322",
-    "two forwards came before two backwards: DDP reduces only the first backward after a group of forwards; the "
-    "gradients of the second one stay local",
-    "Call backward once, on the sum of the losses, or each loss's backward before the next forward; or put all but the "
-    "last forward and backward into `no_sync()`",
-)
-NO_SYNC = Cause(
-    "DDP323",
-    "the last backward before this step belonged to a forward inside `no_sync()`, which keeps gradients local",
-    "Leave `no_sync()` for the last micro-batch before each step, with its forward and its backward outside, also for "
-    "the last, shorter group of an epoch",
-)
-TWICE = Cause(
-    "DDP329",
-    "backward ran twice for one forward: DDP reduced the first, the gradients of the second stay local",
-    "Add the losses and call backward once, without `retain_graph=True`",
-)
-LATE = Cause(
-    "DDP332",
-    "DDP averages the parameters that the model had, and that were trainable, when it was wrapped; these were added or "
-    "unfrozen later",
-    "Change or unfreeze layers first, then wrap the model in DDP again",
-)
-MOVED = Cause(
-    "DDP331",
-    "the model was moved to another device or dtype after it was wrapped: DDP's hooks are on the previous parameters, "
-    "and gradients are no longer reduced",
-    "Move first, then wrap: `DDP(model.to(device))`",
-)
-STEP = Cause(
-    "DDP326",
-    "the optimizer took a step on some ranks only; gradients were the same on all of them",
-    "Call `optimizer.step()` on every rank, and skip a step on all ranks or on none (reduce the condition first)",
-)
+BYPASS = Cause("DDP321")
+TWO_FORWARDS = Cause("DDP322")
+NO_SYNC = Cause("DDP323")
+TWICE = Cause("DDP329")
+LATE = Cause("DDP332")
+MOVED = Cause("DDP331")
+STEP = Cause("DDP326")
 PARAMETERS = Cause(
     "DDP325",
     "gradients are the same on all ranks and parameters are not: DDP copies rank 0's parameters only when it wraps a "
@@ -89,25 +55,14 @@ EPOCHS = Cause(
     "Give every rank the same number of batches in each epoch (DistributedSampler, `drop_last=True`), or use a "
     "number of steps that is the same on all ranks",
 )
-UNKNOWN = Cause(
-    "DDP320",
-    "every backward went through DDP, so gradients were changed on some ranks after they were reduced",
-    "Change gradients (clipping, masking, noise) identically on every rank; look at what runs between backward and "
-    "step",
-)
+UNKNOWN = Cause("DDP320")
 NO_BACKWARD = Cause(
     UNKNOWN.code,
     "no backward ran through DDP before this step: DDP all-reduces only in `backward()`, not what "
     "`torch.autograd.grad` returns or what is written into `.grad`",
     "Call `loss.backward()` instead of `torch.autograd.grad`; or all-reduce these gradients before the step",
 )
-NEVER_WRAPPED = Cause(
-    "DDP324",
-    "no DDP model has these parameters, and no collective was large enough to average them: each rank trains its own "
-    "model on its own data",
-    "Wrap the model, `model = DistributedDataParallel(model)`, and call it through the wrapper; if each rank should "
-    "train its own model, as in cross-validation, use a different seed on each, and this is not reported",
-)
+NEVER_WRAPPED = Cause("DDP324")
 DROPPED = Cause(
     NEVER_WRAPPED.code,
     "the model was wrapped in DDP here, and the wrapper was discarded: the program continues with the model itself, "

@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
-from ddpilot.guard.probe import DdpNote, ParameterSetNote, Site
+from ddpilot.guard.notes import ParameterSetNote, Site
 from ddpilot.guard.rules.parameters import causes
 from ddpilot.guard.rules.parameters.causes import Cause
 from ddpilot.guard.rules.parameters.fingerprint_comparison import compare
@@ -26,8 +24,8 @@ from ddpilot.guard.rules.parameters.manual_averaging import (
     may_be_reduced,
     num_exchanged,
 )
-from ddpilot.guard.rules.parameters.steps import MAX_STEPS, MatchedStep, PassesBegun, Skipped, StepKey, StepsTaken
-from ddpilot.guard.rules.rule import BoundedDict, RuleContext, num_ranks_of, place_of
+from ddpilot.guard.rules.parameters.steps import WAIT_NS, MatchedStep, MatchedSteps, Skipped
+from ddpilot.guard.rules.rule import ByRank, Pass, RuleContext, num_ranks_of, place_of, ranks_of
 from ddpilot.record.flight_ring.log import CallSite, RankLog
 from ddpilot.record.journal import Entry
 
@@ -39,9 +37,6 @@ NUM_FREE_STEPS = 50
 
 NUM_SINGLE_STEPS = 5
 """Steps that some ranks take, after reductions by all ranks, before missing steps of other ranks are reported."""
-
-WAIT_NS = 300_000_000
-"""How long to wait for ranks that have not noted a step yet before those that have are compared."""
 
 NUM_UNLIKE = 5
 """Consecutive checked steps with equal gradients and different weights after which the weights are reported."""
@@ -63,15 +58,12 @@ class Comparison:
         self._all_of_job = all_of_job
         self.sets: dict[int, ParameterSetNote] = {}
         self.loads: dict[int, Entry] = {}
-        self.passes = PassesBegun()
         self.is_over = False
         """True if nothing more is reported: there was a finding, or differences are intended."""
         self._context = context
-        self._matched: OrderedDict[StepKey, MatchedStep] = OrderedDict()
-        self._waiting: dict[StepKey, MatchedStep] = {}
-        self._expected: BoundedDict[tuple[int, int], MatchedStep] = BoundedDict(MAX_STEPS)
-        self._taken = StepsTaken()
-        self._last: dict[int, tuple[StepKey, Entry]] = {}
+        self._steps = MatchedSteps()
+        self._passes: ByRank[Pass, int] = ByRank(64)
+        self._last: dict[int, tuple[MatchedStep | None, Entry]] = {}
         self._first_bad: MatchedStep | None = None
         self._began_alike: bool | None = None
         self._is_apart = False
@@ -106,34 +98,33 @@ class Comparison:
         if entry.values.get("why_silent"):
             self.end()
             return
-        key = self._taken.add(rank, entry)
-        self.passes.step(rank)
-        matched = self._matched.setdefault(key, MatchedStep())
-        matched.steps[rank] = entry
-        matched.sets[rank] = self.sets[rank]
-        if not matched.is_compared and ("fingerprint" in entry.values or "is_copying" in entry.values):
-            self._waiting[key] = matched
-        if "is_copying" in entry.values:
-            self._expected[rank, entry.values["step"]] = matched
-        if len(self._matched) > MAX_STEPS:
-            self._waiting.pop(self._matched.popitem(last=False)[0], None)
+        self._steps.add(rank, entry, self.sets[rank])
 
     def arrived(self, rank: int, entry: Entry) -> None:
         """Add the fingerprint of a step of `rank` that has been copied from its device."""
-        matched = self._expected.pop((rank, entry.values["step"]), None)
-        if matched is not None and not matched.is_compared:
-            step = matched.steps[rank]
-            matched.steps[rank] = replace(step, values={**step.values, "fingerprint": entry.values["fingerprint"]})
-            matched.arrived_ns = entry.time_ns
+        self._steps.arrived(rank, entry)
+
+    def begin_pass(self, rank: int, key: Pass) -> None:
+        """Note that `rank` starts a pass over a loader."""
+        self._passes.put(key, rank, self._steps.num_of.get(rank, 0))
+
+    def find_uneven_pass(self) -> dict[int, int]:
+        """Return by rank the number of steps before the first pass that did not begin at the same step on all ranks.
+
+        Ignores passes that all began before parameters were last equal; empty if there is none.
+        """
+        uneven = (begun for begun in self._passes if len({*begun.values()}) > 1)
+        return next((begun for begun in uneven if max(begun.values()) >= self.alike_at), {})
 
     def last(self, rank: int, entry: Entry) -> Iterator[Finding]:
         """Add a sample of the parameters before the newest, possibly last, step of `rank`; compare once complete."""
-        self._last[rank] = (self._taken.newest_of(rank), entry)
+        self._last[rank] = (self._steps.newest_of(rank), entry)
         if self.is_over or len(self._last) < self._num_ranks():
             return
-        keys = {(key, last.values["step"]) for key, last in self._last.values()}
         lasts = {rank: last for rank, (_, last) in self._last.items()}
-        if len(keys) == 1 and (matched := self._matched.get(next(iter(keys))[0])) is not None:
+        matched = self._last[rank][0]
+        are_matched = all(other is matched for other, _ in self._last.values())
+        if matched is not None and are_matched and len({last.values["step"] for last in lasts.values()}) == 1:
             self._last.clear()
             if finding := self._compare_last(matched, lasts):
                 self.end()
@@ -143,7 +134,7 @@ class Comparison:
         """Yield new findings. `now_ns`: None to compare only steps that all ranks have noted."""
         if self.is_over:
             return
-        for matched in self._ready(now_ns):
+        for matched in self._steps.take_ready(self._num_ranks(), now_ns):
             finding = self._compare(matched)
             if finding is not None:
                 self.end()
@@ -173,23 +164,8 @@ class Comparison:
     def end(self) -> None:
         """Stop the comparison and free its state."""
         self.is_over = True
-        self._matched.clear()
-        self._waiting.clear()
-        self._expected.clear()
+        self._steps.clear()
         self._last.clear()
-        self._taken.clear()
-
-    def _ready(self, now_ns: int | None) -> list[MatchedStep]:
-        """Return the steps for which enough ranks have a fingerprint, oldest first."""
-        ready = []
-        for key, matched in list(self._waiting.items()):
-            num = len(matched.fingerprints)
-            is_old = now_ns is not None and now_ns - max(matched.begun_ns, matched.arrived_ns) >= WAIT_NS
-            if num >= self._num_ranks() or (num >= 2 and is_old):
-                matched.is_compared = True
-                ready.append(matched)
-                del self._waiting[key]
-        return ready
 
     def _num_ranks(self) -> int:
         return num_ranks_of("world" if self.is_free else self.key[1], self._context.world_size)
@@ -244,11 +220,9 @@ class Comparison:
         if not difference.parameters:
             return None
         line = self._find_own_averaging(matched) if self.is_free else None
-        if self.is_free and line is None:
-            return None
         matched.difference = difference
-        if line is not None:
-            return make_changed_finding(causes.CHANGED_AT_END, matched.sets, matched, line, self.alike_at)
+        if self.is_free:
+            return make_changed_finding(causes.CHANGED_AT_END, matched, line, self.alike_at) if line else None
         first = self._first_bad or matched
         cause = self._cause(first)
         return self._make_finding(causes.CHANGED_AT_END if cause is causes.CHANGED else cause, first, matched)
@@ -286,7 +260,7 @@ class Comparison:
 
     def averaged(self) -> Averaged | None:
         """Return the parameters that were equal at the newest comparison; None if there was none."""
-        return Averaged(self._compared.sets, self._compared) if self.is_free and self._compared else None
+        return Averaged(self._compared) if self.is_free and self._compared else None
 
     def _left_out(self, *, at_end: bool = False) -> Finding | None:
         """Return the finding if the program averages gradients itself and omits some; searches only a few times."""
@@ -300,13 +274,12 @@ class Comparison:
         others = [] if own.least else [each.averaged() for each in self._all_of_job() if each is not self]
         averaged = [each for each in (own, *others) if each is not None and each.least]
         line = self._find_averaging(last, averaged)
-        return None if line is None else make_left_out_finding(last.sets, first, last, line)
+        return make_left_out_finding(first, last, line) if line else None
 
     def _find_averaging(self, matched: MatchedStep, averaged: Sequence[Averaged]) -> CallSite | None:
         """Return the line at which the program averages these gradients before the step at `matched`."""
         for rank, step in matched.steps.items() if averaged and self._num_searches < _MAX_SEARCHES else ():
-            steps = [each.steps[rank].time_ns for each in self._matched.values() if rank in each.steps]
-            since_ns = max((at_ns for at_ns in steps if at_ns < step.time_ns), default=None)
+            since_ns = self._steps.previous_ns(rank, step.time_ns)
             if since_ns is not None and (log := self._context.log(rank)) is not None:
                 self._num_searches += 1
                 return find_averaging(log, since_ns, step.time_ns, averaged)
@@ -322,15 +295,15 @@ class Comparison:
             return None
         line = self._find_own_averaging(matched)
         if line is not None and self.alike_at:
-            return make_changed_finding(causes.CHANGED, matched.sets, matched, line, self.alike_at)
-        return None if line is None else make_unlike_finding(matched.sets, matched, line, self._num_unlike)
+            return make_changed_finding(causes.CHANGED, matched, line, self.alike_at)
+        return make_unlike_finding(matched, line, self._num_unlike) if line else None
 
     def _find_own_averaging(self, matched: MatchedStep) -> CallSite | None:
         """Return the line at which the program averages all gradients, if they were the same at every check."""
         compared = self._compared
         if compared is None or (self._began_alike and self._has_own_gradients):
             return None
-        own = Averaged(compared.sets, compared, are_weights_apart=True)
+        own = Averaged(compared, are_weights_apart=True)
         return self._find_averaging(matched, [own]) if own.least else None
 
     def _cause(self, matched: MatchedStep) -> Cause:
@@ -346,13 +319,13 @@ class Comparison:
         if differing <= late:
             return causes.LATE
         if not matched.difference.gradients:
-            if self._taken.find_skipped():
+            if self._steps.find_skipped():
                 return causes.STEP
             if matched.rates:
                 return causes.RATES
             if not self.alike_at or self.loads:
                 return causes.PARAMETERS
-            return causes.EPOCHS if self.passes.find_uneven(self.alike_at) else causes.CHANGED
+            return causes.EPOCHS if self.find_uneven_pass() else causes.CHANGED
         whys = (note.get("why_local") for note in matched.notes.values())
         if why := next((why for why in whys if why), ""):
             return causes.LOCAL[why]
@@ -362,16 +335,17 @@ class Comparison:
 
     def _find_skipping_ranks(self, now_ns: int) -> Finding | None:
         """Return the finding for ranks that took no step with an optimizer while other ranks took several."""
-        if self.is_free or not self._taken.ranks:
+        taken = self._steps.num_of.keys()
+        if self.is_free or not taken:
             return None
-        group = range(self._context.world_size) if self.key[1] == "world" else _ranks(self.key[1])
-        steps = [matched for matched in self._matched.values() if matched.is_reduced]
-        if len(self._taken.ranks) >= len(group) or len(steps) < NUM_SINGLE_STEPS:
+        group = ranks_of(self.key[1], self._context.world_size)
+        steps = [matched for matched in self._steps if matched.is_reduced]
+        if len(taken) >= len(group) or len(steps) < NUM_SINGLE_STEPS:
             return None
         # The other ranks took part in the reductions before all but the last step; their notes may be late.
         if now_ns - steps[0].begun_ns < WAIT_NS or self._is_reduced_otherwise():
             return None
-        absent = tuple(rank for rank in group if rank not in self._taken.ranks)
+        absent = tuple(rank for rank in group if rank not in taken)
         skipped = Skipped(steps[0].number, tuple(steps[0].steps), absent)
         return make_divergence_finding(causes.STEP, self, steps[0], steps[-1], skipped=skipped)
 
@@ -379,11 +353,12 @@ class Comparison:
         """True if other collectives may have averaged what DDP did not, or if that is unknown."""
         largest = max(note["largest"] for note in self.sets.values())
         since = self._first_bad.steps if self._first_bad else {}
-        logs = {rank: log for rank in self._taken.ranks if (log := self._context.log(rank)) is not None}
-        if not logs or (self._context.has_all_logs and len(logs) < len(self._taken.ranks)):
+        first_ns = self._steps.first_ns
+        logs = {rank: log for rank in first_ns if (log := self._context.log(rank)) is not None}
+        if not logs or (self._context.has_all_logs and len(logs) < len(first_ns)):
             return self.is_free or not self._context.has_all_logs
         for rank, log in logs.items():
-            since_ns = since[rank].time_ns if rank in since else self._taken.first_ns[rank]
+            since_ns = since[rank].time_ns if rank in since else first_ns[rank]
             if may_be_reduced(log, since_ns, largest) or self._exchanges_often(log, since_ns):
                 self._num_reduced += 1
                 if self._num_reduced >= _MAX_REDUCED:
@@ -395,18 +370,14 @@ class Comparison:
         """True if the ranks hold parts of one model, whose results they exchange in at least every second step."""
         if not self.is_free:
             return False
-        num_steps = self._taken.newest - (self._count(self._first_bad) if self._first_bad else 0)
+        num_steps = self._steps.newest - (self._count(self._first_bad) if self._first_bad else 0)
         return 2 * num_exchanged(log, since_ns, MIN_EXCHANGED) >= max(2, num_steps)
 
     def _make_finding(
         self, cause: Cause, first: MatchedStep, proof: MatchedStep, *, may_be_meant: bool = False
     ) -> Finding:
-        skipped = self._taken.find_skipped() if cause is causes.STEP else None
+        skipped = self._steps.find_skipped() if cause is causes.STEP else None
         return make_divergence_finding(cause, self, first, proof, skipped=skipped, may_be_meant=may_be_meant)
-
-
-def _ranks(group: str) -> list[int]:
-    return [int(rank) for rank in group.split(",")] if " " not in group else []
 
 
 _EVENTS = {"F": "forward", "f": "forward in no_sync", "B": "backward", "b": "backward in no_sync", "R": "backward"}
@@ -440,23 +411,6 @@ def make_divergence_finding(
         evidence=tuple(_evidence(cause, comparison, first, proof)),
         why=cause.why,
         fix=cause.fix,
-    )
-
-
-def make_order_finding(first: int, names: list[Any], second: int, note: DdpNote) -> Finding:
-    """Build the finding for parameters wrapped in a different order on two ranks; `note`: as written by `second`."""
-    at = next(at for at, (one, other) in enumerate(zip(names, note["names"], strict=True)) if one != other)
-    return make_finding(
-        "DDP327",
-        summary=f"the order of the model's parameters on rank {second} differs from that on rank {first}",
-        ranks=(first, second),
-        line=place_of(note["site"]),
-        evidence=tuple(
-            f"parameter {at}: rank {rank} {each[at][0]} {each[at][1]}"
-            for rank, each in ((first, names), (second, note["names"]))
-        ),
-        why="DDP matches parameters by their number, not by their name: gradients of different layers are averaged",
-        fix="Create layers in the same order on every rank: from a list or sorted names, never from a set",
     )
 
 
@@ -495,7 +449,7 @@ def _evidence(cause: Cause, comparison: Comparison, first: MatchedStep, proof: M
         shown = list(first.rates.items())[:8]
         lines += [f"rank {rank}: lr {', '.join(f'{rate:g}' for rate in rates)}" for rank, rates in shown]
     if cause is causes.EPOCHS:
-        begun = sorted(comparison.passes.find_uneven(comparison.alike_at).items())[:8]
+        begun = sorted(comparison.find_uneven_pass().items())[:8]
         lines.append("an epoch began after " + ", ".join(f"{number} steps on rank {rank}" for rank, number in begun))
     if cause in (causes.CHANGED, causes.CHANGED_AT_END):
         lines.append(f"parameters were the same on all ranks before step {comparison.alike_at}")

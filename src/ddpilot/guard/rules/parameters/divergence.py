@@ -8,75 +8,11 @@ from typing import Any
 
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
-from ddpilot.guard.probe import DdpNote, LoaderPassNote, ParameterSetNote, ReductionOrderNote
-from ddpilot.guard.rules.parameters.comparison import WAIT_NS, Comparison, make_order_finding
-from ddpilot.guard.rules.parameters.fingerprint_comparison import TOLERANCES, are_alike, unpack
+from ddpilot.guard.notes import DdpNote, LoaderPassNote, ParameterSetNote
+from ddpilot.guard.rules.parameters.comparison import Comparison
+from ddpilot.guard.rules.parameters.steps import WAIT_NS
 from ddpilot.guard.rules.rule import BoundedDict, ByRank, Pass, Rule, RuleContext, pass_of, place_of
 from ddpilot.record.journal import Entry
-
-_MAX_KEYS = 64
-_MAX_LINES = 3
-
-
-class ReductionOrder:
-    """Compares which parameter's gradient each rank passed to its first, second, ... all_reduce before a step."""
-
-    kinds = ("reduction_order",)
-
-    def __init__(self) -> None:
-        self._first: BoundedDict[tuple[Any, ...], tuple[int, ReductionOrderNote]] = BoundedDict(_MAX_KEYS)
-
-    def feed(self, rank: int, entry: Entry) -> Iterable[Finding]:
-        """Return the finding if what `rank` noted contradicts the first rank that noted the same step."""
-        note: ReductionOrderNote = entry.values
-        first, earlier = self._first.setdefault(tuple(note["key"]), (rank, note))
-        mixed_up = find_mixed_up(earlier, note)
-        return [_make_order_finding(first, earlier, rank, note, mixed_up)] if mixed_up else []
-
-
-def find_mixed_up(one: ReductionOrderNote, other: ReductionOrderNote) -> list[int]:
-    """Return the positions in both orders at which gradients of different parameters were added.
-
-    Empty unless it is certain: both ranks reduced the same parameters, and each parameter began with the same values on
-    both ranks. Two parameters with equal values are treated as one.
-    """
-    if one["order"] == other["order"] or sorted(one["order"]) != sorted(other["order"]):
-        return []
-    sums, others = (dict(zip(each["names"], unpack(each["sums"]), strict=True)) for each in (one, other))
-    tolerance = TOLERANCES["w"]
-    if len(sums) != len(one["names"]) or not all(are_alike((sums[name], others[name]), tolerance) for name in sums):
-        return []
-    return [
-        at
-        for at, (here, there) in enumerate(zip(one["order"], other["order"], strict=True))
-        if here and there and here != there and not are_alike((sums[here], sums[there]), tolerance)
-    ]
-
-
-def _make_order_finding(
-    first: int, one: ReductionOrderNote, second: int, other: ReductionOrderNote, mixed_up: list[int]
-) -> Finding:
-    at = mixed_up[0]
-    return make_finding(
-        "DDP327",
-        summary=f"rank {second} all-reduces gradients in a different order than rank {first}: the gradient of "
-        f"{other['order'][at]} is added to that of {one['order'][at]}",
-        ranks=(first, second),
-        line=place_of(other["line"]),
-        evidence=(
-            *(
-                f"all_reduce {place + 1} before the first step: rank {first} {one['order'][place]}, "
-                f"rank {second} {other['order'][place]}"
-                for place in mixed_up[:_MAX_LINES]
-            ),
-            f"optimizer steps at {place_of(other['site'])}",
-        ),
-        why="all_reduce matches tensors by the order of the calls, not by a name: gradients of different parameters "
-        "are averaged, and the ranks' weights diverge",
-        fix="Reduce them in the same order on every rank: from a list, `model.parameters()` or sorted names, never "
-        "from a set",
-    )
-
 
 MIN_TOGETHER = 1.1
 """Different parts overlap if their sizes add up to at least this multiple of the dataset's size.
@@ -121,18 +57,13 @@ _MAX_SETS = 256
 class Divergence(Rule):
     """Compares, per DDP model and optimizer, the fingerprints that ranks took between the same two collectives."""
 
-    kinds = (
-        *("ddp", "parameter_set", "step", "fingerprint", "last_step", "load"),
-        *OwnParts.kinds,
-        *ReductionOrder.kinds,
-    )
+    kinds = ("ddp", "parameter_set", "step", "fingerprint", "last_step", "load", *OwnParts.kinds)
 
     def __init__(self, context: RuleContext) -> None:
         super().__init__(context)
         self._parts = OwnParts(context.world_size)
-        self._reduction_order = ReductionOrder()
-        self._comparisons: dict[tuple[Any, ...], Comparison] = {}
-        self._of_set: dict[tuple[int, int], Comparison] = {}
+        self._comparisons: BoundedDict[tuple[Any, ...], Comparison] = BoundedDict(_MAX_SETS)
+        self._key_of_set: BoundedDict[tuple[int, int], tuple[Any, ...]] = BoundedDict(_MAX_SETS * context.world_size)
         self._orders: BoundedDict[tuple[str, str], tuple[int, list[Any]]] = BoundedDict(_MAX_SETS)
         self._loads: BoundedDict[tuple[Any, ...], dict[int, Entry]] = BoundedDict(_MAX_SETS)
         self._mismatched: BoundedDict[tuple[str, str], None] = BoundedDict(_MAX_SETS)
@@ -140,8 +71,6 @@ class Divergence(Rule):
     def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
         if entry.kind == "ddp":
             return self._compare_order(rank, entry.values)
-        if entry.kind in ReductionOrder.kinds:
-            return self._reduction_order.feed(rank, entry)
         if entry.kind == "parameter_set":
             self._add_set(rank, entry.values)
         elif entry.kind in ("step", "fingerprint", "last_step"):
@@ -150,7 +79,7 @@ class Divergence(Rule):
             self._parts.feed(rank, entry)
             if entry.kind == "loader_pass":
                 for comparison in self._comparisons.values():
-                    comparison.passes.begin(rank, *pass_of(entry.values))
+                    comparison.begin_pass(rank, pass_of(entry.values))
         elif entry.kind == "load":
             key = ("ddp", entry.values["group"], entry.values["ordinal"])
             self._loads.setdefault(key, {})[rank] = entry
@@ -160,7 +89,7 @@ class Divergence(Rule):
         return ()
 
     def _feed_step(self, rank: int, entry: Entry) -> Iterable[Finding]:
-        comparison = self._of_set.get((rank, entry.values["parameter_set"]))
+        comparison = self._comparisons.get(self._key_of_set.get((rank, entry.values["parameter_set"]), ()))
         if comparison is None:
             return ()
         if entry.kind == "last_step":
@@ -180,7 +109,7 @@ class Divergence(Rule):
         for comparison in self._comparisons.values():
             if comparison.key[1:3] == key:
                 comparison.end()
-        return [make_order_finding(first, names, rank, note)]
+        return [_make_order_finding(first, names, rank, note)]
 
     def look(self, now_ns: int, /) -> Iterable[Finding]:
         return self._find(now_ns)
@@ -210,9 +139,6 @@ class Divergence(Rule):
             return
         if key not in self._comparisons:
             is_short_lived = key[0] == "free" and not note["dropped"] and self._is_copy(key, note["names"])
-            if len(self._comparisons) >= _MAX_SETS:
-                oldest = self._comparisons.pop(next(iter(self._comparisons)))
-                self._of_set = {number: each for number, each in self._of_set.items() if each is not oldest}
             self._comparisons[key] = Comparison(key, self._context, self._comparisons.values)
             for loader, entry in self._loads.get(key[:3], {}).items():
                 self._comparisons[key].loaded(loader, entry)
@@ -220,7 +146,7 @@ class Divergence(Rule):
                 self._comparisons[key].end()
         comparison = self._comparisons[key]
         comparison.describe(rank, note)
-        self._of_set[rank, note["parameter_set"]] = comparison
+        self._key_of_set[rank, note["parameter_set"]] = key
 
     def _is_copy(self, key: tuple[Any, ...], names: list[str]) -> bool:
         """True if these parameters belong to a temporary copy of a model. Ends earlier comparisons of the copy.
@@ -235,3 +161,18 @@ class Divergence(Rule):
             shapes == [str(shape).removeprefix("[") for _, shape, _ in described]
             for _, described in self._orders.values()
         )
+
+
+def _make_order_finding(first: int, names: list[Any], second: int, note: DdpNote) -> Finding:
+    """Build the finding for parameters wrapped in a different order on two ranks; `note`: as written by `second`."""
+    at = next(at for at, (one, other) in enumerate(zip(names, note["names"], strict=True)) if one != other)
+    return make_finding(
+        "DDP327",
+        summary=f"the order of the model's parameters on rank {second} differs from that on rank {first}",
+        ranks=(first, second),
+        line=place_of(note["site"]),
+        evidence=tuple(
+            f"parameter {at}: rank {rank} {each[at][0]} {each[at][1]}"
+            for rank, each in ((first, names), (second, note["names"]))
+        ),
+    )

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ddpilot.guard.probe import Fingerprint
+from ddpilot.guard.notes import Fingerprint
 
 TOLERANCES = {"p": 1e-5, "w": 1e-3, "g": 1e-4}
 """Relative tolerances: norms of parameters (p), weighted sums (w, which may nearly cancel), norms of gradients (g).

@@ -11,16 +11,12 @@ from itertools import accumulate, islice
 
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
-from ddpilot.guard.probe import ParameterSetNote
 from ddpilot.guard.rules.parameters.causes import LEFT_OUT, UNLIKE, Cause
 from ddpilot.guard.rules.parameters.fingerprint_comparison import seen_gradients
 from ddpilot.guard.rules.parameters.steps import MatchedStep
 from ddpilot.guard.rules.rule import place_of, some
 from ddpilot.record.flight_ring.log import CallSite, Collective, RankLog
 from ddpilot.user_files import CodeLine
-
-Sets = Mapping[int, ParameterSetNote]
-"""By rank: what it noted about the parameters of the same optimizer."""
 
 _AVERAGING = ("reduce", "gather", "broadcast")
 _MAX_LINES = 3
@@ -32,9 +28,9 @@ class Averaged:
     `are_weights_apart`: True if only the gradients need to be equal.
     """
 
-    def __init__(self, sets: Sets, matched: MatchedStep, *, are_weights_apart: bool = False) -> None:
+    def __init__(self, matched: MatchedStep, *, are_weights_apart: bool = False) -> None:
         rank, fingerprint = min(matched.fingerprints.items(), key=lambda item: item[0])
-        parameters = sets[rank]
+        parameters = matched.sets[rank]
         apart = set(matched.difference.gradients) | (set() if are_weights_apart else set(matched.difference.parameters))
         gradients = seen_gradients(fingerprint)
         members = [
@@ -73,7 +69,8 @@ def find_averaging(log: RankLog, since_ns: int, until_ns: int, averaged: Sequenc
     return line if least and num_averaged >= least else None
 
 
-def _between(log: RankLog, since_ns: int, until_ns: int) -> Iterator[Collective]:
+def _between(log: RankLog, since_ns: int, until_ns: float = math.inf) -> Iterator[Collective]:
+    """Yield what was not started by DDP in this time, newest first."""
     for collective in reversed(log.collectives):
         if collective.start_ns < since_ns:
             return
@@ -81,77 +78,73 @@ def _between(log: RankLog, since_ns: int, until_ns: int) -> Iterator[Collective]
             yield collective
 
 
-def make_left_out_finding(sets: Sets, first: MatchedStep, proof: MatchedStep, line: CallSite) -> Finding:
+def make_left_out_finding(first: MatchedStep, proof: MatchedStep, line: CallSite) -> Finding:
     """Return the finding for parameters that the averaging at `line` omits and that differ at `proof`."""
-    called = _called(sets, proof)
+    called = _called(proof)
     differ = first.difference.gradients.keys() | proof.difference.gradients.keys() | proof.difference.parameters.keys()
     names = [shown for name, shown in called.items() if name in differ]
-    return make_finding(
-        LEFT_OUT.code,
-        severity="warning",
-        summary=f"gradients of {len(names)} of the optimizer's {len(called)} parameters are not averaged over the "
-        f"ranks: {some(names)}",
-        ranks=tuple(sorted(proof.steps)),
-        line=_place(line),
-        evidence=(
-            *_format_differing(first, "gradient of", first.difference.gradients, called),
-            *_format_differing(proof, "parameter", proof.difference.parameters, called),
-            *_format_lines(sets, proof, line),
-        ),
-        why=LEFT_OUT.why,
-        fix=LEFT_OUT.fix,
-    )
+    summary = f"gradients of {len(names)} of the optimizer's {len(called)} parameters are not averaged over the ranks: "
+    facts = _format_differing(first, "gradient of", first.difference.gradients, called)
+    return _make_finding(LEFT_OUT, summary + some(names), tuple(sorted(proof.steps)), line, proof, line, facts=facts)
 
 
-def make_unlike_finding(sets: Sets, proof: MatchedStep, line: CallSite, num_checked: int) -> Finding:
+def make_unlike_finding(proof: MatchedStep, line: CallSite, num_checked: int) -> Finding:
     """Return the finding for weights that were never equal while the program averages their gradients at `line`."""
-    num_differing, called = len(proof.difference.parameters), _called(sets, proof)
-    return make_finding(
-        UNLIKE.code,
-        severity="warning",
-        summary=f"gradients are averaged, and {num_differing} of {len(called)} parameters have differed between ranks "
-        "from the first step on",
-        ranks=proof.difference.ranks or tuple(sorted(proof.steps)),
-        line=_place(line),
-        evidence=(
-            *_format_differing(proof, "parameter", proof.difference.parameters, called),
-            f"gradients were the same on all ranks in {num_checked} steps that were checked",
-            *_format_lines(sets, proof, line),
-        ),
-        why=UNLIKE.why,
-        fix=UNLIKE.fix,
-    )
+    num_differing, num = len(proof.difference.parameters), len(_called(proof))
+    summary = f"gradients are averaged, and {num_differing} of {num} parameters have differed between ranks "
+    fact = f"gradients were the same on all ranks in {num_checked} steps that were checked"
+    return _make_finding(UNLIKE, summary + "from the first step on", proof.difference.ranks, line, proof, line, fact)
 
 
-def make_changed_finding(cause: Cause, sets: Sets, proof: MatchedStep, line: CallSite, alike_at: int) -> Finding:
+def make_changed_finding(cause: Cause, proof: MatchedStep, line: CallSite, alike_at: int) -> Finding:
     """Return the finding for weights that were equal at step `alike_at`, and differ at `proof`.
 
     The program averages their gradients at `line`.
     """
+    summary = f"gradients are averaged, and parameters differ between ranks before step {proof.number}"
+    fact = f"parameters were the same on all ranks before step {alike_at}"
+    return _make_finding(cause, summary, proof.difference.ranks, _stepped_at(proof), proof, line, fact)
+
+
+def _make_finding(
+    cause: Cause,
+    summary: str,
+    ranks: Sequence[int],
+    place: CodeLine | None,
+    proof: MatchedStep,
+    averaged_at: CallSite,
+    *more: str,
+    facts: Iterable[str] = (),
+) -> Finding:
+    """Return a warning about parameters that differ at `proof`. `facts` come before them, `more` after them."""
+    if isinstance(place, CallSite):
+        place = CodeLine(place.file, place.line, place.function, place.text)
     return make_finding(
         cause.code,
         severity="warning",
-        summary=f"gradients are averaged, and parameters differ between ranks before step {proof.number}",
-        ranks=proof.difference.ranks or tuple(sorted(proof.steps)),
-        line=place_of(sets[min(proof.steps)]["site"]),
+        summary=summary,
+        ranks=ranks or tuple(sorted(proof.steps)),
+        line=place,
         evidence=(
-            *_format_differing(proof, "parameter", proof.difference.parameters, _called(sets, proof)),
-            f"parameters were the same on all ranks before step {alike_at}",
-            *_format_lines(sets, proof, line),
+            *facts,
+            *_format_differing(proof, "parameter", proof.difference.parameters, _called(proof)),
+            *more,
+            f"gradients are averaged at {averaged_at.place}",
+            f"optimizer steps at {_stepped_at(proof)}",
         ),
         why=cause.why,
         fix=cause.fix,
     )
 
 
-def _called(sets: Sets, proof: MatchedStep) -> dict[str, str]:
+def _called(proof: MatchedStep) -> dict[str, str]:
     """Return the names that the program uses, by the names in fingerprints."""
-    parameters = sets[min(proof.steps)]
+    parameters = proof.sets[min(proof.steps)]
     return dict(zip(parameters["names"], parameters["called"], strict=True))
 
 
-def _place(line: CallSite) -> CodeLine:
-    return CodeLine(file=line.file, line=line.line, function=line.function, text=line.text)
+def _stepped_at(proof: MatchedStep) -> CodeLine | None:
+    return place_of(proof.sets[min(proof.steps)]["site"])
 
 
 def _format_differing(
@@ -159,11 +152,6 @@ def _format_differing(
 ) -> Iterator[str]:
     for name, values in islice(differing.items(), _MAX_LINES):
         yield f"step {step.number}: {what} {called[name]}: {values}"
-
-
-def _format_lines(sets: Sets, proof: MatchedStep, line: CallSite) -> Iterator[str]:
-    yield f"gradients are averaged at {line.place}"
-    yield f"optimizer steps at {place_of(sets[min(proof.steps)]['site'])}"
 
 
 MIN_EXCHANGED = 32
@@ -194,22 +182,15 @@ def may_be_reduced(log: RankLog, since_ns: int, num_elements: int) -> bool:
     It may have if the log no longer reaches back that far. Point-to-point operations count too: gossip averages with
     them.
     """
-    for collective in reversed(log.collectives):
-        if collective.start_ns < since_ns:
-            return False
-        if collective.ddp is None and _num_elements(collective) >= num_elements:
-            return True
-    return bool(log.collectives) and log.collectives[0].index > 1
+    if any(_num_elements(collective) >= num_elements for collective in _between(log, since_ns)):
+        return True
+    oldest = next(iter(log.collectives), None)
+    return oldest is not None and oldest.index > 1 and oldest.start_ns >= since_ns
 
 
 def num_exchanged(log: RankLog, since_ns: int, num_elements: int) -> int:
     """Count collectives and point-to-point operations outside DDP since `since_ns` of at least `num_elements`."""
-    count = 0
-    for collective in reversed(log.collectives):
-        if collective.start_ns < since_ns:
-            break
-        count += collective.ddp is None and _num_elements(collective) >= num_elements
-    return count
+    return sum(_num_elements(collective) >= num_elements for collective in _between(log, since_ns))
 
 
 def _num_elements(collective: Collective) -> int:

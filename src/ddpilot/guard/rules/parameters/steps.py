@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Match the optimizer steps and passes of several ranks."""
+"""Match the optimizer steps of several ranks."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Set
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
-from ddpilot.guard.probe import Fingerprint, ParameterSetNote, StepNote
+from ddpilot.guard.notes import Fingerprint, ParameterSetNote, StepNote
 from ddpilot.guard.rules.parameters.fingerprint_comparison import Difference
+from ddpilot.guard.rules.rule import BoundedDict
 from ddpilot.record.journal import Entry
 
 StepKey = tuple[int, int]
@@ -24,7 +24,7 @@ class MatchedStep:
     """What each rank last noted about its parameters before the step; it may differ for a later step."""
     is_compared: bool = False
     arrived_ns: int = 0
-    """StepKey the newest fingerprint arrived from its device, after its step was noted; 0 if none did."""
+    """When the newest fingerprint arrived from its device, after its step was noted; 0 if none did."""
     difference: Difference = field(default_factory=Difference)
 
     @property
@@ -39,7 +39,7 @@ class MatchedStep:
 
     @property
     def begun_ns(self) -> int:
-        """StepKey the first of the ranks took the step."""
+        """When the first of the ranks took the step."""
         return min(step.time_ns for step in self.steps.values())
 
     @property
@@ -65,7 +65,10 @@ class MatchedStep:
 
 
 MAX_STEPS = 128
-"""Number of each rank's newest steps that are kept."""
+"""Number of the newest steps that are kept."""
+
+WAIT_NS = 300_000_000
+"""How long to wait for ranks that have not noted a step yet before those that have are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,78 +82,86 @@ class Skipped:
     """The ranks that did not take it."""
 
 
-class StepsTaken:
+class MatchedSteps:
     """The newest steps of every rank with one parameter set, each identified by its `StepKey`."""
 
     def __init__(self) -> None:
         self.first_ns: dict[int, int] = {}
-        """StepKey each rank took its first step."""
+        """When each rank took its first step."""
+        self.num_of: dict[int, int] = {}
+        """Number of steps that each rank took."""
         self.newest = 0
         """The highest step number."""
-        self._last: dict[int, StepKey] = {}
-        self._order: dict[int, deque[tuple[StepKey, int]]] = {}
+        self._newest_of: dict[int, StepKey] = {}
+        self._steps: BoundedDict[StepKey, MatchedStep] = BoundedDict(MAX_STEPS)
+        self._waiting: BoundedDict[StepKey, MatchedStep] = BoundedDict(MAX_STEPS)
+        self._expected: BoundedDict[tuple[int, int], MatchedStep] = BoundedDict(MAX_STEPS)
 
-    @property
-    def ranks(self) -> Set[int]:
-        """The ranks that took a step."""
-        return self._order.keys()
+    def __iter__(self) -> Iterator[MatchedStep]:
+        return iter(self._steps.values())
 
-    def add(self, rank: int, entry: Entry) -> StepKey:
-        """Add a step that `rank` is about to take, and return its `StepKey`."""
+    def add(self, rank: int, entry: Entry, parameters: ParameterSetNote) -> None:
+        """Add a step that `rank` is about to take."""
         note: StepNote = entry.values
         seq, number = note["seq"], note["step"]
-        last = self.newest_of(rank)
-        self._last[rank] = key = (seq, last[1] + 1 if last[0] == seq else 0)
-        self._order.setdefault(rank, deque(maxlen=MAX_STEPS)).append((key, number))
+        last_seq, last_count = self._newest_of.get(rank, (-1, 0))
+        self._newest_of[rank] = key = (seq, last_count + 1 if last_seq == seq else 0)
         self.first_ns.setdefault(rank, entry.time_ns)
+        self.num_of[rank] = self.num_of.get(rank, 0) + 1
         self.newest = max(self.newest, number)
-        return key
+        matched = self._steps.setdefault(key, MatchedStep())
+        matched.steps[rank] = entry
+        matched.sets[rank] = parameters
+        if not matched.is_compared and ("fingerprint" in note or "is_copying" in note):
+            self._waiting[key] = matched
+        if "is_copying" in note:
+            self._expected[rank, number] = matched
 
-    def newest_of(self, rank: int) -> StepKey:
-        """Return the `StepKey` of the newest step of `rank`."""
-        return self._last.get(rank, (-1, 0))
+    def arrived(self, rank: int, entry: Entry) -> None:
+        """Add the fingerprint of a step of `rank` that has been copied from its device."""
+        matched = self._expected.pop((rank, entry.values["step"]), None)
+        if matched is not None and not matched.is_compared:
+            step = matched.steps[rank]
+            matched.steps[rank] = replace(step, values={**step.values, "fingerprint": entry.values["fingerprint"]})
+            matched.arrived_ns = entry.time_ns
+
+    def take_ready(self, num_ranks: int, now_ns: int | None) -> list[MatchedStep]:
+        """Return the steps that can be compared, oldest first, each once: all ranks, or two after `WAIT_NS`, noted it.
+
+        `now_ns`: None to return only steps that all ranks have noted.
+        """
+        ready = []
+        for key, matched in list(self._waiting.items()):
+            num = len(matched.fingerprints)
+            is_old = now_ns is not None and now_ns - max(matched.begun_ns, matched.arrived_ns) >= WAIT_NS
+            if num >= num_ranks or (num >= 2 and is_old):
+                matched.is_compared = True
+                ready.append(matched)
+                del self._waiting[key]
+        return ready
+
+    def newest_of(self, rank: int) -> MatchedStep | None:
+        """Return the newest step of `rank`; None if it took none."""
+        return self._steps.get(self._newest_of.get(rank, (-1, 0)))
+
+    def previous_ns(self, rank: int, at_ns: int) -> int | None:
+        """Return when `rank` took the last step before `at_ns`; None if there is none."""
+        times = (matched.steps[rank].time_ns for matched in self if rank in matched.steps)
+        return max((time_ns for time_ns in times if time_ns < at_ns), default=None)
 
     def find_skipped(self) -> Skipped | None:
         """Return the first step that a rank skipped, in the range that all ranks cover; None if there is none."""
-        begun = max((order[0] for order in self._order.values()), default=((0, 0), 0))[0]
-        ended = min((order[-1] for order in self._order.values()), default=((0, 0), 0))[0]
-        taken = {rank: dict(order) for rank, order in self._order.items()}
-        for key in sorted(set().union(*taken.values())):
-            ranks = tuple(rank for rank in taken if key not in taken[rank])
+        taken = {rank: [key for key, matched in self._steps.items() if rank in matched.steps] for rank in self.num_of}
+        begun = max((min(keys) for keys in taken.values() if keys), default=(0, 0))
+        ended = min((max(keys) for keys in taken.values() if keys), default=(0, 0))
+        for key, matched in sorted(self._steps.items(), key=lambda item: item[0]):
+            ranks = tuple(rank for rank, keys in taken.items() if keys and rank not in matched.steps)
             if ranks and begun <= key <= ended:
-                counts = {rank: steps[key] for rank, steps in taken.items() if key in steps}
-                return Skipped(min(counts.values()), tuple(counts), ranks)
+                return Skipped(matched.number, tuple(matched.steps), ranks)
         return None
 
     def clear(self) -> None:
-        """Forget the order, once it is no longer needed."""
-        self._order.clear()
-
-
-_MAX_PASSES = 64
-
-
-class PassesBegun:
-    """The newest passes over loaders, for one optimizer on several ranks."""
-
-    def __init__(self) -> None:
-        self._num_steps: dict[int, int] = {}
-        self._begun: dict[tuple[int, int], dict[int, int]] = {}
-
-    def step(self, rank: int) -> None:
-        """Count a step of `rank`."""
-        self._num_steps[rank] = self._num_steps.get(rank, 0) + 1
-
-    def begin(self, rank: int, loader: int, number: int) -> None:
-        """Note that `rank` starts pass `number` over `loader`."""
-        self._begun.setdefault((loader, number), {}).setdefault(rank, self._num_steps.get(rank, 0))
-        if len(self._begun) > _MAX_PASSES:
-            self._begun.pop(next(iter(self._begun)))
-
-    def find_uneven(self, since: int) -> dict[int, int]:
-        """Return by rank the number of steps before the first pass that did not begin at the same step on all ranks.
-
-        Ignores passes that all began before step `since`; empty if there is none.
-        """
-        uneven = (begun for begun in self._begun.values() if len({*begun.values()}) > 1)
-        return next((begun for begun in uneven if max(begun.values()) >= since), {})
+        """Forget all steps."""
+        self._steps.clear()
+        self._waiting.clear()
+        self._expected.clear()

@@ -120,7 +120,7 @@ def test_passes_are_noted_with_their_batches(tmp_path: Path) -> None:
     assert {values["length"] for values in passes} == {3}
     assert passes[0]["site"]["file"] == __file__
     ends = [entry.values for entry in read(tmp_path / "j", "pass_end")]
-    assert [(values["batches"], values["samples"], values["evaluates"]) for values in ends] == [(3, 12, False)] * 2
+    assert [(values["samples"], values["evaluates"]) for values in ends] == [(12, False)] * 2
     batches = [entry.values for entry in read(tmp_path / "j", "batch")]
     prints = [[values["checksum"] for values in batches if values["pass"] == number] for number in (1, 2)]
     assert prints[0][:3] == prints[1]
@@ -229,7 +229,7 @@ def test_weights_that_others_have_spoilt_are_not_noted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "broken", [(loaders, "fingerprint"), (losses.LossObserver, "_begins"), (loaders.LoaderObserver, "_begin")]
+    "broken", [(loaders, "fingerprint"), (losses.LossObserver, "_begins"), (loaders.LoaderObserver, "_made")]
 )
 def test_an_error_of_the_probe_is_said_once_and_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: tuple[Any, str]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ddpilot.guard.probes.parameters.fingerprint import LAST_WINDOW, WINDOW, Fingerprinter, LastWindows, is_plain
 from ddpilot.guard.rules.parameters.fingerprint_comparison import compare
+from ddpilot.record.accelerator import HostCopies
 
 
 def take(*tensors: Tensor, gradients: tuple[Tensor | None, ...] = ()) -> dict[str, str]:
@@ -20,7 +21,14 @@ def take(*tensors: Tensor, gradients: tuple[Tensor | None, ...] = ()) -> dict[st
     parameters = [nn.Parameter(tensor.clone(memory_format=torch.preserve_format)) for tensor in tensors]
     for parameter, gradient in zip(parameters, gradients, strict=False):
         parameter.grad = gradient
-    return Fingerprinter(parameters).take()
+    return read(Fingerprinter(parameters))
+
+
+def read(fingerprinter: Fingerprinter) -> dict[str, str]:
+    """What it takes on the CPU, at once."""
+    pending = fingerprinter.begin(HostCopies())
+    assert pending.has_arrived()
+    return pending.fingerprint()
 
 
 def unpack(text: str) -> array[float]:
@@ -68,11 +76,11 @@ def test_fingerprints_of_the_same_values_are_the_same(tensors: list[Tensor], dty
     assert first == second
     parameters = [nn.Parameter(torch.zeros_like(value)) for value in values]
     fingerprinter = Fingerprinter(parameters)
-    fingerprinter.take()
+    read(fingerprinter)
     for parameter, value, gradient in zip(parameters, values, gradients, strict=True):
         parameter.data = value.clone()
         parameter.grad = gradient
-    assert fingerprinter.take() == first
+    assert read(fingerprinter) == first
 
 
 def test_fingerprints_see_gradients(tensors: list[Tensor]) -> None:
@@ -91,11 +99,11 @@ def test_fingerprints_do_not_depend_on_the_layout(tensors: list[Tensor]) -> None
     assert image.numel() > WINDOW
     spread = nn.Parameter(image.to(memory_format=torch.channels_last, copy=True))
     fingerprinter = Fingerprinter([spread, tensors[1]])
-    assert differ(take(image, tensors[1]), fingerprinter.take()) == (False, False)
+    assert differ(take(image, tensors[1]), read(fingerprinter)) == (False, False)
     with torch.no_grad():
         spread.neg_()
-    assert differ(take(image, tensors[1]), fingerprinter.take()) == (False, True)
-    assert differ(take(-image, tensors[1]), fingerprinter.take()) == (False, False)
+    assert differ(take(image, tensors[1]), read(fingerprinter)) == (False, True)
+    assert differ(take(-image, tensors[1]), read(fingerprinter)) == (False, False)
 
 
 def test_fingerprints_leave_numbers_and_random_state_alone(tensors: list[Tensor]) -> None:
@@ -105,7 +113,7 @@ def test_fingerprints_leave_numbers_and_random_state_alone(tensors: list[Tensor]
         parameter.grad = parameter.detach() * 2
     before = [(parameter.clone(), parameter._version, parameter.grad) for parameter in parameters]
     state = torch.get_rng_state()
-    Fingerprinter(parameters).take()
+    read(Fingerprinter(parameters))
     assert torch.equal(torch.get_rng_state(), state)
     for parameter, (value, version, gradient) in zip(parameters, before, strict=True):
         assert torch.equal(parameter, value)

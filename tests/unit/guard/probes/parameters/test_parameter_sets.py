@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from ddpilot.guard.probe import Notes
-from ddpilot.guard.probes.parameters.parameter_sets import ParameterSet, ParameterSets, find_parameter_names
+from ddpilot.guard.probes.parameters.parameter_names import find_parameter_names
+from ddpilot.guard.probes.parameters.parameter_sets import ParameterSet, ParameterSets
 from ddpilot.record.call_sites import SiteFinder
 from ddpilot.record.journal import JournalWriter, read_journal
 
@@ -26,11 +27,10 @@ def checked_steps(monkeypatch: pytest.MonkeyPatch, num_steps: int, step_s: float
     checked = []
     for _ in range(num_steps):
         now_s += step_s
-        count, _, is_due = unit.advance()
-        if is_due:
+        if unit.advance():
             now_s += cost_s
-            unit.checked(count, cost_s)
-            checked.append(count)
+            unit.checked(cost_s)
+            checked.append(unit.count)
     return checked
 
 
@@ -56,10 +56,9 @@ def test_a_pause_between_steps_has_the_next_one_checked(monkeypatch: pytest.Monk
     checked = []
     for number in range(1, 101):
         now_s += 60.0 if number == 50 else 0.02
-        count, _, is_due = unit.advance()
-        if is_due:
-            unit.checked(count, 0.001)
-            checked.append(count)
+        if unit.advance():
+            unit.checked(0.001)
+            checked.append(unit.count)
     assert checked == [1, 2, 3, 4, 5, 16, 25, 50, 51, 75, 100]
 
 
@@ -70,6 +69,11 @@ def book(tmp_path: Path) -> Iterator[ParameterSets]:
     journal = JournalWriter(tmp_path / "journal", rank=0)
     yield ParameterSets(Notes("steps", journal, rank=0, finder=finder, report=pytest.fail), list)
     journal.close()
+
+
+def step(book: ParameterSets, optimizer: torch.optim.Optimizer) -> None:
+    """A step without a closure."""
+    book.end_step(book.begin_step(optimizer, "era", has_closure=False))
 
 
 @pytest.fixture
@@ -90,7 +94,7 @@ def test_parameters_are_looked_through_once_for_the_first_step(
     book: ParameterSets, num_plans: Callable[[], int]
 ) -> None:
     """Not twice because it is also checked."""
-    book.step(torch.optim.SGD(nn.Linear(2, 2).parameters()), "era")
+    step(book, torch.optim.SGD(nn.Linear(2, 2).parameters()))
     assert num_plans() == 1
 
 
@@ -101,7 +105,7 @@ def test_what_cannot_be_compared_is_looked_through_more_and_more_seldom(
     """An optimizer of sharded parameters only, as with FSDP: at steps 1, 2, 4, 8, ... of 1,000."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(3, device="meta"))])
     for _ in range(1000):
-        book.step(optimizer, "era")
+        step(book, optimizer)
     assert num_plans() == 10
 
 
@@ -112,7 +116,7 @@ def test_what_is_added_to_an_optimizer_later_is_compared_from_some_step_on(book:
     for number in range(1, 9):
         if number == 6:
             optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})
-        book.step(optimizer, "era")
+        step(book, optimizer)
     assert [entry.kind for entry in read_journal(tmp_path / "journal").entries] == ["parameter_set", "step"]
 
 
@@ -121,9 +125,9 @@ def test_tensors_of_no_module_are_not_compared(book: ParameterSets, tmp_path: Pa
     """Latents or inputs that each rank fits to its own samples: no wrapper is missing."""
     latents = torch.optim.SGD([torch.zeros(3, requires_grad=True)])
     both = torch.optim.SGD([torch.zeros(3, requires_grad=True), nn.Parameter(torch.zeros(3))])
-    book.step(latents, "era")
+    step(book, latents)
     assert read_journal(tmp_path / "journal").entries == ()
-    book.step(both, "era")
+    step(book, both)
     assert [entry.kind for entry in read_journal(tmp_path / "journal").entries] == ["parameter_set", "step"]
 
 

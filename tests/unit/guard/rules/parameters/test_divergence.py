@@ -13,6 +13,7 @@ import pytest
 from ddpilot.findings.finding import Finding
 from ddpilot.guard.rules.parameters.comparison import NUM_FREE_STEPS, NUM_LOCAL_STEPS
 from ddpilot.guard.rules.parameters.divergence import Divergence
+from ddpilot.guard.rules.parameters.reduction_order import ReductionOrder
 from ddpilot.guard.rules.registry import RuleRunner
 from ddpilot.record.flight_ring.log import Collective, RankLog, Tensor
 from ddpilot.record.journal import Entry
@@ -432,7 +433,7 @@ def fold(
     for rank, (part, size) in enumerate(zip(parts, sizes, strict=True)):
         key = {"loader": 1, "pass": number}
         job.note(rank, "loader_pass", **key, part=part, share=[size, whole], sampler=sampler)
-        job.note(rank, "batch", **key, batch=1, checksum=rank, rows=4)
+        job.note(rank, "batch", **key, batch=1, checksum=rank)
 
 
 @pytest.mark.parametrize(
@@ -533,8 +534,8 @@ def test_divergence_keeps_little_however_long_it_runs() -> None:
     rule = job.book._rules[0]
     assert isinstance(rule, Divergence)
     (comparison,) = rule._comparisons.values()
-    assert len(comparison._matched) <= 128
-    assert len(comparison._waiting) <= 128
+    assert len(comparison._steps._steps) <= 128
+    assert len(comparison._steps._waiting) <= 128
 
 
 def test_divergence_says_another_order_at_construction_and_nothing_else() -> None:
@@ -563,9 +564,7 @@ def last(job: Job, *norms: float, number: int = 6) -> list[str]:
         job.note(rank, "step", parameter_set=1, step=6, seq=6, events="FB")
     for rank, norm in enumerate(norms):
         values = {"p": pack([norm]), "w": pack([norm]), "g": pack([-1.0])}
-        job.note(
-            rank, "last_step", parameter_set=1, step=number + rank * (number > 6), seq=6, places=[1], fingerprint=values
-        )
+        job.note(rank, "last_step", parameter_set=1, step=number + rank * (number > 6), places=[1], fingerprint=values)
     return job.finish()
 
 
@@ -597,7 +596,7 @@ def test_divergence_goes_by_last_steps_that_ddp_reduced_of_models_that_were_alik
             job.note(rank, "step", parameter_set=1, step=2, seq=2, events=e)
         for rank in range(2):
             values = {"p": pack([1.0 + rank]), "w": pack([1.0]), "g": pack([-1.0])}
-            job.note(rank, "last_step", parameter_set=1, step=2, seq=2, places=[0], fingerprint=values)
+            job.note(rank, "last_step", parameter_set=1, step=2, places=[0], fingerprint=values)
         assert job.finish() == []
 
 
@@ -669,7 +668,7 @@ def noted(order: str, values: dict[str, float] = NAMES, key: list[Any] = KEY) ->
 
 def test_reduced_order_names_the_gradients_that_were_added_to_each_other() -> None:
     """Each rank is compared with the first; reported once."""
-    (finding,) = judge(Divergence, [(0, "reduction_order", noted("abc")), (1, "reduction_order", noted("bac"))])
+    (finding,) = judge(ReductionOrder, [(0, "reduction_order", noted("abc")), (1, "reduction_order", noted("bac"))])
     assert (finding.code, finding.severity, finding.ranks) == ("DDP327", "error", (0, 1))
     assert finding.summary.endswith("than rank 0: the gradient of b is added to that of a")
     assert finding.evidence[:2] == (
@@ -695,4 +694,4 @@ def test_reduced_order_names_the_gradients_that_were_added_to_each_other() -> No
 def test_reduced_order_says_nothing_where_it_is_not_certain(here: dict[str, Any], there: dict[str, Any]) -> None:
     """Whichever rank's note comes first."""
     for notes in ((here, there), (there, here)):
-        assert judge(Divergence, [(rank, "reduction_order", note) for rank, note in enumerate(notes)]) == []
+        assert judge(ReductionOrder, [(rank, "reduction_order", note) for rank, note in enumerate(notes)]) == []

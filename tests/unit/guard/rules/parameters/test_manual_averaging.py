@@ -25,10 +25,11 @@ def make_averaged() -> Averaged:
     """Five parameters, of which the last differs and the fourth has no gradient."""
     names = [f"p{place}" for place in range(5)]
     fingerprint = {"g": base64.b64encode(array("f", GRADIENTS).tobytes()).decode()}
-    moment = MatchedStep({rank: Entry(1, 1, "step", {"fingerprint": fingerprint}) for rank in (0, 1)})
-    moment.difference = Difference(gradients={"p4": ""}, parameters={"p4": ""})
     parameters: Any = {"names": names, "sizes": list(SIZES)}
-    return Averaged({0: parameters}, moment)
+    steps = {rank: Entry(1, 1, "step", {"fingerprint": fingerprint}) for rank in (0, 1)}
+    moment = MatchedStep(steps, {0: parameters})
+    moment.difference = Difference(gradients={"p4": ""}, parameters={"p4": ""})
+    return Averaged(moment)
 
 
 def make_log(*given: tuple[str, int, int]) -> RankLog:
