@@ -23,16 +23,15 @@ from torch.distributed.elastic.multiprocessing.api import SignalException, Subpr
 
 from ddpilot.errors import DdpilotError, LaunchError, RankError, RendezvousError, WatchError
 from ddpilot.findings.text import render_ranks
-from ddpilot.launching.elastic.attempt_observer import AttemptObserver
 from ddpilot.launching.elastic.node_ranks import FAILED_GRACE_S, NodeRank, NodeRanks
 from ddpilot.launching.elastic.options import RunOptions
 from ddpilot.launching.elastic.output_thread import OutputThread, Pipe
-from ddpilot.launching.elastic.rank_main import REPORT_VARIABLE
+from ddpilot.launching.elastic.rank_main import HOOKS_VARIABLE, REPORT_VARIABLE
 from ddpilot.launching.elastic.rendezvous.node_state import NodeState
 from ddpilot.launching.elastic.rendezvous.static_rendezvous import StaticRendezvousHandler
 from ddpilot.launching.elastic.signals import OutputClosedError
-from ddpilot.launching.first_failure import Failure, build_error, choose_failure, find_child_errors, find_raised_line
-from ddpilot.launching.rank_environment import EXIT_REQUEUE
+from ddpilot.launching.first_failure import build_error, choose_failure, find_child_errors, find_raised_line
+from ddpilot.launching.observer import LaunchObserver, MakeObserver
 
 _CAUSE_ELSEWHERE_S = 2.0
 """Seconds that a victim waits for a different node to report the cause."""
@@ -56,7 +55,6 @@ class Agent(LocalElasticAgent):
     ) -> None:
         super().__init__(spec, logs)
         self._logs = logs
-        self._observer = logs.observer
         self._options = options
         self._screen = screen
         self._static = rendezvous
@@ -79,11 +77,15 @@ class Agent(LocalElasticAgent):
         self.error = self._requeue_seen_s = None
         self._notice = EarlyNotice(self._screen.note)
         ranks = [
-            NodeRank(worker.global_rank, handlers[worker.local_rank].proc, self._logs.reports[worker.local_rank])
+            NodeRank(
+                rank=worker.global_rank,
+                process=handlers[worker.local_rank].proc,
+                report=self._logs.reports[worker.local_rank],
+            )
             for worker in worker_group.workers
         ]
         self._ranks = NodeRanks(ranks, self._screen.note)
-        self._observer.watch(ranks)
+        self._logs.observer.begin(ranks, {})
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -100,11 +102,11 @@ class Agent(LocalElasticAgent):
         if self._static is not None and (failures or self._ranks.live) and self._requeue_seen_s is None:
             self._check_nodes(self._static)  # node 0 takes the store along when it exits to be requeued
         chosen = self._choose(failures)
-        if chosen is not None and (self._ranks.is_leaving(chosen.rank) or self._may_be_followed(chosen)):
+        if chosen is not None and (self._ranks.is_leaving(chosen) or self._may_be_followed(chosen)):
             self._show_notice(chosen, worker_group)
         elif chosen is not None:
             self._end_after(chosen, worker_group)
-        error = self._observer.take()
+        error = self._logs.observer.take(self._screen.note)
         if error is not None and not failures and self.error is None:
             self._end_with(error)
         if self._ranks.live or (failures and self.error is None):
@@ -142,7 +144,7 @@ class Agent(LocalElasticAgent):
             self._screen.note(str(findings))
             self._shown_findings = keys
 
-    def _choose(self, failures: Sequence[Failure]) -> Failure | None:
+    def _choose(self, failures: Sequence[NodeRank]) -> NodeRank | None:
         now = time.monotonic()
         chosen = choose_failure(failures, now, self._ranks.silent_pids)
         if chosen is None or not chosen.is_victim or self._static is None or self._options.nnodes[1] == 1:
@@ -155,7 +157,7 @@ class Agent(LocalElasticAgent):
             self._end_by_silence(self._static, silent[0], chosen)
         return None if silent else chosen
 
-    def _end_by_silence(self, rendezvous: StaticRendezvousHandler, node: NodeState, victim: Failure) -> NoReturn:
+    def _end_by_silence(self, rendezvous: StaticRendezvousHandler, node: NodeState, victim: NodeRank) -> NoReturn:
         """Terminate because of a lost node, which a rank here noticed first through a closed connection."""
         failed = [each.rank for each in self._ranks.failures()]
         self._ranks.end(signal.SIGTERM, FAILED_GRACE_S)
@@ -176,11 +178,10 @@ class Agent(LocalElasticAgent):
         if self._static is not None:
             self._static.report_failure(error)
 
-    def _may_be_followed(self, chosen: Failure) -> bool:
+    def _may_be_followed(self, chosen: NodeRank) -> bool:
         """True while the other ranks of a `Loop` may still exit with the requeue code too."""
-        exited, limit_s = chosen.exited, self._options.shutdown_timeout_s
-        is_requeue = exited is not None and exited.exitcode == EXIT_REQUEUE
-        return is_requeue and self._ranks.are_leaving(chosen.since_s, limit_s)
+        limit_s = self._options.shutdown_timeout_s
+        return chosen.exited is not None and self._ranks.are_leaving(chosen.since_s, limit_s)
 
     def _may_follow_elsewhere(self) -> bool:
         """True while the ranks here may still exit with the requeue code, as ranks of a different node did."""
@@ -190,20 +191,20 @@ class Agent(LocalElasticAgent):
             self._requeue_seen_s = time.monotonic()
         return self._ranks.are_leaving(self._requeue_seen_s, self._options.shutdown_timeout_s)
 
-    def _show_notice(self, chosen: Failure, worker_group: WorkerGroup) -> None:
+    def _show_notice(self, chosen: NodeRank, worker_group: WorkerGroup) -> None:
         """Show why the ranks will be terminated, if the rank that failed takes a while to exit."""
         if self._notice.is_due(time.monotonic() - chosen.since_s):
             self._notice.show(self._explain(chosen, worker_group))
 
-    def _end_after(self, chosen: Failure, worker_group: WorkerGroup) -> None:
+    def _end_after(self, chosen: NodeRank, worker_group: WorkerGroup) -> None:
         """Terminate the other ranks because one failed, and report it to the other nodes."""
         self.error = error = self._explain(chosen, worker_group)
         self._ranks.end(signal.SIGTERM, FAILED_GRACE_S, partial(self._notice.show, error))
-        self.report = self._ranks.report(chosen.rank)
+        self.report = chosen.report if chosen.report.exists() else None
         if self._static is not None:
             self._static.report_failure(self.error)
 
-    def _explain(self, chosen: Failure, worker_group: WorkerGroup) -> RankError:
+    def _explain(self, chosen: NodeRank, worker_group: WorkerGroup) -> RankError:
         """Build the error for one rank's failure from what is known now."""
         victims = [each.rank for each in self._ranks.failures() if each.rank != chosen.rank and each.is_victim]
         raised, last_lines = chosen.raised, self._screen.last_lines(chosen.rank)
@@ -216,7 +217,7 @@ class Agent(LocalElasticAgent):
             returned=self._ranks.succeeded,
             is_script=True,
         )
-        self._observer.explain(error)
+        self._logs.observer.explain(error)
         return error
 
     def _saw_failure_elsewhere(self) -> bool:
@@ -329,7 +330,8 @@ class PipedLogs(LogsSpecs):
     """Directs ranks' output to the pipes of `screen`, and to files if `options` ask for them.
 
     `folder`: for the ranks' reports; `variables`: added to each rank's environment, as are those of `observer`. torch
-    calls `reify` just before it starts ranks, so this is where an attempt of the observer begins.
+    calls `reify` just before it starts ranks, so this is where an attempt begins and `make_observer` is called.
+    `rendezvous`: opens the mailbox for the observers of the other nodes; None if a backend of torch is used.
     """
 
     def __init__(
@@ -338,7 +340,8 @@ class PipedLogs(LogsSpecs):
         screen: OutputThread,
         folder: Path,
         variables: Mapping[str, str],
-        observer: AttemptObserver,
+        make_observer: MakeObserver | None,
+        rendezvous: StaticRendezvousHandler | None,
     ) -> None:
         redirects, tee = Std.from_str(options.redirects), Std.from_str(options.tee)
         if options.log_dir is not None and redirects == tee == Std.NONE:
@@ -348,7 +351,10 @@ class PipedLogs(LogsSpecs):
         self._screen = screen
         self._folder = folder
         self._variables = variables
-        self.observer = observer
+        self._make_observer = make_observer
+        self._static = rendezvous
+        self.observer = LaunchObserver()
+        """Observer of the current attempt."""
         self._log_dir: Path | None = None
         self.reports: dict[int, Path] = {}
         """Report file of each local rank in the current attempt."""
@@ -362,9 +368,15 @@ class PipedLogs(LogsSpecs):
         numbers = {local_rank: int(env["RANK"]) for local_rank, env in envs.items()}
         attempt = f"attempt_{envs[0]['TORCHELASTIC_RESTART_COUNT']}"
         self.reports = {local_rank: self._folder / f"{attempt}_rank_{local_rank}.json" for local_rank in envs}
-        added = self.observer.begin_attempt(int(envs[0]["WORLD_SIZE"]), tuple(sorted(numbers.values())))
+        self.end_observer(is_clean=False)
+        if self._make_observer is not None:
+            mailbox = None if self._static is None else self._static.open_mailbox()
+            world_size, ranks = int(envs[0]["WORLD_SIZE"]), tuple(sorted(numbers.values()))
+            made = self._make_observer(self._options.name, world_size, ranks, mailbox)
+            self.observer = made or LaunchObserver()
+        added = {HOOKS_VARIABLE: ",".join(self.observer.hooks)} if self.observer.hooks else {}
         for local_rank, env in envs.items():
-            env.update({**self._variables, **added})
+            env.update({**self._variables, **self.observer.variables, **added})
             env[REPORT_VARIABLE] = str(self.reports[local_rank])
         redirects, tee = to_map(self._redirects, len(envs)), to_map(self._tee, len(envs))
         paths: dict[str, dict[int, str]] = {"stdout": {}, "stderr": {}}
@@ -386,6 +398,12 @@ class PipedLogs(LogsSpecs):
             paths[stream][local_rank] = sources[rank, stream]
         reports = {local_rank: str(path) for local_rank, path in self.reports.items()}
         return LogsDest(stdouts=paths["stdout"], stderrs=paths["stderr"], error_files=reports)
+
+    def end_observer(self, *, is_clean: bool) -> None:
+        """End the observation of the current attempt, if there is one."""
+        observer, self.observer = self.observer, LaunchObserver()
+        observer.take(self._screen.note)
+        observer.end(is_clean)
 
     def _file(self, attempt: str, local_rank: int, stream: str) -> Path:
         """Path in torchrun's layout: <log dir>/<run id>_<unique>/attempt_0/<local rank>/stdout.log."""

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from ddpilot.environments.private_files import scratch_folder
 from ddpilot.errors import LaunchError
-from ddpilot.launching.elastic.attempt_observer import MakeObserver
 from ddpilot.launching.elastic.options import RunOptions
 from ddpilot.launching.elastic.output_thread import OutputThread
 from ddpilot.launching.elastic.rendezvous.network import Endpoint, open_endpoint, rank_network_variables
@@ -24,6 +23,7 @@ from ddpilot.launching.elastic.rendezvous.torch_backends import check_backend
 from ddpilot.launching.elastic.signals import RunStoppedError, StopSignal, signals_raise
 from ddpilot.launching.elastic.target import check_stream, check_target
 from ddpilot.launching.nproc import resolve_nproc
+from ddpilot.launching.observer import MakeObserver
 from ddpilot.launching.rank_environment import LAUNCH_VARIABLE, choose_num_threads
 from ddpilot.launching.system_limits import limits_explained
 from ddpilot.output.writer import LabelledWriter

@@ -24,7 +24,6 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from ddpilot.errors import LaunchError, RankError, RendezvousError
 from ddpilot.launching.elastic import rank_main
 from ddpilot.launching.elastic.agent import Agent, PipedLogs
-from ddpilot.launching.elastic.attempt_observer import AttemptObserver, MakeObserver
 from ddpilot.launching.elastic.options import RunOptions
 from ddpilot.launching.elastic.output_thread import OutputThread
 from ddpilot.launching.elastic.rendezvous.network import Endpoint
@@ -32,6 +31,7 @@ from ddpilot.launching.elastic.rendezvous.node_state import NodeState
 from ddpilot.launching.elastic.rendezvous.static_rendezvous import StaticRendezvousHandler
 from ddpilot.launching.elastic.rendezvous.torch_backends import Result, wait_in_thread
 from ddpilot.launching.elastic.signals import RunStoppedError, StopSignal
+from ddpilot.launching.observer import MakeObserver
 from ddpilot.launching.rank_environment import EXIT_REQUEUE
 
 
@@ -55,14 +55,12 @@ def run_assembled(
         limits = {"timeout_s": options.rdzv_timeout_s, "node_timeout_s": options.node_timeout_s}
         rendezvous = StaticRendezvousHandler(endpoint, me, run_id=run_id, note=screen.note, **limits)
     handler = rendezvous or _torch_rendezvous(options, run_id, screen.note)
-    open_mailbox = None if rendezvous is None else rendezvous.open_mailbox
-    observer = AttemptObserver(make_observer, options.name, screen.note, open_mailbox)
-    logs = PipedLogs(options, screen, folder, variables, observer)
+    logs = PipedLogs(options, screen, folder, variables, make_observer, rendezvous)
     agent = Agent(_worker_spec(options, me, handler), logs, options, screen, rendezvous)
     is_clean = False
     try:
         _run(agent, me, options)
-        error = observer.finish()
+        error = logs.observer.finish(screen.note)
         if error is not None:
             raise error
         is_clean = True
@@ -71,7 +69,7 @@ def run_assembled(
             rendezvous.report_failure(error)
         raise
     finally:
-        observer.end(is_clean=is_clean)
+        logs.end_observer(is_clean=is_clean)
         with contextlib.suppress(StopSignal, SignalException):  # a second signal: exit without leaving the rendezvous
             handler.shutdown()
 

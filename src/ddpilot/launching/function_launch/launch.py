@@ -36,11 +36,11 @@ def run_local(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    make_observer: Callable[[str, int], LaunchObserver | None] = lambda name, count: None,
+    make_observer: Callable[[str, int], LaunchObserver] = lambda name, count: LaunchObserver(),
 ) -> RankResults:
     """Run `function(*args, **kwargs)` on every rank and return the values by rank.
 
-    `make_observer(function_name, num_ranks)` returns the observer of the launch, or None. Raises ShipError or
+    `make_observer(function_name, num_ranks)` returns the observer of the launch. Raises ShipError or
     LaunchError before any rank starts, and RankError, LaunchTimeoutError or LaunchInterrupted afterwards.
     """
     name = check_function(function)
@@ -71,7 +71,7 @@ def _run_shipped(
     parcel: int,
     known: list[Any],
     display: LabelledWriter,
-    make_observer: Callable[[str, int], LaunchObserver | None],
+    make_observer: Callable[[str, int], LaunchObserver],
 ) -> RankResults:
     main = vars(sys.modules["__main__"])
     paths = {name: text for name in ("__file__", "__package__") if isinstance(text := main.get(name), str)}
@@ -79,8 +79,7 @@ def _run_shipped(
     observer = make_observer(name, count)
     is_clean = False
     try:
-        if observer is not None:
-            spawner.add_hooks(observer.hooks, observer.variables)
+        spawner.add_hooks(observer.hooks, observer.variables)
         pipes = PipeReader(count, display)
         with InterruptCatcher() as interrupts:
             parcels = Supervisor(spawner, pipes, options, name, known, interrupts, observer).run(parcel)
@@ -93,8 +92,7 @@ def _run_shipped(
             fix="Launch again, which starts a new one. If it happens again, the usual cause is too little memory",
         ) from error
     finally:
-        if observer is not None:
-            observer.end(is_clean)
+        observer.end(is_clean)
 
 
 @contextlib.contextmanager

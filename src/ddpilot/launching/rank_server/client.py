@@ -20,8 +20,7 @@ import psutil
 
 from ddpilot.errors import LaunchError
 from ddpilot.launching.rank_environment import LAUNCH_VARIABLE, SERVER_VARIABLE, import_time_variables, module_paths
-from ddpilot.launching.rank_reports import Hello, RankStart
-from ddpilot.launching.rank_server.job import Start
+from ddpilot.launching.rank_reports import Hello
 from ddpilot.launching.shipping import fd_socket
 from ddpilot.module_names import RANK_SERVER
 
@@ -247,44 +246,3 @@ def server_pids() -> tuple[int, ...]:
 def stop_servers() -> None:
     """Stop this process's rank servers. The next launch starts a new one."""
     _servers.stop_all()
-
-
-@dataclass
-class RankHandle:
-    """Channels to one rank's process."""
-
-    rank: int
-    control: socket.socket
-    pipes: dict[str, int]
-    """The parent's ends of the "stdout" and "stderr" pipes that are still open."""
-
-    pid: int | None = None
-    is_live: bool = True
-    """True until the process has been reaped."""
-
-    def close(self) -> None:
-        """Close all file descriptors that are still open."""
-        self.control.close()
-        fd_socket.close_all(self.pipes.values())
-        self.pipes.clear()
-
-
-def start_rank(job: socket.socket, start: RankStart, parcel: int) -> RankHandle:
-    """Ask the server to start a rank, and send the rank `start`. Raises fd_socket.Closed if the server has exited."""
-    control, theirs = socket.socketpair()
-    handle = RankHandle(start.rank, control, {})
-    writers: list[int] = []
-    try:
-        for stream in ("stdout", "stderr"):
-            handle.pipes[stream], writer = os.pipe()
-            writers.append(writer)
-        fd_socket.send(job, Start(start.rank), [theirs.fileno(), *writers])
-        with contextlib.suppress(fd_socket.Closed):  # the process was not started or has exited: the server reports why
-            fd_socket.send(control, start, [parcel])
-    except BaseException:
-        handle.close()
-        raise
-    finally:
-        theirs.close()
-        fd_socket.close_all(writers)
-    return handle

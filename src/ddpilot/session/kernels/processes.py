@@ -41,7 +41,7 @@ PRELOAD = (
 
 
 class KernelProcesses:
-    """The processes of a session's ranks, each of which runs a kernel; started by a `RankSpawner` on this machine.
+    """The processes of a session's ranks, each of which runs a kernel; started by `ForkedRanks`.
 
     `kernel_start` is called for each rank that starts and returns its `KernelStart`. Except for `check_start`, methods
     are called in the hub's thread, which gets what the processes write (`Wrote`) and how they end (`Ended`).
