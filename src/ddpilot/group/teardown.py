@@ -22,10 +22,10 @@ import os
 import platform
 import socket
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent import futures
 from contextlib import closing
 from dataclasses import dataclass
 from functools import wraps
@@ -39,6 +39,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ddpilot.environments.running_frames import frames_of_threads, reading_frames
 from ddpilot.errors import GroupError
+from ddpilot.group.address import call_in_thread
 from ddpilot.group.device import is_asynchronous
 from ddpilot.group.members import read_member
 from ddpilot.group.store import wait_for_keys
@@ -148,29 +149,18 @@ def abort_all(aborts: Mapping[str, Callable[[], None]], limit_s: float) -> tuple
     In parallel, because aborting one communicator may wait for a kernel of one that must be aborted too
     (pytorch#119797). Waits at most `limit_s` seconds.
     """
-    failures: dict[str, str] = {}
-
-    def run(name: str, abort: Callable[[], None]) -> None:
-        try:
-            abort()
-        except RuntimeError as error:
-            failures[name] = f"aborting group {name!r} failed: {str(error).splitlines()[0]}"
-
-    threads: dict[str, threading.Thread] = {}
-    for name in sorted(aborts):
-        threads[name] = threading.Thread(target=run, args=(name, aborts[name]), daemon=True, name="ddpilot-abort")
-        try:
-            threads[name].start()
-        except RuntimeError:  # since Python 3.12, exit handlers cannot start threads
-            run(name, aborts[name])
+    pending = {name: call_in_thread(abort, "ddpilot-abort") for name, abort in sorted(aborts.items())}
     deadline_s = time.monotonic() + limit_s
-    for name, thread in threads.items():
-        if thread.ident is not None:
-            thread.join(max(0.0, deadline_s - time.monotonic()))
-        if thread.is_alive():
-            failures[name] = f"aborting group {name!r} has not returned after {limit_s:g} s: end this rank"
-    aborted = tuple(name for name in threads if name not in failures)
-    return aborted, tuple(failures[name] for name in threads if name in failures)
+    aborted, failures = [], []
+    for name, abort in pending.items():
+        try:
+            abort.result(max(0.0, deadline_s - time.monotonic()))
+            aborted.append(name)
+        except futures.TimeoutError:
+            failures.append(f"aborting group {name!r} has not returned after {limit_s:g} s: end this rank")
+        except RuntimeError as error:
+            failures.append(f"aborting group {name!r} failed: {str(error).splitlines()[0]}")
+    return tuple(aborted), tuple(failures)
 
 
 def allow_steps() -> None:
@@ -297,7 +287,7 @@ def can_find_sockets() -> bool:
 
 def find_gloo_sockets() -> list[OpenSocket]:
     """All sockets registered with the event loop of a gloo device of this process; empty if gloo is not in use."""
-    loops = _epolls(_is_named_gloo) or _epolls(_is_like_gloo)
+    loops = _epolls(lambda wait: wait.thread == _GLOO_THREAD) or _epolls(_is_like_gloo)
     watched = {fd for epoll in loops for fd in _watched_by(epoll)}
     return [found for fd in sorted(watched) if (found := _as_socket(fd)) is not None]
 
@@ -335,7 +325,7 @@ def shut(sockets: Iterable[OpenSocket]) -> None:
 
 def _hosted_store_ports() -> set[int]:
     """Ports on which stores hosted by this process listen."""
-    watched = {fd for epoll in _epolls(_is_store_thread) for fd in _watched_by(epoll)}
+    watched = {fd for epoll in _epolls(lambda wait: wait.thread == _STORE_THREAD) for fd in _watched_by(epoll)}
     return {
         connection.laddr.port
         for connection in psutil.Process().net_connections(kind="tcp")
@@ -364,17 +354,9 @@ class _Wait:
     timeout_ms: int
 
 
-def _is_named_gloo(wait: _Wait) -> bool:
-    return wait.thread == _GLOO_THREAD
-
-
 def _is_like_gloo(wait: _Wait) -> bool:
     # Python's epoll objects register file descriptors as data, gloo registers addresses.
     return (wait.events, wait.timeout_ms) == _GLOO_WAIT and not _watches_by_number(wait.epoll)
-
-
-def _is_store_thread(wait: _Wait) -> bool:
-    return wait.thread == _STORE_THREAD
 
 
 def _epolls(wanted: Callable[[_Wait], bool]) -> set[int]:
@@ -434,9 +416,6 @@ _MARK = "_ddpilot_lets_works_end"
 
 def let_works_end() -> None:
     """Make `destroy_process_group` and this process's exit wait for gloo's threads. A second call does nothing."""
-    import torch.distributed as dist
-    import torch.distributed.distributed_c10d as c10d
-
     destroy = c10d.destroy_process_group
     if hasattr(destroy, _MARK):
         return

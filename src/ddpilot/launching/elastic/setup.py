@@ -22,6 +22,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from ddpilot.errors import LaunchError, RankError, RendezvousError
+from ddpilot.group.address import Result
 from ddpilot.launching.elastic import rank_main
 from ddpilot.launching.elastic.agent import Agent, PipedLogs
 from ddpilot.launching.elastic.options import RunOptions
@@ -29,7 +30,7 @@ from ddpilot.launching.elastic.output_thread import OutputThread
 from ddpilot.launching.elastic.rendezvous.network import Endpoint
 from ddpilot.launching.elastic.rendezvous.node_state import NodeState
 from ddpilot.launching.elastic.rendezvous.static_rendezvous import StaticRendezvousHandler
-from ddpilot.launching.elastic.rendezvous.torch_backends import Result, wait_in_thread
+from ddpilot.launching.elastic.rendezvous.torch_backends import wait_in_thread
 from ddpilot.launching.elastic.signals import RunStoppedError, StopSignal
 from ddpilot.launching.observer import MakeObserver
 from ddpilot.launching.rank_environment import EXIT_REQUEUE

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from ddpilot.errors import DdpilotError, LaunchError, RankError, RendezvousError
-from ddpilot.group.address import listen
+from ddpilot.group.address import WaitNotices, listen, wait_for_port
 from ddpilot.group.store import host_on
 from ddpilot.launching.elastic.rendezvous.heartbeat import Heartbeat, LivenessCheck, Standstill, silent_nodes
 from ddpilot.launching.elastic.rendezvous.mailbox import StoreMailbox
@@ -36,7 +36,6 @@ from ddpilot.launching.elastic.rendezvous.node_state import (
     unpack_error,
     with_failure,
 )
-from ddpilot.launching.elastic.rendezvous.wait_notices import WaitNotices
 
 _STORE_TIMEOUT_S = 60.0
 _PAUSE_S = 0.05
@@ -240,28 +239,15 @@ class StaticRendezvousHandler(RendezvousHandler):
         return f"{self._endpoint.addr}:{self._endpoint.port}"
 
     def _wait_for_node_0(self) -> None:
-        notices = WaitNotices(self._note)
-        while True:
-            waited_s = notices.waited_s
-            try:
-                limit_s = min(3.0, max(0.1, self._timeout_s - waited_s))
-                socket.create_connection((self._endpoint.addr, self._endpoint.port), timeout=limit_s).close()
-                return
-            except OSError as error:
-                last = error
-            waited_s = notices.waited_s
-            if waited_s >= self._timeout_s:
-                raise RendezvousError(
-                    f"waiting for node 0 of {self._me.nnodes} nodes",
-                    found=f"no answer from {self._where} for {waited_s:.0f} s ({last})",
-                    fix="Check that `ddpilot run --node-rank 0` runs on that machine with the same --master-addr and "
-                    "--master-port, and that no firewall blocks the port; --rdzv-timeout is the time to wait",
-                ) from last
-            notices.show_if_due(
-                f"waiting for node 0 of {self._me.nnodes} nodes: no answer from {self._where} ({last}), "
-                f"for {waited_s:.0f} s of {self._timeout_s:g} s"
+        of = f"node 0 of {self._me.nnodes} nodes"
+        try:
+            wait_for_port(self._endpoint.addr, self._endpoint.port, self._timeout_s, self._note, of=of)
+        except RendezvousError as error:
+            error.fix = (
+                "Check that `ddpilot run --node-rank 0` runs on that machine with the same --master-addr and "
+                "--master-port, and that no firewall blocks the port; --rdzv-timeout is the time to wait"
             )
-            time.sleep(min(0.5, 0.05 + waited_s / 10))
+            raise
 
     def _wait_for_all(self, heartbeat: Heartbeat) -> NodesView:
         notices = WaitNotices(self._note)
