@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import re
 import socket
 import sys
 import warnings
@@ -81,7 +80,7 @@ def _leave_at_exit() -> None:
 
 _NCCL_TIMEOUT = timedelta(minutes=10)
 _NONBLOCKING_VARIABLE = "TORCH_NCCL_USE_COMM_NONBLOCKING"
-_BLOCKING_SINCE = (2, 7, 1)
+_BLOCKING_SINCE = "2.7.1"
 """From 2.6 until this version, `device_id` made NCCL's communicators non-blocking; NCCL 2.26 then hangs
 (pytorch#153960)."""
 
@@ -133,7 +132,7 @@ def _initialise(
     store: Store, topology: Topology, backend: str, device: torch.device, timeout_s: float | None
 ) -> dist.ProcessGroup:
     binds = binds_device(backend, device, topology.world_size)
-    if binds and backend_of(backend, device.type) == "nccl" and _torch_version() < _BLOCKING_SINCE:
+    if binds and backend_of(backend, device.type) == "nccl" and torch.__version__ < _BLOCKING_SINCE:
         os.environ.setdefault(_NONBLOCKING_VARIABLE, "0")
     try:
         dist.init_process_group(
@@ -183,11 +182,6 @@ def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
     if not own.supports_splitting:
         own.allreduce([torch.zeros(1, device=device)]).wait()  # bypasses the recorder: it is not the user's collective
         torch.accelerator.synchronize(device)
-
-
-def _torch_version() -> tuple[int, ...]:
-    numbers = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", torch.__version__)
-    return tuple(int(number or 0) for number in numbers.groups()) if numbers else _BLOCKING_SINCE
 
 
 @contextmanager

@@ -107,8 +107,8 @@ class ForkedRanks:
     """The processes of `world_size` ranks, forked by a rank server, which is started unless one is running.
 
     All other methods are called in the thread of the event loop. `main`: `__file__` and `__package__` for the ranks'
-    ``__main__``; `note` shows a notice. Raises LaunchError if the server cannot be started, or cannot be forked and
-    `options` require that.
+    ``__main__``; `folder`: removed when the ranks have ended, even if this process is killed; `note` shows a notice.
+    Raises LaunchError if the server cannot be started, or cannot be forked and `options` require that.
     """
 
     def __init__(
@@ -118,11 +118,13 @@ class ForkedRanks:
         world_size: int,
         note: Callable[[str], None],
         main: dict[str, str],
+        folder: str | None = None,
     ) -> None:
         self.world_size = world_size
         self._options = options
         self._environ = environ
         self._main = main
+        self._folder = folder
         self._directory = os.getcwd()
         self._sys_path = module_paths()
         self._hooks: tuple[str, ...] = ()
@@ -146,15 +148,11 @@ class ForkedRanks:
         Raises fd_socket.Closed if the server has exited.
         """
         self._loop, self._emit = loop, emit
-        self._job = self._stack.enter_context(self.server.job(self._launch_id, self.world_size))
+        self._job = self._stack.enter_context(self.server.job(self._launch_id, self.world_size, self._folder))
         with job.bind_listener() as listener:
             self._port = listener.getsockname()[1]
             fd_socket.send(self._job, job.Start(job.STORE), [listener.fileno()])
         loop.watch(self._job.fileno(), self._on_job)
-
-    def own_folder(self, folder: str) -> None:
-        """Make the server remove `folder` when the ranks have ended, even if this process is killed."""
-        fd_socket.send(self._job, job.Own(folder))
 
     def add_hooks(self, hooks: tuple[str, ...], variables: Mapping[str, str]) -> None:
         """Make every rank started from now on call `hooks` first, with `variables` added to its environment."""

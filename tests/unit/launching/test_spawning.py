@@ -70,7 +70,7 @@ class Server:
         self.ours = ours
 
     @contextlib.contextmanager
-    def job(self, _launch_id: str, _num_ranks: int) -> Iterator[socket.socket]:
+    def job(self, *_: object) -> Iterator[socket.socket]:
         """The channel of the only launch."""
         with self.ours:
             yield self.ours
@@ -134,7 +134,7 @@ def test_spawner_emits_everything_that_a_rank_wrote_and_reported_before_its_end(
     assert (wrote, ended) == (Wrote(0, "stdout", b"line\n"), Ended(0, exited))
     assert (spawner.pid(0), spawner.is_live(0)) == (None, False)
     fd_socket.close_all([out, err])
-    server.tell(job.Finished(0))
+    server.tell(job.Finished())
     spawner.close()
     spawner.close()
     assert loop.sources == {}
@@ -148,7 +148,7 @@ def test_spawner_emits_the_end_of_a_rank_that_got_no_process(server: Server) -> 
     server.tell(job.NotStarted(0, "no memory"))
     loop.run()
     assert events == [Ended(0, None, "the system gave it no process: no memory")]
-    server.tell(job.Finished(0))
+    server.tell(job.Finished())
     spawner.close()
 
 

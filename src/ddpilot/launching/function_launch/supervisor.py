@@ -20,6 +20,7 @@ from ddpilot.launching.options import LaunchOptions
 from ddpilot.launching.rank_environment import EXIT_REQUEUE
 from ddpilot.launching.rank_reports import Raised, Returned, Taken
 from ddpilot.launching.rank_server.job import STORE, Started
+from ddpilot.launching.shipping import fd_socket
 from ddpilot.launching.shipping.parcel import open_parcel
 from ddpilot.launching.spawning import SERVER_GONE, Ended, ForkedRanks, Reported, SpawnerEvent, Wrote
 from ddpilot.output.cell_sources import collect_sources
@@ -85,15 +86,17 @@ class Supervisor:
     def run(self, parcel: int) -> list[memoryview]:
         """Start the ranks with `parcel`, wait until they have exited, and return the parcels with their values.
 
-        Raises RankError, LaunchTimeoutError, LaunchInterrupted or LaunchError; fd_socket.Closed if the rank server
-        exits while ranks are started. SIGTERM and SIGUSR1 are passed on; if a rank then exits with code 75 after
-        saving, SystemExit(75) is raised. When it returns or raises, all processes of the launch have exited.
+        Raises RankError, LaunchTimeoutError, LaunchInterrupted or LaunchError. SIGTERM and SIGUSR1 are passed on; if a
+        rank then exits with code 75 after saving, SystemExit(75) is raised. When it returns or raises, all processes of
+        the launch have exited.
         """
         with self._selector:
             self.watch(self._interrupts.fd, self._interrupts.clear)
             try:
                 self._start(parcel)
                 self._supervise()
+            except fd_socket.Closed as error:
+                raise self._server_exited() from error
             finally:
                 self._spawner.close()
         self._pipes.close()
@@ -111,6 +114,13 @@ class Supervisor:
         if self._observer.fd is not None:
             self.watch(self._observer.fd, lambda: None)  # `take` is called in each iteration
         self._observer.begin(self._ranks, {name: "".join(lines) for name, lines in sources.items()})
+
+    def _server_exited(self) -> LaunchError:
+        return LaunchError(
+            f"starting {len(self._ranks)} ranks of `{self._function_name}`",
+            found=f"the rank server exited: {self._spawner.server.describe_end()}",
+            fix="Launch again, which starts a new one. If it happens again, the usual cause is too little memory",
+        )
 
     def _supervise(self) -> None:
         while not self._is_over():

@@ -125,12 +125,15 @@ class RankServer:
         return hello
 
     @contextlib.contextmanager
-    def job(self, launch_id: str, num_ranks: int) -> Iterator[socket.socket]:
-        """Context manager of one launch; yields its channel. Raises fd_socket.Closed if the server has exited."""
+    def job(self, launch_id: str, num_ranks: int, folder: str | None) -> Iterator[socket.socket]:
+        """Context manager of one launch; yields its channel. Raises fd_socket.Closed if the server has exited.
+
+        `folder`: removed by the server when the ranks have ended, even if this process is killed.
+        """
         ours, theirs = socket.socketpair()
         with ours:
             with theirs, self._lock:
-                fd_socket.send(self._channel, (launch_id, num_ranks), [theirs.fileno()])
+                fd_socket.send(self._channel, (launch_id, num_ranks, folder), [theirs.fileno()])
                 self._num_jobs += 1
             try:
                 yield ours

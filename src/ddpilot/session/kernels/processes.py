@@ -66,9 +66,9 @@ class KernelProcesses:
     def attach(self, hub: IOThread) -> None:
         """Connect to the hub; called once, before the first `start`. Starts the rank server unless one is running."""
         self._hub = hub
-        self._spawner = ForkedRanks(self._options, self._environ, self.world_size, self._note, main={})
+        folder = str(self._kernel_start().folder)
+        self._spawner = ForkedRanks(self._options, self._environ, self.world_size, self._note, {}, folder)
         self._spawner.attach(hub, self._on_event)
-        self._spawner.own_folder(str(self._kernel_start().folder))
 
     def add_hooks(self, hooks: tuple[str, ...], variables: Mapping[str, str]) -> None:
         self._attached.add_hooks(hooks, variables)
