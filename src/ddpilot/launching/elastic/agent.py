@@ -18,15 +18,15 @@ from typing import Any, NoReturn
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Std
-from torch.distributed.elastic.multiprocessing.api import SignalException, SubprocessContext, to_map
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std
+from torch.distributed.elastic.multiprocessing.api import SignalException, SubprocessContext
 
 from ddpilot.errors import DdpilotError, LaunchError, RankError, RendezvousError, WatchError
 from ddpilot.findings.text import render_ranks
 from ddpilot.launching.elastic.node_ranks import FAILED_GRACE_S, NodeRank, NodeRanks
 from ddpilot.launching.elastic.options import RunOptions
 from ddpilot.launching.elastic.output_thread import OutputThread, Pipe
-from ddpilot.launching.elastic.rank_main import HOOKS_VARIABLE, REPORT_VARIABLE
+from ddpilot.launching.elastic.rank_main import HOOKS_VARIABLE
 from ddpilot.launching.elastic.rendezvous.node_state import NodeState
 from ddpilot.launching.elastic.rendezvous.static_rendezvous import StaticRendezvousHandler
 from ddpilot.launching.elastic.signals import OutputClosedError
@@ -80,7 +80,7 @@ class Agent(LocalElasticAgent):
             NodeRank(
                 rank=worker.global_rank,
                 process=handlers[worker.local_rank].proc,
-                report=self._logs.reports[worker.local_rank],
+                report=Path(self._pcontext.error_files[worker.local_rank]),
             )
             for worker in worker_group.workers
         ]
@@ -323,15 +323,13 @@ def _shorten(text: str) -> str:
     return text if len(text) <= _MAX_CHARS else f"{text[: _MAX_CHARS - 3]}..."
 
 
-_STREAMS = {"stdout": Std.OUT, "stderr": Std.ERR}
+class PipedLogs(DefaultLogsSpecs):
+    """Directs ranks' output to the pipes of `screen`, and to torch's files if `options` ask for them.
 
-
-class PipedLogs(LogsSpecs):
-    """Directs ranks' output to the pipes of `screen`, and to files if `options` ask for them.
-
-    `folder`: for the ranks' reports; `variables`: added to each rank's environment, as are those of `observer`. torch
-    calls `reify` just before it starts ranks, so this is where an attempt begins and `make_observer` is called.
-    `rendezvous`: opens the mailbox for the observers of the other nodes; None if a backend of torch is used.
+    `folder`: for the ranks' reports if there is no `--log-dir`; `variables`: added to each rank's environment, as are
+    those of `observer`. torch calls `reify` just before it starts ranks, so this is where an attempt begins and
+    `make_observer` is called. `rendezvous`: opens the mailbox for the observers of the other nodes; None if a backend
+    of torch is used.
     """
 
     def __init__(
@@ -346,74 +344,51 @@ class PipedLogs(LogsSpecs):
         redirects, tee = Std.from_str(options.redirects), Std.from_str(options.tee)
         if options.log_dir is not None and redirects == tee == Std.NONE:
             tee = Std.ALL
-        super().__init__(str(folder), redirects, tee)
+        self._writes_files = not redirects == tee == Std.NONE
+        root = options.log_dir or tempfile.gettempdir() if self._writes_files else folder
+        super().__init__(str(root), redirects, tee)
         self._options = options
         self._screen = screen
-        self._folder = folder
         self._variables = variables
         self._make_observer = make_observer
         self._static = rendezvous
         self.observer = LaunchObserver()
         """Observer of the current attempt."""
-        self._log_dir: Path | None = None
-        self.reports: dict[int, Path] = {}
-        """Report file of each local rank in the current attempt."""
 
-    @property
-    def root_log_dir(self) -> str:
-        return str(self._folder)
+    def _make_log_dir(self, log_dir: str | None, _run_id: str) -> str:
+        made: str = super()._make_log_dir(log_dir, self._options.rdzv_id.replace("/", "_"))
+        if self._writes_files:
+            self._screen.note(f"writing output to {made}")
+        return made
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Create pipes, files and variables for one attempt; torch calls this before it starts the ranks."""
-        numbers = {local_rank: int(env["RANK"]) for local_rank, env in envs.items()}
-        attempt = f"attempt_{envs[0]['TORCHELASTIC_RESTART_COUNT']}"
-        self.reports = {local_rank: self._folder / f"{attempt}_rank_{local_rank}.json" for local_rank in envs}
+        found = super().reify(envs)
+        ranks = {local_rank: int(env["RANK"]) for local_rank, env in envs.items()}
         self.end_observer(is_clean=False)
         if self._make_observer is not None:
             mailbox = None if self._static is None else self._static.open_mailbox()
-            world_size, ranks = int(envs[0]["WORLD_SIZE"]), tuple(sorted(numbers.values()))
-            made = self._make_observer(self._options.name, world_size, ranks, mailbox)
+            world_size = int(envs[0]["WORLD_SIZE"])
+            made = self._make_observer(self._options.name, world_size, tuple(sorted(ranks.values())), mailbox)
             self.observer = made or LaunchObserver()
         added = {HOOKS_VARIABLE: ",".join(self.observer.hooks)} if self.observer.hooks else {}
-        for local_rank, env in envs.items():
+        for env in envs.values():
             env.update({**self._variables, **self.observer.variables, **added})
-            env[REPORT_VARIABLE] = str(self.reports[local_rank])
-        redirects, tee = to_map(self._redirects, len(envs)), to_map(self._tee, len(envs))
-        paths: dict[str, dict[int, str]] = {"stdout": {}, "stderr": {}}
-        piped: list[Pipe] = []
-        copies: dict[Pipe, Path] = {}
-        for local_rank, rank in numbers.items():
-            for stream, bit in _STREAMS.items():
-                if redirects[local_rank] & bit and not tee[local_rank] & bit:
-                    paths[stream][local_rank] = str(self._file(attempt, local_rank, stream))
-                    continue
-                piped.append((rank, stream))
-                if tee[local_rank] & bit:
-                    copies[rank, stream] = self._file(attempt, local_rank, stream)
+        copies: dict[Pipe, Path | None] = {}
+        streams = {"stdout": (found.stdouts, found.tee_stdouts), "stderr": (found.stderrs, found.tee_stderrs)}
+        for stream, (paths, copied) in streams.items():
+            for local_rank, rank in ranks.items():
+                if not paths[local_rank] or local_rank in copied:  # else it goes to a file only
+                    copies[rank, stream] = Path(copied[local_rank]) if local_rank in copied else None
         wanted = self._options.shown_local_ranks
-        shown = None if wanted is None else {rank for local_rank, rank in numbers.items() if local_rank in wanted}
-        sources = self._screen.begin_attempt(list(numbers.values()), piped, copies, shown)
-        for rank, stream in piped:
-            local_rank = next(each for each, number in numbers.items() if number == rank)
-            paths[stream][local_rank] = sources[rank, stream]
-        reports = {local_rank: str(path) for local_rank, path in self.reports.items()}
-        return LogsDest(stdouts=paths["stdout"], stderrs=paths["stderr"], error_files=reports)
+        shown = None if wanted is None else {rank for local_rank, rank in ranks.items() if local_rank in wanted}
+        sources = self._screen.begin_attempt(list(ranks.values()), copies, shown)
+        for stream, (paths, _) in streams.items():
+            paths.update({each: sources[rank, stream] for each, rank in ranks.items() if (rank, stream) in sources})
+        return LogsDest(stdouts=found.stdouts, stderrs=found.stderrs, error_files=found.error_files)
 
     def end_observer(self, *, is_clean: bool) -> None:
         """End the observation of the current attempt, if there is one."""
         observer, self.observer = self.observer, LaunchObserver()
         observer.take(self._screen.note)
         observer.end(is_clean)
-
-    def _file(self, attempt: str, local_rank: int, stream: str) -> Path:
-        """Path in torchrun's layout: <log dir>/<run id>_<unique>/attempt_0/<local rank>/stdout.log."""
-        if self._log_dir is None:
-            base = self._options.log_dir
-            if base is not None:
-                base.mkdir(parents=True, exist_ok=True)
-            name = self._options.rdzv_id.replace("/", "_")
-            self._log_dir = Path(tempfile.mkdtemp(prefix=f"{name}_", dir=base))
-            self._screen.note(f"writing output to {self._log_dir}")
-        folder = self._log_dir / attempt / str(local_rank)
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder / f"{stream}.log"

@@ -61,20 +61,20 @@ class OutputThread:
     def begin_attempt(
         self,
         ranks: Sequence[int],
-        piped: Sequence[Pipe],
-        copies: Mapping[Pipe, Path],
+        copies: Mapping[Pipe, Path | None],
         shown_ranks: Container[int] | None,
     ) -> dict[Pipe, str]:
-        """Create a pipe for each of `piped`; return the paths that the ranks open as their streams.
+        """Create a pipe for each key of `copies`; return the paths that the ranks open as their streams.
 
-        `copies`: files that also get all bytes of a pipe; `shown_ranks`: ranks whose output is shown, None for all.
+        `copies`: the file that also gets all bytes of the pipe, or None; `shown_ranks`: ranks whose output is shown,
+        None for all.
         """
         with self._lock:
             self.end_attempt()
             self._display.shown_ranks = shown_ranks
-            self._copies = {pipe: path.open("wb", buffering=0) for pipe, path in copies.items()}
+            self._copies = {pipe: path.open("wb", buffering=0) for pipe, path in copies.items() if path}
             self._pipes = PipeReader(ranks, self._display, self._copies)
-            for pipe in piped:
+            for pipe in copies:
                 reader, writer = os.pipe()
                 os.set_blocking(reader, False)
                 _enlarge(writer)
