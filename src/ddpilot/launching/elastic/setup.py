@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -132,8 +133,8 @@ def _command(options: RunOptions) -> tuple[str, tuple[str, ...]]:
     return sys.executable, (*program, *options.args)
 
 
-class _WaitingHandler(RendezvousHandler):
-    """Wraps a rendezvous handler of torch, so that signals interrupt a wait and notices explain it."""
+class _WaitingHandler:
+    """A rendezvous handler of torch whose waits can be interrupted by signals and are explained by notices."""
 
     def __init__(self, handler: RendezvousHandler, options: RunOptions, note: Callable[[str], None]) -> None:
         self._handler = handler
@@ -141,12 +142,8 @@ class _WaitingHandler(RendezvousHandler):
         self._note = note
         self._is_waiting = False
 
-    def get_backend(self) -> str:
-        return self._handler.get_backend()
-
-    @property
-    def use_agent_store(self) -> bool:
-        return self._handler.use_agent_store
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handler, name)
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the nodes of the next attempt."""
@@ -154,18 +151,6 @@ class _WaitingHandler(RendezvousHandler):
         info = _wait(self._handler.next_rendezvous, self._options, self._note)
         self._is_waiting = False
         return info
-
-    def is_closed(self) -> bool:
-        return self._handler.is_closed()
-
-    def set_closed(self) -> None:
-        self._handler.set_closed()  # type: ignore[no-untyped-call]
-
-    def num_nodes_waiting(self) -> int:
-        return self._handler.num_nodes_waiting()
-
-    def get_run_id(self) -> str:
-        return self._handler.get_run_id()
 
     def shutdown(self) -> bool:
         """Close the rendezvous for all nodes, as torchrun does at the end. False if it is still waiting for nodes."""
@@ -181,7 +166,7 @@ def _wait(call: Callable[[], Result], options: RunOptions, note: Callable[[str],
     return wait_in_thread(call, note, describe)
 
 
-def _torch_rendezvous(options: RunOptions, run_id: str, note: Callable[[str], None]) -> RendezvousHandler:
+def _torch_rendezvous(options: RunOptions, run_id: str, note: Callable[[str], None]) -> Any:
     parameters = RendezvousParameters(
         backend=options.rdzv_backend,
         endpoint=options.rdzv_endpoint,

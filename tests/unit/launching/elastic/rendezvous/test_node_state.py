@@ -59,7 +59,6 @@ def test_asks_for_requeue_reads_the_exit_code_of_the_other_node(exitcode: int, e
     failures = [decode_state(with_failure(ZERO, error).encode()).failure for error in (stopped, left)]
     assert [asks_for_requeue(failure) for failure in failures] == [expected, expected]
     assert type(unpack_error(failures[0] or {}, "")) is LaunchError
-    assert not asks_for_requeue(None)
 
 
 def test_unpack_error_has_the_findings_of_the_other_node() -> None:
