@@ -103,9 +103,11 @@ class Agent(LocalElasticAgent):
             self._check_nodes(self._static)  # node 0 takes the store along when it exits to be requeued
         chosen = self._choose(failures)
         if chosen is not None and (self._ranks.is_leaving(chosen) or self._may_be_followed(chosen)):
-            self._show_notice(chosen, worker_group)
+            if self._notice.is_due(time.monotonic() - chosen.since_s):
+                self._notice.show(self._explain(chosen, worker_group))
         elif chosen is not None:
-            self._end_after(chosen, worker_group)
+            self.report = chosen.report if chosen.report.exists() else None
+            self._end_with(self._explain(chosen, worker_group))
         error = self._logs.observer.take(self._screen.note)
         if error is not None and not failures and self.error is None:
             self._end_with(error)
@@ -172,7 +174,7 @@ class Agent(LocalElasticAgent):
         raise self.error
 
     def _end_with(self, error: DdpilotError) -> None:
-        """Terminate the ranks because of an observer's finding, and report it to the other nodes."""
+        """Terminate the ranks because of `error`, and report it to the other nodes."""
         self.error = error
         self._ranks.end(signal.SIGTERM, FAILED_GRACE_S, partial(self._notice.show, error))
         if self._static is not None:
@@ -190,19 +192,6 @@ class Agent(LocalElasticAgent):
         if self._requeue_seen_s is None:
             self._requeue_seen_s = time.monotonic()
         return self._ranks.are_leaving(self._requeue_seen_s, self._options.shutdown_timeout_s)
-
-    def _show_notice(self, chosen: NodeRank, worker_group: WorkerGroup) -> None:
-        """Show why the ranks will be terminated, if the rank that failed takes a while to exit."""
-        if self._notice.is_due(time.monotonic() - chosen.since_s):
-            self._notice.show(self._explain(chosen, worker_group))
-
-    def _end_after(self, chosen: NodeRank, worker_group: WorkerGroup) -> None:
-        """Terminate the other ranks because one failed, and report it to the other nodes."""
-        self.error = error = self._explain(chosen, worker_group)
-        self._ranks.end(signal.SIGTERM, FAILED_GRACE_S, partial(self._notice.show, error))
-        self.report = chosen.report if chosen.report.exists() else None
-        if self._static is not None:
-            self._static.report_failure(self.error)
 
     def _explain(self, chosen: NodeRank, worker_group: WorkerGroup) -> RankError:
         """Build the error for one rank's failure from what is known now."""
