@@ -163,11 +163,6 @@ def abort_all(aborts: Mapping[str, Callable[[], None]], limit_s: float) -> tuple
     return tuple(aborted), tuple(failures)
 
 
-def allow_steps() -> None:
-    """Allow optimizer steps again: no freed group is left."""
-    _steps.allow()
-
-
 class _Steps:
     """Makes optimizer steps raise after their group was freed, since the gradients may be incomplete."""
 
@@ -203,6 +198,7 @@ class _Steps:
 
 
 _steps = _Steps()
+allow_steps = _steps.allow
 
 
 def _device_backends() -> Iterator[tuple[str, Any]]:

@@ -102,10 +102,8 @@ def _check_filter(options: RunOptions, count: int, note: Callable[[str], None]) 
     wanted = options.shown_local_ranks
     if wanted is None or max(wanted) < count:
         return
-    given, has = (
-        ",".join(map(str, sorted(wanted))),
-        f"local rank{'s' * (count > 1)} 0{f' to {count - 1}' * (count > 1)}",
-    )
+    given = ",".join(map(str, sorted(wanted)))
+    has = f"local rank{'s' * (count > 1)} 0{f' to {count - 1}' * (count > 1)}"
     if options.nnodes[1] == 1:
         fix = "Give local ranks of this node; they count from 0"
         raise LaunchError("reading --local-ranks-filter", found=f"{given}, but the node has {has}", fix=fix)
