@@ -73,13 +73,13 @@ def _any_gone(store: Store, ranks: list[int]) -> bool:
     return any(member is not None and member.is_gone() for member in members)
 
 
-def take_down(healthy: bool) -> Freed:
+def take_down(healthy: bool) -> None:
     """Destroy all process groups of this process. `healthy`: True if every rank has reached this point.
 
-    If not, the groups are freed first, because destroying them would wait for operations in progress. Returns what was
-    freed.
+    If not, the groups are freed first, because destroying them would wait for operations in progress.
     """
-    freed = Freed() if healthy else free_group()
+    if not healthy:
+        free_group()
     if dist.is_initialized():
         dist.destroy_process_group()
     allow_steps()
@@ -87,7 +87,6 @@ def take_down(healthy: bool) -> Freed:
     c10d._world.group_count = 0
     # A DDP model keeps the old group alive and would silently continue to use it: make its next step fail instead.
     shut(find_gloo_sockets())
-    return freed
 
 
 ABORT_LIMIT_S = 2.0
@@ -108,13 +107,13 @@ class Freed:
     """Why this rank may remain stuck, one sentence each; then terminate the rank. Empty if everything was freed."""
 
 
-def free_group(endpoints: Iterable[tuple[str, int]] = ()) -> Freed:
+def free_group() -> Freed:
     """Make every collective, store wait and `new_group` of this process return now, with an error.
 
     Not collective, but must be called on *every* rank, from a thread other than the stuck one (a stuck rank notices
     that a peer was freed only if the peer is its neighbor in the ring). Frees every process group, whichever code
-    created it, and the stores at `endpoints` (address, port) besides those that torch and running functions hold. The
-    user's own sockets are not touched. The groups are unusable afterwards: call `rebuild_group` or `Group.leave` next.
+    created it, and the stores that torch and running functions hold. The user's own sockets are not touched.
+    The groups are unusable afterwards: call `rebuild_group` or `Group.leave` next.
 
     Communicators of devices (NCCL) are aborted: a call that waits for one of their collectives, such as `.item()`,
     returns *without* an error, with partial sums. The next collective raises, and so does the next optimizer step.
@@ -133,7 +132,7 @@ def free_group(endpoints: Iterable[tuple[str, int]] = ()) -> Freed:
         return Freed(aborted, (why, *failures))
     # Groups first: a rank freed from a store wait could otherwise enter a collective of a group that is still open.
     shut(find_gloo_sockets())
-    shut(find_store_sockets({*endpoints, *_store_endpoints()}))
+    shut(find_store_sockets(_store_endpoints()))
     aborted, failures = abort_all({name: backend.abort for name, backend in own.items()}, ABORT_LIMIT_S)
     return Freed(aborted, (*failures, *_unfreeable(connecting)))
 
