@@ -58,7 +58,8 @@ class Agent(LocalElasticAgent):
         self._options = options
         self._screen = screen
         self._static = rendezvous
-        self._ranks = NodeRanks([], screen.note)
+        self.ranks = NodeRanks([], screen.note)
+        """The ranks of this node in the current attempt."""
         self._notice = EarlyNotice(screen.note)
         self._has_forwarded = False
         self._requeue_seen_s: float | None = None
@@ -84,25 +85,25 @@ class Agent(LocalElasticAgent):
             )
             for worker in worker_group.workers
         ]
-        self._ranks = NodeRanks(ranks, self._screen.note)
+        self.ranks = NodeRanks(ranks, self._screen.note)
         self._logs.observer.begin(ranks, {})
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._ranks.poll()
+        self.ranks.poll()
         if self._screen.broken is not None:
-            self._ranks.end(signal.SIGTERM, FAILED_GRACE_S)
+            self.ranks.end(signal.SIGTERM, FAILED_GRACE_S)
             raise _describe_broken(self._screen.broken)
-        failures = self._ranks.failures()
+        failures = self.ranks.failures()
         if self._may_follow_elsewhere():
             return RunResult(state=WorkerState.HEALTHY)
         if all(each.is_victim for each in failures) and self._saw_failure_elsewhere():
-            self._ranks.end(signal.SIGTERM, FAILED_GRACE_S)
+            self.ranks.end(signal.SIGTERM, FAILED_GRACE_S)
             return RunResult(state=WorkerState.UNHEALTHY)
-        if self._static is not None and (failures or self._ranks.live) and self._requeue_seen_s is None:
+        if self._static is not None and (failures or self.ranks.live) and self._requeue_seen_s is None:
             self._check_nodes(self._static)  # node 0 takes the store along when it exits to be requeued
         chosen = self._choose(failures)
-        if chosen is not None and (self._ranks.is_leaving(chosen) or self._may_be_followed(chosen)):
+        if chosen is not None and self._is_ending(chosen):
             if self._notice.is_due(time.monotonic() - chosen.since_s):
                 self._notice.show(self._explain(chosen, worker_group))
         elif chosen is not None:
@@ -111,7 +112,7 @@ class Agent(LocalElasticAgent):
         error = self._logs.observer.take(self._screen.note)
         if error is not None and not failures and self.error is None:
             self._end_with(error)
-        if self._ranks.live or (failures and self.error is None):
+        if self.ranks.live or (failures and self.error is None):
             # A failure may be a victim whose cause is reported soon. torch's method is not called before the end,
             # because it would reap a rank between two of our checks and terminate the other ranks by its own rules.
             return RunResult(state=WorkerState.HEALTHY)
@@ -126,7 +127,7 @@ class Agent(LocalElasticAgent):
         super()._restart_workers(worker_group)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **options: Any) -> None:
-        if self._ranks.live:
+        if self.ranks.live:
             self._forward(death_sig)
         super()._shutdown(death_sig, *args, **options)
 
@@ -148,7 +149,7 @@ class Agent(LocalElasticAgent):
 
     def _choose(self, failures: Sequence[NodeRank]) -> NodeRank | None:
         now = time.monotonic()
-        chosen = choose_failure(failures, now, self._ranks.silent_pids)
+        chosen = choose_failure(failures, now, self.ranks.silent_pids)
         if chosen is None or not chosen.is_victim or self._static is None or self._options.nnodes[1] == 1:
             return chosen
         waited_s = now - min(each.since_s for each in failures)
@@ -161,8 +162,8 @@ class Agent(LocalElasticAgent):
 
     def _end_by_silence(self, rendezvous: StaticRendezvousHandler, node: NodeState, victim: NodeRank) -> NoReturn:
         """Terminate because of a lost node, which a rank here noticed first through a closed connection."""
-        failed = [each.rank for each in self._ranks.failures()]
-        self._ranks.end(signal.SIGTERM, FAILED_GRACE_S)
+        failed = [each.rank for each in self.ranks.failures()]
+        self.ranks.end(signal.SIGTERM, FAILED_GRACE_S)
         assert victim.raised is not None  # a rank that exited without an exception is never a victim
         how = " ".join([f"{victim.raised.type_name}:", *victim.raised.message.splitlines()[:1]])
         self.error = RendezvousError(
@@ -176,14 +177,15 @@ class Agent(LocalElasticAgent):
     def _end_with(self, error: DdpilotError) -> None:
         """Terminate the ranks because of `error`, and report it to the other nodes."""
         self.error = error
-        self._ranks.end(signal.SIGTERM, FAILED_GRACE_S, partial(self._notice.show, error))
+        self.ranks.end(signal.SIGTERM, FAILED_GRACE_S, partial(self._notice.show, error))
         if self._static is not None:
             self._static.report_failure(error)
 
-    def _may_be_followed(self, chosen: NodeRank) -> bool:
-        """True while the other ranks of a `Loop` may still exit with the requeue code too."""
+    def _is_ending(self, chosen: NodeRank) -> bool:
+        """True while `chosen` is exiting, or the other ranks of a `Loop` may still exit with the requeue code too."""
         limit_s = self._options.shutdown_timeout_s
-        return chosen.exited is not None and self._ranks.are_leaving(chosen.since_s, limit_s)
+        follow = chosen.exited is not None and self.ranks.are_leaving(chosen.since_s, limit_s)
+        return follow or self.ranks.is_leaving(chosen)
 
     def _may_follow_elsewhere(self) -> bool:
         """True while the ranks here may still exit with the requeue code, as ranks of a different node did."""
@@ -191,11 +193,11 @@ class Agent(LocalElasticAgent):
             return False
         if self._requeue_seen_s is None:
             self._requeue_seen_s = time.monotonic()
-        return self._ranks.are_leaving(self._requeue_seen_s, self._options.shutdown_timeout_s)
+        return self.ranks.are_leaving(self._requeue_seen_s, self._options.shutdown_timeout_s)
 
     def _explain(self, chosen: NodeRank, worker_group: WorkerGroup) -> RankError:
         """Build the error for one rank's failure from what is known now."""
-        victims = [each.rank for each in self._ranks.failures() if each.rank != chosen.rank and each.is_victim]
+        victims = [each.rank for each in self.ranks.failures() if each.rank != chosen.rank and each.is_victim]
         raised, last_lines = chosen.raised, self._screen.last_lines(chosen.rank)
         error = build_error(
             chosen,
@@ -203,7 +205,7 @@ class Agent(LocalElasticAgent):
             num_ranks=worker_group.workers[0].world_size,
             last_lines=last_lines if raised is None else find_child_errors(raised, last_lines),
             victims=victims,
-            returned=self._ranks.succeeded,
+            returned=self.ranks.succeeded,
             is_script=True,
         )
         self._logs.observer.explain(error)
@@ -212,8 +214,8 @@ class Agent(LocalElasticAgent):
     def _saw_failure_elsewhere(self) -> bool:
         if self._static is None:
             return False
-        failed = [each.rank for each in self._ranks.failures()]
-        live = [rank for rank in self._ranks.live if rank not in failed]
+        failed = [each.rank for each in self.ranks.failures()]
+        live = [rank for rank in self.ranks.live if rank not in failed]
         states = [f"{render_ranks(failed)} failed as a result"] * bool(failed)
         states += [f"{render_ranks(live)} terminated"] * bool(live)
         here = f"On this node, {' and '.join(states)}." if states else "The ranks on this node had succeeded."
@@ -225,7 +227,7 @@ class Agent(LocalElasticAgent):
             rendezvous.check()
         except DdpilotError as error:
             self.error = error
-            self._ranks.end(signal.SIGTERM, FAILED_GRACE_S)
+            self.ranks.end(signal.SIGTERM, FAILED_GRACE_S)
             raise
 
     def _forward(self, death_sig: signal.Signals) -> None:
@@ -233,29 +235,19 @@ class Agent(LocalElasticAgent):
 
         The exception of the second signal propagates through torch's agent, which calls this method again.
         """
-        ranks, grace_s = render_ranks(self._ranks.live), self._options.shutdown_timeout_s
+        ranks, grace_s = render_ranks(self.ranks.live), self._options.shutdown_timeout_s
         is_first, self._has_forwarded = not self._has_forwarded, True
         try:
             if is_first:
                 self._screen.note(
                     f"sending {death_sig.name} to {ranks}; they have {grace_s:g} s (send it again to kill them now)"
                 )
-                self._ranks.end(death_sig, grace_s)
+                self.ranks.end(death_sig, grace_s)
                 return
         except SignalException:
-            ranks = render_ranks(self._ranks.live)
+            ranks = render_ranks(self.ranks.live)
         self._screen.note(f"killing {ranks}")
-        self._ranks.kill()
-
-    @property
-    def wants_requeue(self) -> bool:
-        """True if every rank of this node exited with the code that asks for a requeue, after saving."""
-        return self._ranks.want_requeue
-
-    @property
-    def ends(self) -> str:
-        """How each rank of this node ended, as one line."""
-        return self._ranks.describe_ends()
+        self.ranks.kill()
 
 
 def _describe_broken(broken: OSError) -> DdpilotError:

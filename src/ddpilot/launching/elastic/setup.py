@@ -96,8 +96,8 @@ def _run(agent: Agent, me: NodeState, options: RunOptions) -> None:
     try:
         result = agent.run()
     except SignalException as stop:
-        found = f"{where} was stopped by {stop.sigval.name}: {agent.ends}"
-        raise RunStoppedError(did, found=found, exitcode=EXIT_REQUEUE if agent.wants_requeue else 1) from None
+        found = f"{where} was stopped by {stop.sigval.name}: {agent.ranks.describe_ends()}"
+        raise RunStoppedError(did, found=found, exitcode=EXIT_REQUEUE if agent.ranks.want_requeue else 1) from None
     except StopSignal as stop:
         found = f"{where} was stopped by {stop.number.name} before ranks were started"
         raise RunStoppedError(did, found=found, exitcode=128 + stop.number) from None
@@ -109,7 +109,7 @@ def _run(agent: Agent, me: NodeState, options: RunOptions) -> None:
         raise RendezvousError(f"joining the {options.rdzv_backend} rendezvous", found=found, fix=fix) from error
     if agent.error is not None:
         _copy_report(agent.report)
-        if agent.wants_requeue and isinstance(agent.error, RankError) and agent.error.exitcode == EXIT_REQUEUE:
+        if agent.ranks.want_requeue and isinstance(agent.error, RankError) and agent.error.exitcode == EXIT_REQUEUE:
             found = f"every rank of {where} exited with code {EXIT_REQUEUE}: run the same command again to resume"
             raise RunStoppedError(did, found=found, exitcode=EXIT_REQUEUE)
         raise agent.error

@@ -95,11 +95,6 @@ class RankServer:
         """Process id of the server."""
         return self._process.pid
 
-    @property
-    def forks(self) -> bool:
-        """True if the server forks ranks; False if each rank is a fresh interpreter."""
-        return self.key.may_fork and self.hello.dirty is None
-
     def _wait_for_hello(self, log: IO[bytes]) -> Hello:
         self._channel.settimeout(_START_LIMIT_S)
         try:
