@@ -7,7 +7,7 @@ import contextlib
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from ddpilot.launching.elastic import rank_main
 from ddpilot.launching.elastic.agent import Agent, PipedLogs
 from ddpilot.launching.elastic.options import RunOptions
 from ddpilot.launching.elastic.output_thread import OutputThread
-from ddpilot.launching.elastic.rendezvous.network import Endpoint
+from ddpilot.launching.elastic.prepare import PreparedRun
 from ddpilot.launching.elastic.rendezvous.node_state import NodeState
 from ddpilot.launching.elastic.rendezvous.static_rendezvous import StaticRendezvousHandler
 from ddpilot.launching.elastic.rendezvous.torch_backends import wait_in_thread
@@ -38,26 +38,18 @@ from ddpilot.launching.rank_environment import EXIT_REQUEUE
 
 
 def run_assembled(
-    options: RunOptions,
-    me: NodeState,
-    run_id: str,
-    endpoint: Endpoint | None,
-    screen: OutputThread,
-    folder: Path,
-    variables: Mapping[str, str],
-    make_observer: MakeObserver | None = None,
+    prepared: PreparedRun, screen: OutputThread, folder: Path, make_observer: MakeObserver | None
 ) -> None:
     """Run the ranks of this node to the end of the job. Raises the errors that `run_prepared` documents.
 
-    `endpoint`: address of the store, None for a rendezvous backend of torch; `folder`: for the ranks' reports;
-    `variables`: for the ranks' environment, in addition to torch's; `make_observer`: makes the observer of an attempt.
+    `folder`: for the ranks' reports; `make_observer`: makes the observer of an attempt.
     """
-    rendezvous = None
-    if endpoint is not None:
+    options, me, rendezvous = prepared.options, prepared.me, None
+    if prepared.endpoint is not None:
         limits = {"timeout_s": options.rdzv_timeout_s, "node_timeout_s": options.node_timeout_s}
-        rendezvous = StaticRendezvousHandler(endpoint, me, run_id=run_id, note=screen.note, **limits)
-    handler = rendezvous or _torch_rendezvous(options, run_id, screen.note)
-    logs = PipedLogs(options, screen, folder, variables, make_observer, rendezvous)
+        rendezvous = StaticRendezvousHandler(prepared.endpoint, me, run_id=prepared.run_id, note=screen.note, **limits)
+    handler = rendezvous or _torch_rendezvous(options, prepared.run_id, screen.note)
+    logs = PipedLogs(options, screen, folder, prepared.variables, make_observer, rendezvous)
     agent = Agent(_worker_spec(options, me, handler), logs, options, screen, rendezvous)
     is_clean = False
     try:
