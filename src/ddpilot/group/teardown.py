@@ -124,7 +124,7 @@ def free_group() -> Freed:
     """
     own = dict(_device_backends())
     if own:
-        _steps.refuse()
+        _refuse_steps()
     connecting = [name for name, backend in own.items() if not _has_communicator(backend)]
     if not can_find_sockets():
         why = f"sockets cannot be found on {sys.platform}: end this rank and start it again"
@@ -162,32 +162,25 @@ def abort_all(aborts: Mapping[str, Callable[[], None]], limit_s: float) -> tuple
     return tuple(aborted), tuple(failures)
 
 
-class _Steps:
-    """Makes optimizer steps raise after their group was freed, since the gradients may be incomplete."""
+_step_hooks: list[Any] = []
+"""Handle of the hook that makes optimizer steps raise, if a freed group is left."""
 
-    def __init__(self) -> None:
-        self._freed: weakref.ref[dist.ProcessGroup] | None = None
-        self._handle: Any = None
 
-    def refuse(self) -> None:
-        """Make optimizer steps raise until the current default group has been destroyed."""
-        from torch.optim.optimizer import register_optimizer_step_pre_hook
+def allow_steps() -> None:
+    """Allow optimizer steps again: no freed group is left."""
+    while _step_hooks:
+        _step_hooks.pop().remove()
 
-        world = dist.group.WORLD
-        self._freed = None if world is None else weakref.ref(world)
-        if self._handle is None:
-            self._handle = register_optimizer_step_pre_hook(self._look)
 
-    def allow(self) -> None:
-        """Allow optimizer steps again."""
-        self._freed = None
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+def _refuse_steps() -> None:
+    """Make optimizer steps raise until the current default group is destroyed: gradients may be incomplete."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    def _look(self, *_: Any) -> None:
-        freed = None if self._freed is None else self._freed()
-        if freed is not None and freed is dist.group.WORLD:
+    world = dist.group.WORLD
+    freed = (lambda: None) if world is None else weakref.ref(world)
+
+    def look(*_: Any) -> None:
+        if freed() is not None and freed() is dist.group.WORLD:
             raise GroupError(
                 "taking a step of an optimizer",
                 found="the process group was freed while this rank trained: its gradients may be partial sums",
@@ -195,9 +188,8 @@ class _Steps:
                 rank=dist.get_rank(),
             )
 
-
-_steps = _Steps()
-allow_steps = _steps.allow
+    allow_steps()
+    _step_hooks.append(register_optimizer_step_pre_hook(look))
 
 
 def _device_backends() -> Iterator[tuple[str, Any]]:
