@@ -9,6 +9,7 @@ from typing import Any
 
 from ddpilot.errors import RankError
 from ddpilot.launching.function_launch.launch import check_function, run_local
+from ddpilot.launching.observer import LaunchObserver
 from ddpilot.launching.options import SURE, LaunchOptions, check_keywords, explain_unknown, option_meant
 from ddpilot.launching.shipping.rank_results import RankResults
 from ddpilot.watch.companion import Watcher
@@ -51,8 +52,8 @@ class Launcher(LaunchOptions, WatchOptions):
                 error.fix = error.fix or next(filter(None, hints), "")
             raise
 
-    def _make_observer(self, name: str, count: int) -> Watcher | None:
-        return Watcher(self, name, count) if self.watch else None
+    def _make_observer(self, name: str, count: int) -> LaunchObserver:
+        return Watcher(self, name, count) if self.watch else LaunchObserver()
 
 
 def launch(fn: Callable[..., Any], /, *args: Any, nproc_per_node: int | str = "auto", **kwargs: Any) -> RankResults:

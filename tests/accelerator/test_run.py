@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests.accelerator import environment, why_not
-from tests.dist.run.commands import Done, run, write
+from tests.dist.launching.scripts import Outcome
+from tests.dist.run.commands import run, write
 
 pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is one"),
@@ -67,7 +68,7 @@ dist.destroy_process_group()
 """
 
 
-def run_script(folder: Path, source: str, *words: object, num_ranks: int = 2) -> Done:
+def run_script(folder: Path, source: str, *words: object, num_ranks: int = 2) -> Outcome:
     """What came of the script on so many devices."""
     write(folder, "train.py", BEGIN + source)
     return run(folder, "--nproc-per-node", num_ranks, *words, "train.py", **environment(num_ranks))
@@ -87,7 +88,7 @@ def test_run_trains_with_the_numbers_of_one_process_on_the_cpu(tmp_path: Path, n
                 assert weight.grad is not None
                 weight.sub_(0.1 * weight.grad)
     done = run_script(tmp_path, TRAIN, num_ranks=num_ranks)
-    assert done.status == 0, done
+    assert done.code == 0, done
     (line,) = [line for line in done.out.splitlines() if "weights" in line]
     expected = [value for weight in net.parameters() for value in weight.flatten().tolist()]
     assert json.loads(line.partition("weights ")[2]) == pytest.approx(expected, rel=1e-10)
@@ -96,14 +97,14 @@ def test_run_trains_with_the_numbers_of_one_process_on_the_cpu(tmp_path: Path, n
 def test_run_ends_a_rank_that_waits_for_its_device_and_names_the_one_that_failed(tmp_path: Path) -> None:
     """The exit status is torchrun's."""
     done = run_script(tmp_path, RAISE)
-    assert done.status == 1
+    assert done.code == 1
     assert "rank 1 raised ValueError: bad sample" in done.err
 
 
 def test_run_stops_ranks_that_are_in_different_collectives_and_shows_both_lines(tmp_path: Path) -> None:
     """Found from outside: neither rank's host stands in a collective."""
     done = run_script(tmp_path, HANG)
-    assert done.status == 1
+    assert done.code == 1
     assert "DDP201" in done.err
     assert "dist.broadcast(torch.ones(3, device=device), src=1)" in done.err
     assert "loss.backward()" in done.err
@@ -112,6 +113,6 @@ def test_run_stops_ranks_that_are_in_different_collectives_and_shows_both_lines(
 def test_run_starts_the_ranks_again_on_their_devices(tmp_path: Path) -> None:
     """A new process has a device that works, and the rank's own."""
     done = run_script(tmp_path, ONCE, "--max-restarts", 1)
-    assert done.status == 0, done
+    assert done.code == 0, done
     for rank in range(2):
         assert f"attempt 1 on emu:{rank}" in done.out

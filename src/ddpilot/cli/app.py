@@ -67,9 +67,13 @@ def topology(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Print the rank and the job of this process."""
-    from ddpilot.cli.machine_commands import describe_topology
+    from dataclasses import asdict
+    from json import dumps
 
-    print(describe_topology(as_json=json))
+    from ddpilot.environments.detect import detect_topology
+
+    found = detect_topology(os.environ)
+    print(dumps(asdict(found), indent=2) if json else found)
 
 
 @app.command()
@@ -115,12 +119,19 @@ def gpu_check(
     """Check ddpilot's claims about GPUs on this machine: ok, FAILED or cannot be shown here, with the evidence."""
     from pathlib import Path
 
-    from ddpilot.cli.machine_commands import check_gpus, list_checks
+    from ddpilot.gpu_check.catalogue import CHECKS, choose_checks
+    from ddpilot.gpu_check.runner import render_summary, run_checks
 
     if list_:
-        print(list_checks())
-    else:
-        raise typer.Exit(check_gpus(names or (), json_path=Path(json), limit_s=time_limit_s))
+        print("\n".join(f"{check.name:<33}  {check.needs:<9}  {check.claim}" for check in CHECKS))
+        return
+    checks = choose_checks(names or ())
+    if time_limit_s is not None and not time_limit_s > 0:
+        raise DdpilotError("reading --time-limit-s", found=f"{time_limit_s:g}", fix="Give seconds, more than 0")
+    path = Path(json)
+    results = run_checks(checks, json_path=path, limit_s=time_limit_s, show=lambda line: print(line, flush=True))
+    print(render_summary(results, path))
+    raise typer.Exit(int(any(each.outcome.status == "failed" for each in results)))
 
 
 @app.command()

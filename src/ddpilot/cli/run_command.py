@@ -22,7 +22,8 @@ from typing import Any
 from ddpilot.errors import DdpilotError, LaunchError, RankError, WatchError, did_you_mean
 from ddpilot.guard.hook import GUARD_VARIABLE
 from ddpilot.launching.elastic.options import RunOptions
-from ddpilot.launching.elastic.run import prepare_run, run_prepared
+from ddpilot.launching.elastic.prepare import prepare_run
+from ddpilot.launching.elastic.run import run_prepared
 from ddpilot.launching.elastic.signals import DEFAULT_SIGNALS, OutputClosedError, RunStoppedError, check_signals
 from ddpilot.launching.elastic.target import LAUNCHERS
 from ddpilot.option_parser import (

@@ -9,7 +9,7 @@ the job's, which may be stale.
 from __future__ import annotations
 
 import re
-from itertools import product
+from itertools import islice, product
 
 from ddpilot.environments.topology import Topology, alone
 from ddpilot.environments.variables import (
@@ -164,6 +164,7 @@ def _derive_port(environ: Environ) -> int:
 
 MAX_NODES = 65_536
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
+_PAIRED = re.compile(r"(?:[^\[\]]|\[[^\[\]]*\])*")
 _COUNT = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
 
 
@@ -173,12 +174,14 @@ def parse_node_list(text: str, *, variable: str = "SLURM_JOB_NODELIST") -> tuple
     Numbers keep the zero padding of their range's low end; several brackets in one name multiply. Raises
     `TopologyError` naming `variable` for an empty list, an empty name, an invalid bracket or a descending range.
     """
+    if not _PAIRED.fullmatch(text):
+        raise _refuse(text, variable, "brackets that do not pair")
     hosts: list[str] = []
-    for item in _split_outside_brackets(text.strip(), variable):
+    for item in re.split(r",(?![^\[]*\])", text.strip()):  # at commas outside of brackets
         # Pieces at odd indices are the contents of brackets.
         pieces = re.split(r"[\[\]]", item)
         choices = [_expand_ranges(piece, text, variable) if i % 2 else [piece] for i, piece in enumerate(pieces)]
-        names = ["".join(parts) for parts in _bounded_product(choices, text, variable)]
+        names = ["".join(parts) for parts in islice(product(*choices), MAX_NODES + 1)]
         if "" in names:
             raise _refuse(text, variable, "an empty host name")
         hosts += names
@@ -204,21 +207,6 @@ def parse_tasks_per_node(text: str, *, variable: str = "SLURM_TASKS_PER_NODE") -
     return tuple(counts)
 
 
-def _split_outside_brackets(text: str, variable: str) -> list[str]:
-    items, depth = [""], 0
-    for character in text:
-        depth += (character == "[") - (character == "]")
-        if depth not in (0, 1):
-            raise _refuse(text, variable, "brackets that do not pair")
-        if character == "," and depth == 0:
-            items.append("")
-        else:
-            items[-1] += character
-    if depth:
-        raise _refuse(text, variable, "a bracket that is not closed")
-    return items
-
-
 def _expand_ranges(ranges: str, text: str, variable: str) -> list[str]:
     numbers: list[str] = []
     for item in ranges.split(","):
@@ -230,15 +218,6 @@ def _expand_ranges(ranges: str, text: str, variable: str) -> list[str]:
             raise _refuse(text, variable, f"more than {MAX_NODES} hosts")
         numbers += [f"{number:0{len(low)}d}" for number in range(int(low), int(high) + 1)]
     return numbers
-
-
-def _bounded_product(choices: list[list[str]], text: str, variable: str) -> product[tuple[str, ...]]:
-    total = 1
-    for choice in choices:
-        total *= len(choice)
-    if total > MAX_NODES:
-        raise _refuse(text, variable, f"more than {MAX_NODES} hosts")
-    return product(*choices)
 
 
 def _refuse(text: str, variable: str, why: str) -> TopologyError:

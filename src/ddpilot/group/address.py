@@ -6,10 +6,13 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import queue
 import socket
 import threading
 import time
+from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import Future
+from typing import TypeVar
 
 import psutil
 
@@ -17,62 +20,90 @@ from ddpilot.environments.variables import is_loopback
 from ddpilot.errors import RendezvousError
 
 _RESOLVE_LIMIT_S = 2.5
-_PATIENCE_S = 5.0
+_FIRST_NOTICE_S = 5.0
+_EVERY_S = 15.0
 _log = logging.getLogger("ddpilot")
+Result = TypeVar("Result")
+
+
+def call_in_thread(call: Callable[[], Result], name: str) -> Future[Result]:
+    """Start `call` in a daemon thread `name`, for a call in C++ that blocks signals or may never return."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001  (raised where the result is read)
+            future.set_exception(error)
+
+    try:
+        threading.Thread(target=run, daemon=True, name=name).start()
+    except RuntimeError:  # since Python 3.12, exit handlers cannot start threads
+        run()
+    return future
+
+
+class WaitNotices:
+    """Notices of one long wait, which starts now: shown by `note` after 5 s and then every 15 s."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+        self._start_s = time.monotonic()
+        self._due_s = _FIRST_NOTICE_S
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds since the wait started."""
+        return time.monotonic() - self._start_s
+
+    def show_if_due(self, text: str) -> None:
+        """Show `text` if a notice is due."""
+        if self.waited_s >= self._due_s:
+            self._due_s = self.waited_s + _EVERY_S
+            self._note(text)
 
 
 def check_resolves(host: str, limit_s: float = _RESOLVE_LIMIT_S) -> None:
     """Raise RendezvousError within `limit_s` seconds if `host` is neither an address nor a name that resolves."""
-    answer: queue.Queue[OSError | None] = queue.Queue()
-
-    def ask() -> None:
-        try:
-            socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        except OSError as error:
-            answer.put(error)
-        else:
-            answer.put(None)
-
-    # A resolver call cannot be interrupted; in a daemon thread it may finish late without blocking this rank.
-    threading.Thread(target=ask, daemon=True, name="ddpilot-resolve").start()
+    lookup = call_in_thread(lambda: socket.getaddrinfo(host, None, type=socket.SOCK_STREAM), "ddpilot-resolve")
     try:
-        error = answer.get(timeout=limit_s)
-    except queue.Empty:
-        error = TimeoutError(f"no answer from the resolver in {limit_s:g} s")
-    if error is not None:
+        lookup.result(limit_s)
+    except (OSError, UnicodeError, futures.TimeoutError) as error:
+        why = getattr(error, "strerror", None) or str(error) or f"no answer from the resolver in {limit_s:g} s"
         raise RendezvousError(
             f"looking up MASTER_ADDR={host}",
-            found=f"the name does not resolve ({error.strerror or error})",
+            found=f"the name does not resolve ({why})",
             fix="Set MASTER_ADDR to the host name or address of the machine that runs rank 0.",
         ) from error
 
 
-def wait_for_port(host: str, port: int, timeout_s: float) -> None:
-    """Wait until `host`:`port` accepts connections. Raises RendezvousError after `timeout_s` seconds.
+def wait_for_port(
+    host: str, port: int, timeout_s: float, note: Callable[[str], None] = _log.warning, *, of: str = "rank 0"
+) -> None:
+    """Wait until `host`:`port`, the store of `of`, accepts connections. Raises RendezvousError after `timeout_s`.
 
-    Polls often at first. Logs one warning after 5 s.
+    Polls often at first. `note` shows notices about a long wait.
     """
-    start, pause_s, has_warned = time.monotonic(), 0.02, False
+    notices, pause_s = WaitNotices(note), 0.02
     while True:
-        waited = time.monotonic() - start
         try:
-            socket.create_connection((host, port), timeout=min(3.0, max(0.1, timeout_s - waited))).close()
+            limit_s = min(3.0, max(0.1, timeout_s - notices.waited_s))
+            socket.create_connection((host, port), timeout=limit_s).close()
             return
         except OSError as error:
             last = error
-        waited = time.monotonic() - start
-        if waited >= timeout_s:
+        waited_s = notices.waited_s
+        found = f"no answer from {host}:{port}"
+        if waited_s >= timeout_s:
             raise RendezvousError(
-                f"connecting to rank 0's store at {host}:{port}",
-                found=f"no answer for {waited:.1f} s ({last})",
+                f"waiting for {of}",
+                found=f"{found} for {waited_s:.0f} s ({last})",
                 fix="Check that rank 0 runs on that machine, that every rank has the same MASTER_ADDR and MASTER_PORT, "
                 "and that no firewall blocks the port.",
                 missing=(0,),
             ) from last
-        if waited > _PATIENCE_S and not has_warned:
-            has_warned = True
-            _log.warning("still waiting for rank 0: no answer from %s:%d (%s)", host, port, last)
-        time.sleep(min(pause_s, timeout_s - waited))
+        notices.show_if_due(f"waiting for {of}: {found} ({last}), for {waited_s:.0f} s of {timeout_s:g} s")
+        time.sleep(min(pause_s, timeout_s - waited_s))
         pause_s = min(0.5, pause_s * 1.5)
 
 

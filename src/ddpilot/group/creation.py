@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import atexit
 import os
-import re
 import socket
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -24,7 +23,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.constants import default_pg_timeout
-from torch.nn.parallel import DistributedDataParallel
 
 from ddpilot.environments.detect import detect_topology
 from ddpilot.environments.topology import Topology
@@ -81,7 +79,7 @@ def _leave_at_exit() -> None:
 
 _NCCL_TIMEOUT = timedelta(minutes=10)
 _NONBLOCKING_VARIABLE = "TORCH_NCCL_USE_COMM_NONBLOCKING"
-_BLOCKING_SINCE = (2, 7, 1)
+_BLOCKING_SINCE = "2.7.1"
 """From 2.6 until this version, `device_id` made NCCL's communicators non-blocking; NCCL 2.26 then hangs
 (pytorch#153960)."""
 
@@ -133,7 +131,7 @@ def _initialise(
     store: Store, topology: Topology, backend: str, device: torch.device, timeout_s: float | None
 ) -> dist.ProcessGroup:
     binds = binds_device(backend, device, topology.world_size)
-    if binds and backend_of(backend, device.type) == "nccl" and _torch_version() < _BLOCKING_SINCE:
+    if binds and backend_of(backend, device.type) == "nccl" and torch.__version__ < _BLOCKING_SINCE:
         os.environ.setdefault(_NONBLOCKING_VARIABLE, "0")
     try:
         dist.init_process_group(
@@ -183,11 +181,6 @@ def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
     if not own.supports_splitting:
         own.allreduce([torch.zeros(1, device=device)]).wait()  # bypasses the recorder: it is not the user's collective
         torch.accelerator.synchronize(device)
-
-
-def _torch_version() -> tuple[int, ...]:
-    numbers = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", torch.__version__)
-    return tuple(int(number or 0) for number in numbers.groups()) if numbers else _BLOCKING_SINCE
 
 
 @contextmanager
@@ -286,9 +279,6 @@ class Rebuilt:
     """One sentence for every DDP model of this rank that could not be bound to the new group."""
     disagreements: tuple[str, ...] = ()
     """One sentence for every parameter that differs across ranks; the same on every rank."""
-    aborted: tuple[str, ...] = ()
-    """Names of this rank's old groups whose device communicators were aborted, as in `Freed`. If there are any, models
-    and optimizers may hold an unfinished update, even if they are equal on all ranks. Load a checkpoint."""
 
 
 def rebuild_group(
@@ -297,29 +287,26 @@ def rebuild_group(
     *,
     generation: int,
     backend: str | None = None,
-    timeout_s: float | None = None,
     rendezvous_s: float | None = None,
-    models: Iterable[DistributedDataParallel] | None = None,
 ) -> Rebuilt:
     """Destroy the old group of this rank and enter a new one on the store at `endpoint`. Collective.
 
     Every rank calls it, including restarted ranks, in the thread that runs user code, after `free_group` has returned
     on all of them. `generation` must be the same on all ranks and must not have been used on that store before, even by
-    a failed attempt. `timeout_s`: timeout of the new group's collectives (default: torch's); `rendezvous_s`: timeout of
-    the wait for the other ranks (default: `timeout_s`). `models`: the DDP models to bind to the new group in place;
-    default: all that are alive. Gradients of an interrupted step keep their values, so set them to zero. With NCCL, the
-    optimizer step may have been applied with such gradients on the device: see `Rebuilt.aborted`.
+    a failed attempt. `rendezvous_s`: timeout of the wait for the other ranks (default: torch's). All DDP models that
+    are alive are bound to the new group in place. Gradients of an interrupted step keep their values, so set them to
+    zero. With NCCL, the optimizer step may have been applied with such gradients on the device: see `Freed.aborted`.
 
     Raises RendezvousError and GroupError like `init_group`. Parameters that differ across ranks (because a rank had
     stepped before the failure, or was restarted) do not raise; they are listed in `Rebuilt.disagreements`.
     """
-    kept = find_models() if models is None else list(models)
-    aborted = take_down(healthy=False).aborted
-    limit_s = rendezvous_s or timeout_s or default_pg_timeout.total_seconds()
+    kept = find_models()
+    take_down(healthy=False)
+    limit_s = rendezvous_s or default_pg_timeout.total_seconds()
     own = replace(endpoint, prefix=f"{endpoint.prefix}/generation{generation}")
     choice = resolve_device(detect_device_facts(os.environ, topology.local_rank), backend)
     device = use_device(choice)
-    group = form_group(connect_store(own, limit_s), topology, choice, device, timeout_s, limit_s)
+    group = form_group(connect_store(own, limit_s), topology, choice, device, None, limit_s)
     bound = [bind_model(model, group.process_group) for model in kept]
     unbound = tuple(
         f"{type(model.module).__name__} was on a group of {model.process_group.size()} ranks: wrap it again"
@@ -327,4 +314,4 @@ def rebuild_group(
         if not done
     )
     disagreements = compare_models([model for model, done in zip(kept, bound, strict=True) if done], group)
-    return Rebuilt(group, sum(bound), unbound, disagreements, aborted)
+    return Rebuilt(group, sum(bound), unbound, disagreements)

@@ -56,15 +56,11 @@ def bind_model(model: DistributedDataParallel, group: dist.ProcessGroup) -> bool
 def fingerprint(model: torch.nn.Module) -> dict[str, str]:
     """Parameter name -> digest of its exact bytes and dtype. Buffers are excluded: they may differ by design.
 
-    Parameters on a device are reduced there with a single synchronization; only one number per parameter is copied.
+    Parameters on a device are reduced there; only one number per parameter is copied.
     """
-    parameters = dict(model.named_parameters())
-    on_device = [name for name, parameter in parameters.items() if parameter.device.type != "cpu"]
-    mixed = [_mix(parameters[name]) for name in on_device]
-    numbers = dict(zip(on_device, _fetch(mixed), strict=True))
     return {
-        name: f"{numbers[name]:x} {parameter.dtype}" if name in numbers else _digest(parameter)
-        for name, parameter in parameters.items()
+        name: _digest(parameter) if parameter.device.type == "cpu" else f"{int(_mix(parameter)):x} {parameter.dtype}"
+        for name, parameter in model.named_parameters()
     }
 
 
@@ -112,17 +108,6 @@ def _render_outlines(ranks_by_outline: dict[str, list[int]]) -> str:
 def _outline(module: torch.nn.Module) -> str:
     names = ", ".join(f"{name} {tuple(parameter.shape)}" for name, parameter in module.named_parameters())
     return f"{type(module).__name__}({names})"
-
-
-def _fetch(numbers: Sequence[torch.Tensor]) -> list[int]:
-    by_device: dict[torch.device, list[int]] = {}
-    for position, number in enumerate(numbers):
-        by_device.setdefault(number.device, []).append(position)
-    found: dict[int, int] = {}
-    for positions in by_device.values():
-        values = torch.stack([numbers[position] for position in positions]).tolist()
-        found.update(zip(positions, values, strict=True))
-    return [found[position] for position in range(len(numbers))]
 
 
 def _mix(tensor: torch.Tensor) -> torch.Tensor:

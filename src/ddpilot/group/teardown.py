@@ -22,10 +22,10 @@ import os
 import platform
 import socket
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent import futures
 from contextlib import closing
 from dataclasses import dataclass
 from functools import wraps
@@ -39,6 +39,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ddpilot.environments.running_frames import frames_of_threads, reading_frames
 from ddpilot.errors import GroupError
+from ddpilot.group.address import call_in_thread
 from ddpilot.group.device import is_asynchronous
 from ddpilot.group.members import read_member
 from ddpilot.group.store import wait_for_keys
@@ -72,13 +73,13 @@ def _any_gone(store: Store, ranks: list[int]) -> bool:
     return any(member is not None and member.is_gone() for member in members)
 
 
-def take_down(healthy: bool) -> Freed:
+def take_down(healthy: bool) -> None:
     """Destroy all process groups of this process. `healthy`: True if every rank has reached this point.
 
-    If not, the groups are freed first, because destroying them would wait for operations in progress. Returns what was
-    freed.
+    If not, the groups are freed first, because destroying them would wait for operations in progress.
     """
-    freed = Freed() if healthy else free_group()
+    if not healthy:
+        free_group()
     if dist.is_initialized():
         dist.destroy_process_group()
     allow_steps()
@@ -86,7 +87,6 @@ def take_down(healthy: bool) -> Freed:
     c10d._world.group_count = 0
     # A DDP model keeps the old group alive and would silently continue to use it: make its next step fail instead.
     shut(find_gloo_sockets())
-    return freed
 
 
 ABORT_LIMIT_S = 2.0
@@ -107,13 +107,13 @@ class Freed:
     """Why this rank may remain stuck, one sentence each; then terminate the rank. Empty if everything was freed."""
 
 
-def free_group(endpoints: Iterable[tuple[str, int]] = ()) -> Freed:
+def free_group() -> Freed:
     """Make every collective, store wait and `new_group` of this process return now, with an error.
 
     Not collective, but must be called on *every* rank, from a thread other than the stuck one (a stuck rank notices
     that a peer was freed only if the peer is its neighbor in the ring). Frees every process group, whichever code
-    created it, and the stores at `endpoints` (address, port) besides those that torch and running functions hold. The
-    user's own sockets are not touched. The groups are unusable afterwards: call `rebuild_group` or `Group.leave` next.
+    created it, and the stores that torch and running functions hold. The user's own sockets are not touched.
+    The groups are unusable afterwards: call `rebuild_group` or `Group.leave` next.
 
     Communicators of devices (NCCL) are aborted: a call that waits for one of their collectives, such as `.item()`,
     returns *without* an error, with partial sums. The next collective raises, and so does the next optimizer step.
@@ -124,7 +124,7 @@ def free_group(endpoints: Iterable[tuple[str, int]] = ()) -> Freed:
     """
     own = dict(_device_backends())
     if own:
-        _steps.refuse()
+        _refuse_steps()
     connecting = [name for name, backend in own.items() if not _has_communicator(backend)]
     if not can_find_sockets():
         why = f"sockets cannot be found on {sys.platform}: end this rank and start it again"
@@ -132,7 +132,7 @@ def free_group(endpoints: Iterable[tuple[str, int]] = ()) -> Freed:
         return Freed(aborted, (why, *failures))
     # Groups first: a rank freed from a store wait could otherwise enter a collective of a group that is still open.
     shut(find_gloo_sockets())
-    shut(find_store_sockets({*endpoints, *_store_endpoints()}))
+    shut(find_store_sockets(_store_endpoints()))
     aborted, failures = abort_all({name: backend.abort for name, backend in own.items()}, ABORT_LIMIT_S)
     return Freed(aborted, (*failures, *_unfreeable(connecting)))
 
@@ -148,62 +148,39 @@ def abort_all(aborts: Mapping[str, Callable[[], None]], limit_s: float) -> tuple
     In parallel, because aborting one communicator may wait for a kernel of one that must be aborted too
     (pytorch#119797). Waits at most `limit_s` seconds.
     """
-    failures: dict[str, str] = {}
-
-    def run(name: str, abort: Callable[[], None]) -> None:
-        try:
-            abort()
-        except RuntimeError as error:
-            failures[name] = f"aborting group {name!r} failed: {str(error).splitlines()[0]}"
-
-    threads: dict[str, threading.Thread] = {}
-    for name in sorted(aborts):
-        threads[name] = threading.Thread(target=run, args=(name, aborts[name]), daemon=True, name="ddpilot-abort")
-        try:
-            threads[name].start()
-        except RuntimeError:  # since Python 3.12, exit handlers cannot start threads
-            run(name, aborts[name])
+    pending = {name: call_in_thread(abort, "ddpilot-abort") for name, abort in sorted(aborts.items())}
     deadline_s = time.monotonic() + limit_s
-    for name, thread in threads.items():
-        if thread.ident is not None:
-            thread.join(max(0.0, deadline_s - time.monotonic()))
-        if thread.is_alive():
-            failures[name] = f"aborting group {name!r} has not returned after {limit_s:g} s: end this rank"
-    aborted = tuple(name for name in threads if name not in failures)
-    return aborted, tuple(failures[name] for name in threads if name in failures)
+    aborted, failures = [], []
+    for name, abort in pending.items():
+        try:
+            abort.result(max(0.0, deadline_s - time.monotonic()))
+            aborted.append(name)
+        except futures.TimeoutError:
+            failures.append(f"aborting group {name!r} has not returned after {limit_s:g} s: end this rank")
+        except RuntimeError as error:
+            failures.append(f"aborting group {name!r} failed: {str(error).splitlines()[0]}")
+    return tuple(aborted), tuple(failures)
+
+
+_step_hooks: list[Any] = []
+"""Handle of the hook that makes optimizer steps raise, if a freed group is left."""
 
 
 def allow_steps() -> None:
     """Allow optimizer steps again: no freed group is left."""
-    _steps.allow()
+    while _step_hooks:
+        _step_hooks.pop().remove()
 
 
-class _Steps:
-    """Makes optimizer steps raise after their group was freed, since the gradients may be incomplete."""
+def _refuse_steps() -> None:
+    """Make optimizer steps raise until the current default group is destroyed: gradients may be incomplete."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    def __init__(self) -> None:
-        self._freed: weakref.ref[dist.ProcessGroup] | None = None
-        self._handle: Any = None
+    world = dist.group.WORLD
+    freed = (lambda: None) if world is None else weakref.ref(world)
 
-    def refuse(self) -> None:
-        """Make optimizer steps raise until the current default group has been destroyed."""
-        from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-        world = dist.group.WORLD
-        self._freed = None if world is None else weakref.ref(world)
-        if self._handle is None:
-            self._handle = register_optimizer_step_pre_hook(self._look)
-
-    def allow(self) -> None:
-        """Allow optimizer steps again."""
-        self._freed = None
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
-
-    def _look(self, *_: Any) -> None:
-        freed = None if self._freed is None else self._freed()
-        if freed is not None and freed is dist.group.WORLD:
+    def look(*_: Any) -> None:
+        if freed() is not None and freed() is dist.group.WORLD:
             raise GroupError(
                 "taking a step of an optimizer",
                 found="the process group was freed while this rank trained: its gradients may be partial sums",
@@ -211,8 +188,8 @@ class _Steps:
                 rank=dist.get_rank(),
             )
 
-
-_steps = _Steps()
+    allow_steps()
+    _step_hooks.append(register_optimizer_step_pre_hook(look))
 
 
 def _device_backends() -> Iterator[tuple[str, Any]]:
@@ -297,7 +274,7 @@ def can_find_sockets() -> bool:
 
 def find_gloo_sockets() -> list[OpenSocket]:
     """All sockets registered with the event loop of a gloo device of this process; empty if gloo is not in use."""
-    loops = _epolls(_is_named_gloo) or _epolls(_is_like_gloo)
+    loops = _epolls(lambda wait: wait.thread == _GLOO_THREAD) or _epolls(_is_like_gloo)
     watched = {fd for epoll in loops for fd in _watched_by(epoll)}
     return [found for fd in sorted(watched) if (found := _as_socket(fd)) is not None]
 
@@ -335,7 +312,7 @@ def shut(sockets: Iterable[OpenSocket]) -> None:
 
 def _hosted_store_ports() -> set[int]:
     """Ports on which stores hosted by this process listen."""
-    watched = {fd for epoll in _epolls(_is_store_thread) for fd in _watched_by(epoll)}
+    watched = {fd for epoll in _epolls(lambda wait: wait.thread == _STORE_THREAD) for fd in _watched_by(epoll)}
     return {
         connection.laddr.port
         for connection in psutil.Process().net_connections(kind="tcp")
@@ -364,17 +341,9 @@ class _Wait:
     timeout_ms: int
 
 
-def _is_named_gloo(wait: _Wait) -> bool:
-    return wait.thread == _GLOO_THREAD
-
-
 def _is_like_gloo(wait: _Wait) -> bool:
     # Python's epoll objects register file descriptors as data, gloo registers addresses.
     return (wait.events, wait.timeout_ms) == _GLOO_WAIT and not _watches_by_number(wait.epoll)
-
-
-def _is_store_thread(wait: _Wait) -> bool:
-    return wait.thread == _STORE_THREAD
 
 
 def _epolls(wanted: Callable[[_Wait], bool]) -> set[int]:
@@ -434,9 +403,6 @@ _MARK = "_ddpilot_lets_works_end"
 
 def let_works_end() -> None:
     """Make `destroy_process_group` and this process's exit wait for gloo's threads. A second call does nothing."""
-    import torch.distributed as dist
-    import torch.distributed.distributed_c10d as c10d
-
     destroy = c10d.destroy_process_group
     if hasattr(destroy, _MARK):
         return

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from ddpilot.errors import RankError, is_known
 from ddpilot.findings.catalog import SHIP_ERROR, find_cause, find_known, fix_in_rank, is_of_child
@@ -32,15 +33,18 @@ ENDING_LIMIT_S = 3.0
 """Maximum wait in seconds while a rank that has not reported is exiting: it is the cause and will be reported."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Failure:
-    """One rank's failure. `error`: the original exception if it could be unpickled; `since_s`: when it was received."""
+@dataclass(kw_only=True)
+class RankEnd:
+    """How a rank ended, as far as is known. A failure has raised, or has exited with a nonzero code or by a signal.
+
+    `error`: the original exception if it could be unpickled; `since_s`: when the failure was received.
+    """
 
     rank: int
-    raised: Raised | None
-    exited: Exited | None
-    error: BaseException | None
-    since_s: float
+    raised: Raised | None = None
+    exited: Exited | None = None
+    error: BaseException | None = None
+    since_s: float = 0.0
 
     @property
     def time_s(self) -> float:
@@ -63,10 +67,18 @@ class Failure:
         """True if the failure looks like a consequence of a different rank's failure."""
         return self.raised is not None and self.raised.is_victim
 
+    @property
+    def has_returned(self) -> bool:
+        """True if the rank's program finished without an error."""
+        return self.exited is not None and self.exited.exitcode == 0
+
+
+_End = TypeVar("_End", bound=RankEnd)
+
 
 def choose_failure(
-    failures: Sequence[Failure], now_s: float, silent_pids: Callable[[], Iterable[int]] = tuple
-) -> Failure | None:
+    failures: Sequence[_End], now_s: float, silent_pids: Callable[[], Iterable[int]] = tuple
+) -> _End | None:
     """Return the earliest cause, or the earliest victim if no cause was reported; None while more may arrive.
 
     If several ranks report a failure that happened on one of them, that rank's own failure is returned. `silent_pids`
@@ -89,8 +101,18 @@ def choose_failure(
     return None
 
 
+def may_be_followed(ranks: Sequence[RankEnd], waited_s: float, limit_s: float) -> bool:
+    """True while live ranks may still exit with the requeue code, as one of `ranks` did `waited_s` ago.
+
+    They may for `limit_s` seconds, in which they may still run a `finally` block or exit handlers.
+    """
+    codes = {end.exitcode for rank in ranks for end in (rank.raised, rank.exited) if end is not None}
+    is_requeue = codes <= {EXIT_REQUEUE} and not any(rank.has_returned for rank in ranks)
+    return is_requeue and waited_s <= limit_s and any(rank.exited is None for rank in ranks)
+
+
 def build_error(
-    failure: Failure,
+    failure: RankEnd,
     *,
     function_name: str,
     num_ranks: int,
@@ -189,7 +211,7 @@ def find_child_errors(raised: Raised, last_lines: Sequence[str]) -> tuple[str, .
     return tuple(dict.fromkeys(found))[-5:]
 
 
-def _describe_ranks_before(failure: Failure, returned: Sequence[int], ended: str) -> str:
+def _describe_ranks_before(failure: RankEnd, returned: Sequence[int], ended: str) -> str:
     """Return a sentence about the ranks that had ended before `failure` lost its connection, or ""."""
     if not (failure.is_victim and returned):
         return ""

@@ -7,6 +7,7 @@ Implemented by packages above `launching`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from ddpilot.errors import LaunchTimeoutError, RankError, WatchError
@@ -87,32 +88,38 @@ class Mailbox(Protocol):
         """Pieces received from other nodes since the last call, by node rank."""
 
 
-class LaunchObserver(Protocol):
-    """Observer of one launch. Methods must not raise."""
+class LaunchObserver:
+    """Observer of one launch. This one observes nothing; its subclasses do. Methods must not raise."""
+
+    hooks: tuple[str, ...] = ()
+    """Functions, as "module:name", that each rank calls before the user's function."""
+
+    variables: Mapping[str, str] = MappingProxyType({})
+    """Environment variables to set in the ranks."""
 
     @property
-    def hooks(self) -> tuple[str, ...]:
-        """Functions, as "module:name", that each rank calls before the user's function."""
-
-    @property
-    def variables(self) -> Mapping[str, str]:
-        """Environment variables to set in the ranks."""
-
-    @property
-    def fd(self) -> int:
-        """File descriptor that becomes readable when `take` has something to process."""
+    def fd(self) -> int | None:
+        """File descriptor that becomes readable when `take` has something to process; None if that never happens."""
+        return None
 
     def begin(self, ranks: Sequence[RankState], sources: Mapping[str, str]) -> None:
         """Called when the ranks are being started. `sources`: source text that has no file, such as cells, by name."""
 
-    def take(self, note: Callable[[str], None]) -> WatchError | None:
+    def take(self, note: Callable[[str], None]) -> WatchError | None:  # noqa: ARG002
         """Report events by calling `note`. Returns the error that the launch must end with, or None."""
+        return None
 
     def explain(self, error: RankError | LaunchTimeoutError) -> None:
         """Add what was observed from outside to `error`, which ends the launch."""
 
-    def finish(self, note: Callable[[str], None]) -> WatchError | None:
+    def finish(self, note: Callable[[str], None]) -> WatchError | None:  # noqa: ARG002
         """Called after all ranks succeeded: report by calling `note`. Returns an error to end with anyway, or None."""
+        return None
 
     def end(self, is_clean: bool) -> None:
         """Called when the launch has finished and its ranks have exited. `is_clean`: True if it raised nothing."""
+
+
+MakeObserver = Callable[[str, int, tuple[int, ...], Mailbox | None], LaunchObserver | None]
+"""Creates the observer of an attempt of a run, or returns None, given the script's name, the world size, the ranks of
+this node and the mailbox for the other nodes (None on one node)."""

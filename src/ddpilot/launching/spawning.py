@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start, signal and end the processes of ranks: the interface `RankSpawner`, and `ForkedRanks` for this machine.
+"""`ForkedRanks`: start, signal and end the processes of ranks on this machine.
 
-Launches and sessions see a rank as events and bytes, never as a socket or a process of their own, so that a spawner may
-start ranks on other machines.
+Launches and sessions see a rank as events and bytes, never as a socket or a process of their own, so that a spawner of
+ranks on other machines can have the same methods.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ddpilot.launching.options import LaunchOptions
 from ddpilot.launching.rank_environment import choose_num_threads, module_paths, rank_variables
 from ddpilot.launching.rank_reports import Exited, Raised, RankStart, Returned, Taken
 from ddpilot.launching.rank_server import job
-from ddpilot.launching.rank_server.client import RankHandle, ensure_server, start_rank
+from ddpilot.launching.rank_server.client import ensure_server
 from ddpilot.launching.shipping import fd_socket
 from ddpilot.launching.shipping.memory_file import map_private
 
@@ -38,14 +38,6 @@ _FINISH_LIMIT_S = 10.0
 
 SERVER_GONE = "ended with the rank server"
 """Reason of `Ended` for the ranks of a spawner whose server has exited."""
-
-
-@dataclass(frozen=True)
-class Started:
-    """A rank's process was started. `pid` is None on a different machine."""
-
-    rank: int
-    pid: int | None
 
 
 @dataclass(frozen=True)
@@ -78,7 +70,7 @@ class Ended:
     reason: str = ""
 
 
-SpawnerEvent = Started | Wrote | Reported | Ended
+SpawnerEvent = job.Started | Wrote | Reported | Ended
 
 
 class EventLoop(Protocol):
@@ -91,52 +83,32 @@ class EventLoop(Protocol):
         """Stop watching `source`, if it is watched."""
 
 
-class RankSpawner(Protocol):
-    """The processes of `world_size` ranks. All methods are called in the thread of the event loop."""
+@dataclass
+class RankHandle:
+    """Channels to one rank's process."""
 
-    world_size: int
+    rank: int
+    control: socket.socket
+    pipes: dict[str, int]
+    """The parent's ends of the "stdout" and "stderr" pipes that are still open."""
 
-    @property
-    def can_start(self) -> bool:
-        """True if ranks can still be started after `attach`."""
-
-    def attach(self, loop: EventLoop, emit: Callable[[SpawnerEvent], object]) -> None:
-        """Start the ranks' store and send all events to `emit`; called once, before the first `start`."""
-
-    def add_hooks(self, hooks: tuple[str, ...], variables: Mapping[str, str]) -> None:
-        """Make every rank started from now on call `hooks` first, with `variables` added to its environment."""
-
-    def start(self, rank: int, parcel: int, name: str, *, sources: dict[str, list[str]], restart: int = 0) -> None:
-        """Start the process of a rank that has none.
-
-        `parcel`: a memory file with the function to run, which messages call `name`, and its arguments; `sources`:
-        source text that has no file, by name; `restart`: how often the group has been rebuilt.
-        """
-
-    def signal(self, ranks: Sequence[int], number: int, *, group: bool) -> None:
-        """Send a signal to the processes of `ranks`, or to their whole process groups."""
-
-    def free(self, ranks: Sequence[int]) -> None:
-        """Abort the process groups of torch in `ranks`, so that their collectives return with an error."""
-
-    def drain(self, rank: int) -> None:
-        """Emit everything that the rank's process has written so far."""
-
-    def pid(self, rank: int) -> int | None:
-        """Process id; None if the rank has no process, or runs on a different machine."""
-
-    def is_live(self, rank: int) -> bool:
-        """True if the rank's process was started and has not ended."""
+    pid: int | None = None
+    is_live: bool = True
+    """True until the process has been reaped."""
 
     def close(self) -> None:
-        """End all remaining processes and release all resources; a second call does nothing."""
+        """Close all file descriptors that are still open."""
+        self.control.close()
+        fd_socket.close_all(self.pipes.values())
+        self.pipes.clear()
 
 
 class ForkedRanks:
-    """A `RankSpawner` for this machine, whose rank server forks the ranks. Starts the server unless one is running.
+    """The processes of `world_size` ranks, forked by a rank server, which is started unless one is running.
 
-    `main`: `__file__` and `__package__` for the ranks' ``__main__``; `note` shows a notice. Raises LaunchError if the
-    server cannot be started, or cannot be forked although `options` ask for that.
+    All other methods are called in the thread of the event loop. `main`: `__file__` and `__package__` for the ranks'
+    ``__main__``; `folder`: removed when the ranks have ended, even if this process is killed; `note` shows a notice.
+    Raises LaunchError if the server cannot be started, or cannot be forked and `options` require that.
     """
 
     def __init__(
@@ -146,11 +118,13 @@ class ForkedRanks:
         world_size: int,
         note: Callable[[str], None],
         main: dict[str, str],
+        folder: str | None = None,
     ) -> None:
         self.world_size = world_size
         self._options = options
         self._environ = environ
         self._main = main
+        self._folder = folder
         self._directory = os.getcwd()
         self._sys_path = module_paths()
         self._hooks: tuple[str, ...] = ()
@@ -165,27 +139,32 @@ class ForkedRanks:
 
     @property
     def can_start(self) -> bool:
+        """True if ranks can still be started after `attach`."""
         return not self._is_finished
 
     def attach(self, loop: EventLoop, emit: Callable[[SpawnerEvent], object]) -> None:
-        """Start the ranks' store and send all events to `emit`. Raises fd_socket.Closed if the server has exited."""
+        """Start the ranks' store and send all events to `emit`; called once, before the first `start`.
+
+        Raises fd_socket.Closed if the server has exited.
+        """
         self._loop, self._emit = loop, emit
-        self._job = self._stack.enter_context(self.server.job(self._launch_id, self.world_size))
+        self._job = self._stack.enter_context(self.server.job(self._launch_id, self.world_size, self._folder))
         with job.bind_listener() as listener:
             self._port = listener.getsockname()[1]
             fd_socket.send(self._job, job.Start(job.STORE), [listener.fileno()])
         loop.watch(self._job.fileno(), self._on_job)
 
-    def own_folder(self, folder: str) -> None:
-        """Make the server remove `folder` when the ranks have ended, even if this process is killed."""
-        fd_socket.send(self._job, job.Own(folder))
-
     def add_hooks(self, hooks: tuple[str, ...], variables: Mapping[str, str]) -> None:
+        """Make every rank started from now on call `hooks` first, with `variables` added to its environment."""
         self._hooks = hooks
         self._environ = {**self._environ, **variables}
 
     def start(self, rank: int, parcel: int, name: str, *, sources: dict[str, list[str]], restart: int = 0) -> None:
-        """Start the process of a rank that has none. Raises fd_socket.Closed if the server has exited."""
+        """Start the process of a rank that has none. Raises fd_socket.Closed if the server has exited.
+
+        `parcel`: a memory file with the function to run, which messages call `name`, and its arguments; `sources`:
+        source text that has no file, by name; `restart`: how often the group has been rebuilt.
+        """
         num_threads = choose_num_threads(self._environ, self.world_size)
         variables = rank_variables(
             launch_id=self._launch_id,
@@ -220,14 +199,17 @@ class ForkedRanks:
             self._on_job()
 
     def signal(self, ranks: Sequence[int], number: int, *, group: bool) -> None:
+        """Send a signal to the processes of `ranks`, or to their whole process groups."""
         self._ask(job.Signal(tuple(ranks), number, group))
 
     def free(self, ranks: Sequence[int]) -> None:
+        """Abort the process groups of torch in `ranks`, so that their collectives return with an error."""
         for rank in ranks:
             with contextlib.suppress(fd_socket.Closed):
                 fd_socket.send(self._handles[rank].control, "free")
 
     def drain(self, rank: int) -> None:
+        """Emit everything that the rank's process has written so far."""
         handle = self._handles[rank]
         for stream in list(handle.pipes):
             for _ in range(_MAX_CHUNKS):
@@ -235,14 +217,17 @@ class ForkedRanks:
                     break
 
     def pid(self, rank: int) -> int | None:
+        """Process id; None if the rank has no process."""
         handle = self._handles.get(rank)
         return handle.pid if handle is not None and handle.is_live else None
 
     def is_live(self, rank: int) -> bool:
+        """True if the rank's process was started and has not ended."""
         handle = self._handles.get(rank)
         return handle is not None and handle.is_live
 
     def close(self) -> None:
+        """End all remaining processes and release all resources; a second call does nothing."""
         if hasattr(self, "_job") and self._job.fileno() != -1:
             self._loop.unwatch(self._job.fileno())
             self._job.settimeout(_FINISH_LIMIT_S)
@@ -271,7 +256,7 @@ class ForkedRanks:
             self._is_finished = True
         elif isinstance(message, job.Started) and message.rank != job.STORE:
             self._handles[message.rank].pid = message.pid
-            self._emit(Started(message.rank, message.pid))
+            self._emit(message)
         elif isinstance(message, job.NotStarted):
             self._on_end(message.rank, None, f"the system gave it no process: {message.reason}")
         elif isinstance(message, Exited):
@@ -333,6 +318,27 @@ class ForkedRanks:
         self._loop.unwatch(fd)
         os.close(handle.pipes.pop(stream))
         return False
+
+
+def start_rank(channel: socket.socket, start: RankStart, parcel: int) -> RankHandle:
+    """Ask the server to start a rank, and send the rank `start`. Raises fd_socket.Closed if the server has exited."""
+    control, theirs = socket.socketpair()
+    handle = RankHandle(start.rank, control, {})
+    writers: list[int] = []
+    try:
+        for stream in ("stdout", "stderr"):
+            handle.pipes[stream], writer = os.pipe()
+            writers.append(writer)
+        fd_socket.send(channel, job.Start(start.rank), [theirs.fileno(), *writers])
+        with contextlib.suppress(fd_socket.Closed):  # the process was not started or has exited: the server reports why
+            fd_socket.send(control, start, [parcel])
+    except BaseException:
+        handle.close()
+        raise
+    finally:
+        theirs.close()
+        fd_socket.close_all(writers)
+    return handle
 
 
 def may_fork(options: LaunchOptions) -> bool:

@@ -16,7 +16,7 @@ from ddpilot.data.nested import module_attributes
 from ddpilot.errors import RankError
 from ddpilot.group.protocol import GroupLike
 from ddpilot.launching.exception_report import report_exception
-from ddpilot.launching.first_failure import Failure, build_error
+from ddpilot.launching.first_failure import RankEnd, build_error
 from ddpilot.launching.rank_reports import Raised
 from ddpilot.trainer.core import TrainerCore
 from ddpilot.training.models.optimizers import full_state
@@ -54,7 +54,7 @@ def unpack_late_error(late_error: tuple[Raised, bytes], num_ranks: int) -> RankE
         cause = pickle.loads(pickled)
     except Exception:  # noqa: BLE001  (unpickling runs the user's code; the text is available in any case)
         cause = None
-    failure = Failure(rank=0, raised=raised, exited=None, error=cause, since_s=raised.time_s)
+    failure = RankEnd(rank=0, raised=raised, error=cause, since_s=raised.time_s)
     error = build_error(
         failure, function_name="Trainer.fit", num_ranks=num_ranks, last_lines=(), victims=(), returned=()
     )

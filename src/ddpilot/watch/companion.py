@@ -23,7 +23,7 @@ from ddpilot.findings.catalog import SHIP_ERROR, Entry, find_cause, find_known, 
 from ddpilot.findings.display import Findings
 from ddpilot.findings.finding import Finding
 from ddpilot.launching.first_failure import find_raised_line
-from ddpilot.launching.observer import Mailbox, RankState
+from ddpilot.launching.observer import LaunchObserver, Mailbox, RankState
 from ddpilot.module_names import GUARD_HOOK, RECORD_HOOK
 from ddpilot.record.hook import RING_DIR_VARIABLE
 from ddpilot.user_files import CodeLine, is_users_line
@@ -41,8 +41,8 @@ _CALL_LIMIT_S = 5.0
 """How long a job or cell that has ended well waits for the user's `on_finding`."""
 
 
-class Watcher:
-    """The `LaunchObserver` of a launch of `world_size` ranks, of which `ranks` are on this node.
+class Watcher(LaunchObserver):
+    """The observer of a launch of `world_size` ranks, of which `ranks` are on this node.
 
     `mailbox` connects to the other nodes; None if there are none or they are not consulted. If the job's folder cannot
     be created, the job is not watched, and one line reports it.

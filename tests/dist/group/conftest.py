@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process that has imported torch serves the ranks of a whole file of tests."""
+"""One process that has imported torch forks the ranks of a whole file of tests."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.dist.group.ranks import RunRanks, starter
+from tests.dist.group.ranks import RunRanks, fork_server
 
 
 @pytest.fixture(scope="module")
 def run_ranks() -> Iterator[RunRanks]:
     """Runs a body of the folder bodies on real ranks."""
-    with starter() as run:
+    with fork_server() as run:
         yield run

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start real ranks for tests: processes forked from one that has imported torch and used nothing of it.
+"""Start real ranks for tests: processes forked from multiprocessing's fork server, which has imported torch.
 
 Each rank writes to its own log; a run has a hard time limit, and a failure shows the last lines of every rank.
 """
@@ -9,13 +9,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
-import gc
 import importlib
 import json
+import multiprocessing
+import multiprocessing.forkserver
 import os
-import select
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,14 +25,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.ports import bound_socket
 
-_ROOT = Path(__file__).parents[3]
+_CONTEXT = multiprocessing.get_context("forkserver")
 _LAST_LINES = 25
-_IDLE_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -47,180 +44,123 @@ class RankRun:
     logs: list[str]
 
 
-class RunRanks:
-    """Runs bodies on ranks that are forked, job by job, from the process behind `lines`, which has imported torch."""
-
-    def __init__(self, lines: subprocess.Popen[str]) -> None:
-        self._lines = lines
-
-    def __call__(
-        self,
-        body: str,
-        world_size: int,
-        *,
-        agent: bool = True,
-        env: Mapping[str, str] | None = None,
-        args: tuple[Any, ...] = (),
-        timeout_s: float = 60.0,
-        may_fail: bool = False,
-    ) -> RankRun:
-        """Run `body(*args)` ("entering.seeded" of the folder bodies) on ranks that find torchrun's variables.
-
-        `agent`: a store hosted outside the ranks, as under a launcher; else rank 0 is to host it on a port that is
-        free. Fails the test, with every rank's last lines, after `timeout_s` or (unless `may_fail`) on a nonzero exit
-        code.
-        """
-        with tempfile.TemporaryDirectory() as folder:
-            job = {"body": body, "world_size": world_size, "agent": agent, "env": dict(env or {}), "args": args}
-            late = not self._run({"job": job, "folder": folder, "environ": dict(os.environ)}, timeout_s)
-            run = _read(Path(folder), world_size)
-        wrong = [rank for rank, code in enumerate(run.codes) if code != 0]
-        if late or (wrong and not may_fail):
-            last = "\n".join(f"--- rank {rank} ({run.codes[rank]})\n{_tail(log)}" for rank, log in enumerate(run.logs))
-            pytest.fail(
-                f"{body}: {f'not done in {timeout_s} s' if late else f'ranks {wrong} failed'}\n{last}", pytrace=False
-            )
-        return run
-
-    def _run(self, order: dict[str, Any], timeout_s: float) -> bool:
-        """Whether the job ended in time; whatever is left of it is killed."""
-        assert self._lines.stdin is not None
-        assert self._lines.stdout is not None
-        self._lines.stdin.write(json.dumps(order) + "\n")
-        self._lines.stdin.flush()
-        pid = int(self._lines.stdout.readline())  # once it leads a session of its own
-        is_over, _, _ = select.select([self._lines.stdout], [], [], timeout_s)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
-        self._lines.stdout.readline()
-        _wait_until_idle(self._lines.pid)
-        return bool(is_over)
+RunRanks = Callable[..., RankRun]
 
 
 @contextlib.contextmanager
-def starter() -> Iterator[RunRanks]:
-    """A process that imports torch once, uses nothing of it, and forks the ranks of every job."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "tests.dist.group.ranks"],
-        cwd=_ROOT,
-        text=True,
-        start_new_session=True,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as lines:
+def fork_server() -> Iterator[RunRanks]:
+    """A process that imports torch once, with what the first DDP model imports, and forks the ranks of every job."""
+    _CONTEXT.set_forkserver_preload(["torch._dynamo", "torch.distributed"])
+    config: dict[str, Any] = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
+    with tempfile.TemporaryDirectory() as config["tempdir"]:
+        multiprocessing.forkserver.ensure_running()
+        del config["tempdir"]
         try:
-            assert lines.stdout is not None
-            assert lines.stdout.readline() == "ready\n"
-            _wait_until_idle(lines.pid)
-            yield RunRanks(lines)
+            run_ranks("entering.nothing", 1)  # when it has returned, everything is imported
+            yield run_ranks
         finally:
-            lines.kill()
+            multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
-def _wait_until_idle(pid: int) -> None:
-    """Wait until the process waits for its next job, so that checks for leaks find no difference."""
-    deadline_s = time.monotonic() + _IDLE_S
-    while psutil.Process(pid).status() != psutil.STATUS_SLEEPING:
-        assert time.monotonic() < deadline_s, f"the process that forks ranks was not idle in {_IDLE_S} s"
-        time.sleep(0.001)
+def run_ranks(
+    body: str,
+    world_size: int,
+    *,
+    agent: bool = True,
+    env: Mapping[str, str] | None = None,
+    args: tuple[Any, ...] = (),
+    timeout_s: float = 60.0,
+    may_fail: bool = False,
+) -> RankRun:
+    """Run `body(*args)` ("entering.seeded" of the folder bodies) on ranks that find torchrun's variables.
+
+    `agent`: a store hosted outside the ranks, as under a launcher; else rank 0 is to host it on a port that is free.
+    Fails the test, with every rank's last lines, after `timeout_s` or (unless `may_fail`) on a nonzero exit code.
+    """
+    with tempfile.TemporaryDirectory() as folder, bound_socket() as keeper:
+        store = _host_store(keeper.getsockname()[1], keeper) if agent else None
+        common = {
+            **os.environ,
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "GROUP_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(keeper.getsockname()[1]),
+            "OMP_NUM_THREADS": "1",
+            "TORCHELASTIC_RUN_ID": "test",
+            "TORCHELASTIC_USE_AGENT_STORE": str(agent),
+        }
+        parts = []
+        for rank in range(world_size):
+            found = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), **(env or {})}
+            environ = {name: value for name, value in found.items() if value}
+            parts.append((body, args, environ, Path(folder) / str(rank)))
+        ranks = [_CONTEXT.Process(target=_be_rank, args=part) for part in parts]
+        for each in ranks:
+            each.start()
+        end_s = time.monotonic() + timeout_s
+        for each in ranks:
+            each.join(max(0.0, end_s - time.monotonic()))
+        late = any(each.is_alive() for each in ranks)
+        codes = [_end(each) for each in ranks]
+        del store
+        run = RankRun(*_read(Path(folder), codes))
+    wrong = [rank for rank, code in enumerate(codes) if code != 0]
+    if late or (wrong and not may_fail):
+        tails = ["\n".join(log.splitlines()[-_LAST_LINES:]) for log in run.logs]
+        last = "\n".join(f"--- rank {rank} ({codes[rank]})\n{tail}" for rank, tail in enumerate(tails))
+        why = f"not done in {timeout_s} s" if late else f"ranks {wrong} failed"
+        pytest.fail(f"{body}: {why}\n{last}", pytrace=False)
+    return run
 
 
-def _tail(log: str) -> str:
-    return "\n".join(log.splitlines()[-_LAST_LINES:])
-
-
-def _read(folder: Path, world_size: int) -> RankRun:
-    results, codes, logs = [], [], []
-    for rank in range(world_size):
-        result, code, log = (folder / f"{rank}.{kind}" for kind in ("json", "code", "log"))
-        results.append(json.loads(result.read_text()) if result.exists() else None)
-        codes.append(int(code.read_text()) if code.exists() else -signal.SIGKILL)
-        logs.append(log.read_text(errors="replace") if log.exists() else "")
-    return RankRun(results, codes, logs)
-
-
-def _serve() -> None:
-    """Fork each job of stdin in turn; write its pid and, when it has exited, a second line."""
-    import torch._dynamo  # what the first DDP model or optimizer of a process imports
-    import torch.distributed  # noqa: F401
-
-    gc.freeze()  # so that collecting garbage in a rank does not copy all of torch's pages
-    print("ready", flush=True)
-    for line in sys.stdin:
-        order = json.loads(line)
-        if (pid := os.fork()) == 0:
-            _be_job(order)
-        os.waitpid(pid, 0)
-        print("over", flush=True)
-
-
-def _be_job(order: dict[str, Any]) -> None:
-    code = 1
-    try:
-        os.setsid()
-        print(os.getpid(), flush=True)
-        os.dup2(2, 1)
-        os.environ.clear()
-        os.environ.update(order["environ"])
-        _main(order["job"], Path(order["folder"]))
-        code = 0
-    except BaseException:  # noqa: BLE001  (printed; the test misses what the ranks were to write)
-        traceback.print_exc()
-    os._exit(code)
-
-
-def _main(job: dict[str, Any], folder: Path) -> None:
+def _host_store(port: int, keeper: Any) -> Any:
     from torch._C._distributed_c10d import TCPStore
 
-    module, _, name = job["body"].partition(".")
-    body = getattr(importlib.import_module(f"tests.dist.group.bodies.{module}"), name)
-    keeper = bound_socket()
-    port = keeper.getsockname()[1]
-    if job["agent"]:
-        keeper.listen(64)
-    pids = {}
-    for rank in range(job["world_size"]):
-        if (pid := os.fork()) == 0:
-            keeper.close()
-            _be_rank(body, job, rank, port, folder)
-        pids[pid] = rank
-    store: TCPStore | None = None
-    if job["agent"]:
-        # Not libuv's server, which takes no socket in torch 2.6.
-        store = TCPStore(
-            "127.0.0.1",
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=5),
-            master_listen_fd=keeper.detach(),
-            use_libuv=False,
-        )
-    while pids:
-        pid, status = os.wait()
-        (folder / f"{pids.pop(pid)}.code").write_text(str(os.waitstatus_to_exitcode(status)))
-    del store
+    keeper.listen(64)
+    return TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=5),
+        master_listen_fd=os.dup(keeper.fileno()),
+        use_libuv=False,  # libuv's server takes no socket in torch 2.6
+    )
 
 
-def _be_rank(body: Callable[..., Any], job: dict[str, Any], rank: int, port: int, folder: Path) -> None:
-    log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+def _end(process: Any) -> int:
+    """Kill what is left of a rank's session, and return the rank's exit code."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.join()
+    code: int = process.exitcode
+    process.close()
+    return code
+
+
+def _read(folder: Path, codes: list[int]) -> tuple[list[Any], list[int], list[str]]:
+    results, logs = [], []
+    for rank in range(len(codes)):
+        result, log = (folder / f"{rank}.{kind}" for kind in ("json", "log"))
+        results.append(json.loads(result.read_text()) if result.exists() else None)
+        logs.append(log.read_text(errors="replace") if log.exists() else "")
+    return results, codes, logs
+
+
+def _be_rank(body: str, args: tuple[Any, ...], environ: dict[str, str], path: Path) -> None:
+    os.setsid()
+    log = os.open(path.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    sizes = {"WORLD_SIZE": job["world_size"], "LOCAL_WORLD_SIZE": job["world_size"], "GROUP_RANK": 0}
-    found = {"RANK": rank, "LOCAL_RANK": rank, **sizes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    found["TEST_RESULT"] = folder / f"{rank}.json"
-    os.environ.update({name: str(value) for name, value in found.items()})
-    os.environ.update(
-        {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": str(job["agent"])}
-    )
-    os.environ.update({name: value for name, value in job["env"].items() if value})
-    for name in [name for name, value in job["env"].items() if not value]:
-        os.environ.pop(name, None)
+    os.environ.clear()
+    os.environ.update({**environ, "TEST_RESULT": str(path.with_suffix(".json"))})
     faulthandler.enable()
     code = 1
     try:
-        result = body(*job["args"])
-        (folder / f"{rank}.json").write_text(json.dumps(result))
+        module, _, name = body.partition(".")
+        call = getattr(importlib.import_module(f"tests.dist.group.bodies.{module}"), name)
+        path.with_suffix(".json").write_text(json.dumps(call(*args)))
         code = 0
     except BaseException:  # noqa: BLE001  (printed into this rank's log; the exit code tells)
         traceback.print_exc()
@@ -228,7 +168,3 @@ def _be_rank(body: Callable[..., Any], job: dict[str, Any], rank: int, port: int
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-if __name__ == "__main__":
-    _serve()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 
 import pytest
@@ -100,8 +101,7 @@ def test_init_group_names_the_holder_when_the_port_is_taken(run_ranks: RunRanks)
 def test_init_group_says_who_does_not_answer_when_rank_0_is_not_there(run_ranks: RunRanks) -> None:
     """A different rank reports that rank 0's store does not answer, with its address."""
     seen = run_ranks("entering.error_of_entering", 2, agent=False, args=(0, {}, 1.0)).results[1]
-    assert "connecting to rank 0's store at 127.0.0.1:" in seen["text"]
-    assert "no answer for 1." in seen["text"]
+    assert re.search(r"waiting for rank 0: no answer from 127.0.0.1:\d+ for 1 s", seen["text"])
     assert seen["missing"] == [0]
 
 

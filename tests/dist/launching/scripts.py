@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a user's script, as a process of its own, with a hard time limit."""
+"""Run commands and scripts, as processes of their own, with a hard time limit."""
 
 from __future__ import annotations
 
@@ -9,22 +9,50 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import pytest
 
-LIMIT_S = 60.0
+LIMIT_S = 80.0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a script left."""
+    """How a command ended. `out`, `err`: what it wrote."""
 
     code: int
     out: str
     err: str
+
+    def notes(self) -> list[str]:
+        """The lines that are ddpilot's own."""
+        return [line for line in self.err.splitlines() if line.startswith("ddpilot: ")]
+
+
+@contextlib.contextmanager
+def started(
+    words: Sequence[object], folder: Path, env: Mapping[str, str], stdin: IO[str] | int | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """The command while it runs, in `folder`; killed at the end, with its group. Its input is this process's."""
+    process = subprocess.Popen(
+        [str(word) for word in words],
+        cwd=folder,
+        env=env,
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # the session that this function started
+        process.communicate()
 
 
 @contextlib.contextmanager
@@ -43,34 +71,20 @@ def running(
     """
     script = folder / "script.py"
     script.write_text(source)
-    command = [*prefix, sys.executable, *module, *(["-"] if through_stdin else [str(script)])]
-    with script.open() as text:
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env={**os.environ, **(env or {})},
-            stdin=text if through_stdin else subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # the session that this function started
-        process.communicate()
+    command = [*prefix, sys.executable, *module, "-" if through_stdin else script]
+    with script.open() as text, contextlib.ExitStack() as stack:
+        stdin = text if through_stdin else subprocess.DEVNULL
+        yield stack.enter_context(started(command, folder, {**os.environ, **(env or {})}, stdin))
 
 
-def finish(process: subprocess.Popen[str], *, limit_s: float = LIMIT_S) -> Outcome:
-    """Wait for the script's end; fail the test, with what it wrote, after `limit_s`."""
+def finish(process: subprocess.Popen[str], limit_s: float = LIMIT_S) -> Outcome:
+    """Wait for the end; fail the test, with what was written, after `limit_s` seconds."""
     try:
         out, err = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
         process.kill()
         out, err = process.communicate()
-        pytest.fail(f"the script was not done in {limit_s} s\n--- stdout\n{out[-3000:]}\n--- stderr\n{err[-3000:]}")
+        pytest.fail(f"{process.args!r} did not end in {limit_s:g} s\n{out[-3000:]}\n{err[-3000:]}", pytrace=False)
     return Outcome(process.returncode, out, err)
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from ddpilot.errors import LaunchInterrupted
 from ddpilot.launching.function_launch.launch import run_local
+from ddpilot.launching.observer import LaunchObserver
 from ddpilot.launching.options import LaunchOptions
 from tests.dist.launching.scripts import finish, is_alive, running, wait_until
 
@@ -193,8 +194,9 @@ def test_ctrl_c_stops_a_loop_of_launches_wherever_it_comes(tmp_path: Path) -> No
 def test_ctrl_c_before_any_rank_runs_is_one_line() -> None:
     """While ranks are started, a KeyboardInterrupt that has no frames of the launcher to show in a notebook."""
 
-    def press(_name: str, _count: int) -> None:
+    def press(_name: str, _count: int) -> LaunchObserver:
         signal.raise_signal(signal.SIGINT)
+        return LaunchObserver()
 
     with pytest.raises(LaunchInterrupted, match=r"starting 2 ranks of .*press` was interrupted before any") as caught:
         run_local(LaunchOptions(nproc_per_node=2), press, ("", 0), {}, press)

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.dist.run.commands import TORCHRUN, Done, environment, finish, run, started, write
+from tests.dist.launching.scripts import Outcome, finish
+from tests.dist.run.commands import TORCHRUN, environment, run, started, write
 
 LOOK = """
 import atexit, inspect, json, multiprocessing, os, pickle, sys
@@ -70,9 +71,9 @@ outer()
 """
 
 
-def said_by_rank_zero(done: Done) -> Any:
+def said_by_rank_zero(done: Outcome) -> Any:
     """The JSON that rank 0 printed."""
-    assert done.status == 0, done.err
+    assert done.code == 0, done.err
     line = next(line for line in done.out.splitlines() if line.startswith(("[rank 0] {", "[ranks 0,1] {")))
     return json.loads(line.partition("] ")[2])
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.run.commands import RUN, TORCHRUN, finish, run, started, write
+from tests.dist.launching.scripts import finish
+from tests.dist.run.commands import RUN, TORCHRUN, run, started, write
 from tests.ports import kept_port
 
 ENDS = {
@@ -55,12 +56,12 @@ def test_run_exits_as_torchrun_does_and_names_the_rank(tmp_path: Path, end: str)
     line, said = ENDS[end]
     write(tmp_path, "train.py", WAIT.format(line, end != "succeeds"))
     done = run(tmp_path, "-n", 2, "train.py", TORCHELASTIC_ERROR_FILE=str(tmp_path / "error.json"))
-    assert done.status == (0 if end == "succeeds" else 1)
+    assert done.code == (0 if end == "succeeds" else 1)
     if end == "raises":  # for the scheduler, in torch's words
         assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "ValueError: bad sample"
     if end in ("exits", "succeeds"):
         with started([*TORCHRUN, "--standalone", "--nproc-per-node", 2, "train.py"], tmp_path) as theirs:
-            assert done.status == finish(theirs).status
+            assert done.code == finish(theirs).code
     assert done.notes() == [] if not said else done.notes()[-1].startswith(f"ddpilot: {said}")
     if end == "exits":  # Python says nothing of it
         assert f'File "{tmp_path / "train.py"}", line 3, in <module>\n    sys.exit(3)' in done.err
@@ -73,7 +74,7 @@ def test_run_names_the_cause_when_another_rank_fails_because_of_it(tmp_path: Pat
     """Rank 0 sits in an all_reduce when rank 1 raises: its broken connection is a consequence, and is called so."""
     write(tmp_path, "train.py", REDUCE)
     done = run(tmp_path, "-n", 2, "train.py")
-    assert done.status == 1
+    assert done.code == 1
     assert done.notes()[-1].startswith(
         "ddpilot: rank 1 raised ValueError: bad sample (running `train.py` on 2 ranks on "
     )
@@ -88,7 +89,7 @@ def test_run_begins_with_why_a_rank_lost_its_connection(tmp_path: Path) -> None:
     """Rank 1 has left without an error, so that the only error there is belongs to rank 0, which waits for it."""
     write(tmp_path, "train.py", LEAVE)
     done = run(tmp_path, "-n", 2, "train.py")
-    assert done.status == 1
+    assert done.code == 1
     said, _, consequence = done.notes()[-1].partition("So rank 0 raised RuntimeError: ")
     assert "rank 1 has returned, and rank 0 waits for it in all_reduce" in said
     assert not consequence or "Connection closed by peer" in consequence
@@ -99,7 +100,7 @@ def test_run_restarts_all_ranks_and_says_why(tmp_path: Path) -> None:
     """One line per restart with the rank and its error; the second attempt succeeds, and so does the run."""
     write(tmp_path, "train.py", ONCE)
     done = run(tmp_path, "-n", 2, "--max_restarts=2", "train.py")
-    assert done.status == 0
+    assert done.code == 0
     said = "rank 1 raised RuntimeError: only the first time"
     ahead = [note for note in done.notes() if note.endswith("the report follows once the ranks have exited")]
     assert all(note.startswith(f"ddpilot: {said}, at {tmp_path / 'train.py'}:8  raise ") for note in ahead)
@@ -117,7 +118,7 @@ def test_run_shows_what_was_proven_about_an_attempt_before_it_restarts(tmp_path:
         "dist.all_reduce(torch.ones(4 if dist.get_rank() else 1000))\n",
     )
     done = run(tmp_path, "-n", 2, "--max_restarts=2", "train.py")
-    assert done.status == 1
+    assert done.code == 1
     restart, found, again, report = done.notes()
     assert restart.startswith("ddpilot: restart 1 of 2: rank 1 was aborted (SIGABRT)")
     assert found.startswith("ddpilot: size-mismatch  DDP202  collective #0 of the default group differs")
@@ -137,7 +138,7 @@ def test_run_says_what_a_rank_raised_while_that_takes_its_time_to_end(tmp_path: 
         "time.sleep(60)",
     )
     done = run(tmp_path, "-n", 2, "train.py")
-    assert done.status == 1
+    assert done.code == 1
     ahead, report = done.notes()
     assert ahead == (
         f"ddpilot: rank 1 raised ValueError: bad sample, at {tmp_path / 'train.py'}:7  raise ValueError('bad sample'); "
@@ -170,7 +171,7 @@ def test_run_waits_for_exit_handlers_and_then_ends_a_rank_that_a_thread_keeps(tm
         "threading.Thread(target=time.sleep, args=(60,)).start()\nraise ValueError('bad sample')",
     )
     done = run(tmp_path, "train.py")
-    assert done.status == 1
+    assert done.code == 1
     assert done.notes()[-2] == (
         "ddpilot: rank 0 raised ValueError and has not exited after 5 s because of a thread or an exit handler; "
         "terminating all ranks"
@@ -182,7 +183,7 @@ def test_run_without_python_starts_any_program(tmp_path: Path) -> None:
     """Its last output is in the error, since it reports nothing else. Works without UTF-8 too."""
     line = "printf 'caf\\303\\251\\n'; echo this is $RANK; exit $((RANK * 7))"
     done = run(tmp_path, "--no-python", "-n", 2, "sh", "-c", line, PYTHONIOENCODING="ascii")
-    assert done.status == 1
+    assert done.code == 1
     assert "caf\\xe9" in done.out
     assert "[rank 0] this is 0" in done.out
     assert done.notes()[-1].startswith("ddpilot: rank 1 exited with code 7 (running `sh` on 2 ranks on ")
@@ -199,7 +200,7 @@ def test_run_without_python_watches_what_is_python(tmp_path: Path) -> None:
         "if dist.get_rank():\n    dist.barrier()\nelse:\n    dist.all_reduce(torch.ones(2))\n",
     )
     done = run(tmp_path, "--no-python", "-n", 2, "sh", "-c", f"{sys.executable} train.py")
-    assert done.status == 1
+    assert done.code == 1
     assert "desync  DDP201  collective #0 of the default group differs between ranks" in done.err
     off = run(tmp_path, "--no-python", "--no-watch", "sh", "-c", "echo watched: $DDPILOT_WATCH.")
     assert "watched: ." in off.out
@@ -216,7 +217,7 @@ def test_run_tells_another_agent_which_rank_failed(tmp_path: Path) -> None:
             started([*RUN, *words, "--node-rank=1", "train.py"], tmp_path) as one,
         ):
             ends = [finish(zero), finish(one)]
-    assert [done.status for done in ends] == [1, 1]
+    assert [done.code for done in ends] == [1, 1]
     for done in ends:
         assert done.notes()[-1].startswith(
             "ddpilot: rank 1 raised ValueError: bad sample (running `train.py` on 2 ranks on "
@@ -239,7 +240,7 @@ def test_run_shows_tracebacks_without_what_guard_put_around_torch(tmp_path: Path
     """Neither as the rank prints it nor in the report, also for the error that led to it."""
     write(tmp_path, "train.py", NO_GRADIENT)
     done = run(tmp_path, "-n", 1, "train.py")
-    assert done.status == 1
+    assert done.code == 1
     assert "During handling of the above exception" in done.err
     assert "_engine_run_backward" in done.err
     assert "probe.py" not in done.err
@@ -251,7 +252,7 @@ def test_run_says_which_limit_is_too_low_for_its_pipes(tmp_path: Path) -> None:
     limited = ["sh", "-c", 'ulimit -n 30; exec "$@"', "sh", *RUN, "-n", 8, "train.py"]
     with started(limited, tmp_path) as process:
         done = finish(process)
-    assert done.status == 1
+    assert done.code == 1
     assert "too many open files: this process may have 30 open at a time" in done.err
     assert "Raise `ulimit -n`" in done.err
     assert "Traceback" not in done.err

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.run.commands import RUN, finish, run, started, wait_for_line, write
+from tests.dist.launching.scripts import finish
+from tests.dist.run.commands import RUN, run, started, wait_for_line, write
 from tests.ports import kept_port
 
 SCRIPT = """
@@ -48,11 +49,11 @@ def test_run_ends_with_75_after_a_checkpoint_and_the_same_command_goes_on(tmp_pa
         wait_for_line(process, "ready")
         process.send_signal(signal.SIGUSR1)
         done = finish(process, 30)
-    assert done.status == 75, done.err
+    assert done.code == 75, done.err
     assert "SIGUSR1: the checkpoint in ckpt is written; leaving epoch" in done.err
     assert done.notes()[-1].endswith("rank 0 called sys.exit with code 75; rank 1 called sys.exit with code 75")
     again = run(tmp_path, "-n", 2, "train.py")
-    assert again.status == 0, again.err
+    assert again.code == 0, again.err
     assert "done True" in again.out
     assert "ddpilot: resuming from ckpt/save-" in again.err
 
@@ -61,10 +62,10 @@ def test_run_ends_with_75_only_if_every_rank_left_with_it(tmp_path: Path) -> Non
     """Ranks that exit within --shutdown-timeout are awaited, as after a long `finally`; others are terminated."""
     write(tmp_path, "leave.py", LEAVE)
     together = run(tmp_path, "-n", 2, "leave.py", 0, 5.5)
-    assert together.status == 75
+    assert together.code == 75
     assert "every rank of `leave.py` exited with code 75: run the same command again to resume" in together.err
     alone = run(tmp_path, "-n", 2, "--shutdown-timeout", 1, "leave.py", 0, 60)
-    assert alone.status == 1
+    assert alone.code == 1
     assert "rank 0 exited with code 75 (EX_TEMPFAIL), which asks for a restart" in alone.err
 
 
@@ -78,4 +79,4 @@ def test_run_ends_with_75_on_each_node_whose_ranks_left_with_it(tmp_path: Path) 
         started([*RUN, *words, 1, "--master-port", port, "leave.py", 0, 3], tmp_path) as one,
     ):
         done = [finish(zero), finish(one)]
-    assert [each.status for each in done] == [75, 75], done[0].err + done[1].err
+    assert [each.code for each in done] == [75, 75], done[0].err + done[1].err

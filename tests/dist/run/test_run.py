@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.run.commands import RUN, finish, run, started, write
+from tests.dist.launching.scripts import finish
+from tests.dist.run.commands import RUN, run, started, write
 from tests.ports import kept_port
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "raw_ddp.py"
@@ -33,7 +34,7 @@ def test_run_trains_as_plain_python_does(tmp_path: Path) -> None:
         started([sys.executable, EXAMPLE, "--epochs", 1], tmp_path) as alone,
     ):
         done, plain = finish(process, 150), finish(alone, 150)
-    assert done.status == plain.status == 0, done.err
+    assert done.code == plain.code == 0, done.err
     ours, theirs = (re.search(r"epoch 1/1: loss ([\d.]+)", text) for text in (done.out, plain.out))
     assert ours is not None
     assert theirs is not None
@@ -53,7 +54,7 @@ def test_run_meets_by_c10d_when_it_is_asked_to(tmp_path: Path) -> None:
             started([*RUN, *words, "--rdzv-id=job", "train.py", "-x"], tmp_path) as other,
         ):
             ends = [finish(one), finish(other)]
-    assert [done.status for done in ends] == [0, 0], ends
+    assert [done.code for done in ends] == [0, 0], ends
     assert sorted(done.out for done in ends) == ["[rank 0] sum 2 ['-x']\n", "[rank 1] sum 2 ['-x']\n"]
 
 
@@ -65,7 +66,7 @@ def test_run_says_that_nodes_are_missing_where_torchs_rendezvous_has_no_words(tm
         words = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv_endpoint=localhost:{port}"]
         with started([*RUN, *words, "--rdzv-id=job", "--rdzv-conf=join_timeout=2", "train.py"], tmp_path) as one:
             done = finish(one)
-    assert done.status == 1
+    assert done.code == 1
     assert "not all of 2 nodes joined in time" in done.err
     assert "every node was started with the same --rdzv-id and --nnodes" in " ".join(done.err.split())
 
@@ -76,7 +77,7 @@ def test_run_writes_what_it_is_asked_to_write(tmp_path: Path) -> None:
     write(tmp_path, "train.py", "import sys\nprint('out')\nprint('err', file=sys.stderr)\n")
     words = ["--log-dir", "logs", "--redirects", "1", "-t2", "--local-ranks-filter", "1"]
     done = run(tmp_path, "-n", 2, *words, "train.py")
-    assert done.status == 0
+    assert done.code == 0
     assert done.out == ""
     assert [line for line in done.err.splitlines() if "err" in line] == ["[rank 1] err"]
     written = {str(path.relative_to(path.parents[2])): path.read_text() for path in tmp_path.glob("logs/*/*/*/*.log")}
@@ -95,7 +96,7 @@ def test_run_names_the_holder_of_a_port(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         with started([*RUN, "-n", 2, "--master-port", port, "train.py"], tmp_path) as process:
             done = finish(process, 30)
-        assert done.status == 2
+        assert done.code == 2
         assert done.err.startswith(
             f"error: opening port {port} for the store\n  found: the port is taken by pid {os.getpid()}: "
         )

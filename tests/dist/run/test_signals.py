@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.dist.run.commands import RUN, finish, started, wait_for_line, write
+from tests.dist.launching.scripts import finish
+from tests.dist.run.commands import RUN, started, wait_for_line, write
 from tests.ports import kept_port
 
 SAVES = """
@@ -46,7 +47,7 @@ def test_run_passes_a_signal_on_and_gives_ranks_time_to_save(tmp_path: Path) -> 
         ready(process, 2)
         process.send_signal(signal.SIGTERM)
         done = finish(process, 30)
-    assert done.status == 1
+    assert done.code == 1
     assert "saved" in done.out
     assert done.notes() == [
         "ddpilot: sending SIGTERM to ranks 0,1; they have 30 s (send it again to kill them now)",
@@ -65,7 +66,7 @@ def test_run_kills_the_ranks_when_it_is_interrupted_twice(tmp_path: Path) -> Non
         assert "SIGINT to ranks 0,1" in process.stderr.readline()
         process.send_signal(signal.SIGINT)
         done = finish(process, 30)
-    assert done.status == 1
+    assert done.code == 1
     assert not any(map(psutil.pid_exists, pids))
     assert done.notes()[-1].endswith("rank 0 was killed by SIGKILL; rank 1 was killed by SIGKILL")
 
@@ -110,7 +111,7 @@ def test_run_can_be_interrupted_while_it_waits_for_a_node(tmp_path: Path) -> Non
             assert f"waiting for node 1 of 2 nodes at 127.0.0.1:{port}" in process.stderr.readline()
             process.send_signal(signal.SIGINT)
             done = finish(process, 30)
-    assert done.status == 128 + signal.SIGINT
+    assert done.code == 128 + signal.SIGINT
     assert re.fullmatch(r"ddpilot: node 0 \(.+\) was stopped by SIGINT before ranks were started\n", done.err)
 
 
@@ -127,5 +128,5 @@ def test_run_can_be_stopped_while_torch_connects(tmp_path: Path) -> None:
             assert said.startswith(f"ddpilot: waiting for the c10d rendezvous of 1 node at {endpoint}, for 5 s")
             process.send_signal(signal.SIGTERM)
             done = finish(process, 30)
-    assert done.status == 128 + signal.SIGTERM
+    assert done.code == 128 + signal.SIGTERM
     assert done.notes() == ["ddpilot: `train.py` was stopped by SIGTERM before ranks were started"]

@@ -8,7 +8,6 @@ from datetime import timedelta
 import pytest
 import torch
 
-from ddpilot.group import creation
 from ddpilot.group.creation import binds_device, device_timeout, is_backend
 
 BOTH = "cpu:gloo,cuda:nccl"
@@ -38,17 +37,6 @@ def test_device_timeout_is_torchs_own_for_nccl_unless_one_is_given() -> None:
     assert device_timeout(BOTH, gpu, None) == device_timeout("nccl", gpu, None) == timedelta(minutes=10)
     assert device_timeout(BOTH, gpu, 5.0) is None
     assert device_timeout("gloo", gpu, None) is None
-
-
-@pytest.mark.parametrize(
-    ("version", "expected"), [("2.13.0+cpu", (2, 13, 0)), ("2.7.1a0+git", (2, 7, 1)), ("2.6", (2, 6, 0))]
-)
-def test_torch_version_is_read_with_and_without_suffixes(
-    version: str, expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which versions make NCCL's communicators non-blocking depends on it."""
-    monkeypatch.setattr(torch, "__version__", version)
-    assert creation._torch_version() == expected
 
 
 @pytest.mark.parametrize(

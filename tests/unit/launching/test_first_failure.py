@@ -18,7 +18,7 @@ from ddpilot.launching.first_failure import (
     ENDING_LIMIT_S,
     SETTLE_S,
     VICTIM_GRACE_S,
-    Failure,
+    RankEnd,
     build_error,
     choose_failure,
     is_ending,
@@ -27,20 +27,20 @@ from ddpilot.launching.rank_reports import Exited, Raised
 from ddpilot.user_files import CodeLine
 
 
-def raising(rank: int, at_s: float, *, since_s: float = 0.0, is_victim: bool = False, **fields: Any) -> Failure:
+def raising(rank: int, at_s: float, *, since_s: float = 0.0, is_victim: bool = False, **fields: Any) -> RankEnd:
     """A rank that raised `at_s`, known to the parent `since_s`."""
     said: dict[str, Any] = {"type_name": "ValueError", "message": "bad", "traceback": "", "exitcode": 1, **fields}
     raised = Raised(time_s=at_s, is_victim=is_victim, interrupted=False, **said)
-    return Failure(rank=rank, raised=raised, exited=None, error=ValueError("bad"), since_s=since_s)
+    return RankEnd(rank=rank, raised=raised, error=ValueError("bad"), since_s=since_s)
 
 
-def ending(rank: int, status: int, at_s: float = 1.0) -> Failure:
+def ending(rank: int, status: int, at_s: float = 1.0) -> RankEnd:
     """A rank whose process ended with `status` as os.wait gives it."""
     exited = Exited(rank=rank, status=status, peak_memory_bytes=11_200_000_000, time_s=at_s)
-    return Failure(rank=rank, raised=None, exited=exited, error=None, since_s=0.0)
+    return RankEnd(rank=rank, exited=exited, since_s=0.0)
 
 
-def error_of(failure: Failure, **fields: Any) -> RankError:
+def error_of(failure: RankEnd, **fields: Any) -> RankError:
     """The parent's error for `failure` of two ranks that ran `train`."""
     given: dict[str, Any] = {"num_ranks": 2, "last_lines": (), "victims": (), "returned": (), **fields}
     return build_error(failure, function_name="train", **given)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import selectors
 import socket
 from collections.abc import Callable, Iterator
@@ -16,11 +17,19 @@ import pytest
 from ddpilot.errors import LaunchError
 from ddpilot.launching import spawning
 from ddpilot.launching.options import LaunchOptions
-from ddpilot.launching.rank_reports import Exited, Returned
+from ddpilot.launching.rank_reports import Exited, RankStart, Returned
 from ddpilot.launching.rank_server import job
 from ddpilot.launching.shipping import fd_socket
 from ddpilot.launching.shipping.parcel import open_parcel, pack_parcel
-from ddpilot.launching.spawning import SERVER_GONE, Ended, ForkedRanks, Reported, SpawnerEvent, Started, Wrote
+from ddpilot.launching.spawning import (
+    SERVER_GONE,
+    Ended,
+    ForkedRanks,
+    Reported,
+    SpawnerEvent,
+    Wrote,
+    start_rank,
+)
 
 
 class Loop:
@@ -61,7 +70,7 @@ class Server:
         self.ours = ours
 
     @contextlib.contextmanager
-    def job(self, _launch_id: str, _num_ranks: int) -> Iterator[socket.socket]:
+    def job(self, *_: object) -> Iterator[socket.socket]:
         """The channel of the only launch."""
         with self.ours:
             yield self.ours
@@ -117,7 +126,7 @@ def test_spawner_emits_everything_that_a_rank_wrote_and_reported_before_its_end(
     server.tell(exited)
     loop.sources[server.ours.fileno()]()
     started, reported, wrote, ended = events
-    assert started == Started(0, 4711)
+    assert started == job.Started(0, 4711)
     assert isinstance(reported, Reported)
     assert reported.report == Returned(1.5)
     assert reported.parcel is not None
@@ -125,7 +134,7 @@ def test_spawner_emits_everything_that_a_rank_wrote_and_reported_before_its_end(
     assert (wrote, ended) == (Wrote(0, "stdout", b"line\n"), Ended(0, exited))
     assert (spawner.pid(0), spawner.is_live(0)) == (None, False)
     fd_socket.close_all([out, err])
-    server.tell(job.Finished(0))
+    server.tell(job.Finished())
     spawner.close()
     spawner.close()
     assert loop.sources == {}
@@ -139,7 +148,7 @@ def test_spawner_emits_the_end_of_a_rank_that_got_no_process(server: Server) -> 
     server.tell(job.NotStarted(0, "no memory"))
     loop.run()
     assert events == [Ended(0, None, "the system gave it no process: no memory")]
-    server.tell(job.Finished(0))
+    server.tell(job.Finished())
     spawner.close()
 
 
@@ -167,3 +176,74 @@ def test_spawner_refuses_to_fork_a_server_that_cannot_be_forked(
     ForkedRanks(LaunchOptions(), {}, 1, notes.append, {})
     assert notes[0].startswith("importing `x` started 2 threads, so ranks start as fresh interpreters")
     server.ours.close()
+
+
+START = RankStart(
+    launch_id="abc",
+    rank=1,
+    environ={},
+    working_directory="/",
+    sys_path=[],
+    argv=[],
+    main={},
+    num_threads=1,
+    hooks=(),
+    sources={},
+    function_name="train",
+)
+
+
+def num_descriptors() -> int:
+    """How many descriptors this process has open."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_start_rank_asks_the_server_and_tells_the_rank_who_it_is() -> None:
+    """The server gets control, stdout and stderr of the rank; what comes through them comes from the rank."""
+    before = num_descriptors()
+    channel, server = socket.socketpair()
+    parcel = os.open(os.devnull, os.O_RDONLY)
+    handle = start_rank(channel, START, parcel)
+    request, (control_fd, out, err) = fd_socket.receive(server)
+    assert request == job.Start(1)
+    control = socket.socket(fileno=control_fd)
+    start, (parcel_there,) = fd_socket.receive(control)
+    assert start == START
+    os.write(out, b"out")
+    os.write(err, b"err")
+    assert (os.read(handle.pipes["stdout"], 9), os.read(handle.pipes["stderr"], 9)) == (b"out", b"err")
+    handle.close()
+    handle.close()
+    fd_socket.close_all([out, err, parcel, parcel_there])
+    for end in (channel, server, control):
+        end.close()
+    assert num_descriptors() == before
+
+
+def test_start_rank_closes_everything_when_the_server_is_gone() -> None:
+    """It raises Closed and leaves no descriptor open."""
+    before = num_descriptors()
+    channel, server = socket.socketpair()
+    server.close()
+    with pytest.raises(fd_socket.Closed):
+        start_rank(channel, START, 0)
+    channel.close()
+    assert num_descriptors() == before
+
+
+def test_start_rank_leaves_nothing_open_if_the_system_has_no_descriptors_left() -> None:
+    """Whichever of a rank's channels was the one too many."""
+    channel, server = socket.socketpair()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with channel, server:
+        before = set(os.listdir("/proc/self/fd"))
+        next_fd = os.dup(0)
+        os.close(next_fd)
+        for spare in range(6):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (next_fd + spare, limits[1]))
+            try:
+                with pytest.raises(OSError, match="Too many open files"):
+                    start_rank(channel, START, 0)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert set(os.listdir("/proc/self/fd")) == before

@@ -18,21 +18,20 @@ from typing import Any, NoReturn
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Std
-from torch.distributed.elastic.multiprocessing.api import SignalException, SubprocessContext, to_map
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std
+from torch.distributed.elastic.multiprocessing.api import SignalException, SubprocessContext
 
 from ddpilot.errors import DdpilotError, LaunchError, RankError, RendezvousError, WatchError
 from ddpilot.findings.text import render_ranks
-from ddpilot.launching.elastic.attempt_observer import AttemptObserver
 from ddpilot.launching.elastic.node_ranks import FAILED_GRACE_S, NodeRank, NodeRanks
 from ddpilot.launching.elastic.options import RunOptions
 from ddpilot.launching.elastic.output_thread import OutputThread, Pipe
-from ddpilot.launching.elastic.rank_main import REPORT_VARIABLE
+from ddpilot.launching.elastic.rank_main import HOOKS_VARIABLE
 from ddpilot.launching.elastic.rendezvous.node_state import NodeState
 from ddpilot.launching.elastic.rendezvous.static_rendezvous import StaticRendezvousHandler
 from ddpilot.launching.elastic.signals import OutputClosedError
-from ddpilot.launching.first_failure import Failure, build_error, choose_failure, find_child_errors, find_raised_line
-from ddpilot.launching.rank_environment import EXIT_REQUEUE
+from ddpilot.launching.first_failure import build_error, choose_failure, find_child_errors, find_raised_line
+from ddpilot.launching.observer import LaunchObserver, MakeObserver
 
 _CAUSE_ELSEWHERE_S = 2.0
 """Seconds that a victim waits for a different node to report the cause."""
@@ -56,11 +55,11 @@ class Agent(LocalElasticAgent):
     ) -> None:
         super().__init__(spec, logs)
         self._logs = logs
-        self._observer = logs.observer
         self._options = options
         self._screen = screen
         self._static = rendezvous
-        self._ranks = NodeRanks([], screen.note)
+        self.ranks = NodeRanks([], screen.note)
+        """The ranks of this node in the current attempt."""
         self._notice = EarlyNotice(screen.note)
         self._has_forwarded = False
         self._requeue_seen_s: float | None = None
@@ -79,35 +78,41 @@ class Agent(LocalElasticAgent):
         self.error = self._requeue_seen_s = None
         self._notice = EarlyNotice(self._screen.note)
         ranks = [
-            NodeRank(worker.global_rank, handlers[worker.local_rank].proc, self._logs.reports[worker.local_rank])
+            NodeRank(
+                rank=worker.global_rank,
+                process=handlers[worker.local_rank].proc,
+                report=Path(self._pcontext.error_files[worker.local_rank]),
+            )
             for worker in worker_group.workers
         ]
-        self._ranks = NodeRanks(ranks, self._screen.note)
-        self._observer.watch(ranks)
+        self.ranks = NodeRanks(ranks, self._screen.note)
+        self._logs.observer.begin(ranks, {})
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._ranks.poll()
+        self.ranks.poll()
         if self._screen.broken is not None:
-            self._ranks.end(signal.SIGTERM, FAILED_GRACE_S)
+            self.ranks.end(signal.SIGTERM, FAILED_GRACE_S)
             raise _describe_broken(self._screen.broken)
-        failures = self._ranks.failures()
+        failures = self.ranks.failures()
         if self._may_follow_elsewhere():
             return RunResult(state=WorkerState.HEALTHY)
         if all(each.is_victim for each in failures) and self._saw_failure_elsewhere():
-            self._ranks.end(signal.SIGTERM, FAILED_GRACE_S)
+            self.ranks.end(signal.SIGTERM, FAILED_GRACE_S)
             return RunResult(state=WorkerState.UNHEALTHY)
-        if self._static is not None and (failures or self._ranks.live) and self._requeue_seen_s is None:
+        if self._static is not None and (failures or self.ranks.live) and self._requeue_seen_s is None:
             self._check_nodes(self._static)  # node 0 takes the store along when it exits to be requeued
         chosen = self._choose(failures)
-        if chosen is not None and (self._ranks.is_leaving(chosen.rank) or self._may_be_followed(chosen)):
-            self._show_notice(chosen, worker_group)
+        if chosen is not None and self._is_ending(chosen):
+            if self._notice.is_due(time.monotonic() - chosen.since_s):
+                self._notice.show(self._explain(chosen, worker_group))
         elif chosen is not None:
-            self._end_after(chosen, worker_group)
-        error = self._observer.take()
+            self.report = chosen.report if chosen.report.exists() else None
+            self._end_with(self._explain(chosen, worker_group))
+        error = self._logs.observer.take(self._screen.note)
         if error is not None and not failures and self.error is None:
             self._end_with(error)
-        if self._ranks.live or (failures and self.error is None):
+        if self.ranks.live or (failures and self.error is None):
             # A failure may be a victim whose cause is reported soon. torch's method is not called before the end,
             # because it would reap a rank between two of our checks and terminate the other ranks by its own rules.
             return RunResult(state=WorkerState.HEALTHY)
@@ -122,7 +127,7 @@ class Agent(LocalElasticAgent):
         super()._restart_workers(worker_group)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **options: Any) -> None:
-        if self._ranks.live:
+        if self.ranks.live:
             self._forward(death_sig)
         super()._shutdown(death_sig, *args, **options)
 
@@ -142,9 +147,9 @@ class Agent(LocalElasticAgent):
             self._screen.note(str(findings))
             self._shown_findings = keys
 
-    def _choose(self, failures: Sequence[Failure]) -> Failure | None:
+    def _choose(self, failures: Sequence[NodeRank]) -> NodeRank | None:
         now = time.monotonic()
-        chosen = choose_failure(failures, now, self._ranks.silent_pids)
+        chosen = choose_failure(failures, now, self.ranks.silent_pids)
         if chosen is None or not chosen.is_victim or self._static is None or self._options.nnodes[1] == 1:
             return chosen
         waited_s = now - min(each.since_s for each in failures)
@@ -155,10 +160,10 @@ class Agent(LocalElasticAgent):
             self._end_by_silence(self._static, silent[0], chosen)
         return None if silent else chosen
 
-    def _end_by_silence(self, rendezvous: StaticRendezvousHandler, node: NodeState, victim: Failure) -> NoReturn:
+    def _end_by_silence(self, rendezvous: StaticRendezvousHandler, node: NodeState, victim: NodeRank) -> NoReturn:
         """Terminate because of a lost node, which a rank here noticed first through a closed connection."""
-        failed = [each.rank for each in self._ranks.failures()]
-        self._ranks.end(signal.SIGTERM, FAILED_GRACE_S)
+        failed = [each.rank for each in self.ranks.failures()]
+        self.ranks.end(signal.SIGTERM, FAILED_GRACE_S)
         assert victim.raised is not None  # a rank that exited without an exception is never a victim
         how = " ".join([f"{victim.raised.type_name}:", *victim.raised.message.splitlines()[:1]])
         self.error = RendezvousError(
@@ -170,17 +175,17 @@ class Agent(LocalElasticAgent):
         raise self.error
 
     def _end_with(self, error: DdpilotError) -> None:
-        """Terminate the ranks because of an observer's finding, and report it to the other nodes."""
+        """Terminate the ranks because of `error`, and report it to the other nodes."""
         self.error = error
-        self._ranks.end(signal.SIGTERM, FAILED_GRACE_S, partial(self._notice.show, error))
+        self.ranks.end(signal.SIGTERM, FAILED_GRACE_S, partial(self._notice.show, error))
         if self._static is not None:
             self._static.report_failure(error)
 
-    def _may_be_followed(self, chosen: Failure) -> bool:
-        """True while the other ranks of a `Loop` may still exit with the requeue code too."""
-        exited, limit_s = chosen.exited, self._options.shutdown_timeout_s
-        is_requeue = exited is not None and exited.exitcode == EXIT_REQUEUE
-        return is_requeue and self._ranks.are_leaving(chosen.since_s, limit_s)
+    def _is_ending(self, chosen: NodeRank) -> bool:
+        """True while `chosen` is exiting, or the other ranks of a `Loop` may still exit with the requeue code too."""
+        limit_s = self._options.shutdown_timeout_s
+        follow = chosen.exited is not None and self.ranks.are_leaving(chosen.since_s, limit_s)
+        return follow or self.ranks.is_leaving(chosen)
 
     def _may_follow_elsewhere(self) -> bool:
         """True while the ranks here may still exit with the requeue code, as ranks of a different node did."""
@@ -188,24 +193,11 @@ class Agent(LocalElasticAgent):
             return False
         if self._requeue_seen_s is None:
             self._requeue_seen_s = time.monotonic()
-        return self._ranks.are_leaving(self._requeue_seen_s, self._options.shutdown_timeout_s)
+        return self.ranks.are_leaving(self._requeue_seen_s, self._options.shutdown_timeout_s)
 
-    def _show_notice(self, chosen: Failure, worker_group: WorkerGroup) -> None:
-        """Show why the ranks will be terminated, if the rank that failed takes a while to exit."""
-        if self._notice.is_due(time.monotonic() - chosen.since_s):
-            self._notice.show(self._explain(chosen, worker_group))
-
-    def _end_after(self, chosen: Failure, worker_group: WorkerGroup) -> None:
-        """Terminate the other ranks because one failed, and report it to the other nodes."""
-        self.error = error = self._explain(chosen, worker_group)
-        self._ranks.end(signal.SIGTERM, FAILED_GRACE_S, partial(self._notice.show, error))
-        self.report = self._ranks.report(chosen.rank)
-        if self._static is not None:
-            self._static.report_failure(self.error)
-
-    def _explain(self, chosen: Failure, worker_group: WorkerGroup) -> RankError:
+    def _explain(self, chosen: NodeRank, worker_group: WorkerGroup) -> RankError:
         """Build the error for one rank's failure from what is known now."""
-        victims = [each.rank for each in self._ranks.failures() if each.rank != chosen.rank and each.is_victim]
+        victims = [each.rank for each in self.ranks.failures() if each.rank != chosen.rank and each.is_victim]
         raised, last_lines = chosen.raised, self._screen.last_lines(chosen.rank)
         error = build_error(
             chosen,
@@ -213,17 +205,17 @@ class Agent(LocalElasticAgent):
             num_ranks=worker_group.workers[0].world_size,
             last_lines=last_lines if raised is None else find_child_errors(raised, last_lines),
             victims=victims,
-            returned=self._ranks.succeeded,
+            returned=self.ranks.succeeded,
             is_script=True,
         )
-        self._observer.explain(error)
+        self._logs.observer.explain(error)
         return error
 
     def _saw_failure_elsewhere(self) -> bool:
         if self._static is None:
             return False
-        failed = [each.rank for each in self._ranks.failures()]
-        live = [rank for rank in self._ranks.live if rank not in failed]
+        failed = [each.rank for each in self.ranks.failures()]
+        live = [rank for rank in self.ranks.live if rank not in failed]
         states = [f"{render_ranks(failed)} failed as a result"] * bool(failed)
         states += [f"{render_ranks(live)} terminated"] * bool(live)
         here = f"On this node, {' and '.join(states)}." if states else "The ranks on this node had succeeded."
@@ -235,7 +227,7 @@ class Agent(LocalElasticAgent):
             rendezvous.check()
         except DdpilotError as error:
             self.error = error
-            self._ranks.end(signal.SIGTERM, FAILED_GRACE_S)
+            self.ranks.end(signal.SIGTERM, FAILED_GRACE_S)
             raise
 
     def _forward(self, death_sig: signal.Signals) -> None:
@@ -243,29 +235,19 @@ class Agent(LocalElasticAgent):
 
         The exception of the second signal propagates through torch's agent, which calls this method again.
         """
-        ranks, grace_s = render_ranks(self._ranks.live), self._options.shutdown_timeout_s
+        ranks, grace_s = render_ranks(self.ranks.live), self._options.shutdown_timeout_s
         is_first, self._has_forwarded = not self._has_forwarded, True
         try:
             if is_first:
                 self._screen.note(
                     f"sending {death_sig.name} to {ranks}; they have {grace_s:g} s (send it again to kill them now)"
                 )
-                self._ranks.end(death_sig, grace_s)
+                self.ranks.end(death_sig, grace_s)
                 return
         except SignalException:
-            ranks = render_ranks(self._ranks.live)
+            ranks = render_ranks(self.ranks.live)
         self._screen.note(f"killing {ranks}")
-        self._ranks.kill()
-
-    @property
-    def wants_requeue(self) -> bool:
-        """True if every rank of this node exited with the code that asks for a requeue, after saving."""
-        return self._ranks.want_requeue
-
-    @property
-    def ends(self) -> str:
-        """How each rank of this node ended, as one line."""
-        return self._ranks.describe_ends()
+        self.ranks.kill()
 
 
 def _describe_broken(broken: OSError) -> DdpilotError:
@@ -322,14 +304,13 @@ def _shorten(text: str) -> str:
     return text if len(text) <= _MAX_CHARS else f"{text[: _MAX_CHARS - 3]}..."
 
 
-_STREAMS = {"stdout": Std.OUT, "stderr": Std.ERR}
+class PipedLogs(DefaultLogsSpecs):
+    """Directs ranks' output to the pipes of `screen`, and to torch's files if `options` ask for them.
 
-
-class PipedLogs(LogsSpecs):
-    """Directs ranks' output to the pipes of `screen`, and to files if `options` ask for them.
-
-    `folder`: for the ranks' reports; `variables`: added to each rank's environment, as are those of `observer`. torch
-    calls `reify` just before it starts ranks, so this is where an attempt of the observer begins.
+    `folder`: for the ranks' reports if there is no `--log-dir`; `variables`: added to each rank's environment, as are
+    those of `observer`. torch calls `reify` just before it starts ranks, so this is where an attempt begins and
+    `make_observer` is called. `rendezvous`: opens the mailbox for the observers of the other nodes; None if a backend
+    of torch is used.
     """
 
     def __init__(
@@ -338,64 +319,57 @@ class PipedLogs(LogsSpecs):
         screen: OutputThread,
         folder: Path,
         variables: Mapping[str, str],
-        observer: AttemptObserver,
+        make_observer: MakeObserver | None,
+        rendezvous: StaticRendezvousHandler | None,
     ) -> None:
         redirects, tee = Std.from_str(options.redirects), Std.from_str(options.tee)
         if options.log_dir is not None and redirects == tee == Std.NONE:
             tee = Std.ALL
-        super().__init__(str(folder), redirects, tee)
+        self._writes_files = not redirects == tee == Std.NONE
+        root = options.log_dir or tempfile.gettempdir() if self._writes_files else folder
+        super().__init__(str(root), redirects, tee)
         self._options = options
         self._screen = screen
-        self._folder = folder
         self._variables = variables
-        self.observer = observer
-        self._log_dir: Path | None = None
-        self.reports: dict[int, Path] = {}
-        """Report file of each local rank in the current attempt."""
+        self._make_observer = make_observer
+        self._static = rendezvous
+        self.observer = LaunchObserver()
+        """Observer of the current attempt."""
 
-    @property
-    def root_log_dir(self) -> str:
-        return str(self._folder)
+    def _make_log_dir(self, log_dir: str | None, _run_id: str) -> str:
+        made: str = super()._make_log_dir(log_dir, self._options.rdzv_id.replace("/", "_"))
+        if self._writes_files:
+            self._screen.note(f"writing output to {made}")
+        return made
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Create pipes, files and variables for one attempt; torch calls this before it starts the ranks."""
-        numbers = {local_rank: int(env["RANK"]) for local_rank, env in envs.items()}
-        attempt = f"attempt_{envs[0]['TORCHELASTIC_RESTART_COUNT']}"
-        self.reports = {local_rank: self._folder / f"{attempt}_rank_{local_rank}.json" for local_rank in envs}
-        added = self.observer.begin_attempt(int(envs[0]["WORLD_SIZE"]), tuple(sorted(numbers.values())))
-        for local_rank, env in envs.items():
-            env.update({**self._variables, **added})
-            env[REPORT_VARIABLE] = str(self.reports[local_rank])
-        redirects, tee = to_map(self._redirects, len(envs)), to_map(self._tee, len(envs))
-        paths: dict[str, dict[int, str]] = {"stdout": {}, "stderr": {}}
-        piped: list[Pipe] = []
-        copies: dict[Pipe, Path] = {}
-        for local_rank, rank in numbers.items():
-            for stream, bit in _STREAMS.items():
-                if redirects[local_rank] & bit and not tee[local_rank] & bit:
-                    paths[stream][local_rank] = str(self._file(attempt, local_rank, stream))
-                    continue
-                piped.append((rank, stream))
-                if tee[local_rank] & bit:
-                    copies[rank, stream] = self._file(attempt, local_rank, stream)
+        found = super().reify(envs)
+        ranks = {local_rank: int(env["RANK"]) for local_rank, env in envs.items()}
+        self.end_observer(is_clean=False)
+        if self._make_observer is not None:
+            mailbox = None if self._static is None else self._static.open_mailbox()
+            world_size = int(envs[0]["WORLD_SIZE"])
+            made = self._make_observer(self._options.name, world_size, tuple(sorted(ranks.values())), mailbox)
+            self.observer = made or LaunchObserver()
+        added = {HOOKS_VARIABLE: ",".join(self.observer.hooks)} if self.observer.hooks else {}
+        for env in envs.values():
+            env.update({**self._variables, **self.observer.variables, **added})
+        copies: dict[Pipe, Path | None] = {}
+        streams = {"stdout": (found.stdouts, found.tee_stdouts), "stderr": (found.stderrs, found.tee_stderrs)}
+        for stream, (paths, copied) in streams.items():
+            for local_rank, rank in ranks.items():
+                if not paths[local_rank] or local_rank in copied:  # else it goes to a file only
+                    copies[rank, stream] = Path(copied[local_rank]) if local_rank in copied else None
         wanted = self._options.shown_local_ranks
-        shown = None if wanted is None else {rank for local_rank, rank in numbers.items() if local_rank in wanted}
-        sources = self._screen.begin_attempt(list(numbers.values()), piped, copies, shown)
-        for rank, stream in piped:
-            local_rank = next(each for each, number in numbers.items() if number == rank)
-            paths[stream][local_rank] = sources[rank, stream]
-        reports = {local_rank: str(path) for local_rank, path in self.reports.items()}
-        return LogsDest(stdouts=paths["stdout"], stderrs=paths["stderr"], error_files=reports)
+        shown = None if wanted is None else {rank for local_rank, rank in ranks.items() if local_rank in wanted}
+        sources = self._screen.begin_attempt(list(ranks.values()), copies, shown)
+        for stream, (paths, _) in streams.items():
+            paths.update({each: sources[rank, stream] for each, rank in ranks.items() if (rank, stream) in sources})
+        return LogsDest(stdouts=found.stdouts, stderrs=found.stderrs, error_files=found.error_files)
 
-    def _file(self, attempt: str, local_rank: int, stream: str) -> Path:
-        """Path in torchrun's layout: <log dir>/<run id>_<unique>/attempt_0/<local rank>/stdout.log."""
-        if self._log_dir is None:
-            base = self._options.log_dir
-            if base is not None:
-                base.mkdir(parents=True, exist_ok=True)
-            name = self._options.rdzv_id.replace("/", "_")
-            self._log_dir = Path(tempfile.mkdtemp(prefix=f"{name}_", dir=base))
-            self._screen.note(f"writing output to {self._log_dir}")
-        folder = self._log_dir / attempt / str(local_rank)
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder / f"{stream}.log"
+    def end_observer(self, *, is_clean: bool) -> None:
+        """End the observation of the current attempt, if there is one."""
+        observer, self.observer = self.observer, LaunchObserver()
+        observer.take(self._screen.note)
+        observer.end(is_clean)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from ddpilot.launching.elastic.rank_main import REPORT_KEY
-from ddpilot.launching.first_failure import Failure
+from ddpilot.launching.first_failure import RankEnd, may_be_followed
 from ddpilot.launching.rank_environment import EXIT_REQUEUE
 from ddpilot.launching.rank_reports import Exited, Raised
 
@@ -30,27 +30,18 @@ _KILL_LIMIT_S = 5.0
 _PAUSE_S = 0.01
 
 
-@dataclass
-class NodeRank:
+@dataclass(kw_only=True)
+class NodeRank(RankEnd):
     """One rank's process. `report`: file in which the rank reports its exception."""
 
-    rank: int
     process: subprocess.Popen[bytes]
     report: Path
-    exited: Exited | None = None
-    raised: Raised | None = None
-    raised_seen_s: float | None = None
     has_group: bool = True
     """True while processes of its process group remain. Once it was empty, the number may have been reused."""
 
     @property
     def pid(self) -> int:
         return self.process.pid
-
-    @property
-    def has_returned(self) -> bool:
-        """True if the process exited with code 0."""
-        return self.exited is not None and self.exited.exitcode == 0
 
     @property
     def is_live(self) -> bool:
@@ -67,11 +58,12 @@ class NodeRank:
                 self.exited = Exited(
                     rank=self.rank, status=status, peak_memory_bytes=usage.ru_maxrss * unit, time_s=now
                 )
+                self.since_s = self.since_s or now
         if self.exited is not None:
             self.has_group = self.has_group and _has_members(self.process.pid)
         if self.raised is None and self.report.exists():
             self.raised = read_report(self.report)
-            self.raised_seen_s = time.monotonic()
+            self.since_s = self.since_s or (time.monotonic() if self.raised is not None else 0.0)
 
     def describe_end(self) -> str:
         """How the rank ended, as the predicate of a sentence whose subject is the rank."""
@@ -94,16 +86,15 @@ class NodeRanks:
         for each in self._ranks:
             each.poll()
 
-    def is_leaving(self, rank: int) -> bool:
+    def is_leaving(self, rank: NodeRank) -> bool:
         """True if `rank` raised and may still be exiting. Shows a notice when its time is over (5 s)."""
-        each = next(each for each in self._ranks if each.rank == rank)
-        if not each.is_live or each.raised_seen_s is None:
+        if not rank.is_live or rank.raised is None:
             return False
-        if time.monotonic() - each.raised_seen_s <= STUCK_EXIT_S:
+        if time.monotonic() - rank.since_s <= STUCK_EXIT_S:
             return True
         self._note(
-            f"rank {rank} {each.describe_end()} and has not exited after {STUCK_EXIT_S:g} s because of a thread or an "
-            "exit handler; terminating all ranks"
+            f"rank {rank.rank} {rank.describe_end()} and has not exited after {STUCK_EXIT_S:g} s because of a "
+            "thread or an exit handler; terminating all ranks"
         )
         return False
 
@@ -124,33 +115,17 @@ class NodeRanks:
         )
 
     def are_leaving(self, since_s: float, limit_s: float) -> bool:
-        """True while ranks may still follow one that exited with the requeue code at `since_s` (monotonic clock).
-
-        They may for `limit_s` seconds, in which they may still run a `finally` block or exit handlers.
-        """
-        return time.monotonic() - since_s <= limit_s and bool(self.live) and all(map(_may_ask_for_requeue, self._ranks))
+        """True while ranks may still follow one that exited with the requeue code at `since_s` (monotonic clock)."""
+        return may_be_followed(self._ranks, time.monotonic() - since_s, limit_s)
 
     @property
     def succeeded(self) -> tuple[int, ...]:
         """The ranks that exited with code 0."""
-        return tuple(each.rank for each in self._ranks if each.exited is not None and each.exited.exitcode == 0)
+        return tuple(each.rank for each in self._ranks if each.has_returned)
 
-    def report(self, rank: int) -> Path | None:
-        """Report file of `rank`; None if the rank did not write one."""
-        path = next(each.report for each in self._ranks if each.rank == rank)
-        return path if path.exists() else None
-
-    def failures(self) -> list[Failure]:
-        """One failure for each rank that raised, exited with a nonzero code, or was killed."""
-        found = []
-        for each in self._ranks:
-            exited = each.exited
-            if (exited is None and each.raised is None) or (exited is not None and exited.exitcode == 0):
-                continue
-            moments = [each.raised_seen_s, None if exited is None else exited.time_s]
-            since_s = min(moment for moment in moments if moment is not None)
-            found.append(Failure(rank=each.rank, raised=each.raised, exited=exited, error=None, since_s=since_s))
-        return found
+    def failures(self) -> list[NodeRank]:
+        """The ranks that raised, exited with a nonzero code, or were killed."""
+        return [each for each in self._ranks if not each.has_returned and (each.raised or each.exited)]
 
     def end(self, number: signal.Signals, grace_s: float, while_waiting: Callable[[], None] | None = None) -> None:
         """Send `number` to every rank's process group, wait, and kill after `grace_s` seconds what has not exited.
@@ -159,7 +134,7 @@ class NodeRanks:
         called once if this takes longer than 0.3 s.
         """
         since_s = time.monotonic()
-        self._signal(self._ranks, number)
+        self._signal(number)
         while self._remain() and (waited_s := time.monotonic() - since_s) < grace_s:
             if while_waiting is not None and waited_s > _NOTICE_AFTER_S:
                 while_waiting()
@@ -169,7 +144,7 @@ class NodeRanks:
 
     def kill(self) -> None:
         """Send SIGKILL to the remaining process groups and wait for the ranks, at most 5 s."""
-        self._signal(self._ranks, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
         deadline_s = time.monotonic() + _KILL_LIMIT_S
         # Do not wait for the groups: in a container, orphans may never be reaped, and zombies keep a group alive.
         while self._remain() and self.live and time.monotonic() < deadline_s:
@@ -180,20 +155,15 @@ class NodeRanks:
         return "; ".join(f"rank {each.rank} {each.describe_end()}" for each in self._ranks)
 
     def _remain(self) -> bool:
-        for each in self._ranks:
-            each.poll()
+        self.poll()
         return any(each.is_live or each.has_group for each in self._ranks)
 
-    def _signal(self, ranks: Sequence[NodeRank], number: signal.Signals) -> None:
-        for each in ranks:
+    def _signal(self, number: signal.Signals) -> None:
+        for each in self._ranks:
             if not each.has_group:
                 continue
             with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: PermissionError for a zombie group
                 os.killpg(each.process.pid, number)
-
-
-def _may_ask_for_requeue(rank: NodeRank) -> bool:
-    return all(end is None or end.exitcode == EXIT_REQUEUE for end in (rank.exited, rank.raised))
 
 
 def _has_members(group: int) -> bool:

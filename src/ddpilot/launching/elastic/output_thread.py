@@ -37,7 +37,7 @@ class OutputThread:
         self._display = display
         self._lock = threading.RLock()
         self._selector = selectors.DefaultSelector()
-        self._pipes: PipeReader | None = None
+        self._pipes = PipeReader(1, display)  # replaced for each attempt
         self._readers: dict[Pipe, int] = {}
         self._writers: dict[Pipe, int] = {}
         self._copies: dict[Pipe, BinaryIO] = {}
@@ -61,20 +61,20 @@ class OutputThread:
     def begin_attempt(
         self,
         ranks: Sequence[int],
-        piped: Sequence[Pipe],
-        copies: Mapping[Pipe, Path],
+        copies: Mapping[Pipe, Path | None],
         shown_ranks: Container[int] | None,
     ) -> dict[Pipe, str]:
-        """Create a pipe for each of `piped`; return the paths that the ranks open as their streams.
+        """Create a pipe for each key of `copies`; return the paths that the ranks open as their streams.
 
-        `copies`: files that also get all bytes of a pipe; `shown_ranks`: ranks whose output is shown, None for all.
+        `copies`: the file that also gets all bytes of the pipe, or None; `shown_ranks`: ranks whose output is shown,
+        None for all.
         """
         with self._lock:
             self.end_attempt()
             self._display.shown_ranks = shown_ranks
-            self._copies = {pipe: path.open("wb", buffering=0) for pipe, path in copies.items()}
+            self._copies = {pipe: path.open("wb", buffering=0) for pipe, path in copies.items() if path}
             self._pipes = PipeReader(ranks, self._display, self._copies)
-            for pipe in piped:
+            for pipe in copies:
                 reader, writer = os.pipe()
                 os.set_blocking(reader, False)
                 _enlarge(writer)
@@ -90,11 +90,9 @@ class OutputThread:
                 self._selector.unregister(reader)
                 os.close(reader)
                 os.close(self._writers[pipe])
-            if self._pipes is not None:
-                self._show(self._pipes.close)
+            self._show(self._pipes.close)
             for file in self._copies.values():
                 file.close()
-            self._pipes = None
             self._readers, self._writers, self._copies = {}, {}, {}
 
     def last_lines(self, rank: int) -> tuple[str, ...]:
@@ -103,49 +101,42 @@ class OutputThread:
             for pipe in self._readers:
                 if pipe[0] == rank:
                     self._drain(pipe)
-            lines = () if self._pipes is None else self._pipes.last_lines(rank)
+            lines = self._pipes.last_lines(rank)
         shown = [at for at, line in enumerate(lines) if _INVISIBLE.sub("", line)]
         return lines[: shown[-1] + 1] if shown else ()
 
     def note(self, text: str) -> None:
         """Show one notice of ddpilot, after what the ranks wrote before."""
         with self._lock:
-            if self._pipes is not None:
-                pipes = self._pipes
-                self._show(lambda: pipes.show(time.monotonic()))
+            self._show(lambda: self._pipes.show(time.monotonic()))
             self._show(lambda: self._display.note(text))
             self._show(self._display.flush)
 
     def _run(self) -> None:
         while not self._stopping:
             with self._lock:
-                due_s = None if self._pipes is None else self._pipes.next_due_s()
+                due_s = self._pipes.next_due_s()
             wait_s = _IDLE_S if due_s is None else min(_IDLE_S, max(0.0, due_s - time.monotonic()))
             num_bytes = 0
             for key, _ in self._selector.select(wait_s):
                 with self._lock:
                     num_bytes += self._read(key.data)
             with self._lock:
-                if self._pipes is not None:
-                    pipes = self._pipes
-                    self._show(lambda pipes=pipes: pipes.show(time.monotonic()))  # type: ignore[misc]
-                    self._show(self._display.flush)
+                self._show(lambda: self._pipes.show(time.monotonic()))
+                self._show(self._display.flush)
             if 0 < num_bytes < _SMALL_BYTES:
                 time.sleep(_GATHER_S)
 
     def _read(self, pipe: Pipe) -> int:
         """Read at most 64 KiB from `pipe`; returns the number of bytes."""
-        if self._pipes is None or pipe not in self._readers:  # the attempt has ended in the meantime
+        if pipe not in self._readers:  # the attempt has ended in the meantime
             return 0
-        pipes, before = self._pipes, self._pipes.num_bytes
-        reader = self._readers[pipe]
-        self._show(lambda: pipes.read(reader, *pipe, time.monotonic()))
-        return pipes.num_bytes - before
+        before = self._pipes.num_bytes
+        self._show(lambda: self._pipes.read(self._readers[pipe], *pipe, time.monotonic()))
+        return self._pipes.num_bytes - before
 
     def _drain(self, pipe: Pipe) -> None:
-        if self._pipes is not None:
-            pipes, reader = self._pipes, self._readers[pipe]
-            self._show(lambda: pipes.drain(reader, *pipe, time.monotonic()))
+        self._show(lambda: self._pipes.drain(self._readers[pipe], *pipe, time.monotonic()))
 
     def _show(self, act: Callable[[], object]) -> None:
         try:

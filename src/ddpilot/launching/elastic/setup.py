@@ -7,8 +7,9 @@ import contextlib
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -22,47 +23,38 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from ddpilot.errors import LaunchError, RankError, RendezvousError
+from ddpilot.group.address import Result
 from ddpilot.launching.elastic import rank_main
 from ddpilot.launching.elastic.agent import Agent, PipedLogs
-from ddpilot.launching.elastic.attempt_observer import AttemptObserver, MakeObserver
 from ddpilot.launching.elastic.options import RunOptions
 from ddpilot.launching.elastic.output_thread import OutputThread
-from ddpilot.launching.elastic.rendezvous.network import Endpoint
+from ddpilot.launching.elastic.prepare import PreparedRun
 from ddpilot.launching.elastic.rendezvous.node_state import NodeState
 from ddpilot.launching.elastic.rendezvous.static_rendezvous import StaticRendezvousHandler
-from ddpilot.launching.elastic.rendezvous.torch_backends import Result, wait_in_thread
+from ddpilot.launching.elastic.rendezvous.torch_backends import wait_in_thread
 from ddpilot.launching.elastic.signals import RunStoppedError, StopSignal
+from ddpilot.launching.observer import MakeObserver
 from ddpilot.launching.rank_environment import EXIT_REQUEUE
 
 
 def run_assembled(
-    options: RunOptions,
-    me: NodeState,
-    run_id: str,
-    endpoint: Endpoint | None,
-    screen: OutputThread,
-    folder: Path,
-    variables: Mapping[str, str],
-    make_observer: MakeObserver | None = None,
+    prepared: PreparedRun, screen: OutputThread, folder: Path, make_observer: MakeObserver | None
 ) -> None:
     """Run the ranks of this node to the end of the job. Raises the errors that `run_prepared` documents.
 
-    `endpoint`: address of the store, None for a rendezvous backend of torch; `folder`: for the ranks' reports;
-    `variables`: for the ranks' environment, in addition to torch's; `make_observer`: makes the observer of an attempt.
+    `folder`: for the ranks' reports; `make_observer`: makes the observer of an attempt.
     """
-    rendezvous = None
-    if endpoint is not None:
+    options, me, rendezvous = prepared.options, prepared.me, None
+    if prepared.endpoint is not None:
         limits = {"timeout_s": options.rdzv_timeout_s, "node_timeout_s": options.node_timeout_s}
-        rendezvous = StaticRendezvousHandler(endpoint, me, run_id=run_id, note=screen.note, **limits)
-    handler = rendezvous or _torch_rendezvous(options, run_id, screen.note)
-    open_mailbox = None if rendezvous is None else rendezvous.open_mailbox
-    observer = AttemptObserver(make_observer, options.name, screen.note, open_mailbox)
-    logs = PipedLogs(options, screen, folder, variables, observer)
+        rendezvous = StaticRendezvousHandler(prepared.endpoint, me, run_id=prepared.run_id, note=screen.note, **limits)
+    handler = rendezvous or _torch_rendezvous(options, prepared.run_id, screen.note)
+    logs = PipedLogs(options, screen, folder, prepared.variables, make_observer, rendezvous)
     agent = Agent(_worker_spec(options, me, handler), logs, options, screen, rendezvous)
     is_clean = False
     try:
         _run(agent, me, options)
-        error = observer.finish()
+        error = logs.observer.finish(screen.note)
         if error is not None:
             raise error
         is_clean = True
@@ -71,7 +63,7 @@ def run_assembled(
             rendezvous.report_failure(error)
         raise
     finally:
-        observer.end(is_clean=is_clean)
+        logs.end_observer(is_clean=is_clean)
         with contextlib.suppress(StopSignal, SignalException):  # a second signal: exit without leaving the rendezvous
             handler.shutdown()
 
@@ -96,8 +88,8 @@ def _run(agent: Agent, me: NodeState, options: RunOptions) -> None:
     try:
         result = agent.run()
     except SignalException as stop:
-        found = f"{where} was stopped by {stop.sigval.name}: {agent.ends}"
-        raise RunStoppedError(did, found=found, exitcode=EXIT_REQUEUE if agent.wants_requeue else 1) from None
+        found = f"{where} was stopped by {stop.sigval.name}: {agent.ranks.describe_ends()}"
+        raise RunStoppedError(did, found=found, exitcode=EXIT_REQUEUE if agent.ranks.want_requeue else 1) from None
     except StopSignal as stop:
         found = f"{where} was stopped by {stop.number.name} before ranks were started"
         raise RunStoppedError(did, found=found, exitcode=128 + stop.number) from None
@@ -109,7 +101,7 @@ def _run(agent: Agent, me: NodeState, options: RunOptions) -> None:
         raise RendezvousError(f"joining the {options.rdzv_backend} rendezvous", found=found, fix=fix) from error
     if agent.error is not None:
         _copy_report(agent.report)
-        if agent.wants_requeue and isinstance(agent.error, RankError) and agent.error.exitcode == EXIT_REQUEUE:
+        if agent.ranks.want_requeue and isinstance(agent.error, RankError) and agent.error.exitcode == EXIT_REQUEUE:
             found = f"every rank of {where} exited with code {EXIT_REQUEUE}: run the same command again to resume"
             raise RunStoppedError(did, found=found, exitcode=EXIT_REQUEUE)
         raise agent.error
@@ -133,8 +125,8 @@ def _command(options: RunOptions) -> tuple[str, tuple[str, ...]]:
     return sys.executable, (*program, *options.args)
 
 
-class _WaitingHandler(RendezvousHandler):
-    """Wraps a rendezvous handler of torch, so that signals interrupt a wait and notices explain it."""
+class _WaitingHandler:
+    """A rendezvous handler of torch whose waits can be interrupted by signals and are explained by notices."""
 
     def __init__(self, handler: RendezvousHandler, options: RunOptions, note: Callable[[str], None]) -> None:
         self._handler = handler
@@ -142,12 +134,8 @@ class _WaitingHandler(RendezvousHandler):
         self._note = note
         self._is_waiting = False
 
-    def get_backend(self) -> str:
-        return self._handler.get_backend()
-
-    @property
-    def use_agent_store(self) -> bool:
-        return self._handler.use_agent_store
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handler, name)
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the nodes of the next attempt."""
@@ -155,18 +143,6 @@ class _WaitingHandler(RendezvousHandler):
         info = _wait(self._handler.next_rendezvous, self._options, self._note)
         self._is_waiting = False
         return info
-
-    def is_closed(self) -> bool:
-        return self._handler.is_closed()
-
-    def set_closed(self) -> None:
-        self._handler.set_closed()  # type: ignore[no-untyped-call]
-
-    def num_nodes_waiting(self) -> int:
-        return self._handler.num_nodes_waiting()
-
-    def get_run_id(self) -> str:
-        return self._handler.get_run_id()
 
     def shutdown(self) -> bool:
         """Close the rendezvous for all nodes, as torchrun does at the end. False if it is still waiting for nodes."""
@@ -182,7 +158,7 @@ def _wait(call: Callable[[], Result], options: RunOptions, note: Callable[[str],
     return wait_in_thread(call, note, describe)
 
 
-def _torch_rendezvous(options: RunOptions, run_id: str, note: Callable[[str], None]) -> RendezvousHandler:
+def _torch_rendezvous(options: RunOptions, run_id: str, note: Callable[[str], None]) -> Any:
     parameters = RendezvousParameters(
         backend=options.rdzv_backend,
         endpoint=options.rdzv_endpoint,

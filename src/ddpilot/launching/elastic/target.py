@@ -6,20 +6,20 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import os
+import pkgutil
 import shutil
 import stat
 import sys
 import traceback
 import warnings
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from ddpilot.errors import LaunchError, did_you_mean
 from ddpilot.launching.elastic.options import TargetKind
 
-_SUFFIXES = (*importlib.machinery.SOURCE_SUFFIXES, *importlib.machinery.BYTECODE_SUFFIXES)
 LAUNCHERS = ("torch.distributed.launch", "torch.distributed.run")
 
 
@@ -59,43 +59,36 @@ def check_stream(target: str, num_ranks: int, max_restarts: int) -> None:
 
 def _check_script(path: Path) -> None:
     did = f"starting `{path}`"
-    if path.is_dir() and not _has_main(path):
-        raise LaunchError(did, found="it is a directory without a `__main__.py`", fix=_name_script(path))
     if not path.exists():
         raise LaunchError(did, found=f"no such file in {Path.cwd()}", fix=_suggest(path))
-    try:
-        main, source = _read_main(path)
-    except KeyError as error:
-        fix = "Add one, as `python -m zipapp` does, or name a script"
-        raise LaunchError(did, found="it is a zip file without a `__main__.py`", fix=fix) from error
-    except OSError as error:
-        raise LaunchError(did, found=f"it cannot be read ({error.strerror})", fix="Check its permissions") from error
-    if source is not None:
-        _check_syntax(did, main, source)
+    with _errors_explained(did):
+        importer: Any = pkgutil.get_importer(str(path))  # of a directory or a zip file
+        if importer is None:
+            compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+            return
+        spec = importer.find_spec("__main__")
+        if spec is None or spec.loader is None:
+            kind = "directory" if path.is_dir() else "zip file"
+            fix = _name_script(path) if path.is_dir() else "Add one, as `python -m zipapp` does, or name a script"
+            raise LaunchError(did, found=f"it is a {kind} without a `__main__.py`", fix=fix)
+        _check_source(spec)
 
 
-def _has_main(folder: Path) -> bool:
-    return any((folder / f"__main__{suffix}").is_file() for suffix in _SUFFIXES)
+def _check_source(spec: Any) -> None:
+    """Compile the source of a module, which may be in a zip file; compiled modules are not checked."""
+    if spec.origin is not None and spec.origin.endswith(".py"):
+        compile(spec.loader.get_data(spec.origin), spec.origin, "exec", dont_inherit=True)
 
 
-def _read_main(path: Path) -> tuple[Path, bytes | None]:
-    """The file that Python runs for `path` (a script, directory or zip file), and its source or None if compiled."""
-    main = path / "__main__.py"
-    if path.is_dir():
-        return main, main.read_bytes() if main.is_file() else None
-    if not zipfile.is_zipfile(path):
-        return path, path.read_bytes()
-    with zipfile.ZipFile(path) as archive:
-        if "__main__.py" not in archive.namelist() and "__main__.pyc" in archive.namelist():
-            return main, None
-        return main, archive.read("__main__.py")
-
-
-def _check_syntax(did: str, path: Path, source: bytes) -> None:
+@contextmanager
+def _errors_explained(did: str) -> Iterator[None]:
+    """Context manager that raises LaunchError if Python cannot read or compile a file. zipimport compiles it itself."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the ranks show them
-            compile(source, str(path), "exec", dont_inherit=True)
+            yield
+    except OSError as error:
+        raise LaunchError(did, found=f"it cannot be read ({error.strerror})", fix="Check its permissions") from error
     except (SyntaxError, ValueError) as error:
         shown = "".join(traceback.format_exception_only(error)).rstrip()
         raise LaunchError(did, found=f"Python cannot read it\n{shown}", fix="Correct that line") from error
@@ -115,12 +108,9 @@ def _suggest(path: Path) -> str:
 
 
 def _name_script(folder: Path) -> str:
-    return f"Name a script{_list_scripts(folder)}"
-
-
-def _list_scripts(folder: Path) -> str:
     names = sorted(each.name for each in folder.glob("*.py"))
-    return f": `{folder}` has {', '.join(names[:5])}{', ...' * (len(names) > 5)}" if names else ""
+    there = f": `{folder}` has {', '.join(names[:5])}{', ...' * (len(names) > 5)}" if names else ""
+    return f"Name a script{there}"
 
 
 def _check_module(name: str) -> None:
@@ -131,13 +121,16 @@ def _check_module(name: str) -> None:
     dotted = ".".join(part for part in Path(name.removesuffix(".py")).parts if part not in (os.sep, ".", ".."))
     if name.endswith(".py") or os.sep in name:
         raise LaunchError(did, found="that is a file, not a module", fix=f"Leave out -m, or write -m {dotted}")
-    with _as_python_m():
-        spec = _find(did, name)
-        if spec.submodule_search_locations is not None:
-            spec = _find(did, f"{name}.__main__")
-    if spec.origin is not None and spec.origin.endswith(".py"):
-        path = Path(spec.origin)
-        _check_syntax(did, path, path.read_bytes())
+    before = list(sys.path)
+    sys.path.insert(0, os.getcwd())  # searched first, as by `python -m`
+    try:
+        with _errors_explained(did):
+            spec = _find(did, name)
+            if spec.submodule_search_locations is not None:
+                spec = _find(did, f"{name}.__main__")
+            _check_source(spec)
+    finally:
+        sys.path[:] = before
 
 
 def _find(did: str, name: str) -> importlib.machinery.ModuleSpec:
@@ -162,14 +155,3 @@ def _find(did: str, name: str) -> importlib.machinery.ModuleSpec:
             fix="Run from the folder that holds it, or install it; for a file leave out -m",
         )
     return spec
-
-
-@contextmanager
-def _as_python_m() -> Iterator[None]:
-    """Search the working directory first, as `python -m` does."""
-    before = list(sys.path)
-    sys.path.insert(0, os.getcwd())
-    try:
-        yield
-    finally:
-        sys.path[:] = before

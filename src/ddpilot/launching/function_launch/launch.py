@@ -36,11 +36,11 @@ def run_local(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    make_observer: Callable[[str, int], LaunchObserver | None] = lambda name, count: None,
+    make_observer: Callable[[str, int], LaunchObserver] = lambda name, count: LaunchObserver(),
 ) -> RankResults:
     """Run `function(*args, **kwargs)` on every rank and return the values by rank.
 
-    `make_observer(function_name, num_ranks)` returns the observer of the launch, or None. Raises ShipError or
+    `make_observer(function_name, num_ranks)` returns the observer of the launch. Raises ShipError or
     LaunchError before any rank starts, and RankError, LaunchTimeoutError or LaunchInterrupted afterwards.
     """
     name = check_function(function)
@@ -53,48 +53,29 @@ def run_local(
     parts = {"fn": function, "args": args, "kwargs": dict(kwargs)}
     with limits_explained(did), standard_fds_taken():
         parcel, known = ship("ddpilot-call", parts, (function, args, dict(kwargs)), did=did, known=None)
+        is_clean, observer = False, LaunchObserver()
         try:
-            return _run_shipped(options, environ, count, name, parcel, known, display, make_observer)
+            spawner = ForkedRanks(options, environ, count, display.note, _main_paths())
+            observer = make_observer(name, count)
+            spawner.add_hooks(observer.hooks, observer.variables)
+            pipes = PipeReader(count, display)
+            with InterruptCatcher() as interrupts:
+                parcels = Supervisor(spawner, pipes, options, name, known, interrupts, observer).run(parcel)
+            is_clean = True
+            return RankResults(parcels, known)
         except KeyboardInterrupt as error:
             if isinstance(error, LaunchInterrupted):
                 raise
             raise LaunchInterrupted(f"{did} was interrupted before any of them ran it") from None
         finally:
+            observer.end(is_clean)
             os.close(parcel)
 
 
-def _run_shipped(
-    options: LaunchOptions,
-    environ: Mapping[str, str],
-    count: int,
-    name: str,
-    parcel: int,
-    known: list[Any],
-    display: LabelledWriter,
-    make_observer: Callable[[str, int], LaunchObserver | None],
-) -> RankResults:
+def _main_paths() -> dict[str, str]:
+    """`__file__` and `__package__` of this process's ``__main__``, if they are set."""
     main = vars(sys.modules["__main__"])
-    paths = {name: text for name in ("__file__", "__package__") if isinstance(text := main.get(name), str)}
-    spawner = ForkedRanks(options, environ, count, display.note, paths)
-    observer = make_observer(name, count)
-    is_clean = False
-    try:
-        if observer is not None:
-            spawner.add_hooks(observer.hooks, observer.variables)
-        pipes = PipeReader(count, display)
-        with InterruptCatcher() as interrupts:
-            parcels = Supervisor(spawner, pipes, options, name, known, interrupts, observer).run(parcel)
-        is_clean = True
-        return RankResults(parcels, known)
-    except fd_socket.Closed as error:
-        raise LaunchError(
-            f"starting {count} ranks of `{name}`",
-            found=f"the rank server exited: {spawner.server.describe_end()}",
-            fix="Launch again, which starts a new one. If it happens again, the usual cause is too little memory",
-        ) from error
-    finally:
-        if observer is not None:
-            observer.end(is_clean)
+    return {name: text for name in ("__file__", "__package__") if isinstance(text := main.get(name), str)}
 
 
 @contextlib.contextmanager

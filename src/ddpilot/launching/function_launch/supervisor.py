@@ -12,16 +12,17 @@ from typing import Any
 
 from ddpilot.errors import LaunchError, LaunchInterrupted, LaunchTimeoutError, RankError
 from ddpilot.findings.text import render_ranks
-from ddpilot.launching.first_failure import Failure, build_error, choose_failure
+from ddpilot.launching.first_failure import RankEnd, build_error, choose_failure, may_be_followed
 from ddpilot.launching.function_launch.shutdown import STOP_GRACE_S, Shutdown
 from ddpilot.launching.interrupts import InterruptCatcher
 from ddpilot.launching.observer import LaunchObserver
 from ddpilot.launching.options import LaunchOptions
 from ddpilot.launching.rank_environment import EXIT_REQUEUE
-from ddpilot.launching.rank_reports import Exited, Raised, Returned, Taken
-from ddpilot.launching.rank_server.job import STORE
+from ddpilot.launching.rank_reports import Raised, Returned, Taken
+from ddpilot.launching.rank_server.job import STORE, Started
+from ddpilot.launching.shipping import fd_socket
 from ddpilot.launching.shipping.parcel import open_parcel
-from ddpilot.launching.spawning import SERVER_GONE, Ended, RankSpawner, Reported, SpawnerEvent, Started, Wrote
+from ddpilot.launching.spawning import SERVER_GONE, Ended, ForkedRanks, Reported, SpawnerEvent, Wrote
 from ddpilot.output.cell_sources import collect_sources
 from ddpilot.output.pipe_reader import PipeReader
 
@@ -29,14 +30,11 @@ _SLOW_EXIT_NOTICE_S = 5.0
 
 
 @dataclass
-class LaunchedRank:
+class LaunchedRank(RankEnd):
     """State of one rank of a launch."""
 
-    rank: int
     pid: int | None = None
     returned: Returned | None = None
-    raised: Raised | None = None
-    exited: Exited | None = None
     has_ended: bool = False
     parcel: memoryview | None = None
     """The parcel with the rank's value or exception."""
@@ -61,16 +59,16 @@ class Supervisor:
 
     def __init__(
         self,
-        spawner: RankSpawner,
+        spawner: ForkedRanks,
         pipes: PipeReader,
         options: LaunchOptions,
         function_name: str,
         known: Sequence[object],
         interrupts: InterruptCatcher,
-        observer: LaunchObserver | None = None,
+        observer: LaunchObserver,
     ) -> None:
         self._spawner = spawner
-        self._ranks = [LaunchedRank(rank) for rank in range(spawner.world_size)]
+        self._ranks = [LaunchedRank(rank=rank) for rank in range(spawner.world_size)]
         self._pipes = pipes
         self._options = options
         self._function_name = function_name
@@ -78,7 +76,7 @@ class Supervisor:
         self._interrupts = interrupts
         self._observer = observer
         self._selector = selectors.DefaultSelector()
-        self._failures: list[Failure] = []
+        self._failures: list[LaunchedRank] = []
         self._ending: BaseException | None = None
         self._shutdown = Shutdown(spawner, pipes.display.note, options.stop_grace_s)
         self._passed_on: signal.Signals | None = None
@@ -88,19 +86,21 @@ class Supervisor:
     def run(self, parcel: int) -> list[memoryview]:
         """Start the ranks with `parcel`, wait until they have exited, and return the parcels with their values.
 
-        Raises RankError, LaunchTimeoutError, LaunchInterrupted or LaunchError; fd_socket.Closed if the rank server
-        exits while ranks are started. SIGTERM and SIGUSR1 are passed on; if a rank then exits with code 75 after
-        saving, SystemExit(75) is raised. When it returns or raises, all processes of the launch have exited.
+        Raises RankError, LaunchTimeoutError, LaunchInterrupted or LaunchError. SIGTERM and SIGUSR1 are passed on; if a
+        rank then exits with code 75 after saving, SystemExit(75) is raised. When it returns or raises, all processes of
+        the launch have exited.
         """
         with self._selector:
             self.watch(self._interrupts.fd, self._interrupts.clear)
             try:
                 self._start(parcel)
                 self._supervise()
+            except fd_socket.Closed as error:
+                raise self._server_exited() from error
             finally:
                 self._spawner.close()
         self._pipes.close()
-        if self._ending is None and self._observer is not None:
+        if self._ending is None:
             self._ending = self._observer.finish(self._pipes.display.note)
         if self._ending is not None:
             self._raise()
@@ -111,9 +111,16 @@ class Supervisor:
         sources = collect_sources()
         for each in self._ranks:
             self._spawner.start(each.rank, parcel, self._function_name, sources=sources)
-        if self._observer is not None:
+        if self._observer.fd is not None:
             self.watch(self._observer.fd, lambda: None)  # `take` is called in each iteration
-            self._observer.begin(self._ranks, {name: "".join(lines) for name, lines in sources.items()})
+        self._observer.begin(self._ranks, {name: "".join(lines) for name, lines in sources.items()})
+
+    def _server_exited(self) -> LaunchError:
+        return LaunchError(
+            f"starting {len(self._ranks)} ranks of `{self._function_name}`",
+            found=f"the rank server exited: {self._spawner.server.describe_end()}",
+            fix="Launch again, which starts a new one. If it happens again, the usual cause is too little memory",
+        )
 
     def _supervise(self) -> None:
         while not self._is_over():
@@ -213,10 +220,8 @@ class Supervisor:
 
     def _add_failure(self, rank: LaunchedRank) -> None:
         if self._ending is None:
-            error, now = self._open_error(rank), time.monotonic()
-            self._failures.append(
-                Failure(rank=rank.rank, raised=rank.raised, exited=rank.exited, error=error, since_s=now)
-            )
+            rank.error, rank.since_s = self._open_error(rank), time.monotonic()
+            self._failures.append(rank)
 
     def _open_error(self, rank: LaunchedRank) -> BaseException | None:
         if rank.raised is None or rank.parcel is None:
@@ -239,9 +244,9 @@ class Supervisor:
         if self._ending is not None:
             return
         chosen = choose_failure(self._failures, now, self._silent_pids)
-        if chosen is not None and not self._may_be_followed(chosen, now):
+        if chosen is not None and not may_be_followed(self._ranks, now - chosen.since_s, STOP_GRACE_S):
             others = [failure.rank for failure in self._failures if failure is not chosen and failure.is_victim]
-            if not self._ranks[chosen.rank].has_ended:
+            if not chosen.has_ended:
                 self._spawner.drain(chosen.rank)  # it wrote its last lines before it reported
             self._ending = build_error(
                 chosen,
@@ -251,25 +256,14 @@ class Supervisor:
                 victims=others,
                 returned=[each.rank for each in self._ranks if each.has_returned],
             )
-            if self._observer is not None:
-                self._observer.explain(self._ending)
+            self._observer.explain(self._ending)
             self._shutdown.start_failed(now)
         elif now >= self._timeout_at_s:
             self._ending = late = timed_out(self._function_name, self._ranks, self._options.timeout_s)
-            if self._observer is not None:
-                self._observer.explain(late)
+            self._observer.explain(late)
             self._shutdown.start_timed_out(now)
 
-    def _may_be_followed(self, chosen: Failure, now: float) -> bool:
-        """True while the other ranks may still exit with the requeue code too, for example in a `finally`."""
-        ends = [each.raised or each.exited for each in self._ranks]
-        is_open = not all(each.has_ended for each in self._ranks) and not any(each.has_returned for each in self._ranks)
-        is_requeue = all(end is None or end.exitcode == EXIT_REQUEUE for end in ends)
-        return is_open and is_requeue and now - chosen.since_s <= STOP_GRACE_S
-
     def _check_observer(self, now: float) -> None:
-        if self._observer is None:
-            return
         error = self._observer.take(self._pipes.display.note)
         if error is not None and self._ending is None and not self._failures:  # a rank's failure is left to `_judge`
             self._ending = error

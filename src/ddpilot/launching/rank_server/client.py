@@ -20,8 +20,7 @@ import psutil
 
 from ddpilot.errors import LaunchError
 from ddpilot.launching.rank_environment import LAUNCH_VARIABLE, SERVER_VARIABLE, import_time_variables, module_paths
-from ddpilot.launching.rank_reports import Hello, RankStart
-from ddpilot.launching.rank_server.job import Start
+from ddpilot.launching.rank_reports import Hello
 from ddpilot.launching.shipping import fd_socket
 from ddpilot.module_names import RANK_SERVER
 
@@ -96,11 +95,6 @@ class RankServer:
         """Process id of the server."""
         return self._process.pid
 
-    @property
-    def forks(self) -> bool:
-        """True if the server forks ranks; False if each rank is a fresh interpreter."""
-        return self.key.may_fork and self.hello.dirty is None
-
     def _wait_for_hello(self, log: IO[bytes]) -> Hello:
         self._channel.settimeout(_START_LIMIT_S)
         try:
@@ -126,12 +120,15 @@ class RankServer:
         return hello
 
     @contextlib.contextmanager
-    def job(self, launch_id: str, num_ranks: int) -> Iterator[socket.socket]:
-        """Context manager of one launch; yields its channel. Raises fd_socket.Closed if the server has exited."""
+    def job(self, launch_id: str, num_ranks: int, folder: str | None) -> Iterator[socket.socket]:
+        """Context manager of one launch; yields its channel. Raises fd_socket.Closed if the server has exited.
+
+        `folder`: removed by the server when the ranks have ended, even if this process is killed.
+        """
         ours, theirs = socket.socketpair()
         with ours:
             with theirs, self._lock:
-                fd_socket.send(self._channel, (launch_id, num_ranks), [theirs.fileno()])
+                fd_socket.send(self._channel, (launch_id, num_ranks, folder), [theirs.fileno()])
                 self._num_jobs += 1
             try:
                 yield ours
@@ -247,44 +244,3 @@ def server_pids() -> tuple[int, ...]:
 def stop_servers() -> None:
     """Stop this process's rank servers. The next launch starts a new one."""
     _servers.stop_all()
-
-
-@dataclass
-class RankHandle:
-    """Channels to one rank's process."""
-
-    rank: int
-    control: socket.socket
-    pipes: dict[str, int]
-    """The parent's ends of the "stdout" and "stderr" pipes that are still open."""
-
-    pid: int | None = None
-    is_live: bool = True
-    """True until the process has been reaped."""
-
-    def close(self) -> None:
-        """Close all file descriptors that are still open."""
-        self.control.close()
-        fd_socket.close_all(self.pipes.values())
-        self.pipes.clear()
-
-
-def start_rank(job: socket.socket, start: RankStart, parcel: int) -> RankHandle:
-    """Ask the server to start a rank, and send the rank `start`. Raises fd_socket.Closed if the server has exited."""
-    control, theirs = socket.socketpair()
-    handle = RankHandle(start.rank, control, {})
-    writers: list[int] = []
-    try:
-        for stream in ("stdout", "stderr"):
-            handle.pipes[stream], writer = os.pipe()
-            writers.append(writer)
-        fd_socket.send(job, Start(start.rank), [theirs.fileno(), *writers])
-        with contextlib.suppress(fd_socket.Closed):  # the process was not started or has exited: the server reports why
-            fd_socket.send(control, start, [parcel])
-    except BaseException:
-        handle.close()
-        raise
-    finally:
-        theirs.close()
-        fd_socket.close_all(writers)
-    return handle

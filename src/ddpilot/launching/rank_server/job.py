@@ -57,13 +57,6 @@ class Finish:
 
 
 @dataclass(frozen=True)
-class Own:
-    """Request to remove `folder` when the launch has ended, even if its parent was killed."""
-
-    folder: str
-
-
-@dataclass(frozen=True)
 class Started:
     """Answer: the rank's process was started."""
 
@@ -81,26 +74,27 @@ class NotStarted:
 
 @dataclass(frozen=True)
 class Finished:
-    """Answer: all processes of the launch have exited. `num_leftovers`: killed processes, not counting the store."""
-
-    num_leftovers: int
+    """Answer: all processes of the launch have exited."""
 
 
 class Job:
-    """The processes of one launch, killed when the launch ends. It ends when the parent closes its end of `channel`."""
+    """The processes of one launch, killed when the launch ends. It ends when the parent closes its end of `channel`.
 
-    def __init__(self, launch_id: str, channel: socket.socket, start_process: StartProcess) -> None:
+    `folder`: removed then, even if the parent was killed; None if the launch has none.
+    """
+
+    def __init__(self, launch_id: str, folder: str | None, channel: socket.socket, start_process: StartProcess) -> None:
         self.launch_id = launch_id
         self._channel = channel
         self._start_process = start_process
         self._ranks: dict[int, int] = {}  # pid: rank
-        self._num_leftovers = 0
         self._ending = False
-        self._folders: list[str] = []
+        self._folders = [folder] if folder is not None else []
+        self._processes_folder: str | None = None
         # multiprocessing creates a folder in each process that needs one, and leaves it if that process is killed.
         with contextlib.suppress(OSError):
-            self._folders.append(tempfile.mkdtemp(prefix="pymp-"))
-        self._processes_folder = self._folders[0] if self._folders else None
+            self._processes_folder = tempfile.mkdtemp(prefix="pymp-")
+            self._folders.append(self._processes_folder)
 
     def owns(self, pid: int) -> bool:
         """True if `pid` is this launch's store or one of its ranks and has not been reaped."""
@@ -121,7 +115,7 @@ class Job:
         for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(fd_socket.Closed, OSError):
-            fd_socket.send(self._channel, Finished(self._num_leftovers))
+            fd_socket.send(self._channel, Finished())
         self._channel.close()
 
     def handle(self, request: Any, fds: list[int]) -> None:
@@ -132,10 +126,7 @@ class Job:
             for pid, rank in self._ranks.items():
                 if rank in request.ranks:
                     _signal(pid, request.number, request.group)
-        elif isinstance(request, Own):
-            self._folders.append(request.folder)
         elif isinstance(request, Finish):
-            self._num_leftovers = sum(rank != STORE for rank in self._ranks.values())
             self.abandon()
 
     def _start(self, rank: int, fds: list[int]) -> None:

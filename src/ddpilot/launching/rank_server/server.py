@@ -183,13 +183,13 @@ class Server:
 
     def _on_channel(self) -> None:
         try:
-            (launch_id, num_ranks), (fd,) = fd_socket.receive(self._channel)
+            (launch_id, num_ranks, folder), (fd,) = fd_socket.receive(self._channel)
         except fd_socket.Closed:
             self._on_parent_end()
         while self._later_imports and num_ranks > count_cores():
             self._import_next()
         job_channel = socket.socket(fileno=fd)
-        self._jobs[job_channel] = Job(launch_id, job_channel, self._start_process)
+        self._jobs[job_channel] = Job(launch_id, folder, job_channel, self._start_process)
         self._selector.register(job_channel, selectors.EVENT_READ, lambda: self._on_job(job_channel))
         self._served_one = True
 

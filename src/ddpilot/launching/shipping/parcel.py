@@ -28,13 +28,6 @@ from ddpilot.launching.shipping.memory_file import MemoryWriter, Span
 _FOOTER = struct.Struct("<QQ")
 
 
-class _MainGlobals:
-    """Placeholder for the globals of the receiver's ``__main__``, which all functions from ``__main__`` share there."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _main_globals, ()
-
-
 def _main_globals() -> dict[str, Any]:
     return sys.modules["__main__"].__dict__
 
@@ -74,7 +67,8 @@ class ShipPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is 
         self.storages: dict[int, Any] = {}
         self._goes_to_rank = known is None
         if self._goes_to_rank:
-            self.globals_ref[id(_main_globals())] = _MainGlobals()
+            # Functions from ``__main__`` share the globals of the receiver's.
+            self.globals_ref[id(_main_globals())] = ModuleGlobals("__main__")
 
     def reducer_override(self, obj: Any) -> Any:
         if id(obj) in self._known:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, overload
 
 from ddpilot.errors import LaunchError
@@ -19,13 +19,12 @@ class RankResults(Sequence[Any]):
     """
 
     def __init__(self, parcels: Sequence[memoryview], known: Sequence[Any]) -> None:
-        self._parcels = dict(enumerate(parcels))
+        self._parcels: list[Any] = list(parcels)
         self._known = known
         self._values: dict[int, Any] = {}
-        self._size = len(parcels)
 
     def __len__(self) -> int:
-        return self._size
+        return len(self._parcels)
 
     @overload
     def __getitem__(self, index: int) -> Any: ...
@@ -33,14 +32,11 @@ class RankResults(Sequence[Any]):
     def __getitem__(self, index: slice) -> list[Any]: ...
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
-            return [self[rank] for rank in range(*index.indices(self._size))]
-        rank = range(self._size)[index]
+            return [self[rank] for rank in range(*index.indices(len(self)))]
+        rank = range(len(self))[index]
         if rank not in self._values:
             self._values[rank] = self._open(rank)
         return self._values[rank]
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self[rank] for rank in range(self._size))
 
     def __repr__(self) -> str:
         return f"RankResults({list(self)!r})"
@@ -56,5 +52,5 @@ class RankResults(Sequence[Any]):
                 "whose modules this process can import",
                 rank=rank,
             ) from error
-        del self._parcels[rank]
+        self._parcels[rank] = None  # frees what the value does not use
         return value

@@ -19,7 +19,7 @@ _MAX_DEPTH = 50
 
 
 def ship(
-    name: str, parts: Mapping[str, Any], value: Any, *, did: str, known: list[Any] | None, rank: int | None = None
+    name: str, parts: Mapping[str, Any], value: Any, *, did: str, known: list[Any] | None
 ) -> tuple[int, list[Any]]:
     """Same as `pack_parcel(value)`, but a failure raises a ShipError with the path within `parts` and the object there.
 
@@ -38,7 +38,6 @@ def ship(
             path=path,
             found=f"`{path}` ({kind}) cannot be pickled: {type(error).__name__}: {error}",
             fix=_fix(culprit, is_result="result" in parts, is_call=name != "ddpilot-push"),
-            rank=rank,
         ) from error
 
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from ddpilot.errors import LaunchError, RankError, WatchError
 from ddpilot.findings.text import render_ranks
-from ddpilot.launching.first_failure import Failure, build_error, choose_failure
+from ddpilot.launching.first_failure import RankEnd, build_error, choose_failure
 from ddpilot.launching.rank_server.job import STORE
 from ddpilot.launching.spawning import Ended, Wrote
 from ddpilot.session.execution.collective_counts import CountMismatch
@@ -81,7 +81,7 @@ class Execution:
         self._counts = counts if len(ids) == kernels.world_size else None
         self._quiet = quiet
         self._confirms_interrupt = confirm_interrupt
-        self._failures: list[Failure] = []
+        self._failures: list[RankEnd] = []
         self._stop_steps = StopSteps(kernels, self._outcome)
 
     def run(self) -> Outcome:
@@ -199,7 +199,7 @@ class Execution:
         if raised is None or (raised.interrupted and self._outcome.was_aborted):
             return
         self._kernels.states.raised[rank] = raised
-        self._failures.append(Failure(rank=rank, raised=raised, exited=None, error=None, since_s=now))
+        self._failures.append(RankEnd(rank=rank, raised=raised, since_s=now))
 
     def _on_ended(self, ended: Ended, now: float) -> None:
         part = self._outcome.parts.get(ended.rank)
@@ -207,7 +207,7 @@ class Execution:
             part.ended = ended
         self._stop_steps.forget(ended.rank)
         if ended.exited is not None and not self._outcome.was_aborted:
-            self._failures.append(Failure(rank=ended.rank, raised=None, exited=ended.exited, error=None, since_s=now))
+            self._failures.append(RankEnd(rank=ended.rank, exited=ended.exited, since_s=now))
         elif ended.exited is None and not self._outcome.was_aborted:
             found = f"rank {ended.rank} is gone: {ended.reason}"
             fix = "Start the session again"

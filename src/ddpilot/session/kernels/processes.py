@@ -41,7 +41,7 @@ PRELOAD = (
 
 
 class KernelProcesses:
-    """The processes of a session's ranks, each of which runs a kernel; started by a `RankSpawner` on this machine.
+    """The processes of a session's ranks, each of which runs a kernel; started by `ForkedRanks`.
 
     `kernel_start` is called for each rank that starts and returns its `KernelStart`. Except for `check_start`, methods
     are called in the hub's thread, which gets what the processes write (`Wrote`) and how they end (`Ended`).
@@ -66,9 +66,9 @@ class KernelProcesses:
     def attach(self, hub: IOThread) -> None:
         """Connect to the hub; called once, before the first `start`. Starts the rank server unless one is running."""
         self._hub = hub
-        self._spawner = ForkedRanks(self._options, self._environ, self.world_size, self._note, main={})
+        folder = str(self._kernel_start().folder)
+        self._spawner = ForkedRanks(self._options, self._environ, self.world_size, self._note, {}, folder)
         self._spawner.attach(hub, self._on_event)
-        self._spawner.own_folder(str(self._kernel_start().folder))
 
     def add_hooks(self, hooks: tuple[str, ...], variables: Mapping[str, str]) -> None:
         self._attached.add_hooks(hooks, variables)

@@ -83,12 +83,11 @@ def _get_stuck_and_be_freed(kind: str, group: Group) -> tuple[Freed, float, str]
     """Get stuck; a different thread frees this rank. Returns what was freed, the seconds it took, and the error."""
     dist.barrier()
     freed: list[tuple[Freed, float]] = []
-    endpoint = resolve_endpoint(group.topology, os.environ)
 
     def free() -> None:
         time.sleep(0.3)
         at = time.monotonic()
-        freed.append((free_group([(endpoint.addr, endpoint.port)]), at))
+        freed.append((free_group(), at))
 
     helper = threading.Thread(target=free)
     helper.start()
@@ -114,7 +113,7 @@ def free_and_rebuild(kinds: list[str]) -> list[dict[str, Any]]:
     seen = []
     for generation, kind in enumerate(kinds):
         freed, seconds, error = _get_stuck_and_be_freed(kind, group)
-        rebuilt = rebuild_group(group.topology, endpoint, generation=generation, timeout_s=300, rendezvous_s=20)
+        rebuilt = rebuild_group(group.topology, endpoint, generation=generation, rendezvous_s=20)
         group = rebuilt.group
         total = float(group.all_reduce(torch.tensor(float(group.rank + 1))))
         _train_step(model, optimizer, group)
@@ -230,7 +229,7 @@ def leave_when_freed() -> dict[str, Any]:
     group = init_group(timeout_s=300)
     endpoint = resolve_endpoint(group.topology, os.environ)
     group.barrier()
-    free_group([(endpoint.addr, endpoint.port)])
+    free_group()
     try:
         init_group()
     except GroupError as error:
@@ -238,7 +237,7 @@ def leave_when_freed() -> dict[str, Any]:
     start = time.monotonic()
     group.leave()
     seconds = time.monotonic() - start
-    again = rebuild_group(group.topology, endpoint, generation=1, timeout_s=20).group
+    again = rebuild_group(group.topology, endpoint, generation=1, rendezvous_s=20).group
     total = float(again.all_reduce(torch.tensor(1.0)))
     again.leave()
     return {"said": said, "seconds": seconds, "total": total}

@@ -37,7 +37,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     def begin(rank: int, line: str) -> NodeRank:
         processes.append(subprocess.Popen(["sh", "-c", line], start_new_session=True))
-        return NodeRank(rank, processes[-1], tmp_path / f"{rank}.json")
+        return NodeRank(rank=rank, process=processes[-1], report=tmp_path / f"{rank}.json")
 
     yield begin
     for process in processes:
@@ -119,9 +119,9 @@ def test_local_ranks_let_a_rank_that_raised_end_by_itself_for_a_while(
     rank.report.write_text(json.dumps({REPORT_KEY: REPORT}))
     local = NodeRanks([rank], said.append)
     local.poll()
-    assert local.is_leaving(0)
+    assert local.is_leaving(rank)
     monkeypatch.setattr(node_ranks, "STUCK_EXIT_S", -1.0)
-    assert not local.is_leaving(0)
+    assert not local.is_leaving(rank)
     assert said[0].startswith("rank 0 raised ValueError and has not exited after ")
     local.kill()
 

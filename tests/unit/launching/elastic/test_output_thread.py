@@ -18,6 +18,6 @@ from ddpilot.output.writer import LabelledWriter
 def test_screen_keeps_last_lines_up_to_the_last_that_shows_anything(written: bytes, kept: tuple[str, ...]) -> None:
     """Lines that only reset the terminal's colours are not part of a rank's last output."""
     with OutputThread(LabelledWriter("labelled", None)) as screen:
-        path = screen.begin_attempt([1], [(1, "stdout")], {}, None)[1, "stdout"]
+        path = screen.begin_attempt([1], {(1, "stdout"): None}, None)[1, "stdout"]
         os.write(int(path.rpartition("/")[2]), written)
         assert screen.last_lines(1) == kept

@@ -37,9 +37,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("app.pyz", "__main__.py", "x = 1"),
         ("empty.zip", "train.py", "x = 1"),
         ("broken.pyz", "__main__.py", "x = ("),
+        ("on_path.zip", "zipped.py", "x = 1"),
     ):
         with zipfile.ZipFile(tmp_path / name, "w") as archive:
             archive.writestr(member, text)
+    monkeypatch.syspath_prepend(tmp_path / "on_path.zip")
     return tmp_path
 
 
@@ -54,6 +56,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("program", "sh"),
         ("script", "train_pkg/sub"),
         ("script", "app.pyz"),
+        ("module", "zipped"),
     ],
 )
 def test_check_target_is_content_and_imports_nothing(here: Path, kind: TargetKind, target: str) -> None:

@@ -121,9 +121,9 @@ def unpack_error(packed: Mapping[str, Any], others: str) -> RankError | LaunchEr
     return error
 
 
-def asks_for_requeue(failure: Mapping[str, Any] | None) -> bool:
+def asks_for_requeue(failure: Mapping[str, Any]) -> bool:
     """True if `failure` was packed because ranks exited with the code that asks for a requeue."""
-    return failure is not None and failure.get("exitcode") == EXIT_REQUEUE
+    return bool(failure.get("exitcode") == EXIT_REQUEUE)
 
 
 def with_failure(state: NodeState, error: DdpilotError) -> NodeState:

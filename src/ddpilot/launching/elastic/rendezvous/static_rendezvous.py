@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Static rendezvous: node 0 hosts the store, the other nodes connect to it, and missing nodes are named.
 
-This is a `RendezvousHandler` of torch elastic for nodes with fixed ranks. torch's own "static" handler waits in one C++
-call, which shows no progress, does not name missing nodes, and cannot be interrupted.
+torch's own "static" handler, which this one extends, waits in one C++ call, which shows no progress, does not name
+missing nodes, and cannot be interrupted.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ from __future__ import annotations
 import functools
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from ddpilot.errors import DdpilotError, LaunchError, RankError, RendezvousError
-from ddpilot.group.address import listen
+from ddpilot.group.address import WaitNotices, listen, wait_for_port
 from ddpilot.group.store import host_on
 from ddpilot.launching.elastic.rendezvous.heartbeat import Heartbeat, LivenessCheck, Standstill, silent_nodes
 from ddpilot.launching.elastic.rendezvous.mailbox import StoreMailbox
@@ -36,14 +38,13 @@ from ddpilot.launching.elastic.rendezvous.node_state import (
     unpack_error,
     with_failure,
 )
-from ddpilot.launching.elastic.rendezvous.wait_notices import WaitNotices
 
 _STORE_TIMEOUT_S = 60.0
 _PAUSE_S = 0.05
 _LEAVE_LIMIT_S = 5.0
 
 
-class StaticRendezvousHandler(RendezvousHandler):
+class StaticRendezvousHandler(StaticTCPRendezvous):
     """The rendezvous of this node. `note` shows a notice; `timeout_s`, `node_timeout_s`: as in `RunOptions`."""
 
     def __init__(
@@ -56,40 +57,17 @@ class StaticRendezvousHandler(RendezvousHandler):
         node_timeout_s: float,
         note: Callable[[str], None],
     ) -> None:
+        super().__init__(endpoint.addr, endpoint.port, me.node_rank, me.nnodes, run_id, int(timeout_s))
         self._endpoint = endpoint
         self._me = me
-        self._run_id = run_id
         self._timeout_s = timeout_s
         self._note = note
         self._standstill = Standstill()
         self._liveness = LivenessCheck(node_timeout_s, note, self._standstill)
         self._server: TCPStore | None = None
         self._ranks_server: TCPStore | None = None
-        self._store: Store | None = None
         self._heartbeat: Heartbeat | None = None
         self._attempt = -1
-
-    def get_backend(self) -> str:
-        return "static"
-
-    @property
-    def use_agent_store(self) -> bool:
-        """True: ranks are clients of this store."""
-        return True
-
-    def is_closed(self) -> bool:
-        """False: the set of nodes is fixed."""
-        return False
-
-    def set_closed(self) -> None:
-        """Does nothing; see `is_closed`."""
-
-    def num_nodes_waiting(self) -> int:
-        """0: the set of nodes is fixed."""
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._run_id
 
     def shutdown(self) -> bool:
         self.close()
@@ -114,25 +92,21 @@ class StaticRendezvousHandler(RendezvousHandler):
         """The mailbox for messages between nodes in this attempt; None if there is only one node."""
         return None if self._heartbeat is None else self._heartbeat.open_mailbox(self._attempt)
 
+    def _failures_elsewhere(self) -> list[Mapping[str, Any]]:
+        """The failures that other nodes have reported in this attempt, packed."""
+        states = () if self._heartbeat is None else self._heartbeat.view().states.values()
+        others = [each for each in states if each.node_rank != self._me.node_rank]
+        return [each.failure for each in others if each.failure and each.failed_attempt >= self._attempt]
+
     def failure_elsewhere(self, how_here: str) -> RankError | LaunchError | None:
         """The failure that a different node reported in this attempt, or None. `how_here`: how the ranks here ended."""
-        if self._heartbeat is None:
-            return None
-        for state in self._heartbeat.view().states.values():
-            if state.node_rank != self._me.node_rank and state.failure and state.failed_attempt >= self._attempt:
-                return unpack_error(state.failure, how_here)
-        return None
+        failures = self._failures_elsewhere()
+        return unpack_error(failures[0], how_here) if failures else None
 
     @property
     def is_requeue_elsewhere(self) -> bool:
         """True if the ranks of a different node exited in this attempt with the code that asks for a requeue."""
-        states = () if self._heartbeat is None else self._heartbeat.view().states.values()
-        return any(
-            state.node_rank != self._me.node_rank
-            and state.failed_attempt >= self._attempt
-            and asks_for_requeue(state.failure)
-            for state in states
-        )
+        return any(map(asks_for_requeue, self._failures_elsewhere()))
 
     def check(self) -> None:
         """Show a notice for nodes that have been silent for long. Raises RendezvousError after `node_timeout_s`."""
@@ -194,7 +168,7 @@ class StaticRendezvousHandler(RendezvousHandler):
         if self._me.nnodes > 1:
             self._heartbeat = Heartbeat(self._join, self._me)
             self._standstill.start()
-        return PrefixStore(f"ddpilot-run/{self._run_id}", base)
+        return PrefixStore(f"ddpilot-run/{self.run_id}", base)
 
     def _open_for_ranks(self) -> int:
         """Start a new store for restarted ranks and return its port: the old one has addresses of dead ranks."""
@@ -220,7 +194,7 @@ class StaticRendezvousHandler(RendezvousHandler):
 
     def _join(self) -> Store:
         """Connect for heartbeats. Raises RendezvousError if a different agent has this node's rank."""
-        store = PrefixStore(f"ddpilot-run/{self._run_id}", self._connect(self._endpoint.port))
+        store = PrefixStore(f"ddpilot-run/{self.run_id}", self._connect(self._endpoint.port))
         number = self._me.node_rank
         if store.add(f"taken/{number}", 1) > 1:
             key = f"node/{number}"
@@ -240,28 +214,15 @@ class StaticRendezvousHandler(RendezvousHandler):
         return f"{self._endpoint.addr}:{self._endpoint.port}"
 
     def _wait_for_node_0(self) -> None:
-        notices = WaitNotices(self._note)
-        while True:
-            waited_s = notices.waited_s
-            try:
-                limit_s = min(3.0, max(0.1, self._timeout_s - waited_s))
-                socket.create_connection((self._endpoint.addr, self._endpoint.port), timeout=limit_s).close()
-                return
-            except OSError as error:
-                last = error
-            waited_s = notices.waited_s
-            if waited_s >= self._timeout_s:
-                raise RendezvousError(
-                    f"waiting for node 0 of {self._me.nnodes} nodes",
-                    found=f"no answer from {self._where} for {waited_s:.0f} s ({last})",
-                    fix="Check that `ddpilot run --node-rank 0` runs on that machine with the same --master-addr and "
-                    "--master-port, and that no firewall blocks the port; --rdzv-timeout is the time to wait",
-                ) from last
-            notices.show_if_due(
-                f"waiting for node 0 of {self._me.nnodes} nodes: no answer from {self._where} ({last}), "
-                f"for {waited_s:.0f} s of {self._timeout_s:g} s"
+        of = f"node 0 of {self._me.nnodes} nodes"
+        try:
+            wait_for_port(self._endpoint.addr, self._endpoint.port, self._timeout_s, self._note, of=of)
+        except RendezvousError as error:
+            error.fix = (
+                "Check that `ddpilot run --node-rank 0` runs on that machine with the same --master-addr and "
+                "--master-port, and that no firewall blocks the port; --rdzv-timeout is the time to wait"
             )
-            time.sleep(min(0.5, 0.05 + waited_s / 10))
+            raise
 
     def _wait_for_all(self, heartbeat: Heartbeat) -> NodesView:
         notices = WaitNotices(self._note)

@@ -3,17 +3,13 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
-import queue
-import threading
 from collections.abc import Callable
-from typing import NoReturn, TypeVar
+from concurrent import futures
 
 from ddpilot.errors import LaunchError, did_you_mean
-from ddpilot.launching.elastic.rendezvous.wait_notices import WaitNotices
+from ddpilot.group.address import Result, WaitNotices, call_in_thread
 
-Result = TypeVar("Result")
 _PAUSE_S = 0.1
 
 _BACKENDS = ("static", "c10d", "etcd", "etcd-v2")
@@ -26,29 +22,14 @@ def wait_in_thread(call: Callable[[], Result], note: Callable[[str], None], desc
     If a signal handler raises, the thread is abandoned. `note` shows a notice now and then; `describe` returns its text
     for the seconds waited.
     """
-    answer: queue.Queue[Callable[[], Result]] = queue.Queue()
-
-    def run() -> None:
-        try:
-            result = call()
-        except BaseException as error:  # raised in the waiting thread
-            answer.put(functools.partial(_raise, error))
-        else:
-            answer.put(lambda: result)
-
-    threading.Thread(target=run, name="ddpilot-rendezvous", daemon=True).start()
-    notices = WaitNotices(note)
+    answer, notices = call_in_thread(call, "ddpilot-rendezvous"), WaitNotices(note)
     while True:
         try:
-            answered = answer.get(timeout=_PAUSE_S)
-        except queue.Empty:
+            return answer.result(_PAUSE_S)
+        except futures.TimeoutError:
+            if answer.done():
+                raise
             notices.show_if_due(describe(notices.waited_s))
-        else:
-            return answered()
-
-
-def _raise(error: BaseException) -> NoReturn:
-    raise error
 
 
 def check_backend(name: str) -> None:

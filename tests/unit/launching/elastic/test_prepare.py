@@ -9,7 +9,7 @@ import pytest
 
 from ddpilot.errors import LaunchError
 from ddpilot.launching.elastic.options import RunOptions
-from ddpilot.launching.elastic.run import prepare_run
+from ddpilot.launching.elastic.prepare import prepare_run
 
 
 @pytest.fixture
