@@ -12,7 +12,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ import zmq
 from jupyter_client.session import Session as Messages
 from jupyter_client.session import new_id_bytes
 
-from ddpilot.session.kernels.events import Event, KernelMessage
+from ddpilot.session.kernels.event_router import Event, KernelMessage
 
 _PORTS = {"shell": 1, "iopub": 2, "stdin": 3, "control": 4, "hb": 5}
 _KINDS = {"shell": zmq.DEALER, "iopub": zmq.SUB, "stdin": zmq.DEALER, "control": zmq.DEALER}
@@ -175,26 +175,26 @@ class IOThread:
 
     def send(
         self,
-        rank: int,
+        ranks: Sequence[int],
         channel: str,
         kind: str,
         content: dict[str, Any],
         metadata: dict[str, Any] | None = None,
         parent: dict[str, Any] | None = None,
         buffers: list[bytes] | None = None,
-    ) -> str:
-        """Send a message to a rank's kernel and return its id. If the rank is not connected, drop it and return ""."""
-        channels = self._channels.get(rank)
-        if channels is None:
-            return ""
-        message = channels.make(kind, content, metadata, parent)
+    ) -> dict[int, str]:
+        """Send a message to the kernels of `ranks` and return its ids by rank: "" for a rank that is not connected."""
+        connected = [channels for rank in ranks if (channels := self._channels.get(rank)) is not None]
+        messages = {channels: channels.make(kind, content, metadata, parent) for channels in connected}
 
         def send() -> None:
-            if self._channels.get(rank) is channels:
-                channels.send(channel, message, buffers)
+            for channels, message in messages.items():
+                if self._channels.get(channels.rank) is channels:
+                    channels.send(channel, message, buffers)
 
         self.post(send)
-        return str(message["header"]["msg_id"])
+        ids = {channels.rank: str(message["header"]["msg_id"]) for channels, message in messages.items()}
+        return dict.fromkeys(ranks, "") | ids
 
     def stop(self) -> None:
         """Stop the thread and close all sockets."""

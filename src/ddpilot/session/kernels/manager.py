@@ -30,21 +30,20 @@ from ddpilot.launching.spawning import Ended, Wrote
 from ddpilot.module_names import RECORD_HOOK
 from ddpilot.output.view import View
 from ddpilot.record.hook import RING_DIR_VARIABLE
-from ddpilot.record.main_thread import WATCH_SIGNAL
 from ddpilot.session.apps import find_app, present_modules
 from ddpilot.session.arguments import check_gpus
 from ddpilot.session.kernels.cell_watch import WatchedRank
-from ddpilot.session.kernels.event_router import EventRouter, InterruptListener, Turn
-from ddpilot.session.kernels.events import Event, Interrupted, KernelMessage
+from ddpilot.session.kernels.event_router import Event, EventRouter, Interrupted, InterruptListener, KernelMessage, Turn
 from ddpilot.session.kernels.io_thread import Connection, IOThread
 from ddpilot.session.kernels.output import IdleOutput, NativeOutput
 from ddpilot.session.kernels.processes import KernelProcesses
-from ddpilot.session.kernels.stacks import read_stacks
 from ddpilot.session.kernels.states import START_OVER, RankStates, describe_store_end
 from ddpilot.session.options import SessionOptions
 from ddpilot.session.protocol.entry_points import KernelStart
-from ddpilot.session.protocol.requests import REQUEST, Request, Scope, request_content
+from ddpilot.session.protocol.messages import REQUEST, Request, Scope, request_content
+from ddpilot.user_files import CodeLine
 from ddpilot.watch.companion import Watcher
+from ddpilot.watch.snapshot.files import take_stacks
 
 _END_LIMIT_S = 30.0
 _TURN_END_S = 5.0
@@ -149,7 +148,7 @@ class RankKernels:
     def start(self) -> None:
         """Start all ranks and wait until they reply. If that fails, end them all and release all resources."""
         try:
-            self.processes.attach(self.io_thread)
+            self.processes.connect(self.io_thread)
             # Record in any case: the rings show whether a failure has left the group intact.
             hooks = (self.watcher.hooks if self.watcher is not None else ()) or (RECORD_HOOK,)
             self.processes.add_hooks(hooks, {RING_DIR_VARIABLE: str(self.ring_folder)})
@@ -184,7 +183,7 @@ class RankKernels:
 
     def _start_one(self, rank: int, connection: Connection) -> None:
         self.io_thread.connect(rank, connection)
-        self.processes.start(rank, self.generation)
+        self.processes.start_kernel(rank, self.generation)
         self.states.note_start(rank)
 
     def _describe_end(self, ended: Ended) -> str | None:
@@ -250,11 +249,13 @@ class RankKernels:
             self._router.put(Interrupted())
             return True
 
-    def read_stacks(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Return the Python stack of each rank's main thread, also if the thread is stuck in C++."""
+    def read_stacks(self, ranks: Sequence[int]) -> dict[int, tuple[CodeLine, ...]]:
+        """Return the frames of each rank's main thread, innermost first, also if the thread is stuck in C++.
+
+        Ranks that do not respond are left out.
+        """
         pids = {rank: pid for rank in ranks if (pid := self.processes.pid(rank)) is not None}
-        stacks = read_stacks(self.ring_folder, pids, functools.partial(self.signal, number=WATCH_SIGNAL))
-        return dict.fromkeys(ranks, "") | stacks
+        return {rank: stack.main_frames for rank, stack in take_stacks(self.ring_folder, pids).items()}
 
     def last_lines(self, rank: int) -> tuple[str, ...]:
         """Return the last lines that the rank wrote, bypassing its kernel."""
@@ -279,13 +280,12 @@ class RankKernels:
 
     def request(self, request: Request, ranks: Sequence[int]) -> dict[int, str]:
         """Send a request to `ranks`. Return the message ids by rank."""
-        content = request_content(request, self.scope(ranks))
-        return {rank: self.io_thread.send(rank, "shell", REQUEST, content) for rank in ranks}
+        return self.io_thread.send(ranks, "shell", REQUEST, request_content(request, self.scope(ranks)))
 
     def signal(self, ranks: Sequence[int], number: int) -> None:
-        """Send a signal to the processes of `ranks`."""
+        """Send a signal to the processes of `ranks`; SIGKILL goes to their whole process groups."""
         if ranks:
-            self.io_thread.post(lambda: self.processes.signal(ranks, number))
+            self.io_thread.post(lambda: self.processes.signal(ranks, number, group=number == signal.SIGKILL))
 
     def _deliver(self, event: Event) -> None:
         with self._router.lock:
@@ -332,7 +332,7 @@ class RankKernels:
     ) -> None:
         """Send a comm message from the notebook's widgets to a rank."""
         if rank not in self.states.dead and not self.is_closed:
-            self.io_thread.send(rank, "shell", kind, content, metadata, buffers=buffers)
+            self.io_thread.send([rank], "shell", kind, content, metadata, buffers=buffers)
 
 
 def await_ready(
@@ -361,7 +361,7 @@ def await_ready(
                 fix="Ask for fewer ranks, or see whether the machine is out of memory",
             )
         for rank in [rank for rank in waiting if ask_again_s[rank] <= now]:
-            io_thread.send(rank, "shell", "kernel_info_request", {})
+            io_thread.send([rank], "shell", "kernel_info_request", {})
             ask_again_s[rank] = limit_s
         with contextlib.suppress(queue.Empty):
             event = events.get(timeout=max(0.001, min([limit_s, *ask_again_s.values()]) - now))

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import os
-import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from ddpilot.errors import LaunchError
@@ -40,38 +39,28 @@ PRELOAD = (
 )
 
 
-class KernelProcesses:
-    """The processes of a session's ranks, each of which runs a kernel; started by a `RankSpawner` on this machine.
+class KernelProcesses(ForkedRanks):
+    """The processes of a session's ranks, each of which runs a kernel.
 
     `kernel_start` is called for each rank that starts and returns its `KernelStart`. Except for `check_start`, methods
     are called in the hub's thread, which gets what the processes write (`Wrote`) and how they end (`Ended`).
     """
 
     def __init__(self, options: LaunchOptions, kernel_start: Callable[[], KernelStart]) -> None:
+        find_working_directory("starting a session")
+        environ = {**default_variables(stays=True), **os.environ, **options.env}
+        note = LabelledWriter(options.output, None).note
+        world_size = resolve_nproc(options.nproc_per_node, environ, note, backend=options.backend)
+        check_open_files("starting a session", world_size)
+        super().__init__(replace(options, preload=(*PRELOAD, *options.preload)), environ, world_size, note, main={})
         self._kernel_start = kernel_start
-        self._directory = find_working_directory("starting a session")
-        self._environ: Mapping[str, str] = {**default_variables(stays=True), **os.environ, **options.env}
-        self._options = replace(options, preload=(*PRELOAD, *options.preload))
-        self._note = LabelledWriter(options.output, None).note
-        self.world_size = resolve_nproc(options.nproc_per_node, self._environ, self._note, backend=options.backend)
-        check_open_files("starting a session", self.world_size)
-        self._spawner: ForkedRanks | None = None
         self._raised: dict[int, Raised] = {}
 
-    @property
-    def can_start(self) -> bool:
-        """True if ranks can still be started after `attach`."""
-        return self._spawner is None or self._spawner.can_start
-
-    def attach(self, hub: IOThread) -> None:
-        """Connect to the hub; called once, before the first `start`. Starts the rank server unless one is running."""
+    def connect(self, hub: IOThread) -> None:
+        """Start the ranks' store, and emit events through the hub; called once, before the first start of a rank."""
         self._hub = hub
-        self._spawner = ForkedRanks(self._options, self._environ, self.world_size, self._note, main={})
-        self._spawner.attach(hub, self._on_event)
-        self._spawner.own_folder(str(self._kernel_start().folder))
-
-    def add_hooks(self, hooks: tuple[str, ...], variables: Mapping[str, str]) -> None:
-        self._attached.add_hooks(hooks, variables)
+        self.attach(hub, self._on_event)
+        self.own_folder(str(self._kernel_start().folder))
 
     def check_start(self, did: str) -> None:
         """Raise LaunchError if no rank can be started because the session's working directory was removed."""
@@ -82,37 +71,14 @@ class KernelProcesses:
                 fix="Make it again (`os.makedirs`), or stop the session and start one elsewhere",
             )
 
-    def start(self, rank: int, generation: int) -> None:
+    def start_kernel(self, rank: int, generation: int) -> None:
         """Start the process of a rank that has none. `generation` is the number of times the group has been rebuilt."""
         parcel, _ = ship("ddpilot-kernel", {}, (serve, (self._kernel_start(),), {}), did="starting ranks", known=None)
         self._raised.pop(rank, None)
         try:
-            self._attached.start(rank, parcel, "serve_kernel", sources={}, restart=generation)
+            self.start(rank, parcel, "serve_kernel", sources={}, restart=generation)
         finally:
             os.close(parcel)
-
-    def signal(self, ranks: Sequence[int], number: int) -> None:
-        """Send a signal to the processes of `ranks`; SIGKILL goes to their whole process groups."""
-        self._attached.signal(ranks, number, group=number == signal.SIGKILL)
-
-    def drain(self, rank: int) -> None:
-        """Send the hub everything that the rank's process has written so far. Called when a cell ends on it."""
-        self._attached.drain(rank)
-
-    def pid(self, rank: int) -> int | None:
-        return None if self._spawner is None else self._spawner.pid(rank)
-
-    def is_live(self, rank: int) -> bool:
-        return self._spawner is not None and self._spawner.is_live(rank)
-
-    def close(self) -> None:
-        if self._spawner is not None:
-            self._spawner.close()
-
-    @property
-    def _attached(self) -> ForkedRanks:
-        assert self._spawner is not None  # `attach` comes first
-        return self._spawner
 
     def _on_event(self, event: SpawnerEvent) -> None:
         if isinstance(event, Reported) and isinstance(event.report, Raised):

@@ -25,8 +25,19 @@ from traitlets import Instance
 
 from ddpilot.launching.exception_report import is_victim, message_of, prune_guard, user_traceback
 from ddpilot.launching.rank_reports import Raised
-from ddpilot.session.protocol.report import REPORT_KEY, Report, writable
-from ddpilot.session.protocol.requests import BEGUN, FREE, REPLY, REQUEST, CellRequest, Finish, Free, read_request
+from ddpilot.session.protocol.messages import (
+    BEGUN,
+    FREE,
+    REPLY,
+    REPORT_KEY,
+    REQUEST,
+    CellRequest,
+    Finish,
+    Free,
+    Report,
+    read_request,
+    writable,
+)
 from ddpilot.session.rank.cleanup import forget_error, release_memory
 from ddpilot.session.rank.error_report import CELL, group_state, holds_group, report_error
 from ddpilot.session.rank.interrupts import TimeLimitExpired, time_limit, uninterrupted

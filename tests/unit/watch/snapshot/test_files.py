@@ -20,7 +20,7 @@ from ddpilot.record.flight_ring import layout
 from ddpilot.record.flight_ring.reader import read_ring
 from ddpilot.record.flight_ring.writer import RingWriter
 from ddpilot.record.hook import journal_path, ring_path
-from ddpilot.record.journal import JournalWriter, read_journal
+from ddpilot.record.journal import Entry, JournalWriter, read_journal
 from ddpilot.watch.analysis import analyze
 from ddpilot.watch.snapshot import files, reader
 from ddpilot.watch.snapshot.files import JournalFollower
