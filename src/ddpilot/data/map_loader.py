@@ -5,37 +5,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from torch.utils.data import Sampler
 
 from ddpilot.data.batches import LocalBatch
-from ddpilot.data.global_batches import Epoch
+from ddpilot.data.dataloader_spec import BatchSamplerOrder
+from ddpilot.data.global_batches import Epoch, Plan
 from ddpilot.data.sample_seeds import mix_seed
 from ddpilot.data.workers import Collate, Failure, Order, PieceReader, Workers
 from ddpilot.errors import DataError
-
-
-class Batches(Protocol):
-    """Source of an epoch's batches: a `Plan`, or the user's batch sampler."""
-
-    @property
-    def seed(self) -> int:
-        """Seed of everything random."""
-
-    @property
-    def num_batches(self) -> int:
-        """Number of batches in an epoch."""
-
-    @property
-    def has_repeats(self) -> bool:
-        """True if a sample can occur several times in an epoch."""
-
-    def epoch(self, epoch: int) -> Epoch:
-        """Return the batches of one epoch."""
-
-    def fingerprint(self) -> str:
-        """A hash of what must be equal on all ranks."""
 
 
 class MapLoader:
@@ -49,7 +28,7 @@ class MapLoader:
     def __init__(
         self,
         dataset: Any,
-        plan: Batches,
+        plan: Plan | BatchSamplerOrder,
         *,
         rank: int,
         collate: Collate,

@@ -61,6 +61,7 @@ class StreamPlan:
     divides_itself: bool
     division: Division
 
+    @property
     def fingerprint(self) -> str:
         """A hash of what must be equal on all ranks."""
         return digest(self.global_batch_size, self.world_size, self.seed, self.drop_last, *self.division.edges)

@@ -182,7 +182,7 @@ def check_batch_norms(models: Iterable[nn.Module], plan: object, rank: int) -> t
 
 
 def _parts(plan: Plan, batch: int) -> list[int]:
-    return [stop - start for start, stop in (plan.piece(batch, rank) for rank in range(plan.world_size))]
+    return plan.division.sizes(plan.batch_size(batch))
 
 
 def _check_single_samples(names: list[str], plan: Plan, rank: int) -> None:
