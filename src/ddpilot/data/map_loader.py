@@ -7,8 +7,6 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch.utils.data import Sampler
-
 from ddpilot.data.batches import LocalBatch
 from ddpilot.data.dataloader_spec import BatchSamplerOrder
 from ddpilot.data.global_batches import Epoch, Plan
@@ -41,9 +39,8 @@ class MapLoader:
         self.rank = rank
         self.is_joint = is_joint
         self._piece_rank = 0 if is_joint else rank  # batches that are already divided have one piece
-        self._orders = _Orders()
         self._reader = PieceReader(dataset, collate, plan.seed, seed_samples)
-        self._workers = Workers(self._reader, self._orders, rank, options)
+        self._workers = Workers(self._reader, rank, options)
         self._epoch: tuple[int, Epoch] | None = None
 
     def __len__(self) -> int:
@@ -82,10 +79,10 @@ class MapLoader:
 
     def _load(self, epoch: int, division: Epoch, batches: range) -> Iterator[Any]:
         if batches:  # otherwise workers would be started for nothing
-            self._orders.orders = (self._order(epoch, division, batch) for batch in batches)
-            yield from self._workers.read(mix_seed(self.plan.seed, epoch, self.rank))
+            orders = (self._order(epoch, division, batch) for batch in batches)
+            yield from self._workers.read(orders, mix_seed(self.plan.seed, epoch, self.rank))
 
-    def _order(self, epoch: int, division: Epoch, batch: int) -> list[Order]:
+    def _order(self, epoch: int, division: Epoch, batch: int) -> Order:
         start, stop = division.piece(batch, self._piece_rank)
         is_empty = start == stop
         if is_empty:
@@ -93,7 +90,7 @@ class MapLoader:
             start = int(division.starts[batch])
             stop = start + 1
         draws = list(range(start, stop)) if self.plan.has_repeats else None
-        return [Order(epoch, batch, division.order[start:stop], draws, is_empty)]
+        return Order(epoch, batch, division.order[start:stop], draws, is_empty)
 
     def _yield_empty(self, epoch: int, division: Epoch) -> Iterator[LocalBatch]:
         data = None
@@ -105,13 +102,3 @@ class MapLoader:
         while True:
             yield LocalBatch(copy.deepcopy(data), index, 0, None, division.order[:0])
             index += 1
-
-
-class _Orders(Sampler[list[Order]]):
-    """Batch sampler that torch's DataLoader iterates when reading starts."""
-
-    def __init__(self) -> None:
-        self.orders: Iterator[list[Order]] = iter(())
-
-    def __iter__(self) -> Iterator[list[Order]]:
-        return self.orders
