@@ -24,17 +24,6 @@ Source = tuple[int, str, bool]
 """Rank, stream, and True if the output bypassed Python."""
 
 
-class OpenLineSplitter(LineSplitter):
-    """A `LineSplitter` that also gives access to the unfinished line."""
-
-    @property
-    def unfinished(self) -> str:
-        """The current line if it has no newline yet; "" if there is none, or if it is a progress bar."""
-        if b"\r" in self._pending:
-            return ""
-        return self._pending[-4 * _MAX_CHARS :].decode(errors="replace")[-_MAX_CHARS:]
-
-
 class PartialLines:
     """Draws the unfinished line of the lowest rank that has one. Times are seconds of the monotonic clock."""
 
@@ -103,7 +92,7 @@ class CellOutput:
         self._first_bar_s: dict[int, float] = {}  # by rank: time of its first bar
         self._unshown_bars: dict[int, tuple[str, str]] = {}  # by rank: stream and text of its last bar
         self._merger = LineMerger(max(1, len(ranks)))
-        self._splitters: dict[tuple[int, str, bool], OpenLineSplitter] = defaultdict(OpenLineSplitter)
+        self._splitters: dict[Source, LineSplitter] = defaultdict(LineSplitter)
         self._unfinished = PartialLines(screen)
         self._rich: dict[int, deque[RichOutput]] = defaultdict(deque)  # by rank, in order of arrival
         self._bar: tuple[str, str, int] | None = None  # stream, text, rank; not drawn yet
@@ -122,7 +111,7 @@ class CellOutput:
         source = rank, stream, past_python
         for piece in self._splitters[source].feed(data):
             self._take(rank, stream, piece, now_s)
-        self._unfinished.update(source, self._splitters[source].unfinished, now_s)
+        self._unfinished.update(source, self._splitters[source].unfinished(_MAX_CHARS), now_s)
         self._num_unshown_bytes += len(data)
         if self._num_unshown_bytes > _FLOOD_BYTES:
             self._emit_ready(now_s)

@@ -8,7 +8,6 @@ connects them to the front end, by comms of the notebook's kernel with the same 
 from __future__ import annotations
 
 import functools
-import getpass
 import hashlib
 import sys
 from collections import deque
@@ -132,12 +131,10 @@ class NotebookView(View):
         sys.stderr.flush()
 
     def ask(self, rank: int, prompt: str, password: bool) -> str:
-        """Ask in the notebook, with the rank as a prefix. Raises EOFError if the front end does not support input."""
-        self.flush()
-        question = f"[rank {rank}] {prompt}"
+        """Ask in the notebook. Raises EOFError if it runs without a front end."""
         try:
-            return getpass.getpass(question) if password else input(question)
-        except StdinNotImplementedError as error:  # the notebook runs without a front end
+            return super().ask(rank, prompt, password)
+        except StdinNotImplementedError as error:
             raise EOFError(str(error)) from error
 
     def _publisher(self) -> Publisher:

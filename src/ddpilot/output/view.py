@@ -42,9 +42,11 @@ class View(ABC):
     def make_screen(self) -> TextScreen:
         """Return the screen for a new cell."""
 
-    @abstractmethod
     def ask(self, rank: int, prompt: str, password: bool) -> str:
         """Return the user's answer to `input` or `getpass` on a rank. Raises EOFError if the user cannot be asked."""
+        self.flush()
+        question = f"[rank {rank}] {prompt}"
+        return getpass.getpass(question) if password else input(question)
 
     def bind(self, send: SendToRank) -> None:  # noqa: B027  # a view without widgets has nothing to send
         """Set the function that sends messages to the ranks' widgets; called once, before any other method."""
@@ -144,9 +146,3 @@ class TextView(View):
             has_colors = stream.isatty() and not os.environ.get("NO_COLOR")
             stream.write(text if has_colors else _COLOR.sub("", text))
             stream.flush()
-
-    def ask(self, rank: int, prompt: str, password: bool) -> str:
-        """Ask in the terminal, with the rank as a prefix."""
-        self.flush()
-        question = f"[rank {rank}] {prompt}"
-        return getpass.getpass(question) if password else input(question)
