@@ -23,7 +23,7 @@ from ddpilot.session.kernels.states import START_OVER, blame_dead
 from ddpilot.session.protocol.messages import BEGUN, Report
 
 _LONGEST_WAIT_S = 0.5
-_INTERNAL_KINDS = frozenset({"status", "execute_input", "error", "iopub_welcome", "debug_event"})
+_INTERNAL_KINDS = frozenset({"status", "error", "iopub_welcome", "debug_event"})
 
 
 class Execution:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import hmac
 import json
 import math
 import os
@@ -82,24 +83,28 @@ class Channels:
         self._messages.send(self.sockets[channel], message, buffers=[*(buffers or ())])
 
     def receive(self, channel: str) -> Iterator[KernelMessage]:
-        """Yield the messages that have arrived on a channel, without blocking."""
-        sock = self.sockets[channel]
+        """Yield the messages that have arrived on a channel, without blocking.
+
+        `Session.recv` would also parse the dates in each message, which takes half of its time.
+        """
+        messages, sock = self._messages, self.sockets[channel]
         while True:
             try:
-                _, message = self._messages.recv(sock, mode=zmq.NOBLOCK, copy=True)
+                _, (signature, *parts) = messages.feed_identities(sock.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
                 return
-            if message is None:
-                return
+            if not hmac.compare_digest(signature, messages.sign(parts[:4])):
+                raise ValueError(f"rank {self.rank} sent a message with a wrong signature")
+            header, parent, metadata, content = map(messages.unpack, parts[:4])
             yield KernelMessage(
                 rank=self.rank,
                 channel=channel,
-                kind=message["header"]["msg_type"],
-                parent_id=message["parent_header"].get("msg_id", ""),
-                content=message["content"],
-                metadata=message["metadata"],
-                buffers=[bytes(buffer) for buffer in message["buffers"]],
-                header=message["header"],
+                kind=header["msg_type"],
+                parent_id=parent.get("msg_id", ""),
+                content=content,
+                metadata=metadata,
+                buffers=parts[4:],
+                header=header,
             )
 
     def close(self) -> None:

@@ -230,6 +230,13 @@ class RankKernel(IPythonKernel):
         super().pre_handler_hook()
         self.interrupt_handler.install()
 
+    def _publish_execute_input(self, *_args: Any) -> None:
+        """Publish nothing: the session knows the code of a cell."""
+
+    def _publish_status(self, status: str, *args: Any, **kwargs: Any) -> None:
+        if status != "busy":  # the session knows when a rank is busy
+            super()._publish_status(status, *args, **kwargs)
+
     def _send_begun(self) -> None:
         # From here on an interrupt is not lost; the session delays interrupts until it receives this message.
         assert self.session is not None
