@@ -6,15 +6,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import NoReturn
 
 from ddpilot import LaunchError, RankError
-from ddpilot.output.view import RankMessage, SendToRank
+from ddpilot.output.rich_output import RankMessage
+from ddpilot.output.view import View
 
 
-class QuietView:
+class QuietView(View):
     """`errors` with the monotonic times at which they came, `shown_s`; `notes` and `text`: everything printed."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.forget()
 
     def forget(self) -> None:
@@ -24,8 +27,12 @@ class QuietView:
         self.notes: list[str] = []
         self.text = ""
 
-    def bind(self, send: SendToRank) -> None:
-        """Nothing goes back."""
+    def make_screen(self) -> NoReturn:
+        """Nothing is shown."""
+        raise NotImplementedError
+
+    def write_error(self, text: str) -> None:
+        """Errors are kept as they are."""
 
     def begin(self, ranks: Sequence[int]) -> None:
         """Nothing to do."""
@@ -39,13 +46,6 @@ class QuietView:
         """Keep it."""
         self.text += data.decode(errors="replace")
 
-    def show(self, now_s: float) -> None:
-        """Nothing waits."""
-
-    def next_due_s(self) -> float | None:
-        """Nothing waits."""
-        return None
-
     def error(self, error: RankError | LaunchError) -> None:
         """Keep it, and when it came."""
         self.shown_s.append(time.monotonic())
@@ -58,6 +58,3 @@ class QuietView:
     def ask(self, rank: int, prompt: str, password: bool) -> str:
         """Nobody can be asked."""
         raise EOFError
-
-    def end(self) -> None:
-        """Nothing waits."""

@@ -215,7 +215,8 @@ class BatchSamplerOrder:
         refuse_unequal(sampler, [[*batch] for batch in first] == [[*batch] for batch in second])
         self.num_batches = len(first)
         batches = [] if are_divided else [*map(as_order, first)]
-        self._fingerprint = digest(seed, *(() if are_divided else self._division.edges), *batches)
+        self.fingerprint = digest(seed, *(() if are_divided else self._division.edges), *batches)
+        """A hash of what must be equal on all ranks: the first epoch, unless each rank has its own batches."""
         self.batches_fingerprint = digest(seed, world_size) if are_divided else digest(seed, *batches)
         """A hash of what determines the global batches; includes the world size if they are divided already."""
 
@@ -225,10 +226,6 @@ class BatchSamplerOrder:
         order = np.concatenate(batches) if batches else np.empty(0, dtype=np.int64)
         order.flags.writeable = False
         return Epoch(order, [*accumulate((len(batch) for batch in batches), initial=0)], self._division)
-
-    def fingerprint(self) -> str:
-        """A hash of what must be equal on all ranks: the first epoch, unless each rank has its own batches."""
-        return self._fingerprint
 
 
 def list_sampler(sampler: Iterable[Any], seed: int, epoch: int) -> list[Any]:

@@ -185,12 +185,9 @@ class Plan:
         ends = np.minimum(np.asarray(starts, dtype=np.int64), self.epoch_size)
         return Epoch(order, ends, self.division)
 
+    @cached_property
     def fingerprint(self) -> str:
         """A hash of what must be equal on all ranks: otherwise they would silently train on different batches."""
-        return self._fingerprint
-
-    @cached_property
-    def _fingerprint(self) -> str:
         return digest(self.world_size, *self.division.edges, self.batches_fingerprint)
 
     @cached_property
@@ -205,14 +202,6 @@ class Plan:
         if not 0 <= batch < self.num_batches:
             raise IndexError(f"batch {batch} of an epoch of {self.num_batches} batches")
         return min(self.global_batch_size, self.epoch_size - batch * self.global_batch_size)
-
-    def piece(self, batch: int, rank: int) -> tuple[int, int]:
-        """Return the positions (start, stop) in the order that `rank` takes of global batch `batch`; may be empty."""
-        if not 0 <= rank < self.world_size:
-            raise IndexError(f"rank {rank} of {self.world_size} ranks")
-        start, stop = self.division.piece(self.batch_size(batch), rank)
-        first = batch * self.global_batch_size
-        return first + start, first + stop
 
     @cached_property
     def division(self) -> Division:

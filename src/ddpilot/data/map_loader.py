@@ -5,38 +5,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
-
-from torch.utils.data import Sampler
+from typing import Any
 
 from ddpilot.data.batches import LocalBatch
-from ddpilot.data.global_batches import Epoch
+from ddpilot.data.dataloader_spec import BatchSamplerOrder
+from ddpilot.data.global_batches import Epoch, Plan
 from ddpilot.data.options import Collate
 from ddpilot.data.sample_seeds import mix_seed
 from ddpilot.data.workers import Failure, Order, PieceReader, Workers
 from ddpilot.errors import DataError
-
-
-class Batches(Protocol):
-    """Source of an epoch's batches: a `Plan`, or the user's batch sampler."""
-
-    @property
-    def seed(self) -> int:
-        """Seed of everything random."""
-
-    @property
-    def num_batches(self) -> int:
-        """Number of batches in an epoch."""
-
-    @property
-    def has_repeats(self) -> bool:
-        """True if a sample can occur several times in an epoch."""
-
-    def epoch(self, epoch: int) -> Epoch:
-        """Return the batches of one epoch."""
-
-    def fingerprint(self) -> str:
-        """A hash of what must be equal on all ranks."""
 
 
 class MapLoader:
@@ -50,7 +27,7 @@ class MapLoader:
     def __init__(
         self,
         dataset: Any,
-        plan: Batches,
+        plan: Plan | BatchSamplerOrder,
         *,
         rank: int,
         collate: Collate,
@@ -63,9 +40,8 @@ class MapLoader:
         self.rank = rank
         self.is_joint = is_joint
         self._piece_rank = 0 if is_joint else rank  # batches that are already divided have one piece
-        self._orders = _Orders()
         self._reader = PieceReader(dataset, collate, plan.seed, seed_samples)
-        self._workers = Workers(self._reader, self._orders, rank, options)
+        self._workers = Workers(self._reader, rank, options)
         self._epoch: tuple[int, Epoch] | None = None
 
     def __len__(self) -> int:
@@ -104,10 +80,10 @@ class MapLoader:
 
     def _load(self, epoch: int, division: Epoch, batches: range) -> Iterator[Any]:
         if batches:  # otherwise workers would be started for nothing
-            self._orders.orders = (self._order(epoch, division, batch) for batch in batches)
-            yield from self._workers.read(mix_seed(self.plan.seed, epoch, self.rank))
+            orders = (self._order(epoch, division, batch) for batch in batches)
+            yield from self._workers.read(orders, mix_seed(self.plan.seed, epoch, self.rank))
 
-    def _order(self, epoch: int, division: Epoch, batch: int) -> list[Order]:
+    def _order(self, epoch: int, division: Epoch, batch: int) -> Order:
         start, stop = division.piece(batch, self._piece_rank)
         is_empty = start == stop
         if is_empty:
@@ -115,7 +91,7 @@ class MapLoader:
             start = int(division.starts[batch])
             stop = start + 1
         draws = list(range(start, stop)) if self.plan.has_repeats else None
-        return [Order(epoch, batch, division.order[start:stop], draws, is_empty)]
+        return Order(epoch, batch, division.order[start:stop], draws, is_empty)
 
     def _yield_empty(self, epoch: int, division: Epoch) -> Iterator[LocalBatch]:
         data = None
@@ -127,13 +103,3 @@ class MapLoader:
         while True:
             yield LocalBatch(copy.deepcopy(data), index, 0, None, division.order[:0])
             index += 1
-
-
-class _Orders(Sampler[list[Order]]):
-    """Batch sampler that torch's DataLoader iterates when reading starts."""
-
-    def __init__(self) -> None:
-        self.orders: Iterator[list[Order]] = iter(())
-
-    def __iter__(self) -> Iterator[list[Order]]:
-        return self.orders

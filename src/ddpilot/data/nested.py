@@ -123,11 +123,8 @@ def check_rows(output: Any, count: int, did: str) -> None:
 
     Tensors need `count` rows, tuples and mappings the same in each field, lists one object per sample.
     """
-    if isinstance(output, Mapping):
-        for value in output.values():
-            check_rows(value, count, did)
-    elif isinstance(output, tuple):
-        for value in output:
+    if isinstance(output, Mapping | tuple):
+        for value in get_parts(output) or ():
             check_rows(value, count, did)
     elif not isinstance(output, torch.Tensor | list):
         raise _rows_error(did, f"a {type(output).__name__}, which has no rows")

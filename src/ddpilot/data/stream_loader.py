@@ -10,7 +10,7 @@ from itertools import count, islice
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch.utils.data import Dataset, Sampler, get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from ddpilot.data.batches import LocalBatch, SampleDigest, digest_sample
@@ -62,6 +62,7 @@ class StreamPlan:
     divides_itself: bool
     division: Division
 
+    @property
     def fingerprint(self) -> str:
         """A hash of what must be equal on all ranks."""
         return digest(self.global_batch_size, self.world_size, self.seed, self.drop_last, *self.division.edges)
@@ -209,12 +210,12 @@ class StreamLoader:
         self.plan = plan
         self.rank = rank
         self.is_joint = plan.divides_itself
-        self._orders = _StreamOrders()
+        self._num_passes = 0
         seeded = seed_samples and draws_randomly(dataset, collate)
         # Without seeds, random draws in a sample may differ between ranks.
         compared = seed_samples and plan.world_size > 1 and not plan.divides_itself
         reader = StreamReader(dataset, plan, rank=rank, collate=collate, seeded=seeded, compared=compared)
-        self._workers = Workers(reader, self._orders, rank, options)
+        self._workers = Workers(reader, rank, options)
 
     def __len__(self) -> int:
         if self.plan.divides_itself or not hasattr(self.dataset, "__len__"):
@@ -261,25 +262,11 @@ class StreamLoader:
             yield LocalBatch(data, number, 0, None, np.empty(0, dtype=np.int64))
 
     def _load(self, epoch: int, first_batch: int, state: Any) -> Iterator[StreamPiece]:
-        self._orders.begin_pass(epoch, first_batch, state)
-        return self._workers.read(mix_seed(self.plan.seed, epoch, self.rank))
-
-
-class _StreamOrders(Sampler[list[StreamOrder]]):
-    """Batch sampler that torch's DataLoader iterates when reading starts; endless, as the stream determines the end."""
-
-    def __init__(self) -> None:
-        self._pass_number = 0
-        self._first: tuple[int, int, Any] = (0, 0, None)
-
-    def begin_pass(self, epoch: int, first_batch: int, state: Any) -> None:
-        """Set what the next iteration starts with."""
-        self._pass_number += 1
-        self._first = (epoch, first_batch, state)
-
-    def __iter__(self) -> Iterator[list[StreamOrder]]:
-        number, (epoch, first_batch, state) = self._pass_number, self._first
-        return ([StreamOrder(number, epoch, batch, first_batch, state)] for batch in count(first_batch))
+        self._num_passes += 1
+        number = self._num_passes
+        # Endless: the stream determines the end.
+        orders = (StreamOrder(number, epoch, batch, first_batch, state) for batch in count(first_batch))
+        return self._workers.read(orders, mix_seed(self.plan.seed, epoch, self.rank))
 
 
 def _as_batch(piece: StreamPiece, index: int, global_count: int | None, start: int) -> LocalBatch:

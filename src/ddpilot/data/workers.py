@@ -175,34 +175,39 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return on_host and not tensor.is_quantized and not tensor.requires_grad
 
 
-class Workers:
-    """A torch DataLoader that calls `reader` with each of `orders`, in that order. `options`: those of DataLoader."""
+class _Orders(Sampler[Any]):
+    """Batch sampler that torch's DataLoader iterates when reading starts."""
 
-    def __init__(self, reader: Dataset[Any], orders: Sampler[Any], rank: int, options: Mapping[str, Any]) -> None:
+    orders: Iterator[Any] = iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.orders
+
+
+class Workers:
+    """A torch DataLoader that calls `reader` with lists of one order. `options`: those of DataLoader."""
+
+    def __init__(self, reader: Dataset[Any], rank: int, options: Mapping[str, Any]) -> None:
         # A separate generator: starting workers must not draw from the random state that the model uses.
         self._generator = torch.Generator()
-        self._loader: DataLoader[Any] = DataLoader(
-            reader, batch_sampler=orders, collate_fn=_identity, generator=self._generator, **options
+        self._orders = _Orders()
+        self.loader: DataLoader[Any] = DataLoader(
+            reader, batch_sampler=self._orders, collate_fn=_identity, generator=self._generator, **options
         )
         self._reader: Any = reader
-        self._orders = orders
         self._rank = rank
         self._number = 0
 
-    @property
-    def loader(self) -> DataLoader[Any]:
-        """The DataLoader."""
-        return self._loader
+    def read(self, orders: Iterator[Any], seed: int) -> Iterator[Any]:
+        """Yield the reader's result for each of `orders`, in that order.
 
-    def read(self, seed: int) -> Iterator[Any]:
-        """Yield the reader's result for each order. `seed`: for the base seed of the workers' own random state.
-
-        Raises `DataError` for a `Failure`, if the dataset has to be pickled for its workers and cannot be, or if
-        persistent workers have started a different epoch since.
+        `seed`: for the base seed of the workers' own random state. Raises `DataError` for a `Failure`, if the dataset
+        has to be pickled for its workers and cannot be, or if persistent workers have started a different epoch since.
         """
         self._number += 1
         self._generator.manual_seed(seed)
-        if self._loader.num_workers or self._loader.pin_memory:
+        self._orders.orders = ([order] for order in orders)
+        if self.loader.num_workers or self.loader.pin_memory:
             results = self._read_pass(self._start(), self._number)
         else:  # same results as torch's DataLoader, without its overhead per batch
             results = map(self._reader.__getitems__, self._orders)
@@ -214,7 +219,7 @@ class Workers:
     def _read_pass(self, results: Iterator[Any], number: int) -> Iterator[Any]:
         num_read = 0
         while True:
-            if self._loader.persistent_workers and number != self._number:
+            if self.loader.persistent_workers and number != self._number:
                 raise DataError(
                     "continuing an epoch",
                     found="a later epoch was started, and `persistent_workers` read one epoch at a time",
@@ -235,7 +240,7 @@ class Workers:
     def _worker_died(self, error: RuntimeError, num_read: int) -> DataError:
         # Exceptions of the dataset arrive as a `Failure`, so this is a process that was ended by a signal.
         return DataError(
-            f"reading batch {num_read} of this pass with {self._loader.num_workers} workers",
+            f"reading batch {num_read} of this pass with {self.loader.num_workers} workers",
             found=f"{error}",
             fix="The kernel's OOM killer is the usual cause: use fewer workers, a smaller `prefetch_factor`, and "
             "arrays or memory maps instead of lists of objects; with num_workers=0 a crash shows its line (DDP607: "
@@ -245,14 +250,14 @@ class Workers:
 
     def _start(self) -> Iterator[Any]:
         try:
-            return iter(self._loader)
+            return iter(self.loader)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            context = self._loader.multiprocessing_context
+            context = self.loader.multiprocessing_context
             method = multiprocessing.get_start_method() if context is None else str(context.get_start_method())
-            if not self._loader.num_workers or method == "fork":
+            if not self.loader.num_workers or method == "fork":
                 raise
             raise DataError(
-                f"starting {self._loader.num_workers} workers by `{method}`, which pickles dataset and functions",
+                f"starting {self.loader.num_workers} workers by `{method}`, which pickles dataset and functions",
                 found=f"{type(error).__name__}: {error}",
                 fix="Define them at the top of a module, without lambdas, or use `multiprocessing_context='fork'` or "
                 "`num_workers=0`.",

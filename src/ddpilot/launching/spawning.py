@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ForkedRanks`: start, signal and end the processes of ranks on this machine.
+"""Start, signal and end the processes of ranks: the interface `RankSpawner`, and `ForkedRanks` for this machine.
 
-Launches and sessions see a rank as events and bytes, never as a socket or a process of their own, so that a spawner of
-ranks on other machines can have the same methods.
+Launches and sessions see a rank as events and bytes, never as a socket or a process of their own, so that a spawner may
+start ranks on other machines.
 """
 
 from __future__ import annotations
@@ -103,10 +103,54 @@ class RankHandle:
         self.pipes.clear()
 
 
-class ForkedRanks:
-    """The processes of `world_size` ranks, forked by a rank server, which is started unless one is running.
+class RankSpawner(Protocol):
+    """The processes of `world_size` ranks. All methods are called in the thread of the event loop.
 
-    All other methods are called in the thread of the event loop. `main`: `__file__` and `__package__` for the ranks'
+    `attach` and `start` raise fd_socket.Closed if what starts the ranks has exited.
+    """
+
+    world_size: int
+
+    @property
+    def can_start(self) -> bool:
+        """True if ranks can still be started after `attach`."""
+
+    def attach(self, loop: EventLoop, emit: Callable[[SpawnerEvent], object]) -> None:
+        """Start the ranks' store and send all events to `emit`; called once, before the first `start`."""
+
+    def add_hooks(self, hooks: tuple[str, ...], variables: Mapping[str, str]) -> None:
+        """Make every rank started from now on call `hooks` first, with `variables` added to its environment."""
+
+    def start(self, rank: int, parcel: int, name: str, *, sources: dict[str, list[str]], restart: int = 0) -> None:
+        """Start the process of a rank that has none.
+
+        `parcel`: a memory file with the function to run, which messages call `name`, and its arguments; `sources`:
+        source text that has no file, by name; `restart`: how often the group has been rebuilt.
+        """
+
+    def signal(self, ranks: Sequence[int], number: int, *, group: bool) -> None:
+        """Send a signal to the processes of `ranks`, or to their whole process groups."""
+
+    def free(self, ranks: Sequence[int]) -> None:
+        """Abort the process groups of torch in `ranks`, so that their collectives return with an error."""
+
+    def drain(self, rank: int) -> None:
+        """Emit everything that the rank's process has written so far."""
+
+    def pid(self, rank: int) -> int | None:
+        """Process id; None if the rank has no process, or runs on a different machine."""
+
+    def is_live(self, rank: int) -> bool:
+        """True if the rank's process was started and has not ended."""
+
+    def close(self) -> None:
+        """End all remaining processes and release all resources; a second call does nothing."""
+
+
+class ForkedRanks:
+    """A `RankSpawner` for this machine, whose rank server forks the ranks. Starts the server unless one is running.
+
+    `main`: `__file__` and `__package__` for the ranks'
     ``__main__``; `folder`: removed when the ranks have ended, even if this process is killed; `note` shows a notice.
     Raises LaunchError if the server cannot be started, or cannot be forked and `options` require that.
     """
@@ -139,14 +183,9 @@ class ForkedRanks:
 
     @property
     def can_start(self) -> bool:
-        """True if ranks can still be started after `attach`."""
         return not self._is_finished
 
     def attach(self, loop: EventLoop, emit: Callable[[SpawnerEvent], object]) -> None:
-        """Start the ranks' store and send all events to `emit`; called once, before the first `start`.
-
-        Raises fd_socket.Closed if the server has exited.
-        """
         self._loop, self._emit = loop, emit
         self._job = self._stack.enter_context(self.server.job(self._launch_id, self.world_size, self._folder))
         with job.bind_listener() as listener:
@@ -155,16 +194,10 @@ class ForkedRanks:
         loop.watch(self._job.fileno(), self._on_job)
 
     def add_hooks(self, hooks: tuple[str, ...], variables: Mapping[str, str]) -> None:
-        """Make every rank started from now on call `hooks` first, with `variables` added to its environment."""
         self._hooks = hooks
         self._environ = {**self._environ, **variables}
 
     def start(self, rank: int, parcel: int, name: str, *, sources: dict[str, list[str]], restart: int = 0) -> None:
-        """Start the process of a rank that has none. Raises fd_socket.Closed if the server has exited.
-
-        `parcel`: a memory file with the function to run, which messages call `name`, and its arguments; `sources`:
-        source text that has no file, by name; `restart`: how often the group has been rebuilt.
-        """
         num_threads = choose_num_threads(self._environ, self.world_size)
         variables = rank_variables(
             launch_id=self._launch_id,
@@ -199,17 +232,14 @@ class ForkedRanks:
             self._on_job()
 
     def signal(self, ranks: Sequence[int], number: int, *, group: bool) -> None:
-        """Send a signal to the processes of `ranks`, or to their whole process groups."""
         self._ask(job.Signal(tuple(ranks), number, group))
 
     def free(self, ranks: Sequence[int]) -> None:
-        """Abort the process groups of torch in `ranks`, so that their collectives return with an error."""
         for rank in ranks:
             with contextlib.suppress(fd_socket.Closed):
                 fd_socket.send(self._handles[rank].control, "free")
 
     def drain(self, rank: int) -> None:
-        """Emit everything that the rank's process has written so far."""
         handle = self._handles[rank]
         for stream in list(handle.pipes):
             for _ in range(_MAX_CHUNKS):
@@ -217,17 +247,14 @@ class ForkedRanks:
                     break
 
     def pid(self, rank: int) -> int | None:
-        """Process id; None if the rank has no process."""
         handle = self._handles.get(rank)
         return handle.pid if handle is not None and handle.is_live else None
 
     def is_live(self, rank: int) -> bool:
-        """True if the rank's process was started and has not ended."""
         handle = self._handles.get(rank)
         return handle is not None and handle.is_live
 
     def close(self) -> None:
-        """End all remaining processes and release all resources; a second call does nothing."""
         if hasattr(self, "_job") and self._job.fileno() != -1:
             self._loop.unwatch(self._job.fileno())
             self._job.settimeout(_FINISH_LIMIT_S)

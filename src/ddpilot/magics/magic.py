@@ -11,8 +11,8 @@ from typing import Any
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class, needs_local_scope
 
 from ddpilot.errors import did_you_mean
-from ddpilot.magics.commands import VERBS
-from ddpilot.magics.parser import MagicParser, MagicUsageError, parse_ranks
+from ddpilot.magics.commands import COMMANDS
+from ddpilot.magics.grammar import VERBS, MagicUsageError, make_cell_parser, overview
 from ddpilot.magics.push_pull import RETURNED, SCOPE
 from ddpilot.magics.shell_session import ShellSession, briefly
 from ddpilot.option_parser import HelpRequested
@@ -79,7 +79,7 @@ class DdpMagics(Magics):
             raise MagicUsageError(f"reading `%ddp {line}`", found=str(error), fix="Close the quotes") from error
         given = VERBS[name].parser().read(words)
         given |= {SCOPE: self._scope(local_ns), "is_returned": is_returned}
-        return VERBS[name].run(self._shell_session, given)
+        return COMMANDS[name](self._shell_session, given)
 
     def _scope(self, local_ns: dict[str, Any] | None) -> dict[str, Any]:
         """Return the variables that the line can use: the notebook's, and in a function also its local variables."""
@@ -87,33 +87,10 @@ class DdpMagics(Magics):
         return names if local_ns is None or local_ns is names else {**names, **local_ns}
 
 
-def overview() -> str:
-    """Return the list of all verbs, one per line."""
-    width = max(map(len, VERBS)) + 2
-    verbs = "".join(f"  %ddp {name:{width}}{verb.does}\n" for name, verb in VERBS.items())
-    return (
-        f"{verbs}  %ddp VERB -h{'':{width - 7}}the options of a verb\n\n"
-        "  %%ddp [--ranks 0,2-3] [--local | --everywhere] [--quiet] [--keep-cache]\n"
-        "                run the cell below on the ranks\n"
-    )
-
-
 def _explain_verb(name: str) -> str:
     if name.startswith("-"):
         return f"Options without a verb belong to the cell magic: write `%%ddp {name} ...` above the code"
     return did_you_mean(name, VERBS) or f"The verbs are {', '.join(VERBS)}; to run code, put it below `%%ddp`"
-
-
-def make_cell_parser() -> MagicParser:
-    """Return the parser of the options of `%%ddp`."""
-    parser = MagicParser("%%ddp", description="Run the cell below on the ranks.")
-    parser.add_argument("--ranks", metavar="0,2-3", type=parse_ranks, help="on these ranks; default: all live ranks")
-    place = parser.add_mutually_exclusive_group()
-    place.add_argument("--local", action="store_true", help="in the notebook alone, also while auto is on")
-    place.add_argument("--everywhere", action="store_true", help="on the ranks and then in the notebook")
-    parser.add_argument("--quiet", action="store_true", help="show nothing but errors")
-    parser.add_argument("--keep-cache", action="store_true", help="leave the GPU's memory cache as it is afterwards")
-    return parser
 
 
 def run_cell(shell_session: ShellSession, line: str, cell: str) -> Any:

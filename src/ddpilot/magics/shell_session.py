@@ -13,10 +13,8 @@ from typing import Any, Protocol
 
 from ddpilot.errors import LaunchError, LaunchInterrupted, RankError, WatchError
 from ddpilot.findings.text import render_ranks
-from ddpilot.magics.parser import MagicUsageError, describe_options
-from ddpilot.output.cell_output import BaseView
-from ddpilot.output.terminal_view import TextView
-from ddpilot.output.view import View
+from ddpilot.magics.grammar import MagicUsageError, describe_options
+from ddpilot.output.view import TextView, View
 from ddpilot.session.kernels.states import START_OVER
 from ddpilot.session.options import SessionOptions
 from ddpilot.session.session import Session
@@ -139,7 +137,7 @@ class ShellSession:
         return bool(parent.get("content", {}).get("silent"))
 
     def _make_view(self, options: SessionOptions) -> View:
-        view: BaseView
+        view: View
         if self.is_terminal:
             view = TextView(options.output, options.output_limit_bytes)
         else:

@@ -1,23 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Output of one cell: split into lines, merged if equal on several ranks, and shown in order.
 
-`BaseView` is the base class of the views for terminals and notebooks: it passes each message to its cell's output.
 `PartialLines` shows lines that have no newline yet, such as those of `print(".", end="", flush=True)` in a loop.
 """
 
 from __future__ import annotations
 
 import re
-import time
-from abc import ABC, abstractmethod
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from ddpilot.errors import LaunchError, RankError
 from ddpilot.output.lines import Line, LineMerger, Lines, LineSplitter, PendingLine, Progress
-from ddpilot.output.rich_output import RichOutput, read_rich
-from ddpilot.output.screen import Screen
-from ddpilot.output.view import RankMessage, SendToRank
+from ddpilot.output.rich_output import RichOutput
+from ddpilot.output.writer import TextScreen
 
 _AFTER_S = 0.12
 """Seconds to wait for a newline: on a busy machine, complete lines of `print` also arrive in pieces."""
@@ -29,21 +24,10 @@ Source = tuple[int, str, bool]
 """Rank, stream, and True if the output bypassed Python."""
 
 
-class OpenLineSplitter(LineSplitter):
-    """A `LineSplitter` that also gives access to the unfinished line."""
-
-    @property
-    def unfinished(self) -> str:
-        """The current line if it has no newline yet; "" if there is none, or if it is a progress bar."""
-        if b"\r" in self._pending:
-            return ""
-        return self._pending[-4 * _MAX_CHARS :].decode(errors="replace")[-_MAX_CHARS:]
-
-
 class PartialLines:
     """Draws the unfinished line of the lowest rank that has one. Times are seconds of the monotonic clock."""
 
-    def __init__(self, screen: Screen) -> None:
+    def __init__(self, screen: TextScreen) -> None:
         self._screen = screen
         self._waiting: dict[Source, tuple[str, float]] = {}  # text, and the time at which to draw it
         self._drawn: tuple[Source, str] | None = None
@@ -102,13 +86,13 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]{6,16}\b")
 class CellOutput:
     """Takes the output of `ranks` during one cell. Times are seconds of the monotonic clock."""
 
-    def __init__(self, ranks: Sequence[int], screen: Screen) -> None:
+    def __init__(self, ranks: Sequence[int], screen: TextScreen) -> None:
         self.screen = screen
         self._lead = min(ranks, default=0)  # the rank whose bars are shown, if it draws any
         self._first_bar_s: dict[int, float] = {}  # by rank: time of its first bar
         self._unshown_bars: dict[int, tuple[str, str]] = {}  # by rank: stream and text of its last bar
         self._merger = LineMerger(max(1, len(ranks)))
-        self._splitters: dict[tuple[int, str, bool], OpenLineSplitter] = defaultdict(OpenLineSplitter)
+        self._splitters: dict[Source, LineSplitter] = defaultdict(LineSplitter)
         self._unfinished = PartialLines(screen)
         self._rich: dict[int, deque[RichOutput]] = defaultdict(deque)  # by rank, in order of arrival
         self._bar: tuple[str, str, int] | None = None  # stream, text, rank; not drawn yet
@@ -127,7 +111,7 @@ class CellOutput:
         source = rank, stream, past_python
         for piece in self._splitters[source].feed(data):
             self._take(rank, stream, piece, now_s)
-        self._unfinished.update(source, self._splitters[source].unfinished, now_s)
+        self._unfinished.update(source, self._splitters[source].unfinished(_MAX_CHARS), now_s)
         self._num_unshown_bytes += len(data)
         if self._num_unshown_bytes > _FLOOD_BYTES:
             self._emit_ready(now_s)
@@ -259,94 +243,3 @@ class CellOutput:
             stream = "stdout" if entry.stream == "result" else entry.stream
             for line in entry.text.split("\n") if entry.stream == "result" else (entry.text,):
                 self.screen.line(entry.ranks, stream, line)
-
-
-class BaseView(ABC):
-    """A view that shows each cell on a new `Screen`. Output between cells gets a screen of its own when needed."""
-
-    def __init__(self) -> None:
-        self._output: CellOutput | None = None
-        self._ranks: tuple[int, ...] = ()
-        self.advise: Callable[[RankError | LaunchError], None] = lambda error: None
-        """Called with every error before it is shown; may set its `fix`."""
-
-    @abstractmethod
-    def make_screen(self) -> Screen:
-        """Return the screen for a new cell."""
-
-    @abstractmethod
-    def ask(self, rank: int, prompt: str, password: bool) -> str:
-        """Return the user's answer."""
-
-    def bind(self, send: SendToRank) -> None:  # noqa: B027  # a view without widgets has nothing to send
-        """Set the function that sends messages to the ranks' widgets."""
-
-    def read(self, message: RankMessage) -> RichOutput:
-        """Return the display in a message."""
-        return read_rich(message)
-
-    def take_comm(self, message: RankMessage) -> None:  # noqa: B027
-        """Handle a comm message of a rank's widget."""
-
-    def begin(self, ranks: Sequence[int]) -> None:
-        self.end()
-        self._ranks = tuple(ranks)
-        self._output = CellOutput(self._ranks, self.make_screen())
-
-    def message(self, message: RankMessage, now_s: float) -> None:
-        output, rank, content = self._current(), message.rank, message.content
-        if message.kind == "stream":
-            output.text(rank, content["name"], content["text"].encode("utf-8", "replace"), now_s)
-        elif message.kind == "clear_output":
-            output.clear(rank, bool(content.get("wait")), now_s)
-        elif message.kind in ("display_data", "execute_result", "update_display_data"):
-            rich = self.read(message)
-            if message.kind == "update_display_data":
-                output.rich(rank, rich, now_s, is_update=True)
-            elif rich.is_plain:
-                output.result(rank, rich.text, now_s)
-            else:
-                output.rich(rank, rich, now_s)
-        elif message.kind.startswith("comm_"):
-            if message.kind == "comm_close":
-                output.show_all()  # a front end cannot show a widget that is already closed
-            self.take_comm(message)
-
-    def raw(self, rank: int, stream: str, data: bytes, now_s: float) -> None:
-        self._current().text(rank, stream, data, now_s, past_python=True)
-
-    def show(self, now_s: float) -> None:
-        if self._output is not None:
-            self._output.show(now_s)
-
-    def next_due_s(self) -> float | None:
-        return None if self._output is None else self._output.next_due_s()
-
-    def error(self, error: RankError | LaunchError) -> None:
-        self.flush()
-        self.advise(error)
-        self.write_error("\n".join(error._render_traceback_()) + "\n")  # IPython's protocol for a coloured traceback
-
-    @abstractmethod
-    def write_error(self, text: str) -> None:
-        """Write the text of an error, which may contain ANSI colours."""
-
-    def note(self, text: str) -> None:
-        output = self._current()
-        output.show_all()
-        output.screen.note(text)
-        output.screen.flush()
-
-    def flush(self) -> None:
-        """Show all pending output, including unfinished lines, so that an error or question appears below it."""
-        self._current().finish_lines(time.monotonic())
-
-    def end(self) -> None:
-        output, self._output = self._output, None
-        if output is not None:
-            output.close(time.monotonic())
-
-    def _current(self) -> CellOutput:
-        if self._output is None:
-            self._output = CellOutput(self._ranks, self.make_screen())
-        return self._output

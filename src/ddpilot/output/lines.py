@@ -63,6 +63,12 @@ class LineSplitter:
         self._pending = rest
         return found
 
+    def unfinished(self, max_chars: int) -> str:
+        """The end of the current line if it has no newline yet; "" if there is none, or if it is a progress bar."""
+        if b"\r" in self._pending:
+            return ""
+        return self._pending[-4 * max_chars :].decode(errors="replace")[-max_chars:]
+
     def close(self) -> list[Lines | Line | Progress]:
         """The last line, if it had no line break."""
         rest, self._pending = self._pending, b""

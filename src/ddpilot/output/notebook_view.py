@@ -8,7 +8,6 @@ connects them to the front end, by comms of the notebook's kernel with the same 
 from __future__ import annotations
 
 import functools
-import getpass
 import hashlib
 import sys
 from collections import deque
@@ -19,12 +18,10 @@ from typing import Any
 import comm
 from IPython.core.error import StdinNotImplementedError
 
-from ddpilot.output.cell_output import BaseView
-from ddpilot.output.rich_output import WIDGET, RichOutput, read_rich
-from ddpilot.output.screen import Screen, TextScreen
+from ddpilot.output.rich_output import WIDGET, RankMessage, RichOutput, read_rich
 from ddpilot.output.shared_displays import Publisher, SharedDisplay, SharedDisplays
-from ddpilot.output.view import RankMessage, SendToRank
-from ddpilot.output.writer import Output
+from ddpilot.output.view import SendToRank, View
+from ddpilot.output.writer import Output, TextScreen
 
 _MAX_REMEMBERED = 10_000
 """Maximum number of lines and displays of a cell that can be shown again after `clear_output` on some of its ranks."""
@@ -44,7 +41,6 @@ class NotebookScreen(TextScreen):
         super().__init__(mode, limit_bytes)
         self._displays = displays
         self._publisher = publisher
-        self._rank_mode: Output = mode
         self._shown: deque[_ShownLine | SharedDisplay] = deque(maxlen=_MAX_REMEMBERED)
         self._to_clear: set[int] = set()
         displays.begin()
@@ -52,7 +48,7 @@ class NotebookScreen(TextScreen):
 
     def hides_rich(self, rank: int) -> bool:
         """True if the output mode excludes this rank. Rich output does not count for the limit."""
-        return self._rank_mode == "silent" or (self._rank_mode == "rank_zero" and rank != 0)
+        return self._mode == "silent" or (self._mode == "rank_zero" and rank != 0)
 
     def line(self, ranks: Sequence[int], stream: str, text: str) -> None:
         self._clear_now(ranks)
@@ -104,19 +100,17 @@ def _leave(entry: _ShownLine | SharedDisplay, gone: set[int]) -> bool:
     return bool(entry.ranks)
 
 
-class NotebookView(BaseView):
+class NotebookView(View):
     """Shows output in the notebook of `shell`. `mode`, `limit_bytes`: a session's `output` and `output_limit_bytes`."""
 
     def __init__(self, shell: Any, mode: Output = "labelled", limit_bytes: int | None = None) -> None:
-        super().__init__()
+        super().__init__(mode, limit_bytes)
         self._shell = shell
-        self._mode: Output = mode
-        self._limit_bytes = limit_bytes
         self._widgets = WidgetStates()
         self._bridge: CommBridge | None = None
         self._displays = SharedDisplays(self._publisher, self._pair)
 
-    def make_screen(self) -> Screen:
+    def make_screen(self) -> TextScreen:
         return NotebookScreen(self._mode, self._limit_bytes, self._displays, self._publisher())
 
     def bind(self, send: SendToRank) -> None:
@@ -137,12 +131,10 @@ class NotebookView(BaseView):
         sys.stderr.flush()
 
     def ask(self, rank: int, prompt: str, password: bool) -> str:
-        """Ask in the notebook, with the rank as a prefix. Raises EOFError if the front end does not support input."""
-        self.flush()
-        question = f"[rank {rank}] {prompt}"
+        """Ask in the notebook. Raises EOFError if it runs without a front end."""
         try:
-            return getpass.getpass(question) if password else input(question)
-        except StdinNotImplementedError as error:  # the notebook runs without a front end
+            return super().ask(rank, prompt, password)
+        except StdinNotImplementedError as error:
             raise EOFError(str(error)) from error
 
     def _publisher(self) -> Publisher:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`RichOutput`: a figure, table or other rich display of a rank, with a fingerprint to find equal ones."""
+"""`RankMessage`, a message of a rank's kernel, and `RichOutput`: a figure, table or other display in it.
+
+A fingerprint shows which displays look the same.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,6 @@ import json
 import re
 from dataclasses import dataclass, field
 from typing import Any
-
-from ddpilot.output.view import RankMessage
 
 _TEXT = "text/plain"
 _HTML = "text/html"
@@ -21,6 +22,21 @@ _UNSEEN = re.compile(r"<style\b.*?</style>|<!--.*?-->", re.DOTALL | re.IGNORECAS
 
 _SOURCE = re.compile(r"application/vnd\.[^;]*\+json")
 """MIME types of data that the front end renders, such as plotly's; their HTML is a fallback for other front ends."""
+
+
+@dataclass(frozen=True)
+class RankMessage:
+    """A Jupyter iopub message from a rank's kernel.
+
+    `kind`: "stream", "display_data", "execute_result", "update_display_data", "clear_output", "comm_open", "comm_msg"
+    or "comm_close".
+    """
+
+    rank: int
+    kind: str
+    content: dict[str, Any]
+    metadata: dict[str, Any] = field(default_factory=dict)
+    buffers: list[bytes] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

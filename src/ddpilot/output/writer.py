@@ -6,11 +6,12 @@ from __future__ import annotations
 import functools
 import io
 import sys
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Literal, TextIO
 
 from ddpilot.findings.text import render_ranks
 from ddpilot.output.lines import PendingLine
+from ddpilot.output.rich_output import RichOutput
 
 Output = Literal["labelled", "rank_zero", "silent"]
 
@@ -35,19 +36,15 @@ class LabelledWriter:
             "stdout": sys.stdout or _Nowhere(),
             "stderr": sys.stderr or _Nowhere(),
         }
-        self._limit_bytes = limit_bytes if limit_bytes is not None else _default_limit_bytes()
+        self.limit_bytes = limit_bytes if limit_bytes is not None else _default_limit_bytes()
+        """Bytes of each rank's output that are shown; None for no limit."""
         self._shown_bytes: dict[int, int] = {}
         self._hidden_bytes: dict[int, int] = {}
         self._bar: tuple[str, str] | None = None  # stream, text
 
-    @property
-    def limit_bytes(self) -> int | None:
-        """Bytes of each rank's output that are shown; None for no limit."""
-        return self._limit_bytes
-
     def hides(self, rank: int) -> bool:
         """True if no more output of `rank` will be shown, so that it need not be split into lines."""
-        is_over = self._limit_bytes is not None and self._shown_bytes.get(rank, 0) > self._limit_bytes
+        is_over = self.limit_bytes is not None and self._shown_bytes.get(rank, 0) > self.limit_bytes
         return is_over or not self._is_wanted(rank)
 
     def count_hidden(self, rank: int, num_bytes: int) -> None:
@@ -62,7 +59,7 @@ class LabelledWriter:
 
     def line(self, ranks: Sequence[int], stream: str, text: str) -> None:
         """Show one line, labelled with `ranks`."""
-        if self._limit_bytes is not None:
+        if self.limit_bytes is not None:
             self._count_shown(ranks, text)
         self._write(stream, f"{self._label(ranks)}{text}\n")
 
@@ -80,7 +77,7 @@ class LabelledWriter:
                 ranks = entry.ranks
                 label = self._label(ranks)
             texts.append(f"{label}{entry.text}\n")
-            if self._limit_bytes is not None:
+            if self.limit_bytes is not None:
                 self._count_shown(ranks, entry.text)
         if texts:
             self._write(stream, "".join(texts))
@@ -123,7 +120,7 @@ class LabelledWriter:
         for rank, num_bytes in sorted(self._hidden_bytes.items()):
             self.note(
                 f"{num_bytes / 1e6:.1f} MB more output of rank {rank} not shown "
-                f"(limit {self._limit_bytes} bytes per rank, `output_limit_bytes=`)"
+                f"(limit {self.limit_bytes} bytes per rank, `output_limit_bytes=`)"
             )
         self.flush()
 
@@ -140,6 +137,45 @@ class LabelledWriter:
             stream, shown = self._bar
             self._streams[stream].write("\r" + " " * len(shown) + "\r")
             self._bar = None
+
+
+class TextScreen(LabelledWriter):
+    """Displays the output of one cell as text: a rich display is shown as its plain text.
+
+    `items` are displays that look the same, by rank.
+    """
+
+    def hides_rich(self, rank: int) -> bool:
+        """True if no rich displays of `rank` are shown."""
+        return self.hides(rank)
+
+    def unfinished(self, stream: str, text: str, rank: int = 0) -> None:
+        """Show a line without a newline below all others, until `rank` continues it; "" removes it.
+
+        It is drawn in place of a progress bar, unless the stream is a file.
+        """
+        out = self._streams[stream]
+        if text and (out.isatty() or type(out).__module__.startswith("ipykernel")):
+            self.progress(stream, text, rank)
+        elif not text:
+            self._erase_bar()
+
+    def rich(self, items: Mapping[int, RichOutput]) -> None:
+        """Show a rich display."""
+        text = next(iter(items.values())).text
+        for line in text.split("\n") if text else ():
+            self.line(list(items), "stdout", line)
+
+    def update(self, items: Mapping[int, RichOutput]) -> None:
+        """Replace the content of the displays with the same display id.
+
+        As text, the new content is shown again, unless it is only a placeholder such as "<Figure ...>".
+        """
+        if not next(iter(items.values())).text.startswith("<"):
+            self.rich(items)
+
+    def clear(self, ranks: Sequence[int], wait: bool) -> None:
+        """Remove the output of `ranks`; with `wait`, when they show something new. Text cannot be removed."""
 
 
 @functools.lru_cache(maxsize=1024)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ class RankStart(Protocol):
     environ: dict[str, str]
 
 
+@functools.lru_cache(maxsize=1024)  # asked for at each cell and poll
 def ring_path(folder: str | os.PathLike[str], rank: int) -> Path:
     """Return the path of the ring of `rank` in the folder that `RING_DIR_VARIABLE` names."""
     return Path(folder) / f"rank{rank}.ring"

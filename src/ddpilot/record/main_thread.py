@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import _thread
 import faulthandler
+import functools
 import inspect
 import opcode
 import os
@@ -234,6 +235,7 @@ _RENDEZVOUS = os.path.join("torch", "distributed", "rendezvous.py")
 _STORE = "TCPStore"
 
 
+@functools.lru_cache(maxsize=1024)
 def connecting_path(folder: str | os.PathLike[str], rank: int) -> Path:
     """Return the file in which `rank` keeps its stack while it connects to a store; it does not exist otherwise."""
     return Path(folder) / f"rank{rank}.connecting"

@@ -23,19 +23,17 @@ from ddpilot.launching.shipping.rank_results import RankResults
 from ddpilot.launching.shipping.unpicklable import ship
 from ddpilot.launching.system_limits import limits_explained
 from ddpilot.output.cell_sources import collect_sources
-from ddpilot.output.terminal_view import TextView
-from ddpilot.output.view import View
+from ddpilot.output.view import TextView, View
 from ddpilot.session import arguments
 from ddpilot.session.arguments import check_ranks
 from ddpilot.session.execution.outcome import Outcome
 from ddpilot.session.kernels.event_router import InterruptListener
-from ddpilot.session.kernels.stacks import trim_stack
 from ddpilot.session.kernels.states import describe_absent, make_dead_error
 from ddpilot.session.options import SessionOptions
 from ddpilot.session.protocol.entry_points import call_with_sources
-from ddpilot.session.protocol.requests import Call, Pull, Push
+from ddpilot.session.protocol.messages import Call, Pull, Push
 from ddpilot.session.protocol.variables import check_complete, describe_pushed, make_refusal_error
-from ddpilot.session.status import RankStatus, read_statuses
+from ddpilot.session.status import RankStatus, describe_stack, read_statuses
 from ddpilot.watch.options import OnFinding
 
 if TYPE_CHECKING:
@@ -262,7 +260,8 @@ class Session:
         By rank: the user's frames of the main thread, or "idle" if no cell is running. Takes up to a second.
         """
         chosen = select_ranks(self._kernels, ranks, "reading stacks")
-        return {rank: trim_stack(text) for rank, text in self._kernels.read_stacks(chosen).items()}
+        stacks = self._kernels.read_stacks(chosen)
+        return {rank: describe_stack(stacks.get(rank, ())) for rank in chosen}
 
     def complete(
         self, code: str, cursor: int, *, rank: int = 0, limit_s: float = 0.3

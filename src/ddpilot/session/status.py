@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`RankStatus`: what one rank is doing at one moment."""
+"""`RankStatus`, what one rank is doing at one moment, and its stack."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -12,8 +12,10 @@ import psutil
 
 from ddpilot.environments.nvml import GpuUse, read_gpus
 from ddpilot.errors import RecordError
+from ddpilot.module_names import SESSION_REQUESTS
 from ddpilot.record.flight_ring.reader import read_now
 from ddpilot.record.hook import ring_path
+from ddpilot.user_files import CodeLine
 
 if TYPE_CHECKING:
     from ddpilot.session.kernels.manager import RankKernels
@@ -103,6 +105,16 @@ def _collective(kernels: RankKernels, rank: int) -> CollectiveStatus | None:
         seq=entry.seq,
         is_watched=entry.is_watched,
     )
+
+
+def describe_stack(frames: Sequence[CodeLine]) -> str:
+    """Return those of `frames` (innermost first) that belong to the cell or function; "idle" if none is running."""
+    if not frames:
+        return "no answer: the process does not run Python code now"
+    cells = [index for index, frame in enumerate(frames) if frame.file.startswith("Cell In[")]
+    calls = [index for index, frame in enumerate(frames) if frame.file.endswith(SESSION_REQUESTS)]
+    end = cells[-1] + 1 if cells else calls[0] if calls else 0
+    return "\n".join(f'  File "{each.file}", line {each.line} in {each.function}' for each in frames[:end]) or "idle"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ddpilot.source.parsed_file import Block, Source
+from ddpilot.source.parsed_file import Block, Source, name_of
 
 _EXIT_CALLS = ("exit", "_exit", "quit", "abort")
 _PARTS_OF_MODELS = frozenset({"parameters", "named_parameters", "modules", "named_modules", "buffers", "named_buffers"})
@@ -44,7 +44,7 @@ def guards(source: Source, blocks: Sequence[Block], line: int) -> list[DecisionP
     found = [point for block in blocks if (point := _condition(source, block)) is not None]
     found += _inline_condition(source, line)
     for statement in source.statements_before(line):
-        if not isinstance(statement, ast.If) or statement.orelse or not _returns(statement.body):
+        if not isinstance(statement, ast.If) or statement.orelse or not isinstance(statement.body[-1], ast.Return):
             continue
         is_in_loop = any(block.is_loop for block in source.blocks(statement.lineno))
         if source.depends_on_rank(statement.test) and not is_in_loop:
@@ -94,10 +94,6 @@ def _calls(node: ast.AST) -> bool:
     return any(isinstance(each, ast.Call) for each in ast.walk(node))
 
 
-def _returns(body: Sequence[ast.stmt]) -> bool:
-    return isinstance(body[-1], ast.Return)
-
-
 def has_same_iterations(source: Source, loop: ast.AST) -> bool:
     """Return True if the loop is a `for` over a range that is the same on all ranks."""
     call = loop.iter if isinstance(loop, ast.For) else None
@@ -110,7 +106,7 @@ def iterates_model(loop: ast.AST) -> bool:
     """Return True if the loop is a `for` over parameters, buffers or modules, whose number is the same on all ranks."""
     if not isinstance(loop, ast.For):
         return False
-    calls = {call_name(node) for node in ast.walk(loop.iter) if isinstance(node, ast.Call)}
+    calls = {name_of(node.func) for node in ast.walk(loop.iter) if isinstance(node, ast.Call)}
     return bool(calls & _PARTS_OF_MODELS) or _mentions(loop.iter, "param_groups")
 
 
@@ -119,7 +115,9 @@ def early_returns(source: Source, line: int) -> list[DecisionPoint]:
     return [
         DecisionPoint(statement.lineno, with_condition(source, statement.body[-1], [statement.test]))
         for statement in source.statements_before(line)
-        if isinstance(statement, ast.If) and _returns(statement.body) and may_differ(source, [statement.test])
+        if isinstance(statement, ast.If)
+        and isinstance(statement.body[-1], ast.Return)
+        and may_differ(source, [statement.test])
     ]
 
 
@@ -162,7 +160,7 @@ def no_sync_blocks(source: Source, blocks: Sequence[Block]) -> list[DecisionPoin
 
 
 def _mentions(node: ast.AST, name: str) -> bool:
-    return any(getattr(each, "attr", getattr(each, "id", "")) == name for each in ast.walk(node))
+    return any(name_of(each) == name for each in ast.walk(node))
 
 
 def continues(source: Source, loop: ast.AST, line: int) -> list[DecisionPoint]:
@@ -184,7 +182,7 @@ def may_start_over(source: Source, line: int) -> bool:
     if statement is None:
         return False
     head = statement.iter if isinstance(statement, (ast.For, ast.AsyncFor)) else statement
-    calls = {call_name(node) for node in ast.walk(head) if isinstance(node, ast.Call)}
+    calls = {name_of(node.func) for node in ast.walk(head) if isinstance(node, ast.Call)}
     if "cycle" in calls or ("iter" in calls and head is statement):
         return True
     if not any(block.is_loop and _counts_nothing(block.node) for block in source.blocks(line)):
@@ -198,12 +196,7 @@ def _counts_nothing(loop: ast.AST) -> bool:
     if isinstance(loop, ast.While):
         return True
     calls = [node for node in ast.walk(getattr(loop, "iter", loop)) if isinstance(node, ast.Call)]
-    return isinstance(loop, ast.For) and any(call_name(call) in ("count", "repeat") for call in calls)
-
-
-def call_name(call: ast.Call) -> str:
-    """Return the last part of the name of the function called."""
-    return call.func.attr if isinstance(call.func, ast.Attribute) else str(getattr(call.func, "id", ""))
+    return isinstance(loop, ast.For) and any(name_of(call.func) in ("count", "repeat") for call in calls)
 
 
 def suppressing_handlers(
@@ -223,7 +216,7 @@ def suppressing_handlers(
         is_outside = leaving is None or not _contains(leaving, block.node)
         if isinstance(block.node, ast.With) and is_outside:
             calls = [item.context_expr for item in block.node.items if isinstance(item.context_expr, ast.Call)]
-            found += [_point(source, block.node)] if any(call_name(call) == "suppress" for call in calls) else []
+            found += [_point(source, block.node)] if any(name_of(call.func) == "suppress" for call in calls) else []
     return found
 
 
@@ -299,7 +292,7 @@ def is_exit(node: ast.AST) -> bool:
         raised = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
         return isinstance(raised, ast.Name) and raised.id == "SystemExit"
     call = node.value if isinstance(node, ast.Expr) else node
-    return isinstance(call, ast.Call) and call_name(call) in _EXIT_CALLS
+    return isinstance(call, ast.Call) and name_of(call.func) in _EXIT_CALLS
 
 
 _PASS_ON = ("enumerate", "tqdm", "trange", "iter", "map")
@@ -342,7 +335,7 @@ def is_endless(source: Source, loop: ast.AST) -> bool:
 def _never_ends(source: Source, value: ast.expr) -> bool:
     if not isinstance(value, ast.Call):
         return False
-    name = call_name(value)
+    name = name_of(value.func)
     if name in _PASS_ON:
         return bool(value.args) and _never_ends(source, value.args[-1 if name == "map" else 0])
     if name in ("count", "cycle") or (name == "repeat" and len(value.args) + len(value.keywords) == 1):
@@ -396,7 +389,7 @@ def _depends_on_next(source: Source, test: ast.expr) -> bool:
     names = [node for node in ast.walk(test) if isinstance(node, (ast.Name, ast.Attribute))]
     values = [test, *(value for name in names for value in source.values_of(name))]
     calls = [node for value in values for node in ast.walk(value) if isinstance(node, ast.Call)]
-    return any(call_name(call) in ("next", "anext") and len(call.args) > 1 for call in calls)
+    return any(name_of(call.func) in ("next", "anext") and len(call.args) > 1 for call in calls)
 
 
 def _exits_with_0(node: ast.AST) -> bool:
@@ -442,7 +435,7 @@ def _has_no_order(source: Source, value: ast.expr, depth: int) -> bool:
 
 def _gives_no_order(source: Source, call: ast.Call, depth: int) -> bool:
     owner = call.func.value if isinstance(call.func, ast.Attribute) else None
-    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    name = name_of(call.func)
     if name in _SETS or (name in _OF_SETS and owner is not None):
         return True
     if name in _VIEWS and owner is not None:

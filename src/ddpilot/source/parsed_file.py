@@ -108,7 +108,7 @@ class Source:
         """Return True if a condition uses only the rank, constants and settings, so that it never changes on a rank."""
         bases = {id(node.value) for node in ast.walk(test) if isinstance(node, ast.Attribute)}
         for node in ast.walk(test):
-            name = _name_of(node)
+            name = name_of(node)
             if not name or id(node) in bases or name.isupper():
                 continue
             if _RANK_NAME.fullmatch(name):
@@ -124,7 +124,7 @@ class Source:
 
     def _mentions_rank(self, value: ast.AST, depth: int) -> bool:
         for node in ast.walk(value):
-            name = _name_of(node)
+            name = name_of(node)
             if name and _RANK_NAME.fullmatch(name):
                 return True
             if isinstance(node, ast.Constant) and node.value in ("RANK", "LOCAL_RANK", "SLURM_PROCID"):
@@ -142,7 +142,7 @@ class Source:
 
     def values_of(self, name: ast.Name | ast.Attribute) -> list[ast.expr]:
         """Return the values that this file assigns to a variable or attribute of this name, anywhere."""
-        wanted = (_name_of(name), isinstance(name, ast.Attribute))
+        wanted = (name_of(name), isinstance(name, ast.Attribute))
         return [value for target, of, value in self._assignments() if (target, of) == wanted]
 
     def _assignments(self) -> Iterator[tuple[str, bool, ast.expr]]:
@@ -156,7 +156,7 @@ class Source:
                 continue
             for target, value in pairs:
                 if isinstance(target, (ast.Name, ast.Attribute)):
-                    yield _name_of(target), isinstance(target, ast.Attribute), value
+                    yield name_of(target), isinstance(target, ast.Attribute), value
 
     def is_same_on_all_ranks(self, test: ast.expr) -> bool:
         """Return True if a condition uses only constants, settings and counters, which are the same on all ranks."""
@@ -175,7 +175,7 @@ class Source:
         if not name.isupper():
             return name in _SETTINGS
         stores = (node for node in ast.walk(self._tree) if isinstance(node, ast.Subscript))
-        return not any(isinstance(node.ctx, ast.Store) and _name_of(node.value) == name for node in stores)
+        return not any(isinstance(node.ctx, ast.Store) and name_of(node.value) == name for node in stores)
 
     def _counters(self) -> Iterator[str]:
         for node in ast.walk(self._tree):
@@ -184,9 +184,9 @@ class Source:
                     yield node.target.id
             elif isinstance(node, (ast.For, ast.comprehension)) and isinstance(node.iter, ast.Call):
                 target = node.target
-                if _name_of(node.iter.func) == "enumerate" and isinstance(target, ast.Tuple):
+                if name_of(node.iter.func) == "enumerate" and isinstance(target, ast.Tuple):
                     target = target.elts[0]
-                elif _name_of(node.iter.func) != "range":
+                elif name_of(node.iter.func) != "range":
                     continue
                 if isinstance(target, ast.Name):
                     yield target.id
@@ -267,7 +267,8 @@ def _unpack(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]
     return list(zip(target.elts, values if alike else [value] * len(target.elts), strict=True))
 
 
-def _name_of(node: ast.AST) -> str:
+def name_of(node: ast.AST) -> str:
+    """Return a variable's name, or the last part of an attribute's; empty for other expressions."""
     if isinstance(node, ast.Name):
         return node.id
     return node.attr if isinstance(node, ast.Attribute) else ""

@@ -106,7 +106,7 @@ def _check_agreement(loader: Loader, group: GroupLike) -> None:
     plan = getattr(loader, "plan", None)
     if group.world_size == 1 or plan is None:
         return
-    of_ranks = group.all_gather_object(plan.fingerprint())
+    of_ranks = group.all_gather_object(plan.fingerprint)
     if len(set(of_ranks)) > 1:
         odd = [rank for rank, text in enumerate(of_ranks) if text != of_ranks[0]]
         raise DataError(

@@ -13,7 +13,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -68,10 +67,8 @@ class Watcher(LaunchObserver):
         self._since_ns = 0
         self._observer: Observer | None = None
         self._waking = threading.Lock()
-        self._is_over = False
+        self._is_awake = self._is_over = False
         self._reader, self._writer = os.pipe()
-        os.set_blocking(self._writer, False)
-        os.set_blocking(self._reader, False)
         self.hooks: tuple[str, ...] = ()
         self.variables: Mapping[str, str] = {}
         self._folder: Path | None = None
@@ -157,8 +154,10 @@ class Watcher(LaunchObserver):
 
     def take(self, note: Callable[[str], None]) -> WatchError | None:
         """Pass pending output to `note`; return the error with which the launch is to end, if any."""
-        with suppress(BlockingIOError):
-            os.read(self._reader, 4096)
+        with self._waking:
+            if self._is_awake:
+                os.read(self._reader, 1)
+                self._is_awake = False
         while not self._lines.empty():
             note(self._lines.get_nowait()[0])
         return self._error
@@ -271,9 +270,10 @@ class Watcher(LaunchObserver):
 
     def _wake(self) -> None:
         # The user's function may return after the end.
-        with self._waking, suppress(BlockingIOError):
-            if not self._is_over:
+        with self._waking:
+            if not (self._is_awake or self._is_over):
                 os.write(self._writer, b"w")
+                self._is_awake = True
 
 
 def facts_of(rank: RankState, since_ns: int = 0) -> RankFacts:

@@ -83,7 +83,8 @@ class Observer:
         self._since_ns = 0
         self._is_active = self._has_given_up = False
         self._is_wanted = threading.Event()
-        self._labels: Mapping[str, str] = {}
+        self._is_settled = False
+        """True if guard has noted nothing since the rules were last paused after a cell that ended well."""
 
     def _make_shared_rules_runner(self) -> RuleRunner:
         """Return the rules that compare ranks, for the ranks of all nodes."""
@@ -103,7 +104,6 @@ class Observer:
         with self._lock:
             held = {**self._reader.sources, **sources}
             self._reader.sources = {name: held[name] for name in list(held)[-_NUM_SOURCES:]}
-            self._labels = label_cells(self._reader.sources)
 
     def _sources(self) -> Mapping[str, str]:
         return self._reader.sources
@@ -123,9 +123,13 @@ class Observer:
                 self._give_up(error)
 
     def _read_rest(self, *, reports: bool) -> None:
-        entries, now_ns = self._reader.read_entries(), time.monotonic_ns()
+        self._reader.read_journals()
+        entries, now_ns = self._reader.take_entries(), time.monotonic_ns()
+        if reports and self._is_settled and not entries:
+            return
         found = self._judge(entries, now_ns) if entries else []
         found += self._with_cell_labels(self._rules.pause(now_ns, is_ok=reports))
+        self._is_settled = reports
         news = self._history.new_findings(found) if reports else []
         if news:
             job, _ = self._poll()
@@ -166,7 +170,7 @@ class Observer:
         """Return and save a report with all findings so far. Thread-safe, also after `stop`."""
         with self._lock:
             job, analysis = self._poll()
-            self._history.new_findings(self._read_journals(job))
+            self._history.new_findings(self._judge(self._reader.take_entries(), job.now_ns))
             report = self._compose(job, analysis, [*self._history.findings, *analysis.findings])
             self._save(report)
         return report
@@ -219,7 +223,7 @@ class Observer:
         # A rank may have died because of ranks on other nodes, or have been terminated together with the whole job.
         is_unsure = may_know_more or (not is_last and self._has_just_ended(job))
         known = [each for each in analysis.findings if not (is_unsure and each.code == "DDP209")]
-        found = [*self._read_journals(job, is_last=is_last), *known]
+        found = [*self._judge(self._reader.take_entries(), job.now_ns, is_last=is_last), *known]
         found += self._with_cell_labels(self._rules.finish(job.now_ns)) if is_last else ()
         news = self._history.new_findings(found)
         status = () if may_know_more else self._history.new_status(analysis, time.monotonic())
@@ -239,10 +243,8 @@ class Observer:
             for rank, each in job.ranks.items()
         )
 
-    def _read_journals(self, job: JobSnapshot, *, is_last: bool = False) -> list[Finding]:
-        return self._judge(self._reader.read_entries(), job.now_ns, is_last=is_last)
-
     def _judge(self, entries: Mapping[int, tuple[Entry, ...]], now_ns: int, *, is_last: bool = False) -> list[Finding]:
+        self._is_settled = self._is_settled and not entries
         found = self._rules.feed(entries, now_ns)
         if self._shared_rules is not None:
             found += self._shared_rules.feed(entries, now_ns, is_last=is_last)
@@ -251,7 +253,10 @@ class Observer:
         return self._with_cell_labels(found)
 
     def _with_cell_labels(self, findings: Iterable[Finding]) -> list[Finding]:
-        return [rename_in(finding, self._labels) for finding in findings]
+        return [rename_in(finding, self._labels()) for finding in findings]
+
+    def _labels(self) -> Mapping[str, str]:
+        return label_cells(self._reader.sources)
 
     def _poll(self) -> tuple[JobSnapshot, Analysis]:
         here = self._reader.read(self._present_facts(), self._since_ns)
@@ -270,7 +275,7 @@ class Observer:
                 self._note(complaint)
         for complaint in self._reader.complaints():
             self._note(f"{complaint}. Training continues with less information")
-        status = tuple(rename(line, self._labels) for line in analysis.status)
+        status = tuple(rename(line, self._labels()) for line in analysis.status)
         return job, replace(analysis, findings=Findings(self._with_cell_labels(analysis.findings)), status=status)
 
     def _widen(self, here: JobSnapshot) -> JobSnapshot:

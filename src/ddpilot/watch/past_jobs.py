@@ -104,7 +104,7 @@ def explain_job(folder: Path, about: JobInfo) -> Report:
         time.sleep(_BETWEEN_S)
     job = reader.add_last_stacks(_read_snapshot(reader, about))
     analysis = _analyze(reader, job, earlier)
-    findings = [*(saved.findings if saved else ()), *rules.feed(reader.read_entries(), job.now_ns)]
+    findings = [*(saved.findings if saved else ()), *rules.feed(reader.take_entries(), job.now_ns)]
     findings += [
         *(() if about.is_running else rules.finish(job.now_ns)),
         *_without_reported_ends(analysis.findings, saved),

@@ -9,12 +9,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from ddpilot import LaunchError, RankError, Session
-from ddpilot.output.view import RankMessage, SendToRank
+from ddpilot.output.rich_output import RankMessage
+from ddpilot.output.view import View
 from tests.dist.launching.scripts import wait_until
 
 MODEL = """
@@ -34,10 +35,11 @@ def step():
 """A cell with a live DDP model; `step()` trains it by one step."""
 
 
-class Kept:
+class Kept(View):
     """A view that shows nothing and keeps everything; `times_s` has the monotonic time of every error."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.texts: dict[int, str] = {}
         self.messages: list[RankMessage] = []
         self.raws: dict[int, bytes] = {}
@@ -47,8 +49,12 @@ class Kept:
         self.answers: list[str] = []
         self.asked: list[tuple[int, str, bool]] = []
 
-    def bind(self, send: SendToRank) -> None:
-        """Nothing goes back."""
+    def make_screen(self) -> NoReturn:
+        """Nothing is shown."""
+        raise NotImplementedError
+
+    def write_error(self, text: str) -> None:
+        """Errors are kept as they are."""
 
     def begin(self, ranks: Sequence[int]) -> None:
         """Nothing to do."""
@@ -62,13 +68,6 @@ class Kept:
     def raw(self, rank: int, _stream: str, data: bytes, _now_s: float) -> None:
         """Keep bytes by rank."""
         self.raws[rank] = self.raws.get(rank, b"") + data
-
-    def show(self, now_s: float) -> None:
-        """Nothing waits."""
-
-    def next_due_s(self) -> float | None:
-        """Nothing waits."""
-        return None
 
     def error(self, error: RankError | LaunchError) -> None:
         """Keep an error and when it came."""
@@ -85,9 +84,6 @@ class Kept:
         if not self.answers:
             raise EOFError
         return self.answers.pop(0)
-
-    def end(self) -> None:
-        """Nothing waits."""
 
     def results(self) -> dict[int, str]:
         """The plain text of the last result of each rank."""

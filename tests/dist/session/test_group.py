@@ -9,7 +9,7 @@ from dataclasses import asdict
 import pytest
 
 from ddpilot import RankError, Session
-from ddpilot.session.protocol.requests import FREE, Free
+from ddpilot.session.protocol.messages import FREE, Free
 from tests.dist.session.conftest import Kept
 
 Start = Callable[..., Session]
@@ -137,7 +137,7 @@ def test_a_rank_that_is_freed_too_late_keeps_its_new_group(start: Start) -> None
         session.execute("1/0 if rank else group.barrier()")
     session.execute("group.barrier()")
     for rank in range(2):
-        session._kernels.io_thread.send(rank, "control", FREE, asdict(Free(generation=0, interrupt=False)))
+        session._kernels.io_thread.send([rank], "control", FREE, asdict(Free(generation=0, interrupt=False)))
     for _ in range(5):
         session.execute("group.barrier()")
 

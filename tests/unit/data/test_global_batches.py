@@ -18,11 +18,11 @@ SHARES = st.lists(st.floats(0.25, 4.0), min_size=5, max_size=5)
 
 def batches_of(plan: Plan, epoch: int) -> list[list[int]]:
     """Each global batch, put together from the pieces of all ranks in the order of the ranks."""
-    order = plan.order(epoch)
+    divided = plan.epoch(epoch)
     found = []
     for batch in range(plan.num_batches):
-        pieces = [plan.piece(batch, rank) for rank in range(plan.world_size)]
-        found.append([int(number) for start, stop in pieces for number in order[start:stop]])
+        pieces = [divided.piece(batch, rank) for rank in range(plan.world_size)]
+        found.append([int(number) for start, stop in pieces for number in divided.order[start:stop]])
     return found
 
 
@@ -64,15 +64,15 @@ def test_plan_pieces_differ_by_one_sample_at_most(num: int, world_size: int, siz
     """A ragged last batch is divided as evenly as a full one, and a single sample is rank 0's."""
     plan = Plan(num, size, world_size=world_size)
     for batch in range(plan.num_batches):
-        counts = [stop - start for start, stop in (plan.piece(batch, rank) for rank in range(world_size))]
+        counts = plan.division.sizes(plan.batch_size(batch))
         assert max(counts) - min(counts) <= 1
         assert counts[0] == max(counts)
 
 
 def test_plan_gives_each_rank_its_share() -> None:
     """Twice the share is twice the samples, also of a ragged last batch."""
-    plan = Plan(21, 12, world_size=2, shares=[2, 1])
-    assert [plan.piece(batch, rank) for batch in (0, 1) for rank in (0, 1)] == [(0, 8), (8, 12), (12, 18), (18, 21)]
+    epoch = Plan(21, 12, world_size=2, shares=[2, 1]).epoch(0)
+    assert [epoch.piece(batch, rank) for batch in (0, 1) for rank in (0, 1)] == [(0, 8), (8, 12), (12, 18), (18, 21)]
 
 
 def test_plan_order_follows_from_seed_and_epoch_alone() -> None:
@@ -84,14 +84,16 @@ def test_plan_order_follows_from_seed_and_epoch_alone() -> None:
     assert len(many) == 25
 
 
-def test_plan_divides_an_epoch_as_its_pieces_say() -> None:
-    """`epoch` computes the same pieces, all at once."""
+def test_plan_divides_each_batch_of_an_epoch_by_its_division() -> None:
+    """`epoch` computes the pieces faster."""
     plan = Plan(23, 5, world_size=3, shuffle=True, shares=[1, 2, 1])
     epoch = plan.epoch(2)
     assert epoch.num_batches == plan.num_batches == 5
     for batch in range(5):
         assert epoch.batch_size(batch) == plan.batch_size(batch)
-        assert [epoch.piece(batch, rank) for rank in range(3)] == [plan.piece(batch, rank) for rank in range(3)]
+        pieces = [epoch.piece(batch, rank) for rank in range(3)]
+        assert pieces[0][0] == batch * 5
+        assert [stop - start for start, stop in pieces] == plan.division.sizes(plan.batch_size(batch))
 
 
 def test_plan_draws_by_weight_the_same_at_any_world_size() -> None:
@@ -152,13 +154,11 @@ def test_plan_of_an_empty_dataset_has_no_batches() -> None:
     assert Plan(0, 4, world_size=2).num_batches == 0
 
 
-def test_plan_has_no_batch_and_no_rank_that_is_not_there() -> None:
+def test_plan_has_no_batch_and_no_sample_that_is_not_there() -> None:
     """A number out of range is our own mistake."""
     plan = Plan(10, 5, world_size=2)
     with pytest.raises(IndexError, match="batch 2 of an epoch of 2"):
-        plan.piece(2, 0)
-    with pytest.raises(IndexError, match="rank 2 of 2"):
-        plan.piece(0, 2)
+        plan.batch_size(2)
     with pytest.raises(DataError, match="sample 10 of 10"):
         Plan(10, 5, world_size=2, sampler=lambda epoch: np.arange(1, 11)).order(0)
 
@@ -177,9 +177,9 @@ def test_plan_fingerprint_differs_when_ranks_would_train_on_other_batches() -> N
         {"weights": [1.0] * 9 + [2.0]},
         {"sampler": lambda epoch: np.arange(10)[::-1]},
     ]
-    found = [Plan(**{**same, **other}).fingerprint() for other in ({}, *others)]
+    found = [Plan(**{**same, **other}).fingerprint for other in ({}, *others)]
     assert len({*found}) == 10
-    assert found[0] == Plan(**same, shares=[3, 3]).fingerprint() == Plan(**same).fingerprint()
+    assert found[0] == Plan(**same, shares=[3, 3]).fingerprint == Plan(**same).fingerprint
 
 
 WEIGHTS = st.lists(st.just(0.0) | st.floats(0, 1.7e308), min_size=1, max_size=20).filter(any)

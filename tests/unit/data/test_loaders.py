@@ -413,7 +413,7 @@ def test_shard_loader_takes_a_batch_sampler_as_global_batches() -> None:
     assert numbers(loader) == given
     other: Any = [[1, 2], [3, 4], [5, 6]]
     plans = [made.plan for made in (*shard_world(loader), *shard_world(DataLoader(NUMBERS, batch_sampler=other)))]
-    assert [plan.fingerprint() == plans[0].fingerprint() for plan in plans] == [True, True, False, False]
+    assert [plan.fingerprint == plans[0].fingerprint for plan in plans] == [True, True, False, False]
     torchs = BatchSampler(EveryOther(), 3, drop_last=True)
     loader = DataLoader(NUMBERS, batch_sampler=torchs)
     assert numbers(loader, 1) == numbers(loader, 3)
@@ -439,7 +439,7 @@ def test_shard_loader_uses_batches_of_a_rank_as_given() -> None:
         own: Any = OwnBatches(rank, 2)
         loaders.append(shard_loader(DataLoader(NUMBERS, batch_sampler=own), rank=rank, world_size=2))
     assert all(loader.is_joint for loader in loaders)
-    assert loaders[0].plan.fingerprint() == loaders[1].plan.fingerprint()  # nothing that has to be the same differs
+    assert loaders[0].plan.fingerprint == loaders[1].plan.fingerprint  # nothing that has to be the same differs
     assert read_world(loaders) == [[(1,), (2,), (3,)], [(4,)]]
 
 

@@ -10,10 +10,10 @@ import pytest
 from IPython.core.completer import CompletionContext
 
 from ddpilot.errors import LaunchInterrupted
-from ddpilot.magics.commands import VERBS
+from ddpilot.magics.commands import COMMANDS
 from ddpilot.magics.completion import make_matcher
 from ddpilot.magics.extension import load_ipython_extension, unload_ipython_extension
-from ddpilot.magics.parser import MagicUsageError
+from ddpilot.magics.grammar import VERBS, MagicUsageError
 from ddpilot.magics.shell_session import ShellSession
 from tests.unit.magics.samples import ipython_shell
 
@@ -109,7 +109,8 @@ def test_line_magic_alone_lists_every_verb(shell: Any, line: str, capsys: pytest
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_verbs_explain_themselves(shell: Any, verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """-h starts nothing."""
+    """-h starts nothing, and each has a command."""
+    assert verb in COMMANDS
     shell.run_line_magic("ddp", f"{verb} -h")
     assert capsys.readouterr().out.startswith(f"usage: %ddp {verb} [-h]")
     shell.run_cell_magic("ddp", "-h", "x\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpilot.output.view import RankMessage
+from ddpilot.output.rich_output import RankMessage
 
 
 def printed(rank: int, text: str, stream: str = "stdout") -> RankMessage:

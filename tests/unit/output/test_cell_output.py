@@ -9,16 +9,17 @@ import pytest
 
 from ddpilot.output.cell_output import CellOutput
 from ddpilot.output.rich_output import RichOutput
+from ddpilot.output.writer import TextScreen
 
 
-class ListScreen:
+class ListScreen(TextScreen):
     """A screen that keeps what it is shown. `limit_bytes`: per rank."""
 
     def __init__(self, limit_bytes: int = 10**9) -> None:
+        super().__init__("labelled", limit_bytes)
         self.shown: list[tuple[object, ...]] = []
         self.hidden: dict[int, int] = {}
         self._sizes: dict[int, int] = {}
-        self.limit_bytes: int | None = limit_bytes
 
     def hides(self, rank: int) -> bool:
         """Whether the limit is reached."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ddpilot.output.notebook_view import NotebookView, WidgetStates
-from ddpilot.output.view import RankMessage
+from ddpilot.output.rich_output import RankMessage
 from tests.unit.magics.samples import FrontEnd
 from tests.unit.output.samples import changed, closed, html, opened, printed, widget
 

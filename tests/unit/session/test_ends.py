@@ -11,7 +11,7 @@ import pytest
 
 from ddpilot.errors import LaunchError
 from ddpilot.launching.spawning import Ended
-from ddpilot.session.kernels.events import Event, KernelMessage
+from ddpilot.session.kernels.event_router import Event, KernelMessage
 from ddpilot.session.kernels.manager import await_ready
 from ddpilot.session.kernels.output import IdleOutput
 from ddpilot.session.kernels.states import RankStates

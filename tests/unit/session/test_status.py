@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 
-from ddpilot.session.status import collect_usage
+from ddpilot.session.status import collect_usage, describe_stack
+from ddpilot.user_files import CodeLine
 
 # Has 20 MB of its own and rests; its child has as much and never rests.
 FAMILY = """
@@ -49,3 +50,36 @@ def test_collect_usage_counts_children_and_leaves_out_ended_processes() -> None:
 def test_collect_usage_of_no_process_takes_no_time() -> None:
     """Without processes there is nothing to wait for."""
     assert collect_usage([], interval_s=3600) == {}
+
+
+KERNEL = (
+    CodeLine("/site-packages/IPython/core/interactiveshell.py", 3823, "run_code"),
+    CodeLine("/site-packages/ddpilot/session/rank/kernel.py", 73, "do_execute"),
+    CodeLine("<string>", 1, "<module>"),
+)
+
+
+def test_describe_stack_keeps_the_frames_down_to_the_cell() -> None:
+    """What the cell called is kept, what called the cell is not; also where a cell's function calls another's."""
+    frames = (
+        CodeLine("/site-packages/torch/distributed/distributed_c10d.py", 5356, "barrier"),
+        CodeLine("Cell In[2]", 3, "inner"),
+        CodeLine("/lib/python/functools.py", 9, "wrapper"),
+        CodeLine("Cell In[7]", 4, "<module>"),
+    )
+    lines = describe_stack((*frames, *KERNEL)).splitlines()
+    assert len(lines) == 4
+    assert lines[0].endswith("in barrier")
+    assert lines[-1] == '  File "Cell In[7]", line 4 in <module>'
+
+
+def test_describe_stack_keeps_what_a_function_that_was_sent_does() -> None:
+    """A call has no cell: everything above ddpilot's own frames is the user's."""
+    frames = (CodeLine("train.py", 8, "train"), CodeLine("/x/ddpilot/session/rank/requests.py", 72, "_call"))
+    assert describe_stack((*frames, *KERNEL)) == '  File "train.py", line 8 in train'
+
+
+def test_describe_stack_of_an_idle_rank_and_of_one_that_does_not_answer() -> None:
+    """A kernel that waits for a cell, and a process that wrote nothing."""
+    assert describe_stack(KERNEL) == "idle"
+    assert describe_stack(()).startswith("no answer")

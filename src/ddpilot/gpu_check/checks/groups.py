@@ -122,14 +122,28 @@ def _wait_in_item(done: Path) -> None:
         dist.all_reduce(gradient)
         return (weight.detach() - gradient).sum().item()
 
-    freed = _free_later()
+    # NCCL's abort raises no error on the host; the program's next operations raise.
+    _free_while(done, wait, optimizer.step, wait, least_s=_STUCK_S)
+
+
+def _free_while(done: Path, wait: Callable[[], object], *then: Callable[[], object], least_s: float = 0.0) -> None:
+    """Free the group while `wait` is stuck, and answer if it ended in time and it, or all of `then`, raised."""
+    freed: list[str] = []
+
+    def free() -> None:
+        time.sleep(_STUCK_S)
+        began = time.monotonic()
+        freed.append(f"{free_group()} in {time.monotonic() - began:.1f} s")
+
+    threading.Thread(target=free, daemon=True).start()
     began = time.monotonic()
     ends = [_end_of(wait)]
     took_s = time.monotonic() - began
-    ends += [] if ends[0].startswith("raised") else [_end_of(optimizer.step), _end_of(wait)]
-    # NCCL's abort raises no error on the host; the program's next operations raise.
-    holds = _STUCK_S <= took_s < _STUCK_S + _FREE_LIMIT_S and all(end.startswith("raised") for end in ends[-2:])
-    _answer(done, holds, f"after {took_s:.1f} s: {', then '.join(ends)}; {_describe_freed(freed)}")
+    ends += [] if ends[0].startswith("raised") else map(_end_of, then)
+    is_in_time = least_s <= took_s < _STUCK_S + _FREE_LIMIT_S
+    holds = is_in_time and all(end.startswith("raised") for end in ends[-len(then) :])
+    how = freed[0] if freed else "free_group() has not returned"
+    _answer(done, holds, f"after {took_s:.1f} s: {', then '.join(ends)}; {how}")
 
 
 def _end_of(function: Callable[[], object]) -> str:
@@ -149,18 +163,12 @@ def _wait_in_first(done: Path) -> None:
     if dist.get_rank():
         wait_for_file(done, _WAIT_LIMIT_S + 10)
         return
-    freed = _free_later()
 
     def wait() -> None:
         dist.all_reduce(torch.ones(1, device=device))
         wait_for(device)
 
-    began = time.monotonic()
-    ends = [_end_of(wait)]
-    took_s = time.monotonic() - began
-    ends += [] if ends[0].startswith("raised") else [_end_of(wait)]
-    holds = took_s < _STUCK_S + _FREE_LIMIT_S and ends[-1].startswith("raised")
-    _answer(done, holds, f"after {took_s:.1f} s: {', then '.join(ends)}; {_describe_freed(freed)}")
+    _free_while(done, wait, wait)
 
 
 def three_stuck_groups_are_freed() -> Outcome:
@@ -215,22 +223,6 @@ def _answer(done: Path, holds: bool, evidence: str) -> None:
     draft = done.with_suffix(".new")
     draft.write_text(json.dumps([holds, evidence]))
     draft.replace(done)
-
-
-def _free_later() -> list[str]:
-    freed: list[str] = []
-
-    def free() -> None:
-        time.sleep(_STUCK_S)
-        began = time.monotonic()
-        freed.append(f"{free_group()} in {time.monotonic() - began:.1f} s")
-
-    threading.Thread(target=free, daemon=True).start()
-    return freed
-
-
-def _describe_freed(freed: list[str]) -> str:
-    return freed[0] if freed else "free_group() has not returned"
 
 
 def _short(error: BaseException) -> str:

@@ -9,19 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import random
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 
-from ddpilot.group.device import rng_state, runs_behind, set_rng_state
+from ddpilot.group.device import capture_rng, restore_rng
 from ddpilot.group.init_group import seed_all
 from ddpilot.group.process_group import Group
-
-_State = tuple[Any, tuple[Any, ...], bytes, bytes]
-"""State of Python, NumPy, torch on the CPU, and torch on this rank's accelerator (b"" without one)."""
 
 
 def start_equal(run_id: str) -> None:
@@ -37,15 +32,15 @@ def own_random(group: Group) -> Iterator[None]:
     exit, all ranks take rank 0's state. After an exception, the exit is not collective: all ranks get the same state,
     derived from the one on entry.
     """
-    origin: _State = group.broadcast_object(_capture(group.device))
-    _restore(origin, group.device)
+    origin: dict[str, Any] = group.broadcast_object(capture_rng(group.device))
+    restore_rng(origin, group.device)
     if group.rank:
-        seed_all(_derive(repr(origin).encode(), b"rank %d" % group.rank))
+        seed_all(_derive(_content(origin), b"rank %d" % group.rank))
     try:
         yield
-        _restore(group.broadcast_object(_capture(group.device)), group.device)
+        restore_rng(group.broadcast_object(capture_rng(group.device)), group.device)
     except BaseException:
-        seed_all(_derive(repr(origin).encode(), b"after"))
+        seed_all(_derive(_content(origin), b"after"))
         raise
 
 
@@ -56,36 +51,23 @@ def rank_zero_random(group: Group, loader: Any) -> Iterator[None]:
     On exit, the global random states of the other ranks are restored.
     """
     shared = getattr(loader, "rng", None)
-    state, shared_state = group.broadcast_object((_capture(), shared.getstate() if shared else None))
-    own = _capture()
+    state, shared_state = group.broadcast_object((capture_rng(), shared.getstate() if shared else None))
+    own = capture_rng()
     if group.rank:
-        _restore(state)
+        restore_rng(state)
         if shared is not None:
             shared.setstate(shared_state)
     try:
         yield
     finally:
         if group.rank:
-            _restore(own)
+            restore_rng(own)
 
 
-def _capture(device: torch.device | None = None) -> _State:
-    """Return the current states as numbers, strings and bytes; pickled tensors and their `repr` differ between runs."""
-    name, keys, *rest = np.random.get_state(legacy=True)
-    numpy = (name, np.asarray(keys).tobytes(), *rest)
-    gpu = b""
-    if device is not None and runs_behind(device):
-        gpu = rng_state(device).numpy().tobytes()
-    return random.getstate(), numpy, torch.get_rng_state().numpy().tobytes(), gpu
-
-
-def _restore(state: _State, device: torch.device | None = None) -> None:
-    python, (name, keys, *rest), cpu, gpu = state
-    random.setstate(python)
-    np.random.set_state((name, np.frombuffer(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(torch.frombuffer(bytearray(cpu), dtype=torch.uint8))
-    if gpu and device is not None:
-        set_rng_state(torch.frombuffer(bytearray(gpu), dtype=torch.uint8), device)
+def _content(states: dict[str, Any]) -> bytes:
+    """Return bytes that are equal on all ranks; pickled tensors and their `repr` differ between runs."""
+    parts = [*states["numpy"], *(state for name, state in states.items() if name != "numpy")]
+    return repr([part.tolist() if isinstance(part, torch.Tensor) else part for part in parts]).encode()
 
 
 def _derive(*parts: bytes) -> int:

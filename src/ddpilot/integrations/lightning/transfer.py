@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cloudpickle
-import torch
 
-from ddpilot.data.nested import module_attributes, plain_attributes
+from ddpilot.data.nested import check_rows, join_named_rows, module_attributes, plain_attributes, take_rows
+from ddpilot.errors import LoopError
 from ddpilot.integrations.lightning.namespaces import namespace_of
 
 _LOOPS = ("fit_loop", "validate_loop", "test_loop", "predict_loop")
+_JOINING = "joining predictions"
 _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 
 
@@ -174,51 +175,19 @@ def join_batches(batches: Sequence[Batch]) -> list[Any]:
     """Return the outputs in dataset order, each sample once, in batches of the largest size.
 
     An output has rows if each part of it has one entry per sample: a tensor in its first dimension, a list by its
-    items. If an output has no rows, the batches are returned unchanged, sorted by their first sample.
+    items. If an output has no rows, or rows of batches cannot be joined, the batches are returned unchanged, sorted by
+    their first sample.
     """
     in_order = sorted(batches, key=lambda batch: min(batch.samples, default=-1))
-    if not all(_has_rows(batch.output, len(batch.samples)) for batch in in_order):
-        return [batch.output for batch in in_order]
-    rows = {sample: _row(batch.output, index) for batch in in_order for index, sample in enumerate(batch.samples)}
+    outputs = [batch.output for batch in in_order]
+    try:
+        for batch in in_order:
+            check_rows(batch.output, len(batch.samples), _JOINING)
+        joined = join_named_rows(outputs, ["a batch"] * len(outputs), _JOINING, rank=0) if outputs else []
+    except LoopError:
+        return outputs
+    samples = [sample for batch in in_order for sample in batch.samples]
+    row_of = {sample: row for row, sample in enumerate(samples)}
+    rows = [row_of[sample] for sample in sorted(row_of)]
     size = max((len(batch.samples) for batch in in_order), default=1)
-    samples = sorted(rows)
-    return [_stack([rows[each] for each in samples[start : start + size]]) for start in range(0, len(samples), size)]
-
-
-class _Item(NamedTuple):
-    """One sample's item of a list."""
-
-    value: Any
-
-
-def _has_rows(output: Any, num_samples: int) -> bool:
-    if isinstance(output, torch.Tensor):
-        return output.ndim > 0 and len(output) == num_samples
-    if isinstance(output, dict):
-        return bool(output) and all(_has_rows(part, num_samples) for part in output.values())
-    if isinstance(output, tuple):
-        return bool(output) and all(_has_rows(part, num_samples) for part in output)
-    return isinstance(output, list) and len(output) == num_samples
-
-
-def _row(output: Any, index: int) -> Any:
-    if isinstance(output, dict):
-        return {key: _row(part, index) for key, part in output.items()}
-    if isinstance(output, tuple):
-        return _like(output, [_row(part, index) for part in output])
-    return _Item(output[index]) if isinstance(output, list) else output[index]
-
-
-def _stack(rows: list[Any]) -> Any:
-    first = rows[0]
-    if isinstance(first, _Item):
-        return [row.value for row in rows]
-    if isinstance(first, dict):
-        return {key: _stack([row[key] for row in rows]) for key in first}
-    if isinstance(first, tuple):
-        return _like(first, [_stack(list(parts)) for parts in zip(*rows, strict=True)])
-    return torch.stack(rows)
-
-
-def _like(example: Any, parts: list[Any]) -> Any:
-    return type(example)(*parts) if hasattr(example, "_fields") else tuple(parts)
+    return [take_rows(joined, rows[start : start + size]) for start in range(0, len(rows), size)]

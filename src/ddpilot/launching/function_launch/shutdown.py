@@ -10,7 +10,7 @@ from collections.abc import Callable
 from ddpilot.findings.text import render_ranks
 from ddpilot.launching.escalation import Escalation
 from ddpilot.launching.rank_server.fork_safety import STACKS_SIGNAL
-from ddpilot.launching.spawning import ForkedRanks
+from ddpilot.launching.spawning import RankSpawner
 
 _TERM_GRACE_S = 1.0
 _FREE_GRACE_S = 1.0
@@ -28,7 +28,7 @@ class Shutdown:
     `note` shows a notice; `grace_s`: see `LaunchOptions.stop_grace_s`.
     """
 
-    def __init__(self, spawner: ForkedRanks, note: Callable[[str], None], grace_s: float) -> None:
+    def __init__(self, spawner: RankSpawner, note: Callable[[str], None], grace_s: float) -> None:
         self._spawner = spawner
         self._note = note
         self._grace_s = grace_s

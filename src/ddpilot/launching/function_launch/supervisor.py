@@ -22,7 +22,7 @@ from ddpilot.launching.rank_reports import Raised, Returned, Taken
 from ddpilot.launching.rank_server.job import STORE, Started
 from ddpilot.launching.shipping import fd_socket
 from ddpilot.launching.shipping.parcel import open_parcel
-from ddpilot.launching.spawning import SERVER_GONE, Ended, ForkedRanks, Reported, SpawnerEvent, Wrote
+from ddpilot.launching.spawning import SERVER_GONE, Ended, RankSpawner, Reported, SpawnerEvent, Wrote
 from ddpilot.output.cell_sources import collect_sources
 from ddpilot.output.pipe_reader import PipeReader
 
@@ -59,7 +59,7 @@ class Supervisor:
 
     def __init__(
         self,
-        spawner: ForkedRanks,
+        spawner: RankSpawner,
         pipes: PipeReader,
         options: LaunchOptions,
         function_name: str,

@@ -38,6 +38,16 @@ def read_ring(path: str | os.PathLike[str], *, after: int = 0, newest: int | Non
             raise _refuse(name, f"a damaged flight ring ({type(error).__name__}: {error})", "") from error
 
 
+def count_begun(path: str | os.PathLike[str]) -> int | None:
+    """Return the number of collectives and point-to-point operations in a ring; None if there is no ring."""
+    try:
+        with open(path, "rb", buffering=0) as ring:
+            ring.seek(layout.NUM_BEGUN * 8)
+            return int.from_bytes(ring.read(8), "little")
+    except OSError:
+        return None
+
+
 def _read(pieces: Pieces, name: str, after: int, newest: int | None) -> RankLog:
     start = memoryview(pieces.read(0, layout.HEADER_BYTES))
     head = _read_head(start, pieces.size, name)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ddpilot.errors import RecordError
@@ -15,7 +15,8 @@ from ddpilot.record.flight_ring.log import Collective
 from ddpilot.record.flight_ring.reader import NUM_NEWEST, read_ring
 from ddpilot.record.hook import ring_path
 from ddpilot.session.execution.outcome import Outcome
-from ddpilot.session.protocol.report import Report
+from ddpilot.session.protocol.messages import Report
+from ddpilot.user_files import CodeLine
 from ddpilot.watch.explain.text import name_group, render_call
 
 _RECORDED_LATE_S = 0.15
@@ -45,9 +46,9 @@ def has_unfinished(folder: Path, rank: int, *, p2p_only: bool = False) -> bool:
         time.sleep(_PAUSE_S)
 
 
-def is_in_group_code(stack: str) -> bool:
-    """True if `stack`, of a main thread, is in code that may wait for other ranks, or if it is empty (unknown)."""
-    return not stack or any(part in stack for part in _GROUP_CODE)
+def is_in_group_code(frames: Sequence[CodeLine] | None) -> bool:
+    """True if a main thread with these frames is in code that may wait for other ranks, or if they are unknown."""
+    return frames is None or any(part in frame.file for frame in frames for part in _GROUP_CODE)
 
 
 def find_count_mismatches(reports: Mapping[int, Report]) -> Counts:

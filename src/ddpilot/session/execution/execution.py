@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from ddpilot.errors import LaunchError, RankError, WatchError
 from ddpilot.findings.text import render_ranks
@@ -16,28 +16,14 @@ from ddpilot.launching.spawning import Ended, Wrote
 from ddpilot.session.execution.collective_counts import CountMismatch
 from ddpilot.session.execution.outcome import Outcome, Part
 from ddpilot.session.execution.stop_steps import StopSteps
-from ddpilot.session.kernels.event_router import Turn
-from ddpilot.session.kernels.events import Event, KernelMessage
+from ddpilot.session.kernels.cell_watch import CellObserver
+from ddpilot.session.kernels.event_router import Event, KernelMessage, Turn
 from ddpilot.session.kernels.manager import RankKernels
 from ddpilot.session.kernels.states import START_OVER, blame_dead
-from ddpilot.session.protocol.report import Report
-from ddpilot.session.protocol.requests import BEGUN
+from ddpilot.session.protocol.messages import BEGUN, Report
 
 _LONGEST_WAIT_S = 0.5
-_INTERNAL_KINDS = frozenset({"status", "execute_input", "error", "iopub_welcome", "debug_event"})
-
-
-class CellObserver(Protocol):
-    """Interface for watching from outside what the ranks of a cell do together."""
-
-    def look(self, busy: Sequence[int], now_s: float) -> WatchError | None:
-        """Called at least twice per second while nothing has failed. Returns an error to end the cell with, or None."""
-
-    def explain(self, error: RankError) -> None:
-        """Add evidence to `error`, with which the cell ends."""
-
-    def close(self, *, is_ok: bool) -> WatchError | None:
-        """The cell is over; `is_ok` is True if it succeeded. Returns an error to end it with nevertheless, or None."""
+_INTERNAL_KINDS = frozenset({"status", "error", "iopub_welcome", "debug_event"})
 
 
 class Execution:
@@ -159,7 +145,7 @@ class Execution:
             elif message.kind == BEGUN:
                 self._on_begun(part, message.content)
             elif message.kind not in _INTERNAL_KINDS and not self._quiet:
-                self._view.message(message.for_view(), now)
+                self._view.message(message, now)
         elif message.channel == "shell" and part is not None:
             part.report = Report.from_content(message.content) or Report()
             self._note_failure(part.rank, part.report, now)
@@ -192,7 +178,7 @@ class Execution:
         except EOFError:
             text = "\x04"  # ipykernel's representation of end of input
         header = {"header": request.header}
-        self._kernels.io_thread.send(request.rank, "stdin", "input_reply", {"value": text}, parent=header)
+        self._kernels.io_thread.send([request.rank], "stdin", "input_reply", {"value": text}, parent=header)
 
     def _note_failure(self, rank: int, report: Report, now: float) -> None:
         raised = report.raised

@@ -8,7 +8,7 @@ from typing import Any
 
 from ddpilot.errors import LaunchError, LaunchInterrupted, RankError
 from ddpilot.launching.spawning import Ended
-from ddpilot.session.protocol.report import Report
+from ddpilot.session.protocol.messages import Report
 
 
 @dataclass

@@ -14,7 +14,7 @@ from ddpilot.session.execution.outcome import Outcome
 from ddpilot.session.kernels.event_router import Turn
 from ddpilot.session.kernels.manager import RankKernels
 from ddpilot.session.kernels.states import describe_device_error
-from ddpilot.session.protocol.requests import Compare, Rebuild
+from ddpilot.session.protocol.messages import Compare, Rebuild
 
 _MAX_LINES = 5
 

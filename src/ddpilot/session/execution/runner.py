@@ -15,18 +15,18 @@ from typing import Any
 from ddpilot.errors import LaunchError
 from ddpilot.findings.text import render_ranks
 from ddpilot.launching.shipping import fd_socket
+from ddpilot.record.flight_ring.reader import count_begun
+from ddpilot.record.hook import ring_path
 from ddpilot.record.main_thread import connecting_path
 from ddpilot.session.execution.collective_counts import CountMismatch
-from ddpilot.session.execution.execution import CellObserver, Execution
+from ddpilot.session.execution.execution import Execution
 from ddpilot.session.execution.outcome import Outcome
 from ddpilot.session.execution.recovery import Recovery
-from ddpilot.session.kernels.cell_watch import FindingsObserver, SubsetObserver
-from ddpilot.session.kernels.events import KernelMessage
+from ddpilot.session.kernels.cell_watch import CellObserver, FindingsObserver, SubsetObserver
+from ddpilot.session.kernels.event_router import KernelMessage
 from ddpilot.session.kernels.manager import RankKernels
-from ddpilot.session.protocol.collective_count import count_begun
+from ddpilot.session.protocol.messages import REPORT_KEY, Call, CellRequest, Finish, ParcelRequest
 from ddpilot.session.protocol.parcels import ParcelCall
-from ddpilot.session.protocol.report import REPORT_KEY
-from ddpilot.session.protocol.requests import Call, CellRequest, Finish, ParcelRequest
 
 
 class Runner:
@@ -52,12 +52,8 @@ class Runner:
             self._recovery.prepare(turn)
             request = CellRequest(number=number, keep_cache=keep_cache, scope=self._kernels.scope(ranks))
             num_begun = self._num_begun(ranks)
-            ids = {
-                rank: self._kernels.io_thread.send(
-                    rank, "shell", "execute_request", content, {REPORT_KEY: asdict(request)}
-                )
-                for rank in ranks
-            }
+            metadata = {REPORT_KEY: asdict(request)}
+            ids = self._kernels.io_thread.send(ranks, "shell", "execute_request", content, metadata)
             outcome = Execution(
                 ids,
                 self._kernels,
@@ -123,7 +119,7 @@ class Runner:
         deadline_s = time.monotonic() + limit_s
         try:
             with self._kernels.turn(f"asking rank {rank} to {kind}") as turn:
-                sent = self._kernels.io_thread.send(rank, "shell", f"{kind}_request", content)
+                sent = self._kernels.io_thread.send([rank], "shell", f"{kind}_request", content)[rank]
                 while (left_s := deadline_s - time.monotonic()) > 0:
                     event = turn.events.get(timeout=left_s)
                     if isinstance(event, KernelMessage) and event.parent_id == sent and event.kind == f"{kind}_reply":
@@ -149,7 +145,7 @@ class Runner:
         folder = self._kernels.ring_folder
         for rank in ranks:
             connecting_path(folder, rank).unlink(missing_ok=True)
-        return {rank: count_begun(folder, rank) for rank in ranks}
+        return {rank: count_begun(ring_path(folder, rank)) for rank in ranks}
 
     def _make_observer(self, ranks: Sequence[int], name: str, sources: Mapping[str, str]) -> CellObserver | None:
         kernels = self._kernels

@@ -10,12 +10,12 @@ from dataclasses import asdict
 
 from ddpilot.findings.text import render_ranks
 from ddpilot.launching.escalation import Escalation
+from ddpilot.record.flight_ring.reader import count_begun
+from ddpilot.record.hook import ring_path
 from ddpilot.session.execution.collective_counts import find_count_mismatches, has_unfinished, is_in_group_code
 from ddpilot.session.execution.outcome import Outcome
 from ddpilot.session.kernels.manager import RankKernels
-from ddpilot.session.protocol.collective_count import count_begun
-from ddpilot.session.protocol.report import Report
-from ddpilot.session.protocol.requests import FREE, Free
+from ddpilot.session.protocol.messages import FREE, Free, Report
 
 _FREE_AFTER_STOP_S = 0.5
 _AGAIN_AFTER_STOP_S = 1.2
@@ -181,7 +181,7 @@ class StopSteps:
         """Return the busy ranks that are in a collective, or in process-group code of torch or ddpilot."""
         unreported = self._outcome.unreported
         stacks = self._kernels.read_stacks(unreported) if unreported else {}
-        return {rank for rank in unreported if is_in_group_code(stacks.get(rank, "")) or self._is_in_collective(rank)}
+        return {rank for rank in unreported if is_in_group_code(stacks.get(rank)) or self._is_in_collective(rank)}
 
     def _is_in_collective(self, rank: int) -> bool:
         return self._has_begun_one(rank) and has_unfinished(self._kernels.ring_folder, rank)
@@ -189,7 +189,7 @@ class StopSteps:
     def _has_begun_one(self, rank: int) -> bool:
         """True if the rank has begun a collective in this cell, or if that is unknown."""
         before = self._outcome.parts[rank].num_before
-        return before is None or count_begun(self._kernels.ring_folder, rank) != before
+        return before is None or count_begun(ring_path(self._kernels.ring_folder, rank)) != before
 
     def free(self) -> None:
         """Free all live ranks, which leave their groups."""
@@ -198,11 +198,12 @@ class StopSteps:
         kernels.hide_torch_logs(live)
         # After an interrupt the ranks have already received SIGINT and may be in their own clean-up code.
         interrupted = () if self._num_interrupts else self._outcome.interruptible
-        sent = {}
-        for rank in live:
-            request = Free(generation=kernels.generation, interrupt=rank in interrupted)
-            sent[kernels.io_thread.send(rank, "control", FREE, asdict(request))] = rank
-        self._free_ids = {message_id: rank for message_id, rank in sent.items() if message_id}
+        self._free_ids = {}
+        for interrupt in (True, False):
+            ranks = [rank for rank in live if (rank in interrupted) is interrupt]
+            request = Free(generation=kernels.generation, interrupt=interrupt)
+            sent = kernels.io_thread.send(ranks, "control", FREE, asdict(request))
+            self._free_ids |= {message_id: rank for rank, message_id in sent.items() if message_id}
         self._freed_s = time.monotonic()
         self._is_settled = True
 

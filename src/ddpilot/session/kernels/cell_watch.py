@@ -64,7 +64,7 @@ class FindingsObserver:
         watcher.resume(name, int(since_s * 1e9), {file: as_counted(text) for file, text in sources.items()})
 
     def look(self, busy: Sequence[int], now_s: float) -> WatchError | None:  # noqa: ARG002 - for other observers
-        """Show new findings; return the error to end the cell with, if any."""
+        """Show new findings; return the error to end the cell with, if any. Called at least twice per second."""
         return self._watcher.take(self._note)
 
     def explain(self, error: RankError) -> None:
@@ -168,3 +168,7 @@ class SubsetObserver:
         if pending.is_p2p:
             return f"which {render_ranks(missing)} must answer"
         return f"which {'every rank' if missing == self._others else render_ranks(missing)} must call"
+
+
+CellObserver = FindingsObserver | SubsetObserver
+"""Watches from outside what the ranks of a cell do together."""

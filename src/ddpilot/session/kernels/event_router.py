@@ -13,7 +13,27 @@ from types import FrameType
 from typing import Any
 
 from ddpilot.errors import LaunchError, LaunchInterrupted
-from ddpilot.session.kernels.events import Event, Interrupted
+from ddpilot.launching.spawning import Ended, Wrote
+from ddpilot.output.rich_output import RankMessage
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelMessage(RankMessage):
+    """A Jupyter message on any channel. `parent_id` is the id of the message that it belongs to."""
+
+    channel: str
+    """"shell", "iopub", "stdin" or "control"."""
+
+    parent_id: str
+    header: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """The user interrupted the cell (interrupt button or Ctrl-C)."""
+
+
+Event = KernelMessage | Wrote | Ended | Interrupted
 
 
 @dataclass(frozen=True)

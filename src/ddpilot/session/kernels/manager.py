@@ -30,21 +30,20 @@ from ddpilot.launching.spawning import Ended, Wrote
 from ddpilot.module_names import RECORD_HOOK
 from ddpilot.output.view import View
 from ddpilot.record.hook import RING_DIR_VARIABLE
-from ddpilot.record.main_thread import WATCH_SIGNAL
 from ddpilot.session.apps import find_app, present_modules
 from ddpilot.session.arguments import check_gpus
 from ddpilot.session.kernels.cell_watch import WatchedRank
-from ddpilot.session.kernels.event_router import EventRouter, InterruptListener, Turn
-from ddpilot.session.kernels.events import Event, Interrupted, KernelMessage
+from ddpilot.session.kernels.event_router import Event, EventRouter, Interrupted, InterruptListener, KernelMessage, Turn
 from ddpilot.session.kernels.io_thread import Connection, IOThread
 from ddpilot.session.kernels.output import IdleOutput, NativeOutput
 from ddpilot.session.kernels.processes import KernelProcesses
-from ddpilot.session.kernels.stacks import read_stacks
 from ddpilot.session.kernels.states import START_OVER, RankStates, describe_store_end
 from ddpilot.session.options import SessionOptions
 from ddpilot.session.protocol.entry_points import KernelStart
-from ddpilot.session.protocol.requests import REQUEST, Request, Scope, request_content
+from ddpilot.session.protocol.messages import REQUEST, Request, Scope, request_content
+from ddpilot.user_files import CodeLine
 from ddpilot.watch.companion import Watcher
+from ddpilot.watch.snapshot.files import take_stacks
 
 _END_LIMIT_S = 30.0
 _TURN_END_S = 5.0
@@ -250,11 +249,13 @@ class RankKernels:
             self._router.put(Interrupted())
             return True
 
-    def read_stacks(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Return the Python stack of each rank's main thread, also if the thread is stuck in C++."""
+    def read_stacks(self, ranks: Sequence[int]) -> dict[int, tuple[CodeLine, ...]]:
+        """Return the frames of each rank's main thread, innermost first, also if the thread is stuck in C++.
+
+        Ranks that do not respond are left out.
+        """
         pids = {rank: pid for rank in ranks if (pid := self.processes.pid(rank)) is not None}
-        stacks = read_stacks(self.ring_folder, pids, functools.partial(self.signal, number=WATCH_SIGNAL))
-        return dict.fromkeys(ranks, "") | stacks
+        return {rank: stack.main_frames for rank, stack in take_stacks(self.ring_folder, pids).items()}
 
     def last_lines(self, rank: int) -> tuple[str, ...]:
         """Return the last lines that the rank wrote, bypassing its kernel."""
@@ -279,8 +280,7 @@ class RankKernels:
 
     def request(self, request: Request, ranks: Sequence[int]) -> dict[int, str]:
         """Send a request to `ranks`. Return the message ids by rank."""
-        content = request_content(request, self.scope(ranks))
-        return {rank: self.io_thread.send(rank, "shell", REQUEST, content) for rank in ranks}
+        return self.io_thread.send(ranks, "shell", REQUEST, request_content(request, self.scope(ranks)))
 
     def signal(self, ranks: Sequence[int], number: int) -> None:
         """Send a signal to the processes of `ranks`."""
@@ -332,7 +332,7 @@ class RankKernels:
     ) -> None:
         """Send a comm message from the notebook's widgets to a rank."""
         if rank not in self.states.dead and not self.is_closed:
-            self.io_thread.send(rank, "shell", kind, content, metadata, buffers=buffers)
+            self.io_thread.send([rank], "shell", kind, content, metadata, buffers=buffers)
 
 
 def await_ready(
@@ -361,7 +361,7 @@ def await_ready(
                 fix="Ask for fewer ranks, or see whether the machine is out of memory",
             )
         for rank in [rank for rank in waiting if ask_again_s[rank] <= now]:
-            io_thread.send(rank, "shell", "kernel_info_request", {})
+            io_thread.send([rank], "shell", "kernel_info_request", {})
             ask_again_s[rank] = limit_s
         with contextlib.suppress(queue.Empty):
             event = events.get(timeout=max(0.001, min([limit_s, *ask_again_s.values()]) - now))

@@ -12,8 +12,7 @@ from ddpilot.launching.rank_server.job import STORE
 from ddpilot.launching.spawning import Ended, Wrote
 from ddpilot.output.lines import TailBuffer
 from ddpilot.output.view import View
-from ddpilot.session.kernels.event_router import EventRouter
-from ddpilot.session.kernels.events import Event, KernelMessage
+from ddpilot.session.kernels.event_router import Event, EventRouter, KernelMessage
 from ddpilot.session.kernels.processes import KernelProcesses
 from ddpilot.session.kernels.states import START_OVER, RankStates, describe_death
 
@@ -113,7 +112,7 @@ class IdleOutput:
         elif isinstance(event, Ended) and not self.is_ending:
             self._show_end(event)
         elif isinstance(event, KernelMessage) and event.channel == "iopub" and event.kind in _SHOWN:
-            self._view.message(event.for_view(), now)
+            self._view.message(event, now)
 
     def _show_end(self, ended: Ended) -> None:
         if ended.rank == STORE:

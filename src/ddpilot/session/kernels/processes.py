@@ -18,6 +18,7 @@ from ddpilot.launching.shipping.unpicklable import ship
 from ddpilot.launching.spawning import (
     Ended,
     ForkedRanks,
+    RankSpawner,
     Reported,
     SpawnerEvent,
     Wrote,
@@ -41,7 +42,7 @@ PRELOAD = (
 
 
 class KernelProcesses:
-    """The processes of a session's ranks, each of which runs a kernel; started by `ForkedRanks`.
+    """The processes of a session's ranks, each of which runs a kernel; started by a `RankSpawner`.
 
     `kernel_start` is called for each rank that starts and returns its `KernelStart`. Except for `check_start`, methods
     are called in the hub's thread, which gets what the processes write (`Wrote`) and how they end (`Ended`).
@@ -55,7 +56,7 @@ class KernelProcesses:
         self._note = LabelledWriter(options.output, None).note
         self.world_size = resolve_nproc(options.nproc_per_node, self._environ, self._note, backend=options.backend)
         check_open_files("starting a session", self.world_size)
-        self._spawner: ForkedRanks | None = None
+        self._spawner: RankSpawner | None = None
         self._raised: dict[int, Raised] = {}
 
     @property
@@ -64,7 +65,7 @@ class KernelProcesses:
         return self._spawner is None or self._spawner.can_start
 
     def attach(self, hub: IOThread) -> None:
-        """Connect to the hub; called once, before the first `start`. Starts the rank server unless one is running."""
+        """Start the ranks' store, and emit events through the hub; called once, before the first start of a rank."""
         self._hub = hub
         folder = str(self._kernel_start().folder)
         self._spawner = ForkedRanks(self._options, self._environ, self.world_size, self._note, {}, folder)
@@ -110,7 +111,7 @@ class KernelProcesses:
             self._spawner.close()
 
     @property
-    def _attached(self) -> ForkedRanks:
+    def _attached(self) -> RankSpawner:
         assert self._spawner is not None  # `attach` comes first
         return self._spawner
 

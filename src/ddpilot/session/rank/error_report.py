@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ddpilot.launching.exception_report import report_exception
 from ddpilot.record.flight_ring.groups import count_by_group
-from ddpilot.session.protocol.report import Report
+from ddpilot.session.protocol.messages import Report
 
 CELL = "Cell In["
 _UNKNOWN_GROUP = "is not initialized in the world group map"

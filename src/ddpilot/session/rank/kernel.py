@@ -25,8 +25,19 @@ from traitlets import Instance
 
 from ddpilot.launching.exception_report import is_victim, message_of, prune_guard, user_traceback
 from ddpilot.launching.rank_reports import Raised
-from ddpilot.session.protocol.report import REPORT_KEY, Report, writable
-from ddpilot.session.protocol.requests import BEGUN, FREE, REPLY, REQUEST, CellRequest, Finish, Free, read_request
+from ddpilot.session.protocol.messages import (
+    BEGUN,
+    FREE,
+    REPLY,
+    REPORT_KEY,
+    REQUEST,
+    CellRequest,
+    Finish,
+    Free,
+    Report,
+    read_request,
+    writable,
+)
 from ddpilot.session.rank.cleanup import forget_error, release_memory
 from ddpilot.session.rank.error_report import CELL, group_state, holds_group, report_error
 from ddpilot.session.rank.interrupts import TimeLimitExpired, time_limit, uninterrupted
@@ -218,6 +229,13 @@ class RankKernel(IPythonKernel):
         """Install the SIGINT handler before a cell or request."""
         super().pre_handler_hook()
         self.interrupt_handler.install()
+
+    def _publish_execute_input(self, *_args: Any) -> None:
+        """Publish nothing: the session knows the code of a cell."""
+
+    def _publish_status(self, status: str, *args: Any, **kwargs: Any) -> None:
+        if status != "busy":  # the session knows when a rank is busy
+            super()._publish_status(status, *args, **kwargs)
 
     def _send_begun(self) -> None:
         # From here on an interrupt is not lost; the session delays interrupts until it receives this message.

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from torch.distributed import distributed_c10d as c10d
@@ -16,11 +15,11 @@ from ddpilot.findings.text import render_ranks
 from ddpilot.group.device import detect_device_facts, resolve_device, use_device
 from ddpilot.group.init_group import init_group, seed_all
 from ddpilot.group.process_group import Group
-from ddpilot.record.hook import RING_DIR_VARIABLE
+from ddpilot.record.flight_ring.reader import count_begun
+from ddpilot.record.hook import RING_DIR_VARIABLE, ring_path
 from ddpilot.session.apps import AppContext, find_app
-from ddpilot.session.protocol.collective_count import count_begun
 from ddpilot.session.protocol.entry_points import KernelStart
-from ddpilot.session.protocol.requests import Scope
+from ddpilot.session.protocol.messages import Scope
 from ddpilot.session.rank.session_group import SessionGroup, enter_when_needed
 
 
@@ -69,7 +68,7 @@ class RankContext:
 
     def _count_begun(self) -> int | None:
         folder = os.environ.get(RING_DIR_VARIABLE)
-        return count_begun(Path(folder), self.topology.rank) if folder else None
+        return count_begun(ring_path(folder, self.topology.rank)) if folder else None
 
     def describe_changed(self) -> str:
         """Return a message if a cell has changed `rank` or `world_size`, such as in a loop; once per name, else ""."""

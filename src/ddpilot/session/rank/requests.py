@@ -22,9 +22,8 @@ from ddpilot.launching.shipping import fd_socket
 from ddpilot.launching.shipping.memory_file import map_private
 from ddpilot.launching.shipping.parcel import importable_from_main, open_parcel, pack_parcel
 from ddpilot.launching.shipping.unpicklable import ship
+from ddpilot.session.protocol.messages import Call, Compare, Pull, Push, Rebuild, Report, Request
 from ddpilot.session.protocol.parcels import ParcelPort
-from ddpilot.session.protocol.report import Report
-from ddpilot.session.protocol.requests import Call, Compare, Pull, Push, Rebuild, Request
 from ddpilot.session.rank.error_report import group_state, report_error
 from ddpilot.session.rank.interrupts import InterruptHandler
 from ddpilot.session.rank.model_differences import describe_divergence, find_lost

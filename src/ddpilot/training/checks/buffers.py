@@ -179,7 +179,7 @@ def check_batch_norms(models: Iterable[nn.Module], plan: object) -> tuple[Findin
 
 
 def _parts(plan: Plan, batch: int) -> list[int]:
-    return [stop - start for start, stop in (plan.piece(batch, rank) for rank in range(plan.world_size))]
+    return plan.division.sizes(plan.batch_size(batch))
 
 
 def _check_single_samples(names: list[str], plan: Plan) -> None:

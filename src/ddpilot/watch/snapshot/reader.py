@@ -56,13 +56,13 @@ class SnapshotReader:
         self.logs: dict[int, RankLog] = {}
         """By rank: the contents of the rings at the last call of `read`."""
 
-    def read_entries(self) -> dict[int, tuple[Entry, ...]]:
-        """Return by rank what guard noted since the last call."""
-        self._read_journals()
+    def take_entries(self) -> dict[int, tuple[Entry, ...]]:
+        """Return by rank what `read` and `read_journals` found in guard's journals since the last call."""
         found, self._unread = self._unread, {}
         return found
 
-    def _read_journals(self) -> None:
+    def read_journals(self) -> None:
+        """Read what guard noted since the last call. `read` calls this too."""
         for rank, journal in self._journals.items():
             entries = () if rank in self._away else journal.read()
             if entries:
@@ -92,7 +92,7 @@ class SnapshotReader:
     def read(self, facts: Mapping[int, RankFacts], since_ns: int = 0) -> JobSnapshot:
         """Return the current state of the job. `facts`: by rank, may include ranks that record nothing."""
         self._away = {rank for rank, each in facts.items() if each.is_away}
-        self._read_journals()
+        self.read_journals()
         present = [(rank, reader) for rank, reader in self._readers.items() if rank not in self._away]
         self.logs = logs = {rank: log for rank, reader in present if (log := reader.read()) is not None}
         now_ns = time.monotonic_ns()

@@ -65,7 +65,7 @@ class Training:
     def update(self) -> None:
         """One optimizer step over one global batch."""
         epoch, batch = divmod(self.step, BATCHES_PER_EPOCH)
-        start, stop = self.plan.piece(batch, self.group.rank)
+        start, stop = self.plan.epoch(0).piece(batch, self.group.rank)
         samples = self.taken[self.step] = self.plan.order(epoch)[start:stop].tolist()
         errors = (self.model(self.inputs[samples]) - self.targets[samples]) ** 2
         self.optimizer.zero_grad()

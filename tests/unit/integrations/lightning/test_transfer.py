@@ -44,6 +44,8 @@ def test_join_batches_keeps_whole_batches_when_an_output_has_no_rows() -> None:
     batches = [Batch([1, 3], "second"), Batch([0, 2], "first"), Batch([4], "third")]
     assert join_batches(batches) == ["first", "second", "third"]
     assert join_batches([Batch([0, 1], torch.tensor(1.0))]) == [torch.tensor(1.0)]
+    widths = [torch.zeros(1, 3), torch.zeros(1, 4)]
+    assert join_batches([Batch([at], rows) for at, rows in enumerate(widths)]) == widths
 
 
 def test_join_predictions_is_a_list_by_loader_when_there_are_several() -> None:

@@ -12,7 +12,7 @@ import pytest
 from ddpilot.record.flight_ring.log import RankLog
 from ddpilot.session.execution.collective_counts import CountMismatch, find_count_mismatches
 from ddpilot.session.execution.outcome import Outcome, Part
-from ddpilot.session.protocol.report import Report
+from ddpilot.session.protocol.messages import Report
 from tests.unit.watch.logs import Writer, group_of
 
 WORLD = "0 0-1"

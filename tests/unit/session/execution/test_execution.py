@@ -14,11 +14,9 @@ from ddpilot.launching.rank_reports import Raised
 from ddpilot.session.execution.execution import Execution
 from ddpilot.session.execution.outcome import Outcome
 from ddpilot.session.execution.recovery import Recovery
-from ddpilot.session.kernels.event_router import InterruptListener, Turn
-from ddpilot.session.kernels.events import Event, Interrupted, KernelMessage
+from ddpilot.session.kernels.event_router import Event, Interrupted, InterruptListener, KernelMessage, Turn
 from ddpilot.session.kernels.states import RankStates
-from ddpilot.session.protocol.report import REPORT_KEY, Report
-from ddpilot.session.protocol.requests import Compare, Rebuild, Request
+from ddpilot.session.protocol.messages import REPORT_KEY, Compare, Rebuild, Report, Request
 
 REBUILT = {"rebound": 0, "unbound": [], "disagreements": [], "named": {}, "lost": ["DeviceMesh"]}
 
@@ -83,8 +81,9 @@ class FakeKernels:
     def signal(self, ranks: Sequence[int], number: int) -> None:
         """No rank stays busy."""
 
-    def _free(self, rank: int, channel: str, _kind: str, _content: dict[str, Any]) -> str:
-        return self._reply(rank, channel, Report(has_group=True, value={"backend": "gloo", "unfinished": False}))
+    def _free(self, ranks: Sequence[int], channel: str, _kind: str, _content: dict[str, Any]) -> dict[int, str]:
+        report = Report(has_group=True, value={"backend": "gloo", "unfinished": False})
+        return {rank: self._reply(rank, channel, report) for rank in ranks}
 
     def _reply(self, rank: int, channel: str, report: Report) -> str:
         sent = f"{rank}.{self.events.qsize()}"

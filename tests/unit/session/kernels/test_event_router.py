@@ -7,8 +7,7 @@ import pytest
 
 from ddpilot.errors import LaunchError, LaunchInterrupted
 from ddpilot.launching.spawning import Wrote
-from ddpilot.session.kernels.event_router import EventRouter
-from ddpilot.session.kernels.events import Event, Interrupted
+from ddpilot.session.kernels.event_router import Event, EventRouter, Interrupted
 
 LINE = Wrote(0, "stdout", b"line\n")
 

@@ -6,8 +6,7 @@ from __future__ import annotations
 import pytest
 
 from ddpilot.launching.spawning import Wrote
-from ddpilot.session.kernels.event_router import EventRouter
-from ddpilot.session.kernels.events import Event
+from ddpilot.session.kernels.event_router import Event, EventRouter
 from ddpilot.session.kernels.output import NativeOutput, TorchLogFilter
 
 TORCH_LOG = (

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 
 from ddpilot.launching.rank_reports import Raised
-from ddpilot.session.protocol.report import REPORT_KEY, Report
+from ddpilot.session.protocol.messages import REPORT_KEY, Report
 
 
 def test_report_survives_json() -> None:

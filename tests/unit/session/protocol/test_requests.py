@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 import pytest
 
-from ddpilot.session.protocol.requests import (
+from ddpilot.session.protocol.messages import (
     Call,
     CellRequest,
     Compare,

@@ -20,7 +20,7 @@ from ddpilot.record.flight_ring import layout
 from ddpilot.record.flight_ring.reader import read_ring
 from ddpilot.record.flight_ring.writer import RingWriter
 from ddpilot.record.hook import journal_path, ring_path
-from ddpilot.record.journal import JournalWriter, read_journal
+from ddpilot.record.journal import Entry, JournalWriter, read_journal
 from ddpilot.watch.analysis import analyze
 from ddpilot.watch.snapshot import files, reader
 from ddpilot.watch.snapshot.files import JournalFollower
@@ -217,15 +217,21 @@ def test_a_ring_that_is_damaged_from_outside_is_said_once_and_is_no_finding(job:
     assert job.num_held >= 20
 
 
+def read_entries(reader: SnapshotReader) -> dict[int, tuple[Entry, ...]]:
+    """Return what guard has noted since the last call."""
+    reader.read_journals()
+    return reader.take_entries()
+
+
 def test_a_journal_that_is_damaged_is_said_once(tmp_path: Path) -> None:
     """Before there is one, nothing is to be said."""
     reader = SnapshotReader(tmp_path, 1, (0,), "job")
-    assert (reader.read_entries(), reader.complaints()) == ({}, [])
+    assert (read_entries(reader), reader.complaints()) == ({}, [])
     writer = JournalWriter(journal_path(tmp_path, 0), rank=0)
     writer.write("step", {})
-    assert len(reader.read_entries()[0]) == 1
+    assert len(read_entries(reader)[0]) == 1
     journal_path(tmp_path, 0).unlink()
-    complaints = [(reader.read_entries(), reader.complaints())[1] for _ in range(2)]
+    complaints = [(read_entries(reader), reader.complaints())[1] for _ in range(2)]
     assert [len(each) for each in complaints] == [1, 0]
     assert complaints[0][0].startswith(f"the notes of guard of rank 0 in {tmp_path} cannot be read: the file")
     writer.close()

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`MagicParser`: parses the lines of `%ddp` and `%%ddp`; errors show the correct usage."""
+"""The grammar of `%ddp` and `%%ddp`: verbs, options and their values; errors show the correct usage."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
 from ddpilot.errors import DdpilotError
@@ -145,3 +146,119 @@ def describe_options(options: SessionOptions) -> str:
         else:
             words += [f"{flag} {each}" for each in (value if isinstance(value, tuple) else (value,))]
     return " ".join(["%ddp start", *words])
+
+
+@dataclasses.dataclass(frozen=True)
+class Verb:
+    """A verb of `%ddp`: its description and its options."""
+
+    name: str
+    does: str
+    add: Callable[[MagicParser], None] = lambda parser: None
+    split: Callable[[str], list[str]] = shlex.split
+    """Splits the text after the verb into words."""
+    hint: Callable[[str], str] | None = None
+    """Returns a suggestion for a word that the verb does not know, or ""."""
+
+    def parser(self) -> MagicParser:
+        """Return the parser of the verb's arguments."""
+        parser = MagicParser(f"%ddp {self.name}", hint=self.hint, description=f"{self.does[0].upper()}{self.does[1:]}.")
+        self.add(parser)
+        return parser
+
+
+def _hint_start(word: str) -> str:
+    number = word.removeprefix("n").removeprefix("=")
+    if number.isdecimal():
+        return f"Did you mean `%ddp start -n {number}`?"
+    if word in ("--rank", "--ranks"):
+        return "All ranks are started; `-n 2` sets their number, and `%%ddp --ranks 0` runs a cell on some of them"
+    return ""
+
+
+def _hint_restart(word: str) -> str:
+    if word == "--all":
+        return "`%ddp restart` without numbers restarts all ranks"
+    return "Give the numbers without an option, as in `%ddp restart 0 1`" if word in ("--rank", "--ranks") else ""
+
+
+def _add_some_ranks(parser: MagicParser) -> None:
+    parser.add_argument("ranks", metavar="RANK", nargs="*", type=parse_rank, help="only these ranks; default: all")
+
+
+def _add_status(parser: MagicParser) -> None:
+    """Add the options of `%ddp status`."""
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--live", action="store_true", help="update the board every second until the ranks are stopped")
+    how.add_argument("--stop", action="store_true", help="stop updating it")
+
+
+def _add_auto(parser: MagicParser) -> None:
+    parser.add_argument("state", nargs="?", choices=("on", "off"), default=None, help="default: show the current state")
+
+
+def _add_push(parser: MagicParser) -> None:
+    parser.add_argument("names", metavar="NAME", nargs="+", help="variables of the notebook")
+    parser.add_argument("--ranks", metavar="0,2-3", type=parse_ranks, help="to these ranks; default: all live ranks")
+
+
+def _add_pull(parser: MagicParser) -> None:
+    parser.add_argument("names", metavar="NAME", nargs="+", help="variables of the ranks, or an expression with --as")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--rank", metavar="R", type=parse_rank, help="from this rank; default: 0")
+    which.add_argument("--all", action="store_true", help="from all ranks: a list with each one's value, by rank")
+    parser.add_argument("--as", dest="other", metavar="OTHER", help="the variable's name in the notebook")
+
+
+def _add_run(parser: MagicParser) -> None:
+    parser.add_argument("call", metavar="CALL", nargs="+", help="a call, such as train(model, epochs=3)")
+
+
+VERBS: dict[str, Verb] = {
+    verb.name: verb
+    for verb in (
+        Verb("start", "start the ranks, which keep running until they are stopped", add_options, hint=_hint_start),
+        Verb("stop", "stop the ranks; their variables are lost"),
+        Verb(
+            "restart",
+            "restart ranks under the same numbers; their variables are lost",
+            _add_some_ranks,
+            hint=_hint_restart,
+        ),
+        Verb(
+            "run",
+            "call a function of the notebook on every rank; the results come back by rank",
+            _add_run,
+            lambda text: [text] if text and not text.startswith("-") else text.split(),
+        ),
+        Verb("push", "copy variables of the notebook to the ranks", _add_push),
+        Verb("pull", "copy variables of the ranks to the notebook", _add_pull, str.split),
+        Verb("status", "show the state, memory and pid of every rank", _add_status),
+        Verb("auto", "run plain cells on the ranks (on) or in the notebook (off)", _add_auto),
+        Verb("stacks", "show the Python stack of each rank", _add_some_ranks),
+        Verb("interrupt", "interrupt the cell that a different thread runs on the ranks"),
+    )
+}
+
+
+def overview() -> str:
+    """Return the list of all verbs, one per line."""
+    width = max(map(len, VERBS)) + 2
+    verbs = "".join(f"  %ddp {name:{width}}{verb.does}\n" for name, verb in VERBS.items())
+    return (
+        f"{verbs}  %ddp VERB -h{'':{width - 7}}the options of a verb\n\n"
+        "  %%ddp [--ranks 0,2-3] [--local | --everywhere] [--quiet] [--keep-cache]\n"
+        "                run the cell below on the ranks\n"
+    )
+
+
+def make_cell_parser() -> MagicParser:
+    """Return the parser of the options of `%%ddp`."""
+    parser = MagicParser("%%ddp", description="Run the cell below on the ranks.")
+    parser.add_argument("--ranks", metavar="0,2-3", type=parse_ranks, help="on these ranks; default: all live ranks")
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument("--local", action="store_true", help="in the notebook alone, also while auto is on")
+    place.add_argument("--everywhere", action="store_true", help="on the ranks and then in the notebook")
+    parser.add_argument("--quiet", action="store_true", help="show nothing but errors")
+    parser.add_argument("--keep-cache", action="store_true", help="leave the GPU's memory cache as it is afterwards")
+    return parser

@@ -10,7 +10,7 @@ import re
 import pytest
 
 from ddpilot.errors import LaunchError
-from ddpilot.magics.parser import (
+from ddpilot.magics.grammar import (
     MagicParser,
     MagicUsageError,
     add_options,

@@ -9,8 +9,7 @@ import sys
 import pytest
 
 from ddpilot.errors import RankError
-from ddpilot.output.terminal_view import TextView
-from ddpilot.output.view import View
+from ddpilot.output.view import TextView, View
 from tests.unit.output.samples import changed, closed, displayed, html, opened, printed
 
 
