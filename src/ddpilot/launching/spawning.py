@@ -143,6 +143,9 @@ class RankSpawner(Protocol):
     def is_live(self, rank: int) -> bool:
         """True if the rank's process was started and has not ended."""
 
+    def describe_end(self) -> str:
+        """How what starts the ranks has exited, after fd_socket.Closed was raised."""
+
     def close(self) -> None:
         """End all remaining processes and release all resources; a second call does nothing."""
 
@@ -253,6 +256,9 @@ class ForkedRanks:
     def is_live(self, rank: int) -> bool:
         handle = self._handles.get(rank)
         return handle is not None and handle.is_live
+
+    def describe_end(self) -> str:
+        return f"the rank server exited: {self.server.describe_end()}"
 
     def close(self) -> None:
         if hasattr(self, "_job") and self._job.fileno() != -1:

@@ -118,7 +118,7 @@ class Supervisor:
     def _server_exited(self) -> LaunchError:
         return LaunchError(
             f"starting {len(self._ranks)} ranks of `{self._function_name}`",
-            found=f"the rank server exited: {self._spawner.server.describe_end()}",
+            found=self._spawner.describe_end(),
             fix="Launch again, which starts a new one. If it happens again, the usual cause is too little memory",
         )
 
