@@ -7,7 +7,7 @@ import linecache
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -61,7 +61,7 @@ class DeviceErrorProbe:
 def _note(notes: Notes, error: RuntimeError, frames: TracebackType) -> None:
     found: tuple[FrameType, int] | None = None
     place: Site = {}
-    for frame, line in _walk(frames):
+    for frame, line in traceback.walk_tb(frames):
         site = notes.site(frame)
         # The innermost frame of the user's own code: the site of a library's frame is its caller's.
         if site and site["file"] and site["function"] == frame.f_code.co_name and _is_file(site["file"], frame):
@@ -75,12 +75,6 @@ def _note(notes: Notes, error: RuntimeError, frames: TracebackType) -> None:
         message = str(error).strip().splitlines()[0][:300]
         message = f"{type(error).__name__}: {message}"
         notes.write("devices", DevicesNote(by_device=by_device, message=message, site=place))
-
-
-def _walk(frames: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
-    while frames is not None:
-        yield frames.tb_frame, frames.tb_lineno
-        frames = frames.tb_next
 
 
 def _is_file(file: str, frame: FrameType) -> bool:

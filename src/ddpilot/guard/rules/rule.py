@@ -235,14 +235,14 @@ class TrainingPasses:
     kinds = ("ddp_model", "loader_pass", "trains")
 
     def __init__(self, world_size: int) -> None:
-        self._members = ModelRanks(world_size)
+        self.models = ModelRanks(world_size)
         self._passes: ByRank[Pass, LoaderPassNote] = ByRank(64)
         self._training: ByRank[Pass, TrainsNote] = ByRank(64)
 
     def add(self, rank: int, entry: Entry) -> None:
         """Add an entry of `rank`, of one of the `kinds`."""
         if entry.kind == "ddp_model":
-            self._members.add(entry.values)
+            self.models.add(entry.values)
         elif entry.kind == "loader_pass":
             self._passes.put(pass_of(entry.values), rank, entry.values)
         elif entry.kind == "trains":
@@ -254,7 +254,7 @@ class TrainingPasses:
 
     def members(self, key: Pass) -> tuple[int, ...]:
         """Return the ranks of the first model that the pass was seen to train; empty if there is none."""
-        return next((self._members.of(note["model"]) for note in self.training(key).values()), ())
+        return next((self.models.of(note["model"]) for note in self.training(key).values()), ())
 
     def complete(self, key: Pass) -> dict[int, LoaderPassNote]:
         """Return what all ranks of the model noted on the pass; empty until all train it, or if there is one rank."""

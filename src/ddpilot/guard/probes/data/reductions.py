@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from numbers import Real
 from typing import Any
 from weakref import ReferenceType, ref
@@ -62,39 +62,29 @@ class ReductionObserver:
     def install(self) -> list[Callable[[], None]]:
         around = self._notes.around
         names = [name for name in _REDUCING if hasattr(dist, name)]
-        undo = [around(dist, name, before=self._watcher(name), aliases=(distributed_c10d,)) for name in names]
+        undo = [around(dist, name, before=partial(self._collect, name), aliases=(distributed_c10d,)) for name in names]
         for name in _OF_OBJECTS:
-            begins = self._watcher_of_objects(name)
+            begins = partial(self._collect_object, name)
             undo.append(around(dist, name, before=begins, after=self._ends, aliases=(distributed_c10d,)))
         return [*undo, around(torch.autograd, "backward", before=self._begins), self._write_all]
 
-    def _watcher(self, name: str) -> Callable[..., None]:
-        def begins(*args: Any, **kwargs: Any) -> None:
-            self._collect(name, args, kwargs)
-
-        return begins
-
-    def _watcher_of_objects(self, name: str) -> Callable[..., None]:
+    def _collect_object(self, name: str, *args: Any, **kwargs: Any) -> None:
         at, position, keyword = _OF_OBJECTS[name]
-
-        def begins(*args: Any, **kwargs: Any) -> None:
-            self._is_within = True
-            found = self._position.evaluated
-            if found is None or not self._counts(found):
-                return
-            values = _numbers_of(args[at] if len(args) > at else kwargs.get("obj"))
-            frame = self._notes.user_frame()
-            averages = values != [None] and frame is not None and is_averaged(frame, name, position, keyword)
-            note = self._describe(name, "", found, averages=averages)
-            for value in values:
-                self._note({**note, "numel": int(value is not None), "value": value})
-
-        return begins
+        self._is_within = True
+        found = self._position.evaluated
+        if found is None or not self._counts(found):
+            return
+        values = _numbers_of(args[at] if len(args) > at else kwargs.get("obj"))
+        frame = self._notes.user_frame()
+        averages = values != [None] and frame is not None and is_averaged(frame, name, position, keyword)
+        note = self._describe(name, "", found, averages=averages)
+        for value in values:
+            self._note({**note, "numel": int(value is not None), "value": value})
 
     def _ends(self, *_: Any, **__: Any) -> None:
         self._is_within = False
 
-    def _collect(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _collect(self, name: str, *args: Any, **kwargs: Any) -> None:
         if self._is_within:
             return
         if self._arriving:

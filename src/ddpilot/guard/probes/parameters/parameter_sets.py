@@ -71,7 +71,8 @@ class ParameterSet:
         """Windows of the parameters; None if none can be copied in part."""
         self.windows_at = 0
         """Number of the step before which `windows` were copied; 0 if unknown, or if that is noted."""
-        self.digest = 0
+        self.described: tuple[list[str], list[int], list[str]] | None = None
+        """Names, and the late and moved ones of them, as they were last noted."""
         self.count = 0
         """Number of the newest step, equal on all ranks."""
         self.events = ""
@@ -401,36 +402,32 @@ class ParameterSets:
     def _describe(
         self, parameter_set: ParameterSet, optimizer: Optimizer, members: list[tuple[str, Tensor, bool]]
     ) -> None:
+        model = parameter_set.model
         parameters = [parameter for _, parameter, _ in members]
         names = [name for name, _, _ in members]
-        late = (
-            [place for place, (_, _, is_reduced) in enumerate(members) if not is_reduced] if parameter_set.model else []
-        )
-        moved = _moved(parameter_set.model, members)
-        if len(parameters) != len(parameter_set.fingerprinter.parameters) or any(
-            new is not old for new, old in zip(parameters, parameter_set.fingerprinter.parameters, strict=True)
-        ):
+        late = [place for place, (_, _, is_reduced) in enumerate(members) if model and not is_reduced]
+        moved = _moved(model, members)
+        if [*map(id, parameters)] != [*map(id, parameter_set.fingerprinter.parameters)]:
             # A program that averages gradients itself forgets mostly the last parameters, or the first.
-            ends = () if parameter_set.model else {*range(len(members))[:2], *range(len(members))[-2:]}
+            ends = () if model else {*range(len(members))[:2], *range(len(members))[-2:]}
             parameter_set.fingerprinter = Fingerprinter(parameters, always=late or ends)
             parameter_set.windows = LastWindows.of(parameters)
             parameter_set.windows_at = 0
-        digest = zlib.crc32(repr((names, late, moved)).encode())
-        if digest == parameter_set.digest:
+        if (names, late, moved) == parameter_set.described:
             return
-        parameter_set.digest = digest
+        parameter_set.described = (names, late, moved)
         note = ParameterSetNote(
             parameter_set=parameter_set.number,
             key=parameter_set.key,
             names=names,
             late=late,
             moved=moved,
-            sizes=[] if parameter_set.model else [parameter.numel() for parameter in parameters],
-            called=[] if parameter_set.model else self._names_of(optimizer, members),
+            sizes=[] if model else [parameter.numel() for parameter in parameters],
+            called=[] if model else self._names_of(optimizer, members),
             largest=max(parameter.numel() for parameter in parameters),
             site=self._notes.site(),
-            made=parameter_set.model.site if parameter_set.model else {},
-            dropped={} if parameter_set.model else self._find_dropped(parameters),
+            made=model.site if model else {},
+            dropped={} if model else self._find_dropped(parameters),
         )
         self._notes.write("parameter_set", note)
 

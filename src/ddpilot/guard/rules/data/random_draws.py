@@ -13,7 +13,6 @@ from ddpilot.guard.notes import DrawsNote, RandomNote
 from ddpilot.guard.rules.rule import (
     BoundedDict,
     ByRank,
-    ModelRanks,
     Rule,
     RuleContext,
     TrainingPasses,
@@ -44,7 +43,6 @@ class SameRandomStreams(Rule):
 
     def __init__(self, context: RuleContext) -> None:
         super().__init__(context)
-        self._members = ModelRanks(context.world_size)
         self._passes = TrainingPasses(context.world_size)
         self._forwards: ByRank[tuple[int, int], RandomNote] = ByRank(128)
         self._alike: BoundedDict[int, int] = BoundedDict(_MAX_MODELS)
@@ -60,13 +58,11 @@ class SameRandomStreams(Rule):
         if entry.kind == "draws":
             return self._compare_fetches(rank, entry.values)
         self._passes.add(rank, entry)
-        if entry.kind == "ddp_model":
-            self._members.add(entry.values)
         return ()
 
     def _compare_forwards(self, rank: int, note: RandomNote) -> Iterable[Finding]:
         model, number = note["model"], note["forward"]
-        members = self._members.of(model)
+        members = self._passes.models.of(model)
         if ("forward", model) in self._judged or rank not in members:
             return
         found = self._forwards.put((model, number), rank, note)

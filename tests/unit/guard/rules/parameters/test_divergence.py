@@ -535,8 +535,8 @@ def test_divergence_keeps_little_however_long_it_runs() -> None:
     rule = job.book._rules[0]
     assert isinstance(rule, Divergence)
     (comparison,) = rule._comparisons.values()
-    assert len(comparison._steps._steps) <= 128
-    assert len(comparison._steps._waiting) <= 128
+    assert len(comparison.steps._steps) <= 128
+    assert len(comparison.steps._waiting) <= 128
 
 
 def test_divergence_says_another_order_at_construction_and_nothing_else() -> None:
