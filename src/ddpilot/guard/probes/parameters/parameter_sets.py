@@ -12,7 +12,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -132,29 +132,16 @@ Sets = dict[DdpModel | None, ParameterSet]
 """The parameter sets of one optimizer, by model."""
 
 
+@dataclass
 class _Known:
     """An optimizer and its parameter sets."""
 
-    __slots__ = ("newest_model", "num_idle", "optimizer", "sets")
-
-    def __init__(self, optimizer: weakref.ref[Optimizer]) -> None:
-        self.optimizer = optimizer
-        self.sets: Sets = {}
-        self.num_idle = 0
-        """Number of steps without a parameter set."""
-        self.newest_model: DdpModel | None = None
-        """The newest DDP model when its parameters were last sorted into sets."""
-
-    def may_have_sets(self, newest_model: DdpModel | None) -> bool:
-        """True if its parameters should be sorted again, as none of them could be compared so far.
-
-        Sorting takes as long as a step of a small model, so it is repeated only when there is a new DDP model, and
-        otherwise at exponentially growing intervals, at the same steps on all ranks.
-        """
-        self.num_idle += 1
-        is_asked = newest_model is not self.newest_model or not self.num_idle & (self.num_idle - 1)
-        self.newest_model = newest_model
-        return is_asked
+    optimizer: weakref.ref[Optimizer]
+    sets: Sets = field(default_factory=dict)
+    num_idle: int = 0
+    """Number of steps without a parameter set."""
+    newest_model: DdpModel | None = None
+    """The newest DDP model when its parameters were last sorted into sets."""
 
 
 @dataclass
@@ -178,11 +165,6 @@ class OpenStep:
     sets: Sets
     parts: list[_Part]
     has_closure: bool
-
-    @property
-    def is_due(self) -> bool:
-        """True if gradients are read."""
-        return any(part.is_due for part in self.parts)
 
 
 class ParameterSets:
@@ -290,9 +272,7 @@ class ParameterSets:
         if synced is not None:
             synced.step()
             if counts := synced.counts:
-                note = SyncedNote(
-                    least=min(counts), most=max(counts), num_bytes=synced.num_bytes, site=model.synced_site
-                )
+                note = SyncedNote(least=min(counts), most=max(counts), num_bytes=synced.num_bytes, site=synced.site)
                 self._notes.write("synced", note)
             if synced.is_over:
                 model.synced = None
@@ -306,8 +286,14 @@ class ParameterSets:
             if known is None:
                 return {}, True
         sets = known.sets
-        models = self._models()
-        is_planned = not sets and known.may_have_sets(models[-1] if models else None)
+        is_planned = False
+        if not sets:
+            # Sorting takes as long as a step of a small model. As long as nothing can be compared, it is repeated only
+            # with a new DDP model, and else at exponentially growing intervals, at the same steps on all ranks.
+            newest = next(reversed(self._models()), None)
+            known.num_idle += 1
+            is_planned = newest is not known.newest_model or not known.num_idle & (known.num_idle - 1)
+            known.newest_model = newest
         if is_planned or any(model is not None and model.find() is None for model in sets):
             is_planned = True
             self._plan(optimizer, sets)
@@ -366,7 +352,7 @@ class ParameterSets:
         live = {model: ddp for model in self._models() if (ddp := model.find()) is not None}
         known: dict[int, tuple[DdpModel | None, str, bool]] = {}
         for model, ddp in live.items():
-            known |= {id(parameter): (model, name, False) for parameter, name in _late(model, ddp)}
+            known |= {id(parameter): (model, name, False) for name, parameter in ddp.module.named_parameters()}
         for model in live:
             known |= {key: (model, name, True) for key, name in model.names.items()}
         ignored = {key for model in live for key in model.ignored}
@@ -464,12 +450,6 @@ def _find_number(model: DdpModel | None) -> int:
     if model is None:
         return sequence_number(dist.group.WORLD)
     return sequence_number(getattr(model.find(), "process_group", None))
-
-
-def _late(model: DdpModel, ddp: Any) -> list[tuple[Tensor, str]]:
-    """Parameters that were added to the module in `ddp`, or became trainable, after it was wrapped."""
-    known = model.names.keys() | model.ignored
-    return [(parameter, name) for name, parameter in ddp.module.named_parameters() if id(parameter) not in known]
 
 
 def _moved(model: DdpModel | None, members: list[tuple[str, Tensor, bool]]) -> list[str]:

@@ -177,10 +177,8 @@ class StepProbe:
                     # The program reads the gradients of each micro-batch, which therefore have to be reduced.
                     model.synced = None
                 if model.synced is not None:
-                    model.synced_site = site = self._notes.site()
-                    line = site.get("file", ""), site.get("line", 0)
                     is_reduced = syncs and not why and not retains
-                    model.synced.backward(line, state, model.gradient_state(), is_reduced=is_reduced)
+                    model.synced.backward(self._notes.site(), state, model.gradient_state(), is_reduced=is_reduced)
 
     def _reads_gradients(self) -> bool:
         frame = self._notes.user_frame()
@@ -252,7 +250,7 @@ class StepProbe:
             self._parameter_sets.end_step(opened)
             return None
         self._opened = opened
-        if not opened.is_due:
+        if not any(part.is_due for part in opened.parts):
             return None
         watched = self._look_after(closure, opened)
         return ((args[0], watched, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": watched})
