@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ddpilot.findings.catalog import make_finding
-from ddpilot.findings.finding import Finding, Severity
+from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
 from ddpilot.guard.notes import DrawsNote, RandomNote
 from ddpilot.guard.rules.rule import (
@@ -16,8 +15,8 @@ from ddpilot.guard.rules.rule import (
     Rule,
     RuleContext,
     TrainingPasses,
+    finding_at_line,
     pass_of,
-    place_of,
 )
 from ddpilot.record.journal import Entry
 
@@ -77,13 +76,9 @@ class SameRandomStreams(Rule):
         self._alike[model] = self._alike.get(model, 0) + all(one["before"] != one["after"] for one in found.values())
         if self._alike[model] >= MIN_STEPS:
             evidence = f"before {self._alike[model]} forwards, {number} the last, the state of {note['library']} was "
-            yield _make_finding(
-                "info",
-                f"{render_ranks(members)} draw the same random numbers in the model, such as dropout's",
-                members,
-                note,
-                (evidence + "the same on all of them, and each drew from it",),
-            )
+            summary = f"{render_ranks(members)} draw the same random numbers in the model, such as dropout's"
+            evidence += "the same on all of them, and each drew from it"
+            yield finding_at_line("DDP407", dict.fromkeys(members, note), summary, evidence, severity="info")
 
     def _compare_between(self, model: int, members: tuple[int, ...], found: Mapping[int, RandomNote]) -> Finding | None:
         """Check numbers drawn for a batch outside the model, such as added noise; a few numbers may be intended."""
@@ -97,13 +92,9 @@ class SameRandomStreams(Rule):
             f"before {self._between[model]} forwards, each of a new batch, the state of torch was the same on all "
             f"of them, and each had drawn at least {drawn} numbers since the previous forward"
         )
-        return _make_finding(
-            "info",
-            f"{render_ranks(members)} draw the same random numbers for their batches, outside of the model",
-            members,
-            next(iter(found.values())),
-            (evidence,),
-        )
+        summary = f"{render_ranks(members)} draw the same random numbers for their batches, outside of the model"
+        note = next(iter(found.values()))
+        return finding_at_line("DDP407", dict.fromkeys(members, note), summary, evidence, severity="info")
 
     def _compare_fetches(self, rank: int, note: DrawsNote) -> Iterable[Finding]:
         loader, library, worker = note["loader"], note["library"], note["worker"]
@@ -126,9 +117,9 @@ class SameRandomStreams(Rule):
             self._has_reported_fetches = True
             where = "in the workers of the loader" if worker >= 0 else "while samples are read"
             evidence = f"before {self._fetched[count_key]} batches the state of {_LIBRARIES[library]} was the same on "
+            evidence += "all of them, and each drew from it"
             summary = f"{render_ranks(members)} draw the same random numbers {where}"
-            facts = (evidence + "all of them, and each drew from it",)
-            yield _make_finding("warning", summary, members, note, facts)
+            yield finding_at_line("DDP407", dict.fromkeys(members, note), summary, evidence, severity="warning")
 
     def _compare_workers(self, rank: int, note: DrawsNote) -> Finding | None:
         """Check the workers of one rank: their states differ unless the program seeds all of them alike."""
@@ -142,17 +133,4 @@ class SameRandomStreams(Rule):
         evidence = (
             f"their state of {_LIBRARIES[note['library']]} was the same at their first batch, and each drew from it"
         )
-        return _make_finding("warning", summary, (rank,), note, (evidence,))
-
-
-def _make_finding(
-    severity: Severity, summary: str, ranks: Iterable[int], note: RandomNote | DrawsNote, evidence: tuple[str, ...]
-) -> Finding:
-    return make_finding(
-        "DDP407",
-        severity=severity,
-        summary=summary,
-        ranks=tuple(ranks),
-        line=place_of(note["site"]),
-        evidence=evidence,
-    )
+        return finding_at_line("DDP407", {rank: note}, summary, evidence, severity="warning")
