@@ -9,7 +9,7 @@ from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
 from ddpilot.guard.notes import NormsNote, NotFiniteNote, SpoiledNote
-from ddpilot.guard.rules.rule import RuleContext, WaitingRule, finding_at_line, place_of, some
+from ddpilot.guard.rules.rule import BoundedDict, RuleContext, WaitingRule, finding_at_line, place_of, some
 from ddpilot.record.journal import Entry
 
 _MAX_BACKWARDS = 64
@@ -26,16 +26,14 @@ class NotFinite(WaitingRule[tuple[int, SpoiledNote]]):
 
     def __init__(self, context: RuleContext) -> None:
         super().__init__(context)
-        self._seen: dict[int, dict[int, NotFiniteNote]] = {}
+        self._seen: dict[int, BoundedDict[int, NotFiniteNote]] = {}
         self._num_noted: dict[int, int] = {}
         self._num_found = 0
 
     def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
         if entry.kind == "not_finite":
-            mine = self._seen.setdefault(rank, {})
+            mine = self._seen.setdefault(rank, BoundedDict(_MAX_BACKWARDS))
             mine[entry.values["backward"]] = entry.values
-            if len(mine) > _MAX_BACKWARDS:
-                mine.pop(min(mine))
         else:
             # A rank may have missed an earlier one, if it stopped before its own loss was not finite.
             number = max(self._num_noted.get(rank, 0), self._num_found)

@@ -158,24 +158,20 @@ class BoundedDict(OrderedDict[K, V]):
             self.popitem(last=False)
 
 
-class ByRank(Generic[K, V]):
-    """Values by key and rank. With more than `limit` keys, the oldest are dropped."""
+class ByRank(BoundedDict[K, dict[int, V]]):
+    """Values by key and rank. A key that is not there has no values."""
 
     def __init__(self, limit: int = 256) -> None:
-        self._values: BoundedDict[K, dict[int, V]] = BoundedDict(limit)
+        super().__init__(limit)
 
     def put(self, key: K, rank: int, value: V) -> dict[int, V]:
         """Add `value`, and return what all ranks have put under `key` so far."""
-        ranks = self._values.setdefault(key, {})
+        ranks = self.setdefault(key, {})
         ranks[rank] = value
         return ranks
 
-    def get(self, key: K) -> dict[int, V]:
-        """Return what `put` returned last for `key`; empty if there is nothing."""
-        return self._values.get(key, {})
-
-    def __iter__(self) -> Iterator[dict[int, V]]:
-        return iter(self._values.values())
+    def __missing__(self, key: K) -> dict[int, V]:
+        return {}
 
 
 class PendingValues(Generic[K, V]):
@@ -250,7 +246,7 @@ class TrainingPasses:
 
     def training(self, key: Pass) -> dict[int, TrainsNote]:
         """Return what the ranks noted on the model that the pass trains."""
-        return self._training.get(key)
+        return self._training[key]
 
     def members(self, key: Pass) -> tuple[int, ...]:
         """Return the ranks of the first model that the pass was seen to train; empty if there is none."""
@@ -258,6 +254,6 @@ class TrainingPasses:
 
     def complete(self, key: Pass) -> dict[int, LoaderPassNote]:
         """Return what all ranks of the model noted on the pass; empty until all train it, or if there is one rank."""
-        training, passes, members = self.training(key), self._passes.get(key), self.members(key)
+        training, passes, members = self.training(key), self._passes[key], self.members(key)
         models = {training[rank]["model"] if rank in training and rank in passes else None for rank in members}
         return {} if len(members) < 2 or len(models) > 1 or None in models else {rank: passes[rank] for rank in members}

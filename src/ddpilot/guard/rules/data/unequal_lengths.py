@@ -67,7 +67,7 @@ class UnequalBatches(Rule):
             self._began_with_ddp_only[key] = self._has_only_ddp(members[0], is_whole=True)
         if not self._began_with_ddp_only[key]:
             self._judged[key[0]] = None
-        elif any(rank in self._ending.get(key) for rank in short):
+        elif any(rank in self._ending[key] for rank in short):
             if self._has_only_ddp(members[0], is_whole=False) and not self._may_start_over(passes):
                 yield self._finding(lengths, short, passes)
             else:

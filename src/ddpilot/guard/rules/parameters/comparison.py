@@ -103,7 +103,7 @@ class Comparison:
 
         Ignores passes that all began before parameters were last equal; empty if there is none.
         """
-        uneven = (begun for begun in self._passes if len({*begun.values()}) > 1)
+        uneven = (begun for begun in self._passes.values() if len({*begun.values()}) > 1)
         return next((begun for begun in uneven if max(begun.values()) >= self.alike_at), {})
 
     def last(self, rank: int, entry: Entry) -> Finding | None:

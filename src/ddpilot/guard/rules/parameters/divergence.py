@@ -37,8 +37,8 @@ class OwnParts:
         key = pass_of(entry.values)
         if entry.kind == "loader_pass":
             self._passes.put(key, rank, entry.values)
-        elif rank not in self._read.get(key) and len(self._read.put(key, rank, True)) == self._world_size:
-            self.overlap = _overlap(self._passes.get(key))
+        elif rank not in self._read[key] and len(self._read.put(key, rank, True)) == self._world_size:
+            self.overlap = _overlap(self._passes[key])
 
 
 def _overlap(passes: Mapping[int, LoaderPassNote]) -> bool:
@@ -65,7 +65,7 @@ class Divergence(Rule):
         self._comparisons: BoundedDict[tuple[Any, ...], Comparison] = BoundedDict(_MAX_SETS)
         self._key_of_set: BoundedDict[tuple[int, int], tuple[Any, ...]] = BoundedDict(_MAX_SETS * context.world_size)
         self._orders: BoundedDict[tuple[str, str], tuple[int, list[Any]]] = BoundedDict(_MAX_SETS)
-        self._loads: BoundedDict[tuple[Any, ...], dict[int, Entry]] = BoundedDict(_MAX_SETS)
+        self._loads: ByRank[tuple[Any, ...], Entry] = ByRank(_MAX_SETS)
         self._mismatched: BoundedDict[tuple[str, str], None] = BoundedDict(_MAX_SETS)
 
     def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
@@ -82,7 +82,7 @@ class Divergence(Rule):
                     comparison.begin_pass(rank, pass_of(entry.values))
         elif entry.kind == "load":
             key = ("ddp", entry.values["group"], entry.values["ordinal"])
-            self._loads.setdefault(key, {})[rank] = entry
+            self._loads.put(key, rank, entry)
             for comparison in self._comparisons.values():
                 if comparison.key[:3] == key:
                     comparison.loads[rank] = entry
@@ -146,7 +146,7 @@ class Divergence(Rule):
         if key not in self._comparisons:
             is_short_lived = key[0] == "free" and not note["dropped"] and self._is_copy(key, note["names"])
             self._comparisons[key] = Comparison(key, self._context, self._comparisons.values)
-            self._comparisons[key].loads.update(self._loads.get(key[:3], {}))
+            self._comparisons[key].loads.update(self._loads[key[:3]])
             if is_short_lived:
                 self._comparisons[key].end()
         comparison = self._comparisons[key]
