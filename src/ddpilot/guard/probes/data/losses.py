@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,16 +30,14 @@ _MAX_KEPT = 1 << 16
 it."""
 
 
+@dataclass(slots=True)
 class _Backward:
     """One backward pass: its number, the batch of the last forward before it, and its line."""
 
-    __slots__ = ("is_noted", "number", "site", "used")
-
-    def __init__(self, number: int, used: LoadedBatch | None, site: Site) -> None:
-        self.number = number
-        self.used = used
-        self.site = site
-        self.is_noted = False
+    number: int
+    used: LoadedBatch | None
+    site: Site
+    is_noted: bool = False
 
     def note(self, loss: str) -> NotFiniteNote:
         """Return the note for a `loss` that is not finite, or for a gradient if `loss` is empty."""

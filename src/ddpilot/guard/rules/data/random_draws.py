@@ -125,7 +125,8 @@ class SameRandomStreams(Rule):
         """Check the workers of one rank: their states differ unless the program seeds all of them alike."""
         if note["fetch"] > 1:
             return None
-        first = {worker: self._fetches[(*pass_of(note), note["library"], worker, 1)] for worker in range(64)}
+        loader, number = pass_of(note)
+        first = {worker: self._fetches[loader, number, note["library"], worker, 1] for worker in range(64)}
         same = [worker for worker, found in first.items() if found.get(rank) == note["before"]]
         if len(same) < 2:
             return None
