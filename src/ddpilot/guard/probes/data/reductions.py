@@ -87,8 +87,7 @@ class ReductionObserver:
     def _collect(self, name: str, *args: Any, **kwargs: Any) -> None:
         if self._is_within:
             return
-        if self._arriving:
-            self._write_arrived()
+        self._write_arrived()
         at = 1 if name in ("all_gather", "all_gather_into_tensor", "reduce_scatter_tensor") else 0
         given = [*args, *kwargs.values()]
         tensor = next((one for one in given[at:] if isinstance(one, torch.Tensor)), None)
@@ -128,10 +127,8 @@ class ReductionObserver:
 
     def _note(self, note: CollectedNote, copy: HostCopy | None = None) -> None:
         """Write `note` once the number in `copy` has arrived. Notes stay in order, since ranks are compared by it."""
-        if copy is not None or self._arriving:
-            self._arriving.append((copy, note))
-        else:
-            self._notes.write("collected", note)
+        self._arriving.append((copy, note))
+        self._write_arrived()
 
     def _write_arrived(self) -> None:
         while self._arriving and ((copy := self._arriving[0][0]) is None or copy.has_arrived()):
@@ -179,8 +176,7 @@ class ReductionObserver:
 
     def _begins(self, tensors: Any, *_: Any, **__: Any) -> None:
         self._backward += 1
-        if self._arriving:
-            self._write_arrived()
+        self._write_arrived()
         is_marked = self._marks_all or self._backward <= _NUM_ALL_MARKED or not self._backward % _MARK_EVERY
         if not (is_marked or self._marked):
             return

@@ -211,21 +211,20 @@ class StepProbe:
         note = LoadNote(group=model.group, ordinal=model.ordinal, by=by, site=self._notes.site())
         self._notes.write("load", note)
 
-    def _before_apply(self, module: Any, *_args: Any, **_kwargs: Any) -> tuple[DdpModel | None, Any, list[int]] | None:
-        if self._is_applying or self._num_applied == _MAX_APPLIED:
+    def _before_apply(self, module: Any, *_args: Any, **_kwargs: Any) -> list[tuple[DdpModel, Any, list[int]]] | None:
+        if self._is_applying or self._num_applied >= _MAX_APPLIED:
             return None  # called for a submodule by an outer `apply`; or in each step, as to clip weights
         self._is_applying = True
-        found = next(self._find_models(module), None)
-        return (None, None, []) if found is None else (*found, _versions_of(found[1]))
+        return [(model, ddp, _versions_of(ddp)) for model, ddp in self._find_models(module)]
 
-    def _after_apply(self, before: tuple[DdpModel | None, Any, list[int]] | None, *_args: Any, **_kwargs: Any) -> None:
+    def _after_apply(self, before: list[tuple[DdpModel, Any, list[int]]] | None, *_args: Any, **_kwargs: Any) -> None:
         if before is None:
             return
         self._is_applying = False
-        model, ddp, versions = before
-        if model is not None and _versions_of(ddp) != versions:
-            self._num_applied += 1
-            self._note_load(model, "apply")
+        for model, ddp, versions in before:
+            if _versions_of(ddp) != versions:
+                self._num_applied += 1
+                self._note_load(model, "apply")
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         # Walking the stack takes a while, and an open step may have ended with an error.
