@@ -326,7 +326,7 @@ class Comparison:
             return None
         absent = tuple(rank for rank in group if rank not in taken)
         skipped = Skipped(steps[0].number, tuple(steps[0].steps), absent)
-        return make_divergence_finding(causes.STEP, self, steps[0], steps[-1], skipped=skipped)
+        return self._make_finding(causes.STEP, steps[0], steps[-1], skipped=skipped)
 
     def _is_reduced_otherwise(self) -> bool:
         """True if other collectives may have averaged what DDP did not, or if that is unknown."""
@@ -353,44 +353,38 @@ class Comparison:
         return 2 * num_exchanged(log, since_ns, MIN_EXCHANGED) >= max(2, num_steps)
 
     def _make_finding(
-        self, cause: Cause, first: MatchedStep, proof: MatchedStep, *, may_be_meant: bool = False
+        self,
+        cause: Cause,
+        first: MatchedStep,
+        proof: MatchedStep,
+        *,
+        skipped: Skipped | None = None,
+        may_be_meant: bool = False,
     ) -> Finding:
-        skipped = self.steps.find_skipped() if cause is causes.STEP else None
-        return make_divergence_finding(cause, self, first, proof, skipped=skipped, may_be_meant=may_be_meant)
+        """Build the finding for `cause`: gradients or steps first differed at `first`, parameters at `proof`.
+
+        `skipped`: the step that some ranks did not take, if that is the cause and it is not the first such step.
+        """
+        if cause is causes.STEP:
+            skipped = skipped or self.steps.find_skipped()
+        loaded = tuple(sorted(self.loads)) if cause is causes.PARAMETERS else ()
+        if len(loaded) == len(first.steps):
+            loaded = ()
+        left_out = skipped.ranks if skipped is not None else ()
+        return make_finding(
+            cause.code,
+            severity="warning" if may_be_meant else None,
+            summary=_summary(first, proof, skipped),
+            ranks=left_out or loaded or proof.difference.ranks or first.difference.ranks or tuple(sorted(first.steps)),
+            line=place_of(_site(cause, self, first, proof)),
+            evidence=tuple(_evidence(cause, self, first, proof)),
+            why=cause.why,
+            fix=cause.fix,
+        )
 
 
 _EVENTS = {"F": "forward", "f": "forward in no_sync", "B": "backward", "b": "backward in no_sync", "R": "backward"}
 _MAX_NAMED = 3
-
-
-def make_divergence_finding(
-    cause: Cause,
-    comparison: Comparison,
-    first: MatchedStep,
-    proof: MatchedStep,
-    *,
-    skipped: Skipped | None = None,
-    may_be_meant: bool = False,
-) -> Finding:
-    """Build the finding for `cause`: gradients or steps first differed at `first`, parameters at `proof`.
-
-    `skipped`: the step that some ranks did not take, if that is the cause.
-    """
-    loaded = tuple(sorted(comparison.loads)) if cause is causes.PARAMETERS else ()
-    if len(loaded) == len(first.steps):
-        loaded = ()
-    left_out = skipped.ranks if skipped is not None else ()
-    ranks = left_out or loaded or proof.difference.ranks or first.difference.ranks or tuple(sorted(first.steps))
-    return make_finding(
-        cause.code,
-        severity="warning" if may_be_meant else None,
-        summary=_summary(first, proof, skipped),
-        ranks=tuple(ranks),
-        line=place_of(_site(cause, comparison, first, proof)),
-        evidence=tuple(_evidence(cause, comparison, first, proof)),
-        why=cause.why,
-        fix=cause.fix,
-    )
 
 
 def _summary(first: MatchedStep, proof: MatchedStep, skipped: Skipped | None) -> str:
