@@ -293,11 +293,11 @@ def _is_nested() -> bool:
     """True if this step runs inside the step of an optimizer that wraps this one."""
     # All optimizers run their steps through the same torch wrapper, which calls this hook.
     frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != "wrapper":
+    step = None
+    while frame is not None:
+        if frame.f_code is step:
+            return True
+        if step is None and frame.f_code.co_name == "wrapper":
+            step = frame.f_code
         frame = frame.f_back
-    return frame is not None and any(outer.f_code is frame.f_code for outer in _outer(frame))
-
-
-def _outer(frame: Any) -> Iterator[Any]:
-    while (frame := frame.f_back) is not None:
-        yield frame
+    return False
