@@ -129,6 +129,11 @@ def ranks_of(group: str, world_size: int) -> Sequence[int]:
     return () if " " in group else [int(rank) for rank in group.split(",")]
 
 
+def ranks_of_model(note: DdpModelNote, world_size: int) -> Sequence[int]:
+    """Return the ranks of the group of a DDP model."""
+    return range(world_size) if note["ranks"] is None else note["ranks"]
+
+
 def line_of(site: Site) -> tuple[str, int]:
     """Return file and line of `site`; ranks that note the same line are grouped."""
     return site.get("file", ""), site.get("line", 0)
@@ -198,24 +203,6 @@ class PendingValues(Generic[K, V]):
                 yield dict(sorted(values.items()))
 
 
-class ModelRanks:
-    """The ranks of each DDP model's group, for the 256 newest models."""
-
-    def __init__(self, world_size: int) -> None:
-        self._all = tuple(range(world_size))
-        self._by_model: BoundedDict[int, tuple[int, ...]] = BoundedDict(256)
-
-    def add(self, note: DdpModelNote) -> tuple[int, ...]:
-        """Add a model, and return its ranks."""
-        ranks = self._all if note["ranks"] is None else tuple(note["ranks"])
-        self._by_model[note["model"]] = ranks
-        return ranks
-
-    def of(self, model: int) -> tuple[int, ...]:
-        """Return the ranks of `model`; empty if it is unknown."""
-        return self._by_model.get(model, ())
-
-
 Pass = tuple[int, int]
 """Loader and number of a pass over it."""
 
@@ -231,29 +218,31 @@ class TrainingPasses:
     kinds = ("ddp_model", "loader_pass", "trains")
 
     def __init__(self, world_size: int) -> None:
-        self.models = ModelRanks(world_size)
-        self._passes: ByRank[Pass, LoaderPassNote] = ByRank(64)
-        self._training: ByRank[Pass, TrainsNote] = ByRank(64)
+        self.passes: ByRank[Pass, LoaderPassNote] = ByRank(64)
+        self.training: ByRank[Pass, TrainsNote] = ByRank(64)
+        """What the ranks noted on the model that a pass trains."""
+        self._world_size = world_size
+        self._ranks_of: BoundedDict[int, Sequence[int]] = BoundedDict(256)
 
     def add(self, rank: int, entry: Entry) -> None:
-        """Add an entry of `rank`, of one of the `kinds`."""
+        """Add an entry of `rank`; ignores those not of one of the `kinds`."""
         if entry.kind == "ddp_model":
-            self.models.add(entry.values)
+            self._ranks_of[entry.values["model"]] = ranks_of_model(entry.values, self._world_size)
         elif entry.kind == "loader_pass":
-            self._passes.put(pass_of(entry.values), rank, entry.values)
+            self.passes.put(pass_of(entry.values), rank, entry.values)
         elif entry.kind == "trains":
-            self._training.put(pass_of(entry.values), rank, entry.values)
+            self.training.put(pass_of(entry.values), rank, entry.values)
 
-    def training(self, key: Pass) -> dict[int, TrainsNote]:
-        """Return what the ranks noted on the model that the pass trains."""
-        return self._training[key]
+    def ranks_of(self, model: int) -> Sequence[int]:
+        """Return the ranks of the group of the DDP model; empty if it is unknown."""
+        return self._ranks_of.get(model, ())
 
-    def members(self, key: Pass) -> tuple[int, ...]:
+    def members(self, key: Pass) -> Sequence[int]:
         """Return the ranks of the first model that the pass was seen to train; empty if there is none."""
-        return next((self.models.of(note["model"]) for note in self.training(key).values()), ())
+        return next((self.ranks_of(note["model"]) for note in self.training[key].values()), ())
 
     def complete(self, key: Pass) -> dict[int, LoaderPassNote]:
         """Return what all ranks of the model noted on the pass; empty until all train it, or if there is one rank."""
-        training, passes, members = self.training(key), self._passes[key], self.members(key)
+        training, passes, members = self.training[key], self.passes[key], self.members(key)
         models = {training[rank]["model"] if rank in training and rank in passes else None for rank in members}
         return {} if len(members) < 2 or len(models) > 1 or None in models else {rank: passes[rank] for rank in members}

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ddpilot.findings.finding import Finding
@@ -61,7 +61,7 @@ class SameRandomStreams(Rule):
 
     def _compare_forwards(self, rank: int, note: RandomNote) -> Iterable[Finding]:
         model, number = note["model"], note["forward"]
-        members = self._passes.models.of(model)
+        members = self._passes.ranks_of(model)
         if ("forward", model) in self._judged or rank not in members:
             return
         found = self._forwards.put((model, number), rank, note)
@@ -80,7 +80,7 @@ class SameRandomStreams(Rule):
             evidence += "the same on all of them, and each drew from it"
             yield finding_at_line("DDP407", dict.fromkeys(members, note), summary, evidence, severity="info")
 
-    def _compare_between(self, model: int, members: tuple[int, ...], found: Mapping[int, RandomNote]) -> Finding | None:
+    def _compare_between(self, model: int, members: Sequence[int], found: Mapping[int, RandomNote]) -> Finding | None:
         """Check numbers drawn for a batch outside the model, such as added noise; a few numbers may be intended."""
         if self._has_reported_fetches or any(one["library"] != "torch" for one in found.values()):
             return None

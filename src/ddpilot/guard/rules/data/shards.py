@@ -13,7 +13,6 @@ from ddpilot.guard.notes import InputNote, LoaderPassNote
 from ddpilot.guard.rules.rule import (
     BoundedDict,
     ByRank,
-    ModelRanks,
     Pass,
     Rule,
     RuleContext,
@@ -50,20 +49,16 @@ class SameBatch(Rule):
 
     def __init__(self, context: RuleContext) -> None:
         super().__init__(context)
-        self._members = ModelRanks(context.world_size)
         self._inputs: BoundedDict[int, ByRank[int, int]] = BoundedDict(_MAX_MODELS)
         self._outputs: ByRank[tuple[int, int], tuple[int | None, bool]] = ByRank(256)
         self._loaded: ByRank[tuple[int, int, int], int | None] = ByRank(1024)
-        self._passes: ByRank[Pass, LoaderPassNote] = ByRank(64)
+        self._passes = TrainingPasses(context.world_size)
         self._judged: BoundedDict[int, None] = BoundedDict(_MAX_MODELS)
 
     def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
         values = entry.values
-        if entry.kind == "ddp_model":
-            self._members.add(values)
-        elif entry.kind == "loader_pass":
-            self._passes.put(pass_of(values), rank, values)
-        elif entry.kind == "batch":
+        self._passes.add(rank, entry)
+        if entry.kind == "batch":
             self._loaded.put((*pass_of(values), values["batch"]), rank, values["checksum"])
         elif entry.kind == "random":
             is_drawn = values["before"] != values["after"]
@@ -74,7 +69,7 @@ class SameBatch(Rule):
 
     def _compare(self, rank: int, note: InputNote) -> Iterable[Finding]:
         model = note["model"]
-        members = self._members.of(model)
+        members = self._passes.ranks_of(model)
         if model in self._judged or len(members) < 2 or rank not in members:
             return
         inputs = self._inputs.setdefault(model, ByRank(_MAX_FORWARDS))
@@ -121,7 +116,7 @@ class SameBatch(Rule):
         self, ranks: list[int], note: InputNote, num_forwards: int, num_loaded: int, *, is_sure: bool
     ) -> Finding:
         is_loaded = num_loaded >= MIN_DIFFERENT_BATCHES
-        loader = self._passes[note["loader"], note["pass"]].get(ranks[0]) if is_loaded else None
+        loader = self._passes.passes[note["loader"], note["pass"]].get(ranks[0]) if is_loaded else None
         evidence = [f"the inputs of {num_forwards} forwards were the same on {render_ranks(ranks)}"]
         if loader is not None:
             samples = "a stream" if loader["samples"] is None else f"{loader['samples']} samples"

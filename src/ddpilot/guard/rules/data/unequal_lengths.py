@@ -54,7 +54,7 @@ class UnequalBatches(Rule):
     def _compare(self, key: Pass) -> Iterable[Finding]:
         if key[0] in self._judged:
             return
-        passes, training = self._passes.complete(key), self._passes.training(key)
+        passes, training = self._passes.complete(key), self._passes.training[key]
         members = tuple(passes)
         lengths = {rank: length for rank in members if (length := passes[rank]["length"]) is not None}
         if len(lengths) < len(members) or len(set(lengths.values())) < 2:
