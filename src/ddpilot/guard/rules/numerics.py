@@ -38,7 +38,7 @@ class NotFinite(WaitingRule[tuple[int, SpoiledNote]]):
             # A rank may have missed an earlier one, if it stopped before its own loss was not finite.
             number = max(self._num_noted.get(rank, 0), self._num_found)
             self._num_noted[rank] = number + 1
-            self._waiting.put(number, rank, (number, entry.values), entry.time_ns)
+            self._wait(number, rank, (number, entry.values), entry.time_ns)
         return ()
 
     def _finding(self, by_rank: dict[int, tuple[int, SpoiledNote]]) -> Finding:
@@ -97,7 +97,7 @@ class SmallBatchNorm(WaitingRule[NormsNote]):
     def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
         note: NormsNote = entry.values
         if max(note["rows"]) < MIN_SAMPLES:
-            self._waiting.put(note["model"], rank, note, entry.time_ns)
+            self._wait(note["model"], rank, note, entry.time_ns)
         return ()
 
     def _finding(self, by_rank: dict[int, NormsNote]) -> Finding:

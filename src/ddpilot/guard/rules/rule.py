@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -71,6 +71,8 @@ class Rule(ABC):
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
+_MAX_WAITING = 256
+
 
 class WaitingRule(Rule, Generic[V]):
     """A rule that makes one finding of what the ranks noted under the same key; by default, at the same line."""
@@ -82,18 +84,26 @@ class WaitingRule(Rule, Generic[V]):
 
     def __init__(self, context: RuleContext) -> None:
         super().__init__(context)
-        self._waiting: PendingValues[Hashable, V] = PendingValues(context.world_size)
+        self._waiting: dict[Hashable, tuple[int, dict[int, V]]] = {}
 
     def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
-        """Put what `rank` noted into `_waiting`; see `Rule.feed`."""
-        self._waiting.put(line_of(entry.values["site"]), rank, entry.values, entry.time_ns)
+        """Wait for what other ranks note at the same line; see `Rule.feed`."""
+        self._wait(line_of(entry.values["site"]), rank, entry.values, entry.time_ns)
         return ()
+
+    def _wait(self, key: Hashable, rank: int, value: V, now_ns: int) -> None:
+        """Add the `value` that `rank` noted under `key`. Dropped if 256 other keys are waiting."""
+        if len(self._waiting) < _MAX_WAITING or key in self._waiting:
+            self._waiting.setdefault(key, (now_ns, {}))[1][rank] = value
 
     def look(self, now_ns: int, /) -> Iterable[Finding]:
         """Yield findings for what all ranks noted, or what has waited long enough for the other ranks."""
-        for by_rank in self._waiting.ready(now_ns, self.patience_ns, when_all_noted=not self.waits_for_more):
-            if (finding := self._finding(by_rank)) is not None:
-                yield finding
+        for key, (since_ns, by_rank) in list(self._waiting.items()):
+            is_complete = len(by_rank) >= self._context.world_size and not self.waits_for_more
+            if is_complete or now_ns - since_ns >= self.patience_ns:
+                del self._waiting[key]
+                if (finding := self._finding(dict(sorted(by_rank.items())))) is not None:
+                    yield finding
 
     def pause(self, now_ns: int, /, *, is_ok: bool) -> Iterable[Finding]:
         """See `Rule.pause`. A rule that `waits_for_more` keeps waiting after a cell that ended well.
@@ -177,30 +187,6 @@ class ByRank(BoundedDict[K, dict[int, V]]):
 
     def __missing__(self, key: K) -> dict[int, V]:
         return {}
-
-
-class PendingValues(Generic[K, V]):
-    """Values that are ready once all of `world_size` ranks noted them, or some time after the first did."""
-
-    def __init__(self, world_size: int, limit: int = 256) -> None:
-        self._world_size = world_size
-        self._limit = limit
-        self._pending: dict[K, tuple[int, dict[int, V]]] = {}
-
-    def put(self, key: K, rank: int, value: V, now_ns: int) -> None:
-        """Add the `value` that `rank` noted. Dropped if there are `limit` other keys."""
-        if len(self._pending) < self._limit or key in self._pending:
-            self._pending.setdefault(key, (now_ns, {}))[1][rank] = value
-
-    def ready(self, now_ns: int, patience_ns: int, *, when_all_noted: bool) -> Iterator[dict[int, V]]:
-        """Remove and yield the values, by rank, of each key that has waited for `patience_ns`.
-
-        `when_all_noted`: also of keys that all ranks have noted.
-        """
-        for key, (since_ns, values) in list(self._pending.items()):
-            if now_ns - since_ns >= patience_ns or (when_all_noted and len(values) >= self._world_size):
-                del self._pending[key]
-                yield dict(sorted(values.items()))
 
 
 Pass = tuple[int, int]

@@ -31,7 +31,7 @@ class AllRanksSave(WaitingRule[SaveNote]):
         close = {other: one for other, one in saves.items() if other != rank and _are_close(one, note)}
         if close:
             for other, one in {**close, rank: note}.items():
-                self._waiting.put(line_of(note["site"]), other, one, entry.time_ns)
+                self._wait(line_of(note["site"]), other, one, entry.time_ns)
         return ()
 
     def _finding(self, by_rank: dict[int, SaveNote]) -> Finding:

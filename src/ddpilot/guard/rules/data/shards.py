@@ -291,7 +291,7 @@ class WorkersReadAlike(WaitingRule[LoaderPassNote]):
             checksums[values["batch"]] = values["checksum"]
             if _repeat_per_worker(checksums, note["workers"]):
                 del self._passes[key]
-                self._waiting.put(line_of(note["site"]), rank, note, entry.time_ns)
+                self._wait(line_of(note["site"]), rank, note, entry.time_ns)
         return ()
 
     def _finding(self, by_rank: dict[int, LoaderPassNote]) -> Finding:
