@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
-from ddpilot.guard.notes import NormsNote, NotFiniteNote, SpoiledNote
+from ddpilot.guard.notes import MIN_NORM_SAMPLES, NormsNote, NotFiniteNote, SpoiledNote
 from ddpilot.guard.rules.rule import BoundedDict, RuleContext, WaitingRule, finding_at_line, place_of, some
 from ddpilot.record.journal import Entry
 
@@ -82,21 +82,15 @@ def _describe(rank: int, note: NotFiniteNote) -> str:
     return f"rank {rank}: {what} in {where}" + (f", samples {some(indices, 8)}" if indices else "")
 
 
-MIN_SAMPLES = 16
-"""Fewer samples per rank make the statistics noisy; from 32 on there is no effect.
-`Loop` uses the same limit before an epoch (DDP501).
-"""
-
-
 class SmallBatchNorm(WaitingRule[NormsNote]):
-    """Reports DDP models whose first three training forwards had fewer than `MIN_SAMPLES`."""
+    """Reports DDP models whose first three training forwards had fewer than `MIN_NORM_SAMPLES`."""
 
     kinds = ("norms",)
     compares_ranks = False
 
     def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
         note: NormsNote = entry.values
-        if max(note["rows"]) < MIN_SAMPLES:
+        if max(note["rows"]) < MIN_NORM_SAMPLES:
             self._wait(note["model"], rank, note, entry.time_ns)
         return ()
 

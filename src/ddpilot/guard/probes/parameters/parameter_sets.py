@@ -22,6 +22,7 @@ from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer
 
 from ddpilot.guard.notes import (
+    LOCAL_STEPS,
     Fingerprint,
     FingerprintNote,
     LastStepNote,
@@ -44,8 +45,6 @@ from ddpilot.guard.probes.process_groups import sequence_number
 from ddpilot.record.accelerator import HostCopies, is_capturing
 
 FIRST_STEPS = 5
-LOCAL_STEPS = 16
-"""Steps may stay local on purpose until this one, which is always checked."""
 STRIDES = (25, 5, 1)
 """Check every 25th, every 5th or every step, depending on step time. Each stride divides the one before, so ranks whose
 timings differ slightly still check the same steps."""

@@ -9,7 +9,7 @@ from typing import Any
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
-from ddpilot.guard.notes import ParameterSetNote, Site
+from ddpilot.guard.notes import LOCAL_STEPS, ParameterSetNote, Site
 from ddpilot.guard.rules.parameters import causes
 from ddpilot.guard.rules.parameters.causes import Cause
 from ddpilot.guard.rules.parameters.fingerprint_comparison import compare
@@ -29,11 +29,8 @@ from ddpilot.guard.rules.rule import ByRank, Pass, RuleContext, num_ranks_of, pl
 from ddpilot.record.flight_ring.log import CallSite, RankLog
 from ddpilot.record.journal import Entry
 
-NUM_LOCAL_STEPS = 16
-"""Steps without a reduction by DDP that are tolerated before a bypass of DDP is reported: local SGD skips some."""
-
 NUM_FREE_STEPS = 50
-"""The same for parameters without a DDP model, and if all steps are in `no_sync`."""
+"""Like `LOCAL_STEPS`, for parameters without a DDP model, and if all steps are in `no_sync`."""
 
 NUM_SINGLE_STEPS = 5
 """Steps that some ranks take, after reductions by all ranks, before missing steps of other ranks are reported."""
@@ -220,18 +217,18 @@ class Comparison:
             return True
         # Local SGD is written with all steps in no_sync, possibly many of them.
         is_explicit = self._cause(self._first_bad or matched) is causes.NO_SYNC
-        needed = NUM_FREE_STEPS if is_explicit else NUM_LOCAL_STEPS
+        needed = NUM_FREE_STEPS if is_explicit else LOCAL_STEPS
         return self._num_local >= needed and not self._is_reduced_otherwise()
 
     def _num_free_steps(self) -> int:
         """Return fewer steps if the program discarded a DDP wrapper, or if nothing in its source exchanges anything."""
-        if self._num_local < NUM_LOCAL_STEPS:
-            return NUM_LOCAL_STEPS
+        if self._num_local < LOCAL_STEPS:
+            return LOCAL_STEPS
         if self._never_exchanges is None:
             is_dropped = any(note["dropped"] for note in self.sets.values())
             files = {site.get("file", "") for note in self.sets.values() for site in (note["site"], note["made"])}
             self._never_exchanges = is_dropped or is_never_exchanged(files, self._context.sources())
-        return NUM_LOCAL_STEPS if self._never_exchanges else NUM_FREE_STEPS
+        return LOCAL_STEPS if self._never_exchanges else NUM_FREE_STEPS
 
     def _is_one_model(self, matched: MatchedStep) -> bool:
         """True if no DDP model has these parameters, which began equal and got different gradients."""
@@ -247,7 +244,7 @@ class Comparison:
         own = self.averaged()
         if own is None or first is None or last is None or not self._is_one_model(first):
             return None
-        needed = NUM_LOCAL_STEPS if own.least else NUM_FREE_STEPS
+        needed = LOCAL_STEPS if own.least else NUM_FREE_STEPS
         if not last.difference.parameters or (self._num_local < needed and not at_end):
             return None
         others = [] if own.least else [each.averaged() for each in self._all_of_job() if each is not self]
