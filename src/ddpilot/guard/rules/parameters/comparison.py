@@ -196,9 +196,11 @@ class Comparison:
         if not difference.parameters:
             return None
         line = self._find_own_averaging(matched) if self.is_free else None
+        if self.is_free and line is None:
+            return None
         matched.difference = difference
-        if self.is_free:
-            return make_changed_finding(causes.CHANGED_AT_END, matched, line, self.alike_at) if line else None
+        if line is not None:
+            return make_changed_finding(causes.CHANGED_AT_END, matched, line, self.alike_at)
         first = self._first_bad or matched
         cause = self._cause(first)
         return self._make_finding(causes.CHANGED_AT_END if cause is causes.CHANGED else cause, first, matched)
