@@ -23,6 +23,7 @@ from benchmarks.measure import Row, main, render_values
 from ddpilot.guard.hook import install
 from ddpilot.guard.probes.parameters.fingerprint import Fingerprinter
 from ddpilot.module_names import GUARD_PROBES
+from ddpilot.record.accelerator import HostCopies
 from ddpilot.record.collectives.recording import start_recording
 
 CHECK_LIMIT_MS = 3.0
@@ -46,12 +47,12 @@ def measure_checks(shapes: Sequence[tuple[int, int]], rounds: int) -> list[list[
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
     num = sum(parameter.numel() for parameter in parameters)
-    fingerprinter = Fingerprinter(parameters)
+    fingerprinter, copies = Fingerprinter(parameters), HostCopies()
     results = []
     for _ in range(rounds + 1):
         with torch.no_grad():
             norms_s = seconds_of(lambda: torch._foreach_norm(parameters))
-        check_s = seconds_of(fingerprinter.take)
+        check_s = seconds_of(lambda: fingerprinter.begin(copies).fingerprint())
         results.append([seconds * 1e3 * 1e7 / num for seconds in (norms_s, check_s)])
     return results[1:]
 

@@ -14,6 +14,17 @@ Fingerprint = dict[str, str]
 them."""
 
 
+NOT_SEEN = -1.0
+"""Norm of a gradient that does not exist or was not examined."""
+MAX_GRADIENTS = 64
+"""Up to this number of parameters, every gradient is examined."""
+LOCAL_STEPS = 16
+"""Steps without a reduction by DDP may be intended up to this one, which is always checked: local SGD skips some."""
+MIN_NORM_SAMPLES = 16
+"""Fewer samples per rank make statistics of BatchNorm noisy; from 32 on there is no effect. `Loop` uses the same limit
+before an epoch (DDP501)."""
+
+
 class SiteNote(TypedDict):
     """A note on a line of the user's program; by itself of kind ``data_parallel``: `nn.DataParallel` trains here."""
 

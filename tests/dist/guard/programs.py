@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Subset, SubsetRandomSampler, TensorDataset
 
 from ddpilot.guard.hook import install
-from ddpilot.guard.probes.parameters.fingerprint import Fingerprinter
+from ddpilot.guard.probes.parameters.fingerprint import Fingerprinter, PendingFingerprint
 from ddpilot.module_names import GUARD_PROBES
 from ddpilot.record.collectives.recording import start_recording
 from ddpilot.record.hook import journal_path, ring_path
@@ -79,18 +79,18 @@ def train_with_faults(folder: str) -> tuple[list[str], bool]:
 @contextlib.contextmanager
 def broken_after(num: int) -> Iterator[None]:
     """Fingerprints fail after `num` of them."""
-    original, calls = Fingerprinter.take, itertools.count()
+    original, calls = Fingerprinter.begin, itertools.count()
 
-    def take(fingerprinter: Fingerprinter) -> dict[str, str]:
+    def begin(*args: Any, **kwargs: Any) -> PendingFingerprint:
         if next(calls) >= num:
             raise RuntimeError("a mistake of ours")
-        return original(fingerprinter)
+        return original(*args, **kwargs)
 
-    setattr(Fingerprinter, "take", take)  # noqa: B010 - mypy refuses the plain assignment
+    setattr(Fingerprinter, "begin", begin)  # noqa: B010 - mypy refuses the plain assignment
     try:
         yield
     finally:
-        setattr(Fingerprinter, "take", original)  # noqa: B010
+        setattr(Fingerprinter, "begin", original)  # noqa: B010
 
 
 def make_model() -> nn.Module:

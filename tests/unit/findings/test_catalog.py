@@ -78,6 +78,7 @@ def test_every_page_is_found_by_its_code_its_name_and_its_symptoms(entry: Entry)
     for heading in ("What it means", "Why it happens", "How to fix it", "Sources"):
         assert entry.section(heading), heading
     assert entry.first_fix
+    assert entry.main_cause
 
 
 def test_fix_in_rank_is_a_section_of_its_own_or_the_first_fix() -> None:
@@ -105,11 +106,12 @@ def test_general_pages_answer_a_person_and_explain_no_rank() -> None:
 
 
 def test_make_finding_takes_from_the_page_what_is_not_given() -> None:
-    """Name and source always; severity, title and fix unless the check knows better."""
+    """Name and source always; severity, title, cause and fix unless the check knows better."""
     entry = find_entry("DDP216")
     plain = make_finding("DDP216", ranks=[1], why="because")
     assert (plain.name, plain.source, plain.ranks) == (entry.name, "ddpilot explain DDP216", (1,))
     assert (plain.severity, plain.summary, plain.fix) == (entry.severity, entry.title, entry.first_fix)
+    assert make_finding("DDP216").why == entry.main_cause
     own = make_finding("DDP216", severity="error", summary="what happened", fix="do that", why="because")
     assert (own.name, own.severity, own.summary, own.fix) == (entry.name, "error", "what happened", "do that")
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Probes: note in the ranks what training does. Imports `guard.probe` and `record`."""
+"""Probes: note in the ranks what training does. Imports `guard.probe`, `guard.notes` and `record`."""

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the source of a function that is running: whether its loop reads gradients, and averages or scales a result."""
+"""Read the source and the names of a function that is running: whether it reads gradients, or averages a result."""
 
 from __future__ import annotations
 
 import ast
 import inspect
 import textwrap
+from collections.abc import Mapping
 from types import FrameType
+from typing import Any
 
 _MAX_SOURCE = 200_000
 _MAX_FRAMES = 6
@@ -26,6 +28,17 @@ def parse_function(frame: FrameType) -> tuple[ast.AST, int]:
     except (OSError, SyntaxError, TypeError, IndexError):
         pass
     return ast.Module([], []), 1
+
+
+def resolve(names: Mapping[str, Any], path: str) -> Any:
+    """Resolve `path`, such as ``self.mask``, without calling anything; None if it does not exist."""
+    first, *rest = path.split(".")
+    value = names.get(first)
+    for name in rest:
+        held = getattr(value, "__dict__", {}) if value is not None else {}
+        places = [held, *(held.get(kind) for kind in ("_parameters", "_buffers", "_modules"))]
+        value = next((place[name] for place in places if isinstance(place, dict) and name in place), None)
+    return value
 
 
 def reads_gradients(frame: FrameType) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dis
 import weakref
 from collections.abc import Callable
+from functools import partial
 from os.path import isfile as is_file
 from types import CodeType
 from typing import Any, Literal
@@ -44,7 +45,7 @@ class CollectiveProbe:
             self._remove_hook,
             around(distributed_c10d, "_warn_not_in_group", before=self._left_out),
             around(dist, "barrier", after=self._met, aliases=aliases),
-            *(around(dist, name, returned=self._watcher(name), aliases=aliases) for name in _ASYNCHRONOUS),
+            *(around(dist, name, returned=partial(self._started, name), aliases=aliases) for name in _ASYNCHRONOUS),
         ]
 
     def _remove_hook(self) -> None:
@@ -67,14 +68,10 @@ class CollectiveProbe:
         self._noted.add(key)
         return True
 
-    def _watcher(self, name: str) -> Callable[..., None]:
-        def started(_: None, work: Any, *args: Any, **kwargs: Any) -> None:
-            if work is not None:
-                self._started(name, args[0] if args else kwargs.get("tensor"))
-
-        return started
-
-    def _started(self, name: str, tensor: Any) -> None:
+    def _started(self, name: str, _: None, work: Any, *args: Any, **kwargs: Any) -> None:
+        tensor = args[0] if args else kwargs.get("tensor")
+        if work is None:
+            return
         # On a device, waiting for a later collective or for the device covers this one too.
         if not isinstance(tensor, torch.Tensor) or not tensor.is_cpu or len(self._dropped) >= _MAX_DROPPED:
             return

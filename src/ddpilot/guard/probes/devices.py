@@ -7,7 +7,8 @@ import linecache
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections import ChainMap
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from ddpilot.guard.notes import DevicesNote, Site
 from ddpilot.guard.probe import Notes
+from ddpilot.guard.probes.caller_source import resolve
 from ddpilot.guard.probes.tensors import tensors_in
 
 _MESSAGE = re.compile(
@@ -61,7 +63,7 @@ class DeviceErrorProbe:
 def _note(notes: Notes, error: RuntimeError, frames: TracebackType) -> None:
     found: tuple[FrameType, int] | None = None
     place: Site = {}
-    for frame, line in _walk(frames):
+    for frame, line in traceback.walk_tb(frames):
         site = notes.site(frame)
         # The innermost frame of the user's own code: the site of a library's frame is its caller's.
         if site and site["file"] and site["function"] == frame.f_code.co_name and _is_file(site["file"], frame):
@@ -75,12 +77,6 @@ def _note(notes: Notes, error: RuntimeError, frames: TracebackType) -> None:
         message = str(error).strip().splitlines()[0][:300]
         message = f"{type(error).__name__}: {message}"
         notes.write("devices", DevicesNote(by_device=by_device, message=message, site=place))
-
-
-def _walk(frames: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
-    while frames is not None:
-        yield frames.tb_frame, frames.tb_lineno
-        frames = frames.tb_next
 
 
 def _is_file(file: str, frame: FrameType) -> bool:
@@ -107,19 +103,9 @@ def _names_by_device(frame: FrameType, text: str) -> dict[str, list[str]]:
 
 def _find(frame: FrameType, path: str) -> tuple[str, Any]:
     """Return `path` and its value; for a method of a tensor, such as ``output.softmax``, the tensor."""
-    value = _resolve(frame, path)
+    names = ChainMap(frame.f_locals, frame.f_globals)
+    value = resolve(names, path)
     owner = path.rpartition(".")[0]
-    if value is None and isinstance(tensor := _resolve(frame, owner), torch.Tensor):
+    if value is None and isinstance(tensor := resolve(names, owner), torch.Tensor):
         return owner, tensor
     return path, value
-
-
-def _resolve(frame: FrameType, path: str) -> Any:
-    """Resolve `path`, such as ``self.mask``, in `frame` without calling anything; None if it does not exist."""
-    first, *rest = path.split(".")
-    value = frame.f_locals.get(first, frame.f_globals.get(first))
-    for name in rest:
-        held = getattr(value, "__dict__", {}) if value is not None else {}
-        places = [held, *(held[kind] for kind in ("_parameters", "_buffers", "_modules") if kind in held)]
-        value = next((place[name] for place in places if name in place), None)
-    return value

@@ -53,7 +53,7 @@ class OnGraph(WaitingRule[OnGraphNote]):
 
     def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
         note: OnGraphNote = entry.values
-        self._waiting.put((note["case"], line_of(note["site"])), rank, note, entry.time_ns)
+        self._wait((note["case"], line_of(note["site"])), rank, note, entry.time_ns)
         return ()
 
     def _finding(self, by_rank: dict[int, OnGraphNote]) -> Finding:

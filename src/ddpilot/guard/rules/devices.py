@@ -11,11 +11,11 @@ from ddpilot.guard.notes import DdpModelNote, DevicesNote
 from ddpilot.guard.rules.rule import (
     BoundedDict,
     ByRank,
-    ModelRanks,
     Rule,
     RuleContext,
     WaitingRule,
     finding_at_line,
+    ranks_of_model,
     some,
 )
 from ddpilot.record.journal import Entry
@@ -28,14 +28,13 @@ class OneDevice(Rule):
 
     def __init__(self, context: RuleContext) -> None:
         super().__init__(context)
-        self._members = ModelRanks(context.world_size)
         self._models: ByRank[int, DdpModelNote] = ByRank(64)
         self._judged: BoundedDict[int, None] = BoundedDict(64)
 
     def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
         model = entry.values["model"]
         found = self._models.put(model, rank, entry.values)
-        members = self._members.add(entry.values)
+        members = ranks_of_model(entry.values, self._context.world_size)
         if model in self._judged or len(members) < 2 or any(member not in found for member in members):
             return
         self._judged[model] = None

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
-from ddpilot.guard.notes import NormsNote, NotFiniteNote, SpoiledNote
-from ddpilot.guard.rules.rule import RuleContext, WaitingRule, finding_at_line, place_of, some
+from ddpilot.guard.notes import MIN_NORM_SAMPLES, NormsNote, NotFiniteNote, SpoiledNote
+from ddpilot.guard.rules.rule import BoundedDict, RuleContext, WaitingRule, finding_at_line, place_of, some
 from ddpilot.record.journal import Entry
 
 _MAX_BACKWARDS = 64
@@ -26,21 +26,19 @@ class NotFinite(WaitingRule[tuple[int, SpoiledNote]]):
 
     def __init__(self, context: RuleContext) -> None:
         super().__init__(context)
-        self._seen: dict[int, dict[int, NotFiniteNote]] = {}
+        self._seen: dict[int, BoundedDict[int, NotFiniteNote]] = {}
         self._num_noted: dict[int, int] = {}
         self._num_found = 0
 
     def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
         if entry.kind == "not_finite":
-            mine = self._seen.setdefault(rank, {})
+            mine = self._seen.setdefault(rank, BoundedDict(_MAX_BACKWARDS))
             mine[entry.values["backward"]] = entry.values
-            if len(mine) > _MAX_BACKWARDS:
-                mine.pop(min(mine))
         else:
             # A rank may have missed an earlier one, if it stopped before its own loss was not finite.
             number = max(self._num_noted.get(rank, 0), self._num_found)
             self._num_noted[rank] = number + 1
-            self._waiting.put(number, rank, (number, entry.values), entry.time_ns)
+            self._wait(number, rank, (number, entry.values), entry.time_ns)
         return ()
 
     def _finding(self, by_rank: dict[int, tuple[int, SpoiledNote]]) -> Finding:
@@ -84,22 +82,16 @@ def _describe(rank: int, note: NotFiniteNote) -> str:
     return f"rank {rank}: {what} in {where}" + (f", samples {some(indices, 8)}" if indices else "")
 
 
-MIN_SAMPLES = 16
-"""Fewer samples per rank make the statistics noisy; from 32 on there is no effect.
-`Loop` uses the same limit before an epoch (DDP501).
-"""
-
-
 class SmallBatchNorm(WaitingRule[NormsNote]):
-    """Reports DDP models whose first three training forwards had fewer than `MIN_SAMPLES`."""
+    """Reports DDP models whose first three training forwards had fewer than `MIN_NORM_SAMPLES`."""
 
     kinds = ("norms",)
     compares_ranks = False
 
     def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
         note: NormsNote = entry.values
-        if max(note["rows"]) < MIN_SAMPLES:
-            self._waiting.put(note["model"], rank, note, entry.time_ns)
+        if max(note["rows"]) < MIN_NORM_SAMPLES:
+            self._wait(note["model"], rank, note, entry.time_ns)
         return ()
 
     def _finding(self, by_rank: dict[int, NormsNote]) -> Finding:

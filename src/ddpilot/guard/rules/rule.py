@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -71,6 +71,8 @@ class Rule(ABC):
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
+_MAX_WAITING = 256
+
 
 class WaitingRule(Rule, Generic[V]):
     """A rule that makes one finding of what the ranks noted under the same key; by default, at the same line."""
@@ -82,18 +84,26 @@ class WaitingRule(Rule, Generic[V]):
 
     def __init__(self, context: RuleContext) -> None:
         super().__init__(context)
-        self._waiting: PendingValues[Hashable, V] = PendingValues(context.world_size)
+        self._waiting: dict[Hashable, tuple[int, dict[int, V]]] = {}
 
     def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
-        """Put what `rank` noted into `_waiting`; see `Rule.feed`."""
-        self._waiting.put(line_of(entry.values["site"]), rank, entry.values, entry.time_ns)
+        """Wait for what other ranks note at the same line; see `Rule.feed`."""
+        self._wait(line_of(entry.values["site"]), rank, entry.values, entry.time_ns)
         return ()
+
+    def _wait(self, key: Hashable, rank: int, value: V, now_ns: int) -> None:
+        """Add the `value` that `rank` noted under `key`. Dropped if 256 other keys are waiting."""
+        if len(self._waiting) < _MAX_WAITING or key in self._waiting:
+            self._waiting.setdefault(key, (now_ns, {}))[1][rank] = value
 
     def look(self, now_ns: int, /) -> Iterable[Finding]:
         """Yield findings for what all ranks noted, or what has waited long enough for the other ranks."""
-        for by_rank in self._waiting.ready(now_ns, self.patience_ns, when_all_noted=not self.waits_for_more):
-            if (finding := self._finding(by_rank)) is not None:
-                yield finding
+        for key, (since_ns, by_rank) in list(self._waiting.items()):
+            is_complete = len(by_rank) >= self._context.world_size and not self.waits_for_more
+            if is_complete or now_ns - since_ns >= self.patience_ns:
+                del self._waiting[key]
+                if (finding := self._finding(dict(sorted(by_rank.items())))) is not None:
+                    yield finding
 
     def pause(self, now_ns: int, /, *, is_ok: bool) -> Iterable[Finding]:
         """See `Rule.pause`. A rule that `waits_for_more` keeps waiting after a cell that ended well.
@@ -129,6 +139,11 @@ def ranks_of(group: str, world_size: int) -> Sequence[int]:
     return () if " " in group else [int(rank) for rank in group.split(",")]
 
 
+def ranks_of_model(note: DdpModelNote, world_size: int) -> Sequence[int]:
+    """Return the ranks of the group of a DDP model."""
+    return range(world_size) if note["ranks"] is None else note["ranks"]
+
+
 def line_of(site: Site) -> tuple[str, int]:
     """Return file and line of `site`; ranks that note the same line are grouped."""
     return site.get("file", ""), site.get("line", 0)
@@ -158,66 +173,20 @@ class BoundedDict(OrderedDict[K, V]):
             self.popitem(last=False)
 
 
-class ByRank(Generic[K, V]):
-    """Values by key and rank. With more than `limit` keys, the oldest are dropped."""
+class ByRank(BoundedDict[K, dict[int, V]]):
+    """Values by key and rank. A key that is not there has no values."""
 
     def __init__(self, limit: int = 256) -> None:
-        self._values: BoundedDict[K, dict[int, V]] = BoundedDict(limit)
+        super().__init__(limit)
 
     def put(self, key: K, rank: int, value: V) -> dict[int, V]:
         """Add `value`, and return what all ranks have put under `key` so far."""
-        ranks = self._values.setdefault(key, {})
+        ranks = self.setdefault(key, {})
         ranks[rank] = value
         return ranks
 
-    def get(self, key: K) -> dict[int, V]:
-        """Return what `put` returned last for `key`; empty if there is nothing."""
-        return self._values.get(key, {})
-
-    def __iter__(self) -> Iterator[dict[int, V]]:
-        return iter(self._values.values())
-
-
-class PendingValues(Generic[K, V]):
-    """Values that are ready once all of `world_size` ranks noted them, or some time after the first did."""
-
-    def __init__(self, world_size: int, limit: int = 256) -> None:
-        self._world_size = world_size
-        self._limit = limit
-        self._pending: dict[K, tuple[int, dict[int, V]]] = {}
-
-    def put(self, key: K, rank: int, value: V, now_ns: int) -> None:
-        """Add the `value` that `rank` noted. Dropped if there are `limit` other keys."""
-        if len(self._pending) < self._limit or key in self._pending:
-            self._pending.setdefault(key, (now_ns, {}))[1][rank] = value
-
-    def ready(self, now_ns: int, patience_ns: int, *, when_all_noted: bool) -> Iterator[dict[int, V]]:
-        """Remove and yield the values, by rank, of each key that has waited for `patience_ns`.
-
-        `when_all_noted`: also of keys that all ranks have noted.
-        """
-        for key, (since_ns, values) in list(self._pending.items()):
-            if now_ns - since_ns >= patience_ns or (when_all_noted and len(values) >= self._world_size):
-                del self._pending[key]
-                yield dict(sorted(values.items()))
-
-
-class ModelRanks:
-    """The ranks of each DDP model's group, for the 256 newest models."""
-
-    def __init__(self, world_size: int) -> None:
-        self._all = tuple(range(world_size))
-        self._by_model: BoundedDict[int, tuple[int, ...]] = BoundedDict(256)
-
-    def add(self, note: DdpModelNote) -> tuple[int, ...]:
-        """Add a model, and return its ranks."""
-        ranks = self._all if note["ranks"] is None else tuple(note["ranks"])
-        self._by_model[note["model"]] = ranks
-        return ranks
-
-    def of(self, model: int) -> tuple[int, ...]:
-        """Return the ranks of `model`; empty if it is unknown."""
-        return self._by_model.get(model, ())
+    def __missing__(self, key: K) -> dict[int, V]:
+        return {}
 
 
 Pass = tuple[int, int]
@@ -235,29 +204,31 @@ class TrainingPasses:
     kinds = ("ddp_model", "loader_pass", "trains")
 
     def __init__(self, world_size: int) -> None:
-        self._members = ModelRanks(world_size)
-        self._passes: ByRank[Pass, LoaderPassNote] = ByRank(64)
-        self._training: ByRank[Pass, TrainsNote] = ByRank(64)
+        self.passes: ByRank[Pass, LoaderPassNote] = ByRank(64)
+        self.training: ByRank[Pass, TrainsNote] = ByRank(64)
+        """What the ranks noted on the model that a pass trains."""
+        self._world_size = world_size
+        self._ranks_of: BoundedDict[int, Sequence[int]] = BoundedDict(256)
 
     def add(self, rank: int, entry: Entry) -> None:
-        """Add an entry of `rank`, of one of the `kinds`."""
+        """Add an entry of `rank`; ignores those not of one of the `kinds`."""
         if entry.kind == "ddp_model":
-            self._members.add(entry.values)
+            self._ranks_of[entry.values["model"]] = ranks_of_model(entry.values, self._world_size)
         elif entry.kind == "loader_pass":
-            self._passes.put(pass_of(entry.values), rank, entry.values)
+            self.passes.put(pass_of(entry.values), rank, entry.values)
         elif entry.kind == "trains":
-            self._training.put(pass_of(entry.values), rank, entry.values)
+            self.training.put(pass_of(entry.values), rank, entry.values)
 
-    def training(self, key: Pass) -> dict[int, TrainsNote]:
-        """Return what the ranks noted on the model that the pass trains."""
-        return self._training.get(key)
+    def ranks_of(self, model: int) -> Sequence[int]:
+        """Return the ranks of the group of the DDP model; empty if it is unknown."""
+        return self._ranks_of.get(model, ())
 
-    def members(self, key: Pass) -> tuple[int, ...]:
+    def members(self, key: Pass) -> Sequence[int]:
         """Return the ranks of the first model that the pass was seen to train; empty if there is none."""
-        return next((self._members.of(note["model"]) for note in self.training(key).values()), ())
+        return next((self.ranks_of(note["model"]) for note in self.training[key].values()), ())
 
     def complete(self, key: Pass) -> dict[int, LoaderPassNote]:
         """Return what all ranks of the model noted on the pass; empty until all train it, or if there is one rank."""
-        training, passes, members = self.training(key), self._passes.get(key), self.members(key)
+        training, passes, members = self.training[key], self.passes[key], self.members(key)
         models = {training[rank]["model"] if rank in training and rank in passes else None for rank in members}
         return {} if len(members) < 2 or len(models) > 1 or None in models else {rank: passes[rank] for rank in members}

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
 from ddpilot.guard.notes import SaveNote
-from ddpilot.guard.rules.rule import NS_PER_S, BoundedDict, RuleContext, WaitingRule, finding_at_line, line_of
+from ddpilot.guard.rules.rule import NS_PER_S, ByRank, RuleContext, WaitingRule, finding_at_line, line_of
 from ddpilot.record.journal import Entry
 
 WITHIN_NS = 5 * NS_PER_S
@@ -23,16 +23,15 @@ class AllRanksSave(WaitingRule[SaveNote]):
 
     def __init__(self, context: RuleContext) -> None:
         super().__init__(context)
-        self._saves: BoundedDict[tuple[str, str], dict[int, SaveNote]] = BoundedDict(_MAX_PATHS)
+        self._saves: ByRank[tuple[str, str], SaveNote] = ByRank(_MAX_PATHS)
 
     def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
         note: SaveNote = entry.values
-        saves = self._saves.setdefault((note["host"], note["path"]), {})
-        saves[rank] = note
+        saves = self._saves.put((note["host"], note["path"]), rank, note)
         close = {other: one for other, one in saves.items() if other != rank and _are_close(one, note)}
         if close:
             for other, one in {**close, rank: note}.items():
-                self._waiting.put(line_of(note["site"]), other, one, entry.time_ns)
+                self._wait(line_of(note["site"]), other, one, entry.time_ns)
         return ()
 
     def _finding(self, by_rank: dict[int, SaveNote]) -> Finding:

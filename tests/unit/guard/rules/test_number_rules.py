@@ -188,4 +188,4 @@ def test_rules_keep_bounded_state_over_a_long_job() -> None:
         for rank in (0, 1):
             facts = {"model": 1, "elements": 32, "site": SITE, "forward": number, "checksum": 5}
             list(rule.feed(rank, make_entry("input", facts)))
-    assert len(rule._numbers[1]) < 100
+    assert len(rule._inputs[1]) < 100

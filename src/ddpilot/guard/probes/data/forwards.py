@@ -16,7 +16,16 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpilot.guard.notes import BatchKey, DdpModelNote, InputNote, NormsNote, RandomNote, Site, TrainsNote
+from ddpilot.guard.notes import (
+    MIN_NORM_SAMPLES,
+    BatchKey,
+    DdpModelNote,
+    InputNote,
+    NormsNote,
+    RandomNote,
+    Site,
+    TrainsNote,
+)
 from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.data.loaders import pointers_of
 from ddpilot.guard.probes.data.position import Position, TrainedModel, is_due
@@ -26,7 +35,6 @@ from ddpilot.record.accelerator import can_copy_from, is_capturing
 
 _NUM_NORM_STEPS = 3
 _PREPARING = os.path.join("ddpilot", "training", "")
-MAX_NORM_ROWS = 16
 
 
 class ForwardObserver:
@@ -131,7 +139,7 @@ class ForwardObserver:
     def _note_norms(self, model: Any, known: TrainedModel, data: Any) -> None:
         rows = num_rows_of(data)
         known.rows += [] if rows is None else [rows]
-        if len(known.rows) < _NUM_NORM_STEPS or max(known.rows) >= MAX_NORM_ROWS:
+        if len(known.rows) < _NUM_NORM_STEPS or max(known.rows) >= MIN_NORM_SAMPLES:
             return
         layers = [name for name, layer in model.module.named_modules() if _is_small_scale(layer)]
         if layers and dist.get_world_size(model.process_group) > 1:

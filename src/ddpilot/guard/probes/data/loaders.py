@@ -19,6 +19,7 @@ from torch.utils.data import dataloader as torch_loader
 from ddpilot.guard.notes import BatchNote, OrderNote, PassEndNote, ShardNote, Site
 from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.data.position import LoadedBatch, Pass, Position, is_due
+from ddpilot.guard.probes.data.random_draws import DrawObserver
 from ddpilot.guard.probes.data.samplers import Sketch, describe_loader, is_looked_at, may_repeat
 from ddpilot.guard.probes.tensors import fingerprint, num_rows_of, tensors_in
 
@@ -32,19 +33,14 @@ _MAX_SIZES = 3
 class LoaderObserver:
     """The part of the data probe that follows the iterators of DataLoaders."""
 
-    def __init__(self, notes: Notes, position: Position) -> None:
+    def __init__(self, notes: Notes, position: Position, draws: DrawObserver) -> None:
         self._notes = notes
         self._position = position
+        self._draws = draws
         self._loaders: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._num_at: dict[str, int] = {}
         self._num_passes: dict[int, int] = {}
         self._passes: WeakKeyDictionary[Any, Pass] = WeakKeyDictionary()
-        self.current: Pass | None = None
-        """Pass of the batch that is being fetched in this process; None otherwise."""
-        self.starts_workers: Callable[[Pass], None] = _ignore
-        """Called before a pass starts workers."""
-        self.has_worker_notes: Callable[[Pass], None] = _ignore
-        """Called for each batch of a pass with workers."""
 
     def install(self) -> list[Callable[[], None]]:
         kind, notes = torch_loader._BaseDataLoaderIter, self._notes
@@ -61,7 +57,7 @@ class LoaderObserver:
 
     def _made(self, _: Any, __: Any, iterator: Any, loader: Any) -> None:
         self._passes.pop(iterator, None)
-        self.current = None
+        self._position.fetching = None
         if not is_looked_at(loader):
             return
         site = self._notes.site()
@@ -74,7 +70,7 @@ class LoaderObserver:
         found = Pass(number, count, note["length"], loader.num_workers, site, sketch)
         self._passes[iterator] = found
         if found.num_workers:
-            self.starts_workers(found)
+            self._draws.share(found)
         self._notes.write("loader_pass", note)
 
     def _add_loader(self, loader: Any, site: Site) -> int:
@@ -97,16 +93,16 @@ class LoaderObserver:
                 self._write_order(found)
 
     def _fetching(self, iterator: Any) -> Pass | None:
-        self.current = self._passes.get(iterator)
-        return self.current
+        self._position.fetching = self._passes.get(iterator)
+        return self._position.fetching
 
     def _raised(self, found: Pass | None, _: Any) -> None:
-        self.current = None
+        self._position.fetching = None
         if found is not None and isinstance(sys.exc_info()[1], StopIteration):
             self._ended(found)
 
     def _returned(self, found: Pass | None, data: Any, _: Any) -> None:
-        self.current = None
+        self._position.fetching = None
         if found is None:
             return
         index = found.requested.popleft() if found.requested else None
@@ -121,7 +117,7 @@ class LoaderObserver:
         if (not found.sizes or found.sizes[-1] != num_rows) and len(found.sizes) < _MAX_SIZES:
             found.sizes.append(num_rows)
         if found.num_workers:
-            self.has_worker_notes(found)
+            self._draws.collect(found)
         if is_evaluation:
             return
         position = self._position
@@ -160,10 +156,6 @@ class LoaderObserver:
     def _write_shard(self, found: Pass) -> None:
         if found.sketch is not None and (pairs := found.sketch.pairs()):
             self._notes.write("shard", ShardNote(**found.key, pairs=pairs))
-
-
-def _ignore(_: Pass) -> None:
-    pass
 
 
 def _describe_batch(found: Pass, number: int, index: Any, data: Any) -> LoadedBatch:

@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ddpilot.guard.notes import BatchKey, NotFiniteNote, Site, SpoiledNote
 from ddpilot.guard.probe import Notes
@@ -29,16 +30,14 @@ _MAX_KEPT = 1 << 16
 it."""
 
 
+@dataclass(slots=True)
 class _Backward:
     """One backward pass: its number, the batch of the last forward before it, and its line."""
 
-    __slots__ = ("is_noted", "number", "site", "used")
-
-    def __init__(self, number: int, used: LoadedBatch | None, site: Site) -> None:
-        self.number = number
-        self.used = used
-        self.site = site
-        self.is_noted = False
+    number: int
+    used: LoadedBatch | None
+    site: Site
+    is_noted: bool = False
 
     def note(self, loss: str) -> NotFiniteNote:
         """Return the note for a `loss` that is not finite, or for a gradient if `loss` is empty."""
@@ -46,26 +45,6 @@ class _Backward:
         key: BatchKey = used.key if used is not None else {}
         indices = used.indices if used is not None else ()
         return NotFiniteNote(backward=self.number, loss=loss, indices=indices, site=self.site, **key)
-
-
-class _Spoiled:
-    """Parameters that a step has made non-finite; they are held weakly."""
-
-    def __init__(self) -> None:
-        self._by_id: dict[int, weakref.ref[torch.Tensor]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._by_id)
-
-    def __contains__(self, parameter: torch.Tensor) -> bool:
-        known = self._by_id.get(id(parameter))
-        return known is not None and known() is parameter
-
-    def update(self, stepped: Iterable[torch.Tensor], bad: Iterable[torch.Tensor]) -> None:
-        """Keep of the parameters `stepped` only those that are `bad`. Also drops those that no longer exist."""
-        finite = {id(one) for one in stepped}
-        kept = {key: known for key, known in self._by_id.items() if key not in finite and known() is not None}
-        self._by_id = kept | {id(one): weakref.ref(one) for one in bad}
 
 
 class LossObserver:
@@ -86,7 +65,7 @@ class LossObserver:
         self._num_noted = 0
         self._has_device_model = False
         self._suspected = 0  # number of the backward whose step's weights have not been checked
-        self._spoiled = _Spoiled()
+        self._spoiled: Any = WeakTensorKeyDictionary()  # the parameters that a step has made non-finite
         self._is_spoiled = False  # whatever is not finite now may be a consequence of what has been reported
         self._handles: list[Any] = []
 
@@ -196,7 +175,10 @@ class LossObserver:
             self._notes.write("spoiled", note)
         if new or not bad:
             self._num_noted = 0
-        self._spoiled.update(parameters, bad)
+        for one in parameters:
+            self._spoiled.pop(one, None)
+        for one in bad:
+            self._spoiled[one] = None
         self._is_spoiled = bool(bad)
         self._suspected = 0
 

@@ -91,6 +91,8 @@ class Position:
     models: dict[int, TrainedModel] = field(default_factory=dict)
     """This process's DDP models by id, in order of construction. Not a WeakKeyDictionary: it does lookups in Python,
     which would cost time in every step."""
+    fetching: Pass | None = None
+    """Pass of the batch that is being fetched in this process; None otherwise."""
     fetched: dict[int, Pass] = field(default_factory=dict)
     """Passes, by loader, that returned a training batch since the last forward."""
     batches: deque[LoadedBatch] = field(default_factory=lambda: deque(maxlen=4))

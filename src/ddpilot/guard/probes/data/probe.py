@@ -22,9 +22,7 @@ class DataProbe:
 
     def install(self, notes: Notes) -> list[Callable[[], None]]:
         position = Position()
-        loaders = LoaderObserver(notes, position)
-        draws = DrawObserver(notes, loaders)
-        loaders.starts_workers, loaders.has_worker_notes = draws.share, draws.collect
-        observers: tuple[Any, ...] = (loaders, draws, ForwardObserver(notes, position))
+        draws = DrawObserver(notes, position)
+        observers: tuple[Any, ...] = (LoaderObserver(notes, position, draws), draws, ForwardObserver(notes, position))
         observers += (LossObserver(notes, position), ReductionObserver(notes, position))
         return [step for one in observers for step in one.install()]

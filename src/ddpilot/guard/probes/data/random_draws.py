@@ -17,8 +17,7 @@ from torch.utils.data._utils import fetch as torch_fetch
 
 from ddpilot.guard.notes import DrawsNote
 from ddpilot.guard.probe import Notes
-from ddpilot.guard.probes.data.loaders import LoaderObserver
-from ddpilot.guard.probes.data.position import Pass
+from ddpilot.guard.probes.data.position import Pass, Position
 from ddpilot.record.accelerator import can_copy_from
 
 _BLOCK_WORDS = 624
@@ -69,14 +68,14 @@ _WORDS = _MAX_WORKERS * _NUM_FETCHES * len(LIBRARIES)
 
 
 class DrawObserver:
-    """The part of the data probe that observes fetching. `loaders` knows which pass a fetch belongs to.
+    """The part of the data probe that observes fetching.
 
     Forked workers write what they observe into memory that they share with their rank, and nothing else.
     """
 
-    def __init__(self, notes: Notes, loaders: LoaderObserver) -> None:
+    def __init__(self, notes: Notes, position: Position) -> None:
         self._notes = notes
-        self._loaders = loaders
+        self._position = position
         self._num_fetched: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._pages: WeakKeyDictionary[Pass, memoryview] = WeakKeyDictionary()
         self._page: memoryview | None = None
@@ -119,7 +118,8 @@ class DrawObserver:
         if number > _NUM_FETCHES:
             return None
         self._num_fetched[fetcher] = number
-        if get_worker_info() is None and (self._loaders.current is None or self._loaders.current.number > _MAX_PASSES):
+        found = self._position.fetching
+        if get_worker_info() is None and (found is None or found.number > _MAX_PASSES):
             return None
         return number, [digest_of(library) for library in LIBRARIES]
 
@@ -127,11 +127,11 @@ class DrawObserver:
         if begun is None:
             return
         number, before = begun
-        worker = get_worker_info()
+        worker, found = get_worker_info(), self._position.fetching
         for library, digest in enumerate(before):
             if not digest or digest_of(LIBRARIES[library]) == digest:
                 continue
-            if worker is None and self._loaders.current is not None:
-                self._write(self._loaders.current, -1, number, library, digest)
+            if worker is None and found is not None:
+                self._write(found, -1, number, library, digest)
             elif worker is not None and worker.id < _MAX_WORKERS and self._page is not None:
                 self._page[(worker.id * _NUM_FETCHES + number - 1) * len(LIBRARIES) + library] = digest

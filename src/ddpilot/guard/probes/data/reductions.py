@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from numbers import Real
 from typing import Any
 from weakref import ReferenceType, ref
@@ -62,43 +62,32 @@ class ReductionObserver:
     def install(self) -> list[Callable[[], None]]:
         around = self._notes.around
         names = [name for name in _REDUCING if hasattr(dist, name)]
-        undo = [around(dist, name, before=self._watcher(name), aliases=(distributed_c10d,)) for name in names]
+        undo = [around(dist, name, before=partial(self._collect, name), aliases=(distributed_c10d,)) for name in names]
         for name in _OF_OBJECTS:
-            begins = self._watcher_of_objects(name)
+            begins = partial(self._collect_object, name)
             undo.append(around(dist, name, before=begins, after=self._ends, aliases=(distributed_c10d,)))
         return [*undo, around(torch.autograd, "backward", before=self._begins), self._write_all]
 
-    def _watcher(self, name: str) -> Callable[..., None]:
-        def begins(*args: Any, **kwargs: Any) -> None:
-            self._collect(name, args, kwargs)
-
-        return begins
-
-    def _watcher_of_objects(self, name: str) -> Callable[..., None]:
+    def _collect_object(self, name: str, *args: Any, **kwargs: Any) -> None:
         at, position, keyword = _OF_OBJECTS[name]
-
-        def begins(*args: Any, **kwargs: Any) -> None:
-            self._is_within = True
-            found = self._position.evaluated
-            if found is None or not self._counts(found):
-                return
-            values = _numbers_of(args[at] if len(args) > at else kwargs.get("obj"))
-            frame = self._notes.user_frame()
-            averages = values != [None] and frame is not None and is_averaged(frame, name, position, keyword)
-            note = self._describe(name, "", found, averages=averages)
-            for value in values:
-                self._note({**note, "numel": int(value is not None), "value": value})
-
-        return begins
+        self._is_within = True
+        found = self._position.evaluated
+        if found is None or not self._counts(found):
+            return
+        values = _numbers_of(args[at] if len(args) > at else kwargs.get("obj"))
+        frame = self._notes.user_frame()
+        averages = values != [None] and frame is not None and is_averaged(frame, name, position, keyword)
+        note = self._describe(name, "", found, averages=averages)
+        for value in values:
+            self._note({**note, "numel": int(value is not None), "value": value})
 
     def _ends(self, *_: Any, **__: Any) -> None:
         self._is_within = False
 
-    def _collect(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _collect(self, name: str, *args: Any, **kwargs: Any) -> None:
         if self._is_within:
             return
-        if self._arriving:
-            self._write_arrived()
+        self._write_arrived()
         at = 1 if name in ("all_gather", "all_gather_into_tensor", "reduce_scatter_tensor") else 0
         given = [*args, *kwargs.values()]
         tensor = next((one for one in given[at:] if isinstance(one, torch.Tensor)), None)
@@ -138,10 +127,8 @@ class ReductionObserver:
 
     def _note(self, note: CollectedNote, copy: HostCopy | None = None) -> None:
         """Write `note` once the number in `copy` has arrived. Notes stay in order, since ranks are compared by it."""
-        if copy is not None or self._arriving:
-            self._arriving.append((copy, note))
-        else:
-            self._notes.write("collected", note)
+        self._arriving.append((copy, note))
+        self._write_arrived()
 
     def _write_arrived(self) -> None:
         while self._arriving and ((copy := self._arriving[0][0]) is None or copy.has_arrived()):
@@ -189,8 +176,7 @@ class ReductionObserver:
 
     def _begins(self, tensors: Any, *_: Any, **__: Any) -> None:
         self._backward += 1
-        if self._arriving:
-            self._write_arrived()
+        self._write_arrived()
         is_marked = self._marks_all or self._backward <= _NUM_ALL_MARKED or not self._backward % _MARK_EVERY
         if not (is_marked or self._marked):
             return

@@ -14,7 +14,7 @@ from torch import is_grad_enabled, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpilot.guard.probe import Notes
-from ddpilot.guard.probes.caller_source import parse_function
+from ddpilot.guard.probes.caller_source import parse_function, resolve
 
 _MAX_LINES = 64
 _MAX_LOOKS = 256
@@ -117,18 +117,10 @@ def _is_call_of(function: ast.expr, names: dict[str, Any], ddp: Any, inside: set
 
 
 def _owner(node: ast.expr, names: dict[str, Any], ddp: Any) -> Any:
-    """Evaluate like `_value`; a call with only the wrapper as argument, such as `unwrap(model)`, is its module."""
-    if isinstance(node, ast.Call) and len(node.args) == 1 and _value(node.args[0], names) is ddp:
+    """Evaluate without running code; a call with only the wrapper as argument, such as `unwrap(model)`, is its module.
+
+    None if that is not possible.
+    """
+    if isinstance(node, ast.Call) and len(node.args) == 1 and resolve(names, ast.unparse(node.args[0])) is ddp:
         return ddp.module
-    return _value(node, names)
-
-
-def _value(node: ast.expr, names: dict[str, Any]) -> Any:
-    """Evaluate a name or a chain of attributes without running code; None if that is not possible."""
-    if isinstance(node, ast.Name):
-        return names.get(node.id)
-    if isinstance(node, ast.Attribute):
-        owner = _value(node.value, names)
-        held = getattr(owner, "__dict__", {})
-        return (held.get("_modules") or {}).get(node.attr) or held.get(node.attr)
-    return None
+    return resolve(names, ast.unparse(node))

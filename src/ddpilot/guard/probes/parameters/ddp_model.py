@@ -64,8 +64,6 @@ class DdpModel:
         has_no_sync = not self.is_alone and not ddp.static_graph  # torch's `no_sync` fails with a static graph
         self.synced: SyncedBackwards | None = SyncedBackwards(trainable) if has_no_sync else None
         """Observes the first steps; None when that is finished."""
-        self.synced_site: Site = {}
-        """Line of the last backward that `synced` observed."""
         self.born = {id(parameter): (parameter.dtype, parameter.device) for parameter in trainable}
         spread = range(0, len(trainable), -(-len(trainable) // _MAX_SAMPLES) or 1)
         self.gradient_state, self.has_changed_since = look_at_gradients([trainable[at] for at in spread])
@@ -201,6 +199,8 @@ class SyncedBackwards:
         self._nums: list[int] = []
         self.counts: list[int] = []
         """Backwards per step, once they are known."""
+        self.site: Site = {}
+        """Line of the last backward."""
 
     @property
     def is_nearly_known(self) -> bool:
@@ -212,12 +212,13 @@ class SyncedBackwards:
         self._adds_up = True
         self._left: Any = None
 
-    def backward(self, line: tuple[str, int], before: Any, after: Any, *, is_reduced: bool) -> None:
-        """Count a backward at `line` with the gradient states before and after it, from `DdpModel.gradient_state`."""
+    def backward(self, site: Site, before: Any, after: Any, *, is_reduced: bool) -> None:
+        """Count a backward at `site` with the gradient states before and after it, from `DdpModel.gradient_state`."""
+        self.site = site
         if self._lines:
             self._adds_up &= before == self._left
         self._adds_up &= is_reduced and len(self._lines) < _MAX_BACKWARDS
-        self._lines.append(line)
+        self._lines.append((site.get("file", ""), site.get("line", 0)))
         self._left = after
 
     def step(self) -> None:

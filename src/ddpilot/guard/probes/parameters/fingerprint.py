@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ddpilot.guard.notes import MAX_GRADIENTS, NOT_SEEN
 from ddpilot.record.accelerator import HostCopies, HostCopy, can_copy_from, is_capturing
 
 WINDOW = 256
@@ -22,8 +23,6 @@ is 0 (rows of an embedding), the norm of the whole gradient is used."""
 
 _HASH = np.arange(1, WINDOW + 1, dtype=np.uint64) * np.uint64(2654435761) % np.uint64(1 << 32)
 _WEIGHTS = (_HASH / float(1 << 31) - 1.0).astype(np.float32)
-NO_GRADIENT = -1.0
-MAX_GRADIENTS = 64
 LAST_WINDOW = 128
 """Number of elements, from each of two parameters, that are kept before each step."""
 
@@ -128,7 +127,7 @@ class PendingFingerprint:
         self.parts: list[tuple[HostCopy, _Part]] = []
         """The parts in flight."""
         self._rows = np.zeros((3, num), dtype=np.float32)
-        self._rows[2] = NO_GRADIENT
+        self._rows[2] = NOT_SEEN
 
     def has_arrived(self) -> bool:
         """True if all of its values have arrived."""
@@ -227,7 +226,7 @@ class LastCopy(NamedTuple):
             return None
         norms = np.sqrt(_sums(numbers * numbers, self.sizes))
         sums = _sums(numbers * np.concatenate([_WEIGHTS[:size] for size in self.sizes]), self.sizes)
-        none = np.full(len(self.sizes), NO_GRADIENT)
+        none = np.full(len(self.sizes), NOT_SEEN)
         return {key: _pack(row.astype(np.float32)) for key, row in zip("pwg", (norms, sums, none), strict=True)}
 
     def _read_from_device(self, until_s: float) -> Any:

@@ -12,7 +12,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer
 
 from ddpilot.guard.notes import (
+    LOCAL_STEPS,
     Fingerprint,
     FingerprintNote,
     LastStepNote,
@@ -44,8 +45,6 @@ from ddpilot.guard.probes.process_groups import sequence_number
 from ddpilot.record.accelerator import HostCopies, is_capturing
 
 FIRST_STEPS = 5
-LOCAL_STEPS = 16
-"""Steps may stay local on purpose until this one, which is always checked."""
 STRIDES = (25, 5, 1)
 """Check every 25th, every 5th or every step, depending on step time. Each stride divides the one before, so ranks whose
 timings differ slightly still check the same steps."""
@@ -71,7 +70,8 @@ class ParameterSet:
         """Windows of the parameters; None if none can be copied in part."""
         self.windows_at = 0
         """Number of the step before which `windows` were copied; 0 if unknown, or if that is noted."""
-        self.digest = 0
+        self.described: tuple[list[str], list[int], list[str]] | None = None
+        """Names, and the late and moved ones of them, as they were last noted."""
         self.count = 0
         """Number of the newest step, equal on all ranks."""
         self.events = ""
@@ -131,29 +131,16 @@ Sets = dict[DdpModel | None, ParameterSet]
 """The parameter sets of one optimizer, by model."""
 
 
+@dataclass
 class _Known:
     """An optimizer and its parameter sets."""
 
-    __slots__ = ("newest_model", "num_idle", "optimizer", "sets")
-
-    def __init__(self, optimizer: weakref.ref[Optimizer]) -> None:
-        self.optimizer = optimizer
-        self.sets: Sets = {}
-        self.num_idle = 0
-        """Number of steps without a parameter set."""
-        self.newest_model: DdpModel | None = None
-        """The newest DDP model when its parameters were last sorted into sets."""
-
-    def may_have_sets(self, newest_model: DdpModel | None) -> bool:
-        """True if its parameters should be sorted again, as none of them could be compared so far.
-
-        Sorting takes as long as a step of a small model, so it is repeated only when there is a new DDP model, and
-        otherwise at exponentially growing intervals, at the same steps on all ranks.
-        """
-        self.num_idle += 1
-        is_asked = newest_model is not self.newest_model or not self.num_idle & (self.num_idle - 1)
-        self.newest_model = newest_model
-        return is_asked
+    optimizer: weakref.ref[Optimizer]
+    sets: Sets = field(default_factory=dict)
+    num_idle: int = 0
+    """Number of steps without a parameter set."""
+    newest_model: DdpModel | None = None
+    """The newest DDP model when its parameters were last sorted into sets."""
 
 
 @dataclass
@@ -177,11 +164,6 @@ class OpenStep:
     sets: Sets
     parts: list[_Part]
     has_closure: bool
-
-    @property
-    def is_due(self) -> bool:
-        """True if gradients are read."""
-        return any(part.is_due for part in self.parts)
 
 
 class ParameterSets:
@@ -289,9 +271,7 @@ class ParameterSets:
         if synced is not None:
             synced.step()
             if counts := synced.counts:
-                note = SyncedNote(
-                    least=min(counts), most=max(counts), num_bytes=synced.num_bytes, site=model.synced_site
-                )
+                note = SyncedNote(least=min(counts), most=max(counts), num_bytes=synced.num_bytes, site=synced.site)
                 self._notes.write("synced", note)
             if synced.is_over:
                 model.synced = None
@@ -305,8 +285,14 @@ class ParameterSets:
             if known is None:
                 return {}, True
         sets = known.sets
-        models = self._models()
-        is_planned = not sets and known.may_have_sets(models[-1] if models else None)
+        is_planned = False
+        if not sets:
+            # Sorting takes as long as a step of a small model. As long as nothing can be compared, it is repeated only
+            # with a new DDP model, and else at exponentially growing intervals, at the same steps on all ranks.
+            newest = next(reversed(self._models()), None)
+            known.num_idle += 1
+            is_planned = newest is not known.newest_model or not known.num_idle & (known.num_idle - 1)
+            known.newest_model = newest
         if is_planned or any(model is not None and model.find() is None for model in sets):
             is_planned = True
             self._plan(optimizer, sets)
@@ -365,7 +351,7 @@ class ParameterSets:
         live = {model: ddp for model in self._models() if (ddp := model.find()) is not None}
         known: dict[int, tuple[DdpModel | None, str, bool]] = {}
         for model, ddp in live.items():
-            known |= {id(parameter): (model, name, False) for parameter, name in _late(model, ddp)}
+            known |= {id(parameter): (model, name, False) for name, parameter in ddp.module.named_parameters()}
         for model in live:
             known |= {key: (model, name, True) for key, name in model.names.items()}
         ignored = {key for model in live for key in model.ignored}
@@ -401,36 +387,32 @@ class ParameterSets:
     def _describe(
         self, parameter_set: ParameterSet, optimizer: Optimizer, members: list[tuple[str, Tensor, bool]]
     ) -> None:
+        model = parameter_set.model
         parameters = [parameter for _, parameter, _ in members]
         names = [name for name, _, _ in members]
-        late = (
-            [place for place, (_, _, is_reduced) in enumerate(members) if not is_reduced] if parameter_set.model else []
-        )
-        moved = _moved(parameter_set.model, members)
-        if len(parameters) != len(parameter_set.fingerprinter.parameters) or any(
-            new is not old for new, old in zip(parameters, parameter_set.fingerprinter.parameters, strict=True)
-        ):
+        late = [place for place, (_, _, is_reduced) in enumerate(members) if model and not is_reduced]
+        moved = _moved(model, members)
+        if [*map(id, parameters)] != [*map(id, parameter_set.fingerprinter.parameters)]:
             # A program that averages gradients itself forgets mostly the last parameters, or the first.
-            ends = () if parameter_set.model else {*range(len(members))[:2], *range(len(members))[-2:]}
+            ends = () if model else {*range(len(members))[:2], *range(len(members))[-2:]}
             parameter_set.fingerprinter = Fingerprinter(parameters, always=late or ends)
             parameter_set.windows = LastWindows.of(parameters)
             parameter_set.windows_at = 0
-        digest = zlib.crc32(repr((names, late, moved)).encode())
-        if digest == parameter_set.digest:
+        if (names, late, moved) == parameter_set.described:
             return
-        parameter_set.digest = digest
+        parameter_set.described = (names, late, moved)
         note = ParameterSetNote(
             parameter_set=parameter_set.number,
             key=parameter_set.key,
             names=names,
             late=late,
             moved=moved,
-            sizes=[] if parameter_set.model else [parameter.numel() for parameter in parameters],
-            called=[] if parameter_set.model else self._names_of(optimizer, members),
+            sizes=[] if model else [parameter.numel() for parameter in parameters],
+            called=[] if model else self._names_of(optimizer, members),
             largest=max(parameter.numel() for parameter in parameters),
             site=self._notes.site(),
-            made=parameter_set.model.site if parameter_set.model else {},
-            dropped={} if parameter_set.model else self._find_dropped(parameters),
+            made=model.site if model else {},
+            dropped={} if model else self._find_dropped(parameters),
         )
         self._notes.write("parameter_set", note)
 
@@ -467,12 +449,6 @@ def _find_number(model: DdpModel | None) -> int:
     if model is None:
         return sequence_number(dist.group.WORLD)
     return sequence_number(getattr(model.find(), "process_group", None))
-
-
-def _late(model: DdpModel, ddp: Any) -> list[tuple[Tensor, str]]:
-    """Parameters that were added to the module in `ddp`, or became trainable, after it was wrapped."""
-    known = model.names.keys() | model.ignored
-    return [(parameter, name) for name, parameter in ddp.module.named_parameters() if id(parameter) not in known]
 
 
 def _moved(model: DdpModel | None, members: list[tuple[str, Tensor, bool]]) -> list[str]:

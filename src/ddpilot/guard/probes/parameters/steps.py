@@ -177,10 +177,8 @@ class StepProbe:
                     # The program reads the gradients of each micro-batch, which therefore have to be reduced.
                     model.synced = None
                 if model.synced is not None:
-                    model.synced_site = site = self._notes.site()
-                    line = site.get("file", ""), site.get("line", 0)
                     is_reduced = syncs and not why and not retains
-                    model.synced.backward(line, state, model.gradient_state(), is_reduced=is_reduced)
+                    model.synced.backward(self._notes.site(), state, model.gradient_state(), is_reduced=is_reduced)
 
     def _reads_gradients(self) -> bool:
         frame = self._notes.user_frame()
@@ -213,21 +211,20 @@ class StepProbe:
         note = LoadNote(group=model.group, ordinal=model.ordinal, by=by, site=self._notes.site())
         self._notes.write("load", note)
 
-    def _before_apply(self, module: Any, *_args: Any, **_kwargs: Any) -> tuple[DdpModel | None, Any, list[int]] | None:
-        if self._is_applying or self._num_applied == _MAX_APPLIED:
+    def _before_apply(self, module: Any, *_args: Any, **_kwargs: Any) -> list[tuple[DdpModel, Any, list[int]]] | None:
+        if self._is_applying or self._num_applied >= _MAX_APPLIED:
             return None  # called for a submodule by an outer `apply`; or in each step, as to clip weights
         self._is_applying = True
-        found = next(self._find_models(module), None)
-        return (None, None, []) if found is None else (*found, _versions_of(found[1]))
+        return [(model, ddp, _versions_of(ddp)) for model, ddp in self._find_models(module)]
 
-    def _after_apply(self, before: tuple[DdpModel | None, Any, list[int]] | None, *_args: Any, **_kwargs: Any) -> None:
+    def _after_apply(self, before: list[tuple[DdpModel, Any, list[int]]] | None, *_args: Any, **_kwargs: Any) -> None:
         if before is None:
             return
         self._is_applying = False
-        model, ddp, versions = before
-        if model is not None and _versions_of(ddp) != versions:
-            self._num_applied += 1
-            self._note_load(model, "apply")
+        for model, ddp, versions in before:
+            if _versions_of(ddp) != versions:
+                self._num_applied += 1
+                self._note_load(model, "apply")
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         # Walking the stack takes a while, and an open step may have ended with an error.
@@ -252,7 +249,7 @@ class StepProbe:
             self._parameter_sets.end_step(opened)
             return None
         self._opened = opened
-        if not opened.is_due:
+        if not any(part.is_due for part in opened.parts):
             return None
         watched = self._look_after(closure, opened)
         return ((args[0], watched, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": watched})
@@ -296,11 +293,11 @@ def _is_nested() -> bool:
     """True if this step runs inside the step of an optimizer that wraps this one."""
     # All optimizers run their steps through the same torch wrapper, which calls this hook.
     frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != "wrapper":
+    step = None
+    while frame is not None:
+        if frame.f_code is step:
+            return True
+        if step is None and frame.f_code.co_name == "wrapper":
+            step = frame.f_code
         frame = frame.f_back
-    return frame is not None and any(outer.f_code is frame.f_code for outer in _outer(frame))
-
-
-def _outer(frame: Any) -> Iterator[Any]:
-    while (frame := frame.f_back) is not None:
-        yield frame
+    return False

@@ -73,7 +73,7 @@ class PaddedEvaluation(WaitingRule[_Evaluation]):
             self._passes.pop(key, None)  # training data may be iterated again for statistics of BatchNorm
         elif values["evaluates"] and (found := self._passes.pop(key, None)):
             found.num_read = values["samples"]
-            self._waiting.put(line_of(found.note["site"]), rank, found, entry.time_ns)
+            self._wait(line_of(found.note["site"]), rank, found, entry.time_ns)
         return ()
 
     def _gather_samples(self, by_rank: Mapping[int, _Evaluation]) -> bool:
@@ -162,7 +162,7 @@ class MeanOfMeans(WaitingRule[list[CollectedNote]]):
         mine = self._collected.setdefault((rank, key), [])
         if len(mine) < 16:
             mine.append(entry.values)
-        self._waiting.put(key, rank, mine, entry.time_ns)
+        self._wait(key, rank, mine, entry.time_ns)
         return ()
 
     def _finding(self, by_rank: dict[int, list[CollectedNote]]) -> Finding | None:

@@ -3,22 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ddpilot.findings.catalog import make_finding
-from ddpilot.findings.finding import Finding, Severity
+from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
 from ddpilot.guard.notes import DrawsNote, RandomNote
 from ddpilot.guard.rules.rule import (
     BoundedDict,
     ByRank,
-    ModelRanks,
     Rule,
     RuleContext,
     TrainingPasses,
+    finding_at_line,
     pass_of,
-    place_of,
 )
 from ddpilot.record.journal import Entry
 
@@ -44,7 +42,6 @@ class SameRandomStreams(Rule):
 
     def __init__(self, context: RuleContext) -> None:
         super().__init__(context)
-        self._members = ModelRanks(context.world_size)
         self._passes = TrainingPasses(context.world_size)
         self._forwards: ByRank[tuple[int, int], RandomNote] = ByRank(128)
         self._alike: BoundedDict[int, int] = BoundedDict(_MAX_MODELS)
@@ -60,13 +57,11 @@ class SameRandomStreams(Rule):
         if entry.kind == "draws":
             return self._compare_fetches(rank, entry.values)
         self._passes.add(rank, entry)
-        if entry.kind == "ddp_model":
-            self._members.add(entry.values)
         return ()
 
     def _compare_forwards(self, rank: int, note: RandomNote) -> Iterable[Finding]:
         model, number = note["model"], note["forward"]
-        members = self._members.of(model)
+        members = self._passes.ranks_of(model)
         if ("forward", model) in self._judged or rank not in members:
             return
         found = self._forwards.put((model, number), rank, note)
@@ -81,15 +76,11 @@ class SameRandomStreams(Rule):
         self._alike[model] = self._alike.get(model, 0) + all(one["before"] != one["after"] for one in found.values())
         if self._alike[model] >= MIN_STEPS:
             evidence = f"before {self._alike[model]} forwards, {number} the last, the state of {note['library']} was "
-            yield _make_finding(
-                "info",
-                f"{render_ranks(members)} draw the same random numbers in the model, such as dropout's",
-                members,
-                note,
-                (evidence + "the same on all of them, and each drew from it",),
-            )
+            summary = f"{render_ranks(members)} draw the same random numbers in the model, such as dropout's"
+            evidence += "the same on all of them, and each drew from it"
+            yield finding_at_line("DDP407", dict.fromkeys(members, note), summary, evidence, severity="info")
 
-    def _compare_between(self, model: int, members: tuple[int, ...], found: Mapping[int, RandomNote]) -> Finding | None:
+    def _compare_between(self, model: int, members: Sequence[int], found: Mapping[int, RandomNote]) -> Finding | None:
         """Check numbers drawn for a batch outside the model, such as added noise; a few numbers may be intended."""
         if self._has_reported_fetches or any(one["library"] != "torch" for one in found.values()):
             return None
@@ -101,13 +92,9 @@ class SameRandomStreams(Rule):
             f"before {self._between[model]} forwards, each of a new batch, the state of torch was the same on all "
             f"of them, and each had drawn at least {drawn} numbers since the previous forward"
         )
-        return _make_finding(
-            "info",
-            f"{render_ranks(members)} draw the same random numbers for their batches, outside of the model",
-            members,
-            next(iter(found.values())),
-            (evidence,),
-        )
+        summary = f"{render_ranks(members)} draw the same random numbers for their batches, outside of the model"
+        note = next(iter(found.values()))
+        return finding_at_line("DDP407", dict.fromkeys(members, note), summary, evidence, severity="info")
 
     def _compare_fetches(self, rank: int, note: DrawsNote) -> Iterable[Finding]:
         loader, library, worker = note["loader"], note["library"], note["worker"]
@@ -130,15 +117,16 @@ class SameRandomStreams(Rule):
             self._has_reported_fetches = True
             where = "in the workers of the loader" if worker >= 0 else "while samples are read"
             evidence = f"before {self._fetched[count_key]} batches the state of {_LIBRARIES[library]} was the same on "
+            evidence += "all of them, and each drew from it"
             summary = f"{render_ranks(members)} draw the same random numbers {where}"
-            facts = (evidence + "all of them, and each drew from it",)
-            yield _make_finding("warning", summary, members, note, facts)
+            yield finding_at_line("DDP407", dict.fromkeys(members, note), summary, evidence, severity="warning")
 
     def _compare_workers(self, rank: int, note: DrawsNote) -> Finding | None:
         """Check the workers of one rank: their states differ unless the program seeds all of them alike."""
         if note["fetch"] > 1:
             return None
-        first = {worker: self._fetches.get((*pass_of(note), note["library"], worker, 1)) for worker in range(64)}
+        loader, number = pass_of(note)
+        first = {worker: self._fetches[loader, number, note["library"], worker, 1] for worker in range(64)}
         same = [worker for worker, found in first.items() if found.get(rank) == note["before"]]
         if len(same) < 2:
             return None
@@ -146,17 +134,4 @@ class SameRandomStreams(Rule):
         evidence = (
             f"their state of {_LIBRARIES[note['library']]} was the same at their first batch, and each drew from it"
         )
-        return _make_finding("warning", summary, (rank,), note, (evidence,))
-
-
-def _make_finding(
-    severity: Severity, summary: str, ranks: Iterable[int], note: RandomNote | DrawsNote, evidence: tuple[str, ...]
-) -> Finding:
-    return make_finding(
-        "DDP407",
-        severity=severity,
-        summary=summary,
-        ranks=tuple(ranks),
-        line=place_of(note["site"]),
-        evidence=evidence,
-    )
+        return finding_at_line("DDP407", {rank: note}, summary, evidence, severity="warning")

@@ -90,7 +90,7 @@ class SetEpochForgotten(WaitingRule[LoaderPassNote]):
             return
         sampler, earlier = note["sampler"] or {}, before["sampler"] or {}
         if sampler.get("has_set_epoch") and all(sampler.get(name) == earlier.get(name) for name in _EQUAL):
-            self._waiting.put(line_of(note["site"]), rank, note, now_ns)
+            self._wait(line_of(note["site"]), rank, note, now_ns)
 
     def _finding(self, by_rank: dict[int, LoaderPassNote]) -> Finding:
         note = next(iter(by_rank.values()))

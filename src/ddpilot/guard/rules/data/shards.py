@@ -13,7 +13,6 @@ from ddpilot.guard.notes import InputNote, LoaderPassNote
 from ddpilot.guard.rules.rule import (
     BoundedDict,
     ByRank,
-    ModelRanks,
     Pass,
     Rule,
     RuleContext,
@@ -50,21 +49,16 @@ class SameBatch(Rule):
 
     def __init__(self, context: RuleContext) -> None:
         super().__init__(context)
-        self._members = ModelRanks(context.world_size)
         self._inputs: BoundedDict[int, ByRank[int, int]] = BoundedDict(_MAX_MODELS)
         self._outputs: ByRank[tuple[int, int], tuple[int | None, bool]] = ByRank(256)
-        self._numbers: BoundedDict[int, BoundedDict[int, None]] = BoundedDict(_MAX_MODELS)
         self._loaded: ByRank[tuple[int, int, int], int | None] = ByRank(1024)
-        self._passes: ByRank[Pass, LoaderPassNote] = ByRank(64)
+        self._passes = TrainingPasses(context.world_size)
         self._judged: BoundedDict[int, None] = BoundedDict(_MAX_MODELS)
 
     def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
         values = entry.values
-        if entry.kind == "ddp_model":
-            self._members.add(values)
-        elif entry.kind == "loader_pass":
-            self._passes.put(pass_of(values), rank, values)
-        elif entry.kind == "batch":
+        self._passes.add(rank, entry)
+        if entry.kind == "batch":
             self._loaded.put((*pass_of(values), values["batch"]), rank, values["checksum"])
         elif entry.kind == "random":
             is_drawn = values["before"] != values["after"]
@@ -75,15 +69,13 @@ class SameBatch(Rule):
 
     def _compare(self, rank: int, note: InputNote) -> Iterable[Finding]:
         model = note["model"]
-        members = self._members.of(model)
+        members = self._passes.ranks_of(model)
         if model in self._judged or len(members) < 2 or rank not in members:
             return
         inputs = self._inputs.setdefault(model, ByRank(_MAX_FORWARDS))
         inputs.put(note["forward"], rank, note["checksum"])
-        numbers = self._numbers.setdefault(model, BoundedDict(_MAX_FORWARDS))
-        numbers[note["forward"]] = None
-        complete = [n for n in numbers if len(inputs.get(n)) == len(members)]
-        whole = [inputs.get(n) for n in complete]
+        complete = [number for number, found in inputs.items() if len(found) == len(members)]
+        whole = [inputs[number] for number in complete]
         if len(whole) < MIN_DIFFERENT_BATCHES:
             return
         alike: dict[tuple[int, ...], list[int]] = {}
@@ -105,7 +97,7 @@ class SameBatch(Rule):
 
     def _compare_outputs(self, model: int, forwards: list[int], ranks: list[int]) -> Literal["same", "random", "parts"]:
         """Compare the outputs of the model on `ranks`: "same" as far as known, "random", or "parts" of the work."""
-        found = [self._outputs.get((model, forward)) for forward in forwards]
+        found = [self._outputs[model, forward] for forward in forwards]
         known = [[one[rank] for rank in ranks] for one in found if all(rank in one for rank in ranks)]
         known = [one for one in known if all(output is not None for output, _ in one)]
         if all(len({output for output, _ in one}) == 1 for one in known):
@@ -116,7 +108,7 @@ class SameBatch(Rule):
         """Count the different batches that the loader gave alike to `ranks`; 0 if one differed or there were none."""
         if "loader" not in note:
             return 0
-        given = [self._loaded.get((note["loader"], note["pass"], number)) for number in range(1, 9)]
+        given = [self._loaded[note["loader"], note["pass"], number] for number in range(1, 9)]
         whole = [[found[rank] for rank in ranks] for found in given if all(rank in found for rank in ranks)]
         return len({one[0] for one in whole}) if all(len(set(one)) == 1 for one in whole) else 0
 
@@ -124,7 +116,7 @@ class SameBatch(Rule):
         self, ranks: list[int], note: InputNote, num_forwards: int, num_loaded: int, *, is_sure: bool
     ) -> Finding:
         is_loaded = num_loaded >= MIN_DIFFERENT_BATCHES
-        loader = self._passes.get((note["loader"], note["pass"])).get(ranks[0]) if is_loaded else None
+        loader = self._passes.passes[note["loader"], note["pass"]].get(ranks[0]) if is_loaded else None
         evidence = [f"the inputs of {num_forwards} forwards were the same on {render_ranks(ranks)}"]
         if loader is not None:
             samples = "a stream" if loader["samples"] is None else f"{loader['samples']} samples"
@@ -218,7 +210,7 @@ class ShardsOverlap(Rule):
             yield self._finding(passes, *wrong)
 
     def _compare_samples(self, key: Pass) -> Iterable[Finding]:
-        passes, pairs, first = self._complete(key), self._pairs.get(key), self._first.get(key)
+        passes, pairs, first = self._complete(key), self._pairs[key], self._first[key]
         if not passes or any(rank not in pairs for rank in passes) or len(set(first.values())) < len(first):
             return
         needed = MIN_SHARED + len(passes)
@@ -299,7 +291,7 @@ class WorkersReadAlike(WaitingRule[LoaderPassNote]):
             checksums[values["batch"]] = values["checksum"]
             if _repeat_per_worker(checksums, note["workers"]):
                 del self._passes[key]
-                self._waiting.put(line_of(note["site"]), rank, note, entry.time_ns)
+                self._wait(line_of(note["site"]), rank, note, entry.time_ns)
         return ()
 
     def _finding(self, by_rank: dict[int, LoaderPassNote]) -> Finding:

@@ -54,7 +54,7 @@ class UnequalBatches(Rule):
     def _compare(self, key: Pass) -> Iterable[Finding]:
         if key[0] in self._judged:
             return
-        passes, training = self._passes.complete(key), self._passes.training(key)
+        passes, training = self._passes.complete(key), self._passes.training[key]
         members = tuple(passes)
         lengths = {rank: length for rank in members if (length := passes[rank]["length"]) is not None}
         if len(lengths) < len(members) or len(set(lengths.values())) < 2:
@@ -67,7 +67,7 @@ class UnequalBatches(Rule):
             self._began_with_ddp_only[key] = self._has_only_ddp(members[0], is_whole=True)
         if not self._began_with_ddp_only[key]:
             self._judged[key[0]] = None
-        elif any(rank in self._ending.get(key) for rank in short):
+        elif any(rank in self._ending[key] for rank in short):
             if self._has_only_ddp(members[0], is_whole=False) and not self._may_start_over(passes):
                 yield self._finding(lengths, short, passes)
             else:

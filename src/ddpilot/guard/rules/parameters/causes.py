@@ -21,14 +21,7 @@ TWICE = Cause("DDP329")
 LATE = Cause("DDP332")
 MOVED = Cause("DDP331")
 STEP = Cause("DDP326")
-PARAMETERS = Cause(
-    "DDP325",
-    "gradients are the same on all ranks and parameters are not: DDP copies rank 0's parameters only when it wraps a "
-    "model, so those of one rank were loaded, initialized or changed since; or an error interrupted an update, which "
-    "not all ranks finished",
-    "Load or initialize before the model is wrapped, or identically on every rank; after an interrupted update, load a "
-    "checkpoint on all ranks",
-)
+PARAMETERS = Cause("DDP325")
 RATES = Cause(
     "DDP325",
     "gradients are the same on all ranks and learning rates are not: the schedule depends on a value that differs "

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
-from ddpilot.guard.notes import ParameterSetNote, Site
+from ddpilot.guard.notes import LOCAL_STEPS, ParameterSetNote, Site
 from ddpilot.guard.rules.parameters import causes
 from ddpilot.guard.rules.parameters.causes import Cause
 from ddpilot.guard.rules.parameters.fingerprint_comparison import compare
@@ -29,11 +29,8 @@ from ddpilot.guard.rules.rule import ByRank, Pass, RuleContext, num_ranks_of, pl
 from ddpilot.record.flight_ring.log import CallSite, RankLog
 from ddpilot.record.journal import Entry
 
-NUM_LOCAL_STEPS = 16
-"""Steps without a reduction by DDP that are tolerated before a bypass of DDP is reported: local SGD skips some."""
-
 NUM_FREE_STEPS = 50
-"""The same for parameters without a DDP model, and if all steps are in `no_sync`."""
+"""Like `LOCAL_STEPS`, for parameters without a DDP model, and if all steps are in `no_sync`."""
 
 NUM_SINGLE_STEPS = 5
 """Steps that some ranks take, after reductions by all ranks, before missing steps of other ranks are reported."""
@@ -57,11 +54,13 @@ class Comparison:
         self.key = key
         self._all_of_job = all_of_job
         self.sets: dict[int, ParameterSetNote] = {}
+        """The newest description of the parameters, by rank."""
         self.loads: dict[int, Entry] = {}
+        """The newest notes of ranks that changed the model after it was wrapped."""
         self.is_over = False
         """True if nothing more is reported: there was a finding, or differences are intended."""
         self._context = context
-        self._steps = MatchedSteps()
+        self.steps = MatchedSteps()
         self._passes: ByRank[Pass, int] = ByRank(64)
         self._last: dict[int, tuple[MatchedStep | None, Entry]] = {}
         self._first_bad: MatchedStep | None = None
@@ -83,14 +82,6 @@ class Comparison:
         """True if no DDP model has these parameters."""
         return bool(self.key[0] == "free")
 
-    def describe(self, rank: int, note: ParameterSetNote) -> None:
-        """Set the description of the parameter set of `rank`."""
-        self.sets[rank] = note
-
-    def loaded(self, rank: int, entry: Entry) -> None:
-        """Note that `rank` loaded a state dict into the model after it was wrapped."""
-        self.loads[rank] = entry
-
     def step(self, rank: int, entry: Entry) -> None:
         """Add a step that `rank` is about to take."""
         if self.is_over:
@@ -98,73 +89,58 @@ class Comparison:
         if entry.values.get("why_silent"):
             self.end()
             return
-        self._steps.add(rank, entry, self.sets[rank])
-
-    def arrived(self, rank: int, entry: Entry) -> None:
-        """Add the fingerprint of a step of `rank` that has been copied from its device."""
-        self._steps.arrived(rank, entry)
+        self.steps.add(rank, entry, self.sets[rank])
 
     def begin_pass(self, rank: int, key: Pass) -> None:
         """Note that `rank` starts a pass over a loader."""
-        self._passes.put(key, rank, self._steps.num_of.get(rank, 0))
+        self._passes.put(key, rank, self.steps.num_of.get(rank, 0))
 
     def find_uneven_pass(self) -> dict[int, int]:
         """Return by rank the number of steps before the first pass that did not begin at the same step on all ranks.
 
         Ignores passes that all began before parameters were last equal; empty if there is none.
         """
-        uneven = (begun for begun in self._passes if len({*begun.values()}) > 1)
+        uneven = (begun for begun in self._passes.values() if len({*begun.values()}) > 1)
         return next((begun for begun in uneven if max(begun.values()) >= self.alike_at), {})
 
-    def last(self, rank: int, entry: Entry) -> Iterator[Finding]:
+    def last(self, rank: int, entry: Entry) -> Finding | None:
         """Add a sample of the parameters before the newest, possibly last, step of `rank`; compare once complete."""
-        self._last[rank] = (self._steps.newest_of(rank), entry)
+        self._last[rank] = (self.steps.newest_of(rank), entry)
         if self.is_over or len(self._last) < self._num_ranks():
-            return
+            return None
         lasts = {rank: last for rank, (_, last) in self._last.items()}
         matched = self._last[rank][0]
         are_matched = all(other is matched for other, _ in self._last.values())
-        if matched is not None and are_matched and len({last.values["step"] for last in lasts.values()}) == 1:
-            self._last.clear()
-            if finding := self._compare_last(matched, lasts):
-                self.end()
-                yield finding
+        if matched is None or not are_matched or len({last.values["step"] for last in lasts.values()}) > 1:
+            return None
+        self._last.clear()
+        return self._compare_last(matched, lasts)
 
-    def find(self, now_ns: int | None) -> Iterator[Finding]:
-        """Yield new findings. `now_ns`: None to compare only steps that all ranks have noted."""
+    def find(self, now_ns: int | None) -> Finding | None:
+        """Return a new finding. `now_ns`: None to compare only steps that all ranks have noted."""
         if self.is_over:
-            return
-        for matched in self._steps.take_ready(self._num_ranks(), now_ns):
-            finding = self._compare(matched)
-            if finding is not None:
-                self.end()
-                yield finding
-                return
-        if now_ns is not None and (finding := self._find_skipping_ranks(now_ns)) is not None:
-            self.end()
-            yield finding
+            return None
+        for matched in self.steps.take_ready(self._num_ranks(), now_ns):
+            if finding := self._compare(matched):
+                return finding
+        return self._find_skipping_ranks(now_ns) if now_ns is not None else None
 
-    def finish(self) -> Iterator[Finding]:
-        """Yield the remaining findings when no rank will take another step."""
-        matched = self._first_bad
-        if self.is_over or matched is None:
-            return
-        cause = self._cause(matched)
-        num_needed = 2 if self.is_free else 1
-        is_known = cause.code != causes.UNKNOWN.code
-        if self._num_steps >= num_needed and (finding := self._left_out(at_end=True)):
-            self.end()
-            yield finding
-            return
-        if is_known and self._num_steps >= num_needed and not self._is_reduced_otherwise():
-            finding = self._make_finding(cause, matched, matched)
-            self.end()
-            yield finding
+    def finish(self) -> Finding | None:
+        """Return the remaining finding when no rank will take another step."""
+        first = self._first_bad
+        if self.is_over or first is None or self._num_steps < (2 if self.is_free else 1):
+            return None
+        if finding := self._left_out(at_end=True):
+            return finding
+        cause = self._cause(first)
+        if cause.code == causes.UNKNOWN.code or self._is_reduced_otherwise():
+            return None
+        return self._make_finding(cause, first, first)
 
     def end(self) -> None:
         """Stop the comparison and free its state."""
         self.is_over = True
-        self._steps.clear()
+        self.steps.clear()
         self._last.clear()
 
     def _num_ranks(self) -> int:
@@ -220,9 +196,11 @@ class Comparison:
         if not difference.parameters:
             return None
         line = self._find_own_averaging(matched) if self.is_free else None
+        if self.is_free and line is None:
+            return None
         matched.difference = difference
-        if self.is_free:
-            return make_changed_finding(causes.CHANGED_AT_END, matched, line, self.alike_at) if line else None
+        if line is not None:
+            return make_changed_finding(causes.CHANGED_AT_END, matched, line, self.alike_at)
         first = self._first_bad or matched
         cause = self._cause(first)
         return self._make_finding(causes.CHANGED_AT_END if cause is causes.CHANGED else cause, first, matched)
@@ -241,18 +219,18 @@ class Comparison:
             return True
         # Local SGD is written with all steps in no_sync, possibly many of them.
         is_explicit = self._cause(self._first_bad or matched) is causes.NO_SYNC
-        needed = NUM_FREE_STEPS if is_explicit else NUM_LOCAL_STEPS
+        needed = NUM_FREE_STEPS if is_explicit else LOCAL_STEPS
         return self._num_local >= needed and not self._is_reduced_otherwise()
 
     def _num_free_steps(self) -> int:
         """Return fewer steps if the program discarded a DDP wrapper, or if nothing in its source exchanges anything."""
-        if self._num_local < NUM_LOCAL_STEPS:
-            return NUM_LOCAL_STEPS
+        if self._num_local < LOCAL_STEPS:
+            return LOCAL_STEPS
         if self._never_exchanges is None:
             is_dropped = any(note["dropped"] for note in self.sets.values())
             files = {site.get("file", "") for note in self.sets.values() for site in (note["site"], note["made"])}
             self._never_exchanges = is_dropped or is_never_exchanged(files, self._context.sources())
-        return NUM_LOCAL_STEPS if self._never_exchanges else NUM_FREE_STEPS
+        return LOCAL_STEPS if self._never_exchanges else NUM_FREE_STEPS
 
     def _is_one_model(self, matched: MatchedStep) -> bool:
         """True if no DDP model has these parameters, which began equal and got different gradients."""
@@ -268,7 +246,7 @@ class Comparison:
         own = self.averaged()
         if own is None or first is None or last is None or not self._is_one_model(first):
             return None
-        needed = NUM_LOCAL_STEPS if own.least else NUM_FREE_STEPS
+        needed = LOCAL_STEPS if own.least else NUM_FREE_STEPS
         if not last.difference.parameters or (self._num_local < needed and not at_end):
             return None
         others = [] if own.least else [each.averaged() for each in self._all_of_job() if each is not self]
@@ -279,7 +257,7 @@ class Comparison:
     def _find_averaging(self, matched: MatchedStep, averaged: Sequence[Averaged]) -> CallSite | None:
         """Return the line at which the program averages these gradients before the step at `matched`."""
         for rank, step in matched.steps.items() if averaged and self._num_searches < _MAX_SEARCHES else ():
-            since_ns = self._steps.previous_ns(rank, step.time_ns)
+            since_ns = self.steps.previous_ns(rank, step.time_ns)
             if since_ns is not None and (log := self._context.log(rank)) is not None:
                 self._num_searches += 1
                 return find_averaging(log, since_ns, step.time_ns, averaged)
@@ -319,7 +297,7 @@ class Comparison:
         if differing <= late:
             return causes.LATE
         if not matched.difference.gradients:
-            if self._steps.find_skipped():
+            if self.steps.find_skipped():
                 return causes.STEP
             if matched.rates:
                 return causes.RATES
@@ -335,11 +313,11 @@ class Comparison:
 
     def _find_skipping_ranks(self, now_ns: int) -> Finding | None:
         """Return the finding for ranks that took no step with an optimizer while other ranks took several."""
-        taken = self._steps.num_of.keys()
+        taken = self.steps.num_of.keys()
         if self.is_free or not taken:
             return None
         group = ranks_of(self.key[1], self._context.world_size)
-        steps = [matched for matched in self._steps if matched.is_reduced]
+        steps = [matched for matched in self.steps if matched.is_reduced]
         if len(taken) >= len(group) or len(steps) < NUM_SINGLE_STEPS:
             return None
         # The other ranks took part in the reductions before all but the last step; their notes may be late.
@@ -347,13 +325,13 @@ class Comparison:
             return None
         absent = tuple(rank for rank in group if rank not in taken)
         skipped = Skipped(steps[0].number, tuple(steps[0].steps), absent)
-        return make_divergence_finding(causes.STEP, self, steps[0], steps[-1], skipped=skipped)
+        return self._make_finding(causes.STEP, steps[0], steps[-1], skipped=skipped)
 
     def _is_reduced_otherwise(self) -> bool:
         """True if other collectives may have averaged what DDP did not, or if that is unknown."""
         largest = max(note["largest"] for note in self.sets.values())
         since = self._first_bad.steps if self._first_bad else {}
-        first_ns = self._steps.first_ns
+        first_ns = self.steps.first_ns
         logs = {rank: log for rank in first_ns if (log := self._context.log(rank)) is not None}
         if not logs or (self._context.has_all_logs and len(logs) < len(first_ns)):
             return self.is_free or not self._context.has_all_logs
@@ -370,48 +348,42 @@ class Comparison:
         """True if the ranks hold parts of one model, whose results they exchange in at least every second step."""
         if not self.is_free:
             return False
-        num_steps = self._steps.newest - (self._count(self._first_bad) if self._first_bad else 0)
+        num_steps = self.steps.newest - (self._count(self._first_bad) if self._first_bad else 0)
         return 2 * num_exchanged(log, since_ns, MIN_EXCHANGED) >= max(2, num_steps)
 
     def _make_finding(
-        self, cause: Cause, first: MatchedStep, proof: MatchedStep, *, may_be_meant: bool = False
+        self,
+        cause: Cause,
+        first: MatchedStep,
+        proof: MatchedStep,
+        *,
+        skipped: Skipped | None = None,
+        may_be_meant: bool = False,
     ) -> Finding:
-        skipped = self._steps.find_skipped() if cause is causes.STEP else None
-        return make_divergence_finding(cause, self, first, proof, skipped=skipped, may_be_meant=may_be_meant)
+        """Build the finding for `cause`: gradients or steps first differed at `first`, parameters at `proof`.
+
+        `skipped`: the step that some ranks did not take, if that is the cause and it is not the first such step.
+        """
+        if cause is causes.STEP:
+            skipped = skipped or self.steps.find_skipped()
+        loaded = tuple(sorted(self.loads)) if cause is causes.PARAMETERS else ()
+        if len(loaded) == len(first.steps):
+            loaded = ()
+        left_out = skipped.ranks if skipped is not None else ()
+        return make_finding(
+            cause.code,
+            severity="warning" if may_be_meant else None,
+            summary=_summary(first, proof, skipped),
+            ranks=left_out or loaded or proof.difference.ranks or first.difference.ranks or tuple(sorted(first.steps)),
+            line=place_of(_site(cause, self, first, proof)),
+            evidence=tuple(_evidence(cause, self, first, proof)),
+            why=cause.why,
+            fix=cause.fix,
+        )
 
 
 _EVENTS = {"F": "forward", "f": "forward in no_sync", "B": "backward", "b": "backward in no_sync", "R": "backward"}
 _MAX_NAMED = 3
-
-
-def make_divergence_finding(
-    cause: Cause,
-    comparison: Comparison,
-    first: MatchedStep,
-    proof: MatchedStep,
-    *,
-    skipped: Skipped | None = None,
-    may_be_meant: bool = False,
-) -> Finding:
-    """Build the finding for `cause`: gradients or steps first differed at `first`, parameters at `proof`.
-
-    `skipped`: the step that some ranks did not take, if that is the cause.
-    """
-    loaded = tuple(sorted(comparison.loads)) if cause is causes.PARAMETERS else ()
-    if len(loaded) == len(first.steps):
-        loaded = ()
-    left_out = skipped.ranks if skipped is not None else ()
-    ranks = left_out or loaded or proof.difference.ranks or first.difference.ranks or tuple(sorted(first.steps))
-    return make_finding(
-        cause.code,
-        severity="warning" if may_be_meant else None,
-        summary=_summary(first, proof, skipped),
-        ranks=tuple(ranks),
-        line=place_of(_site(cause, comparison, first, proof)),
-        evidence=tuple(_evidence(cause, comparison, first, proof)),
-        why=cause.why,
-        fix=cause.fix,
-    )
 
 
 def _summary(first: MatchedStep, proof: MatchedStep, skipped: Skipped | None) -> str:

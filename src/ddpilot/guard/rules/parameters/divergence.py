@@ -37,8 +37,8 @@ class OwnParts:
         key = pass_of(entry.values)
         if entry.kind == "loader_pass":
             self._passes.put(key, rank, entry.values)
-        elif rank not in self._read.get(key) and len(self._read.put(key, rank, True)) == self._world_size:
-            self.overlap = _overlap(self._passes.get(key))
+        elif rank not in self._read[key] and len(self._read.put(key, rank, True)) == self._world_size:
+            self.overlap = _overlap(self._passes[key])
 
 
 def _overlap(passes: Mapping[int, LoaderPassNote]) -> bool:
@@ -65,7 +65,7 @@ class Divergence(Rule):
         self._comparisons: BoundedDict[tuple[Any, ...], Comparison] = BoundedDict(_MAX_SETS)
         self._key_of_set: BoundedDict[tuple[int, int], tuple[Any, ...]] = BoundedDict(_MAX_SETS * context.world_size)
         self._orders: BoundedDict[tuple[str, str], tuple[int, list[Any]]] = BoundedDict(_MAX_SETS)
-        self._loads: BoundedDict[tuple[Any, ...], dict[int, Entry]] = BoundedDict(_MAX_SETS)
+        self._loads: ByRank[tuple[Any, ...], Entry] = ByRank(_MAX_SETS)
         self._mismatched: BoundedDict[tuple[str, str], None] = BoundedDict(_MAX_SETS)
 
     def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
@@ -82,10 +82,10 @@ class Divergence(Rule):
                     comparison.begin_pass(rank, pass_of(entry.values))
         elif entry.kind == "load":
             key = ("ddp", entry.values["group"], entry.values["ordinal"])
-            self._loads.setdefault(key, {})[rank] = entry
+            self._loads.put(key, rank, entry)
             for comparison in self._comparisons.values():
                 if comparison.key[:3] == key:
-                    comparison.loaded(rank, entry)
+                    comparison.loads[rank] = entry
         return ()
 
     def _feed_step(self, rank: int, entry: Entry) -> Iterable[Finding]:
@@ -93,12 +93,18 @@ class Divergence(Rule):
         if comparison is None:
             return ()
         if entry.kind == "last_step":
-            return comparison.last(rank, entry)
+            return self._report(comparison, comparison.last(rank, entry))
         if entry.kind == "step":
             comparison.step(rank, entry)
         else:
-            comparison.arrived(rank, entry)
-        return self._open(comparison).find(None)
+            comparison.steps.arrived(rank, entry)
+        return self._report(comparison, self._open(comparison).find(None))
+
+    def _report(self, comparison: Comparison, finding: Finding | None) -> Iterable[Finding]:
+        if finding is None:
+            return ()
+        comparison.end()
+        return (finding,)
 
     def _compare_order(self, rank: int, note: DdpNote) -> Iterable[Finding]:
         key = (note["group"], note["ordinal"])
@@ -121,11 +127,11 @@ class Divergence(Rule):
     def finish(self, now_ns: int, /) -> Iterator[Finding]:
         yield from self._find(now_ns + 10**12)
         for comparison in self._comparisons.values():
-            yield from self._open(comparison).finish()
+            yield from self._report(comparison, self._open(comparison).finish())
 
     def _find(self, now_ns: int) -> Iterator[Finding]:
         for comparison in self._comparisons.values():
-            yield from self._open(comparison).find(now_ns)
+            yield from self._report(comparison, self._open(comparison).find(now_ns))
 
     def _open(self, comparison: Comparison) -> Comparison:
         """Return `comparison`, ended if no DDP model has its parameters and each rank trains on a fold of its own."""
@@ -140,12 +146,11 @@ class Divergence(Rule):
         if key not in self._comparisons:
             is_short_lived = key[0] == "free" and not note["dropped"] and self._is_copy(key, note["names"])
             self._comparisons[key] = Comparison(key, self._context, self._comparisons.values)
-            for loader, entry in self._loads.get(key[:3], {}).items():
-                self._comparisons[key].loaded(loader, entry)
+            self._comparisons[key].loads.update(self._loads[key[:3]])
             if is_short_lived:
                 self._comparisons[key].end()
         comparison = self._comparisons[key]
-        comparison.describe(rank, note)
+        comparison.sets[rank] = note
         self._key_of_set[rank, note["parameter_set"]] = key
 
     def _is_copy(self, key: tuple[Any, ...], names: list[str]) -> bool:

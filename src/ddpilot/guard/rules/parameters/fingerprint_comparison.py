@@ -9,18 +9,12 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ddpilot.guard.notes import Fingerprint
+from ddpilot.guard.notes import MAX_GRADIENTS, NOT_SEEN, Fingerprint
 
 TOLERANCES = {"p": 1e-5, "w": 1e-3, "g": 1e-4}
 """Relative tolerances: norms of parameters (p), weighted sums (w, which may nearly cancel), norms of gradients (g).
 Equal numbers have equal fingerprints on identical machines; the tolerances allow for different machines.
 """
-
-ALL_SEEN = 64
-"""Up to this number of parameters, every gradient is examined."""
-
-NOT_SEEN = -1.0
-"""Norm of a gradient that does not exist or was not examined."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +56,7 @@ def compare(names: Mapping[int, Sequence[str]], fingerprints: Mapping[int, Finge
 def seen_gradients(fingerprint: Fingerprint) -> list[float | None]:
     """Return the norm of each parameter's gradient: 0 if it has none, None if it was not examined."""
     norms = unpack(fingerprint["g"])
-    return [(0.0 if len(norms) <= ALL_SEEN else None) if norm == NOT_SEEN else norm for norm in norms]
+    return [(0.0 if len(norms) <= MAX_GRADIENTS else None) if norm == NOT_SEEN else norm for norm in norms]
 
 
 def are_alike(values: Sequence[float], tolerance: float) -> bool:

@@ -85,15 +85,16 @@ def make_left_out_finding(first: MatchedStep, proof: MatchedStep, line: CallSite
     names = [shown for name, shown in called.items() if name in differ]
     summary = f"gradients of {len(names)} of the optimizer's {len(called)} parameters are not averaged over the ranks: "
     facts = _format_differing(first, "gradient of", first.difference.gradients, called)
-    return _make_finding(LEFT_OUT, summary + some(names), tuple(sorted(proof.steps)), line, proof, line, facts=facts)
+    summary += some(names)
+    return _make_finding(LEFT_OUT, proof, line, summary, ranks=tuple(sorted(proof.steps)), facts=facts)
 
 
 def make_unlike_finding(proof: MatchedStep, line: CallSite, num_checked: int) -> Finding:
     """Return the finding for weights that were never equal while the program averages their gradients at `line`."""
     num_differing, num = len(proof.difference.parameters), len(_called(proof))
-    summary = f"gradients are averaged, and {num_differing} of {num} parameters have differed between ranks "
+    summary = f"gradients are averaged, and {num_differing} of {num} parameters have differed between ranks from the "
     fact = f"gradients were the same on all ranks in {num_checked} steps that were checked"
-    return _make_finding(UNLIKE, summary + "from the first step on", proof.difference.ranks, line, proof, line, fact)
+    return _make_finding(UNLIKE, proof, line, summary + "first step on", fact)
 
 
 def make_changed_finding(cause: Cause, proof: MatchedStep, line: CallSite, alike_at: int) -> Finding:
@@ -103,28 +104,30 @@ def make_changed_finding(cause: Cause, proof: MatchedStep, line: CallSite, alike
     """
     summary = f"gradients are averaged, and parameters differ between ranks before step {proof.number}"
     fact = f"parameters were the same on all ranks before step {alike_at}"
-    return _make_finding(cause, summary, proof.difference.ranks, _stepped_at(proof), proof, line, fact)
+    return _make_finding(cause, proof, line, summary, fact, place=_stepped_at(proof))
 
 
 def _make_finding(
     cause: Cause,
-    summary: str,
-    ranks: Sequence[int],
-    place: CodeLine | None,
     proof: MatchedStep,
     averaged_at: CallSite,
+    summary: str,
     *more: str,
+    ranks: Sequence[int] = (),
+    place: CodeLine | None = None,
     facts: Iterable[str] = (),
 ) -> Finding:
-    """Return a warning about parameters that differ at `proof`. `facts` come before them, `more` after them."""
-    if isinstance(place, CallSite):
-        place = CodeLine(place.file, place.line, place.function, place.text)
+    """Return a warning about parameters that differ at `proof`. `facts` come before them, `more` after them.
+
+    `ranks` and `place` default to the ranks that differ, and to the line that averages.
+    """
+    line = CodeLine(averaged_at.file, averaged_at.line, averaged_at.function, averaged_at.text)
     return make_finding(
         cause.code,
         severity="warning",
         summary=summary,
-        ranks=ranks or tuple(sorted(proof.steps)),
-        line=place,
+        ranks=ranks or proof.difference.ranks or tuple(sorted(proof.steps)),
+        line=place or line,
         evidence=(
             *facts,
             *_format_differing(proof, "parameter", proof.difference.parameters, _called(proof)),

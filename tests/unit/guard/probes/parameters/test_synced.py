@@ -8,7 +8,7 @@ import torch
 
 from ddpilot.guard.probes.parameters.ddp_model import NUM_STEPS, SyncedBackwards
 
-LINE = ("train.py", 7)
+LINE = {"file": "train.py", "line": 7}
 
 
 def follow(*steps: list[tuple[int, int, bool]]) -> SyncedBackwards:
@@ -53,8 +53,8 @@ def test_two_lines_are_two_losses() -> None:
     """As for a critic, with real and fake samples."""
     synced = SyncedBackwards([])
     for _ in range(3):
-        synced.backward(("train.py", 1), 0, 1, is_reduced=True)
-        synced.backward(("train.py", 2), 1, 2, is_reduced=True)
+        synced.backward({"file": "train.py", "line": 1}, 0, 1, is_reduced=True)
+        synced.backward({"file": "train.py", "line": 2}, 1, 2, is_reduced=True)
         synced.step()
     assert synced.is_over
     assert not synced.counts

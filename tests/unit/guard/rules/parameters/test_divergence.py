@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from ddpilot.findings.finding import Finding
-from ddpilot.guard.rules.parameters.comparison import NUM_FREE_STEPS, NUM_LOCAL_STEPS
+from ddpilot.guard.notes import LOCAL_STEPS
+from ddpilot.guard.rules.parameters.comparison import NUM_FREE_STEPS
 from ddpilot.guard.rules.parameters.divergence import Divergence
 from ddpilot.guard.rules.parameters.reduction_order import ReductionOrder
 from ddpilot.guard.rules.registry import RuleRunner
@@ -186,9 +187,9 @@ def test_divergence_takes_the_cause_from_the_first_step_that_differs(why: str, c
 def test_divergence_waits_for_steps_that_may_be_local_on_purpose() -> None:
     """Without any reduction by DDP it takes 16 steps, and there is no finding if other code averages."""
     local = {"events": "B", "why_local": "bypass", "local_site": SITE}
-    assert run(Job(2), NUM_LOCAL_STEPS - 1, **local).said == []
-    assert [finding.code for finding in run(Job(2), NUM_LOCAL_STEPS + 1, **local).said] == ["DDP321"]
-    assert run(Job(2), NUM_LOCAL_STEPS - 1, **local).finish() == ["DDP321"]
+    assert run(Job(2), LOCAL_STEPS - 1, **local).said == []
+    assert [finding.code for finding in run(Job(2), LOCAL_STEPS + 1, **local).said] == ["DDP321"]
+    assert run(Job(2), LOCAL_STEPS - 1, **local).finish() == ["DDP321"]
     assert run(Job(2, reduced=64), 40, **local).finish() == []
     assert run(Job(2, reduced=63), 40, **local).finish() == ["DDP321"]
 
@@ -199,7 +200,7 @@ def test_divergence_warns_of_rounds_in_no_sync_and_is_sure_at_the_end() -> None:
     assert run(Job(2), NUM_FREE_STEPS - 1, **local).said == []
     (finding,) = run(Job(2), NUM_FREE_STEPS + 1, **local).said
     assert (finding.code, finding.severity) == ("DDP323", "warning")
-    short = run(Job(2), NUM_LOCAL_STEPS, **local)
+    short = run(Job(2), LOCAL_STEPS, **local)
     assert short.finish() == ["DDP323"]
     assert short.said[0].severity == "error"
 
@@ -364,8 +365,8 @@ def test_divergence_of_a_model_that_was_never_wrapped_comes_early_where_ranks_ex
 ) -> None:
     """Nothing in the source suggests that the program averages later, or trains ranks separately on purpose."""
     free = ("free", 123, "train.py:7", 0)
-    assert run(Job(2, key=free, source=source), NUM_LOCAL_STEPS - 1).said == []
-    early = run(Job(2, key=free, source=source), NUM_LOCAL_STEPS + 1)
+    assert run(Job(2, key=free, source=source), LOCAL_STEPS - 1).said == []
+    early = run(Job(2, key=free, source=source), LOCAL_STEPS + 1)
     assert [finding.code for finding in early.said] == ["DDP324"] * is_early
 
 
@@ -534,8 +535,8 @@ def test_divergence_keeps_little_however_long_it_runs() -> None:
     rule = job.book._rules[0]
     assert isinstance(rule, Divergence)
     (comparison,) = rule._comparisons.values()
-    assert len(comparison._steps._steps) <= 128
-    assert len(comparison._steps._waiting) <= 128
+    assert len(comparison.steps._steps) <= 128
+    assert len(comparison.steps._waiting) <= 128
 
 
 def test_divergence_says_another_order_at_construction_and_nothing_else() -> None:
