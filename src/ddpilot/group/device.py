@@ -262,7 +262,7 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], group: GroupLike, src: in
         parts = [tensor.to(group.device).contiguous().reshape(-1).view(torch.uint8) for tensor in bucket]
         flat = torch.cat(parts) if len(parts) > 1 else parts[0]
         group.broadcast(flat, src)
-        for tensor, part in zip(bucket, flat.split([one.nbytes for one in bucket]), strict=True):
+        for tensor, part in zip(bucket, torch.split(flat, [one.nbytes for one in bucket]), strict=True):
             if part.data_ptr() != tensor.data_ptr():
                 tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))  # a part may be misaligned
 

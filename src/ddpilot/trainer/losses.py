@@ -85,10 +85,9 @@ class EpochLosses:
         self._before = before
         self._began_s = time.perf_counter()
         self._names: list[str] = []
-        self._waiting: list[dict[str, torch.Tensor | float]] = []
-        self._weights: list[dict[str, float]] = []
+        self._waiting: list[tuple[dict[str, torch.Tensor | float], dict[str, float], bool]] = []
+        """For each batch, the losses, their weights, and True if it is the last one of its update."""
         self._adds_up = False
-        self._ends: list[bool] = []
         self._updates: list[dict[str, tuple[float, float]]] = []
         """For each update and name, the sum of this rank's losses and the weight of that sum."""
         self._is_open = False
@@ -115,32 +114,26 @@ class EpochLosses:
         parts = {name: with_count(value) for name, value in named.items()}
         values = {name: _as_number(name, value, self._loop.rank) for name, (value, _) in parts.items()}
         self._names += [name for name in values if name not in self._names]
-        self._waiting.append(values)
         # A rank without samples has a mean of NaN, and is left out of the sum.
         usual = (batch.count if count is None else count) if batch.count else 0.0
         own = {name: part for name, (_, part) in parts.items() if part is not None and batch.count}
-        self._weights.append({name: own.get(name, usual) for name in values})
-        self._ends.append(batch.is_last)
+        self._waiting.append((values, {name: own.get(name, usual) for name in values}, batch.is_last))
         self.num_samples += batch.global_count
         if len(self._waiting) >= _FLUSH:
             self._flush()
         return torch.as_tensor(next(iter(values.values()), math.nan))
 
     def _flush(self) -> None:
-        rows = _fetch(self._waiting)
-        for values, weights, is_end in zip(rows, self._weights, self._ends, strict=True):
-            sums = {
-                name: (value * weights[name] if weights[name] else 0.0, weights[name]) for name, value in values.items()
-            }
-            if self._is_open:
-                last = self._updates[-1]
-                for name, (total, part) in sums.items():
-                    before, weight = last.get(name, (0.0, 0.0))
-                    last[name] = before + total, weight + part
-            else:
-                self._updates.append(sums)
+        fetched = _fetch([values for values, _, _ in self._waiting])
+        for values, (_, weights, is_end) in zip(fetched, self._waiting, strict=True):
+            if not self._is_open:
+                self._updates.append({})
+            sums = self._updates[-1]
+            for name, value in values.items():
+                total, weight = sums.get(name, (0.0, 0.0))
+                sums[name] = total + (value * weights[name] if weights[name] else 0.0), weight + weights[name]
             self._is_open = not is_end
-        self._waiting, self._weights, self._ends = [], [], []
+        self._waiting = []
 
     def close(self, num_updates: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Return the epoch's means, NaN without samples, and the rows of its updates. Collective.

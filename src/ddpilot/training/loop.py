@@ -40,9 +40,9 @@ from ddpilot.training.losses import add_losses
 from ddpilot.training.models.ddp import wrap
 from ddpilot.training.models.ddp_options import DDPOptions
 from ddpilot.training.models.explain import Explanation, explain
-from ddpilot.training.models.optimizers import check_closure, clear_gradients, needs_closure
+from ddpilot.training.models.optimizers import check_closure, clear_gradients, needs_closure, step_scheduler
 from ddpilot.training.models.registry import PreparedObjects
-from ddpilot.training.notices import locating, no_samples_error, user_line, warn_findings, warn_unsaved
+from ddpilot.training.notices import locating, no_samples_error, user_line, warn_findings
 from ddpilot.training.options import CheckpointOptions, check_numbers, naming_arguments
 from ddpilot.training.progress import Progress, WaitClock
 from ddpilot.training.resume.checkpointer import RunCheckpointer
@@ -120,7 +120,6 @@ class Loop:
         self._lone_break = LoneBreakCheck(self.group)
         self._buffers = BufferCheck(self._prepared, self.group)
         self._open_pass: object | None = None
-        self._saves_by: Literal["nothing", "unsaved epoch", "user"] = "user" if checkpoint_dir is None else "nothing"
         self._data_clock = WaitClock()
         self._tracked = TrackedState()
         if self._precision.scaler is not None:
@@ -491,8 +490,8 @@ class Loop:
         self._position.note_stream(batch.index + 1, batch.stream_state)
         if self._buffers.is_waiting and self._updates.has_backward:
             self._report_findings(self._buffers.after_update())
-        if self._saves_by == "nothing" and self._updates.has_backward:
-            self._note_unsaved()
+        if self._updates.has_backward:
+            self._checkpointer.note_trained()
         self._checkpointer.after_update(batch.index + 1, leaves=self.should_stop)
 
     def _leave_pass(self, batch: CurrentBatch, this: object) -> None:
@@ -513,16 +512,6 @@ class Loop:
             "one whose __getitem__(i) returns (a[i], b[i % len(b)]); loop.loader(pairs) divides it.",
         )
 
-    def _note_unsaved(self) -> None:
-        """Warn, after the first update of a loop with a `checkpoint_dir`, if no checkpoint will be resumed or saved."""
-        self._saves_by = "user" if self._checkpointer.is_in_epochs else "unsaved epoch"
-        if not self._checkpointer.is_in_epochs and self._checkpointer.has_latest:
-            self._warn_unsaved()
-
-    def _warn_unsaved(self) -> None:
-        self._saves_by = "user"
-        warn_unsaved(self.group)
-
     def _report_findings(self, found: tuple[Finding, ...]) -> None:
         warn_findings(new := tuple(one for one in found if one not in self.findings), self.group)
         self.findings += new
@@ -535,9 +524,8 @@ class Loop:
             is_next = self._position.is_next_epoch(loader)
             if is_next and self.should_stop:
                 return False
-            if is_next and self._saves_by == "unsaved epoch":
-                self._warn_unsaved()
             if is_next:
+                self._checkpointer.note_next_epoch()
                 self._position.begin_epoch_outside()
         self._join()
         self._lone_break.begin_pass()
@@ -645,7 +633,7 @@ class Loop:
         if self._updates.batch is None:
             self._precision.settle(self._prepared.optimizers)
         if done and scheduler is not None:
-            self._step_scheduler(scheduler)
+            step_scheduler(scheduler, self._updates.objective)
         if done and self._updates.begins_update(optimizer):
             self._position.num_updates += 1
         return done
@@ -661,20 +649,6 @@ class Loop:
             if "closure" not in str(error):
                 raise
             raise needs_closure(optimizer) from error
-
-    def _step_scheduler(self, scheduler: Any) -> None:
-        if not isinstance(scheduler, ReduceLROnPlateau):
-            scheduler.step()
-            return
-        objective = self._updates.objective
-        if objective is None or not objective.is_known:
-            raise LoopError(
-                "stepping a ReduceLROnPlateau",
-                found="it was not prepared, so the loss of the update was not kept for it",
-                fix="Write scheduler = loop.prepare(scheduler); or call scheduler.step() once per epoch with a value "
-                "that is the same on all ranks, such as the result of loop.reduce or loop.evaluate.",
-            )
-        scheduler.step(objective.reduce().item())
 
     def reduce(
         self, value: Any, op: Literal["mean", "sum", "min", "max"] = "mean", *, count: float | None = None
@@ -780,7 +754,6 @@ class Loop:
         of the epoch; elsewhere at once, and it is on disk on return. Write errors are reported on stderr and do not
         stop the training. Raises LoopError without a `checkpoint_dir`.
         """
-        self._saves_by = "user"
         self._checkpointer.request(metrics, in_batch=self._updates.batch is not None)
 
     def resume(self, *, other_data: bool = False) -> bool:
@@ -792,7 +765,6 @@ class Loop:
         CorruptCheckpointError if no checkpoint is intact, and MismatchedCheckpointError, on all ranks and without any
         change, if it belongs to a different run.
         """
-        self._saves_by = "user"
         return self._checkpointer.resume(other_data=other_data)
 
     def load(self, model: nn.Module, path: str | os.PathLike[str], *, name: str = "model") -> None:

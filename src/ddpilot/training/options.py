@@ -98,9 +98,10 @@ class CheckpointOptions:
     """True: resume from the latest checkpoint; False: start over, and move existing ones to a subdirectory."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.resume, bool):
+        resume: object = self.resume
+        if not isinstance(resume, bool):
             fix = "Pass True to resume from the latest checkpoint if there is one, or False to start over."
-            raise LoopError("making a Loop", found=f"`resume` is {self.resume!r}", fix=fix)
+            raise LoopError("making a Loop", found=f"`resume` is {resume!r}", fix=fix)
         if self.checkpoint_dir is not None and not os.fspath(self.checkpoint_dir):
             raise LoopError("making a Loop", found="`checkpoint_dir` is empty", fix="Name a directory, or pass None.")
         for name in ("save_every_s", "save_every_updates"):

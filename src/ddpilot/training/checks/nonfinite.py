@@ -30,7 +30,7 @@ class Place(NamedTuple):
     """A batch without its data, which would stay in memory."""
 
     epoch: int
-    index: int
+    batch: int
     sample_ids: NDArray[np.int64]
     """Indices of this rank's samples."""
     group_size: int = 1
@@ -43,7 +43,7 @@ class Place(NamedTuple):
     def __str__(self) -> str:
         """Return epoch, batch and samples as text."""
         named = list_names([str(number) for number in self.sample_ids.tolist()], _NUM_NAMED)
-        return f"epoch {self.epoch}, batch {self.index}, " + (f"of samples {named}" if named else "of no samples")
+        return f"epoch {self.epoch}, batch {self.batch}, " + (f"of samples {named}" if named else "of no samples")
 
 
 class _Update(NamedTuple):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers: their full state, sharded or not, for checkpoints; clearing gradients; support of closures."""
+"""Optimizers: their full state, sharded or not, for checkpoints; clearing gradients; closures and schedulers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ddpilot.errors import LoopError, MismatchedCheckpointError
+from ddpilot.training.losses import Objective
 
 
 @runtime_checkable
@@ -98,3 +100,21 @@ def needs_closure(optimizer: Optimizer) -> LoopError:
         found=f"{type(optimizer).__name__} requires a closure, and none was passed",
         fix="Write loop.step(optimizer, closure=closure), with a function that runs forward and loop.backward(loss).",
     )
+
+
+def step_scheduler(scheduler: Any, objective: Objective | None) -> None:
+    """Step `scheduler` after an update; a ReduceLROnPlateau by the update's mean loss. Collective then.
+
+    Raises LoopError if `objective` has not recorded that loss.
+    """
+    if not isinstance(scheduler, ReduceLROnPlateau):
+        scheduler.step()
+        return
+    if objective is None or not objective.is_known:
+        raise LoopError(
+            "stepping a ReduceLROnPlateau",
+            found="it was not prepared, so the loss of the update was not kept for it",
+            fix="Write scheduler = loop.prepare(scheduler); or call scheduler.step() once per epoch with a value "
+            "that is the same on all ranks, such as the result of loop.reduce or loop.evaluate.",
+        )
+    scheduler.step(objective.reduce().item())

@@ -7,7 +7,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from ddpilot.checkpoint.collective import RNG, CollectiveCheckpoints, on_all_ranks
 from ddpilot.checkpoint.directory import CheckpointDir, write_stderr
@@ -19,6 +19,7 @@ from ddpilot.errors import CorruptCheckpointError, LoopError
 from ddpilot.group.protocol import GroupLike
 from ddpilot.launching.rank_environment import EXIT_REQUEUE
 from ddpilot.training.coordination.stop import FlagExchange
+from ddpilot.training.notices import warn_unsaved
 from ddpilot.training.options import CheckpointOptions
 from ddpilot.training.resume.position import RunPosition, check_unchanged
 from ddpilot.training.resume.tracked_state import TrackedState, Weights
@@ -57,6 +58,9 @@ class RunCheckpointer:
         """True while `Loop.epochs` counts the epochs."""
         self._is_requested = self._is_unreported = False
         self._report_once = functools.cache(self._report)
+        self._saves_by: Literal["nothing", "unsaved epoch", "user"] = (
+            "user" if options.checkpoint_dir is None else "nothing"
+        )
         self._resumed = ""
         self._best = None if options.best is None else Monitor.parse(options.best)
         self._metrics: dict[str, float] = {}
@@ -68,6 +72,7 @@ class RunCheckpointer:
         """Total seconds that training has waited for checkpoints."""
         if options.checkpoint_dir is None:
             options.check_unused()
+            self._saves_by = "user"
             return
         folder = CheckpointDir(options.checkpoint_dir, keep=options.keep, best=options.best)
         self._checkpoints = CollectiveCheckpoints(group, folder)
@@ -92,6 +97,7 @@ class RunCheckpointer:
     def resume(self, *, other_data: bool = False) -> bool:
         """Implement `Loop.resume`. Collective."""
         checkpoints = self._require("resuming")
+        self._saves_by = "user"
         if self._position.num_updates != self.first_update or self._has_begun:
             raise self._error("resuming", "training has begun already", "Resume before the first epoch.")
         self._has_begun = True
@@ -143,6 +149,7 @@ class RunCheckpointer:
     def request(self, metrics: Mapping[str, float] | None, *, in_batch: bool) -> None:
         """Implement `Loop.save`. Collective outside of epochs and batches."""
         self._require("saving")
+        self._saves_by = "user"
         self._metrics = {name: float(value) for name, value in (metrics or {}).items()}
         if self._best is not None and metrics is not None and self._best.name not in self._metrics:
             found = f"`best` is '{self._best}', and the metrics are {', '.join(map(repr, metrics)) or 'empty'}"
@@ -169,11 +176,20 @@ class RunCheckpointer:
         if leaves:
             self.leave()
 
-    @property
-    def has_latest(self) -> bool:
-        """True on rank 0 if the directory has a checkpoint to resume; False on the other ranks. Not collective."""
-        folder = None if self._checkpoints is None else self._checkpoints.folder
-        return folder is not None and self._group.is_rank_zero and (folder.path / "latest").exists()
+    def note_trained(self) -> None:
+        """After the first update, warn if it was outside of `Loop.epochs` and a checkpoint was not resumed."""
+        if self._saves_by != "nothing":
+            return
+        self._saves_by = "user" if self.is_in_epochs else "unsaved epoch"
+        has_latest = self._checkpoints is not None and (self._checkpoints.folder.path / "latest").exists()
+        if not self.is_in_epochs and self._group.is_rank_zero and has_latest:
+            self.note_next_epoch()
+
+    def note_next_epoch(self) -> None:
+        """Warn, at the second epoch outside of `Loop.epochs`, if the program has not saved the first one."""
+        if self._saves_by == "unsaved epoch":
+            self._saves_by = "user"
+            warn_unsaved(self._group)
 
     def end_epoch(self) -> None:
         """Advance to the next epoch and save. Collective."""
