@@ -118,9 +118,7 @@ def _obey(control: socket.socket) -> None:
 
 
 def _report_taken(control: socket.socket) -> None:
-    with contextlib.suppress(
-        fd_socket.Closed
-    ):  # the parent is gone, so its limit for interrupted ranks does not matter
+    with contextlib.suppress(fd_socket.Closed):  # the parent, whose limit for interrupted ranks this extends, is gone
         fd_socket.send(control, Taken())
 
 
