@@ -8,6 +8,7 @@ import contextlib
 import functools
 import importlib
 import os
+import pkgutil
 import random
 import signal
 import socket
@@ -94,8 +95,7 @@ def _become(start: RankStart, parcel: int) -> None:
     let_works_end()
     number_env_rendezvous(start.environ["MASTER_ADDR"], int(start.environ["MASTER_PORT"]))
     for hook in start.hooks:
-        module, _, name = hook.partition(":")
-        getattr(importlib.import_module(module), name)(start)
+        pkgutil.resolve_name(hook)(start)
 
 
 def _bind(definitions: list[Any]) -> None:
