@@ -59,14 +59,20 @@ class DdpilotError(Exception):
             return list(shown)
 
 
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """`error` and the exceptions that it was raised from, as far as Python prints them."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+
+
 @contextmanager
 def user_tracebacks(error: BaseException) -> Iterator[None]:
     """While entered, tracebacks of `error` and its causes hold the user's lines only; causes without any are hidden."""
-    links: list[BaseException] = []
-    link: BaseException | None = error
-    while link is not None and all(link is not each for each in links):
-        links.append(link)
-        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    links = list(chain(error))
     kept = [(each, each.__traceback__, each.__cause__, each.__suppress_context__) for each in links]
     try:
         for each in links:

@@ -7,7 +7,10 @@ No heavy module is imported here, so that `ddpilot --help` takes a fraction of a
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,6 +19,16 @@ from typer.core import TyperCommand
 from ddpilot.errors import DdpilotError
 
 ERROR_STATUS = 2
+INTERRUPT_GRACE_S = 10.0
+
+# Module name and the name of the package that provides it.
+_NEEDED = {
+    "ipykernel": "ipykernel",
+    "matplotlib": "matplotlib",
+    "nbclient": "nbclient",
+    "nbformat": "nbformat",
+    "sklearn": "scikit-learn",
+}
 
 # Without rich's markup, because importing rich would double the time of --help.
 app = typer.Typer(
@@ -117,8 +130,6 @@ def gpu_check(
     ] = None,
 ) -> None:
     """Check ddpilot's claims about GPUs on this machine: ok, FAILED or cannot be shown here, with the evidence."""
-    from pathlib import Path
-
     from ddpilot.gpu_check.catalogue import CHECKS, choose_checks
     from ddpilot.gpu_check.runner import render_summary, run_checks
 
@@ -137,9 +148,40 @@ def gpu_check(
 @app.command()
 def demo() -> None:
     """Run the quickstart notebook on two ranks."""
-    from ddpilot.cli.demo_command import run_demo
+    script = find_quickstart(Path(__file__).resolve().parents[1])
+    absent = [package for name, package in _NEEDED.items() if find_spec(name) is None]
+    if absent:
+        raise DdpilotError(
+            "preparing the quickstart",
+            found=f"{', '.join(absent)} not installed in {sys.executable}",
+            fix=f"Run `{sys.executable} -m pip install {' '.join(absent)}`, or `make demo` in the source tree",
+        )
+    with subprocess.Popen([sys.executable, str(script)]) as process:
+        try:
+            status = process.wait()
+        except KeyboardInterrupt:
+            # The terminal has sent SIGINT to the script too: give it time to stop its kernel, which would outlive it.
+            try:
+                process.wait(INTERRUPT_GRACE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            raise
+    raise typer.Exit(status)
 
-    raise typer.Exit(run_demo())
+
+def find_quickstart(package_dir: Path) -> Path:
+    """Path of the script that runs the quickstart, in the `examples` folder next to `src`.
+
+    Raises `DdpilotError` if ddpilot was installed without its source tree.
+    """
+    script = package_dir.parents[1] / "examples" / "run_quickstart.py"
+    if not script.is_file():
+        raise DdpilotError(
+            "looking for the quickstart",
+            found=f"no {script}: the examples are part of the source tree, not of the installed package",
+            fix="Get the source of ddpilot and run `make demo` in it",
+        )
+    return script
 
 
 def render_error(error: DdpilotError) -> str:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 
 from ddpilot.errors import DdpilotError
 from ddpilot.findings.catalog import Entry, all_entries, find_asked, find_entry
@@ -46,8 +47,9 @@ def explain(words: str) -> str:
     """
     if not words.strip():
         return list_entries(all_entries())
-    if len(words.split()) == 1 and _is_entry(words):
-        return find_entry(words).text
+    if len(words.split()) == 1:
+        with suppress(DdpilotError):
+            return find_entry(words).text
     known = find_asked(words)
     if not known:
         fitting = find_fitting(words)
@@ -78,14 +80,6 @@ def find_fitting(words: str) -> tuple[Entry, ...]:
         for number in pages
     ]
     return tuple(find_entry(f"DDP{number}") for number in dict.fromkeys(numbers))
-
-
-def _is_entry(word: str) -> bool:
-    try:
-        find_entry(word)
-    except DdpilotError:
-        return False
-    return True
 
 
 def list_entries(entries: tuple[Entry, ...]) -> str:

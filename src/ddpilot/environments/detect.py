@@ -10,7 +10,7 @@ from ddpilot.environments.mpi import check_agreement, detect_mpi, find_family, i
 from ddpilot.environments.slurm import detect_slurm
 from ddpilot.environments.topology import Topology, alone
 from ddpilot.environments.torchrun import detect_torchrun, is_complete, refuse_partial
-from ddpilot.environments.variables import Environ, contradiction, quote, read_int, read_text
+from ddpilot.environments.variables import Environ, quote, read_int, read_text
 from ddpilot.errors import TopologyError
 
 _SWITCH: dict[str, bool | None] = {
@@ -106,10 +106,10 @@ def _check_by_hand(environ: Environ, found: Topology) -> None:
     ):
         given = read_int(environ, name)
         if given is not None and given != value:
-            raise contradiction(
+            raise TopologyError(
                 "detecting the topology",
-                name,
-                f"{name}={given}, but it is {value}: {found.how}",
+                variable=name,
+                found=f"{name}={given}, but it is {value}: {found.how}",
                 fix=f"Unset {name}, or set it to {value}",
             )
 

@@ -13,7 +13,6 @@ from ddpilot.environments.topology import Environment, Topology, alone
 from ddpilot.environments.variables import (
     Environ,
     check_nodes,
-    contradiction,
     derive_port,
     first_set,
     missing,
@@ -25,6 +24,7 @@ from ddpilot.environments.variables import (
     require_below,
     require_int,
 )
+from ddpilot.errors import TopologyError
 
 _DID = "reading the variables of an MPI launcher"
 
@@ -111,10 +111,10 @@ def check_agreement(environ: Environ, family: MpiFamily, topology: Topology) -> 
         given = read_int(environ, *names)
         if given is not None and given != value:
             name = first_set(environ, *names) or ""
-            raise contradiction(
+            raise TopologyError(
                 _DID,
-                name,
-                f"{quote(environ, name)}, but {topology.how}",
+                variable=name,
+                found=f"{quote(environ, name)}, but {topology.how}",
                 fix=f"Unset {name} if it is left over, or set all of torchrun's variables yourself",
             )
 
@@ -132,7 +132,9 @@ def detect_mpi(environ: Environ, family: MpiFamily) -> Topology:
     if local_rank >= local_world_size or local_world_size > world_size:
         name = first_set(environ, *(family.local_ranks if local_rank >= local_world_size else family.local_sizes)) or ""
         shown = quote(environ, *family.local_ranks, *family.local_sizes, size_name)
-        raise contradiction(_DID, name, shown, fix=f"Correct {name}, or leave these variables as mpirun set them")
+        raise TopologyError(
+            _DID, variable=name, found=shown, fix=f"Correct {name}, or leave these variables as mpirun set them"
+        )
     node_rank, nnodes = _resolve_node(environ, family, rank, local_rank, world_size, local_world_size)
     master_addr, master_port, master_from = _resolve_master(environ, family, nnodes)
     names = (family.rank, size_name, *family.local_ranks[:1], *family.local_sizes[:1])

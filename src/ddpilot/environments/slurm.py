@@ -14,7 +14,6 @@ from itertools import islice, product
 from ddpilot.environments.topology import Topology, alone
 from ddpilot.environments.variables import (
     Environ,
-    contradiction,
     derive_port,
     first_set,
     missing,
@@ -108,10 +107,10 @@ def _require_number(environ: Environ, name: str, size: int) -> int:
     value = require_int(environ, _DID, name, fix=f"Set {name} as srun does, or {_SRUN_HINT}")
     if value >= size:
         sizes = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
-        raise contradiction(
+        raise TopologyError(
             _DID,
-            name,
-            f"{name}={value}, but it counts from 0 and there are {size} ({quote(environ, *_NUM_TASKS, *sizes)})",
+            variable=name,
+            found=f"{name}={value}, but it counts from 0 and there are {size} ({quote(environ, *_NUM_TASKS, *sizes)})",
             fix=f"Leave these variables as srun set them, or correct {name}",
         )
     return value
@@ -126,10 +125,10 @@ def _read_hosts(environ: Environ) -> tuple[tuple[str, ...], str]:
     count = "SLURM_STEP_NUM_NODES" if variable == "SLURM_STEP_NODELIST" else "SLURM_NNODES"
     given = read_int(environ, count, minimum=1)
     if given is not None and given != len(hosts):
-        raise contradiction(
+        raise TopologyError(
             _DID,
-            variable,
-            f"{quote(environ, variable)} has {len(hosts)} hosts, but {quote(environ, count)}",
+            variable=variable,
+            found=f"{quote(environ, variable)} has {len(hosts)} hosts, but {quote(environ, count)}",
             fix="Set SLURM_STEP_NODELIST to the hosts of this step, or leave both as srun set them",
         )
     return hosts, variable
@@ -146,10 +145,10 @@ def _read_local_world_size(environ: Environ, world_size: int, nnodes: int, node_
         return world_size // nnodes
     counts = parse_tasks_per_node(text, variable=variable)
     if len(counts) != nnodes or sum(counts) != world_size:
-        raise contradiction(
+        raise TopologyError(
             _DID,
-            variable,
-            f"{variable}={text} means {sum(counts)} tasks on {len(counts)} nodes, "
+            variable=variable,
+            found=f"{variable}={text} means {sum(counts)} tasks on {len(counts)} nodes, "
             f"but this step has {world_size} tasks on {nnodes} nodes",
             fix="Leave these variables as srun set them, or unset the one that a different program changed",
         )

@@ -7,7 +7,6 @@ from ddpilot.environments.topology import Environment, Topology
 from ddpilot.environments.variables import (
     Environ,
     check_nodes,
-    contradiction,
     is_loopback,
     missing,
     or_raise,
@@ -102,10 +101,10 @@ def _resolve_local(environ: Environ, rank: int, world_size: int, master_addr: st
         local_world_size, _unset(environ, "LOCAL_WORLD_SIZE", "number of ranks on this machine")
     )
     if local_rank >= local_world_size or local_world_size > world_size:
-        raise contradiction(
+        raise TopologyError(
             _DID,
-            "LOCAL_RANK" if local_rank >= local_world_size else "LOCAL_WORLD_SIZE",
-            f"LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_world_size}, WORLD_SIZE={world_size}",
+            variable="LOCAL_RANK" if local_rank >= local_world_size else "LOCAL_WORLD_SIZE",
+            found=f"LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_world_size}, WORLD_SIZE={world_size}",
             fix="LOCAL_RANK must stay below LOCAL_WORLD_SIZE, and that must not exceed WORLD_SIZE: correct them",
         )
     return local_rank, local_world_size

@@ -69,18 +69,13 @@ def or_raise(value: _T | None, error: Exception) -> _T:
     return value
 
 
-def contradiction(did: str, variable: str, found: str, *, fix: str) -> TopologyError:
-    """The error for variables that contradict each other; `variable` is the one to check first."""
-    return TopologyError(did, variable=variable, found=found, fix=fix)
-
-
 def require_below(environ: Environ, did: str, smaller: str, larger: str) -> None:
     """Raise `TopologyError` unless the number in variable `smaller` is below that in `larger`. Both must be set."""
     if int(environ[smaller]) >= int(environ[larger]):
-        raise contradiction(
+        raise TopologyError(
             did,
-            smaller,
-            f"{quote(environ, smaller, larger)}",
+            variable=smaller,
+            found=quote(environ, smaller, larger),
             fix=f"{smaller} counts from 0 and must stay below {larger}: correct one of them, or unset both",
         )
 
@@ -95,10 +90,10 @@ def check_nodes(
     (node_rank, nnodes), elsewhere = node, world_size - local_world_size
     if node_rank >= nnodes:
         fix = f"Correct {variables[0]}: with {nnodes} machine(s) it is at most {nnodes - 1}"
-        raise contradiction(did, variables[0], found, fix=fix)
+        raise TopologyError(did, variable=variables[0], found=found, fix=fix)
     if elsewhere < nnodes - 1 or (nnodes == 1 and elsewhere):
         fix = f"Correct the wrong one: {nnodes} machine(s) with at least one rank each hold {world_size} rank(s)"
-        raise contradiction(did, variables[1], found, fix=fix)
+        raise TopologyError(did, variable=variables[1], found=found, fix=fix)
 
 
 def quote(environ: Environ, *names: str) -> str:
@@ -110,9 +105,8 @@ def read_master(environ: Environ) -> tuple[str | None, int | None]:
     """`MASTER_ADDR` and `MASTER_PORT` as set by the user or the launcher; None for each that is not set."""
     port = read_int(environ, "MASTER_PORT", minimum=1)
     if port is not None and port > 65_535:
-        raise contradiction(
-            "reading MASTER_PORT", "MASTER_PORT", f"MASTER_PORT={port}", fix="Set MASTER_PORT to 1 .. 65535"
-        )
+        found, fix = f"MASTER_PORT={port}", "Set MASTER_PORT to 1 .. 65535"
+        raise TopologyError("reading MASTER_PORT", variable="MASTER_PORT", found=found, fix=fix)
     return read_text(environ, "MASTER_ADDR"), port
 
 

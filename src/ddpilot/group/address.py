@@ -113,15 +113,10 @@ def listen(host: str, port: int) -> socket.socket | None:
     Returns None if this process itself listens there. Raises RendezvousError, naming the process that uses the port.
     """
     where = ("127.0.0.1" if host == "localhost" else host) if is_loopback(host) else "::" if _has_ipv6() else "0.0.0.0"
-    sock = socket.socket(socket.AF_INET6 if ":" in where else socket.AF_INET, socket.SOCK_STREAM)
+    family = socket.AF_INET6 if ":" in where else socket.AF_INET
     try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if where == "::":
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        sock.bind((where, port))
-        sock.listen(2048)
+        return socket.create_server((where, port), family=family, backlog=2048, dualstack_ipv6=where == "::")
     except OSError as error:
-        sock.close()
         holder = _holder(port) if error.errno == errno.EADDRINUSE else None
         if holder is not None and holder.pid == os.getpid():
             return None
@@ -131,7 +126,6 @@ def listen(host: str, port: int) -> socket.socket | None:
             fix=f"Stop that process or choose a MASTER_PORT other than {port}.",
             rank=0,
         ) from error
-    return sock
 
 
 def _taken(error: OSError, holder: psutil.Process | None) -> str:
@@ -159,11 +153,8 @@ def _holder(port: int) -> psutil.Process | None:
 
 
 def _has_ipv6() -> bool:
-    if not socket.has_ipv6:
-        return False
     try:
-        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as sock:
-            sock.bind(("::", 0))
-    except OSError:
+        socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True).close()
+    except (OSError, ValueError):
         return False
     return True

@@ -12,10 +12,10 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import FrameType, TracebackType
 
-from ddpilot.errors import DdpilotError, user_tracebacks
+from ddpilot.errors import DdpilotError, chain, user_tracebacks
 from ddpilot.launching.rank_reports import Raised
 from ddpilot.module_names import GUARD_FOLDER
 
@@ -89,16 +89,6 @@ def is_victim(error: BaseException) -> bool:
 def reads_like_victim(type_name: str, message: str) -> bool:
     """Same as `is_victim`, for an error of which only the type name and the message are known."""
     return type_name in _VICTIM_TYPES or bool(_VICTIM_TEXT.search(message))
-
-
-def chain(error: BaseException) -> Iterator[BaseException]:
-    """`error` and the exceptions that it was raised from, as far as Python prints them."""
-    seen: set[int] = set()
-    link: BaseException | None = error
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
-        yield link
-        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
 
 
 _FORMING = ("init_process_group", "new_group")

@@ -41,6 +41,7 @@ class RankEnd:
     """
 
     rank: int
+    pid: int | None = None
     raised: Raised | None = None
     exited: Exited | None = None
     error: BaseException | None = None
@@ -71,6 +72,16 @@ class RankEnd:
     def has_returned(self) -> bool:
         """True if the rank's program finished without an error."""
         return self.exited is not None and self.exited.exitcode == 0
+
+    def describe_end(self) -> str:
+        """How the rank ended, as the predicate of a sentence whose subject is the rank."""
+        if self.raised is not None:
+            if self.raised.type_name == "SystemExit":
+                return f"called sys.exit with code {self.raised.exitcode}"
+            return "ended at KeyboardInterrupt" if self.raised.interrupted else f"raised {self.raised.type_name}"
+        if self.exited is not None:
+            return self.exited.describe()
+        return "was never started" if self.pid is None else "is still running"
 
 
 _End = TypeVar("_End", bound=RankEnd)

@@ -6,7 +6,9 @@ Source of the names: `torch/distributed/run.py`, "Environment Variables", and `t
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import sys
 from collections.abc import Mapping
 
@@ -99,6 +101,16 @@ def module_paths() -> list[str]:
     """The entries of `sys.path` that are strings; the import system skips all others, such as a `pathlib.Path`."""
     paths: list[object] = list(sys.path)
     return [path for path in paths if isinstance(path, str)]
+
+
+def python_command(code: str) -> list[str]:
+    """Command line of a fresh interpreter, with the flags and the module path of this one, that executes `code`."""
+    start = (
+        "import sys; sys.path[:] = filter(None, sys.path); "  # do not import json.py of the working directory
+        "import json; sys.path[:] = json.loads(sys.argv.pop()); "
+    )
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return [sys.executable, *flags, "-c", start + code, json.dumps(module_paths())]
 
 
 def count_cores() -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import ddpilot.cli
-from ddpilot.cli.demo_command import find_quickstart
+from ddpilot.cli.app import find_quickstart
 from ddpilot.errors import DdpilotError
 
 PACKAGE = Path(ddpilot.cli.__file__).parents[1]

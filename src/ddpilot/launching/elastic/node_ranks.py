@@ -39,9 +39,8 @@ class NodeRank(RankEnd):
     has_group: bool = True
     """True while processes of its process group remain. Once it was empty, the number may have been reused."""
 
-    @property
-    def pid(self) -> int:
-        return self.process.pid
+    def __post_init__(self) -> None:
+        self.pid = self.process.pid
 
     @property
     def is_live(self) -> bool:
@@ -64,14 +63,6 @@ class NodeRank(RankEnd):
         if self.raised is None and self.report.exists():
             self.raised = read_report(self.report)
             self.since_s = self.since_s or (time.monotonic() if self.raised is not None else 0.0)
-
-    def describe_end(self) -> str:
-        """How the rank ended, as the predicate of a sentence whose subject is the rank."""
-        if self.raised is not None:
-            if self.raised.type_name == "SystemExit":
-                return f"called sys.exit with code {self.raised.exitcode}"
-            return f"raised {self.raised.type_name}"
-        return "is still running" if self.exited is None else self.exited.describe()
 
 
 class NodeRanks:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 import tempfile
@@ -11,17 +12,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddpilot.errors import LaunchError
+from ddpilot.errors import LaunchError, did_you_mean
 from ddpilot.launching.elastic.options import RunOptions
 from ddpilot.launching.elastic.rendezvous.network import Endpoint, open_endpoint, rank_network_variables
 from ddpilot.launching.elastic.rendezvous.node_state import NodeState
-from ddpilot.launching.elastic.rendezvous.torch_backends import check_backend
 from ddpilot.launching.elastic.target import check_stream, check_target
 from ddpilot.launching.nproc import resolve_nproc
 from ddpilot.launching.rank_environment import LAUNCH_VARIABLE, choose_num_threads
 from ddpilot.output.writer import LabelledWriter
 
 CPP_LEVEL_VARIABLE = "TORCH_CPP_LOG_LEVEL"
+_BACKENDS = ("static", "c10d", "etcd", "etcd-v2")
+_BACKEND_ENTRIES = "torchrun.handlers"  # entry point group in which torch looks for other packages' backends
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,7 @@ def prepare_run(options: RunOptions, environ: Mapping[str, str]) -> PreparedRun:
     interface) and RendezvousError (a name that does not resolve, a port in use).
     """
     check_target(options.kind, options.target)
-    check_backend(options.rdzv_backend)
+    _check_backend(options.rdzv_backend)
     if options.log_dir is not None:
         _check_log_dir(options.log_dir)
     display = LabelledWriter("labelled", None)
@@ -82,6 +84,15 @@ def prepare_run(options: RunOptions, environ: Mapping[str, str]) -> PreparedRun:
         max_restarts=options.max_restarts,
     )
     return PreparedRun(options=options, me=me, run_id=run_id, endpoint=endpoint, variables=variables, display=display)
+
+
+def _check_backend(name: str) -> None:
+    """Raise LaunchError if torch has no rendezvous backend of that name, including those of installed packages."""
+    known = [*_BACKENDS, *sorted(entry.name for entry in importlib.metadata.entry_points(group=_BACKEND_ENTRIES))]
+    if name not in known:
+        guess = did_you_mean(name, known, show=str)
+        fix = f"{guess} Backends are {', '.join(known[:-1])} and {known[-1]}; static is ddpilot's".lstrip()
+        raise LaunchError("reading --rdzv-backend", found=f"{name!r}", fix=fix)
 
 
 def _check_filter(options: RunOptions, count: int, note: Callable[[str], None]) -> None:

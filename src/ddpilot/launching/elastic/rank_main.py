@@ -74,15 +74,12 @@ def _wait_for_torch(hooks: str) -> None:
     from ddpilot.launching.on_import import when_imported
 
     def call_hooks(_torch: types.ModuleType) -> None:
-        import importlib
-
         from ddpilot.group.teardown import let_works_end
 
         let_works_end()
         start = types.SimpleNamespace(rank=int(os.environ["RANK"]), environ=dict(os.environ))
         for hook in filter(None, hooks.split(",")):
-            module, _, name = hook.partition(":")
-            getattr(importlib.import_module(module), name)(start)
+            pkgutil.resolve_name(hook)(start)
 
     when_imported("torch", REPORT_KEY, call_hooks)
 

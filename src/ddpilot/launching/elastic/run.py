@@ -38,8 +38,8 @@ def run_prepared(prepared: PreparedRun, make_observer: MakeObserver | None = Non
     try:
         with (
             limits_explained(f"running `{options.name}` on {prepared.me.nproc_per_node} ranks"),
+            scratch_folder("ddpilot-run-") as folder,  # removed after the pipes are closed: descriptors may be short
             OutputThread(prepared.display) as screen,
-            scratch_folder("ddpilot-run-") as folder,
             _quiet_torch(),
             signals_raise(options.signals),
         ):

@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from ddpilot.errors import LaunchError, RankError, RendezvousError
-from ddpilot.group.address import Result
+from ddpilot.group.address import Result, WaitNotices, call_in_thread
 from ddpilot.launching.elastic import rank_main
 from ddpilot.launching.elastic.agent import Agent, PipedLogs
 from ddpilot.launching.elastic.options import RunOptions
@@ -31,10 +32,11 @@ from ddpilot.launching.elastic.output_thread import OutputThread
 from ddpilot.launching.elastic.prepare import PreparedRun
 from ddpilot.launching.elastic.rendezvous.node_state import NodeState
 from ddpilot.launching.elastic.rendezvous.static_rendezvous import StaticRendezvousHandler
-from ddpilot.launching.elastic.rendezvous.torch_backends import wait_in_thread
 from ddpilot.launching.elastic.signals import RunStoppedError, StopSignal
 from ddpilot.launching.observer import MakeObserver
 from ddpilot.launching.rank_environment import EXIT_REQUEUE
+
+_PAUSE_S = 0.1
 
 
 def run_assembled(
@@ -150,12 +152,21 @@ class _WaitingHandler:
 
 
 def _wait(call: Callable[[], Result], options: RunOptions, note: Callable[[str], None]) -> Result:
-    def describe(waited_s: float) -> str:
-        fewest = f"{options.nnodes[0]} node{'s' * (options.nnodes[0] > 1)}"
-        where = f" at {options.rdzv_endpoint}" if options.rdzv_endpoint else ""
-        return f"waiting for the {options.rdzv_backend} rendezvous of {fewest}{where}, for {waited_s:.0f} s"
+    """Return or raise what `call` does, in a thread: torch's C++ calls block signals and show no progress.
 
-    return wait_in_thread(call, note, describe)
+    If a signal handler raises, the thread is abandoned.
+    """
+    answer, notices = call_in_thread(call, "ddpilot-rendezvous"), WaitNotices(note)
+    fewest = f"{options.nnodes[0]} node{'s' * (options.nnodes[0] > 1)}"
+    where = f" at {options.rdzv_endpoint}" if options.rdzv_endpoint else ""
+    while True:
+        try:
+            return answer.result(_PAUSE_S)
+        except futures.TimeoutError:
+            if answer.done():
+                raise
+        waited = f"for {notices.waited_s:.0f} s"
+        notices.show_if_due(f"waiting for the {options.rdzv_backend} rendezvous of {fewest}{where}, {waited}")
 
 
 def _torch_rendezvous(options: RunOptions, run_id: str, note: Callable[[str], None]) -> Any:

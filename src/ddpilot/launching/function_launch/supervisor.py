@@ -33,7 +33,6 @@ _SLOW_EXIT_NOTICE_S = 5.0
 class LaunchedRank(RankEnd):
     """State of one rank of a launch."""
 
-    pid: int | None = None
     returned: Returned | None = None
     has_ended: bool = False
     parcel: memoryview | None = None
@@ -46,12 +45,7 @@ class LaunchedRank(RankEnd):
         return self.returned is not None
 
     def describe_end(self) -> str:
-        """How the rank ended, as the predicate of a sentence whose subject is the rank."""
-        if self.returned is not None:
-            return "returned"
-        if self.raised is not None:
-            return "ended at KeyboardInterrupt" if self.raised.interrupted else f"raised {self.raised.type_name}"
-        return "was never started" if self.exited is None else self.exited.describe()
+        return "returned" if self.has_returned else super().describe_end()
 
 
 class Supervisor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import os
 import socket
 import subprocess
@@ -19,17 +18,11 @@ from typing import IO
 import psutil
 
 from ddpilot.errors import LaunchError
-from ddpilot.launching.rank_environment import LAUNCH_VARIABLE, SERVER_VARIABLE, import_time_variables, module_paths
+from ddpilot.launching.rank_environment import LAUNCH_VARIABLE, SERVER_VARIABLE, import_time_variables, python_command
 from ddpilot.launching.rank_reports import Hello
 from ddpilot.launching.shipping import fd_socket
 from ddpilot.module_names import RANK_SERVER
 
-_BOOT = (
-    "import sys; sys.path[:] = filter(None, sys.path);"  # do not import json.py of the working directory
-    "import json; given = json.loads(sys.argv[1]); sys.path[:] = given['sys_path']; sys.argv[:] = ['ddpilot'];"
-    f"from {RANK_SERVER} import serve;"
-    "serve(given['fd'], given['parent'], tuple(given['preload']), given['may_fork'])"
-)
 _COUNT_BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """With it, a module that asks on import whether there is a GPU gets its answer without ``cuInit``, after which the
 server could not be forked. Not set in the ranks."""
@@ -72,16 +65,9 @@ class RankServer:
             raise
 
     def _start(self, theirs: socket.socket, log: IO[bytes], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        boot = {
-            "fd": theirs.fileno(),
-            "parent": os.getpid(),
-            "preload": self.key.preload,
-            "may_fork": self.key.may_fork,
-            "sys_path": module_paths(),
-        }
-        flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        arguments = (theirs.fileno(), os.getpid(), self.key.preload, self.key.may_fork)
         return subprocess.Popen(
-            [self.key.executable, *flags, "-c", _BOOT, json.dumps(boot)],
+            python_command(f"sys.argv[:] = ['ddpilot']; from {RANK_SERVER} import serve; serve(*{arguments!r})"),
             env={_COUNT_BY_NVML: "1", **environ, SERVER_VARIABLE: "1"},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import multiprocessing.process
 import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +20,7 @@ from typing import Any, NoReturn
 
 import psutil
 
-from ddpilot.launching.rank_environment import LAUNCH_VARIABLE, module_paths
+from ddpilot.launching.rank_environment import LAUNCH_VARIABLE, python_command
 from ddpilot.launching.rank_reports import Exited
 from ddpilot.launching.rank_server.fork_safety import outlive_stops
 from ddpilot.launching.shipping import fd_socket
@@ -197,13 +194,8 @@ def keep_files_in(folder: str | None) -> None:
 
 def _argv(rank: int, fds: list[int], folder: str | None) -> list[str]:
     module, name = (RANK_JOB, "run_store") if rank == STORE else (FORKED_RANK, "run_rank")
-    code = (
-        f"import sys; sys.path[:] = filter(None, sys.path); import json; sys.path[:] = json.loads(sys.argv.pop()); "
-        f"from {RANK_JOB} import keep_files_in; keep_files_in({folder!r}); "
-        f"from {module} import {name}; {name}(*{fds!r})"
-    )
-    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    return [sys.executable, *flags, "-c", code, json.dumps(module_paths())]
+    keep = f"from {RANK_JOB} import keep_files_in; keep_files_in({folder!r})"
+    return python_command(f"{keep}; from {module} import {name}; {name}(*{fds!r})")
 
 
 def run_store(listen_fd: int) -> NoReturn:

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import importlib
 import os
+import pkgutil
 import random
 import signal
 import socket
@@ -94,8 +95,7 @@ def _become(start: RankStart, parcel: int) -> None:
     let_works_end()
     number_env_rendezvous(start.environ["MASTER_ADDR"], int(start.environ["MASTER_PORT"]))
     for hook in start.hooks:
-        module, _, name = hook.partition(":")
-        getattr(importlib.import_module(module), name)(start)
+        pkgutil.resolve_name(hook)(start)
 
 
 def _bind(definitions: list[Any]) -> None:
@@ -118,9 +118,7 @@ def _obey(control: socket.socket) -> None:
 
 
 def _report_taken(control: socket.socket) -> None:
-    with contextlib.suppress(
-        fd_socket.Closed
-    ):  # the parent is gone, so its limit for interrupted ranks does not matter
+    with contextlib.suppress(fd_socket.Closed):  # the parent, whose limit for interrupted ranks this extends, is gone
         fd_socket.send(control, Taken())
 
 

@@ -11,8 +11,8 @@ import ctypes
 import functools
 import importlib
 import io
-import operator
 import pickle
+import pkgutil
 import struct
 import sys
 import types
@@ -266,15 +266,10 @@ def reduce_torch_op(op: Any) -> Any:
 def reduce_by_path(value: Any, path: str) -> Any:
     """Reduce `value` to its dotted `path`; `NotImplemented` if the path does not lead to it."""
     try:
-        is_there = _follow(path) is value
-    except (ImportError, AttributeError):
+        is_there = pkgutil.resolve_name(path) is value
+    except (ImportError, AttributeError, ValueError):
         is_there = False
-    return (_follow, (path,)) if is_there else NotImplemented
-
-
-def _follow(path: str) -> Any:
-    top, _, rest = path.partition(".")
-    return operator.attrgetter(rest)(importlib.import_module(top)) if rest else importlib.import_module(top)
+    return (pkgutil.resolve_name, (path,)) if is_there else NotImplemented
 
 
 def is_compiled(value: Any) -> bool:

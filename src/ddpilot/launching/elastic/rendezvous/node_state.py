@@ -49,10 +49,6 @@ class NodeState:
         """Node and host: "node 1 (myhost)"."""
         return f"node {self.node_rank} ({self.host})"
 
-    def is_same_process(self, other: NodeState) -> bool:
-        """True if both states are of the same agent process."""
-        return (self.host, self.pid) == (other.host, other.pid)
-
     def encode(self) -> str:
         """Encode as text for the store."""
         return json.dumps(asdict(self))
