@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
 
@@ -72,11 +72,10 @@ def read_statuses(kernels: RankKernels) -> tuple[RankStatus, ...]:
     return tuple(_status(kernels, rank, pids.get(rank), usage) for rank in range(kernels.world_size))
 
 
-def _status(kernels: RankKernels, rank: int, pid: int | None, usage: dict[int, Usage]) -> RankStatus:
+def _status(kernels: RankKernels, rank: int, pid: int | None, usage: dict[int, dict[str, Any]]) -> RankStatus:
     reason, running = kernels.states.dead.get(rank), kernels.states.busy.get(rank)
     idle_since_s = kernels.states.since_s.get(rank, time.monotonic())
     state: State = "dead" if reason is not None else "busy" if running is not None else "idle"
-    uses = None if pid is None else usage.get(pid)
     return RankStatus(
         rank=rank,
         state=state,
@@ -84,7 +83,7 @@ def _status(kernels: RankKernels, rank: int, pid: int | None, usage: dict[int, U
         pid=pid,
         cell=running[0] if running is not None else None,
         collective=None if reason is not None else _collective(kernels, rank),
-        **({} if uses is None else asdict(uses)),
+        **({} if pid is None else usage.get(pid, {})),
         reason=reason or "",
     )
 
@@ -117,23 +116,11 @@ def describe_stack(frames: Sequence[CodeLine]) -> str:
     return "\n".join(f'  File "{each.file}", line {each.line} in {each.function}' for each in frames[:end]) or "idle"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Usage:
-    """Usage of one process and all its descendants, such as the workers of a `DataLoader`."""
+def collect_usage(pids: Iterable[int], *, interval_s: float = 0.1) -> dict[int, dict[str, Any]]:
+    """Return the usage of each process in `pids`, named as in `RankStatus`; processes that have ended are left out.
 
-    cpu_percent: float
-    """In percent of one core: 200 is two cores."""
-    memory_bytes: int
-    """Memory; where the platform reports PSS, pages shared by several processes are divided between them."""
-    gpu_percent: float | None
-    """Utilization, by all processes, of the busiest GPU that it uses; None if it uses none or the driver does not
-    report it."""
-    gpu_memory_bytes: int | None
-    """Its own memory on all GPUs; None if not known."""
-
-
-def collect_usage(pids: Iterable[int], *, interval_s: float = 0.1) -> dict[int, Usage]:
-    """Return the usage of each process in `pids`; processes that have ended are left out.
+    All descendants count too, such as the workers of a `DataLoader`. The GPU's utilization, by all processes, is that
+    of the busiest GPU that it uses; its memory is its own, on all GPUs.
 
     Takes `interval_s` seconds, in which CPU usage is measured, and about 5 ms per process.
     """
@@ -146,12 +133,12 @@ def collect_usage(pids: Iterable[int], *, interval_s: float = 0.1) -> dict[int, 
     cpu_after, duration_s = _read_cpu(families), time.monotonic() - began_s
     memory, gpus = {pid: _read_memory(family) for pid, family in families.items()}, read_gpus()
     return {
-        pid: Usage(
-            cpu_percent=max(0.0, 100 * (cpu_after[pid] - cpu_before[pid]) / duration_s),
-            memory_bytes=memory[pid],
-            gpu_percent=_busiest(families[pid], gpus),
-            gpu_memory_bytes=_sum_gpu_memory(families[pid], gpus),
-        )
+        pid: {
+            "cpu_percent": max(0.0, 100 * (cpu_after[pid] - cpu_before[pid]) / duration_s),
+            "memory_bytes": memory[pid],
+            "gpu_percent": _busiest(families[pid], gpus),
+            "gpu_memory_bytes": _sum_gpu_memory(families[pid], gpus),
+        }
         for pid in asked
         if pid in cpu_before and pid in cpu_after and memory[pid]
     }

@@ -298,20 +298,13 @@ def is_exit(node: ast.AST) -> bool:
 _PASS_ON = ("enumerate", "tqdm", "trange", "iter", "map")
 
 
-@dataclass(frozen=True, slots=True)
-class Exits:
-    """Statements at which loops may be left before their end. Either field may be empty."""
+def find_exits(
+    source: Source, loops: Sequence[ast.AST], *, has_ended: bool
+) -> tuple[list[DecisionPoint], list[DecisionPoint]]:
+    """Return where `loops`, outermost first, may be left for a reason that may differ between ranks, and at data's end.
 
-    early: tuple[DecisionPoint, ...] = ()
-    """Exits for a reason that may differ between ranks."""
-    at_data_end: tuple[DecisionPoint, ...] = ()
-    """Exits because the data is exhausted."""
-
-
-def find_exits(source: Source, loops: Sequence[ast.AST], *, has_ended: bool) -> Exits:
-    """Return where `loops`, outermost first, may be left. `has_ended`: the exit may also have ended the program.
-
-    For an endless loop, exits whose conditions look the same on all ranks are included: nothing else can have ended it.
+    `has_ended`: the exit may also have ended the program. For an endless loop, exits whose conditions look the same on
+    all ranks are included: nothing else can have ended it.
     """
     never_ends = is_endless(source, loops[0])
     found = [
@@ -321,8 +314,8 @@ def find_exits(source: Source, loops: Sequence[ast.AST], *, has_ended: bool) -> 
     ]
     if never_ends and not found:
         found = [(point, False) for point, _ in _early_exits(source, loops[0], has_ended=has_ended, also_same=True)]
-    early = tuple(point for point, is_data_end in found if not is_data_end)
-    return Exits(early, tuple(point for point, is_data_end in found if is_data_end))
+    early = [point for point, is_data_end in found if not is_data_end]
+    return early, [point for point, is_data_end in found if is_data_end]
 
 
 def is_endless(source: Source, loop: ast.AST) -> bool:

@@ -347,20 +347,20 @@ def _count_common(one: Sequence[Block], other: Sequence[Block]) -> int:
 def _describe_left_loop(source: Source, loop: Block, blocks: Sequence[Block], frame: CodeLine, gone: Side) -> LoopLeft:
     loops = [block.node for block in _loops(blocks)]
     inside = list(blocks)[list(blocks).index(loop) :]
-    exits = find_exits(source, loops, has_ended=not gone.chain)
+    early, at_data_end = find_exits(source, loops, has_ended=not gone.chain)
     never_ends = is_endless(source, loop.node)
     left = loop.node if never_ends else loops[-1]
     is_same = all(has_same_iterations(source, each) for each in loops)
     skipped: list[DecisionPoint] = []
     if never_ends:  # a handler that continues with the next iteration does not end an endless loop
-        handlers = suppressing_handlers(source, inside if exits.early else blocks, leaving=loop.node)
+        handlers = suppressing_handlers(source, inside if early else blocks, leaving=loop.node)
     else:
         handlers = suppressing_handlers(source, inside)
         handlers += [point for each in loops for point in skipping_handlers(source, each, frame.line)]
         skipped = [point for each in loops for point in continues(source, each, frame.line)]
     points: Mapping[ReasonKind, Sequence[DecisionPoint]] = {
         "handler": handlers,
-        "exit": sorted(exits.early, key=lambda point: not point.depends_on_rank),
+        "exit": sorted(early, key=lambda point: not point.depends_on_rank),
         "continue": skipped,
         "no_sync": no_sync_blocks(source, inside) if is_same else (),
     }
@@ -369,7 +369,7 @@ def _describe_left_loop(source: Source, loop: Block, blocks: Sequence[Block], fr
         file=frame.file,
         loop=DecisionPoint(left.lineno, source.text(left.lineno)),
         reasons=_reasons(frame.file, points),
-        data_end=next(iter(exits.at_data_end), None),
+        data_end=next(iter(at_data_end), None),
         has_same_iterations=is_same,
         is_endless=never_ends,
     )

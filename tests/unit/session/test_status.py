@@ -37,14 +37,14 @@ def test_collect_usage_counts_children_and_leaves_out_ended_processes() -> None:
             # Time on a core is counted in hundredths of a second, of which a busy machine may give it none at first.
             for _ in range(100):
                 used = collect_usage([family.pid, gone], interval_s=0.02)
-                if used[family.pid].cpu_percent > 0:
+                if used[family.pid]["cpu_percent"] > 0:
                     break
         finally:
             os.killpg(family.pid, signal.SIGKILL)
     assert set(used) == {family.pid}
-    assert used[family.pid].cpu_percent > 0
-    assert 40e6 < used[family.pid].memory_bytes < 80e6
-    assert used[family.pid].gpu_percent is None
+    assert used[family.pid]["cpu_percent"] > 0
+    assert 40e6 < used[family.pid]["memory_bytes"] < 80e6
+    assert used[family.pid]["gpu_percent"] is None
 
 
 def test_collect_usage_of_no_process_takes_no_time() -> None:

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import zmq
+from jupyter_client.session import DELIM, new_id_bytes
 from jupyter_client.session import Session as Messages
-from jupyter_client.session import new_id_bytes
 
 from ddpilot.session.kernels.event_router import Event, KernelMessage
 
@@ -90,9 +90,10 @@ class Channels:
         messages, sock = self._messages, self.sockets[channel]
         while True:
             try:
-                _, (signature, *parts) = messages.feed_identities(sock.recv_multipart(zmq.NOBLOCK))
+                frames: list[bytes] = sock.recv_multipart(zmq.NOBLOCK, copy=True)
             except zmq.Again:
                 return
+            signature, *parts = frames[frames.index(DELIM) + 1 :]
             if not hmac.compare_digest(signature, messages.sign(parts[:4])):
                 raise ValueError(f"rank {self.rank} sent a message with a wrong signature")
             header, parent, metadata, content = map(messages.unpack, parts[:4])
