@@ -72,7 +72,7 @@ def test_a_process_that_runs_python_code_survives_being_asked_often(tmp_path: Pa
     with answering(tmp_path, "busy") as process:
         stacks = [take_stacks(tmp_path, {0: process.pid}) for _ in range(200)]
         assert process.poll() is None
-    functions = {stack.main_frames[-1].function for found in stacks for stack in found.values()}
+    functions = {stack.frames[-1].function for found in stacks for stack in found.values()}
     assert functions == {"<module>"}
     assert sum(map(len, stacks)) > 100  # a loaded machine may miss some
 
@@ -82,7 +82,7 @@ def stack_after_print(folder: Path, pid: int) -> PythonStack:
     line = ANSWERING.splitlines().index("print(flush=True)") + 1
     while True:
         stack = take_stacks(folder, {0: pid})[0]
-        if stack.main_frames[-1].line != line:
+        if stack.frames[-1].line != line:
             return stack
 
 
@@ -90,7 +90,7 @@ def test_a_process_whose_gil_is_held_by_c_code_answers(tmp_path: Path) -> None:
     """By the fault handler, which reads frames that do not change."""
     with answering(tmp_path, "stuck") as process:
         stack = stack_after_print(tmp_path, process.pid)
-        assert [frame.function for frame in stack.main_frames] == ["<module>"]
+        assert [frame.function for frame in stack.frames] == ["<module>"]
         assert not stack.is_running
         assert process.poll() is None
 
@@ -136,7 +136,7 @@ def test_the_file_is_there_while_a_store_may_be_made(tmp_path: Path, monkeypatch
     monkeypatch.setattr("ddpilot.record.main_thread.main_frame", lambda: frames["main"])
     notes.tick(is_outside=True)
     stacks = take_stacks(tmp_path, {1: 2**22 + 1})
-    assert (stacks[1].main_frames[0].file, stacks[1].main_frames[0].function) == ("train.py", "connect")
+    assert (stacks[1].frames[0].file, stacks[1].frames[0].function) == ("train.py", "connect")
     frames["main"] = frame_of("sleep")
     notes.tick(is_outside=True)
     assert not path.exists()

@@ -77,8 +77,8 @@ def test_told_takes_a_short_break_for_the_same_wait() -> None:
 def test_parse_stack_reads_frames_innermost_first() -> None:
     """As the fault handler writes them."""
     text = 'Stack (most recent call first):\n  File "a b.py", line 3 in wait\n  File "Cell In[2]", line 1 in <module>\n'
-    stack = parse_stack(text, 7, 5)
-    assert [(each.file, each.line, each.function) for each in stack.main_frames] == [
+    stack = parse_stack(text, 5)
+    assert [(each.file, each.line, each.function) for each in stack.frames] == [
         ("a b.py", 3, "wait"),
         ("Cell In[2]", 1, "<module>"),
     ]

@@ -147,7 +147,7 @@ def has_moved(rank: RankSnapshot, earlier: RankSnapshot | None) -> Moves:
 
 
 def _lines(stack: PythonStack) -> list[tuple[str, int]]:
-    return [frame.position for frame in stack.main_frames]
+    return [frame.position for frame in stack.frames]
 
 
 def _without_python_ns(rank: RankSnapshot, now_ns: int) -> int:

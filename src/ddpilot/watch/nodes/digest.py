@@ -36,7 +36,7 @@ _SHARED: Mapping[str, type] = {"group": GroupOfRanks, "line": CallSite, "ddp": D
 _TENSORS = ("inputs", "outputs")
 _DEFAULTS: Mapping[type, Sequence[tuple[str, Any]]] = {
     kind: tuple((field.name, field.default) for field in fields(kind))
-    for kind in (RankLog, Collective, GroupOfRanks, CallSite, DdpPart, Tensor, ProcessState)
+    for kind in (RankLog, Collective, GroupOfRanks, CallSite, DdpPart, Tensor, ProcessState, PythonStack)
 }
 _TIMES_OF_LOG, _TIMES_OF_ENTRY = (
     tuple(field.name for field in fields(kind) if field.name.endswith("_ns") and field.name != "started_unix_ns")
@@ -177,10 +177,7 @@ def _write_rank(rank: RankSnapshot, shared: _Shared, num_entries: int) -> dict[s
             "collectives": [_write_entry(entry, shared) for entry in chosen]
         }
     if rank.stack is not None:
-        frames = rank.stack.main_frames[:_NUM_FRAMES]
-        stack = {"taken_ns": rank.stack.taken_ns, "main": rank.stack.main, "child": rank.stack.child}
-        stack["is_running"] = rank.stack.is_running
-        raw["stack"] = {**stack, "frames": frames}
+        raw["stack"] = _bare(replace(rank.stack, frames=rank.stack.frames[:_NUM_FRAMES]))
     if rank.error is not None:
         error = rank.error
         texts = {"message": error.message[:_MAX_ERROR_CHARS], "traceback": error.traceback[-_MAX_ERROR_CHARS:]}
@@ -194,10 +191,8 @@ def _read_rank(raw: Mapping[str, Any], shared: list[Any]) -> RankSnapshot:
         entries = tuple(_read_entry(each, shared) for each in raw["log"]["collectives"])
         log = RankLog(**{**raw["log"], "collectives": entries})
     if "stack" in raw:
-        main = raw["stack"]["main"]
-        frames = tuple(CodeLine(*frame) for frame in raw["stack"]["frames"])
-        more = {name: raw["stack"][name] for name in ("taken_ns", "child", "is_running")}
-        stack = PythonStack(threads={main: frames}, main=main, **more)
+        frames = tuple(CodeLine(*frame) for frame in raw["stack"].get("frames", ()))
+        stack = PythonStack(**{**raw["stack"], "frames": frames})
     error = RankException(**raw["error"]) if "error" in raw else None
     process = ProcessState(**raw["process"])
     return RankSnapshot(rank=raw["rank"], log=log, process=process, stack=stack, error=error, returned=raw["returned"])

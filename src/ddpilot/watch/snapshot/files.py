@@ -156,9 +156,7 @@ def take_stacks(folder: Path, pids: Mapping[int, int]) -> dict[int, PythonStack]
     """
     asked_ns = time.monotonic_ns()
     kept = {rank: _read(connecting_path(folder, rank)) for rank in pids}
-    found = {
-        rank: replace(parse_stack(text, pids[rank], asked_ns), is_kept=True) for rank, text in kept.items() if text
-    }
+    found = {rank: replace(parse_stack(text, asked_ns), is_kept=True) for rank, text in kept.items() if text}
     rest = {rank: pid for rank, pid in pids.items() if rank not in found}
     asked = {rank: _ask(stacks_path(folder, rank), pid) for rank, pid in rest.items()}
     waiting = {rank: request for rank, request in asked.items() if request is not None}
@@ -168,7 +166,7 @@ def take_stacks(folder: Path, pids: Mapping[int, int]) -> dict[int, PythonStack]
         for rank, request in list(waiting.items()):
             text = _read(stacks_path(folder, rank))
             if text and text == seen.get(rank):  # nothing was added since the last read: it is complete
-                found[rank] = parse_stack(text, pids[rank], asked_ns)
+                found[rank] = parse_stack(text, asked_ns)
             elif not text and request.wants_signal():
                 _signal(pids[rank])
             if rank in found or request.is_over():
@@ -177,26 +175,22 @@ def take_stacks(folder: Path, pids: Mapping[int, int]) -> dict[int, PythonStack]
     return found
 
 
-def read_stack(folder: Path, rank: int, pid: int) -> PythonStack | None:
+def read_stack(folder: Path, rank: int) -> PythonStack | None:
     """Return the stack that `rank` wrote last; None if it was never requested."""
     path = stacks_path(folder, rank)
     text = _read(path)
     if not text:
         return None
     age_ns = max(0, time.time_ns() - os.lstat(path).st_mtime_ns)
-    return parse_stack(text, pid, time.monotonic_ns() - age_ns)
+    return parse_stack(text, time.monotonic_ns() - age_ns)
 
 
-def parse_stack(text: str, thread: int, taken_ns: int) -> PythonStack:
-    """Parse the fault handler's output for one thread, whose id is `thread`."""
+def parse_stack(text: str, taken_ns: int) -> PythonStack:
+    """Parse the fault handler's output for one thread."""
     lines = first_stack(text).splitlines()
     frames = (_FRAME.match(line) for line in lines)
-    return PythonStack(
-        taken_ns=taken_ns,
-        threads={thread: tuple(_frame(found) for found in frames if found is not None)},
-        main=thread,
-        is_running=RUNS in lines,
-    )
+    found = tuple(_frame(frame) for frame in frames if frame is not None)
+    return PythonStack(taken_ns=taken_ns, frames=found, is_running=RUNS in lines)
 
 
 def _frame(found: re.Match[str]) -> CodeLine:

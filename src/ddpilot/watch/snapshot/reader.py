@@ -144,7 +144,7 @@ class SnapshotReader:
         """Return `job` with the stacks that the ranks wrote last, including those of ranks that have ended."""
         for rank, each in job.ranks.items():
             pid = each.log.pid if each.log is not None else each.process.pid
-            stack = read_stack(self._folder, rank, pid)
+            stack = read_stack(self._folder, rank)
             if stack is not None:
                 self._stacks[rank] = _with_child(stack, pid)
         return self._with_stacks(job)

@@ -28,7 +28,7 @@ from tests.unit.record.rings import ABOUT, open_ring
 from tests.unit.watch.logs import FILE, S, Writer, alive, died, group_of, job, returned
 
 WORLD = group_of(0, 1)
-LOCK = PythonStack(taken_ns=103 * S, threads={1: (CodeLine(FILE, 8, "get", "with lock:"),)}, main=1)
+LOCK = PythonStack(taken_ns=103 * S, frames=(CodeLine(FILE, 8, "get", "with lock:"),))
 UNSEEN = ProcessState(pid=1, state="ended")
 CHANGED = Finding(code="DDP325", name="changed-after-wrapping", severity="error", summary="4 differ", ranks=(0, 1))
 

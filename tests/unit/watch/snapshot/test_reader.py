@@ -23,7 +23,7 @@ def test_a_stack_that_a_rank_wrote_as_it_connected_is_valid_for_one_look(tmp_pat
     view = reader.add_stacks(reader.read(facts), (0,))
     stack = view.ranks[0].stack
     assert stack is not None
-    assert [frame.line for frame in stack.main_frames] == [3]
+    assert [frame.line for frame in stack.frames] == [3]
     assert reader.read(facts).ranks[0].stack is None
 
 
@@ -39,7 +39,7 @@ def test_a_rank_that_waits_for_a_child_names_it() -> None:
         CodeLine("/lib/python3/subprocess.py", 9, "wait"),
         CodeLine("/home/u/train.py", 3, "main", "run(command)"),
     )
-    rank = RankSnapshot(rank=1, stack=PythonStack(taken_ns=1, threads={7: frames}, main=7, child=name))
+    rank = RankSnapshot(rank=1, stack=PythonStack(taken_ns=1, frames=frames, child=name))
     activity = describe_activity(rank, None, 2)
     assert (activity.code, activity.words) == ("DDP214", f"waits for a child process: {name}")
 
