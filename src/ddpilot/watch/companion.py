@@ -32,7 +32,7 @@ from ddpilot.watch.explain.rank_exit import OF_ENDS, find_cause_of_end
 from ddpilot.watch.nodes.exchange import Exchange
 from ddpilot.watch.observer import Observer
 from ddpilot.watch.options import FindingCallback, WatchOptions
-from ddpilot.watch.report import RepeatedFindings, Report, label_cells, rename_in
+from ddpilot.watch.report import Report, label_cells, rename_in
 from ddpilot.watch.snapshot.model import ProcessState, RankException
 from ddpilot.watch.snapshot.reader import RankFacts
 
@@ -63,7 +63,6 @@ class Watcher:
         self._lines: queue.SimpleQueue[tuple[str, bool]] = queue.SimpleQueue()
         self._error: WatchError | None = None
         self._num_resumed = 0
-        self._repeated = RepeatedFindings()
         self._callback = self._make_callback()
         self._since_ns = 0
         self._observer: Observer | None = None
@@ -129,7 +128,6 @@ class Watcher:
         def begin() -> None:
             self._name, self._since_ns, self._error = name, since_ns, None
             self._num_resumed += 1
-            self._repeated.begin()
             self._callback = self._make_callback()
             # Lines about an earlier cell are dropped.
             for text, is_of_cell in [self._lines.get_nowait() for _ in range(self._lines.qsize())]:
@@ -187,7 +185,7 @@ class Watcher:
         found, findings = without_waits(found, known), without_waits(findings, known)
         if known is not None:
             error.fix = put_first(known, findings) or error.fix
-        error.findings = Findings(self._repeated.without(findings))
+        error.findings = Findings(findings)
         is_victim = failed is not None and failed.raised is not None and failed.raised.is_victim
         cause = find_cause_of_end(found, failed.rank) if failed is not None and is_victim else None
         if cause is not None:
@@ -234,8 +232,7 @@ class Watcher:
             self._error = self._error or make_error(self._name, report)
             return
         # If a rank has failed, the launcher's error holds the findings.
-        new = self._repeated.without(report.findings)
-        shown = [each for each in new if each.severity != "error" or not self._has_failed()]
+        shown = [each for each in report.findings if each.severity != "error" or not self._has_failed()]
         if shown:
             self._print(str(Findings(shown)), is_of_cell=True)
         if self._callback is not None:

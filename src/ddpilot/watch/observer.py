@@ -141,7 +141,7 @@ class Observer:
         with self._lock:
             begin()
             self._since_ns = since_ns
-            self._history = ReportHistory(self._options.stall_warn_s)
+            self._history = self._history.next_cell()
             self._snapshots.clear()
             self._is_active = True
         self._is_wanted.set()

@@ -128,23 +128,36 @@ def rename_in(finding: Finding, labels: Mapping[str, str]) -> Finding:
 _QUIET_S = 1.5
 """A wait that resumes after a shorter break than this is the same wait."""
 
+_OF_LAYERS = frozenset({"DDP408"})
+"""Codes that describe the model and not the cell; their evidence names layers and numbers."""
+
 
 class ReportHistory:
-    """Findings and waits that were reported for a job. `again_s`: seconds until a persisting wait is reported again."""
+    """Findings and waits that were reported for a job or a cell.
 
-    def __init__(self, again_s: float) -> None:
+    `again_s`: seconds until a persisting wait is reported again. `known`: codes and evidence of findings about layers,
+    which are not reported again, whichever ranks have come that far.
+    """
+
+    def __init__(self, again_s: float, known: Iterable[tuple[str, tuple[str, ...]]] = ()) -> None:
         self.findings: list[Finding] = []
         self._again_s = again_s
+        self._known = frozenset(known)
         self._keys: set[object] = set()
         self._due_s: float | None = None
         self._wait_s = again_s
         self._stalled_s: float | None = None
 
+    def next_cell(self) -> ReportHistory:
+        """Return the history of the next cell, which reports again everything but findings about layers."""
+        shown = {(each.code, each.evidence) for each in self.findings if each.code in _OF_LAYERS}
+        return ReportHistory(self._again_s, self._known | shown)
+
     def new_findings(self, findings: Iterable[Finding]) -> list[Finding]:
         """Return the findings that differ from all earlier ones, and add them to `findings`."""
         news = []
         for finding in findings:
-            if self._keys.isdisjoint(_keys_of(finding)):
+            if self._keys.isdisjoint(_keys_of(finding)) and (finding.code, finding.evidence) not in self._known:
                 news.append(finding)
             self._keys |= _keys_of(finding)
         self.findings += news
@@ -185,32 +198,3 @@ def newest(findings: Iterable[Finding]) -> list[Finding]:
         else:
             kept[same] = finding
     return kept
-
-
-_OF_LAYERS = frozenset({"DDP408"})
-"""Codes that describe the model and not the cell; their evidence names layers and numbers."""
-
-_Key = tuple[str, tuple[str, ...]]
-
-
-class RepeatedFindings:
-    """Remembers findings about layers shown by earlier cells. Findings with other layers or numbers count as new."""
-
-    def __init__(self) -> None:
-        self._earlier: set[_Key] = set()
-        self._now: set[_Key] = set()
-
-    def begin(self) -> None:
-        """Start a new cell."""
-        self._earlier |= self._now
-        self._now = set()
-
-    def without(self, findings: Iterable[Finding]) -> list[Finding]:
-        """Return `findings` without those shown by an earlier cell; the rest counts as shown in this cell."""
-        kept = [each for each in findings if each.code not in _OF_LAYERS or _key(each) not in self._earlier]
-        self._now.update(_key(each) for each in kept if each.code in _OF_LAYERS)
-        return kept
-
-
-def _key(finding: Finding) -> _Key:
-    return finding.code, finding.evidence  # the same whichever ranks have come that far
