@@ -18,12 +18,19 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-from ddpilot.environments.private_files import is_own_process, open_own_fifo, open_own_file, write_own_text
+from ddpilot.environments.private_files import (
+    is_own_process,
+    open_own_fifo,
+    open_own_file,
+    read_own_text,
+    write_own_text,
+)
 from ddpilot.environments.running_frames import main_frame, reading_frames
 
 WATCH_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR1) + 6
@@ -37,13 +44,15 @@ _HELD_S = 0.2
 """CPU seconds after which a main thread has held the GIL throughout: Python code releases it every 5 ms."""
 
 _LIMIT_S = 2.0
+_PAUSE_S = 0.01
 _MAX_FRAMES = 100
 _CALL_NOTHING = ("JUMP_BACKWARD", "JUMP_ABSOLUTE", "RESUME")
 RUNS = "  (runs Python code)"
 """Last line of the stack of a thread that was interrupted at an instruction where the GIL can be taken, such as the end
 of a loop body: the same line each time, however fast the thread moves."""
 
-_HEADER = "Stack (most recent call first):"  # the fault handler's
+HEADER = "Stack (most recent call first):"
+"""First line of a stack that was requested, as the fault handler writes it."""
 
 
 def stacks_path(folder: str | os.PathLike[str], rank: int) -> Path:
@@ -79,7 +88,7 @@ def _fifo_path(path: Path) -> Path:
 def _answer(requests: int, fd: int, main: int | None) -> None:
     while os.read(requests, 1):
         frame = sys._current_frames().get(main or 0)
-        lines, is_running = [_HEADER], frame is not None and _is_running(frame)
+        lines, is_running = [HEADER], frame is not None and _is_running(frame)
         with reading_frames():
             while frame is not None and len(lines) <= _MAX_FRAMES:
                 code = frame.f_code
@@ -97,22 +106,59 @@ def _is_running(frame: FrameType) -> bool:
     return 0 <= at < len(code) and opcode.opname[code[at]] in _CALL_NOTHING
 
 
+def ask_stacks(
+    folder: str | os.PathLike[str], pids: Mapping[int, int], send_signal: Callable[[int], object]
+) -> dict[int, str]:
+    """Return the main thread's stack of each rank in `pids` that responds within 2 s.
+
+    `send_signal` sends `WATCH_SIGNAL` to a rank that does not answer by itself. A rank that is connecting to a store
+    has already written its stack.
+    """
+    found = {rank: text for rank in pids if (text := _read(connecting_path(folder, rank)))}
+    asked = {rank: StackRequest(stacks_path(folder, rank), pids[rank]) for rank in pids if rank not in found}
+    waiting = {rank: request for rank, request in asked.items() if request.has_asked}
+    seen: dict[int, str] = {}
+    while waiting:
+        time.sleep(_PAUSE_S)
+        for rank, request in list(waiting.items()):
+            text = _read(stacks_path(folder, rank))
+            if text and text == seen.get(rank):  # nothing was added since the last read: it is complete
+                found[rank] = first_stack(text)
+            elif not text and request.wants_signal():
+                send_signal(rank)
+            if rank in found or request.is_over():
+                del waiting[rank]
+            seen[rank] = text
+    return found
+
+
+def _read(path: Path) -> str:
+    with suppress(OSError):
+        return read_own_text(path)
+    return ""
+
+
 def first_stack(text: str) -> str:
     """Return the first stack in `text`: a rank that was asked in both ways may have answered twice."""
-    before, header, after = text.partition(_HEADER)
-    return before + header + after.partition(_HEADER)[0]
+    before, header, after = text.partition(HEADER)
+    return before + header + after.partition(HEADER)[0]
 
 
 class StackRequest:
-    """Requests the stack of process `pid`, a rank that writes to `path`. `has_asked`: True if the rank can be asked."""
+    """Clears `path` and requests the stack of process `pid`, a rank that writes to it.
+
+    `has_asked`: True if the rank can be asked.
+    """
 
     def __init__(self, path: Path, pid: int) -> None:
         self._pid = pid
         self._before = _read_main_thread(pid)
         self._since_s = time.monotonic()
         self._is_signalled = False
-        self.has_asked = is_answering(pid)
+        self.has_asked = False
         with suppress(OSError):
+            os.close(open_own_file(path, os.O_WRONLY | os.O_TRUNC))
+            self.has_asked = is_answering(pid)
             fifo = open_own_fifo(_fifo_path(path))
             try:
                 self.has_asked = os.write(fifo, b"?") == 1

@@ -30,7 +30,7 @@ from ddpilot.launching.spawning import Ended, Wrote
 from ddpilot.module_names import RECORD_HOOK
 from ddpilot.output.view import View
 from ddpilot.record.hook import RING_DIR_VARIABLE
-from ddpilot.record.main_thread import WATCH_SIGNAL
+from ddpilot.record.main_thread import WATCH_SIGNAL, ask_stacks
 from ddpilot.session.apps import find_app, present_modules
 from ddpilot.session.arguments import check_gpus
 from ddpilot.session.kernels.cell_watch import WatchedRank
@@ -39,7 +39,6 @@ from ddpilot.session.kernels.events import Event, Interrupted, KernelMessage
 from ddpilot.session.kernels.io_thread import Connection, IOThread
 from ddpilot.session.kernels.output import IdleOutput, NativeOutput
 from ddpilot.session.kernels.processes import KernelProcesses
-from ddpilot.session.kernels.stacks import read_stacks
 from ddpilot.session.kernels.states import START_OVER, RankStates, describe_store_end
 from ddpilot.session.options import SessionOptions
 from ddpilot.session.protocol.entry_points import KernelStart
@@ -253,7 +252,7 @@ class RankKernels:
     def read_stacks(self, ranks: Sequence[int]) -> dict[int, str]:
         """Return the Python stack of each rank's main thread, also if the thread is stuck in C++."""
         pids = {rank: pid for rank in ranks if (pid := self.processes.pid(rank)) is not None}
-        stacks = read_stacks(self.ring_folder, pids, functools.partial(self.signal, number=WATCH_SIGNAL))
+        stacks = ask_stacks(self.ring_folder, pids, lambda rank: self.signal((rank,), number=WATCH_SIGNAL))
         return dict.fromkeys(ranks, "") | stacks
 
     def last_lines(self, rank: int) -> tuple[str, ...]:
