@@ -88,16 +88,22 @@ def _fifo_path(path: Path) -> Path:
 def _answer(requests: int, fd: int, main: int | None) -> None:
     while os.read(requests, 1):
         frame = sys._current_frames().get(main or 0)
-        lines, is_running = [HEADER], frame is not None and _is_running(frame)
-        with reading_frames():
-            while frame is not None and len(lines) <= _MAX_FRAMES:
-                code = frame.f_code
-                lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
-                frame = frame.f_back
+        runs = f"{RUNS}\n" if frame is not None and _is_running(frame) else ""
+        text = f"{HEADER}\n{_render(frame)}{runs}"
         frame = None  # do not keep the frame's locals alive until the next request
-        lines += [RUNS] * is_running
         with suppress(OSError):  # no space
-            os.write(fd, ("\n".join(lines) + "\n").encode(errors="backslashreplace"))
+            os.write(fd, text.encode(errors="backslashreplace"))
+
+
+def _render(frame: FrameType | None) -> str:
+    """Format the calls that led to `frame`, innermost first, as the fault handler does."""
+    lines: list[str] = []
+    with reading_frames():
+        while frame is not None and len(lines) < _MAX_FRAMES:
+            code = frame.f_code
+            lines.append(f'  File "{code.co_filename}", line {frame.f_lineno or 0} in {code.co_name}\n')
+            frame = frame.f_back
+    return "".join(lines)
 
 
 def _is_running(frame: FrameType) -> bool:
@@ -294,7 +300,7 @@ class ConnectFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._written: tuple[tuple[str, int, str], ...] = ()
+        self._written = ""
         self._is_off = False
         with suppress(OSError):
             path.unlink(missing_ok=True)  # from an earlier process
@@ -304,32 +310,19 @@ class ConnectFile:
         if self._is_off or not (is_outside or self._written):
             return
         try:
-            self._note(_find_calls() if is_outside else ())
+            frame = main_frame() if is_outside else None
+            self._note(_render(frame) if frame is not None and may_make_store(frame) else "")
         except Exception:  # noqa: BLE001 - without the file, the stack is requested by a signal as usual
             self._is_off = True
 
-    def _note(self, calls: tuple[tuple[str, int, str], ...]) -> None:
-        if calls == self._written:
+    def _note(self, text: str) -> None:
+        if text == self._written:
             return
-        self._written = calls
-        if not calls:
+        self._written = text
+        if text:
+            write_own_text(self._path, text)
+        else:
             self._path.unlink(missing_ok=True)
-            return
-        text = "".join(f'  File "{file}", line {line} in {function}\n' for file, line, function in calls)
-        write_own_text(self._path, text)
-
-
-def _find_calls() -> tuple[tuple[str, int, str], ...]:
-    """Return the main thread's calls, innermost first, if the innermost one may be connecting to a store; else none."""
-    frame = main_frame()
-    if frame is None or not may_make_store(frame):
-        return ()
-    found = []
-    with reading_frames():
-        while frame is not None:
-            found.append((frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
-            frame = frame.f_back
-    return tuple(found)
 
 
 def may_make_store(frame: FrameType) -> bool:
