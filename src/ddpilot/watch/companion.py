@@ -68,29 +68,21 @@ class Watcher:
         self._observer: Observer | None = None
         self._waking = threading.Lock()
         self._is_over = False
-        self._reader, self._writer = os.pipe()
+        self.fd, self._writer = os.pipe()
+        """File descriptor that becomes readable when `take` has something to return."""
         os.set_blocking(self._writer, False)
-        os.set_blocking(self._reader, False)
+        os.set_blocking(self.fd, False)
         self.hooks: tuple[str, ...] = ()
         self.variables: Mapping[str, str] = {}
-        self._folder: Path | None = None
+        self.folder: Path | None = None
+        """The job's folder; None if it could not be created."""
         try:
-            self._folder, self._about = job_folder.make_job_folder(name, world_size, ranks)
+            self.folder, self._about = job_folder.make_job_folder(name, world_size, ranks)
         except OSError as error:
             self._print(f"this job is not watched: its folder cannot be created ({error})")
             return
         self.hooks = (RECORD_HOOK, GUARD_HOOK) if options.guard else (RECORD_HOOK,)
-        self.variables = {RING_DIR_VARIABLE: str(self._folder)}
-
-    @property
-    def fd(self) -> int:
-        """File descriptor that becomes readable when `take` has something to return."""
-        return self._reader
-
-    @property
-    def folder(self) -> Path | None:
-        """The job's folder; None if it could not be created."""
-        return self._folder
+        self.variables = {RING_DIR_VARIABLE: str(self.folder)}
 
     def begin(
         self, ranks: Sequence[RankState], sources: Mapping[str, str] = NOTHING, *, is_paused: bool = False
@@ -100,27 +92,24 @@ class Watcher:
         `is_paused`: do not poll before `resume`.
         """
         self._ranks = ranks
-        if self._folder is None:
+        if self.folder is None:
             return
         try:
-            self._observer = self._make_observer(self._folder)
+            self._observer = Observer(
+                self.folder,
+                self._about.world_size,
+                facts=self._facts,
+                notify=self._receive,
+                options=self._options,
+                name=self._name,
+                ranks=self._about.ranks,
+                exchange=self._exchange,
+            )
         except Exception as error:  # noqa: BLE001 - reported once, and the job runs
             self._print(f"this job is not watched: {type(error).__name__}: {error}")
             return
         self._observer.add_sources(sources)
         self._observer.start(is_paused=is_paused)
-
-    def _make_observer(self, folder: Path) -> Observer:
-        return Observer(
-            folder,
-            self._about.world_size,
-            facts=self._facts,
-            notify=self._receive,
-            options=self._options,
-            name=self._name,
-            ranks=self._about.ranks,
-            exchange=self._exchange,
-        )
 
     def resume(self, name: str, since_ns: int, sources: Mapping[str, str] = NOTHING) -> None:
         """Observe again, as `name`, everything newer than `since_ns`; earlier findings may be reported again."""
@@ -156,7 +145,7 @@ class Watcher:
     def take(self, note: Callable[[str], None]) -> WatchError | None:
         """Pass pending output to `note`; return the error with which the launch is to end, if any."""
         with suppress(BlockingIOError):
-            os.read(self._reader, 4096)
+            os.read(self.fd, 4096)
         while not self._lines.empty():
             note(self._lines.get_nowait()[0])
         return self._error
@@ -205,11 +194,11 @@ class Watcher:
         """Close the watch after the launch; the folder is removed after a clean end, else kept for `ddpilot watch`."""
         if self._observer is not None:
             self._observer.stop()
-        if self._folder is not None:
-            job_folder.close_job(self._folder, self._about, is_clean=is_clean)
+        if self.folder is not None:
+            job_folder.close_job(self.folder, self._about, is_clean=is_clean)
         with self._waking:
             self._is_over = True
-            os.close(self._reader)
+            os.close(self.fd)
             os.close(self._writer)
 
     def _facts(self) -> dict[int, RankFacts]:
@@ -280,18 +269,11 @@ def facts_of(rank: RankState, since_ns: int = 0) -> RankFacts:
     if exited is not None and exited.time_s * 1e9 < since_ns:
         process = replace(process, state="unknown")
     elif exited is not None:
-        process = replace(
-            process,
-            state="ended",
-            exitcode=exited.exitcode,
-            signal_name=exited.signal_name,
-            ended_ns=int(exited.time_s * 1e9),
-        )
-    error = (
-        None
-        if raised is None
-        else RankException(type_name=raised.type_name, message=raised.message, traceback=raised.traceback)
-    )
+        name, ended_ns = exited.signal_name, int(exited.time_s * 1e9)
+        process = replace(process, state="ended", exitcode=exited.exitcode, signal_name=name, ended_ns=ended_ns)
+    error = None
+    if raised is not None:
+        error = RankException(type_name=raised.type_name, message=raised.message, traceback=raised.traceback)
     return RankFacts(process=process, error=error, returned=rank.has_returned)
 
 
