@@ -10,11 +10,7 @@ from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
 from ddpilot.user_files import CodeLine
-from ddpilot.watch.explain.text import (
-    place_of,
-    render_place,
-    render_table,
-)
+from ddpilot.watch.explain.text import place_of, render_place, render_table
 from ddpilot.watch.snapshot.model import JobSnapshot
 
 _MESSAGES = ("DDP expects same model across all ranks", "of the same param in process 0")

@@ -38,11 +38,7 @@ from ddpilot.watch.explain.text import (
     render_table,
     show_file,
 )
-from ddpilot.watch.matching.mismatch import (
-    EXCHANGES,
-    MismatchedCollective,
-    signature_of,
-)
+from ddpilot.watch.matching.mismatch import EXCHANGES, MismatchedCollective, signature_of
 from ddpilot.watch.matching.progress import GroupProgress
 from ddpilot.watch.snapshot.model import JobSnapshot
 

@@ -22,12 +22,7 @@ from ddpilot.source.where_ranks_split import (
     find_split,
 )
 from ddpilot.user_files import CodeLine
-from ddpilot.watch.explain.text import (
-    describe_shortly,
-    render_call,
-    render_position,
-    show_file,
-)
+from ddpilot.watch.explain.text import describe_shortly, render_call, render_position, show_file
 from ddpilot.watch.matching.progress import GroupCollective, GroupProgress
 from ddpilot.watch.matching.waits import Wait
 from ddpilot.watch.snapshot.model import JobSnapshot, RankSnapshot

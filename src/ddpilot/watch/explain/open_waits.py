@@ -14,12 +14,7 @@ from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
 from ddpilot.source.parsed_file import Sources
 from ddpilot.watch.explain.activity import Activity, describe_activity, render_where
-from ddpilot.watch.explain.missed_collective import (
-    FIXES,
-    find_cause,
-    show_common,
-    side_in_wait,
-)
+from ddpilot.watch.explain.missed_collective import FIXES, find_cause, show_common, side_in_wait
 from ddpilot.watch.explain.text import (
     describe,
     describe_shortly,
