@@ -14,6 +14,7 @@ from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
 from ddpilot.source.parsed_file import Sources
 from ddpilot.watch.explain.activity import Activity, describe_activity, render_where
+from ddpilot.watch.explain.draft import Draft
 from ddpilot.watch.explain.missed_collective import FIXES, find_cause, show_common, side_in_wait
 from ddpilot.watch.explain.text import (
     describe,
@@ -39,23 +40,21 @@ from ddpilot.watch.snapshot.stacks import passes
 class OpenWait:
     """A wait for live ranks. `absent`: those that are elsewhere; empty if all have arrived or none is known."""
 
-    job: JobSnapshot
-    earlier: JobSnapshot | None
+    draft: Draft
     wait: Wait
     absent: tuple[int, ...]
 
     def activities(self) -> Iterator[tuple[int, Activity]]:
         """Yield what each absent rank does."""
         for rank in self.absent:
-            seen = self.job.ranks.get(rank)
-            before = self.earlier.ranks.get(rank) if self.earlier is not None else None
+            seen = self.draft.job.ranks.get(rank)
             if seen is not None:
-                yield rank, describe_activity(seen, before, self.job.now_ns)
+                yield rank, describe_activity(seen, self.draft.before(rank), self.draft.job.now_ns)
 
     @property
     def waited(self) -> str:
         """The duration of the wait, formatted."""
-        return render_duration(self.job.now_ns - self.wait.since_ns)
+        return render_duration(self.draft.job.now_ns - self.wait.since_ns)
 
 
 def render_open_wait(one: OpenWait) -> str:
@@ -127,13 +126,13 @@ def _render_how_long(one: OpenWait) -> str:
 def _is_proven(one: OpenWait, rank: int, activity: Activity) -> bool:
     """True if the rank is in a call that needs the waiting ranks: creating a group, or destroying all groups."""
     group = one.wait.incomplete.progress.group if one.wait.incomplete is not None else None
-    if group is None or activity.at is None or one.job.ranks[rank].stack is None:
+    if group is None or activity.at is None or one.draft.job.ranks[rank].stack is None:
         return False
     if activity.moves == "moves":
         return False  # its stack is newer than its log: it may have passed the awaited collective
     if activity.code == "DDP216":
         return "destroy_process_group()" in activity.at.text
-    is_making = passes(one.job.ranks[rank].stack, ":new_group") is not None
+    is_making = passes(one.draft.job.ranks[rank].stack, ":new_group") is not None
     return is_making and "use_local_sync" not in activity.at.text  # all ranks must call new_group, members or not
 
 

@@ -11,6 +11,7 @@ from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
 from ddpilot.source.parsed_file import Sources
+from ddpilot.watch.explain.draft import Draft
 from ddpilot.watch.explain.missed_collective import (
     FIXES,
     Cause,
@@ -39,16 +40,15 @@ from ddpilot.watch.snapshot.stacks import chain_of
 _DEATH_FIX = "check how it ended; the other ranks wait for it and fail with errors of their own"
 
 
-def explain_exited(
-    job: JobSnapshot, wait: Wait, gone: Sequence[int], outcomes: Mapping[int, RankOutcome], sources: Sources
-) -> Finding:
+def explain_exited(draft: Draft, wait: Wait, gone: Sequence[int]) -> Finding:
     """Return the finding for ranks that wait for ranks that have ended."""
+    job, outcomes = draft.job, draft.outcomes
     ranks = _blame(job, gone, outcomes)
     words = outcomes[ranks[0]].words
     has_died = outcomes[ranks[0]].state != "finished"
     held = tuple(sorted(wait.held))
     one = side_in_wait(job, wait, held)
-    cause = _find_cause(job, wait, one, ranks, has_died, sources)
+    cause = _find_cause(job, wait, one, ranks, has_died, draft.sources)
     code = cause.code if cause is not None else _code_of(wait, job.ranks.get(ranks[0]), has_died)
     at = cause.at if cause is not None else one.chain[-1] if one.chain else None
     if has_died and cause is None:
@@ -135,13 +135,12 @@ _ENDING_NS = 1_500_000_000
 _BY_LAUNCHER = ("SIGTERM", "SIGINT")
 
 
-def explain_outlasted(
-    job: JobSnapshot, earlier: JobSnapshot | None, wait: Wait, outcomes: Mapping[int, RankOutcome]
-) -> Finding | None:
+def explain_outlasted(draft: Draft, wait: Wait) -> Finding | None:
     """Return the finding for ranks that had not arrived at the timeout, or closed their connections; None if neither.
 
     The launcher terminates the other ranks after a failure; a rank that it terminated counts as having continued.
     """
+    job, outcomes = draft.job, draft.outcomes
     ended_ns = [job.ranks[rank].process.ended_ns for rank in wait.held if outcomes[rank].is_gone]
     first_ns = min((each for each in ended_ns if each is not None), default=None)
     late = tuple(rank for rank in wait.missing if _ran_on(job.ranks.get(rank), outcomes[rank], first_ns))
@@ -149,7 +148,7 @@ def explain_outlasted(
         return None
     errors = [job.ranks[rank].error for rank in wait.held]
     if any(error is not None and _TIME_IS_UP.search(error.message) for error in errors):
-        return _explain_late(job, earlier, wait, late)
+        return _explain_late(draft, wait, late)
     others = [outcome for rank, outcome in outcomes.items() if rank not in wait.held and rank not in late]
     is_first = all(outcome.state in ("alive", "victim") for outcome in others)
     have_stayed = all(_has_stayed(job, job.ranks[rank], first_ns) for rank in late)
@@ -157,9 +156,10 @@ def explain_outlasted(
     return _explain_closed(wait, late) if is_closed else None
 
 
-def _explain_late(job: JobSnapshot, earlier: JobSnapshot | None, wait: Wait, late: tuple[int, ...]) -> Finding | None:
-    then = replace(job, ranks={**job.ranks, **{rank: _running(job.ranks[rank]) for rank in late}})
-    finding = explain_open_wait(OpenWait(then, earlier, wait, late), has_lasted=True)
+def _explain_late(draft: Draft, wait: Wait, late: tuple[int, ...]) -> Finding | None:
+    ranks = draft.job.ranks
+    then = replace(draft.job, ranks={**ranks, **{rank: _running(ranks[rank]) for rank in late}})
+    finding = explain_open_wait(OpenWait(replace(draft, job=then), wait, late), has_lasted=True)
     if finding is None:
         return None
     why = f"the group's `timeout` expired before {render_ranks(late)} called it: {finding.why}"
