@@ -6,8 +6,8 @@ The reasons that no branch shows: different calls or threads, their order, loops
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import replace
 from itertools import pairwise
 
 from ddpilot.findings.catalog import make_finding
@@ -21,8 +21,7 @@ from ddpilot.watch.explain.missed_collective import (
     FIXES,
     Cause,
     CollectiveSide,
-    find_cause,
-    find_origin,
+    find_first_cause,
     show_common,
     side_in_collective,
 )
@@ -67,23 +66,22 @@ def explain_mismatch(job: JobSnapshot, mismatched: MismatchedCollective, sources
     progress, seq = mismatched.progress, mismatched.seq
     rest, odd = (side_in_collective(job, progress, ranks, seq) for ranks in sides[:2])
     cause = _find_join_cause(progress, seq) or _find_cause(job, mismatched, rest, odd, sources)
-    reason = _explain_from_logs(job, mismatched, rest.chain, odd.chain, sources) if cause is None else Explanation()
-    code = "DDP201" if reason.are_different_calls else _choose_code(mismatched, cause)
-    wraps = find_wrap_difference(job) if code in _OF_CONSTRUCTION.values() else None
+    if cause is not None:
+        cause = replace(cause, code=_choose_code(mismatched, cause))
+    else:
+        cause = _explain_from_logs(job, mismatched, rest.chain, odd.chain, sources)
+    wraps = find_wrap_difference(job) if cause.code in _OF_CONSTRUCTION.values() else None
     if wraps is not None:
-        code, cause = wraps.code, Cause(code=wraps.code, ranks=wraps.ranks, why=wraps.why)
-    special = reason.fix if cause is None else cause.fix or _special_fix(mismatched)
+        cause = Cause(code=wraps.code, ranks=wraps.ranks, why=wraps.why)
     smallest = min(sides, key=lambda ranks: (len(ranks), -ranks[0]))
-    at = cause.at if cause is not None and cause.at is not None else mismatched.by_rank[smallest[0]].line
     return make_finding(
-        code,
+        cause.code,
         summary=_summarize(mismatched),
-        ranks=(cause.ranks if cause is not None else ())
-        or (smallest if len(sides) == 2 else tuple(sorted(mismatched.by_rank))),
-        line=place_of(at),
+        ranks=cause.ranks or (smallest if len(sides) == 2 else tuple(sorted(mismatched.by_rank))),
+        line=place_of(cause.at or mismatched.by_rank[smallest[0]].line),
         evidence=(*_show_sides(job, mismatched), *show_common(mismatched)),
-        why=cause.why if cause is not None else reason.why or _why(mismatched),
-        fix=special or FIXES.get(code, ""),
+        why=cause.why,
+        fix=cause.fix or _special_fix(mismatched) or FIXES.get(cause.code, ""),
     )
 
 
@@ -93,16 +91,20 @@ def _find_cause(
     lines = [[frame.position for frame in side.chain[-1:]] for side in (rest, odd)]
     if mismatched.mismatch.aspect != "op" and lines[0] == lines[1]:
         return None
-    origin = find_origin(job, mismatched.progress, rest.ranks[0], odd.ranks[0], mismatched.seq, sources)
-    return (find_cause(*origin, sources) if origin is not None else None) or find_cause(rest, odd, sources)
+    return find_first_cause(job, mismatched, rest, odd, sources)
 
 
-def _choose_code(mismatched: MismatchedCollective, cause: Cause | None) -> str:
+def _own_code(mismatched: MismatchedCollective) -> str:
     parts = {entry.ddp.what for entry in mismatched.by_rank.values() if entry.ddp is not None}
     own = (_OF_CONSTRUCTION if parts == {"construction"} else _CODES).get(mismatched.mismatch.aspect, "DDP201")
     if len({entry.ddp and (entry.ddp.what, entry.ddp.names) for entry in mismatched.by_rank.values()}) > 1:
-        own = "DDP201" if own in ("DDP202", "DDP203") else own  # different gradients, or one side has none
-    if cause is None or (cause.code in ("DDP201", "DDP220") and not cause.is_branch):
+        return "DDP201" if own in ("DDP202", "DDP203") else own  # different gradients, or one side has none
+    return own
+
+
+def _choose_code(mismatched: MismatchedCollective, cause: Cause) -> str:
+    own = _own_code(mismatched)
+    if cause.code in ("DDP201", "DDP220") and not cause.is_branch:
         return own
     if cause.code in ("DDP201", "DDP220"):  # the arguments differ because the ranks are not in the same call
         return "DDP201" if own in ("DDP201", "DDP202", "DDP203") else own
@@ -156,49 +158,27 @@ _DIFFERENT_BUCKETS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
-    """The explanation from the logs or from a loop's source; empty if there is none."""
-
-    why: str = ""
-    fix: str = ""
-    """Empty if the usual fix for the code applies."""
-    are_different_calls: bool = False
-    """True if the ranks are in different calls."""
-
-
 def _explain_from_logs(
     job: JobSnapshot, mismatched: MismatchedCollective, one: Chain, other: Chain, sources: Sources
-) -> Explanation:
-    """Return the first reason that applies to the two sides of `mismatched`, whose calls are `one` and `other`."""
-    sides = [ranks for _, ranks in mismatched.mismatch.values]
-    thread = _render_thread(job, mismatched)
-    other_calls = _render_different_calls(mismatched, sides)
-    if thread or other_calls:
-        fix = _THREAD_FIX if thread else _special_fix(mismatched)
-        return Explanation(why=thread or other_calls, fix=fix, are_different_calls=bool(other_calls))
+) -> Cause:
+    """Return the first reason that applies to the two sides of `mismatched`, whose calls are `one` and `other`.
+
+    If none does: what a mismatch of this kind means.
+    """
+    code, thread = _own_code(mismatched), _render_thread(job, mismatched)
+    different_calls = changed_order = ""
+    if mismatched.mismatch.aspect in ("size", "dtype"):
+        first, second = (ranks for _, ranks in mismatched.mismatch.values[:2])
+        different_calls = _describe_different_calls(mismatched, first, second)
+        changed_order = _describe_changed_order(mismatched.progress, mismatched.seq, first, second)
+    if thread or different_calls:
+        code = "DDP201" if different_calls else code
+        return Cause(code=code, ranks=(), why=thread or different_calls, fix=_THREAD_FIX if thread else "")
     unordered = _describe_unordered_loop(one, other, sources)
     if unordered:
-        return Explanation(why=unordered, fix=_UNORDERED_FIX)
-    left_order = (
-        _describe_changed_order(mismatched.progress, mismatched.seq, *sides[:2]) if _is_of_tensors(mismatched) else ""
-    )
-    return Explanation(why=left_order, fix=_ORDER_FIX if left_order else _special_fix(mismatched))
-
-
-def _is_of_tensors(mismatched: MismatchedCollective) -> bool:
-    return mismatched.mismatch.aspect in ("size", "dtype")
-
-
-def _render_different_calls(mismatched: MismatchedCollective, sides: Sequence[tuple[int, ...]]) -> str:
-    """Return a sentence if the sides are in different calls; empty otherwise."""
-    if not _is_of_tensors(mismatched):
-        return ""
-    parts = [mismatched.by_rank[ranks[0]].ddp for ranks in sides[:2]]
-    # DDP compares the sizes of the same parameters when it wraps a model: different sizes mean different parameters.
-    are_buckets = mismatched.mismatch.aspect == "size" and all(part and part.what == "bucket" for part in parts)
-    different_calls = _describe_different_calls(mismatched.progress, mismatched.seq, *sides[:2])
-    return different_calls or (_DIFFERENT_BUCKETS if are_buckets else "")
+        return Cause(code=code, ranks=(), why=unordered, fix=_UNORDERED_FIX)
+    fix = _ORDER_FIX if changed_order else ""
+    return Cause(code=code, ranks=(), why=changed_order or _why(mismatched), fix=fix)
 
 
 def _special_fix(mismatched: MismatchedCollective) -> str:
@@ -242,13 +222,17 @@ _MIN_TIMES = 2
 """A call counts as the regular successor if it followed the same call this often, with no exception."""
 
 
-def _describe_different_calls(progress: GroupProgress, seq: int, one: tuple[int, ...], other: tuple[int, ...]) -> str:
-    """Return a sentence if both sides call at `seq`, from different lines, what both have called before; else empty."""
-    mine, theirs = progress.at(one[0], seq), progress.at(other[0], seq)
-    if mine is None or theirs is None or _call_site(mine) == _call_site(theirs):
-        return ""
-    if not (_has_called(progress, one[0], seq, theirs) and _has_called(progress, other[0], seq, mine)):
-        return ""
+def _describe_different_calls(mismatched: MismatchedCollective, one: tuple[int, ...], other: tuple[int, ...]) -> str:
+    """Return a sentence if the sides make different calls, both of which both have made before; empty otherwise."""
+    mine, theirs = mismatched.by_rank[one[0]], mismatched.by_rank[other[0]]
+    if (
+        _call_site(mine) == _call_site(theirs)
+        or not _has_called(mismatched, one[0], theirs)
+        or not _has_called(mismatched, other[0], mine)
+    ):
+        # DDP compares the sizes of the same parameters when it wraps a model: different sizes mean different ones.
+        are_buckets = all(each.ddp is not None and each.ddp.what == "bucket" for each in (mine, theirs))
+        return _DIFFERENT_BUCKETS if are_buckets and mismatched.mismatch.aspect == "size" else ""
     spots = (
         f"{render_ranks(one)} at {render_position(mine.line)}, {render_ranks(other)} at {render_position(theirs.line)}"
     )
@@ -269,12 +253,9 @@ def _describe_changed_order(progress: GroupProgress, seq: int, one: tuple[int, .
     return ""
 
 
-def _has_called(progress: GroupProgress, rank: int, seq: int, like: Collective) -> bool:
-    return any(
-        _call_site(entry) == _call_site(like)
-        for entry in progress.by_rank.get(rank, ())
-        if entry.seq is not None and entry.seq < seq
-    )
+def _has_called(mismatched: MismatchedCollective, rank: int, like: Collective) -> bool:
+    entries = mismatched.progress.by_rank[rank]
+    return any(_call_site(each) == _call_site(like) for each in entries if (each.seq or 0) < mismatched.seq)
 
 
 def _call_site(entry: Collective) -> Hashable:

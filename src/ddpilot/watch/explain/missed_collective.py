@@ -317,7 +317,15 @@ def _passes_of(rank: RankSnapshot | None) -> dict[int, int]:
     return found
 
 
-def find_origin(
+def find_first_cause(
+    job: JobSnapshot, collective: GroupCollective, one: CollectiveSide, other: CollectiveSide, sources: Sources
+) -> Cause | None:
+    """Return the cause where the two sides first called collectives from different lines, or else in `collective`."""
+    origin = _find_origin(job, collective.progress, one.ranks[0], other.ranks[0], collective.seq, sources)
+    return (find_cause(*origin, sources) if origin is not None else None) or find_cause(one, other, sources)
+
+
+def _find_origin(
     job: JobSnapshot, progress: GroupProgress, one: int, other: int, seq: int, sources: Sources
 ) -> tuple[CollectiveSide, CollectiveSide] | None:
     """Find where two ranks first called collectives from different lines, which may have caused the mismatch at `seq`.

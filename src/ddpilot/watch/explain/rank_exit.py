@@ -16,8 +16,7 @@ from ddpilot.watch.explain.missed_collective import (
     FIXES,
     Cause,
     CollectiveSide,
-    find_cause,
-    find_origin,
+    find_first_cause,
     show_common,
     side_in_collective,
     side_in_wait,
@@ -99,8 +98,7 @@ def _find_cause(
     other = side_in_collective(job, incomplete.progress, gone, incomplete.seq)
     if not has_died:
         other = replace(other, chain=(), entry=None)
-    origin = find_origin(job, incomplete.progress, one.ranks[0], gone[0], incomplete.seq, sources)
-    cause = (find_cause(*origin, sources) if origin is not None else None) or find_cause(one, other, sources)
+    cause = find_first_cause(job, incomplete, one, other, sources)
     if cause is None or (has_died and cause.code != "DDP212"):
         return None
     if cause.code == "DDP201":  # both ranks were in a collective where they split
