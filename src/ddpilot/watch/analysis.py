@@ -31,7 +31,7 @@ from ddpilot.watch.matching.outcomes import (
     outcome_of,
     with_departure,
 )
-from ddpilot.watch.matching.progress import GroupProgress, find_incomplete, find_progress
+from ddpilot.watch.matching.progress import GroupProgress, find_progress
 from ddpilot.watch.matching.waits import Wait, find_cycles, find_unequal_messages, find_waits
 from ddpilot.watch.snapshot.model import JobSnapshot
 
@@ -139,11 +139,11 @@ def _explain_messages(draft: Draft) -> None:
 
 
 def _explain_waits(draft: Draft, progress: Iterable[GroupProgress]) -> None:
-    found = find_waits(draft.job, draft.outcomes, find_incomplete(draft.job, progress))
-    for rank, missing in found.needs_stacks.items():
+    found, needs_stacks = find_waits(draft.job, draft.outcomes, progress)
+    for rank, missing in needs_stacks.items():
         if _has_waited(draft, rank):
             draft.needs.update((rank, *missing[:_MAX_STACKS]))
-    waits = [wait for wait in found.waits if not draft.explained & wait.held.keys()]
+    waits = [wait for wait in found if not draft.explained & wait.held.keys()]
     cycles = [cycle for cycle in find_cycles(waits) if _is_proven(draft.job, cycle)]
     in_cycles = {id(wait) for cycle in cycles for wait in cycle}
     for cycle in cycles:
@@ -200,8 +200,8 @@ def _outcome_in(draft: Draft, wait: Wait, rank: int) -> RankOutcome:
     seen, outcome = draft.job.ranks.get(rank), draft.outcomes[rank]
     if seen is None or seen.log is None or outcome.state != "alive":
         return outcome
-    if wait.incomplete is not None:
-        last = wait.incomplete.progress.last(rank)
+    if wait.collective is not None:
+        last = wait.collective.progress.last(rank)
     else:
         groups = {entry.group.key for entry in wait.held.values() if entry.group is not None}
         entries = reversed(seen.collectives)

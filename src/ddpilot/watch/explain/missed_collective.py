@@ -368,8 +368,8 @@ def _are_siblings(one: Collective, other: Collective, sources: Sources) -> bool:
 
 def side_in_wait(job: JobSnapshot, wait: Wait, held: tuple[int, ...]) -> CollectiveSide:
     """Describe the side of the ranks `held` in `wait`."""
-    if wait.incomplete is not None:
-        return side_in_collective(job, wait.incomplete.progress, held, wait.incomplete.seq)
+    if wait.collective is not None:
+        return side_in_collective(job, wait.collective.progress, held, wait.collective.seq)
     entry = wait.held[held[0]]
     entries = (*(each for each in job.ranks[held[0]].collectives if each.is_p2p), entry)
     lines = frozenset(each.line.position for each in entries if each.line is not None)

@@ -30,7 +30,6 @@ from ddpilot.watch.explain.text import (
     render_table,
     rows_of,
 )
-from ddpilot.watch.matching.progress import GroupProgress
 from ddpilot.watch.matching.waits import Message, Wait, tag_of
 from ddpilot.watch.snapshot.model import JobSnapshot
 from ddpilot.watch.snapshot.stacks import passes
@@ -68,10 +67,10 @@ def render_open_wait(one: OpenWait) -> str:
 
 def render_wait(wait: Wait) -> str:
     """Format the operation that ranks wait in, such as ``barrier (#1 of the default group)``."""
-    entry, incomplete = wait.held[min(wait.held)], wait.incomplete
-    if incomplete is None:
+    entry, collective = wait.held[min(wait.held)], wait.collective
+    if collective is None:
         return describe(entry)
-    return f"{describe_shortly(entry)} (#{incomplete.seq} of {name_group(incomplete.progress.group)})"
+    return f"{describe_shortly(entry)} (#{collective.seq} of {name_group(collective.progress.group)})"
 
 
 def _render_absent(one: OpenWait) -> str:
@@ -112,7 +111,7 @@ def explain_open_wait(one: OpenWait, has_lasted: bool) -> Finding | None:
         summary=f"{render_waiting_for(one.wait.held)} {render_ranks(alike)} in {describe_shortly(entry)}",
         ranks=alike,
         line=place_of(first.at) or place_of(entry.line),
-        evidence=(*render_table(rows), *show_common(one.wait.incomplete), _render_how_long(one)),
+        evidence=(*render_table(rows), *show_common(one.wait.collective), _render_how_long(one)),
         why=first.why,
         fix=first.fix,
     )
@@ -125,7 +124,7 @@ def _render_how_long(one: OpenWait) -> str:
 
 def _is_proven(one: OpenWait, rank: int, activity: Activity) -> bool:
     """True if the rank is in a call that needs the waiting ranks: creating a group, or destroying all groups."""
-    group = one.wait.incomplete.progress.group if one.wait.incomplete is not None else None
+    group = one.wait.collective.progress.group if one.wait.collective is not None else None
     if group is None or activity.at is None or one.draft.job.ranks[rank].stack is None:
         return False
     if activity.moves == "moves":
@@ -178,7 +177,7 @@ _BRANCH_FIX = "call it on all ranks of its group: move it out of the branch; use
 
 def explain_cycle(job: JobSnapshot, cycle: Sequence[Wait], sources: Sources) -> Finding:
     """Return the finding for ranks that wait for each other in a cycle: DDP206 for collectives, else DDP219."""
-    code = "DDP206" if all(wait.incomplete is not None for wait in cycle) else "DDP219"
+    code = "DDP206" if all(wait.collective is not None for wait in cycle) else "DDP219"
     held = {rank: entry for wait in cycle for rank, entry in wait.held.items()}
     rows = [(rank, _describe_in(wait), render_place(entry.line)) for wait in cycle for rank, entry in wait.held.items()]
     parties = [side_in_wait(job, wait, tuple(sorted(wait.held))) for wait in cycle[:2]]
@@ -197,20 +196,16 @@ def explain_cycle(job: JobSnapshot, cycle: Sequence[Wait], sources: Sources) -> 
 
 def _describe_in(wait: Wait) -> str:
     entry = next(iter(wait.held.values()))
-    if wait.incomplete is None:
+    if wait.collective is None:
         return describe(entry)
-    return f"{describe(entry)}, #{wait.incomplete.seq} of {_name(wait.incomplete.progress)}"
-
-
-def _name(progress: GroupProgress) -> str:
-    return name_group(progress.group)
+    return f"{describe(entry)}, #{wait.collective.seq} of {name_group(wait.collective.progress.group)}"
 
 
 def _summarize_cycle(code: str, cycle: Sequence[Wait]) -> str:
     if code == "DDP219":
         return "ranks wait for messages that no other rank sends or receives"
-    groups = " and ".join(sorted({_name(wait.incomplete.progress) for wait in cycle if wait.incomplete is not None}))
-    return f"ranks wait for each other in {groups}"
+    groups = {name_group(wait.collective.progress.group) for wait in cycle if wait.collective is not None}
+    return f"ranks wait for each other in {' and '.join(sorted(groups))}"
 
 
 def render_waiting_for(ranks: Collection[int]) -> str:
@@ -225,7 +220,7 @@ def _why_cycle(cycle: Sequence[Wait]) -> str:
 
 def _render_tags(cycle: Sequence[Wait]) -> str:
     """Return a clause if one rank sends what the other receives under a different tag; empty otherwise."""
-    if len(cycle) != 2 or any(wait.incomplete is not None for wait in cycle):
+    if len(cycle) != 2 or any(wait.collective is not None for wait in cycle):
         return ""
     one, other = (next(iter(wait.held.values())) for wait in cycle)
     if {one.op, other.op} != {"send", "recv"} or tag_of(one) == tag_of(other):

@@ -62,7 +62,7 @@ def explain_exited(draft: Draft, wait: Wait, gone: Sequence[int]) -> Finding:
         summary=f"{ranks_do(ranks, words)}, and {render_waiting_for(held)} {pronoun} in {render_wait(wait)}",
         ranks=cause.ranks if cause is not None and cause.ranks else ranks,
         line=place_of(at),
-        evidence=(*render_table(rows), *show_common(wait.incomplete)),
+        evidence=(*render_table(rows), *show_common(wait.collective)),
         why=cause.why if cause is not None else _why(wait, ranks, words, has_died),
         fix=FIXES.get(code, _DEATH_FIX),
     )
@@ -71,7 +71,7 @@ def explain_exited(draft: Draft, wait: Wait, gone: Sequence[int]) -> Finding:
 def _code_of(wait: Wait, gone: RankSnapshot | None, has_died: bool) -> str:
     if has_died:
         return "DDP209"
-    if wait.incomplete is None:
+    if wait.collective is None:
         return "DDP219"
     if gone is None or gone.log is None or gone.process.state != "running":
         return "DDP208"
@@ -92,13 +92,13 @@ def _blame(job: JobSnapshot, gone: Sequence[int], outcomes: Mapping[int, RankOut
 def _find_cause(
     job: JobSnapshot, wait: Wait, one: CollectiveSide, gone: tuple[int, ...], has_died: bool, sources: Sources
 ) -> Cause | None:
-    incomplete = wait.incomplete
-    if incomplete is None:
+    collective = wait.collective
+    if collective is None:
         return None
-    other = side_in_collective(job, incomplete.progress, gone, incomplete.seq)
+    other = side_in_collective(job, collective.progress, gone, collective.seq)
     if not has_died:
         other = replace(other, chain=(), entry=None)
-    cause = find_first_cause(job, incomplete, one, other, sources)
+    cause = find_first_cause(job, collective, one, other, sources)
     if cause is None or (has_died and cause.code != "DDP212"):
         return None
     if cause.code == "DDP201":  # both ranks were in a collective where they split
@@ -113,7 +113,7 @@ def _render_end(wait: Wait, seen: RankSnapshot | None, rank: int) -> str:
 
 
 def _render_last(wait: Wait, rank: int) -> str:
-    last = wait.incomplete.progress.last(rank) if wait.incomplete is not None else None
+    last = wait.collective.progress.last(rank) if wait.collective is not None else None
     return f"its last was #{last.seq}: {render_call(last)}" if last is not None else ""
 
 
@@ -121,7 +121,7 @@ def _why(wait: Wait, ranks: Sequence[int], words: str, has_died: bool) -> str:
     if has_died:
         more = " (as the kernel does when memory runs out; see `dmesg`)" if "SIGKILL" in words else ""
         return f"{ranks_do(ranks, words)}{more}; the later errors of the other ranks are consequences"
-    if wait.incomplete is None:
+    if wait.collective is None:
         return f"{ranks_do(ranks, words)} without the matching call"
     return f"{ranks_do(ranks, words)} without calling it: by a different code path, or with fewer iterations"
 
@@ -142,7 +142,7 @@ def explain_outlasted(draft: Draft, wait: Wait) -> Finding | None:
     ended_ns = [job.ranks[rank].process.ended_ns for rank in wait.held if outcomes[rank].is_gone]
     first_ns = min((each for each in ended_ns if each is not None), default=None)
     late = tuple(rank for rank in wait.missing if _ran_on(job.ranks.get(rank), outcomes[rank], first_ns))
-    if wait.incomplete is None or not late or len(late) != len(wait.missing) or not all(_is_over(wait, outcomes)):
+    if wait.collective is None or not late or len(late) != len(wait.missing) or not all(_is_over(wait, outcomes)):
         return None
     errors = [job.ranks[rank].error for rank in wait.held]
     if any(error is not None and _TIME_IS_UP.search(error.message) for error in errors):
@@ -190,7 +190,7 @@ def _running(rank: RankSnapshot) -> RankSnapshot:
 
 
 def _explain_closed(wait: Wait, late: tuple[int, ...]) -> Finding:
-    assert wait.incomplete is not None
+    assert wait.collective is not None
     entry = wait.held[min(wait.held)]
     rows = rows_of(wait.held)
     rows += [(rank, "closed its connections and continued", _render_last(wait, rank)) for rank in late]
@@ -198,7 +198,7 @@ def _explain_closed(wait: Wait, late: tuple[int, ...]) -> Finding:
     return make_finding(
         "DDP216",
         severity="error",
-        summary=f"{words} in {describe_shortly(entry)} (#{wait.incomplete.seq})",
+        summary=f"{words} in {describe_shortly(entry)} (#{wait.collective.seq})",
         ranks=late,
         line=place_of(entry.line),
         evidence=render_table(rows),
