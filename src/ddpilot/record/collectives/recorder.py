@@ -29,7 +29,7 @@ from ddpilot.record.collectives.unfinished_works import RecordTemplate, Ticket, 
 from ddpilot.record.flight_ring import layout
 from ddpilot.record.flight_ring.groups import GroupEntry, GroupTable
 from ddpilot.record.flight_ring.writer import ForkGuard, RingWriter
-from ddpilot.record.main_thread import PendingInit
+from ddpilot.record.main_thread import InitFinder, PendingInit
 
 Begin = Callable[[Sequence[Any]], Ticket | None]
 Started = Callable[[Ticket | None, Any], None]
@@ -54,10 +54,9 @@ def is_handling_error() -> bool:
 class Recorder:
     """Records every collective that the kernels report into `ring`.
 
-    `report` prints one line. `is_in_group`: True if this process has a default group now; `has_used_group`: True if it
-    has ever used one; `find_entering`: returns the init_process_group call in progress; `others`: works of collectives
-    recorded elsewhere. The first error in here is reported and kept in the ring, later ones are counted there. Errors
-    are not raised, but KeyboardInterrupt is, as anywhere in Python.
+    `report` prints one line; `registry` is `torch.distributed.distributed_c10d`; `others`: works of collectives that
+    are recorded elsewhere. The first error in here is reported and kept in the ring, later ones are counted there.
+    Errors are not raised, but KeyboardInterrupt is, as anywhere in Python.
     """
 
     def __init__(
@@ -66,16 +65,15 @@ class Recorder:
         describer: RecordBuilder,
         pending: UnfinishedWorks,
         *,
+        registry: Any,
+        groups: GroupTable,
         report: Callable[[str], None],
-        is_in_group: Callable[[], bool] = lambda: False,
-        has_used_group: Callable[[], bool] = lambda: False,
-        find_entering: Callable[[int], PendingInit | None] = lambda _: None,
         others: OtherWorks | None = None,
     ) -> None:
         self._ring = ring
-        self._is_in_group, self._was_in_group = is_in_group, False
-        self._has_used_group, self._has_been_in_group = has_used_group, False
-        self._find_entering = find_entering
+        self._is_in_group, self._was_in_group = registry.is_initialized, False
+        self._groups, self._has_been_in_group = groups, False
+        self._find_entering = InitFinder(registry.init_process_group).find
         self._entering: PendingInit | None = None
         self._describer = describer
         self._pending = pending
@@ -153,7 +151,7 @@ class Recorder:
         return not self._was_in_group
 
     def _note_group(self, now_ns: int) -> None:
-        if not self._has_been_in_group and self._has_used_group():
+        if not self._has_been_in_group and self._groups.has_used_any:
             # The group may have been created and destroyed between two ticks.
             self._has_been_in_group = self._was_in_group = True
         if self._is_in_group() != self._was_in_group and (not self._was_in_group or not is_handling_error()):

@@ -9,7 +9,7 @@ import platform
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +22,9 @@ from ddpilot.record.collectives.ddp_buckets import BucketTable
 from ddpilot.record.collectives.kernels import find_watched, install_kernels, plan_operations
 from ddpilot.record.collectives.recorder import RecordBuilder, Recorder
 from ddpilot.record.collectives.unfinished_works import PollingThread, StreamMark, UnfinishedWorks
-from ddpilot.record.flight_ring import layout
 from ddpilot.record.flight_ring.groups import GroupTable
 from ddpilot.record.flight_ring.writer import RingWriter, draft_of, open_draft
-from ddpilot.record.main_thread import ConnectFile, InitFinder, connecting_path
+from ddpilot.record.main_thread import ConnectFile, connecting_path
 
 NUM_RECORDS = 8192
 PAGE_BYTES = 256 * 1024
@@ -40,27 +39,17 @@ SOURCE_VARIABLE = "DDPILOT_RECORDER"
 class Recording:
     """A recording of this process's collectives; a context manager that stops it.
 
-    `source`: how collectives are seen: ``native`` or ``kernels``. `left_out`: operators that are not recorded, each
-    with the reason. `why_off`: why recording is not possible; empty if it is.
+    `source`: how collectives are seen: ``native`` or ``kernels``; empty if they are not recorded.
     """
 
-    def __init__(
-        self, connection: Connection | None = None, why_off: str = "", notes: ConnectFile | None = None
-    ) -> None:
-        self.why_off = why_off
+    def __init__(self, connection: Connection | None = None, notes: ConnectFile | None = None) -> None:
         self.source = connection.source if connection else ""
-        self.left_out: Mapping[str, str] = connection.left_out if connection else {}
         self._pid = os.getpid()
         self._connection = connection
         self._notes = notes
         self._polling = PollingThread(self._tick, POLL_INTERVAL_S) if connection else None
         if connection:
             atexit.register(self._exit)
-
-    @property
-    def is_on(self) -> bool:
-        """True while collectives are recorded."""
-        return self._connection is not None
 
     def _tick(self) -> None:
         connection = self._connection
@@ -111,11 +100,13 @@ def start_recording(
     (default: to stderr). Not collective; may be called before or after init_process_group.
 
     If there is no space for the file or no source is available, prints one line and returns a recording that is off.
-    Raises `RecordError` if this process is already recording, if `path` exists and is not a ring, and for invalid
-    arguments.
+    Raises `RecordError` if this process is already recording, if `path` exists and is not a ring, and for an unknown
+    source.
     """
     wanted = os.environ.get(SOURCE_VARIABLE, source) if source == "auto" else source
-    _check(rank, num_records, page_bytes, wanted)
+    if wanted not in get_args(Source):
+        fix = f"Give one of {', '.join(get_args(Source))}"
+        raise RecordError("starting to record", found=f"`source`={wanted!r}", fix=fix)
     show = report or (lambda text: _print_line(rank, text))
     path = Path(path)
     try:
@@ -166,25 +157,11 @@ def _about(rank: int, torch_version: str, source: str) -> dict[str, Any]:
 
 def _off(show: Callable[[str], None], why: str) -> Recording:
     show(f"collectives are not recorded: {why}")
-    return Recording(why_off=why)
+    return Recording()
 
 
 def _print_line(rank: int, text: str) -> None:
     sys.stderr.write(f"ddpilot: rank {rank}: {text}\n")
-
-
-def _check(rank: int, num_records: int, page_bytes: int, source: str) -> None:
-    wrong = fix = ""
-    if rank < 0:
-        wrong, fix = f"`rank`={rank}", "Give the rank's number, 0 or above"
-    elif num_records < 1:
-        wrong, fix = f"`num_records`={num_records}", "Give at least 1"
-    elif not 4096 <= page_bytes <= layout.MAX_PAGE_BYTES or page_bytes % 8:
-        wrong, fix = f"`page_bytes`={page_bytes}", f"Give a multiple of 8 from 4096 to {layout.MAX_PAGE_BYTES}"
-    elif source not in get_args(Source):
-        wrong, fix = f"`source`={source!r}", f"Give one of {', '.join(get_args(Source))}"
-    if wrong:
-        raise RecordError("starting to record", found=wrong, fix=fix)
 
 
 class _UnavailableError(Exception):
@@ -198,8 +175,6 @@ class Connection:
     source: str
     recorder: Recorder
     disconnect: Callable[[], None]
-    left_out: Mapping[str, str]
-    """Operators that are not recorded, each with the reason."""
 
 
 def refuse_second() -> None:
@@ -235,65 +210,49 @@ def _connect_native(ring: RingWriter, report: Callable[[str], None]) -> Connecti
     if path is None or not path.exists():
         raise _UnavailableError("not built; `ddpilot build-recorder` builds it")
     module = native.load(path)
-    parts = _Parts()
-    repeats = module.Repeats(ring.map, ring.num_records, parts.groups.next_seqs, parts.sites.kind_of)
+    groups, sites = _make_tables()
+    repeats = module.Repeats(ring.map, ring.num_records, groups.next_seqs, sites.kind_of)
     before = ring.next_index, ring.on_forget
     ring.next_index, ring.on_forget = repeats.next_index, repeats.forget
-    recorder = parts.recorder(ring, report, repeats)
-    operations, left_out = plan_operations()
+    recorder = _make_recorder(ring, report, groups, sites, repeats)
     try:
-        disconnect = native.install_both(module, repeats, recorder, operations)
+        disconnect = native.install_both(module, repeats, recorder, plan_operations()[0])
     except BaseException:
         ring.next_index, ring.on_forget = before
         repeats.close()
         raise
-    return Connection(source="native", recorder=recorder, disconnect=disconnect, left_out=left_out)
+    return Connection(source="native", recorder=recorder, disconnect=disconnect)
 
 
 def _connect_kernels(ring: RingWriter, report: Callable[[str], None]) -> Connection:
-    operations, left_out = plan_operations()
-    recorder = _Parts().recorder(ring, report)
-    disconnect = install_kernels(recorder, operations)
-    return Connection(source="kernels", recorder=recorder, disconnect=disconnect, left_out=left_out)
+    recorder = _make_recorder(ring, report, *_make_tables())
+    disconnect = install_kernels(recorder, plan_operations()[0])
+    return Connection(source="kernels", recorder=recorder, disconnect=disconnect)
 
 
-class _Parts:
-    """The parts of a recording that both sources use."""
+def _make_tables() -> tuple[GroupTable, SiteFinder]:
+    import torch
+    from torch.distributed import distributed_c10d as registry
 
-    def __init__(self) -> None:
-        import torch
-        from torch.distributed import distributed_c10d as registry
+    return GroupTable(registry), SiteFinder(torch=os.path.dirname(torch.__file__))
 
-        self._torch: Any = torch
-        self._registry = registry
-        self._is_in_group = registry.is_initialized
-        self._find_entering = InitFinder(registry.init_process_group).find
-        self.groups = GroupTable(registry)
-        self.sites = SiteFinder(torch=os.path.dirname(torch.__file__))
 
-    def _mark_stream(self) -> StreamMark | None:
-        if self._registry._world.pg_coalesce_state:  # nothing has been started yet
+def _make_recorder(
+    ring: RingWriter, report: Callable[[str], None], groups: GroupTable, sites: SiteFinder, repeats: Any = None
+) -> Recorder:
+    """Create a recorder that writes into `ring`. `repeats`: a `Repeats` of the compiled recorder."""
+    import torch
+    from torch._C._distributed_c10d import ProcessGroup, Work
+    from torch.distributed import distributed_c10d as registry
+
+    from ddpilot.record.accelerator import is_capturing
+
+    def mark_stream() -> StreamMark | None:
+        if registry._world.pg_coalesce_state:  # nothing has been started yet
             return None
-        return StreamMark(self._torch.accelerator.current_stream().record_event())
+        return StreamMark(torch.accelerator.current_stream().record_event())
 
-    def recorder(self, ring: RingWriter, report: Callable[[str], None], repeats: Any = None) -> Recorder:
-        """Create a recorder that writes into `ring`. `repeats`: a `Repeats` of the compiled recorder."""
-        from torch._C._distributed_c10d import ProcessGroup, Work
-
-        from ddpilot.record.accelerator import is_capturing
-
-        buckets = BucketTable(self._torch.nn.parallel.DistributedDataParallel)
-        builder = RecordBuilder(
-            ring, groups=self.groups, buckets=buckets, sites=self.sites, unbox=ProcessGroup.unbox, memory=repeats
-        )
-        pending = UnfinishedWorks(ring, unbox=Work.unbox, is_capturing=is_capturing, mark_stream=self._mark_stream)
-        return Recorder(
-            ring,
-            builder,
-            pending,
-            report=report,
-            is_in_group=self._is_in_group,
-            has_used_group=lambda: self.groups.has_used_any,
-            find_entering=self._find_entering,
-            others=repeats,
-        )
+    buckets = BucketTable(torch.nn.parallel.DistributedDataParallel)
+    builder = RecordBuilder(ring, groups=groups, buckets=buckets, sites=sites, unbox=ProcessGroup.unbox, memory=repeats)
+    pending = UnfinishedWorks(ring, unbox=Work.unbox, is_capturing=is_capturing, mark_stream=mark_stream)
+    return Recorder(ring, builder, pending, registry=registry, groups=groups, report=report, others=repeats)
