@@ -15,7 +15,7 @@ import shutil
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -152,17 +152,8 @@ def make_job_folder(name: str, world_size: int, ranks: tuple[int, ...] = ()) -> 
     """
     root = open_root(jobs_root())
     remove_old(root)
-    about = JobInfo(
-        id=f"{time.strftime('%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}",
-        name=name,
-        command=tuple(sys.argv),
-        world_size=world_size,
-        host=platform.node(),
-        pid=os.getpid(),
-        pid_started_s=psutil.Process().create_time(),
-        started_s=time.time(),
-        ranks=ranks or tuple(range(world_size)),
-    )
+    number = f"{time.strftime('%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
+    about = describe_job(number, name, sys.argv, world_size, ranks or range(world_size))
     folder = root / about.id
     folder.mkdir(mode=0o700)
     try:
@@ -171,6 +162,21 @@ def make_job_folder(name: str, world_size: int, ranks: tuple[int, ...] = ()) -> 
         shutil.rmtree(folder, ignore_errors=True)
         raise
     return folder, about
+
+
+def describe_job(number: str, name: str, command: Iterable[str], world_size: int, ranks: Iterable[int]) -> JobInfo:
+    """Return the description of a job that starts now and that this process watches."""
+    return JobInfo(
+        id=number,
+        name=name,
+        command=tuple(command),
+        world_size=world_size,
+        host=platform.node(),
+        pid=os.getpid(),
+        pid_started_s=psutil.Process().create_time(),
+        started_s=time.time(),
+        ranks=tuple(ranks),
+    )
 
 
 def write_job_info(folder: Path, about: JobInfo) -> None:
@@ -219,10 +225,10 @@ _CHECKS: Mapping[str, Callable[[Any], bool]] = {
 
 def _check(about: JobInfo) -> None:
     """Raise `TypeError` if a field of `about` has the wrong type or an impossible value."""
-    for field in fields(about):
-        value = getattr(about, field.name)
-        if not _CHECKS[str(field.type)](value):
-            raise TypeError(f"`{field.name}` is {value!r}")
+    for each in fields(about):
+        value = getattr(about, each.name)
+        if not _CHECKS[str(each.type)](value):
+            raise TypeError(f"`{each.name}` is {value!r}")
     if not 1 <= about.world_size <= _MAX_WORLD_SIZE or any(rank >= about.world_size for rank in about.ranks):
         raise TypeError(f"`world_size` is {about.world_size}, with the ranks {about.ranks[:8]}")
 

@@ -54,17 +54,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON-serializable values."""
-        return {
-            "format": FORMAT,
-            "job": self.job,
-            "name": self.name,
-            "world_size": self.world_size,
-            "made_s": self.made_s,
-            "status": list(self.status),
-            "unseen": list(self.unseen),
-            "notes": list(self.notes),
-            "findings": [finding.to_dict() for finding in self.findings],
-        }
+        return {"format": FORMAT, **vars(self), "findings": [finding.to_dict() for finding in self.findings]}
 
     def save(self, folder: Path) -> None:
         """Write the report to `folder` as JSON and as text, each file atomically. Raises `OSError`."""
@@ -77,16 +67,9 @@ def read_report(folder: Path) -> Report | None:
     path = folder / _JSON
     try:
         raw = json.loads(read_own_text(path))
-        return Report(
-            job=raw["job"],
-            name=raw["name"],
-            world_size=raw["world_size"],
-            findings=Findings(Finding.from_dict(values) for values in raw["findings"]),
-            status=tuple(raw["status"]),
-            unseen=tuple(raw["unseen"]),
-            notes=tuple(raw["notes"]),
-            made_s=raw["made_s"],
-        )
+        values = {name: tuple(value) if isinstance(value, list) else value for name, value in raw.items()}
+        del values["format"]
+        return Report(**{**values, "findings": Findings(Finding.from_dict(each) for each in raw["findings"])})
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -72,7 +72,7 @@ def explain_mismatch(job: JobSnapshot, mismatched: MismatchedCollective, sources
         cause = _explain_from_logs(job, mismatched, rest.chain, odd.chain, sources)
     wraps = find_wrap_difference(job) if cause.code in _OF_CONSTRUCTION.values() else None
     if wraps is not None:
-        cause = Cause(code=wraps.code, ranks=wraps.ranks, why=wraps.why)
+        cause = wraps[0]
     smallest = min(sides, key=lambda ranks: (len(ranks), -ranks[0]))
     return make_finding(
         cause.code,

@@ -31,9 +31,9 @@ from ddpilot.watch.explain.text import (
     render_table,
     rows_of,
 )
-from ddpilot.watch.matching.outcomes import RankOutcome, first_deaths
+from ddpilot.watch.matching.outcomes import RankOutcome, first_deaths, without_end
 from ddpilot.watch.matching.waits import Wait
-from ddpilot.watch.snapshot.model import JobSnapshot, ProcessState, RankSnapshot
+from ddpilot.watch.snapshot.model import JobSnapshot, RankSnapshot
 from ddpilot.watch.snapshot.stacks import chain_of
 
 _DEATH_FIX = "check how it ended; the other ranks wait for it and fail with errors of their own"
@@ -142,7 +142,8 @@ def explain_outlasted(draft: Draft, wait: Wait) -> Finding | None:
     ended_ns = [job.ranks[rank].process.ended_ns for rank in wait.held if outcomes[rank].is_gone]
     first_ns = min((each for each in ended_ns if each is not None), default=None)
     late = tuple(rank for rank in wait.missing if _ran_on(job.ranks.get(rank), outcomes[rank], first_ns))
-    if wait.collective is None or not late or len(late) != len(wait.missing) or not all(_is_over(wait, outcomes)):
+    are_over = all(outcomes[rank].state in ("victim", "died") for rank in wait.held)
+    if wait.collective is None or not late or len(late) != len(wait.missing) or not are_over:
         return None
     errors = [job.ranks[rank].error for rank in wait.held]
     if any(error is not None and _TIME_IS_UP.search(error.message) for error in errors):
@@ -156,16 +157,12 @@ def explain_outlasted(draft: Draft, wait: Wait) -> Finding | None:
 
 def _explain_late(draft: Draft, wait: Wait, late: tuple[int, ...]) -> Finding | None:
     ranks = draft.job.ranks
-    then = replace(draft.job, ranks={**ranks, **{rank: _running(ranks[rank]) for rank in late}})
+    then = replace(draft.job, ranks={**ranks, **{rank: without_end(ranks[rank]) for rank in late}})
     finding = explain_open_wait(OpenWait(replace(draft, job=then), wait, late), has_lasted=True)
     if finding is None:
         return None
     why = f"the group's `timeout` expired before {render_ranks(late)} called it: {finding.why}"
     return replace(finding, severity="error", evidence=finding.evidence[:-1], why=why, fix=f"{finding.fix}; {_LONGER}")
-
-
-def _is_over(wait: Wait, outcomes: Mapping[int, RankOutcome]) -> list[bool]:
-    return [outcomes[rank].state in ("victim", "died") for rank in wait.held]
 
 
 def _ran_on(rank: RankSnapshot | None, outcome: RankOutcome, first_ns: int | None) -> bool:
@@ -183,10 +180,6 @@ def _has_stayed(job: JobSnapshot, rank: RankSnapshot, first_ns: int | None) -> b
         return False
     is_long_ago = first_ns is not None and job.now_ns - first_ns > _ENDING_NS
     return rank.process.state == "ended" or is_long_ago
-
-
-def _running(rank: RankSnapshot) -> RankSnapshot:
-    return replace(rank, process=ProcessState(pid=rank.process.pid, host=rank.process.host, state="unknown"))
 
 
 def _explain_closed(wait: Wait, late: tuple[int, ...]) -> Finding:

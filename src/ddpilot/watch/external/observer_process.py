@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import signal
 import sys
 import time
@@ -24,7 +23,7 @@ from ddpilot.record.flight_ring.reader import read_ring
 from ddpilot.record.hook import ring_path
 from ddpilot.watch.external.rank_process import RankProcess, error_path, find_rank_processes
 from ddpilot.watch.external.store_connection import StoreConnection
-from ddpilot.watch.job_folder import OBSERVER, JobInfo, locked, remove, remove_old, write_job_info
+from ddpilot.watch.job_folder import OBSERVER, describe_job, locked, remove, remove_old, write_job_info
 from ddpilot.watch.nodes.exchange import Exchange
 from ddpilot.watch.observer import Observer
 from ddpilot.watch.options import WatchOptions
@@ -186,17 +185,8 @@ class ObserverProcess:
             (self._folder / name).unlink(missing_ok=True)
 
     def _write_job_info(self) -> None:
-        about = JobInfo(
-            id=self._folder.name,
-            name=self._job["name"],
-            command=tuple(self._job["command"]),
-            world_size=self._job["world_size"],
-            host=platform.node(),
-            pid=os.getpid(),
-            pid_started_s=psutil.Process().create_time(),
-            started_s=time.time(),
-            ranks=tuple(sorted(self._ranks)),
-        )
+        job, ranks = self._job, sorted(self._ranks)
+        about = describe_job(self._folder.name, job["name"], job["command"], job["world_size"], ranks)
         try:
             write_job_info(self._folder, about)
         except OSError as error:

@@ -205,7 +205,7 @@ def before_common_end(job: JobSnapshot, outcomes: Mapping[int, RankOutcome]) -> 
     known_ns = [each for each in ends_ns if each is not None]
     if len(known_ns) < len(ends_ns):
         return None
-    before = {number: replace(rank, process=_of_unknown_end(rank.process)) for number, rank in ranks.items()}
+    before = {number: without_end(rank) for number, rank in ranks.items()}
     return replace(job, ranks={**job.ranks, **before}, now_ns=min(job.now_ns, max(known_ns)))
 
 
@@ -222,5 +222,6 @@ def _ended_ns(rank: RankSnapshot) -> int | None:
     return ended_ns if ended_ns is not None or rank.log is None else rank.log.heartbeat_ns
 
 
-def _of_unknown_end(process: ProcessState) -> ProcessState:
-    return ProcessState(pid=process.pid, host=process.host, state="unknown")
+def without_end(rank: RankSnapshot) -> RankSnapshot:
+    """Return `rank` as if it were not known how its process ended."""
+    return replace(rank, process=ProcessState(pid=rank.process.pid, host=rank.process.host, state="unknown"))
