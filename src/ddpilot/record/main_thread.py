@@ -29,7 +29,6 @@ from ddpilot.environments.private_files import (
     open_own_fifo,
     open_own_file,
     read_own_text,
-    write_own_text,
 )
 from ddpilot.environments.running_frames import main_frame, reading_frames
 
@@ -117,12 +116,11 @@ def ask_stacks(
 ) -> dict[int, str]:
     """Return the main thread's stack of each rank in `pids` that responds within 2 s.
 
-    `send_signal` sends `WATCH_SIGNAL` to a rank that does not answer by itself. A rank that is connecting to a store
-    has already written its stack.
+    `send_signal` sends `WATCH_SIGNAL` to a rank that does not answer by itself.
     """
-    found = {rank: text for rank in pids if (text := _read(connecting_path(folder, rank)))}
-    asked = {rank: StackRequest(stacks_path(folder, rank), pids[rank]) for rank in pids if rank not in found}
+    asked = {rank: _StackRequest(stacks_path(folder, rank), pid) for rank, pid in pids.items()}
     waiting = {rank: request for rank, request in asked.items() if request.has_asked}
+    found: dict[int, str] = {}
     seen: dict[int, str] = {}
     while waiting:
         time.sleep(_PAUSE_S)
@@ -150,7 +148,7 @@ def first_stack(text: str) -> str:
     return before + header + after.partition(HEADER)[0]
 
 
-class StackRequest:
+class _StackRequest:
     """Clears `path` and requests the stack of process `pid`, a rank that writes to it.
 
     `has_asked`: True if the rank can be asked.
@@ -164,7 +162,6 @@ class StackRequest:
         self.has_asked = False
         with suppress(OSError):
             os.close(open_own_file(path, os.O_WRONLY | os.O_TRUNC))
-            self.has_asked = is_answering(pid)
             fifo = open_own_fifo(_fifo_path(path))
             try:
                 self.has_asked = os.write(fifo, b"?") == 1
@@ -190,8 +187,10 @@ class StackRequest:
         now, before = _read_main_thread(self._pid), self._before
         if now is None or before is None:
             return False
+        if now.cpu_s - before.cpu_s > _HELD_S:
+            return True
         is_blocked = now.state in "SD" and now.cpu_s == before.cpu_s
-        return (is_blocked and time.monotonic() - self._since_s > _ANSWER_S) or now.cpu_s - before.cpu_s > _HELD_S
+        return is_blocked and time.monotonic() - self._since_s > _ANSWER_S and not _has_busy_threads(self._pid)
 
 
 class _MainThread(NamedTuple):
@@ -201,12 +200,29 @@ class _MainThread(NamedTuple):
     cpu_s: float
 
 
+def _has_busy_threads(pid: int) -> bool:
+    """True if a thread other than the main thread runs or reads: the one that answers may not have had a processor.
+
+    A signal would then interrupt a main thread that waits with the GIL free. If it connects to a store, torch takes
+    that for an error, starts over and waits longer, or gives up if its timeout has expired.
+    """
+    try:
+        others = [task for task in Path(f"/proc/{pid}/task").iterdir() if task.name != str(pid)]
+        return any(_read_stat(task)[0] in "RD" for task in others)
+    except OSError:
+        return True
+
+
+def _read_stat(task: Path) -> list[str]:
+    """Return the fields of /proc after the thread's name, which may contain anything."""
+    return (task / "stat").read_text().rpartition(") ")[2].split()
+
+
 def _read_main_thread(pid: int) -> _MainThread | None:
     try:
-        text = Path(f"/proc/{pid}/task/{pid}/stat").read_text()
+        fields = _read_stat(Path(f"/proc/{pid}/task/{pid}"))
     except OSError:
         return None
-    fields = text.rpartition(") ")[2].split()  # the preceding name may contain anything
     return _MainThread(fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
 
 
@@ -280,51 +296,3 @@ def _meets_in_own_store(init_method: object) -> bool:
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_here = os.environ.get("MASTER_ADDR", "").startswith(_THIS_MACHINE)
     return isinstance(init_method, str) and init_method.startswith("env://") and is_agents and is_here
-
-
-_RENDEZVOUS = os.path.join("torch", "distributed", "rendezvous.py")
-_STORE = "TCPStore"
-
-
-def connecting_path(folder: str | os.PathLike[str], rank: int) -> Path:
-    """Return the file in which `rank` keeps its stack while it connects to a store; it does not exist otherwise."""
-    return Path(folder) / f"rank{rank}.connecting"
-
-
-class ConnectFile:
-    """Keeps the file `path`, with the main thread's stack, while that may be in a `TCPStore` call.
-
-    It must not be interrupted then: between two attempts to connect, torch sleeps; a signal ends this sleep with an
-    error, so that torch starts over and waits longer, or gives up if its timeout has expired.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._written = ""
-        self._is_off = False
-        with suppress(OSError):
-            path.unlink(missing_ok=True)  # from an earlier process
-
-    def tick(self, *, is_outside: bool) -> None:
-        """Check where the main thread is. `is_outside`: True if the process is in no process group."""
-        if self._is_off or not (is_outside or self._written):
-            return
-        try:
-            frame = main_frame() if is_outside else None
-            self._note(_render(frame) if frame is not None and may_make_store(frame) else "")
-        except Exception:  # noqa: BLE001 - without the file, the stack is requested by a signal as usual
-            self._is_off = True
-
-    def _note(self, text: str) -> None:
-        if text == self._written:
-            return
-        self._written = text
-        if text:
-            write_own_text(self._path, text)
-        else:
-            self._path.unlink(missing_ok=True)
-
-
-def may_make_store(frame: FrameType) -> bool:
-    """True if this function calls `TCPStore`, which is implemented in C++ and has no Python frame."""
-    return _STORE in frame.f_code.co_names or frame.f_code.co_filename.endswith(_RENDEZVOUS)

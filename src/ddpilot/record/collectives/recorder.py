@@ -145,11 +145,6 @@ class Recorder:
         except Exception as error:  # noqa: BLE001 - reported once, and must never stop training
             self._fault(error)
 
-    @property
-    def is_outside(self) -> bool:
-        """True if this process was in no group at the last tick."""
-        return not self._was_in_group
-
     def _note_group(self, now_ns: int) -> None:
         if not self._has_been_in_group and self._groups.has_used_any:
             # The group may have been created and destroyed between two ticks.

@@ -24,7 +24,6 @@ from ddpilot.record.collectives.recorder import RecordBuilder, Recorder
 from ddpilot.record.collectives.unfinished_works import PollingThread, StreamMark, UnfinishedWorks
 from ddpilot.record.flight_ring.groups import GroupTable
 from ddpilot.record.flight_ring.writer import RingWriter, draft_of, open_draft
-from ddpilot.record.main_thread import ConnectFile, connecting_path
 
 NUM_RECORDS = 8192
 PAGE_BYTES = 256 * 1024
@@ -42,22 +41,13 @@ class Recording:
     `source`: how collectives are seen: ``native`` or ``kernels``; empty if they are not recorded.
     """
 
-    def __init__(self, connection: Connection | None = None, notes: ConnectFile | None = None) -> None:
+    def __init__(self, connection: Connection | None = None) -> None:
         self.source = connection.source if connection else ""
         self._pid = os.getpid()
         self._connection = connection
-        self._notes = notes
-        self._polling = PollingThread(self._tick, POLL_INTERVAL_S) if connection else None
+        self._polling = PollingThread(connection.recorder.tick, POLL_INTERVAL_S) if connection else None
         if connection:
             atexit.register(self._exit)
-
-    def _tick(self) -> None:
-        connection = self._connection
-        if connection is None:
-            return
-        connection.recorder.tick()
-        if self._notes is not None:
-            self._notes.tick(is_outside=connection.recorder.is_outside)
 
     def stop(self) -> None:
         """Stop recording and close the ring; the file remains. Idempotent and not collective; called at exit."""
@@ -126,7 +116,7 @@ def start_recording(
         return _off(show, f"this torch cannot be recorded ({connection})")
     ring.publish(_about(rank, torch.__version__, connection.source))
     os.replace(draft_of(path), path)
-    return Recording(connection, notes=ConnectFile(connecting_path(path.parent, rank)))
+    return Recording(connection)
 
 
 def _make_ring(path: Path, num_records: int, page_bytes: int) -> RingWriter:

@@ -23,7 +23,7 @@ from ddpilot.errors import RecordError
 from ddpilot.record.flight_ring.log import REDUCING, Collective, GroupKey, GroupOfRanks, RankLog
 from ddpilot.record.flight_ring.reader import read_ring
 from ddpilot.record.journal import Entry, read_journal
-from ddpilot.record.main_thread import HEADER, RUNS, WATCH_SIGNAL, ask_stacks, first_stack, stacks_path
+from ddpilot.record.main_thread import RUNS, WATCH_SIGNAL, ask_stacks, first_stack, stacks_path
 from ddpilot.user_files import CodeLine
 from ddpilot.watch.snapshot.model import PythonStack
 
@@ -170,11 +170,11 @@ def read_stack(folder: Path, rank: int) -> PythonStack | None:
 
 
 def parse_stack(text: str, taken_ns: int) -> PythonStack:
-    """Parse the fault handler's output for one thread, or what a rank wrote before it was asked."""
+    """Parse the fault handler's output for one thread."""
     lines = text.splitlines()
     frames = (_FRAME.match(line) for line in lines)
     found = tuple(_frame(frame) for frame in frames if frame is not None)
-    return PythonStack(taken_ns=taken_ns, frames=found, is_running=RUNS in lines, is_kept=HEADER not in lines)
+    return PythonStack(taken_ns=taken_ns, frames=found, is_running=RUNS in lines)
 
 
 def _frame(found: re.Match[str]) -> CodeLine:

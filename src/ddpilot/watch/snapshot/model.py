@@ -43,9 +43,6 @@ class PythonStack:
     """The newest child process, such as ``rsync (pid 4711)``, if the stack is in `subprocess`; else empty."""
     is_running: bool = False
     """True if the thread is known to run Python code rather than wait in a call."""
-    is_kept: bool = False
-    """True if the rank wrote the stack before it was asked, as it connected to a store: valid for one poll, since the
-    rank removes it up to some time after it has connected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -96,9 +96,7 @@ class SnapshotReader:
         present = [(rank, reader) for rank, reader in self._readers.items() if rank not in self._away]
         self.logs = logs = {rank: log for rank, reader in present if (log := reader.read()) is not None}
         now_ns = time.monotonic_ns()
-        self._stacks = {
-            rank: stack for rank, stack in self._stacks.items() if stack.taken_ns >= since_ns and not stack.is_kept
-        }
+        self._stacks = {rank: stack for rank, stack in self._stacks.items() if stack.taken_ns >= since_ns}
         passed = passed_by_all(logs.values())
         for reader in self._readers.values():
             reader.forget(passed, now_ns, _NUM_KEPT)
