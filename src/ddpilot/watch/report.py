@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ from ddpilot.errors import DdpilotError
 from ddpilot.findings.display import Findings
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import printable, render_ranks
+from ddpilot.user_files import label_cell
 from ddpilot.watch.analysis import Analysis
 
 FORMAT = 1
@@ -79,11 +79,7 @@ def read_report(folder: Path) -> Report | None:
 
 def label_cells(files: Iterable[str]) -> dict[str, str]:
     """Map each of `files` that is a cell of this process to a label such as ``Cell In[3]``; empty outside IPython."""
-    interactive_shell = getattr(sys.modules.get("IPython.core.interactiveshell"), "InteractiveShell", None)
-    if interactive_shell is None or not interactive_shell.initialized():
-        return {}
-    label = getattr(interactive_shell.instance().compile, "format_code_name", lambda name: None)
-    return {file: " ".join(found) for file in files if (found := label(file))}
+    return {file: label for file in files if (label := label_cell(file)) != file}
 
 
 def rename(text: str, labels: Mapping[str, str]) -> str:

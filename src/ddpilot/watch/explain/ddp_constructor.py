@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ddpilot.errors import list_names
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
@@ -83,23 +84,22 @@ _ASPECTS: tuple[tuple[str, Callable[[_Parameters], Any]], ...] = (
 )
 
 
+def _show(names: list[str]) -> str:
+    return list_names([f"`{name}`" for name in names], _MAX_NAMED)
+
+
 def _describe_difference(code: str, one: int, first: _Parameters, other: int, second: _Parameters) -> str:
     here, there = render_ranks([one]), render_ranks([other])
     if code == "DDP301":
         more = {here: [name for name in first if name not in second], there: [n for n in second if n not in first]}
-        own = [f"only {who} has {_list_names(names)}" for who, names in more.items() if names]
+        own = [f"only {who} has {_show(names)}" for who, names in more.items() if names]
         return "; ".join(own) or f"{here} and {there} have the same parameters in a different order"
     at = {"DDP302": 0, "DDP303": 1, "DDP304": 2}[code]
     different = [name for name in first if first[name][at] != second[name][at]]
     if code == "DDP304":
         frozen = [name for name in different if not second[name][2]]
         where, but_not, names = (there, here, frozen) if frozen else (here, there, different)
-        return f"{_list_names(names)} {'is' if len(names) == 1 else 'are'} frozen on {where} but not on {but_not}"
+        return f"{_show(names)} {'is' if len(names) == 1 else 'are'} frozen on {where} but not on {but_not}"
     name = different[0]
     values = [list(model[name][0]) if at == 0 else model[name][1] for model in (first, second)]
     return f"`{name}` is {values[0]} on {here} and {values[1]} on {there}"
-
-
-def _list_names(names: list[str]) -> str:
-    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return ", ".join(f"`{name}`" for name in names[:_MAX_NAMED]) + more
