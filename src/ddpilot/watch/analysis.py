@@ -12,7 +12,7 @@ from ddpilot.record.flight_ring.log import Collective
 from ddpilot.source.parsed_file import Sources
 from ddpilot.watch.explain.ddp_constructor import explain_wraps
 from ddpilot.watch.explain.draft import Draft
-from ddpilot.watch.explain.mismatch import explain_mismatch, one_rank_per_side
+from ddpilot.watch.explain.mismatch import explain_mismatch
 from ddpilot.watch.explain.open_waits import (
     OpenWait,
     explain_cycle,
@@ -121,7 +121,7 @@ def _can_answer(draft: Draft, rank: int) -> bool:
 def _explain_mismatches(draft: Draft, found: Iterable[MismatchedCollective]) -> None:
     for mismatched in sorted(found, key=lambda each: each.since_ns):
         finding = explain_mismatch(draft.job, mismatched, draft.sources)
-        needs = one_rank_per_side(mismatched)
+        needs = [ranks[0] for ranks in mismatched.sides]
         if mismatched.is_silent:
             draft.silent.append(finding)
             draft.findings.append(finding)

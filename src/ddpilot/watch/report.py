@@ -67,9 +67,10 @@ def read_report(folder: Path) -> Report | None:
     path = folder / _JSON
     try:
         raw = json.loads(read_own_text(path))
-        values = {name: tuple(value) if isinstance(value, list) else value for name, value in raw.items()}
+        values: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in raw.items()}
         del values["format"]
-        return Report(**{**values, "findings": Findings(Finding.from_dict(each) for each in raw["findings"])})
+        values["findings"] = Findings(Finding.from_dict(each) for each in raw["findings"])
+        return Report(**values)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

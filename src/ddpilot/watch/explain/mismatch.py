@@ -62,7 +62,7 @@ _WORDS = {
 
 def explain_mismatch(job: JobSnapshot, mismatched: MismatchedCollective, sources: Sources) -> Finding:
     """Return the finding for a mismatch, with its cause where the source and the logs determine it."""
-    sides = [ranks for _, ranks in mismatched.mismatch.values]
+    sides = mismatched.sides
     progress, seq = mismatched.progress, mismatched.seq
     rest, odd = (side_in_collective(job, progress, ranks, seq) for ranks in sides[:2])
     cause = _find_join_cause(progress, seq) or _find_cause(job, mismatched, rest, odd, sources)
@@ -89,14 +89,14 @@ def _find_cause(
     job: JobSnapshot, mismatched: MismatchedCollective, rest: CollectiveSide, odd: CollectiveSide, sources: Sources
 ) -> Cause | None:
     lines = [[frame.position for frame in side.chain[-1:]] for side in (rest, odd)]
-    if mismatched.mismatch.aspect != "op" and lines[0] == lines[1]:
+    if mismatched.aspect != "op" and lines[0] == lines[1]:
         return None
     return find_first_cause(job, mismatched, rest, odd, sources)
 
 
 def _own_code(mismatched: MismatchedCollective) -> str:
     parts = {entry.ddp.what for entry in mismatched.by_rank.values() if entry.ddp is not None}
-    own = (_OF_CONSTRUCTION if parts == {"construction"} else _CODES).get(mismatched.mismatch.aspect, "DDP201")
+    own = (_OF_CONSTRUCTION if parts == {"construction"} else _CODES).get(mismatched.aspect, "DDP201")
     if len({entry.ddp and (entry.ddp.what, entry.ddp.names) for entry in mismatched.by_rank.values()}) > 1:
         return "DDP201" if own in ("DDP202", "DDP203") else own  # different gradients, or one side has none
     return own
@@ -112,38 +112,33 @@ def _choose_code(mismatched: MismatchedCollective, cause: Cause) -> str:
 
 
 def _summarize(mismatched: MismatchedCollective) -> str:
-    values = [value for value, _ in mismatched.mismatch.values[:4]]
+    values = [value for value, _ in mismatched.values[:4]]
     texts = ", ".join(values[:-1]) + f" and {values[-1]}"
-    words = _WORDS[mismatched.mismatch.aspect]
+    words = _WORDS[mismatched.aspect]
     what = f" {words}: {texts.replace(' elements and', ' and')}" if words else ""
     return f"collective #{mismatched.seq} of {name_group(mismatched.progress.group)} differs between ranks{what}"
 
 
 def _why(mismatched: MismatchedCollective) -> str:
-    if mismatched.mismatch.aspect == "reduce-op":
+    if mismatched.aspect == "reduce-op":
         return "each rank uses its own reduce-op: the results differ between ranks, and training continues"
-    if mismatched.mismatch.aspect == "shape":
+    if mismatched.aspect == "shape":
         return "the shapes are transposed: elements that do not belong together are combined, and training continues"
-    if mismatched.mismatch.aspect == "op":
+    if mismatched.aspect == "op":
         return "collectives are matched by their order in the group: some ranks are ahead, or took a different path"
-    return f"all ranks of a collective must pass the same {mismatched.mismatch.aspect}"
+    return f"all ranks of a collective must pass the same {mismatched.aspect}"
 
 
 def _show_sides(job: JobSnapshot, mismatched: MismatchedCollective) -> tuple[str, ...]:
-    by_rank = {rank: value for value, ranks in mismatched.mismatch.values for rank in ranks}
+    by_rank = {rank: value for value, ranks in mismatched.values for rank in ranks}
     rows = []
     for rank, entry in mismatched.by_rank.items():
         what = describe(entry)
         value = by_rank.get(rank, "")
-        if mismatched.mismatch.aspect in ("size", "root") and value not in what:
+        if mismatched.aspect in ("size", "root") and value not in what:
             what = f"{what} ({value})"
         rows.append((rank, what + render_death(job.ranks.get(rank)), render_place(entry.line)))
     return render_table(rows)
-
-
-def one_rank_per_side(mismatched: MismatchedCollective) -> tuple[int, ...]:
-    """Return one rank of each side: their stacks show the most."""
-    return tuple(ranks[0] for _, ranks in mismatched.mismatch.values)
 
 
 _THREAD_FIX = (
@@ -167,8 +162,8 @@ def _explain_from_logs(
     """
     code, thread = _own_code(mismatched), _render_thread(job, mismatched)
     different_calls = changed_order = ""
-    if mismatched.mismatch.aspect in ("size", "dtype"):
-        first, second = (ranks for _, ranks in mismatched.mismatch.values[:2])
+    if mismatched.aspect in ("size", "dtype"):
+        first, second = mismatched.sides[:2]
         different_calls = _describe_different_calls(mismatched, first, second)
         changed_order = _describe_changed_order(mismatched.progress, mismatched.seq, first, second)
     if thread or different_calls:
@@ -183,10 +178,10 @@ def _explain_from_logs(
 
 def _special_fix(mismatched: MismatchedCollective) -> str:
     """Return the fix for arguments of this kind; empty if the usual fix for the code applies."""
-    if mismatched.mismatch.aspect == "shape":
+    if mismatched.aspect == "shape":
         return _SHAPE_FIX
     is_exchange = any(entry.op in EXCHANGES for entry in mismatched.by_rank.values())
-    return _EXCHANGE_FIX if is_exchange and mismatched.mismatch.aspect == "size" else ""
+    return _EXCHANGE_FIX if is_exchange and mismatched.aspect == "size" else ""
 
 
 def _render_thread(job: JobSnapshot, mismatched: MismatchedCollective) -> str:
@@ -232,7 +227,7 @@ def _describe_different_calls(mismatched: MismatchedCollective, one: tuple[int, 
     ):
         # DDP compares the sizes of the same parameters when it wraps a model: different sizes mean different ones.
         are_buckets = all(each.ddp is not None and each.ddp.what == "bucket" for each in (mine, theirs))
-        return _DIFFERENT_BUCKETS if are_buckets and mismatched.mismatch.aspect == "size" else ""
+        return _DIFFERENT_BUCKETS if are_buckets and mismatched.aspect == "size" else ""
     spots = (
         f"{render_ranks(one)} at {render_position(mine.line)}, {render_ranks(other)} at {render_position(theirs.line)}"
     )
