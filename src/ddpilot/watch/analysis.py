@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 from ddpilot.findings.display import Findings
 from ddpilot.findings.finding import Finding
-from ddpilot.record.flight_ring.log import Collective
 from ddpilot.source.parsed_file import Sources
 from ddpilot.watch.explain.ddp_constructor import explain_wraps
 from ddpilot.watch.explain.draft import Draft
@@ -75,7 +74,9 @@ def analyze(
     outcomes = {rank: outcome_of(job.ranks.get(rank)) for rank in ranks}
     before = before_common_end(job, outcomes)
     if before is not None:
-        return _after_end(analyze(before, earlier, stall_s=stall_s, stall_warn_s=stall_warn_s))
+        analysis = replace(analyze(before, earlier, stall_s=stall_s, stall_warn_s=stall_warn_s), needs_stacks=())
+        # The end may have been a reaction to an error in the state before.
+        return replace(analysis, status=()) if _has_errors(analysis.findings) else replace(analysis, end=COMMON_END)
     stall_ns, warn_ns, sources = int(stall_s * 1e9), int(stall_warn_s * 1e9), Sources(job.sources)
     draft = Draft(job=job, earlier=earlier, outcomes=outcomes, sources=sources, stall_ns=stall_ns, warn_ns=warn_ns)
     progress = find_progress(rank.log for rank in job.ranks.values() if rank.log is not None)
@@ -93,12 +94,6 @@ def analyze(
         is_stalled=draft.is_stalled,
         needs_stacks=tuple(sorted(rank for rank in draft.needs if _can_answer(draft, rank))),
     )
-
-
-def _after_end(analysis: Analysis) -> Analysis:
-    """Adapt the analysis of the state before all ranks were ended, which may have been a reaction to an error in it."""
-    analysis = replace(analysis, needs_stacks=())
-    return replace(analysis, status=()) if _has_errors(analysis.findings) else replace(analysis, end=COMMON_END)
 
 
 def _has_errors(findings: Iterable[Finding]) -> bool:
@@ -141,7 +136,8 @@ def _explain_messages(draft: Draft) -> None:
 def _explain_waits(draft: Draft, progress: Iterable[GroupProgress]) -> None:
     found, needs_stacks = find_waits(draft.job, draft.outcomes, progress)
     for rank, missing in needs_stacks.items():
-        if _has_waited(draft, rank):
+        newest_ns = max((entry.start_ns for entry in draft.job.ranks[rank].collectives[-1:]), default=0)
+        if draft.job.now_ns - newest_ns > draft.stall_ns // 2:
             draft.needs.update((rank, *missing[:_MAX_STACKS]))
     waits = [wait for wait in found if not draft.explained & wait.held.keys()]
     cycles = [cycle for cycle in find_cycles(waits) if _is_proven(draft.job, cycle)]
@@ -154,11 +150,6 @@ def _explain_waits(draft: Draft, progress: Iterable[GroupProgress]) -> None:
     for wait in waits:
         if id(wait) not in in_cycles:
             _explain_wait(draft, wait, held)
-
-
-def _has_waited(draft: Draft, rank: int) -> bool:
-    newest_ns = max((entry.start_ns for entry in draft.job.ranks[rank].collectives[-1:]), default=0)
-    return draft.job.now_ns - newest_ns > draft.stall_ns // 2
 
 
 def _explain_wait(draft: Draft, wait: Wait, held: set[int]) -> None:
@@ -181,18 +172,14 @@ def _explain_wait(draft: Draft, wait: Wait, held: set[int]) -> None:
     waited_ns = draft.job.now_ns - wait.since_ns
     if is_over or waited_ns < draft.stall_ns or not (absent or not wait.missing):
         return  # the ranks that hold these up wait themselves, which is reported for them
-    if not (wait.missing or wait.unknown) and not any(map(_is_seen_open, wait.held.values())):
+    are_seen_open = (entry.is_watched and entry.state != "unknown" for entry in wait.held.values())
+    if not (wait.missing or wait.unknown or any(are_seen_open)):
         return  # all ranks have arrived: it may be over without showing it
     draft.needs.update(absent[:_MAX_STACKS])
     one = OpenWait(draft, wait, tuple(absent))
     draft.add_status(render_open_wait(one))
     warning = explain_open_wait(one, waited_ns > draft.warn_ns)
     draft.findings += [warning] if warning is not None else []
-
-
-def _is_seen_open(entry: Collective) -> bool:
-    """True if the completion of `entry` is being observed and has not occurred."""
-    return entry.is_watched and entry.state != "unknown"
 
 
 def _outcome_in(draft: Draft, wait: Wait, rank: int) -> RankOutcome:

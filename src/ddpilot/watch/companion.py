@@ -221,7 +221,9 @@ class Watcher:
             self._error = self._error or make_error(self._name, report)
             return
         # If a rank has failed, the launcher's error holds the findings.
-        shown = [each for each in report.findings if each.severity != "error" or not self._has_failed()]
+        facts = self._facts().values()
+        has_failed = any(each.error or (each.process.state == "ended" and not each.returned) for each in facts)
+        shown = [each for each in report.findings if each.severity != "error" or not has_failed]
         if shown:
             self._print(str(Findings(shown)), is_of_cell=True)
         if self._callback is not None:
@@ -246,10 +248,6 @@ class Watcher:
         except Exception as fault:  # noqa: BLE001 - the error that ends the job matters more
             self._print(f"the recording could not be read: {type(fault).__name__}: {fault}")
             return ()
-
-    def _has_failed(self) -> bool:
-        facts = self._facts().values()
-        return any(each.error is not None or (each.process.state == "ended" and not each.returned) for each in facts)
 
     def _print(self, text: str, *, is_of_cell: bool = False) -> None:
         self._lines.put((text, is_of_cell))

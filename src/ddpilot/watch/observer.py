@@ -19,7 +19,7 @@ from ddpilot.watch.nodes.exchange import Exchange
 from ddpilot.watch.nodes.shared_rules import SharedRules
 from ddpilot.watch.options import WatchOptions
 from ddpilot.watch.report import Report, ReportHistory, label_cells, newest, rename, rename_in
-from ddpilot.watch.snapshot.model import JobSnapshot, PythonStack
+from ddpilot.watch.snapshot.model import JobSnapshot
 from ddpilot.watch.snapshot.reader import RankFacts, SnapshotReader
 
 INTERVAL_S = 0.25
@@ -277,7 +277,8 @@ class Observer:
         return here if self._exchange is None else self._exchange.widen(here)
 
     def _with_stacks(self, here: JobSnapshot) -> JobSnapshot:
-        old = [rank for rank, each in here.ranks.items() if each.stack is None or _is_old(each.stack, here.now_ns)]
+        stacks = {rank: each.stack for rank, each in here.ranks.items()}
+        old = [rank for rank, each in stacks.items() if each is None or here.now_ns - each.taken_ns > _EARLIER_NS]
         return self._reader.add_stacks(here, old[:_MAX_STACKS]) if old else here
 
     def _present_facts(self) -> Mapping[int, RankFacts]:
@@ -313,7 +314,3 @@ class Observer:
     def _note(self, text: str) -> None:
         if self._history.once(text):
             self._notify(replace(self._empty, notes=(text,)))
-
-
-def _is_old(stack: PythonStack, now_ns: int) -> bool:
-    return now_ns - stack.taken_ns > _EARLIER_NS

@@ -99,7 +99,8 @@ def find_cause(one: CollectiveSide, other: CollectiveSide, sources: Sources) -> 
         case ReturnedEarly():
             return _returned_early(split, here, gone)
         case LoopLeft():
-            return _loop_left(split, here, gone) if _was_there(gone, here) else None
+            # If they have run one of its lines: the departed ranks were in the loop before.
+            return _loop_left(split, here, gone) if not here.lines or gone.lines & here.lines else None
         case BranchTaken():
             return _branch_taken(split, gone, here)
         case IterationSkipped():
@@ -152,11 +153,6 @@ def _extra_forward(here: CollectiveSide, there: CollectiveSide, split: Split | N
 
 def _position(entry: Collective) -> tuple[str, int]:
     return entry.line.position if entry.line is not None else ("", 0)
-
-
-def _was_there(gone: CollectiveSide, here: CollectiveSide) -> bool:
-    """True if the departed ranks were in the loop before: they have run one of its lines."""
-    return bool(gone.lines & here.lines) if here.lines else True
 
 
 def _loop_left(split: LoopLeft, here: CollectiveSide, gone: CollectiveSide) -> Cause | None:

@@ -142,10 +142,7 @@ def _explain_full(one: OpenWait) -> Finding:
         summary=f"all ranks are in {describe_shortly(entry)}, and it does not complete",
         ranks=tuple(sorted(one.wait.held)),
         line=place_of(entry.line),
-        evidence=(
-            *render_table(rows_of(one.wait.held)),
-            _render_how_long(one),
-        ),
+        evidence=(*render_table(rows_of(one.wait.held)), _render_how_long(one)),
         why="their arguments match, so the data does not get through: a network, a firewall, or a peer-to-peer link",
         fix="check the interfaces (NCCL_DEBUG=INFO; ddpilot explain DDP107, DDP108), and whether a rank was stopped",
     )
@@ -183,13 +180,15 @@ def explain_cycle(job: JobSnapshot, cycle: Sequence[Wait], sources: Sources) -> 
     parties = [side_in_wait(job, wait, tuple(sorted(wait.held))) for wait in cycle[:2]]
     cause = find_cause(parties[0], parties[1], sources) if len(parties) == 2 and not _render_tags(cycle) else None
     first = min(held)
+    parts = [f"{render_waiting_for(wait.held)} {render_ranks(wait.missing, max_chars=40)}" for wait in cycle[:4]]
+    why = ", ".join(parts) + (_render_tags(cycle) or ": no rank can proceed")
     return make_finding(
         code,
         summary=_summarize_cycle(code, cycle),
         ranks=tuple(sorted(held)),
         line=place_of(parties[0].chain[-1]) if parties[0].chain else place_of(held[first].line),
         evidence=render_table(rows),
-        why=_why_cycle(cycle) + (f"; {cause.why}" if cause is not None else ""),
+        why=why + (f"; {cause.why}" if cause is not None else ""),
         fix=_BRANCH_FIX if code == "DDP206" and cause is not None and cause.is_branch else FIXES[code],
     )
 
@@ -211,11 +210,6 @@ def _summarize_cycle(code: str, cycle: Sequence[Wait]) -> str:
 def render_waiting_for(ranks: Collection[int]) -> str:
     """Format the beginning of a sentence, such as ``ranks 0,1 wait for``."""
     return f"{render_ranks(ranks, max_chars=40)} {'waits' if len(ranks) == 1 else 'wait'} for"
-
-
-def _why_cycle(cycle: Sequence[Wait]) -> str:
-    parts = [f"{render_waiting_for(wait.held)} {render_ranks(wait.missing, max_chars=40)}" for wait in cycle[:4]]
-    return ", ".join(parts) + (_render_tags(cycle) or ": no rank can proceed")
 
 
 def _render_tags(cycle: Sequence[Wait]) -> str:

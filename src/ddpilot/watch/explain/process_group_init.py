@@ -43,7 +43,9 @@ def explain_group_init(draft: Draft) -> None:
     logs = {rank: seen.log for rank, seen in job.ranks.items() if seen.log is not None}
     fresh = [rank for rank, log in logs.items() if not log.num_begun or log.left_ns is not None]
     alive = [rank for rank in fresh if not draft.outcomes[rank].is_gone and _age_ns(job, rank) > draft.stall_ns]
-    draft.needs.update([rank for rank in alive if _is_old(job, rank)][:_MAX_STACKS])
+    stacks = {rank: job.ranks[rank].stack for rank in alive}
+    old = [rank for rank, stack in stacks.items() if stack is None or job.now_ns - stack.taken_ns > _STACK_AGE_NS]
+    draft.needs.update(old[:_MAX_STACKS])
     if _explain_unused_ranks(draft):
         return
     inside = [rank for rank in alive if _is_inside(job.ranks[rank])]
@@ -236,11 +238,6 @@ def _age_ns(job: JobSnapshot, rank: int) -> int:
     seen = job.ranks.get(rank)
     log = seen.log if seen is not None else None  # the digest of a different node may not have arrived yet
     return job.now_ns - max(log.left_ns or log.started_ns, job.since_ns) if log is not None else 0
-
-
-def _is_old(job: JobSnapshot, rank: int) -> bool:
-    stack = job.ranks[rank].stack
-    return stack is None or job.now_ns - stack.taken_ns > _STACK_AGE_NS
 
 
 def _line(job: JobSnapshot, rank: int) -> CodeLine | None:

@@ -72,15 +72,13 @@ class ObserverProcess:
         while not is_over:
             is_clean = self._observe()
             with locked(root):  # a rank that starts after this starts its own observer
-                is_over = not any(self._is_new(*each) for each in find_rank_processes(self._folder).items())
+                present = find_rank_processes(self._folder).items()
+                is_over = not any(self._ranks.get(rank) != each and each.is_running for rank, each in present)
                 if is_over:
                     if is_clean:
                         remove(self._folder)
                     os.close(fd)
         remove_old(root)
-
-    def _is_new(self, rank: int, process: RankProcess) -> bool:
-        return self._ranks.get(rank) != process and process.is_running
 
     def _observe(self) -> bool:
         """Observe the current processes until they end or change; return True if all of them ended cleanly."""

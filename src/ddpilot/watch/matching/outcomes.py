@@ -53,7 +53,9 @@ def outcome_of(rank: RankSnapshot | None) -> RankOutcome:
     if error is not None and error.type_name == "SystemExit" and error.message in ("", "0", "None"):
         return RankOutcome("finished", "has exited")
     if error is not None:
-        words = f"raised {error.type_name}: {_shorten(error.message)}".removesuffix(": ")
+        line = next((line.strip() for line in error.message.splitlines() if line.strip()), "")
+        line = line if len(line) <= _MAX_CHARS else f"{line[: _MAX_CHARS - 3]}..."
+        words = f"raised {error.type_name}: {line}".removesuffix(": ")
         return RankOutcome("victim" if reads_like_victim(error.type_name, error.message) else "died", words)
     if rank.returned:
         is_cut = rank.process.exitcode == 0 and rank.log is not None and not rank.has_closed_log
@@ -72,11 +74,6 @@ def _process_outcome(rank: RankSnapshot) -> RankOutcome:
     if process.exitcode == 0 or rank.has_closed_log:
         return RankOutcome("finished", "has exited")
     return RankOutcome("died", "ended without closing the recording, as with a signal or os._exit")
-
-
-def _shorten(message: str) -> str:
-    line = next((line.strip() for line in message.splitlines() if line.strip()), "")
-    return line if len(line) <= _MAX_CHARS else f"{line[: _MAX_CHARS - 3]}..."
 
 
 def first_deaths(job: JobSnapshot, outcomes: Mapping[int, RankOutcome]) -> list[int]:
@@ -201,7 +198,8 @@ def before_common_end(job: JobSnapshot, outcomes: Mapping[int, RankOutcome]) -> 
         return None
     if len({rank.process.signal_name for rank in ranks.values()}) > 1 or set(first_deaths(job, outcomes)) != set(ranks):
         return None
-    ends_ns = [_ended_ns(rank) for rank in ranks.values()]
+    logs = {number: rank.log for number, rank in ranks.items() if rank.log is not None}
+    ends_ns = [rank.process.ended_ns or logs[number].heartbeat_ns for number, rank in ranks.items()]
     known_ns = [each for each in ends_ns if each is not None]
     if len(known_ns) < len(ends_ns):
         return None
@@ -215,11 +213,6 @@ def _was_ended(rank: RankSnapshot) -> bool:
     if process.state != "ended" or is_over:
         return False
     return process.exitcode is None if process.signal_name is None else process.signal_name in _FROM_OUTSIDE
-
-
-def _ended_ns(rank: RankSnapshot) -> int | None:
-    ended_ns = rank.process.ended_ns
-    return ended_ns if ended_ns is not None or rank.log is None else rank.log.heartbeat_ns
 
 
 def without_end(rank: RankSnapshot) -> RankSnapshot:

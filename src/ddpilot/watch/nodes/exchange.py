@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 from ddpilot.launching.observer import Mailbox, Message
-from ddpilot.record.flight_ring.log import Collective
 from ddpilot.watch.analysis import Analysis
 from ddpilot.watch.nodes.digest import Digest, decode_digest, encode_digest, merge, move_clock
 from ddpilot.watch.nodes.encoding import max_chars
@@ -177,11 +176,8 @@ def _needs_others(job: JobSnapshot) -> Callable[[RankSnapshot], bool]:
         if max(open_ns, default=0) > _ASK_AFTER_NS:
             return True
         # One of these may be over: the next collective would show it, and is due after the usual pause.
-        return min(unsure_ns, default=0) > max(_ASK_AFTER_NS, int(_LATE * _longest_pause_ns(newest)))
+        starts_ns = sorted(entry.start_ns for entry in newest)
+        longest_ns = max((later - before for before, later in pairwise(starts_ns)), default=0)
+        return min(unsure_ns, default=0) > max(_ASK_AFTER_NS, int(_LATE * longest_ns))
 
     return needs
-
-
-def _longest_pause_ns(entries: Sequence[Collective]) -> int:
-    starts = sorted(entry.start_ns for entry in entries)
-    return max((later - before for before, later in pairwise(starts)), default=0)
