@@ -141,7 +141,10 @@ class Recorder:
             if self._others is not None:
                 self._others.catch_up(now_ns)
             self._note_group(now_ns)
-            self._note_entering(None if self._was_in_group else self._find_entering(now_ns))
+            entering = None if self._was_in_group else self._find_entering(now_ns)
+            if entering != self._entering:
+                self._entering = entering
+                self._ring.enter(*(entering or (0,)))
         except Exception as error:  # noqa: BLE001 - reported once, and must never stop training
             self._fault(error)
 
@@ -153,11 +156,6 @@ class Recorder:
             self._has_been_in_group = True
             self._was_in_group = not self._was_in_group
             self._ring.leave(0 if self._was_in_group else now_ns)
-
-    def _note_entering(self, entering: PendingInit | None) -> None:
-        if entering != self._entering:
-            self._entering = entering
-            self._ring.enter(*(entering or (0,)))
 
     def leave(self) -> None:
         """Record that the program has ended without an error: it starts no more collectives."""

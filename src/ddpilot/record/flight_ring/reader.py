@@ -140,10 +140,7 @@ class Pieces:
 
     def read(self, at: int, num_bytes: int) -> bytes:
         """Read `num_bytes` bytes from offset `at`."""
-        if hasattr(os, "pread"):
-            return os.pread(self._file.fileno(), num_bytes, at)
-        self._file.seek(at)
-        return self._file.read(num_bytes)
+        return os.pread(self._file.fileno(), num_bytes, at)
 
 
 _T = TypeVar("_T")
@@ -210,17 +207,8 @@ class Decoder:
 
 
 def _group(fact: dict[str, Any]) -> GroupOfRanks:
-    return GroupOfRanks(
-        name=fact["name"],
-        incarnation=fact["incarnation"],
-        attempt=fact.get("attempt", 0),
-        description=fact.get("desc", ""),
-        backend=fact.get("backend", ""),
-        size=fact.get("size", 0),
-        rank=fact.get("rank", -1),
-        ranks=unpack_ranks(fact.get("ranks", "")),
-        backend_seq=fact.get("backend_seq"),
-    )
+    values = {"description" if name == "desc" else name: value for name, value in fact.items()}
+    return GroupOfRanks(**{**values, "ranks": unpack_ranks(fact.get("ranks", ""))})
 
 
 def _inputs(fact: dict[str, Any]) -> tuple[Tensor, ...]:
