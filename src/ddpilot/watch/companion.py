@@ -329,12 +329,12 @@ def find_known_error(rank: int, error: RankException | None, last_lines: Sequenc
         message = next((line for line in reversed(last_lines) if known[0].matches(line)), "\n".join(last_lines))
     if not known:
         return None
-    entry = known[0]
+    entry, text = known[0], " ".join(message.split())
     return make_finding(
         entry.code,
         ranks=(rank,),
         line=find_raised_line(traceback) or _find_crash_place(last_lines),
-        evidence=(_shorten(message),),
+        evidence=(text if len(text) <= _MAX_MESSAGE_CHARS else f"{text[: _MAX_MESSAGE_CHARS - 3]}...",),
         why=" ".join(entry.section("What it means").partition("\n\n")[0].split()),
         fix=f"{fix_in_rank(entry)}.",
     )
@@ -393,11 +393,6 @@ def _find_crash_place(lines: Sequence[str]) -> CodeLine | None:
             return CodeLine(file=file, line=int(frame["line"]), function=frame["function"])
         called = file
     return None
-
-
-def _shorten(message: str) -> str:
-    text = " ".join(message.split())
-    return text if len(text) <= _MAX_MESSAGE_CHARS else f"{text[: _MAX_MESSAGE_CHARS - 3]}..."
 
 
 class CallbackThread:

@@ -80,6 +80,8 @@ def plan_operation(operator: str, schema: Any) -> Operation | str:
     plain_from = max(group_at, _first(types, "ReduceOp"), *tensors, 0) + 1
     is_plain = len(tensors) == 1 and not any(kind.startswith("List") for kind in types[plain_from:])
     list_at = tensors[0] if is_plain and types[tensors[0]] == "List[Tensor]" else -1
+    results = [str(result.type) for result in schema.returns]
+    work_at = _first(results, "Work")
     device_at = -1
     if base in _BARRIERS:
         device_at = _first(types, "Tensor")
@@ -101,18 +103,13 @@ def plan_operation(operator: str, schema: Any) -> Operation | str:
         list_at=list_at,
         plain_from=plain_from,
         splits_at=tuple(at for at, name in enumerate(names) if name.endswith("split_sizes")),
-        work_at=_find_work([str(result.type) for result in schema.returns]),
+        work_at=None if work_at < 0 else -1 if len(results) == 1 else work_at,
         is_p2p=is_p2p,
     )
 
 
 def _first(values: Sequence[str], ending: str) -> int:
     return next((at for at, value in enumerate(values) if value.endswith(ending)), -1)
-
-
-def _find_work(results: Sequence[str]) -> int | None:
-    at = _first(results, "Work")
-    return None if at < 0 else -1 if len(results) == 1 else at
 
 
 MAX_TENSORS = 32

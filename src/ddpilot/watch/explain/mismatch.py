@@ -270,30 +270,16 @@ _JOIN_FIX = (
 
 def _find_join_cause(progress: GroupProgress, seq: int) -> Cause | None:
     """Return the cause if a collective of Join was matched with one of the program up to `seq`; None otherwise."""
-    start = _start_of_join(progress, seq)
-    for number in range(start, seq + 1):
-        here = {rank: entry for rank in sorted(progress.by_rank) if (entry := progress.at(rank, number)) is not None}
-        joined = tuple(rank for rank, entry in here.items() if _is_of_join(entry))
-        others = tuple(rank for rank, entry in here.items() if _is_of_program(entry))
-        if joined and others:
-            return _explain_join(joined, here[joined[0]], others, here[others[0]])
-    return None
-
-
-def _start_of_join(progress: GroupProgress, seq: int) -> int:
-    """Return the start of the uninterrupted run of Join's collectives up to `seq`; `seq` + 1 if there is none."""
-    start = seq + 1
-    while any((entry := progress.at(rank, start - 1)) is not None and _is_of_join(entry) for rank in progress.by_rank):
-        start -= 1
-    return start
-
-
-def _is_of_join(entry: Collective) -> bool:
-    return entry.line is not None and entry.line.via in _JOIN_FUNCTIONS
-
-
-def _is_of_program(entry: Collective) -> bool:
-    return entry.ddp is None and entry.line is not None and not _is_of_join(entry)
+    cause = None
+    for number in range(seq, -1, -1):  # the first one of the uninterrupted run of Join's collectives
+        here = progress.all_at(number)
+        joined = [rank for rank, entry in here.items() if entry.line and entry.line.via in _JOIN_FUNCTIONS]
+        if not joined:
+            break
+        others = [rank for rank, each in here.items() if rank not in joined and each.ddp is None and each.line]
+        if others:
+            cause = _explain_join(tuple(joined), here[joined[0]], tuple(others), here[others[0]])
+    return cause
 
 
 def _explain_join(joined: tuple[int, ...], joins: Collective, others: tuple[int, ...], own: Collective) -> Cause:

@@ -269,7 +269,7 @@ def show_common(collective: GroupCollective | None) -> tuple[str, ...]:
     if collective is None:
         return ()
     progress, seq = collective.progress, collective.seq
-    entries = [entry for rank in progress.by_rank if (entry := progress.at(rank, seq - 1)) is not None]
+    entries = list(progress.all_at(seq - 1).values())
     if not entries or len(entries) < len(progress.by_rank):
         return ()
     if len({(entry.op, entry.line and entry.line.position) for entry in entries}) > 1:

@@ -25,6 +25,10 @@ class GroupProgress:
         found = bisect_left(entries, seq, key=_seq_of)
         return entries[found] if found < len(entries) and entries[found].seq == seq else None
 
+    def all_at(self, seq: int) -> dict[int, Collective]:
+        """Return the collective with number `seq` of each rank that is known to have begun it."""
+        return {rank: entry for rank in sorted(self.by_rank) if (entry := self.at(rank, seq)) is not None}
+
     def last(self, rank: int) -> Collective | None:
         """Return the newest collective of `rank`; None if it began none."""
         entries = self.by_rank.get(rank)

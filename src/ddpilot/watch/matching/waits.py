@@ -65,10 +65,10 @@ def _find_incomplete(job: JobSnapshot, progress: GroupProgress) -> Wait | None:
     if lowest < newest:
         missing = tuple(rank for rank, at in behind.items() if at == lowest and rank not in unknown)
         seq = lowest + 1
-    by_rank = _collectives_at(progress, seq)
+    by_rank = progress.all_at(seq)
     # A broadcast may complete on its root without the other ranks: the root waits in a later collective.
     while lowest < newest and by_rank and all(each.state == "done" for each in by_rank.values()):
-        later = _collectives_at(progress, seq + 1)
+        later = progress.all_at(seq + 1)
         if not later:
             break
         seq, by_rank = seq + 1, later
@@ -76,10 +76,6 @@ def _find_incomplete(job: JobSnapshot, progress: GroupProgress) -> Wait | None:
         return None
     collective = GroupCollective(progress=progress, seq=seq, by_rank=by_rank)
     return Wait(by_rank, missing, tuple(sorted(unknown - by_rank.keys())), collective)
-
-
-def _collectives_at(progress: GroupProgress, seq: int) -> dict[int, Collective]:
-    return {rank: entry for rank in progress.by_rank if (entry := progress.at(rank, seq)) is not None}
 
 
 def _may_be_ahead(job: JobSnapshot, progress: GroupProgress, rank: int) -> bool:
@@ -277,7 +273,10 @@ def tag_of(entry: Collective) -> int | None:
 
 def peer_of(entry: Collective) -> int | None:
     """Return the peer's rank in the job of a point-to-point operation; None for a receive from any source."""
+    return None if entry.peer is None else rank_in_job(entry, entry.peer)
+
+
+def rank_in_job(entry: Collective, number: int) -> int:
+    """Return the rank in the job of rank `number` of the group; `number` if the group's ranks are unknown."""
     ranks = entry.group.ranks if entry.group is not None else ()
-    if entry.peer is None:
-        return None
-    return ranks[entry.peer] if 0 <= entry.peer < len(ranks) else entry.peer
+    return ranks[number] if 0 <= number < len(ranks) else number

@@ -187,17 +187,14 @@ class NoteSender:
         if not self._pieces or is_last:
             entries, findings = tuple(self._entries), tuple(self._findings)
             bundle = Bundle(now_ns=now_ns, entries=entries, findings=findings, is_last=is_last)
-            self._pieces += _split(encode_bundle(bundle), self._size)
+            text = encode_bundle(bundle)
+            parts = [text[at : at + self._size] for at in range(0, len(text), self._size)]
+            self._pieces += [*(_CONTINUES + part for part in parts[:-1]), _ENDS + parts[-1]]
             self._entries, self._findings = [], []
         self._sent_ns = now_ns
         self._mailbox.append(self._pieces.popleft())
         while is_last and self._pieces:
             self._mailbox.append(self._pieces.popleft())
-
-
-def _split(text: str, size: int) -> list[str]:
-    parts = [text[at : at + size] for at in range(0, len(text), size)]
-    return [*(_CONTINUES + part for part in parts[:-1]), _ENDS + parts[-1]]
 
 
 @dataclass(slots=True)

@@ -53,18 +53,15 @@ def chain_of(rank: RankSnapshot, entry: Collective | None) -> Chain:
 
     If the stack is not in `entry`, only the innermost calls are known, which were recorded with it.
     """
-    for chain in (_from_stack(rank, entry), _from_traceback(rank)):
+    stack = rank.stack
+    is_current = stack is not None and (entry is None or stack.taken_ns >= entry.start_ns)
+    from_stack = user_chain(stack.frames) if stack is not None and is_current else ()
+    for chain in (from_stack, _from_traceback(rank)):
         if chain and entry is None:
             return chain
         if chain and entry is not None and (cut := _cut_at(chain, entry.line)):
             return cut
     return chain_of_line(entry.line) if entry is not None else ()
-
-
-def _from_stack(rank: RankSnapshot, entry: Collective | None) -> Chain:
-    if rank.stack is None or (entry is not None and rank.stack.taken_ns < entry.start_ns):
-        return ()
-    return user_chain(rank.stack.frames)
 
 
 def _from_traceback(rank: RankSnapshot) -> Chain:
