@@ -76,17 +76,13 @@ class Journal(NamedTuple):
 
 
 class JournalWriter:
-    """Creates the file `path`, replacing an existing one, with two pages of `page_bytes` bytes, for this user only.
+    """Creates the file `path`, replacing an existing one, with two pages of `page_bytes` bytes (a multiple of 8).
 
     Entries can be read at once, and after any death of this process. Safe in several threads and in signal handlers; a
-    forked copy of the process writes nothing. Raises `OSError` if there is no space, and `RecordError` for an invalid
-    `page_bytes`.
+    forked copy of the process writes nothing. Raises `OSError` if there is no space.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, rank: int, page_bytes: int = PAGE_BYTES) -> None:
-        if page_bytes < 4096 or page_bytes % 8:
-            fix = "Give a multiple of 8 from 4096"
-            raise RecordError(f"making the journal {path}", found=f"`page_bytes`={page_bytes}", fix=fix)
         self._fork = ForkGuard()
         self._lock = threading.RLock()  # reentrant: a signal handler may write while an entry is written
         self._page_bytes = page_bytes
