@@ -35,14 +35,23 @@ Begin = Callable[[Sequence[Any]], Ticket | None]
 Started = Callable[[Ticket | None, Any], None]
 
 
-class OtherWorks(Protocol):
-    """Unfinished collectives recorded by the compiled kernels."""
+class Repeats(Protocol):
+    """The compiled kernels, which write the records of repeated collectives themselves, from templates."""
+
+    def learn(self, usual: bytes, role: int, group: int, num_bytes: int, reports_failure: bool, /) -> None:
+        """Write the next identical collective from this template."""
+
+    def leave_group_out(self) -> None:
+        """Leave all collectives of the current group to the `RecordBuilder`."""
+
+    def forget(self) -> None:
+        """Discard all templates."""
 
     def catch_up(self, now_ns: int, /) -> None:
-        """Record which have finished."""
+        """Record which of their unfinished collectives have finished."""
 
     def close(self) -> None:
-        """Release them and the ring."""
+        """Release their works and the ring."""
 
 
 def is_handling_error() -> bool:
@@ -54,9 +63,9 @@ def is_handling_error() -> bool:
 class Recorder:
     """Records every collective that the kernels report into `ring`.
 
-    `report` prints one line; `registry` is `torch.distributed.distributed_c10d`; `others`: works of collectives that
-    are recorded elsewhere. The first error in here is reported and kept in the ring, later ones are counted there.
-    Errors are not raised, but KeyboardInterrupt is, as anywhere in Python.
+    `report` prints one line; `registry` is `torch.distributed.distributed_c10d`. The first error in here is reported
+    and kept in the ring, later ones are counted there. Errors are not raised, but KeyboardInterrupt is, as anywhere in
+    Python.
     """
 
     def __init__(
@@ -68,7 +77,7 @@ class Recorder:
         registry: Any,
         groups: GroupTable,
         report: Callable[[str], None],
-        others: OtherWorks | None = None,
+        repeats: Repeats | None = None,
     ) -> None:
         self._ring = ring
         self._is_in_group, self._was_in_group = registry.is_initialized, False
@@ -77,7 +86,7 @@ class Recorder:
         self._entering: PendingInit | None = None
         self._describer = describer
         self._pending = pending
-        self._others = others
+        self._repeats = repeats
         self._report: Callable[[str], None] | None = report
         self._forks = ForkGuard()
         self._start_ns = 0
@@ -138,8 +147,8 @@ class Recorder:
             now_ns = time.monotonic_ns()
             self._ring.beat(now_ns)
             self._pending.catch_up()
-            if self._others is not None:
-                self._others.catch_up(now_ns)
+            if self._repeats is not None:
+                self._repeats.catch_up(now_ns)
             self._note_group(now_ns)
             entering = None if self._was_in_group else self._find_entering(now_ns)
             if entering != self._entering:
@@ -169,8 +178,8 @@ class Recorder:
         self.tick()
         self._report = None  # a thread that is in a collective now will find the ring closed
         self._pending.clear()
-        if self._others is not None:
-            self._others.close()
+        if self._repeats is not None:
+            self._repeats.close()
         self._ring.close(time.monotonic_ns())
 
     def _fault(self, error: Exception) -> None:
@@ -188,19 +197,6 @@ MAX_REFS = 20_000
 """Maximum number of cached keys; each takes some hundred bytes."""
 
 
-class Memory(Protocol):
-    """Writes the records of repeated collectives itself, from templates that the `RecordBuilder` passes to it."""
-
-    def learn(self, usual: bytes, role: int, group: int, num_bytes: int, reports_failure: bool, /) -> None:
-        """Write the next identical collective from this template."""
-
-    def leave_group_out(self) -> None:
-        """Leave all collectives of the current group to the `RecordBuilder`."""
-
-    def forget(self) -> None:
-        """Discard all templates."""
-
-
 class RecordBuilder:
     """Writes records into `ring`. `unbox` converts the source's boxed group to a `ProcessGroup`.
 
@@ -216,14 +212,14 @@ class RecordBuilder:
         buckets: BucketTable,
         sites: SiteFinder,
         unbox: Callable[[Any], Any],
-        memory: Memory | None = None,
+        repeats: Repeats | None = None,
     ) -> None:
         self._ring = ring
         self._groups = groups
         self._buckets = buckets
         self._sites = sites
         self._unbox = unbox
-        self._memory = memory
+        self._repeats = repeats
         self._main_ident, self._main_id = threading.main_thread().ident, 0
 
     def thread_id(self) -> int:
@@ -243,7 +239,7 @@ class RecordBuilder:
         list_at, plain_from, reduce_op_at = operation.list_at, operation.plain_from, operation.reduce_op_at
         unbox, find, walk, thread_id = self._unbox, self._groups.find, self._sites.walk, self.thread_id
         callers_of = self._sites.callers
-        write, refs, next_seqs, memory = self._ring.begin, self._ring.refs, self._groups.next_seqs, self._memory
+        write, refs, next_seqs, repeats = self._ring.begin, self._ring.refs, self._groups.next_seqs, self._repeats
 
         def begin(args: Sequence[Any], frame: FrameType | None, start_ns: int) -> Ticket:
             group = find(unbox(args[group_at]))
@@ -274,8 +270,8 @@ class RecordBuilder:
                 seq = -1 if is_p2p else next_seqs[group.number]
                 thread = thread_id()
                 index = write(start_ns, seq, thread, role, usual.packed)
-                if memory is not None:
-                    _pass_template(memory, usual, role, group, is_lasting)
+                if repeats is not None:
+                    _pass_template(repeats, usual, role, group, is_lasting)
                 if not is_p2p:  # last, so that a collective which Ctrl-C keeps from starting is not counted
                     next_seqs[group.number] = seq + 1
                 return index, usual, thread, reduce_op
@@ -358,17 +354,17 @@ class RecordBuilder:
             known = self._buckets.add(model)
             if what == "bucket order":
                 known.add_broadcast(args[operation.list_at][0])
-        if is_new_reducer and self._memory is not None:
-            self._memory.forget()  # its buckets may reuse addresses of earlier ones
+        if is_new_reducer and self._repeats is not None:
+            self._repeats.forget()  # its buckets may reuse addresses of earlier ones
         role = self._refer((what, name), lambda: {"what": what, "model": name}) if what else 0
         return role, not in_reducer and not is_new_reducer
 
 
-def _pass_template(memory: Memory, usual: RecordTemplate, role: int, group: GroupEntry, is_lasting: bool) -> None:
+def _pass_template(repeats: Repeats, usual: RecordTemplate, role: int, group: GroupEntry, is_lasting: bool) -> None:
     if not usual.at_any_time:
-        memory.leave_group_out()
+        repeats.leave_group_out()
     elif is_lasting:
-        memory.learn(usual.packed, role, group.number, usual.num_bytes, usual.reports_failure)
+        repeats.learn(usual.packed, role, group.number, usual.num_bytes, usual.reports_failure)
 
 
 def _what_ddp_does(function: str, op: str) -> str:

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -36,33 +35,40 @@ SOURCE_VARIABLE = "DDPILOT_RECORDER"
 
 
 class Recording:
-    """A recording of this process's collectives; a context manager that stops it.
+    """A recording of this process's collectives by `recorder`, until `disconnect` is called; a context manager.
 
     `source`: how collectives are seen: ``native`` or ``kernels``; empty if they are not recorded.
     """
 
-    def __init__(self, connection: Connection | None = None) -> None:
-        self.source = connection.source if connection else ""
+    def __init__(
+        self, source: str = "", recorder: Recorder | None = None, disconnect: Callable[[], None] = lambda: None
+    ) -> None:
+        self.source = source
+        self._recorder = recorder
+        self._disconnect = disconnect
         self._pid = os.getpid()
-        self._connection = connection
-        self._polling = PollingThread(connection.recorder.tick, POLL_INTERVAL_S) if connection else None
-        if connection:
+        self._polling: PollingThread | None = None
+
+    def start_polling(self) -> None:
+        """Follow works from now on, in a thread, and stop at exit."""
+        if self._recorder is not None:
+            self._polling = PollingThread(self._recorder.tick, POLL_INTERVAL_S)
             atexit.register(self._exit)
 
     def stop(self) -> None:
         """Stop recording and close the ring; the file remains. Idempotent and not collective; called at exit."""
-        connection, self._connection = self._connection, None
+        recorder, self._recorder = self._recorder, None
         # A forked process has neither the thread nor its own ring.
-        if connection is not None and self._polling is not None and os.getpid() == self._pid:
+        if recorder is not None and self._polling is not None and os.getpid() == self._pid:
             atexit.unregister(self._exit)
             self._polling.stop()
-            connection.disconnect()
-            connection.recorder.close()
+            self._disconnect()
+            recorder.close()
 
     def _exit(self) -> None:
         # If an error ends the program, the error explains its end, and is reported by the code that caught it.
-        if self._connection is not None and os.getpid() == self._pid and not hasattr(sys, "last_value"):
-            self._connection.recorder.leave()
+        if self._recorder is not None and os.getpid() == self._pid and not hasattr(sys, "last_value"):
+            self._recorder.leave()
         self.stop()
 
     def __enter__(self) -> Recording:
@@ -109,14 +115,15 @@ def start_recording(
     except OSError as error:
         _discard(path)  # what was allocated would only fill the disk
         return _off(show, f"its file cannot be created ({error})")
-    connection = connect(ring, wanted, show)
-    if isinstance(connection, str):
+    recording = connect(ring, wanted, show)
+    if isinstance(recording, str):
         ring.close(0)
         _discard(path)
-        return _off(show, f"this torch cannot be recorded ({connection})")
-    ring.publish(_about(rank, torch.__version__, connection.source))
+        return _off(show, f"this torch cannot be recorded ({recording})")
+    ring.publish(_about(rank, torch.__version__, recording.source))
     os.replace(draft_of(path), path)
-    return Recording(connection)
+    recording.start_polling()
+    return recording
 
 
 def _make_ring(path: Path, num_records: int, page_bytes: int) -> RingWriter:
@@ -158,15 +165,6 @@ class _UnavailableError(Exception):
     """This source is not available, for the stated reason; not an error."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Connection:
-    """A source that writes into a ring through `recorder` until `disconnect` is called."""
-
-    source: str
-    recorder: Recorder
-    disconnect: Callable[[], None]
-
-
 def refuse_second() -> None:
     """Raise `RecordError` if this process is already recording, or if other code has kernels on our dispatch key."""
     watched = find_watched(plan_operations()[0])
@@ -178,7 +176,7 @@ def refuse_second() -> None:
         )
 
 
-def connect(ring: RingWriter, source: str, report: Callable[[str], None]) -> Connection | str:
+def connect(ring: RingWriter, source: str, report: Callable[[str], None]) -> Recording | str:
     """Connect `ring` to `source`, as in `start_recording`. Returns the reasons as text if no source can be used."""
     problems = []
     for attempt in (_connect_native, _connect_kernels):
@@ -195,7 +193,7 @@ def connect(ring: RingWriter, source: str, report: Callable[[str], None]) -> Con
     return "; ".join(problems)
 
 
-def _connect_native(ring: RingWriter, report: Callable[[str], None]) -> Connection:
+def _connect_native(ring: RingWriter, report: Callable[[str], None]) -> Recording:
     path = native.built_path()
     if path is None or not path.exists():
         raise _UnavailableError("not built; `ddpilot build-recorder` builds it")
@@ -211,13 +209,12 @@ def _connect_native(ring: RingWriter, report: Callable[[str], None]) -> Connecti
         ring.next_index, ring.on_forget = before
         repeats.close()
         raise
-    return Connection(source="native", recorder=recorder, disconnect=disconnect)
+    return Recording("native", recorder, disconnect)
 
 
-def _connect_kernels(ring: RingWriter, report: Callable[[str], None]) -> Connection:
+def _connect_kernels(ring: RingWriter, report: Callable[[str], None]) -> Recording:
     recorder = _make_recorder(ring, report, *_make_tables())
-    disconnect = install_kernels(recorder, plan_operations()[0])
-    return Connection(source="kernels", recorder=recorder, disconnect=disconnect)
+    return Recording("kernels", recorder, install_kernels(recorder, plan_operations()[0]))
 
 
 def _make_tables() -> tuple[GroupTable, SiteFinder]:
@@ -243,6 +240,8 @@ def _make_recorder(
         return StreamMark(torch.accelerator.current_stream().record_event())
 
     buckets = BucketTable(torch.nn.parallel.DistributedDataParallel)
-    builder = RecordBuilder(ring, groups=groups, buckets=buckets, sites=sites, unbox=ProcessGroup.unbox, memory=repeats)
+    builder = RecordBuilder(
+        ring, groups=groups, buckets=buckets, sites=sites, unbox=ProcessGroup.unbox, repeats=repeats
+    )
     pending = UnfinishedWorks(ring, unbox=Work.unbox, is_capturing=is_capturing, mark_stream=mark_stream)
-    return Recorder(ring, builder, pending, registry=registry, groups=groups, report=report, others=repeats)
+    return Recorder(ring, builder, pending, registry=registry, groups=groups, report=report, repeats=repeats)

@@ -31,13 +31,10 @@ from ddpilot.watch.report import Report, ReportHistory
 from ddpilot.watch.snapshot.model import RankException
 from ddpilot.watch.snapshot.reader import RankFacts, read_process_state
 
-_PAUSE_S = 0.1
+_PAUSE_S = 0.2
 
 _GATHER_S = 10.0
 """Time to wait for the ranks of this node after the first one records; later ones join the observation."""
-
-_SETTLED_NS = 1_000_000_000
-"""Only a modification time older than this is trusted: any later change would have given the folder a new one."""
 
 _TERM_GRACE_S = 3.0
 """Time between SIGTERM and SIGKILL for ranks that are terminated."""
@@ -57,7 +54,6 @@ class ObserverProcess:
         self._options = WatchOptions()
         self._connection: StoreConnection | None = None
         self._history: ReportHistory | None = None
-        self._checked_ns = 0
         self._is_stopping = self._has_errors = self._has_ended_ranks = False
 
     def run(self) -> None:
@@ -161,13 +157,6 @@ class ObserverProcess:
 
     def _has_changed(self) -> bool:
         """True if a rank has a new process, or a rank that is not observed has begun to record."""
-        try:
-            changed_ns = os.stat(self._folder).st_mtime_ns
-        except OSError:  # the folder was deleted, which the observer reports
-            return False
-        if changed_ns == self._checked_ns:
-            return False
-        self._checked_ns = changed_ns if time.time_ns() - changed_ns > _SETTLED_NS else 0
         present = find_rank_processes(self._folder)
         if any(present.get(rank, each) != each for rank, each in self._ranks.items()):
             self._forget()
