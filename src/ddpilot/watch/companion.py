@@ -33,8 +33,7 @@ from ddpilot.watch.nodes.exchange import Exchange
 from ddpilot.watch.observer import Observer
 from ddpilot.watch.options import FindingCallback, WatchOptions
 from ddpilot.watch.report import Report, label_cells, rename_in
-from ddpilot.watch.snapshot.model import ProcessState, RankException
-from ddpilot.watch.snapshot.reader import RankFacts
+from ddpilot.watch.snapshot.model import ProcessState, RankException, RankSnapshot
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
 _CALL_LIMIT_S = 5.0
@@ -201,7 +200,7 @@ class Watcher:
             os.close(self.fd)
             os.close(self._writer)
 
-    def _facts(self) -> dict[int, RankFacts]:
+    def _facts(self) -> dict[int, RankSnapshot]:
         known = [each for each in self._ranks if each.pid is not None or each.exited is not None]
         return {each.rank: facts_of(each, self._since_ns) for each in known}
 
@@ -260,7 +259,7 @@ class Watcher:
                 os.write(self._writer, b"w")
 
 
-def facts_of(rank: RankState, since_ns: int = 0) -> RankFacts:
+def facts_of(rank: RankState, since_ns: int = 0) -> RankSnapshot:
     """Return the facts about `rank`, which has or had a process; an end before `since_ns` is ignored."""
     exited, raised = rank.exited, rank.raised
     process = ProcessState(pid=rank.pid or 0, state="running")
@@ -272,7 +271,7 @@ def facts_of(rank: RankState, since_ns: int = 0) -> RankFacts:
     error = None
     if raised is not None:
         error = RankException(type_name=raised.type_name, message=raised.message, traceback=raised.traceback)
-    return RankFacts(process=process, error=error, returned=rank.has_returned)
+    return RankSnapshot(rank=rank.rank, process=process, error=error, returned=rank.has_returned)
 
 
 def make_error(name: str, report: Report) -> WatchError:

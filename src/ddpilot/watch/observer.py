@@ -19,8 +19,8 @@ from ddpilot.watch.nodes.exchange import Exchange
 from ddpilot.watch.nodes.shared_rules import SharedRules
 from ddpilot.watch.options import WatchOptions
 from ddpilot.watch.report import Report, ReportHistory, label_cells, newest, rename, rename_in
-from ddpilot.watch.snapshot.model import JobSnapshot
-from ddpilot.watch.snapshot.reader import RankFacts, SnapshotReader
+from ddpilot.watch.snapshot.model import JobSnapshot, RankSnapshot
+from ddpilot.watch.snapshot.reader import SnapshotReader
 
 INTERVAL_S = 0.25
 """Interval between two polls of the ranks' files."""
@@ -54,7 +54,7 @@ class Observer:
         folder: Path,
         world_size: int,
         *,
-        facts: Callable[[], Mapping[int, RankFacts]],
+        facts: Callable[[], Mapping[int, RankSnapshot]],
         notify: Callable[[Report], None],
         options: WatchOptions,
         name: str = "",
@@ -281,7 +281,7 @@ class Observer:
         old = [rank for rank, each in stacks.items() if each is None or here.now_ns - each.taken_ns > _EARLIER_NS]
         return self._reader.add_stacks(here, old[:_MAX_STACKS]) if old else here
 
-    def _present_facts(self) -> Mapping[int, RankFacts]:
+    def _present_facts(self) -> Mapping[int, RankSnapshot]:
         facts = self._facts()
         if self._is_active:
             return facts

@@ -22,7 +22,7 @@ from ddpilot.watch.explain.rank_exit import OF_ENDS
 from ddpilot.watch.job_folder import JobInfo, check_jobs_root, jobs_root, list_jobs, read_job_info
 from ddpilot.watch.report import Report, newest, read_report
 from ddpilot.watch.snapshot.model import JobSnapshot
-from ddpilot.watch.snapshot.reader import RankFacts, SnapshotReader
+from ddpilot.watch.snapshot.reader import SnapshotReader
 
 _BETWEEN_S = 1.0
 """Time between the two snapshots that show which ranks move."""
@@ -122,8 +122,9 @@ def _read_snapshot(reader: SnapshotReader, about: JobInfo) -> JobSnapshot:
     job = reader.read({})
     if not (about.is_elsewhere and about.is_over):
         return job
-    ended = {rank: replace(each.process, state="ended") for rank, each in job.ranks.items() if each.log is not None}
-    return reader.read({rank: RankFacts(process=process) for rank, process in ended.items()})
+    ranks = [each for each in job.ranks.values() if each.log is not None]
+    ended = [replace(each, process=replace(each.process, state="ended")) for each in ranks]
+    return reader.read({each.rank: each for each in ended})
 
 
 def _without_reported_ends(findings: Iterable[Finding], saved: Report | None) -> list[Finding]:

@@ -28,8 +28,8 @@ from ddpilot.watch.nodes.exchange import Exchange
 from ddpilot.watch.observer import Observer
 from ddpilot.watch.options import WatchOptions
 from ddpilot.watch.report import Report, ReportHistory
-from ddpilot.watch.snapshot.model import RankException
-from ddpilot.watch.snapshot.reader import RankFacts, read_process_state
+from ddpilot.watch.snapshot.model import RankException, RankSnapshot
+from ddpilot.watch.snapshot.reader import read_process_state
 
 _PAUSE_S = 0.2
 
@@ -179,21 +179,23 @@ class ObserverProcess:
         except OSError as error:
             _print(f"`ddpilot watch` does not list this job: {self._folder} cannot be written to ({error})")
 
-    def _facts(self) -> dict[int, RankFacts]:
+    def _facts(self) -> dict[int, RankSnapshot]:
         found = {}
         for rank, process in self._ranks.items():
             state = read_process_state(process.pid)
             may_return = process.may_return
             if process.is_running:
                 # Its shell may try again, as after a failed download: that does not end the rank.
-                found[rank] = RankFacts(process=state, error=None if may_return else self._read_error(rank))
+                found[rank] = RankSnapshot(
+                    rank=rank, process=state, error=None if may_return else self._read_error(rank)
+                )
             elif may_return:
-                found[rank] = RankFacts(process=replace(state, state="unknown"), is_away=True)
+                found[rank] = RankSnapshot(rank=rank, process=replace(state, state="unknown"), is_away=True)
             else:
                 log, error = self._read(rank), self._read_error(rank)
                 is_closed = log is not None and log.closed_ns is not None
                 state = replace(state, state="ended")
-                found[rank] = RankFacts(process=state, error=error, returned=is_closed and error is None)
+                found[rank] = RankSnapshot(rank=rank, process=state, error=error, returned=is_closed and error is None)
         return found
 
     def _read_error(self, rank: int) -> RankException | None:

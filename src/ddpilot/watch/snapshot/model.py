@@ -71,6 +71,8 @@ class RankSnapshot:
     """The exception that ended its program or its cell; None if there was none."""
     returned: bool = False
     """True if its program or its cell ended without an error."""
+    is_away: bool = False
+    """True if its process has ended and a new one may start: what the old one left is ignored."""
 
     @property
     def collectives(self) -> Sequence[Collective]:

@@ -22,8 +22,7 @@ from ddpilot.watch.observer import Observer
 from ddpilot.watch.options import WatchOptions
 from ddpilot.watch.past_jobs import explain_job
 from ddpilot.watch.report import Report
-from ddpilot.watch.snapshot.model import JobSnapshot, ProcessState, PythonStack
-from ddpilot.watch.snapshot.reader import RankFacts
+from ddpilot.watch.snapshot.model import JobSnapshot, ProcessState, PythonStack, RankSnapshot
 from tests.unit.record.rings import ABOUT, open_ring
 from tests.unit.watch.logs import FILE, S, Writer, alive, died, group_of, job, returned
 
@@ -110,7 +109,8 @@ def test_the_end_that_watch_has_caused_is_no_finding(recorded: tuple[Path, JobIn
     """The same end is one where somebody else caused it."""
     told: list[Report] = []
     facts = {
-        rank: RankFacts(process=replace(UNSEEN, signal_name="SIGTERM", ended_ns=(1 + rank) * S)) for rank in (0, 1)
+        rank: RankSnapshot(rank=rank, process=replace(UNSEEN, signal_name="SIGTERM", ended_ns=(1 + rank) * S))
+        for rank in (0, 1)
     }
     observer = Observer(recorded[0], 2, facts=lambda: facts, notify=told.append, options=WatchOptions())
     observer.finish(is_caused=is_caused)
