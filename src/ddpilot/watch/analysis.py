@@ -24,14 +24,12 @@ from ddpilot.watch.explain.rank_exit import explain_death, explain_exited, expla
 from ddpilot.watch.matching.mismatch import MismatchedCollective, find_first_mismatches
 from ddpilot.watch.matching.outcomes import (
     COMMON_END,
-    RankOutcome,
     before_common_end,
     first_deaths,
     outcome_of,
-    with_departure,
 )
 from ddpilot.watch.matching.progress import GroupProgress, find_progress
-from ddpilot.watch.matching.waits import Wait, find_cycles, find_unequal_messages, find_waits
+from ddpilot.watch.matching.waits import Wait, find_cycles, find_unequal_messages, find_waits, outcome_in
 from ddpilot.watch.snapshot.model import JobSnapshot
 
 _STACK_AGE_NS = 1_000_000_000
@@ -153,7 +151,8 @@ def _explain_waits(draft: Draft, progress: Iterable[GroupProgress]) -> None:
 
 
 def _explain_wait(draft: Draft, wait: Wait, held: set[int]) -> None:
-    outcomes = {**draft.outcomes, **{rank: _outcome_in(draft, wait, rank) for rank in wait.missing if rank not in held}}
+    elsewhere = [rank for rank in wait.missing if rank not in held]
+    outcomes = draft.outcomes | {rank: outcome_in(draft.job, draft.outcomes, wait, rank) for rank in elsewhere}
     here = replace(draft, outcomes=outcomes)
     outlasted = explain_outlasted(here, wait)
     if outlasted is not None:
@@ -168,7 +167,7 @@ def _explain_wait(draft: Draft, wait: Wait, held: set[int]) -> None:
         finding = explain_exited(here, wait, gone)
         draft.add_proven(finding, {*wait.held, *gone}, list(wait.held)[:1])
         return
-    absent = [rank for rank in wait.missing if rank not in held and not draft.outcomes[rank].is_gone]
+    absent = [rank for rank in elsewhere if not draft.outcomes[rank].is_gone]
     waited_ns = draft.job.now_ns - wait.since_ns
     if is_over or waited_ns < draft.stall_ns or not (absent or not wait.missing):
         return  # the ranks that hold these up wait themselves, which is reported for them
@@ -180,21 +179,6 @@ def _explain_wait(draft: Draft, wait: Wait, held: set[int]) -> None:
     draft.add_status(render_open_wait(one))
     warning = explain_open_wait(one, waited_ns > draft.warn_ns)
     draft.findings += [warning] if warning is not None else []
-
-
-def _outcome_in(draft: Draft, wait: Wait, rank: int) -> RankOutcome:
-    """Return the state of `rank` with regard to the group of `wait`."""
-    seen, outcome = draft.job.ranks.get(rank), draft.outcomes[rank]
-    if seen is None or seen.log is None or outcome.state != "alive":
-        return outcome
-    if wait.collective is not None:
-        last = wait.collective.progress.last(rank)
-    else:
-        groups = {entry.group.key for entry in wait.held.values() if entry.group is not None}
-        entries = reversed(seen.collectives)
-        last = next((entry for entry in entries if entry.group is not None and entry.group.key in groups), None)
-    is_cut_off = any(draft.outcomes[each].state == "victim" for each in wait.held)
-    return with_departure(seen, outcome, last, draft.job.now_ns, is_cut_off=is_cut_off)
 
 
 def _is_proven(job: JobSnapshot, cycle: Iterable[Wait]) -> bool:

@@ -10,7 +10,6 @@ import os
 import queue
 import re
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -57,7 +56,7 @@ class Watcher:
     ) -> None:
         self._options = options
         self._name = name
-        self._exchange = Exchange(mailbox, ranks) if mailbox is not None else None
+        self._exchange = Exchange(mailbox) if mailbox is not None else None
         self._ranks: Sequence[RankState] = ()
         self._lines: queue.SimpleQueue[tuple[str, bool]] = queue.SimpleQueue()
         self._error: WatchError | None = None
@@ -421,10 +420,8 @@ class CallbackThread:
 
     def wait(self, limit_s: float) -> None:
         """Wait until the function has returned from all calls, for at most `limit_s`."""
-        end_s = time.monotonic() + limit_s
         with self._changed:
-            while self._is_running and (left_s := end_s - time.monotonic()) > 0:
-                self._changed.wait(left_s)
+            self._changed.wait_for(lambda: not self._is_running, limit_s)
 
     def _run(self) -> None:
         while True:

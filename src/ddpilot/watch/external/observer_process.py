@@ -108,7 +108,6 @@ class ObserverProcess:
         return not self._has_errors and all(each.returned for each in self._facts().values())
 
     def _make_observer(self) -> Observer:
-        ranks = tuple(self._ranks)
         return Observer(
             self._folder,
             self._job["world_size"],
@@ -116,8 +115,8 @@ class ObserverProcess:
             notify=self._receive,
             options=self._options,
             name=self._job["name"],
-            ranks=ranks,
-            exchange=Exchange(self._connection.post, ranks) if self._connection is not None else None,
+            ranks=tuple(self._ranks),
+            exchange=Exchange(self._connection.post) if self._connection is not None else None,
             history=self._history,
         )
 

@@ -11,20 +11,15 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ddpilot.launching.exception_report import reads_like_victim
-from ddpilot.module_names import WAIT_FOR_PEERS
 from ddpilot.record.flight_ring.log import Collective
 from ddpilot.watch.snapshot.model import JobSnapshot, ProcessState, RankSnapshot
-from ddpilot.watch.snapshot.stacks import is_waiting, passes
+from ddpilot.watch.snapshot.stacks import is_waiting
 
 State = Literal["alive", "finished", "died", "victim", "unknown"]
 """``victim``: it ended because another rank did, judging by its error; ``unknown``: nothing is known about it."""
 
 _MAX_CHARS = 100
 _STOPPING = ("SIGKILL", "SIGTERM", "SIGINT")
-_ERROR_NS = 1_500_000_000
-"""A rank may destroy its groups in a `finally` because of an error; by then the error is known."""
-_CUT_OFF_NS = 200_000_000
-"""The same for a rank whose peers have lost their connection to it."""
 _BEAT_NS = 60_000_000
 """Slightly more than the interval between two heartbeats in a ring."""
 _OUTLIVED_NS = 200_000_000
@@ -126,24 +121,6 @@ def _first_silent(job: JobSnapshot, ranks: list[int]) -> list[int]:
     if len(beats) < len(ranks):
         return ranks
     return [rank for rank, beat in beats.items() if beat <= min(beats.values()) + _BEAT_NS]
-
-
-def with_departure(
-    rank: RankSnapshot | None, outcome: RankOutcome, last: Collective | None, now_ns: int, *, is_cut_off: bool = False
-) -> RankOutcome:
-    """Return "finished" for a live rank that has left the group of `last`, its newest collective in it; else `outcome`.
-
-    `is_cut_off`: other ranks have lost their connection to it, so that the reason for leaving does not matter.
-    """
-    if rank is None or outcome.state != "alive" or rank.log is None:
-        return outcome
-    left_ns = rank.log.left_ns
-    patience_ns = _CUT_OFF_NS if is_cut_off and not rank.has_closed_log else _ERROR_NS
-    if left_ns is not None and last is not None and last.start_ns < left_ns and now_ns - left_ns > patience_ns:
-        return RankOutcome(
-            "finished", "has reached its end" if rank.has_closed_log else "has destroyed its process groups"
-        )
-    return RankOutcome("finished", "leaves its group") if passes(rank.stack, WAIT_FOR_PEERS) is not None else outcome
 
 
 def is_blocked_by(rank: RankSnapshot, outcome: RankOutcome, entry: Collective) -> bool | None:

@@ -7,10 +7,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
+from ddpilot.module_names import WAIT_FOR_PEERS
 from ddpilot.record.flight_ring.log import Collective
 from ddpilot.watch.matching.outcomes import RankOutcome, is_blocked_by
 from ddpilot.watch.matching.progress import GroupCollective, GroupProgress
 from ddpilot.watch.snapshot.model import JobSnapshot
+from ddpilot.watch.snapshot.stacks import passes
+
+_ERROR_NS = 1_500_000_000
+"""A rank may destroy its groups in a `finally` because of an error; by then the error is known."""
+_CUT_OFF_NS = 200_000_000
+"""The same for a rank whose peers have lost their connection to it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,6 +111,26 @@ def _is_held(
     if answer is None:
         needs[rank] = missing
     return bool(answer)
+
+
+def outcome_in(job: JobSnapshot, outcomes: Mapping[int, RankOutcome], wait: Wait, rank: int) -> RankOutcome:
+    """Return the state of `rank` with regard to the group of `wait`: "finished" for a live rank that has left it."""
+    seen, outcome = job.ranks.get(rank), outcomes[rank]
+    if seen is None or seen.log is None or outcome.state != "alive":
+        return outcome
+    if wait.collective is not None:
+        last = wait.collective.progress.last(rank)
+    else:
+        groups = {entry.group.key for entry in wait.held.values() if entry.group is not None}
+        entries = reversed(seen.collectives)
+        last = next((entry for entry in entries if entry.group is not None and entry.group.key in groups), None)
+    # If other ranks have lost their connection to it, the reason for leaving does not matter.
+    is_cut_off = any(outcomes[each].state == "victim" for each in wait.held) and not seen.has_closed_log
+    left_ns, patience_ns = seen.log.left_ns, _CUT_OFF_NS if is_cut_off else _ERROR_NS
+    if left_ns is not None and last is not None and last.start_ns < left_ns and job.now_ns - left_ns > patience_ns:
+        words = "has reached its end" if seen.has_closed_log else "has destroyed its process groups"
+        return RankOutcome("finished", words)
+    return RankOutcome("finished", "leaves its group") if passes(seen.stack, WAIT_FOR_PEERS) is not None else outcome
 
 
 def _find_p2p(

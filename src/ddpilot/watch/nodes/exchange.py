@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 from ddpilot.launching.observer import Mailbox, Message
@@ -51,10 +51,9 @@ _NUM_CHECKED = 64
 
 
 class Exchange:
-    """The exchange of the observer of `ranks` with the nodes that `mailbox` reaches. Not thread-safe."""
+    """The exchange of an observer with the nodes that `mailbox` reaches. Not thread-safe."""
 
-    def __init__(self, mailbox: Mailbox, ranks: Sequence[int]) -> None:
-        self.ranks = tuple(ranks)
+    def __init__(self, mailbox: Mailbox) -> None:
         self.mailbox = mailbox
         self._max_chars = max_chars(len(mailbox.places))
         self._numbers: dict[int, int] = {}

@@ -42,8 +42,6 @@ class SnapshotReader:
         self._complained: set[tuple[int, str]] = set()
         self.sources: dict[str, str] = {}
         """Source texts that are not in a file, such as cells, by the file name that their lines have."""
-        self.logs: dict[int, RankLog] = {}
-        """By rank: the contents of the rings at the last call of `read`."""
 
     def read_entries(self) -> dict[int, tuple[Entry, ...]]:
         """Return by rank what guard noted since the last call."""
@@ -87,7 +85,7 @@ class SnapshotReader:
         self._away = {rank for rank, each in facts.items() if each.is_away}
         self._read_journals()
         present = [(rank, reader) for rank, reader in self._readers.items() if rank not in self._away]
-        self.logs = logs = {rank: log for rank, reader in present if (log := reader.read()) is not None}
+        logs = {rank: log for rank, reader in present if (log := reader.read()) is not None}
         now_ns = time.monotonic_ns()
         self._stacks = {rank: stack for rank, stack in self._stacks.items() if stack.taken_ns >= since_ns}
         passed = passed_by_all(logs.values())
