@@ -12,22 +12,11 @@ from ddpilot.source.parsed_file import Sources
 from ddpilot.watch.explain.ddp_constructor import explain_wraps
 from ddpilot.watch.explain.draft import Draft
 from ddpilot.watch.explain.mismatch import explain_mismatch
-from ddpilot.watch.explain.open_waits import (
-    OpenWait,
-    explain_cycle,
-    explain_message,
-    explain_open_wait,
-    render_open_wait,
-)
+from ddpilot.watch.explain.open_waits import explain_cycle, explain_message, explain_open_wait, render_open_wait
 from ddpilot.watch.explain.process_group_init import explain_group_init
 from ddpilot.watch.explain.rank_exit import explain_death, explain_exited, explain_outlasted
 from ddpilot.watch.matching.mismatch import MismatchedCollective, find_first_mismatches
-from ddpilot.watch.matching.outcomes import (
-    COMMON_END,
-    before_common_end,
-    first_deaths,
-    outcome_of,
-)
+from ddpilot.watch.matching.outcomes import COMMON_END, before_common_end, first_deaths, outcome_of
 from ddpilot.watch.matching.progress import GroupProgress, find_progress
 from ddpilot.watch.matching.waits import Wait, find_cycles, find_unequal_messages, find_waits, outcome_in
 from ddpilot.watch.snapshot.model import JobSnapshot
@@ -175,9 +164,8 @@ def _explain_wait(draft: Draft, wait: Wait, held: set[int]) -> None:
     if not (wait.missing or wait.unknown or any(are_seen_open)):
         return  # all ranks have arrived: it may be over without showing it
     draft.needs.update(absent[:_MAX_STACKS])
-    one = OpenWait(draft, wait, tuple(absent))
-    draft.add_status(render_open_wait(one))
-    warning = explain_open_wait(one, waited_ns > draft.warn_ns)
+    draft.add_status(render_open_wait(draft, wait, absent))
+    warning = explain_open_wait(draft, wait, absent, has_lasted=waited_ns > draft.warn_ns)
     draft.findings += [warning] if warning is not None else []
 
 

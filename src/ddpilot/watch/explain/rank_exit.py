@@ -21,7 +21,7 @@ from ddpilot.watch.explain.missed_collective import (
     side_in_collective,
     side_in_wait,
 )
-from ddpilot.watch.explain.open_waits import OpenWait, explain_open_wait, render_wait, render_waiting_for
+from ddpilot.watch.explain.open_waits import explain_open_wait, render_wait, render_waiting_for
 from ddpilot.watch.explain.text import (
     describe_shortly,
     place_of,
@@ -158,7 +158,7 @@ def explain_outlasted(draft: Draft, wait: Wait) -> Finding | None:
 def _explain_late(draft: Draft, wait: Wait, late: tuple[int, ...]) -> Finding | None:
     ranks = draft.job.ranks
     then = replace(draft.job, ranks={**ranks, **{rank: without_end(ranks[rank]) for rank in late}})
-    finding = explain_open_wait(OpenWait(replace(draft, job=then), wait, late), has_lasted=True)
+    finding = explain_open_wait(replace(draft, job=then), wait, late, has_lasted=True)
     if finding is None:
         return None
     why = f"the group's `timeout` expired before {render_ranks(late)} called it: {finding.why}"
