@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ddpilot.launching.function_launch.launch import run_local
 from ddpilot.launching.options import LaunchOptions
 from ddpilot.record.flight_ring.log import RankLog
-from ddpilot.record.flight_ring.reader import count_begun, find_waiting, read_newest, read_ring
+from ddpilot.record.flight_ring.reader import count_begun_in, find_waiting, read_newest, read_ring
 from ddpilot.record.hook import RING_DIR_VARIABLE, find_rings, ring_path
 from ddpilot.watch.companion import Watcher
 from ddpilot.watch.options import WatchOptions
@@ -84,7 +84,7 @@ def test_hook_records_each_rank_and_shows_what_it_is_in(tmp_path: Path) -> None:
     assert 0 < waiting.start_ns < time.monotonic_ns()
     assert waiting.group is not None
     assert waiting.group.description == "both"
-    assert (count_begun(seen, waiting.group.name), count_begun(seen, "0")) == (1, 3)
+    assert (count_begun_in(seen, waiting.group.name), count_begun_in(seen, "0")) == (1, 3)
     assert seen.closed_ns is None
     after = read_newest(ring_path(tmp_path, 0))
     assert (find_waiting(after), after.rank) == (None, 0)

@@ -270,7 +270,7 @@ def find_waiting(log: RankLog) -> Collective | None:
     return next((entry for entry in entries if entry.state == "begun" and entry.start_ns >= since_ns), None)
 
 
-def count_begun(log: RankLog, group: str) -> int | None:
+def count_begun_in(log: RankLog, group: str) -> int | None:
     """Return how many collectives the rank has started in its newest group of that name; None if `log` has none."""
     return next(
         (

@@ -11,7 +11,7 @@ from ddpilot.errors import RankError, RecordError, WatchError
 from ddpilot.findings.text import render_ranks
 from ddpilot.launching.rank_reports import Exited, Raised
 from ddpilot.record.flight_ring.log import Collective, RankLog
-from ddpilot.record.flight_ring.reader import count_begun, find_waiting, read_newest
+from ddpilot.record.flight_ring.reader import count_begun_in, find_waiting, read_newest
 from ddpilot.record.hook import ring_path
 from ddpilot.session.kernels.states import RankStates
 from ddpilot.watch.companion import Watcher
@@ -144,7 +144,7 @@ class SubsetObserver:
 
     def _may_have_begun(self, rank: int, pending: Collective) -> bool:
         log, group = self._read(rank), pending.group
-        num_begun = count_begun(log, group.name) if log is not None and group is not None else None
+        num_begun = count_begun_in(log, group.name) if log is not None and group is not None else None
         if num_begun is None or pending.seq is None:
             return not pending.is_watched
         return num_begun > pending.seq

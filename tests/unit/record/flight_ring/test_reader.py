@@ -12,7 +12,7 @@ import pytest
 
 from ddpilot.errors import RecordError
 from ddpilot.record.flight_ring import layout
-from ddpilot.record.flight_ring.reader import count_begun, find_waiting, read_newest, read_ring
+from ddpilot.record.flight_ring.reader import count_begun_in, find_waiting, read_newest, read_ring
 from tests.unit.record.rings import begin, open_ring
 
 
@@ -74,17 +74,17 @@ def test_read_ring_says_that_there_is_none(tmp_path: Path) -> None:
 
 
 def test_find_waiting_returns_the_newest_unfinished_collective(tmp_path: Path) -> None:
-    """One whose end cannot be seen does not count; `count_begun` counts those of its group."""
+    """One whose end cannot be seen does not count; `count_begun_in` counts those of its group."""
     ring = open_ring(tmp_path / "ring", num_records=8)
     log = read_newest(tmp_path / "ring")
-    assert (find_waiting(log), count_begun(log, "0")) == (None, None)
+    assert (find_waiting(log), count_begun_in(log, "0")) == (None, None)
     first, second, third, _ = (begin(ring, 10 * seq, seq=seq) for seq in range(4))
     ring.finish(first, 11, layout.DONE)
     ring.finish(third, 0, layout.UNKNOWN)
     log = read_newest(tmp_path / "ring")
     waiting = find_waiting(log)
     assert waiting is not None
-    assert (waiting.seq, waiting.start_ns, log.num_begun, count_begun(log, "0")) == (3, 30, 4, 4)
+    assert (waiting.seq, waiting.start_ns, log.num_begun, count_begun_in(log, "0")) == (3, 30, 4, 4)
     ring.finish(second, 40, layout.DONE)
     ring.finish(4, 40, layout.FAILED)
     assert find_waiting(read_newest(tmp_path / "ring")) is None
@@ -100,7 +100,7 @@ def test_read_newest_looks_only_at_the_newest_records(tmp_path: Path) -> None:
         ring.finish(begin(ring, 1 + seq, seq=seq), 2 + seq, layout.DONE)
     log = read_newest(tmp_path / "ring")
     ring.close(1)
-    assert (find_waiting(log), count_begun(log, "0")) == (None, 200)
+    assert (find_waiting(log), count_begun_in(log, "0")) == (None, 200)
 
 
 def test_layout_is_the_one_that_the_documentation_describes() -> None:
