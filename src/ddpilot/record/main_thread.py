@@ -55,7 +55,7 @@ def stacks_path(folder: str | os.PathLike[str], rank: int) -> Path:
 
 
 def answer_with_stacks(path: Path) -> None:
-    """Append the main thread's stack to `path`, which is created or truncated, at each request by `ask_stacks` from now on.
+    """Append the main thread's stack to `path`, which is created or truncated, at each request from now on.
 
     Only the main thread's: the fault handler reads it at rest, but other threads while they run. Raises `OSError` if
     the file cannot be created.
