@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import sysconfig
 from dataclasses import dataclass
 from functools import lru_cache
@@ -42,6 +43,18 @@ class CodeLine:
     def position(self) -> tuple[str, int]:
         """File and line number, by which lines are compared: their text is not always known."""
         return self.file, self.line
+
+
+def label_cell(file: str) -> str:
+    """Return a label such as ``Cell In[3]`` if `file` is a cell of this process; else `file`.
+
+    A kernel compiles cells under names such as /tmp/ipykernel_4711/123.py and maps them to cell numbers.
+    """
+    interactive_shell = getattr(sys.modules.get("IPython.core.interactiveshell"), "InteractiveShell", None)
+    if interactive_shell is None or not interactive_shell.initialized():
+        return file
+    label = getattr(interactive_shell.instance().compile, "format_code_name", lambda name: None)(file)
+    return " ".join(label) if label else file
 
 
 def is_ours(file: str) -> bool:

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import linecache
 import os
-import sys
 from collections.abc import Sequence
 from types import CodeType, FrameType
 from typing import Any
 
-from ddpilot.user_files import is_generated, is_ours, is_users, starts_ranks
+from ddpilot.user_files import is_generated, is_ours, is_users, label_cell, starts_ranks
 
 # Kinds of files that frames belong to. Integers, as comparing Enum members takes longer than the rest of a frame.
 USER = 1  # the user's code: a script, a module, a cell
@@ -140,16 +139,7 @@ def describe_site(trail: CallPath, callers: Sequence[FrameType] = ()) -> dict[st
 
 def _describe_frame(frame: FrameType) -> tuple[str, int, str, str]:
     file, code = frame.f_code.co_filename, frame.f_code
-    return _name_file(file), frame.f_lineno, code.co_name, linecache.getline(file, frame.f_lineno).strip()[:200]
-
-
-def _name_file(file: str) -> str:
-    # A kernel compiles cells under names such as /tmp/ipykernel_4711/123.py and maps them to cell numbers.
-    interactive_shell = getattr(sys.modules.get("IPython.core.interactiveshell"), "InteractiveShell", None)
-    if interactive_shell is None or not interactive_shell.initialized():
-        return file
-    label = getattr(interactive_shell.instance().compile, "format_code_name", lambda name: None)(file)
-    return " ".join(label) if label else file
+    return label_cell(file), frame.f_lineno, code.co_name, linecache.getline(file, frame.f_lineno).strip()[:200]
 
 
 def _name(code: CodeType | None) -> str:

@@ -76,17 +76,13 @@ class Journal(NamedTuple):
 
 
 class JournalWriter:
-    """Creates the file `path`, replacing an existing one, with two pages of `page_bytes` bytes, for this user only.
+    """Creates the file `path`, replacing an existing one, with two pages of `page_bytes` bytes (a multiple of 8).
 
     Entries can be read at once, and after any death of this process. Safe in several threads and in signal handlers; a
-    forked copy of the process writes nothing. Raises `OSError` if there is no space, and `RecordError` for an invalid
-    `page_bytes`.
+    forked copy of the process writes nothing. Raises `OSError` if there is no space.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, rank: int, page_bytes: int = PAGE_BYTES) -> None:
-        if page_bytes < 4096 or page_bytes % 8:
-            fix = "Give a multiple of 8 from 4096"
-            raise RecordError(f"making the journal {path}", found=f"`page_bytes`={page_bytes}", fix=fix)
         self._fork = ForkGuard()
         self._lock = threading.RLock()  # reentrant: a signal handler may write while an entry is written
         self._page_bytes = page_bytes
@@ -199,8 +195,9 @@ def _entries(pieces: Pieces, words: memoryview, page: tuple[int, int], after: in
     if begin < words[_END] <= end:
         end = words[_END]  # the rest is empty or older, and takes milliseconds to search
     # In a page that was reused, some of these entries have been overwritten.
-    starts = reversed(_starts(words, page, after))
-    first = next((at for index, at in starts if at < end and _is_at(pieces, at, end, number, index)), begin)
+    known = zip(words[_PARTS_AT:_PARTS_END:2], words[_PARTS_AT + 1 : _PARTS_END : 2], strict=True)
+    starts = sorted(((index, at) for index, at in known if index <= after and begin <= at < end), reverse=True)
+    first = next((at for index, at in starts if _is_at(pieces, at, end, number, index)), begin)
     data, at = pieces.read(first, end - first), 0
     while 0 <= at <= len(data) - _ENTRY_BYTES:
         is_whole, index, text = _unpack(data, at, number)
@@ -219,12 +216,6 @@ def _is_at(pieces: Pieces, at: int, end: int, number: int, index: int) -> bool:
         return False
     num_bytes = _ENTRY_BYTES + int(_START.unpack_from(start)[1])
     return at + num_bytes <= end and _unpack(pieces.read(at, num_bytes), 0, number)[:2] == (True, index)
-
-
-def _starts(words: memoryview, page: tuple[int, int], after: int) -> list[tuple[int, int]]:
-    """Return index and offset of known entries of the page; all entries after `after` follow the last of them."""
-    known = zip(words[_PARTS_AT:_PARTS_END:2], words[_PARTS_AT + 1 : _PARTS_END : 2], strict=True)
-    return sorted((index, at) for index, at in known if index <= after and page[0] <= at < sum(page))
 
 
 def _unpack(data: bytes, at: int, number: int) -> tuple[bool, int, bytes]:

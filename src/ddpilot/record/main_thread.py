@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import _thread
 import faulthandler
-import functools
 import inspect
 import opcode
 import os
@@ -19,12 +18,13 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-from ddpilot.environments.private_files import is_own_process, open_own_fifo, open_own_file, write_own_text
+from ddpilot.environments.private_files import is_own_process, open_own_fifo, open_own_file, read_own_text
 from ddpilot.environments.running_frames import main_frame, reading_frames
 
 WATCH_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR1) + 6
@@ -38,13 +38,16 @@ _HELD_S = 0.2
 """CPU seconds after which a main thread has held the GIL throughout: Python code releases it every 5 ms."""
 
 _LIMIT_S = 2.0
+_PAUSE_S = 0.01
+_THREAD_NAME = "ddpilot-stacks"  # at most 15 characters
 _MAX_FRAMES = 100
 _CALL_NOTHING = ("JUMP_BACKWARD", "JUMP_ABSOLUTE", "RESUME")
 RUNS = "  (runs Python code)"
 """Last line of the stack of a thread that was interrupted at an instruction where the GIL can be taken, such as the end
 of a loop body: the same line each time, however fast the thread moves."""
 
-_HEADER = "Stack (most recent call first):"  # the fault handler's
+HEADER = "Stack (most recent call first):"
+"""First line of a stack that was requested, as the fault handler writes it."""
 
 
 def stacks_path(folder: str | os.PathLike[str], rank: int) -> Path:
@@ -53,7 +56,7 @@ def stacks_path(folder: str | os.PathLike[str], rank: int) -> Path:
 
 
 def answer_with_stacks(path: Path) -> None:
-    """Append the main thread's stack to `path`, which is created or truncated, at each `StackRequest` from now on.
+    """Append the main thread's stack to `path`, which is created or truncated, at each request from now on.
 
     Only the main thread's: the fault handler reads it at rest, but other threads while they run. Raises `OSError` if
     the file cannot be created.
@@ -78,18 +81,26 @@ def _fifo_path(path: Path) -> Path:
 
 
 def _answer(requests: int, fd: int, main: int | None) -> None:
+    with suppress(OSError):
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(_THREAD_NAME)
     while os.read(requests, 1):
         frame = sys._current_frames().get(main or 0)
-        lines, is_running = [_HEADER], frame is not None and _is_running(frame)
-        with reading_frames():
-            while frame is not None and len(lines) <= _MAX_FRAMES:
-                code = frame.f_code
-                lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
-                frame = frame.f_back
+        runs = f"{RUNS}\n" if frame is not None and _is_running(frame) else ""
+        text = f"{HEADER}\n{_render(frame)}{runs}"
         frame = None  # do not keep the frame's locals alive until the next request
-        lines += [RUNS] * is_running
         with suppress(OSError):  # no space
-            os.write(fd, ("\n".join(lines) + "\n").encode(errors="backslashreplace"))
+            os.write(fd, text.encode(errors="backslashreplace"))
+
+
+def _render(frame: FrameType | None) -> str:
+    """Format the calls that led to `frame`, innermost first, as the fault handler does."""
+    lines: list[str] = []
+    with reading_frames():
+        while frame is not None and len(lines) < _MAX_FRAMES:
+            code = frame.f_code
+            lines.append(f'  File "{code.co_filename}", line {frame.f_lineno or 0} in {code.co_name}\n')
+            frame = frame.f_back
+    return "".join(lines)
 
 
 def _is_running(frame: FrameType) -> bool:
@@ -98,22 +109,57 @@ def _is_running(frame: FrameType) -> bool:
     return 0 <= at < len(code) and opcode.opname[code[at]] in _CALL_NOTHING
 
 
+def ask_stacks(
+    folder: str | os.PathLike[str], pids: Mapping[int, int], send_signal: Callable[[int], object]
+) -> dict[int, str]:
+    """Return the main thread's stack of each rank in `pids` that responds within 2 s.
+
+    `send_signal` sends `WATCH_SIGNAL` to a rank that does not answer by itself.
+    """
+    asked = {rank: _StackRequest(stacks_path(folder, rank), pid) for rank, pid in pids.items()}
+    waiting = {rank: request for rank, request in asked.items() if request.has_asked}
+    found: dict[int, str] = {}
+    seen: dict[int, str] = {}
+    while waiting:
+        time.sleep(_PAUSE_S)
+        for rank, request in list(waiting.items()):
+            text = _read(stacks_path(folder, rank))
+            if text and text == seen.get(rank):  # nothing was added since the last read: it is complete
+                found[rank] = first_stack(text)
+            elif not text and request.wants_signal():
+                send_signal(rank)
+            if rank in found or request.is_over():
+                del waiting[rank]
+            seen[rank] = text
+    return found
+
+
+def _read(path: Path) -> str:
+    with suppress(OSError):
+        return read_own_text(path)
+    return ""
+
+
 def first_stack(text: str) -> str:
     """Return the first stack in `text`: a rank that was asked in both ways may have answered twice."""
-    before, header, after = text.partition(_HEADER)
-    return before + header + after.partition(_HEADER)[0]
+    before, header, after = text.partition(HEADER)
+    return before + header + after.partition(HEADER)[0]
 
 
-class StackRequest:
-    """Requests the stack of process `pid`, a rank that writes to `path`. `has_asked`: True if the rank can be asked."""
+class _StackRequest:
+    """Clears `path` and requests the stack of process `pid`, a rank that writes to it.
+
+    `has_asked`: True if the rank can be asked.
+    """
 
     def __init__(self, path: Path, pid: int) -> None:
         self._pid = pid
         self._before = _read_main_thread(pid)
         self._since_s = time.monotonic()
         self._is_signalled = False
-        self.has_asked = is_answering(pid)
+        self.has_asked = False
         with suppress(OSError):
+            os.close(open_own_file(path, os.O_WRONLY | os.O_TRUNC))
             fifo = open_own_fifo(_fifo_path(path))
             try:
                 self.has_asked = os.write(fifo, b"?") == 1
@@ -139,8 +185,10 @@ class StackRequest:
         now, before = _read_main_thread(self._pid), self._before
         if now is None or before is None:
             return False
+        if now.cpu_s - before.cpu_s > _HELD_S:
+            return True
         is_blocked = now.state in "SD" and now.cpu_s == before.cpu_s
-        return (is_blocked and time.monotonic() - self._since_s > _ANSWER_S) or now.cpu_s - before.cpu_s > _HELD_S
+        return is_blocked and time.monotonic() - self._since_s > _ANSWER_S and not _is_answer_due(self._pid)
 
 
 class _MainThread(NamedTuple):
@@ -150,12 +198,29 @@ class _MainThread(NamedTuple):
     cpu_s: float
 
 
+def _is_answer_due(pid: int) -> bool:
+    """True if the thread that answers runs or waits for a processor.
+
+    A signal would then interrupt a main thread that waits with the GIL free. If it connects to a store, torch takes
+    that for an error, starts over and waits longer, or gives up if its timeout has expired.
+    """
+    try:
+        tasks = [task.read_text() for task in Path(f"/proc/{pid}/task").glob("*/stat")]
+        return any(f"({_THREAD_NAME}) {state}" in task for task in tasks for state in "RD")
+    except OSError:
+        return True
+
+
+def _read_stat(task: Path) -> list[str]:
+    """Return the fields of /proc after the thread's name, which may contain anything."""
+    return (task / "stat").read_text().rpartition(") ")[2].split()
+
+
 def _read_main_thread(pid: int) -> _MainThread | None:
     try:
-        text = Path(f"/proc/{pid}/task/{pid}/stat").read_text()
+        fields = _read_stat(Path(f"/proc/{pid}/task/{pid}"))
     except OSError:
         return None
-    fields = text.rpartition(") ")[2].split()  # the preceding name may contain anything
     return _MainThread(fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
 
 
@@ -229,65 +294,3 @@ def _meets_in_own_store(init_method: object) -> bool:
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_here = os.environ.get("MASTER_ADDR", "").startswith(_THIS_MACHINE)
     return isinstance(init_method, str) and init_method.startswith("env://") and is_agents and is_here
-
-
-_RENDEZVOUS = os.path.join("torch", "distributed", "rendezvous.py")
-_STORE = "TCPStore"
-
-
-@functools.lru_cache(maxsize=1024)
-def connecting_path(folder: str | os.PathLike[str], rank: int) -> Path:
-    """Return the file in which `rank` keeps its stack while it connects to a store; it does not exist otherwise."""
-    return Path(folder) / f"rank{rank}.connecting"
-
-
-class ConnectFile:
-    """Keeps the file `path`, with the main thread's stack, while that may be in a `TCPStore` call.
-
-    It must not be interrupted then: between two attempts to connect, torch sleeps; a signal ends this sleep with an
-    error, so that torch starts over and waits longer, or gives up if its timeout has expired.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._written: tuple[tuple[str, int, str], ...] = ()
-        self._is_off = False
-        with suppress(OSError):
-            path.unlink(missing_ok=True)  # from an earlier process
-
-    def tick(self, *, is_outside: bool) -> None:
-        """Check where the main thread is. `is_outside`: True if the process is in no process group."""
-        if self._is_off or not (is_outside or self._written):
-            return
-        try:
-            self._note(_find_calls() if is_outside else ())
-        except Exception:  # noqa: BLE001 - without the file, the stack is requested by a signal as usual
-            self._is_off = True
-
-    def _note(self, calls: tuple[tuple[str, int, str], ...]) -> None:
-        if calls == self._written:
-            return
-        self._written = calls
-        if not calls:
-            self._path.unlink(missing_ok=True)
-            return
-        text = "".join(f'  File "{file}", line {line} in {function}\n' for file, line, function in calls)
-        write_own_text(self._path, text)
-
-
-def _find_calls() -> tuple[tuple[str, int, str], ...]:
-    """Return the main thread's calls, innermost first, if the innermost one may be connecting to a store; else none."""
-    frame = main_frame()
-    if frame is None or not may_make_store(frame):
-        return ()
-    found = []
-    with reading_frames():
-        while frame is not None:
-            found.append((frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
-            frame = frame.f_back
-    return tuple(found)
-
-
-def may_make_store(frame: FrameType) -> bool:
-    """True if this function calls `TCPStore`, which is implemented in C++ and has no Python frame."""
-    return _STORE in frame.f_code.co_names or frame.f_code.co_filename.endswith(_RENDEZVOUS)

@@ -13,7 +13,7 @@ import psutil
 from ddpilot.environments.nvml import GpuUse, read_gpus
 from ddpilot.errors import RecordError
 from ddpilot.module_names import SESSION_REQUESTS
-from ddpilot.record.flight_ring.reader import read_now
+from ddpilot.record.flight_ring.reader import find_waiting, read_newest
 from ddpilot.record.hook import ring_path
 from ddpilot.user_files import CodeLine
 
@@ -90,7 +90,7 @@ def _status(kernels: RankKernels, rank: int, pid: int | None, usage: dict[int, d
 
 def _collective(kernels: RankKernels, rank: int) -> CollectiveStatus | None:
     try:
-        entry = read_now(ring_path(kernels.ring_folder, rank)).waiting
+        entry = find_waiting(read_newest(ring_path(kernels.ring_folder, rank)))
     except (RecordError, OSError):  # no ring: the status has no collective
         return None
     if entry is None:

@@ -10,7 +10,6 @@ import os
 import queue
 import re
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -31,9 +30,8 @@ from ddpilot.watch.explain.rank_exit import OF_ENDS, find_cause_of_end
 from ddpilot.watch.nodes.exchange import Exchange
 from ddpilot.watch.observer import Observer
 from ddpilot.watch.options import FindingCallback, WatchOptions
-from ddpilot.watch.report import RepeatedFindings, Report, label_cells, rename_in
-from ddpilot.watch.snapshot.model import ProcessState, RankException
-from ddpilot.watch.snapshot.reader import RankFacts
+from ddpilot.watch.report import Report, label_cells, rename_in
+from ddpilot.watch.snapshot.model import ProcessState, RankException, RankSnapshot
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
 _CALL_LIMIT_S = 5.0
@@ -57,38 +55,29 @@ class Watcher(LaunchObserver):
     ) -> None:
         self._options = options
         self._name = name
-        self._exchange = Exchange(mailbox, ranks) if mailbox is not None else None
+        self._exchange = Exchange(mailbox) if mailbox is not None else None
         self._ranks: Sequence[RankState] = ()
         self._lines: queue.SimpleQueue[tuple[str, bool]] = queue.SimpleQueue()
         self._error: WatchError | None = None
         self._num_resumed = 0
-        self._repeated = RepeatedFindings()
         self._callback = self._make_callback()
         self._since_ns = 0
         self._observer: Observer | None = None
         self._waking = threading.Lock()
         self._is_awake = self._is_over = False
-        self._reader, self._writer = os.pipe()
+        self.fd, self._writer = os.pipe()
+        """File descriptor that becomes readable when `take` has something to return."""
         self.hooks: tuple[str, ...] = ()
         self.variables: Mapping[str, str] = {}
-        self._folder: Path | None = None
+        self.folder: Path | None = None
+        """The job's folder; None if it could not be created."""
         try:
-            self._folder, self._about = job_folder.make_job_folder(name, world_size, ranks)
+            self.folder, self._about = job_folder.make_job_folder(name, world_size, ranks)
         except OSError as error:
             self._print(f"this job is not watched: its folder cannot be created ({error})")
             return
         self.hooks = (RECORD_HOOK, GUARD_HOOK) if options.guard else (RECORD_HOOK,)
-        self.variables = {RING_DIR_VARIABLE: str(self._folder)}
-
-    @property
-    def fd(self) -> int:
-        """File descriptor that becomes readable when `take` has something to return."""
-        return self._reader
-
-    @property
-    def folder(self) -> Path | None:
-        """The job's folder; None if it could not be created."""
-        return self._folder
+        self.variables = {RING_DIR_VARIABLE: str(self.folder)}
 
     def begin(
         self, ranks: Sequence[RankState], sources: Mapping[str, str] = NOTHING, *, is_paused: bool = False
@@ -98,27 +87,24 @@ class Watcher(LaunchObserver):
         `is_paused`: do not poll before `resume`.
         """
         self._ranks = ranks
-        if self._folder is None:
+        if self.folder is None:
             return
         try:
-            self._observer = self._make_observer(self._folder)
+            self._observer = Observer(
+                self.folder,
+                self._about.world_size,
+                facts=self._facts,
+                notify=self._receive,
+                options=self._options,
+                name=self._name,
+                ranks=self._about.ranks,
+                exchange=self._exchange,
+            )
         except Exception as error:  # noqa: BLE001 - reported once, and the job runs
             self._print(f"this job is not watched: {type(error).__name__}: {error}")
             return
         self._observer.add_sources(sources)
         self._observer.start(is_paused=is_paused)
-
-    def _make_observer(self, folder: Path) -> Observer:
-        return Observer(
-            folder,
-            self._about.world_size,
-            facts=self._facts,
-            notify=self._receive,
-            options=self._options,
-            name=self._name,
-            ranks=self._about.ranks,
-            exchange=self._exchange,
-        )
 
     def resume(self, name: str, since_ns: int, sources: Mapping[str, str] = NOTHING) -> None:
         """Observe again, as `name`, everything newer than `since_ns`; earlier findings may be reported again."""
@@ -126,7 +112,6 @@ class Watcher(LaunchObserver):
         def begin() -> None:
             self._name, self._since_ns, self._error = name, since_ns, None
             self._num_resumed += 1
-            self._repeated.begin()
             self._callback = self._make_callback()
             # Lines about an earlier cell are dropped.
             for text, is_of_cell in [self._lines.get_nowait() for _ in range(self._lines.qsize())]:
@@ -156,7 +141,7 @@ class Watcher(LaunchObserver):
         """Pass pending output to `note`; return the error with which the launch is to end, if any."""
         with self._waking:
             if self._is_awake:
-                os.read(self._reader, 1)
+                os.read(self.fd, 1)
                 self._is_awake = False
         while not self._lines.empty():
             note(self._lines.get_nowait()[0])
@@ -186,7 +171,7 @@ class Watcher(LaunchObserver):
         found, findings = without_waits(found, known), without_waits(findings, known)
         if known is not None:
             error.fix = put_first(known, findings) or error.fix
-        error.findings = Findings(self._repeated.without(findings))
+        error.findings = Findings(findings)
         is_victim = failed is not None and failed.raised is not None and failed.raised.is_victim
         cause = find_cause_of_end(found, failed.rank) if failed is not None and is_victim else None
         if cause is not None:
@@ -206,14 +191,14 @@ class Watcher(LaunchObserver):
         """Close the watch after the launch; the folder is removed after a clean end, else kept for `ddpilot watch`."""
         if self._observer is not None:
             self._observer.stop()
-        if self._folder is not None:
-            job_folder.close_job(self._folder, self._about, is_clean=is_clean)
+        if self.folder is not None:
+            job_folder.close_job(self.folder, self._about, is_clean=is_clean)
         with self._waking:
             self._is_over = True
-            os.close(self._reader)
+            os.close(self.fd)
             os.close(self._writer)
 
-    def _facts(self) -> dict[int, RankFacts]:
+    def _facts(self) -> dict[int, RankSnapshot]:
         known = [each for each in self._ranks if each.pid is not None or each.exited is not None]
         return {each.rank: facts_of(each, self._since_ns) for each in known}
 
@@ -233,8 +218,9 @@ class Watcher(LaunchObserver):
             self._error = self._error or make_error(self._name, report)
             return
         # If a rank has failed, the launcher's error holds the findings.
-        new = self._repeated.without(report.findings)
-        shown = [each for each in new if each.severity != "error" or not self._has_failed()]
+        facts = self._facts().values()
+        has_failed = any(each.error or (each.process.state == "ended" and not each.returned) for each in facts)
+        shown = [each for each in report.findings if each.severity != "error" or not has_failed]
         if shown:
             self._print(str(Findings(shown)), is_of_cell=True)
         if self._callback is not None:
@@ -260,10 +246,6 @@ class Watcher(LaunchObserver):
             self._print(f"the recording could not be read: {type(fault).__name__}: {fault}")
             return ()
 
-    def _has_failed(self) -> bool:
-        facts = self._facts().values()
-        return any(each.error is not None or (each.process.state == "ended" and not each.returned) for each in facts)
-
     def _print(self, text: str, *, is_of_cell: bool = False) -> None:
         self._lines.put((text, is_of_cell))
         self._wake()
@@ -276,26 +258,19 @@ class Watcher(LaunchObserver):
                 self._is_awake = True
 
 
-def facts_of(rank: RankState, since_ns: int = 0) -> RankFacts:
+def facts_of(rank: RankState, since_ns: int = 0) -> RankSnapshot:
     """Return the facts about `rank`, which has or had a process; an end before `since_ns` is ignored."""
     exited, raised = rank.exited, rank.raised
     process = ProcessState(pid=rank.pid or 0, state="running")
     if exited is not None and exited.time_s * 1e9 < since_ns:
         process = replace(process, state="unknown")
     elif exited is not None:
-        process = replace(
-            process,
-            state="ended",
-            exitcode=exited.exitcode,
-            signal_name=exited.signal_name,
-            ended_ns=int(exited.time_s * 1e9),
-        )
-    error = (
-        None
-        if raised is None
-        else RankException(type_name=raised.type_name, message=raised.message, traceback=raised.traceback)
-    )
-    return RankFacts(process=process, error=error, returned=rank.has_returned)
+        name, ended_ns = exited.signal_name, int(exited.time_s * 1e9)
+        process = replace(process, state="ended", exitcode=exited.exitcode, signal_name=name, ended_ns=ended_ns)
+    error = None
+    if raised is not None:
+        error = RankException(type_name=raised.type_name, message=raised.message, traceback=raised.traceback)
+    return RankSnapshot(rank=rank.rank, process=process, error=error, returned=rank.has_returned)
 
 
 def make_error(name: str, report: Report) -> WatchError:
@@ -352,12 +327,12 @@ def find_known_error(rank: int, error: RankException | None, last_lines: Sequenc
         message = next((line for line in reversed(last_lines) if known[0].matches(line)), "\n".join(last_lines))
     if not known:
         return None
-    entry = known[0]
+    entry, text = known[0], " ".join(message.split())
     return make_finding(
         entry.code,
         ranks=(rank,),
         line=find_raised_line(traceback) or _find_crash_place(last_lines),
-        evidence=(_shorten(message),),
+        evidence=(text if len(text) <= _MAX_MESSAGE_CHARS else f"{text[: _MAX_MESSAGE_CHARS - 3]}...",),
         why=" ".join(entry.section("What it means").partition("\n\n")[0].split()),
         fix=f"{fix_in_rank(entry)}.",
     )
@@ -418,11 +393,6 @@ def _find_crash_place(lines: Sequence[str]) -> CodeLine | None:
     return None
 
 
-def _shorten(message: str) -> str:
-    text = " ".join(message.split())
-    return text if len(text) <= _MAX_MESSAGE_CHARS else f"{text[: _MAX_MESSAGE_CHARS - 3]}..."
-
-
 class CallbackThread:
     """Calls `on_finding` with each finding of a report, one call at a time.
 
@@ -450,10 +420,8 @@ class CallbackThread:
 
     def wait(self, limit_s: float) -> None:
         """Wait until the function has returned from all calls, for at most `limit_s`."""
-        end_s = time.monotonic() + limit_s
         with self._changed:
-            while self._is_running and (left_s := end_s - time.monotonic()) > 0:
-                self._changed.wait(left_s)
+            self._changed.wait_for(lambda: not self._is_running, limit_s)
 
     def _run(self) -> None:
         while True:

@@ -7,7 +7,6 @@ The folder is removed after a clean end of the job, and otherwise kept for `ddpi
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 import re
@@ -15,11 +14,10 @@ import shutil
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -152,17 +150,8 @@ def make_job_folder(name: str, world_size: int, ranks: tuple[int, ...] = ()) -> 
     """
     root = open_root(jobs_root())
     remove_old(root)
-    about = JobInfo(
-        id=f"{time.strftime('%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}",
-        name=name,
-        command=tuple(sys.argv),
-        world_size=world_size,
-        host=platform.node(),
-        pid=os.getpid(),
-        pid_started_s=psutil.Process().create_time(),
-        started_s=time.time(),
-        ranks=ranks or tuple(range(world_size)),
-    )
+    number = f"{time.strftime('%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
+    about = describe_job(number, name, sys.argv, world_size, ranks or range(world_size))
     folder = root / about.id
     folder.mkdir(mode=0o700)
     try:
@@ -171,6 +160,21 @@ def make_job_folder(name: str, world_size: int, ranks: tuple[int, ...] = ()) -> 
         shutil.rmtree(folder, ignore_errors=True)
         raise
     return folder, about
+
+
+def describe_job(number: str, name: str, command: Iterable[str], world_size: int, ranks: Iterable[int]) -> JobInfo:
+    """Return the description of a job that starts now and that this process watches."""
+    return JobInfo(
+        id=number,
+        name=name,
+        command=tuple(command),
+        world_size=world_size,
+        host=platform.node(),
+        pid=os.getpid(),
+        pid_started_s=psutil.Process().create_time(),
+        started_s=time.time(),
+        ranks=tuple(ranks),
+    )
 
 
 def write_job_info(folder: Path, about: JobInfo) -> None:
@@ -194,34 +198,21 @@ def read_job_info(folder: Path) -> JobInfo:
         ) from error
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_time(value: object) -> bool:
-    return _is_number(value) and 0 <= float(value) < 1e11  # type: ignore[arg-type]  # a number
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 1 << 31
-
-
-_CHECKS: Mapping[str, Callable[[Any], bool]] = {
-    "str": lambda value: isinstance(value, str),
-    "int": _is_count,
-    "float": _is_time,
-    "float | None": lambda value: value is None or _is_time(value),
-    "tuple[str, ...]": lambda value: all(isinstance(each, str) for each in value),
-    "tuple[int, ...]": lambda value: all(map(_is_count, value)),
-}
-"""Validators by the type of a field of `JobInfo`."""
+def _fits(value: object, kind: str) -> bool:
+    """True if `value` is possible for a field of the type `kind`, or as an item of it."""
+    if "str" in kind:
+        return isinstance(value, str)
+    if "int" in kind:
+        return type(value) is int and 0 <= value <= 1 << 31
+    return (value is None and "None" in kind) or (type(value) in (int, float) and 0 <= value < 1e11)  # type: ignore[operator]
 
 
 def _check(about: JobInfo) -> None:
     """Raise `TypeError` if a field of `about` has the wrong type or an impossible value."""
     for field in fields(about):
         value = getattr(about, field.name)
-        if not _CHECKS[str(field.type)](value):
+        items = value if isinstance(value, tuple) else (value,)
+        if not all(_fits(item, str(field.type)) for item in items):
             raise TypeError(f"`{field.name}` is {value!r}")
     if not 1 <= about.world_size <= _MAX_WORLD_SIZE or any(rank >= about.world_size for rank in about.ranks):
         raise TypeError(f"`world_size` is {about.world_size}, with the ranks {about.ranks[:8]}")

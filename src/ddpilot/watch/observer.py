@@ -19,8 +19,8 @@ from ddpilot.watch.nodes.exchange import Exchange
 from ddpilot.watch.nodes.shared_rules import SharedRules
 from ddpilot.watch.options import WatchOptions
 from ddpilot.watch.report import Report, ReportHistory, label_cells, newest, rename, rename_in
-from ddpilot.watch.snapshot.model import JobSnapshot, PythonStack
-from ddpilot.watch.snapshot.reader import RankFacts, SnapshotReader
+from ddpilot.watch.snapshot.model import JobSnapshot, RankSnapshot
+from ddpilot.watch.snapshot.reader import SnapshotReader
 
 INTERVAL_S = 0.25
 """Interval between two polls of the ranks' files."""
@@ -54,7 +54,7 @@ class Observer:
         folder: Path,
         world_size: int,
         *,
-        facts: Callable[[], Mapping[int, RankFacts]],
+        facts: Callable[[], Mapping[int, RankSnapshot]],
         notify: Callable[[Report], None],
         options: WatchOptions,
         name: str = "",
@@ -145,7 +145,7 @@ class Observer:
         with self._lock:
             begin()
             self._since_ns = since_ns
-            self._history = ReportHistory(self._options.stall_warn_s)
+            self._history = self._history.next_cell()
             self._snapshots.clear()
             self._is_active = True
         self._is_wanted.set()
@@ -282,10 +282,11 @@ class Observer:
         return here if self._exchange is None else self._exchange.widen(here)
 
     def _with_stacks(self, here: JobSnapshot) -> JobSnapshot:
-        old = [rank for rank, each in here.ranks.items() if each.stack is None or _is_old(each.stack, here.now_ns)]
+        stacks = {rank: each.stack for rank, each in here.ranks.items()}
+        old = [rank for rank, each in stacks.items() if each is None or here.now_ns - each.taken_ns > _EARLIER_NS]
         return self._reader.add_stacks(here, old[:_MAX_STACKS]) if old else here
 
-    def _present_facts(self) -> Mapping[int, RankFacts]:
+    def _present_facts(self) -> Mapping[int, RankSnapshot]:
         facts = self._facts()
         if self._is_active:
             return facts
@@ -318,7 +319,3 @@ class Observer:
     def _note(self, text: str) -> None:
         if self._history.once(text):
             self._notify(replace(self._empty, notes=(text,)))
-
-
-def _is_old(stack: PythonStack, now_ns: int) -> bool:
-    return now_ns - stack.taken_ns > _EARLIER_NS

@@ -51,9 +51,5 @@ class WatchOptions:
         """Return the effective value of `on_finding` in this process."""
         if self.on_finding is not None:
             return self.on_finding
-        return "report" if is_notebook() else "stop"
-
-
-def is_notebook() -> bool:
-    """Return True if this process is the kernel of a notebook."""
-    return type(sys.stdout).__module__.partition(".")[0] == "ipykernel"
+        is_kernel = type(sys.stdout).__module__.partition(".")[0] == "ipykernel"
+        return "report" if is_kernel else "stop"

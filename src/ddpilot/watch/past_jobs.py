@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from ddpilot.watch.explain.rank_exit import OF_ENDS
 from ddpilot.watch.job_folder import JobInfo, check_jobs_root, jobs_root, list_jobs, read_job_info
 from ddpilot.watch.report import Report, newest, read_report
 from ddpilot.watch.snapshot.model import JobSnapshot
-from ddpilot.watch.snapshot.reader import RankFacts, SnapshotReader
+from ddpilot.watch.snapshot.reader import SnapshotReader
 
 _BETWEEN_S = 1.0
 """Time between the two snapshots that show which ranks move."""
@@ -60,25 +60,18 @@ def find_job(word: str) -> tuple[Path, JobInfo]:
 
 
 def _find_by_process(pid: int, jobs: Sequence[tuple[Path, JobInfo]]) -> list[tuple[Path, JobInfo]]:
-    """Return the jobs that `pid` is closest to; if some of these are running, only those."""
+    """Return the jobs that `pid` is a process of, or else those with an ancestor or a descendant of it.
+
+    If some of these are running, only those: a process that has ended may have had its pid reused.
+    """
+    pids = [(job, _pids(*job)) for job in jobs]
     ancestors = _ancestors(pid)
-    closest: dict[int, list[tuple[Path, JobInfo]]] = {}
-    for job in jobs:
-        distance = _distance(pid, ancestors, *job)
-        if distance is not None:
-            closest.setdefault(distance, []).append(job)
-    found = closest[min(closest)] if closest else []
+    found = [job for job, known in pids if pid in known] or [
+        job
+        for job, known in pids
+        if job[1].is_running and any(each in ancestors or pid in _ancestors(each) for each in known)
+    ]
     return [job for job in found if job[1].is_running] or found
-
-
-def _distance(pid: int, ancestors: Container[int], folder: Path, about: JobInfo) -> int | None:
-    """Return 0 if `pid` is a rank or observes the job, 1 for an ancestor or descendant of these, else None."""
-    ranks = _pids(folder).values()
-    if pid in (about.pid, *ranks):
-        return 0
-    if not about.is_running:
-        return None  # a process that has ended may have had its pid reused
-    return 1 if any(each in ancestors or pid in _ancestors(each) for each in (about.pid, *ranks)) else None
 
 
 def _ancestors(pid: int) -> set[int]:
@@ -88,10 +81,11 @@ def _ancestors(pid: int) -> set[int]:
         return set()
 
 
-def _pids(folder: Path) -> Mapping[int, int]:
+def _pids(folder: Path, about: JobInfo) -> set[int]:
+    """Return the processes of the ranks and the one that observes the job."""
     ranks = list(find_rings(folder))
     logs = SnapshotReader(folder, len(ranks), ranks, "").read({}).ranks
-    return {rank: job.process.pid for rank, job in logs.items()}
+    return {about.pid, *(rank.process.pid for rank in logs.values())}
 
 
 def explain_job(folder: Path, about: JobInfo) -> Report:
@@ -128,8 +122,9 @@ def _read_snapshot(reader: SnapshotReader, about: JobInfo) -> JobSnapshot:
     job = reader.read({})
     if not (about.is_elsewhere and about.is_over):
         return job
-    ended = {rank: replace(each.process, state="ended") for rank, each in job.ranks.items() if each.log is not None}
-    return reader.read({rank: RankFacts(process=process) for rank, process in ended.items()})
+    ranks = [each for each in job.ranks.values() if each.log is not None]
+    ended = [replace(each, process=replace(each.process, state="ended")) for each in ranks]
+    return reader.read({each.rank: each for each in ended})
 
 
 def _without_reported_ends(findings: Iterable[Finding], saved: Report | None) -> list[Finding]:

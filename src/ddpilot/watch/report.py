@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ from ddpilot.errors import DdpilotError
 from ddpilot.findings.display import Findings
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import printable, render_ranks
+from ddpilot.user_files import label_cell
 from ddpilot.watch.analysis import Analysis
 
 FORMAT = 1
@@ -54,17 +54,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON-serializable values."""
-        return {
-            "format": FORMAT,
-            "job": self.job,
-            "name": self.name,
-            "world_size": self.world_size,
-            "made_s": self.made_s,
-            "status": list(self.status),
-            "unseen": list(self.unseen),
-            "notes": list(self.notes),
-            "findings": [finding.to_dict() for finding in self.findings],
-        }
+        return {"format": FORMAT, **vars(self), "findings": [finding.to_dict() for finding in self.findings]}
 
     def save(self, folder: Path) -> None:
         """Write the report to `folder` as JSON and as text, each file atomically. Raises `OSError`."""
@@ -77,16 +67,10 @@ def read_report(folder: Path) -> Report | None:
     path = folder / _JSON
     try:
         raw = json.loads(read_own_text(path))
-        return Report(
-            job=raw["job"],
-            name=raw["name"],
-            world_size=raw["world_size"],
-            findings=Findings(Finding.from_dict(values) for values in raw["findings"]),
-            status=tuple(raw["status"]),
-            unseen=tuple(raw["unseen"]),
-            notes=tuple(raw["notes"]),
-            made_s=raw["made_s"],
-        )
+        values: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in raw.items()}
+        del values["format"]
+        values["findings"] = Findings(Finding.from_dict(each) for each in raw["findings"])
+        return Report(**values)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -96,11 +80,7 @@ def read_report(folder: Path) -> Report | None:
 
 def label_cells(files: Iterable[str]) -> dict[str, str]:
     """Map each of `files` that is a cell of this process to a label such as ``Cell In[3]``; empty outside IPython."""
-    interactive_shell = getattr(sys.modules.get("IPython.core.interactiveshell"), "InteractiveShell", None)
-    if interactive_shell is None or not interactive_shell.initialized():
-        return {}
-    label = getattr(interactive_shell.instance().compile, "format_code_name", lambda name: None)
-    return {file: " ".join(found) for file in files if (found := label(file))}
+    return {file: label for file in files if (label := label_cell(file)) != file}
 
 
 def rename(text: str, labels: Mapping[str, str]) -> str:
@@ -128,23 +108,36 @@ def rename_in(finding: Finding, labels: Mapping[str, str]) -> Finding:
 _QUIET_S = 1.5
 """A wait that resumes after a shorter break than this is the same wait."""
 
+_OF_LAYERS = frozenset({"DDP408"})
+"""Codes that describe the model and not the cell; their evidence names layers and numbers."""
+
 
 class ReportHistory:
-    """Findings and waits that were reported for a job. `again_s`: seconds until a persisting wait is reported again."""
+    """Findings and waits that were reported for a job or a cell.
 
-    def __init__(self, again_s: float) -> None:
+    `again_s`: seconds until a persisting wait is reported again. `known`: codes and evidence of findings about layers,
+    which are not reported again, whichever ranks have come that far.
+    """
+
+    def __init__(self, again_s: float, known: Iterable[tuple[str, tuple[str, ...]]] = ()) -> None:
         self.findings: list[Finding] = []
         self._again_s = again_s
+        self._known = frozenset(known)
         self._keys: set[object] = set()
         self._due_s: float | None = None
         self._wait_s = again_s
         self._stalled_s: float | None = None
 
+    def next_cell(self) -> ReportHistory:
+        """Return the history of the next cell, which reports again everything but findings about layers."""
+        shown = {(each.code, each.evidence) for each in self.findings if each.code in _OF_LAYERS}
+        return ReportHistory(self._again_s, self._known | shown)
+
     def new_findings(self, findings: Iterable[Finding]) -> list[Finding]:
         """Return the findings that differ from all earlier ones, and add them to `findings`."""
         news = []
         for finding in findings:
-            if self._keys.isdisjoint(_keys_of(finding)):
+            if self._keys.isdisjoint(_keys_of(finding)) and (finding.code, finding.evidence) not in self._known:
                 news.append(finding)
             self._keys |= _keys_of(finding)
         self.findings += news
@@ -185,32 +178,3 @@ def newest(findings: Iterable[Finding]) -> list[Finding]:
         else:
             kept[same] = finding
     return kept
-
-
-_OF_LAYERS = frozenset({"DDP408"})
-"""Codes that describe the model and not the cell; their evidence names layers and numbers."""
-
-_Key = tuple[str, tuple[str, ...]]
-
-
-class RepeatedFindings:
-    """Remembers findings about layers shown by earlier cells. Findings with other layers or numbers count as new."""
-
-    def __init__(self) -> None:
-        self._earlier: set[_Key] = set()
-        self._now: set[_Key] = set()
-
-    def begin(self) -> None:
-        """Start a new cell."""
-        self._earlier |= self._now
-        self._now = set()
-
-    def without(self, findings: Iterable[Finding]) -> list[Finding]:
-        """Return `findings` without those shown by an earlier cell; the rest counts as shown in this cell."""
-        kept = [each for each in findings if each.code not in _OF_LAYERS or _key(each) not in self._earlier]
-        self._now.update(_key(each) for each in kept if each.code in _OF_LAYERS)
-        return kept
-
-
-def _key(finding: Finding) -> _Key:
-    return finding.code, finding.evidence  # the same whichever ranks have come that far

@@ -21,7 +21,7 @@ from ddpilot.group.store import resolve_endpoint
 from ddpilot.group.teardown import free_group
 from ddpilot.record.collectives.recording import start_recording
 from ddpilot.record.flight_ring.log import RankLog
-from ddpilot.record.flight_ring.reader import read_now
+from ddpilot.record.flight_ring.reader import find_waiting, read_newest
 from tests.dist.record.ranks import matchable, my_rank, read_all, recorded, ring_of, run, wait_for
 from tests.dist.record.test_ddp import make_model, train
 
@@ -50,12 +50,13 @@ def test_ring_outlives_a_rank_that_was_killed_while_it_waited(tmp_path: Path) ->
     """After SIGKILL the ring says what the rank was in, that nothing ended it, and that nobody closed it."""
     with pytest.raises(RankError, match="SIGKILL"):
         run(2, kill_one_that_waits, tmp_path)
-    now = read_now(ring_of(tmp_path, 0))
-    assert now.waiting is not None
-    assert (now.waiting.op, now.waiting.root, now.waiting.num_bytes) == ("broadcast", 1, 20)
-    assert now.waiting.line is not None
-    assert now.waiting.line.text == "dist.broadcast(torch.ones(5), src=1)"
-    assert now.closed_ns is None
+    log = read_newest(ring_of(tmp_path, 0))
+    waiting = find_waiting(log)
+    assert waiting is not None
+    assert (waiting.op, waiting.root, waiting.num_bytes) == ("broadcast", 1, 20)
+    assert waiting.line is not None
+    assert waiting.line.text == "dist.broadcast(torch.ones(5), src=1)"
+    assert log.closed_ns is None
 
 
 def send_different_sizes(folder: Path) -> None:

@@ -85,7 +85,7 @@ def plant_job(root: Path, pid: int, precious: Path) -> None:
         "ended_s": None,
     }
     (folder / "job.json").write_text(json.dumps(about))
-    for name in ("rank0.stacks", "rank0.ask", "rank0.ring", "rank0.connecting", "report.json", "report.txt"):
+    for name in ("rank0.stacks", "rank0.ask", "rank0.ring", "report.json", "report.txt"):
         (folder / name).symlink_to(precious)
 
 

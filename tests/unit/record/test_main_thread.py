@@ -3,16 +3,16 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 import pytest
 
-from ddpilot.record.main_thread import ConnectFile, connecting_path, may_make_store, stacks_path
+from ddpilot.record.main_thread import ask_stacks, stacks_path
 from ddpilot.watch.snapshot.files import take_stacks
 from ddpilot.watch.snapshot.model import PythonStack
 
@@ -72,7 +72,7 @@ def test_a_process_that_runs_python_code_survives_being_asked_often(tmp_path: Pa
     with answering(tmp_path, "busy") as process:
         stacks = [take_stacks(tmp_path, {0: process.pid}) for _ in range(200)]
         assert process.poll() is None
-    functions = {stack.main_frames[-1].function for found in stacks for stack in found.values()}
+    functions = {stack.frames[-1].function for found in stacks for stack in found.values()}
     assert functions == {"<module>"}
     assert sum(map(len, stacks)) > 100  # a loaded machine may miss some
 
@@ -82,7 +82,7 @@ def stack_after_print(folder: Path, pid: int) -> PythonStack:
     line = ANSWERING.splitlines().index("print(flush=True)") + 1
     while True:
         stack = take_stacks(folder, {0: pid})[0]
-        if stack.main_frames[-1].line != line:
+        if stack.frames[-1].line != line:
             return stack
 
 
@@ -90,7 +90,7 @@ def test_a_process_whose_gil_is_held_by_c_code_answers(tmp_path: Path) -> None:
     """By the fault handler, which reads frames that do not change."""
     with answering(tmp_path, "stuck") as process:
         stack = stack_after_print(tmp_path, process.pid)
-        assert [frame.function for frame in stack.main_frames] == ["<module>"]
+        assert [frame.function for frame in stack.frames] == ["<module>"]
         assert not stack.is_running
         assert process.poll() is None
 
@@ -102,55 +102,39 @@ def test_a_process_in_a_loop_is_known_to_run(tmp_path: Path) -> None:
         assert process.poll() is None
 
 
-def frame_of(name: str, file: str = "train.py") -> FrameType:
-    """A function in `file` that calls `name`."""
-    found: list[FrameType] = []
-    scope = {name: lambda: found.append(sys._getframe(1))}
-    exec(compile(f"def connect():\n    {name}()\nconnect()\n", file, "exec"), scope)
-    return found[0]
+CONNECTING = """
+import sys
+from datetime import timedelta
+from pathlib import Path
+from torch.distributed import TCPStore
+from ddpilot.record.main_thread import answer_with_stacks
+
+answer_with_stacks(Path(sys.argv[1]))
+print(flush=True)
+TCPStore("127.0.0.1", int(sys.argv[2]), 2, False, timeout=timedelta(seconds=60))
+"""
 
 
-@pytest.mark.parametrize(
-    ("frame", "may"),
-    [
-        (frame_of("TCPStore"), True),
-        (frame_of("sleep"), False),
-        (frame_of("sleep", "/x/site-packages/torch/distributed/rendezvous.py"), True),
-    ],
-)
-def test_a_function_that_makes_a_store_is_told_by_the_names_it_uses(frame: FrameType, may: bool) -> None:
-    """The call itself is in C++ and no frame."""
-    assert may_make_store(frame) is may
+def test_a_process_that_connects_to_a_store_answers_by_itself(tmp_path: Path) -> None:
+    """A signal would end torch's sleep between two attempts with an error, so that it starts over."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        command = [sys.executable, "-c", CONNECTING, str(stacks_path(tmp_path, 0)), str(free.getsockname()[1])]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        for _ in range(5):
+            (text,) = ask_stacks(tmp_path, {0: process.pid}, lambda _: pytest.fail("a signal was sent")).values()
+            assert 'File "<string>", line' in text
+        assert process.poll() is None
+        process.kill()
 
 
-def test_the_file_is_there_while_a_store_may_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the main thread's calls, innermost first; it is removed when that is over, or a group was entered."""
-    path = connecting_path(tmp_path, 1)
-    path.write_text("of a process before")
-    notes = ConnectFile(path)
-    assert not path.exists()
-    frames = {"main": frame_of("TCPStore")}
-    monkeypatch.setattr("ddpilot.record.main_thread.main_frame", lambda: None)
-    notes.tick(is_outside=True)
-    assert not path.exists()
-    monkeypatch.setattr("ddpilot.record.main_thread.main_frame", lambda: frames["main"])
-    notes.tick(is_outside=True)
-    stacks = take_stacks(tmp_path, {1: 2**22 + 1})
-    assert (stacks[1].main_frames[0].file, stacks[1].main_frames[0].function) == ("train.py", "connect")
-    frames["main"] = frame_of("sleep")
-    notes.tick(is_outside=True)
-    assert not path.exists()
-    frames["main"] = frame_of("TCPStore")
-    notes.tick(is_outside=True)
-    assert path.exists()
-    notes.tick(is_outside=False)
-    assert not path.exists()
-
-
-def test_without_room_nothing_is_noted_and_nothing_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stack is then requested by a signal."""
-    notes = ConnectFile(tmp_path / "no-such-folder" / "rank0.connecting")
-    monkeypatch.setattr("ddpilot.record.main_thread.main_frame", lambda: frame_of("TCPStore"))
-    notes.tick(is_outside=True)
-    notes.tick(is_outside=False)
-    assert list(tmp_path.iterdir()) == []
+def test_a_process_whose_answering_thread_gets_no_processor_is_not_signalled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine with many more ranks than processors: its main thread may be connecting to a store."""
+    with answering(tmp_path, "stuck") as process:
+        stack_after_print(tmp_path, process.pid)
+        monkeypatch.setattr("ddpilot.record.main_thread._has_busy_threads", lambda _: True)
+        assert ask_stacks(tmp_path, {0: process.pid}, lambda _: pytest.fail("a signal was sent")) == {}

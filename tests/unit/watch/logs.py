@@ -87,7 +87,7 @@ class Writer:
 def alive(writer: Writer, *stack: CodeLine, **more: Any) -> RankSnapshot:
     """The rank runs; `stack`: of its main thread, innermost first, taken last of all."""
     process = ProcessState(pid=4000 + writer.rank, state="running")
-    taken = PythonStack(taken_ns=109 * S, threads={1: stack}, main=1) if stack else None
+    taken = PythonStack(taken_ns=109 * S, frames=stack) if stack else None
     return RankSnapshot(rank=writer.rank, **{"log": writer.log(), "process": process, "stack": taken, **more})
 
 

@@ -37,7 +37,7 @@ def pair(**more: Any) -> tuple[Writer, Writer]:
 
 def at(line: int, text: str, *inner: CodeLine, taken_s: float = 109.0) -> PythonStack:
     """A main thread that is at a line of the user's, and below it."""
-    return PythonStack(taken_ns=int(taken_s * S), threads={1: (*inner, CodeLine(FILE, line, "main", text))}, main=1)
+    return PythonStack(taken_ns=int(taken_s * S), frames=(*inner, CodeLine(FILE, line, "main", text)))
 
 
 def codes(analysis: Analysis) -> list[tuple[str, str]]:

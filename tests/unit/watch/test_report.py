@@ -16,7 +16,7 @@ from ddpilot.user_files import CodeLine
 from ddpilot.watch.analysis import Analysis
 from ddpilot.watch.explain.text import merge_rows
 from ddpilot.watch.options import WatchOptions
-from ddpilot.watch.report import RepeatedFindings, Report, ReportHistory, newest, read_report
+from ddpilot.watch.report import Report, ReportHistory, newest, read_report
 from ddpilot.watch.snapshot.files import parse_stack
 
 DESYNC = Finding(
@@ -77,8 +77,8 @@ def test_told_takes_a_short_break_for_the_same_wait() -> None:
 def test_parse_stack_reads_frames_innermost_first() -> None:
     """As the fault handler writes them."""
     text = 'Stack (most recent call first):\n  File "a b.py", line 3 in wait\n  File "Cell In[2]", line 1 in <module>\n'
-    stack = parse_stack(text, 7, 5)
-    assert [(each.file, each.line, each.function) for each in stack.main_frames] == [
+    stack = parse_stack(text, 5)
+    assert [(each.file, each.line, each.function) for each in stack.frames] == [
         ("a b.py", 3, "wait"),
         ("Cell In[2]", 1, "<module>"),
     ]
@@ -113,25 +113,19 @@ def test_read_report_refuses_a_finding_that_is_none(tmp_path: Path) -> None:
         read_report(tmp_path)
 
 
-def find(code: str, *evidence: str, ranks: tuple[int, ...] = (0, 1)) -> Finding:
+def find(code: str, *evidence: str) -> Finding:
     """A warning."""
-    return Finding(code=code, name="a-name", severity="warning", ranks=ranks, evidence=evidence)
+    return Finding(code=code, name="a-name", severity="warning", ranks=(0, 1), evidence=evidence)
 
 
 def test_a_finding_about_layers_is_shown_in_one_cell() -> None:
-    """Twice in the cell where it is first, in no later one; other layers and other codes are new each time."""
-    repeated = RepeatedFindings()
+    """In no later one, also if it is of fewer ranks then; other layers and other codes are new each time."""
     norm, other, wait = find("DDP408", "layers: bn"), find("DDP408", "layers: bn2"), find("DDP217", "slow")
-    assert repeated.without([norm, wait]) == repeated.without([norm, wait]) == [norm, wait]
-    repeated.begin()
-    assert repeated.without([norm, other, wait]) == [other, wait]
-    repeated.begin()
-    assert repeated.without([norm, other, wait]) == [wait]
-
-
-def test_the_same_layers_on_one_rank_alone_are_not_new() -> None:
-    """As in a cell in which the other rank fails before its first batch."""
-    repeated = RepeatedFindings()
-    repeated.without([find("DDP408", "layers: bn")])
-    repeated.begin()
-    assert repeated.without([find("DDP408", "layers: bn", ranks=(0,))]) == []
+    first = ReportHistory(30.0)
+    assert first.new_findings([norm, wait]) == [norm, wait]
+    second = first.next_cell()
+    assert second.new_findings([replace(norm, ranks=(0,)), replace(other, summary="two layers"), wait]) == [
+        replace(other, summary="two layers"),
+        wait,
+    ]
+    assert second.next_cell().new_findings([norm, other, wait]) == [wait]

@@ -74,12 +74,14 @@ def plan_operation(operator: str, schema: Any) -> Operation | str:
     if any(argument.kwarg_only for argument in schema.arguments):
         return "it has arguments that are given by name only, which no operator had so far"
     base = operator.partition("::")[2].partition(".")[0]
-    tensors = [at for at, kind in enumerate(types) if _holds_tensors(kind)]
+    tensors = [at for at, kind in enumerate(types) if kind.replace("List[", "").rstrip("]") == "Tensor"]
     outputs = [at for at in tensors if names[at].startswith("output")]
     is_p2p = "tag" in names
     plain_from = max(group_at, _first(types, "ReduceOp"), *tensors, 0) + 1
     is_plain = len(tensors) == 1 and not any(kind.startswith("List") for kind in types[plain_from:])
     list_at = tensors[0] if is_plain and types[tensors[0]] == "List[Tensor]" else -1
+    results = [str(result.type) for result in schema.returns]
+    work_at = _first(results, "Work")
     device_at = -1
     if base in _BARRIERS:
         device_at = _first(types, "Tensor")
@@ -101,22 +103,13 @@ def plan_operation(operator: str, schema: Any) -> Operation | str:
         list_at=list_at,
         plain_from=plain_from,
         splits_at=tuple(at for at, name in enumerate(names) if name.endswith("split_sizes")),
-        work_at=_find_work([str(result.type) for result in schema.returns]),
+        work_at=None if work_at < 0 else -1 if len(results) == 1 else work_at,
         is_p2p=is_p2p,
     )
 
 
 def _first(values: Sequence[str], ending: str) -> int:
     return next((at for at, value in enumerate(values) if value.endswith(ending)), -1)
-
-
-def _holds_tensors(kind: str) -> bool:
-    return kind.replace("List[", "").rstrip("]") == "Tensor"
-
-
-def _find_work(results: Sequence[str]) -> int | None:
-    at = _first(results, "Work")
-    return None if at < 0 else -1 if len(results) == 1 else at
 
 
 MAX_TENSORS = 32
@@ -175,12 +168,11 @@ def describe_tensors(inputs: Sequence[Any], outputs: Sequence[Any], splits: Sequ
     fact: dict[str, Any] = {}
     for name, tensors in (("inputs", inputs), ("outputs", outputs)):
         if tensors:
-            fact[name] = [_describe_tensor(tensor) for tensor in tensors[:MAX_TENSORS]]
+            shown = tensors[:MAX_TENSORS]
+            fact[name] = [
+                [str(each.dtype).removeprefix("torch."), list(each.shape), str(each.device)] for each in shown
+            ]
             fact[f"num_{name}"] = len(tensors)
     if any(splits):
         fact["splits"] = [list(sizes) for sizes in splits]
     return fact
-
-
-def _describe_tensor(tensor: Any) -> list[Any]:
-    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), str(tensor.device)]

@@ -29,7 +29,7 @@ from ddpilot.record.collectives.unfinished_works import RecordTemplate, Ticket, 
 from ddpilot.record.flight_ring import layout
 from ddpilot.record.flight_ring.groups import GroupEntry, GroupTable
 from ddpilot.record.flight_ring.writer import ForkGuard, RingWriter
-from ddpilot.record.main_thread import PendingInit
+from ddpilot.record.main_thread import InitFinder, PendingInit
 
 Begin = Callable[[Sequence[Any]], Ticket | None]
 Started = Callable[[Ticket | None, Any], None]
@@ -44,10 +44,9 @@ def is_handling_error() -> bool:
 class Recorder:
     """Records every collective that the kernels report into `ring`.
 
-    `report` prints one line. `is_in_group`: True if this process has a default group now; `has_used_group`: True if it
-    has ever used one; `find_entering`: returns the init_process_group call in progress. The first error in here is
-    reported and kept in the ring, later ones are counted there. Errors are not raised, but KeyboardInterrupt is, as
-    anywhere in Python.
+    `report` prints one line; `registry` is `torch.distributed.distributed_c10d`. The first error in here is reported
+    and kept in the ring, later ones are counted there. Errors are not raised, but KeyboardInterrupt is, as anywhere in
+    Python.
     """
 
     def __init__(
@@ -56,15 +55,14 @@ class Recorder:
         describer: RecordBuilder,
         pending: UnfinishedWorks,
         *,
+        registry: Any,
+        groups: GroupTable,
         report: Callable[[str], None],
-        is_in_group: Callable[[], bool] = lambda: False,
-        has_used_group: Callable[[], bool] = lambda: False,
-        find_entering: Callable[[int], PendingInit | None] = lambda _: None,
     ) -> None:
         self._ring = ring
-        self._is_in_group, self._was_in_group = is_in_group, False
-        self._has_used_group, self._has_been_in_group = has_used_group, False
-        self._find_entering = find_entering
+        self._is_in_group, self._was_in_group = registry.is_initialized, False
+        self._groups, self._has_been_in_group = groups, False
+        self._find_entering = InitFinder(registry.init_process_group).find
         self._entering: PendingInit | None = None
         self._describer = describer
         self._pending = pending
@@ -129,28 +127,21 @@ class Recorder:
             self._ring.beat(now_ns)
             self._pending.catch_up()
             self._note_group(now_ns)
-            self._note_entering(None if self._was_in_group else self._find_entering(now_ns))
+            entering = None if self._was_in_group else self._find_entering(now_ns)
+            if entering != self._entering:
+                self._entering = entering
+                self._ring.enter(*(entering or (0,)))
         except Exception as error:  # noqa: BLE001 - reported once, and must never stop training
             self._fault(error)
 
-    @property
-    def is_outside(self) -> bool:
-        """True if this process was in no group at the last tick."""
-        return not self._was_in_group
-
     def _note_group(self, now_ns: int) -> None:
-        if not self._has_been_in_group and self._has_used_group():
+        if not self._has_been_in_group and self._groups.has_used_any:
             # The group may have been created and destroyed between two ticks.
             self._has_been_in_group = self._was_in_group = True
         if self._is_in_group() != self._was_in_group and (not self._was_in_group or not is_handling_error()):
             self._has_been_in_group = True
             self._was_in_group = not self._was_in_group
             self._ring.leave(0 if self._was_in_group else now_ns)
-
-    def _note_entering(self, entering: PendingInit | None) -> None:
-        if entering != self._entering:
-            self._entering = entering
-            self._ring.enter(*(entering or (0,)))
 
     def leave(self) -> None:
         """Record that the program has ended without an error: it starts no more collectives."""

@@ -9,9 +9,8 @@ import platform
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,8 @@ from ddpilot.record.collectives.ddp_buckets import BucketTable
 from ddpilot.record.collectives.kernels import find_watched, install_kernels, plan_operations
 from ddpilot.record.collectives.recorder import RecordBuilder, Recorder
 from ddpilot.record.collectives.unfinished_works import PollingThread, StreamMark, UnfinishedWorks
-from ddpilot.record.flight_ring import layout
 from ddpilot.record.flight_ring.groups import GroupTable
 from ddpilot.record.flight_ring.writer import RingWriter, draft_of, open_draft
-from ddpilot.record.main_thread import ConnectFile, InitFinder, connecting_path
 
 NUM_RECORDS = 8192
 PAGE_BYTES = 256 * 1024
@@ -32,51 +29,37 @@ POLL_INTERVAL_S = 0.05
 
 
 class Recording:
-    """A recording of this process's collectives; a context manager that stops it.
+    """A recording of this process's collectives by `recorder`, until `disconnect` is called; a context manager.
 
-    `left_out`: operators that are not recorded, each with the reason. `why_off`: why recording is not possible; empty
-    if it is.
+    Without a recorder nothing is recorded.
     """
 
-    def __init__(
-        self, connection: Connection | None = None, why_off: str = "", notes: ConnectFile | None = None
-    ) -> None:
-        self.why_off = why_off
-        self.left_out: Mapping[str, str] = connection.left_out if connection else {}
+    def __init__(self, recorder: Recorder | None = None, disconnect: Callable[[], None] = lambda: None) -> None:
+        self._recorder = recorder
+        self._disconnect = disconnect
         self._pid = os.getpid()
-        self._connection = connection
-        self._notes = notes
-        self._polling = PollingThread(self._tick, POLL_INTERVAL_S) if connection else None
-        if connection:
+        self._polling: PollingThread | None = None
+
+    def start_polling(self) -> None:
+        """Follow works from now on, in a thread, and stop at exit."""
+        if self._recorder is not None:
+            self._polling = PollingThread(self._recorder.tick, POLL_INTERVAL_S)
             atexit.register(self._exit)
-
-    @property
-    def is_on(self) -> bool:
-        """True while collectives are recorded."""
-        return self._connection is not None
-
-    def _tick(self) -> None:
-        connection = self._connection
-        if connection is None:
-            return
-        connection.recorder.tick()
-        if self._notes is not None:
-            self._notes.tick(is_outside=connection.recorder.is_outside)
 
     def stop(self) -> None:
         """Stop recording and close the ring; the file remains. Idempotent and not collective; called at exit."""
-        connection, self._connection = self._connection, None
+        recorder, self._recorder = self._recorder, None
         # A forked process has neither the thread nor its own ring.
-        if connection is not None and self._polling is not None and os.getpid() == self._pid:
+        if recorder is not None and self._polling is not None and os.getpid() == self._pid:
             atexit.unregister(self._exit)
             self._polling.stop()
-            connection.disconnect()
-            connection.recorder.close()
+            self._disconnect()
+            recorder.close()
 
     def _exit(self) -> None:
         # If an error ends the program, the error explains its end, and is reported by the code that caught it.
-        if self._connection is not None and os.getpid() == self._pid and not hasattr(sys, "last_value"):
-            self._connection.recorder.leave()
+        if self._recorder is not None and os.getpid() == self._pid and not hasattr(sys, "last_value"):
+            self._recorder.leave()
         self.stop()
 
     def __enter__(self) -> Recording:
@@ -101,11 +84,8 @@ def start_recording(
     `report` prints a line (default: to stderr). Not collective; may be called before or after init_process_group.
 
     If there is no space for the file, or this torch cannot be recorded, prints one line and returns a recording that is
-    off.
-    Raises `RecordError` if this process is already recording, if `path` exists and is not a ring, and for invalid
-    arguments.
+    off. Raises `RecordError` if this process is already recording, or if `path` exists and is not a ring.
     """
-    _check(rank, num_records, page_bytes)
     show = report or (lambda text: _print_line(rank, text))
     path = Path(path)
     try:
@@ -119,14 +99,15 @@ def start_recording(
         _discard(path)  # what was allocated would only fill the disk
         return _off(show, f"its file cannot be created ({error})")
     try:
-        connection = connect(ring, show)
+        recording = connect(ring, show)
     except Exception as error:  # noqa: BLE001 - a different torch may lack or refuse anything that this needs
         ring.close(0)
         _discard(path)
         return _off(show, f"this torch cannot be recorded ({type(error).__name__}: {error})")
     ring.publish(_about(rank, torch.__version__))
     os.replace(draft_of(path), path)
-    return Recording(connection, notes=ConnectFile(connecting_path(path.parent, rank)))
+    recording.start_polling()
+    return recording
 
 
 def _make_ring(path: Path, num_records: int, page_bytes: int) -> RingWriter:
@@ -156,33 +137,11 @@ def _about(rank: int, torch_version: str) -> dict[str, Any]:
 
 def _off(show: Callable[[str], None], why: str) -> Recording:
     show(f"collectives are not recorded: {why}")
-    return Recording(why_off=why)
+    return Recording()
 
 
 def _print_line(rank: int, text: str) -> None:
     sys.stderr.write(f"ddpilot: rank {rank}: {text}\n")
-
-
-def _check(rank: int, num_records: int, page_bytes: int) -> None:
-    wrong = fix = ""
-    if rank < 0:
-        wrong, fix = f"`rank`={rank}", "Give the rank's number, 0 or above"
-    elif num_records < 1:
-        wrong, fix = f"`num_records`={num_records}", "Give at least 1"
-    elif not 4096 <= page_bytes <= layout.MAX_PAGE_BYTES or page_bytes % 8:
-        wrong, fix = f"`page_bytes`={page_bytes}", f"Give a multiple of 8 from 4096 to {layout.MAX_PAGE_BYTES}"
-    if wrong:
-        raise RecordError("starting to record", found=wrong, fix=fix)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Connection:
-    """Kernels that write into a ring through `recorder` until `disconnect` is called."""
-
-    recorder: Recorder
-    disconnect: Callable[[], None]
-    left_out: Mapping[str, str]
-    """Operators that are not recorded, each with the reason."""
 
 
 def refuse_second() -> None:
@@ -196,7 +155,7 @@ def refuse_second() -> None:
         )
 
 
-def connect(ring: RingWriter, report: Callable[[str], None]) -> Connection:
+def connect(ring: RingWriter, report: Callable[[str], None]) -> Recording:
     """Register kernels that record every collective of this process into `ring`."""
     import torch
     from torch._C._distributed_c10d import ProcessGroup, Work
@@ -204,7 +163,11 @@ def connect(ring: RingWriter, report: Callable[[str], None]) -> Connection:
 
     from ddpilot.record.accelerator import is_capturing
 
-    operations, left_out = plan_operations()
+    def mark_stream() -> StreamMark | None:
+        if registry._world.pg_coalesce_state:  # nothing has been started yet
+            return None
+        return StreamMark(torch.accelerator.current_stream().record_event())
+
     groups = GroupTable(registry)
     builder = RecordBuilder(
         ring,
@@ -213,22 +176,6 @@ def connect(ring: RingWriter, report: Callable[[str], None]) -> Connection:
         sites=SiteFinder(torch=os.path.dirname(torch.__file__)),
         unbox=ProcessGroup.unbox,
     )
-    recorder = Recorder(
-        ring,
-        builder,
-        UnfinishedWorks(ring, unbox=Work.unbox, is_capturing=is_capturing, mark_stream=_mark_stream),
-        report=report,
-        is_in_group=registry.is_initialized,
-        has_used_group=lambda: groups.has_used_any,
-        find_entering=InitFinder(registry.init_process_group).find,
-    )
-    return Connection(recorder=recorder, disconnect=install_kernels(recorder, operations), left_out=left_out)
-
-
-def _mark_stream() -> StreamMark | None:
-    import torch
-    from torch.distributed import distributed_c10d as registry
-
-    if registry._world.pg_coalesce_state:  # nothing has been started yet
-        return None
-    return StreamMark(torch.accelerator.current_stream().record_event())
+    pending = UnfinishedWorks(ring, unbox=Work.unbox, is_capturing=is_capturing, mark_stream=mark_stream)
+    recorder = Recorder(ring, builder, pending, registry=registry, groups=groups, report=report)
+    return Recording(recorder, install_kernels(recorder, plan_operations()[0]))

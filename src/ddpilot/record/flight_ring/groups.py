@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 _tables: weakref.WeakSet[GroupTable] = weakref.WeakSet()
@@ -20,7 +20,8 @@ class GroupEntry:
         self.number = number
         self.fact = fact
         self.alive: Callable[[], Any] = lambda: None
-        self._backends = dict(_parse_backends(str(fact.get("backend", ""))))
+        parts = [part.rpartition(":") for part in str(fact.get("backend", "")).split(",")]
+        self._backends = {device: backend for device, _, backend in parts}
 
     def may_be_polled(self, device: str) -> bool:
         """True if any thread may poll this group's works on `device` (empty: any device) at any time.
@@ -95,7 +96,8 @@ class GroupTable:
         )
 
     def _make(self, name: str, fact: dict[str, Any]) -> GroupEntry:
-        attempt = _read_attempt()
+        text = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+        attempt = int(text) if text.isdecimal() else 0
         self._incarnations[name, attempt] += 1
         number = sum(self._incarnations.values())
         counts = {"attempt": attempt, "incarnation": self._incarnations[name, attempt]}
@@ -117,17 +119,6 @@ class GroupTable:
 def count_by_group() -> dict[str, int]:
     """Return `GroupTable.count` of the recording in progress; empty if collectives are not recorded."""
     return next((table.count() for table in tuple(_tables)), {})
-
-
-def _read_attempt() -> int:
-    text = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
-    return int(text) if text.isdecimal() else 0
-
-
-def _parse_backends(text: str) -> Iterator[tuple[str, str]]:
-    for part in text.split(","):
-        device, _, backend = part.rpartition(":")
-        yield device, backend
 
 
 def pack_ranks(ranks: Sequence[int]) -> str:

@@ -20,8 +20,6 @@ BYTE_ORDER = 0x01020304
 
 HEADER_BYTES = 4096
 RECORD_BYTES = 128
-MAX_PAGE_BYTES = 1 << 19
-"""A reference has 16 bits for a position within its page, in steps of 8 bytes."""
 
 # magic, version, byte order, header bytes, record bytes, number of records, page bytes, description bytes, its CRC-32
 HEAD = struct.Struct("=8sIIIIIIII")
@@ -97,7 +95,10 @@ def pack_fact(generation: int, fact: dict[str, Any]) -> bytes:
 
 
 def reference(generation: int, place: int) -> int:
-    """Return the reference to the fact at byte `place` of a page in its `generation`-th use."""
+    """Return the reference to the fact at byte `place` of a page in its `generation`-th use.
+
+    It has 16 bits for the place, in steps of 8 bytes: a page has at most 512 KiB.
+    """
     return (generation & 0xFFFF) << 16 | place >> 3
 
 

@@ -7,9 +7,7 @@ import json
 import os
 import struct
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar
 
 from ddpilot.environments.private_files import open_own_file
@@ -152,10 +150,7 @@ class Pieces:
 
     def read(self, at: int, num_bytes: int) -> bytes:
         """Read `num_bytes` bytes from offset `at`."""
-        if hasattr(os, "pread"):
-            return os.pread(self._file.fileno(), num_bytes, at)
-        self._file.seek(at)
-        return self._file.read(num_bytes)
+        return os.pread(self._file.fileno(), num_bytes, at)
 
 
 _T = TypeVar("_T")
@@ -222,17 +217,8 @@ class Decoder:
 
 
 def _group(fact: dict[str, Any]) -> GroupOfRanks:
-    return GroupOfRanks(
-        name=fact["name"],
-        incarnation=fact["incarnation"],
-        attempt=fact.get("attempt", 0),
-        description=fact.get("desc", ""),
-        backend=fact.get("backend", ""),
-        size=fact.get("size", 0),
-        rank=fact.get("rank", -1),
-        ranks=unpack_ranks(fact.get("ranks", "")),
-        backend_seq=fact.get("backend_seq"),
-    )
+    values = {"description" if name == "desc" else name: value for name, value in fact.items()}
+    return GroupOfRanks(**{**values, "ranks": unpack_ranks(fact.get("ranks", ""))})
 
 
 def _inputs(fact: dict[str, Any]) -> tuple[Tensor, ...]:
@@ -271,7 +257,7 @@ def _reduce_op(index: int, word: int) -> str | None:
 
 
 NUM_NEWEST = 64
-"""Number of the rank's newest records that are read."""
+"""Number of the newest records that show what a rank is doing now."""
 
 _DEFAULT = "0"
 """Name of the default group."""
@@ -279,49 +265,30 @@ _FIRST = (0, 1)
 """Attempt and incarnation of a process's first default group. A session's rebuild is a new attempt."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class GroupNow:
-    """Progress of a rank in one group."""
-
-    group: GroupOfRanks
-    num_begun: int
-    """Collectives that this rank has started in the group, without point-to-point operations."""
-    num_ended: int
-    """Collectives of `num_begun` that have finished, judged by the newest records; up to 50 ms behind."""
+def read_newest(path: str | os.PathLike[str]) -> RankLog:
+    """Read the newest records of the rank that records into `path`. Raises as `read_ring` does."""
+    return read_ring(path, newest=NUM_NEWEST)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankNow:
-    """State of a rank at the time of reading."""
+def find_waiting(log: RankLog) -> Collective | None:
+    """Return the newest collective that has started and was not seen to finish; None if there is none.
 
-    rank: int
-    pid: int
-    waiting: Collective | None
-    """The newest collective that has started and was not seen to finish, since its `start_ns`; None if there is none.
-    Collectives of destroyed groups, such as those before a rebuild, are ignored."""
-    groups: tuple[GroupNow, ...]
-    """Groups that occur in the newest records, most recently used first."""
-    num_begun: int
-    """Collectives and point-to-point operations since recording started."""
-    heartbeat_ns: int | None
-    """Time at which a Python thread of the rank last ran, on CLOCK_MONOTONIC."""
-    closed_ns: int | None
-    """Time at which the rank stopped recording normally; None while it runs or if it died."""
-
-
-def read_now(path: str | os.PathLike[str]) -> RankNow:
-    """Read the state of the rank that records into `path`. Raises as `read_ring` does."""
-    log = read_ring(path, newest=NUM_NEWEST)
+    Collectives of destroyed groups, such as those before a rebuild, are ignored.
+    """
     since_ns = max(log.left_ns or 0, _newest_start_ns(log.collectives))
-    unfinished = [entry for entry in log.collectives if entry.state == "begun" and entry.start_ns >= since_ns]
-    return RankNow(
-        rank=log.rank,
-        pid=log.pid,
-        waiting=unfinished[-1] if unfinished else None,
-        groups=tuple(_count(log.collectives)),
-        num_begun=log.num_begun,
-        heartbeat_ns=log.heartbeat_ns,
-        closed_ns=log.closed_ns,
+    entries = reversed(log.collectives)
+    return next((entry for entry in entries if entry.state == "begun" and entry.start_ns >= since_ns), None)
+
+
+def count_begun_in(log: RankLog, group: str) -> int | None:
+    """Return how many collectives the rank has started in its newest group of that name; None if `log` has none."""
+    return next(
+        (
+            entry.seq + 1
+            for entry in reversed(log.collectives)
+            if entry.group is not None and entry.group.name == group and entry.seq is not None
+        ),
+        None,
     )
 
 
@@ -334,15 +301,3 @@ def _newest_start_ns(collectives: Sequence[Collective]) -> int:
     ]
     newest = max((generation for generation, _ in groups), default=None)
     return min((start_ns for generation, start_ns in groups if generation == newest), default=0)
-
-
-def _count(collectives: Sequence[Collective]) -> Iterator[GroupNow]:
-    last: dict[tuple[str, int, int], tuple[GroupOfRanks, int]] = {}
-    pending: Counter[tuple[str, int, int]] = Counter()
-    for entry in reversed(collectives):
-        if entry.group is not None and entry.seq is not None:
-            key = entry.group.local_key
-            last.setdefault(key, (entry.group, entry.seq))
-            pending[key] += entry.state == "begun"
-    for key, (group, seq) in last.items():
-        yield GroupNow(group=group, num_begun=seq + 1, num_ended=seq + 1 - pending[key])

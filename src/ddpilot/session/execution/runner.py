@@ -17,7 +17,6 @@ from ddpilot.findings.text import render_ranks
 from ddpilot.launching.shipping import fd_socket
 from ddpilot.record.flight_ring.reader import count_begun
 from ddpilot.record.hook import ring_path
-from ddpilot.record.main_thread import connecting_path
 from ddpilot.session.execution.collective_counts import CountMismatch
 from ddpilot.session.execution.execution import Execution
 from ddpilot.session.execution.outcome import Outcome
@@ -139,12 +138,9 @@ class Runner:
     def _num_begun(self, ranks: Sequence[int]) -> dict[int, int | None]:
         """Return the number of collectives that each rank has begun. Called before a cell is sent to the ranks.
 
-        A cell may hold the GIL from its first line on, so that the rank's threads neither report anything nor remove
-        their file about a connection to a store. A file left by an idle rank is out of date, and is removed here.
+        A cell may hold the GIL from its first line on, so that the rank's threads report nothing.
         """
         folder = self._kernels.ring_folder
-        for rank in ranks:
-            connecting_path(folder, rank).unlink(missing_ok=True)
         return {rank: count_begun(ring_path(folder, rank)) for rank in ranks}
 
     def _make_observer(self, ranks: Sequence[int], name: str, sources: Mapping[str, str]) -> CellObserver | None:

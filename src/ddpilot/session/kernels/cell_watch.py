@@ -10,8 +10,8 @@ from pathlib import Path
 from ddpilot.errors import RankError, RecordError, WatchError
 from ddpilot.findings.text import render_ranks
 from ddpilot.launching.rank_reports import Exited, Raised
-from ddpilot.record.flight_ring.log import Collective
-from ddpilot.record.flight_ring.reader import RankNow, read_now
+from ddpilot.record.flight_ring.log import Collective, RankLog
+from ddpilot.record.flight_ring.reader import count_begun_in, find_waiting, read_newest
 from ddpilot.record.hook import ring_path
 from ddpilot.session.kernels.states import RankStates
 from ddpilot.watch.companion import Watcher
@@ -126,8 +126,8 @@ class SubsetObserver:
 
     def _pending(self, busy: Sequence[int], now_s: float) -> Iterator[tuple[int, Collective]]:
         for rank in busy:
-            now = self._read(rank)
-            pending = now.waiting if now is not None else None
+            log = self._read(rank)
+            pending = find_waiting(log) if log is not None else None
             if pending is not None and now_s - pending.start_ns / 1e9 >= _WAITS_S:
                 yield rank, pending
 
@@ -143,17 +143,15 @@ class SubsetObserver:
         return frozenset() if any(self._may_have_begun(rank, pending) for rank in missing) else missing
 
     def _may_have_begun(self, rank: int, pending: Collective) -> bool:
-        now = self._read(rank)
-        if now is None or pending.group is None or pending.seq is None:
+        log, group = self._read(rank), pending.group
+        num_begun = count_begun_in(log, group.name) if log is not None and group is not None else None
+        if num_begun is None or pending.seq is None:
             return not pending.is_watched
-        for group in now.groups:
-            if group.group.name == pending.group.name:
-                return group.num_begun > pending.seq
-        return not pending.is_watched
+        return num_begun > pending.seq
 
-    def _read(self, rank: int) -> RankNow | None:
+    def _read(self, rank: int) -> RankLog | None:
         try:
-            return read_now(ring_path(self._folder, rank))
+            return read_newest(ring_path(self._folder, rank))
         except (RecordError, OSError):  # no ring: collectives are not recorded
             return None
 

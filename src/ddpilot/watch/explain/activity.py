@@ -21,42 +21,25 @@ _COMPILES = (  # functions, since a module may merely be in the middle of its im
     *("/convert_frame.py:_compile", "/compile_fx.py:compile_fx", "/async_compile.py:wait"),
     "/triton/compiler/compiler.py:compile",
 )
+_MAKES_GROUP = (
+    *(":init_process_group", ":_store_based_barrier", ":_new_process_group_helper", ":new_group", "/rendezvous.py:"),
+    FORM_GROUP,
+)
+_READS_OR_WRITES = (
+    *("/torch/serialization.py:", "/torch/distributed/checkpoint/", "/safetensors/", "/pickle.py:", "/zipfile.py:"),
+    *("/urllib/", "/urllib3/", "/requests/", "/http/client.py", "/ssl.py:", "/shutil.py:", "/gzip.py:", "/fsspec/"),
+    *("/huggingface_hub/", "/numpy/lib/npyio.py:", "/pathlib.py:read", "/tarfile.py:"),
+)
 NOT_CALLED = "has not called it"
 _WAITS_FOR_CHILD = "waits for a child process"
+_DOES_IO = "is reading or writing a checkpoint, a file or the network"
 _KINDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("DDP213", "waits for a DataLoader worker", (":_try_get_data", ":_get_data")),
     ("DDP216", "is leaving its group (destroy_process_group)", (":destroy_process_group",)),
-    (
-        "DDP215",
-        "waits for all ranks to create a group",
-        (
-            *(":init_process_group", ":_store_based_barrier", ":_new_process_group_helper", ":new_group"),
-            *("/rendezvous.py:", FORM_GROUP),
-        ),
-    ),
+    ("DDP215", "waits for all ranks to create a group", _MAKES_GROUP),
     ("DDP221", "compiles (torch.compile)", _COMPILES),
     ("DDP214", _WAITS_FOR_CHILD, (SUBPROCESS,)),
-    (
-        "DDP214",
-        "is reading or writing a checkpoint, a file or the network",
-        (
-            *(
-                "/torch/serialization.py:",
-                "/torch/distributed/checkpoint/",
-                "/safetensors/",
-                "/pickle.py:",
-                "/zipfile.py:",
-            ),
-            *("/urllib/", "/urllib3/", "/requests/", "/http/client.py", "/ssl.py:", "/shutil.py:", "/gzip.py:"),
-            *(
-                "/fsspec/",
-                "/huggingface_hub/",
-                "/numpy/lib/npyio.py:",
-                "/pathlib.py:read",
-                "/tarfile.py:",
-            ),
-        ),
-    ),
+    ("DDP214", _DOES_IO, _READS_OR_WRITES),
 )
 _IO_CALLS = ("open(", "torch.save(", "torch.load(", ".read(", ".write(", "np.load(", "np.save(", "pickle.", "urlopen(")
 _WHY = {
@@ -127,7 +110,7 @@ def _kind(rank: RankSnapshot, at: CodeLine | None) -> tuple[str, str]:
         if passes(rank.stack, *parts) is not None:
             return code, words
     if at is not None and rank.stack is not None and any(call in at.text for call in _IO_CALLS):
-        return "DDP214", "is reading or writing a checkpoint, a file or the network"
+        return "DDP214", _DOES_IO
     return "DDP218", NOT_CALLED
 
 
@@ -147,7 +130,7 @@ def has_moved(rank: RankSnapshot, earlier: RankSnapshot | None) -> Moves:
 
 
 def _lines(stack: PythonStack) -> list[tuple[str, int]]:
-    return [frame.position for frame in stack.main_frames]
+    return [frame.position for frame in stack.frames]
 
 
 def _without_python_ns(rank: RankSnapshot, now_ns: int) -> int:

@@ -4,34 +4,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
+from ddpilot.errors import list_names
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
 from ddpilot.user_files import CodeLine
-from ddpilot.watch.explain.text import (
-    place_of,
-    render_place,
-    render_table,
-)
+from ddpilot.watch.explain.missed_collective import Cause
+from ddpilot.watch.explain.text import place_of, render_place, render_table
 from ddpilot.watch.snapshot.model import JobSnapshot
 
 _MESSAGES = ("DDP expects same model across all ranks", "of the same param in process 0")
 _MAX_NAMED = 4
 _Parameters = Mapping[str, tuple[Any, str, bool]]
 """By name: shape, dtype, and True if it requires gradients."""
-
-
-class WrapDifference(NamedTuple):
-    """How the models differ."""
-
-    code: str
-    ranks: tuple[int, ...]
-    """The ranks that differ from the majority; of two ranks the second."""
-    why: str
-    lines: Mapping[int, CodeLine | None]
-    """Where each rank wraps its model."""
 
 
 def explain_wraps(job: JobSnapshot) -> Finding | None:
@@ -42,18 +29,22 @@ def explain_wraps(job: JobSnapshot) -> Finding | None:
     found = find_wrap_difference(job)
     if found is None:
         return None
-    rows = [(rank, "in DDP's constructor", render_place(line)) for rank, line in found.lines.items()]
+    cause, lines = found
+    rows = [(rank, "in DDP's constructor", render_place(line)) for rank, line in lines.items()]
     return make_finding(
-        found.code,
-        ranks=found.ranks,
-        line=place_of(found.lines[found.ranks[0]]),
+        cause.code,
+        ranks=cause.ranks,
+        line=place_of(lines[cause.ranks[0]]),
         evidence=render_table(rows),
-        why=found.why,
+        why=cause.why,
     )
 
 
-def find_wrap_difference(job: JobSnapshot) -> WrapDifference | None:
-    """Compare the models that ranks wrapped last, after the same number of collectives of one group; None if equal."""
+def find_wrap_difference(job: JobSnapshot) -> tuple[Cause, Mapping[int, CodeLine | None]] | None:
+    """Compare the models that ranks wrapped last, after the same number of collectives of one group; None if equal.
+
+    Also returns where each rank wraps its model. Of two ranks, the second is the one that differs.
+    """
     notes = {rank: note for rank, seen in job.ranks.items() if (note := _newest(seen.journal)) is not None}
     keys = {rank: (note["group"], note["at"]) for rank, note in notes.items()}
     together = max((sorted(r for r in keys if keys[r] == key) for key in keys.values()), key=len, default=[])
@@ -66,9 +57,8 @@ def find_wrap_difference(job: JobSnapshot) -> WrapDifference | None:
         if any(each != values[together[0]] for each in values.values()):
             usual = max(together, key=lambda rank: (sum(values[rank] == each for each in values.values()), -rank))
             odd = tuple(rank for rank in together if values[rank] != values[usual])
-            return WrapDifference(
-                code, odd, _describe_difference(code, usual, models[usual], odd[0], models[odd[0]]), lines
-            )
+            why = _describe_difference(code, usual, models[usual], odd[0], models[odd[0]])
+            return Cause(code=code, ranks=odd, why=why), lines
     return None
 
 
@@ -94,23 +84,22 @@ _ASPECTS: tuple[tuple[str, Callable[[_Parameters], Any]], ...] = (
 )
 
 
+def _show(names: list[str]) -> str:
+    return list_names([f"`{name}`" for name in names], _MAX_NAMED)
+
+
 def _describe_difference(code: str, one: int, first: _Parameters, other: int, second: _Parameters) -> str:
     here, there = render_ranks([one]), render_ranks([other])
     if code == "DDP301":
         more = {here: [name for name in first if name not in second], there: [n for n in second if n not in first]}
-        own = [f"only {who} has {_list_names(names)}" for who, names in more.items() if names]
+        own = [f"only {who} has {_show(names)}" for who, names in more.items() if names]
         return "; ".join(own) or f"{here} and {there} have the same parameters in a different order"
     at = {"DDP302": 0, "DDP303": 1, "DDP304": 2}[code]
     different = [name for name in first if first[name][at] != second[name][at]]
     if code == "DDP304":
         frozen = [name for name in different if not second[name][2]]
         where, but_not, names = (there, here, frozen) if frozen else (here, there, different)
-        return f"{_list_names(names)} {'is' if len(names) == 1 else 'are'} frozen on {where} but not on {but_not}"
+        return f"{_show(names)} {'is' if len(names) == 1 else 'are'} frozen on {where} but not on {but_not}"
     name = different[0]
     values = [list(model[name][0]) if at == 0 else model[name][1] for model in (first, second)]
     return f"`{name}` is {values[0]} on {here} and {values[1]} on {there}"
-
-
-def _list_names(names: list[str]) -> str:
-    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return ", ".join(f"`{name}`" for name in names[:_MAX_NAMED]) + more

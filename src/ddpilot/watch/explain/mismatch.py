@@ -6,8 +6,8 @@ The reasons that no branch shows: different calls or threads, their order, loops
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import replace
 from itertools import pairwise
 
 from ddpilot.findings.catalog import make_finding
@@ -21,8 +21,7 @@ from ddpilot.watch.explain.missed_collective import (
     FIXES,
     Cause,
     CollectiveSide,
-    find_cause,
-    find_origin,
+    find_first_cause,
     show_common,
     side_in_collective,
 )
@@ -38,11 +37,7 @@ from ddpilot.watch.explain.text import (
     render_table,
     show_file,
 )
-from ddpilot.watch.matching.mismatch import (
-    EXCHANGES,
-    MismatchedCollective,
-    signature_of,
-)
+from ddpilot.watch.matching.mismatch import EXCHANGES, MismatchedCollective, signature_of
 from ddpilot.watch.matching.progress import GroupProgress
 from ddpilot.watch.snapshot.model import JobSnapshot
 
@@ -67,27 +62,26 @@ _WORDS = {
 
 def explain_mismatch(job: JobSnapshot, mismatched: MismatchedCollective, sources: Sources) -> Finding:
     """Return the finding for a mismatch, with its cause where the source and the logs determine it."""
-    sides = [ranks for _, ranks in mismatched.mismatch.values]
+    sides = mismatched.sides
     progress, seq = mismatched.progress, mismatched.seq
     rest, odd = (side_in_collective(job, progress, ranks, seq) for ranks in sides[:2])
     cause = _find_join_cause(progress, seq) or _find_cause(job, mismatched, rest, odd, sources)
-    reason = _explain_from_logs(job, mismatched, rest.chain, odd.chain, sources) if cause is None else Explanation()
-    code = "DDP201" if reason.are_different_calls else _choose_code(mismatched, cause)
-    wraps = find_wrap_difference(job) if code in _OF_CONSTRUCTION.values() else None
+    if cause is not None:
+        cause = replace(cause, code=_choose_code(mismatched, cause))
+    else:
+        cause = _explain_from_logs(job, mismatched, rest.chain, odd.chain, sources)
+    wraps = find_wrap_difference(job) if cause.code in _OF_CONSTRUCTION.values() else None
     if wraps is not None:
-        code, cause = wraps.code, Cause(code=wraps.code, ranks=wraps.ranks, why=wraps.why)
-    special = reason.fix if cause is None else cause.fix or _special_fix(mismatched)
+        cause = wraps[0]
     smallest = min(sides, key=lambda ranks: (len(ranks), -ranks[0]))
-    at = cause.at if cause is not None and cause.at is not None else mismatched.by_rank[smallest[0]].line
     return make_finding(
-        code,
+        cause.code,
         summary=_summarize(mismatched),
-        ranks=(cause.ranks if cause is not None else ())
-        or (smallest if len(sides) == 2 else tuple(sorted(mismatched.by_rank))),
-        line=place_of(at),
+        ranks=cause.ranks or (smallest if len(sides) == 2 else tuple(sorted(mismatched.by_rank))),
+        line=place_of(cause.at or mismatched.by_rank[smallest[0]].line),
         evidence=(*_show_sides(job, mismatched), *show_common(mismatched)),
-        why=cause.why if cause is not None else reason.why or _why(mismatched),
-        fix=special or FIXES.get(code, ""),
+        why=cause.why,
+        fix=cause.fix or _special_fix(mismatched) or FIXES.get(cause.code, ""),
     )
 
 
@@ -95,18 +89,22 @@ def _find_cause(
     job: JobSnapshot, mismatched: MismatchedCollective, rest: CollectiveSide, odd: CollectiveSide, sources: Sources
 ) -> Cause | None:
     lines = [[frame.position for frame in side.chain[-1:]] for side in (rest, odd)]
-    if mismatched.mismatch.aspect != "op" and lines[0] == lines[1]:
+    if mismatched.aspect != "op" and lines[0] == lines[1]:
         return None
-    origin = find_origin(job, mismatched.progress, rest.ranks[0], odd.ranks[0], mismatched.seq, sources)
-    return (find_cause(*origin, sources) if origin is not None else None) or find_cause(rest, odd, sources)
+    return find_first_cause(job, mismatched, rest, odd, sources)
 
 
-def _choose_code(mismatched: MismatchedCollective, cause: Cause | None) -> str:
+def _own_code(mismatched: MismatchedCollective) -> str:
     parts = {entry.ddp.what for entry in mismatched.by_rank.values() if entry.ddp is not None}
-    own = (_OF_CONSTRUCTION if parts == {"construction"} else _CODES).get(mismatched.mismatch.aspect, "DDP201")
+    own = (_OF_CONSTRUCTION if parts == {"construction"} else _CODES).get(mismatched.aspect, "DDP201")
     if len({entry.ddp and (entry.ddp.what, entry.ddp.names) for entry in mismatched.by_rank.values()}) > 1:
-        own = "DDP201" if own in ("DDP202", "DDP203") else own  # different gradients, or one side has none
-    if cause is None or (cause.code in ("DDP201", "DDP220") and not cause.is_branch):
+        return "DDP201" if own in ("DDP202", "DDP203") else own  # different gradients, or one side has none
+    return own
+
+
+def _choose_code(mismatched: MismatchedCollective, cause: Cause) -> str:
+    own = _own_code(mismatched)
+    if cause.code in ("DDP201", "DDP220") and not cause.is_branch:
         return own
     if cause.code in ("DDP201", "DDP220"):  # the arguments differ because the ranks are not in the same call
         return "DDP201" if own in ("DDP201", "DDP202", "DDP203") else own
@@ -114,38 +112,33 @@ def _choose_code(mismatched: MismatchedCollective, cause: Cause | None) -> str:
 
 
 def _summarize(mismatched: MismatchedCollective) -> str:
-    values = [value for value, _ in mismatched.mismatch.values[:4]]
+    values = [value for value, _ in mismatched.values[:4]]
     texts = ", ".join(values[:-1]) + f" and {values[-1]}"
-    words = _WORDS[mismatched.mismatch.aspect]
+    words = _WORDS[mismatched.aspect]
     what = f" {words}: {texts.replace(' elements and', ' and')}" if words else ""
     return f"collective #{mismatched.seq} of {name_group(mismatched.progress.group)} differs between ranks{what}"
 
 
 def _why(mismatched: MismatchedCollective) -> str:
-    if mismatched.mismatch.aspect == "reduce-op":
+    if mismatched.aspect == "reduce-op":
         return "each rank uses its own reduce-op: the results differ between ranks, and training continues"
-    if mismatched.mismatch.aspect == "shape":
+    if mismatched.aspect == "shape":
         return "the shapes are transposed: elements that do not belong together are combined, and training continues"
-    if mismatched.mismatch.aspect == "op":
+    if mismatched.aspect == "op":
         return "collectives are matched by their order in the group: some ranks are ahead, or took a different path"
-    return f"all ranks of a collective must pass the same {mismatched.mismatch.aspect}"
+    return f"all ranks of a collective must pass the same {mismatched.aspect}"
 
 
 def _show_sides(job: JobSnapshot, mismatched: MismatchedCollective) -> tuple[str, ...]:
-    by_rank = {rank: value for value, ranks in mismatched.mismatch.values for rank in ranks}
+    by_rank = {rank: value for value, ranks in mismatched.values for rank in ranks}
     rows = []
     for rank, entry in mismatched.by_rank.items():
         what = describe(entry)
         value = by_rank.get(rank, "")
-        if mismatched.mismatch.aspect in ("size", "root") and value not in what:
+        if mismatched.aspect in ("size", "root") and value not in what:
             what = f"{what} ({value})"
         rows.append((rank, what + render_death(job.ranks.get(rank)), render_place(entry.line)))
     return render_table(rows)
-
-
-def one_rank_per_side(mismatched: MismatchedCollective) -> tuple[int, ...]:
-    """Return one rank of each side: their stacks show the most."""
-    return tuple(ranks[0] for _, ranks in mismatched.mismatch.values)
 
 
 _THREAD_FIX = (
@@ -160,57 +153,35 @@ _DIFFERENT_BUCKETS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
-    """The explanation from the logs or from a loop's source; empty if there is none."""
-
-    why: str = ""
-    fix: str = ""
-    """Empty if the usual fix for the code applies."""
-    are_different_calls: bool = False
-    """True if the ranks are in different calls."""
-
-
 def _explain_from_logs(
     job: JobSnapshot, mismatched: MismatchedCollective, one: Chain, other: Chain, sources: Sources
-) -> Explanation:
-    """Return the first reason that applies to the two sides of `mismatched`, whose calls are `one` and `other`."""
-    sides = [ranks for _, ranks in mismatched.mismatch.values]
-    thread = _render_thread(job, mismatched)
-    other_calls = _render_different_calls(mismatched, sides)
-    if thread or other_calls:
-        fix = _THREAD_FIX if thread else _special_fix(mismatched)
-        return Explanation(why=thread or other_calls, fix=fix, are_different_calls=bool(other_calls))
+) -> Cause:
+    """Return the first reason that applies to the two sides of `mismatched`, whose calls are `one` and `other`.
+
+    If none does: what a mismatch of this kind means.
+    """
+    code, thread = _own_code(mismatched), _render_thread(job, mismatched)
+    different_calls = changed_order = ""
+    if mismatched.aspect in ("size", "dtype"):
+        first, second = mismatched.sides[:2]
+        different_calls = _describe_different_calls(mismatched, first, second)
+        changed_order = _describe_changed_order(mismatched.progress, mismatched.seq, first, second)
+    if thread or different_calls:
+        code = "DDP201" if different_calls else code
+        return Cause(code=code, ranks=(), why=thread or different_calls, fix=_THREAD_FIX if thread else "")
     unordered = _describe_unordered_loop(one, other, sources)
     if unordered:
-        return Explanation(why=unordered, fix=_UNORDERED_FIX)
-    left_order = (
-        _describe_changed_order(mismatched.progress, mismatched.seq, *sides[:2]) if _is_of_tensors(mismatched) else ""
-    )
-    return Explanation(why=left_order, fix=_ORDER_FIX if left_order else _special_fix(mismatched))
-
-
-def _is_of_tensors(mismatched: MismatchedCollective) -> bool:
-    return mismatched.mismatch.aspect in ("size", "dtype")
-
-
-def _render_different_calls(mismatched: MismatchedCollective, sides: Sequence[tuple[int, ...]]) -> str:
-    """Return a sentence if the sides are in different calls; empty otherwise."""
-    if not _is_of_tensors(mismatched):
-        return ""
-    parts = [mismatched.by_rank[ranks[0]].ddp for ranks in sides[:2]]
-    # DDP compares the sizes of the same parameters when it wraps a model: different sizes mean different parameters.
-    are_buckets = mismatched.mismatch.aspect == "size" and all(part and part.what == "bucket" for part in parts)
-    different_calls = _describe_different_calls(mismatched.progress, mismatched.seq, *sides[:2])
-    return different_calls or (_DIFFERENT_BUCKETS if are_buckets else "")
+        return Cause(code=code, ranks=(), why=unordered, fix=_UNORDERED_FIX)
+    fix = _ORDER_FIX if changed_order else ""
+    return Cause(code=code, ranks=(), why=changed_order or _why(mismatched), fix=fix)
 
 
 def _special_fix(mismatched: MismatchedCollective) -> str:
     """Return the fix for arguments of this kind; empty if the usual fix for the code applies."""
-    if mismatched.mismatch.aspect == "shape":
+    if mismatched.aspect == "shape":
         return _SHAPE_FIX
     is_exchange = any(entry.op in EXCHANGES for entry in mismatched.by_rank.values())
-    return _EXCHANGE_FIX if is_exchange and mismatched.mismatch.aspect == "size" else ""
+    return _EXCHANGE_FIX if is_exchange and mismatched.aspect == "size" else ""
 
 
 def _render_thread(job: JobSnapshot, mismatched: MismatchedCollective) -> str:
@@ -246,13 +217,17 @@ _MIN_TIMES = 2
 """A call counts as the regular successor if it followed the same call this often, with no exception."""
 
 
-def _describe_different_calls(progress: GroupProgress, seq: int, one: tuple[int, ...], other: tuple[int, ...]) -> str:
-    """Return a sentence if both sides call at `seq`, from different lines, what both have called before; else empty."""
-    mine, theirs = progress.at(one[0], seq), progress.at(other[0], seq)
-    if mine is None or theirs is None or _call_site(mine) == _call_site(theirs):
-        return ""
-    if not (_has_called(progress, one[0], seq, theirs) and _has_called(progress, other[0], seq, mine)):
-        return ""
+def _describe_different_calls(mismatched: MismatchedCollective, one: tuple[int, ...], other: tuple[int, ...]) -> str:
+    """Return a sentence if the sides make different calls, both of which both have made before; empty otherwise."""
+    mine, theirs = mismatched.by_rank[one[0]], mismatched.by_rank[other[0]]
+    if (
+        _call_site(mine) == _call_site(theirs)
+        or not _has_called(mismatched, one[0], theirs)
+        or not _has_called(mismatched, other[0], mine)
+    ):
+        # DDP compares the sizes of the same parameters when it wraps a model: different sizes mean different ones.
+        are_buckets = all(each.ddp is not None and each.ddp.what == "bucket" for each in (mine, theirs))
+        return _DIFFERENT_BUCKETS if are_buckets and mismatched.aspect == "size" else ""
     spots = (
         f"{render_ranks(one)} at {render_position(mine.line)}, {render_ranks(other)} at {render_position(theirs.line)}"
     )
@@ -273,12 +248,9 @@ def _describe_changed_order(progress: GroupProgress, seq: int, one: tuple[int, .
     return ""
 
 
-def _has_called(progress: GroupProgress, rank: int, seq: int, like: Collective) -> bool:
-    return any(
-        _call_site(entry) == _call_site(like)
-        for entry in progress.by_rank.get(rank, ())
-        if entry.seq is not None and entry.seq < seq
-    )
+def _has_called(mismatched: MismatchedCollective, rank: int, like: Collective) -> bool:
+    entries = mismatched.progress.by_rank[rank]
+    return any(_call_site(each) == _call_site(like) for each in entries if (each.seq or 0) < mismatched.seq)
 
 
 def _call_site(entry: Collective) -> Hashable:
@@ -298,30 +270,16 @@ _JOIN_FIX = (
 
 def _find_join_cause(progress: GroupProgress, seq: int) -> Cause | None:
     """Return the cause if a collective of Join was matched with one of the program up to `seq`; None otherwise."""
-    start = _start_of_join(progress, seq)
-    for number in range(start, seq + 1):
-        here = {rank: entry for rank in sorted(progress.by_rank) if (entry := progress.at(rank, number)) is not None}
-        joined = tuple(rank for rank, entry in here.items() if _is_of_join(entry))
-        others = tuple(rank for rank, entry in here.items() if _is_of_program(entry))
-        if joined and others:
-            return _explain_join(joined, here[joined[0]], others, here[others[0]])
-    return None
-
-
-def _start_of_join(progress: GroupProgress, seq: int) -> int:
-    """Return the start of the uninterrupted run of Join's collectives up to `seq`; `seq` + 1 if there is none."""
-    start = seq + 1
-    while any((entry := progress.at(rank, start - 1)) is not None and _is_of_join(entry) for rank in progress.by_rank):
-        start -= 1
-    return start
-
-
-def _is_of_join(entry: Collective) -> bool:
-    return entry.line is not None and entry.line.via in _JOIN_FUNCTIONS
-
-
-def _is_of_program(entry: Collective) -> bool:
-    return entry.ddp is None and entry.line is not None and not _is_of_join(entry)
+    cause = None
+    for number in range(seq, -1, -1):  # the first one of the uninterrupted run of Join's collectives
+        here = progress.all_at(number)
+        joined = [rank for rank, entry in here.items() if entry.line and entry.line.via in _JOIN_FUNCTIONS]
+        if not joined:
+            break
+        others = [rank for rank, each in here.items() if rank not in joined and each.ddp is None and each.line]
+        if others:
+            cause = _explain_join(tuple(joined), here[joined[0]], tuple(others), here[others[0]])
+    return cause
 
 
 def _explain_join(joined: tuple[int, ...], joins: Collective, others: tuple[int, ...], own: Collective) -> Cause:

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ddpilot.findings.text import render_ranks
 from ddpilot.record.flight_ring.log import Collective, DdpPart
@@ -22,12 +21,7 @@ from ddpilot.source.where_ranks_split import (
     find_split,
 )
 from ddpilot.user_files import CodeLine
-from ddpilot.watch.explain.text import (
-    describe_shortly,
-    render_call,
-    render_position,
-    show_file,
-)
+from ddpilot.watch.explain.text import describe_shortly, render_call, render_position, show_file
 from ddpilot.watch.matching.progress import GroupCollective, GroupProgress
 from ddpilot.watch.matching.waits import Wait
 from ddpilot.watch.snapshot.model import JobSnapshot, RankSnapshot
@@ -63,16 +57,25 @@ class CollectiveSide(Side):
 
     entry: Collective | None = None
     """The collective the ranks are in; None if they never called it."""
-    before: Collective | None = None
-    """The collective they began before `entry`."""
-    error: str = ""
-    """The message of the exception that ended their program; empty if there was none."""
-    loader_passes: Mapping[int, int] = field(default_factory=dict)
-    """Number of passes they have started over each loader, as far as guard noted it; the newest loader is last."""
-    knows_all_passes: bool = False
-    """True if `loader_passes` includes every pass they have started."""
-    calls_collectives: bool = False
-    """True if they have called collectives of the program's own, by which ranks may have agreed on something."""
+    earlier: tuple[Collective, ...] = ()
+    """The collectives that they began in the group before `entry`, oldest first."""
+    seen: RankSnapshot | None = None
+    """The rank that stands for all of them."""
+
+    @property
+    def calls_collectives(self) -> bool:
+        """True if they have called collectives of the program's own, by which ranks may have agreed on something."""
+        return any(each.ddp is None and each.op != "barrier" for each in self.earlier)
+
+    @property
+    def loader_passes(self) -> dict[int, int]:
+        """Number of passes they have started over each loader, as far as guard noted it; the newest loader is last."""
+        found: dict[int, int] = {}
+        for note in self.seen.journal if self.seen is not None else ():
+            if note.kind == "loader_pass":
+                found.pop(note.values["loader"], None)
+                found[note.values["loader"]] = note.values["pass"]
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +107,8 @@ def find_cause(one: CollectiveSide, other: CollectiveSide, sources: Sources) -> 
         case ReturnedEarly():
             return _returned_early(split, here, gone)
         case LoopLeft():
-            return _loop_left(split, here, gone) if _was_there(gone, here) else None
+            # If they have run one of its lines: the departed ranks were in the loop before.
+            return _loop_left(split, here, gone) if not here.lines or gone.lines & here.lines else None
         case BranchTaken():
             return _branch_taken(split, gone, here)
         case IterationSkipped():
@@ -118,13 +122,15 @@ def _unused(here: CollectiveSide, there: CollectiveSide) -> Cause | None:
     part = _bucket_of(here.entry)
     if here.entry is None or part is None or _bucket_of(there.entry) is not None:
         return None
-    before, last = there.before, _bucket_of(there.before)
+    before = there.earlier[-1] if there.earlier else None
+    last = _bucket_of(before)
+    error = there.seen.error.message if there.seen is not None and there.seen.error is not None else ""
     stopped_short = (
         before is not None
         and last is not None
         and (last.model, last.index, _position(before)) == (part.model, (part.index or 0) - 1, _position(here.entry))
     )
-    if not (stopped_short or "Expected to have finished reduction" in there.error):
+    if not (stopped_short or "Expected to have finished reduction" in error):
         return None
     names = ", ".join(part.names[:6]) + (f" and {part.num_parameters - 6} more" if part.num_parameters > 6 else "")
     who = render_ranks(there.ranks)
@@ -157,11 +163,6 @@ def _extra_forward(here: CollectiveSide, there: CollectiveSide, split: Split | N
 
 def _position(entry: Collective) -> tuple[str, int]:
     return entry.line.position if entry.line is not None else ("", 0)
-
-
-def _was_there(gone: CollectiveSide, here: CollectiveSide) -> bool:
-    """True if the departed ranks were in the loop before: they have run one of its lines."""
-    return bool(gone.lines & here.lines) if here.lines else True
 
 
 def _loop_left(split: LoopLeft, here: CollectiveSide, gone: CollectiveSide) -> Cause | None:
@@ -210,11 +211,12 @@ def _left_outside(here: CollectiveSide, gone: CollectiveSide) -> bool:
     That is so if `here` has started another pass over the data. If passes are unknown: True unless either side has
     called the program's own collectives.
     """
-    loader, number = next(reversed(list(here.loader_passes.items())), (0, 0))
-    if loader in gone.loader_passes:
-        return number > gone.loader_passes[loader]
-    if here.loader_passes and gone.knows_all_passes:
-        return True
+    passes, others = here.loader_passes, gone.loader_passes
+    loader, number = next(reversed(passes.items()), (0, 0))
+    if loader in others:
+        return number > others[loader]
+    if passes and gone.seen is not None and any(note.index <= 1 for note in gone.seen.journal[:1]):
+        return True  # all of its passes are known
     return not (here.calls_collectives or gone.calls_collectives)
 
 
@@ -278,7 +280,7 @@ def show_common(collective: GroupCollective | None) -> tuple[str, ...]:
     if collective is None:
         return ()
     progress, seq = collective.progress, collective.seq
-    entries = [entry for rank in progress.by_rank if (entry := progress.at(rank, seq - 1)) is not None]
+    entries = list(progress.all_at(seq - 1).values())
     if not entries or len(entries) < len(progress.by_rank):
         return ()
     if len({(entry.op, entry.line and entry.line.position) for entry in entries}) > 1:
@@ -298,31 +300,18 @@ def side_in_collective(
     chain = chain_of(seen, entry) if seen is not None and stacks else ()
     if not chain and entry is not None:
         chain = chain_of_line(entry.line)
-    error = seen.error.message if seen is not None and seen.error is not None else ""
-    before = earlier[-1] if earlier else None
-    return CollectiveSide(
-        ranks=ranks,
-        chain=chain,
-        entry=entry,
-        before=before,
-        lines=lines,
-        error=error,
-        loader_passes=_passes_of(seen),
-        knows_all_passes=seen is not None and any(note.index <= 1 for note in seen.journal[:1]),
-        calls_collectives=any(each.ddp is None and each.op != "barrier" for each in earlier),
-    )
+    return CollectiveSide(ranks=ranks, chain=chain, entry=entry, lines=lines, earlier=tuple(earlier), seen=seen)
 
 
-def _passes_of(rank: RankSnapshot | None) -> dict[int, int]:
-    found: dict[int, int] = {}
-    for note in rank.journal if rank is not None else ():
-        if note.kind == "loader_pass":
-            found.pop(note.values["loader"], None)
-            found[note.values["loader"]] = note.values["pass"]
-    return found
+def find_first_cause(
+    job: JobSnapshot, collective: GroupCollective, one: CollectiveSide, other: CollectiveSide, sources: Sources
+) -> Cause | None:
+    """Return the cause where the two sides first called collectives from different lines, or else in `collective`."""
+    origin = _find_origin(job, collective.progress, one.ranks[0], other.ranks[0], collective.seq, sources)
+    return (find_cause(*origin, sources) if origin is not None else None) or find_cause(one, other, sources)
 
 
-def find_origin(
+def _find_origin(
     job: JobSnapshot, progress: GroupProgress, one: int, other: int, seq: int, sources: Sources
 ) -> tuple[CollectiveSide, CollectiveSide] | None:
     """Find where two ranks first called collectives from different lines, which may have caused the mismatch at `seq`.
@@ -365,8 +354,8 @@ def _are_siblings(one: Collective, other: Collective, sources: Sources) -> bool:
 
 def side_in_wait(job: JobSnapshot, wait: Wait, held: tuple[int, ...]) -> CollectiveSide:
     """Describe the side of the ranks `held` in `wait`."""
-    if wait.incomplete is not None:
-        return side_in_collective(job, wait.incomplete.progress, held, wait.incomplete.seq)
+    if wait.collective is not None:
+        return side_in_collective(job, wait.collective.progress, held, wait.collective.seq)
     entry = wait.held[held[0]]
     entries = (*(each for each in job.ranks[held[0]].collectives if each.is_p2p), entry)
     lines = frozenset(each.line.position for each in entries if each.line is not None)

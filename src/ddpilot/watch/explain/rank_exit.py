@@ -11,17 +11,17 @@ from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
 from ddpilot.source.parsed_file import Sources
+from ddpilot.watch.explain.draft import Draft
 from ddpilot.watch.explain.missed_collective import (
     FIXES,
     Cause,
     CollectiveSide,
-    find_cause,
-    find_origin,
+    find_first_cause,
     show_common,
     side_in_collective,
     side_in_wait,
 )
-from ddpilot.watch.explain.open_waits import OpenWait, explain_open_wait, render_wait, render_waiting_for
+from ddpilot.watch.explain.open_waits import explain_open_wait, render_wait, render_waiting_for
 from ddpilot.watch.explain.text import (
     describe_shortly,
     place_of,
@@ -31,24 +31,23 @@ from ddpilot.watch.explain.text import (
     render_table,
     rows_of,
 )
-from ddpilot.watch.matching.outcomes import RankOutcome, first_deaths
+from ddpilot.watch.matching.outcomes import RankOutcome, first_deaths, without_end
 from ddpilot.watch.matching.waits import Wait
-from ddpilot.watch.snapshot.model import JobSnapshot, ProcessState, RankSnapshot
+from ddpilot.watch.snapshot.model import JobSnapshot, RankSnapshot
 from ddpilot.watch.snapshot.stacks import chain_of
 
 _DEATH_FIX = "check how it ended; the other ranks wait for it and fail with errors of their own"
 
 
-def explain_exited(
-    job: JobSnapshot, wait: Wait, gone: Sequence[int], outcomes: Mapping[int, RankOutcome], sources: Sources
-) -> Finding:
+def explain_exited(draft: Draft, wait: Wait, gone: Sequence[int]) -> Finding:
     """Return the finding for ranks that wait for ranks that have ended."""
+    job, outcomes = draft.job, draft.outcomes
     ranks = _blame(job, gone, outcomes)
     words = outcomes[ranks[0]].words
     has_died = outcomes[ranks[0]].state != "finished"
     held = tuple(sorted(wait.held))
     one = side_in_wait(job, wait, held)
-    cause = _find_cause(job, wait, one, ranks, has_died, sources)
+    cause = _find_cause(job, wait, one, ranks, has_died, draft.sources)
     code = cause.code if cause is not None else _code_of(wait, job.ranks.get(ranks[0]), has_died)
     at = cause.at if cause is not None else one.chain[-1] if one.chain else None
     if has_died and cause is None:
@@ -63,7 +62,7 @@ def explain_exited(
         summary=f"{ranks_do(ranks, words)}, and {render_waiting_for(held)} {pronoun} in {render_wait(wait)}",
         ranks=cause.ranks if cause is not None and cause.ranks else ranks,
         line=place_of(at),
-        evidence=(*render_table(rows), *show_common(wait.incomplete)),
+        evidence=(*render_table(rows), *show_common(wait.collective)),
         why=cause.why if cause is not None else _why(wait, ranks, words, has_died),
         fix=FIXES.get(code, _DEATH_FIX),
     )
@@ -72,7 +71,7 @@ def explain_exited(
 def _code_of(wait: Wait, gone: RankSnapshot | None, has_died: bool) -> str:
     if has_died:
         return "DDP209"
-    if wait.incomplete is None:
+    if wait.collective is None:
         return "DDP219"
     if gone is None or gone.log is None or gone.process.state != "running":
         return "DDP208"
@@ -93,14 +92,13 @@ def _blame(job: JobSnapshot, gone: Sequence[int], outcomes: Mapping[int, RankOut
 def _find_cause(
     job: JobSnapshot, wait: Wait, one: CollectiveSide, gone: tuple[int, ...], has_died: bool, sources: Sources
 ) -> Cause | None:
-    incomplete = wait.incomplete
-    if incomplete is None:
+    collective = wait.collective
+    if collective is None:
         return None
-    other = side_in_collective(job, incomplete.progress, gone, incomplete.seq)
+    other = side_in_collective(job, collective.progress, gone, collective.seq)
     if not has_died:
         other = replace(other, chain=(), entry=None)
-    origin = find_origin(job, incomplete.progress, one.ranks[0], gone[0], incomplete.seq, sources)
-    cause = (find_cause(*origin, sources) if origin is not None else None) or find_cause(one, other, sources)
+    cause = find_first_cause(job, collective, one, other, sources)
     if cause is None or (has_died and cause.code != "DDP212"):
         return None
     if cause.code == "DDP201":  # both ranks were in a collective where they split
@@ -115,7 +113,7 @@ def _render_end(wait: Wait, seen: RankSnapshot | None, rank: int) -> str:
 
 
 def _render_last(wait: Wait, rank: int) -> str:
-    last = wait.incomplete.progress.last(rank) if wait.incomplete is not None else None
+    last = wait.collective.progress.last(rank) if wait.collective is not None else None
     return f"its last was #{last.seq}: {render_call(last)}" if last is not None else ""
 
 
@@ -123,7 +121,7 @@ def _why(wait: Wait, ranks: Sequence[int], words: str, has_died: bool) -> str:
     if has_died:
         more = " (as the kernel does when memory runs out; see `dmesg`)" if "SIGKILL" in words else ""
         return f"{ranks_do(ranks, words)}{more}; the later errors of the other ranks are consequences"
-    if wait.incomplete is None:
+    if wait.collective is None:
         return f"{ranks_do(ranks, words)} without the matching call"
     return f"{ranks_do(ranks, words)} without calling it: by a different code path, or with fewer iterations"
 
@@ -135,21 +133,21 @@ _ENDING_NS = 1_500_000_000
 _BY_LAUNCHER = ("SIGTERM", "SIGINT")
 
 
-def explain_outlasted(
-    job: JobSnapshot, earlier: JobSnapshot | None, wait: Wait, outcomes: Mapping[int, RankOutcome]
-) -> Finding | None:
+def explain_outlasted(draft: Draft, wait: Wait) -> Finding | None:
     """Return the finding for ranks that had not arrived at the timeout, or closed their connections; None if neither.
 
     The launcher terminates the other ranks after a failure; a rank that it terminated counts as having continued.
     """
+    job, outcomes = draft.job, draft.outcomes
     ended_ns = [job.ranks[rank].process.ended_ns for rank in wait.held if outcomes[rank].is_gone]
     first_ns = min((each for each in ended_ns if each is not None), default=None)
     late = tuple(rank for rank in wait.missing if _ran_on(job.ranks.get(rank), outcomes[rank], first_ns))
-    if wait.incomplete is None or not late or len(late) != len(wait.missing) or not all(_is_over(wait, outcomes)):
+    are_over = all(outcomes[rank].state in ("victim", "died") for rank in wait.held)
+    if wait.collective is None or not late or len(late) != len(wait.missing) or not are_over:
         return None
     errors = [job.ranks[rank].error for rank in wait.held]
     if any(error is not None and _TIME_IS_UP.search(error.message) for error in errors):
-        return _explain_late(job, earlier, wait, late)
+        return _explain_late(draft, wait, late)
     others = [outcome for rank, outcome in outcomes.items() if rank not in wait.held and rank not in late]
     is_first = all(outcome.state in ("alive", "victim") for outcome in others)
     have_stayed = all(_has_stayed(job, job.ranks[rank], first_ns) for rank in late)
@@ -157,17 +155,14 @@ def explain_outlasted(
     return _explain_closed(wait, late) if is_closed else None
 
 
-def _explain_late(job: JobSnapshot, earlier: JobSnapshot | None, wait: Wait, late: tuple[int, ...]) -> Finding | None:
-    then = replace(job, ranks={**job.ranks, **{rank: _running(job.ranks[rank]) for rank in late}})
-    finding = explain_open_wait(OpenWait(then, earlier, wait, late), has_lasted=True)
+def _explain_late(draft: Draft, wait: Wait, late: tuple[int, ...]) -> Finding | None:
+    ranks = draft.job.ranks
+    then = replace(draft.job, ranks={**ranks, **{rank: without_end(ranks[rank]) for rank in late}})
+    finding = explain_open_wait(replace(draft, job=then), wait, late, has_lasted=True)
     if finding is None:
         return None
     why = f"the group's `timeout` expired before {render_ranks(late)} called it: {finding.why}"
     return replace(finding, severity="error", evidence=finding.evidence[:-1], why=why, fix=f"{finding.fix}; {_LONGER}")
-
-
-def _is_over(wait: Wait, outcomes: Mapping[int, RankOutcome]) -> list[bool]:
-    return [outcomes[rank].state in ("victim", "died") for rank in wait.held]
 
 
 def _ran_on(rank: RankSnapshot | None, outcome: RankOutcome, first_ns: int | None) -> bool:
@@ -187,12 +182,8 @@ def _has_stayed(job: JobSnapshot, rank: RankSnapshot, first_ns: int | None) -> b
     return rank.process.state == "ended" or is_long_ago
 
 
-def _running(rank: RankSnapshot) -> RankSnapshot:
-    return replace(rank, process=ProcessState(pid=rank.process.pid, host=rank.process.host, state="unknown"))
-
-
 def _explain_closed(wait: Wait, late: tuple[int, ...]) -> Finding:
-    assert wait.incomplete is not None
+    assert wait.collective is not None
     entry = wait.held[min(wait.held)]
     rows = rows_of(wait.held)
     rows += [(rank, "closed its connections and continued", _render_last(wait, rank)) for rank in late]
@@ -200,7 +191,7 @@ def _explain_closed(wait: Wait, late: tuple[int, ...]) -> Finding:
     return make_finding(
         "DDP216",
         severity="error",
-        summary=f"{words} in {describe_shortly(entry)} (#{wait.incomplete.seq})",
+        summary=f"{words} in {describe_shortly(entry)} (#{wait.collective.seq})",
         ranks=late,
         line=place_of(entry.line),
         evidence=render_table(rows),

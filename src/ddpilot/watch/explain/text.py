@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from ddpilot.findings.text import render_ranks
 from ddpilot.record.flight_ring.log import Collective, GroupOfRanks
 from ddpilot.user_files import CodeLine
-from ddpilot.watch.matching.waits import peer_of
+from ddpilot.watch.matching.waits import peer_of, rank_in_job
 from ddpilot.watch.snapshot.model import RankSnapshot
 
 _UNITS = (("GB", 1 << 30), ("MB", 1 << 20), ("kB", 1 << 10))  # powers of 1024, as in `bucket_cap_mb`
@@ -49,7 +49,7 @@ def describe(entry: Collective) -> str:
         return f"{entry.op} {_DDP_WORDS.get(part.what, part.what)} ({render_bytes(entry.num_bytes)})"
     reduce_op = f" {entry.reduce_op}" if entry.reduce_op else ""
     preposition = "from" if entry.op in ("broadcast", "scatter") else "to"
-    root = f" {preposition} rank {root_of(entry)}" if entry.root is not None else ""
+    root = f" {preposition} rank {rank_in_job(entry, entry.root)}" if entry.root is not None else ""
     return f"{entry.op}{reduce_op}{_describe_tensors(entry)}{root}"
 
 
@@ -59,13 +59,6 @@ def describe_shortly(entry: Collective) -> str:
     if part is not None and part.what == "bucket":
         return f"{entry.op} of DDP gradient bucket {part.index}"
     return f"{entry.op} {_DDP_WORDS.get(part.what, part.what)}" if part is not None else entry.op
-
-
-def root_of(entry: Collective) -> int:
-    """Return the root's rank in the job; its rank in the group if the group's ranks are unknown."""
-    assert entry.root is not None
-    ranks = entry.group.ranks if entry.group is not None else ()
-    return ranks[entry.root] if 0 <= entry.root < len(ranks) else entry.root
 
 
 def _describe_p2p(entry: Collective) -> str:

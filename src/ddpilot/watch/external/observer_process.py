@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import signal
 import sys
 import time
@@ -24,21 +23,18 @@ from ddpilot.record.flight_ring.reader import read_ring
 from ddpilot.record.hook import ring_path
 from ddpilot.watch.external.rank_process import RankProcess, error_path, find_rank_processes
 from ddpilot.watch.external.store_connection import StoreConnection
-from ddpilot.watch.job_folder import OBSERVER, JobInfo, locked, remove, remove_old, write_job_info
+from ddpilot.watch.job_folder import OBSERVER, describe_job, locked, remove, remove_old, write_job_info
 from ddpilot.watch.nodes.exchange import Exchange
 from ddpilot.watch.observer import Observer
 from ddpilot.watch.options import WatchOptions
 from ddpilot.watch.report import Report, ReportHistory
-from ddpilot.watch.snapshot.model import RankException
-from ddpilot.watch.snapshot.reader import RankFacts, read_process_state
+from ddpilot.watch.snapshot.model import RankException, RankSnapshot
+from ddpilot.watch.snapshot.reader import read_process_state
 
-_PAUSE_S = 0.1
+_PAUSE_S = 0.2
 
 _GATHER_S = 10.0
 """Time to wait for the ranks of this node after the first one records; later ones join the observation."""
-
-_SETTLED_NS = 1_000_000_000
-"""Only a modification time older than this is trusted: any later change would have given the folder a new one."""
 
 _TERM_GRACE_S = 3.0
 """Time between SIGTERM and SIGKILL for ranks that are terminated."""
@@ -58,7 +54,6 @@ class ObserverProcess:
         self._options = WatchOptions()
         self._connection: StoreConnection | None = None
         self._history: ReportHistory | None = None
-        self._checked_ns = 0
         self._is_stopping = self._has_errors = self._has_ended_ranks = False
 
     def run(self) -> None:
@@ -73,15 +68,13 @@ class ObserverProcess:
         while not is_over:
             is_clean = self._observe()
             with locked(root):  # a rank that starts after this starts its own observer
-                is_over = not any(self._is_new(*each) for each in find_rank_processes(self._folder).items())
+                present = find_rank_processes(self._folder).items()
+                is_over = not any(self._ranks.get(rank) != each and each.is_running for rank, each in present)
                 if is_over:
                     if is_clean:
                         remove(self._folder)
                     os.close(fd)
         remove_old(root)
-
-    def _is_new(self, rank: int, process: RankProcess) -> bool:
-        return self._ranks.get(rank) != process and process.is_running
 
     def _observe(self) -> bool:
         """Observe the current processes until they end or change; return True if all of them ended cleanly."""
@@ -115,7 +108,6 @@ class ObserverProcess:
         return not self._has_errors and all(each.returned for each in self._facts().values())
 
     def _make_observer(self) -> Observer:
-        ranks = tuple(self._ranks)
         return Observer(
             self._folder,
             self._job["world_size"],
@@ -123,8 +115,8 @@ class ObserverProcess:
             notify=self._receive,
             options=self._options,
             name=self._job["name"],
-            ranks=ranks,
-            exchange=Exchange(self._connection.post, ranks) if self._connection is not None else None,
+            ranks=tuple(self._ranks),
+            exchange=Exchange(self._connection.post) if self._connection is not None else None,
             history=self._history,
         )
 
@@ -164,13 +156,6 @@ class ObserverProcess:
 
     def _has_changed(self) -> bool:
         """True if a rank has a new process, or a rank that is not observed has begun to record."""
-        try:
-            changed_ns = os.stat(self._folder).st_mtime_ns
-        except OSError:  # the folder was deleted, which the observer reports
-            return False
-        if changed_ns == self._checked_ns:
-            return False
-        self._checked_ns = changed_ns if time.time_ns() - changed_ns > _SETTLED_NS else 0
         present = find_rank_processes(self._folder)
         if any(present.get(rank, each) != each for rank, each in self._ranks.items()):
             self._forget()
@@ -186,37 +171,30 @@ class ObserverProcess:
             (self._folder / name).unlink(missing_ok=True)
 
     def _write_job_info(self) -> None:
-        about = JobInfo(
-            id=self._folder.name,
-            name=self._job["name"],
-            command=tuple(self._job["command"]),
-            world_size=self._job["world_size"],
-            host=platform.node(),
-            pid=os.getpid(),
-            pid_started_s=psutil.Process().create_time(),
-            started_s=time.time(),
-            ranks=tuple(sorted(self._ranks)),
-        )
+        job, ranks = self._job, sorted(self._ranks)
+        about = describe_job(self._folder.name, job["name"], job["command"], job["world_size"], ranks)
         try:
             write_job_info(self._folder, about)
         except OSError as error:
             _print(f"`ddpilot watch` does not list this job: {self._folder} cannot be written to ({error})")
 
-    def _facts(self) -> dict[int, RankFacts]:
+    def _facts(self) -> dict[int, RankSnapshot]:
         found = {}
         for rank, process in self._ranks.items():
             state = read_process_state(process.pid)
             may_return = process.may_return
             if process.is_running:
                 # Its shell may try again, as after a failed download: that does not end the rank.
-                found[rank] = RankFacts(process=state, error=None if may_return else self._read_error(rank))
+                found[rank] = RankSnapshot(
+                    rank=rank, process=state, error=None if may_return else self._read_error(rank)
+                )
             elif may_return:
-                found[rank] = RankFacts(process=replace(state, state="unknown"), is_away=True)
+                found[rank] = RankSnapshot(rank=rank, process=replace(state, state="unknown"), is_away=True)
             else:
                 log, error = self._read(rank), self._read_error(rank)
                 is_closed = log is not None and log.closed_ns is not None
                 state = replace(state, state="ended")
-                found[rank] = RankFacts(process=state, error=error, returned=is_closed and error is None)
+                found[rank] = RankSnapshot(rank=rank, process=state, error=error, returned=is_closed and error is None)
         return found
 
     def _read_error(self, rank: int) -> RankException | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -46,9 +46,10 @@ class StoreConnection:
     """
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self._arguments = arguments
         mine = {name: arguments[name] for name in ("node_rank", "nnodes", "nproc_per_node", "target", "attempt")}
         me = NodeState(host=platform.node(), pid=os.getpid(), **mine)
-        self._peers = Heartbeat(_connect_to(arguments), me, pulse_s=_PULSE_S)
+        self._peers = Heartbeat(self._connect, me, pulse_s=_PULSE_S)
         self.post: StoreMailbox = self._peers.open_mailbox(me.attempt)
 
     def close(self) -> None:
@@ -56,15 +57,10 @@ class StoreConnection:
         self._peers.flush(_FLUSH_S)
         self._peers.stop()
 
-
-def _connect_to(arguments: Mapping[str, Any]) -> Callable[[], Store]:
-    def connect() -> Store:
+    def _connect(self) -> Store:
         os.environ.setdefault(_LEVEL_VARIABLE, "ERROR")  # else torch logs host names that do not resolve
         from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-        store = TCPStore(
-            arguments["addr"], arguments["port"], is_master=False, timeout=_CONNECT_LIMIT, wait_for_workers=False
-        )
-        return PrefixStore(f"ddpilot-watch/{arguments['run_id']}/{arguments['attempt']}", store)
-
-    return connect
+        to = self._arguments
+        store = TCPStore(to["addr"], to["port"], is_master=False, timeout=_CONNECT_LIMIT, wait_for_workers=False)
+        return PrefixStore(f"ddpilot-watch/{to['run_id']}/{to['attempt']}", store)

@@ -34,16 +34,29 @@ _SAME_OUTPUTS = frozenset({"scatter"})
 _ANY_DTYPE = frozenset({"barrier", "monitored_barrier"})
 
 
-@dataclass(frozen=True, slots=True)
-class Mismatch:
-    """A disagreement between the ranks of one collective."""
+_Values = tuple[tuple[str, tuple[int, ...]], ...]
+"""The differing values, as text, each with the ranks that passed it; the largest set of ranks first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MismatchedCollective(GroupCollective):
+    """A collective with different arguments on different ranks."""
 
     aspect: Aspect
-    values: tuple[tuple[str, tuple[int, ...]], ...]
-    """The differing values, as text, each with the ranks that passed it; the largest set of ranks first."""
+    values: _Values
+
+    @property
+    def sides(self) -> list[tuple[int, ...]]:
+        """The ranks that passed the same value, the largest set first."""
+        return [ranks for _, ranks in self.values]
+
+    @property
+    def is_silent(self) -> bool:
+        """True if training continues, with wrong results."""
+        return self.aspect in WRONG_BUT_RUNNING
 
 
-def find_mismatch(by_rank: Mapping[int, Collective]) -> Mismatch | None:
+def _find_mismatch(by_rank: Mapping[int, Collective]) -> tuple[Aspect, _Values] | None:
     """Return the first aspect, in the order of `Aspect`, in which the collectives differ; None if all ranks agree.
 
     An unknown value agrees with any other: a reduce-op is read up to 50 ms after the collective starts.
@@ -64,18 +77,9 @@ def find_mismatch(by_rank: Mapping[int, Collective]) -> Mismatch | None:
                 by_value.setdefault(value, []).append(rank)
         if len(by_value) > 1 and (aspect != "shape" or _is_permuted(by_value)):
             by_size = sorted(by_value.items(), key=lambda item: (-len(item[1]), item[1][0]))
-            return Mismatch(aspect, tuple((_render(aspect, value), tuple(ranks)) for value, ranks in by_size))
-    return _find_unequal_parts(by_rank)
-
-
-def _find_unequal_parts(by_rank: Mapping[int, Collective]) -> Mismatch | None:
+            return aspect, tuple((_render(aspect, value), tuple(ranks)) for value, ranks in by_size)
     is_exchange = any(entry.op in EXCHANGES for entry in by_rank.values())
-    unequal = find_unequal(by_rank) if is_exchange else None
-    if unequal is None:
-        return None
-    giver, given, taker, expected = unequal
-    gives, takes = f"{given:,} elements for rank {taker}", f"{expected:,} elements from rank {giver}"
-    return Mismatch("size", ((gives, (giver,)), (takes, (taker,))))
+    return _find_unequal_parts(by_rank) if is_exchange else None
 
 
 def signature_of(entry: Collective) -> Hashable:
@@ -129,23 +133,21 @@ def _render(aspect: Aspect, value: Hashable) -> str:
 
 
 EXCHANGES = frozenset({"all_to_all", "all_to_all_single"})
-MAX_RANKS = 256
+_MAX_RANKS = 256
 """Larger groups are not compared: they have too many pairs to check repeatedly."""
 
-Unequal = tuple[int, int, int, int]
-"""The sending rank, number of elements sent, the receiving rank, number of elements expected."""
 
-
-def find_unequal(by_rank: Mapping[int, Collective]) -> Unequal | None:
+def _find_unequal_parts(by_rank: Mapping[int, Collective]) -> tuple[Aspect, _Values] | None:
     """Return the first pair of ranks of which one sends a different number of elements than the other expects."""
-    if len(by_rank) > MAX_RANKS:
+    if len(by_rank) > _MAX_RANKS:
         return None
     for giver, sent in sorted(by_rank.items()):
         for taker, received in sorted(by_rank.items()):
             given = _part(sent, sent.inputs, 1, taker)
             expected = _part(received, received.outputs, 0, giver)
             if giver != taker and None not in (given, expected) and given != expected:
-                return giver, given or 0, taker, expected or 0
+                gives, takes = f"{given:,} elements for rank {taker}", f"{expected:,} elements from rank {giver}"
+                return "size", ((gives, (giver,)), (takes, (taker,)))
     return None
 
 
@@ -162,18 +164,6 @@ def _part(entry: Collective, tensors: tuple[Tensor, ...], splits_at: int, other:
     if splits:
         return splits[place] * prod(shape[1:]) if place < len(splits) else None
     return prod(shape) // len(group.ranks)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MismatchedCollective(GroupCollective):
-    """A collective with different arguments on different ranks."""
-
-    mismatch: Mismatch
-
-    @property
-    def is_silent(self) -> bool:
-        """True if training continues, with wrong results."""
-        return self.mismatch.aspect in WRONG_BUT_RUNNING
 
 
 def find_first_mismatches(progress: GroupProgress) -> list[MismatchedCollective]:
@@ -207,9 +197,10 @@ def find_first_mismatches(progress: GroupProgress) -> list[MismatchedCollective]
     odd |= {seq for seq in (newest - 1, newest) if any(each.op in EXCHANGES for each in by_seq.get(seq, {}).values())}
     found: dict[bool, MismatchedCollective] = {}
     for seq in sorted(odd):
-        mismatch = find_mismatch(by_seq[seq])
+        mismatch = _find_mismatch(by_seq[seq])
         if mismatch is not None:
-            each = MismatchedCollective(progress=progress, seq=seq, by_rank=by_seq[seq], mismatch=mismatch)
+            aspect, values = mismatch
+            each = MismatchedCollective(progress=progress, seq=seq, by_rank=by_seq[seq], aspect=aspect, values=values)
             found.setdefault(each.is_silent, each)
         if False in found:
             break

@@ -11,20 +11,15 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ddpilot.launching.exception_report import reads_like_victim
-from ddpilot.module_names import WAIT_FOR_PEERS
 from ddpilot.record.flight_ring.log import Collective
 from ddpilot.watch.snapshot.model import JobSnapshot, ProcessState, RankSnapshot
-from ddpilot.watch.snapshot.stacks import is_waiting, passes
+from ddpilot.watch.snapshot.stacks import is_waiting
 
 State = Literal["alive", "finished", "died", "victim", "unknown"]
 """``victim``: it ended because another rank did, judging by its error; ``unknown``: nothing is known about it."""
 
 _MAX_CHARS = 100
 _STOPPING = ("SIGKILL", "SIGTERM", "SIGINT")
-_ERROR_NS = 1_500_000_000
-"""A rank may destroy its groups in a `finally` because of an error; by then the error is known."""
-_CUT_OFF_NS = 200_000_000
-"""The same for a rank whose peers have lost their connection to it."""
 _BEAT_NS = 60_000_000
 """Slightly more than the interval between two heartbeats in a ring."""
 _OUTLIVED_NS = 200_000_000
@@ -53,7 +48,9 @@ def outcome_of(rank: RankSnapshot | None) -> RankOutcome:
     if error is not None and error.type_name == "SystemExit" and error.message in ("", "0", "None"):
         return RankOutcome("finished", "has exited")
     if error is not None:
-        words = f"raised {error.type_name}: {_shorten(error.message)}".removesuffix(": ")
+        line = next((line.strip() for line in error.message.splitlines() if line.strip()), "")
+        line = line if len(line) <= _MAX_CHARS else f"{line[: _MAX_CHARS - 3]}..."
+        words = f"raised {error.type_name}: {line}".removesuffix(": ")
         return RankOutcome("victim" if reads_like_victim(error.type_name, error.message) else "died", words)
     if rank.returned:
         is_cut = rank.process.exitcode == 0 and rank.log is not None and not rank.has_closed_log
@@ -72,11 +69,6 @@ def _process_outcome(rank: RankSnapshot) -> RankOutcome:
     if process.exitcode == 0 or rank.has_closed_log:
         return RankOutcome("finished", "has exited")
     return RankOutcome("died", "ended without closing the recording, as with a signal or os._exit")
-
-
-def _shorten(message: str) -> str:
-    line = next((line.strip() for line in message.splitlines() if line.strip()), "")
-    return line if len(line) <= _MAX_CHARS else f"{line[: _MAX_CHARS - 3]}..."
 
 
 def first_deaths(job: JobSnapshot, outcomes: Mapping[int, RankOutcome]) -> list[int]:
@@ -131,24 +123,6 @@ def _first_silent(job: JobSnapshot, ranks: list[int]) -> list[int]:
     return [rank for rank, beat in beats.items() if beat <= min(beats.values()) + _BEAT_NS]
 
 
-def with_departure(
-    rank: RankSnapshot | None, outcome: RankOutcome, last: Collective | None, now_ns: int, *, is_cut_off: bool = False
-) -> RankOutcome:
-    """Return "finished" for a live rank that has left the group of `last`, its newest collective in it; else `outcome`.
-
-    `is_cut_off`: other ranks have lost their connection to it, so that the reason for leaving does not matter.
-    """
-    if rank is None or outcome.state != "alive" or rank.log is None:
-        return outcome
-    left_ns = rank.log.left_ns
-    patience_ns = _CUT_OFF_NS if is_cut_off and not rank.has_closed_log else _ERROR_NS
-    if left_ns is not None and last is not None and last.start_ns < left_ns and now_ns - left_ns > patience_ns:
-        return RankOutcome(
-            "finished", "has reached its end" if rank.has_closed_log else "has destroyed its process groups"
-        )
-    return RankOutcome("finished", "leaves its group") if passes(rank.stack, WAIT_FOR_PEERS) is not None else outcome
-
-
 def is_blocked_by(rank: RankSnapshot, outcome: RankOutcome, entry: Collective) -> bool | None:
     """Return True if the rank cannot continue before `entry` completes; None if only a current stack can tell.
 
@@ -201,11 +175,12 @@ def before_common_end(job: JobSnapshot, outcomes: Mapping[int, RankOutcome]) -> 
         return None
     if len({rank.process.signal_name for rank in ranks.values()}) > 1 or set(first_deaths(job, outcomes)) != set(ranks):
         return None
-    ends_ns = [_ended_ns(rank) for rank in ranks.values()]
+    logs = {number: rank.log for number, rank in ranks.items() if rank.log is not None}
+    ends_ns = [rank.process.ended_ns or logs[number].heartbeat_ns for number, rank in ranks.items()]
     known_ns = [each for each in ends_ns if each is not None]
     if len(known_ns) < len(ends_ns):
         return None
-    before = {number: replace(rank, process=_of_unknown_end(rank.process)) for number, rank in ranks.items()}
+    before = {number: without_end(rank) for number, rank in ranks.items()}
     return replace(job, ranks={**job.ranks, **before}, now_ns=min(job.now_ns, max(known_ns)))
 
 
@@ -217,10 +192,6 @@ def _was_ended(rank: RankSnapshot) -> bool:
     return process.exitcode is None if process.signal_name is None else process.signal_name in _FROM_OUTSIDE
 
 
-def _ended_ns(rank: RankSnapshot) -> int | None:
-    ended_ns = rank.process.ended_ns
-    return ended_ns if ended_ns is not None or rank.log is None else rank.log.heartbeat_ns
-
-
-def _of_unknown_end(process: ProcessState) -> ProcessState:
-    return ProcessState(pid=process.pid, host=process.host, state="unknown")
+def without_end(rank: RankSnapshot) -> RankSnapshot:
+    """Return `rank` as if it were not known how its process ended."""
+    return replace(rank, process=ProcessState(pid=rank.process.pid, host=rank.process.host, state="unknown"))

@@ -4,13 +4,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
+from ddpilot.module_names import WAIT_FOR_PEERS
 from ddpilot.record.flight_ring.log import Collective
 from ddpilot.watch.matching.outcomes import RankOutcome, is_blocked_by
-from ddpilot.watch.matching.progress import IncompleteCollective
+from ddpilot.watch.matching.progress import GroupCollective, GroupProgress
 from ddpilot.watch.snapshot.model import JobSnapshot
+from ddpilot.watch.snapshot.stacks import passes
+
+_ERROR_NS = 1_500_000_000
+"""A rank may destroy its groups in a `finally` because of an error; by then the error is known."""
+_CUT_OFF_NS = 200_000_000
+"""The same for a rank whose peers have lost their connection to it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -20,53 +27,115 @@ class Wait:
     held: Mapping[int, Collective]
     missing: tuple[int, ...]
     unknown: tuple[int, ...] = ()
-    incomplete: IncompleteCollective | None = None
+    collective: GroupCollective | None = None
     """None for a point-to-point operation."""
 
     @property
     def since_ns(self) -> int:
         """When the wait began: with the first waiting rank if ranks are missing or unknown, else with the last rank."""
-        if self.incomplete is not None and not (self.missing or self.unknown):
-            return self.incomplete.newest_ns
+        if self.collective is not None and not (self.missing or self.unknown):
+            return self.collective.newest_ns
         return min(entry.start_ns for entry in self.held.values())
 
 
-@dataclass(slots=True)
-class Waits:
-    """All waits of a job."""
-
-    waits: list[Wait] = field(default_factory=list)
-    needs_stacks: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Ranks for which only a stack can show whether they wait, with the ranks that they would wait for."""
-
-
 def find_waits(
-    job: JobSnapshot, outcomes: Mapping[int, RankOutcome], all_incomplete: Iterable[IncompleteCollective]
-) -> Waits:
-    """Return every wait of ranks that are alive, or that were waiting when they ended."""
-    found = Waits()
-    for incomplete in all_incomplete:
+    job: JobSnapshot, outcomes: Mapping[int, RankOutcome], progress: Iterable[GroupProgress]
+) -> tuple[list[Wait], dict[int, tuple[int, ...]]]:
+    """Return every wait of ranks that are alive, or that were waiting when they ended.
+
+    Also returns the ranks for which only a stack can show whether they wait, with the ranks that they would wait for.
+    """
+    waits: list[Wait] = []
+    needs: dict[int, tuple[int, ...]] = {}
+    for each in progress:
+        wait = _find_incomplete(job, each)
+        if wait is None or wait.collective is None or wait.collective.newest_ns < job.since_ns:
+            continue
         held = {
             rank: entry
-            for rank, entry in incomplete.by_rank.items()
-            if _is_held(job, outcomes[rank], rank, entry, found, incomplete.missing)
+            for rank, entry in wait.held.items()
+            if _is_held(job, outcomes[rank], rank, entry, needs, wait.missing)
         }
         if held:
-            found.waits.append(Wait(held, incomplete.missing, incomplete.unknown, incomplete))
-    found.waits += _find_p2p(job, outcomes, found)
-    return found
+            waits.append(replace(wait, held=held))
+    return [*waits, *_find_p2p(job, outcomes, needs)], needs
+
+
+def _find_incomplete(job: JobSnapshot, progress: GroupProgress) -> Wait | None:
+    """Return the first collective that some ranks of the group have not begun, or that has not completed."""
+    newest = max(progress.position(rank) for rank in progress.by_rank)
+    behind = {rank: progress.position(rank) for rank in progress.group.ranks}
+    unknown = {rank for rank in progress.group.ranks if _may_be_ahead(job, progress, rank)}
+    lowest = min((at for rank, at in behind.items() if rank not in unknown), default=newest)
+    missing: tuple[int, ...] = ()
+    seq = newest  # all ranks whose progress can be seen have begun it
+    if lowest < newest:
+        missing = tuple(rank for rank, at in behind.items() if at == lowest and rank not in unknown)
+        seq = lowest + 1
+    by_rank = progress.all_at(seq)
+    # A broadcast may complete on its root without the other ranks: the root waits in a later collective.
+    while lowest < newest and by_rank and all(each.state == "done" for each in by_rank.values()):
+        later = progress.all_at(seq + 1)
+        if not later:
+            break
+        seq, by_rank = seq + 1, later
+    if not by_rank:
+        return None
+    collective = GroupCollective(progress=progress, seq=seq, by_rank=by_rank)
+    return Wait(by_rank, missing, tuple(sorted(unknown - by_rank.keys())), collective)
+
+
+def _may_be_ahead(job: JobSnapshot, progress: GroupProgress, rank: int) -> bool:
+    """True if `rank` may have begun more collectives in this group than can be seen."""
+    if rank in progress.by_rank:
+        return False
+    seen = job.ranks.get(rank)
+    if seen is None:
+        return True
+    if seen.log is None:
+        return seen.process.state != "ended" and not seen.returned and seen.error is None
+    entries = seen.log.collectives
+    first_ns = min(entries[0].start_ns for entries in progress.by_rank.values())
+    return bool(entries) and entries[0].index > 1 and entries[0].start_ns > first_ns
 
 
 def _is_held(
-    job: JobSnapshot, outcome: RankOutcome, rank: int, entry: Collective, found: Waits, missing: tuple[int, ...]
+    job: JobSnapshot,
+    outcome: RankOutcome,
+    rank: int,
+    entry: Collective,
+    needs: dict[int, tuple[int, ...]],
+    missing: tuple[int, ...],
 ) -> bool:
     answer = is_blocked_by(job.ranks[rank], outcome, entry)
     if answer is None:
-        found.needs_stacks[rank] = missing
+        needs[rank] = missing
     return bool(answer)
 
 
-def _find_p2p(job: JobSnapshot, outcomes: Mapping[int, RankOutcome], found: Waits) -> Iterator[Wait]:
+def outcome_in(job: JobSnapshot, outcomes: Mapping[int, RankOutcome], wait: Wait, rank: int) -> RankOutcome:
+    """Return the state of `rank` with regard to the group of `wait`: "finished" for a live rank that has left it."""
+    seen, outcome = job.ranks.get(rank), outcomes[rank]
+    if seen is None or seen.log is None or outcome.state != "alive":
+        return outcome
+    if wait.collective is not None:
+        last = wait.collective.progress.last(rank)
+    else:
+        groups = {entry.group.key for entry in wait.held.values() if entry.group is not None}
+        entries = reversed(seen.collectives)
+        last = next((entry for entry in entries if entry.group is not None and entry.group.key in groups), None)
+    # If other ranks have lost their connection to it, the reason for leaving does not matter.
+    is_cut_off = any(outcomes[each].state == "victim" for each in wait.held) and not seen.has_closed_log
+    left_ns, patience_ns = seen.log.left_ns, _CUT_OFF_NS if is_cut_off else _ERROR_NS
+    if left_ns is not None and last is not None and last.start_ns < left_ns and job.now_ns - left_ns > patience_ns:
+        words = "has reached its end" if seen.has_closed_log else "has destroyed its process groups"
+        return RankOutcome("finished", words)
+    return RankOutcome("finished", "leaves its group") if passes(seen.stack, WAIT_FOR_PEERS) is not None else outcome
+
+
+def _find_p2p(
+    job: JobSnapshot, outcomes: Mapping[int, RankOutcome], needs: dict[int, tuple[int, ...]]
+) -> Iterator[Wait]:
     is_unmatched = find_unmatched_messages(job)
     pending = {rank: list(_pending_p2p(job, rank, outcomes[rank], is_unmatched)) for rank in job.ranks}
     newest = _newest_groups(job) if any(pending.values()) else {}
@@ -83,7 +152,7 @@ def _find_p2p(job: JobSnapshot, outcomes: Mapping[int, RankOutcome], found: Wait
             is_offered = other in offered or (peer, None, False, tag_of(entry), _local_key(entry)) in offered
             if peer is None or (is_offered and not _has_unknown_end(entry)):
                 continue  # the matching call exists: the message is in transit
-            if entry.start_ns >= job.since_ns and _is_held(job, outcomes[rank], rank, entry, found, (peer,)):
+            if entry.start_ns >= job.since_ns and _is_held(job, outcomes[rank], rank, entry, needs, (peer,)):
                 yield Wait({rank: entry}, (peer,))
                 break
 
@@ -231,7 +300,10 @@ def tag_of(entry: Collective) -> int | None:
 
 def peer_of(entry: Collective) -> int | None:
     """Return the peer's rank in the job of a point-to-point operation; None for a receive from any source."""
+    return None if entry.peer is None else rank_in_job(entry, entry.peer)
+
+
+def rank_in_job(entry: Collective, number: int) -> int:
+    """Return the rank in the job of rank `number` of the group; `number` if the group's ranks are unknown."""
     ranks = entry.group.ranks if entry.group is not None else ()
-    if entry.peer is None:
-        return None
-    return ranks[entry.peer] if 0 <= entry.peer < len(ranks) else entry.peer
+    return ranks[number] if 0 <= number < len(ranks) else number

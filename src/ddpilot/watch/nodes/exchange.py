@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 from ddpilot.launching.observer import Mailbox, Message
-from ddpilot.record.flight_ring.log import Collective
 from ddpilot.watch.analysis import Analysis
-from ddpilot.watch.nodes.digest import Digest, decode_digest, encode_digest, max_chars, merge, move_clock
+from ddpilot.watch.nodes.digest import Digest, decode_digest, encode_digest, merge, move_clock
+from ddpilot.watch.nodes.encoding import max_chars
 from ddpilot.watch.snapshot.model import JobSnapshot, RankSnapshot
 
 _ASK_AFTER_NS = 600_000_000
@@ -51,10 +51,9 @@ _NUM_CHECKED = 64
 
 
 class Exchange:
-    """The exchange of the observer of `ranks` with the nodes that `mailbox` reaches. Not thread-safe."""
+    """The exchange of an observer with the nodes that `mailbox` reaches. Not thread-safe."""
 
-    def __init__(self, mailbox: Mailbox, ranks: Sequence[int]) -> None:
-        self.ranks = tuple(ranks)
+    def __init__(self, mailbox: Mailbox) -> None:
         self.mailbox = mailbox
         self._max_chars = max_chars(len(mailbox.places))
         self._numbers: dict[int, int] = {}
@@ -176,11 +175,8 @@ def _needs_others(job: JobSnapshot) -> Callable[[RankSnapshot], bool]:
         if max(open_ns, default=0) > _ASK_AFTER_NS:
             return True
         # One of these may be over: the next collective would show it, and is due after the usual pause.
-        return min(unsure_ns, default=0) > max(_ASK_AFTER_NS, int(_LATE * _longest_pause_ns(newest)))
+        starts_ns = sorted(entry.start_ns for entry in newest)
+        longest_ns = max((later - before for before, later in pairwise(starts_ns)), default=0)
+        return min(unsure_ns, default=0) > max(_ASK_AFTER_NS, int(_LATE * longest_ns))
 
     return needs
-
-
-def _longest_pause_ns(entries: Sequence[Collective]) -> int:
-    starts = sorted(entry.start_ns for entry in entries)
-    return max((later - before for before, later in pairwise(starts)), default=0)

@@ -6,20 +6,17 @@ Every node sends guard's notes to node 0, in bundles of text, and gets the findi
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from ddpilot.errors import DdpilotError
 from ddpilot.findings.finding import Finding
 from ddpilot.guard.rules.registry import RuleRunner
 from ddpilot.guard.rules.rule import some
 from ddpilot.launching.observer import Chunk, Mailbox
 from ddpilot.record.journal import Entry
-from ddpilot.watch.nodes.digest import max_chars, pack, to_json, unpack
+from ddpilot.watch.nodes.encoding import decode, encode, max_chars
 
 _SLACK_NS = 1_000_000_000
 """Margin for errors of the clock offset between nodes: nothing counts as missing before it has passed."""
@@ -188,18 +185,16 @@ class NoteSender:
         if not is_last and now_ns - self._sent_ns < pause_ns:
             return
         if not self._pieces or is_last:
-            bundle = Bundle(now_ns=now_ns, entries=self._entries, findings=self._findings, is_last=is_last)
-            self._pieces += _split(encode_bundle(bundle), self._size)
+            entries, findings = tuple(self._entries), tuple(self._findings)
+            bundle = Bundle(now_ns=now_ns, entries=entries, findings=findings, is_last=is_last)
+            text = encode_bundle(bundle)
+            parts = [text[at : at + self._size] for at in range(0, len(text), self._size)]
+            self._pieces += [*(_CONTINUES + part for part in parts[:-1]), _ENDS + parts[-1]]
             self._entries, self._findings = [], []
         self._sent_ns = now_ns
         self._mailbox.append(self._pieces.popleft())
         while is_last and self._pieces:
             self._mailbox.append(self._pieces.popleft())
-
-
-def _split(text: str, size: int) -> list[str]:
-    parts = [text[at : at + size] for at in range(0, len(text), size)]
-    return [*(_CONTINUES + part for part in parts[:-1]), _ENDS + parts[-1]]
 
 
 @dataclass(slots=True)
@@ -240,65 +235,27 @@ class NoteReceiver:
             yield bundle
 
 
-_MIN_SHARED_CHARS = 64
-"""Shorter values are not worth a reference to the shared table."""
-
-_SHARED = "@"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
     """New notes and findings of one node since its previous bundle."""
 
     now_ns: int
     """The bundle is complete up to this time, on the CLOCK_MONOTONIC of the node that wrote it."""
-    entries: Sequence[tuple[int, Entry]] = ()
+    entries: tuple[tuple[int, Entry], ...] = ()
     """(rank, entry) pairs; the entries of one rank are in order."""
-    findings: Sequence[Finding] = ()
+    findings: tuple[Finding, ...] = ()
     is_last: bool = False
     """True if the ranks of that node have ended."""
 
 
 def encode_bundle(bundle: Bundle) -> str:
-    """Encode the bundle as text. Values that several entries share, as those of ranks that agree, are written once."""
-    shared: dict[str, int] = {}
-    entries = []
-    for rank, entry in bundle.entries:
-        values = {key: _share(value, shared) for key, value in entry.values.items()}
-        entries.append((rank, entry.index, entry.time_ns, entry.kind, values))
-    raw = {
-        "now_ns": bundle.now_ns,
-        "entries": entries,
-        "findings": [finding.to_dict() for finding in bundle.findings],
-        "is_last": bundle.is_last,
-        "shared": list(shared),
-    }
-    return pack(raw)
+    """Encode the bundle as text."""
+    return encode(now_ns=bundle.now_ns, entries=bundle.entries, findings=bundle.findings, is_last=bundle.is_last)
 
 
 def decode_bundle(text: str) -> Bundle:
     """Decode what `encode_bundle` wrote. Raises `ValueError` for any other text."""
     try:
-        raw = unpack(text)
-        shared = [json.loads(each) for each in raw["shared"]]
-        entries = [
-            (rank, Entry(index, time_ns, kind, {key: _find(each, shared) for key, each in values.items()}))
-            for rank, index, time_ns, kind, values in raw["entries"]
-        ]
-        findings = [Finding.from_dict(each) for each in raw["findings"]]
-        return Bundle(now_ns=raw["now_ns"], entries=entries, findings=findings, is_last=raw["is_last"])
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, DdpilotError) as error:
-        raise ValueError(f"not a bundle of a node: {type(error).__name__}: {error}") from error
-
-
-def _share(value: Any, shared: dict[str, int]) -> Any:
-    if not isinstance(value, dict | list | str):
-        return value
-    text = to_json(value)
-    if len(text) < _MIN_SHARED_CHARS:
-        return value
-    return {_SHARED: shared.setdefault(text, len(shared))}
-
-
-def _find(value: Any, shared: Sequence[Any]) -> Any:
-    return shared[value[_SHARED]] if isinstance(value, dict) and _SHARED in value else value
+        return decode(text, Bundle)
+    except ValueError as error:
+        raise ValueError(f"not a bundle of a node: {error}") from error

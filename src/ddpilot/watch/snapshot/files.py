@@ -18,12 +18,12 @@ from pathlib import Path
 
 import psutil
 
-from ddpilot.environments.private_files import open_own_file, read_own_text
+from ddpilot.environments.private_files import read_own_text
 from ddpilot.errors import RecordError
 from ddpilot.record.flight_ring.log import REDUCING, Collective, GroupKey, GroupOfRanks, RankLog
 from ddpilot.record.flight_ring.reader import read_ring
 from ddpilot.record.journal import Entry, read_journal
-from ddpilot.record.main_thread import RUNS, WATCH_SIGNAL, StackRequest, connecting_path, first_stack, stacks_path
+from ddpilot.record.main_thread import RUNS, WATCH_SIGNAL, ask_stacks, first_stack, stacks_path
 from ddpilot.user_files import CodeLine
 from ddpilot.watch.snapshot.model import PythonStack
 
@@ -144,82 +144,40 @@ class JournalFollower:
         return entries
 
 
-_PAUSE_S = 0.01
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
 _TEXTLESS = ("Cell In[", "<")
 
 
 def take_stacks(folder: Path, pids: Mapping[int, int]) -> dict[int, PythonStack]:
-    """Return the main thread's stack of each rank in `pids` that responds, by itself or to `WATCH_SIGNAL`, within 2 s.
+    """Return the main thread's stack of each rank in `pids` that responds, by itself or to a signal, within 2 s."""
 
-    A rank that is connecting to a store has already written its stack.
-    """
+    def send_signal(rank: int) -> None:
+        with suppress(OSError, psutil.Error):  # it has ended
+            psutil.Process(pids[rank]).send_signal(WATCH_SIGNAL)
+
     asked_ns = time.monotonic_ns()
-    kept = {rank: _read(connecting_path(folder, rank)) for rank in pids}
-    found = {
-        rank: replace(parse_stack(text, pids[rank], asked_ns), is_kept=True) for rank, text in kept.items() if text
-    }
-    rest = {rank: pid for rank, pid in pids.items() if rank not in found}
-    asked = {rank: _ask(stacks_path(folder, rank), pid) for rank, pid in rest.items()}
-    waiting = {rank: request for rank, request in asked.items() if request is not None}
-    seen: dict[int, str] = {}
-    while waiting:
-        time.sleep(_PAUSE_S)
-        for rank, request in list(waiting.items()):
-            text = _read(stacks_path(folder, rank))
-            if text and text == seen.get(rank):  # nothing was added since the last read: it is complete
-                found[rank] = parse_stack(text, pids[rank], asked_ns)
-            elif not text and request.wants_signal():
-                _signal(pids[rank])
-            if rank in found or request.is_over():
-                del waiting[rank]
-            seen[rank] = text
-    return found
+    return {rank: parse_stack(text, asked_ns) for rank, text in ask_stacks(folder, pids, send_signal).items()}
 
 
-def read_stack(folder: Path, rank: int, pid: int) -> PythonStack | None:
+def read_stack(folder: Path, rank: int) -> PythonStack | None:
     """Return the stack that `rank` wrote last; None if it was never requested."""
     path = stacks_path(folder, rank)
-    text = _read(path)
-    if not text:
+    try:
+        text, age_ns = read_own_text(path), max(0, time.time_ns() - os.lstat(path).st_mtime_ns)
+    except OSError:
         return None
-    age_ns = max(0, time.time_ns() - os.lstat(path).st_mtime_ns)
-    return parse_stack(text, pid, time.monotonic_ns() - age_ns)
+    return parse_stack(first_stack(text), time.monotonic_ns() - age_ns) if text else None
 
 
-def parse_stack(text: str, thread: int, taken_ns: int) -> PythonStack:
-    """Parse the fault handler's output for one thread, whose id is `thread`."""
-    lines = first_stack(text).splitlines()
+def parse_stack(text: str, taken_ns: int) -> PythonStack:
+    """Parse the fault handler's output for one thread."""
+    lines = text.splitlines()
     frames = (_FRAME.match(line) for line in lines)
-    return PythonStack(
-        taken_ns=taken_ns,
-        threads={thread: tuple(_frame(found) for found in frames if found is not None)},
-        main=thread,
-        is_running=RUNS in lines,
-    )
+    found = tuple(_frame(frame) for frame in frames if frame is not None)
+    return PythonStack(taken_ns=taken_ns, frames=found, is_running=RUNS in lines)
 
 
 def _frame(found: re.Match[str]) -> CodeLine:
     file, line = found["file"], int(found["line"])
     text = "" if file.startswith(_TEXTLESS) else linecache.getline(file, line).strip()
     return CodeLine(file, line, found["function"], text)
-
-
-def _ask(path: Path, pid: int) -> StackRequest | None:
-    try:
-        os.close(open_own_file(path, os.O_WRONLY | os.O_TRUNC))
-    except OSError:
-        return None
-    request = StackRequest(path, pid)
-    return request if request.has_asked else None
-
-
-def _signal(pid: int) -> None:
-    with suppress(OSError, psutil.Error):  # it has ended
-        psutil.Process(pid).send_signal(WATCH_SIGNAL)
-
-
-def _read(path: Path) -> str:
-    with suppress(OSError):
-        return read_own_text(path)
-    return ""

@@ -33,28 +33,16 @@ class ProcessState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PythonStack:
-    """The Python stacks of a rank's threads."""
+    """The Python stack of a rank's main thread."""
 
     taken_ns: int
-    """When they were taken, on CLOCK_MONOTONIC."""
-    threads: Mapping[int, tuple[CodeLine, ...]] = field(default_factory=dict)
-    """Frames, innermost first, by the operating system's thread id, or by any number if that is unknown."""
-    main: int = 0
-    """The key of the main thread in `threads`."""
+    """When it was taken, on CLOCK_MONOTONIC."""
+    frames: tuple[CodeLine, ...] = ()
+    """Innermost first."""
     child: str = ""
     """The newest child process, such as ``rsync (pid 4711)``, if the stack is in `subprocess`; else empty."""
-
     is_running: bool = False
-    """True if the main thread is known to run Python code rather than wait in a call."""
-
-    is_kept: bool = False
-    """True if the rank wrote the stack before it was asked, as it connected to a store: valid for one poll, since the
-    rank removes it up to some time after it has connected."""
-
-    @property
-    def main_frames(self) -> tuple[CodeLine, ...]:
-        """Frames of the main thread, innermost first; empty if unknown."""
-        return self.threads.get(self.main, ())
+    """True if the thread is known to run Python code rather than wait in a call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +71,8 @@ class RankSnapshot:
     """The exception that ended its program or its cell; None if there was none."""
     returned: bool = False
     """True if its program or its cell ended without an error."""
+    is_away: bool = False
+    """True if its process has ended and a new one may start: what the old one left is ignored."""
 
     @property
     def collectives(self) -> Sequence[Collective]:

@@ -7,7 +7,7 @@ import platform
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -19,22 +19,11 @@ from ddpilot.record.flight_ring.reader import read_ring
 from ddpilot.record.hook import journal_path, ring_path
 from ddpilot.record.journal import Entry
 from ddpilot.watch.snapshot.files import JournalFollower, RingFollower, passed_by_all, read_stack, take_stacks
-from ddpilot.watch.snapshot.model import JobSnapshot, ProcessState, PythonStack, RankException, RankSnapshot
+from ddpilot.watch.snapshot.model import JobSnapshot, ProcessState, PythonStack, RankSnapshot
 from ddpilot.watch.snapshot.stacks import SUBPROCESS, passes
 
 _NUM_KEPT = 256
 """Collectives of each rank that are kept although all ranks have passed them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankFacts:
-    """Facts about a rank that the process that started it knows, beyond the rank's own records."""
-
-    process: ProcessState = field(default_factory=lambda: ProcessState(pid=0))
-    error: RankException | None = None
-    returned: bool = False
-    is_away: bool = False
-    """True if its process has ended and a new one may start: what the old one left is ignored."""
 
 
 class SnapshotReader:
@@ -53,8 +42,6 @@ class SnapshotReader:
         self._complained: set[tuple[int, str]] = set()
         self.sources: dict[str, str] = {}
         """Source texts that are not in a file, such as cells, by the file name that their lines have."""
-        self.logs: dict[int, RankLog] = {}
-        """By rank: the contents of the rings at the last call of `read`."""
 
     def take_entries(self) -> dict[int, tuple[Entry, ...]]:
         """Return by rank what `read` and `read_journals` found in guard's journals since the last call."""
@@ -89,16 +76,18 @@ class SnapshotReader:
         except (RecordError, OSError):
             return None
 
-    def read(self, facts: Mapping[int, RankFacts], since_ns: int = 0) -> JobSnapshot:
-        """Return the current state of the job. `facts`: by rank, may include ranks that record nothing."""
+    def read(self, facts: Mapping[int, RankSnapshot], since_ns: int = 0) -> JobSnapshot:
+        """Return the current state of the job.
+
+        `facts`: what the process that started a rank knows about it, beyond the rank's own records; by rank, may
+        include ranks that record nothing.
+        """
         self._away = {rank for rank, each in facts.items() if each.is_away}
         self.read_journals()
         present = [(rank, reader) for rank, reader in self._readers.items() if rank not in self._away]
-        self.logs = logs = {rank: log for rank, reader in present if (log := reader.read()) is not None}
+        logs = {rank: log for rank, reader in present if (log := reader.read()) is not None}
         now_ns = time.monotonic_ns()
-        self._stacks = {
-            rank: stack for rank, stack in self._stacks.items() if stack.taken_ns >= since_ns and not stack.is_kept
-        }
+        self._stacks = {rank: stack for rank, stack in self._stacks.items() if stack.taken_ns >= since_ns}
         passed = passed_by_all(logs.values())
         for reader in self._readers.values():
             reader.forget(passed, now_ns, _NUM_KEPT)
@@ -114,24 +103,18 @@ class SnapshotReader:
             sources=dict(self.sources),
         )
 
-    def _read_rank(self, rank: int, log: RankLog | None, facts: RankFacts | None) -> RankSnapshot:
+    def _read_rank(self, rank: int, log: RankLog | None, facts: RankSnapshot | None) -> RankSnapshot:
         if log is not None and self._num_begun.get(rank) != log.num_begun:
             self._stacks.pop(rank, None)  # the rank has moved since then
             self._num_begun[rank] = log.num_begun
         if facts is None:
-            facts = RankFacts(process=read_process_state(log.pid, log.host)) if log is not None else RankFacts()
+            process = read_process_state(log.pid, log.host) if log is not None else ProcessState(pid=0)
+            facts = RankSnapshot(rank=rank, process=process)
         elif facts.process.state == "running":
             # Its parent decides whether it is running: a process is gone before its exit status is known.
             facts = replace(facts, process=replace(read_process_state(facts.process.pid), state="running"))
-        return RankSnapshot(
-            rank=rank,
-            log=log,
-            journal=tuple(self._journals[rank].held) if rank in self._journals else (),
-            process=facts.process,
-            stack=self._stacks.get(rank),
-            error=facts.error,
-            returned=facts.returned,
-        )
+        journal = tuple(self._journals[rank].held) if rank in self._journals else ()
+        return replace(facts, log=log, journal=journal, stack=self._stacks.get(rank))
 
     def add_stacks(self, job: JobSnapshot, ranks: Sequence[int]) -> JobSnapshot:
         """Return `job` with the current stacks of `ranks`, as far as these respond, within 2 s."""
@@ -144,7 +127,7 @@ class SnapshotReader:
         """Return `job` with the stacks that the ranks wrote last, including those of ranks that have ended."""
         for rank, each in job.ranks.items():
             pid = each.log.pid if each.log is not None else each.process.pid
-            stack = read_stack(self._folder, rank, pid)
+            stack = read_stack(self._folder, rank)
             if stack is not None:
                 self._stacks[rank] = _with_child(stack, pid)
         return self._with_stacks(job)

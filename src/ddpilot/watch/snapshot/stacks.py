@@ -44,7 +44,7 @@ def user_chain(frames: Iterable[CodeLine]) -> Chain:
 
 def innermost(stack: PythonStack | None) -> CodeLine | None:
     """Return the user's innermost line of the main thread; None if there is none."""
-    chain = user_chain(stack.main_frames) if stack is not None else ()
+    chain = user_chain(stack.frames) if stack is not None else ()
     return chain[-1] if chain else None
 
 
@@ -53,20 +53,15 @@ def chain_of(rank: RankSnapshot, entry: Collective | None) -> Chain:
 
     If the stack is not in `entry`, only the innermost calls are known, which were recorded with it.
     """
-    for chain in (_from_stack(rank, entry), _from_traceback(rank)):
+    stack = rank.stack
+    is_current = stack is not None and (entry is None or stack.taken_ns >= entry.start_ns)
+    from_stack = user_chain(stack.frames) if stack is not None and is_current else ()
+    for chain in (from_stack, _from_traceback(rank)):
         if chain and entry is None:
             return chain
         if chain and entry is not None and (cut := _cut_at(chain, entry.line)):
             return cut
     return chain_of_line(entry.line) if entry is not None else ()
-
-
-def _from_stack(rank: RankSnapshot, entry: Collective | None) -> Chain:
-    if rank.stack is None or (entry is not None and rank.stack.taken_ns < entry.start_ns):
-        return ()
-    threads = rank.stack.threads
-    frames = threads.get(entry.thread, rank.stack.main_frames) if entry is not None else rank.stack.main_frames
-    return user_chain(frames)
 
 
 def _from_traceback(rank: RankSnapshot) -> Chain:
@@ -100,9 +95,9 @@ def chain_of_line(line: CallSite | None) -> Chain:
 
 def is_waiting(stack: PythonStack | None, entry: Collective) -> bool | None:
     """Return True if the main thread waits in torch or for an asynchronous operation; None without a current stack."""
-    if stack is None or stack.taken_ns < entry.start_ns or not stack.main_frames:
+    if stack is None or stack.taken_ns < entry.start_ns or not stack.frames:
         return None
-    frame = stack.main_frames[0]
+    frame = stack.frames[0]
     if frame.function == "synchronize" or any(part in frame.file for part in _BLOCKING_FILES):
         return True
     return bool(_WAITS.search(frame.text)) and is_users(frame.file)
@@ -110,7 +105,7 @@ def is_waiting(stack: PythonStack | None, entry: Collective) -> bool | None:
 
 def passes(stack: PythonStack | None, *parts: str) -> CodeLine | None:
     """Return the innermost main-thread frame whose ``file:function`` contains one of `parts`; None if none does."""
-    for frame in stack.main_frames if stack is not None else ():
+    for frame in stack.frames if stack is not None else ():
         if any(part in f"{frame.file}:{frame.function}" for part in parts):
             return frame
     return None

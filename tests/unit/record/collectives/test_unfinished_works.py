@@ -91,26 +91,14 @@ class Case:
         self,
         work: Work | None,
         *,
-        num_bytes: int = 8,
-        group: int = 1,
         at_any_time: bool = True,
-        reports_failure: bool = True,
-        is_waited_for: bool = False,
-        runs_on_stream: bool = False,
         thread: int = 4711,
         reduce_op: Any = None,
+        **more: Any,
     ) -> None:
-        """Begin a collective with this work."""
-        usual = RecordTemplate(
-            packed=b"",
-            num_bytes=num_bytes,
-            group=group,
-            at_any_time=at_any_time,
-            may_be_captured=not at_any_time,
-            reports_failure=reports_failure,
-            is_waited_for=is_waited_for,
-            runs_on_stream=runs_on_stream,
-        )
+        """Begin a collective with this work. `more`: fields of its template."""
+        fields: dict[str, Any] = {"num_bytes": 8, "group": 1, "reports_failure": True, "is_waited_for": False, **more}
+        usual = RecordTemplate(packed=b"", at_any_time=at_any_time, may_be_captured=not at_any_time, **fields)
         self.pending.add((begin(self.ring, 100), usual, thread, reduce_op), work)
 
     def states(self) -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 
 from ddpilot.errors import RecordError
 from ddpilot.record.flight_ring import layout
-from ddpilot.record.flight_ring.reader import read_now, read_ring
+from ddpilot.record.flight_ring.reader import count_begun_in, find_waiting, read_newest, read_ring
 from tests.unit.record.rings import begin, open_ring
 
 
@@ -73,36 +73,34 @@ def test_read_ring_says_that_there_is_none(tmp_path: Path) -> None:
         read_ring(tmp_path / "ring")
 
 
-def test_read_now_counts_what_began_and_ended(tmp_path: Path) -> None:
-    """The newest unfinished collective and the counts of its group; one whose end cannot be seen does not count."""
+def test_find_waiting_returns_the_newest_unfinished_collective(tmp_path: Path) -> None:
+    """One whose end cannot be seen does not count; `count_begun_in` counts those of its group."""
     ring = open_ring(tmp_path / "ring", num_records=8)
-    assert read_now(tmp_path / "ring").waiting is None
+    log = read_newest(tmp_path / "ring")
+    assert (find_waiting(log), count_begun_in(log, "0")) == (None, None)
     first, second, third, _ = (begin(ring, 10 * seq, seq=seq) for seq in range(4))
     ring.finish(first, 11, layout.DONE)
     ring.finish(third, 0, layout.UNKNOWN)
-    now = read_now(tmp_path / "ring")
-    assert now.waiting is not None
-    assert (now.waiting.seq, now.waiting.start_ns, now.num_begun) == (3, 30, 4)
-    assert [(group.group.name, group.num_begun, group.num_ended) for group in now.groups] == [("0", 4, 2)]
+    log = read_newest(tmp_path / "ring")
+    waiting = find_waiting(log)
+    assert waiting is not None
+    assert (waiting.seq, waiting.start_ns, log.num_begun, count_begun_in(log, "0")) == (3, 30, 4, 4)
     ring.finish(second, 40, layout.DONE)
     ring.finish(4, 40, layout.FAILED)
-    now = read_now(tmp_path / "ring")
+    assert find_waiting(read_newest(tmp_path / "ring")) is None
     ring.close(50)
-    assert now.waiting is None
-    assert now.groups[0].num_ended == 4
-    assert read_now(tmp_path / "ring").closed_ns == 50
+    assert read_newest(tmp_path / "ring").closed_ns == 50
 
 
-def test_read_now_looks_only_at_the_newest_records(tmp_path: Path) -> None:
+def test_read_newest_looks_only_at_the_newest_records(tmp_path: Path) -> None:
     """An old collective that was not seen to finish is not the current one; its cost does not grow."""
     ring = open_ring(tmp_path / "ring", num_records=512)
     begin(ring, 1)
     for seq in range(1, 200):
         ring.finish(begin(ring, 1 + seq, seq=seq), 2 + seq, layout.DONE)
-    now = read_now(tmp_path / "ring")
+    log = read_newest(tmp_path / "ring")
     ring.close(1)
-    assert now.waiting is None
-    assert (now.groups[0].num_begun, now.groups[0].num_ended) == (200, 200)
+    assert (find_waiting(log), count_begun_in(log, "0")) == (None, 200)
 
 
 def test_layout_is_the_one_that_the_documentation_describes() -> None:
@@ -114,7 +112,7 @@ def test_layout_is_the_one_that_the_documentation_describes() -> None:
 
 
 @pytest.mark.parametrize("later", [{"incarnation": 2}, {"attempt": 1}], ids=["program", "session"])
-def test_read_now_waits_for_nothing_of_groups_that_a_rebuild_has_destroyed(
+def test_find_waiting_waits_for_nothing_of_groups_that_a_rebuild_has_destroyed(
     tmp_path: Path, later: dict[str, Any]
 ) -> None:
     """Unfinished collectives of a destroyed default group, or of a group created in it, do not count as waits."""
@@ -122,9 +120,9 @@ def test_read_now_waits_for_nothing_of_groups_that_a_rebuild_has_destroyed(
     begin(ring, 10, name="1")
     begin(ring, 20)
     ring.finish(begin(ring, 30, **later), 31, layout.DONE)
-    assert read_now(tmp_path / "ring").waiting is None
+    assert find_waiting(read_newest(tmp_path / "ring")) is None
     begin(ring, 40, name="1", **later)
-    waiting = read_now(tmp_path / "ring").waiting
+    waiting = find_waiting(read_newest(tmp_path / "ring"))
     ring.close(50)
     assert waiting is not None
     assert waiting.start_ns == 40

@@ -17,7 +17,7 @@ from tests.unit.watch.logs import FILE, S, Writer, alive, died, group_of, job, r
 
 TIME_IS_UP = "[/__w/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to complete"
 CLOSED = "[/__w/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:37297"
-SLEEPS = PythonStack(taken_ns=104 * S, threads={1: (CodeLine(FILE, 3, "main", "time.sleep(15)"),)}, main=1)
+SLEEPS = PythonStack(taken_ns=104 * S, frames=(CodeLine(FILE, 3, "main", "time.sleep(15)"),))
 
 
 def ranks(message: str) -> tuple[RankSnapshot, Writer]:

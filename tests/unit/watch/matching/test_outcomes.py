@@ -22,13 +22,12 @@ from ddpilot.watch.observer import Observer
 from ddpilot.watch.options import WatchOptions
 from ddpilot.watch.past_jobs import explain_job
 from ddpilot.watch.report import Report
-from ddpilot.watch.snapshot.model import JobSnapshot, ProcessState, PythonStack
-from ddpilot.watch.snapshot.reader import RankFacts
+from ddpilot.watch.snapshot.model import JobSnapshot, ProcessState, PythonStack, RankSnapshot
 from tests.unit.record.rings import ABOUT, open_ring
 from tests.unit.watch.logs import FILE, S, Writer, alive, died, group_of, job, returned
 
 WORLD = group_of(0, 1)
-LOCK = PythonStack(taken_ns=103 * S, threads={1: (CodeLine(FILE, 8, "get", "with lock:"),)}, main=1)
+LOCK = PythonStack(taken_ns=103 * S, frames=(CodeLine(FILE, 8, "get", "with lock:"),))
 UNSEEN = ProcessState(pid=1, state="ended")
 CHANGED = Finding(code="DDP325", name="changed-after-wrapping", severity="error", summary="4 differ", ranks=(0, 1))
 
@@ -110,7 +109,8 @@ def test_the_end_that_watch_has_caused_is_no_finding(recorded: tuple[Path, JobIn
     """The same end is one where somebody else caused it."""
     told: list[Report] = []
     facts = {
-        rank: RankFacts(process=replace(UNSEEN, signal_name="SIGTERM", ended_ns=(1 + rank) * S)) for rank in (0, 1)
+        rank: RankSnapshot(rank=rank, process=replace(UNSEEN, signal_name="SIGTERM", ended_ns=(1 + rank) * S))
+        for rank in (0, 1)
     }
     observer = Observer(recorded[0], 2, facts=lambda: facts, notify=told.append, options=WatchOptions())
     observer.finish(is_caused=is_caused)

@@ -54,7 +54,7 @@ class Node:
     def __init__(self, number: int) -> None:
         self.number = number
         self.hand = Hand(1 - number)
-        self.exchange = Exchange(self.hand, (number,))
+        self.exchange = Exchange(self.hand)
 
     def look(self, rank: RankSnapshot, after_s: float) -> JobSnapshot:
         """One look at its rank, so many seconds after everything began; what is known then."""

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import random
 import zlib
 from collections.abc import Iterable, Mapping
@@ -17,7 +16,7 @@ from ddpilot.guard.rules.registry import RuleRunner
 from ddpilot.launching.observer import Chunk
 from ddpilot.record.journal import Entry
 from ddpilot.watch.nodes import shared_rules
-from ddpilot.watch.nodes.digest import MAX_CHARS
+from ddpilot.watch.nodes.encoding import MAX_CHARS, encode
 from ddpilot.watch.nodes.shared_rules import Bundle, NoteSender, SharedRules, decode_bundle, encode_bundle
 from tests.unit.guard.rules.parameters.test_divergence import SITE, pack
 from tests.unit.watch.logs import Writer, bucket, group_of
@@ -155,12 +154,10 @@ def test_what_several_ranks_have_in_common_is_sent_once() -> None:
     prints = {name: pack([numbers.random() for _ in range(1000)]) for name in "pwg"}
     sizes = {}
     for num_ranks in (1, 8):
-        entries = [
-            (rank, Entry(1, 5, "step", {"parameter_set": 1, "step": 1, "seq": 1, "fingerprint": prints}))
-            for rank in range(num_ranks)
-        ]
+        step = Entry(1, 5, "step", {"parameter_set": 1, "step": 1, "seq": 1, "fingerprint": prints, "rates": [0.1]})
+        entries = tuple((rank, step) for rank in range(num_ranks))
         text = encode_bundle(Bundle(now_ns=7, entries=entries))
-        assert decode_bundle(text) == Bundle(now_ns=7, entries=entries, findings=[])
+        assert decode_bundle(text) == Bundle(now_ns=7, entries=entries)
         sizes[num_ranks] = len(text)
     assert sizes[8] < 1.1 * sizes[1]
 
@@ -201,10 +198,10 @@ def test_what_cannot_be_read_ends_the_comparison_and_says_so() -> None:
 
 def test_a_finding_of_a_newer_version_ends_the_comparison_and_says_so() -> None:
     """It has a field that is not known here."""
-    newer = {**Finding(code="DDP325", name="x", severity="error", summary="x").to_dict(), "field_of_later": 1}
-    said = {"now_ns": 1, "entries": [], "findings": [newer], "is_last": False, "shared": []}
+    text = encode(now_ns=1, findings=(Finding(code="DDP325", name="x", severity="error", summary="x"),))
+    newer = zlib.decompress(base64.b64decode(text)).replace(b'"name"', b'"field_of_later"')
     zero = Node(0, 0)
-    zero.hand.pieces = {1: [Chunk(f".{base64.b64encode(zlib.compress(json.dumps(said).encode())).decode()}", 1, 5)]}
+    zero.hand.pieces = {1: [Chunk(f".{base64.b64encode(zlib.compress(newer)).decode()}", 1, 5)]}
     zero.look(S)
     (line,) = zero.comparing.faults
     assert "field_of_later" in line

@@ -87,7 +87,8 @@ class Job:
 
     def look(self) -> list[str]:
         """The codes of what is found."""
-        return [finding.code for finding in analyze(self._reader.read({})).findings]
+        self._seen = self._reader.read({})
+        return [finding.code for finding in analyze(self._seen).findings]
 
     def complaints(self) -> list[str]:
         """What is said of files that cannot be read."""
@@ -96,7 +97,7 @@ class Job:
     @property
     def num_held(self) -> int:
         """Collectives in memory."""
-        return sum(len(log.collectives) for log in self._reader.logs.values())
+        return sum(len(rank.collectives) for rank in self._seen.ranks.values())
 
 
 @pytest.fixture
