@@ -97,10 +97,8 @@ class LaunchObserver:
     variables: Mapping[str, str] = MappingProxyType({})
     """Environment variables to set in the ranks."""
 
-    @property
-    def fd(self) -> int | None:
-        """File descriptor that becomes readable when `take` has something to process; None if that never happens."""
-        return None
+    fd: int | None = None
+    """File descriptor that becomes readable when `take` has something to process; None if that never happens."""
 
     def begin(self, ranks: Sequence[RankState], sources: Mapping[str, str]) -> None:
         """Called when the ranks are being started. `sources`: source text that has no file, such as cells, by name."""

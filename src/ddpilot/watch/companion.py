@@ -65,8 +65,8 @@ class Watcher(LaunchObserver):
         self._observer: Observer | None = None
         self._waking = threading.Lock()
         self._is_awake = self._is_over = False
-        self.fd, self._writer = os.pipe()
-        """File descriptor that becomes readable when `take` has something to return."""
+        self._reader, self._writer = os.pipe()
+        self.fd = self._reader
         self.hooks: tuple[str, ...] = ()
         self.variables: Mapping[str, str] = {}
         self.folder: Path | None = None
@@ -141,7 +141,7 @@ class Watcher(LaunchObserver):
         """Pass pending output to `note`; return the error with which the launch is to end, if any."""
         with self._waking:
             if self._is_awake:
-                os.read(self.fd, 1)
+                os.read(self._reader, 1)
                 self._is_awake = False
         while not self._lines.empty():
             note(self._lines.get_nowait()[0])
@@ -195,7 +195,7 @@ class Watcher(LaunchObserver):
             job_folder.close_job(self.folder, self._about, is_clean=is_clean)
         with self._waking:
             self._is_over = True
-            os.close(self.fd)
+            os.close(self._reader)
             os.close(self._writer)
 
     def _facts(self) -> dict[int, RankSnapshot]:

@@ -136,5 +136,5 @@ def test_a_process_whose_answering_thread_gets_no_processor_is_not_signalled(
     """As on a machine with many more ranks than processors: its main thread may be connecting to a store."""
     with answering(tmp_path, "stuck") as process:
         stack_after_print(tmp_path, process.pid)
-        monkeypatch.setattr("ddpilot.record.main_thread._has_busy_threads", lambda _: True)
+        monkeypatch.setattr("ddpilot.record.main_thread._is_answer_due", lambda _: True)
         assert ask_stacks(tmp_path, {0: process.pid}, lambda _: pytest.fail("a signal was sent")) == {}

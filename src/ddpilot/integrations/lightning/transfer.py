@@ -183,7 +183,7 @@ def join_batches(batches: Sequence[Batch]) -> list[Any]:
     try:
         for batch in in_order:
             check_rows(batch.output, len(batch.samples), _JOINING)
-        joined = join_named_rows(outputs, ["a batch"] * len(outputs), _JOINING, rank=0) if outputs else []
+        joined = join_named_rows(outputs, ["a batch"] * len(outputs), _JOINING) if outputs else []
     except LoopError:
         return outputs
     samples = [sample for batch in in_order for sample in batch.samples]

@@ -255,7 +255,7 @@ class RankKernels:
         Ranks that do not respond are left out.
         """
         pids = {rank: pid for rank in ranks if (pid := self.processes.pid(rank)) is not None}
-        return {rank: stack.main_frames for rank, stack in take_stacks(self.ring_folder, pids).items()}
+        return {rank: stack.frames for rank, stack in take_stacks(self.ring_folder, pids).items()}
 
     def last_lines(self, rank: int) -> tuple[str, ...]:
         """Return the last lines that the rank wrote, bypassing its kernel."""
