@@ -175,18 +175,24 @@ def join_batches(batches: Sequence[Batch]) -> list[Any]:
     """Return the outputs in dataset order, each sample once, in batches of the largest size.
 
     An output has rows if each part of it has one entry per sample: a tensor in its first dimension, a list by its
-    items. If an output has no rows, or rows of batches cannot be joined, the batches are returned unchanged, sorted by
-    their first sample.
+    items. If an output has no rows, the batches are returned unchanged, sorted by their first sample; also if rows cannot
+    be joined, unless that would not be the dataset's order: then raises LoopError.
     """
-    in_order = sorted(batches, key=lambda batch: min(batch.samples, default=-1))
+    different = {tuple(batch.samples): batch for batch in reversed(batches)}.values()
+    in_order = sorted(different, key=lambda batch: min(batch.samples, default=-1))
     outputs = [batch.output for batch in in_order]
     try:
         for batch in in_order:
             check_rows(batch.output, len(batch.samples), _JOINING)
-        joined = join_named_rows(outputs, ["a batch"] * len(outputs), _JOINING) if outputs else []
     except LoopError:
         return outputs
     samples = [sample for batch in in_order for sample in batch.samples]
+    try:
+        joined = join_named_rows(outputs, ["a batch"] * len(outputs), _JOINING) if outputs else []
+    except LoopError:
+        if samples == sorted(set(samples)):
+            return outputs
+        raise
     row_of = {sample: row for row, sample in enumerate(samples)}
     rows = [row_of[sample] for sample in sorted(row_of)]
     size = max((len(batch.samples) for batch in in_order), default=1)

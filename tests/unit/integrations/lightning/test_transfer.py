@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import pytest
 import torch
 
+from ddpilot.errors import LoopError
 from ddpilot.integrations.lightning.transfer import Batch, join_batches, join_predictions
 
 
@@ -45,7 +47,15 @@ def test_join_batches_keeps_whole_batches_when_an_output_has_no_rows() -> None:
     assert join_batches(batches) == ["first", "second", "third"]
     assert join_batches([Batch([0, 1], torch.tensor(1.0))]) == [torch.tensor(1.0)]
     widths = [torch.zeros(1, 3), torch.zeros(1, 4)]
-    assert join_batches([Batch([at], rows) for at, rows in enumerate(widths)]) == widths
+    one_each = [Batch([at], rows) for at, rows in enumerate(widths)]
+    assert join_batches([*one_each, *one_each]) == widths
+
+
+def test_join_batches_refuses_rows_that_cannot_be_put_into_the_datasets_order() -> None:
+    """Each batch is padded to its own width, and two ranks have read every other sample."""
+    batches = [Batch([0, 2], torch.zeros(2, 3)), Batch([1, 3], torch.zeros(2, 4))]
+    with pytest.raises(LoopError, match=r"joining predictions.*cannot be joined"):
+        join_batches(batches)
 
 
 def test_join_predictions_is_a_list_by_loader_when_there_are_several() -> None:
