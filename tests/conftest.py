@@ -87,13 +87,14 @@ def fonts_are_loaded() -> None:
 
 
 def server_pids() -> tuple[int, ...]:
-    """The warm rank servers of this process, which stay alive on purpose between tests."""
+    """What stays alive on purpose between tests: warm rank servers, and what forks for the emulated accelerator."""
     client = sys.modules.get("ddpilot.launching.rank_server.client")
-    return client.server_pids() if client else ()
+    on_device = sys.modules.get("tests.accelerator.on_device")
+    return (*(client.server_pids() if client else ()), *(on_device.forker_pids() if on_device else ()))
 
 
 def spared_pids() -> tuple[int, ...]:
-    """Processes that are no leak: the warm rank servers, and Python's own resource tracker."""
+    """Processes that are no leak: those of `server_pids`, and Python's own resource tracker."""
     tracker = sys.modules.get("multiprocessing.resource_tracker")
     tracker_pid = tracker._resource_tracker._pid if tracker else None
     return (*server_pids(), *([tracker_pid] if tracker_pid else ()))
@@ -103,6 +104,8 @@ def stop_rank_servers() -> None:
     """Stop what `spared_pids` spared, so that the run can end with nothing left."""
     if client := sys.modules.get("ddpilot.launching.rank_server.client"):
         client.stop_servers()
+    if on_device := sys.modules.get("tests.accelerator.on_device"):
+        on_device.stop_forker()
     tracker = sys.modules.get("multiprocessing.resource_tracker")
     if tracker and tracker._resource_tracker._pid:
         tracker._resource_tracker._stop()

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Call functions of the tests in processes that have the emulated accelerator: in one, or on ranks.
 
-Started as a program it is one such process: it calls what it is given, one after the other, and prints a line for each
-that returned. Arguments and results have to be JSON.
+They are forked from one process that has imported torch, which takes longest: started as a program, this module forks
+one that forks the others, for each line on its standard input. Each of those calls what it is given, one after the
+other, and prints a line for each that returned. Arguments and results have to be JSON.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import os
 import signal
 import subprocess
+import socket
 import sys
 import tempfile
 import time
@@ -84,17 +86,67 @@ def _start(
     limit_s: float,
     until_rank_0: bool = False,
 ) -> list[Ended]:
-    """Fork a process for each of `own`, its variables, from one that has imported torch, which takes longest."""
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder, str(number)) for number in range(len(own))]
         order: dict[str, Any] = {"module": module, "names": names, "args": args, "own": own, "folder": folder}
         order |= {"limit_s": limit_s, "until_rank_0": until_rank_0}
-        command = [sys.executable, "-m", __spec__.name, json.dumps(order)]
-        given = {**os.environ, "PYTHONUNBUFFERED": "1", **env}
-        done = subprocess.run(command, env=given, cwd=ROOT, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-        statuses = json.loads(done.stdout.splitlines()[-1])
+        order["env"] = {**os.environ, "PYTHONUNBUFFERED": "1", **env}
+        statuses = _Forker.take().fork(order)
+        assert statuses is not None, "\n".join(path.read_text() for path in Path(folder).iterdir())
         return [Ended(rank, status, outputs[rank].read_text()) for rank, status in enumerate(statuses)]
+
+
+class _Forker:
+    """The process that has imported torch. `fork` returns how the processes of an order ended, None if none began."""
+
+    _one: _Forker | None = None
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", __spec__.name]
+            env = {**os.environ, "PYTHONUNBUFFERED": "1", **environment()}
+            self._process = subprocess.Popen(command, env=env, cwd=ROOT, stdin=theirs, stdout=theirs)
+        self._socket = ours
+        self.pid = self._process.pid
+
+    @classmethod
+    def take(cls) -> _Forker:
+        """The one of this process, started at first use."""
+        cls._one = cls._one or cls()
+        return cls._one
+
+    def fork(self, order: Mapping[str, Any]) -> list[int | None] | None:
+        try:
+            with self._socket.makefile("rw") as file:
+                file.write(json.dumps(order) + "\n")
+                file.flush()
+                answer = file.readline()
+        except BaseException:  # the test's time is over
+            self.stop()
+            raise
+        found: list[int | None] | None = json.loads(answer or "null")
+        return found
+
+    def stop(self) -> None:
+        _Forker._one = None
+        self._socket.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def forker_pids() -> tuple[int, ...]:
+    """The process that stays between tests, on purpose."""
+    return (_Forker._one.pid,) if _Forker._one else ()
+
+
+def stop_forker() -> None:
+    """Stop it."""
+    if _Forker._one:
+        _Forker._one.stop()
 
 
 def run_to_the_end(file: str, *names: str, num_ranks: int, limit_s: float, **variables: str) -> list[dict[str, Any]]:
@@ -148,16 +200,39 @@ def _await(pids: Sequence[int], limit_s: float, until_rank_0: bool) -> list[int 
     return [ended.get(pid) for pid in pids]
 
 
-def _main(order: Mapping[str, Any]) -> None:
+def _main() -> None:
+    import torch._dynamo  # which DDP and optimizers import
+
+    for line in sys.stdin:
+        order = json.loads(line)
+        answer = Path(order["folder"], "statuses")
+        pid = os.fork()
+        if pid == 0:
+            os.dup2(os.open(Path(order["folder"], "errors"), os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+            os.dup2(2, 1)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            _order(order, answer)
+            return
+        os.waitpid(pid, 0)
+        print(answer.read_text() if answer.exists() else "null", flush=True)
+
+
+def _order(order: Mapping[str, Any], answer: Path) -> None:
+    import torch
+
+    os.environ.clear()
+    os.environ.update(order["env"])
+    tempfile.tempdir = None
+    if "OMP_NUM_THREADS" in os.environ:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     functions = importlib.import_module(order["module"])
-    importlib.import_module("torch._dynamo")  # which DDP and optimizers import
     pids = []
     for number, env in enumerate(order["own"]):
         pids.append(_fork(env, Path(order["folder"], str(number))))
         if pids[-1] == 0:
             _call(functions, order["names"], order["args"])
             return
-    print(json.dumps(_await(pids, order["limit_s"], order["until_rank_0"])), flush=True)
+    answer.write_text(json.dumps(_await(pids, order["limit_s"], order["until_rank_0"])))
 
 
 def _call(functions: Any, names: Sequence[str], args: Sequence[Any]) -> None:
@@ -169,7 +244,7 @@ def _call(functions: Any, names: Sequence[str], args: Sequence[Any]) -> None:
 
 if __name__ == "__main__":
     try:
-        _main(json.loads(sys.argv[1]))
+        _main()
     except BaseException:  # noqa: BLE001 - shown, and the process ends
         traceback.print_exc()
         sys.stdout.flush()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One notebook that does with a Trainer what libraries do, on the rank server; beside it, Lightning's own way."""
+"""One notebook that does with a Trainer what libraries do, on the rank server."""
 
 from __future__ import annotations
 
@@ -41,15 +41,10 @@ PRINTS = {
 def test_every_cell_of_a_trainers_notebook_works_after_torch_was_used(tmp_path: Path) -> None:
     """Fit on one and on two devices, predict, test, both exports, fit again, an error, Fabric: in one kernel.
 
-    Lightning's own "ddp_notebook" is run beside it with a limit, and printed: it may fail or hang as it likes.
+    `python -m tests.notebook.lightning.beside` runs Lightning's own "ddp_notebook" beside it.
     """
-    folders = {strategy: tmp_path / strategy for strategy in ("ddpilot", "ddp_notebook")}
-    for folder in folders.values():
-        folder.mkdir()
-    ours = run_notebook("ddpilot", folders["ddpilot"], limit_s=100)
-    theirs = run_notebook("ddp_notebook", folders["ddp_notebook"], limit_s=12)
-    text = render_beside({"ddpilot": ours, "ddp_notebook": theirs})
-    print(text)
+    ours = run_notebook("ddpilot", tmp_path, limit_s=100)
+    text = render_beside({"ddpilot": ours})
     assert not [name for name, cell in ours.items() if cell.failed], text
     for name, starts in PRINTS.items():
         lines = ours[name].printed.strip().splitlines()
