@@ -13,8 +13,8 @@ import importlib
 import json
 import os
 import signal
-import subprocess
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -201,7 +201,7 @@ def _await(pids: Sequence[int], limit_s: float, until_rank_0: bool) -> list[int 
 
 
 def _main() -> None:
-    import torch._dynamo  # which DDP and optimizers import
+    importlib.import_module("torch._dynamo")  # which DDP and optimizers import
 
     for line in sys.stdin:
         order = json.loads(line)

@@ -175,8 +175,8 @@ def join_batches(batches: Sequence[Batch]) -> list[Any]:
     """Return the outputs in dataset order, each sample once, in batches of the largest size.
 
     An output has rows if each part of it has one entry per sample: a tensor in its first dimension, a list by its
-    items. If an output has no rows, the batches are returned unchanged, sorted by their first sample; also if rows cannot
-    be joined, unless that would not be the dataset's order: then raises LoopError.
+    items. If an output has no rows, or rows cannot be joined, the batches are returned unchanged, sorted by their first
+    sample. Raises LoopError if rows cannot be joined and that is not the dataset's order.
     """
     different = {tuple(batch.samples): batch for batch in reversed(batches)}.values()
     in_order = sorted(different, key=lambda batch: min(batch.samples, default=-1))
