@@ -106,7 +106,7 @@ class _Forker:
         with theirs:
             command = [sys.executable, "-m", __spec__.name]
             env = {**os.environ, "PYTHONUNBUFFERED": "1", **environment()}
-            self._process = subprocess.Popen(command, env=env, cwd=ROOT, stdin=theirs, stdout=theirs)
+            self._process = subprocess.Popen(command, env=env, cwd=ROOT, stdin=theirs.fileno(), stdout=theirs.fileno())
         self._socket = ours
         self.pid = self._process.pid
 
