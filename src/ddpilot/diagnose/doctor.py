@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`doctor`: check this machine, start ranks and check what they do together."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ddpilot.diagnose.diagnosis import Diagnosis
+from ddpilot.diagnose.facts import Facts, explain_error
+from ddpilot.diagnose.nccl_settings import suggest_settings
+from ddpilot.diagnose.registry import run_checks
+from ddpilot.environments.nvml import count_accelerators
+from ddpilot.errors import DdpilotError, LaunchTimeoutError
+from ddpilot.findings.catalog import find_known
+from ddpilot.launcher import Launcher
+
+_GROUP_LIMIT_S = 10.0
+_LIVE_LIMIT_S = 60.0
+_NUM_ON_CPU = 2
+
+
+def doctor(
+    *,
+    nproc_per_node: int | None = None,
+    num_workers: int | None = None,
+    checkpoint_dir: str | Path = ".",
+    live: bool = True,
+) -> Diagnosis:
+    """Check this machine before a job runs on it: what was found, line by line, and what to do about it.
+
+    `nproc_per_node`: ranks of the job on this machine; None: one per visible accelerator, or 2 on the CPU.
+    `num_workers`: DataLoader workers of each rank. `checkpoint_dir`: where checkpoints will be; it need not exist.
+    `live`: start the ranks, which join a group, check values and measure times; False on a login node. Changes
+    nothing and ends no process. Raises LaunchError for a number of ranks that cannot be. Not collective.
+    """
+    num = nproc_per_node if nproc_per_node is not None else count_accelerators(os.environ) or _NUM_ON_CPU
+    launcher = Launcher(nproc_per_node=num, output="silent", watch=False, timeout_s=_LIVE_LIMIT_S)
+    facts = Facts(
+        environ=dict(os.environ), nproc_per_node=num, num_workers=num_workers, checkpoint_dir=Path(checkpoint_dir)
+    )
+    facts = _start_ranks(facts, launcher) if live else facts
+    title = f"doctor: {socket.gethostname()}, {num} rank{'s' * (num > 1)}{'' if live else ', not started'}"
+    lines = tuple(run_checks(facts, ("machine", "ranks")))
+    return Diagnosis(title, lines, tuple(suggest_settings(facts, lines)))
+
+
+def _start_ranks(facts: Facts, launcher: Launcher) -> Facts:
+    """Return `facts` with the reports of ranks that were started here, or with the reason why there are none."""
+    try:
+        return replace(facts, ranks=tuple(launcher.run(_examine)))
+    except DdpilotError as error:
+        known = find_known(str(error))
+        code = "DDP105" if isinstance(error, LaunchTimeoutError) else known[0].code if known else "DDP209"
+        return replace(facts, live_failure=explain_error(error, code, severity="error"))
+
+
+def _examine() -> Any:
+    from ddpilot.diagnose.ranks import examine_rank
+
+    return examine_rank(_GROUP_LIMIT_S)
