@@ -142,6 +142,12 @@ def doctor(
         str, typer.Option("--checkpoint-dir", metavar="PATH", help="Folder in which checkpoints will be kept.")
     ] = ".",
     live: Annotated[bool, typer.Option("--live/--no-live", help="Start ranks and measure what they exchange.")] = True,
+    nodes: Annotated[
+        bool, typer.Option("--nodes", help="This process is a rank of a job (torchrun, srun): check all its nodes.")
+    ] = False,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout-s", metavar="S", help="With --nodes, seconds to wait for the other ranks.")
+    ] = 30.0,
     json: Annotated[bool, typer.Option("--json", help="Print the lines as JSON.")] = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print every line in full.")] = False,
 ) -> None:
@@ -155,6 +161,8 @@ def doctor(
         num_workers=workers,
         checkpoint_dir=Path(checkpoint_dir),
         live=live,
+        nodes=nodes,
+        timeout_s=timeout_s,
         as_json=json,
         verbose=verbose,
     )

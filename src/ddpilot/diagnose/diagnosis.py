@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -33,9 +33,21 @@ class Line:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the line as JSON-serializable values."""
-        named = {"check": self.check, "subject": self.subject, "status": self.status, "nodes": list(self.nodes)}
-        found = self.answer
-        return named | ({"found": found} if isinstance(found, str) else {"found": found.summary, **found.to_dict()})
+        finding = self.answer if isinstance(self.answer, Finding) else None
+        return {
+            "check": self.check,
+            "subject": self.subject,
+            "status": self.status,
+            "nodes": list(self.nodes),
+            "found": finding.summary if finding else self.answer,
+            "finding": finding.to_dict() if finding else None,
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Line:
+        """Return the line that `to_dict` wrote."""
+        answer = values["found"] if values["finding"] is None else Finding.from_dict(values["finding"])
+        return cls(values["check"], values["subject"], answer, tuple(values["nodes"]))
 
 
 @dataclass(frozen=True, repr=False)
@@ -48,6 +60,8 @@ class Diagnosis:
     """Of all checks, in their order."""
     settings: tuple[str, ...] = ()
     """Lines to paste into a shell, each with its evidence as a comment."""
+    is_shown: bool = True
+    """False on a rank whose diagnosis is that of rank 0, which shows it."""
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -68,6 +82,11 @@ class Diagnosis:
             "lines": [line.to_dict() for line in self.lines],
             "settings": list(self.settings),
         }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Diagnosis:
+        """Return the diagnosis that `to_dict` wrote."""
+        return cls(values["title"], tuple(map(Line.from_dict, values["lines"])), tuple(values["settings"]))
 
     def render(self, *, verbose: bool = False, height: int | None = None, color: bool = False) -> str:
         """Return the text: findings by severity, then a line for each check that is ok.
@@ -115,8 +134,18 @@ class Diagnosis:
 
 
 def _ok_rows(lines: Sequence[Line], width: int | None) -> list[str]:
-    rows = [f"ok  {line.check:<17} {_on_nodes(line)}{' '.join(printable(str(line.answer)).split())}" for line in lines]
-    return [row if width is None or len(row) <= width else f"{row[: width - 3]}..." for row in rows]
+    """A row for each line; on a screen of `width` columns one for each check, which is cut to fit."""
+    by_check: dict[str, list[Line]] = {}
+    for line in lines:
+        by_check.setdefault(line.check, []).append(line)
+    rows = []
+    for check, same in by_check.items():
+        for line in same if width is None else same[:1]:
+            more = f" (and {len(same) - 1} more)" if width is not None and len(same) > 1 else ""
+            text = f"ok  {check:<17} {_on_nodes(line)}{' '.join(printable(str(line.answer)).split())}"
+            room = None if width is None else width - len(more)
+            rows.append((text if room is None or len(text) <= room else f"{text[: room - 3]}...") + more)
+    return rows
 
 
 def _ok_names(lines: Sequence[Line]) -> list[str]:

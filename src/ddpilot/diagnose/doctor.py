@@ -13,6 +13,7 @@ from ddpilot.diagnose.diagnosis import Diagnosis
 from ddpilot.diagnose.facts import Facts, explain_error
 from ddpilot.diagnose.nccl_settings import suggest_settings
 from ddpilot.diagnose.registry import run_checks
+from ddpilot.environments.detect import detect_topology
 from ddpilot.environments.nvml import count_accelerators
 from ddpilot.errors import DdpilotError, LaunchTimeoutError
 from ddpilot.findings.catalog import find_known
@@ -29,14 +30,22 @@ def doctor(
     num_workers: int | None = None,
     checkpoint_dir: str | Path = ".",
     live: bool = True,
+    nodes: bool = False,
+    timeout_s: float = 30.0,
 ) -> Diagnosis:
     """Check this machine before a job runs on it: what was found, line by line, and what to do about it.
 
     `nproc_per_node`: ranks of the job on this machine; None: one per visible accelerator, or 2 on the CPU.
     `num_workers`: DataLoader workers of each rank. `checkpoint_dir`: where checkpoints will be; it need not exist.
     `live`: start the ranks, which join a group, check values and measure times; False on a login node. Changes
-    nothing and ends no process. Raises LaunchError for a number of ranks that cannot be. Not collective.
+    nothing and ends no process. Raises LaunchError for a number of ranks that cannot be.
+
+    `nodes`: this process is a rank of a job that torchrun, srun or mpirun started, possibly on several nodes: check
+    every node and the network between them, and return the same on all ranks. Collective; the number of ranks is the
+    job's. `timeout_s`: seconds to wait for the other ranks then. Raises TopologyError for wrong variables.
     """
+    if nodes:
+        return _examine_job(num_workers, Path(checkpoint_dir), timeout_s)
     num = nproc_per_node if nproc_per_node is not None else count_accelerators(os.environ) or _NUM_ON_CPU
     launcher = Launcher(nproc_per_node=num, output="silent", watch=False, timeout_s=_LIVE_LIMIT_S)
     facts = Facts(
@@ -46,6 +55,20 @@ def doctor(
     title = f"doctor: {socket.gethostname()}, {num} rank{'s' * (num > 1)}{'' if live else ', not started'}"
     lines = tuple(run_checks(facts, ("machine", "ranks")))
     return Diagnosis(title, lines, tuple(suggest_settings(facts, lines)))
+
+
+def _examine_job(num_workers: int | None, checkpoint_dir: Path, timeout_s: float) -> Diagnosis:
+    from ddpilot.diagnose.nodes import examine_job
+
+    topology = detect_topology(os.environ, distributed=True)
+    facts = Facts(
+        environ=dict(os.environ),
+        nproc_per_node=topology.local_world_size,
+        num_workers=num_workers,
+        checkpoint_dir=checkpoint_dir,
+        topology=topology,
+    )
+    return examine_job(facts, topology, timeout_s)
 
 
 def _start_ranks(facts: Facts, launcher: Launcher) -> Facts:

@@ -20,8 +20,7 @@ def find_link(uuid: str, nnodes: int, nvml: Any = None) -> tuple[str, float | No
     """
     if nnodes > 1:
         name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-        stats = psutil.net_if_stats().get(name)
-        return name or "the network", stats.speed * 1e6 / 8 if stats is not None and stats.speed else None
+        return name or "the network", _interface_speed(name)
     if not uuid:
         return LOOPBACK, None
     for state in read_gpu_states(nvml):
@@ -29,3 +28,10 @@ def find_link(uuid: str, nnodes: int, nvml: Any = None) -> tuple[str, float | No
             kind = f"NVLink ({state.num_nvlinks} links)" if state.num_nvlinks else "PCIe"
             return kind, state.link_bytes_per_s
     return "an unknown link", None
+
+
+def _interface_speed(name: str) -> float | None:
+    """Bytes per second of a network card; None for a virtual interface, whose speed is nominal."""
+    stats = psutil.net_if_stats().get(name)
+    is_card = os.path.exists(f"/sys/class/net/{name}/device")
+    return stats.speed * 1e6 / 8 if stats is not None and stats.speed and is_card else None

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ddpilot.diagnose.diagnosis import Diagnosis
+from ddpilot.diagnose.doctor import doctor
 from ddpilot.findings.text import render_ranks
 from ddpilot.magics.parser import MagicParser, add_options, parse_rank, parse_ranks, to_arguments
 from ddpilot.magics.push_pull import call_on_ranks, pull_values, push_values
@@ -178,6 +180,23 @@ def _interrupt(shell_session: ShellSession, _given: Arguments) -> None:
         shell_session.report("no cell is running on the ranks")
 
 
+def _doctor(_shell_session: ShellSession, given: Arguments) -> Diagnosis:
+    """Return the diagnosis, which the notebook shows as the value of the line."""
+    options = ("nproc_per_node", "num_workers", "checkpoint_dir", "live")
+    return doctor(**{name: given[name] for name in options if given.get(name) is not None})
+
+
+def _add_doctor(parser: MagicParser) -> None:
+    parser.add_argument(
+        "-n", "--nproc-per-node", metavar="N", type=parse_rank, help="ranks; default: one per GPU, else 2"
+    )
+    parser.add_argument(
+        "--workers", dest="num_workers", metavar="N", type=parse_rank, help="DataLoader workers per rank"
+    )
+    parser.add_argument("--checkpoint-dir", metavar="PATH", help="folder in which checkpoints will be kept; default: .")
+    parser.add_argument("--no-live", dest="live", action="store_false", help="do not start ranks")
+
+
 def _add_push(parser: MagicParser) -> None:
     parser.add_argument("names", metavar="NAME", nargs="+", help="variables of the notebook")
     parser.add_argument("--ranks", metavar="0,2-3", type=parse_ranks, help="to these ranks; default: all live ranks")
@@ -221,6 +240,7 @@ VERBS: dict[str, Verb] = {
         Verb("status", "show the state, memory and pid of every rank", _show_status, _add_status),
         Verb("auto", "run plain cells on the ranks (on) or in the notebook (off)", _auto, _add_auto),
         Verb("stacks", "show the Python stack of each rank", _stacks, _add_some_ranks),
+        Verb("doctor", "check this machine before a job runs, with ranks of its own", _doctor, _add_doctor),
         Verb("interrupt", "interrupt the cell that a different thread runs on the ranks", _interrupt),
     )
 }
