@@ -150,6 +150,44 @@ def test_a_rank_that_never_comes_is_named() -> None:
     assert text.startswith("rank 1 of 2 did not come within 2 s; there are rank 0 (")
 
 
+@pytest.mark.timeout(150)
+def test_ranks_of_torchrun_are_one_job_of_which_rank_0_speaks() -> None:
+    """One JSON report, and status 0; the port is that of torchrun's agent."""
+    words = ["--standalone", "--nproc-per-node", "2", "-m", "ddpilot", "doctor", "--nodes", "--json"]
+    command = [sys.executable, "-m", "torch.distributed.run", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    lines = {line["check"]: line["found"] for line in report["lines"]}
+    assert report["title"] == "doctor: 2 ranks on 1 node"
+    assert lines["topology"].startswith("rank 0 of 2 on 1 node(s): torchrun's variables: RANK=0, WORLD_SIZE=2")
+    assert lines["master_port"].endswith("is the launcher's")
+    assert lines["joined"].startswith("2 ranks joined")
+
+
+@pytest.mark.timeout(150)
+def test_tasks_of_srun_are_one_job_without_torchruns_variables() -> None:
+    """Slurm's variables of a step of two tasks on this machine; each rank of torch uses all cores, which is said."""
+    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost"}
+    sizes = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NUM_NODES": "1"}
+    command = [sys.executable, "-m", "ddpilot", "doctor", "--nodes", "--json"]
+    tasks = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **job, **sizes, "SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": "0"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "10"
+    ]
+    texts = [task.communicate(timeout=120)[0] for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0]
+    assert texts[0] == ""
+    lines = {line["check"]: line["found"] for line in json.loads(texts[1])["lines"]}
+    assert "srun set SLURM_PROCID=0" in lines["topology"]
+    assert lines["joined"].startswith("2 ranks joined")
+
+
 def sleep_on_rank_1() -> Any:
     """A rank that comes after the others have given up."""
     if os.environ["RANK"] == "1":
