@@ -137,7 +137,7 @@ def doctor(
         int | None,
         typer.Option("-n", "--nproc-per-node", help="Ranks on this machine; by default one per accelerator, else 2."),
     ] = None,
-    workers: Annotated[int | None, typer.Option("--workers", help="DataLoader workers of each rank.")] = None,
+    workers: Annotated[int | None, typer.Option("--workers", min=0, help="DataLoader workers of each rank.")] = None,
     checkpoint_dir: Annotated[
         str, typer.Option("--checkpoint-dir", metavar="PATH", help="Folder in which checkpoints will be kept.")
     ] = ".",
@@ -146,7 +146,8 @@ def doctor(
         bool, typer.Option("--nodes", help="This process is a rank of a job (torchrun, srun): check all its nodes.")
     ] = False,
     timeout_s: Annotated[
-        float, typer.Option("--timeout-s", metavar="S", help="With --nodes, seconds to wait for the other ranks.")
+        float,
+        typer.Option("--timeout-s", metavar="S", min=0.1, help="With --nodes, seconds to wait for the other ranks."),
     ] = 30.0,
     json: Annotated[bool, typer.Option("--json", help="Print the lines as JSON.")] = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print every line in full.")] = False,

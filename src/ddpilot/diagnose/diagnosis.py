@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
@@ -15,6 +15,8 @@ from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import printable
 
 _ORDER = ("error", "warning", "info")
+NODES = "nodes"
+"""Subject of the lines about the way between nodes, which name nodes themselves."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,21 @@ class Diagnosis:
         num = self._counts()
         errors, warnings = (f"{num[kind]} {kind[:-1] if num[kind] == 1 else kind}" for kind in ("errors", "warnings"))
         return f"{errors}, {warnings}, {num['ok']} ok"
+
+
+def merge_nodes(by_node: Mapping[int, Sequence[Line]]) -> Iterator[Line]:
+    """Yield each line of the nodes once, in their order, with the nodes that it is about unless these are all."""
+    found: dict[tuple[str, str, Answer], list[int]] = {}
+    for node, lines in sorted(by_node.items()):
+        for line in lines:
+            found.setdefault((line.subject, line.check, line.answer), []).append(node)
+    order = list(dict.fromkeys(check for _, check, _ in found))
+    for (subject, check, answer), nodes in sorted(found.items(), key=lambda item: order.index(item[0][1])):
+        is_everywhere = len(nodes) == len(by_node)
+        if isinstance(answer, Finding) and not is_everywhere and subject != NODES:
+            where = f"node{'s' * (len(nodes) > 1)} {', '.join(map(str, nodes))}"
+            answer = replace(answer, summary=f"{where}: {answer.summary}")
+        yield Line(check, subject, answer, () if is_everywhere else tuple(nodes))
 
 
 def _ok_rows(lines: Sequence[Line], width: int | None) -> list[str]:

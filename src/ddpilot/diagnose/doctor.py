@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from ddpilot.diagnose.nccl_settings import suggest_settings
 from ddpilot.diagnose.registry import run_checks
 from ddpilot.environments.detect import detect_topology
 from ddpilot.environments.nvml import count_accelerators
-from ddpilot.errors import DdpilotError, LaunchTimeoutError
+from ddpilot.errors import DdpilotError, LaunchError, LaunchTimeoutError, TopologyError
 from ddpilot.findings.catalog import find_known
 from ddpilot.launcher import Launcher
 
@@ -38,7 +39,8 @@ def doctor(
     `nproc_per_node`: ranks of the job on this machine; None: one per visible accelerator, or 2 on the CPU.
     `num_workers`: DataLoader workers of each rank. `checkpoint_dir`: where checkpoints will be; it need not exist.
     `live`: start the ranks, which join a group, check values and measure times; False on a login node. Changes
-    nothing and ends no process. Raises LaunchError for a number of ranks that cannot be.
+    nothing and ends no process. Raises LaunchError for a number of ranks that cannot be, and in
+    a rank of a job unless `nodes` is given.
 
     `nodes`: this process is a rank of a job that torchrun, srun or mpirun started, possibly on several nodes: check
     every node and the network between them, and return the same on all ranks. Collective; the number of ranks is the
@@ -46,6 +48,7 @@ def doctor(
     """
     if nodes:
         return _examine_job(num_workers, Path(checkpoint_dir), timeout_s)
+    _refuse_in_rank(os.environ)
     num = nproc_per_node if nproc_per_node is not None else count_accelerators(os.environ) or _NUM_ON_CPU
     launcher = Launcher(nproc_per_node=num, output="silent", watch=False, timeout_s=_LIVE_LIMIT_S)
     facts = Facts(
@@ -55,6 +58,21 @@ def doctor(
     title = f"doctor: {socket.gethostname()}, {num} rank{'s' * (num > 1)}{'' if live else ', not started'}"
     lines = tuple(run_checks(facts, ("machine", "ranks")))
     return Diagnosis(title, lines, tuple(suggest_settings(facts, lines)))
+
+
+def _refuse_in_rank(environ: Mapping[str, str]) -> None:
+    """Raise LaunchError in a rank that a launcher has started: each rank would start ranks of its own."""
+    try:
+        topology = detect_topology(environ)
+    except TopologyError:
+        return  # a check shows it
+    is_by_hand = topology.environment == "torchrun" and "TORCHELASTIC_RUN_ID" not in environ
+    if topology.is_distributed and not is_by_hand:
+        raise LaunchError(
+            "starting ranks to check",
+            found=f"this process is itself a rank: {topology.how}",
+            fix="`ddpilot doctor --nodes`, or `doctor(nodes=True)`, checks the job that it belongs to",
+        )
 
 
 def _examine_job(num_workers: int | None, checkpoint_dir: Path, timeout_s: float) -> Diagnosis:
@@ -77,7 +95,14 @@ def _start_ranks(facts: Facts, launcher: Launcher) -> Facts:
         return replace(facts, ranks=tuple(launcher.run(_examine)))
     except DdpilotError as error:
         known = find_known(str(error))
-        code = "DDP105" if isinstance(error, LaunchTimeoutError) else known[0].code if known else "DDP209"
+        kind = (
+            "DDP105"
+            if isinstance(error, LaunchTimeoutError)
+            else "DDP801"
+            if isinstance(error, LaunchError)
+            else "DDP209"
+        )
+        code = known[0].code if known else kind
         return replace(facts, live_failure=explain_error(error, code, severity="error"))
 
 

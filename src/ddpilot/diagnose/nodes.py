@@ -8,7 +8,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from ddpilot.diagnose.checks.filesystem import existing_folder
 from ddpilot.diagnose.checks.network import host_name, route_to_master
-from ddpilot.diagnose.diagnosis import Diagnosis, Line
+from ddpilot.diagnose.diagnosis import NODES, Diagnosis, Line, merge_nodes
 from ddpilot.diagnose.facts import Answer, Facts, RankReport, explain_error
 from ddpilot.diagnose.nccl_settings import suggest_settings
 from ddpilot.diagnose.ranks import examine_rank
@@ -30,7 +30,6 @@ from ddpilot.findings.finding import Finding
 from ddpilot.group.store import connect_store, resolve_endpoint, wait_for_keys
 from ddpilot.launching.elastic.rendezvous.network import ips, up_interfaces
 
-_SUBJECT = "nodes"
 _CONNECT_S = 3.0
 _VISIBLE_S = 2.0
 """Seconds after which a file of node 0 has to be visible: network file systems cache a folder's names."""
@@ -46,14 +45,21 @@ def examine_job(facts: Facts, topology: Topology, timeout_s: float) -> Diagnosis
     """
     lines = list(run_checks(facts, ("machine",))) if topology.local_rank == 0 else []
     try:
-        base = connect_store(resolve_endpoint(topology, facts.environ), timeout_s)
+        store = PrefixStore("doctor", connect_store(resolve_endpoint(topology, facts.environ), timeout_s))
+        return _examine_together(store, facts, topology, lines, timeout_s)
     except RendezvousError as error:
-        code = "DDP103" if topology.is_rank_zero else "DDP104"
-        title = f"doctor: node {topology.node_rank} ({socket.gethostname()}) alone: rank {topology.rank} has no store"
-        known = any(isinstance(line.answer, Finding) and line.answer.code == code for line in lines)
-        lines += [] if known else [Line("store", _SUBJECT, explain_error(error, code))]
-        return Diagnosis(title, tuple(lines), is_shown=topology.local_rank == 0)
-    store = PrefixStore("doctor", base)
+        finding = explain_error(error, "DDP103" if topology.is_rank_zero else "DDP104")
+    except RuntimeError as error:  # the store's connection
+        text = str(error).splitlines()[0]
+        finding = make_finding("DDP209", ranks=[0], summary=f"rank {topology.rank} lost the store of rank 0: {text}")
+    known = any(isinstance(line.answer, Finding) and line.answer.code == finding.code for line in lines)
+    lines += [] if known else [Line("store", NODES, finding)]
+    title = f"doctor: node {topology.node_rank} ({socket.gethostname()}) without rank 0"
+    return Diagnosis(title, tuple(lines), is_shown=topology.local_rank == 0)
+
+
+def _examine_together(store: Store, facts: Facts, topology: Topology, lines: list[Line], timeout_s: float) -> Diagnosis:
+    """Wait for the other ranks, check what needs them, and return rank 0's diagnosis. Collective."""
     absent = _wait_for_ranks(store, topology, timeout_s)
     if absent is None:
         if topology.local_rank == 0:
@@ -70,8 +76,7 @@ def examine_job(facts: Facts, topology: Topology, timeout_s: float) -> Diagnosis
         wait_for_keys(store, [f"read/{rank}" for rank in _others(topology, absent)], _CONNECT_S)
         return found
     if not wait_for_keys(store, ["diagnosis"], 4 * timeout_s):
-        title = f"doctor: rank 0 did not answer rank {topology.rank}"
-        return Diagnosis(title, tuple(lines), is_shown=topology.local_rank == 0)
+        raise RuntimeError("no diagnosis came")
     found = Diagnosis.from_dict(json.loads(store.get("diagnosis")))
     store.set(f"read/{topology.rank}", "")
     return replace(found, is_shown=False)
@@ -135,7 +140,7 @@ def _check_other_nodes(store: Store, facts: Facts, topology: Topology) -> Iterat
             ("shared_folder", lambda: _see(folder, nodes[0])),
         )
         for name, check in checks:
-            yield from (Line(name, _SUBJECT, answer) for answer in check())
+            yield from (Line(name, NODES, answer) for answer in check())
         store.set(f"asked/{me.node}", "")
         wait_for_keys(store, [f"asked/{node.node}" for node in nodes], 10 * _CONNECT_S)
 
@@ -218,19 +223,3 @@ def _gather(store: Store, facts: Facts, topology: Topology, absent: Finding | No
     lines = (*merge_nodes(by_node), *run_checks(facts, ("ranks",)))
     title = f"doctor: {num} ranks on {topology.nnodes} node{'s' * (topology.nnodes > 1)}"
     return Diagnosis(title, lines, tuple(suggest_settings(facts, lines)))
-
-
-def merge_nodes(by_node: Mapping[int, Sequence[Line]]) -> Iterator[Line]:
-    """Yield each line of the nodes once, with the nodes that it is about unless these are all."""
-    found: dict[tuple[str, Answer], list[int]] = {}
-    subjects: dict[str, str] = {}
-    for node, lines in sorted(by_node.items()):
-        for line in lines:
-            found.setdefault((line.check, line.answer), []).append(node)
-            subjects[line.check] = line.subject
-    for (check, answer), nodes in sorted(found.items(), key=lambda item: list(subjects).index(item[0][0])):
-        is_everywhere = len(nodes) == len(by_node)
-        if isinstance(answer, Finding) and not is_everywhere and subjects[check] != _SUBJECT:
-            where = f"node{'s' * (len(nodes) > 1)} {', '.join(map(str, nodes))}"
-            answer = replace(answer, summary=f"{where}: {answer.summary}")
-        yield Line(check, subjects[check], answer, () if is_everywhere else tuple(nodes))

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -186,6 +187,54 @@ def test_tasks_of_srun_are_one_job_without_torchruns_variables() -> None:
     lines = {line["check"]: line["found"] for line in json.loads(texts[1])["lines"]}
     assert "srun set SLURM_PROCID=0" in lines["topology"]
     assert lines["joined"].startswith("2 ranks joined")
+
+
+@pytest.mark.timeout(150)
+def test_a_rank_that_loses_rank_0_says_so() -> None:
+    """Ranks 0 and 1 of 3 wait for the third one, and rank 0 is killed."""
+    with kept_port() as port:
+        job = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command = [sys.executable, "-m", "ddpilot", "doctor", "--nodes", "--timeout-s", "60", "--json"]
+        ranks = [
+            subprocess.Popen(
+                command,
+                # Rank 1 speaks for a node of its own.
+                env={**os.environ, **job, "RANK": rank, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in "01"
+        ]
+        while not is_connected(ranks[1].pid, port):
+            assert ranks[1].poll() is None
+            time.sleep(0.1)
+        time.sleep(0.5)
+        ranks[0].kill()
+        ranks[0].communicate()
+        text, _ = ranks[1].communicate(timeout=100)
+    assert ranks[1].returncode == 1
+    code, said = found_by_check(json.loads(text))["store"]
+    assert code == "DDP209"
+    assert said.startswith("rank 1 lost the store of rank 0")
+
+
+def is_connected(pid: int, port: int) -> bool:
+    """True if the process has a connection to `port`."""
+    connections = psutil.Process(pid).net_connections("tcp")
+    return any(each.raddr and each.raddr.port == port and each.status == "ESTABLISHED" for each in connections)
+
+
+def test_a_rank_is_told_to_use_nodes() -> None:
+    """`ddpilot doctor` under srun would start ranks in each task: status 2, and what to type."""
+    job = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "a", "SLURM_STEP_NUM_TASKS": "2"}
+    task = {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+    command = [sys.executable, "-m", "ddpilot", "doctor"]
+    done = subprocess.run(
+        command, env={**os.environ, **job, **task}, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert "this process is itself a rank: srun set SLURM_PROCID=0" in done.stderr
+    assert "`ddpilot doctor --nodes`" in done.stderr
 
 
 def sleep_on_rank_1() -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 
-from ddpilot.diagnose.diagnosis import Diagnosis, Line
+from ddpilot.diagnose.diagnosis import Diagnosis, Line, merge_nodes
 from ddpilot.findings.catalog import make_finding
 
 OK = Line("host_name", "network", "vm is 10.0.0.1")
@@ -47,7 +47,7 @@ def test_json_has_every_line_with_its_finding() -> None:
     found = json.loads(json.dumps(FOUND.to_dict()))
     assert (found["errors"], found["warnings"], found["ok"]) == (1, 1, 1)
     assert [line["status"] for line in found["lines"]] == ["ok", "warning", "error"]
-    assert found["lines"][2]["fix"] == "Stop it"
+    assert found["lines"][2]["finding"]["fix"] == "Stop it"
     assert found["settings"] == list(FOUND.settings)
 
 
@@ -58,3 +58,25 @@ def test_html_escapes_and_folds_what_is_ok() -> None:
     assert "<details><summary>1 ok</summary>" in html
     assert "1 error" in html
     assert repr(FOUND) == "Diagnosis('doctor: vm, 2 ranks', 1 error, 1 warning, 1 ok)"
+
+
+def test_json_can_be_read_back() -> None:
+    """As the other ranks of a job do."""
+    assert Diagnosis.from_dict(json.loads(json.dumps(FOUND.to_dict()))) == FOUND
+
+
+def test_lines_of_several_nodes_are_merged() -> None:
+    """Equal ones once; a finding of one node names it; rows of one check take one line on a screen."""
+    other = Line("host_name", "network", "b is 10.0.0.2")
+    merged = tuple(merge_nodes({0: [OK, WARNING], 1: [other, WARNING, ERROR]}))
+    assert [(line.check, line.nodes) for line in merged] == [
+        ("host_name", (0,)),
+        ("host_name", (1,)),
+        ("cores", ()),
+        ("master_port", (1,)),
+    ]
+    found = Diagnosis("two", merged)
+    assert found.findings[0].summary == "node 1: the port is taken"
+    assert found.findings[1].summary == "9 threads <here>"
+    assert "ok  host_name         node 0: vm is 10.0.0.1 (and 1 more)" in str(found)
+    assert "node 1: b is 10.0.0.2" in found.render(verbose=True)
