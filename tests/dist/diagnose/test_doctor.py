@@ -26,6 +26,7 @@ from ddpilot.diagnose import doctor as module
 from ddpilot.diagnose.doctor import doctor
 from ddpilot.diagnose.ranks import check_values, examine_rank
 from ddpilot.findings.finding import Finding
+from ddpilot.launching.rank_environment import count_cores
 from tests.ports import kept_port
 
 SLOW = "DDP807"
@@ -168,14 +169,15 @@ def test_ranks_of_torchrun_are_one_job_of_which_rank_0_speaks() -> None:
 
 @pytest.mark.timeout(150)
 def test_tasks_of_srun_are_one_job_without_torchruns_variables() -> None:
-    """Slurm's variables of a step of two tasks on this machine; each rank of torch uses all cores, which is said."""
+    """Slurm's variables of a step of two tasks on this machine; each rank of torch uses all cores, a warning."""
     job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost"}
     sizes = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NUM_NODES": "1"}
+    threads = {"SLURM_NODEID": "0", "OMP_NUM_THREADS": str(count_cores())}
     command = [sys.executable, "-m", "ddpilot", "doctor", "--nodes", "--json"]
     tasks = [
         subprocess.Popen(
             command,
-            env={**os.environ, **job, **sizes, "SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": "0"},
+            env={**os.environ, **job, **sizes, "SLURM_PROCID": rank, "SLURM_LOCALID": rank, **threads},
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -186,6 +188,7 @@ def test_tasks_of_srun_are_one_job_without_torchruns_variables() -> None:
     assert texts[0] == ""
     lines = {line["check"]: line["found"] for line in json.loads(texts[1])["lines"]}
     assert "srun set SLURM_PROCID=0" in lines["topology"]
+    assert f"2 ranks of torch use {2 * count_cores()} threads on {count_cores()} cores" in lines["threads"]
     assert lines["joined"].startswith("2 ranks joined")
 
 
@@ -237,6 +240,21 @@ def test_a_rank_is_told_to_use_nodes() -> None:
     assert "`ddpilot doctor --nodes`" in done.stderr
 
 
+@pytest.mark.timeout(150)
+def test_a_slow_link_is_found_for_the_group_and_the_pair(tmp_path: Path) -> None:
+    """Loopback of a network namespace with 400 Mb/s, which is 50 MB/s for both directions together."""
+    script = 'ip link set lo up && tc qdisc add dev lo root tbf rate 400mbit burst 256kb latency 50ms && exec "$@"'
+    around = ("unshare", "-n", "sh", "-c", script, "sh")
+    if subprocess.run([*around, "true"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("network namespaces with a limited rate cannot be made here")
+    status, report = run_command("-n", 2, "--workers", 0, "--checkpoint-dir", tmp_path, around=around)
+    found = found_by_check(report)
+    assert status == 0
+    for check in ("all_reduce_speed", "pair_speed"):
+        assert found[check][0] == SLOW
+        assert "MB/s, where gloo over loopback gives 100.0 MB/s or more" in found[check][1]
+
+
 def sleep_on_rank_1() -> Any:
     """A rank that comes after the others have given up."""
     if os.environ["RANK"] == "1":
@@ -254,7 +272,7 @@ def die_on_rank_1() -> Any:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("function", "code", "said"),
-    [(sleep_on_rank_1, "DDP105", "rank 1 did not join within 3 s"), (die_on_rank_1, "DDP702", "SIGKILL")],
+    [(sleep_on_rank_1, "DDP105", "rank 1 did not join within 3 s"), (die_on_rank_1, "DDP209", "SIGKILL")],
 )
 def test_a_started_rank_that_is_late_or_killed_is_named(
     function: Callable[[], Any], code: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -15,7 +15,7 @@ import pytest
 from ddpilot.diagnose.checks import network
 from ddpilot.environments.topology import Topology
 from tests.ports import kept_port
-from tests.unit.diagnose.checking import make_facts, statuses, text_of
+from tests.unit.diagnose.checking import check_in_child, make_facts, statuses, text_of
 
 
 def two_nodes(**given: object) -> Topology:
@@ -31,6 +31,16 @@ def test_host_name_resolves_here_and_a_wrong_one_does_not(monkeypatch: pytest.Mo
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
     assert statuses(network.host_name, make_facts()) == ["warning DDP106"]
     assert statuses(network.host_name, make_facts(topology=two_nodes())) == ["error DDP106"]
+
+
+def test_host_name_that_no_resolver_knows_is_a_warning_on_one_node() -> None:
+    """In a namespace with a host name of its own."""
+    around = ("unshare", "-u", "sh", "-c", 'hostname no-such-host.invalid && exec "$@"', "sh")
+    if subprocess.run([*around, "true"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("this user may not make namespaces of host names")
+    (found,) = check_in_child("host_name", around=around)
+    assert found[:2] == ["warning", "DDP106"]
+    assert "no-such-host.invalid, does not resolve" in found[2]
 
 
 def test_host_name_must_not_be_loopback_on_several_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,6 +88,8 @@ def test_master_port_is_not_tried_where_rank_zero_or_a_launcher_has_it() -> None
     """On another rank, and under torchrun's agent, which already listens."""
     other = make_facts(topology=two_nodes(rank=1, node_rank=1))
     assert "is opened by rank 0" in text_of(network.master_port, other)
+    elsewhere = make_facts(environ={"MASTER_ADDR": "192.0.2.77", "MASTER_PORT": "29500"})
+    assert "is opened on 192.0.2.77, which is not this machine" in text_of(network.master_port, elsewhere)
     agent = make_facts(environ={"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": "1"})
     assert "MASTER_PORT=1 is the launcher's" in text_of(network.master_port, agent)
 

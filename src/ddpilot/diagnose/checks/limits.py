@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +32,9 @@ _UNLIMITED_BYTES = 1 << 60
 
 def shared_memory(facts: Facts) -> Answers:
     """/dev/shm against the batches that DataLoader workers keep in it."""
+    if sys.platform != "linux":
+        yield "DataLoader workers use no /dev/shm on this system"
+        return
     folder = facts.root / "dev/shm"
     try:
         found = os.statvfs(folder)

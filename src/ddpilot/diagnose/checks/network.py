@@ -15,7 +15,13 @@ from ddpilot.environments.variables import is_loopback, read_text
 from ddpilot.errors import RendezvousError
 from ddpilot.findings.catalog import make_finding
 from ddpilot.group.address import check_resolves, listen
-from ddpilot.launching.elastic.rendezvous.network import Endpoint, interface_towards, ips, up_interfaces
+from ddpilot.launching.elastic.rendezvous.network import (
+    Endpoint,
+    interface_towards,
+    ips,
+    is_local_address,
+    up_interfaces,
+)
 
 TORCHRUN_PORT = 29500
 TRAPS = ("docker", "veth", "virbr", "br-", "cni", "flannel", "cali")
@@ -63,6 +69,9 @@ def master_port(facts: Facts) -> Answers:
     if facts.topology is not None and not facts.topology.is_rank_zero:
         yield f"MASTER_PORT={port} is opened by rank 0"
         return
+    if addr and facts.topology is None and _is_elsewhere(addr):
+        yield f"MASTER_PORT={port} is opened on {addr}, which is not this machine"
+        return
     try:
         opened = listen(addr if addr and is_loopback(addr) else "0.0.0.0", port or TORCHRUN_PORT)
         if opened is not None:
@@ -71,6 +80,15 @@ def master_port(facts: Facts) -> Answers:
         yield explain_error(error, "DDP103", severity="error" if port else "warning")
     else:
         yield f"{'MASTER_PORT=' if port else 'the default port '}{port or TORCHRUN_PORT} is free"
+
+
+def _is_elsewhere(addr: str) -> bool:
+    """True if `addr` resolves to an address that is not this machine's."""
+    try:
+        check_resolves(addr)
+    except RendezvousError:
+        return False
+    return not is_local_address(addr, up_interfaces())
 
 
 def _master(facts: Facts) -> tuple[str | None, int | None]:
@@ -143,9 +161,15 @@ def stale_processes(facts: Facts) -> Answers:
         yield "no rank of an earlier job is alive"
 
 
+def _is_orphan(process: psutil.Process) -> bool:
+    """True if the process that started `process` has ended, so that init or systemd has taken it over."""
+    parent = process.parent()
+    return parent is None or parent.pid == 1 or parent.name() == "systemd"
+
+
 def _describe_stale(process: psutil.Process, facts: Facts) -> str:
     try:
-        if process.pid == os.getpid() or process.ppid() != 1:
+        if process.pid == os.getpid() or not _is_orphan(process):
             return ""
         environ = process.environ()
         if not {"RANK", "WORLD_SIZE", "MASTER_PORT"} <= environ.keys():

@@ -97,7 +97,7 @@ def rank_network_variables(
         return {name: value for name, value in default_variables().items() if name not in environ}
     interfaces = up_interfaces()
     reached = interface_towards(endpoint, interfaces)
-    if options.node_rank == 0 and not _is_local_address(endpoint.addr, interfaces):
+    if options.node_rank == 0 and not is_local_address(endpoint.addr, interfaces):
         mine = ", ".join(f"{address} on {name}" for name in interfaces for address in ips(interfaces, name))
         note(f"--master-addr {endpoint.addr} is not an address of this machine ({mine}): can other nodes use it?")
     chosen = environ.get(GLOO_VARIABLE)
@@ -144,7 +144,8 @@ def _resolve(endpoint: Endpoint) -> list[tuple[socket.AddressFamily, socket.Sock
         return []
 
 
-def _is_local_address(addr: str, interfaces: Mapping[str, list[Any]]) -> bool:
+def is_local_address(addr: str, interfaces: Mapping[str, list[Any]]) -> bool:
+    """True if `addr` is loopback or an address of `interfaces`; False if it does not resolve."""
     mine = {ip for name in interfaces for ip in ips(interfaces, name)}
     found = _resolve(Endpoint(addr=addr, port=DEFAULT_PORT))
     return any(str(address[0]) in mine or is_loopback(str(address[0])) for *_, address in found)
