@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from ddpilot.diagnose.facts import Facts
+from ddpilot.environments.nvml import count_accelerators
 from ddpilot.environments.variables import quote
 from ddpilot.findings.finding import Severity
 
@@ -44,31 +45,39 @@ def torch_version(facts: Facts) -> str:
         return ""
 
 
-def _has_devices(facts: Facts) -> bool:
-    return any(report.versions.get("devices") for report in facts.ranks)
+def _uses_nccl(facts: Facts) -> bool:
+    """True if the ranks have NVIDIA or AMD devices; if no rank has reported, if this machine has NVIDIA devices."""
+    if not facts.ranks:
+        return count_accelerators(facts.environ) > 0
+    return any(each.versions.get("devices") and each.versions.get("kind", "cuda") == "cuda" for each in facts.ranks)
+
+
+def _is_detail(facts: Facts) -> bool:
+    return facts.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
+
+
+def _crashes(facts: Facts) -> bool:
+    return not _uses_nccl(facts) and parse_version(torch_version(facts)) >= (2, 13)
+
+
+def _debug_detail_gloo(facts: Facts) -> str:
+    found = f"TORCH_DISTRIBUTED_DEBUG=DETAIL with gloo on torch {torch_version(facts)}"
+    return found if _is_detail(facts) and _crashes(facts) else ""
 
 
 def _debug_detail(facts: Facts) -> str:
-    text = torch_version(facts)
-    is_set = facts.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
-    is_gloo = not _has_devices(facts)
-    return f"TORCH_DISTRIBUTED_DEBUG=DETAIL with gloo on torch {text}" if is_set and is_gloo else ""
-
-
-def _debug_detail_nccl(facts: Facts) -> str:
-    is_set = facts.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
-    return "TORCH_DISTRIBUTED_DEBUG=DETAIL with NCCL" if is_set and _has_devices(facts) else ""
+    return "TORCH_DISTRIBUTED_DEBUG=DETAIL" if _is_detail(facts) and not _crashes(facts) else ""
 
 
 def _launch_blocking(facts: Facts) -> str:
     is_set = facts.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
-    return "CUDA_LAUNCH_BLOCKING=1 with NCCL" if is_set and _has_devices(facts) else ""
+    return "CUDA_LAUNCH_BLOCKING=1 with NCCL" if is_set and _uses_nccl(facts) else ""
 
 
 def _transport_off(facts: Facts) -> str:
     names = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE")
     is_off = [name for name in names if facts.environ.get(name, "0") not in ("", "0")]
-    return quote(facts.environ, *is_off) if _has_devices(facts) else ""
+    return quote(facts.environ, *is_off) if _uses_nccl(facts) else ""
 
 
 def _old_names(facts: Facts) -> str:
@@ -102,15 +111,15 @@ def _consumer_p2p(facts: Facts) -> str:
 
 COMBINATIONS = (
     Combination(
-        applies=_debug_detail,
-        consequence="the constructor of DistributedDataParallel crashes (measured on torch 2.13)",
+        applies=_debug_detail_gloo,
+        consequence="the constructor of DistributedDataParallel crashes",
         fix="`unset TORCH_DISTRIBUTED_DEBUG`, or set it to INFO",
         source="ddpilot explain DDP606",
         severity="error",
         code="DDP606",
     ),
     Combination(
-        applies=_debug_detail_nccl,
+        applies=_debug_detail,
         consequence="it adds a gloo group and a check to every collective, and can hang between nodes",
         fix="`unset TORCH_DISTRIBUTED_DEBUG`, or set it to INFO",
         source="https://github.com/pytorch/pytorch/issues/129672",

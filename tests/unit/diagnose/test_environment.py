@@ -43,6 +43,7 @@ def test_variables_shows_what_changes_communication() -> None:
     [
         ({"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, {"torch": "2.13.0+cpu"}, "error DDP606"),
         ({"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, GPUS, "warning DDP802"),
+        ({"TORCH_DISTRIBUTED_DEBUG": "detail"}, {"torch": "2.12.0"}, "warning DDP802"),
         ({"CUDA_LAUNCH_BLOCKING": "1"}, GPUS, "warning DDP802"),
         ({"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "0"}, GPUS, "warning DDP802"),
         ({"NCCL_BLOCKING_WAIT": "1"}, {"torch": "2.13.0"}, "warning DDP802"),
