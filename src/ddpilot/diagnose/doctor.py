@@ -38,9 +38,8 @@ def doctor(
 
     `nproc_per_node`: ranks of the job on this machine; None: one per visible accelerator, or 2 on the CPU.
     `num_workers`: DataLoader workers of each rank. `checkpoint_dir`: where checkpoints will be; it need not exist.
-    `live`: start the ranks, which join a group, check values and measure times; False on a login node. Changes
-    nothing and ends no process. Raises LaunchError for a number of ranks that cannot be, and in
-    a rank of a job unless `nodes` is given.
+    `live`: start the ranks, which join a group, check values and measure times; False on a login node. Changes nothing
+    and ends no process. Raises LaunchError for a number of ranks that cannot be, and in a rank unless `nodes` is given.
 
     `nodes`: this process is a rank of a job that torchrun, srun or mpirun started, possibly on several nodes: check
     every node and the network between them, and return the same on all ranks. Collective; the number of ranks is the

@@ -92,7 +92,7 @@ def test_a_blocked_port_of_the_store_is_named_on_both_nodes(nodes: TwoNodes) -> 
 @pytest.mark.timeout(180)
 def test_blocked_ports_between_nodes_are_named_although_the_store_can_be_reached(nodes: TwoNodes) -> None:
     """Only the store's port is open, as behind many firewalls: who cannot reach whom, and the group does not form."""
-    for ports in ("1-29499", "29501-65535"):
+    for ports in ("1-29499", "29501-65534"):
         ip("-n", nodes._names["b"], "rule", "add", "ipproto", "tcp", "dport", ports, "prohibit")
     a, b = (start(nodes, node, "--timeout-s", 8, **named(nodes, node)) for node in "ab")
     found = problems(a, 1)
