@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from ddpilot.diagnose.combinations import parse_version
 from ddpilot.diagnose.facts import Answers, Facts
@@ -56,11 +57,11 @@ def driver(facts: Facts) -> Answers:
             yield f"driver {found} runs CUDA {cuda}, and torch has code for each device"
 
 
-def _unfit_devices(versions: dict[str, object]) -> list[str]:
+def _unfit_devices(versions: dict[str, Any]) -> list[str]:
     """Devices that none of the architectures torch is compiled for can run: same major version, or PTX of an older."""
-    compiled = [str(arch) for arch in versions.get("arch_list") or ()]  # type: ignore[attr-defined]
+    compiled = [str(arch) for arch in versions.get("arch_list") or ()]
     unfit = []
-    for device in versions.get("devices") or ():  # type: ignore[attr-defined]
+    for device in versions.get("devices") or ():
         capability = parse_version(str(device.get("capability") or ""))
         if compiled and capability and not any(_runs(arch, capability) for arch in compiled):
             unfit.append(f"{device['name']} (sm_{capability[0]}{capability[1]})")
