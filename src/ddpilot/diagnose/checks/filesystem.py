@@ -15,6 +15,7 @@ import psutil
 
 from ddpilot.diagnose.facts import Answers, Facts, in_units
 from ddpilot.findings.catalog import make_finding
+from ddpilot.findings.finding import Severity
 
 _TRIAL_BYTES = 8_000_000
 _LITTLE_BYTES = 1_000_000_000
@@ -27,9 +28,9 @@ def checkpoint_space(facts: Facts) -> Answers:
     free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
     text = f"{folder} ({_file_system(folder)}) has {in_units(free)} free of {in_units(total)}"
     if free < _LITTLE_BYTES or (found.f_files and not found.f_favail):
-        severity = "error" if not free else "warning"
+        severity: Severity = "warning" if free else "error"
         summary = text if found.f_favail or not found.f_files else f"{text} and no inode left"
-        yield make_finding("DDP806", summary=summary, severity=severity)  # type: ignore[arg-type]
+        yield make_finding("DDP806", summary=summary, severity=severity)
     else:
         yield text
 

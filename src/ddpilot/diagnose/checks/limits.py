@@ -42,7 +42,7 @@ def shared_memory(facts: Facts) -> Answers:
         yield make_finding("DDP601", summary=f"{folder}: {error.strerror}", severity="warning")
         return
     free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
-    workers = _WORKERS if facts.num_workers is None else facts.num_workers
+    workers = _count_workers(facts)
     needed = facts.nproc_per_node * workers * _PREFETCHED * _BATCH_BYTES
     has = f"{folder} has {in_units(free)} free of {in_units(total)}"
     what = f"{facts.nproc_per_node} ranks x {workers} workers x {_PREFETCHED} batches of {in_units(_BATCH_BYTES)}"
@@ -90,7 +90,7 @@ def memory(facts: Facts) -> Answers:
     """Free memory of the machine and the limit of the container against what ranks and workers need at least."""
     limit = read_cgroup_limit(facts.root, "memory", "memory.max", "memory.limit_in_bytes")
     free = psutil.virtual_memory().available
-    workers = _WORKERS if facts.num_workers is None else facts.num_workers
+    workers = _count_workers(facts)
     needed = facts.nproc_per_node * (_RANK_BYTES + workers * _WORKER_BYTES)
     has = f"{in_units(free)} available"
     if limit is not None and limit < _UNLIMITED_BYTES:
@@ -100,6 +100,10 @@ def memory(facts: Facts) -> Answers:
         yield make_finding("DDP702", summary=f"{text}, without model and data", fix=_MORE_MEMORY, severity="warning")
     else:
         yield text
+
+
+def _count_workers(facts: Facts) -> int:
+    return _WORKERS if facts.num_workers is None else facts.num_workers
 
 
 _MORE_MEMORY = "Ask for more (Slurm's `--mem`, the container's limit), or start fewer ranks and workers"
