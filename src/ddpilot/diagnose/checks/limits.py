@@ -115,15 +115,16 @@ def cores(facts: Facts) -> Answers:
     num, workers = facts.nproc_per_node, facts.num_workers or 0
     given = facts.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     threads = int(given) if given.isdigit() else 1
-    text = f"{have:g} cores ({where}); {num} ranks" + (
-        f" with {threads} threads each (OMP_NUM_THREADS)" if given else ""
-    )
+    text = f"{have:g} cores ({where}); {num} ranks"
+    text += f" with OMP_NUM_THREADS={threads}" if given else ""
     text += f" and {workers} workers each" if workers else ""
+    share = int(have / num)
     if num * (threads + workers) > have and (num > have or threads > 1 or workers):
-        share = max(1, int(have / num) - workers)
-        fix = f"`export OMP_NUM_THREADS={share}`" if num <= have else f"Start at most {max(1, int(have))} ranks here"
+        fixes = [f"start at most {max(1, int(have))} ranks here"] if num > have else []
+        fixes += [f"`export OMP_NUM_THREADS={max(1, share - workers)}`"] if threads > 1 and num <= have else []
+        fixes += [f"at most {max(0, share - 1)} DataLoader workers per rank"] if workers and workers >= share else []
         summary = f"{text} are {num * (threads + workers)} threads and workers"
-        yield make_finding("DDP804", summary=summary, fix=f"{fix}, or ask for more cores")
+        yield make_finding("DDP804", summary=summary, fix="; ".join([*fixes, "or ask for more cores"]))
     else:
         yield text
 
