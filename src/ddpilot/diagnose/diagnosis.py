@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from html import escape
 from typing import Any
 
-from ddpilot.diagnose.facts import Answer
+from ddpilot.diagnose.facts import Answer, RankReport
 from ddpilot.findings.display import render_html, render_text
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import printable
@@ -62,6 +62,8 @@ class Diagnosis:
     """Of all checks, in their order."""
     settings: tuple[str, ...] = ()
     """Lines to paste into a shell, each with its evidence as a comment."""
+    ranks: tuple[RankReport, ...] = ()
+    """What each rank has reported, with all times that it measured."""
     is_shown: bool = True
     """False on a rank whose diagnosis is that of rank 0, which shows it."""
 
@@ -83,12 +85,14 @@ class Diagnosis:
             **self._counts(),
             "lines": [line.to_dict() for line in self.lines],
             "settings": list(self.settings),
+            "ranks": [asdict(each) for each in self.ranks],
         }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Diagnosis:
         """Return the diagnosis that `to_dict` wrote."""
-        return cls(values["title"], tuple(map(Line.from_dict, values["lines"])), tuple(values["settings"]))
+        ranks = tuple(RankReport(**each) for each in values["ranks"])
+        return cls(values["title"], tuple(map(Line.from_dict, values["lines"])), tuple(values["settings"]), ranks)
 
     def render(self, *, verbose: bool = False, height: int | None = None, color: bool = False) -> str:
         """Return the text: findings by severity, then a line for each check that is ok.

@@ -56,7 +56,7 @@ def doctor(
     facts = _start_ranks(facts, launcher) if live else facts
     title = f"doctor: {socket.gethostname()}, {num} rank{'s' * (num > 1)}{'' if live else ', not started'}"
     lines = tuple(run_checks(facts, ("machine", "ranks")))
-    return Diagnosis(title, lines, tuple(suggest_settings(facts, lines)))
+    return Diagnosis(title, lines, tuple(suggest_settings(facts, lines)), facts.ranks)
 
 
 def _refuse_in_rank(environ: Mapping[str, str]) -> None:

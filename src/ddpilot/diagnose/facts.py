@@ -42,8 +42,8 @@ class RankReport:
     """One sentence for each collective that returned wrong values."""
     group_times: tuple[tuple[int, float], ...] = ()
     """(bytes, seconds) of an all_reduce, by size."""
-    pair_times: tuple[tuple[int, float, float], ...] = ()
-    """(other rank, seconds for a message of 8 bytes one way, bytes per second), for each other rank."""
+    pair_times: tuple[tuple[int, tuple[tuple[int, float], ...]], ...] = ()
+    """(other rank, ((bytes, seconds one way), by size)) for each other rank."""
     link: str = ""
     """What connects the ranks, such as "loopback" or "eth0"."""
     link_bytes_per_s: float | None = None

@@ -152,4 +152,4 @@ def _gather(store: Store, facts: Facts, topology: Topology, absent: Finding | No
     facts = replace(facts, ranks=ranks, live_failure=absent)
     lines = (*merge_nodes(by_node), *run_checks(facts, ("ranks",)))
     title = f"doctor: {num} ranks on {topology.nnodes} node{'s' * (topology.nnodes > 1)}"
-    return Diagnosis(title, lines, tuple(suggest_settings(facts, lines)))
+    return Diagnosis(title, lines, tuple(suggest_settings(facts, lines)), facts.ranks)

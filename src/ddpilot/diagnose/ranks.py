@@ -24,7 +24,7 @@ from ddpilot.group.process_group import Group
 from ddpilot.launching.rank_environment import count_cores
 
 _SMALL_BYTES = 8
-_PAIR_BYTES = 4_000_000
+_PAIR_SIZES = (_SMALL_BYTES, 64_000, 4_000_000)
 _CPU_SIZES = (_SMALL_BYTES, 64_000, 1_000_000, 16_000_000)
 _DEVICE_SIZES = (_SMALL_BYTES, 1_000_000, 64_000_000, 256_000_000)
 _MANY, _FEW = 20, 5
@@ -113,8 +113,8 @@ def measure_group(group: Group) -> tuple[tuple[int, float], ...]:
     return tuple(found)
 
 
-def measure_pairs(group: Group) -> tuple[tuple[int, float, float], ...]:
-    """(other rank, seconds one way for 8 bytes, bytes per second) for each other rank. Collective.
+def measure_pairs(group: Group) -> tuple[tuple[int, tuple[tuple[int, float], ...]], ...]:
+    """(other rank, ((bytes, seconds one way), by size)) for each other rank. Collective.
 
     The fastest of some calls, since a busy core delays the others. Pairs without a common rank are measured at the
     same time: in turn t, ranks whose sum is t modulo the world size.
@@ -125,12 +125,12 @@ def measure_pairs(group: Group) -> tuple[tuple[int, float, float], ...]:
         dist.barrier()
         if peer == group.rank:
             continue
-        seconds = []
-        for num_bytes in (_SMALL_BYTES, _PAIR_BYTES):
+        times = []
+        for num_bytes in _PAIR_SIZES:
             tensor = torch.zeros(num_bytes // 4, device=group.device)
             call = lambda tensor=tensor, peer=peer: _exchange(tensor, peer, group.rank)  # noqa: E731
-            seconds.append(min(_time(call, group, num_bytes)) / 2)
-        found.append((peer, seconds[0], _PAIR_BYTES / seconds[1]))
+            times.append((num_bytes, min(_time(call, group, num_bytes)) / 2))
+        found.append((peer, tuple(times)))
     return tuple(sorted(found))
 
 

@@ -12,9 +12,14 @@ from tests.unit.diagnose.checking import make_facts, make_report, statuses, text
 GB = 1e9
 
 
+def times(rate: float) -> tuple[tuple[int, float], ...]:
+    """Times of a small message, and of 4 MB at `rate` bytes per second."""
+    return ((8, 1e-4), (4_000_000, 4e6 / rate))
+
+
 def pair(rate: float, **given: Any) -> Any:
     """Two ranks that exchange `rate` bytes per second."""
-    return make_facts(ranks=(make_report(0, pair_times=((1, 1e-4, rate),), **given), make_report(1, **given)))
+    return make_facts(ranks=(make_report(0, pair_times=((1, times(rate)),), **given), make_report(1, **given)))
 
 
 def test_joined_says_how_fast_or_why_not() -> None:
@@ -56,10 +61,10 @@ def test_threads_of_a_nodes_ranks_are_added() -> None:
 
 def test_all_reduce_is_judged_by_its_link() -> None:
     """16 MB in 20 ms are 0.8 GB/s: enough for loopback and 10 Gb/s, too slow for NVLink, not judged if unknown."""
-    times = ((8, 1e-4), (16_000_000, 0.02))
+    measured = ((8, 1e-4), (16_000_000, 0.02))
 
     def facts(**given: Any) -> Any:
-        return make_facts(ranks=tuple(make_report(rank, group_times=times, **given) for rank in range(2)))
+        return make_facts(ranks=tuple(make_report(rank, group_times=measured, **given) for rank in range(2)))
 
     assert statuses(live.all_reduce_speed, facts()) == ["ok"]
     said = text_of(live.all_reduce_speed, facts())
@@ -75,11 +80,11 @@ def test_all_reduce_is_judged_by_its_link() -> None:
 def test_pairs_are_judged_by_their_link_and_by_the_other_pairs() -> None:
     """A slow loopback; one slow pair of six, by its ranks and host."""
     assert statuses(live.pair_speed, pair(0.5 * GB)) == ["ok"]
-    assert "one way: 0-1 0.10 ms 500.0 MB/s" in text_of(live.pair_speed, pair(0.5 * GB))
+    assert "one way: 0-1 8 B 0.10 ms, 4.0 MB 8.00 ms (500.0 MB/s)" in text_of(live.pair_speed, pair(0.5 * GB))
     assert statuses(live.pair_speed, pair(0.01 * GB)) == ["warning DDP807"]
     rates = {(a, b): 1.0 for a in range(4) for b in range(a + 1, 4)} | {(1, 3): 0.2}
     ranks = [
-        make_report(a, 4, pair_times=tuple((b, 1e-4, rate * GB) for (first, b), rate in rates.items() if first == a))
+        make_report(a, 4, pair_times=tuple((b, times(rate * GB)) for (first, b), rate in rates.items() if first == a))
         for a in range(4)
     ]
     found = make_facts(ranks=tuple(ranks))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 
 from ddpilot.diagnose.facts import Answers, Facts, RankReport, in_units
 from ddpilot.diagnose.links import LOOPBACK
@@ -88,26 +89,28 @@ def all_reduce_speed(facts: Facts) -> Answers:
 
 def pair_speed(facts: Facts) -> Answers:
     """Latency and bandwidth of each pair of ranks, against the link and against the other pairs."""
-    pairs = [
-        (report, peer, latency_s, rate)
-        for report in facts.ranks
-        for peer, latency_s, rate in report.pair_times
-        if report.rank < peer
-    ]
+    pairs = [(report, peer, dict(times)) for report in facts.ranks for peer, times in report.pair_times]
+    pairs = [pair for pair in pairs if pair[0].rank < pair[1]]
     if not pairs:
         return
-    texts = [f"{report.rank}-{peer} {_in_ms(latency_s)} {in_units(rate)}/s" for report, peer, latency_s, rate in pairs]
-    median = statistics.median(rate for *_, rate in pairs)
-    slow = [(f"{each[0].rank}-{each[1]}", each) for each in pairs if each[3] < _SHARE_OF_MEDIAN * median]
+    texts = [f"{report.rank}-{peer} {_by_size(times)}" for report, peer, times in pairs]
+    rates = [max(times) / times[max(times)] for *_, times in pairs]
+    median = statistics.median(rates)
+    slow = [pair for pair, rate in zip(pairs, rates, strict=True) if rate < _SHARE_OF_MEDIAN * median]
     if slow:
-        names = ", ".join(name for name, _ in slow)
-        hosts = {f"{each[0].host} (rank {each[0].rank})" for _, each in slow}
+        names = ", ".join(f"{report.rank}-{peer}" for report, peer, _ in slow)
+        hosts = {f"rank {report.rank} on {report.host}" for report in facts.ranks}
         summary = f"ranks {names} exchange data at under {_SHARE_OF_MEDIAN:.0%} of the median of {in_units(median)}/s"
-        evidence = [*texts, f"on {', '.join(sorted(hosts))}"]
-        yield make_finding("DDP807", summary=summary, evidence=evidence)
+        yield make_finding("DDP807", summary=summary, evidence=[*texts, ", ".join(sorted(hosts))])
     else:
-        slowest = min(pairs, key=lambda each: each[3])
-        yield from _judge(f"one way: {'; '.join(texts)}", slowest[3], slowest[0], "DDP807")
+        yield from _judge(f"one way: {'; '.join(texts)}", min(rates), pairs[rates.index(min(rates))][0], "DDP807")
+
+
+def _by_size(times: Mapping[int, float]) -> str:
+    """``8 B 0.08 ms, 4.0 MB 2.00 ms (2.0 GB/s)``: the largest size also as a rate."""
+    largest = max(times)
+    text = ", ".join(f"{in_units(num_bytes)} {_in_ms(seconds)}" for num_bytes, seconds in sorted(times.items()))
+    return f"{text} ({in_units(largest / times[largest])}/s)"
 
 
 def _judge(text: str, rate: float, report: RankReport, code: str) -> Answers:
