@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -40,8 +40,7 @@ def examine_job(facts: Facts, topology: Topology, timeout_s: float) -> Diagnosis
     """
     lines = list(run_checks(facts, ("machine",))) if topology.local_rank == 0 else []
     try:
-        store = PrefixStore("doctor", connect_store(resolve_endpoint(topology, facts.environ), timeout_s))
-        return _examine_together(store, facts, topology, lines, timeout_s)
+        return _examine_together(facts, topology, lines, timeout_s)
     except RendezvousError as error:
         finding = explain_error(error, "DDP103" if topology.is_rank_zero else "DDP104")
     except RuntimeError as error:  # the store's connection
@@ -53,14 +52,22 @@ def examine_job(facts: Facts, topology: Topology, timeout_s: float) -> Diagnosis
     return Diagnosis(title, tuple(lines), is_shown=topology.local_rank == 0)
 
 
-def _examine_together(store: Store, facts: Facts, topology: Topology, lines: list[Line], timeout_s: float) -> Diagnosis:
+def _connect(facts: Facts, topology: Topology, timeout_s: float) -> Store:
+    return PrefixStore("doctor", connect_store(resolve_endpoint(topology, facts.environ), timeout_s))
+
+
+def _examine_together(facts: Facts, topology: Topology, lines: list[Line], timeout_s: float) -> Diagnosis:
     """Wait for the other ranks, check what needs them, and return rank 0's diagnosis. Collective."""
+    store = _connect(facts, topology, timeout_s)
     absent = _wait_for_ranks(store, topology, timeout_s)
     if absent is None:
         if topology.local_rank == 0:
             lines += _check_other_nodes(store, facts, topology)
         _choose_interface(facts)
-        report = examine_rank(timeout_s)
+        can_connect = _can_nodes_connect(store, topology)
+        report = examine_rank(timeout_s if can_connect else None)
+        if report.failure is not None:  # taking down a broken group closes this process's connections to the store
+            store = _connect(facts, topology, timeout_s)
         store.set(f"report/{topology.rank}", json.dumps(asdict(report)))
     if topology.local_rank == 0:
         store.set(f"lines/{topology.node_rank}", json.dumps([line.to_dict() for line in lines]))
@@ -70,7 +77,7 @@ def _examine_together(store: Store, facts: Facts, topology: Topology, lines: lis
         # The store ends with this process: the other ranks read the diagnosis first.
         wait_for_keys(store, [f"read/{rank}" for rank in _others(topology, absent)], _READ_S)
         return found
-    if not wait_for_keys(store, ["diagnosis"], 4 * timeout_s):
+    if not wait_for_keys(store, ["diagnosis"], _NODES_S + 10 * timeout_s):
         raise RuntimeError("no diagnosis came")
     found = Diagnosis.from_dict(json.loads(store.get("diagnosis")))
     store.set(f"read/{topology.rank}", "")
@@ -119,14 +126,23 @@ def _check_other_nodes(store: Store, facts: Facts, topology: Topology) -> Iterat
         wait_for_keys(store, keys, _NODES_S)
         nodes = [Node(**json.loads(store.get(key))) for key in keys if store.check([key])]
         others = [node for node in nodes if node.node != me.node]
-        checks: Sequence[tuple[str, Callable[[], Iterable[Answer]]]] = (
-            ("reachability", lambda: check_reachability(me, others)),
-            ("shared_folder", lambda: check_shared_folder(folder, nodes[0])),
-        )
-        for name, check in checks:
-            yield from (Line(name, NODES, answer) for answer in check())
-        store.set(f"asked/{me.node}", "")
-        wait_for_keys(store, [f"asked/{node.node}" for node in nodes], _NODES_S)
+        reach, see = list(check_reachability(me, others)), list(check_shared_folder(folder, nodes[0]))
+        yield from (Line("reachability", NODES, answer) for answer in reach)
+        yield from (Line("shared_folder", NODES, answer) for answer in see)
+        store.set(f"reached/{me.node}", json.dumps(_is_connected(reach)))
+        wait_for_keys(store, [f"reached/{node.node}" for node in nodes], _NODES_S)
+
+
+def _is_connected(reach: Sequence[Answer]) -> bool:
+    return not any(isinstance(answer, Finding) and answer.code == "DDP104" for answer in reach)
+
+
+def _can_nodes_connect(store: Store, topology: Topology) -> bool:
+    """True if every node has reached each other one. Collective, since a group would wait for its timeout otherwise."""
+    if topology.nnodes == 1:
+        return True
+    keys = [f"reached/{node}" for node in range(topology.nnodes)]
+    return wait_for_keys(store, keys, 2 * _NODES_S) and all(json.loads(store.get(key)) for key in keys)
 
 
 def _own_address(facts: Facts) -> str:
@@ -140,7 +156,7 @@ def _gather(store: Store, facts: Facts, topology: Topology, absent: Finding | No
     """On rank 0: merge the lines of all nodes, and check what all ranks reported."""
     num, nodes = topology.world_size, range(topology.nnodes)
     if absent is None:
-        wait_for_keys(store, [f"report/{rank}" for rank in range(num)], 3 * timeout_s)
+        wait_for_keys(store, [f"report/{rank}" for rank in range(num)], 6 * timeout_s)
     wait_for_keys(store, [f"lines/{node}" for node in nodes], _READ_S)
     texts = [store.get(key) for rank in range(num) if store.check([key := f"report/{rank}"])]
     ranks = tuple(RankReport(**json.loads(text)) for text in texts)

@@ -31,10 +31,10 @@ _MANY, _FEW = 20, 5
 """Number of times that a small and a large message is measured."""
 
 
-def examine_rank(limit_s: float) -> RankReport:
+def examine_rank(limit_s: float | None) -> RankReport:
     """Join the group, check values and measure. Collective. An error ends the report, which contains it.
 
-    `limit_s`: timeout of the group, in seconds.
+    `limit_s`: timeout of the group, in seconds; None: the ranks cannot form one, and report their versions only.
     """
     topology = detect_topology(os.environ)
     report = RankReport(
@@ -45,6 +45,8 @@ def examine_rank(limit_s: float) -> RankReport:
         versions=_read_versions(),
         num_threads=torch.get_num_threads(),
     )
+    if limit_s is None:
+        return report
     try:
         began_s = time.monotonic()
         with init_group(timeout_s=limit_s) as group:

@@ -34,6 +34,9 @@ def test_joined_says_how_fast_or_why_not() -> None:
     assert statuses(live.joined, make_facts(ranks=(make_report(0),))) == ["error DDP105"]
     assert "rank 1 did not report" in text_of(live.joined, make_facts(ranks=(make_report(0),)))
     assert statuses(live.joined, make_facts()) == []
+    apart = make_facts(ranks=(make_report(0, backend=""), make_report(1, backend="")))
+    assert statuses(live.joined, apart) == ["info DDP105"]
+    assert statuses(live.values, apart) == []
 
 
 def test_joined_looks_up_the_page_of_an_error_of_torch() -> None:

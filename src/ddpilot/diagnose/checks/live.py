@@ -33,6 +33,9 @@ def joined(facts: Facts) -> Answers:
         yield from _explain_failures(failed)
     elif absent:
         yield make_finding("DDP105", summary=f"{render_ranks(absent)} did not report", ranks=absent)
+    elif facts.ranks and not facts.ranks[0].backend:
+        summary = "the ranks have not formed a group, since their nodes cannot connect to each other"
+        yield make_finding("DDP105", summary=summary, fix="Look at the errors about the network first", severity="info")
     elif facts.ranks:
         first = facts.ranks[0]
         slowest_s = max(report.joined_s for report in facts.ranks)
@@ -59,7 +62,7 @@ def _explain_failures(failed: list[RankReport]) -> Answers:
 
 def values(facts: Facts) -> Answers:
     """all_reduce, broadcast and gather_object of rank numbers give the right values."""
-    reports = [report for report in facts.ranks if report.failure is None]
+    reports = [report for report in facts.ranks if report.failure is None and report.backend]
     wrong = [report for report in reports if report.wrong]
     if wrong:
         evidence = [f"rank {report.rank}: {text}" for report in wrong for text in report.wrong]
