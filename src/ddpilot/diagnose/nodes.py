@@ -7,6 +7,7 @@ import json
 import os
 import socket
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -26,6 +27,7 @@ from ddpilot.findings.finding import Finding
 from ddpilot.group.store import connect_store, resolve_endpoint, wait_for_keys
 from ddpilot.launching.elastic.rendezvous.network import ips, up_interfaces
 
+_GLOO = "GLOO_SOCKET_IFNAME"
 _READ_S = 3.0
 """Seconds that the other ranks have to read rank 0's diagnosis, and the other nodes' lines may be late."""
 _NODES_S = 30.0
@@ -53,21 +55,23 @@ def examine_job(facts: Facts, topology: Topology, timeout_s: float) -> Diagnosis
 
 
 def _connect(facts: Facts, topology: Topology, timeout_s: float) -> Store:
-    return PrefixStore("doctor", connect_store(resolve_endpoint(topology, facts.environ), timeout_s))
+    return connect_store(resolve_endpoint(topology, facts.environ), timeout_s)
 
 
 def _examine_together(facts: Facts, topology: Topology, lines: list[Line], timeout_s: float) -> Diagnosis:
     """Wait for the other ranks, check what needs them, and return rank 0's diagnosis. Collective."""
-    store = _connect(facts, topology, timeout_s)
+    base = _connect(facts, topology, timeout_s)
+    part = f"doctor/{base.add(f'doctor/calls/{topology.rank}', 1)}"  # without the keys of an earlier call
+    store: Store = PrefixStore(part, base)
     absent = _wait_for_ranks(store, topology, timeout_s)
     if absent is None:
         if topology.local_rank == 0:
             lines += _check_other_nodes(store, facts, topology)
-        _choose_interface(facts)
         can_connect = _can_nodes_connect(store, topology)
-        report = examine_rank(timeout_s if can_connect else None)
+        with _route_for_gloo(facts):
+            report = examine_rank(timeout_s if can_connect else None)
         if report.failure is not None:  # taking down a broken group closes this process's connections to the store
-            store = _connect(facts, topology, timeout_s)
+            store = PrefixStore(part, _connect(facts, topology, timeout_s))
         store.set(f"report/{topology.rank}", json.dumps(asdict(report)))
     if topology.local_rank == 0:
         store.set(f"lines/{topology.node_rank}", json.dumps([line.to_dict() for line in lines]))
@@ -106,11 +110,19 @@ def _wait_for_ranks(store: Store, topology: Topology, timeout_s: float) -> Findi
     return make_finding("DDP105", summary=summary, ranks=missing, fix=fix)
 
 
-def _choose_interface(facts: Facts) -> None:
+@contextmanager
+def _route_for_gloo(facts: Facts) -> Iterator[None]:
     """Let gloo use the route to node 0 where this host's own name would mislead it, as the finding suggests."""
     misleads = any(isinstance(answer, Finding) for answer in host_name(facts))
-    if misleads and facts.nnodes > 1 and (route := route_to_master(facts)):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", route)
+    route = route_to_master(facts) if misleads and _GLOO not in os.environ else None
+    if route is None:
+        yield
+        return
+    os.environ[_GLOO] = route
+    try:
+        yield
+    finally:
+        del os.environ[_GLOO]
 
 
 def _check_other_nodes(store: Store, facts: Facts, topology: Topology) -> Iterator[Line]:

@@ -167,6 +167,31 @@ def test_ranks_of_torchrun_are_one_job_of_which_rank_0_speaks() -> None:
     assert lines["joined"].startswith("2 ranks joined")
 
 
+TWICE = """
+import os
+import ddpilot
+before = dict(os.environ)
+found = [ddpilot.doctor(nodes=True, checkpoint_dir=os.environ["FOLDER"]) for _ in range(2)]
+assert dict(os.environ) == before
+assert found[0].ranks != found[1].ranks
+assert [len(each.ranks) for each in found] == [2, 2]
+print("rank", os.environ["RANK"], [each.exit_status for each in found], found[0].is_shown, flush=True)
+"""
+
+
+@pytest.mark.timeout(150)
+def test_the_function_returns_the_same_on_all_ranks_and_can_be_called_again(tmp_path: Path) -> None:
+    """In a script under torchrun; variables stay as they were."""
+    script = tmp_path / "twice.py"
+    script.write_text(TWICE)
+    words = ["--standalone", "--nproc-per-node", "2", str(script)]
+    command = [sys.executable, "-m", "torch.distributed.run", *words]
+    environ = {**os.environ, "FOLDER": str(tmp_path)}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(done.stdout.splitlines()) == ["rank 0 [0, 0] True", "rank 1 [0, 0] False"]
+
+
 @pytest.mark.timeout(150)
 def test_tasks_of_srun_are_one_job_without_torchruns_variables() -> None:
     """Slurm's variables of a step of two tasks on this machine; each rank of torch uses all cores, a warning."""

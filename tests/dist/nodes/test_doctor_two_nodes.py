@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,9 @@ def nodes() -> Iterator[TwoNodes]:
         yield both
 
 
-def start(nodes: TwoNodes, node: str, *more: object, command: tuple[object, ...] = DOCTOR, **environ: str) -> Agent:
+def start(
+    nodes: TwoNodes, node: str, *more: object, environ: Mapping[str, str], command: tuple[object, ...] = DOCTOR
+) -> Agent:
     """The doctor as the only rank of a node, as srun would start it with torchrun's variables."""
     rank = str("ab".index(node))
     job = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "29500"}
@@ -50,7 +52,7 @@ def problems(agent: Agent, status: int) -> list[tuple[str, str]]:
 @pytest.mark.timeout(180)
 def test_two_healthy_nodes_pass_and_rank_0_speaks_for_all(nodes: TwoNodes, tmp_path: Path) -> None:
     """No finding; the nodes reach each other, see one folder, and exchange data over the cable."""
-    a, b = (start(nodes, node, "--checkpoint-dir", tmp_path, **named(nodes, node)) for node in "ab")
+    a, b = (start(nodes, node, "--checkpoint-dir", tmp_path, environ=named(nodes, node)) for node in "ab")
     assert problems(a, 0) == []
     assert b.wait(LIMIT_S) == 0
     assert "lines" not in b.text
@@ -65,7 +67,7 @@ def test_two_healthy_nodes_pass_and_rank_0_speaks_for_all(nodes: TwoNodes, tmp_p
 @pytest.mark.timeout(180)
 def test_a_host_name_that_is_loopback_is_an_error_with_the_line_to_paste(nodes: TwoNodes) -> None:
     """The ranks are connected with the setting that the finding suggests, and that works."""
-    a, b = (start(nodes, node) for node in "ab")
+    a, b = (start(nodes, node, environ={}) for node in "ab")
     found = problems(a, 1)
     assert {code for code, _ in found} == {"DDP106"}
     assert b.wait(LIMIT_S) == 0
@@ -80,7 +82,7 @@ def test_a_host_name_that_is_loopback_is_an_error_with_the_line_to_paste(nodes: 
 def test_a_blocked_port_of_the_store_is_named_on_both_nodes(nodes: TwoNodes) -> None:
     """Node 1 cannot connect to it, and rank 0 names the rank that does not come."""
     ip("-n", nodes._names["b"], "rule", "add", "ipproto", "tcp", "dport", "29500", "prohibit")
-    a, b = (start(nodes, node, "--timeout-s", 5, **named(nodes, node)) for node in "ab")
+    a, b = (start(nodes, node, "--timeout-s", 5, environ=named(nodes, node)) for node in "ab")
     (far,) = problems(b, 1)
     assert far[0] == "DDP104"
     assert "connecting to rank 0's store at 10.78.0.1:29500: no answer for" in far[1]
@@ -94,7 +96,7 @@ def test_blocked_ports_between_nodes_are_named_although_the_store_can_be_reached
     """Only the store's port is open, as behind many firewalls: who cannot reach whom, without a group."""
     for ports in ("1-29499", "29501-65534"):
         ip("-n", nodes._names["b"], "rule", "add", "ipproto", "tcp", "dport", ports, "prohibit")
-    a, b = (start(nodes, node, "--timeout-s", 8, **named(nodes, node)) for node in "ab")
+    a, b = (start(nodes, node, "--timeout-s", 8, environ=named(nodes, node)) for node in "ab")
     found = problems(a, 1)
     assert b.wait(LIMIT_S) == 0
     texts = [text for code, text in found if code == "DDP104"]
@@ -106,8 +108,8 @@ def test_blocked_ports_between_nodes_are_named_although_the_store_can_be_reached
 @pytest.mark.timeout(180)
 def test_a_wrong_master_address_is_named_on_the_node_that_has_it(nodes: TwoNodes) -> None:
     """A name that does not resolve, once, in seconds; and rank 0 misses that rank."""
-    a = start(nodes, "a", "--timeout-s", 5, **named(nodes, "a"))
-    b = start(nodes, "b", "--timeout-s", 5, **{**named(nodes, "b"), "MASTER_ADDR": "no-such-host.invalid"})
+    a = start(nodes, "a", "--timeout-s", 5, environ=named(nodes, "a"))
+    b = start(nodes, "b", "--timeout-s", 5, environ={**named(nodes, "b"), "MASTER_ADDR": "no-such-host.invalid"})
     assert [code for code, _ in problems(b, 1)] == ["DDP104"]
     assert "MASTER_ADDR=no-such-host.invalid: the name does not resolve" in b.text
     assert [code for code, _ in problems(a, 1)] == ["DDP105"]
@@ -120,8 +122,8 @@ def test_clocks_and_folders_that_differ_are_named(nodes: TwoNodes, tmp_path: Pat
     mount = 'mount -t tmpfs tmpfs "$0" && exec "$@"'
     own_disk = ("unshare", "-m", "sh", "-c", mount, tmp_path / "shared", sys.executable, "-c", LATE, "doctor")
     more = ("--checkpoint-dir", tmp_path / "shared")
-    a = start(nodes, "a", *more, **named(nodes, "a"))
-    b = start(nodes, "b", *more, command=own_disk, **named(nodes, "b"))
+    a = start(nodes, "a", *more, environ=named(nodes, "a"))
+    b = start(nodes, "b", *more, command=own_disk, environ=named(nodes, "b"))
     found = dict(problems(a, 1))
     assert b.wait(LIMIT_S) == 0
     assert "the clock of node 0 is +30.0" in found["DDP805"]

@@ -170,8 +170,8 @@ def test_an_old_driver_reports_less() -> None:
     """Functions that a driver does not have leave values open, and nothing fails."""
 
     class Old(Nvml):
-        nvmlDeviceGetP2PStatus = None  # noqa: N815
-        nvmlDeviceGetMemoryInfo = None  # noqa: N815
+        nvmlDeviceGetP2PStatus = None  # type: ignore[assignment]  # noqa: N815
+        nvmlDeviceGetMemoryInfo = None  # type: ignore[assignment]  # noqa: N815
 
     (first, _) = read_gpu_states(Old(H100, H100))
     assert (first.total_bytes, first.peers) == (None, ("", "unknown"))
@@ -182,7 +182,9 @@ def test_find_link_is_nvlink_or_pcie_or_loopback() -> None:
     """Bytes per second in one direction: 18 links of 25 GB/s, 16 lanes of PCIe 4."""
     nvml = Nvml(H100, RTX)
     assert find_link("GPU-1", 1, nvml) == ("NVLink (18 links)", 450e9)
-    assert find_link("2", 1, nvml) == ("PCIe", pytest.approx(31.5e9, rel=0.01))
+    kind, rate = find_link("2", 1, nvml)
+    assert kind == "PCIe"
+    assert rate == pytest.approx(31.5e9, rel=0.01)
     assert find_link("9", 1, nvml) == ("an unknown link", None)
     assert find_link("", 1, nvml) == ("loopback", None)
 

@@ -43,6 +43,6 @@ def test_a_folder_that_refuses_renames_is_an_error(tmp_path: Path) -> None:
     made = inner / "scratch"
     made.mkdir()
     with pytest.MonkeyPatch.context() as patch, append_only(made):
-        patch.setattr(filesystem.tempfile, "mkdtemp", lambda **_: str(made))
+        patch.setattr("tempfile.mkdtemp", lambda **_: str(made))
         found = text_of(filesystem.atomic_rename, make_facts(checkpoint_dir=inner))
     assert f"renaming a file onto another one in {inner}: Operation not permitted" in found
