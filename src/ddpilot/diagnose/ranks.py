@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import time
@@ -110,7 +111,7 @@ def measure_group(group: Group) -> tuple[tuple[int, float], ...]:
     found = []
     for num_bytes in _CPU_SIZES if group.device.type == "cpu" else _DEVICE_SIZES:
         tensor = torch.zeros(num_bytes // 4, device=group.device)
-        times_s = _time(lambda tensor=tensor: dist.all_reduce(tensor), group, num_bytes)
+        times_s = _time(functools.partial(dist.all_reduce, tensor), group, num_bytes)
         found.append((num_bytes, min(times_s)))
     return tuple(found)
 
@@ -130,7 +131,7 @@ def measure_pairs(group: Group) -> tuple[tuple[int, tuple[tuple[int, float], ...
         times = []
         for num_bytes in _PAIR_SIZES:
             tensor = torch.zeros(num_bytes // 4, device=group.device)
-            call = lambda tensor=tensor, peer=peer: _exchange(tensor, peer, group.rank)  # noqa: E731
+            call = functools.partial(_exchange, tensor, peer, group.rank)
             times.append((num_bytes, min(_time(call, group, num_bytes)) / 2))
         found.append((peer, tuple(times)))
     return tuple(sorted(found))

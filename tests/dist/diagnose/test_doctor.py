@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,11 +38,18 @@ def codes(found: Any) -> set[str]:
     return {finding.code for finding in found.findings} - {SLOW}
 
 
-def run_command(*words: object, around: tuple[object, ...] = (), **environ: str) -> tuple[int, dict[str, Any]]:
+def run_command(
+    *words: object, environ: Mapping[str, str] | None = None, around: tuple[object, ...] = ()
+) -> tuple[int, dict[str, Any]]:
     """Exit status and JSON of `ddpilot doctor`."""
     command = [*around, sys.executable, "-m", "ddpilot", "doctor", "--json", *words]
     done = subprocess.run(
-        list(map(str, command)), env={**os.environ, **environ}, capture_output=True, text=True, timeout=100, check=False
+        list(map(str, command)),
+        env={**os.environ, **(environ or {})},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)
@@ -121,10 +128,12 @@ def test_faults_of_a_machine_are_found_together_and_its_ranks_still_run(tmp_path
     status, report = run_command(
         *("-n", 2, "--checkpoint-dir", tmp_path),
         around=("unshare", "-m", "sh", "-c", script, tmp_path),
-        **job,
-        MASTER_ADDR="no-such-host.invalid",
-        NCCL_SOCKET_IFNAME="eth77",
-        TORCH_DISTRIBUTED_DEBUG="DETAIL",
+        environ={
+            **job,
+            "MASTER_ADDR": "no-such-host.invalid",
+            "NCCL_SOCKET_IFNAME": "eth77",
+            "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+        },
     )
     found = found_by_check(report)
     assert status == 1
@@ -146,7 +155,7 @@ def test_a_rank_that_never_comes_is_named() -> None:
     """Rank 0 of 2 alone, as srun starts it: rank 1 is missing after the time that it may take."""
     with kept_port() as port:
         job = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": str(port)}
-        status, report = run_command("--nodes", "--timeout-s", 2, **job, MASTER_ADDR="127.0.0.1")
+        status, report = run_command("--nodes", "--timeout-s", 2, environ={**job, "MASTER_ADDR": "127.0.0.1"})
     code, text = found_by_check(report)["joined"]
     assert (status, code) == (1, "DDP105")
     assert text.startswith("rank 1 of 2 did not come within 2 s; there are rank 0 (")
@@ -249,7 +258,7 @@ def test_a_rank_that_loses_rank_0_says_so() -> None:
 def is_connected(pid: int, port: int) -> bool:
     """True if the process has a connection to `port`."""
     connections = psutil.Process(pid).net_connections("tcp")
-    return any(each.raddr and each.raddr.port == port and each.status == "ESTABLISHED" for each in connections)
+    return any(getattr(each.raddr, "port", 0) == port and each.status == "ESTABLISHED" for each in connections)
 
 
 def test_a_rank_is_told_to_use_nodes() -> None:

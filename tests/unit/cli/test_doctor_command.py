@@ -22,7 +22,12 @@ BAD = replace(GOOD, lines=(*GOOD.lines, Line("master_port", "network", make_find
 def run(monkeypatch: pytest.MonkeyPatch, found: Diagnosis, *words: str) -> tuple[int, str, dict[str, Any]]:
     """Exit status, output, and the options with which `doctor` was called."""
     given: dict[str, Any] = {}
-    monkeypatch.setattr(doctor_command, "doctor", lambda **options: given.update(options) or found)
+
+    def doctor(**options: Any) -> Diagnosis:
+        given.update(options)
+        return found
+
+    monkeypatch.setattr(doctor_command, "doctor", doctor)
     done = CliRunner().invoke(app, ["doctor", *words])
     return done.exit_code, done.output, given
 
