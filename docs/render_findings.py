@@ -26,6 +26,7 @@ KINDS = {
     "5": "In a `Loop` or a `Trainer`",
     "6": "Memory, checkpoints, the end",
     "7": "Messages that do not say what is wrong",
+    "8": "Before a job runs",
 }
 
 

@@ -86,12 +86,13 @@ TASKS = (
     ),
     Task(
         "Diagnose",
-        "[Watch](watch.md), [guard](guard.md), [findings](findings.md), [the flight ring](flight-ring.md)",
-        ("watch.enable", "Finding", "read_ring", "RankLog", "read_journal", "Journal"),
+        "[Doctor](doctor.md), [watch](watch.md), [guard](guard.md), [findings](findings.md), "
+        "[the flight ring](flight-ring.md)",
+        ("doctor", "Diagnosis", "watch.enable", "Finding", "read_ring", "RankLog", "read_journal", "Journal"),
     ),
     Task("Integrate a library", "[Apps](apps.md), [Lightning](lightning.md)", ("App", "AppContext")),
 )
-RETURNED = ("Group", "RankResults", "Run")
+RETURNED = ("Diagnosis", "Group", "RankResults", "Run")
 """Classes whose objects ddpilot creates: their arguments are not shown."""
 
 

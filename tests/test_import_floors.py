@@ -23,6 +23,7 @@ MAY_IMPORT_TORCH = (
     *("ddpilot.session.rank", "ddpilot.integrations.fastai", "ddpilot.integrations.lightning"),
     *("ddpilot.checkpoint", "ddpilot.data", "ddpilot.training", "ddpilot.trainer", "ddpilot.callbacks"),
     *("ddpilot.guard.probes", "ddpilot.record.prefork", "ddpilot.record.accelerator", "ddpilot.gpu_check.checks"),
+    *("ddpilot.diagnose.ranks", "ddpilot.diagnose.nodes"),
 )
 YET_FREE_OF_TORCH = (
     *("ddpilot.group", "ddpilot.group.address", "ddpilot.group.decorators"),

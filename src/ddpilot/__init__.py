@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from ddpilot.checkpoint.manifest import RunProgress
     from ddpilot.checkpoint.weights import load_into, load_weights
     from ddpilot.data.options import LoaderOptions
+    from ddpilot.diagnose.diagnosis import Diagnosis
+    from ddpilot.diagnose.doctor import doctor
     from ddpilot.environments.detect import topology
     from ddpilot.environments.topology import Topology
     from ddpilot.errors import (
@@ -88,6 +90,7 @@ _HOMES = {
     "DDPOptions": "ddpilot.training.models.ddp_options",
     "DataError": "ddpilot.errors",
     "DdpilotError": "ddpilot.errors",
+    "Diagnosis": "ddpilot.diagnose.diagnosis",
     "FakeGroup": "ddpilot.group.fake",
     "Finding": "ddpilot.findings.finding",
     "Group": "ddpilot.group.process_group",
@@ -123,6 +126,7 @@ _HOMES = {
     "Trainer": "ddpilot.trainer.trainer",
     "WatchError": "ddpilot.errors",
     "count_parameters": "ddpilot.training.models.parameters",
+    "doctor": "ddpilot.diagnose.doctor",
     "ensure_on_device": "ddpilot.training.device_placement",
     "find_batch_size": "ddpilot.training.batch_size",
     "freeze": "ddpilot.training.models.parameters",
@@ -166,6 +170,7 @@ __all__ = [
     "DDPOptions",
     "DataError",
     "DdpilotError",
+    "Diagnosis",
     "FakeGroup",
     "Finding",
     "Group",
@@ -202,6 +207,7 @@ __all__ = [
     "WatchError",
     "__version__",
     "count_parameters",
+    "doctor",
     "ensure_on_device",
     "find_batch_size",
     "freeze",

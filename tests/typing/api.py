@@ -128,6 +128,14 @@ def check_diagnosis() -> None:
     assert_type(ddpilot.read_journal("rank0.journal"), ddpilot.Journal)
 
 
+def check_doctor() -> None:
+    """A diagnosis has findings and an exit status."""
+    found = ddpilot.doctor(nproc_per_node=2, checkpoint_dir="runs", live=False)
+    assert_type(found, ddpilot.Diagnosis)
+    assert_type(found.exit_status, int)
+    assert_type(found.findings, tuple[ddpilot.Finding, ...])
+
+
 def check_app() -> None:
     """An app is a value; its functions get the state of a rank."""
 

@@ -146,6 +146,45 @@ def gpu_check(
 
 
 @app.command()
+def doctor(
+    nproc_per_node: Annotated[
+        int | None,
+        typer.Option("-n", "--nproc-per-node", help="Ranks on this machine; by default one per accelerator, else 2."),
+    ] = None,
+    workers: Annotated[int | None, typer.Option("--workers", min=0, help="DataLoader workers of each rank.")] = None,
+    checkpoint_dir: Annotated[
+        str, typer.Option("--checkpoint-dir", metavar="PATH", help="Folder in which checkpoints will be kept.")
+    ] = ".",
+    live: Annotated[bool, typer.Option("--live/--no-live", help="Start ranks and measure what they exchange.")] = True,
+    nodes: Annotated[
+        bool, typer.Option("--nodes", help="This process is a rank of a job (torchrun, srun): check all its nodes.")
+    ] = False,
+    timeout_s: Annotated[
+        float,
+        typer.Option("--timeout-s", metavar="S", min=0.1, help="With --nodes, seconds to wait for the other ranks."),
+    ] = 30.0,
+    json: Annotated[bool, typer.Option("--json", help="Print the lines as JSON.")] = False,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print every line in full.")] = False,
+) -> None:
+    """Check this machine before a job runs: what was found and what to do. Exit status 1 if there is an error."""
+    from pathlib import Path
+
+    from ddpilot.cli.doctor_command import run_doctor
+
+    status = run_doctor(
+        nproc_per_node=nproc_per_node,
+        num_workers=workers,
+        checkpoint_dir=Path(checkpoint_dir),
+        live=live,
+        nodes=nodes,
+        timeout_s=timeout_s,
+        as_json=json,
+        verbose=verbose,
+    )
+    raise typer.Exit(status)
+
+
+@app.command()
 def demo() -> None:
     """Run the quickstart notebook on two ranks."""
     script = find_quickstart(Path(__file__).resolve().parents[1])

@@ -10,6 +10,8 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+from ddpilot.diagnose.diagnosis import Diagnosis
+from ddpilot.diagnose.doctor import doctor
 from ddpilot.findings.text import render_ranks
 from ddpilot.magics.grammar import to_arguments
 from ddpilot.magics.push_pull import call_on_ranks, pull_values, push_values
@@ -122,6 +124,12 @@ def _interrupt(shell_session: ShellSession, _given: Arguments) -> None:
         shell_session.report("no cell is running on the ranks")
 
 
+def _doctor(_shell_session: ShellSession, given: Arguments) -> Diagnosis:
+    """Return the diagnosis, which the notebook shows as the value of the line."""
+    options = ("nproc_per_node", "num_workers", "checkpoint_dir", "live")
+    return doctor(**{name: given[name] for name in options if given.get(name) is not None})
+
+
 COMMANDS: dict[str, Callable[[ShellSession, Arguments], Any]] = {
     "start": lambda shell_session, given: shell_session.start(to_arguments(given)),
     "stop": lambda shell_session, _: shell_session.stop(),
@@ -132,6 +140,7 @@ COMMANDS: dict[str, Callable[[ShellSession, Arguments], Any]] = {
     "status": _show_status,
     "auto": _auto,
     "stacks": _stacks,
+    "doctor": _doctor,
     "interrupt": _interrupt,
 }
 """By verb: the function that runs it, with the arguments that `VERBS` describes."""

@@ -210,6 +210,17 @@ def _add_pull(parser: MagicParser) -> None:
     parser.add_argument("--as", dest="other", metavar="OTHER", help="the variable's name in the notebook")
 
 
+def _add_doctor(parser: MagicParser) -> None:
+    parser.add_argument(
+        "-n", "--nproc-per-node", metavar="N", type=parse_rank, help="ranks; default: one per GPU, else 2"
+    )
+    parser.add_argument(
+        "--workers", dest="num_workers", metavar="N", type=parse_rank, help="DataLoader workers per rank"
+    )
+    parser.add_argument("--checkpoint-dir", metavar="PATH", help="folder in which checkpoints will be kept; default: .")
+    parser.add_argument("--no-live", dest="live", action="store_false", help="do not start ranks")
+
+
 def _add_run(parser: MagicParser) -> None:
     parser.add_argument("call", metavar="CALL", nargs="+", help="a call, such as train(model, epochs=3)")
 
@@ -236,6 +247,7 @@ VERBS: dict[str, Verb] = {
         Verb("status", "show the state, memory and pid of every rank", _add_status),
         Verb("auto", "run plain cells on the ranks (on) or in the notebook (off)", _add_auto),
         Verb("stacks", "show the Python stack of each rank", _add_some_ranks),
+        Verb("doctor", "check this machine before a job runs, with ranks of its own", _add_doctor),
         Verb("interrupt", "interrupt the cell that a different thread runs on the ranks"),
     )
 }

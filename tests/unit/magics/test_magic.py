@@ -10,6 +10,7 @@ import pytest
 from IPython.core.completer import CompletionContext
 
 from ddpilot.errors import LaunchInterrupted
+from ddpilot.magics import commands
 from ddpilot.magics.commands import COMMANDS
 from ddpilot.magics.completion import make_matcher
 from ddpilot.magics.extension import load_ipython_extension, unload_ipython_extension
@@ -215,3 +216,16 @@ def test_completion_knows_verbs_and_options(shell: Any, text: str, found: set[st
     result = make_matcher(ShellSession(shell))(context)
     assert {completion.text for completion in result["completions"]} >= found
     assert bool(result["completions"]) is bool(found)
+
+
+def test_doctor_returns_its_diagnosis(shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the options of the line; the notebook displays what the line returns."""
+    found = shell.run_line_magic("ddp", "doctor --no-live -n 3 --workers 0")
+    assert "3 ranks, not started" in str(found)
+    assert found._repr_html_().startswith("<div><b>doctor: ")
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(commands, "doctor", lambda **options: given.update(options))
+    shell.run_line_magic("ddp", "doctor --checkpoint-dir runs")
+    assert given["checkpoint_dir"] == "runs"
+    assert given.get("live", True) is True
+    assert "nproc_per_node" not in given

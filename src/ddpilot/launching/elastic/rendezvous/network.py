@@ -95,10 +95,10 @@ def rank_network_variables(
     """
     if options.nnodes[1] == 1:
         return {name: value for name, value in default_variables().items() if name not in environ}
-    interfaces = {name: addresses for name, addresses in psutil.net_if_addrs().items() if _is_up(name)}
-    reached = _interface_towards(endpoint, interfaces)
-    if options.node_rank == 0 and not _is_local_address(endpoint.addr, interfaces):
-        mine = ", ".join(f"{address} on {name}" for name in interfaces for address in _ips(interfaces, name))
+    interfaces = up_interfaces()
+    reached = interface_towards(endpoint, interfaces)
+    if options.node_rank == 0 and not is_local_address(endpoint.addr, interfaces):
+        mine = ", ".join(f"{address} on {name}" for name in interfaces for address in ips(interfaces, name))
         note(f"--master-addr {endpoint.addr} is not an address of this machine ({mine}): can other nodes use it?")
     chosen = environ.get(GLOO_VARIABLE)
     if chosen:
@@ -124,14 +124,14 @@ def _check_choice(
         note(f"{found}: can the other nodes reach this one over {chosen}?")
 
 
-def _interface_towards(endpoint: Endpoint, interfaces: Mapping[str, list[Any]]) -> str | None:
+def interface_towards(endpoint: Endpoint, interfaces: Mapping[str, list[Any]]) -> str | None:
     """The interface that routes to node 0; on node 0 the interface that has its address. None if unknown."""
     for family, kind, protocol, _, address in _resolve(endpoint):
         with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
             probe.connect(address)  # a datagram socket: no packet is sent
             mine = str(probe.getsockname()[0])
             for name in interfaces:
-                if mine in _ips(interfaces, name):
+                if mine in ips(interfaces, name):
                     # Locally this address is reached over loopback, but other nodes reach it through this interface.
                     return name
     return None
@@ -144,17 +144,20 @@ def _resolve(endpoint: Endpoint) -> list[tuple[socket.AddressFamily, socket.Sock
         return []
 
 
-def _is_local_address(addr: str, interfaces: Mapping[str, list[Any]]) -> bool:
-    mine = {ip for name in interfaces for ip in _ips(interfaces, name)}
+def is_local_address(addr: str, interfaces: Mapping[str, list[Any]]) -> bool:
+    """True if `addr` is loopback or an address of `interfaces`; False if it does not resolve."""
+    mine = {ip for name in interfaces for ip in ips(interfaces, name)}
     found = _resolve(Endpoint(addr=addr, port=DEFAULT_PORT))
     return any(str(address[0]) in mine or is_loopback(str(address[0])) for *_, address in found)
 
 
-def _ips(interfaces: Mapping[str, list[Any]], name: str) -> list[str]:
+def up_interfaces() -> dict[str, list[Any]]:
+    """The interfaces of this machine that are up, each with its addresses as psutil returns them."""
+    stats = psutil.net_if_stats()
+    return {name: each for name, each in psutil.net_if_addrs().items() if name in stats and stats[name].isup}
+
+
+def ips(interfaces: Mapping[str, list[Any]], name: str) -> list[str]:
+    """The IP addresses of the interface `name`."""
     kinds = (socket.AF_INET, socket.AF_INET6)
     return [each.address.partition("%")[0] for each in interfaces[name] if each.family in kinds]
-
-
-def _is_up(name: str) -> bool:
-    stats = psutil.net_if_stats().get(name)
-    return stats is not None and stats.isup

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nodes connect to each other on a free port, compare their clocks, and look for a file of node 0."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from ddpilot.diagnose.facts import Answers
+from ddpilot.findings.catalog import make_finding
+
+_TIME = struct.Struct("!d")
+_TRIES = 3
+_CONNECT_S = 3.0
+_MAX_AT_ONCE = 32
+_VISIBLE_S = 2.0
+"""Seconds after which a file of node 0 has to be visible: network file systems cache a folder's names."""
+_CLOCK_S = 0.5
+"""Difference of clocks that is reported."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Another node's clock minus this one's, in seconds, and how far that can be off."""
+
+    offset_s: float
+    error_s: float
+
+
+class ClockServer:
+    """Answers every connection with the time of this node, on a free port of `address`, until it is closed."""
+
+    def __init__(self, address: str) -> None:
+        self._sock = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        self.port = int(self._sock.getsockname()[1])
+        self._thread = threading.Thread(target=self._serve, name="ddpilot-clock", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> ClockServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        with suppress(OSError):  # closed
+            while True:
+                connection, _ = self._sock.accept()
+                with suppress(OSError), connection:
+                    connection.settimeout(1.0)
+                    while connection.recv(1):
+                        connection.sendall(_TIME.pack(time.time()))
+
+
+def ask_clock(address: str, port: int, timeout_s: float) -> Reply:
+    """Ask the `ClockServer` at `address`:`port`. Raises OSError if it cannot be reached within `timeout_s` seconds."""
+    replies = []
+    with socket.create_connection((address, port), timeout=timeout_s) as connection:
+        for _ in range(_TRIES):
+            sent_s = time.time()
+            connection.sendall(b"?")
+            answer = b""
+            while len(answer) < _TIME.size:
+                piece = connection.recv(_TIME.size - len(answer))
+                if not piece:
+                    raise ConnectionResetError("the other node closed the connection")
+                answer += piece
+            received_s = time.time()
+            theirs_s = _TIME.unpack(answer)[0]
+            replies.append(Reply(theirs_s - (sent_s + received_s) / 2, (received_s - sent_s) / 2))
+    return min(replies, key=lambda reply: reply.error_s)
+
+
+@dataclass(frozen=True)
+class Node:
+    """What a node tells the others: where its clock server listens, and on node 0 the file to look for."""
+
+    node: int
+    host: str
+    address: str
+    port: int
+    mark: str = ""
+
+
+@contextmanager
+def make_mark(folder: Path, is_wanted: bool) -> Iterator[str]:
+    """Make a file in `folder` for the other nodes to look for, and yield its path; "" if that is not possible."""
+    path = folder / f".ddpilot-doctor-{secrets.token_hex(4)}"
+    with suppress(OSError):
+        if is_wanted:
+            path.touch()
+    try:
+        yield str(path) if path.exists() else ""
+    finally:
+        with suppress(OSError):
+            path.unlink()
+
+
+def check_reachability(me: Node, others: Sequence[Node]) -> Answers:
+    """Connect to each other node, and compare clocks with node 0."""
+    reached = []
+    with ThreadPoolExecutor(_MAX_AT_ONCE) as pool:
+        replies = list(pool.map(_ask, others))
+    for node, reply in zip(others, replies, strict=True):
+        if isinstance(reply, OSError):
+            place = f"node {node.node} ({node.host}) at {node.address}:{node.port}"
+            summary = f"node {me.node} ({me.host}) cannot connect to {place}: {reply.strerror or reply}"
+            yield make_finding("DDP104", summary=summary, fix=_OPEN_PORTS)
+            continue
+        reached.append(f"{node.node} ({node.address})")
+        if node.node == 0 and abs(reply.offset_s) > _CLOCK_S + reply.error_s:
+            summary = f"the clock of node 0 is {reply.offset_s:+.2f} s off that of node {me.node} ({me.host})"
+            yield make_finding("DDP805", summary=f"{summary}, measured to {reply.error_s * 1000:.1f} ms")
+    if reached:
+        yield f"from {me.address} node {', '.join(reached)} can be reached on a free port"
+
+
+def _ask(node: Node) -> Reply | OSError:
+    try:
+        return ask_clock(node.address, node.port, _CONNECT_S)
+    except OSError as error:
+        return error
+
+
+_OPEN_PORTS = (
+    "Open all TCP ports between the nodes (gloo and NCCL use free ones), "
+    "or name the right interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
+)
+
+
+def check_shared_folder(folder: Path, first: Node) -> Answers:
+    """Look for the file that node 0 has made in its checkpoint folder."""
+    if not first.mark:
+        yield f"node 0 could not make a file in {folder}"
+        return
+    deadline_s = time.monotonic() + _VISIBLE_S
+    while not (seen := Path(first.mark).exists()) and time.monotonic() < deadline_s:
+        with suppress(OSError):
+            os.listdir(Path(first.mark).parent)  # makes NFS look again
+        time.sleep(0.05)
+    if seen:
+        yield f"a file of node 0 in {Path(first.mark).parent} is visible"
+    else:
+        yield make_finding("DDP806", summary=f"{Path(first.mark).parent} does not have the file that node 0 made there")
