@@ -9,7 +9,7 @@ from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
 from ddpilot.guard.notes import MIN_NORM_SAMPLES, NormsNote, NotFiniteNote, SpoiledNote
-from ddpilot.guard.rules.rule import BoundedDict, RuleContext, WaitingRule, finding_at_line, place_of, some
+from ddpilot.guard.rules.rule import NS_PER_S, BoundedDict, RuleContext, WaitingRule, finding_at_line, place_of, some
 from ddpilot.record.journal import Entry
 
 _MAX_BACKWARDS = 64
@@ -23,6 +23,8 @@ class NotFinite(WaitingRule[tuple[int, SpoiledNote]]):
     """
 
     kinds = ("not_finite", "spoiled")
+    patience_ns = 5 * NS_PER_S
+    """All ranks of a DDP model note it; where it began is known from all of them, and one of them may be slow."""
 
     def __init__(self, context: RuleContext) -> None:
         super().__init__(context)

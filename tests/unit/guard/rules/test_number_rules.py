@@ -124,7 +124,7 @@ def test_what_is_not_finite_is_told_of_each_training() -> None:
         now_ns = SECOND * (len(found) + 1)
         for rank, kind, values in notes:
             rule.feed(rank, make_entry(kind, values, now_ns))
-        found.append([finding.ranks for finding in rule.look(now_ns + SECOND)])
+        found.append([finding.ranks for finding in rule.look(now_ns + 6 * SECOND)])
     assert found == [[(0,)], [(0, 1)]]
 
 
