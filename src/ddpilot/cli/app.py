@@ -88,6 +88,21 @@ def explain(
 
 
 @app.command()
+def lint(
+    paths: Annotated[list[str], typer.Argument(help="Scripts, notebooks or folders.")],
+    select: Annotated[
+        str, typer.Option(metavar="CODES", help="Codes to report; DDP4 stands for all that begin with it.")
+    ] = "",
+    ignore: Annotated[str, typer.Option(metavar="CODES", help="Codes not to report.")] = "",
+    format_: Annotated[str, typer.Option("--format", help="text, json, sarif or github.")] = "text",
+) -> None:
+    """Report DDP faults of scripts and notebooks without running them; the exit status is 1 if there are any."""
+    from ddpilot.cli.lint_command import lint
+
+    raise typer.Exit(lint(paths, select=select, ignore=ignore, output_format=format_))
+
+
+@app.command()
 def watch(
     job: Annotated[
         str | None, typer.Argument(help="A job's id, the number of one of its processes, or its folder.")

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rule is, and what it reports. Rules are registered by the decorator `rule`."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ddpilot.lint.program import Loop, Program, has_unknown_arguments
+from ddpilot.lint.rank_flow import RankFlow, collective_of
+
+Edit = tuple[str, str]
+"""A fix: the name of the change (see `fixes`), and its argument."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """One place at which a rule found its fault."""
+
+    node: ast.AST
+    message: str
+    edit: Edit | None = None
+    """The fix that `--fix` makes at `node`; None if there is no safe one."""
+
+
+class Facts:
+    """A program and what several rules ask about it; each answer is computed once."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.flow = RankFlow(program)
+
+    @cached_property
+    def wraps(self) -> list[ast.Call]:
+        """The calls of DistributedDataParallel."""
+        return self.program.calls_to("DDP")
+
+    @cached_property
+    def inits(self) -> list[ast.Call]:
+        """The calls of init_process_group."""
+        return self.program.calls_to("torch.distributed.init_process_group", "ddpilot.init_group")
+
+    @cached_property
+    def is_distributed(self) -> bool:
+        """True if the program itself creates a process group or wraps a model by DDP."""
+        return bool(self.wraps or self.inits)
+
+    @cached_property
+    def collectives(self) -> list[tuple[str, ast.Call]]:
+        """The collectives of the default group, with their names."""
+        if not self.program.imports & {"torch", "accelerate", "lightning", "lightning_fabric"}:
+            return []
+        calls = [call for some in self.program.calls.values() for call in some]
+        named = {call: collective_of(self.program, call) for call in calls}
+        return sorted(((n, c) for c, n in named.items() if n), key=lambda each: (each[1].lineno, each[1].col_offset))
+
+    def is_ddp(self, node: ast.AST) -> bool:
+        """Return True if `node` may be a DDP wrapper; False if it may be unwrapped by ``.module`` on the way."""
+        traced = self.program.trace(node)
+        if any(_is_unwrapped(each) for each in traced):
+            return False
+        return any(isinstance(each, ast.Call) and self.program.name_of(each) == "DDP" for each in traced)
+
+    @cached_property
+    def forwards(self) -> dict[ast.Call, None]:
+        """The calls of DDP wrappers, as in ``model(x)``."""
+        if not self.wraps:
+            return {}
+        calls = (call for call in self.program.nodes[ast.Call] if isinstance(call, ast.Call))
+        found = (c for c in calls if isinstance(c.func, (ast.Name, ast.Attribute)) and self._is_forward(c.func))
+        return dict.fromkeys(found)
+
+    def _is_forward(self, function: ast.Name | ast.Attribute) -> bool:
+        if self.program.name_of(function) or (isinstance(function, ast.Attribute) and function.attr == "module"):
+            return False
+        return self.is_ddp(function)
+
+    @cached_property
+    def step_loops(self) -> list[Loop]:
+        """The innermost loops that run a backward pass, directly or through functions of this file."""
+        program = self.program
+        found: dict[Loop, None] = {}
+        for call in [*program.calls_to(".backward"), *self._accelerate_backwards]:
+            for loop in self._loops_reaching(call):
+                found.setdefault(loop)
+        return list(found)
+
+    @cached_property
+    def _accelerate_backwards(self) -> list[ast.Call]:
+        return []
+
+    def _loops_reaching(self, node: ast.AST, depth: int = 3) -> Iterator[Loop]:
+        loops = self.program.loops_of(node)
+        if loops:
+            yield loops[0]
+        elif depth:
+            for site in self.program.call_sites(self.program.function_of(node)):
+                yield from self._loops_reaching(site, depth - 1)
+
+    def trains_ddp(self, loop: Loop) -> bool:
+        """Return True if a DDP wrapper is called in `loop`, directly or through functions of this file."""
+        return any(call in self.forwards for call in self.program.calls_inside(loop))
+
+    def loaders_of(self, loop: Loop) -> list[ast.Call]:
+        """Return the calls of DataLoader whose result `loop` may iterate over."""
+        if isinstance(loop, ast.While):
+            return []
+        return [
+            call for each in iterated(loop.iter) for name, call in self.program.made_by(each) if name == "DataLoader"
+        ]
+
+    @cached_property
+    def is_script(self) -> bool:
+        """True if the file is run: it has a main guard, calls a function at its top level, or is a notebook."""
+        if self.program.cells or "__main__" in self.program.text:
+            return True
+        calls = (each.value for each in self.program.tree.body if isinstance(each, ast.Expr))
+        return any(isinstance(call, ast.Call) for call in calls) or any(
+            self.program.function_of(call) is self.program.tree for call in self.inits
+        )
+
+
+def iterated(node: ast.expr) -> Iterator[ast.expr]:
+    """Yield the iterables behind `enumerate`, `zip`, `tqdm` and similar around them."""
+    if isinstance(node, ast.Call) and not has_unknown_arguments(node) and node.args:
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        if name in ("enumerate", "zip", "tqdm", "islice", "iter", "track", "log_every", "trange"):
+            for each in node.args:
+                yield from iterated(each)
+            return
+    yield node
+
+
+def _is_unwrapped(node: ast.AST) -> bool:
+    if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr":
+        return True
+    return isinstance(node, ast.Attribute) and node.attr == "module"
+
+
+Check = Callable[[Facts], Iterator[Report]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A check with the code of the finding that it reports."""
+
+    code: str
+    check: Check = field(compare=False)
+    is_fixable: bool = False
+
+    @property
+    def summary(self) -> str:
+        """The first line of the check's docstring: what is reported."""
+        return (self.check.__doc__ or "").partition("\n")[0]
+
+
+def rule(code: str, *, is_fixable: bool = False) -> Callable[[Check], Rule]:
+    """Make a check a rule that reports `code`."""
+    return lambda check: Rule(code, check, is_fixable)

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a model is wrapped, moved, accumulated and normalised."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ddpilot.lint.program import Loop, argument, is_constant
+from ddpilot.lint.rule import Facts, Report, rule
+
+_MOVES = ("to", "cuda", "xpu", "double", "half", "bfloat16")
+_MIN_SAMPLES = 16
+"""Fewer samples on each rank make statistics of BatchNorm noisy; the same number as that of `guard`'s rule."""
+_BATCH_NORMS = frozenset({"BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LazyBatchNorm1d", "LazyBatchNorm2d"})
+
+
+@rule("DDP330")
+def data_parallel(facts: Facts) -> Iterator[Report]:
+    """`nn.DataParallel`, which is slower than DDP and exchanges nothing between ranks."""
+    for call in facts.program.calls_to("DataParallel"):
+        branches = [each for each in facts.program.ancestors(call) if isinstance(each, (ast.If, ast.IfExp))]
+        wraps = set(facts.wraps)
+        if not any(each in wraps for branch in branches for each in ast.walk(branch)):
+            yield Report(call, "`nn.DataParallel` splits batches in one process: use DistributedDataParallel")
+
+
+@rule("DDP331", is_fixable=True)
+def wrapped_before_move(facts: Facts) -> Iterator[Report]:
+    """A model is moved or cast after DDP wrapped it."""
+    program = facts.program
+    for call in program.calls_to(*(f".{name}" for name in _MOVES)) if facts.wraps else ():
+        assert isinstance(call.func, ast.Attribute)
+        owner = call.func.value
+        if not _moves_parameters(call) or not facts.is_ddp(owner):
+            continue
+        wraps = [made for name, made in program.made_by(owner) if name == "DDP" and made.args]
+        moved = any(_is_moved(each) for wrap in wraps for each in program.trace(wrap.args[0]))
+        used = any(f.lineno < call.lineno and _same_function(facts, f, call) for f in facts.forwards)
+        if not moved and not used:
+            is_direct = len(wraps) == 1 and owner is wraps[0] and isinstance(program.parents[call], ast.Assign)
+            edit = ("move-inside", call.func.attr) if is_direct and len(wraps[0].args) == 1 else None
+            yield Report(call, f"`.{call.func.attr}()` after wrapping: move the model first, then wrap it", edit)
+
+
+def _moves_parameters(call: ast.Call) -> bool:
+    assert isinstance(call.func, ast.Attribute)
+    return call.func.attr != "to" or bool(call.args) or any(each.arg in ("device", "dtype") for each in call.keywords)
+
+
+def _is_moved(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Call):
+        return False
+    is_move = isinstance(node.func, ast.Attribute) and node.func.attr in _MOVES
+    return is_move or any(keyword.arg == "device" for keyword in node.keywords)
+
+
+def _same_function(facts: Facts, one: ast.AST, other: ast.AST) -> bool:
+    return facts.program.function_of(one) is facts.program.function_of(other)
+
+
+@rule("DDP505")
+def accumulation_synced(facts: Facts) -> Iterator[Report]:
+    """Gradients are accumulated over micro-batches, and DDP exchanges them after each."""
+    program = facts.program
+    if "no_sync" in program.text or "require_backward_grad_sync" in program.text or not facts.wraps:
+        return
+    for loop in facts.step_loops:
+        steps = [c for c in program.inside(loop, ast.Call) if isinstance(c, ast.Call) and _is_optimizer_step(c)]
+        conditions = [each for step in steps for each in _conditions_within(facts, step, loop)]
+        counted = [each for each in conditions if _counts_batches(each)]
+        backwards = [c for c in program.inside(loop, ast.Call) if getattr(c.func, "attr", "") == "backward"]  # type: ignore[attr-defined]
+        free = [
+            each for each in backwards if not any(_counts_batches(t) for t in _conditions_within(facts, each, loop))
+        ]
+        if counted and free and facts.trains_ddp(loop):
+            yield Report(
+                free[0], "gradients are exchanged after every micro-batch: use `model.no_sync()` for all but the last"
+            )
+
+
+def _is_optimizer_step(call: ast.Call) -> bool:
+    if not isinstance(call.func, ast.Attribute) or call.func.attr != "step":
+        return False
+    text = ast.unparse(call.func.value).lower()
+    return "opt" in text or "scaler" in text
+
+
+def _conditions_within(facts: Facts, node: ast.AST, loop: Loop) -> Iterator[ast.expr]:
+    for each in facts.program.ancestors(node):
+        if each is loop:
+            return
+        if isinstance(each, ast.If):
+            yield each.test
+
+
+def _counts_batches(test: ast.expr) -> bool:
+    return any(isinstance(each, ast.BinOp) and isinstance(each.op, ast.Mod) for each in ast.walk(test))
+
+
+@rule("DDP328")
+def no_sync_around_backward(facts: Facts) -> Iterator[Report]:
+    """`no_sync()` around backward alone, which has no effect."""
+    program = facts.program
+    for call in program.calls_to(".no_sync"):
+        block = program.parents.get(program.parents[call])
+        assert isinstance(call.func, ast.Attribute)
+        if not isinstance(block, ast.With) or not facts.is_ddp(call.func.value):
+            continue
+        inside = [each for each in program.calls_inside(block) if each is not call]
+        has_backward = any(getattr(each.func, "attr", "") == "backward" for each in inside)
+        has_forward = any(each in facts.forwards for each in inside)
+        unknown = [each for each in inside if not program.name_of(each) and isinstance(each.func, ast.Name)]
+        if has_backward and not has_forward and not unknown:
+            yield Report(block, "`no_sync()` must include the forward pass: around backward alone it has no effect")
+
+
+@rule("DDP502", is_fixable=True)
+def needless_find_unused(facts: Facts) -> Iterator[Report]:
+    """`find_unused_parameters=True` for a model whose forward uses every layer."""
+    for call in facts.wraps:
+        if is_constant(argument(call, -1, "find_unused_parameters"), True) and call.args:
+            classes = list(facts.program.instances(call.args[0]))
+            if len(classes) == 1 and _uses_every_layer(classes[0]):
+                yield Report(
+                    call, "the forward uses every layer: `find_unused_parameters=True` only costs a search per step",
+                    ("remove-argument", "find_unused_parameters"),
+                )  # fmt: skip
+
+
+def _uses_every_layer(model: ast.ClassDef) -> bool:
+    methods = {each.name: each for each in model.body if isinstance(each, ast.FunctionDef)}
+    forward, init = methods.get("forward"), methods.get("__init__")
+    if forward is None or init is None or set(methods) != {"forward", "__init__"}:
+        return False
+    if [ast.unparse(base).rpartition(".")[2] for base in model.bases] != ["Module"]:
+        return False
+    branches = (ast.If, ast.IfExp, ast.For, ast.While, ast.Try, ast.Return, ast.BoolOp, ast.Match)
+    if sum(isinstance(each, branches) for each in ast.walk(forward)) != 1 or "no_grad" in ast.unparse(forward):
+        return False
+    made = [
+        t.attr for a in ast.walk(init) if isinstance(a, ast.Assign) for t in a.targets if isinstance(t, ast.Attribute)
+    ]
+    used = {e.attr for e in ast.walk(forward) if isinstance(e, ast.Attribute) and isinstance(e.value, ast.Name)}
+    simple = not any(isinstance(each, (ast.For, ast.If)) or _registers(each) for each in ast.walk(init))
+    return bool(made) and set(made) <= used and simple
+
+
+def _registers(node: ast.AST) -> bool:
+    names = (
+        "ModuleList",
+        "ModuleDict",
+        "register_parameter",
+        "add_module",
+        "setattr",
+        "requires_grad_",
+        "requires_grad",
+    )
+    return getattr(node, "attr", getattr(node, "id", "")) in names
+
+
+@rule("DDP408")
+def batch_norm_unsynced(facts: Facts) -> Iterator[Report]:
+    """BatchNorm over fewer than 16 samples on each rank, without SyncBatchNorm."""
+    program = facts.program
+    if "SyncBatchNorm" in program.text or not facts.wraps or "cuda" not in program.text:
+        return
+    sizes = [
+        size
+        for loop in facts.step_loops
+        if facts.trains_ddp(loop)
+        for loader in facts.loaders_of(loop)
+        for size in [_constant_size(facts, argument(loader, 1, "batch_size"))]
+    ]
+    if not sizes or any(size is None or size >= _MIN_SAMPLES for size in sizes):
+        return
+    for wrap in facts.wraps:
+        for model in program.instances(wrap.args[0]) if wrap.args else ():
+            if any(getattr(e, "attr", getattr(e, "id", "")) in _BATCH_NORMS for e in ast.walk(model)):
+                yield Report(wrap, f"BatchNorm normalises {sizes[0]} samples on each rank: convert it to SyncBatchNorm")
+
+
+def _constant_size(facts: Facts, node: ast.expr | None) -> int | None:
+    values = [each for each in facts.program.trace(node) if isinstance(each, ast.Constant)] if node is not None else []
+    return values[0].value if len(values) == 1 and isinstance(values[0].value, int) else None

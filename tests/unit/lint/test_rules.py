@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each rule on programs that have its fault (noise) and on right ones that look like it (silence)."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ddpilot.findings.catalog import find_entry
+from ddpilot.lint.catalog import CODES, RULES
+from ddpilot.lint.linter import lint_text
+from ddpilot.lint.notebook import read_notebook
+from ddpilot.lint.program import Program
+from ddpilot.lint.rule import Facts, Rule
+
+FIXTURES = Path(__file__).parent / "fixtures"
+NOISE = sorted([*FIXTURES.glob("*/noise_*.py"), *FIXTURES.glob("*/noise_*.ipynb")])
+SILENCE = sorted([*FIXTURES.glob("*/silence_*.py"), *FIXTURES.glob("*/silence_*.ipynb")])
+
+
+def name_of(path: Path) -> str:
+    """Folder and file."""
+    return f"{path.parent.name}/{path.name}"
+
+
+def expected_in(path: Path) -> list[tuple[int, int, str]]:
+    """Cell, line and code of every comment ``# expect: DDP401``; the cell is 0 in a script."""
+    text, cells = read_notebook(path.read_text()) if path.suffix == ".ipynb" else (path.read_text(), ())
+    lines = text.splitlines()
+    parts = list(enumerate(cells, 1)) or [(0, range(1, len(lines) + 1))]
+    return [
+        (cell, at - part.start + 1, code)
+        for cell, part in parts
+        for at in part
+        if (mark := re.search(r"# expect: ([\w ]+)", lines[at - 1])) is not None
+        for code in mark[1].split()
+    ]
+
+
+def found_in(path: Path) -> list[tuple[int, int, str]]:
+    """Cell, line and code of every report."""
+    return [(each.cell, each.line, each.code) for each in lint_text(path.read_text(), str(path))]
+
+
+@pytest.mark.parametrize("path", NOISE, ids=name_of)
+def test_rule_reports_the_marked_lines_and_no_other(path: Path) -> None:
+    """The folder's code is among the marks, and all rules together report exactly the marks."""
+    assert path.parent.name in {code for _, _, code in expected_in(path)}
+    assert found_in(path) == expected_in(path)
+
+
+@pytest.mark.parametrize("path", SILENCE, ids=name_of)
+def test_rules_are_silent_on_right_programs(path: Path) -> None:
+    """No rule reports anything."""
+    assert found_in(path) == []
+
+
+def test_every_code_has_a_page_noise_and_silence() -> None:
+    """A rule is a check, a page and both kinds of fixtures."""
+    for code in CODES:
+        assert find_entry(code).code == code
+    assert {path.parent.name for path in NOISE} == {path.parent.name for path in SILENCE} == set(CODES)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.code}-{rule.check.__name__}")
+def test_every_check_reports_something_in_the_noise_of_its_code(rule: Rule) -> None:
+    """No check is dead, and each says in its docstring what it reports."""
+    paths = [path for path in NOISE if path.parent.name == rule.code]
+    programs = [read_notebook(p.read_text()) if p.suffix == ".ipynb" else (p.read_text(), ()) for p in paths]
+    assert any(list(rule.check(Facts(Program(*each)))) for each in programs)
+    assert rule.summary.endswith(".")
