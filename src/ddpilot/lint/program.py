@@ -333,10 +333,24 @@ class Program:
             is_early = binding.kind in ("param", "import", "def") or (at is not None and _position(place) < at)
             if at is not None and not is_early and not (_position(place) == at and is_head):
                 continue
+            if node is not None and self.exclude_each_other(place, node):
+                continue
             found.append(binding)
             if binding.kind != "update" and (binding.kind in ("param", "def") or self._block(place) in blocks):
                 break
         return found or list(bound)
+
+    def exclude_each_other(self, one: ast.AST, other: ast.AST) -> bool:
+        """Return True if two nodes are in different branches of one condition."""
+        branches = {
+            parent: self.fields[child] for child, parent in self._steps_outwards(one) if isinstance(parent, ast.If)
+        }
+        return any(branches.get(parent, self.fields[c]) != self.fields[c] for c, parent in self._steps_outwards(other))
+
+    def _steps_outwards(self, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
+        while (parent := self.parents.get(node)) is not None:
+            yield node, parent
+            node = parent
 
     def _block(self, statement: ast.AST) -> tuple[ast.AST, str]:
         """Return the block that a statement always runs with: blocks of `with` and `try` belong to the one around."""

@@ -3,17 +3,16 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
 from ddpilot.findings.catalog import find_entry
 from ddpilot.lint.catalog import CODES, RULES
-from ddpilot.lint.linter import lint_text
 from ddpilot.lint.notebook import read_notebook
 from ddpilot.lint.program import Program
 from ddpilot.lint.rule import Facts, Rule
+from tests.unit.lint.labels import expected_in, found_in
 
 FIXTURES = Path(__file__).parent / "fixtures"
 NOISE = sorted([*FIXTURES.glob("*/noise_*.py"), *FIXTURES.glob("*/noise_*.ipynb")])
@@ -23,25 +22,6 @@ SILENCE = sorted([*FIXTURES.glob("*/silence_*.py"), *FIXTURES.glob("*/silence_*.
 def name_of(path: Path) -> str:
     """Folder and file."""
     return f"{path.parent.name}/{path.name}"
-
-
-def expected_in(path: Path) -> list[tuple[int, int, str]]:
-    """Cell, line and code of every comment ``# expect: DDP401``; the cell is 0 in a script."""
-    text, cells = read_notebook(path.read_text()) if path.suffix == ".ipynb" else (path.read_text(), ())
-    lines = text.splitlines()
-    parts = list(enumerate(cells, 1)) or [(0, range(1, len(lines) + 1))]
-    return [
-        (cell, at - part.start + 1, code)
-        for cell, part in parts
-        for at in part
-        if (mark := re.search(r"# expect: ([\w ]+)", lines[at - 1])) is not None
-        for code in mark[1].split()
-    ]
-
-
-def found_in(path: Path) -> list[tuple[int, int, str]]:
-    """Cell, line and code of every report."""
-    return [(each.cell, each.line, each.code) for each in lint_text(path.read_text(), str(path))]
 
 
 @pytest.mark.parametrize("path", NOISE, ids=name_of)

@@ -124,6 +124,9 @@ def load_without_map_location(facts: Facts) -> Iterator[Report]:
         return
     for call in program.calls_to("torch.load"):
         path = argument(call, 0, "f")
+        choices = [each for each in program.ancestors(call) if isinstance(each, ast.If)]
+        if any("map_location" in ast.unparse(each) for each in choices):
+            continue
         has_device = argument(call, 1, "map_location") is not None or any(each.arg is None for each in call.keywords)
         if has_device or path is None or facts.flow.runs_on_some_ranks(call) or not _is_loaded_into_model(facts, call):
             continue
@@ -133,6 +136,7 @@ def load_without_map_location(facts: Facts) -> Iterator[Report]:
 
 def _is_loaded_into_model(facts: Facts, call: ast.Call) -> bool:
     loads = facts.program.calls_to(".load_state_dict")
+    loads = [load for load in loads if not re.search("scaler|sched|optim", ast.unparse(load.func))]
     return any(
         call is each for load in loads for a in load.args for n in ast.walk(a) for each in facts.program.trace(n)
     )

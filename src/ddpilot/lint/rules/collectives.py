@@ -11,6 +11,8 @@ from ddpilot.lint.rank_flow import Guard
 from ddpilot.lint.rule import Facts, Report, rule
 from ddpilot.source.control_flow import catches_data_end, walk_loop
 
+_HAVE_BUFFERS = ("BatchNorm", "register_buffer", "torchvision.models", "resnet", "efficientnet", "mobilenet")
+
 
 @rule("DDP220")
 def guarded_collective(facts: Facts) -> Iterator[Report]:
@@ -99,10 +101,9 @@ def _is_paired(facts: Facts, name: str, call: ast.Call, guard: Guard) -> bool:
     if isinstance(guard.node, ast.If) and any(_calls(facts, each, name) for each in _other_branch(guard)):
         return True
     function = facts.program.function_of(call)
-    for other, each in facts.collectives:
-        own = facts.flow.rank_guard(each) if each is not call and other == name else None
-        is_here = facts.program.function_of(each) is function
-        if own is not None and is_here and own.kind == "condition" and _is_negative(own) != _is_negative(guard):
+    for other, each, own in _guarded_collectives(facts):
+        is_same = other == name and each is not call and facts.program.function_of(each) is function
+        if is_same and own.kind == "condition" and _is_negative(own) != _is_negative(guard):
             return True
     return False
 
@@ -141,14 +142,15 @@ def _trains(facts: Facts, call: ast.Call) -> bool:
 
 
 def _may_have_buffers(facts: Facts, call: ast.Call) -> bool:
-    """False if the model is a class of this file without BatchNorm and buffers, whose forward exchanges nothing."""
+    """True if the file shows buffers of the model: its forward exchanges them, and that of other models nothing."""
     program = facts.program
     wraps = [made for name, made in program.made_by(call.func) if name == "DDP" and made.args]
     classes = [made for wrap in wraps for made in program.instances(wrap.args[0])]
     if any(any(k.arg == "broadcast_buffers" and _is_false(k.value) for k in wrap.keywords) for wrap in wraps):
         return False
-    texts = [ast.unparse(each) for each in classes]
-    return not texts or any(word in text for text in texts for word in ("BatchNorm", "register_buffer", "models."))
+    texts = [ast.unparse(each) for each in [*classes, *(wrap.args[0] for wrap in wraps)]]
+    texts += [name for wrap in wraps for name, _ in program.made_by(wrap.args[0])]
+    return any(word in text for text in texts for word in _HAVE_BUFFERS)
 
 
 def _is_false(node: ast.expr) -> bool:

@@ -20,7 +20,7 @@ _FIRST_GPU = re.compile(r"cuda:0")
 def one_device(facts: Facts) -> Iterator[Report]:
     """All ranks use the same GPU: ``cuda:0``, or ``cuda`` without `torch.cuda.set_device`."""
     program = facts.program
-    if not facts.is_distributed or "ddpilot" in program.imports:
+    if not facts.is_distributed or "ddpilot" in program.imports or "distributed.rpc" in program.text:
         return
     chooses = any(name in program.text for name in _NAMES_A_DEVICE)
     is_helper = "set_device" not in program.text and any(
@@ -203,7 +203,7 @@ def _line_of(program: Program, node: ast.expr) -> int:
 def deprecated_launch(facts: Facts) -> Iterator[Report]:
     """A script takes `--local_rank`, or starts `torch.distributed.launch`, which torchrun has replaced."""
     program = facts.program
-    for call in program.calls_to(".add_argument") if facts.is_distributed else ():
+    for call in program.calls_to(".add_argument") if facts.inits else ():
         names = [each.value for each in call.args if isinstance(each, ast.Constant)]
         if ("--local_rank" in names or "--local-rank" in names) and "LOCAL_RANK" not in program.text:
             yield Report(call, 'torchrun passes no `--local_rank`: read `int(os.environ["LOCAL_RANK"])`')

@@ -19,9 +19,9 @@ _BATCH_NORMS = frozenset({"BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LazyBatc
 def data_parallel(facts: Facts) -> Iterator[Report]:
     """`nn.DataParallel`, which is slower than DDP and exchanges nothing between ranks."""
     for call in facts.program.calls_to("DataParallel"):
-        branches = [each for each in facts.program.ancestors(call) if isinstance(each, (ast.If, ast.IfExp))]
-        wraps = set(facts.wraps)
-        if not any(each in wraps for branch in branches for each in ast.walk(branch)):
+        choices = [each for each in facts.program.ancestors(call) if isinstance(each, (ast.If, ast.IfExp))]
+        is_choice = any("rank" in (test := ast.unparse(each.test).lower()) or "dist" in test for each in choices)
+        if not (choices and facts.wraps) and not is_choice:
             yield Report(call, "`nn.DataParallel` splits batches in one process: use DistributedDataParallel")
 
 

@@ -34,13 +34,19 @@ def scaler_misuse(facts: Facts) -> Iterator[Report]:
         yield Report(steps[0], "`scaler.step` without `scaler.update()`: the scale never changes")
     unscaled = [call for call in program.calls_to(".unscale_") if _is_scaler(facts, call)]
     for clip in program.calls_to(*_CLIPS) if not unscaled and steps else ():
-        if program.function_of(clip) in {program.function_of(step) for step in steps}:
+        if any(_is_with(facts, clip, step) for step in steps):
             yield Report(clip, "scaled gradients are clipped: call `scaler.unscale_(optimizer)` before")
 
 
 def _is_scaler(facts: Facts, call: ast.Call) -> bool:
     assert isinstance(call.func, ast.Attribute)
     return facts.program.is_made_by(call.func.value, *_SCALERS)
+
+
+def _is_with(facts: Facts, clip: ast.Call, step: ast.Call) -> bool:
+    """True if both calls are in one function, and not in different branches of a condition."""
+    program = facts.program
+    return program.function_of(clip) is program.function_of(step) and not program.exclude_each_other(clip, step)
 
 
 def _on_unknown(facts: Facts) -> list[ast.Call]:
