@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -14,6 +15,12 @@ from ddpilot.source.parsed_file import Source
 
 _NAMES = Source("")
 """Tells names of a rank from other names; what the names of a program are assigned from is `Program`'s to follow."""
+_PASS_ON = frozenset(
+    {"int", "bool", "str", "float", "any", "all", "max", "min", "get", "getenv", "join", "format", "Path"}
+)
+"""Functions whose result depends on the rank if an argument does."""
+_ONE_WRITER = re.compile(r"should_(?:save|write|log)|world_size (?:<=|==|<) [12]\b|not \w*distributed")
+"""Conditions of one rank only that do not name it, or under which there is one rank only."""
 _MAX_CALLERS = 4
 """How many calls outwards a condition is searched for."""
 
@@ -66,30 +73,21 @@ class RankFlow:
                 if values and depth:
                     return any(self.differs(value, depth - 1) for value in values)
             case ast.Call():
-                inner = [*test.args, test.func.value if isinstance(test.func, ast.Attribute) else test.func]
                 callees = self._program.callees(test)
                 if callees and depth:
-                    returns = [r for f in callees for r in self._program.inside(f, ast.Return)]
-                    return any(
-                        r.value and self.differs(r.value, depth - 1) for r in returns if isinstance(r, ast.Return)
-                    )
-                if any(isinstance(each, ast.Call) for each in inner):
-                    return any(self.differs(each, depth) for each in inner)
+                    returned = [each for callee in callees for each in self._program.inside(callee, ast.Return)]
+                    values = [each.value for each in returned if isinstance(each, ast.Return) and each.value]
+                    return any(self.differs(value, depth - 1) for value in values)
+                passes_on = _last_name(test.func) in _PASS_ON and any(self.differs(each, depth) for each in test.args)
+                return passes_on or _NAMES.depends_on_rank(test.func)
             case ast.IfExp():
                 return any(self.differs(each, depth) for each in (test.test, test.body, test.orelse))
             case ast.BinOp():
                 return self.differs(test.left, depth) or self.differs(test.right, depth)
-            case ast.Constant():
-                return False
-            case ast.expr():
-                pass
-            case _:
-                return False
-        return _NAMES.depends_on_rank(test) or any(
-            self.differs(each, depth - 1)
-            for each in ast.iter_child_nodes(test)
-            if depth and isinstance(each, (ast.Name, ast.Attribute, ast.Call))
-        )
+            case ast.Subscript() | ast.JoinedStr() | ast.FormattedValue() | ast.Tuple() | ast.List():
+                if any(self.differs(each, depth - 1) for each in ast.iter_child_nodes(test) if depth):
+                    return True
+        return isinstance(test, ast.expr) and _NAMES.depends_on_rank(test)
 
     def guards(self, node: ast.AST) -> Iterator[Guard]:
         """Yield why only some ranks reach `node` within its function, innermost first."""
@@ -131,13 +129,23 @@ class RankFlow:
 
     def runs_on_some_ranks(self, node: ast.AST, depth: int = _MAX_CALLERS) -> bool:
         """Return True if `node` is guarded in its function, or that function at each of its calls in this file."""
-        if self.rank_guard(node) is not None:
-            return True
         function = self._program.function_of(node)
+        if self.rank_guard(node) is not None or any(map(self._is_for_one_writer, self._conditions(node, function))):
+            return True
         if any(self._is_guarding_decorator(each) for each in getattr(function, "decorator_list", ())):
             return True
         sites = self._program.call_sites(function)
         return bool(sites) and depth > 0 and all(self.runs_on_some_ranks(site, depth - 1) for site in sites)
+
+    def _conditions(self, node: ast.AST, function: ast.AST) -> Iterator[ast.expr]:
+        """Yield the conditions around `node`, and of those before it at which its function returns."""
+        yield from (each.test for each in self._program.ancestors(node) if isinstance(each, (ast.If, ast.IfExp)))
+        for each in self._program.inside(function, ast.If):
+            if isinstance(each, ast.If) and each.lineno < node.lineno and isinstance(each.body[-1], ast.Return):  # type: ignore[attr-defined]
+                yield each.test
+
+    def _is_for_one_writer(self, test: ast.expr) -> bool:
+        return _ONE_WRITER.search(ast.unparse(test)) is not None
 
     def _is_guarding_decorator(self, node: ast.expr) -> bool:
         return any(word in ast.unparse(node) for word in ("rank_zero", "main_process", "rank0", "master"))
@@ -147,6 +155,10 @@ def _is_handler(parent: ast.AST, name: str) -> bool:
     if isinstance(parent, ast.ExceptHandler):
         return not catches_data_end(parent)
     return isinstance(parent, ast.Try) and name == "finalbody"
+
+
+def _last_name(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
 def _test_of(node: ast.AST) -> list[ast.expr]:

@@ -69,10 +69,11 @@ class Facts:
         if not self.wraps:
             return {}
         calls = (call for call in self.program.nodes[ast.Call] if isinstance(call, ast.Call))
-        found = (c for c in calls if isinstance(c.func, (ast.Name, ast.Attribute)) and self._is_forward(c.func))
-        return dict.fromkeys(found)
+        return dict.fromkeys(call for call in calls if self._is_forward(call.func))
 
-    def _is_forward(self, function: ast.Name | ast.Attribute) -> bool:
+    def _is_forward(self, function: ast.expr) -> bool:
+        if not isinstance(function, (ast.Name, ast.Attribute, ast.Subscript)):
+            return False
         if self.program.name_of(function) or (isinstance(function, ast.Attribute) and function.attr == "module"):
             return False
         return self.is_ddp(function)
@@ -105,11 +106,11 @@ class Facts:
 
     def loaders_of(self, loop: Loop) -> list[ast.Call]:
         """Return the calls of DataLoader whose result `loop` may iterate over."""
-        if isinstance(loop, ast.While):
-            return []
-        return [
-            call for each in iterated(loop.iter) for name, call in self.program.made_by(each) if name == "DataLoader"
-        ]
+        sources = [] if isinstance(loop, ast.While) else list(iterated(loop.iter))
+        for call in self.program.inside(loop, ast.Call):
+            if isinstance(call, ast.Call) and self.program.name_of(call) == "next" and call.args:
+                sources.append(call.args[0])
+        return [call for each in sources for name, call in self.program.made_by(each) if name == "DataLoader"]
 
     @cached_property
     def is_script(self) -> bool:

@@ -43,7 +43,7 @@ def collective_in_handler(facts: Facts) -> Iterator[Report]:
     """A collective in `except` or `finally`, or a step that an error skips on one rank only."""
     for name, call in facts.collectives:
         handler = next((guard for guard in facts.flow.guards(call) if guard.kind == "handler"), None)
-        if handler is not None:
+        if handler is not None and not _replaces_another(facts, handler.node):
             where = "except" if isinstance(handler.node, ast.ExceptHandler) else "finally"
             yield Report(call, f"`{name}` in `{where}`: a rank with an error calls it while the others are elsewhere")
     for loop in facts.step_loops:
@@ -155,6 +155,13 @@ def _may_have_buffers(facts: Facts, call: ast.Call) -> bool:
 
 def _is_false(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value is False
+
+
+def _replaces_another(facts: Facts, handler: ast.AST) -> bool:
+    """True if a handler belongs to a `try` that calls a collective itself, and repeats it in a different way."""
+    block = facts.program.parents[handler]
+    named = {call for _, call in facts.collectives}
+    return isinstance(block, ast.Try) and any(c in named for s in block.body for c in facts.program.calls_inside(s))
 
 
 def _skipped_steps(facts: Facts, loop: Loop) -> Iterator[Report]:

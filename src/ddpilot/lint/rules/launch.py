@@ -56,10 +56,11 @@ def _device_uses(program: Program) -> Iterator[ast.expr]:
             for each in [place.body, place.orelse] if isinstance(place, ast.IfExp) else [place]:
                 if is_constant(each, "cuda", "cuda:0"):
                     yield each
-    for node in program.nodes[ast.Assign]:
-        assert isinstance(node, ast.Assign)
+    for node in [*program.nodes[ast.Assign], *program.nodes[ast.AnnAssign]]:
+        assert isinstance(node, (ast.Assign, ast.AnnAssign))
         value = node.value
-        names = [t for t in node.targets if isinstance(t, (ast.Name, ast.Attribute)) and "device" in ast.unparse(t)]
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        names = [each for each in targets if "device" in ast.unparse(each)]
         for each in [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]:
             if names and is_constant(each, "cuda", "cuda:0"):
                 yield each
@@ -134,7 +135,7 @@ def no_destroy(facts: Facts) -> Iterator[Report]:
 def _is_used_here(facts: Facts, call: ast.Call) -> bool:
     """True if this file calls what creates the group, or starts it in processes."""
     function = facts.program.function_of(call)
-    name = getattr(function, "name", "")
+    name = getattr(facts.program.class_of(call), "name", "") or getattr(function, "name", "")
     return function is facts.program.tree or len(re.findall(rf"\b{re.escape(name)}\b", facts.program.text)) > 1
 
 

@@ -42,7 +42,7 @@ def _averages(facts: Facts, call: ast.Call, value: ast.expr) -> bool:
         if isinstance(node, (ast.AugAssign, ast.BinOp)) and isinstance(node.op, ast.Div) and node.lineno > call.lineno:
             left, right = (node.target, node.value) if isinstance(node, ast.AugAssign) else (node.left, node.right)
             names = {ast.unparse(each) for each in ast.walk(left)}
-            if text in names and "world_size" in ast.unparse(right):
+            if text in names and "world_size" in ast.unparse(right).lower():
                 return True
     return False
 

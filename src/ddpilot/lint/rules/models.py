@@ -37,10 +37,19 @@ def wrapped_before_move(facts: Facts) -> Iterator[Report]:
         wraps = [made for name, made in program.made_by(owner) if name == "DDP" and made.args]
         moved = any(_is_moved(each) for wrap in wraps for each in program.trace(wrap.args[0]))
         used = any(f.lineno < call.lineno and _same_function(facts, f, call) for f in facts.forwards)
-        if not moved and not used:
+        if not moved and not used and _is_wrapped_before(facts, owner, wraps):
             is_direct = len(wraps) == 1 and owner is wraps[0] and isinstance(program.parents[call], ast.Assign)
             edit = ("move-inside", call.func.attr) if is_direct and len(wraps[0].args) == 1 else None
             yield Report(call, f"`.{call.func.attr}()` after wrapping: move the model first, then wrap it", edit)
+
+
+def _is_wrapped_before(facts: Facts, owner: ast.expr, wraps: list[ast.Call]) -> bool:
+    """True if `owner` is wrapped in its function, not through a parameter or an attribute that a method sets."""
+    if any(_same_function(facts, wrap, owner) for wrap in wraps):
+        return True
+    makers = [each.value for each in facts.program.bindings(owner)] if isinstance(owner, ast.Name) else []
+    functions = [f for each in makers if isinstance(each, ast.Call) for f in facts.program.callees(each)]
+    return any(len(list(facts.program.inside(function, ast.Return))) == 1 for function in functions)
 
 
 def _moves_parameters(call: ast.Call) -> bool:
