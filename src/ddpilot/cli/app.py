@@ -95,11 +95,13 @@ def lint(
     ] = "",
     ignore: Annotated[str, typer.Option(metavar="CODES", help="Codes not to report.")] = "",
     format_: Annotated[str, typer.Option("--format", help="text, json, sarif or github.")] = "text",
+    fix: Annotated[bool, typer.Option("--fix", help="Print the safe fixes as a diff, and make them.")] = False,
+    diff: Annotated[bool, typer.Option("--diff", help="Print the safe fixes as a diff only.")] = False,
 ) -> None:
     """Report DDP faults of scripts and notebooks without running them; the exit status is 1 if there are any."""
     from ddpilot.cli.lint_command import lint
 
-    raise typer.Exit(lint(paths, select=select, ignore=ignore, output_format=format_))
+    raise typer.Exit(lint(paths, select=select, ignore=ignore, output_format=format_, fix=fix, diff=diff))
 
 
 @app.command()

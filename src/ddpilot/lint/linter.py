@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import os
 import re
@@ -40,6 +41,9 @@ class Diagnostic:
     cell: int = 0
     """Number of the code cell in a notebook, from 1; 0 in a script."""
     edit: Edit | None = None
+    """The fix, if there is a safe one."""
+    span: tuple[int, int, int, int] = (0, 0, 0, 0)
+    """First line and column, from 0, and last line and column of what a fix changes."""
 
     @property
     def place(self) -> str:
@@ -52,30 +56,48 @@ def lint_text(text: str, path: str, options: LintOptions = LintOptions()) -> lis
 
     Raises `SyntaxError`, `ValueError` or `RecursionError` if `text` cannot be parsed.
     """
-    if not _RELEVANT.search(text):
+    if not is_relevant(text):
         return []
     code, cells = read_notebook(text) if path.endswith(".ipynb") else (text, ())
     facts = Facts(Program(code, cells))
-    lines = code.splitlines()
+    lines = code.split("\n")
     found = set()
     for rule in RULES:
         for report in rule.check(facts) if options.has(rule.code) else ():
             line, last = getattr(report.node, "lineno", 1), getattr(report.node, "end_lineno", 1)
             if not any(_is_ignored(each, rule.code) for each in (*lines[line - 1 : line], *lines[last - 1 : last])):
+                span = _span(report.node, lines)
                 number = next((i for i, cell in enumerate(cells, 1) if line in cell), 0)
                 first = cells[number - 1].start if number else 1
                 found.add(
                     Diagnostic(
                         path=path,
                         line=line - first + 1,
-                        column=getattr(report.node, "col_offset", 0) + 1,
+                        column=span[1] + 1,
                         code=rule.code,
                         message=report.message,
                         cell=number,
                         edit=report.edit if not cells else None,
+                        span=span,
                     )
                 )
     return sorted(found, key=lambda each: (each.cell, each.line, each.column, each.code))
+
+
+def is_relevant(text: str) -> bool:
+    """Return True if the rules look into `text`: it names a library that they are about."""
+    return _RELEVANT.search(text) is not None
+
+
+def _span(node: ast.AST, lines: Sequence[str]) -> tuple[int, int, int, int]:
+    """Return where `node` begins and ends, with columns in characters: those of `ast` count bytes."""
+    line, last = getattr(node, "lineno", 1), getattr(node, "end_lineno", 1)
+    columns = getattr(node, "col_offset", 0), getattr(node, "end_col_offset", 0)
+    first, end = (
+        len(lines[at - 1].encode()[:column].decode(errors="replace")) if 0 < at <= len(lines) else column
+        for at, column in zip((line, last), columns, strict=True)
+    )
+    return line, first, last, end
 
 
 def _is_ignored(line: str, code: str) -> bool:

@@ -342,10 +342,10 @@ class Program:
 
     def exclude_each_other(self, one: ast.AST, other: ast.AST) -> bool:
         """Return True if two nodes are in different branches of one condition."""
-        branches = {
-            parent: self.fields[child] for child, parent in self._steps_outwards(one) if isinstance(parent, ast.If)
-        }
-        return any(branches.get(parent, self.fields[c]) != self.fields[c] for c, parent in self._steps_outwards(other))
+        branches: dict[ast.AST, str] = {}
+        branches.update((up, self.fields[child]) for child, up in self._steps_outwards(one) if isinstance(up, ast.If))
+        steps = self._steps_outwards(other)
+        return any(branches.get(up, self.fields[child]) != self.fields[child] for child, up in steps)
 
     def _steps_outwards(self, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
         while (parent := self.parents.get(node)) is not None:

@@ -9,6 +9,7 @@ import pytest
 
 from ddpilot.findings.catalog import find_entry
 from ddpilot.lint.catalog import CODES, RULES
+from ddpilot.lint.linter import lint_text
 from ddpilot.lint.notebook import read_notebook
 from ddpilot.lint.program import Program
 from ddpilot.lint.rule import Facts, Rule
@@ -51,3 +52,20 @@ def test_every_check_reports_something_in_the_noise_of_its_code(rule: Rule) -> N
     programs = [read_notebook(p.read_text()) if p.suffix == ".ipynb" else (p.read_text(), ()) for p in paths]
     assert any(list(rule.check(Facts(Program(*each)))) for each in programs)
     assert rule.summary.endswith(".")
+
+
+def test_page_lists_every_rule() -> None:
+    """docs/lint.md is up to date: `make reference` writes it."""
+    listed = (Path(__file__).parents[3] / "docs" / "lint.md").read_text()
+    for rule in RULES:
+        assert (
+            f"[{rule.code}](../src/ddpilot/findings/pages/{rule.code}.md) | {find_entry(rule.code).name} | " in listed
+        )
+        assert rule.summary in listed
+
+
+def test_rules_marked_fixable_are_those_that_give_edits() -> None:
+    """Over all programs of the fixtures and of the corpus."""
+    paths = [*NOISE, *(FIXTURES.parent / "corpus").glob("*.py")]
+    found = [each for path in paths if path.suffix == ".py" for each in lint_text(path.read_text(), "train.py")]
+    assert {each.code for each in found if each.edit} == {rule.code for rule in RULES if rule.is_fixable}

@@ -45,16 +45,11 @@ def _is_unwrapped_elsewhere(facts: Facts, node: ast.AST) -> bool:
 
 
 def _is_saved(facts: Facts, node: ast.AST) -> bool:
-    """True if `node` is, or is assigned to, an argument of a call that saves."""
+    """True if `node`, or a value around it, is passed to a function that saves, also through functions of the file."""
     program = facts.program
-    around = list(program.ancestors(node))
-    for each in around:
-        if isinstance(each, ast.Call) and any(program.name_of(call) in _SAVES for call in program.calls_inside(each)):
-            return True
-    assigned = next((each for each in around if isinstance(each, ast.Assign)), None)
-    names = {t.id for t in assigned.targets if isinstance(t, ast.Name)} if assigned is not None else set()
-    saves = program.calls_to("torch.save")
-    return any(isinstance(e, ast.Name) and e.id in names for save in saves for e in ast.walk(save))
+    values = {node, *program.ancestors(node)}
+    saved = [part for save in program.calls_to(*_SAVES) for given in save.args[:1] for part in ast.walk(given)]
+    return any(each in values for part in saved for each in program.trace(part))
 
 
 @rule("DDP603")

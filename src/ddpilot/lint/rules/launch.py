@@ -58,7 +58,7 @@ def _device_uses(program: Program) -> Iterator[ast.expr]:
                     yield each
     for node in [*program.nodes[ast.Assign], *program.nodes[ast.AnnAssign]]:
         assert isinstance(node, (ast.Assign, ast.AnnAssign))
-        value = node.value
+        value = node.value or ast.Constant(None)
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         names = [each for each in targets if "device" in ast.unparse(each)]
         for each in [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]:

@@ -38,9 +38,8 @@ def main_worker(gpu, ngpus, args, train_set, val_set):
     for epoch in range(args.start_epoch, args.epochs):
         train(train_loader, model, optimizer, gpu)
         acc = validate(val_loader, model, gpu)
-        save_checkpoint(
-            {"state_dict": model.state_dict(), "best": best}, acc > best  # expect: DDP602
-        )
+        checkpoint = {"state_dict": model.state_dict(), "best": best}  # expect: DDP602
+        save_checkpoint(checkpoint, acc > best)
         best = max(acc, best)
     dist.destroy_process_group()
 
