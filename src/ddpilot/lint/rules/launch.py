@@ -117,7 +117,7 @@ def init_twice(facts: Facts) -> Iterator[Report]:
         yield Report(call, f"the process group exists since line {_line(program, top[0])}: this raises an error")
 
 
-def _line(program: Program, node: ast.Call) -> int:
+def _line(program: Program, node: ast.expr) -> int:
     return next((node.lineno - cell.start + 1 for cell in program.cells if node.lineno in cell), node.lineno)
 
 
@@ -186,18 +186,14 @@ def notebook_spawn(facts: Facts) -> Iterator[Report]:
 def cuda_before_fork(facts: Facts) -> Iterator[Report]:
     """CUDA is used before processes are forked."""
     program = facts.program
-    for call in program.calls_to("torch.multiprocessing.start_processes"):
-        if not is_constant(argument(call, 5, "start_method"), "fork"):
+    for call in program.calls_to("torch.multiprocessing.start_processes", "os.fork"):
+        if program.name_of(call) != "os.fork" and not is_constant(argument(call, 5, "start_method"), "fork"):
             continue
-        function = program.function_of(call)
         for use in _device_uses(program):
-            if program.function_of(use) is function and use.lineno < call.lineno and not _is_only_named(program, use):
-                yield Report(call, f"CUDA was used at line {_line_of(program, use)}: forked processes cannot use it")
+            is_before = program.function_of(use) is program.function_of(call) and use.lineno < call.lineno
+            if is_before and not _is_only_named(program, use):
+                yield Report(call, f"CUDA was used at line {_line(program, use)}: forked processes cannot use it")
                 break
-
-
-def _line_of(program: Program, node: ast.expr) -> int:
-    return next((node.lineno - cell.start + 1 for cell in program.cells if node.lineno in cell), node.lineno)
 
 
 @rule("DDP121")

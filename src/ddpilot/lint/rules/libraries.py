@@ -100,3 +100,10 @@ def _prepares(facts: Facts) -> list[ast.Call]:
     calls = facts.program.calls_to(".prepare", ".prepare_model")
     owners = [(call, call.func.value) for call in calls if isinstance(call.func, ast.Attribute)]
     return [call for call, owner in owners if facts.program.is_made_by(owner, _ACCELERATOR)]
+
+
+@rule("DDP330")
+def fastai_parallel(facts: Facts) -> Iterator[Report]:
+    """fastai's `to_parallel` and `parallel_ctx`, which use `nn.DataParallel`."""
+    for call in facts.program.calls_to(".to_parallel", ".parallel_ctx") if "fastai" in facts.program.text else ():
+        yield Report(call, "fastai uses `nn.DataParallel` here: train in `learn.distrib_ctx()` on several ranks")

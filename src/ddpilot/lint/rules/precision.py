@@ -61,10 +61,6 @@ def deprecated_amp(facts: Facts) -> Iterator[Report]:
     """`torch.cuda.amp`, which `torch.amp` has replaced."""
     for call in facts.program.calls_to(*_OLD_AMP) if facts.is_distributed else ():
         name = facts.program.name_of(call)
-        spelled = ast.unparse(call.func) in (name, name.removeprefix("torch."))
-        edit = (
-            ("rename-amp", _OLD_AMP[name])
-            if spelled and "enabled" not in ast.unparse(call.args[0] if call.args else call)
-            else None
-        )
-        yield Report(call, f'`{name}` is deprecated: use `{_OLD_AMP[name]}("cuda")`', edit if not call.args else None)
+        is_safe = ast.unparse(call.func) == name and not call.args
+        edit = ("rename-amp", _OLD_AMP[name]) if is_safe else None
+        yield Report(call, f'`{name}` is deprecated: use `{_OLD_AMP[name]}("cuda")`', edit)
