@@ -7,6 +7,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from ddpilot.lint.program import Program, is_constant
@@ -21,6 +22,7 @@ _PASS_ON = frozenset(
 """Functions whose result depends on the rank if an argument does."""
 _ONE_WRITER = re.compile(r"should_(?:save|write|log)|world_size (?:<=|==|<) [12]\b|not \w*distributed")
 """Conditions of one rank only that do not name it, or under which there is one rank only."""
+_EQUALIZING = ("broadcast", "all_reduce", "broadcast_object_list", "all_gather", "all_gather_object")
 _MAX_CALLERS = 4
 """How many calls outwards a condition is searched for."""
 
@@ -43,6 +45,17 @@ class RankFlow:
         self._program = program
         self._known: dict[ast.AST, bool] = {}
 
+    @cached_property
+    def _reduced(self) -> set[str]:
+        """The names of what is passed to a collective that makes it the same on all ranks."""
+        calls = self._program.calls_to(*(f"torch.distributed.{name}" for name in _EQUALIZING))
+        return {
+            e.id for call in calls for e in ast.walk(call) if isinstance(e, ast.Name) and not self._looks_like_rank(e)
+        }
+
+    def _looks_like_rank(self, node: ast.Name) -> bool:
+        return _NAMES.depends_on_rank(node)
+
     def differs(self, test: ast.AST, depth: int = 4) -> bool:
         """Return True if the value of `test` depends on the rank, and is not only whether there is a rank at all."""
         if test not in self._known:
@@ -62,6 +75,8 @@ class RankFlow:
                 )
             case ast.Name():
                 bindings = self._program.bindings(test)
+                if test.id in self._reduced:
+                    return False
                 kinds = {binding.kind for binding in bindings}
                 if kinds == {"item"}:
                     return False

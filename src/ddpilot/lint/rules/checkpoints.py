@@ -18,6 +18,10 @@ def wrapped_state_dict(facts: Facts) -> Iterator[Report]:
     """The `state_dict()` of a DDP wrapper is saved, with `module.` in front of every name."""
     program = facts.program
     loads = [call for call in program.calls_to(".load_state_dict") if facts.is_ddp(call.func.value)]  # type: ignore[attr-defined]
+    calls = (call for some in program.calls.values() for call in some)
+    helpers = [call for call in calls if re.search("load|resume|restart|restore", ast.unparse(call.func))]
+    given = [each for call in helpers for each in [*call.args, *(keyword.value for keyword in call.keywords)]]
+    loads += [each for each in given if isinstance(each, ast.Name) and facts.is_ddp(each)]  # type: ignore[misc]
     if loads or not facts.wraps or "module." in re.sub(r"\.module\.", "", program.text):
         return
     for call in program.calls_to(".state_dict"):

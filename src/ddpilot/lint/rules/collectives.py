@@ -7,7 +7,7 @@ import ast
 from collections.abc import Iterator
 
 from ddpilot.lint.program import Loop
-from ddpilot.lint.rank_flow import Guard
+from ddpilot.lint.rank_flow import Guard, RankFlow
 from ddpilot.lint.rule import Facts, Report, rule
 from ddpilot.source.control_flow import catches_data_end, walk_loop
 
@@ -103,14 +103,16 @@ def _is_paired(facts: Facts, name: str, call: ast.Call, guard: Guard) -> bool:
     function = facts.program.function_of(call)
     for other, each, own in _guarded_collectives(facts):
         is_same = other == name and each is not call and facts.program.function_of(each) is function
-        if is_same and own.kind == "condition" and _is_negative(own) != _is_negative(guard):
+        if is_same and own.kind == "condition" and _is_negative(facts.flow, own) != _is_negative(facts.flow, guard):
             return True
     return False
 
 
-def _is_negative(guard: Guard) -> bool:
+def _is_negative(flow: RankFlow, guard: Guard) -> bool:
     """True for conditions such as ``rank != 0``, which rank 0 does not meet."""
     test, is_negative = guard.test, guard.is_else
+    if isinstance(test, ast.BoolOp):
+        test = next(filter(flow.differs, test.values), test)
     while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         test, is_negative = test.operand, not is_negative
     if isinstance(test, ast.Compare) and isinstance(test.ops[0], (ast.NotEq, ast.NotIn, ast.Gt)):

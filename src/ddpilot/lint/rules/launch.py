@@ -13,14 +13,15 @@ from ddpilot.lint.rule import Facts, Report, rule
 _SPAWNS = ("torch.multiprocessing.spawn", "torch.multiprocessing.start_processes")
 _PROCESSES = ("torch.multiprocessing.Process", "multiprocessing.Process")
 _NAMES_A_DEVICE = ("set_device", "CUDA_VISIBLE_DEVICES", "device_id=", "torch.cuda.device(")
-_FIRST_GPU = re.compile(r"cuda:0")
+_OTHER_USES = frozenset({"ddpilot", "unittest", "pytest"})
+"""Imports of programs that choose devices otherwise, or run parts of a job in one process."""
 
 
 @rule("DDP118")
 def one_device(facts: Facts) -> Iterator[Report]:
     """All ranks use the same GPU: ``cuda:0``, or ``cuda`` without `torch.cuda.set_device`."""
     program = facts.program
-    if not facts.is_distributed or "ddpilot" in program.imports or "distributed.rpc" in program.text:
+    if not facts.is_distributed or program.imports & _OTHER_USES or "distributed.rpc" in program.text:
         return
     chooses = any(name in program.text for name in _NAMES_A_DEVICE)
     is_helper = "set_device" not in program.text and any(
@@ -48,7 +49,7 @@ def _device_uses(program: Program) -> Iterator[ast.expr]:
         if method == "cuda" and not call.args and not call.keywords:
             yield call
         places = [keyword.value for keyword in call.keywords if keyword.arg == "device"]
-        if name == "torch.device" or method == "to":
+        if (name == "torch.device" and len(call.args) == 1) or method == "to":
             places += call.args[:1]
         if method == "cuda":
             places += [a for a in call.args if is_constant(a, "cuda:0")]
@@ -125,7 +126,7 @@ def _line(program: Program, node: ast.expr) -> int:
 def no_destroy(facts: Facts) -> Iterator[Report]:
     """A script creates a process group and never destroys it."""
     program = facts.program
-    calls = program.calls_to("torch.distributed.init_process_group")
+    calls = [each for each in facts.inits if program.name_of(each) != "ddpilot.init_group"]
     helpers = re.search(r"import .*\b\w*(cleanup|clean_up|destroy|teardown|shutdown|finali[sz]e)\w*", program.text)
     is_destroyed = "destroy_process_group" in program.text or helpers or program.cells
     if calls and facts.is_script and not is_destroyed and _is_used_here(facts, calls[0]):

@@ -74,7 +74,8 @@ def printed_on_all_ranks(facts: Facts) -> Iterator[Report]:
             continue
         for call in program.inside(loop, ast.Call):
             assert isinstance(call, ast.Call)
-            if program.name_of(call) != "print" or facts.flow.runs_on_some_ranks(call):
+            is_forced = any(keyword.arg == "force" for keyword in call.keywords)  # `print` is a function of its own
+            if program.name_of(call) != "print" or is_forced or facts.flow.runs_on_some_ranks(call):
                 continue
             parts = [
                 each
