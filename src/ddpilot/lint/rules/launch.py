@@ -27,7 +27,10 @@ def one_device(facts: Facts) -> Iterator[Report]:
     is_helper = "set_device" not in program.text and any(
         name in program.text for name in ("init_distributed", "setup_d")
     )
+    parents = {program.function_of(call) for call in program.calls_to(*_SPAWNS, *_PROCESSES)}
     for node in _device_uses(program):
+        if program.function_of(node) in parents:
+            continue
         text = str(node.value) if isinstance(node, ast.Constant) else "cuda"
         if text == "cuda" and (chooses or is_helper):
             continue
