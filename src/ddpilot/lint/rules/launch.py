@@ -23,16 +23,14 @@ def one_device(facts: Facts) -> Iterator[Report]:
     program = facts.program
     if not facts.is_distributed or program.imports & _OTHER_USES or "distributed.rpc" in program.text:
         return
-    chooses = any(name in program.text for name in _NAMES_A_DEVICE)
-    is_helper = "set_device" not in program.text and any(
-        name in program.text for name in ("init_distributed", "setup_d")
-    )
+    # A file without `init_process_group` may leave the device to the one that has it.
+    chooses = not facts.inits or any(name in program.text for name in _NAMES_A_DEVICE)
     parents = {program.function_of(call) for call in program.calls_to(*_SPAWNS, *_PROCESSES)}
     for node in _device_uses(program):
         if program.function_of(node) in parents:
             continue
         text = str(node.value) if isinstance(node, ast.Constant) else "cuda"
-        if text == "cuda" and (chooses or is_helper):
+        if text == "cuda" and chooses:
             continue
         if not facts.flow.runs_on_some_ranks(node) and not _is_map_location(program, node):
             yield Report(node, f"every rank uses the same GPU ({text}): use `cuda:{{local_rank}}`")
