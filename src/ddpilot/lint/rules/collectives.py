@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ddpilot.lint.program import Loop
 from ddpilot.lint.rank_flow import Guard, RankFlow
 from ddpilot.lint.rule import Facts, Report, rule
-from ddpilot.source.control_flow import catches_data_end, walk_loop
+from ddpilot.source.control_flow import catches_data_end, is_exit, walk_loop
 
 _HAVE_BUFFERS = ("BatchNorm", "register_buffer", "torchvision.models", "resnet", "efficientnet", "mobilenet")
 
@@ -172,7 +172,7 @@ def _skipped_steps(facts: Facts, loop: Loop) -> Iterator[Report]:
         assert isinstance(node, ast.Try)
         has_step = any(_is_step(facts, call) for each in node.body for call in program.calls_inside(each))
         for handler in node.handlers if has_step else ():
-            if not catches_data_end(handler) and not _ends(handler):
+            if not _is_of_all_ranks(handler) and not _ends(handler.body):
                 yield Report(handler, "an error on one rank skips a DDP step that the other ranks take; they then hang")
     for node, tests in walk_loop(loop):
         if isinstance(node, (ast.Continue, ast.Break)) and tests and not any(map(facts.flow.differs, tests)):
@@ -186,10 +186,17 @@ def _is_step(facts: Facts, call: ast.Call) -> bool:
     return is_backward or call in facts.forwards
 
 
-def _ends(handler: ast.ExceptHandler) -> bool:
-    """True if the handler raises, ends the program or leaves the loop by returning."""
-    raising = any(isinstance(each, (ast.Raise, ast.Return)) for each in ast.walk(handler))
-    return raising or any("exit" in ast.unparse(each.func) for each in ast.walk(handler) if isinstance(each, ast.Call))
+def _ends(body: Sequence[ast.stmt]) -> bool:
+    """True if the statements of a handler always end by raising, returning or ending the program."""
+    last = body[-1]
+    if isinstance(last, ast.If):
+        return bool(last.orelse) and _ends(last.body) and _ends(last.orelse)
+    return isinstance(last, (ast.Raise, ast.Return)) or is_exit(last)
+
+
+def _is_of_all_ranks(handler: ast.ExceptHandler) -> bool:
+    """True for the end of an iterator, and for an interrupt, which reaches all ranks."""
+    return catches_data_end(handler) or getattr(handler.type, "id", "") == "KeyboardInterrupt"
 
 
 def _asks_own_loss(facts: Facts, test: ast.expr) -> bool:

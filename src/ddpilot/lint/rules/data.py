@@ -40,6 +40,8 @@ def _is_divided(facts: Facts, call: ast.Call) -> bool:
     dataset = argument(call, 0, "dataset")
     if dataset is None:
         return True
+    if not is_constant(argument(call, _SHUFFLE_AT, "shuffle"), True) and not _has_indices(facts, dataset):
+        return True
     for each in program.trace(dataset):
         if isinstance(each, ast.ClassDef) or (
             isinstance(each, ast.Call) and program.name_of(each) == "IterableDataset"
@@ -53,6 +55,14 @@ def _is_divided(facts: Facts, call: ast.Call) -> bool:
             return True
     generator = argument(call, -1, "generator")
     return generator is not None and facts.flow.differs(generator)
+
+
+def _has_indices(facts: Facts, dataset: ast.expr) -> bool:
+    """True if the file shows that a dataset is not a stream, which may divide itself."""
+    names = [name for name, _ in facts.program.made_by(dataset)]
+    is_map = any(name.startswith(("torchvision.", "torch.utils.data.")) for name in names if name)
+    classes = facts.program.instances(dataset)
+    return is_map or any("__getitem__" in ast.unparse(each) for each in classes)
 
 
 def _is_plain_sampler(facts: Facts, node: ast.AST) -> bool:

@@ -12,7 +12,7 @@ from ddpilot.lint.rule import Facts, Report, rule
 
 _SPAWNS = ("torch.multiprocessing.spawn", "torch.multiprocessing.start_processes")
 _PROCESSES = ("torch.multiprocessing.Process", "multiprocessing.Process")
-_NAMES_A_DEVICE = ("set_device", "CUDA_VISIBLE_DEVICES", "device_id=", "torch.cuda.device(")
+_NAMES_A_DEVICE = ("set_device", "CUDA_VISIBLE_DEVICES", "device_id=", "torch.cuda.device(", "set_default_device")
 _OTHER_USES = frozenset({"ddpilot", "unittest", "pytest"})
 """Imports of programs that choose devices otherwise, or run parts of a job in one process."""
 
@@ -202,7 +202,8 @@ def cuda_before_fork(facts: Facts) -> Iterator[Report]:
 def deprecated_launch(facts: Facts) -> Iterator[Report]:
     """A script takes `--local_rank`, or starts `torch.distributed.launch`, which torchrun has replaced."""
     program = facts.program
-    for call in program.calls_to(".add_argument") if facts.inits else ():
+    passes_option = "deepspeed" in program.imports  # whose launcher does
+    for call in program.calls_to(".add_argument") if facts.inits and not passes_option else ():
         names = [each.value for each in call.args if isinstance(each, ast.Constant)]
         if ("--local_rank" in names or "--local-rank" in names) and "LOCAL_RANK" not in program.text:
             yield Report(call, 'torchrun passes no `--local_rank`: read `int(os.environ["LOCAL_RANK"])`')

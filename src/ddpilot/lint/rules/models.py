@@ -76,8 +76,7 @@ def accumulation_synced(facts: Facts) -> Iterator[Report]:
         return
     for loop in facts.step_loops:
         steps = [c for c in program.inside(loop, ast.Call) if isinstance(c, ast.Call) and _is_optimizer_step(c)]
-        conditions = [each for step in steps for each in _conditions_within(facts, step, loop)]
-        counted = [each for each in conditions if _counts_batches(each)]
+        counted = bool(steps) and all(any(map(_counts_batches, _conditions_within(facts, s, loop))) for s in steps)
         backwards = [c for c in program.inside(loop, ast.Call) if getattr(c.func, "attr", "") == "backward"]  # type: ignore[attr-defined]
         free = [
             each for each in backwards if not any(_counts_batches(t) for t in _conditions_within(facts, each, loop))
