@@ -62,6 +62,11 @@ class Facts:
         named = {call: collective_of(self.program, call) for call in calls}
         return sorted(((n, c) for c, n in named.items() if n), key=lambda each: (each[1].lineno, each[1].col_offset))
 
+    @cached_property
+    def collectives_of_tensors(self) -> bool:
+        """True if the program reduces or exchanges tensors itself, apart from barriers."""
+        return any(name not in ("barrier", "monitored_barrier") for name, _ in self.collectives)
+
     def is_ddp(self, node: ast.AST) -> bool:
         """Return True if `node` may be a DDP wrapper; False if it may be unwrapped by ``.module`` on the way."""
         traced = self.program.trace(node)

@@ -6,11 +6,14 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 
-from ddpilot.lint.program import Loop
+from ddpilot.lint.program import Loop, argument
 from ddpilot.lint.rank_flow import Guard, RankFlow
 from ddpilot.lint.rule import Facts, Report, rule
 from ddpilot.source.control_flow import catches_data_end, is_exit, walk_loop
 
+_ROOTS = {"broadcast": (1, "src"), "broadcast_object_list": (1, "src"), "reduce": (1, "dst"), "gather": (2, "dst"),
+          "scatter": (2, "src")}  # fmt: skip
+"""Collectives with a root: position and name of the argument."""
 _HAVE_BUFFERS = ("BatchNorm", "register_buffer", "torchvision.models", "resnet", "efficientnet", "mobilenet")
 
 
@@ -36,6 +39,39 @@ def collective_after_exit(facts: Facts) -> Iterator[Report]:
             yield Report(
                 call, f"the DDP forward is not reached by ranks that left at line {_line(exits.node)} ({_text(exits)})"
             )
+
+
+@rule("DDP208")
+def loop_left_on_some_ranks(facts: Facts) -> Iterator[Report]:
+    """A `break` or `return` that only some ranks take, at the end of a loop with collectives or DDP forwards."""
+    named = {call: f"`{name}`" for name, call in facts.collectives}
+    named.update((call, "the DDP forward") for call in facts.forwards if _trains(facts, call))
+    for loop in dict.fromkeys(loop for call in named for loop in facts.program.loops_of(call)[:1]):
+        for node, tests in walk_loop(loop):
+            if not isinstance(node, (ast.Break, ast.Return)) or not any(map(facts.flow.differs, tests)):
+                continue
+            calls = [call for call in named if facts.program.loops_of(call)[:1] == [loop]]
+            if all(call.lineno < node.lineno for call in calls):
+                test = next(filter(facts.flow.differs, tests))
+                text = f"ranks where `{ast.unparse(test)[:50]}` leave the loop, and the others call"
+                yield Report(node, f"{text} {named[calls[0]]} in its next iteration")
+
+
+@rule("DDP205")
+def root_of_each_rank(facts: Facts) -> Iterator[Report]:
+    """A collective whose `src` or `dst` is this rank, and so a different root on each."""
+    for name, call in facts.collectives:
+        at = _ROOTS.get(name)
+        root = argument(call, at[0], at[1]) if at is not None else None
+        if root is not None and not isinstance(root, ast.Constant) and _is_own_rank(facts, root):
+            yield Report(call, f"each rank names itself as the root of `{name}`: pass the same rank everywhere")
+
+
+def _is_own_rank(facts: Facts, node: ast.expr) -> bool:
+    """True for this process's rank itself: its name, or `get_rank()`."""
+    traced = [each for each in facts.program.trace(node) if isinstance(each, (ast.Name, ast.Attribute, ast.Call))]
+    is_read = any(facts.program.name_of(each) == "torch.distributed.get_rank" for each in traced)
+    return is_read or (isinstance(node, ast.Name) and node.id == "rank" and facts.flow.differs(node))
 
 
 @rule("DDP210")

@@ -145,12 +145,22 @@ def _is_used_here(facts: Facts, call: ast.Call) -> bool:
 def no_main_guard(facts: Facts) -> Iterator[Report]:
     """Processes are spawned at the top level of a script, without a main guard."""
     program = facts.program
-    for call in [] if program.cells else program.calls_to(*_SPAWNS, *_PROCESSES):
+    for call in [] if program.cells else program.calls_to(*_SPAWNS, *_PROCESSES, ".Process"):
         method = argument(call, 5, "start_method")
         around = [each for each in program.ancestors(call) if isinstance(each, (ast.If, ast.FunctionDef, ast.Lambda))]
-        is_spawn = program.name_of(call) in _SPAWNS or "set_start_method" in program.text
+        is_spawn = program.name_of(call) in _SPAWNS or "set_start_method" in program.text or _is_of_spawn(facts, call)
         if not around and is_spawn and not is_constant(method, "fork"):
             yield Report(call, "spawned ranks import this file and start ranks again: put it under a main guard")
+
+
+def _is_of_spawn(facts: Facts, call: ast.Call) -> bool:
+    """True for ``get_context("spawn").Process(...)``."""
+    owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+    made = facts.program.made_by(owner) if owner is not None else []
+    return any(
+        name.endswith("multiprocessing.get_context") and is_constant(argument(each, 0, "method"), "spawn")
+        for name, each in made
+    )
 
 
 @rule("DDP113")

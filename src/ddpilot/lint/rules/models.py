@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from ddpilot.lint.program import Loop, argument, is_constant
@@ -12,6 +13,12 @@ from ddpilot.lint.rule import Facts, Report, rule
 _MOVES = ("to", "cuda", "xpu", "double", "half", "bfloat16")
 _MIN_SAMPLES = 16
 """Fewer samples on each rank make statistics of BatchNorm noisy; the same number as that of `guard`'s rule."""
+_AVERAGES = re.compile(
+    r"fsdp|fully_shard|FullyShardedDataParallel|deepspeed|horovod|hvd|apex|parallel|average|sync|accelerat|fabric|rpc"
+    r"|\.grad\b|pipelin|megatron|bagua|hivemind|federat|ddpilot",
+    re.IGNORECASE,
+)
+"""Words of programs that average gradients in a different way, or train different models on purpose."""
 _BATCH_NORMS = frozenset({"BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LazyBatchNorm1d", "LazyBatchNorm2d"})
 
 
@@ -66,6 +73,52 @@ def _is_moved(node: ast.AST) -> bool:
 
 def _same_function(facts: Facts, one: ast.AST, other: ast.AST) -> bool:
     return facts.program.function_of(one) is facts.program.function_of(other)
+
+
+@rule("DDP324")
+def never_wrapped(facts: Facts) -> Iterator[Report]:
+    """A model trains on every rank, and nothing averages its gradients."""
+    program = facts.program
+    if not facts.inits or facts.wraps or _AVERAGES.search(program.text) or facts.collectives_of_tensors:
+        return
+    for loop in facts.step_loops:
+        for call in program.inside(loop, ast.Call):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and _is_plain_model(facts, call.func):
+                yield Report(call, "this model is not wrapped: each rank trains its own. Use DistributedDataParallel")
+                return
+
+
+def _is_plain_model(facts: Facts, node: ast.Name) -> bool:
+    """True if a variable is always a module that this file creates."""
+    made = [(name, each) for name, each in facts.program.made_by(node) if name not in ("", "torch.compile")]
+    return bool(made) and all(name.startswith("torch.nn.") and "functional" not in name for name, _ in made)
+
+
+@rule("DDP326")
+def step_on_some_ranks(facts: Facts) -> Iterator[Report]:
+    """The optimizer of a DDP model steps under a condition on the rank."""
+    program = facts.program
+    for loop in facts.step_loops if facts.wraps else ():
+        for call in program.inside(loop, ast.Call):
+            if not isinstance(call, ast.Call) or not _is_optimizer_step(call) or not facts.trains_ddp(loop):
+                continue
+            guard = facts.flow.rank_guard(call)
+            is_alone = guard is not None and guard.kind == "condition" and not getattr(guard.node, "orelse", None)
+            if is_alone and _steps_ddp(facts, call):
+                yield Report(
+                    call, "the optimizer steps on some ranks only: the weights of the ranks differ from here on"
+                )
+
+
+def _steps_ddp(facts: Facts, step: ast.Call) -> bool:
+    """True if the optimizer got the parameters of a DDP wrapper, or of the model that was wrapped."""
+    assert isinstance(step.func, ast.Attribute)
+    wrapped = {ast.dump(wrap.args[0]) for wrap in facts.wraps if wrap.args}
+    for _, made in facts.program.made_by(step.func.value):
+        for each in ast.walk(made.args[0]) if made.args else ():
+            if isinstance(each, ast.Attribute) and each.attr == "parameters":
+                return facts.is_ddp(each.value) or ast.dump(each.value) in wrapped
+    return False
 
 
 @rule("DDP505")
