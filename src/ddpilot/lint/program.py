@@ -464,6 +464,11 @@ class Program:
                 ]
         return found
 
+    def is_added_to(self, node: ast.Attribute) -> bool:
+        """Return True if an attribute of this name is counted up, as by ``self.count += n``."""
+        named = (bound for (_, name), some in self._attributes.items() if name == node.attr for bound in some)
+        return any(binding.kind == "update" for binding in named)
+
     def _has_attribute(self, name: str) -> bool:
         return any(attribute == name for _, attribute in self._attributes) or name in self.functions
 

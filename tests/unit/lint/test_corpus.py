@@ -30,3 +30,11 @@ def test_programs_named_good_have_no_label_and_no_report() -> None:
     right = sorted(CORPUS.glob("good_*"))
     assert len(right) >= 15
     assert [(path.name, *each) for path in right for each in [*expected_in(path), *found_in(path)]] == []
+
+
+def test_right_programs_of_this_repository_have_no_report() -> None:
+    """The examples, and the controls of the zoo: right, uneven and unusual."""
+    root = CORPUS.parents[3]
+    paths = [*root.glob("tests/zoo/controls/*.py"), *root.glob("examples/*.py"), *root.glob("examples/*.ipynb")]
+    assert len(paths) > 60
+    assert [(path.name, *each) for path in paths for each in found_in(path)] == []

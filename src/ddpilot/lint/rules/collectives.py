@@ -224,6 +224,8 @@ def _is_step(facts: Facts, call: ast.Call) -> bool:
 
 def _ends(body: Sequence[ast.stmt]) -> bool:
     """True if the statements of a handler always end by raising, returning or ending the program."""
+    if any(isinstance(each, (ast.Continue, ast.Break)) for statement in body for each in ast.walk(statement)):
+        return False
     last = body[-1]
     if isinstance(last, ast.If):
         return bool(last.orelse) and _ends(last.body) and _ends(last.orelse)

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from ddpilot.lint.program import argument
 from ddpilot.lint.rule import Facts, Report, rule
 
+_MAKERS = ("torch.tensor", "torch.as_tensor", "torch.FloatTensor")
 _COUNT_METHODS = frozenset({"size", "numel", "sum", "count_nonzero"})
 
 
@@ -19,9 +21,17 @@ def mean_of_means(facts: Facts) -> Iterator[Report]:
         value = argument(call, 0, "tensor")
         if name != "all_reduce" or value is None or not _averages(facts, call, value):
             continue
-        quotients = [each for one in facts.program.trace(value) for each in _quotients(one)]
+        quotients = [each for one in _values(facts, value) for each in _quotients(one)]
         if any(_is_own_count(facts, each.right) for each in quotients):
             yield Report(call, "means of unequal numbers of samples are averaged: reduce sum and count, then divide")
+
+
+def _values(facts: Facts, value: ast.expr) -> Iterator[ast.AST]:
+    """Yield what a tensor may be, and what it is made from by `torch.tensor`."""
+    for each in facts.program.trace(value):
+        yield each
+        if isinstance(each, ast.Call) and each.args and facts.program.name_of(each) in _MAKERS:
+            yield from facts.program.trace(each.args[0])
 
 
 def _quotients(node: ast.AST) -> Iterator[ast.BinOp]:
@@ -51,6 +61,8 @@ def _is_own_count(facts: Facts, node: ast.expr) -> bool:
     """True if `node` is a number of samples that this rank has counted up or summed."""
     if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("sum", "count_nonzero"):
         return True
+    if isinstance(node, ast.Attribute):
+        return re.search("count|total|num", node.attr) is not None and facts.program.is_added_to(node)
     if not isinstance(node, ast.Name):
         return False
     bindings = facts.program.bindings(node)

@@ -128,12 +128,11 @@ def accumulation_synced(facts: Facts) -> Iterator[Report]:
     if "no_sync" in program.text or "require_backward_grad_sync" in program.text or not facts.wraps:
         return
     for loop in facts.step_loops:
-        steps = [c for c in program.inside(loop, ast.Call) if isinstance(c, ast.Call) and _is_optimizer_step(c)]
+        calls = list(program.calls_inside(loop))
+        steps = [call for call in calls if _is_optimizer_step(call)]
         counted = bool(steps) and all(any(map(_counts_batches, _conditions_within(facts, s, loop))) for s in steps)
-        backwards = [c for c in program.inside(loop, ast.Call) if getattr(c.func, "attr", "") == "backward"]  # type: ignore[attr-defined]
-        free = [
-            each for each in backwards if not any(_counts_batches(t) for t in _conditions_within(facts, each, loop))
-        ]
+        backwards = [call for call in calls if getattr(call.func, "attr", "") == "backward"]
+        free = [call for call in backwards if not any(map(_counts_batches, _conditions_within(facts, call, loop)))]
         if counted and free and facts.trains_ddp(loop):
             yield Report(
                 free[0], "gradients are exchanged after every micro-batch: use `model.no_sync()` for all but the last"
