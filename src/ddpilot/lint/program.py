@@ -343,11 +343,12 @@ class Program:
     def exclude_each_other(self, one: ast.AST, other: ast.AST) -> bool:
         """Return True if two nodes are in different branches of one condition."""
         branches: dict[ast.AST, str] = {}
-        branches.update((up, self.fields[child]) for child, up in self._steps_outwards(one) if isinstance(up, ast.If))
-        steps = self._steps_outwards(other)
+        branches.update((up, self.fields[child]) for child, up in self.steps_outwards(one) if isinstance(up, ast.If))
+        steps = self.steps_outwards(other)
         return any(branches.get(up, self.fields[child]) != self.fields[child] for child, up in steps)
 
-    def _steps_outwards(self, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
+    def steps_outwards(self, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
+        """Yield (node, parent) from `node` to the module."""
         while (parent := self.parents.get(node)) is not None:
             yield node, parent
             node = parent

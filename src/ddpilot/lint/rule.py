@@ -126,12 +126,11 @@ class Facts:
     @cached_property
     def is_script(self) -> bool:
         """True if the file is run: it has a main guard, calls a function at its top level, or is a notebook."""
-        if self.program.cells or "__main__" in self.program.text:
+        if self.program.cells or "if __name__ ==" in self.program.text:
             return True
-        calls = (each.value for each in self.program.tree.body if isinstance(each, ast.Expr))
-        return any(isinstance(call, ast.Call) for call in calls) or any(
-            self.program.function_of(call) is self.program.tree for call in self.inits
-        )
+        body = self.program.tree.body
+        calls = any(isinstance(each, ast.Expr) and isinstance(each.value, ast.Call) for each in body)
+        return calls or any(isinstance(each, (ast.For, ast.While)) for each in body)
 
 
 def iterated(node: ast.expr) -> Iterator[ast.expr]:

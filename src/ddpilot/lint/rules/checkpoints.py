@@ -86,7 +86,9 @@ def _may_be_per_rank(facts: Facts, path: ast.expr) -> bool:
 
 
 def _is_buffer(facts: Facts, path: ast.expr) -> bool:
-    return any(name.endswith("BytesIO") for name, _ in facts.program.made_by(path))
+    opened = [each.value for each in facts.program.bindings(path) if each.value] if isinstance(path, ast.Name) else []
+    names = [name for each in (path, *opened) for name, _ in facts.program.made_by(each)]
+    return any(name.endswith("BytesIO") or name.startswith("tempfile.") for name in names)
 
 
 @rule("DDP608")

@@ -71,7 +71,8 @@ def _is_own_rank(facts: Facts, node: ast.expr) -> bool:
     """True for this process's rank itself: its name, or `get_rank()`."""
     traced = [each for each in facts.program.trace(node) if isinstance(each, (ast.Name, ast.Attribute, ast.Call))]
     is_read = any(facts.program.name_of(each) == "torch.distributed.get_rank" for each in traced)
-    return is_read or (isinstance(node, ast.Name) and node.id == "rank" and facts.flow.differs(node))
+    values = [each.kind == "value" for each in facts.program.bindings(node)] if isinstance(node, ast.Name) else [False]
+    return is_read or (all(values) and facts.flow.differs(node))
 
 
 @rule("DDP210")
@@ -196,8 +197,12 @@ def _is_false(node: ast.expr) -> bool:
 
 
 def _replaces_another(facts: Facts, handler: ast.AST) -> bool:
-    """True if a handler belongs to a `try` that calls a collective itself, and repeats it in a different way."""
-    block = facts.program.parents[handler]
+    """True if a `try` calls a collective itself, which its handler replaces, or is that of a context manager."""
+    block = facts.program.parents[handler] if isinstance(handler, ast.ExceptHandler) else handler
+    if isinstance(block, ast.Try) and any(isinstance(e, ast.Yield) for s in block.body for e in ast.walk(s)):
+        return True
+    if block is handler:
+        return False
     named = {call for _, call in facts.collectives}
     return isinstance(block, ast.Try) and any(c in named for s in block.body for c in facts.program.calls_inside(s))
 

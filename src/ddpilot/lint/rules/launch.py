@@ -13,6 +13,7 @@ from ddpilot.lint.rule import Facts, Report, rule
 _SPAWNS = ("torch.multiprocessing.spawn", "torch.multiprocessing.start_processes")
 _PROCESSES = ("torch.multiprocessing.Process", "multiprocessing.Process")
 _NAMES_A_DEVICE = ("set_device", "CUDA_VISIBLE_DEVICES", "device_id=", "torch.cuda.device(", "set_default_device")
+_ASKS_FOR_RANKS = re.compile(r"dist|rank|ddp|parallel|world_size|n_gpu", re.IGNORECASE)
 _OTHER_USES = frozenset({"ddpilot", "unittest", "pytest"})
 """Imports of programs that choose devices otherwise, or run parts of a job in one process."""
 
@@ -27,7 +28,7 @@ def one_device(facts: Facts) -> Iterator[Report]:
     chooses = not facts.inits or any(name in program.text for name in _NAMES_A_DEVICE)
     parents = {program.function_of(call) for call in program.calls_to(*_SPAWNS, *_PROCESSES)}
     for node in _device_uses(program):
-        if program.function_of(node) in parents:
+        if program.function_of(node) in parents or _is_in_choice(program, node):
             continue
         text = str(node.value) if isinstance(node, ast.Constant) else "cuda"
         if text == "cuda" and chooses:
@@ -39,6 +40,15 @@ def one_device(facts: Facts) -> Iterator[Report]:
         is_first = isinstance(ids, ast.List) and len(ids.elts) == 1 and is_constant(ids.elts[0], 0)
         if ids is not None and is_first and "CUDA_VISIBLE_DEVICES" not in program.text:
             yield Report(ids, "every rank uses the same GPU (device_ids=[0]): use `device_ids=[local_rank]`")
+
+
+def _is_in_choice(program: Program, node: ast.AST) -> bool:
+    """True if `node` is in a branch for one process, of a condition on ranks."""
+    for child, parent in program.steps_outwards(node):
+        is_else = isinstance(parent, ast.If) and program.fields[child] == "orelse"
+        if is_else and isinstance(parent, ast.If) and _ASKS_FOR_RANKS.search(ast.unparse(parent.test)):
+            return True
+    return False
 
 
 def _device_uses(program: Program) -> Iterator[ast.expr]:

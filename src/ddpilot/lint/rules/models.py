@@ -43,6 +43,7 @@ def wrapped_before_move(facts: Facts) -> Iterator[Report]:
             continue
         wraps = [made for name, made in program.made_by(owner) if name == "DDP" and made.args]
         moved = any(_is_moved(each) for wrap in wraps for each in program.trace(wrap.args[0]))
+        moved = moved or any(_is_moved_before(facts, wrap) for wrap in wraps)
         used = any(f.lineno < call.lineno and _same_function(facts, f, call) for f in facts.forwards)
         if not moved and not used and _is_wrapped_before(facts, owner, wraps):
             is_direct = len(wraps) == 1 and owner is wraps[0] and isinstance(program.parents[call], ast.Assign)
@@ -62,6 +63,17 @@ def _is_wrapped_before(facts: Facts, owner: ast.expr, wraps: list[ast.Call]) -> 
 def _moves_parameters(call: ast.Call) -> bool:
     assert isinstance(call.func, ast.Attribute)
     return call.func.attr != "to" or bool(call.args) or any(each.arg in ("device", "dtype") for each in call.keywords)
+
+
+def _is_moved_before(facts: Facts, wrap: ast.Call) -> bool:
+    """True for ``model.cuda()`` as a statement before `wrap`: it changes the module itself."""
+    wrapped = ast.dump(wrap.args[0])
+    calls = facts.program.calls_to(*(f".{name}" for name in _MOVES))
+    owners = [(call, call.func.value) for call in calls if isinstance(call.func, ast.Attribute)]
+    return any(
+        call.lineno < wrap.lineno and ast.dump(owner) == wrapped and _same_function(facts, call, wrap)
+        for call, owner in owners
+    )
 
 
 def _is_moved(node: ast.AST) -> bool:
