@@ -39,14 +39,14 @@ class Facts:
 
     @cached_property
     def inits(self) -> list[ast.Call]:
-        """The calls of init_process_group, without those of one rank and of the backend "fake"."""
+        """The calls of init_process_group, without those of one rank and of "fake" and "xla"."""
         calls = self.program.calls_to("torch.distributed.init_process_group", "ddpilot.init_group")
         return [call for call in calls if not self._is_for_one_rank(call)]
 
     def _is_for_one_rank(self, call: ast.Call) -> bool:
         size, rank, backend = (argument(call, -1, name) for name in ("world_size", "rank", "backend"))
-        is_fake = is_constant(backend if backend is not None else call.args[0] if call.args else None, "fake")
-        return is_fake or is_constant(size, 1) or is_constant(rank, 0)
+        backend = backend if backend is not None else call.args[0] if call.args else None
+        return is_constant(backend, "fake", "xla") or is_constant(size, 1) or is_constant(rank, 0)
 
     @cached_property
     def is_distributed(self) -> bool:

@@ -86,6 +86,7 @@ def _may_be_per_rank(facts: Facts, path: ast.expr) -> bool:
 
 
 def _is_buffer(facts: Facts, path: ast.expr) -> bool:
+    path = path.value if isinstance(path, ast.Attribute) and path.attr == "name" else path
     opened = [each.value for each in facts.program.bindings(path) if each.value] if isinstance(path, ast.Name) else []
     names = [name for each in (path, *opened) for name, _ in facts.program.made_by(each)]
     return any(name.endswith("BytesIO") or name.startswith("tempfile.") for name in names)
