@@ -10,7 +10,9 @@ from functools import cached_property
 
 from ddpilot.lint.program import Loop, Program, argument, has_unknown_arguments, is_constant
 from ddpilot.lint.rank_flow import RankFlow, collective_of
+from ddpilot.module_names import INIT_GROUP
 
+OUR_INIT = INIT_GROUP.replace(":", ".")
 Edit = tuple[str, str]
 """A fix: the name of the change (see `fixes`), and its argument."""
 
@@ -40,7 +42,7 @@ class Facts:
     @cached_property
     def inits(self) -> list[ast.Call]:
         """The calls of init_process_group, without those of one rank and of "fake" and "xla"."""
-        calls = self.program.calls_to("torch.distributed.init_process_group", "ddpilot.init_group")
+        calls = self.program.calls_to("torch.distributed.init_process_group", OUR_INIT)
         return [call for call in calls if not self._is_for_one_rank(call)]
 
     def _is_for_one_rank(self, call: ast.Call) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from ddpilot.lint.program import argument
 from ddpilot.lint.rule import Facts, Report, rule
+from ddpilot.module_names import LAUNCH
 
 _SAVES = ("torch.save", "safetensors.torch.save_file")
 
@@ -75,7 +76,9 @@ def all_ranks_save(facts: Facts) -> Iterator[Report]:
 def _starts(facts: Facts, function: ast.AST) -> bool:
     """True if `function` is started in ranks, as by `mp.spawn`."""
     name = getattr(function, "name", "")
-    spawns = facts.program.calls_to("torch.multiprocessing.spawn", "torch.multiprocessing.Process", "ddpilot.launch")
+    spawns = facts.program.calls_to(
+        "torch.multiprocessing.spawn", "torch.multiprocessing.Process", LAUNCH.replace(":", ".")
+    )
     return any(isinstance(e, ast.Name) and e.id == name for call in spawns for e in ast.walk(call))
 
 

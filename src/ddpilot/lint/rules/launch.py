@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 
 from ddpilot.lint.program import Program, argument, is_constant
-from ddpilot.lint.rule import Facts, Report, rule
+from ddpilot.lint.rule import OUR_INIT, Facts, Report, rule
 
 _SPAWNS = ("torch.multiprocessing.spawn", "torch.multiprocessing.start_processes")
 _PROCESSES = ("torch.multiprocessing.Process", "multiprocessing.Process")
@@ -137,7 +137,7 @@ def _line(program: Program, node: ast.expr) -> int:
 def no_destroy(facts: Facts) -> Iterator[Report]:
     """A script creates a process group and never destroys it."""
     program = facts.program
-    calls = [each for each in facts.inits if program.name_of(each) != "ddpilot.init_group"]
+    calls = [each for each in facts.inits if program.name_of(each) != OUR_INIT]
     helpers = re.search(r"import .*\b\w*(cleanup|clean_up|destroy|teardown|shutdown|finali[sz]e)\w*", program.text)
     is_destroyed = "destroy_process_group" in program.text or helpers or program.cells
     if calls and facts.is_script and not is_destroyed and _is_used_here(facts, calls[0]):
