@@ -83,10 +83,11 @@ $(BENCH_READY): $(READY)
 	@$(COMPILE)
 	@touch $(BENCH_READY)
 
-reference: $(READY) ## write docs/reference.md and the map in CONTRIBUTING.md from docstrings, docs/findings.md and docs/gpus.md from their sources
+reference: $(READY) ## write docs/reference.md and the map in CONTRIBUTING.md from docstrings, docs/findings.md, docs/lint.md and docs/gpus.md from their sources
 	$(BIN)/python docs/render_reference.py
 	$(BIN)/python docs/render_rooms.py
 	$(BIN)/python docs/render_findings.py
+	$(BIN)/python docs/render_lint.py
 	$(BIN)/python docs/render_gpus.py
 
 clean: ## remove what the verbs made

@@ -14,6 +14,7 @@ from benchmarks.measure import Row, render_table
 
 SCRIPTS = (
     "startup",
+    "lint_files",
     "launch_latency",
     "many_ranks",
     "run_output",

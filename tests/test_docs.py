@@ -170,7 +170,8 @@ FINDING_PAGES = sorted((PACKAGE / "findings" / "pages").glob("*.md"))
 # Pages about the inside of ddpilot, or about earlier versions.
 FOR_CONTRIBUTORS = {"CONTRIBUTING.md", "CHANGELOG.md", "how_it_works.md"}
 PUBLIC_MODULES = ("callbacks", "watch", "integrations.lightning")
-NO_MODULES = ("apps", "launch.local")  # a group of entry points; a module that decision 002 rejects
+# Entry points; a module that decision 002 rejects; a table of pyproject.toml.
+NO_MODULES = ("apps", "launch.local", "lint")
 
 
 def is_there(dotted: str) -> bool:

@@ -47,6 +47,10 @@ OBSERVER_PROCESS = "ddpilot.watch.external.observer_process"
 GPU_CHECK_CHILD = "ddpilot.gpu_check.child"
 GPU_CHECKS = "ddpilot.gpu_check.checks"
 
+INIT_GROUP = "ddpilot:init_group"
+LAUNCH = "ddpilot:launch"
+"""Public functions whose calls `ddpilot lint` knows."""
+
 GUARD_FOLDER = "/ddpilot/guard/"
 GROUP_FOLDER = "/ddpilot/group/"
 FORM_GROUP = "/ddpilot/group/creation.py:form_group"

@@ -105,6 +105,23 @@ def explain(
 
 
 @app.command()
+def lint(
+    paths: Annotated[list[str], typer.Argument(help="Scripts, notebooks or folders.")],
+    select: Annotated[
+        str, typer.Option(metavar="CODES", help="Codes to report; DDP4 stands for all that begin with it.")
+    ] = "",
+    ignore: Annotated[str, typer.Option(metavar="CODES", help="Codes not to report.")] = "",
+    format_: Annotated[str, typer.Option("--format", help="text, json, sarif or github.")] = "text",
+    fix: Annotated[bool, typer.Option("--fix", help="Print the safe fixes as a diff, and make them.")] = False,
+    diff: Annotated[bool, typer.Option("--diff", help="Print the safe fixes as a diff only.")] = False,
+) -> None:
+    """Report DDP faults of scripts and notebooks without running them; the exit status is 1 if there are any."""
+    from ddpilot.cli.lint_command import lint
+
+    raise typer.Exit(lint(paths, select=select, ignore=ignore, output_format=format_, fix=fix, diff=diff))
+
+
+@app.command()
 def watch(
     job: Annotated[
         str | None, typer.Argument(help="A job's id, the number of one of its processes, or its folder.")

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ddpilot lint`: find DDP faults in a program's text. Imports `source` and `findings`; free of torch."""

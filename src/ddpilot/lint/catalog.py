@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All rules, in the order of their codes."""
+
+from __future__ import annotations
+
+from ddpilot.lint.rule import Rule
+from ddpilot.lint.rules import checkpoints, collectives, data, launch, libraries, metrics, models, precision
+
+_MODULES = (checkpoints, collectives, data, launch, libraries, metrics, models, precision)
+RULES: tuple[Rule, ...] = tuple(
+    sorted((r for module in _MODULES for r in vars(module).values() if isinstance(r, Rule)), key=lambda r: r.code)
+)
+CODES = tuple(dict.fromkeys(each.code for each in RULES))

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run the rules over files: find them, read them, drop what is ignored."""
+
+from __future__ import annotations
+
+import ast
+import io
+import os
+import re
+import tokenize
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+from ddpilot.errors import DdpilotError
+from ddpilot.lint.catalog import RULES
+from ddpilot.lint.notebook import read_notebook
+from ddpilot.lint.options import LintOptions
+from ddpilot.lint.program import Program
+from ddpilot.lint.rule import Edit, Facts
+
+SUFFIXES = (".py", ".ipynb")
+_RELEVANT = re.compile(r"\b(?:torch|lightning|pytorch_lightning|accelerate|fastai)\b")
+"""A file without any of these words imports nothing that a rule is about."""
+_IGNORE = re.compile(r"#\s*ddpilot:\s*ignore(?:\[(?P<codes>[\w\s,]*)\])?")
+_SKIPPED_FOLDERS = ("__pycache__", "node_modules")
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Diagnostic:
+    """One report, with its place."""
+
+    path: str
+    line: int
+    """From 1; within the cell, if `cell` is not 0."""
+    column: int
+    """From 1."""
+    code: str
+    message: str
+    cell: int = 0
+    """Number of the code cell in a notebook, from 1; 0 in a script."""
+    edit: Edit | None = None
+    """The fix, if there is a safe one."""
+    span: tuple[int, int, int, int] = (0, 0, 0, 0)
+    """First line and column, from 0, and last line and column of what a fix changes."""
+
+    @property
+    def place(self) -> str:
+        """``path:line:column``, with the cell between if there is one."""
+        return f"{self.path}:{f'cell {self.cell}:' if self.cell else ''}{self.line}:{self.column}"
+
+
+def lint_text(text: str, path: str, options: LintOptions = LintOptions()) -> list[Diagnostic]:  # noqa: B008 - frozen
+    """Return what the rules find in a script, or in a notebook if `path` ends in ``.ipynb``, in the order of the lines.
+
+    Raises `SyntaxError`, `ValueError` or `RecursionError` if `text` cannot be parsed.
+    """
+    if not is_relevant(text):
+        return []
+    code, cells = read_notebook(text) if path.endswith(".ipynb") else (text, ())
+    facts = Facts(Program(code, cells))
+    lines = code.split("\n")
+    found = set()
+    for rule in RULES:
+        for report in rule.check(facts) if options.has(rule.code) else ():
+            line, last = getattr(report.node, "lineno", 1), getattr(report.node, "end_lineno", 1)
+            if not any(_is_ignored(each, rule.code) for each in (*lines[line - 1 : line], *lines[last - 1 : last])):
+                span = _span(report.node, lines)
+                number = next((i for i, cell in enumerate(cells, 1) if line in cell), 0)
+                first = cells[number - 1].start if number else 1
+                found.add(
+                    Diagnostic(
+                        path=path,
+                        line=line - first + 1,
+                        column=span[1] + 1,
+                        code=rule.code,
+                        message=report.message,
+                        cell=number,
+                        edit=report.edit if not cells else None,
+                        span=span,
+                    )
+                )
+    return sorted(found, key=lambda each: (each.cell, each.line, each.column, each.code))
+
+
+def is_relevant(text: str) -> bool:
+    """Return True if the rules look into `text`: it names a library that they are about."""
+    return _RELEVANT.search(text) is not None
+
+
+def _span(node: ast.AST, lines: Sequence[str]) -> tuple[int, int, int, int]:
+    """Return where `node` begins and ends, with columns in characters: those of `ast` count bytes."""
+    line, last = getattr(node, "lineno", 1), getattr(node, "end_lineno", 1)
+    columns = getattr(node, "col_offset", 0), getattr(node, "end_col_offset", 0)
+    first, end = (
+        len(lines[at - 1].encode()[:column].decode(errors="replace")) if 0 < at <= len(lines) else column
+        for at, column in zip((line, last), columns, strict=True)
+    )
+    return line, first, last, end
+
+
+def _is_ignored(line: str, code: str) -> bool:
+    found = _IGNORE.search(line)
+    return found is not None and (found["codes"] is None or code in re.split(r"[\s,]+", found["codes"]))
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file in the encoding that it declares; bytes that do not fit are replaced."""
+    data = path.read_bytes()
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+        return data.decode(encoding, errors="replace")
+    except (SyntaxError, LookupError):
+        return data.decode("latin-1")
+
+
+def find_files(paths: Iterable[str], exclude: Sequence[str] = ()) -> Iterator[str]:
+    """Yield the scripts and notebooks of `paths`, folders recursively, without hidden folders and `exclude`.
+
+    `exclude`: patterns of paths or of parts of them. Raises `DdpilotError` for a path that does not exist.
+    """
+    for path in paths:
+        if os.path.isfile(path):
+            yield path
+        elif os.path.isdir(path):
+            for folder, folders, files in os.walk(path):
+                folders[:] = sorted(each for each in folders if not _is_skipped(folder, each, exclude))
+                for name in sorted(files):
+                    if name.endswith(SUFFIXES) and not _is_excluded(os.path.join(folder, name), exclude):
+                        yield os.path.join(folder, name)
+        else:
+            raise DdpilotError("linting", found=f"{path} does not exist", fix="Give files or folders")
+
+
+def _is_skipped(folder: str, name: str, exclude: Sequence[str]) -> bool:
+    return name.startswith(".") or name in _SKIPPED_FOLDERS or _is_excluded(os.path.join(folder, name), exclude)
+
+
+def _is_excluded(path: str, exclude: Sequence[str]) -> bool:
+    whole = Path(path).as_posix()
+    return any(fnmatch(whole, each) or fnmatch(whole, f"*/{each}") for each in exclude)
+
+
+def lint_files(
+    paths: Iterable[str], options: LintOptions, on_unreadable: Callable[[str, str], None]
+) -> Iterator[Diagnostic]:
+    """Yield what the rules find in files. `on_unreadable`: called with path and reason if a file cannot be checked."""
+    for path in paths:
+        try:
+            yield from lint_text(read_text(Path(path)), path, options)
+        except (SyntaxError, ValueError, RecursionError, MemoryError, OSError) as error:
+            on_unreadable(path, f"{type(error).__name__}: {error}".partition("\n")[0])

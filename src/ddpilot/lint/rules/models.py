@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a model is wrapped, moved, accumulated and normalised."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from ddpilot.lint.program import Loop, argument, is_constant
+from ddpilot.lint.rule import Facts, Report, rule
+
+_MOVES = ("to", "cuda", "xpu", "double", "half", "bfloat16")
+_MIN_SAMPLES = 16
+"""Fewer samples on each rank make statistics of BatchNorm noisy; the same number as that of `guard`'s rule."""
+_AVERAGES = re.compile(
+    r"fsdp|fully_shard|FullyShardedDataParallel|deepspeed|horovod|hvd|apex|parallel|average|sync|accelerat|fabric|rpc"
+    r"|\.grad\b|pipelin|megatron|bagua|hivemind|federat|ddpilot",
+    re.IGNORECASE,
+)
+"""Words of programs that average gradients in a different way, or train different models on purpose."""
+_BATCH_NORMS = frozenset({"BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LazyBatchNorm1d", "LazyBatchNorm2d"})
+
+
+@rule("DDP330")
+def data_parallel(facts: Facts) -> Iterator[Report]:
+    """`nn.DataParallel`, which is slower than DDP and exchanges nothing between ranks."""
+    for call in facts.program.calls_to("DataParallel"):
+        choices = [each for each in facts.program.ancestors(call) if isinstance(each, (ast.If, ast.IfExp))]
+        is_choice = any("rank" in (test := ast.unparse(each.test).lower()) or "dist" in test for each in choices)
+        if not (choices and facts.wraps) and not is_choice:
+            yield Report(call, "`nn.DataParallel` splits batches in one process: use DistributedDataParallel")
+
+
+@rule("DDP331", is_fixable=True)
+def wrapped_before_move(facts: Facts) -> Iterator[Report]:
+    """A model is moved or cast after DDP wrapped it."""
+    program = facts.program
+    for call in program.calls_to(*(f".{name}" for name in _MOVES)) if facts.wraps else ():
+        assert isinstance(call.func, ast.Attribute)
+        owner = call.func.value
+        if not _moves_parameters(call) or not facts.is_ddp(owner):
+            continue
+        wraps = [made for name, made in program.made_by(owner) if name == "DDP" and made.args]
+        moved = any(_is_moved(each) for wrap in wraps for each in program.trace(wrap.args[0]))
+        moved = moved or any(_is_moved_before(facts, wrap) for wrap in wraps)
+        used = any(f.lineno < call.lineno and _same_function(facts, f, call) for f in facts.forwards)
+        if not moved and not used and _is_wrapped_before(facts, owner, wraps):
+            is_direct = len(wraps) == 1 and owner is wraps[0] and isinstance(program.parents[call], ast.Assign)
+            edit = ("move-inside", call.func.attr) if is_direct and len(wraps[0].args) == 1 else None
+            yield Report(call, f"`.{call.func.attr}()` after wrapping: move the model first, then wrap it", edit)
+
+
+def _is_wrapped_before(facts: Facts, owner: ast.expr, wraps: list[ast.Call]) -> bool:
+    """True if `owner` is wrapped in its function, not through a parameter or an attribute that a method sets."""
+    if any(_same_function(facts, wrap, owner) for wrap in wraps):
+        return True
+    makers = [each.value for each in facts.program.bindings(owner)] if isinstance(owner, ast.Name) else []
+    functions = [f for each in makers if isinstance(each, ast.Call) for f in facts.program.callees(each)]
+    return any(len(list(facts.program.inside(function, ast.Return))) == 1 for function in functions)
+
+
+def _moves_parameters(call: ast.Call) -> bool:
+    assert isinstance(call.func, ast.Attribute)
+    return call.func.attr != "to" or bool(call.args) or any(each.arg in ("device", "dtype") for each in call.keywords)
+
+
+def _is_moved_before(facts: Facts, wrap: ast.Call) -> bool:
+    """True for ``model.cuda()`` as a statement before `wrap`: it changes the module itself."""
+    wrapped = ast.dump(wrap.args[0])
+    calls = facts.program.calls_to(*(f".{name}" for name in _MOVES))
+    owners = [(call, call.func.value) for call in calls if isinstance(call.func, ast.Attribute)]
+    return any(
+        call.lineno < wrap.lineno and ast.dump(owner) == wrapped and _same_function(facts, call, wrap)
+        for call, owner in owners
+    )
+
+
+def _is_moved(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Call):
+        return False
+    is_move = isinstance(node.func, ast.Attribute) and node.func.attr in _MOVES
+    return is_move or any(keyword.arg == "device" for keyword in node.keywords)
+
+
+def _same_function(facts: Facts, one: ast.AST, other: ast.AST) -> bool:
+    return facts.program.function_of(one) is facts.program.function_of(other)
+
+
+@rule("DDP324")
+def never_wrapped(facts: Facts) -> Iterator[Report]:
+    """A model trains on every rank, and nothing averages its gradients."""
+    program = facts.program
+    if not facts.inits or facts.wraps or _AVERAGES.search(program.text) or facts.collectives_of_tensors:
+        return
+    for loop in facts.step_loops:
+        for call in program.inside(loop, ast.Call):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and _is_plain_model(facts, call.func):
+                yield Report(call, "this model is not wrapped: each rank trains its own. Use DistributedDataParallel")
+                return
+
+
+def _is_plain_model(facts: Facts, node: ast.Name) -> bool:
+    """True if a variable is always a module that this file creates."""
+    made = [(name, each) for name, each in facts.program.made_by(node) if name not in ("", "torch.compile")]
+    return bool(made) and all(name.startswith("torch.nn.") and "functional" not in name for name, _ in made)
+
+
+@rule("DDP326")
+def step_on_some_ranks(facts: Facts) -> Iterator[Report]:
+    """The optimizer of a DDP model steps under a condition on the rank."""
+    program = facts.program
+    for loop in facts.step_loops if facts.wraps else ():
+        for call in program.inside(loop, ast.Call):
+            if not isinstance(call, ast.Call) or not _is_optimizer_step(call) or not facts.trains_ddp(loop):
+                continue
+            guard = facts.flow.rank_guard(call)
+            is_alone = guard is not None and guard.kind == "condition" and not getattr(guard.node, "orelse", None)
+            if is_alone and _steps_ddp(facts, call):
+                yield Report(
+                    call, "the optimizer steps on some ranks only: the weights of the ranks differ from here on"
+                )
+
+
+def _steps_ddp(facts: Facts, step: ast.Call) -> bool:
+    """True if the optimizer got the parameters of a DDP wrapper, or of the model that was wrapped."""
+    assert isinstance(step.func, ast.Attribute)
+    wrapped = {ast.dump(wrap.args[0]) for wrap in facts.wraps if wrap.args}
+    for _, made in facts.program.made_by(step.func.value):
+        for each in ast.walk(made.args[0]) if made.args else ():
+            if isinstance(each, ast.Attribute) and each.attr == "parameters":
+                return facts.is_ddp(each.value) or ast.dump(each.value) in wrapped
+    return False
+
+
+@rule("DDP505")
+def accumulation_synced(facts: Facts) -> Iterator[Report]:
+    """Gradients are accumulated over micro-batches, and DDP exchanges them after each."""
+    program = facts.program
+    if "no_sync" in program.text or "require_backward_grad_sync" in program.text or not facts.wraps:
+        return
+    for loop in facts.step_loops:
+        calls = list(program.calls_inside(loop))
+        steps = [call for call in calls if _is_optimizer_step(call)]
+        counted = bool(steps) and all(any(map(_counts_batches, _conditions_within(facts, s, loop))) for s in steps)
+        backwards = [call for call in calls if getattr(call.func, "attr", "") == "backward"]
+        free = [call for call in backwards if not any(map(_counts_batches, _conditions_within(facts, call, loop)))]
+        if counted and free and facts.trains_ddp(loop):
+            yield Report(
+                free[0], "gradients are exchanged after every micro-batch: use `model.no_sync()` for all but the last"
+            )
+
+
+def _is_optimizer_step(call: ast.Call) -> bool:
+    if not isinstance(call.func, ast.Attribute) or call.func.attr != "step":
+        return False
+    text = ast.unparse(call.func.value).lower()
+    return "opt" in text or "scaler" in text
+
+
+def _conditions_within(facts: Facts, node: ast.AST, loop: Loop) -> Iterator[ast.expr]:
+    for each in facts.program.ancestors(node):
+        if each is loop:
+            return
+        if isinstance(each, ast.If):
+            yield each.test
+
+
+def _counts_batches(test: ast.expr) -> bool:
+    return any(isinstance(each, ast.BinOp) and isinstance(each.op, ast.Mod) for each in ast.walk(test))
+
+
+@rule("DDP328")
+def no_sync_around_backward(facts: Facts) -> Iterator[Report]:
+    """`no_sync()` around backward alone, which has no effect."""
+    program = facts.program
+    for call in program.calls_to(".no_sync"):
+        block = program.parents.get(program.parents[call])
+        assert isinstance(call.func, ast.Attribute)
+        if not isinstance(block, ast.With) or not facts.is_ddp(call.func.value):
+            continue
+        inside = [each for each in program.calls_inside(block) if each is not call]
+        has_backward = any(getattr(each.func, "attr", "") == "backward" for each in inside)
+        has_forward = any(each in facts.forwards for each in inside)
+        unknown = [each for each in inside if not program.name_of(each) and isinstance(each.func, ast.Name)]
+        if has_backward and not has_forward and not unknown:
+            yield Report(block, "`no_sync()` must include the forward pass: around backward alone it has no effect")
+
+
+@rule("DDP502", is_fixable=True)
+def needless_find_unused(facts: Facts) -> Iterator[Report]:
+    """`find_unused_parameters=True` for a model whose forward uses every layer."""
+    for call in facts.wraps:
+        if is_constant(argument(call, -1, "find_unused_parameters"), True) and call.args:
+            classes = list(facts.program.instances(call.args[0]))
+            if len(classes) == 1 and _uses_every_layer(classes[0]):
+                yield Report(
+                    call, "the forward uses every layer: `find_unused_parameters=True` only costs a search per step",
+                    ("remove-argument", "find_unused_parameters"),
+                )  # fmt: skip
+
+
+def _uses_every_layer(model: ast.ClassDef) -> bool:
+    methods = {each.name: each for each in model.body if isinstance(each, ast.FunctionDef)}
+    forward, init = methods.get("forward"), methods.get("__init__")
+    if forward is None or init is None or set(methods) != {"forward", "__init__"}:
+        return False
+    if [ast.unparse(base).rpartition(".")[2] for base in model.bases] != ["Module"]:
+        return False
+    branches = (ast.If, ast.IfExp, ast.For, ast.While, ast.Try, ast.Return, ast.BoolOp, ast.Match)
+    if sum(isinstance(each, branches) for each in ast.walk(forward)) != 1 or "no_grad" in ast.unparse(forward):
+        return False
+    made = [
+        t.attr for a in ast.walk(init) if isinstance(a, ast.Assign) for t in a.targets if isinstance(t, ast.Attribute)
+    ]
+    used = {e.attr for e in ast.walk(forward) if isinstance(e, ast.Attribute) and isinstance(e.value, ast.Name)}
+    simple = not any(isinstance(each, (ast.For, ast.If)) or _registers(each) for each in ast.walk(init))
+    return bool(made) and set(made) <= used and simple
+
+
+def _registers(node: ast.AST) -> bool:
+    names = (
+        "ModuleList",
+        "ModuleDict",
+        "register_parameter",
+        "add_module",
+        "setattr",
+        "requires_grad_",
+        "requires_grad",
+    )
+    return getattr(node, "attr", getattr(node, "id", "")) in names
+
+
+@rule("DDP408")
+def batch_norm_unsynced(facts: Facts) -> Iterator[Report]:
+    """BatchNorm over fewer than 16 samples on each rank, without SyncBatchNorm."""
+    program = facts.program
+    if "SyncBatchNorm" in program.text or not facts.wraps or "cuda" not in program.text:
+        return
+    sizes = [
+        size
+        for loop in facts.step_loops
+        if facts.trains_ddp(loop)
+        for loader in facts.loaders_of(loop)
+        for size in [_constant_size(facts, argument(loader, 1, "batch_size"))]
+    ]
+    if not sizes or any(size is None or size >= _MIN_SAMPLES for size in sizes):
+        return
+    for wrap in facts.wraps:
+        for model in program.instances(wrap.args[0]) if wrap.args else ():
+            if any(getattr(e, "attr", getattr(e, "id", "")) in _BATCH_NORMS for e in ast.walk(model)):
+                yield Report(wrap, f"BatchNorm normalises {sizes[0]} samples on each rank: convert it to SyncBatchNorm")
+
+
+def _constant_size(facts: Facts, node: ast.expr | None) -> int | None:
+    values = [each for each in facts.program.trace(node) if isinstance(each, ast.Constant)] if node is not None else []
+    return values[0].value if len(values) == 1 and isinstance(values[0].value, int) else None
