@@ -142,7 +142,7 @@ def injector(fault: Fault, folder: Path, parent_pid: int) -> Iterator[None]:
 
 def inject(fault: Fault, mark: str) -> Outcome:
     """Launch 4 ranks, let the fault happen, and check the report and what is left. `mark` stands in the environment."""
-    outcome = Outcome()
+    outcome, before = Outcome(), marked_pids(mark)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if fault.kind == "kill_parent":
@@ -159,7 +159,7 @@ def inject(fault: Fault, mark: str) -> Outcome:
             outcome.wrong += check_report(error, fault)
         happened = float((folder / "stamp").read_text())
     grace_s = max(0.0, happened + LIMIT_S - time.monotonic())
-    left = settle(lambda: _processes(mark), grace_s=grace_s)
+    left = settle(lambda: _processes(mark, before), grace_s=grace_s)
     outcome.wrong += [f"orphan after {LIMIT_S} s: {process}" for process in left]
     if fault.kind == "kill_parent":
         outcome.reported_s = time.monotonic() - happened
@@ -194,8 +194,8 @@ def _report_of(launch: Callable[[], object]) -> BaseException | None:
     return None
 
 
-def _processes(mark: str) -> list[str]:
-    spared = {os.getpid(), *server_pids()}
+def _processes(mark: str, before: set[int]) -> list[str]:
+    spared = {os.getpid(), *server_pids(), *before}
     return [describe_process(pid) for pid in marked_pids(mark) - spared]
 
 
@@ -224,7 +224,7 @@ def inject_into_spawn(fault: Fault) -> str:
         mark = _lose_parent(fault, folder, "spawn")
         happened = float((folder / "stamp").read_text())
         took_s = time.monotonic() - happened
-        left = settle(lambda: _processes(mark), grace_s=max(0.0, LIMIT_S - took_s))
+        left = settle(lambda: _processes(mark, set()), grace_s=max(0.0, LIMIT_S - took_s))
         for pid in marked_pids(mark):
             os.kill(pid, signal.SIGKILL)
     end = "" if fault.kind == "kill_parent" else f"{took_s:.1f} s, "
