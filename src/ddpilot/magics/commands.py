@@ -130,8 +130,13 @@ def _doctor(_shell_session: ShellSession, given: Arguments) -> Diagnosis:
     return doctor(**{name: given[name] for name in options if given.get(name) is not None})
 
 
+def _start(shell_session: ShellSession, given: Arguments) -> None:
+    """Start the ranks. Returns nothing: the notebook would show a session under the line."""
+    shell_session.start(to_arguments(given))
+
+
 COMMANDS: dict[str, Callable[[ShellSession, Arguments], Any]] = {
-    "start": lambda shell_session, given: shell_session.start(to_arguments(given)),
+    "start": _start,
     "stop": lambda shell_session, _: shell_session.stop(),
     "restart": _restart,
     "run": call_on_ranks,
