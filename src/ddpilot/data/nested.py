@@ -140,6 +140,8 @@ def _map_rows(outputs: Sequence[Any], of_tensors: Callable[..., Any], of_lists: 
     if isinstance(first, torch.Tensor):
         return of_tensors(outputs)
     if isinstance(first, Mapping):
+        if any(one.keys() != first.keys() for one in outputs):
+            raise KeyError("the keys differ")
         return replace_parts(first, [_map_rows([one[key] for one in outputs], of_tensors, of_lists) for key in first])
     if isinstance(first, tuple):
         fields = [_map_rows(column, of_tensors, of_lists) for column in zip(*outputs, strict=True)]

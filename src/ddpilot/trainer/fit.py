@@ -15,6 +15,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from ddpilot.data.options import WORKER_OPTIONS
 from ddpilot.errors import LoopError
 from ddpilot.trainer.callback import CallbackRunner
 from ddpilot.trainer.checks import check_forward, check_loader_options, check_names, check_whole, is_count, suggest
@@ -180,7 +181,7 @@ def move_optimizer_state(optimizer: Optimizer) -> None:
 
 
 _SIZES = ("global_batch_size", "batch_size_per_rank")
-_OF_VALIDATION = (*_SIZES, "num_workers", "collate_fn", "pin_memory")
+_OF_VALIDATION = (*_SIZES, "collate_fn", *WORKER_OPTIONS)
 """Options that the loader of a validation set has from that of the training data."""
 
 

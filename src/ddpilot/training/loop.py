@@ -379,9 +379,9 @@ class Loop:
                 found="a DataLoader instead of a dataset",
                 fix="Write loop.shard(loader), which divides it among the ranks.",
             )
-        job = {"rank": self.rank, "world_size": self.world_size, "seed": self.seed}
+        job = {"rank": self.rank, "world_size": self.world_size, **self._with_seed(options)}
         make: Any = make_stream_loader if isinstance(dataset, IterableDataset) else make_loader
-        return make(dataset, **{**job, **options})  # type: ignore[no-any-return]
+        return make(dataset, **job)  # type: ignore[no-any-return]
 
     def shard(self, loader: DataLoader[Any], **options: Any) -> MapLoader | StreamLoader:
         """Return this rank's loader for an existing DataLoader, with the batches of one process; not collective.
@@ -390,8 +390,11 @@ class Loop:
         of each rank. `options`: also `shares`, `seed`, `divides_itself` and `seed_samples`; see docs/data.md.
         Raises DataError.
         """
-        job = {"rank": self.rank, "world_size": self.world_size, "seed": self.seed, "say": self._print_once}
-        return shard_loader(loader, **{**job, **options})
+        job = {"rank": self.rank, "world_size": self.world_size, "say": self._print_once, **self._with_seed(options)}
+        return shard_loader(loader, **job)
+
+    def _with_seed(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        return {**options, "seed": self.seed} if options.get("seed") is None else dict(options)
 
     def epochs(self, num: int) -> Iterator[int]:
         """Yield the epoch numbers from `epoch` to `num` - 1, until all ranks decide to stop. Collective.

@@ -55,6 +55,7 @@ def rows(*values: float) -> torch.Tensor:
     [
         ((rows(1), torch.ones(2, 3)), r"\(\*, 1\) of int64 and \(\*, 3\) of float32"),
         (({"a": rows(1)}, rows(2)), r"\{'a': \(\*, 1\) of int64\} and \(\*, 1\) of int64"),
+        (({"a": rows(1)}, {"a": rows(1), "b": rows(2)}), r"\{'a': \(\*, 1\) of int64\} and \{'a': .*, 'b': "),
         (((rows(1),), (rows(1), rows(2))), r"\(\(\*, 1\) of int64\) and \(\(\*, 1\) of int64, \(\*, 1\)"),
     ],
 )

@@ -52,6 +52,21 @@ def test_loop_makes_the_same_model_for_a_seed() -> None:
     assert torch.equal(*weights)
 
 
+def test_without_a_seed_of_its_own_a_loader_has_that_of_the_loop() -> None:
+    """Left out, or None; also of a DataLoader."""
+    data = TensorDataset(torch.arange(30.0).reshape(-1, 1))
+    orders = []
+    given: list[dict[str, Any]] = [{}, {"seed": None}, {"seed": 11}, {"seed": 0}]
+    for options in given:
+        loop = Loop(seed=11, group=FakeGroup(0, 1))
+        loaders = (
+            loop.loader(data, global_batch_size=30, shuffle=True, **options),
+            loop.shard(DataLoader(data, 30, shuffle=True), **options),
+        )
+        orders.append([batch.flatten().tolist() for loader in loaders for (batch,) in loop.batches(loader)])
+    assert orders[0] == orders[1] == orders[2] != orders[3]
+
+
 def test_epochs_draw_other_dropout_on_each_rank_and_the_same_choices_in_python() -> None:
     """torch's state depends on rank and epoch; `random` and numpy on the epoch alone. The same again for a seed."""
     drawn: dict[tuple[int, int], tuple[float, float, float]] = {}

@@ -8,7 +8,7 @@ Nothing else is sent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -175,25 +175,27 @@ def join_batches(batches: Sequence[Batch]) -> list[Any]:
     """Return the outputs in dataset order, each sample once, in batches of the largest size.
 
     An output has rows if each part of it has one entry per sample: a tensor in its first dimension, a list by its
-    items. If an output has no rows, or rows cannot be joined, the batches are returned unchanged, sorted by their first
-    sample. Raises LoopError if rows cannot be joined and that is not the dataset's order.
+    items. If an output has no rows, the batches are returned unchanged, sorted by their first sample. Raises LoopError
+    if the rows of one batch differ in structure or shape.
     """
-    different = {tuple(batch.samples): batch for batch in reversed(batches)}.values()
-    in_order = sorted(different, key=lambda batch: min(batch.samples, default=-1))
-    outputs = [batch.output for batch in in_order]
-    try:
-        for batch in in_order:
-            check_rows(batch.output, len(batch.samples), _JOINING)
-    except LoopError:
-        return outputs
-    samples = [sample for batch in in_order for sample in batch.samples]
-    try:
-        joined = join_named_rows(outputs, ["a batch"] * len(outputs), _JOINING) if outputs else []
-    except LoopError:
-        if samples == sorted(set(samples)):
-            return outputs
-        raise
-    row_of = {sample: row for row, sample in enumerate(samples)}
-    rows = [row_of[sample] for sample in sorted(row_of)]
+    in_order = sorted(batches, key=lambda batch: min(batch.samples, default=-1))
+    if not all(_has_rows(batch.output, len(batch.samples)) for batch in in_order):
+        return [batch.output for batch in in_order]
+    rows = {
+        sample: take_rows(batch.output, [index]) for batch in in_order for index, sample in enumerate(batch.samples)
+    }
     size = max((len(batch.samples) for batch in in_order), default=1)
-    return [take_rows(joined, rows[start : start + size]) for start in range(0, len(rows), size)]
+    samples = sorted(rows)
+    return [_join([rows[each] for each in samples[start : start + size]]) for start in range(0, len(rows), size)]
+
+
+def _has_rows(output: Any, num_samples: int) -> bool:
+    try:
+        check_rows(output, num_samples, _JOINING)
+    except LoopError:
+        return False
+    return bool(output) if isinstance(output, Mapping | tuple) else True
+
+
+def _join(rows: Sequence[Any]) -> Any:
+    return join_named_rows(rows, [f"row {number} of a batch" for number in range(len(rows))], _JOINING)

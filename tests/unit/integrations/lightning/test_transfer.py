@@ -48,7 +48,15 @@ def test_join_batches_keeps_whole_batches_when_an_output_has_no_rows() -> None:
     assert join_batches([Batch([0, 1], torch.tensor(1.0))]) == [torch.tensor(1.0)]
     widths = [torch.zeros(1, 3), torch.zeros(1, 4)]
     one_each = [Batch([at], rows) for at, rows in enumerate(widths)]
-    assert join_batches([*one_each, *one_each]) == widths
+    assert [rows.shape for rows in join_batches([*one_each, *one_each])] == [(1, 3), (1, 4)]
+
+
+def test_join_batches_changes_neither_dtype_nor_keys_of_other_batches() -> None:
+    """Also if a later batch has more keys, or numbers of another dtype."""
+    whole, half = torch.tensor([16777217, 3]), torch.tensor([0.5])
+    joined = join_batches([Batch([0, 1], {"y": whole}), Batch([2], {"y": half, "aux": half})])
+    assert [sorted(output) for output in joined] == [["y"], ["aux", "y"]]
+    assert torch.equal(joined[0]["y"], whole)
 
 
 def test_join_batches_refuses_rows_that_cannot_be_put_into_the_datasets_order() -> None:
