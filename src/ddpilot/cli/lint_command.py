@@ -24,7 +24,9 @@ def lint(
     fix: bool = False,
     diff: bool = False,
 ) -> int:
-    """Print the reports for `paths`; return 1 if there are any, otherwise 0.
+    """Print the reports for `paths`; return 2 if a file of `paths` cannot be parsed, else 1 if there are any, else 0.
+
+    A file in a folder that cannot be parsed does not change the status.
 
     `fix`: print the changes as a diff, make them, and report what is left. `diff`: print the changes only; return 1 if
     there are any.
@@ -44,10 +46,16 @@ def lint(
         changed = [each for each in files if _fix(each, options, writes=fix and not diff)]
         if diff:
             return 1 if changed else 0
-    found = list(lint_files(files, options, _report_unreadable))
+    unreadable: list[str] = []
+
+    def report_unreadable(path: str, reason: str) -> None:
+        unreadable.append(path)
+        print(f"{path}: not checked: {reason}", file=sys.stderr)
+
+    found = list(lint_files(files, options, report_unreadable))
     if found or output_format in ("json", "sarif"):
         print(FORMATS[output_format](found))
-    return 1 if found else 0
+    return 2 if set(unreadable) & set(paths) else 1 if found else 0
 
 
 def _fix(path: str, options: LintOptions, *, writes: bool) -> bool:
@@ -67,7 +75,3 @@ def _fix(path: str, options: LintOptions, *, writes: bool) -> bool:
 
 def _codes(text: str) -> tuple[str, ...]:
     return tuple(each.strip().upper() for each in text.split(",") if each.strip())
-
-
-def _report_unreadable(path: str, reason: str) -> None:
-    print(f"{path}: not checked: {reason}", file=sys.stderr)

@@ -54,16 +54,16 @@ class Line:
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis:
-    """What `doctor` found. Displays itself in a terminal and in a notebook; at most one screen."""
+    """The result of `doctor`. Displays itself in a terminal and in a notebook; at most one screen."""
 
     title: str
     """The machine or job that was checked."""
     lines: tuple[Line, ...]
-    """Of all checks, in their order."""
+    """The lines of all checks, in the order of the checks."""
     settings: tuple[str, ...] = ()
     """Lines to paste into a shell, each with its evidence as a comment."""
     ranks: tuple[RankReport, ...] = ()
-    """What each rank has reported, with all times that it measured."""
+    """The report of each rank, with all times that it measured."""
     is_shown: bool = True
     """False on a rank whose diagnosis is that of rank 0, which shows it."""
 

@@ -20,7 +20,7 @@ Answers = Iterator[Answer]
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """What one rank found about itself and measured with the other ranks. Sent as JSON."""
+    """Facts about one rank, and its measurements with the other ranks. Sent as JSON."""
 
     rank: int
     world_size: int
@@ -45,14 +45,14 @@ class RankReport:
     pair_times: tuple[tuple[int, tuple[tuple[int, float], ...]], ...] = ()
     """(other rank, ((bytes, seconds one way), by size)) for each other rank."""
     link: str = ""
-    """What connects the ranks, such as "loopback" or "eth0"."""
+    """The link between the ranks, such as "loopback" or "eth0"."""
     link_bytes_per_s: float | None = None
-    """What the link gives in one direction; None if unknown."""
+    """Bandwidth of the link in one direction; None if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a check needs to know. Files of the operating system are read below `root`."""
+    """Input of the checks. Files of the operating system are read below `root`."""
 
     environ: Mapping[str, str]
     nproc_per_node: int
@@ -65,7 +65,7 @@ class Facts:
     topology: Topology | None = None
     """With `--nodes`, the rank of this process."""
     ranks: tuple[RankReport, ...] = ()
-    """Of every rank that has reported; empty for checks of a machine alone."""
+    """Facts about each rank that has reported; empty without ranks."""
     live_failure: Finding | None = None
     """Why ranks have not reported."""
 

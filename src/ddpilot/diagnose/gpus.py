@@ -44,7 +44,7 @@ class GpuState:
     """Bytes of device memory by pid."""
     num_nvlinks: int = 0
     link_bytes_per_s: float | None = None
-    """Of all NVLinks together, or of PCIe, in one direction."""
+    """Bandwidth of all NVLinks together, or of PCIe, in one direction."""
     peers: tuple[str, ...] = ()
     """For each device in order, "ok" if this one can read its memory, otherwise why not; "" for itself."""
 

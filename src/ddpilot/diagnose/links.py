@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What connects ranks, and how fast it should be: loopback, a network interface, NVLink or PCIe."""
+"""Links between ranks and their expected bandwidth: loopback, a network interface, NVLink or PCIe."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `ddpilot doctor` does in each rank: join the group, check values, measure times. Imports torch."""
+"""The part of `ddpilot doctor` that runs in each rank: join the group, check values, measure times. Imports torch."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def ask_clock(address: str, port: int, timeout_s: float) -> Reply:
 
 @dataclass(frozen=True)
 class Node:
-    """What a node tells the others: where its clock server listens, and on node 0 the file to look for."""
+    """Message of a node to the others: the port of its clock server, and on node 0 the file to look for."""
 
     node: int
     host: str

@@ -102,7 +102,7 @@ class Program:
         self._attribute_values: dict[ast.Attribute, list[Binding]] = {}
         self._traces: dict[ast.AST, Sequence[ast.AST]] = {}
         self._open: set[ast.AST] = set()
-        """What is being traced: a name may lead back to itself."""
+        """Nodes that are being traced: a name may lead back to itself."""
         self._sites_are_known = False
         self._sites: dict[ast.AST, list[tuple[ast.Call, int]]] | None = None
         self._read()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rule is, and what it reports. Rules are registered by the decorator `rule`."""
+"""Interface of rules and their reports. Rules are registered by the decorator `rule`."""
 
 from __future__ import annotations
 

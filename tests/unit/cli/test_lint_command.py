@@ -43,6 +43,14 @@ def test_lint_prints_one_line_for_each_report_and_exits_with_1(script: Path) -> 
     assert json.loads(run("train.py", "--format", "json")[1])[0]["fixable"]
 
 
+def test_a_file_that_cannot_be_parsed_is_no_success_if_it_is_named(script: Path) -> None:
+    """In a folder it is passed over."""
+    (script.parent / "old.py").write_text("import torch\nprint 1\n")
+    script.unlink()
+    assert run("old.py")[0] == 2
+    assert run(".")[0] == 0
+
+
 def test_lint_reads_options_of_pyproject(script: Path) -> None:
     """An option of the command replaces that of the file."""
     script.with_name("pyproject.toml").write_text('[tool.ddpilot.lint]\nignore = ["DDP413"]\n')

@@ -12,7 +12,7 @@ from ddpilot.findings.catalog import find_known, make_finding
 from ddpilot.findings.text import render_ranks
 
 _LOOPBACK_BYTES_PER_S = 100e6
-"""What gloo gives over loopback on one busy core, at least."""
+"""Minimum bandwidth of gloo over loopback on one busy core."""
 _SHARE_OF_LINK = 0.3
 """A lower share of the link's speed is slow: TCP, checksums and the ring leave more on a healthy one."""
 _SHARE_OF_MEDIAN = 0.4

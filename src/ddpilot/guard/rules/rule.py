@@ -206,7 +206,7 @@ class TrainingPasses:
     def __init__(self, world_size: int) -> None:
         self.passes: ByRank[Pass, LoaderPassNote] = ByRank(64)
         self.training: ByRank[Pass, TrainsNote] = ByRank(64)
-        """What the ranks noted on the model that a pass trains."""
+        """The ranks' notes on the model that a pass trains."""
         self._world_size = world_size
         self._ranks_of: BoundedDict[int, Sequence[int]] = BoundedDict(256)
 
