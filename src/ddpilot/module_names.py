@@ -24,6 +24,10 @@ GUARD_PROBES = (
 )
 """Every probe, in the order in which they are installed."""
 
+UPDATE_HOOK = "ddpilot.diagnose.updates.hook:start"
+"""Records what the updates of a program compute, for `verify` and the doctor of a script."""
+UPDATE_PROBE = "ddpilot.diagnose.updates.probe:UpdateProbe"
+
 RANK_SERVER = "ddpilot.launching.rank_server.server"
 FORKED_RANK = "ddpilot.launching.rank_server.rank"
 RANK_JOB = "ddpilot.launching.rank_server.job"

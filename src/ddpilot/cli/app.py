@@ -201,6 +201,39 @@ def doctor(
     raise typer.Exit(status)
 
 
+@app.command(context_settings={"allow_extra_args": True})
+def verify(
+    context: typer.Context,
+    program: Annotated[str, typer.Argument(help="A script, or script.py:function.", metavar="PROGRAM")],
+    nproc_per_node: Annotated[
+        int | None,
+        typer.Option("-n", "--nproc-per-node", help="Ranks to compare with one; by default one per GPU, at least 2."),
+    ] = None,
+    updates: Annotated[int, typer.Option("--updates", min=0, help="Optimizer steps to compare; 0: all.")] = 5,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout-s", metavar="S", min=0.1, help="Seconds for each run.")
+    ] = 600.0,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print a line for each update.")] = False,
+) -> None:
+    """Compare what a program computes on one rank and on several; words after -- are the script's own.
+
+    The exit status is 1 if the numbers differ by more than rounding, or cannot be compared.
+    """
+    from ddpilot.cli.verify_command import run_verify
+
+    status = run_verify(
+        program,
+        context.args,
+        nproc_per_node=nproc_per_node,
+        num_updates=updates or None,
+        timeout_s=timeout_s,
+        as_json=json,
+        verbose=verbose,
+    )
+    raise typer.Exit(status)
+
+
 @app.command()
 def demo() -> None:
     """Run the quickstart notebook on two ranks."""

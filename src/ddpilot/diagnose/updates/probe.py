@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Record the steps of all optimizers of a rank, with gradients, parameters, losses, batches and random states."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+from weakref import WeakKeyDictionary, WeakSet
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import dataloader as torch_loader
+
+from ddpilot.diagnose.updates.modules import ModuleObserver
+from ddpilot.diagnose.updates.record import (
+    SPEC_VARIABLE,
+    Batch,
+    Parameter,
+    ProgramFacts,
+    RecordSpec,
+    Update,
+    arrays_path,
+    parameters_path,
+    program_path,
+    updates_path,
+)
+from ddpilot.guard.probe import Notes
+from ddpilot.guard.probes.parameters.parameter_names import find_parameter_names
+from ddpilot.guard.probes.tensors import fingerprint_rows, num_rows_of
+
+_MAX_ELEMENTS = 4096
+_MAX_STEPS_PER_UPDATE = 10
+"""Steps of one optimizer for each update of a slower one, after which recording ends without it."""
+
+
+class UpdatesRecorded(SystemExit):
+    """Ends the program on this rank: everything that was asked for is recorded."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+class UpdateProbe:
+    """Observes optimizers, backward passes and DataLoaders; ends the program after the updates that are wanted."""
+
+    name = "updates"
+
+    def __init__(self) -> None:
+        self._folder = Path(os.environ[SPEC_VARIABLE])
+        self._spec = RecordSpec.read(self._folder)
+        self._rank = int(os.environ.get("RANK", "0"))
+        self._optimizers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._num_steps: list[int] = []
+        self._num_open = 0
+        self._num_recorded = 0
+        self._losses: list[float] = []
+        self._batches: list[Batch] = []
+        self._loaders: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._samplers: list[str] = []
+        self._requested: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
+        self._ddp_models: WeakSet[Any] = WeakSet()
+        self._sums: dict[int, list[torch.Tensor]] = {}
+        self._num_turns = 0
+        self._since_s = 0.0
+        self._site: Mapping[str, Any] = {}
+        self._arrays: dict[str, numpy.ndarray[Any, Any]] = {}
+        self._modules = ModuleObserver()
+
+    def install(self, notes: Notes) -> list[Callable[[], None]]:
+        self._notes = notes
+        kind = torch_loader._BaseDataLoaderIter
+        return [
+            register_optimizer_step_pre_hook(notes.safely(self._before_step)).remove,
+            register_optimizer_step_post_hook(notes.safely(self._after_step)).remove,
+            notes.around(torch.autograd, "backward", before=self._before_backward),
+            notes.around(DistributedDataParallel, "__init__", returned=self._wrapped),
+            notes.around(kind, "_next_index", returned=self._index_requested),
+            notes.around(kind, "__next__", returned=self._batch_returned),
+            *self._modules.install(notes),
+            notes.safely(self._write_program),
+        ]
+
+    def _wrapped(self, _: None, __: None, ddp: Any, *_args: Any, **_kwargs: Any) -> None:
+        self._ddp_models.add(ddp)
+
+    def _before_backward(self, tensors: Any, *_args: Any, **_kwargs: Any) -> None:
+        self._modules.expects_inputs = True
+        for tensor in (tensors,) if isinstance(tensors, torch.Tensor) else tensors:
+            if tensor.numel() == 1 and tensor.is_floating_point():
+                self._losses.append(tensor.item())
+
+    def _index_requested(self, _: None, index: Any, iterator: Any) -> None:
+        self._requested.setdefault(iterator, []).append(index)
+
+    def _batch_returned(self, _: None, data: Any, iterator: Any) -> None:
+        requested = self._requested.get(iterator)
+        index = requested.pop(0) if requested else None
+        if not torch.is_grad_enabled():
+            return
+        # An iterator is not told its loader, but they share the dataset's batch sampler.
+        sampler = iterator._index_sampler
+        number = self._loaders.get(sampler)
+        if number is None:
+            number = self._loaders[sampler] = len(self._loaders)
+            self._samplers.append(type(getattr(sampler, "sampler", sampler)).__name__)
+        indices = tuple(index) if isinstance(index, list | tuple) and all(type(one) is int for one in index) else ()
+        num = num_rows_of(data) or 0
+        rows = fingerprint_rows(data, num, list(range(num)))
+        checksums = tuple(rows[row] for row in sorted(rows))
+        self._batches.append(Batch(loader=number, indices=indices, checksums=checksums))
+
+    # Steps
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._num_open += 1
+        if self._num_open > 1:  # inside the step of an optimizer that wraps this one
+            return
+        if self._spec.takes_turns and not self._collect(optimizer):
+            return
+        self._site = self._notes.site()
+        if optimizer not in self._optimizers:
+            self._add_optimizer(optimizer)
+        number = self._optimizers[optimizer]
+        for place, parameter in enumerate(_parameters_of(optimizer)):
+            self._arrays[f"{number}/{place}/before"] = thin(parameter)
+            if parameter.grad is not None:
+                self._arrays[f"{number}/{place}/gradient"] = thin(parameter.grad)
+        if self._spec.perturbs:
+            _perturb(optimizer, number * 1_000_003 + self._num_steps[number])
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._num_open = max(0, self._num_open - 1)
+        if self._num_open or not self._arrays:
+            return
+        number = self._optimizers[optimizer]
+        for place, parameter in enumerate(_parameters_of(optimizer)):
+            self._arrays[f"{number}/{place}/after"] = thin(parameter)
+        now_s = time.perf_counter()
+        update = Update(
+            optimizer=number,
+            number=self._num_steps[number],
+            site=self._site,
+            losses=tuple(self._losses),
+            batches=tuple(self._batches),
+            inputs=tuple(self._modules.inputs),
+            num_rows=self._modules.num_rows,
+            options=tuple(_numbers_of(group) for group in optimizer.param_groups),
+            generators=_read_generators(),
+            duration_s=now_s - self._since_s if self._since_s else 0.0,
+        )
+        self._write_update(update)
+        self._losses, self._batches, self._arrays, self._since_s = [], [], {}, now_s
+        self._modules.inputs, self._modules.num_rows = [], 0
+        self._num_steps[number] += 1
+        self._modules.is_first = False
+        if self._is_enough():
+            self._end()
+
+    def _is_enough(self) -> bool:
+        wanted = self._spec.num_updates
+        if wanted is None:
+            return False
+        return min(self._num_steps) >= wanted or max(self._num_steps) >= wanted * _MAX_STEPS_PER_UPDATE
+
+    def _end(self) -> NoReturn:
+        raise UpdatesRecorded
+
+    def _collect(self, optimizer: Optimizer) -> bool:
+        """Keep the gradients of one rank's turn; after the last turn leave their mean, and return True."""
+        parameters = _parameters_of(optimizer)
+        self._num_turns += 1
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self._sums.setdefault(id(parameter), []).append(parameter.grad.detach().clone())
+        if self._num_turns % self._spec.replicas:
+            for parameter in parameters:
+                parameter.grad = None  # so that the step leaves it as it is
+            return False
+        for parameter in parameters:
+            if kept := self._sums.pop(id(parameter), None):
+                parameter.grad = torch.stack(kept).sum(0) / self._spec.replicas
+        return True
+
+    # Files
+
+    def _add_optimizer(self, optimizer: Optimizer) -> None:
+        number = self._optimizers[optimizer] = len(self._num_steps)
+        self._num_steps.append(0)
+        names = find_parameter_names(optimizer, self._notes.user_frame())
+        reduced = {id(each) for ddp in self._ddp_models for each in ddp.module.parameters()}
+        with open(parameters_path(self._folder, self._rank), "a", encoding="utf-8") as file:
+            for place, parameter in enumerate(_parameters_of(optimizer)):
+                described = Parameter(
+                    key=f"{number}/{place}",
+                    name=_without_wrapper(names.get(id(parameter), f"parameter {place}")),
+                    shape=tuple(parameter.shape),
+                    device=str(parameter.device),
+                    in_ddp=id(parameter) in reduced,
+                )
+                file.write(json.dumps(asdict(described)) + "\n")
+
+    def _write_update(self, update: Update) -> None:
+        numpy.savez(arrays_path(self._folder, self._rank, self._num_recorded), **self._arrays)  # type: ignore[arg-type]
+        with open(updates_path(self._folder, self._rank), "a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(update)) + "\n")
+        self._num_recorded += 1
+        self._write_program()
+
+    def _write_program(self) -> None:
+        world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+        program = ProgramFacts(
+            rank=self._rank,
+            world_size=world_size,
+            device=self._modules.device,
+            samplers=tuple(self._samplers),
+            num_dropped_out=self._modules.num_dropped_out,
+            batch_norms=tuple(self._modules.batch_norms),
+            placements=self._modules.placements,
+            communication=_read_communication(self._ddp_models),
+            has_left_group=not dist.is_initialized(),
+        )
+        program_path(self._folder, self._rank).write_text(json.dumps(asdict(program)), "utf-8")
+
+
+def thin(tensor: torch.Tensor) -> numpy.ndarray[Any, Any]:
+    """Return the elements of `tensor` in float64, at most 4096 of them evenly spaced, then its sum and its norm."""
+    full = tensor.detach()
+    if hasattr(full, "full_tensor"):  # sharded; collective
+        full = full.full_tensor()
+    if full.layout is not torch.strided:
+        full = full.to_dense()
+    if full.is_complex():
+        full = torch.view_as_real(full)
+    flat = full.reshape(-1).to(torch.float64)
+    step = max(1, -(-flat.numel() // _MAX_ELEMENTS))
+    found = torch.cat([flat[::step], flat.sum().reshape(1), flat.norm().reshape(1)])
+    return numpy.asarray(found.cpu().numpy())
+
+
+def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _numbers_of(group: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in group.items() if type(value) in (int, float)}
+
+
+def _without_wrapper(name: str) -> str:
+    """Return `name` without the attributes by which wrappers refer to the model inside them."""
+    return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod", "_forward_module"))
+
+
+def _perturb(optimizer: Optimizer, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in _parameters_of(optimizer):
+        gradient = parameter.grad
+        if gradient is not None and gradient.is_floating_point() and gradient.layout is torch.strided:
+            noise = torch.randn(gradient.shape, generator=generator, dtype=torch.float32).to(gradient)
+            size = gradient.norm() / max(1, gradient.numel()) ** 0.5
+            gradient.add_(noise * size * torch.finfo(gradient.dtype).eps)
+
+
+def _read_generators() -> dict[str, int]:
+    found = {"torch": zlib.crc32(torch.get_rng_state().numpy().tobytes())}
+    if "numpy.random" in sys.modules:
+        found["numpy"] = zlib.crc32(numpy.random.get_state()[1].tobytes())  # type: ignore[union-attr, index]
+    found["random"] = zlib.crc32(repr(random.getstate()).encode())
+    return found
+
+
+def _read_communication(models: WeakSet[Any]) -> dict[str, float]:
+    """Seconds of the last update, in the longest of all models, as DDP's logger has measured them."""
+    found: dict[str, float] = {}
+    for ddp in models:
+        try:
+            data = ddp._get_ddp_logging_data()
+        except RuntimeError:  # no update yet
+            continue
+        for name in ("backward_comm_time", "backward_compute_comm_overlap_time", "backward_compute_time"):
+            found[name] = max(found.get(name, 0.0), float(data.get(f"avg_{name}", 0)) / 1e9)
+    return found

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Verification`: whether one rank and several compute the same, as text, HTML or JSON."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from html import escape
+from typing import Any, Literal
+
+from ddpilot.findings.display import render_html, render_text
+from ddpilot.findings.finding import Finding
+from ddpilot.findings.text import printable
+
+Verdict = Literal["equal", "different", "unknown"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateRow:
+    """One update in both runs."""
+
+    update: int
+    """Number of the update, from 1."""
+    site: str
+    """The user's line that called `step`."""
+    num_samples: tuple[int, int]
+    """Samples on one rank, and on all ranks of the other run; 0 where no DataLoader was seen."""
+    losses: tuple[float | None, float | None]
+    """What backward was called on: on one rank, and the mean over all ranks; None without a loss."""
+    gradient: float
+    """Largest difference of a gradient, relative to the gradient."""
+    parameter: float
+    """Largest difference of a parameter after the step, relative to the parameter."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Verification:
+    """The result of `verify`. Displays itself in a terminal and in a notebook."""
+
+    title: str
+    """The program and the numbers of ranks."""
+    verdict: Verdict
+    """"equal" up to rounding, "different", or "unknown" if the runs cannot be compared."""
+    summary: str
+    """The first difference, or why there is none, in one sentence."""
+    findings: tuple[Finding, ...] = ()
+    """What explains a difference, errors first."""
+    rows: tuple[UpdateRow, ...] = ()
+    """The updates that were compared."""
+    floors: Mapping[str, float] | None = None
+    """Measured noise: largest relative difference by the name of the pair of runs."""
+    notes: tuple[str, ...] = ()
+    """What was changed in the runs to make them comparable."""
+
+    @property
+    def is_equal(self) -> bool:
+        """True if the numbers agree up to rounding."""
+        return self.verdict == "equal"
+
+    @property
+    def exit_status(self) -> int:
+        """0 if the numbers agree and no error was found, otherwise 1."""
+        return int(not self.is_equal or any(each.severity == "error" for each in self.findings))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as JSON-serializable values."""
+        return {
+            "title": self.title,
+            "verdict": self.verdict,
+            "summary": self.summary,
+            "findings": [each.to_dict() for each in self.findings],
+            "updates": [asdict(each) for each in self.rows],
+            "floors": dict(self.floors or {}),
+            "notes": list(self.notes),
+        }
+
+    def render(self, *, verbose: bool = False, color: bool = False) -> str:
+        """Return the text. `verbose`: with a line for each update. `color`: use ANSI colors."""
+        width = shutil.get_terminal_size((120, 40)).columns
+        blocks = [f"{self.title}: {self.verdict}\n{printable(self.summary)}"]
+        if self.findings:
+            blocks.append(render_text(self.findings, width, color))
+        if verbose or self.verdict == "different":
+            blocks.append("\n".join(self._table()))
+        blocks.append("\n".join([*self._measured(), *self.notes]))
+        return "\n\n".join(filter(None, blocks))
+
+    def _table(self) -> list[str]:
+        lines = ["update    samples      loss                     gradients differ by  parameters differ by"]
+        for row in self.rows:
+            samples = " | ".join(map(str, row.num_samples))
+            losses = " | ".join("-" if each is None else f"{each:.6g}" for each in row.losses)
+            lines.append(f"{row.update:<8}  {samples:<11}  {losses:<23}  {row.gradient:<19.1e}  {row.parameter:.1e}")
+        return lines if self.rows else []
+
+    def _measured(self) -> list[str]:
+        return [f"{name}: {value:.1e}" for name, value in (self.floors or {}).items()]
+
+    def __str__(self) -> str:
+        return self.render()
+
+    def __repr__(self) -> str:
+        return f"Verification({self.title!r}, {self.verdict!r})"
+
+    def _repr_html_(self) -> str:
+        rest = "\n".join([*self._table(), "", *self._measured(), *self.notes])
+        head = f"<p><b>{escape(printable(self.title))}: {self.verdict}</b><br>{escape(printable(self.summary))}</p>"
+        found = render_html(self.findings) if self.findings else ""
+        return f"<div>{head}{found}<pre>{escape(printable(rest))}</pre></div>"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: ARG002 - IPython's signature
+        printer.text(str(self))

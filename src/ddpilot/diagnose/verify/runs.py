@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Runs`: the runs of one program on one rank and on several, made comparable, each made when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
+
+from ddpilot.diagnose.updates.record import RecordSpec
+from ddpilot.diagnose.verify.differences import (
+    Difference,
+    all_samples,
+    are_same_batches,
+    compare_runs,
+    count_samples,
+    largest,
+)
+from ddpilot.diagnose.verify.target import Run, Runner
+
+EXACT = 1e-6
+"""Relative differences up to this are rounding in float32, whatever the program."""
+_GROWTH = 16.0
+"""How much larger than the effect of one unit in the last place a difference may be that rounding explains."""
+_SHARE_IN_FLOAT64 = 1e-3
+"""A difference that is this much smaller in float64 is rounding."""
+
+
+class Runs:
+    """Runs of the program of `runner` on one rank and on `nproc_per_node`, of which each is made once.
+
+    `show` is called with a line about what is run.
+    """
+
+    def __init__(
+        self, runner: Runner, nproc_per_node: int, num_updates: int | None, show: Callable[[str], None]
+    ) -> None:
+        self._runner = runner
+        self._show = show
+        self.nproc_per_node = nproc_per_node
+        self.spec = RecordSpec(num_updates=num_updates)
+        """What all compared runs have in common."""
+        self.parallel = self._run(nproc_per_node, self.spec, "as it is")
+        """The program as it is, on all ranks."""
+        self.single = self.parallel
+        self.notes: list[str] = []
+
+    def make_comparable(self) -> None:
+        """Run the program on one rank, on the same samples; without dropout on both sides if the program has it."""
+        program = self.parallel.ranks[0].program
+        if any(record.program.num_dropped_out for record in self.parallel.ranks):
+            self.spec = replace(self.spec, has_dropout=False)
+            self.parallel = replace(
+                self._run(self.nproc_per_node, self.spec, "without dropout"), findings=self.parallel.findings
+            )
+            self.notes.append("dropout was off in the compared runs: its masks depend on how batches are divided")
+        is_divided = any("Distributed" in sampler or "Shard" in sampler for sampler in program.samplers)
+        self._run_single(self.nproc_per_node if is_divided else 1)
+        factor = self._missing_factor()
+        if factor is not None:
+            self._run_single(factor)
+        if self.single.spec.replicas > 1:
+            self.notes.append(
+                f"one rank had batches {self.nproc_per_node} times as large: the program's batch size is per rank"
+            )
+
+    def _run_single(self, replicas: int) -> None:
+        self.single = self._run(1, replace(self.spec, replicas=replicas), "on the same samples")
+
+    def _missing_factor(self) -> int | None:
+        """Return how many times larger the batches of one rank must be; None if they are as they should be."""
+        if not (self.single.num_updates and self.parallel.num_updates) or are_same_batches(self.parallel, 0):
+            return None
+        one, all_ = (count_samples(each, 0).total for each in (self.single, self.parallel))
+        replicas = self.single.spec.replicas
+        if not one or not all_ or one == all_:
+            return None
+        factor = round(replicas * all_ / one)
+        return factor if factor != replicas and factor in (1, self.nproc_per_node) else None
+
+    def _run(self, nproc: int, spec: RecordSpec, how: str) -> Run:
+        self._show(f"run {self._runner.num_runs + 1}: {nproc} rank{'s' * (nproc > 1)}, {how}")
+        return self._runner.run(nproc, spec)
+
+    # Noise
+
+    @cached_property
+    def repeated(self) -> Run:
+        """`single` once more."""
+        return self._run(1, self.single.spec, "once more")
+
+    @cached_property
+    def perturbed(self) -> Run:
+        """`single` with gradients that are changed in their last place."""
+        return self._run(1, replace(self.single.spec, perturbs=True), "with gradients changed in their last place")
+
+    @cached_property
+    def in_float64(self) -> tuple[Run, Run]:
+        """Both runs in float64."""
+        how = "in float64"
+        return (
+            self._run(1, replace(self.single.spec, is_float64=True), how),
+            self._run(self.nproc_per_node, replace(self.parallel.spec, is_float64=True), how),
+        )
+
+    @cached_property
+    def noise(self) -> float:
+        """The largest effect of one unit in the last place of the gradients, on any update."""
+        return max(
+            (largest(each, "gradient", "after") for each in compare_runs(self.single, self.perturbed)), default=0.0
+        )
+
+    def is_rounding(self, differences: list[list[Difference]], num_updates: int) -> bool:
+        """True if rounding explains what differs between `single` and `parallel` in the first `num_updates`."""
+        size = largest_of(differences[:num_updates])
+        if size <= EXACT:
+            return True
+        precise = self.difference_in_float64(num_updates)
+        if precise is not None:
+            return precise <= _SHARE_IN_FLOAT64 * size
+        return size <= _GROWTH * max(self.noise, EXACT)
+
+    def difference_in_float64(self, num_updates: int) -> float | None:
+        """Return the largest difference in the first `num_updates` in float64; None if the program fails with it."""
+        one, all_ = self.in_float64
+        if one.error or all_.error or min(one.num_updates, all_.num_updates) < num_updates:
+            return None
+        return largest_of(compare_runs(one, all_)[:num_updates])
+
+    def floors(self) -> dict[str, float]:
+        """Return the noise that has been measured so far, by the name of what was compared."""
+        found = {"same run twice": largest_of(compare_runs(self.single, self.repeated))}
+        if "perturbed" in vars(self):
+            found["gradients changed in their last place"] = self.noise
+        if "in_float64" in vars(self) and (precise := self.difference_in_float64(1)) is not None:
+            both = min(each.num_updates for each in self.in_float64)
+            found["1 rank and all ranks in float64"] = self.difference_in_float64(both) or precise
+        return found
+
+    # Experiments
+
+    @cached_property
+    def without_batch_statistics(self) -> tuple[Run, Run]:
+        """Both runs with BatchNorm layers that use their running statistics."""
+        how = "without batch statistics"
+        return (
+            self._run(1, replace(self.single.spec, has_batch_statistics=False), how),
+            self._run(self.nproc_per_node, replace(self.parallel.spec, has_batch_statistics=False), how),
+        )
+
+    @cached_property
+    def with_weights(self) -> Run:
+        """The run on all ranks, with losses that are weighted by the ranks' numbers of rows."""
+        return self._run(self.nproc_per_node, replace(self.parallel.spec, weighs_rows=True), "with weighted losses")
+
+    @cached_property
+    def by_turns(self) -> Run:
+        """One rank that computes the gradient of each rank's batch in turn, and steps with their mean."""
+        spec = replace(self.single.spec, replicas=self.nproc_per_node, takes_turns=True)
+        return self._run(1, spec, "with the batches of all ranks in turn")
+
+    def agrees_by_turns(self, update: int) -> bool:
+        """True if `by_turns` has the gradients of `parallel` up to `update`, on the same samples."""
+        if not any("Distributed" in sampler for sampler in self.parallel.ranks[0].program.samplers):
+            return False
+        is_complete = not self.by_turns.error and self.by_turns.num_updates > update
+        if not is_complete or all_samples(self.by_turns, update) != all_samples(self.parallel, update):
+            return False
+        return self._have_same_gradients(self.by_turns, self.parallel, update)
+
+    def agrees_with_weights(self, update: int) -> bool:
+        """True if weights by rows give the gradients of `single` up to `update`."""
+        rows = {record.updates[update].num_rows for record in self.parallel.ranks}
+        if len(rows) < 2 or self.with_weights.error or self.with_weights.num_updates <= update:
+            return False
+        return self._have_same_gradients(self.single, self.with_weights, update)
+
+    def _have_same_gradients(self, one: Run, other: Run, update: int) -> bool:
+        found = compare_runs(one, other)[: update + 1]
+        return max((largest(each, "gradient") for each in found), default=0.0) <= _GROWTH * max(self.noise, EXACT)
+
+
+def largest_of(differences: list[list[Difference]]) -> float:
+    """Return the size of the largest difference of a gradient or of a parameter after its step."""
+    return max((largest(each, "gradient", "after") for each in differences), default=0.0)

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The program that is verified, a script or a function, and one recorded run of it."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import io
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ddpilot.diagnose.updates.record import SPEC_VARIABLE, RankRecord, RecordSpec
+from ddpilot.errors import DdpilotError, LaunchError, WatchError, did_you_mean
+from ddpilot.findings.finding import Finding
+from ddpilot.launcher import Launcher
+from ddpilot.launching.elastic.options import RunOptions, TargetKind
+from ddpilot.launching.elastic.prepare import prepare_run
+from ddpilot.launching.elastic.run import run_prepared
+from ddpilot.launching.elastic.target import check_target
+from ddpilot.launching.observer import LaunchObserver
+from ddpilot.module_names import UPDATE_HOOK
+from ddpilot.output.writer import LabelledWriter
+from ddpilot.watch.companion import Watcher
+from ddpilot.watch.options import WatchOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What is run: `fn` with its arguments, or else a script or module with words of its command line."""
+
+    name: str
+    fn: Callable[..., Any] | None = None
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    script: str = ""
+    kind: TargetKind = "script"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One recorded run of a program."""
+
+    nproc_per_node: int
+    spec: RecordSpec
+    ranks: tuple[RankRecord, ...]
+    values: tuple[Any, ...] = ()
+    """What the function returned on each rank; empty for a script, or if it was ended after the wanted updates."""
+    findings: tuple[Finding, ...] = ()
+    """Findings of watch and guard."""
+    error: DdpilotError | None = None
+    """The error that ended the run."""
+    output: tuple[str, ...] = ()
+    """Lines that rank 0 of a script has written."""
+
+    @property
+    def num_updates(self) -> int:
+        """Steps that all ranks have recorded."""
+        return min((len(record.updates) for record in self.ranks), default=0)
+
+
+class Runner:
+    """Runs `program` again and again, each time recorded in a folder below `folder`."""
+
+    def __init__(self, program: Program, folder: Path, *, timeout_s: float) -> None:
+        self._program = program
+        self._folder = folder
+        self._timeout_s = timeout_s
+        self.num_runs = 0
+
+    def run(self, nproc_per_node: int, spec: RecordSpec) -> Run:
+        """Run the program on so many ranks. An error that ends it is in the result; raises LaunchInterrupted only."""
+        self.num_runs += 1
+        folder = self._folder / f"run{self.num_runs}"
+        folder.mkdir()
+        spec.write(folder)
+        findings: list[Finding] = []
+        watching = WatchOptions(on_finding=findings.append, stall_warn_s=15.0)
+        error, values, output = None, (), ()
+        try:
+            if self._program.fn is not None:
+                values = self._run_function(nproc_per_node, watching, folder)
+            else:
+                output = self._run_script(nproc_per_node, watching, folder)
+        except DdpilotError as raised:
+            error = raised
+            findings += getattr(raised, "findings", ())
+        return Run(
+            nproc_per_node=nproc_per_node,
+            spec=spec,
+            ranks=tuple(RankRecord(folder, rank) for rank in range(nproc_per_node)),
+            values=values,
+            findings=tuple({(each.code, each.place, each.summary): each for each in findings}.values()),
+            error=error,
+            output=output,
+        )
+
+    def _run_function(self, nproc: int, watching: WatchOptions, folder: Path) -> tuple[Any, ...]:
+        program = self._program
+        launcher = _RecordingLauncher(
+            nproc_per_node=nproc,
+            output="silent",
+            timeout_s=self._timeout_s,
+            on_finding=watching.on_finding,
+            stall_warn_s=watching.stall_warn_s,
+            env={SPEC_VARIABLE: str(folder)},
+        )
+        return tuple(launcher.run(program.fn, *program.args, **program.kwargs))  # type: ignore[arg-type]
+
+    def _run_script(self, nproc: int, watching: WatchOptions, folder: Path) -> tuple[str, ...]:
+        program = self._program
+        options = RunOptions(
+            target=program.script,
+            kind=program.kind,
+            args=program.args,
+            nproc_per_node=nproc,
+        )
+        prepared = prepare_run(options, os.environ)
+        display = _KeptOutput()
+        variables = {**prepared.variables, SPEC_VARIABLE: str(folder)}
+        run_prepared(
+            replace(prepared, display=display, variables=variables), functools.partial(_RecordingWatcher, watching)
+        )
+        return tuple(display.text.getvalue().splitlines())
+
+
+class _RecordingLauncher(Launcher):
+    def _make_observer(self, name: str, count: int) -> LaunchObserver:
+        return _RecordingWatcher(self, name, count)
+
+
+class _RecordingWatcher(Watcher):
+    """The watch of a run, which also calls the hook that records updates, and prints nothing."""
+
+    def __init__(self, options: WatchOptions, *args: Any) -> None:
+        super().__init__(options, *args)
+        self.hooks = (*self.hooks, UPDATE_HOOK)
+
+    def take(self, note: Callable[[str], None]) -> WatchError | None:  # noqa: ARG002
+        """Return the error with which the run is to end, if any."""
+        return super().take(lambda _: None)
+
+
+class _KeptOutput(LabelledWriter):
+    """Keeps what rank 0 writes to stdout, and shows nothing."""
+
+    def __init__(self) -> None:
+        super().__init__("rank_zero", None)
+        self.text = io.StringIO()
+        self._streams = {"stdout": self.text, "stderr": io.StringIO()}
+
+
+def find_program(words: str, args: tuple[str, ...]) -> Program:
+    """Return the program that `words` names: a script, or ``script.py:function``, which is imported in the ranks.
+
+    `args`: words for the script's command line; a function takes none. Raises LaunchError if it cannot be found.
+    """
+    path, colon, name = words.rpartition(":")
+    if not colon or not name.isidentifier():
+        check_target("script", words)
+        return Program(name=Path(words).name, script=words, args=args)
+    if args:
+        raise LaunchError(
+            f"verifying `{words}`",
+            found=f"{len(args)} words for a command line, which a function does not have",
+            fix="Give the script alone, or a function that needs no arguments",
+        )
+    check_target("script", path)
+    names = _names_in(Path(path))
+    if name not in names:
+        fix = did_you_mean(name, names) or "Name a function at the top level of the file"
+        raise LaunchError(f"verifying `{words}`", found=f"{path} has no function `{name}`", fix=fix)
+    return Program(name=words, fn=_call_function, args=(str(Path(path).resolve()), name))
+
+
+def _names_in(path: Path) -> list[str]:
+    """Names that the file defines or imports at its top level."""
+    names: list[str] = []
+    for node in ast.parse(path.read_bytes()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.append(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names += [each.asname or each.name for each in node.names]
+        elif isinstance(node, ast.Assign):
+            names += [each.id for each in node.targets if isinstance(each, ast.Name)]
+    return names
+
+
+def _call_function(path: str, name: str) -> Any:
+    """Import the file `path` under its name, so that its ``if __name__ == "__main__":`` does not run; in a rank."""
+    import importlib
+    import sys
+
+    sys.path.insert(0, str(Path(path).parent))
+    return getattr(importlib.import_module(Path(path).stem), name)()

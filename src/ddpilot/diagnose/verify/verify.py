@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`verify`: run a program on one rank and on several, and say whether and why their numbers differ."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from ddpilot.diagnose.verify.causes import (
+    find_number_fault,
+    find_rank_fault,
+    find_sample_fault,
+    find_start_fault,
+    line_of,
+)
+from ddpilot.diagnose.verify.differences import compare_runs, count_samples, largest
+from ddpilot.diagnose.verify.result import UpdateRow, Verdict, Verification
+from ddpilot.diagnose.verify.results import find_result_fault
+from ddpilot.diagnose.verify.runs import EXACT, Runs, largest_of
+from ddpilot.diagnose.verify.target import Program, Run, Runner, find_program
+from ddpilot.environments.detect import detect_topology
+from ddpilot.environments.nvml import count_accelerators
+from ddpilot.environments.private_files import scratch_folder
+from ddpilot.errors import LaunchError
+from ddpilot.findings.catalog import make_finding
+from ddpilot.findings.finding import Finding
+
+_NUM_ON_CPU = 2
+_ORDER = ("error", "warning", "info")
+_LOCAL_GRADIENTS = {"DDP320", "DDP321", "DDP322", "DDP323", "DDP324", "DDP327", "DDP329"}
+_CAUSES = {"DDP320": _LOCAL_GRADIENTS, "DDP324": _LOCAL_GRADIENTS}
+"""Findings of guard that explain a finding of the comparison, which is not shown then."""
+
+
+def verify(
+    fn: Callable[..., Any] | str,
+    /,
+    *args: Any,
+    nproc_per_node: int | None = None,
+    num_updates: int | None = 5,
+    timeout_s: float = 600.0,
+    show: Callable[[str], None] | None = None,
+    **kwargs: Any,
+) -> Verification:
+    """Run `fn(*args, **kwargs)` on one rank and on several of this machine, and compare what their updates compute.
+
+    Compared are, for each of the first `num_updates` steps of its optimizers: the samples, gradients and parameters by
+    name, and the options of the optimizer; and what `fn` returns. A difference is reported with its size, whether
+    rounding explains it (the same run twice, gradients changed in their last place, float64), and the finding that
+    explains it, which is tried by experiment where possible. Takes 3 to 9 runs of `fn`, one after another.
+
+    `fn`: a function, or text: the path of a script (`args` are words of its command line) or ``train.py:train``. On
+    each rank it runs as with `launch`, or as with ``ddpilot run``: it enters a process group and divides its data itself, or
+    leaves that to a Loop, a Trainer or a library. Where the batch size is per rank (DistributedSampler), the run on
+    one rank has batches as large as those of all ranks together.
+
+    `nproc_per_node`: ranks to compare with one; None: one per visible accelerator, at least 2. `num_updates`: steps of
+    each optimizer after which a run is ended; None: it runs to its end. `timeout_s`: seconds for each run of a
+    function. `show`: called with a line about each run. Not collective. Raises LaunchError for a number of ranks that
+    cannot be, a file or function that does not exist, or in a rank. An error of the program is in the result.
+    """
+    num = nproc_per_node if nproc_per_node is not None else max(_NUM_ON_CPU, count_accelerators(os.environ))
+    _check(num, num_updates)
+    program = (
+        find_program(fn, tuple(map(str, args)))
+        if isinstance(fn, str)
+        else Program(name=getattr(fn, "__qualname__", repr(fn)), fn=fn, args=args, kwargs=kwargs)
+    )
+    with scratch_folder("ddpilot-verify-") as folder:
+        runner = Runner(program, folder, timeout_s=timeout_s)
+        runs = Runs(runner, num, num_updates, show or (lambda _: None))
+        return _compare(runs, f"verify {program.name}, 1 and {num} ranks")
+
+
+def _check(num: int, num_updates: int | None) -> None:
+    if isinstance(num, bool) or not isinstance(num, int) or not 2 <= num <= 1024:
+        raise LaunchError("reading `nproc_per_node`", found=f"{num!r}", fix="Give a number of ranks from 2 to 1024")
+    if num_updates is not None and (
+        isinstance(num_updates, bool) or not isinstance(num_updates, int) or num_updates < 1
+    ):
+        raise LaunchError("reading `num_updates`", found=f"{num_updates!r}", fix="Give 1 or more, or None")
+    topology = detect_topology(os.environ)
+    if topology.is_distributed:
+        raise LaunchError(
+            "verifying a program",
+            found=f"this process is itself a rank: {topology.how}",
+            fix="Call it where ranks are launched from: it starts ranks of its own",
+        )
+
+
+def _compare(runs: Runs, title: str) -> Verification:
+    def result(verdict: Verdict, summary: str, *found: Finding | None, measured: bool = True) -> Verification:
+        seen = runs.parallel.findings
+        codes = {each.code for each in seen}
+        ours = [each for each in found if each is not None and not codes & _CAUSES.get(each.code, {each.code})]
+        both = sorted((*ours, *seen), key=lambda each: _ORDER.index(each.severity))
+        return Verification(
+            title=title,
+            verdict=verdict,
+            summary=summary,
+            findings=tuple(both),
+            rows=tuple(_make_rows(runs)) if measured else (),
+            floors=runs.floors() if measured else None,
+            notes=tuple(runs.notes),
+        )
+
+    if (failed := _describe_failure(runs.parallel)) is not None:
+        return result("unknown", *failed, measured=False)
+    runs.make_comparable()
+    for run in (runs.parallel, runs.single):
+        if (failed := _describe_failure(run)) is not None:
+            return result("unknown", *failed, measured=False)
+    repeated = compare_runs(runs.single, runs.repeated)
+    if largest_of(repeated) > EXACT or any(largest(each, "before") > EXACT for each in repeated):
+        finding = make_finding("DDP820", line=line_of(runs.single.ranks[0].updates[0]))
+        return result("unknown", "two runs on one rank give different numbers, so that none can be compared", finding)
+    if (finding := find_start_fault(runs)) is not None:
+        return result("different", finding.summary, finding)
+    differences = compare_runs(runs.single, runs.parallel)
+    for update, found in enumerate(differences):
+        if (finding := find_sample_fault(runs, update) or find_rank_fault(runs, update)) is not None:
+            is_equal = finding.code == "DDP401" and runs.is_rounding(differences, update + 1)
+            more = ": each rank does the work of one" if is_equal else ""
+            return result("different", finding.summary + more, finding)
+        if not runs.is_rounding(differences, update + 1):
+            finding = find_number_fault(runs, update, found)
+            return result("different", f"from update {update + 1} on: {finding.summary}", finding)
+    finding = find_result_fault(runs)
+    if finding is not None:
+        return result("different", finding.summary, finding)
+    size = largest_of(differences)
+    how = "exactly equal" if size == 0 else f"equal up to {size:.1e} of the largest element, which is rounding"
+    note = (
+        make_finding("DDP414", line=line_of(runs.parallel.ranks[0].updates[0]))
+        if runs.single.spec.replicas > 1
+        else None
+    )
+    return result("equal", f"{len(differences)} updates of 1 and {runs.nproc_per_node} ranks are {how}", note)
+
+
+def _describe_failure(run: Run) -> tuple[str, Finding | None] | None:
+    """Return why a run cannot be compared; None if it can."""
+    where = f"{run.nproc_per_node} rank{'s' * (run.nproc_per_node > 1)}"
+    if run.error is not None:
+        return f"the run on {where} failed: {run.error}", None
+    if not run.num_updates:
+        return f"on {where} no optimizer stepped, so that there is nothing to compare", None
+    return None
+
+
+def _make_rows(runs: Runs) -> list[UpdateRow]:
+    rows = []
+    for update, found in enumerate(compare_runs(runs.single, runs.parallel)):
+        one, all_ = (
+            [record.updates[update] for record in each.ranks if len(record.updates) > update]
+            for each in (runs.single, runs.parallel)
+        )
+        losses = [sum(each.losses) for each in all_ if each.losses]
+        place = line_of(one[0])
+        rows.append(
+            UpdateRow(
+                update=update + 1,
+                site=str(place or ""),
+                num_samples=(count_samples(runs.single, update).total, count_samples(runs.parallel, update).total),
+                losses=(sum(one[0].losses) if one[0].losses else None, sum(losses) / len(losses) if losses else None),
+                gradient=largest(found, "gradient"),
+                parameter=largest(found, "after"),
+            )
+        )
+    return rows
