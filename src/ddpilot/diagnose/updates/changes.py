@@ -56,15 +56,11 @@ def _remove_dropout() -> None:
         return dropout
 
     def attention_with_p_0(original: Any) -> Any:
-        def attention(
-            query: Any,
-            key: Any,
-            value: Any,
-            attn_mask: Any = None,
-            dropout_p: float = 0.0,
-            **kwargs: Any,  # noqa: ARG001
-        ) -> Any:
-            return original(query, key, value, attn_mask, 0.0, **kwargs)
+        signature = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+        def attention(*args: Any, **kwargs: Any) -> Any:
+            named = dict(zip(signature, args, strict=False)) | kwargs
+            return original(**{**named, "dropout_p": 0.0})
 
         return attention
 

@@ -274,7 +274,7 @@ def _perturb(optimizer: Optimizer, seed: int) -> None:
 def _read_generators() -> dict[str, int]:
     found = {"torch": zlib.crc32(torch.get_rng_state().numpy().tobytes())}
     if "numpy.random" in sys.modules:
-        found["numpy"] = zlib.crc32(numpy.random.get_state()[1].tobytes())  # type: ignore[union-attr, index]
+        found["numpy"] = zlib.crc32(numpy.random.get_state()[1].tobytes())  # type: ignore[index]
     found["random"] = zlib.crc32(repr(random.getstate()).encode())
     return found
 

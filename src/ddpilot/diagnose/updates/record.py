@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -154,10 +154,12 @@ class RankRecord:
     def program(self) -> ProgramFacts:
         """What the program consists of; nothing is known of a rank that ended before its first update."""
         path = program_path(self.folder, self.rank)
-        known = {each.name for each in fields(ProgramFacts)}
-        values = json.loads(path.read_text("utf-8")) if path.exists() else {"rank": self.rank, "world_size": 0}
-        lists = {name: tuple(values[name]) for name in ("samplers", "batch_norms") if name in values}
-        return ProgramFacts(**{name: value for name, value in {**values, **lists}.items() if name in known})
+        values: dict[str, Any] = {"rank": self.rank, "world_size": 0}
+        if path.exists():
+            values = json.loads(path.read_text("utf-8"))
+        for name in ("samplers", "batch_norms"):
+            values[name] = tuple(values.get(name, ()))
+        return ProgramFacts(**values)
 
     def arrays(self, update: int) -> Mapping[str, numpy.ndarray[Any, Any]]:
         """Return the numbers of a step by key: `<parameter>/gradient`, `/before` and `/after`, as `thin` has left them.

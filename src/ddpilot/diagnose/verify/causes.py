@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from ddpilot.diagnose.updates.record import RankRecord, Update
+from ddpilot.diagnose.updates.record import Update
 from ddpilot.diagnose.verify.differences import (
     Difference,
     all_samples,
@@ -19,7 +19,6 @@ from ddpilot.diagnose.verify.differences import (
     largest,
 )
 from ddpilot.diagnose.verify.runs import EXACT, Runs
-from ddpilot.diagnose.verify.target import Run
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
@@ -105,17 +104,16 @@ def find_rank_fault(runs: Runs, update: int) -> Finding | None:
     place = line_of(runs.parallel.ranks[0].updates[update])
     if not gradients:
         after = [(rank, each) for rank, each in found if each.kind == "after"]
-        return (
-            after
-            and make_finding(
-                "DDP325",
-                summary=f"the step of update {update + 1} gives other parameters on some ranks, from equal gradients",
-                ranks=sorted({rank for rank, _ in after}),
-                line=place,
-                evidence=describe_differences([each for _, each in after], ("rank 0", "another rank")),
-                severity="error",
-            )
-        ) or None
+        if not after:
+            return None
+        return make_finding(
+            "DDP325",
+            summary=f"the step of update {update + 1} gives other parameters on some ranks, from equal gradients",
+            ranks=sorted({rank for rank, _ in after}),
+            line=place,
+            evidence=describe_differences([each for _, each in after], ("rank 0", "another rank")),
+            severity="error",
+        )
     parameters = runs.parallel.ranks[0].parameters
     alone = [each for _, each in gradients if not parameters[each.key].in_ddp]
     differing = alone or [each for _, each in gradients]
@@ -257,7 +255,22 @@ def line_of(update: Update) -> CodeLine | None:
     return CodeLine(site["file"], site["line"], site.get("function", ""), site.get("text", ""))
 
 
-def find_lengths(run: Run) -> Iterator[tuple[RankRecord, int]]:
-    """Yield the ranks that have recorded fewer updates than another, with their number."""
-    most = max(len(record.updates) for record in run.ranks)
-    yield from ((record, len(record.updates)) for record in run.ranks if len(record.updates) < most)
+def find_length_fault(runs: Runs) -> Finding | None:
+    """Return a finding if the runs, or the ranks of one, made different numbers of updates."""
+    counts = [len(record.updates) for record in runs.parallel.ranks]
+    expected = len(runs.single.ranks[0].updates)
+    if set(counts) == {expected}:
+        return None
+    by_rank = ", ".join(map(str, counts))
+    if len(set(counts)) > 1:
+        return make_finding(
+            "DDP326",
+            summary="the ranks made different numbers of updates",
+            ranks=[rank for rank, count in enumerate(counts) if count < max(counts)],
+            evidence=(f"{by_rank} updates on ranks 0 to {len(counts) - 1}",),
+        )
+    return make_finding(
+        "DDP822",
+        summary=f"one rank makes {expected} updates, and {len(counts)} ranks make {counts[0]}, of the same samples",
+        evidence=(f"{by_rank} updates on ranks 0 to {len(counts) - 1}",),
+    )

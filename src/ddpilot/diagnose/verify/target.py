@@ -78,7 +78,9 @@ class Runner:
         spec.write(folder)
         findings: list[Finding] = []
         watching = WatchOptions(on_finding=findings.append, stall_warn_s=15.0)
-        error, values, output = None, (), ()
+        error: DdpilotError | None = None
+        values: tuple[Any, ...] = ()
+        output: tuple[str, ...] = ()
         try:
             if self._program.fn is not None:
                 values = self._run_function(nproc_per_node, watching, folder)

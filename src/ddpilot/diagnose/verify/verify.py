@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, TypeGuard
 
 from ddpilot.diagnose.verify.causes import (
+    find_length_fault,
     find_number_fault,
     find_rank_fault,
     find_sample_fault,
@@ -51,8 +52,8 @@ def verify(
     explains it, which is tried by experiment where possible. Takes 3 to 9 runs of `fn`, one after another.
 
     `fn`: a function, or text: the path of a script (`args` are words of its command line) or ``train.py:train``. On
-    each rank it runs as with `launch`, or as with ``ddpilot run``: it enters a process group and divides its data itself, or
-    leaves that to a Loop, a Trainer or a library. Where the batch size is per rank (DistributedSampler), the run on
+    each rank it runs as with `launch`, or as with ``ddpilot run``: it enters a process group and divides its data
+    itself, or leaves that to a Loop, a Trainer or a library. Where the batch size is per rank (DistributedSampler), the run on
     one rank has batches as large as those of all ranks together.
 
     `nproc_per_node`: ranks to compare with one; None: one per visible accelerator, at least 2. `num_updates`: steps of
@@ -70,15 +71,13 @@ def verify(
     with scratch_folder("ddpilot-verify-") as folder:
         runner = Runner(program, folder, timeout_s=timeout_s)
         runs = Runs(runner, num, num_updates, show or (lambda _: None))
-        return _compare(runs, f"verify {program.name}, 1 and {num} ranks")
+        return compare(runs, f"verify {program.name}, 1 and {num} ranks")
 
 
-def _check(num: int, num_updates: int | None) -> None:
-    if isinstance(num, bool) or not isinstance(num, int) or not 2 <= num <= 1024:
+def _check(num: object, num_updates: object) -> None:
+    if not _is_count(num) or not 2 <= num <= 1024:
         raise LaunchError("reading `nproc_per_node`", found=f"{num!r}", fix="Give a number of ranks from 2 to 1024")
-    if num_updates is not None and (
-        isinstance(num_updates, bool) or not isinstance(num_updates, int) or num_updates < 1
-    ):
+    if num_updates is not None and not (_is_count(num_updates) and num_updates >= 1):
         raise LaunchError("reading `num_updates`", found=f"{num_updates!r}", fix="Give 1 or more, or None")
     topology = detect_topology(os.environ)
     if topology.is_distributed:
@@ -89,63 +88,77 @@ def _check(num: int, num_updates: int | None) -> None:
         )
 
 
-def _compare(runs: Runs, title: str) -> Verification:
-    def result(verdict: Verdict, summary: str, *found: Finding | None, measured: bool = True) -> Verification:
-        seen = runs.parallel.findings
-        codes = {each.code for each in seen}
-        ours = [each for each in found if each is not None and not codes & _CAUSES.get(each.code, {each.code})]
-        both = sorted((*ours, *seen), key=lambda each: _ORDER.index(each.severity))
-        return Verification(
-            title=title,
-            verdict=verdict,
-            summary=summary,
-            findings=tuple(both),
-            rows=tuple(_make_rows(runs)) if measured else (),
-            floors=runs.floors() if measured else None,
-            notes=tuple(runs.notes),
-        )
+def _is_count(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
 
+
+class _Judgement(NamedTuple):
+    verdict: Verdict
+    summary: str
+    finding: Finding | None = None
+    has_numbers: bool = True
+    """False if there are no runs to show numbers of."""
+
+
+def compare(runs: Runs, title: str) -> Verification:
+    """Compare the runs, of which only the first has been made, and return what is found."""
+    judged = _judge(runs)
+    seen = runs.parallel.findings
+    codes = {each.code for each in seen}
+    ours = judged.finding
+    is_explained = ours is None or bool(codes & _CAUSES.get(ours.code, {ours.code}))
+    both = seen if is_explained or ours is None else (ours, *seen)
+    return Verification(
+        title=title,
+        verdict=judged.verdict,
+        summary=judged.summary,
+        findings=tuple(sorted(both, key=lambda each: _ORDER.index(each.severity))),
+        rows=tuple(_make_rows(runs)) if judged.has_numbers else (),
+        floors=runs.floors() if judged.has_numbers else None,
+        notes=tuple(runs.notes),
+    )
+
+
+def _judge(runs: Runs) -> _Judgement:
     if (failed := _describe_failure(runs.parallel)) is not None:
-        return result("unknown", *failed, measured=False)
+        return _Judgement("unknown", failed, has_numbers=False)
     runs.make_comparable()
-    for run in (runs.parallel, runs.single):
+    for run in (runs.parallel, runs.single, runs.repeated):
         if (failed := _describe_failure(run)) is not None:
-            return result("unknown", *failed, measured=False)
+            return _Judgement("unknown", failed, has_numbers=False)
     repeated = compare_runs(runs.single, runs.repeated)
+    place = line_of(runs.single.ranks[0].updates[0])
     if largest_of(repeated) > EXACT or any(largest(each, "before") > EXACT for each in repeated):
-        finding = make_finding("DDP820", line=line_of(runs.single.ranks[0].updates[0]))
-        return result("unknown", "two runs on one rank give different numbers, so that none can be compared", finding)
-    if (finding := find_start_fault(runs)) is not None:
-        return result("different", finding.summary, finding)
+        summary = "two runs on one rank give different numbers, so that none can be compared"
+        return _Judgement("unknown", summary, make_finding("DDP820", line=place))
+    found = find_start_fault(runs) or _find_first_difference(runs) or find_length_fault(runs) or find_result_fault(runs)
+    if found is not None:
+        return _Judgement("different", found.summary, found)
     differences = compare_runs(runs.single, runs.parallel)
-    for update, found in enumerate(differences):
-        if (finding := find_sample_fault(runs, update) or find_rank_fault(runs, update)) is not None:
-            is_equal = finding.code == "DDP401" and runs.is_rounding(differences, update + 1)
-            more = ": each rank does the work of one" if is_equal else ""
-            return result("different", finding.summary + more, finding)
-        if not runs.is_rounding(differences, update + 1):
-            finding = find_number_fault(runs, update, found)
-            return result("different", f"from update {update + 1} on: {finding.summary}", finding)
-    finding = find_result_fault(runs)
-    if finding is not None:
-        return result("different", finding.summary, finding)
     size = largest_of(differences)
     how = "exactly equal" if size == 0 else f"equal up to {size:.1e} of the largest element, which is rounding"
-    note = (
-        make_finding("DDP414", line=line_of(runs.parallel.ranks[0].updates[0]))
-        if runs.single.spec.replicas > 1
-        else None
-    )
-    return result("equal", f"{len(differences)} updates of 1 and {runs.nproc_per_node} ranks are {how}", note)
+    note = make_finding("DDP414", line=place) if runs.single.spec.replicas > 1 else None
+    return _Judgement("equal", f"{len(differences)} updates of 1 and {runs.nproc_per_node} ranks are {how}", note)
 
 
-def _describe_failure(run: Run) -> tuple[str, Finding | None] | None:
+def _find_first_difference(runs: Runs) -> Finding | None:
+    differences = compare_runs(runs.single, runs.parallel)
+    for update, found in enumerate(differences):
+        finding = find_sample_fault(runs, update) or find_rank_fault(runs, update)
+        if finding is not None:
+            return finding
+        if not runs.is_rounding(differences, update + 1):
+            return find_number_fault(runs, update, found)
+    return None
+
+
+def _describe_failure(run: Run) -> str | None:
     """Return why a run cannot be compared; None if it can."""
     where = f"{run.nproc_per_node} rank{'s' * (run.nproc_per_node > 1)}"
     if run.error is not None:
-        return f"the run on {where} failed: {run.error}", None
+        return f"the run on {where} failed: {run.error}"
     if not run.num_updates:
-        return f"on {where} no optimizer stepped, so that there is nothing to compare", None
+        return f"on {where} no optimizer stepped, so that there is nothing to compare"
     return None
 
 
