@@ -139,6 +139,7 @@ def with_loop() -> None:
 
 def with_trainer() -> None:
     """A Trainer on its ranks."""
+    torch.manual_seed(0)
     trainer = ddpilot.Trainer(
         make_model(), functional.cross_entropy, lambda parameters: torch.optim.SGD(parameters, lr=0.1)
     )

@@ -53,8 +53,8 @@ def verify(
 
     `fn`: a function, or text: the path of a script (`args` are words of its command line) or ``train.py:train``. On
     each rank it runs as with `launch`, or as with ``ddpilot run``: it enters a process group and divides its data
-    itself, or leaves that to a Loop, a Trainer or a library. Where the batch size is per rank (DistributedSampler), the run on
-    one rank has batches as large as those of all ranks together.
+    itself, or leaves that to a Loop, a Trainer or a library. Where the batch size is per rank (DistributedSampler), the
+    run on one rank has batches as large as those of all ranks together.
 
     `nproc_per_node`: ranks to compare with one; None: one per visible accelerator, at least 2. `num_updates`: steps of
     each optimizer after which a run is ended; None: it runs to its end. `timeout_s`: seconds for each run of a
