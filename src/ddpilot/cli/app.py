@@ -234,6 +234,24 @@ def verify(
     raise typer.Exit(status)
 
 
+@app.command(context_settings={"allow_extra_args": True})
+def profile(
+    context: typer.Context,
+    script: Annotated[str, typer.Argument(help="A script.", metavar="SCRIPT")],
+    nproc_per_node: Annotated[
+        str, typer.Option("-n", "--nproc-per-node", help="Ranks on this machine: a number, auto, gpu or cpu.")
+    ] = "auto",
+    html: Annotated[str, typer.Option("--html", metavar="PATH", help="File for the report with its pictures.")] = "",
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the profile as JSON, and no output of the script.")
+    ] = False,
+) -> None:
+    """Show where the time of an update goes on each rank, and what to change; words after -- are the script's own."""
+    from ddpilot.cli.profile_command import run_profile
+
+    raise typer.Exit(run_profile(script, context.args, nproc_per_node=nproc_per_node, html=html, as_json=json))
+
+
 @app.command()
 def demo() -> None:
     """Run the quickstart notebook on two ranks."""

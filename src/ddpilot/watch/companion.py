@@ -42,7 +42,8 @@ class Watcher(LaunchObserver):
     """The observer of a launch of `world_size` ranks, of which `ranks` are on this node.
 
     `mailbox` connects to the other nodes; None if there are none or they are not consulted. If the job's folder cannot
-    be created, the job is not watched, and one line reports it.
+    be created, the job is not watched, and one line reports it. `more_hooks`: hooks that ranks call after those of the
+    watch.
     """
 
     def __init__(
@@ -52,6 +53,8 @@ class Watcher(LaunchObserver):
         world_size: int,
         ranks: tuple[int, ...] = (),
         mailbox: Mailbox | None = None,
+        *,
+        more_hooks: tuple[str, ...] = (),
     ) -> None:
         self._options = options
         self._name = name
@@ -76,7 +79,7 @@ class Watcher(LaunchObserver):
         except OSError as error:
             self._print(f"this job is not watched: its folder cannot be created ({error})")
             return
-        self.hooks = (RECORD_HOOK, GUARD_HOOK) if options.guard else (RECORD_HOOK,)
+        self.hooks = (RECORD_HOOK, *((GUARD_HOOK,) if options.guard else ()), *more_hooks)
         self.variables = {RING_DIR_VARIABLE: str(self.folder)}
 
     def begin(

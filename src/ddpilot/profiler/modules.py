@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time the forward pass of the outermost modules, those that no other module calls."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ddpilot.guard.probe import Notes
+
+
+class OutermostModules:
+    """Finds the outermost modules in the first update, by hooks on all modules; later only these have hooks.
+
+    `add`: called with the begin and end of each forward pass, in ns on CLOCK_MONOTONIC.
+    """
+
+    def __init__(self, notes: Notes, add: Callable[[int, int], None]) -> None:
+        self._notes = notes
+        self._add = add
+        self._main = threading.main_thread().ident
+        self._open: list[tuple[int, int]] = []  # id of the module, begin
+        self._handles: list[Any] = []
+        self._known: set[int] = set()
+
+    def install(self) -> list[Callable[[], None]]:
+        """Start looking for modules; returns the functions that stop it."""
+        modules = torch.nn.modules.module
+        self._everywhere = [
+            modules.register_module_forward_pre_hook(self._notes.safely(self._begins)),
+            modules.register_module_forward_hook(self._notes.safely(self._ends), always_call=True),
+        ]
+        return [self._remove]
+
+    @property
+    def is_first(self) -> bool:
+        """True as long as all modules have hooks. Set to False after the first update."""
+        return bool(self._everywhere)
+
+    @is_first.setter
+    def is_first(self, value: bool) -> None:
+        while self._everywhere and not value:
+            self._everywhere.pop().remove()
+
+    def _remove(self) -> None:
+        self.is_first = False
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _begins(self, module: Any, *_: Any) -> None:
+        if threading.get_ident() == self._main:
+            self._open.append((id(module), time.monotonic_ns()))
+
+    def _ends(self, module: Any, *_: Any) -> None:
+        if not self._open or self._open[-1][0] != id(module) or threading.get_ident() != self._main:
+            return
+        _, begin_ns = self._open.pop()
+        if self._open:
+            return
+        self._add(begin_ns, time.monotonic_ns())
+        if id(module) not in self._known and self._everywhere:
+            self._known.add(id(module))
+            begins, ends = self._notes.safely(self._begins_alone), self._notes.safely(self._ends_alone)
+            self._handles.append(module.register_forward_pre_hook(begins))
+            self._handles.append(module.register_forward_hook(ends, always_call=True))
+
+    def _begins_alone(self, module: Any, args: Any) -> None:
+        if not self._everywhere:
+            self._begins(module, args)
+
+    def _ends_alone(self, module: Any, *_: Any) -> None:
+        if not self._everywhere:
+            self._ends(module)

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Divide the time of each update among phases, on all ranks, and find which rank the others wait for. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+
+from ddpilot.profiler.spans_file import PHASES, SPAN, RankTimes
+
+COMMUNICATION = PHASES.index("communication")
+SHARES = (*PHASES[:COMMUNICATION], "waiting", *PHASES[COMMUNICATION:], "other")
+"""What an update consists of: the phases, where the time in a collective until the last rank has come to it is
+"waiting", and "other" for the rest."""
+NUM_WARM_UP = 3
+"""First updates that are left out: they build DDP's buckets, start workers and fill caches."""
+Array = numpy.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phases:
+    """Seconds of each update in each of `SHARES`, by rank: arrays [ranks, updates, shares]."""
+
+    ranks: tuple[int, ...]
+    seconds: Array
+    arrivals_s: Array
+    """Time at which each rank came to the last collective of each update, after the first rank to come: [ranks,
+    updates]; NaN where an update has none."""
+    first_update: int
+    """Number of the first update, from 1: those before are left out."""
+    by_site: dict[tuple[int, int], float]
+    """Seconds of an update in collectives and checkpoints, by phase and number of the user's line, on rank 0."""
+
+    @property
+    def durations_s(self) -> Array:
+        """Seconds of each update: [ranks, updates]."""
+        return numpy.asarray(self.seconds.sum(axis=2))
+
+    def share(self, name: str) -> Array:
+        """Return seconds of each update in one of `SHARES`: [ranks, updates]."""
+        return numpy.asarray(self.seconds[:, :, SHARES.index(name)])
+
+    def median(self, name: str) -> float:
+        """Return the median over updates of the mean over ranks of one of `SHARES`, in seconds."""
+        return float(numpy.median(self.share(name).mean(axis=0)))
+
+    @property
+    def update_s(self) -> float:
+        """Median duration of an update, in seconds."""
+        return float(numpy.median(self.durations_s.mean(axis=0)))
+
+
+def divide_updates(times: Sequence[RankTimes]) -> Phases | None:
+    """Return the phases of the updates that all ranks have recorded; None if there are fewer than two."""
+    num = min((len(each.updates_ns) for each in times), default=0)
+    skipped = min(NUM_WARM_UP, max(0, num - 2))
+    if num - skipped < 2:
+        return None
+    seconds = numpy.zeros((len(times), num - skipped - 1, len(SHARES)))
+    parts = [
+        [
+            _spans_between(each, each.updates_ns[update - 1], each.updates_ns[update])
+            for update in range(skipped + 1, num)
+        ]
+        for each in times
+    ]
+    arrivals = numpy.full(seconds.shape[:2], numpy.nan)
+    for update in range(seconds.shape[1]):
+        own = [rank_parts[update] for rank_parts in parts]
+        waits, begins = _waits(own)
+        for rank, spans in enumerate(own):
+            begin_ns, end_ns = (times[rank].updates_ns[skipped + update + offset] for offset in (0, 1))
+            seconds[rank, update] = _sum_phases(spans, begin_ns, end_ns, waits[rank])
+            arrivals[rank, update] = begins[rank]
+    arrivals -= numpy.nanmin(arrivals, axis=0, initial=numpy.inf, where=~numpy.isnan(arrivals))
+    return Phases(
+        ranks=tuple(each.rank for each in times),
+        seconds=seconds,
+        arrivals_s=arrivals,
+        first_update=skipped + 2,
+        by_site=_sum_sites(parts[0]),
+    )
+
+
+def _spans_between(times: RankTimes, begin_ns: int, end_ns: int) -> Array:
+    """Return the spans that end in an update, outer ones first, cut at its begin."""
+    spans = times.spans[(times.spans["end_ns"] > begin_ns) & (times.spans["begin_ns"] < end_ns)].copy()
+    spans["begin_ns"] = numpy.maximum(spans["begin_ns"], begin_ns)
+    spans["end_ns"] = numpy.minimum(spans["end_ns"], end_ns)
+    return numpy.asarray(spans[numpy.lexsort((-spans["end_ns"], spans["begin_ns"]))])
+
+
+def _own_times(spans: Array) -> Array:
+    """Return the time of each span without the spans inside it, in ns. `spans`: outer ones first."""
+    own = (spans["end_ns"] - spans["begin_ns"]).copy()
+    around: list[int] = []
+    for place in range(len(spans)):
+        while around and spans["end_ns"][around[-1]] <= spans["begin_ns"][place]:
+            around.pop()
+        if around:
+            own[around[-1]] -= spans["end_ns"][place] - spans["begin_ns"][place]
+        around.append(place)
+    return numpy.asarray(own)
+
+
+def _sum_phases(spans: Array, begin_ns: int, end_ns: int, waiting_s: float) -> Array:
+    own_s = _own_times(spans) / 1e9
+    by_phase = numpy.bincount(spans["phase"], weights=own_s, minlength=len(PHASES))
+    waiting_s = min(waiting_s, by_phase[COMMUNICATION])
+    by_phase[COMMUNICATION] -= waiting_s
+    rest = (end_ns - begin_ns) / 1e9 - by_phase.sum() - waiting_s
+    return numpy.concatenate([by_phase[:COMMUNICATION], [waiting_s], by_phase[COMMUNICATION:], [rest]])
+
+
+def _waits(by_rank: Sequence[Array]) -> tuple[list[float], list[float]]:
+    """Return for each rank how long it waited in the collectives of one update, and when it came to the last of them.
+
+    Collectives are matched by their order. Nothing is known of waits if the ranks have different numbers of them.
+    """
+    calls = [spans[spans["phase"] == COMMUNICATION] for spans in by_rank]
+    if len({len(each) for each in calls}) > 1 or not len(calls[0]):
+        return [0.0] * len(calls), [float("nan")] * len(calls)
+    last_ns = numpy.max([each["begin_ns"] for each in calls], axis=0)
+    waits = [
+        float(numpy.clip(numpy.minimum(last_ns, each["end_ns"]) - each["begin_ns"], 0, None).sum()) / 1e9
+        for each in calls
+    ]
+    return waits, [float(each["begin_ns"][-1]) / 1e9 for each in calls]
+
+
+def _sum_sites(updates: Sequence[Array]) -> dict[tuple[int, int], float]:
+    spans = numpy.concatenate(updates) if updates else numpy.zeros(0, SPAN)
+    found: dict[tuple[int, int], float] = {}
+    for span in spans[spans["site"] >= 0]:
+        key = (int(span["phase"]), int(span["site"]))
+        found[key] = found.get(key, 0.0) + float(span["end_ns"] - span["begin_ns"]) / 1e9 / len(updates)
+    return found

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Record the phases of a rank's main thread: data, forward, backward, communication, optimizer, checkpoint, evaluation.
+
+On devices these are times of the host, which queues work: the device's own times need torch.profiler.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import dataloader as torch_loader
+
+from ddpilot.guard.probe import Notes
+from ddpilot.launching.rank_environment import count_cores
+from ddpilot.profiler.modules import OutermostModules
+from ddpilot.profiler.reductions import GradientEnds
+from ddpilot.profiler.spans_file import PHASES, PROFILE_VARIABLE, TimesWriter
+
+DATA, COPY, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, CHECKPOINT, EVALUATION = range(len(PHASES))
+_COLLECTIVES = (
+    *("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "gather", "scatter"),
+    *("reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "barrier", "monitored_barrier"),
+    *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send", "recv"),
+)
+_MAX_KEPT = 2000
+_now_ns = time.monotonic_ns
+
+
+class PhaseProbe:
+    """Observes what takes time in training, with about 20 us for an update."""
+
+    name = "the time of updates"
+
+    def __init__(self) -> None:
+        self._rank = int(os.environ.get("RANK", "0"))
+        self._writer = TimesWriter(Path(os.environ[PROFILE_VARIABLE]), self._rank)
+        self._pid = os.getpid()
+        self._main = threading.main_thread().ident
+        self._spans: list[tuple[int, int, int, int]] = []
+        self._updates: list[int] = []
+        self._sites: dict[tuple[str, int], int] = {}
+        self._num_open_steps = 0
+        self._last_step_ns = 0
+        self._loaders: set[int] = set()
+
+    def install(self, notes: Notes) -> list[Callable[[], None]]:
+        self._notes = notes
+        self._gradients = GradientEnds(notes)
+        self._modules = OutermostModules(notes, self._add_forward)
+        around = self._around
+        collectives = [around(dist, name, COMMUNICATION, aliases=(dist.distributed_c10d,)) for name in _COLLECTIVES]
+        return [
+            around(torch_loader._BaseDataLoaderIter, "__next__", DATA),
+            around(torch_loader._BaseDataLoaderIter, "__init__", DATA),
+            around(torch, "save", CHECKPOINT),
+            notes.around(torch.autograd, "backward", before=self._backward_begins, after=self._backward_ends),
+            notes.around(DistributedDataParallel, "__init__", returned=self._wrapped),
+            notes.around(torch.utils.data.DataLoader, "__init__", returned=self._loader_made),
+            register_optimizer_step_pre_hook(notes.safely(self._step_begins)).remove,
+            register_optimizer_step_post_hook(notes.safely(self._step_ends)).remove,
+            *collectives,
+            *self._modules.install(),
+            notes.safely(self._finish),
+        ]
+
+    def _around(self, owner: Any, name: str, phase: int, aliases: tuple[Any, ...] = ()) -> Callable[[], None]:
+        return self._notes.around(
+            owner, name, before=self._begins, after=functools.partial(self._ends, phase), aliases=aliases
+        )
+
+    def _begins(self, *_args: Any, **_kwargs: Any) -> int:
+        return _now_ns() if threading.get_ident() == self._main else 0
+
+    def _ends(self, phase: int, begin_ns: int, *_args: Any, **_kwargs: Any) -> None:
+        if begin_ns:
+            self._spans.append((begin_ns, _now_ns(), phase, self._number_of_site()))
+
+    def _add_forward(self, begin_ns: int, end_ns: int) -> None:
+        phase = FORWARD if torch.is_grad_enabled() else EVALUATION
+        self._spans.append((begin_ns, end_ns, phase, -1))
+
+    def _backward_begins(self, *_args: Any, **_kwargs: Any) -> int:
+        if self._last_step_ns:
+            self._end_update()
+        self._gradients.begin()
+        return _now_ns()
+
+    def _backward_ends(self, begin_ns: int, *_args: Any, **_kwargs: Any) -> None:
+        end_ns = _now_ns()
+        ready_ns = self._gradients.end()
+        if ready_ns > begin_ns:
+            self._spans.append((ready_ns, end_ns, COMMUNICATION, -1))
+        self._spans.append((begin_ns, end_ns, BACKWARD, -1))
+
+    def _step_begins(self, *_: Any) -> None:
+        self._num_open_steps += 1
+        if self._num_open_steps == 1:
+            self._step_began_ns = _now_ns()
+
+    def _step_ends(self, optimizer: Optimizer, *_: Any) -> None:
+        self._num_open_steps = max(0, self._num_open_steps - 1)
+        if not self._num_open_steps:
+            self._last_step_ns = _now_ns()
+            self._spans.append((self._step_began_ns, self._last_step_ns, OPTIMIZER, self._number_of_site()))
+
+    def _end_update(self) -> None:
+        self._updates.append(self._last_step_ns)
+        self._last_step_ns = 0
+        self._modules.is_first = False
+        if len(self._spans) > _MAX_KEPT:
+            self._write()
+
+    def _number_of_site(self) -> int:
+        frame = self._notes.user_frame()
+        if frame is None:
+            return -1
+        key = (frame.f_code.co_filename, frame.f_lineno)
+        number = self._sites.get(key)
+        if number is None:
+            number = self._sites[key] = len(self._sites)
+            site = self._notes.site(frame)
+            line = [site.get(name, "") for name in ("file", "line", "function", "text")]
+            self._writer.write_fact("site", [number, *line])
+        return number
+
+    def _wrapped(self, _: None, __: None, ddp: Any, *_args: Any, **_kwargs: Any) -> None:
+        self._gradients.add(ddp)
+        self._writer.write_fact(
+            "ddp",
+            {
+                "parameter_bytes": sum(each.numel() * each.element_size() for each in ddp.module.parameters()),
+                "bucket_cap_mb": ddp.bucket_bytes_cap / 2**20,
+                "find_unused_parameters": ddp.find_unused_parameters,
+                "static_graph": ddp.static_graph,
+                "gradient_as_bucket_view": ddp.gradient_as_bucket_view,
+                "backend": dist.get_backend(ddp.process_group),
+            },
+        )
+
+    def _loader_made(self, _: None, __: None, loader: Any, *_args: Any, **_kwargs: Any) -> None:
+        self._writer.write_fact("num_workers", loader.num_workers)
+
+    def _finish(self) -> None:
+        if os.getpid() != self._pid:
+            return
+        if self._last_step_ns:
+            self._end_update()
+        self._writer.write_fact("num_threads", torch.get_num_threads())
+        self._writer.write_fact("num_cores", count_cores())
+        self._writer.write_fact("world_size", int(os.environ.get("WORLD_SIZE", "1")))
+        self._writer.write_fact("local_world_size", int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        self._writer.write_fact("uses_device", torch.accelerator.is_available())
+        self._write()
+
+    def _write(self) -> None:
+        self._writer.write_spans(self._spans)
+        self._writer.write_updates(self._updates)
+        self._spans, self._updates = [], []

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Profile`: where the time of updates goes, as text, HTML or JSON. Does not import torch."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from ddpilot.errors import RecordError
+from ddpilot.findings.display import Findings, render_html, render_text
+from ddpilot.profiler.judgement import Judged, judge
+from ddpilot.profiler.phases import SHARES, Phases, divide_updates
+from ddpilot.profiler.spans_file import RankTimes, find_ranks, read_times
+
+_LETTERS = {
+    "data": "d",
+    "copy": "c",
+    "forward": "F",
+    "backward": "B",
+    "waiting": "w",
+    "communication": "X",
+    "optimizer": "O",
+    "checkpoint": "C",
+    "evaluation": "E",
+    "other": ".",
+}
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Profile:
+    """The profile of a run. Displays itself in a terminal and in a notebook."""
+
+    phases: Phases
+    """Seconds of each update in each phase, by rank."""
+    judged: tuple[Judged, ...]
+    """Findings, with the factor that each would give; the largest first."""
+
+    @property
+    def findings(self) -> Findings:
+        """What makes updates slow, the most expensive first."""
+        return Findings(each.finding for each in self.judged)
+
+    @property
+    def summary(self) -> str:
+        """One sentence: number of updates, duration and spread."""
+        durations = self.phases.durations_s.mean(axis=0)
+        low, high = numpy.percentile(durations, [10, 90])
+        first, num = self.phases.first_update, self.phases.seconds.shape[1]
+        ranks = f"{len(self.phases.ranks)} rank{'s' * (len(self.phases.ranks) > 1)}"
+        return (
+            f"{num} updates of {ranks}, from the {_ordinal(first)} on: {self.phases.update_s * 1e3:.3g} ms each "
+            f"({low * 1e3:.3g} to {high * 1e3:.3g})"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as JSON-serializable values; seconds of updates are lists [ranks][updates][shares]."""
+        return {
+            "summary": self.summary,
+            "shares": list(SHARES),
+            "ranks": list(self.phases.ranks),
+            "first_update": self.phases.first_update,
+            "seconds": numpy.round(self.phases.seconds, 7).tolist(),
+            "findings": [{**each.finding.to_dict(), "factor": each.factor} for each in self.judged],
+        }
+
+    def render(self, *, width: int | None = None, color: bool = False) -> str:
+        """Return the text: a table of the phases by rank, a bar for each rank, and the findings."""
+        width = width or shutil.get_terminal_size((120, 40)).columns
+        blocks = [self.summary, "\n".join(self._table()), "\n".join(self._bars(width))]
+        found = [each.finding for each in self.judged]
+        blocks.append(render_text(found, width, color) if found else "nothing to improve was found")
+        return "\n\n".join(blocks)
+
+    def _table(self) -> list[str]:
+        shown = [name for name in SHARES if self.phases.median(name) > 0]
+        head = "ms of an update  " + "".join(f"{f'rank {rank}':>10}" for rank in self.phases.ranks)
+        lines = [head]
+        for name in shown:
+            seconds = numpy.mean(self.phases.share(name), axis=1)
+            lines.append(f"{_LETTERS[name]} {name:<15}" + "".join(f"{each * 1e3:>10.2f}" for each in seconds))
+        return lines
+
+    def _bars(self, width: int) -> Sequence[str]:
+        means = self.phases.seconds.mean(axis=1)
+        longest = means.sum(axis=1).max()
+        room = max(20, width - 10)
+        rows = []
+        for rank, seconds in zip(self.phases.ranks, means, strict=True):
+            ends = numpy.round(numpy.cumsum(seconds) / longest * room).astype(int)
+            lengths = numpy.diff(ends, prepend=0)
+            bar = "".join(_LETTERS[name] * int(each) for name, each in zip(SHARES, lengths, strict=True))
+            rows.append(f"rank {rank:<3} {bar}")
+        return rows
+
+    def __str__(self) -> str:
+        return self.render()
+
+    def __repr__(self) -> str:
+        return f"Profile({self.summary!r})"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: ARG002 - IPython's signature
+        printer.text(str(self))
+
+    def _repr_html_(self) -> str:
+        found = render_html(self.findings) if self.judged else "<p>nothing to improve was found</p>"
+        table = "\n".join([*self._table(), "", *self._bars(100)])
+        return f"<div><p>{escape(self.summary)}</p><pre>{escape(table)}</pre>{found}</div>"
+
+
+def read_profile(folder: Path) -> Profile:
+    """Return the profile of the ranks that have recorded into `folder`. Raises RecordError without two updates."""
+    times: list[RankTimes] = [read_times(folder, rank) for rank in find_ranks(folder)]
+    phases = divide_updates(times)
+    if phases is None:
+        counts = (
+            ", ".join(f"{len(each.updates_ns)} on rank {each.rank}" for each in times) or "no rank has recorded any"
+        )
+        raise RecordError(
+            "reading a profile",
+            found=f"too few updates: {counts}",
+            fix="Profile at least 5 updates: steps of an optimizer after a backward pass",
+        )
+    return Profile(phases=phases, judged=judge(phases, times))
+
+
+def _ordinal(number: int) -> str:
+    endings = {1: "st", 2: "nd", 3: "rd"}
+    return f"{number}{'th' if 10 <= number % 100 <= 20 else endings.get(number % 10, 'th')}"

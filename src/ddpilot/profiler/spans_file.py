@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files in which a rank records its time: spans of phases, and updates. Does not import torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from ddpilot.user_files import CodeLine
+
+PROFILE_VARIABLE = "DDPILOT_PROFILE"
+"""Environment variable with the folder into which ranks record their time."""
+PHASES = ("data", "copy", "forward", "backward", "communication", "optimizer", "checkpoint", "evaluation")
+"""Phases by number; "other" is what remains of an update."""
+SPAN = numpy.dtype([("begin_ns", "<i8"), ("end_ns", "<i8"), ("phase", "<i4"), ("site", "<i4")])
+"""A span of the main thread in one phase, on CLOCK_MONOTONIC. Spans nest: the inner one counts for its phase alone."""
+_SPANS, _UPDATES, _FACTS = "spans.bin", "updates.bin", "facts.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTimes:
+    """What one rank has recorded."""
+
+    rank: int
+    spans: numpy.ndarray[Any, Any]
+    """Of type `SPAN`, in the order in which they ended."""
+    updates_ns: numpy.ndarray[Any, Any]
+    """End of each update: of the last step of an optimizer before the next backward pass."""
+    sites: Mapping[int, CodeLine]
+    """The user's line of spans, by number."""
+    facts: Mapping[str, Any]
+    """About the program: threads, cores, workers, options of DDP and others, by name."""
+
+
+class TimesWriter:
+    """Appends to the files of one rank. Nothing is kept open, so that a forked process writes nothing twice."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._prefix = folder / f"rank{rank}"
+
+    def write_spans(self, spans: Sequence[tuple[int, int, int, int]]) -> None:
+        """Append spans: begin, end, phase and site."""
+        self._append(_SPANS, numpy.array(list(spans), dtype=SPAN).tobytes())
+
+    def write_updates(self, ends_ns: Sequence[int]) -> None:
+        """Append the ends of updates."""
+        self._append(_UPDATES, numpy.array(list(ends_ns), dtype="<i8").tobytes())
+
+    def write_fact(self, name: str, value: Any) -> None:
+        """Append a fact, which replaces an earlier one with this name."""
+        self._append(_FACTS, (json.dumps([name, value]) + "\n").encode())
+
+    def _append(self, ending: str, data: bytes) -> None:
+        with open(f"{self._prefix}.{ending}", "ab") as file:
+            file.write(data)
+
+
+def find_ranks(folder: Path) -> list[int]:
+    """Return the ranks that have recorded into `folder`."""
+    numbers = (path.name.removeprefix("rank").partition(".")[0] for path in folder.glob(f"rank*.{_UPDATES}"))
+    return sorted({int(number) for number in numbers if number.isdecimal()})
+
+
+def read_times(folder: Path, rank: int) -> RankTimes:
+    """Return what `rank` has recorded into `folder`; a part that was being written is left out."""
+    prefix = folder / f"rank{rank}"
+    facts: dict[str, Any] = {}
+    sites: dict[int, CodeLine] = {}
+    for line in _read(f"{prefix}.{_FACTS}").decode().splitlines():
+        name, value = json.loads(line)
+        if name == "site":
+            sites[value[0]] = CodeLine(*value[1:])
+        else:
+            facts[name] = value
+    return RankTimes(
+        rank=rank,
+        spans=_whole(_read(f"{prefix}.{_SPANS}"), SPAN),
+        updates_ns=_whole(_read(f"{prefix}.{_UPDATES}"), numpy.dtype("<i8")),
+        sites=sites,
+        facts=facts,
+    )
+
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
+def _whole(data: bytes, dtype: numpy.dtype[Any]) -> numpy.ndarray[Any, Any]:
+    return numpy.frombuffer(data[: len(data) // dtype.itemsize * dtype.itemsize], dtype=dtype)
