@@ -10,12 +10,14 @@ import numpy
 
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
-from ddpilot.profiler.phases import COMMUNICATION, SHARES, Phases
+from ddpilot.profiler.phases import COMMUNICATION, Phases
 from ddpilot.profiler.spans_file import PHASES, RankTimes
 from ddpilot.user_files import CodeLine
 
 _LATE_UPDATES = 0.6
 _LATE_SHARE = 0.05
+_EXPLAINED = 0.5
+"""Part of a rank's lateness that the longest of its phases must explain; the rest is noise of the machine."""
 _DATA_SHARE = 0.10
 _COMMUNICATION_SHARE = 0.30
 """Exposed communication above this share of an update is too much; 10:1 of computation to communication is good."""
@@ -30,6 +32,17 @@ _WORDS = {
     "checkpoint": "writing a checkpoint",
     "evaluation": "forward passes without gradients",
     "other": "code between these phases",
+}
+
+
+_LENGTHS = "Divide samples by their length, as `shares=` and bucketed batches do; `ddpilot doctor` compares devices"
+_FIXES = {
+    "data": "Compare the ranks' files and their number of workers, and give every rank samples of the same size",
+    "forward": _LENGTHS,
+    "backward": _LENGTHS,
+    "checkpoint": "Write checkpoints in the background, as `Loop(checkpoint_dir=...)` does",
+    "evaluation": "Divide the evaluation among all ranks, as `loop.evaluate` does",
+    "other": "Find what this rank alone does between its updates: logging, pictures, files",
 }
 
 
@@ -57,7 +70,7 @@ def find_straggler(phases: Phases) -> tuple[int, float, float, str] | None:
     """Return the rank that the others wait for: its place, share of updates, lateness in seconds, and in which phase.
 
     Lateness is the median of how much later than the median of the other ranks it comes to the last collective of an
-    update. None if no rank is late in most updates, by at least 5 % of an update.
+    update. None if no rank is late in most updates, by at least 5 % of an update, or no phase of it explains that.
     """
     known = ~numpy.isnan(phases.arrivals_s).any(axis=0)
     if len(phases.ranks) < 2 or not known.any():
@@ -71,7 +84,8 @@ def find_straggler(phases: Phases) -> tuple[int, float, float, str] | None:
     if counts[rank] < _LATE_UPDATES * len(last) or late_s < _LATE_SHARE * phases.update_s:
         return None
     excess = {name: _excess(phases, name, rank) for name in _OWN_WORK}
-    return rank, counts[rank] / len(last), late_s, max(excess, key=lambda name: excess[name])
+    name = max(excess, key=lambda each: excess[each])
+    return (rank, counts[rank] / len(last), late_s, name) if excess[name] > _EXPLAINED * late_s else None
 
 
 def _excess(phases: Phases, name: str, rank: int) -> float:
@@ -97,6 +111,7 @@ def _judge_straggler(phases: Phases) -> Iterator[Judged]:
             f"the other ranks wait {_ms(waiting_s)} of {_ms(phases.update_s)} in an update",
             f"{_WORDS[name]} takes {_ms(longer)} longer on rank {rank}",
         ),
+        fix=_FIXES.get(name, ""),
     )
     yield _judged(finding, phases, waiting_s)
 
@@ -169,6 +184,3 @@ def _judged(finding: Finding, phases: Phases, saved_s: float) -> Judged:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms"
-
-
-assert set(_OWN_WORK) < set(SHARES)

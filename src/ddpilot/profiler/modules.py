@@ -58,7 +58,7 @@ class OutermostModules:
     def _ends(self, module: Any, *_: Any) -> None:
         if not self._open or self._open[-1][0] != id(module) or threading.get_ident() != self._main:
             return
-        _, begin_ns = self._open.pop()
+        begin_ns = self._open.pop()[1]
         if self._open:
             return
         self._add(begin_ns, time.monotonic_ns())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of a profile as one HTML file without scripts from elsewhere: bars by rank, heat map, one update in time."""
+"""The report of a profile as one HTML file: bars by rank, lateness by rank and update, durations of updates."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def write_report(profile: Profile, path: Path, *, title: str) -> None:
 
 
 def _svg(height: int, parts: list[str], label: str) -> str:
-    return f'<svg viewBox="0 0 {_WIDTH} {height}" width="100%" role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'
+    head = f'<svg viewBox="0 0 {_WIDTH} {height}" width="100%" role="img" aria-label="{escape(label)}">'
+    return f"{head}{''.join(parts)}</svg>"
 
 
 def _rank_label(rank: int, row: int) -> str:
@@ -104,8 +105,8 @@ def _draw_lateness(phases: Phases) -> str:
             value = 0.0 if numpy.isnan(values).all() else float(numpy.nanmean(values))
             first = phases.first_update + int(column[0])
             parts.append(
-                f'<rect x="{60 + place * width:.2f}" y="{row * _ROW + 3}" width="{width + 0.2:.2f}" height="{_ROW - 6}" '
-                f'fill="#d55e00" fill-opacity="{0.06 + 0.94 * value / most:.3f}">'
+                f'<rect x="{60 + place * width:.2f}" y="{row * _ROW + 3}" width="{width + 0.2:.2f}" '
+                f'height="{_ROW - 6}" fill="#d55e00" fill-opacity="{0.06 + 0.94 * value / most:.3f}">'
                 f"<title>update {first}: {value:.3g} ms late</title></rect>"
             )
     parts.append(f'<text x="60" y="{len(phases.ranks) * _ROW + 16}">darkest: {most:.3g} ms</text>')
