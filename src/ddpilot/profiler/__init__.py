@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the time of an update goes, on every rank, and what to change. Torch only in `spans` and `ranks`' probes."""
+"""Where the time of an update goes on each rank, and what to change. Torch only in ranks. Imports guard."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judge where the time of updates goes: findings with what each would give, the largest first. Does not import torch."""
+"""Judge where the time of updates goes: findings with what each would give, the largest first. No torch."""
 
 from __future__ import annotations
 

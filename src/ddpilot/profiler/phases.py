@@ -29,6 +29,8 @@ class Phases:
     arrivals_s: Array
     """Time at which each rank came to the last collective of each update, after the first rank to come: [ranks,
     updates]; NaN where an update has none."""
+    num_samples: Array
+    """Samples of each update: [ranks, updates]; 0 where the program uses no DataLoader."""
     first_update: int
     """Number of the first update, from 1: those before are left out."""
     by_site: dict[tuple[int, int], float]
@@ -48,6 +50,11 @@ class Phases:
         return float(numpy.median(self.share(name).mean(axis=0)))
 
     @property
+    def samples_per_s(self) -> float:
+        """Samples of all ranks in a second; 0.0 where none were counted."""
+        return float(self.num_samples.sum() / self.durations_s.mean(axis=0).sum())
+
+    @property
     def update_s(self) -> float:
         """Median duration of an update, in seconds."""
         return float(numpy.median(self.durations_s.mean(axis=0)))
@@ -55,24 +62,22 @@ class Phases:
 
 def divide_updates(times: Sequence[RankTimes]) -> Phases | None:
     """Return the phases of the updates that all ranks have recorded; None if there are fewer than two."""
-    num = min((len(each.updates_ns) for each in times), default=0)
+    ends_ns = [each.updates["end_ns"] for each in times]
+    num = min(map(len, ends_ns), default=0)
     skipped = min(NUM_WARM_UP, max(0, num - 2))
     if num - skipped < 2:
         return None
     seconds = numpy.zeros((len(times), num - skipped - 1, len(SHARES)))
     parts = [
-        [
-            _spans_between(each, each.updates_ns[update - 1], each.updates_ns[update])
-            for update in range(skipped + 1, num)
-        ]
-        for each in times
+        [_spans_between(each, ends[update - 1], ends[update]) for update in range(skipped + 1, num)]
+        for each, ends in zip(times, ends_ns, strict=True)
     ]
     arrivals = numpy.full(seconds.shape[:2], numpy.nan)
     for update in range(seconds.shape[1]):
         own = [rank_parts[update] for rank_parts in parts]
         waits, begins = _waits(own)
         for rank, spans in enumerate(own):
-            begin_ns, end_ns = (times[rank].updates_ns[skipped + update + offset] for offset in (0, 1))
+            begin_ns, end_ns = (ends_ns[rank][skipped + update + offset] for offset in (0, 1))
             seconds[rank, update] = _sum_phases(spans, begin_ns, end_ns, waits[rank])
             arrivals[rank, update] = begins[rank]
     arrivals -= numpy.nanmin(arrivals, axis=0, initial=numpy.inf, where=~numpy.isnan(arrivals))
@@ -80,6 +85,7 @@ def divide_updates(times: Sequence[RankTimes]) -> Phases | None:
         ranks=tuple(each.rank for each in times),
         seconds=seconds,
         arrivals_s=arrivals,
+        num_samples=numpy.array([each.updates["num_samples"][skipped + 1 : num] for each in times]),
         first_update=skipped + 2,
         by_site=_sum_sites(parts[0]),
     )

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import dataloader as torch_loader
 
 from ddpilot.guard.probe import Notes
+from ddpilot.guard.probes.tensors import num_rows_of
 from ddpilot.launching.rank_environment import count_cores
 from ddpilot.profiler.modules import OutermostModules
 from ddpilot.profiler.reductions import GradientEnds
@@ -47,7 +48,8 @@ class PhaseProbe:
         self._pid = os.getpid()
         self._main = threading.main_thread().ident
         self._spans: list[tuple[int, int, int, int]] = []
-        self._updates: list[int] = []
+        self._updates: list[tuple[int, int]] = []
+        self._num_samples = 0
         self._sites: dict[tuple[str, int], int] = {}
         self._num_open_steps = 0
         self._last_step_ns = 0
@@ -60,7 +62,9 @@ class PhaseProbe:
         around = self._around
         collectives = [around(dist, name, COMMUNICATION, aliases=(dist.distributed_c10d,)) for name in _COLLECTIVES]
         return [
-            around(torch_loader._BaseDataLoaderIter, "__next__", DATA),
+            notes.around(
+                torch_loader._BaseDataLoaderIter, "__next__", before=self._begins, returned=self._batch_loaded
+            ),
             around(torch_loader._BaseDataLoaderIter, "__init__", DATA),
             around(torch, "save", CHECKPOINT),
             notes.around(torch.autograd, "backward", before=self._backward_begins, after=self._backward_ends),
@@ -85,6 +89,11 @@ class PhaseProbe:
         if begin_ns:
             self._spans.append((begin_ns, _now_ns(), phase, self._number_of_site()))
 
+    def _batch_loaded(self, begin_ns: int, data: Any, *_: Any) -> None:
+        self._ends(DATA, begin_ns)
+        if torch.is_grad_enabled():
+            self._num_samples += num_rows_of(data) or 0
+
     def _add_forward(self, begin_ns: int, end_ns: int) -> None:
         phase = FORWARD if torch.is_grad_enabled() else EVALUATION
         self._spans.append((begin_ns, end_ns, phase, -1))
@@ -107,14 +116,15 @@ class PhaseProbe:
         if self._num_open_steps == 1:
             self._step_began_ns = _now_ns()
 
-    def _step_ends(self, optimizer: Optimizer, *_: Any) -> None:
+    def _step_ends(self, *_: Any) -> None:
         self._num_open_steps = max(0, self._num_open_steps - 1)
         if not self._num_open_steps:
             self._last_step_ns = _now_ns()
             self._spans.append((self._step_began_ns, self._last_step_ns, OPTIMIZER, self._number_of_site()))
 
     def _end_update(self) -> None:
-        self._updates.append(self._last_step_ns)
+        self._updates.append((self._last_step_ns, self._num_samples))
+        self._num_samples = 0
         self._last_step_ns = 0
         self._modules.is_first = False
         if len(self._spans) > _MAX_KEPT:

@@ -55,8 +55,12 @@ class Profile:
         ranks = f"{len(self.phases.ranks)} rank{'s' * (len(self.phases.ranks) > 1)}"
         return (
             f"{num} updates of {ranks}, from the {_ordinal(first)} on: {self.phases.update_s * 1e3:.3g} ms each "
-            f"({low * 1e3:.3g} to {high * 1e3:.3g})"
+            f"({low * 1e3:.3g} to {high * 1e3:.3g}){self._throughput()}"
         )
+
+    def _throughput(self) -> str:
+        speed = self.phases.samples_per_s
+        return f", {speed:,.0f} samples/s" if speed else ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON-serializable values; seconds of updates are lists [ranks][updates][shares]."""
@@ -118,9 +122,7 @@ def read_profile(folder: Path) -> Profile:
     times: list[RankTimes] = [read_times(folder, rank) for rank in find_ranks(folder)]
     phases = divide_updates(times)
     if phases is None:
-        counts = (
-            ", ".join(f"{len(each.updates_ns)} on rank {each.rank}" for each in times) or "no rank has recorded any"
-        )
+        counts = ", ".join(f"{len(each.updates)} on rank {each.rank}" for each in times) or "no rank has recorded any"
         raise RecordError(
             "reading a profile",
             found=f"too few updates: {counts}",

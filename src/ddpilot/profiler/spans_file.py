@@ -19,6 +19,8 @@ PHASES = ("data", "copy", "forward", "backward", "communication", "optimizer", "
 """Phases by number; "other" is what remains of an update."""
 SPAN = numpy.dtype([("begin_ns", "<i8"), ("end_ns", "<i8"), ("phase", "<i4"), ("site", "<i4")])
 """A span of the main thread in one phase, on CLOCK_MONOTONIC. Spans nest: the inner one counts for its phase alone."""
+UPDATE = numpy.dtype([("end_ns", "<i8"), ("num_samples", "<i8")])
+"""The end of the last step of an optimizer before the next backward pass, and the samples of the update."""
 _SPANS, _UPDATES, _FACTS = "spans.bin", "updates.bin", "facts.jsonl"
 
 
@@ -29,8 +31,8 @@ class RankTimes:
     rank: int
     spans: numpy.ndarray[Any, Any]
     """Of type `SPAN`, in the order in which they ended."""
-    updates_ns: numpy.ndarray[Any, Any]
-    """End of each update: of the last step of an optimizer before the next backward pass."""
+    updates: numpy.ndarray[Any, Any]
+    """Of type `UPDATE`, in order."""
     sites: Mapping[int, CodeLine]
     """The user's line of spans, by number."""
     facts: Mapping[str, Any]
@@ -47,9 +49,9 @@ class TimesWriter:
         """Append spans: begin, end, phase and site."""
         self._append(_SPANS, numpy.array(list(spans), dtype=SPAN).tobytes())
 
-    def write_updates(self, ends_ns: Sequence[int]) -> None:
-        """Append the ends of updates."""
-        self._append(_UPDATES, numpy.array(list(ends_ns), dtype="<i8").tobytes())
+    def write_updates(self, updates: Sequence[tuple[int, int]]) -> None:
+        """Append updates: end, and number of samples."""
+        self._append(_UPDATES, numpy.array(list(updates), dtype=UPDATE).tobytes())
 
     def write_fact(self, name: str, value: Any) -> None:
         """Append a fact, which replaces an earlier one with this name."""
@@ -80,7 +82,7 @@ def read_times(folder: Path, rank: int) -> RankTimes:
     return RankTimes(
         rank=rank,
         spans=_whole(_read(f"{prefix}.{_SPANS}"), SPAN),
-        updates_ns=_whole(_read(f"{prefix}.{_UPDATES}"), numpy.dtype("<i8")),
+        updates=_whole(_read(f"{prefix}.{_UPDATES}"), UPDATE),
         sites=sites,
         facts=facts,
     )
