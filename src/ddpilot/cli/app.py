@@ -252,6 +252,22 @@ def profile(
     raise typer.Exit(run_profile(script, context.args, nproc_per_node=nproc_per_node, html=html, as_json=json))
 
 
+@app.command(context_settings={"allow_extra_args": True})
+def scale(
+    context: typer.Context,
+    script: Annotated[str, typer.Argument(help="A script that reads samples through a DataLoader.", metavar="SCRIPT")],
+    nproc_per_node: Annotated[
+        str, typer.Option("-n", "--nproc-per-node", metavar="N,N", help="Numbers of ranks to compare.")
+    ] = "1,2",
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Runs at each number of ranks.")] = 2,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Compare the speed of a script at several numbers of ranks, and say where the rest is lost."""
+    from ddpilot.cli.profile_command import run_scale
+
+    raise typer.Exit(run_scale(script, context.args, sizes=nproc_per_node, rounds=rounds, as_json=json))
+
+
 @app.command()
 def demo() -> None:
     """Run the quickstart notebook on two ranks."""

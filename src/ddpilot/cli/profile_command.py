@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ddpilot profile``: run a script on several ranks and report where the time of its updates goes."""
+"""``ddpilot profile`` and ``ddpilot scale``: run a script on ranks and report where the time of its updates goes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from ddpilot.environments.private_files import scratch_folder
-from ddpilot.errors import LaunchError
+from ddpilot.errors import LaunchError, RecordError
 from ddpilot.launching.elastic.options import RunOptions
 from ddpilot.launching.elastic.prepare import prepare_run
 from ddpilot.launching.elastic.run import run_prepared
 from ddpilot.module_names import PROFILE_HOOK
 from ddpilot.output.writer import LabelledWriter
 from ddpilot.profiler.report import write_report
-from ddpilot.profiler.result import read_profile
+from ddpilot.profiler.result import Profile, read_profile
+from ddpilot.profiler.scaling import compare_sizes
 from ddpilot.profiler.spans_file import PROFILE_VARIABLE
 from ddpilot.watch.companion import Watcher
 from ddpilot.watch.options import WatchOptions
@@ -32,20 +33,58 @@ def run_profile(script: str, args: Sequence[str], *, nproc_per_node: str, html: 
     if the script fails, and RecordError if it made too few updates.
     """
     if html and not Path(html).resolve().parent.is_dir():
-        raise LaunchError(
-            "reading --html", found=f"there is no folder for {html}", fix="Give a path in a folder that exists"
-        )
+        found = f"there is no folder for {html}"
+        raise LaunchError("reading --html", found=found, fix="Give a path in a folder that exists")
     nproc = int(nproc_per_node) if nproc_per_node.isdecimal() else nproc_per_node
-    prepared = prepare_run(RunOptions(target=script, args=tuple(args), nproc_per_node=nproc), os.environ)
-    display = LabelledWriter("silent", None) if as_json else prepared.display
-    with scratch_folder("ddpilot-profile-") as folder:
-        variables = {**prepared.variables, PROFILE_VARIABLE: str(folder)}
-        make_observer = functools.partial(Watcher, WatchOptions(on_finding="stop"), more_hooks=(PROFILE_HOOK,))
-        run_prepared(replace(prepared, variables=variables, display=display), make_observer)
-        profile = read_profile(folder)
+    profile = _profile(RunOptions(target=script, args=tuple(args), nproc_per_node=nproc), shows_output=not as_json)
     if html:
         write_report(profile, Path(html), title=f"{Path(script).name} on {len(profile.phases.ranks)} ranks")
     print(json.dumps(profile.to_dict()) if as_json else f"\n{profile.render(color=sys.stdout.isatty())}", flush=True)
     if html and not as_json:
         print(f"\nreport: {html}", flush=True)
     return 0
+
+
+def _profile(options: RunOptions, *, shows_output: bool) -> Profile:
+    """Run the script of `options` on its ranks and return its profile."""
+    prepared = prepare_run(options, os.environ)
+    display = prepared.display if shows_output else LabelledWriter("silent", None)
+    with scratch_folder("ddpilot-profile-") as folder:
+        variables = {**prepared.variables, PROFILE_VARIABLE: str(folder)}
+        make_observer = functools.partial(Watcher, WatchOptions(on_finding="stop"), more_hooks=(PROFILE_HOOK,))
+        run_prepared(replace(prepared, variables=variables, display=display), make_observer)
+        return read_profile(folder)
+
+
+def run_scale(script: str, args: Sequence[str], *, sizes: str, rounds: int, as_json: bool) -> int:
+    """Run `script` with `args` at several numbers of ranks, in turn, and print how its speed grows. Returns 0.
+
+    `sizes`: numbers of ranks, separated by commas. `rounds`: how often each is run. A line to stderr says what runs.
+    Raises as `run_profile`, and RecordError for a script without a DataLoader, whose samples cannot be counted.
+    """
+    numbers = _read_sizes(sizes)
+    by_size: dict[int, list[Profile]] = {number: [] for number in numbers}
+    for round_ in range(rounds):
+        for number in numbers if round_ % 2 == 0 else reversed(numbers):
+            ranks = f"{number} rank{'s' * (number > 1)}"
+            print(f"round {round_ + 1} of {rounds}: {ranks}", file=sys.stderr, flush=True)
+            options = RunOptions(target=script, args=tuple(args), nproc_per_node=number)
+            profile = _profile(options, shows_output=False)
+            if not profile.phases.samples_per_s:
+                raise RecordError(
+                    f"scaling {script}",
+                    found="no DataLoader was read, so that samples cannot be counted",
+                    fix="Read samples through a torch DataLoader; `ddpilot profile` works without",
+                )
+            by_size[number].append(profile)
+    found = compare_sizes(Path(script).name, by_size)
+    print(json.dumps(found.to_dict()) if as_json else found.render(color=sys.stdout.isatty()), flush=True)
+    return 0
+
+
+def _read_sizes(sizes: str) -> list[int]:
+    numbers = [int(text) if text.strip().isdecimal() else 0 for text in sizes.split(",")]
+    if len(set(numbers)) != len(numbers) or len(numbers) < 2 or min(numbers) < 1:
+        fix = "Give two or more numbers of ranks, such as 1,2,4"
+        raise LaunchError("reading --nproc-per-node", found=f"{sizes!r}", fix=fix)
+    return sorted(numbers)

@@ -170,6 +170,7 @@ class PhaseProbe:
         self._writer.write_fact("world_size", int(os.environ.get("WORLD_SIZE", "1")))
         self._writer.write_fact("local_world_size", int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self._writer.write_fact("uses_device", torch.accelerator.is_available())
+        self._writer.write_fact("num_devices", torch.accelerator.device_count())
         self._write()
 
     def _write(self) -> None:

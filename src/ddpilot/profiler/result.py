@@ -40,6 +40,8 @@ class Profile:
     """Seconds of each update in each phase, by rank."""
     judged: tuple[Judged, ...]
     """Findings, with the factor that each would give; the largest first."""
+    is_fair: bool = True
+    """False if the ranks share cores or a device, so that N of them cannot be N times as fast as one."""
 
     @property
     def findings(self) -> Findings:
@@ -128,7 +130,14 @@ def read_profile(folder: Path) -> Profile:
             found=f"too few updates: {counts}",
             fix="Profile at least 5 updates: steps of an optimizer after a backward pass",
         )
-    return Profile(phases=phases, judged=judge(phases, times))
+    return Profile(phases=phases, judged=judge(phases, times), is_fair=_have_own_cores(times))
+
+
+def _have_own_cores(times: Sequence[RankTimes]) -> bool:
+    facts = times[0].facts
+    if facts.get("uses_device"):
+        return bool(facts.get("num_devices", 0) >= facts.get("local_world_size", 1))
+    return bool(facts.get("num_cores", 0) >= facts.get("local_world_size", 1))
 
 
 def _ordinal(number: int) -> str:

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ddpilot profile` on a script with one planted cost: the first finding names it, with rank and line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("train.py")
+
+
+def run(*words: object) -> subprocess.CompletedProcess[str]:
+    """The command with these words."""
+    command = [sys.executable, "-m", "ddpilot", "profile", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+def profile(planted: str, *words: object) -> dict[str, Any]:
+    """The profile, as JSON, of the script with a planted cost on two ranks."""
+    done = run(SCRIPT, "-n", 2, "--json", *words, "--", planted)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def mean_ms(found: dict[str, Any], share: str) -> list[float]:
+    """The mean of a phase by rank."""
+    place = found["shares"].index(share)
+    return [1e3 * sum(update[place] for update in updates) / len(updates) for updates in found["seconds"]]
+
+
+@pytest.mark.parametrize(
+    ("planted", "code", "ranks", "words"),
+    [
+        ("loader", "DDP721", [], "waits"),
+        ("loader of rank 1", "DDP722", [1], "in loading data"),
+        ("forward of rank 1", "DDP722", [1], "in the forward pass"),
+        ("code of rank 1", "DDP722", [1], "in code between these phases"),
+        ("logging", "DDP724", [], "a line takes"),
+    ],
+)
+def test_the_first_finding_names_the_planted_cost(planted: str, code: str, ranks: list[int], words: str) -> None:
+    """Its rank, its phase, its line."""
+    found = profile(planted)
+    first = found["findings"][0]
+    assert (first["code"], first["ranks"]) == (code, ranks), found["findings"]
+    assert words in first["summary"]
+    if planted == "logging":
+        assert "THE LINE" in first["place"]["text"]
+    if planted == "loader of rank 1":
+        assert mean_ms(found, "data")[1] > 19
+        assert mean_ms(found, "waiting")[0] > 10
+    phases = [sum(update) for update in found["seconds"][0]]
+    assert all(seconds > 0 for seconds in phases)
+
+
+def test_the_script_runs_as_it_is_and_a_report_is_written(tmp_path: Path) -> None:
+    """Its output is shown, then the table, the bars and where the report is."""
+    path = tmp_path / "profile.html"
+    done = run(SCRIPT, "-n", 2, "--html", path, "--", "forward")
+    assert done.returncode == 0, done.stderr
+    assert "[rank 0] loss " in done.stdout
+    assert "F forward" in done.stdout
+    assert done.stdout.endswith(f"report: {path}\n")
+    assert "<svg" in path.read_text("utf-8")
+
+
+def test_what_cannot_be_profiled_is_refused(tmp_path: Path) -> None:
+    """A missing script, a missing folder, a script without updates, one that fails."""
+    assert "missing.py" in run("missing.py").stderr
+    done = run(SCRIPT, "--html", tmp_path / "none" / "a.html", "--", "loader")
+    assert done.returncode == 2
+    assert "there is no folder for" in done.stderr
+    empty = tmp_path / "empty.py"
+    empty.write_text("import torch\nprint('nothing')\n")
+    done = run(empty, "-n", 1)
+    assert done.returncode == 2
+    assert "too few updates" in done.stderr
+    broken = tmp_path / "broken.py"
+    broken.write_text("import torch\nraise ValueError('broken')\n")
+    done = run(broken, "-n", 2)
+    assert done.returncode != 0
+    assert "ValueError: broken" in done.stderr
