@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,6 +41,33 @@ class LocalBatch:
     first_seen: SampleDigest | None = None
     """For a stream that every rank reads as a whole: the digest of the first sample of the global batch, to compare
     between ranks. None otherwise, and without `seed_samples`, when samples may differ."""
+
+
+BatchObserver = Callable[[LocalBatch, int, int], object]
+observers: list[BatchObserver] = []
+"""Called with each batch that a loop of this process reads, and when reading it began and ended, in ns on
+CLOCK_MONOTONIC. Loops ask for them when they begin to read a loader."""
+
+
+def observe(batches: Iterator[LocalBatch]) -> Iterator[LocalBatch]:
+    """Yield from `batches`, and call `observers` for each; returns `batches` itself while there are none."""
+    return _observe(batches) if observers else batches
+
+
+def _observe(batches: Iterator[LocalBatch]) -> Iterator[LocalBatch]:
+    try:
+        while True:
+            begin_ns = time.monotonic_ns()
+            batch = next(batches, None)
+            if batch is None:
+                return
+            end_ns = time.monotonic_ns()
+            for observer in observers:
+                observer(batch, begin_ns, end_ns)
+            yield batch
+    finally:
+        if isinstance(batches, Generator):
+            batches.close()
 
 
 _MAX_PARTS = 64

@@ -8,9 +8,13 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pkgutil import resolve_name
+from typing import TYPE_CHECKING
 
 from ddpilot.module_names import GUARD_PROBES
 from ddpilot.record.hook import RING_DIR_VARIABLE, RankStart, journal_path
+
+if TYPE_CHECKING:
+    from ddpilot.guard.probe import Probe
 
 GUARD_VARIABLE = "DDPILOT_GUARD"
 """``0`` disables guard in a rank whose collectives are recorded."""
@@ -36,13 +40,13 @@ def install(
     path: str | os.PathLike[str],
     *,
     rank: int,
-    probes: Sequence[str],
+    probes: Sequence[str | Callable[[], Probe]],
     report: Callable[[str], None] | None = None,
 ) -> Callable[[], None]:
-    """Install `probes`, named "module:class", which write into the journal `path`. Returns an undo function.
+    """Install `probes`, classes or their names ("module:class"), which write into the journal `path`.
 
-    A probe that cannot be installed is off, which `report` reports (default: a line on stderr); other probes are not
-    affected. Not collective. Raises `OSError` if there is no space for the journal.
+    Returns an undo function. A probe that cannot be installed is off, which `report` reports (default: a line on
+    stderr); other probes are not affected. Not collective. Raises `OSError` if there is no space for the journal.
     """
     import torch
 
@@ -54,10 +58,11 @@ def install(
     journal = JournalWriter(path, rank=rank)
     finder = SiteFinder(torch=os.path.dirname(torch.__file__))
     undo: list[tuple[Notes, list[Callable[[], None]]]] = []
-    for name in probes:
+    for given in probes:
+        name = given if isinstance(given, str) else given.__name__
         notes = Notes(name, journal, rank=rank, finder=finder, report=show)
         try:
-            probe = resolve_name(name)()
+            probe = resolve_name(given)() if isinstance(given, str) else given()
             notes.name = probe.name
             undo.append((notes, probe.install(notes)))
         except Exception as error:  # noqa: BLE001 - reported once, and the rank continues

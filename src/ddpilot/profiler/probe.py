@@ -10,7 +10,7 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import dataloader as torch_loader
 
+from ddpilot.data.batches import LocalBatch, observers
+from ddpilot.data.workers import PieceReader
 from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.tensors import num_rows_of
 from ddpilot.launching.rank_environment import count_cores
@@ -42,9 +44,13 @@ class PhaseProbe:
 
     name = "the time of updates"
 
-    def __init__(self) -> None:
-        self._rank = int(os.environ.get("RANK", "0"))
-        self._writer = TimesWriter(Path(os.environ[PROFILE_VARIABLE]), self._rank)
+    def __init__(
+        self, folder: Path | None = None, rank: int | None = None, models: Iterable[DistributedDataParallel] = ()
+    ) -> None:
+        """`folder`, `rank`: by default those of the environment. `models`: those that were wrapped before."""
+        rank = int(os.environ.get("RANK", "0")) if rank is None else rank
+        self._writer = TimesWriter(folder or Path(os.environ[PROFILE_VARIABLE]), rank)
+        self._models = tuple(models)
         self._pid = os.getpid()
         self._main = threading.main_thread().ident
         self._spans: list[tuple[int, int, int, int]] = []
@@ -60,6 +66,11 @@ class PhaseProbe:
         self._gradients = GradientEnds(notes)
         self._modules = OutermostModules(notes, self._add_forward)
         around = self._around
+        for ddp in self._models:
+            self._wrapped(None, None, ddp)
+        self._models = ()
+        observer = notes.safely(self._loop_batch_loaded)
+        observers.append(observer)
         collectives = [around(dist, name, COMMUNICATION, aliases=(dist.distributed_c10d,)) for name in _COLLECTIVES]
         return [
             notes.around(
@@ -74,6 +85,8 @@ class PhaseProbe:
             register_optimizer_step_post_hook(notes.safely(self._step_ends)).remove,
             *collectives,
             *self._modules.install(),
+            self._gradients.remove,
+            lambda: observers.remove(observer),
             notes.safely(self._finish),
         ]
 
@@ -89,10 +102,16 @@ class PhaseProbe:
         if begin_ns:
             self._spans.append((begin_ns, _now_ns(), phase, self._number_of_site()))
 
-    def _batch_loaded(self, begin_ns: int, data: Any, *_: Any) -> None:
+    def _batch_loaded(self, begin_ns: int, data: Any, iterator: Any) -> None:
         self._ends(DATA, begin_ns)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not isinstance(iterator._dataset, PieceReader):
             self._num_samples += num_rows_of(data) or 0
+
+    def _loop_batch_loaded(self, batch: LocalBatch, begin_ns: int, end_ns: int) -> None:
+        """A `Loop` has read a batch, with or without a DataLoader of torch inside."""
+        self._spans.append((begin_ns, end_ns, DATA, -1))
+        if torch.is_grad_enabled():
+            self._num_samples += batch.count
 
     def _add_forward(self, begin_ns: int, end_ns: int) -> None:
         phase = FORWARD if torch.is_grad_enabled() else EVALUATION

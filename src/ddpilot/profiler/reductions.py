@@ -34,6 +34,11 @@ class GradientEnds:
                 hook = parameter.register_post_accumulate_grad_hook(self._notes.safely(self._make_hook(parameter)))
                 self._handles[id(parameter)] = hook
 
+    def remove(self) -> None:
+        """Stop observing."""
+        while self._handles:
+            self._handles.popitem()[1].remove()
+
     def _make_hook(self, parameter: Any) -> Callable[[Any], None]:
         def is_ready(_: Any) -> None:
             self._ready_ns = time.monotonic_ns()

@@ -121,7 +121,11 @@ class Profile:
 
 def read_profile(folder: Path) -> Profile:
     """Return the profile of the ranks that have recorded into `folder`. Raises RecordError without two updates."""
-    times: list[RankTimes] = [read_times(folder, rank) for rank in find_ranks(folder)]
+    return make_profile([read_times(folder, rank) for rank in find_ranks(folder)])
+
+
+def make_profile(times: Sequence[RankTimes]) -> Profile:
+    """Return the profile of what all ranks have recorded. Raises RecordError if a rank has too few updates."""
     phases = divide_updates(times)
     if phases is None:
         counts = ", ".join(f"{len(each.updates)} on rank {each.rank}" for each in times) or "no rank has recorded any"

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
-from ddpilot.data.batches import NOTHING, LocalBatch, SampleDigest
+from ddpilot.data.batches import NOTHING, LocalBatch, SampleDigest, observe
 from ddpilot.data.global_batches import Division, Plan
 from ddpilot.data.options import naming_rank
 from ddpilot.data.stream_loader import StreamLoader
@@ -79,9 +79,9 @@ def iterate_groups(
         check_loader(loader)
         _check_agreement(loader, group)
     if isinstance(loader, StreamLoader):
-        batches = loader.iterate(epoch, first_batch, stream_state)
+        batches = observe(loader.iterate(epoch, first_batch, stream_state))
     else:
-        batches = loader.iterate(epoch, first_batch)
+        batches = observe(loader.iterate(epoch, first_batch))
     # Every rank reads the whole stream: the division is exact only if all ranks see the same one.
     is_read_by_all = isinstance(loader, StreamLoader) and not loader.is_joint and group.world_size > 1
     try:

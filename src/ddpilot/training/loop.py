@@ -27,6 +27,7 @@ from ddpilot.findings.finding import Finding
 from ddpilot.group.device import is_out_of_memory, move
 from ddpilot.group.init_group import init_group, seed_all
 from ddpilot.group.protocol import GroupLike
+from ddpilot.profiler.running import RunningProfile
 from ddpilot.training.batches import CurrentBatch, Loader, check_loader, is_at_end, iterate_groups
 from ddpilot.training.checks.buffers import BufferCheck, check_batch_norms
 from ddpilot.training.checks.ddp_bypass import UnpreparedCheck
@@ -365,6 +366,15 @@ class Loop:
         `loop.print(loop.explain())`.
         """
         return explain(self._prepared, self.group, self._accumulate, self._tracked.name_of)
+
+    def profile(self) -> RunningProfile:
+        """Return a context manager that measures where the time of the updates in it goes. Collective on exit.
+
+        After the `with` block every rank has the profile of all ranks: ``loop.print(profile)`` shows it on rank 0,
+        ``profile.to_html(path)`` writes the report with its pictures. Raises RecordError on exit if a rank made fewer
+        than 2 updates, not counting the first ones.
+        """
+        return RunningProfile(self.group, self._prepared.ddp_models)
 
     def loader(self, dataset: Any, **options: Any) -> MapLoader | StreamLoader:
         """Return a loader of this rank's samples of `dataset`, map-style or iterable; not collective.

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`RunningProfile`: profile a part of a program from within, on all ranks together."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpilot.environments.private_files import scratch_folder
+from ddpilot.errors import RecordError
+from ddpilot.findings.display import Findings
+from ddpilot.group.protocol import GroupLike
+from ddpilot.guard.hook import install
+from ddpilot.profiler.probe import PhaseProbe
+from ddpilot.profiler.report import write_report
+from ddpilot.profiler.result import Profile, make_profile
+from ddpilot.profiler.spans_file import read_times
+
+
+class RunningProfile:
+    """Context manager that profiles the updates made while it is entered. Collective on exit.
+
+    After the exit every rank has the profile of all ranks: `profile` is it, and `summary`, `findings`, `to_html` and
+    the display are its own. If the block raises an exception nothing is exchanged, and there is no profile. Raises
+    RecordError, on all ranks, if a rank made too few updates: fewer than 2, not counting the first ones.
+    """
+
+    def __init__(self, group: GroupLike, models: Iterable[DistributedDataParallel] = ()) -> None:
+        self._group = group
+        self._models = tuple(models)
+        self._profile: Profile | None = None
+        self._stack = ExitStack()
+        self._stop: Callable[[], None] = lambda: None
+
+    @property
+    def profile(self) -> Profile:
+        """The profile of all ranks. Raises RecordError before the block has ended."""
+        if self._profile is None:
+            found = "the block that is profiled has not ended, or ended with an error"
+            raise RecordError("reading a profile", found=found, fix="Read it after the `with` block")
+        return self._profile
+
+    @property
+    def summary(self) -> str:
+        """One sentence: number of updates, duration and spread."""
+        return self.profile.summary
+
+    @property
+    def findings(self) -> Findings:
+        """What makes updates slow, the most expensive first."""
+        return self.profile.findings
+
+    def to_html(self, path: str | Path, *, title: str = "Profile") -> None:
+        """Write the report with its pictures to `path`, on this rank."""
+        write_report(self.profile, Path(path), title=title)
+
+    def __enter__(self) -> RunningProfile:
+        self._folder = self._stack.enter_context(scratch_folder("ddpilot-profile-"))
+        make_probe = functools.partial(PhaseProbe, self._folder, self._group.rank, self._models)
+        functools.update_wrapper(make_probe, PhaseProbe, updated=())
+        self._stop = install(self._folder / "journal", rank=self._group.rank, probes=(make_probe,))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: Any) -> None:
+        with self._stack:
+            self._stop()
+            if kind is None:
+                times = self._group.all_gather_object(read_times(self._folder, self._group.rank))
+                self._profile = make_profile(times)
+
+    def __str__(self) -> str:
+        return str(self.profile)
+
+    def __repr__(self) -> str:
+        return "RunningProfile()" if self._profile is None else repr(self._profile)
+
+    def _repr_html_(self) -> str:
+        return self.profile._repr_html_()
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: ARG002 - IPython's signature
+        printer.text(repr(self) if self._profile is None else str(self))
