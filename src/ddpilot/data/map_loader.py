@@ -80,17 +80,19 @@ class MapLoader:
 
     def _load(self, epoch: int, division: Epoch, batches: range) -> Iterator[Any]:
         if batches:  # otherwise workers would be started for nothing
-            orders = (self._order(epoch, division, batch) for batch in batches)
-            yield from self._workers.read(orders, mix_seed(self.plan.seed, epoch, self.rank))
+            has_repeats = self.plan.has_repeats
+            orders = ([self._order(epoch, division, batch, has_repeats)] for batch in batches)
+            return self._workers.read(orders, mix_seed(self.plan.seed, epoch, self.rank))
+        return iter(())
 
-    def _order(self, epoch: int, division: Epoch, batch: int) -> Order:
+    def _order(self, epoch: int, division: Epoch, batch: int, has_repeats: bool) -> Order:
         start, stop = division.piece(batch, self._piece_rank)
         is_empty = start == stop
         if is_empty:
             # An empty batch can be made from any sample of the batch.
             start = int(division.starts[batch])
             stop = start + 1
-        draws = list(range(start, stop)) if self.plan.has_repeats else None
+        draws = list(range(start, stop)) if has_repeats else None
         return Order(epoch, batch, division.order[start:stop], draws, is_empty)
 
     def _yield_empty(self, epoch: int, division: Epoch) -> Iterator[LocalBatch]:

@@ -88,7 +88,10 @@ def to_device(batch: Any, device: torch.device | str, *, non_blocking: bool = Tr
             return batch
         # From a device to the host, an asynchronous copy would return the tensor before it has its values.
         return batch.to(device, non_blocking=non_blocking and batch.device.type == "cpu")
-    if type(batch) not in (list, tuple, dict) and callable(getattr(batch, "to", None)):
+    kind = type(batch)
+    if kind is tuple or kind is list:
+        return kind([to_device(part, device, non_blocking=non_blocking) for part in batch])
+    if kind is not dict and callable(getattr(batch, "to", None)):
         try:
             return batch.to(device, non_blocking=non_blocking)
         except TypeError:

@@ -47,9 +47,9 @@ def random_kept() -> Iterator[None]:
         torch.default_generator.set_state(before_torch)
 
 
-def random_apart(seeded: bool) -> AbstractContextManager[None]:
-    """Return a context manager for reading samples, which preserves the random state of the rank.
+def random_apart() -> AbstractContextManager[None]:
+    """Return a context manager for reading samples with seeds, which preserves the random state of the rank.
 
-    It does nothing in a worker, whose random state nothing else uses, and if the samples are not `seeded`.
+    It does nothing in a worker, whose random state nothing else uses.
     """
-    return random_kept() if seeded and get_worker_info() is None else nullcontext()
+    return random_kept() if get_worker_info() is None else nullcontext()

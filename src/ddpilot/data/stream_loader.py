@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any, NamedTuple
@@ -101,7 +101,7 @@ class StreamReader(Dataset[Any]):
     def __getitems__(self, orders: Sequence[StreamOrder]) -> StreamPiece | Failure:
         (order,) = orders
         try:
-            with random_apart(self._seeded), self._worker_info():
+            with random_apart() if self._seeded else nullcontext(), self._worker_info():
                 self._start(order)
                 return self._read(order)
         except Exception as error:  # noqa: BLE001 - the rank raises it, with its number
@@ -265,7 +265,7 @@ class StreamLoader:
         self._num_passes += 1
         number = self._num_passes
         # Endless: the stream determines the end.
-        orders = (StreamOrder(number, epoch, batch, first_batch, state) for batch in count(first_batch))
+        orders = ([StreamOrder(number, epoch, batch, first_batch, state)] for batch in count(first_batch))
         return self._workers.read(orders, mix_seed(self.plan.seed, epoch, self.rank))
 
 

@@ -111,7 +111,9 @@ class PieceReader(Dataset[Any]):
         if order.epoch != self._epoch and hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(order.epoch)
         self._epoch = order.epoch
-        with random_apart(self.seeded):
+        if not self.seeded:
+            return self._make(order)
+        with random_apart():
             return self._make(order)
 
     def _make(self, order: Order) -> Any:
@@ -198,15 +200,15 @@ class Workers:
         self._rank = rank
         self._number = 0
 
-    def read(self, orders: Iterator[Any], seed: int) -> Iterator[Any]:
-        """Yield the reader's result for each of `orders`, in that order.
+    def read(self, orders: Iterator[list[Any]], seed: int) -> Iterator[Any]:
+        """Yield the reader's result for each of `orders`, in that order; each is a list of one.
 
         `seed`: for the base seed of the workers' own random state. Raises `DataError` for a `Failure`, if the dataset
         has to be pickled for its workers and cannot be, or if persistent workers have started a different epoch since.
         """
         self._number += 1
         self._generator.manual_seed(seed)
-        self._orders.orders = ([order] for order in orders)
+        self._orders.orders = orders
         if self.loader.num_workers or self.loader.pin_memory:
             results = self._read_pass(self._start(), self._number)
         else:  # same results as torch's DataLoader, without its overhead per batch

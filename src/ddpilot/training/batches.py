@@ -177,10 +177,10 @@ def _global_counts(members: list[LocalBatch], group: GroupLike) -> tuple[list[in
 
     Also returns, per batch, True if some rank has no sample; always False if no exchange was needed.
     """
-    known = [count for batch in members if (count := batch.global_count) is not None]
-    if len(known) == len(members):
-        return known, [False] * len(known)
     num = len(members)
+    known = [batch.global_count for batch in members]
+    if None not in known:
+        return known, [False] * num  # type: ignore[return-value]
     own = [*(float(batch.count) for batch in members), *(float(not batch.count) for batch in members)]
     counts = torch.tensor(own, dtype=torch.float64)
     if group.world_size > 1:

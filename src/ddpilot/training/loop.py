@@ -42,7 +42,7 @@ from ddpilot.training.models.ddp import wrap
 from ddpilot.training.models.ddp_options import DDPOptions
 from ddpilot.training.models.explain import Explanation, explain
 from ddpilot.training.models.optimizers import check_closure, clear_gradients, needs_closure, step_scheduler
-from ddpilot.training.models.registry import PreparedObjects
+from ddpilot.training.models.registry import OptimizerRecord, PreparedObjects
 from ddpilot.training.notices import locating, no_samples_error, user_line, warn_findings
 from ddpilot.training.options import CheckpointOptions, check_numbers, naming_arguments
 from ddpilot.training.progress import Progress, WaitClock
@@ -457,6 +457,7 @@ class Loop:
         )
         shown = self.progress.epoch(self.epoch, self._num_epochs, self.next_batch, loader)
         this = self._open_pass = object()
+        device = self.device
         try:
             with self._signals, shown:
                 for batch in groups:
@@ -464,7 +465,7 @@ class Loop:
                     if batch.data is None:
                         raise no_samples_error(batch)
                     try:
-                        yield to_device(batch.data, self.device)
+                        yield to_device(batch.data, device)
                     except GeneratorExit:
                         self._leave_pass(batch, this)
                         raise
@@ -475,7 +476,7 @@ class Loop:
                         self._updates.share_buffers()
                     if batch.is_last:
                         self._end_update(batch)
-                    if batch.is_last and self.should_stop and not is_at_end(loader, batch):
+                    if batch.is_last and self._flags.reasons and not is_at_end(loader, batch):
                         self._updates.check_pending()
                         self.next_batch = batch.index + 1
                         break
@@ -505,7 +506,7 @@ class Loop:
             self._report_findings(self._buffers.after_update())
         if self._updates.has_backward:
             self._checkpointer.note_trained()
-        self._checkpointer.after_update(batch.index + 1, leaves=self.should_stop)
+        self._checkpointer.after_update(batch.index + 1, leaves=bool(self._flags.reasons))
 
     def _leave_pass(self, batch: CurrentBatch, this: object) -> None:
         """Handle a loop over `batches` that ended by `break` or an exception, or whose generator was closed."""
@@ -628,21 +629,22 @@ class Loop:
         supported with `accumulate` > 1 or fp16. A NonFiniteError leaves the weights at the optimizer's current trial
         point.
         """
-        if not self.is_update:
+        if not self._updates.is_update:
             return False
         if not hasattr(optimizer, "param_groups"):
             found = f"a {type(optimizer).__name__} in place of an optimizer"
             raise LoopError("updating the weights", found=found, fix="Write loop.step(optimizer).")
-        self._unprepared.check_optimizer(optimizer)
-        self._updates.complete(optimizer, has_closure=closure is not None)
+        own = self._prepared.record_of(optimizer)
+        self._unprepared.check_optimizer(optimizer, own)
+        self._updates.check_step(optimizer, own, has_closure=closure is not None)
         try:
-            done = self._update(optimizer, closure)
+            done = self._update(optimizer, own, closure)
         except (RuntimeError, MemoryError) as error:  # an optimizer allocates its state in its first step
             if not is_out_of_memory(error):
                 raise
             raise explain_out_of_memory(error, self.group, self._sharing, self._updates.batch) from error
         clear_gradients(optimizer)
-        self._updates.after_step(optimizer)
+        self._updates.after_step(optimizer, own)
         if self._updates.batch is None:
             self._precision.settle(self._prepared.optimizers)
         if done and scheduler is not None:
@@ -651,11 +653,11 @@ class Loop:
             self._position.num_updates += 1
         return done
 
-    def _update(self, optimizer: Optimizer, closure: Callable[[], object] | None) -> bool:
+    def _update(self, optimizer: Optimizer, own: OptimizerRecord, closure: Callable[[], object] | None) -> bool:
         if closure is not None:
             check_closure(optimizer, self._accumulate, self._precision.scaler is not None)
             return self._precision.step(optimizer, lambda: self._updates.evaluate(closure, optimizer))
-        self._updates.protect(optimizer)
+        self._updates.protect(own.parameters)
         try:
             return self._precision.step(optimizer)
         except TypeError as error:

@@ -21,7 +21,7 @@ NUM_COUNTS = 8
 _NAME_VALUES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # a frozen one would take four times as long to create
 class NamedLoss:
     """A loss passed to `Loop.backward`."""
 
@@ -35,7 +35,7 @@ class NamedLoss:
 
 def read_losses(losses: Any, count: float | None = None) -> tuple[NamedLoss, ...]:
     """Return a single loss, or those of a mapping from a name to a mean or (mean, count). Values are not checked."""
-    if not isinstance(losses, Mapping):
+    if isinstance(losses, torch.Tensor) or not isinstance(losses, Mapping):
         return (NamedLoss(name=None, value=losses, count=count),)
     pairs = {name: one if isinstance(one, tuple) and len(one) == 2 else (one, None) for name, one in losses.items()}
     return tuple(NamedLoss(name=str(name), value=mean, count=number) for name, (mean, number) in pairs.items())
@@ -65,7 +65,9 @@ def _error(found: str, fix: str) -> LoopError:
 
 def add_losses(losses: Any) -> Any:
     """Return the sum of the means of a mapping, without counts; anything else unchanged."""
-    return sum(one.value for one in read_losses(losses)) if isinstance(losses, Mapping) else losses
+    if isinstance(losses, torch.Tensor) or not isinstance(losses, Mapping):
+        return losses
+    return sum(one.value for one in read_losses(losses))
 
 
 class LossWeights:
@@ -92,10 +94,10 @@ class LossWeights:
 
         `models`: those of the current `Loop.accumulate`. Collective with a count, and for several losses.
         """
-        local = [_local_count(one, batch) for one in losses]
         in_group = 0.0 if batch is None else float(batch.group_count)
         is_accumulated = batch is not None and batch.group_size > 1
         if losses[0].name is not None:
+            local = [_local_count(one, batch) for one in losses]
             if is_accumulated and any(one.count is not None for one in losses):
                 raise _error(
                     "several losses with counts in an accumulation group, whose totals are known too late",
@@ -104,14 +106,15 @@ class LossWeights:
             totals = iter(self._sum_named(losses, local))
             of_ranks = [in_group if one.count is None else next(totals) for one in losses]
             return list(zip(local, of_ranks, strict=True)), 1.0
+        num = _local_count(losses[0], batch)
         if losses[0].count is None:
-            return [(local[0], in_group)], 1.0
-        total, _ = self._sum_over_ranks(local[0], ())
+            return [(num, in_group)], 1.0
+        total, _ = self._sum_over_ranks(num, ())
         if batch is None or not is_accumulated:
-            return [(local[0], total)], 1.0
+            return [(num, total)], 1.0
         group = self._group_of(total, batch, models)
         group.add(total)
-        return [(local[0], group.reference)], group.correction if batch.is_last else 1.0
+        return [(num, group.reference)], group.correction if batch.is_last else 1.0
 
     def _sum_named(self, losses: Sequence[NamedLoss], local: Sequence[float]) -> Sequence[float]:
         own = [num for num, one in zip(local, losses, strict=True) if one.count is not None]

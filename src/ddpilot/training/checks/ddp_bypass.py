@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -16,7 +15,7 @@ from ddpilot.errors import LoopError, list_names
 from ddpilot.training.losses import walk
 from ddpilot.training.models.ddp import unwrap
 from ddpilot.training.models.reducer import is_finished
-from ddpilot.training.models.registry import PreparedObjects, parameters_of
+from ddpilot.training.models.registry import OptimizerRecord, PreparedObjects
 
 _NOTE = "require_forward_param_sync"
 _UNUSED = "not used since this update began"
@@ -66,6 +65,8 @@ class ForwardBypassCheck:
         A parameter that belongs to several models is accepted if any of them was called. Not collective.
         """
         models = self._prepared.ddp_models
+        if not models:
+            return
         unused = [model for model in models if model.__dict__.get(_NOTE) is _UNUSED]
         if not unused:
             return
@@ -78,7 +79,7 @@ class ForwardBypassCheck:
     def check_all(self, models: Iterable[nn.Module]) -> None:
         """Run `check` on all parameters of `models`, unless one of their DDP models was called."""
         known = self._prepared.ddp_models
-        if all(model.__dict__.get(_NOTE) is not _UNUSED for model in known):
+        if not known or all(model.__dict__.get(_NOTE) is not _UNUSED for model in known):
             return
         inner = {id(unwrap(model)) for model in models}
         given = [model for model, prepared in known.items() if id(prepared.module) in inner]
@@ -114,7 +115,6 @@ class UnpreparedCheck:
     def __init__(self, prepared: PreparedObjects) -> None:
         self._prepared = prepared
         self._models: set[nn.Module] = set()
-        self._num_groups: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
     def begin_pass(self) -> None:
         """Check every model again at its next use."""
@@ -138,18 +138,18 @@ class UnpreparedCheck:
                 raise self._unprepared(model, unknown)
         self._models.update(models)
 
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raise LoopError if `optimizer` holds parameters of no prepared model. Checks again after it got more groups.
+    def check_optimizer(self, optimizer: Optimizer, own: OptimizerRecord) -> None:
+        """Raise LoopError if `optimizer`, of which `own` is the record, holds parameters of no prepared model.
 
-        Raises LoopError also if a later optimizer has replaced it.
+        Raises LoopError also if a later optimizer has replaced it. Checks each record once.
         """
+        if own.is_checked:
+            return
         if optimizer in self._prepared.replaced:
             found = f"this {type(optimizer).__name__} was replaced: one that has all its parameters was prepared later"
             fix = "Step that one. If both are to be used, prepare them in one call: loop.prepare(first, second)."
             raise LoopError("updating the weights", found=found, fix=fix)
-        if self._num_groups.get(optimizer) == len(optimizer.param_groups):
-            return
-        parameters = list(parameters_of(optimizer))
+        parameters = own.parameters
         unknown = [one for one in parameters if one.requires_grad and id(one) not in self._prepared.parameter_ids]
         if unknown:
             raise LoopError(
@@ -161,7 +161,7 @@ class UnpreparedCheck:
                 "single parameter into a module. Use optimizer.step() for parameters that are meant to differ between "
                 "ranks.",
             )
-        self._num_groups[optimizer] = len(optimizer.param_groups)
+        own.is_checked = True
 
     def _unprepared(self, model: nn.Module, names: list[str]) -> LoopError:
         fix = "Write model = loop.prepare(model) before the loop, and pass the returned model."

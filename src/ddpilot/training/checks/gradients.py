@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from ddpilot.checkpoint.weights import class_name
 from ddpilot.errors import LoopError
 from ddpilot.training.losses import walk
-from ddpilot.training.models.registry import PreparedModel, PreparedObjects, parameters_of
+from ddpilot.training.models.registry import OptimizerRecord, PreparedObjects, parameters_of
 
 
 class ClearedGradientCheck:
@@ -59,7 +59,8 @@ class ClearedGradientCheck:
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Forget the gradients of `optimizer`, which were applied and cleared."""
-        self._stepped.add(optimizer)
+        if optimizer not in self._prepared.optimizers:
+            self._stepped.add(optimizer)
         if self._added:
             own = set(parameters_of(optimizer))
             for model, found in self._added.items():
@@ -112,10 +113,9 @@ class LeftoverGradientCheck:
 
     def __init__(self, prepared: PreparedObjects) -> None:
         self._prepared = prepared
-        self._others: WeakKeyDictionary[Optimizer, _Others] = WeakKeyDictionary()
         self._left: dict[nn.Parameter, int] = {}  # with the version of the gradient
         self._added: set[nn.Parameter] = set()
-        self._stepped: list[Optimizer] = []  # at the end of the current accumulation group
+        self._stepped: list[OptimizerRecord] = []  # at the end of the current accumulation group
 
     def begin_pass(self) -> list[RemovableHandle]:
         """Before a backward pass, forget gradients that were cleared, and record which of the rest it adds to.
@@ -133,45 +133,36 @@ class LeftoverGradientCheck:
         self._added.add(parameter)  # type: ignore[arg-type]
         self._left[parameter] = parameter.grad._version  # type: ignore[index, union-attr]
 
-    def check(self, optimizer: Optimizer) -> None:
-        """Raise LoopError if `optimizer` is about to apply such gradients. Not collective."""
+    def check(self, optimizer: Optimizer, own: OptimizerRecord) -> None:
+        """Raise LoopError if `optimizer`, with the record `own`, is about to apply such gradients. Not collective."""
         if not self._added:
             return
-        own = {one for one in parameters_of(optimizer) if one.grad is not None}
+        applied = {one for one in own.parameters if one.grad is not None}
         for prepared in self._prepared.models:
-            if not own.isdisjoint(self._added.intersection(prepared.trained.values())):
+            if not applied.isdisjoint(self._added.intersection(prepared.trained.values())):
                 raise self._error(class_name(prepared.model), type(optimizer).__name__)
 
-    def note_step(self, optimizer: Optimizer, *, in_group: bool = False) -> None:
-        """Record which gradients remain after a step of `optimizer`, whose own gradients were cleared.
+    def note_step(self, own: OptimizerRecord, *, in_group: bool = False) -> None:
+        """Record which gradients remain after a step of an optimizer, whose `own` gradients were cleared.
 
         `in_group`: in an accumulation group of several batches, whose gradients remain for the steps of its end.
         """
         if in_group:
-            self._stepped.append(optimizer)
+            self._stepped.append(own)
             return
         if self._left:
-            for parameter in parameters_of(optimizer):
+            for parameter in own.parameters:
                 self._left.pop(parameter, None)
             self._added &= self._left.keys()
-        for parameter in self._not_in(optimizer):
+        for parameter in own.others:
             if parameter.grad is not None:
                 self._left[parameter] = parameter.grad._version
 
     def begin_group(self) -> None:
         """Record which gradients remain after the steps of the accumulation group that has ended."""
         stepped, self._stepped = self._stepped, []
-        for optimizer in stepped:
-            self.note_step(optimizer)
-
-    def _not_in(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        models, number = self._prepared.models, _count(optimizer)
-        known = self._others.get(optimizer)
-        if known is None or known.models is not models or known.number != number:
-            own = set(parameters_of(optimizer))
-            others = [one for prepared in models for one in prepared.trained.values() if one not in own]
-            known = self._others[optimizer] = _Others(models, number, others)
-        return known.parameters
+        for own in stepped:
+            self.note_step(own)
 
     def _error(self, model: str, optimizer: str) -> LoopError:
         return LoopError(
@@ -184,14 +175,6 @@ class LeftoverGradientCheck:
         )
 
 
-class _Others(NamedTuple):
-    """The parameters of the prepared `models` that an optimizer with `number` parameters does not have."""
-
-    models: list[PreparedModel]
-    number: int
-    parameters: list[nn.Parameter]
-
-
 class SharedParameterCheck:
     """Detects optimizers that step after one of the same parameters, which has applied and cleared their gradients.
 
@@ -202,19 +185,21 @@ class SharedParameterCheck:
         self._prepared = prepared
         self._sharing: WeakKeyDictionary[Optimizer, WeakSet[Optimizer]] = WeakKeyDictionary()
         self._stepped: WeakSet[Optimizer] = WeakSet()  # since the last backward pass
+        self.has_shared = False
+        """True if prepared optimizers share parameters; otherwise there is nothing to check."""
 
     def add(self, optimizer: Optimizer) -> None:
         """Find the prepared optimizers that share parameters with `optimizer`, which was just prepared."""
         own = set(parameters_of(optimizer))
         for other in self._prepared.optimizers:
             if other is not optimizer and not own.isdisjoint(parameters_of(other)):
+                self.has_shared = True
                 self._sharing.setdefault(optimizer, WeakSet()).add(other)
                 self._sharing.setdefault(other, WeakSet()).add(optimizer)
 
     def begin_pass(self) -> None:
         """Forget the steps before a backward pass."""
-        if self._sharing:
-            self._stepped.clear()
+        self._stepped.clear()
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Record a step of `optimizer`, whose gradients were cleared."""
@@ -223,8 +208,6 @@ class SharedParameterCheck:
 
     def check(self, optimizer: Optimizer) -> None:
         """Raise LoopError if `optimizer` is about to step without gradients that a different one has cleared."""
-        if not self._stepped:
-            return
         for other in self._sharing.get(optimizer, ()):
             if other in self._stepped:
                 name, before = type(optimizer).__name__, type(other).__name__
@@ -251,15 +234,13 @@ class RepeatedBackwardCheck:
 
     def __init__(self) -> None:
         self._nodes: set[Any] = set()
-
-    @property
-    def has_graph(self) -> bool:
+        self.has_graph = False
         """True if an earlier backward pass of the batch has retained its graph."""
-        return bool(self._nodes)
 
     def begin(self) -> None:
         """Forget the graphs of the previous batch."""
         self._nodes.clear()
+        self.has_graph = False
 
     def check(self, losses: Iterable[torch.Tensor], trained: Iterable[nn.Module], *, retains: bool) -> None:
         """Raise LoopError if an earlier backward pass ran through a part of the graph of `losses`.
@@ -281,3 +262,4 @@ class RepeatedBackwardCheck:
                 )
         if retains:
             self._nodes |= nodes
+            self.has_graph = True

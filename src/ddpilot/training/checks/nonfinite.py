@@ -24,6 +24,7 @@ from ddpilot.training.models.ddp import reduces_in_fp16, unwrap
 _NUM_NAMED = 8
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NUM_KEPT = 256
+_ONE = torch.ones(1, device="cpu")
 
 
 class Place(NamedTuple):
@@ -82,13 +83,13 @@ class FiniteCheck:
 
         Records the loss for the report. `name`: the loss's name, if there are several.
         """
-        place = None if batch is None else Place.of(batch)
-        self.probes.begin(place)
+        if self.probes.watches:
+            self.probes.begin(None if batch is None else Place.of(batch))
         if self._is_late:
-            self._seen.append((loss.detach(), place, name))
+            self._seen.append((loss.detach(), None if batch is None else Place.of(batch), name))
             return (loss.detach() * 0).add_(weight)
         if not math.isfinite(value := loss.item()):
-            self._bad.append(_describe(value, place, name))
+            self._bad.append(_describe(value, None if batch is None else Place.of(batch), name))
             return math.nan
         return weight
 
@@ -128,6 +129,8 @@ class FiniteCheck:
         Does not wait for the device. Finite gradients remain unchanged, bit for bit. A check of more parameters than
         these also applies to the rest of them, in a later call: the norm of one clip may cover several optimizers.
         """
+        if not self._unprotected:
+            return
         ids = set(map(id, parameters))
         flags = [flag for of, flag in self._unprotected if not of.isdisjoint(ids)]
         self._unprotected = [(rest, flag) for of, flag in self._unprotected if (rest := of - ids)]
@@ -140,7 +143,8 @@ class FiniteCheck:
 
     def drop_unprotected(self) -> None:
         """Forget the gradients that wait for `protect`: they are cleared or checked again before they are applied."""
-        self._unprotected.clear()
+        if self._unprotected:
+            self._unprotected.clear()
 
     def find_pending(self) -> bool:
         """True if gradients of an earlier `find` were not finite and have not been reported yet. Waits for the device.
@@ -201,7 +205,7 @@ def are_finite(gradients: list[torch.Tensor]) -> bool:
     found = torch.zeros(1, device="cpu")
     try:
         # The kernel of GradScaler checks all of them in one call; a scale of 1 leaves them unchanged.
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, torch.ones(1, device="cpu"))
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, _ONE)
     except RuntimeError:  # it does not support sparse and complex gradients, or elements that share memory
         return all(map(_is_finite, gradients))
     return not found.item()
@@ -343,6 +347,8 @@ class GradientProbes:
 
     def __init__(self) -> None:
         self._watched: dict[int, _Watched] = {}
+        self.watches = False
+        """True if a module is watched; otherwise backward passes need not be announced."""
         self._unsettled: set[int] = set()
         self._kept: _Kept = deque()
         self._last: tuple[int, int] | None = None
@@ -350,6 +356,7 @@ class GradientProbes:
     def watch(self, module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
         """Watch `module`, whose DDP waits for `parameters`; replaces an earlier watch of the same module."""
         order: list[int] = []
+        self.watches = True
         given = list(parameters)
         self._unwatch(id(module))
         stops = [self._listen(one, _first_hook(self._kept, order, number)) for number, one in enumerate(given)]

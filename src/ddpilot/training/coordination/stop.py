@@ -35,7 +35,7 @@ MAX_INTERVAL = 32
 """Maximum number of updates between two exchanges: updates may suddenly take longer than those before."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # a frozen one would take four times as long to create
 class Decision:
     """The result of one exchange; the same on all ranks."""
 
@@ -68,10 +68,13 @@ class FlagExchange:
         self._deadline: float | None = None
         self._requested: set[str] = set()
         self._requests_save = self._decided_save = False
-        self._sent: list[float] | None = None
+        self._own: Decision | None = None
+        self.is_under_way = False
+        """True while an exchange is in flight, from `begin` to `finish`."""
         self._handle: dist.Work | None = None
         self._flags: torch.Tensor | None = None
         self._interval = 1
+        """Number of updates between two exchanges; a single rank, for which they cost nothing, keeps 1."""
         self._num_updates = 0
         self._since_s = clock()
         self.reasons: tuple[str, ...] = ()
@@ -109,53 +112,56 @@ class FlagExchange:
 
         `more`: further numbers to sum, the same number of them on every rank.
         """
-        now_s = self._clock()
-        if self._deadline is not None and now_s > self._deadline:
+        if self._deadline is not None and self._clock() > self._deadline:
             self._requested.add("time")
-        pace_s = (now_s - self._since_s) / max(self._num_updates, 1)
-        requests = (self._requests_save, *(reason in self._requested for reason in REASONS))
-        self._sent = [count, float(is_bad), pace_s, *map(float, requests), *more]
-        self._requests_save = False
+        reasons = tuple(reason for reason in REASONS if reason in self._requested) if self._requested else ()
+        saves, self._requests_save = self._requests_save, False
+        self.is_under_way = True
         if self._group.world_size == 1:
+            self._own = Decision(count, int(is_bad), reasons, saves, tuple(more))
             return
-        self._flags = torch.tensor(self._sent, dtype=torch.float64, device=wire_device(self._group))
+        pace_s = (self._clock() - self._since_s) / max(self._num_updates, 1)
+        flags = (float(reason in reasons) for reason in REASONS)
+        sent = [count, float(is_bad), pace_s, float(saves), *flags, *more]
+        self._flags = torch.tensor(sent, dtype=torch.float64, device=wire_device(self._group))
         if isinstance(self._group, Group):
             self._handle = dist.all_reduce(self._flags, group=self._group.process_group, async_op=True)
         else:
             self._group.all_reduce(self._flags)
 
-    @property
-    def is_under_way(self) -> bool:
-        """True while an exchange is in flight, from `begin` to `finish`."""
-        return self._sent is not None
-
     def finish(self) -> Decision:
         """Return the result of the exchange in flight. Collective if none is in flight: it then begins one."""
-        if self._sent is None:
+        if not self.is_under_way:
             self.begin()
-        if self._handle is not None:
-            self._handle.wait()
-        assert self._sent is not None  # set by begin()
-        count, num_bad, pace_s, num_saves, *rest = self._sent if self._flags is None else self._flags.tolist()
-        flags, more = rest[: len(REASONS)], tuple(rest[len(REASONS) :])
-        self._sent = self._flags = self._handle = None
-        self._set_interval(pace_s / self._group.world_size)
-        reasons = tuple(reason for reason, flag in zip(REASONS, flags, strict=True) if flag)
-        decision = Decision(count, round(num_bad), reasons, bool(num_saves), more)
-        self._decided_save |= decision.saves
-        self._add(decision.reasons)
+        decision = self._own or self._receive()
+        self._own, self.is_under_way = None, False
+        self._num_updates = 0
+        if decision.saves:
+            self._decided_save = True
+        if decision.reasons:
+            self._add(decision.reasons)
         return decision
 
+    def _receive(self) -> Decision:
+        """Wait for the flags of several ranks."""
+        assert self._flags is not None  # set by begin()
+        if self._handle is not None:
+            self._handle.wait()
+        count, num_bad, pace_s, num_saves, *rest = self._flags.tolist()
+        flags, more = rest[: len(REASONS)], tuple(rest[len(REASONS) :])
+        self._flags = self._handle = None
+        self._set_interval(pace_s / self._group.world_size)
+        reasons = tuple(reason for reason, flag in zip(REASONS, flags, strict=True) if flag)
+        return Decision(count, round(num_bad), reasons, bool(num_saves), more)
+
     def _add(self, reasons: tuple[str, ...]) -> None:
-        if reasons:
-            self.reasons = tuple(reason for reason in REASONS if reason in {*self.reasons, *reasons})
+        self.reasons = tuple(reason for reason in REASONS if reason in {*self.reasons, *reasons})
 
     def _set_interval(self, pace_s: float) -> None:
         # All ranks compute it from the same sum. It grows slowly, since the first updates predict later ones poorly.
-        self._num_updates, self._since_s = 0, self._clock()
+        self._since_s = self._clock()
         fitting = int(INTERVAL_S / pace_s) if pace_s > INTERVAL_S / MAX_INTERVAL else MAX_INTERVAL
-        alone = self._group.world_size == 1
-        self._interval = 1 if alone else max(1, min(fitting, 2 * self._interval))
+        self._interval = max(1, min(fitting, 2 * self._interval))
 
 
 _SIGNALS = tuple(

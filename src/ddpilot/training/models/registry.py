@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from weakref import WeakSet
+from collections.abc import Collection, Iterator, Sequence
+from operator import is_
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -40,6 +41,28 @@ class PreparedModel:
         return sorted(self.trained.keys() ^ now)
 
 
+class OptimizerRecord:
+    """The parameters of an optimizer, and of the prepared models without it, for the checks of each step."""
+
+    def __init__(
+        self, parameters: list[nn.Parameter], models: list[PreparedModel], trained_ids: Collection[int]
+    ) -> None:
+        own = set(parameters)
+        self.parameters = parameters
+        """The parameters of all groups."""
+        self.reduced = [one for one in parameters if id(one) in trained_ids]
+        """Those that required a gradient when their model was prepared, so that their gradients are all-reduced."""
+        self.others = [one for prepared in models for one in prepared.trained.values() if one not in own]
+        """The parameters that the models train and the optimizer does not hold."""
+        self.models = models
+        self.is_checked = False
+        """True once all parameters are known to belong to prepared models."""
+
+    def has(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """True if these are the same `parameters`."""
+        return len(parameters) == len(self.parameters) and all(map(is_, parameters, self.parameters))
+
+
 class PreparedObjects:
     """The prepared models and optimizers of a loop, in order. A module that is prepared again replaces its record."""
 
@@ -48,6 +71,7 @@ class PreparedObjects:
         self.ddp_models: dict[DistributedDataParallel, PreparedModel] = {}
         """Those of `models` that are in DDP."""
         self.optimizers: list[Optimizer] = []
+        self._records: WeakKeyDictionary[Optimizer, OptimizerRecord] = WeakKeyDictionary()
         self.replaced: WeakSet[Optimizer] = WeakSet()
         """Optimizers whose parameters all belong to one that was prepared later."""
         self.parameter_ids: set[int] = set()
@@ -72,9 +96,18 @@ class PreparedObjects:
         """Return the record of `model` as `prepare` returned it; None if there is none."""
         return next((one for one in self.models if one.model is model), None)
 
+    def record_of(self, optimizer: Optimizer) -> OptimizerRecord:
+        """Return the record of `optimizer`, prepared or not: a new one if its parameters or the models changed."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        known = self._records.get(optimizer)
+        if known is None or known.models is not self.models or not known.has(parameters):
+            known = self._records[optimizer] = OptimizerRecord(parameters, self.models, self.trained_ids)
+        return known
+
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Add `optimizer`, as `prepare` returns it."""
         self.replaced.discard(optimizer)
+        self._records.pop(optimizer, None)
         if not any(one is optimizer for one in self.optimizers):
             self.optimizers.append(optimizer)
 
@@ -91,6 +124,7 @@ class PreparedObjects:
             rest = [one for one in self.optimizers if one is not old and one is not optimizer]
             self.optimizers = [*rest[:place], optimizer, *rest[place:]]
             self.replaced.add(old)
+            self._records.pop(old, None)
         return replaced
 
 

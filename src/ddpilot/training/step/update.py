@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -37,7 +36,7 @@ from ddpilot.training.losses import (
 )
 from ddpilot.training.models.optimizers import clear_gradients
 from ddpilot.training.models.reducer import ReducerErrors
-from ddpilot.training.models.registry import PreparedModel, PreparedObjects, parameters_of
+from ddpilot.training.models.registry import OptimizerRecord, PreparedModel, PreparedObjects
 from ddpilot.training.step.empty_batch import EmptyBatchForward, share_buffers
 
 
@@ -78,6 +77,8 @@ class UpdateState:
         """The models of the current `Loop.accumulate`."""
         self.batch: CurrentBatch | None = None
         """The current batch; None outside `batches`."""
+        self.is_update = True
+        """True if the gradients are complete after this batch; also True outside `batches`."""
 
     def add_model(self, prepared: PreparedModel) -> None:
         """Record the local gradients of `prepared`, which was just added, before they are all-reduced."""
@@ -88,15 +89,10 @@ class UpdateState:
         """Compare the parameters of `optimizer`, which was just prepared, with those of the other optimizers."""
         self._shared.add(optimizer)
 
-    @property
-    def is_update(self) -> bool:
-        """True if the gradients are complete after this batch; also True outside `batches`."""
-        return self.batch is None or self.batch.is_last
-
     def enter(self, batch: CurrentBatch) -> None:
         """Set the current batch."""
         self.leave()
-        self.batch = batch
+        self.batch, self.is_update = batch, batch.is_last
         if batch.has_empty_rank:
             self._had_samples = batch.count > 0
         if not batch.count:
@@ -131,8 +127,9 @@ class UpdateState:
         """Reset the current batch."""
         if self.batch is not None:
             self._last_count = self.batch.count
-        self.batch = None
-        self._graphs.begin()
+        self.batch, self.is_update = None, True
+        if self._graphs.has_graph:
+            self._graphs.begin()
         self._empty_forward.end()
 
     def backward(self, loss: Any, count: float | None, scaler: torch.amp.GradScaler | None, retain_graph: bool) -> None:
@@ -171,18 +168,24 @@ class UpdateState:
     ) -> None:
         # fp16 losses leave out DDP's factor world_size, so they overflow where a single process does: see `Precision`.
         factor = self._group.world_size if scaler is None else 1
-        weights = [num * factor / total if num and total else 0.0 for num, total in counts]
-        live = [(one, weight) for one, weight in zip(losses, weights, strict=True) if weight]
-        seeds = [self._seed(one.value, weight, one.name or "") for one, weight in live]
+        roots, seeds, idle = [], [], []
+        for one, (num, total) in zip(losses, counts, strict=True):
+            weight = num * factor / total if num and total else 0.0
+            if not weight:
+                idle.append(one.value)
+                continue
+            roots.append(one.value)
+            check = self._finite
+            seeds.append(weight if check is None else check.seed(one.value, weight, self.batch, one.name or ""))
         if self._is_due and not self._flags.is_under_way:
             self._begin()  # overlaps with the all-reduce of gradients
-        roots = [one.value for one, _ in live]
-        idle = [one.value for one, weight in zip(losses, weights, strict=True) if not weight]
-        if not live:
+        if not idle:
+            self._run(roots, seeds, scaler, retain_graph)
+        elif not roots:
             self._run(idle, None, scaler, retain_graph)
-            return
-        with silencing(idle, roots) if idle else nullcontext():
-            self._run([*roots, *idle], [*seeds, *[0.0] * len(idle)], scaler, retain_graph)
+        else:
+            with silencing(idle, roots):
+                self._run([*roots, *idle], [*seeds, *[0.0] * len(idle)], scaler, retain_graph)
 
     def _run(
         self,
@@ -195,6 +198,10 @@ class UpdateState:
 
         Without `seeds`, it adds only other ranks' gradients to gathered rows.
         """
+        if torch.is_autocast_enabled(self._device_type):
+            with torch.autocast(self._device_type, enabled=False):
+                self._run(losses, seeds, scaler, retain_graph)
+            return
         if seeds is None and self._finite is not None:
             self._finite.probes.pause()
         if seeds is None and has_gather(losses):
@@ -206,34 +213,32 @@ class UpdateState:
             self._groups.check(self.batch)
         if (retain_graph or self._graphs.has_graph) and self.is_update:
             self._graphs.check(losses, self._prepared, retains=retain_graph)
-        if self.batch is not None and self.batch.is_last and self.bypasses.checks_graphs:
+        if self.batch is not None and self.is_update and self.bypasses.checks_graphs:
             self.bypasses.check_graph(losses)
         if scaler is not None:
             losses = [scaler.scale(loss) for loss in losses]
-        self._shared.begin_pass()
+        if self._shared.has_shared:
+            self._shared.begin_pass()
         hooks = self._leftovers.begin_pass()
-        outside: AbstractContextManager[object] = nullcontext()
-        if torch.is_autocast_enabled(self._device_type):
-            outside = torch.autocast(self._device_type, enabled=False)
         try:
-            with outside:
-                backward_weighted(losses, seeds, self._prepared, retain_graph=retain_graph)
+            backward_weighted(losses, seeds, self._prepared, retain_graph=retain_graph)
         except RuntimeError as error:
             self.reducers.explain(error)
             raise
         finally:
             for hook in hooks:
                 hook.remove()
-        if self.is_update:
+        if self.is_update and self._prepared.ddp_models:
             self.reducers.order_buckets()
         if accumulates:
             self._groups.note(self.accumulating or self._prepared)
 
-    def after_step(self, optimizer: Optimizer) -> None:
-        """Mark the accumulated gradients of `optimizer` as applied and cleared."""
+    def after_step(self, optimizer: Optimizer, own: OptimizerRecord) -> None:
+        """Mark the accumulated gradients of `optimizer`, with the record `own`, as applied and cleared."""
         self._groups.note_step(optimizer)
-        self._shared.note_step(optimizer)
-        self._leftovers.note_step(optimizer, in_group=self.batch is not None and self.batch.group_size > 1)
+        if self._shared.has_shared:
+            self._shared.note_step(optimizer)
+        self._leftovers.note_step(own, in_group=self.batch is not None and self.batch.group_size > 1)
         if self.objective is not None:
             self.objective.end()
 
@@ -270,37 +275,43 @@ class UpdateState:
                 found="the closure did not call loop.backward()",
                 fix="Write loop.backward(loss) in the closure instead of loss.backward().",
             )
-        self.complete(optimizer, has_closure=True)
+        self.check_step(optimizer, self._prepared.record_of(optimizer), has_closure=True)
         self.check_pending()  # an optimizer that tries steps must not get a loss that is not finite
         return objective.reduce()
 
-    def complete(self, optimizer: Optimizer | None = None, *, has_closure: bool = False) -> None:
+    def check_step(self, optimizer: Optimizer, own: OptimizerRecord, *, has_closure: bool = False) -> None:
+        """Check the gradients that `optimizer`, with the record `own`, is about to apply, after `complete`.
+
+        `has_closure`: the optimizer clears them and computes them again.
+
+        Raises the errors of `complete`, and LoopError if the gradients are not from `backward`, not all-reduced or not
+        of this update.
+        """
+        self._check_backward(own)
+        if not has_closure:
+            self._leftovers.check(optimizer, own)
+            if self._shared.has_shared:
+                self._shared.check(optimizer)
+        self.complete()
+        is_checked = self._checked and self._checked.issuperset(map(id, own.reduced))
+        if self._finite is not None and own.reduced and not is_checked:
+            self._check_finite(own.reduced)
+
+    def complete(self) -> None:
         """Check that the gradients are complete, and finish the exchange of this update, if it has one.
 
         Called before gradients are clipped or applied and at the end of the update, whichever comes first; then it is
-        collective, if an exchange is due. With the `optimizer` that is about to step, its gradients are checked.
-        `has_closure`: the optimizer clears them and computes them again.
-
-        Raises NonFiniteError on all ranks alike, and LoopError on a rank whose backward pass left a parameter out, or
-        where `optimizer` would apply gradients that are not from `backward`, not all-reduced or not of this update.
+        collective, if an exchange is due. Raises NonFiniteError on all ranks alike, and LoopError on a rank whose
+        backward pass left a parameter out.
         """
-        if optimizer is not None:
-            self._check_backward(optimizer)
-            if not has_closure:
-                self._leftovers.check(optimizer)
-                self._shared.check(optimizer)
         if not self._is_reduced:
-            self.reducers.check()
+            if self._prepared.ddp_models:
+                self.reducers.check()
             self._is_reduced = True
         if self._is_due and not self._flags.is_under_way:
             self._begin()
         if self._flags.is_under_way:
             self._finish()
-        if optimizer is not None and self._finite is not None:
-            known = self._prepared.trained_ids
-            reduced = [one for one in parameters_of(optimizer) if id(one) in known]
-            if reduced and not (self._checked and self._checked.issuperset(map(id, reduced))):
-                self._check_finite(reduced)
 
     def exchange_between_epochs(self) -> None:
         """Exchange the ranks' flags. Collective."""
@@ -330,10 +341,10 @@ class UpdateState:
             self._raise_nonfinite(self._finite)
         self._means.check_arrived(waits=True)
 
-    def _check_backward(self, optimizer: Optimizer) -> None:
+    def _check_backward(self, own: OptimizerRecord) -> None:
         if self.batch is None or self.has_backward:
-            self.bypasses.check(parameters_of(optimizer))
-        elif any(parameter.grad is not None for parameter in parameters_of(optimizer)):
+            self.bypasses.check(own.parameters)
+        elif any(parameter.grad is not None for parameter in own.parameters):
             raise LoopError(
                 "updating the weights",
                 found=f"there are gradients, and no loop.backward() was called for this update (batch "
@@ -360,10 +371,10 @@ class UpdateState:
                 model.zero_grad(set_to_none=True)
         return unfinished
 
-    def protect(self, optimizer: Optimizer) -> None:
-        """Before `optimizer` steps, set its gradients to zeros, on the device, if they are not finite."""
+    def protect(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Before an optimizer steps, set gradients of its `parameters` that are not finite to zeros, on the device."""
         if self._finite is not None:
-            self._finite.protect(list(parameters_of(optimizer)))
+            self._finite.protect(parameters)
 
     def _check_finite(self, parameters: Sequence[torch.Tensor], norm: torch.Tensor | None = None) -> None:
         if self._finite is not None and self._finite.find(parameters, self.batch, norm):
@@ -385,12 +396,10 @@ class UpdateState:
 
     def _forget_checks(self) -> None:
         """Check all gradients again before they are applied."""
-        self._checked.clear()
+        if self._checked:
+            self._checked.clear()
         if self._finite is not None:
             self._finite.drop_unprotected()
-
-    def _seed(self, loss: torch.Tensor, weight: float, name: str = "") -> torch.Tensor | float:
-        return weight if self._finite is None else self._finite.seed(loss, weight, self.batch, name)
 
     def _begin(self, count: float = 0.0, more: Sequence[float] = ()) -> None:
         if self._flags.is_under_way:

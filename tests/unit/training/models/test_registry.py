@@ -50,3 +50,20 @@ def test_an_optimizer_replaces_earlier_ones_whose_parameters_it_has() -> None:
     assert parts[0] not in prepared.replaced
     assert prepared.replace_optimizers((both,), parts[0]) == []
     assert prepared.optimizers == [both, parts[0]]
+
+
+def test_the_record_of_an_optimizer_is_kept_until_its_parameters_or_the_models_change() -> None:
+    """Also if a parameter is replaced in the list of its group, and for an optimizer that was not prepared."""
+    prepared, left, right = PreparedObjects(), nn.Linear(1, 1), nn.Linear(1, 1)
+    prepared.add_model(left)
+    optimizer = make_optimizer(left)
+    first = prepared.record_of(optimizer)
+    assert (first.parameters, first.reduced, first.others) == ([*left.parameters()], [*left.parameters()], [])
+    assert prepared.record_of(optimizer) is first
+    optimizer.add_param_group({"params": [right.weight]})
+    added = prepared.record_of(optimizer)
+    assert (added.parameters[2:], added.reduced) == ([right.weight], first.parameters)
+    optimizer.param_groups[1]["params"][0] = right.bias
+    assert prepared.record_of(optimizer).parameters[2:] == [right.bias]
+    prepared.add_model(right)
+    assert prepared.record_of(optimizer).others == [right.weight]
