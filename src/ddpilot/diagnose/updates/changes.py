@@ -18,6 +18,7 @@ from torch.utils.data import BatchSampler, DistributedSampler
 from torch.utils.data import dataloader as torch_loader
 
 from ddpilot.data.nested import get_parts, replace_parts
+from ddpilot.diagnose.updates.draws import draw_alike
 from ddpilot.diagnose.updates.record import RecordSpec
 from ddpilot.guard.probes.tensors import num_rows_of
 
@@ -37,6 +38,10 @@ def apply_changes(spec: RecordSpec) -> None:
         _enlarge_batches(spec.replicas)
     if spec.weighs_rows:
         _weigh_losses()
+    if not spec.scales_losses:
+        _scale_nothing()
+    if spec.draws_alike:
+        draw_alike()
     if spec.is_float64:
         torch.set_default_dtype(torch.float64)
         _convert_batches()
@@ -95,6 +100,17 @@ def _use_running_statistics() -> None:
         return batch_norm
 
     _replace(functional, "batch_norm", without_training)
+
+
+def _scale_nothing() -> None:
+    def disabled(original: Any) -> Any:
+        def init(scaler: Any, *args: Any, **kwargs: Any) -> None:
+            original(scaler, *args, **kwargs)
+            scaler._enabled = False
+
+        return init
+
+    _replace(torch.amp.GradScaler, "__init__", disabled)
 
 
 def _enlarge_batches(replicas: int) -> None:

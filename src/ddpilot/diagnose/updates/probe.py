@@ -71,7 +71,10 @@ class UpdateProbe:
         self._requested: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
         self._ddp_models: WeakSet[Any] = WeakSet()
         self._sums: dict[int, list[torch.Tensor]] = {}
-        self._num_turns = 0
+        self._num_turns: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._has_scaler = False
+        self._generators: Mapping[str, int] = {}
+        self._draws: dict[str, None] = {}
         self._since_s = 0.0
         self._site: Mapping[str, Any] = {}
         self._arrays: dict[str, numpy.ndarray[Any, Any]] = {}
@@ -85,6 +88,7 @@ class UpdateProbe:
             register_optimizer_step_post_hook(notes.safely(self._after_step)).remove,
             notes.around(torch.autograd, "backward", before=self._before_backward),
             notes.around(DistributedDataParallel, "__init__", returned=self._wrapped),
+            notes.around(torch.amp.GradScaler, "scale", before=self._before_scale),
             notes.around(kind, "_next_index", returned=self._index_requested),
             notes.around(kind, "__next__", returned=self._batch_returned),
             *self._modules.install(notes),
@@ -94,16 +98,26 @@ class UpdateProbe:
     def _wrapped(self, _: None, __: None, ddp: Any, *_args: Any, **_kwargs: Any) -> None:
         self._ddp_models.add(ddp)
 
+    def _before_scale(self, scaler: Any, *_: Any) -> None:
+        self._has_scaler |= bool(scaler.is_enabled())
+
     def _before_backward(self, tensors: Any, *_args: Any, **_kwargs: Any) -> None:
         self._modules.expects_inputs = True
+        self._find_draws()
         for tensor in (tensors,) if isinstance(tensors, torch.Tensor) else tensors:
             if tensor.numel() == 1 and tensor.is_floating_point():
                 self._losses.append(tensor.item())
+
+    def _find_draws(self) -> None:
+        """Note which generators have changed since the last batch or step."""
+        before, self._generators = self._generators, _read_generators()
+        self._draws |= {name: None for name, state in before.items() if self._generators.get(name, state) != state}
 
     def _index_requested(self, _: None, index: Any, iterator: Any) -> None:
         self._requested.setdefault(iterator, []).append(index)
 
     def _batch_returned(self, _: None, data: Any, iterator: Any) -> None:
+        self._generators = _read_generators()
         requested = self._requested.get(iterator)
         index = requested.pop(0) if requested else None
         if not torch.is_grad_enabled():
@@ -147,6 +161,7 @@ class UpdateProbe:
         for place, parameter in enumerate(_parameters_of(optimizer)):
             self._arrays[f"{number}/{place}/after"] = thin(parameter)
         now_s = time.perf_counter()
+        self._find_draws()
         update = Update(
             optimizer=number,
             number=self._num_steps[number],
@@ -156,7 +171,7 @@ class UpdateProbe:
             inputs=tuple(self._modules.inputs),
             num_rows=self._modules.num_rows,
             options=tuple(_numbers_of(group) for group in optimizer.param_groups),
-            generators=_read_generators(),
+            generators=self._generators,
             duration_s=now_s - self._since_s if self._since_s else 0.0,
         )
         self._write_update(update)
@@ -179,11 +194,11 @@ class UpdateProbe:
     def _collect(self, optimizer: Optimizer) -> bool:
         """Keep the gradients of one rank's turn; after the last turn leave their mean, and return True."""
         parameters = _parameters_of(optimizer)
-        self._num_turns += 1
+        num_turns = self._num_turns[optimizer] = self._num_turns.get(optimizer, 0) + 1
         for parameter in parameters:
             if parameter.grad is not None:
                 self._sums.setdefault(id(parameter), []).append(parameter.grad.detach().clone())
-        if self._num_turns % self._spec.replicas:
+        if num_turns % self._spec.replicas:
             for parameter in parameters:
                 parameter.grad = None  # so that the step leaves it as it is
             return False
@@ -225,6 +240,8 @@ class UpdateProbe:
             device=self._modules.device,
             samplers=tuple(self._samplers),
             num_dropped_out=self._modules.num_dropped_out,
+            has_scaler=self._has_scaler,
+            draws=tuple(self._draws),
             batch_norms=tuple(self._modules.batch_norms),
             placements=self._modules.placements,
             communication=_read_communication(self._ddp_models),
@@ -276,6 +293,8 @@ def _read_generators() -> dict[str, int]:
     if "numpy.random" in sys.modules:
         found["numpy"] = zlib.crc32(numpy.random.get_state()[1].tobytes())  # type: ignore[index]
     found["random"] = zlib.crc32(repr(random.getstate()).encode())
+    if torch.cuda.is_initialized():
+        found["cuda"] = zlib.crc32(torch.cuda.get_rng_state().numpy().tobytes())
     return found
 
 

@@ -32,6 +32,10 @@ class RecordSpec:
     """Floating point numbers have 64 bits by default, and batches are converted."""
     has_dropout: bool = True
     """False: dropout keeps everything."""
+    scales_losses: bool = True
+    """False: a GradScaler neither scales losses nor skips steps."""
+    draws_alike: bool = False
+    """What the program draws in training from torch's generators is the same for each row, and at each call."""
     has_batch_statistics: bool = True
     """False: BatchNorm normalizes with its running statistics while training, too."""
     weighs_rows: bool = False
@@ -122,6 +126,10 @@ class ProgramFacts:
     """Class name of the sampler of each DataLoader."""
     num_dropped_out: int = 0
     """Number of calls of dropout in training."""
+    has_scaler: bool = False
+    """True if a GradScaler scales losses."""
+    draws: tuple[str, ...] = ()
+    """Names of the generators that the program draws from in training, outside of DataLoaders."""
     batch_norms: tuple[str, ...] = ()
     """Classes of the layers that normalized with statistics of their batch."""
     placements: Mapping[str, str] = field(default_factory=dict)
@@ -157,7 +165,7 @@ class RankRecord:
         values: dict[str, Any] = {"rank": self.rank, "world_size": 0}
         if path.exists():
             values = json.loads(path.read_text("utf-8"))
-        for name in ("samplers", "batch_norms"):
+        for name in ("samplers", "batch_norms", "draws"):
             values[name] = tuple(values.get(name, ()))
         return ProgramFacts(**values)
 

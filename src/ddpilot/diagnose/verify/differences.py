@@ -119,10 +119,11 @@ def largest(differences: Sequence[Difference], *kinds: Kind) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleCount:
-    """Samples of one update by rank; how many of them several ranks, or one rank twice, had."""
+    """Samples of one update by rank."""
 
     by_rank: tuple[int, ...]
     num_repeated: int
+    """How many samples a rank has that a rank before it has, too."""
 
     @property
     def total(self) -> int:
@@ -141,7 +142,7 @@ def samples_of(update: Update) -> list[Any]:
 def count_samples(run: Run, update: int) -> SampleCount:
     """Count the samples of one update of `run`."""
     by_rank = [samples_of(record.updates[update]) for record in run.ranks if len(record.updates) > update]
-    seen = Counter(sample for samples in by_rank for sample in samples)
+    seen = Counter(sample for samples in by_rank for sample in set(samples))
     return SampleCount(by_rank=tuple(map(len, by_rank)), num_repeated=sum(count - 1 for count in seen.values()))
 
 

@@ -52,6 +52,8 @@ class Verification:
     """Measured noise: largest relative difference by the name of the pair of runs."""
     notes: tuple[str, ...] = ()
     """What was changed in the runs to make them comparable."""
+    details: str = ""
+    """The whole text of the error that ended a run, with its traceback; empty without one."""
 
     @property
     def is_equal(self) -> bool:
@@ -73,12 +75,15 @@ class Verification:
             "updates": [asdict(each) for each in self.rows],
             "floors": dict(self.floors or {}),
             "notes": list(self.notes),
+            "details": self.details,
         }
 
     def render(self, *, verbose: bool = False, color: bool = False) -> str:
         """Return the text. `verbose`: with a line for each update. `color`: use ANSI colors."""
         width = shutil.get_terminal_size((120, 40)).columns
         blocks = [f"{self.title}: {self.verdict}\n{printable(self.summary)}"]
+        if self.details:
+            blocks.append("\n".join(map(printable, self.details.splitlines())))
         if self.findings:
             blocks.append(render_text(self.findings, width, color))
         if verbose or self.verdict == "different":
@@ -104,7 +109,7 @@ class Verification:
         return f"Verification({self.title!r}, {self.verdict!r})"
 
     def _repr_html_(self) -> str:
-        rest = "\n".join([*self._table(), "", *self._measured(), *self.notes])
+        rest = "\n".join([*self.details.splitlines(), *self._table(), "", *self._measured(), *self.notes])
         head = f"<p><b>{escape(printable(self.title))}: {self.verdict}</b><br>{escape(printable(self.summary))}</p>"
         found = render_html(self.findings) if self.findings else ""
         return f"<div>{head}{found}<pre>{escape(printable(rest))}</pre></div>"

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 from ddpilot.diagnose.updates.record import RecordSpec
 from ddpilot.diagnose.verify.differences import (
@@ -44,25 +45,64 @@ class Runs:
         """The program as it is, on all ranks."""
         self.single = self.parallel
         self.notes: list[str] = []
+        self.draws: set[str] = set()
+        """Names of generators that the program draws from in training, apart from dropout."""
+        self.is_same_size = True
+        """False if the updates of one rank have fewer samples, and could not be made larger."""
 
     def make_comparable(self) -> None:
         """Run the program on one rank, on the same samples; without dropout on both sides if the program has it."""
+        self._remove_chance()
         program = self.parallel.ranks[0].program
-        if any(record.program.num_dropped_out for record in self.parallel.ranks):
-            self.spec = replace(self.spec, has_dropout=False)
-            self.parallel = replace(
-                self._run(self.nproc_per_node, self.spec, "without dropout"), findings=self.parallel.findings
-            )
-            self.notes.append("dropout was off in the compared runs: its masks depend on how batches are divided")
         is_divided = any("Distributed" in sampler or "Shard" in sampler for sampler in program.samplers)
         self._run_single(self.nproc_per_node if is_divided else 1)
         factor = self._missing_factor()
         if factor is not None:
             self._run_single(factor)
-        if self.single.spec.replicas > 1:
+        if self._can_take_turns():
+            self._take_turns()
+        if self.single.spec.replicas > 1 and not self.single.spec.takes_turns:
             self.notes.append(
                 f"one rank had batches {self.nproc_per_node} times as large: the program's batch size is per rank"
             )
+
+    def _remove_chance(self) -> None:
+        """Run all ranks again without dropout, scaled losses and random numbers, as far as the program has them."""
+        programs = [record.program for record in self.parallel.ranks]
+        if any(each.num_dropped_out for each in programs):
+            self.notes.append("dropout was off in the compared runs: its masks depend on how batches are divided")
+            self._change_all("without dropout", has_dropout=False)
+        if any(each.has_scaler for each in programs):
+            self.notes.append("GradScaler was off in the compared runs: batches of other sizes overflow at other scales")
+            self._change_all("without GradScaler", scales_losses=False)
+        self.draws = {name for record in self.parallel.ranks for name in record.program.draws}
+        if self.draws - {"numpy", "random"} and not self.parallel.error:
+            self.notes.append(
+                "random numbers that the program draws in training were the same for each row in the compared runs"
+            )
+            self._change_all("with random numbers that are alike", draws_alike=True)
+
+    def _change_all(self, how: str, **changes: Any) -> None:
+        self.spec = replace(self.spec, **changes)
+        self.parallel = replace(self._run(self.nproc_per_node, self.spec, how), findings=self.parallel.findings)
+
+    def _can_take_turns(self) -> bool:
+        """True if all ranks have as many batches of one rank's size as there are ranks, and no factor makes up for it."""
+        if not (self.single.num_updates and self.parallel.num_updates) or are_same_batches(self.parallel, 0):
+            return False
+        one, all_ = (count_samples(each, 0).total for each in (self.single, self.parallel))
+        return one > 0 and all_ == one * self.nproc_per_node
+
+    def _take_turns(self) -> None:
+        """Compare with one rank that takes the batches of an update in turn, where they are then the same samples."""
+        if all_samples(self.by_turns, 0) != all_samples(self.parallel, 0):
+            self.is_same_size = False
+            return
+        self.single = self.by_turns
+        self.notes.append(
+            f"one rank took the mean of the gradients of {self.nproc_per_node} batches in turn: the program makes its "
+            "batches itself, so that larger ones cannot be had"
+        )
 
     def _run_single(self, replicas: int) -> None:
         self.single = self._run(1, replace(self.spec, replicas=replicas), "on the same samples")
@@ -161,7 +201,7 @@ class Runs:
 
     def agrees_by_turns(self, update: int) -> bool:
         """True if `by_turns` has the gradients of `parallel` up to `update`, on the same samples."""
-        if not any("Distributed" in sampler for sampler in self.parallel.ranks[0].program.samplers):
+        if self.single.spec.takes_turns or not all_samples(self.parallel, update):
             return False
         is_complete = not self.by_turns.error and self.by_turns.num_updates > update
         if not is_complete or all_samples(self.by_turns, update) != all_samples(self.parallel, update):

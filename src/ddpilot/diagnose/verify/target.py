@@ -7,6 +7,7 @@ import ast
 import functools
 import io
 import os
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -77,7 +78,7 @@ class Runner:
         folder.mkdir()
         spec.write(folder)
         findings: list[Finding] = []
-        watching = WatchOptions(on_finding=findings.append, stall_warn_s=15.0)
+        watching = WatchOptions(on_finding=functools.partial(_keep, findings), stall_warn_s=15.0)
         error: DdpilotError | None = None
         values: tuple[Any, ...] = ()
         output: tuple[str, ...] = ()
@@ -122,10 +123,15 @@ class Runner:
         prepared = prepare_run(options, os.environ)
         display = _KeptOutput()
         variables = {**prepared.variables, SPEC_VARIABLE: str(folder)}
-        run_prepared(
-            replace(prepared, display=display, variables=variables), functools.partial(_RecordingWatcher, watching)
-        )
+        watch = functools.partial(_RecordingWatcher, watching, timeout_s=self._timeout_s)
+        run_prepared(replace(prepared, display=display, variables=variables), watch)
         return tuple(display.text.getvalue().splitlines())
+
+
+def _keep(findings: list[Finding], finding: Finding) -> str | None:
+    """Add a finding; returns "stop" if it says that the ranks never proceed."""
+    findings.append(finding)
+    return "stop" if finding.severity == "error" and finding.code.startswith(("DDP1", "DDP2")) else None
 
 
 class _RecordingLauncher(Launcher):
@@ -134,11 +140,37 @@ class _RecordingLauncher(Launcher):
 
 
 class _RecordingWatcher(Watcher):
-    """The watch of a run, which also calls the hook that records updates, and prints nothing."""
+    """The watch of a run, which also calls the hook that records updates, and prints nothing.
 
-    def __init__(self, options: WatchOptions, *args: Any) -> None:
-        super().__init__(options, *args)
+    `timeout_s`: seconds after which the run is ended; None: the launcher does so.
+    """
+
+    def __init__(self, options: WatchOptions, name: str, *args: Any, timeout_s: float | None = None) -> None:
+        super().__init__(options, name, *args)
         self.hooks = (*self.hooks, UPDATE_HOOK)
+        self._timer = threading.Timer(timeout_s, self._end_run, (name, timeout_s)) if timeout_s is not None else None
+
+    def begin(self, *args: Any, **kwargs: Any) -> None:
+        """Begin to observe the ranks, and to count their time."""
+        super().begin(*args, **kwargs)
+        if self._timer is not None:
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _end_run(self, name: str, timeout_s: float) -> None:
+        self._error = self._error or WatchError(
+            f"running `{name}`",
+            found=f"its ranks had not ended after {timeout_s:g} s",
+            fix="Raise `timeout_s` if they were only slow",
+            findings=self._find_all() if self._observer is not None else (),
+        )
+        self._wake()
+
+    def end(self, is_clean: bool) -> None:
+        """Close the watch."""
+        if self._timer is not None:
+            self._timer.cancel()
+        super().end(is_clean)
 
     def take(self, note: Callable[[str], None]) -> WatchError | None:  # noqa: ARG002
         """Return the error with which the run is to end, if any."""

@@ -26,12 +26,15 @@ from ddpilot.environments.private_files import scratch_folder
 from ddpilot.errors import LaunchError
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
+from ddpilot.user_files import CodeLine
 
 _NUM_ON_CPU = 2
 _ORDER = ("error", "warning", "info")
 _LOCAL_GRADIENTS = {"DDP320", "DDP321", "DDP322", "DDP323", "DDP324", "DDP327", "DDP329"}
 _CAUSES = {"DDP320": _LOCAL_GRADIENTS, "DDP324": _LOCAL_GRADIENTS}
 """Findings of guard that explain a finding of the comparison, which is not shown then."""
+_DIFFERENT = {"DDP407"}
+"""Findings of guard, which are no errors, about something that one rank never does: the same dropout masks twice."""
 
 
 def verify(
@@ -98,12 +101,15 @@ class _Judgement(NamedTuple):
     finding: Finding | None = None
     has_numbers: bool = True
     """False if there are no runs to show numbers of."""
+    details: str = ""
+    seen: tuple[Finding, ...] = ()
+    """Findings of the run that failed."""
 
 
 def compare(runs: Runs, title: str) -> Verification:
     """Compare the runs, of which only the first has been made, and return what is found."""
     judged = _judge(runs)
-    seen = runs.parallel.findings
+    seen = judged.seen or runs.parallel.findings
     codes = {each.code for each in seen}
     ours = judged.finding
     is_explained = ours is None or bool(codes & _CAUSES.get(ours.code, {ours.code}))
@@ -116,16 +122,17 @@ def compare(runs: Runs, title: str) -> Verification:
         rows=tuple(_make_rows(runs)) if judged.has_numbers else (),
         floors=runs.floors() if judged.has_numbers else None,
         notes=tuple(runs.notes),
+        details=judged.details,
     )
 
 
 def _judge(runs: Runs) -> _Judgement:
-    if (failed := _describe_failure(runs.parallel)) is not None:
-        return _Judgement("unknown", failed, has_numbers=False)
+    if (failed := _judge_failure(runs.parallel)) is not None:
+        return failed
     runs.make_comparable()
     for run in (runs.parallel, runs.single, runs.repeated):
-        if (failed := _describe_failure(run)) is not None:
-            return _Judgement("unknown", failed, has_numbers=False)
+        if (failed := _judge_failure(run)) is not None:
+            return failed
     repeated = compare_runs(runs.single, runs.repeated)
     place = line_of(runs.single.ranks[0].updates[0])
     if largest_of(repeated) > EXACT or any(largest(each, "before") > EXACT for each in repeated):
@@ -133,12 +140,41 @@ def _judge(runs: Runs) -> _Judgement:
         return _Judgement("unknown", summary, make_finding("DDP820", line=place))
     found = find_start_fault(runs) or _find_first_difference(runs) or find_length_fault(runs) or find_result_fault(runs)
     if found is not None:
-        return _Judgement("different", found.summary, found)
+        return _judge_finding(runs, found)
+    return _judge_equal(runs, place)
+
+
+def _judge_finding(runs: Runs, found: Finding) -> _Judgement:
+    """Return "different"; "unknown" if the finding may come from how the runs were made comparable."""
+    if not runs.is_same_size and found.code == "DDP822":
+        why = "the program makes its batches itself, of the same size at any number of ranks: an update of one rank has"
+        return _Judgement("unknown", f"{why} fewer samples, so that numbers cannot be compared")
+    if found.code == "DDP826" and runs.draws:
+        return _Judgement("unknown", *_describe_draws(runs, found))
+    if found.code in ("DDP824", "DDP826") and runs.single.spec.takes_turns:
+        why = "one rank that takes the ranks' batches in turn gives other numbers, for a reason that is not known"
+        return _Judgement("unknown", why, found)
+    return _Judgement("different", found.summary, found)
+
+
+def _describe_draws(runs: Runs, found: Finding) -> tuple[str, Finding]:
+    names = ", ".join(sorted(runs.draws))
+    summary = f"random numbers of {names} that the program draws in training depend on how batches are divided"
+    finding = make_finding("DDP827", summary=summary, line=found.place, evidence=found.evidence)
+    return summary, finding
+
+
+def _judge_equal(runs: Runs, place: CodeLine | None) -> _Judgement:
+    """Return "equal"; "different" if something was seen in the program as it is that the compared runs do not have."""
     differences = compare_runs(runs.single, runs.parallel)
     size = largest_of(differences)
     how = "exactly equal" if size == 0 else f"equal up to {size:.1e} of the largest element, which is rounding"
+    summary = f"{len(differences)} updates of 1 and {runs.nproc_per_node} ranks are {how}"
+    for seen in runs.parallel.findings:
+        if seen.severity == "error" or seen.code in _DIFFERENT:
+            return _Judgement("different", f"{seen.summary}; otherwise {summary}")
     note = make_finding("DDP414", line=place) if runs.single.spec.replicas > 1 else None
-    return _Judgement("equal", f"{len(differences)} updates of 1 and {runs.nproc_per_node} ranks are {how}", note)
+    return _Judgement("equal", summary, note)
 
 
 def _find_first_difference(runs: Runs) -> Finding | None:
@@ -152,13 +188,16 @@ def _find_first_difference(runs: Runs) -> Finding | None:
     return None
 
 
-def _describe_failure(run: Run) -> str | None:
+def _judge_failure(run: Run) -> _Judgement | None:
     """Return why a run cannot be compared; None if it can."""
     where = f"{run.nproc_per_node} rank{'s' * (run.nproc_per_node > 1)}"
     if run.error is not None:
-        return f"the run on {where} failed: {run.error}"
+        text = str(run.error)
+        summary = f"the run on {where} failed: {text.partition(chr(10))[0].strip()}"
+        return _Judgement("unknown", summary, has_numbers=False, details=text, seen=run.findings)
     if not run.num_updates:
-        return f"on {where} no optimizer stepped, so that there is nothing to compare"
+        summary = f"on {where} no optimizer stepped, so that there is nothing to compare"
+        return _Judgement("unknown", summary, has_numbers=False, seen=run.findings)
     return None
 
 

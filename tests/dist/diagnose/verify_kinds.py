@@ -1,0 +1,383 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs with other optimizers, loaders, wrappers and precisions, right or with one fault, for `verify`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as dist_nn
+import torch.nn.functional as functional
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler, TensorDataset
+
+import ddpilot
+from tests.dist.diagnose.verify_programs import (
+    BATCH_SIZE,
+    NUM_CLASSES,
+    NUM_FEATURES,
+    make_data,
+    make_loader,
+    make_model,
+    rank,
+    train,
+    world_size,
+)
+
+# Right
+
+
+def with_two_optimizers() -> None:
+    """A generator and a discriminator, which step in turn."""
+    with ddpilot.init_group("gloo"):
+        torch.manual_seed(0)
+        generator = DistributedDataParallel(nn.Linear(4, NUM_FEATURES))
+        critic = DistributedDataParallel(nn.Linear(NUM_FEATURES, 1), broadcast_buffers=False)
+        steps = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (generator, critic)]
+        for x, _ in make_loader():
+            made = generator(x[:, :4])
+            steps[1].zero_grad()
+            (critic(made.detach()).mean() - critic(x).mean()).backward()
+            steps[1].step()
+            steps[0].zero_grad()
+            (-critic.module(made).mean()).backward()
+            steps[0].step()
+
+
+def with_accumulation() -> None:
+    """Two batches for each update, of which the first is not reduced."""
+    _accumulate(is_reduced_last=True)
+
+
+def _accumulate(*, is_reduced_last: bool) -> None:
+    with ddpilot.init_group("gloo"):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(make_model())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            for number, (x, y) in enumerate(make_loader()):
+                is_last = number % 2 == 1
+                with nullcontext() if is_last == is_reduced_last else model.no_sync():
+                    (functional.cross_entropy(model(x), y) / 2).backward()
+                if is_last:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+
+def with_autocast() -> None:
+    """bfloat16, whose rounding is large."""
+    with ddpilot.init_group("gloo"):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(make_model())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for x, y in make_loader():
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+
+
+def with_scaler() -> None:
+    """float16 with a GradScaler, which skips a step where a gradient is infinite."""
+    with ddpilot.init_group("gloo"):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(make_model())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+        for _ in range(3):
+            for x, y in make_loader():
+                optimizer.zero_grad()
+                with torch.autocast("cpu", torch.float16):
+                    loss = functional.cross_entropy(model(x), y)
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+
+
+def with_closure() -> None:
+    """LBFGS, whose steps compute gradients several times."""
+    with ddpilot.init_group("gloo"):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(make_model())
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+        for x, y in make_loader():
+
+            def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = functional.cross_entropy(model(x), y)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+
+
+def with_sharded_state() -> None:
+    """An optimizer whose state is divided among the ranks."""
+    with ddpilot.init_group("gloo"):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(make_model())
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
+        for x, y in make_loader():
+            optimizer.zero_grad()
+            functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+
+def with_sharded_parameters() -> None:
+    """Parameters that are divided among the ranks."""
+    train(wrap=fully_shard)
+
+
+def with_workers() -> None:
+    """Batches that worker processes make."""
+    data = make_data()
+    sampler = None
+
+    def loader() -> Any:
+        nonlocal sampler
+        sampler = DistributedSampler(data, shuffle=True, seed=3)
+        return DataLoader(data, batch_size=BATCH_SIZE, sampler=sampler, num_workers=2)
+
+    train(loader=loader)
+
+
+class _Stream(IterableDataset[Any]):
+    def __init__(self, seed: int | None = None) -> None:
+        self.x, self.y = make_data().tensors
+        self.seed = seed
+
+    def __iter__(self) -> Iterator[Any]:
+        order = torch.arange(len(self.x))
+        if self.seed is not None:
+            order = order[torch.randperm(len(order), generator=torch.Generator().manual_seed(self.seed))]
+        for number in order[rank() :: world_size()]:
+            yield self.x[number], self.y[number]
+
+
+def with_divided_stream() -> None:
+    """A stream of which each rank takes every n-th sample."""
+    train(loader=lambda: DataLoader(_Stream(), batch_size=BATCH_SIZE))
+
+
+def with_batch_sampler() -> None:
+    """A BatchSampler around the sampler of the rank."""
+    data = make_data()
+    train(
+        loader=lambda: DataLoader(
+            data, batch_sampler=BatchSampler(DistributedSampler(data, seed=3), BATCH_SIZE, drop_last=False)
+        )
+    )
+
+
+class _OwnBatches(Sampler[list[int]]):
+    """Every n-th batch for each rank, without the base class of torch."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(96, generator=torch.Generator().manual_seed(2)).tolist()
+        batches = [order[begin : begin + BATCH_SIZE] for begin in range(0, 96, BATCH_SIZE)]
+        yield from batches[rank() :: world_size()]
+
+
+def with_own_batch_sampler() -> None:
+    """Batches of a fixed size from a class of the program, divided among the ranks."""
+    data = make_data()
+    train(loader=lambda: DataLoader(data, batch_sampler=_OwnBatches()))
+
+
+def with_average_of_weights() -> None:
+    """An exponential average of the parameters, with which the last loss is computed."""
+    with ddpilot.init_group("gloo"):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(make_model())
+        average = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for x, y in make_loader():
+            optimizer.zero_grad()
+            functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            average.update_parameters(model.module)
+
+
+def with_global_batch_size() -> None:
+    """The batch size is divided by the number of ranks."""
+    data = make_data()
+    train(
+        loader=lambda: DataLoader(data, batch_size=24 // world_size(), sampler=DistributedSampler(data, shuffle=False))
+    )
+
+
+def with_weighted_mean() -> None:
+    """A sum divided by the count of all ranks, times their number."""
+
+    def loss_fn(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        num = torch.tensor(float((y > 0).sum()))
+        dist.all_reduce(num)
+        each = functional.cross_entropy(output, y, reduction="none")
+        return each[y > 0].sum() * world_size() / num
+
+    train(loss_fn=loss_fn)
+
+
+def with_gathered_pairs() -> None:
+    """A loss over the pairs of all ranks, whose gradient goes through the gathering."""
+
+    def loss_fn(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
+        every = torch.cat(dist_nn.all_gather(output))
+        return (every @ every.T).square().mean()
+
+    train(loss_fn=loss_fn)
+
+
+def with_schedule() -> None:
+    """A learning rate that falls with every update, clipped gradients and two groups of parameters."""
+    with ddpilot.init_group("gloo"):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(make_model())
+        groups = [{"params": [each]} for each in model.parameters()]
+        optimizer = torch.optim.AdamW(groups, lr=0.01)
+        loader = make_loader()
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=len(loader))
+        for x, y in loader:
+            optimizer.zero_grad()
+            functional.cross_entropy(model(x), y).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            schedule.step()
+
+
+def with_other_seed_on_each_rank() -> None:
+    """Rank 0's parameters are sent by DDP, whatever the others have."""
+    train(seed=rank)
+
+
+def with_gradients_that_are_zero() -> None:
+    """Targets that the model predicts exactly: gradients are rounding alone."""
+    train(loss_fn=lambda output, y: (output - output.detach()).square().mean() + 0 * y.sum())
+
+
+# Faults
+
+
+def reduced_first() -> None:
+    """The first batch of an update is reduced, and the last one is not."""
+    _accumulate(is_reduced_last=False)
+
+
+def parts_of_stream_alike() -> None:
+    """Each rank reads the whole stream."""
+    x, y = make_data().tensors
+
+    class Whole(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(zip(x, y, strict=True))
+
+    train(loader=lambda: DataLoader(Whole(), batch_size=BATCH_SIZE))
+
+
+def stream_in_other_order() -> None:
+    """Each rank takes its part of an order of its own."""
+    train(loader=lambda: DataLoader(_Stream(seed=rank()), batch_size=BATCH_SIZE))
+
+
+def last_layer_on_own_optimizer() -> None:
+    """The optimizer of rank 1 has a different learning rate."""
+    train(lr=lambda: 0.1 + 0.1 * rank())
+
+
+def early_stop_by_rank() -> None:
+    """Gradients by hand; one layer is forgotten."""
+
+    def reduce(model: nn.Module) -> None:
+        for parameter in list(model.parameters())[:-1]:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= world_size()
+
+    train(wrap=lambda model: model, after_backward=reduce)
+
+
+def noise_in_model() -> None:
+    """The model adds noise from the generator of its process."""
+
+    class Noise(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.randn_like(x)
+
+    train(layers=lambda: (Noise(),))
+
+
+def mean_of_squares_detached() -> None:
+    """Pairs of all ranks are gathered without gradient."""
+
+    def loss_fn(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
+        every = [torch.empty_like(output) for _ in range(world_size())]
+        dist.all_gather(every, output.detach())
+        every[rank()] = output
+        whole = torch.cat(every)
+        return (whole @ whole.T).square().mean()
+
+    train(loss_fn=loss_fn)
+
+
+# Programs that cannot be compared, or not to their end
+
+
+def fails_on_two() -> None:
+    """An error on one of several ranks."""
+    train(loss_fn=_fail_if_several)
+
+
+def _fail_if_several(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    if world_size() > 1 and rank() == 1:
+        raise ValueError("rank 1 has bad data")
+    return functional.cross_entropy(output, y)
+
+
+def fails_on_one() -> None:
+    """An error on one rank alone."""
+
+    def loss_fn(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if world_size() == 1:
+            raise ValueError("needs several ranks")
+        return functional.cross_entropy(output, y)
+
+    train(loss_fn=loss_fn)
+
+
+def hangs() -> None:
+    """Rank 1 never comes to the second update."""
+    calls = []
+
+    def wait(model: nn.Module) -> None:  # noqa: ARG001
+        calls.append(1)
+        if rank() == 1 and len(calls) == 2:
+            time.sleep(3600)
+
+    train(after_backward=wait)
+
+
+def ends_early() -> None:
+    """Two updates."""
+    x, y = make_data().tensors
+    train(loader=lambda: make_loader(TensorDataset(x[:16], y[:16])))
+
+
+def stops_by_rank() -> None:
+    """Gradients by hand, so that a rank can make more updates than another."""
+    with ddpilot.init_group("gloo"):
+        torch.manual_seed(0)
+        model = nn.Linear(NUM_FEATURES, NUM_CLASSES)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        x, y = make_data().tensors
+        for _ in range(2 + rank()):
+            optimizer.zero_grad()
+            functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
