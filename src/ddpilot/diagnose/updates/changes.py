@@ -10,11 +10,12 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as functional
-from torch.utils.data import BatchSampler, DistributedSampler
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
 from torch.utils.data import dataloader as torch_loader
 
 from ddpilot.data.nested import get_parts, replace_parts
@@ -40,6 +41,8 @@ def apply_changes(spec: RecordSpec) -> None:
         _weigh_losses()
     if not spec.scales_losses:
         _scale_nothing()
+    if spec.orders_alike:
+        _order_alike()
     if spec.draws_alike:
         draw_alike()
     if spec.is_float64:
@@ -100,6 +103,20 @@ def _use_running_statistics() -> None:
         return batch_norm
 
     _replace(functional, "batch_norm", without_training)
+
+
+def _order_alike() -> None:
+    num_orders: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+
+    def seeded(original: Any) -> Any:
+        def iterate(sampler: Any) -> Any:
+            number = num_orders[sampler] = num_orders.get(sampler, 0) + 1
+            sampler.generator = torch.Generator().manual_seed(number)
+            return original(sampler)
+
+        return iterate
+
+    _replace(RandomSampler, "__iter__", seeded)
 
 
 def _scale_nothing() -> None:

@@ -31,6 +31,7 @@ from ddpilot.diagnose.updates.record import (
     RecordSpec,
     Update,
     arrays_path,
+    fault_path,
     parameters_path,
     program_path,
     updates_path,
@@ -40,6 +41,8 @@ from ddpilot.guard.probes.parameters.parameter_names import find_parameter_names
 from ddpilot.guard.probes.tensors import fingerprint_rows, num_rows_of
 
 _MAX_ELEMENTS = 4096
+_READS_AHEAD = os.path.join("accelerate", "data_loader.py")
+"""File of loaders that read one batch ahead of the training."""
 _MAX_STEPS_PER_UPDATE = 10
 """Steps of one optimizer for each update of a slower one, after which recording ends without it."""
 
@@ -69,6 +72,7 @@ class UpdateProbe:
         self._loaders: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._samplers: list[str] = []
         self._requested: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
+        self._waiting: WeakKeyDictionary[Any, Batch] = WeakKeyDictionary()
         self._ddp_models: WeakSet[Any] = WeakSet()
         self._sums: dict[int, list[torch.Tensor]] = {}
         self._num_turns: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
@@ -90,9 +94,10 @@ class UpdateProbe:
             notes.around(DistributedDataParallel, "__init__", returned=self._wrapped),
             notes.around(torch.amp.GradScaler, "scale", before=self._before_scale),
             notes.around(kind, "_next_index", returned=self._index_requested),
-            notes.around(kind, "__next__", returned=self._batch_returned),
+            notes.around(kind, "__next__", returned=self._batch_returned, raised=self._loader_ended),
             *self._modules.install(notes),
             notes.safely(self._write_program),
+            self._write_fault,
         ]
 
     def _wrapped(self, _: None, __: None, ddp: Any, *_args: Any, **_kwargs: Any) -> None:
@@ -132,7 +137,20 @@ class UpdateProbe:
         num = num_rows_of(data) or 0
         rows = fingerprint_rows(data, num, list(range(num)))
         checksums = tuple(rows[row] for row in sorted(rows))
-        self._batches.append(Batch(loader=number, indices=indices, checksums=checksums))
+        batch = Batch(loader=number, indices=indices, checksums=checksums)
+        if _is_ahead():
+            self._use_waiting(iterator)
+            self._waiting[iterator] = batch
+        else:
+            self._batches.append(batch)
+
+    def _loader_ended(self, _: None, iterator: Any) -> None:
+        self._use_waiting(iterator)
+
+    def _use_waiting(self, iterator: Any) -> None:
+        """Count the batch that a library has kept back while it read the next one."""
+        if (batch := self._waiting.pop(iterator, None)) is not None:
+            self._batches.append(batch)
 
     # Steps
 
@@ -232,6 +250,10 @@ class UpdateProbe:
         self._num_recorded += 1
         self._write_program()
 
+    def _write_fault(self) -> None:
+        if self._notes.is_off:
+            fault_path(self._folder, self._rank).touch()
+
     def _write_program(self) -> None:
         world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
         program = ProgramFacts(
@@ -286,6 +308,18 @@ def _perturb(optimizer: Optimizer, seed: int) -> None:
             noise = torch.randn(gradient.shape, generator=generator, dtype=torch.float32).to(gradient)
             size = gradient.norm() / max(1, gradient.numel()) ** 0.5
             gradient.add_(noise * size * torch.finfo(gradient.dtype).eps)
+
+
+def _is_ahead() -> bool:
+    """True if a library reads the batch, which passes on the one before it."""
+    frame = sys._getframe(2)
+    for _ in range(4):
+        if frame.f_code.co_name == "__iter__" and frame.f_code.co_filename.endswith(_READS_AHEAD):
+            return True
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return False
 
 
 def _read_generators() -> dict[str, int]:

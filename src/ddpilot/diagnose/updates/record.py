@@ -34,6 +34,8 @@ class RecordSpec:
     """False: dropout keeps everything."""
     scales_losses: bool = True
     """False: a GradScaler neither scales losses nor skips steps."""
+    orders_alike: bool = False
+    """RandomSamplers draw their order from a seed of their own."""
     draws_alike: bool = False
     """What the program draws in training from torch's generators is the same for each row, and at each call."""
     has_batch_statistics: bool = True
@@ -169,6 +171,11 @@ class RankRecord:
             values[name] = tuple(values.get(name, ()))
         return ProgramFacts(**values)
 
+    @property
+    def has_fault(self) -> bool:
+        """True if recording ended with an error, which is in the rank's output."""
+        return fault_path(self.folder, self.rank).exists()
+
     def arrays(self, update: int) -> Mapping[str, numpy.ndarray[Any, Any]]:
         """Return the numbers of a step by key: `<parameter>/gradient`, `/before` and `/after`, as `thin` has left them.
 
@@ -191,6 +198,11 @@ def parameters_path(folder: Path, rank: int) -> Path:
 def program_path(folder: Path, rank: int) -> Path:
     """Return the path of the file with the `ProgramFacts` of `rank`."""
     return folder / f"rank{rank}.program.json"
+
+
+def fault_path(folder: Path, rank: int) -> Path:
+    """Return the path of the file that exists if recording has failed in `rank`."""
+    return folder / f"rank{rank}.fault"
 
 
 def arrays_path(folder: Path, rank: int, update: int) -> Path:

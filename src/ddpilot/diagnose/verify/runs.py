@@ -59,6 +59,13 @@ class Runs:
         factor = self._missing_factor()
         if factor is not None:
             self._run_single(factor)
+        if self._has_other_order():
+            self.notes.append(
+                "RandomSamplers had an order of their own in the compared runs: with Accelerate, it depends on the "
+                "number of ranks unless `use_seedable_sampler` is set"
+            )
+            self._change_all("with an order of its own", orders_alike=True)
+            self._run_single(self.single.spec.replicas)
         if self._can_take_turns():
             self._take_turns()
         if self.single.spec.replicas > 1 and not self.single.spec.takes_turns:
@@ -85,6 +92,13 @@ class Runs:
     def _change_all(self, how: str, **changes: Any) -> None:
         self.spec = replace(self.spec, **changes)
         self.parallel = replace(self._run(self.nproc_per_node, self.spec, how), findings=self.parallel.findings)
+
+    def _has_other_order(self) -> bool:
+        """True if Accelerate has divided an order of samples that one rank does not have."""
+        if not (self.single.num_updates and self.parallel.num_updates):
+            return False
+        is_divided = "BatchSamplerShard" in self.parallel.ranks[0].program.samplers
+        return is_divided and all_samples(self.single, 0) != all_samples(self.parallel, 0)
 
     def _can_take_turns(self) -> bool:
         """True if all ranks have as many batches of one rank's size as there are ranks, and no factor makes up for it."""

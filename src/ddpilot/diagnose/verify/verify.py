@@ -195,6 +195,8 @@ def _judge_failure(run: Run) -> _Judgement | None:
         text = str(run.error)
         summary = f"the run on {where} failed: {text.partition(chr(10))[0].strip()}"
         return _Judgement("unknown", summary, has_numbers=False, details=text, seen=run.findings)
+    if any(record.has_fault for record in run.ranks):
+        return _Judgement("unknown", f"the updates on {where} could not be recorded", has_numbers=False)
     if not run.num_updates:
         summary = f"on {where} no optimizer stepped, so that there is nothing to compare"
         return _Judgement("unknown", summary, has_numbers=False, seen=run.findings)
