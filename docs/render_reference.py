@@ -86,13 +86,13 @@ TASKS = (
     ),
     Task(
         "Diagnose",
-        "[Doctor](doctor.md), [watch](watch.md), [guard](guard.md), [findings](findings.md), "
+        "[Doctor](doctor.md), [verify](verify.md), [watch](watch.md), [guard](guard.md), [findings](findings.md), "
         "[the flight ring](flight-ring.md)",
-        ("doctor", "Diagnosis", "watch.enable", "Finding", "read_ring", "RankLog", "read_journal", "Journal"),
+        ("doctor", "Diagnosis", "verify", "Verification", "watch.enable", "Finding", "read_ring", "RankLog", "read_journal", "Journal"),
     ),
     Task("Integrate a library", "[Apps](apps.md), [Lightning](lightning.md)", ("App", "AppContext")),
 )
-RETURNED = ("Diagnosis", "Group", "RankResults", "Run")
+RETURNED = ("Diagnosis", "Group", "RankResults", "Run", "Verification")
 """Classes whose objects ddpilot creates: their arguments are not shown."""
 
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from ddpilot.data.options import LoaderOptions
     from ddpilot.diagnose.diagnosis import Diagnosis
     from ddpilot.diagnose.doctor import doctor
+    from ddpilot.diagnose.verify.result import Verification
+    from ddpilot.diagnose.verify.verify import verify
     from ddpilot.environments.detect import topology
     from ddpilot.environments.topology import Topology
     from ddpilot.errors import (
@@ -124,6 +126,7 @@ _HOMES = {
     "Topology": "ddpilot.environments.topology",
     "TopologyError": "ddpilot.errors",
     "Trainer": "ddpilot.trainer.trainer",
+    "Verification": "ddpilot.diagnose.verify.result",
     "WatchError": "ddpilot.errors",
     "count_parameters": "ddpilot.training.models.parameters",
     "doctor": "ddpilot.diagnose.doctor",
@@ -147,6 +150,7 @@ _HOMES = {
     "topology": "ddpilot.environments.detect",
     "unfreeze": "ddpilot.training.models.parameters",
     "unwrap": "ddpilot.training.models.ddp",
+    "verify": "ddpilot.diagnose.verify.verify",
 }
 
 _HOOKS = {
@@ -204,6 +208,7 @@ __all__ = [
     "Topology",
     "TopologyError",
     "Trainer",
+    "Verification",
     "WatchError",
     "__version__",
     "count_parameters",
@@ -228,6 +233,7 @@ __all__ = [
     "topology",
     "unfreeze",
     "unwrap",
+    "verify",
 ]
 
 

@@ -136,6 +136,15 @@ def check_doctor() -> None:
     assert_type(found.findings, tuple[ddpilot.Finding, ...])
 
 
+def check_verify() -> None:
+    """A verification has a verdict, findings and an exit status; a program is a function or a path."""
+    found = ddpilot.verify("train.py:train", nproc_per_node=2, num_updates=3)
+    assert_type(found, ddpilot.Verification)
+    assert_type(found.is_equal, bool)
+    assert_type(found.exit_status, int)
+    assert_type(ddpilot.verify(check_app), ddpilot.Verification)
+
+
 def check_app() -> None:
     """An app is a value; its functions get the state of a rank."""
 

@@ -12,9 +12,11 @@ from typing import Any
 
 from ddpilot.diagnose.diagnosis import Diagnosis
 from ddpilot.diagnose.doctor import doctor
+from ddpilot.diagnose.verify.result import Verification
+from ddpilot.diagnose.verify.verify import verify
 from ddpilot.findings.text import render_ranks
 from ddpilot.magics.grammar import to_arguments
-from ddpilot.magics.push_pull import call_on_ranks, pull_values, push_values
+from ddpilot.magics.push_pull import call_on_ranks, find_function, pull_values, push_values
 from ddpilot.magics.shell_session import ShellSession, briefly
 from ddpilot.output.shared_displays import Publisher
 from ddpilot.session.session import Session
@@ -130,6 +132,13 @@ def _doctor(_shell_session: ShellSession, given: Arguments) -> Diagnosis:
     return doctor(**{name: given[name] for name in options if given.get(name) is not None})
 
 
+def _verify(shell_session: ShellSession, given: Arguments) -> Verification:
+    """Return the verification, which the notebook shows as the value of the line."""
+    options = ("nproc_per_node", "num_updates", "timeout_s")
+    kept = {name: given[name] for name in options if given.get(name) is not None}
+    return verify(find_function(shell_session, given), show=shell_session.report, **kept)
+
+
 def _start(shell_session: ShellSession, given: Arguments) -> None:
     """Start the ranks. Returns nothing: the notebook would show a session under the line."""
     shell_session.start(to_arguments(given))
@@ -146,6 +155,7 @@ COMMANDS: dict[str, Callable[[ShellSession, Arguments], Any]] = {
     "auto": _auto,
     "stacks": _stacks,
     "doctor": _doctor,
+    "verify": _verify,
     "interrupt": _interrupt,
 }
 """By verb: the function that runs it, with the arguments that `VERBS` describes."""

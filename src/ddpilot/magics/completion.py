@@ -88,7 +88,7 @@ def _complete_line(shell_session: ShellSession, words: str) -> dict[str, Any]:
         return _words(rest, map(str, range(session.world_size)))
     if name == "auto":
         return _words(rest, ("on", "off"))
-    if name in ("push", "run"):
+    if name in ("push", "run", "verify"):
         return _notebook_names(shell_session, prefix)
     return {"completions": []}
 

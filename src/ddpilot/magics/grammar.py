@@ -221,6 +221,19 @@ def _add_doctor(parser: MagicParser) -> None:
     parser.add_argument("--no-live", dest="live", action="store_false", help="do not start ranks")
 
 
+def _add_verify(parser: MagicParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="a function without arguments: of the notebook, or of the ranks")
+    parser.add_argument(
+        "-n", "--nproc-per-node", metavar="N", type=parse_rank, help="ranks to compare with one; default: one per GPU"
+    )
+    parser.add_argument(
+        "--updates", dest="num_updates", metavar="K", type=parse_rank, help="optimizer steps to compare; default: 5"
+    )
+    parser.add_argument(
+        "--timeout-s", metavar="S", type=parse_int, help="seconds after which a run is ended; default: 600"
+    )
+
+
 def _add_run(parser: MagicParser) -> None:
     parser.add_argument("call", metavar="CALL", nargs="+", help="a call, such as train(model, epochs=3)")
 
@@ -248,6 +261,9 @@ VERBS: dict[str, Verb] = {
         Verb("auto", "run plain cells on the ranks (on) or in the notebook (off)", _add_auto),
         Verb("stacks", "show the Python stack of each rank", _add_some_ranks),
         Verb("doctor", "check this machine before a job runs, with ranks of its own", _add_doctor),
+        Verb(
+            "verify", "compare what a function computes on one rank and on several, with ranks of its own", _add_verify
+        ),
         Verb("interrupt", "interrupt the cell that a different thread runs on the ranks"),
     )
 }

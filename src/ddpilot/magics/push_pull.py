@@ -190,6 +190,25 @@ def _evaluate(call: ast.Call, names: dict[str, Any]) -> tuple[Any, list[Any], di
     return evaluate(call.func), args, kwargs
 
 
+def find_function(shell_session: ShellSession, given: Mapping[str, Any]) -> Any:
+    """Return the function ``given["name"]`` of the notebook, else of rank 0. Raises MagicUsageError if neither has it."""
+    name, here = given["name"], given[SCOPE]
+    session = shell_session.session
+    if name in here:
+        found = here[name]
+    elif session is not None and is_on_a_rank(name, session):
+        with briefly():
+            found = session.pull([name], rank=0)[0]
+    else:
+        fix = did_you_mean(name, user_names(here)) or "Define it in a cell, as a function without arguments"
+        where = "neither the notebook nor the ranks have" if session is not None else "the notebook does not have"
+        raise MagicUsageError(f"verifying `{name}`", found=f"{where} a function of that name", fix=fix)
+    if not callable(found):
+        fix = "Give the name of a function without arguments, which trains"
+        raise MagicUsageError(f"verifying `{name}`", found=f"`{name}` is {type(found).__name__}", fix=fix)
+    return found
+
+
 def _parse_call(text: str) -> ast.Call:
     try:
         parsed = ast.parse(text, mode="eval").body

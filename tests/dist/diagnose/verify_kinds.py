@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as dist_nn
@@ -230,7 +231,7 @@ def with_weighted_mean() -> None:
 def with_gathered_pairs() -> None:
     """A loss over the pairs of all ranks, whose gradient goes through the gathering."""
 
-    def loss_fn(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
+    def loss_fn(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         every = torch.cat(dist_nn.all_gather(output))
         return (every @ every.T).square().mean()
 
@@ -264,6 +265,26 @@ def with_gradients_that_are_zero() -> None:
     train(loss_fn=lambda output, y: (output - output.detach()).square().mean() + 0 * y.sum())
 
 
+class _Noise(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.randn_like(x)
+
+
+def with_noise() -> None:
+    """The model adds noise from the generator of its process, and the loss too; each rank has its own seed."""
+
+    def seeded(model: nn.Module) -> nn.Module:
+        wrapped = DistributedDataParallel(model)
+        torch.manual_seed(100 + rank())
+        return wrapped
+
+    def loss_fn(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        weight = torch.rand(len(y)) + torch.bernoulli(torch.full((len(y),), 0.5))
+        return (functional.cross_entropy(output, y, reduction="none") * weight).mean()
+
+    train(layers=lambda: (_Noise(),), wrap=seeded, loss_fn=loss_fn)
+
+
 # Faults
 
 
@@ -288,12 +309,12 @@ def stream_in_other_order() -> None:
     train(loader=lambda: DataLoader(_Stream(seed=rank()), batch_size=BATCH_SIZE))
 
 
-def last_layer_on_own_optimizer() -> None:
+def own_learning_rate() -> None:
     """The optimizer of rank 1 has a different learning rate."""
     train(lr=lambda: 0.1 + 0.1 * rank())
 
 
-def early_stop_by_rank() -> None:
+def forgotten_layer() -> None:
     """Gradients by hand; one layer is forgotten."""
 
     def reduce(model: nn.Module) -> None:
@@ -304,20 +325,15 @@ def early_stop_by_rank() -> None:
     train(wrap=lambda model: model, after_backward=reduce)
 
 
-def noise_in_model() -> None:
-    """The model adds noise from the generator of its process."""
-
-    class Noise(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + torch.randn_like(x)
-
-    train(layers=lambda: (Noise(),))
+def same_noise_in_model() -> None:
+    """The model adds noise, which is the same on all ranks."""
+    train(layers=lambda: (_Noise(),))
 
 
-def mean_of_squares_detached() -> None:
+def gathered_without_gradient() -> None:
     """Pairs of all ranks are gathered without gradient."""
 
-    def loss_fn(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
+    def loss_fn(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         every = [torch.empty_like(output) for _ in range(world_size())]
         dist.all_gather(every, output.detach())
         every[rank()] = output
@@ -325,6 +341,20 @@ def mean_of_squares_detached() -> None:
         return (whole @ whole.T).square().mean()
 
     train(loss_fn=loss_fn)
+
+
+def draws_from_numpy() -> None:
+    """Noise from numpy in the loss, for each row."""
+
+    def loss_fn(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        weight = torch.from_numpy(numpy.random.rand(len(y))).to(output.dtype)
+        return (functional.cross_entropy(output, y, reduction="none") * weight).mean()
+
+    def seed() -> int:
+        numpy.random.seed(rank())
+        return 0
+
+    train(seed=seed, loss_fn=loss_fn)
 
 
 # Programs that cannot be compared, or not to their end
@@ -352,11 +382,11 @@ def fails_on_one() -> None:
     train(loss_fn=loss_fn)
 
 
-def hangs() -> None:
+def waits_for_ever() -> None:
     """Rank 1 never comes to the second update."""
     calls = []
 
-    def wait(model: nn.Module) -> None:  # noqa: ARG001
+    def wait(model: nn.Module) -> None:
         calls.append(1)
         if rank() == 1 and len(calls) == 2:
             time.sleep(3600)

@@ -154,20 +154,37 @@ class UpdateProbe:
 
     # Steps
 
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Record parameters and gradients; where a closure computes the gradients, return arguments that do so in it."""
         self._num_open += 1
         if self._num_open > 1:  # inside the step of an optimizer that wraps this one
-            return
-        if self._spec.takes_turns and not self._collect(optimizer):
-            return
+            return None
         self._site = self._notes.site()
         if optimizer not in self._optimizers:
             self._add_optimizer(optimizer)
         number = self._optimizers[optimizer]
         for place, parameter in enumerate(_parameters_of(optimizer)):
             self._arrays[f"{number}/{place}/before"] = thin(parameter)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            self._use_gradients(optimizer)
+            return None
+
+        def recorded(*arguments: Any, **more: Any) -> Any:
+            loss = closure(*arguments, **more)
+            self._notes.safely(self._use_gradients)(optimizer)
+            return loss
+
+        return args[:1], {**kwargs, "closure": recorded}
+
+    def _use_gradients(self, optimizer: Optimizer) -> None:
+        if not self._arrays or (self._spec.takes_turns and not self._collect(optimizer)):
+            self._arrays = {}
+            return
+        number = self._optimizers[optimizer]
+        for place, parameter in enumerate(_parameters_of(optimizer)):
             if parameter.grad is not None:
-                self._arrays[f"{number}/{place}/gradient"] = thin(parameter.grad)
+                self._arrays.setdefault(f"{number}/{place}/gradient", thin(parameter.grad))
         if self._spec.perturbs:
             _perturb(optimizer, number * 1_000_003 + self._num_steps[number])
 
@@ -231,12 +248,14 @@ class UpdateProbe:
         number = self._optimizers[optimizer] = len(self._num_steps)
         self._num_steps.append(0)
         names = find_parameter_names(optimizer, self._notes.user_frame())
-        reduced = {id(each) for ddp in self._ddp_models for each in ddp.module.parameters()}
+        reduced = {id(each): name for ddp in self._ddp_models for name, each in ddp.module.named_parameters()}
         with open(parameters_path(self._folder, self._rank), "a", encoding="utf-8") as file:
             for place, parameter in enumerate(_parameters_of(optimizer)):
                 described = Parameter(
                     key=f"{number}/{place}",
-                    name=_without_wrapper(names.get(id(parameter), f"parameter {place}")),
+                    name=_without_wrapper(
+                        names.get(id(parameter)) or reduced.get(id(parameter)) or f"parameter {place}"
+                    ),
                     shape=tuple(parameter.shape),
                     device=str(parameter.device),
                     in_ddp=id(parameter) in reduced,

@@ -25,6 +25,8 @@ from ddpilot.findings.text import render_ranks
 from ddpilot.user_files import CodeLine
 
 _MAX_NAMED = 5
+_ROUNDED = 1e-4
+"""Norm of a gradient, relative to the largest norm, below which it may be rounding alone."""
 _BETWEEN_RANKS = 1e-5
 """Relative difference between ranks that have exchanged gradients: they are equal, or rounded in another order."""
 
@@ -86,9 +88,19 @@ def _find_content_fault(runs: Runs, update: int) -> Finding | None:
         "DDP822",
         summary=f"{len(changed)} of {len(one)} samples have other content on {runs.nproc_per_node} ranks than on one",
         line=line_of(runs.parallel.ranks[0].updates[update]),
-        evidence=(f"such as sample {changed[0][1]} of loader {changed[0][0]}, drawn or augmented at random",),
+        evidence=(
+            f"such as sample {changed[0][1]} of loader {changed[0][0]}, drawn or augmented at random",
+            *_describe_states(runs, update),
+        ),
         fix="Seed what is drawn for a sample by epoch and index, as `loop.batches` does; or turn it off to compare",
     )
+
+
+def _describe_states(runs: Runs, update: int) -> tuple[str, ...]:
+    """Return a line with the generators whose states depend on the number of ranks."""
+    one, all_ = (run.ranks[0].updates[update].generators for run in (runs.single, runs.parallel))
+    names = ", ".join(name for name in one if one[name] != all_.get(name))
+    return (f"after this update the generators of {names} have other states than on one rank",) if names else ()
 
 
 def _count_lines(runs: Runs, update: int) -> tuple[str, ...]:
@@ -188,8 +200,10 @@ def _find_step_fault(runs: Runs, update: int, place: CodeLine | None, evidence: 
 def _common_factor(runs: Runs, update: int, gradients: Sequence[Difference]) -> float | None:
     """Return the factor between the gradients of both runs, if it is the same for all parameters."""
     first = runs.single.ranks[0].arrays(update)
-    num = sum(name.endswith("/gradient") and abs(array[-1]) > 0 for name, array in first.items())
-    factors = [each.scale for each in gradients if each.is_scaled]
+    sizes = {key.rpartition("/")[0]: array[-1] for key, array in first.items() if key.endswith("/gradient")}
+    large = {key for key, size in sizes.items() if size > _ROUNDED * max(sizes.values())}
+    num = len(large)
+    factors = [each.scale for each in gradients if each.is_scaled and each.key in large]
     if not factors or len(factors) < 0.9 * num:
         return None
     middle = statistics.median(factors)

@@ -165,6 +165,12 @@ def are_same_inputs(run: Run, update: int) -> bool:
     return all(one == other for one, other in pairwise(each))
 
 
+def same_states(run: Run, update: int) -> tuple[str, ...]:
+    """Return the names of the random number generators whose state is the same on all ranks after `update`."""
+    first, *others = (record.updates[update].generators for record in run.ranks if len(record.updates) > update)
+    return tuple(name for name in first if all(each.get(name) == first[name] for each in others))
+
+
 def content_by_sample(run: Run, num_updates: int) -> dict[Any, int]:
     """Return the checksum of each sample whose index is known, as the first rank that had it saw it."""
     found: dict[Any, int] = {}

@@ -32,6 +32,8 @@ class UpdateRow:
     """Largest difference of a gradient, relative to the gradient."""
     parameter: float
     """Largest difference of a parameter after the step, relative to the parameter."""
+    same_states: tuple[str, ...] = ()
+    """Random number generators that have the same state on all ranks of the other run after the step."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

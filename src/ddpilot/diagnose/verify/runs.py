@@ -80,7 +80,9 @@ class Runs:
             self.notes.append("dropout was off in the compared runs: its masks depend on how batches are divided")
             self._change_all("without dropout", has_dropout=False)
         if any(each.has_scaler for each in programs):
-            self.notes.append("GradScaler was off in the compared runs: batches of other sizes overflow at other scales")
+            self.notes.append(
+                "GradScaler was off in the compared runs: batches of other sizes overflow at other scales"
+            )
             self._change_all("without GradScaler", scales_losses=False)
         self.draws = {name for record in self.parallel.ranks for name in record.program.draws}
         if self.draws - {"numpy", "random"} and not self.parallel.error:

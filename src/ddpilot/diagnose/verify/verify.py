@@ -15,7 +15,7 @@ from ddpilot.diagnose.verify.causes import (
     find_start_fault,
     line_of,
 )
-from ddpilot.diagnose.verify.differences import compare_runs, count_samples, largest
+from ddpilot.diagnose.verify.differences import compare_runs, count_samples, largest, same_states
 from ddpilot.diagnose.verify.result import UpdateRow, Verdict, Verification
 from ddpilot.diagnose.verify.results import find_result_fault
 from ddpilot.diagnose.verify.runs import EXACT, Runs, largest_of
@@ -173,8 +173,22 @@ def _judge_equal(runs: Runs, place: CodeLine | None) -> _Judgement:
     for seen in runs.parallel.findings:
         if seen.severity == "error" or seen.code in _DIFFERENT:
             return _Judgement("different", f"{seen.summary}; otherwise {summary}")
+    runs.notes += _describe_losses(runs)
     note = make_finding("DDP414", line=place) if runs.single.spec.replicas > 1 else None
     return _Judgement("equal", summary, note)
+
+
+def _describe_losses(runs: Runs) -> list[str]:
+    """Return a line if losses differ although gradients agree: a term without gradient, or a factor of its own."""
+    for row in _make_rows(runs):
+        one, all_ = row.losses
+        if one is None or all_ is None or abs(one - all_) <= 1e-3 * max(abs(one), abs(all_)):
+            continue
+        return [
+            f"gradients agree, but the loss of update {row.update} is {one:.6g} on 1 rank, and {all_:.6g} is the mean "
+            f"of the losses of {runs.nproc_per_node} ranks"
+        ]
+    return []
 
 
 def _find_first_difference(runs: Runs) -> Finding | None:
@@ -220,6 +234,7 @@ def _make_rows(runs: Runs) -> list[UpdateRow]:
                 losses=(sum(one[0].losses) if one[0].losses else None, sum(losses) / len(losses) if losses else None),
                 gradient=largest(found, "gradient"),
                 parameter=largest(found, "after"),
+                same_states=same_states(runs.parallel, update),
             )
         )
     return rows
