@@ -162,12 +162,21 @@ def gpu_check(
     raise typer.Exit(int(any(each.outcome.status == "failed" for each in results)))
 
 
-@app.command()
+@app.command(context_settings={"allow_extra_args": True})
 def doctor(
+    context: typer.Context,
+    program: Annotated[
+        str | None,
+        typer.Argument(
+            help="Check this script, or script.py:function, step by step; without one, the machine.",
+            metavar="[PROGRAM]",
+        ),
+    ] = None,
     nproc_per_node: Annotated[
         int | None,
         typer.Option("-n", "--nproc-per-node", help="Ranks on this machine; by default one per accelerator, else 2."),
     ] = None,
+    updates: Annotated[int, typer.Option("--updates", min=1, help="With PROGRAM, optimizer steps of each run.")] = 5,
     workers: Annotated[int | None, typer.Option("--workers", min=0, help="DataLoader workers of each rank.")] = None,
     checkpoint_dir: Annotated[
         str, typer.Option("--checkpoint-dir", metavar="PATH", help="Folder in which checkpoints will be kept.")
@@ -183,22 +192,27 @@ def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print the lines as JSON.")] = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print every line in full.")] = False,
 ) -> None:
-    """Check this machine before a job runs: what was found and what to do. Exit status 1 if there is an error."""
+    """Check this machine, or a program, before a job runs: what was found and what to do. Words after -- are the
+    program's own.
+
+    The exit status is 1 if something is wrong.
+    """
     from pathlib import Path
 
-    from ddpilot.cli.doctor_command import run_doctor
+    from ddpilot.cli.doctor_command import run_doctor, run_program_doctor
 
-    status = run_doctor(
-        nproc_per_node=nproc_per_node,
-        num_workers=workers,
-        checkpoint_dir=Path(checkpoint_dir),
-        live=live,
-        nodes=nodes,
-        timeout_s=timeout_s,
-        as_json=json,
-        verbose=verbose,
-    )
-    raise typer.Exit(status)
+    options: dict[str, Any] = {
+        "nproc_per_node": nproc_per_node,
+        "num_workers": workers,
+        "checkpoint_dir": Path(checkpoint_dir),
+        "live": live,
+        "nodes": nodes,
+        "as_json": json,
+        "verbose": verbose,
+    }
+    if program is not None:
+        raise typer.Exit(run_program_doctor(program, context.args, num_updates=updates, **options))
+    raise typer.Exit(run_doctor(timeout_s=timeout_s, **options))
 
 
 @app.command(context_settings={"allow_extra_args": True})

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ddpilot doctor``: check this machine, or all nodes of a job, before a job runs."""
+"""``ddpilot doctor``: check this machine, all nodes of a job, or a program, before a job runs."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ddpilot.diagnose.doctor import doctor
+from ddpilot.errors import LaunchError
 
 
 def run_doctor(*, checkpoint_dir: Path, as_json: bool, verbose: bool, **options: Any) -> int:
@@ -19,8 +21,32 @@ def run_doctor(*, checkpoint_dir: Path, as_json: bool, verbose: bool, **options:
     found = doctor(checkpoint_dir=checkpoint_dir, **options)
     if not found.is_shown:
         return 0
+    _print(found, as_json=as_json, verbose=verbose)
+    return found.exit_status
+
+
+def run_program_doctor(
+    program: str, args: Sequence[str], *, live: bool, nodes: bool, as_json: bool, verbose: bool, **options: Any
+) -> int:
+    """Print what `check_program` finds about `program`. Returns the exit status: 0 if nothing is wrong.
+
+    While runs are made, a line for each is printed to stderr. Raises LaunchError for options of the machine's doctor.
+    """
+    from ddpilot.diagnose.ladder.ladder import check_program
+
+    if nodes or not live:
+        raise LaunchError(
+            f"checking `{program}`",
+            found="`--nodes`" if nodes else "`--no-live`",
+            fix="Leave it out: a program is checked on ranks of this machine",
+        )
+    found = check_program(program, *args, show=lambda line: print(line, file=sys.stderr, flush=True), **options)
+    _print(found, as_json=as_json, verbose=verbose)
+    return found.exit_status
+
+
+def _print(found: Any, *, as_json: bool, verbose: bool) -> None:
     if as_json:
         print(json.dumps(found.to_dict(), indent=1, ensure_ascii=False), flush=True)
     else:
         print(found.render(verbose=verbose, color=sys.stdout.isatty()), flush=True)
-    return found.exit_status

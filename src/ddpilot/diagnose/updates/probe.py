@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import statistics
 import sys
 import time
 import zlib
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import DistributedSampler
 from torch.utils.data import dataloader as torch_loader
 
 from ddpilot.diagnose.updates.modules import ModuleObserver
@@ -29,6 +31,7 @@ from ddpilot.diagnose.updates.record import (
     Parameter,
     ProgramFacts,
     RecordSpec,
+    Saved,
     Update,
     arrays_path,
     fault_path,
@@ -43,6 +46,14 @@ from ddpilot.guard.probes.tensors import fingerprint_rows, num_rows_of
 _MAX_ELEMENTS = 4096
 _READS_AHEAD = os.path.join("accelerate", "data_loader.py")
 """File of loaders that read one batch ahead of the training."""
+_MAX_SAVED = 100
+_TIMES = (
+    "forward_compute_time",
+    "backward_compute_time",
+    "backward_comm_time",
+    "backward_compute_comm_overlap_time",
+)
+"""Of DDP's logging data."""
 _MAX_STEPS_PER_UPDATE = 10
 """Steps of one optimizer for each update of a slower one, after which recording ends without it."""
 
@@ -80,9 +91,14 @@ class UpdateProbe:
         self._generators: Mapping[str, int] = {}
         self._draws: dict[str, None] = {}
         self._since_s = 0.0
+        self._began_s = self._recording_s = 0.0
+        self._times: list[dict[str, float]] = []
+        self._num_epochs_set = 0
+        self._saved: list[Saved] = []
+        self._was_ended = False
         self._site: Mapping[str, Any] = {}
         self._arrays: dict[str, numpy.ndarray[Any, Any]] = {}
-        self._modules = ModuleObserver()
+        self._modules = ModuleObserver(self._write_program)
 
     def install(self, notes: Notes) -> list[Callable[[], None]]:
         self._notes = notes
@@ -95,6 +111,8 @@ class UpdateProbe:
             notes.around(torch.amp.GradScaler, "scale", before=self._before_scale),
             notes.around(kind, "_next_index", returned=self._index_requested),
             notes.around(kind, "__next__", returned=self._batch_returned, raised=self._loader_ended),
+            notes.around(DistributedSampler, "set_epoch", before=self._epoch_set),
+            notes.around(torch, "save", returned=self._file_saved, aliases=(torch.serialization,)),
             *self._modules.install(notes),
             notes.safely(self._write_program),
             self._write_fault,
@@ -152,6 +170,15 @@ class UpdateProbe:
         if (batch := self._waiting.pop(iterator, None)) is not None:
             self._batches.append(batch)
 
+    def _epoch_set(self, *_: Any, **__: Any) -> None:
+        self._num_epochs_set += 1
+
+    def _file_saved(self, _: None, __: None, content: Any, *args: Any, **kwargs: Any) -> None:
+        target = args[0] if args else kwargs.get("f")
+        if isinstance(target, str | os.PathLike) and len(self._saved) < _MAX_SAVED:
+            path = os.path.realpath(os.fsdecode(target))
+            self._saved.append(Saved(path=path, site=self._notes.site(), has_prefix=_has_prefix(content)))
+
     # Steps
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -159,6 +186,7 @@ class UpdateProbe:
         self._num_open += 1
         if self._num_open > 1:  # inside the step of an optimizer that wraps this one
             return None
+        self._began_s = time.perf_counter()
         self._site = self._notes.site()
         if optimizer not in self._optimizers:
             self._add_optimizer(optimizer)
@@ -187,15 +215,16 @@ class UpdateProbe:
                 self._arrays.setdefault(f"{number}/{place}/gradient", thin(parameter.grad))
         if self._spec.perturbs:
             _perturb(optimizer, number * 1_000_003 + self._num_steps[number])
+        self._recording_s = time.perf_counter() - self._began_s
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._num_open = max(0, self._num_open - 1)
         if self._num_open or not self._arrays:
             return
+        now_s = time.perf_counter()
         number = self._optimizers[optimizer]
         for place, parameter in enumerate(_parameters_of(optimizer)):
             self._arrays[f"{number}/{place}/after"] = thin(parameter)
-        now_s = time.perf_counter()
         self._find_draws()
         update = Update(
             optimizer=number,
@@ -207,13 +236,15 @@ class UpdateProbe:
             num_rows=self._modules.num_rows,
             options=tuple(_numbers_of(group) for group in optimizer.param_groups),
             generators=self._generators,
-            duration_s=now_s - self._since_s if self._since_s else 0.0,
+            duration_s=now_s - self._since_s - self._recording_s if self._since_s else 0.0,
         )
         self._write_update(update)
-        self._losses, self._batches, self._arrays, self._since_s = [], [], {}, now_s
+        self._losses, self._batches, self._arrays, self._since_s = [], [], {}, time.perf_counter()
         self._modules.inputs, self._modules.num_rows = [], 0
         self._num_steps[number] += 1
-        self._modules.is_first = False
+        self._modules.end_first_update()
+        self._times.append(_read_times(self._ddp_models))
+        self._write_program()
         if self._is_enough():
             self._end()
 
@@ -224,6 +255,7 @@ class UpdateProbe:
         return min(self._num_steps) >= wanted or max(self._num_steps) >= wanted * _MAX_STEPS_PER_UPDATE
 
     def _end(self) -> NoReturn:
+        self._was_ended = True
         raise UpdatesRecorded
 
     def _collect(self, optimizer: Optimizer) -> bool:
@@ -267,7 +299,6 @@ class UpdateProbe:
         with open(updates_path(self._folder, self._rank), "a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(update)) + "\n")
         self._num_recorded += 1
-        self._write_program()
 
     def _write_fault(self) -> None:
         if self._notes.is_off:
@@ -275,17 +306,24 @@ class UpdateProbe:
 
     def _write_program(self) -> None:
         world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+        placements = self._modules.placements
         program = ProgramFacts(
             rank=self._rank,
             world_size=world_size,
-            device=self._modules.device,
+            device=placements.device,
             samplers=tuple(self._samplers),
             num_dropped_out=self._modules.num_dropped_out,
             has_scaler=self._has_scaler,
             draws=tuple(self._draws),
             batch_norms=tuple(self._modules.batch_norms),
-            placements=self._modules.placements,
-            communication=_read_communication(self._ddp_models),
+            num_placed=dict(placements.num_seen),
+            misplaced=tuple(placements.misplaced.values()),
+            backend=str(dist.get_backend_config()) if dist.is_initialized() else "",
+            communication=_summarize(self._times[2:] or self._times),
+            num_epochs_set=self._num_epochs_set,
+            has_evaluated=self._modules.has_evaluated,
+            saved=tuple(self._saved),
+            was_ended=self._was_ended,
             has_left_group=not dist.is_initialized(),
         )
         program_path(self._folder, self._rank).write_text(json.dumps(asdict(program)), "utf-8")
@@ -351,14 +389,31 @@ def _read_generators() -> dict[str, int]:
     return found
 
 
-def _read_communication(models: WeakSet[Any]) -> dict[str, float]:
-    """Seconds of the last update, in the longest of all models, as DDP's logger has measured them."""
+def _read_times(models: WeakSet[Any]) -> dict[str, float]:
+    """Seconds of the update before this one, in the longest of all models, as DDP's logger has measured them."""
     found: dict[str, float] = {}
     for ddp in models:
         try:
             data = ddp._get_ddp_logging_data()
         except RuntimeError:  # no update yet
             continue
-        for name in ("backward_comm_time", "backward_compute_comm_overlap_time", "backward_compute_time"):
-            found[name] = max(found.get(name, 0.0), float(data.get(f"avg_{name}", 0)) / 1e9)
+        for name in _TIMES:
+            if seconds := float(data.get(name, 0)) / 1e9:
+                found[name] = max(found.get(name, 0.0), seconds)
     return found
+
+
+def _summarize(times: list[dict[str, float]]) -> dict[str, float]:
+    """Return the median of each time, of the updates in which it was measured."""
+    by_name = {name: [each[name] for each in times if name in each] for name in _TIMES}
+    return {name: statistics.median(values) for name, values in by_name.items() if values}
+
+
+def _has_prefix(content: Any) -> bool:
+    """Return True if `content`, or a mapping in it, is the state of a DDP wrapper."""
+    if not isinstance(content, Mapping):
+        return False
+    tensors = [str(name) for name, value in content.items() if isinstance(value, torch.Tensor)]
+    if tensors:
+        return all(name.startswith("module.") for name in tensors)
+    return any(_has_prefix(each) for each in content.values())

@@ -103,7 +103,7 @@ class Update:
     generators: Mapping[str, int] = field(default_factory=dict)
     """Checksum of the state of each random number generator, by name."""
     duration_s: float = 0.0
-    """Time since the step before; 0.0 for the first."""
+    """Time since the step before, without that of recording the step; 0.0 for the first."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Update:
@@ -114,6 +114,31 @@ class Update:
         )
         lists = {name: tuple(values[name]) for name in ("losses", "inputs", "options")}
         return cls(**{**values, **lists, "batches": tuple(batches)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Misplaced:
+    """A tensor that is not on the rank's device."""
+
+    kind: str
+    """``parameter``, ``buffer``, ``attribute`` (a tensor of a module that is not registered), ``input``, ``target`` or
+    ``loss weight``."""
+    name: str
+    """Kind and name, such as "buffer `model.head.mask`"."""
+    device: str
+    site: Mapping[str, Any] = field(default_factory=dict)
+    """The user's line that called the model or the loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A file that a rank wrote by `torch.save`."""
+
+    path: str
+    site: Mapping[str, Any]
+    """The user's line that called it."""
+    has_prefix: bool = False
+    """True if parameters in it have the names that a DDP wrapper gives them."""
 
 
 @dataclass(frozen=True)
@@ -134,10 +159,22 @@ class ProgramFacts:
     """Names of the generators that the program draws from in training, outside of DataLoaders."""
     batch_norms: tuple[str, ...] = ()
     """Classes of the layers that normalized with statistics of their batch."""
-    placements: Mapping[str, str] = field(default_factory=dict)
-    """Device of each tensor of the first forward pass and loss, by name."""
+    num_placed: Mapping[str, int] = field(default_factory=dict)
+    """Number of tensors of the first forward passes and losses, by kind: parameter, buffer, input, target, ..."""
+    misplaced: tuple[Misplaced, ...] = ()
+    """Those that are not on `device`."""
+    backend: str = ""
+    """Backend of the process group; "" without one."""
     communication: Mapping[str, float] = field(default_factory=dict)
-    """What DistributedDataParallel has measured: seconds by name; empty without such a model."""
+    """What DistributedDataParallel has measured: seconds of an update by name; empty without such a model."""
+    num_epochs_set: int = 0
+    """Number of calls of `set_epoch` of samplers."""
+    has_evaluated: bool = False
+    """True if a module was called without gradients."""
+    saved: tuple[Saved, ...] = ()
+    """Files that `torch.save` wrote."""
+    was_ended: bool = False
+    """True if the program was ended after the wanted updates, before its own end."""
     has_left_group: bool = True
     """False if the process ended with a process group that was not destroyed."""
 
@@ -169,6 +206,8 @@ class RankRecord:
             values = json.loads(path.read_text("utf-8"))
         for name in ("samplers", "batch_norms", "draws"):
             values[name] = tuple(values.get(name, ()))
+        values["misplaced"] = tuple(Misplaced(**each) for each in values.get("misplaced", ()))
+        values["saved"] = tuple(Saved(**each) for each in values.get("saved", ()))
         return ProgramFacts(**values)
 
     @property

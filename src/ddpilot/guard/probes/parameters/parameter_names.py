@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the names that a program uses for the parameters of an optimizer."""
+"""Find the names that a program uses for the parameters of an optimizer, and for modules."""
 
 from __future__ import annotations
 
@@ -34,6 +34,11 @@ def find_parameter_names(optimizer: Optimizer, frame: FrameType | None) -> dict[
             if id(parameter) in wanted:
                 found.setdefault(id(parameter), f"{name}.{path}")
     return found
+
+
+def find_module_name(module: nn.Module, frame: FrameType | None) -> str:
+    """Return the name of `module` in the variables from `frame` outwards, such as ``model``; "" if it has none."""
+    return next((name for name, each in _modules_around(frame) if each is module), "")
 
 
 def _modules_around(frame: FrameType | None) -> Iterator[tuple[str, nn.Module]]:
