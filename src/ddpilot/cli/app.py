@@ -128,11 +128,12 @@ def watch(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Report what is new until the job has ended.")] = False,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print all findings in full.")] = False,
 ) -> None:
     """Report what a job is waiting for or why it ended, while it runs or afterwards; without a job, list jobs."""
     from ddpilot.cli.watch_command import watch_job
 
-    raise typer.Exit(watch_job(job, as_json=json, wait=wait))
+    raise typer.Exit(watch_job(job, as_json=json, wait=wait, verbose=verbose))
 
 
 @app.command()

@@ -18,11 +18,12 @@ FOUND_STATUS = 1
 _EVERY_S = 2.0
 
 
-def watch_job(word: str | None, *, as_json: bool = False, wait: bool = False) -> int:
+def watch_job(word: str | None, *, as_json: bool = False, wait: bool = False, verbose: bool = False) -> int:
     """Print the report of the job that `word` identifies, or the list of jobs if it is None. Returns the exit status.
 
-    The status is 1 if a finding is an error. `wait`: continue until the job has ended, and print changes. Raises
-    `DdpilotError` if there is no such job, or if the folder of jobs does not belong to this user.
+    The status is 1 if a finding is an error. `wait`: continue until the job has ended, and print changes. `verbose`:
+    print all findings in full, even if they take more than one screen. Raises `DdpilotError` if there is no such job,
+    or if the folder of jobs does not belong to this user.
     """
     if word is None:
         check_jobs_root()
@@ -34,7 +35,8 @@ def watch_job(word: str | None, *, as_json: bool = False, wait: bool = False) ->
         report = explain_job(folder, about)
         content = _content_of(report)
         if content != shown:
-            print(json.dumps(report.to_dict(), indent=1, ensure_ascii=False) if as_json else str(report), flush=True)
+            text = report.render(verbose=verbose, color=sys.stdout.isatty())
+            print(json.dumps(report.to_dict(), indent=1, ensure_ascii=False) if as_json else text, flush=True)
         if not (wait and about.is_running):
             return FOUND_STATUS if any(finding.severity == "error" for finding in report.findings) else 0
         shown = content

@@ -3,18 +3,17 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from html import escape
 from typing import Any
 
 from ddpilot.diagnose.facts import Answer, RankReport
-from ddpilot.findings.display import render_html, render_text
+from ddpilot.findings.display import Findings, render_html, render_text, screen_size
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import printable
 
-_ORDER = ("error", "warning", "info")
+_MORE = "`ddpilot doctor -v`"
 NODES = "nodes"
 """Subject of the lines about the way between nodes, which name nodes themselves."""
 
@@ -68,10 +67,9 @@ class Diagnosis:
     """False on a rank whose diagnosis is that of rank 0, which shows it."""
 
     @property
-    def findings(self) -> tuple[Finding, ...]:
-        """Errors first, then warnings; those with the same code together."""
-        found = [line.answer for line in self.lines if isinstance(line.answer, Finding)]
-        return tuple(sorted(found, key=lambda finding: (_ORDER.index(finding.severity), finding.code)))
+    def findings(self) -> Findings:
+        """The findings of all checks: errors first, then warnings."""
+        return Findings((line.answer for line in self.lines if isinstance(line.answer, Finding)), more=_MORE)
 
     @property
     def exit_status(self) -> int:
@@ -83,6 +81,7 @@ class Diagnosis:
         return {
             "title": self.title,
             **self._counts(),
+            "findings": self.findings.to_list(),
             "lines": [line.to_dict() for line in self.lines],
             "settings": list(self.settings),
             "ranks": [asdict(each) for each in self.ranks],
@@ -100,18 +99,18 @@ class Diagnosis:
         `height`: lines of the screen, by default the terminal's; with `verbose` everything is shown whatever its
         length. `color`: use ANSI colors.
         """
-        width, lines = shutil.get_terminal_size((120, 40))
-        height = height or lines - 2
-        head = f"{self.title}: {self._summary()}"
-        found = render_text(self.findings, width, color).splitlines() if self.findings else []
+        width, lines = screen_size()
+        height = height or lines
         ok = [line for line in self.lines if line.status == "ok"]
         rows = _ok_rows(ok, None if verbose else width)
-        if not verbose and len(found) + len(rows) + len(self.settings) + 5 > height:
+        found = render_text(self.findings, width, color) if self.findings else ""
+        if not verbose and found.count("\n") + len(rows) + len(self.settings) + 6 > height:
             rows = _ok_names(ok)
             room = max(5, height - len(rows) - len(self.settings) - 5)
-            found = found if len(found) <= room else [*found[: room - 1], "... `ddpilot doctor -v` shows the rest"]
-        blocks = [[head], found, ["to paste:", *self.settings] if self.settings else [], rows]
-        return "\n\n".join("\n".join(block) for block in blocks if block)
+            found = render_text(self.findings, width, color, height=room, more=_MORE) if self.findings else ""
+        paste = ["to paste:", *self.settings] if self.settings else []
+        blocks = [f"{self.title}: {self._summary()}", found, "\n".join(paste), "\n".join(rows)]
+        return "\n\n".join(filter(None, blocks))
 
     def __str__(self) -> str:
         return self.render()

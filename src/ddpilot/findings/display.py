@@ -1,26 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Findings`: a sequence of findings that renders itself in a terminal and in a notebook."""
+"""`Findings`: sorted and grouped findings as text, HTML or JSON, at most one screen unless all are asked for."""
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from textwrap import wrap
 from typing import Any, overload
 
 from ddpilot.findings.finding import Finding, Severity
+from ddpilot.findings.order import Group, group_findings, sort_findings
 from ddpilot.findings.text import printable, render_ranks
 
 
 @dataclass(frozen=True, init=False, repr=False)
 class Findings(Sequence[Finding]):
-    """An immutable sequence of findings in the order given; a slice is a `Findings` too."""
+    """An immutable sequence of findings in the order of `sort_findings`; a slice is a `Findings` too.
+
+    As a string, and in a notebook, it takes at most one screen. `more`: where the rest is shown, such as a command in
+    backticks.
+    """
 
     items: tuple[Finding, ...]
+    more: str = field(compare=False)
 
-    def __init__(self, findings: Iterable[Finding] = ()) -> None:
-        object.__setattr__(self, "items", tuple(findings))
+    def __init__(self, findings: Iterable[Finding] = (), *, more: str = "") -> None:
+        object.__setattr__(self, "items", sort_findings(findings))
+        object.__setattr__(self, "more", more)
 
     def __len__(self) -> int:
         return len(self.items)
@@ -32,10 +41,14 @@ class Findings(Sequence[Finding]):
     def __getitem__(self, index: slice) -> Findings: ...
 
     def __getitem__(self, index: int | slice) -> Finding | Findings:
-        return Findings(self.items[index]) if isinstance(index, slice) else self.items[index]
+        return Findings(self.items[index], more=self.more) if isinstance(index, slice) else self.items[index]
+
+    def to_list(self) -> list[dict[str, Any]]:
+        """Return all findings as JSON-serializable values."""
+        return [finding.to_dict() for finding in self.items]
 
     def __str__(self) -> str:
-        return render_text(self.items)
+        return render_text(self.items, height=screen_size().lines, more=self.more)
 
     def __repr__(self) -> str:
         return f"Findings({', '.join(finding.code for finding in self.items)})"
@@ -48,34 +61,137 @@ class Findings(Sequence[Finding]):
 
 
 _MIN_WIDTH = 40
+_MAX_BRIEF = 5
+"""Further places of a group, and lines of its evidence, where not everything fits on the screen."""
 _ANSI_COLORS: dict[Severity, str] = {"error": "31", "warning": "33", "info": "36"}
 
 
-def render_text(findings: Iterable[Finding], width: int | None = None, color: bool = False) -> str:
-    """Return one block per finding, separated by empty lines; ``no findings`` if there are none.
+def screen_size() -> os.terminal_size:
+    """Return the columns of the terminal, and its lines without two for the prompt; 120 and 38 without a terminal."""
+    columns, lines = shutil.get_terminal_size((120, 40))
+    return os.terminal_size((columns, lines - 2))
 
-    `width`: column at which to wrap, at least 40; None (the default) never wraps. `color`: use ANSI colors. Control
-    characters in a finding are shown as escapes.
+
+def render_text(
+    findings: Iterable[Finding],
+    width: int | None = None,
+    color: bool = False,
+    *,
+    height: int | None = None,
+    more: str = "",
+) -> str:
+    """Return one block per code and fix, separated by empty lines; ``no findings`` if there are none.
+
+    `width`: column at which to wrap, at least 40; None (the default) never wraps. `color`: use ANSI colors. `height`:
+    lines of the screen that the text may take; None (the default): as many as it needs. What does not fit is shortened,
+    then left out from the end, and the last line names `more`, where the rest is shown. Control characters in a finding
+    are shown as escapes.
     """
-    blocks = [_text_block(finding, None if width is None else max(width, _MIN_WIDTH), color) for finding in findings]
-    return "\n\n".join(blocks) if blocks else "no findings"
+    groups = group_findings(findings)
+    if not groups:
+        return "no findings"
+    layout = _Layout(width=None if width is None else max(width, _MIN_WIDTH), color=color)
+    blocks = [layout.block(group) for group in groups]
+    if height is None or _num_rows(blocks, width) <= height:
+        return _join(blocks)
+    brief = [_Layout(width=layout.width, color=color, is_brief=True).block(group) for group in groups]
+    return _join(_fit(brief, [len(tuple(group)) for group in groups], width, height, more))
 
 
-def _text_block(finding: Finding, width: int | None, color: bool) -> str:
-    label = "" if finding.severity == "error" else f"{finding.severity}: "
-    name = _paint(finding.name, f"1;{_ANSI_COLORS[finding.severity]}", color)
-    # Wrap without the color codes, which take no space on the screen.
-    head = _fold(f"{finding.name}  {finding.code}  {label}{finding.summary}".rstrip(), "", width)
-    head[0] = head[0].replace(finding.name, name, 1)
-    where = "  ".join(filter(None, _where(finding)))
-    lines = head + (_fold(where, "  ", width) if where else [])
-    for line in finding.evidence:
-        lines += _fold(line, "  ", width)
-    for label, text in (("why: ", finding.why), ("fix: ", finding.fix), ("see: ", finding.source)):
-        if text:
-            folded = _fold(label + text, "  ", width)
-            lines += [folded[0].replace(label, _paint(label, "1", color), 1), *folded[1:]]
-    return "\n".join(lines)
+def _fit(blocks: list[list[str]], counts: Sequence[int], width: int | None, height: int, more: str) -> list[list[str]]:
+    """Keep the first blocks that fit, with a last line about the others; always a part of the first."""
+    kept = list(blocks)
+    while len(kept) > 1 and _num_rows([*kept, [""]], width) > height:
+        kept.pop()
+    first = kept[0]
+    while len(first) > 1 and _num_rows([*kept, [""]], width) > height:
+        first.pop()
+    num = sum(counts[len(kept) :])
+    left = f"and {num} more" if num else "in full"
+    return [*kept, [f"... {left}{f': {more}' if more else ''}"]]
+
+
+def _num_rows(blocks: Sequence[Sequence[str]], width: int | None) -> int:
+    """Return how many rows of the screen the blocks take, with the empty lines between them."""
+    columns = width or screen_size().columns
+    return sum(max(1, -(-len(line) // columns)) for block in blocks for line in block) + len(blocks) - 1
+
+
+def _join(blocks: Iterable[Iterable[str]]) -> str:
+    return "\n\n".join("\n".join(block) for block in blocks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layout:
+    """How groups become lines."""
+
+    width: int | None
+    color: bool
+    is_brief: bool = False
+
+    def block(self, group: Group, indent: str = "", lead: str = "") -> list[str]:
+        """Return the lines of a group: its first finding, the further places, why and fix, what it explains."""
+        first, *others = dict.fromkeys(group.members)
+        inner = indent + "  "
+        lines = self._head(first, indent, lead) + self._folded(_where_text(first), inner)
+        for line in first.evidence[: _MAX_BRIEF if self.is_brief else None]:
+            lines += self._folded(line, inner)
+        for other in others[: _MAX_BRIEF if self.is_brief else None]:
+            lines += self._other(other, first, inner)
+        num_left = len(others) - _MAX_BRIEF if self.is_brief else 0
+        lines += [f"{inner}also: {num_left} more places"] if num_left > 0 else []
+        for label, text in (("why: ", first.why), ("fix: ", first.fix), ("see: ", first.source)):
+            lines += self._labelled(label, text, inner)
+        for below in group.consequences:
+            lines += self._consequence(below, inner)
+        return lines
+
+    def _head(self, finding: Finding, indent: str, lead: str) -> list[str]:
+        label = "" if finding.severity == "error" else f"{finding.severity}: "
+        name = _paint(finding.name, f"1;{_ANSI_COLORS[finding.severity]}", self.color)
+        # Wrap without the color codes, which take no space on the screen.
+        head = self._folded(f"{lead}{finding.name}  {finding.code}  {label}{finding.summary}".rstrip(), indent)
+        return [head[0].replace(finding.name, name, 1), *head[1:]]
+
+    def _other(self, finding: Finding, first: Finding, indent: str) -> list[str]:
+        """Return the lines of a further finding of a group, without what it has in common with the first."""
+        summary = finding.summary if finding.summary != first.summary else ""
+        lines = self._labelled("also: ", "  ".join(filter(None, (summary, _where_text(finding)))) or "again", indent)
+        if self.is_brief:
+            return lines
+        if finding.evidence != first.evidence:
+            for line in finding.evidence:
+                lines += self._folded(line, indent + "  ")
+        return lines + (self._labelled("why: ", finding.why, indent + "  ") if finding.why != first.why else [])
+
+    def _consequence(self, group: Group, indent: str) -> list[str]:
+        if not self.is_brief:
+            return self.block(group, indent, "so: ")
+        return [line for finding in group.members for line in self._head(finding, indent, "so: ")[:1]]
+
+    def _labelled(self, label: str, text: str, indent: str) -> list[str]:
+        if not text:
+            return []
+        folded = self._folded(label + text, indent)
+        return [folded[0].replace(label, _paint(label, "1", self.color), 1), *folded[1:]]
+
+    def _folded(self, text: str, indent: str) -> list[str]:
+        """Split `text` into lines indented by `indent`; continuation lines are indented by four more columns."""
+        lines: list[str] = []
+        for line in printable(text).split("\n") if text else ():
+            more = indent if not lines else indent + "    "
+            if self.width is None or len(more) + len(line) <= self.width:
+                lines.append(f"{more}{line}".rstrip())
+            else:
+                lines += wrap(
+                    line,
+                    self.width,
+                    initial_indent=more,
+                    subsequent_indent=indent + "    ",
+                    break_long_words=False,
+                    break_on_hyphens=False,
+                )
+        return lines
 
 
 def _where(finding: Finding) -> tuple[str, str]:
@@ -85,23 +201,8 @@ def _where(finding: Finding) -> tuple[str, str]:
     return render_ranks(finding.ranks) if names_ranks else "", place
 
 
-def _fold(text: str, indent: str, width: int | None) -> list[str]:
-    """Split `text` into lines indented by `indent`; continuation lines are indented by four more columns."""
-    lines: list[str] = []
-    for line in printable(text).split("\n"):
-        more = indent if not lines else indent + "    "
-        if width is None or len(more) + len(line) <= width:
-            lines.append(f"{more}{line}".rstrip())
-        else:
-            lines += wrap(
-                line,
-                width,
-                initial_indent=more,
-                subsequent_indent=indent + "    ",
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-    return lines
+def _where_text(finding: Finding) -> str:
+    return "  ".join(filter(None, _where(finding)))
 
 
 def _paint(text: str, code: str, color: bool) -> str:
@@ -115,32 +216,68 @@ _BLOCK_STYLE = "border-left:4px solid {color};padding:2px 0 2px 10px;margin:0 0 
 _PRE_STYLE = (
     "margin:4px 0;white-space:pre-wrap;overflow-wrap:anywhere;background:transparent;color:inherit;font-size:0.95em"
 )
+_HTML_SCREEN = os.terminal_size((120, 38))
 
 
 def render_html(findings: Iterable[Finding]) -> str:
-    """Return all findings as one ``<div>`` without scripts, style sheets or external resources; all text is escaped."""
-    blocks = "".join(_html_block(finding) for finding in findings)
-    return f'<div class="ddpilot-findings">{blocks or "<p>no findings</p>"}</div>'
+    """Return all findings as one ``<div>`` without scripts, style sheets or external resources; all text is escaped.
+
+    The order and the groups are those of `render_text`; what takes more than one screen is folded.
+    """
+    groups = group_findings(findings)
+    layout, num = _Layout(width=_HTML_SCREEN.columns, color=False), len(groups)
+    while num > 1 and _num_rows([layout.block(each) for each in groups[:num]], None) > _HTML_SCREEN.lines:
+        num -= 1
+    blocks = "".join(map(_html_block, groups[:num])) or "<p>no findings</p>"
+    folded = _fold_html([_html_block(each) for each in groups[num:]], sum(len(tuple(each)) for each in groups[num:]))
+    return f'<div class="ddpilot-findings">{blocks}{folded}</div>'
 
 
-def _html_block(finding: Finding) -> str:
+def _html_block(group: Group) -> str:
+    first, *others = dict.fromkeys(group.members)
+    color = _HTML_COLORS[first.severity]
+    parts = [_html_head(first), _html_where(first), _html_evidence(first)]
+    also = [_html_other(each, first) for each in others]
+    parts += [*also[:_MAX_BRIEF], _fold_html(also[_MAX_BRIEF:], len(also[_MAX_BRIEF:]))]
+    parts += [
+        _html_labelled("why", _escaped(first.why)),
+        _html_labelled("fix", _escaped(first.fix)),
+        _html_labelled("see", _source_link(first.source)),
+        *(f"<div><b>so:</b></div>{_html_block(below)}" for below in group.consequences),
+    ]
+    return f'<div style="{_BLOCK_STYLE.format(color=color)}">{"".join(parts)}</div>'
+
+
+def _html_head(finding: Finding) -> str:
     color = _HTML_COLORS[finding.severity]
     name = f'<b style="color:{color}">{_escaped(finding.name)}</b> <code>{_escaped(finding.code)}</code>'
-    parts = [f"<div>{name} <i>{finding.severity}</i> {_escaped(finding.summary)}</div>"]
+    return f"<div>{name} <i>{finding.severity}</i> {_escaped(finding.summary)}</div>"
+
+
+def _html_where(finding: Finding, lead: str = "") -> str:
     ranks, place = map(_escaped, _where(finding))
-    if ranks or place:
-        parts.append(f"<div>{' &nbsp; '.join(filter(None, (ranks, place and f'<code>{place}</code>')))}</div>")
-    if finding.evidence:
-        lines = "\n".join(_escaped(line) for line in finding.evidence)
-        parts.append(f'<pre style="{_PRE_STYLE}">{lines}</pre>')
-    for label, text in (
-        ("why", _escaped(finding.why)),
-        ("fix", _escaped(finding.fix)),
-        ("see", _source_link(finding.source)),
-    ):
-        if text:
-            parts.append(f'<div style="white-space:pre-wrap"><b>{label}:</b> {text}</div>')
-    return f'<div style="{_BLOCK_STYLE.format(color=color)}">{"".join(parts)}</div>'
+    shown = " &nbsp; ".join(filter(None, (lead, ranks, place and f"<code>{place}</code>")))
+    return f"<div>{shown}</div>" if shown else ""
+
+
+def _html_evidence(finding: Finding) -> str:
+    lines = "\n".join(_escaped(line) for line in finding.evidence)
+    return f'<pre style="{_PRE_STYLE}">{lines}</pre>' if lines else ""
+
+
+def _html_other(finding: Finding, first: Finding) -> str:
+    summary = _escaped(finding.summary) if finding.summary != first.summary else ""
+    evidence = _html_evidence(finding) if finding.evidence != first.evidence else ""
+    why = _html_labelled("why", _escaped(finding.why)) if finding.why != first.why else ""
+    return _html_where(finding, f"<b>also:</b> {summary}".strip()) + evidence + why
+
+
+def _html_labelled(label: str, text: str) -> str:
+    return f'<div style="white-space:pre-wrap"><b>{label}:</b> {text}</div>' if text else ""
+
+
+def _fold_html(parts: Sequence[str], num: int) -> str:
+    return f"<details><summary>and {num} more</summary>{''.join(parts)}</details>" if parts else ""
 
 
 def _escaped(text: str) -> str:

@@ -13,6 +13,8 @@ from ddpilot.findings.text import render_ranks
 from ddpilot.user_files import CodeLine
 
 Severity = Literal["error", "warning", "info"]
+SEVERITIES: tuple[str, ...] = get_args(Severity)
+"""The severities, in the order in which findings are shown."""
 _T = TypeVar("_T")
 
 
@@ -40,12 +42,14 @@ class Finding:
     """Recommended fix."""
     source: str = ""
     """Further reading: a URL or a sentence."""
+    explained_by: str = ""
+    """Code of the finding about the same job that explains this one; empty if there is none."""
 
     def __post_init__(self) -> None:
         if not self.code or not self.name:
             raise _refuse(f"code={self.code!r}, name={self.name!r}", "Give both")
-        if self.severity not in get_args(Severity):
-            raise _refuse(f"severity={self.severity!r}", f"Use one of {', '.join(get_args(Severity))}")
+        if self.severity not in SEVERITIES:
+            raise _refuse(f"severity={self.severity!r}", f"Use one of {', '.join(SEVERITIES)}")
         if any(rank < 0 for rank in self.ranks):
             raise _refuse(f"ranks={self.ranks}", "Ranks count from 0")
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
-from ddpilot.findings.catalog import find_entry
+from ddpilot.findings.catalog import find_entry, make_finding
+from ddpilot.findings.finding import Finding
+from ddpilot.findings.order import sort_findings
 from ddpilot.lint.linter import Diagnostic
+from ddpilot.user_files import CodeLine
 
 _LEVELS = {"error": "error", "warning": "warning", "info": "note"}
 
@@ -18,24 +22,20 @@ def render_text(found: Sequence[Diagnostic]) -> str:
 
 
 def render_json(found: Sequence[Diagnostic]) -> str:
-    """Return a JSON array with an object for each report."""
-    return json.dumps(
-        [
-            {
-                "path": each.path,
-                "cell": each.cell or None,
-                "line": each.line,
-                "column": each.column,
-                "code": each.code,
-                "name": find_entry(each.code).name,
-                "severity": find_entry(each.code).severity,
-                "message": each.message,
-                "fixable": each.edit is not None,
-            }
-            for each in found
-        ],
-        indent=2,
-    )
+    """Return a JSON array of findings, errors first, each with the fields of `Finding` and what only lint knows."""
+    by_finding: dict[Finding, list[Diagnostic]] = {}
+    for each in found:
+        by_finding.setdefault(_as_finding(each), []).append(each)
+    rows = [
+        {**finding.to_dict(), "cell": each.cell or None, "column": each.column, "fixable": each.edit is not None}
+        for finding in sort_findings(by_finding)
+        for each in by_finding[replace(finding, explained_by="")]
+    ]
+    return json.dumps(rows, indent=2)
+
+
+def _as_finding(found: Diagnostic) -> Finding:
+    return make_finding(found.code, summary=found.message, line=CodeLine(file=found.path, line=found.line))
 
 
 def render_sarif(found: Sequence[Diagnostic]) -> str:

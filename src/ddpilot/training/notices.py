@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from ddpilot.errors import DataError, DdpilotError, LoopError
-from ddpilot.findings.display import render_text
+from ddpilot.findings.display import Findings
 from ddpilot.findings.finding import Finding
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.batches import CurrentBatch
@@ -70,7 +70,7 @@ def locate(error: DdpilotError, rank: int | None, batch: CurrentBatch | None) ->
 def warn_findings(findings: tuple[Finding, ...], group: GroupLike) -> None:
     """Warn of `findings` on rank 0, as text."""
     if findings and group.is_rank_zero:
-        _warn(render_text(findings), user_line())
+        _warn(str(Findings(findings, more="`.findings` of the loop or trainer")), user_line())
 
 
 def warn_dropped(line: Line, group: GroupLike) -> None:

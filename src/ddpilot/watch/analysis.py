@@ -27,8 +27,6 @@ _STACK_AGE_NS = 1_000_000_000
 _MAX_STACKS = 64
 """Maximum number of stacks of awaited ranks: more would not add information."""
 
-_ORDER = ("error", "warning", "info")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Analysis:
@@ -76,7 +74,7 @@ def analyze(
     _explain_wraps(draft)
     _explain_deaths(draft)
     return Analysis(
-        findings=Findings(sorted(draft.findings, key=lambda finding: _ORDER.index(finding.severity))),
+        findings=Findings(draft.findings),
         status=tuple(draft.status),
         is_stalled=draft.is_stalled,
         needs_stacks=tuple(sorted(rank for rank in draft.needs if _can_answer(draft, rank))),

@@ -174,7 +174,7 @@ class Watcher(LaunchObserver):
         found, findings = without_waits(found, known), without_waits(findings, known)
         if known is not None:
             error.fix = put_first(known, findings) or error.fix
-        error.findings = Findings(findings)
+        error.findings = Findings(findings, more=f"`ddpilot watch {self._about.id} -v`")
         is_victim = failed is not None and failed.raised is not None and failed.raised.is_victim
         cause = find_cause_of_end(found, failed.rank) if failed is not None and is_victim else None
         if cause is not None:
@@ -225,7 +225,7 @@ class Watcher(LaunchObserver):
         has_failed = any(each.error or (each.process.state == "ended" and not each.returned) for each in facts)
         shown = [each for each in report.findings if each.severity != "error" or not has_failed]
         if shown:
-            self._print(str(Findings(shown)), is_of_cell=True)
+            self._print(str(Findings(shown, more=report.more)), is_of_cell=True)
         if self._callback is not None:
             self._callback.call(report)
 
@@ -240,14 +240,15 @@ class Watcher(LaunchObserver):
 
         return None if isinstance(action, str) else CallbackThread(action, stop=stop, say=self._print)
 
-    def _find_all(self) -> Sequence[Finding]:
+    def _find_all(self) -> Findings:
         """Return all current findings; empty if the records cannot be read, which is reported."""
         assert self._observer is not None
         try:
-            return self._observer.report().findings
+            report = self._observer.report()
+            return Findings(report.findings, more=report.more)
         except Exception as fault:  # noqa: BLE001 - the error that ends the job matters more
             self._print(f"the recording could not be read: {type(fault).__name__}: {fault}")
-            return ()
+            return Findings()
 
     def _print(self, text: str, *, is_of_cell: bool = False) -> None:
         self._lines.put((text, is_of_cell))
@@ -284,7 +285,7 @@ def make_error(name: str, report: Report) -> WatchError:
         found=f"{first.name} ({first.code}): {first.summary}",
         fix=f"`ddpilot watch {report.job}` shows the report again",
         rank=first.ranks[0] if len(first.ranks) == 1 else None,
-        findings=report.findings,
+        findings=Findings(report.findings, more=report.more),
     )
 
 
@@ -353,12 +354,13 @@ def _find_in_chain(traceback: str) -> tuple[tuple[Entry, ...], str, str]:
 
 
 def put_first(known: Finding, findings: list[Finding]) -> str:
-    """Insert `known` at the front of `findings`, unless these explain it.
+    """Insert `known` in `findings`, unless these explain it; it explains that other ranks wait for its rank.
 
     Returns the fix of a finding if it is more specific than that of the message; empty otherwise.
     """
     if not is_explained(known, findings):
-        findings.insert(0, known)
+        waits = [replace(each, explained_by=known.code) if each.code in OF_ENDS else each for each in findings]
+        findings[:] = [known, *waits]
     better = (each.fix for each in findings if known.code != each.code and {known.code, each.code} <= _OF_CONSTRUCTION)
     return next(better, "")
 

@@ -7,12 +7,13 @@ import json
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
 from ddpilot.environments.private_files import read_own_text, write_own_text
 from ddpilot.errors import DdpilotError
-from ddpilot.findings.display import Findings
+from ddpilot.findings.display import Findings, render_html, render_text, screen_size
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import printable, render_ranks
 from ddpilot.user_files import label_cell
@@ -40,26 +41,45 @@ class Report:
     made_s: float = field(default_factory=time.time)
     """Unix time in seconds."""
 
-    def __str__(self) -> str:
+    @property
+    def more(self) -> str:
+        """The command that shows all findings, for `Findings.more`."""
+        return f"`ddpilot watch {self.job} -v`"
+
+    def render(self, *, verbose: bool = False, color: bool = False) -> str:
+        """Return the text, which takes at most one screen unless it is `verbose`. `color`: use ANSI colors."""
+        head = self._render_head()
+        height = None if verbose else max(5, screen_size().lines - len(head) - 1)
+        found = render_text(self.findings, color=color, height=height, more=self.more) if self.findings else ""
+        return "\n\n".join(filter(None, ["\n".join(head), found]))
+
+    def _render_head(self) -> list[str]:
         lines = [f"{self.name} on {self.world_size} rank{'s' * (self.world_size > 1)}, job {self.job}"]
         lines += [f"  {line}" for line in (*self.status, *self.notes)]
         if self.unseen:
             lines.append(f"  not visible from here: {render_ranks(self.unseen)}")
         if not (self.findings or self.status):
             lines.append("  no problem is visible")
-        return printable("\n".join(lines)) + (f"\n\n{self.findings}" if self.findings else "")
+        return printable("\n".join(lines)).split("\n")
+
+    def __str__(self) -> str:
+        return self.render()
+
+    def _repr_html_(self) -> str:
+        head = f'<pre style="white-space:pre-wrap">{escape(chr(10).join(self._render_head()))}</pre>'
+        return f"<div>{head}{render_html(self.findings) if self.findings else ''}</div>"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: ARG002 - IPython's signature
         printer.text(str(self))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON-serializable values."""
-        return {"format": FORMAT, **vars(self), "findings": [finding.to_dict() for finding in self.findings]}
+        return {"format": FORMAT, **vars(self), "findings": self.findings.to_list()}
 
     def save(self, folder: Path) -> None:
         """Write the report to `folder` as JSON and as text, each file atomically. Raises `OSError`."""
-        for name, text in ((_JSON, json.dumps(self.to_dict(), indent=1, ensure_ascii=False)), (_TEXT, str(self))):
-            write_own_text(folder / name, f"{text}\n")
+        write_own_text(folder / _JSON, f"{json.dumps(self.to_dict(), indent=1, ensure_ascii=False)}\n")
+        write_own_text(folder / _TEXT, f"{self.render(verbose=True)}\n")
 
 
 def read_report(folder: Path) -> Report | None:

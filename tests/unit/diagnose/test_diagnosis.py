@@ -27,12 +27,16 @@ def test_text_has_errors_first_then_warnings_then_what_is_ok() -> None:
 
 def test_text_fits_a_screen_unless_it_is_verbose() -> None:
     """What is ok shrinks to names, then findings are cut with a note; -v has everything."""
-    many = Diagnosis("many", (ERROR,) * 9 + (OK,) * 20)
+    errors = [
+        Line("port", "network", make_finding("DDP103", summary=f"port {n} is taken", fix="Stop")) for n in range(9)
+    ]
+    many = Diagnosis("many", (*errors, WARNING, *(OK,) * 20))
     short = many.render(height=20)
     assert len(short.splitlines()) <= 20
-    assert "`ddpilot doctor -v` shows the rest" in short
+    assert "also: 3 more places" in short
+    assert "... and 1 more: `ddpilot doctor -v`" in short
     assert "ok  network: host_name" in short
-    assert many.render(verbose=True, height=20).count("the port is taken") == 9
+    assert many.render(verbose=True, height=20).count(" is taken") == 9
 
 
 def test_long_lines_are_cut_on_the_screen_only() -> None:
@@ -49,6 +53,7 @@ def test_json_has_every_line_with_its_finding() -> None:
     assert [line["status"] for line in found["lines"]] == ["ok", "warning", "error"]
     assert found["lines"][2]["finding"]["fix"] == "Stop it"
     assert found["settings"] == list(FOUND.settings)
+    assert found["findings"] == [found["lines"][2]["finding"], found["lines"][1]["finding"]]
 
 
 def test_html_escapes_and_folds_what_is_ok() -> None:

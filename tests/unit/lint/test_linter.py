@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ddpilot.errors import DdpilotError
+from ddpilot.findings.catalog import make_finding
 from ddpilot.lint.flake8_plugin import Plugin
 from ddpilot.lint.formats import FORMATS
 from ddpilot.lint.linter import Diagnostic, find_files, lint_files, lint_text
@@ -143,10 +144,9 @@ def test_formats_show_path_line_column_code_and_message() -> None:
         "::error file=b.ipynb,line=1,col=1,title=DDP413::cell 2: n",
     ]
     rows = json.loads(FORMATS["json"](FOUND))
-    assert [(row["path"], row["cell"], row["line"], row["column"], row["code"]) for row in rows] == [
-        ("a.py", None, 3, 5, "DDP330"),
-        ("b.ipynb", 2, 1, 1, "DDP413"),
-    ]
+    places = [(row["place"]["file"], row["cell"], row["place"]["line"], row["column"], row["code"]) for row in rows]
+    assert places == [("b.ipynb", 2, 1, 1, "DDP413"), ("a.py", None, 3, 5, "DDP330")]
+    assert rows[0].keys() - {"cell", "column", "fixable"} == make_finding("DDP413").to_dict().keys()
     run = json.loads(FORMATS["sarif"](FOUND))["runs"][0]
     assert [rule["id"] for rule in run["tool"]["driver"]["rules"]] == ["DDP330", "DDP413"]
     assert [(each["ruleId"], each["level"]) for each in run["results"]] == [("DDP330", "warning"), ("DDP413", "error")]

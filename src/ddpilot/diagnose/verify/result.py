@@ -3,17 +3,17 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any, Literal
 
-from ddpilot.findings.display import render_html, render_text
+from ddpilot.findings.display import Findings, render_html, render_text, screen_size
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import printable
 
 Verdict = Literal["equal", "different", "unknown"]
+_MORE = "`ddpilot verify -v`"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class Verification:
             "title": self.title,
             "verdict": self.verdict,
             "summary": self.summary,
-            "findings": [each.to_dict() for each in self.findings],
+            "findings": Findings(self.findings).to_list(),
             "updates": [asdict(each) for each in self.rows],
             "floors": dict(self.floors or {}),
             "notes": list(self.notes),
@@ -82,16 +82,14 @@ class Verification:
 
     def render(self, *, verbose: bool = False, color: bool = False) -> str:
         """Return the text. `verbose`: with a line for each update. `color`: use ANSI colors."""
-        width = shutil.get_terminal_size((120, 40)).columns
-        blocks = [f"{self.title}: {self.verdict}\n{printable(self.summary)}"]
-        if self.details:
-            blocks.append("\n".join(map(printable, self.details.splitlines())))
-        if self.findings:
-            blocks.append(render_text(self.findings, width, color))
-        if verbose or self.verdict == "different":
-            blocks.append("\n".join(self._table()))
-        blocks.append("\n".join([*self._measured(), *self.notes]))
-        return "\n\n".join(filter(None, blocks))
+        width, lines = screen_size()
+        table = self._table() if verbose or self.verdict == "different" else []
+        rest = [*self._measured(), *self.notes]
+        height = None if verbose else max(5, lines - len(table) - len(rest) - 5)
+        found = render_text(self.findings, width, color, height=height, more=_MORE) if self.findings else ""
+        head = f"{self.title}: {self.verdict}\n{printable(self.summary)}"
+        details = "\n".join(map(printable, self.details.splitlines()))
+        return "\n\n".join(filter(None, [head, details, found, "\n".join(table), "\n".join(rest)]))
 
     def _table(self) -> list[str]:
         lines = ["update    samples      loss                     gradients differ by  parameters differ by"]

@@ -26,10 +26,10 @@ from ddpilot.environments.private_files import scratch_folder
 from ddpilot.errors import LaunchError
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
+from ddpilot.findings.order import sort_findings
 from ddpilot.user_files import CodeLine
 
 _NUM_ON_CPU = 2
-_ORDER = ("error", "warning", "info")
 _LOCAL_GRADIENTS = {"DDP320", "DDP321", "DDP322", "DDP323", "DDP324", "DDP327", "DDP329"}
 _CAUSES = {"DDP320": _LOCAL_GRADIENTS, "DDP324": _LOCAL_GRADIENTS}
 """Findings of guard that explain a finding of the comparison, which is not shown then."""
@@ -118,7 +118,7 @@ def compare(runs: Runs, title: str) -> Verification:
         title=title,
         verdict=judged.verdict,
         summary=judged.summary,
-        findings=tuple(sorted(both, key=lambda each: _ORDER.index(each.severity))),
+        findings=sort_findings(both),
         rows=tuple(_make_rows(runs)) if judged.has_numbers else (),
         floors=runs.floors() if judged.has_numbers else None,
         notes=tuple(runs.notes),

@@ -18,6 +18,7 @@ import psutil
 
 from ddpilot.environments.private_files import lock_file, open_own_file, read_own_text
 from ddpilot.errors import RecordError
+from ddpilot.findings.display import Findings
 from ddpilot.record.flight_ring.log import RankLog
 from ddpilot.record.flight_ring.reader import read_ring
 from ddpilot.record.hook import ring_path
@@ -205,7 +206,8 @@ class ObserverProcess:
         return RankException(type_name=name, message=message, traceback=text)
 
     def _receive(self, report: Report) -> None:
-        for text in (*report.notes, *report.status, *([str(report.findings)] if report.findings else ())):
+        found = [str(Findings(report.findings, more=report.more))] if report.findings else []
+        for text in (*report.notes, *report.status, *found):
             _print(text)
         if any(finding.severity == "error" for finding in report.findings):
             self._has_errors = True
