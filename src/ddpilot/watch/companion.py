@@ -161,7 +161,7 @@ class Watcher(LaunchObserver):
         is_own = failed is not None and _ended_by_itself(failed)
         if not is_own:
             self._observer.await_others()
-        found = self._find_all()
+        found: Sequence[Finding] = self._find_all()
         adds_place = failed is not None and failed.raised is None  # an exception already shows its line
         findings = [
             each for each in found if not (is_own and each.code in OF_ENDS) or (adds_place and each.place is not None)

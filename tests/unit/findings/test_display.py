@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -13,9 +14,9 @@ from ddpilot.findings.finding import Finding
 from tests.unit.findings.samples import DESYNC, HOSTILE, SMALL_BATCH
 
 
-def test_findings_are_a_sequence_in_the_given_order() -> None:
+def test_findings_are_a_sorted_sequence() -> None:
     """Length, index, slice, iteration, membership and equality are those of a tuple."""
-    findings = Findings(iter([DESYNC, SMALL_BATCH]))
+    findings = Findings(iter([SMALL_BATCH, DESYNC]))
     assert len(findings) == 2
     assert findings[0] is DESYNC
     assert findings[-1] is SMALL_BATCH
@@ -118,6 +119,78 @@ def test_render_text_does_not_repeat_the_ranks_of_the_summary_in_a_row_of_their_
     )
 
 
+SAME = [
+    Finding(
+        code="DDP118",
+        name="one-device",
+        severity="error",
+        summary=f"rank {rank} uses cuda:0",
+        ranks=(rank,),
+        evidence=(f"seen on rank {rank}",),
+        fix="set the device",
+    )
+    for rank in range(9)
+]
+OOM = Finding(code="DDP703", name="device-out-of-memory", severity="error", summary="cuda:0 is full", fix="use less")
+
+GROUPED = """\
+one-device  DDP118  rank 0 uses cuda:0
+  seen on rank 0
+  also: rank 1 uses cuda:0
+    seen on rank 1
+  fix: set the device
+  so: device-out-of-memory  DDP703  cuda:0 is full
+    fix: use less"""
+
+BRIEF = """\
+one-device  DDP118  rank 0 uses cuda:0
+  seen on rank 0
+  also: rank 1 uses cuda:0
+  also: rank 2 uses cuda:0
+  also: rank 3 uses cuda:0
+  also: rank 4 uses cuda:0
+  also: rank 5 uses cuda:0
+  also: 3 more places
+  fix: set the device
+  so: device-out-of-memory  DDP703  cuda:0 is full
+
+... and 1 more: `ddpilot watch -v`"""
+
+
+def test_render_text_shows_equal_findings_together_and_consequences_below() -> None:
+    """One block with one fix; what the ranks do not have in common is shown for each."""
+    assert render_text([OOM, SAME[1], SAME[0], SAME[0]]) == GROUPED
+
+
+def test_render_text_takes_at_most_the_height() -> None:
+    """First it is shortened, then findings are left out from the end, then lines of the first one."""
+    findings = [SMALL_BATCH, OOM, *SAME]
+    full = render_text(findings)
+    assert len(full.splitlines()) == 25
+    assert render_text(findings, height=25) == full
+    more = "`ddpilot watch -v`"
+    assert render_text(findings, height=13, more=more) == BRIEF
+    for height in range(3, 30):
+        text = render_text(findings, width=60, height=height, more=more)
+        assert len(text.splitlines()) <= height
+        assert text.startswith("one-device  DDP118  rank 0")
+        assert text.endswith(f": {more}") == (height < 26)
+
+
+def test_a_long_line_counts_as_the_rows_that_it_takes() -> None:
+    """Text that is not wrapped, on a screen of 120 columns."""
+    long = [Finding(code=f"D{n}", name="n", severity="error", summary="x" * 1000) for n in range(5)]
+    assert len(render_text(long, height=30).splitlines()) == 5
+    assert render_text(long, height=30).endswith("... and 3 more")
+
+
+def test_findings_say_where_the_rest_is() -> None:
+    """A slice does too."""
+    findings = Findings([replace(SMALL_BATCH, code=f"D{n}") for n in range(20)], more="`ddpilot doctor -v`")
+    assert str(findings).endswith("... and 11 more: `ddpilot doctor -v`")
+    assert str(findings[:19]).endswith("... and 10 more: `ddpilot doctor -v`")
+
+
 class Reader(HTMLParser):
     """Collects tags, attributes and text, and fails on a tag that is closed out of turn."""
 
@@ -151,6 +224,18 @@ def test_render_html_shows_every_part_of_a_finding() -> None:
         assert part in shown
     for part in ("warning", "ranks 0-3", "model.py:12", "self.bn = nn.BatchNorm2d(8)"):
         assert part in shown
+
+
+def test_render_html_has_the_groups_of_the_text_and_folds_what_takes_more_than_a_screen() -> None:
+    """Everything is in it, in the same order."""
+    findings = [*(replace(SMALL_BATCH, code=f"D{n}") for n in range(20)), OOM, *SAME]
+    html = render_html(findings)
+    shown = Reader(html).shown
+    order = ["DDP118", "rank 8 uses cuda:0", "device-out-of-memory", "cuda:0 is full", "D0", "D19"]
+    assert sorted(order, key=shown.index) == order
+    assert shown.count("set the device") == 1
+    assert "and 3 more" in shown
+    assert html.count("<details>") == 2
 
 
 def test_render_html_escapes_everything() -> None:
