@@ -79,8 +79,8 @@ class Profile:
         """Return the text: a table of the phases by rank, a bar for each rank, and the findings."""
         width = width or shutil.get_terminal_size((120, 40)).columns
         blocks = [self.summary, "\n".join(self._table()), "\n".join(self._bars(width))]
-        found = [each.finding for each in self.judged]
-        blocks.append(render_text(found, width, color) if found else "nothing to improve was found")
+        blocks += [render_text([each.finding], width, color) for each in self.judged]  # the most expensive first
+        blocks += [] if self.judged else ["nothing to improve was found"]
         return "\n\n".join(blocks)
 
     def _table(self) -> list[str]:
