@@ -26,6 +26,7 @@ MAY_IMPORT_TORCH = (
     *("ddpilot.diagnose.ranks", "ddpilot.diagnose.nodes"),
     *("ddpilot.diagnose.updates.probe", "ddpilot.diagnose.updates.changes", "ddpilot.diagnose.updates.modules"),
     *("ddpilot.profiler.probe", "ddpilot.profiler.modules", "ddpilot.profiler.reductions", "ddpilot.profiler.running"),
+    "ddpilot.profiler.trace_window",
 )
 # These compare what ranks have recorded; numpy takes a tenth of a second.
 MAY_IMPORT_NUMPY = (

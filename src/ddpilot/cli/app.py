@@ -257,6 +257,9 @@ def profile(
         str, typer.Option("-n", "--nproc-per-node", help="Ranks on this machine: a number, auto, gpu or cpu.")
     ] = "auto",
     html: Annotated[str, typer.Option("--html", metavar="PATH", help="File for the report with its pictures.")] = "",
+    trace: Annotated[
+        str, typer.Option("--trace", metavar="DIR", help="Folder for traces of 5 updates that Perfetto opens.")
+    ] = "",
     json: Annotated[
         bool, typer.Option("--json", help="Print the profile as JSON, and no output of the script.")
     ] = False,
@@ -264,7 +267,9 @@ def profile(
     """Show where the time of an update goes on each rank, and what to change; words after -- are the script's own."""
     from ddpilot.cli.profile_command import run_profile
 
-    raise typer.Exit(run_profile(script, context.args, nproc_per_node=nproc_per_node, html=html, as_json=json))
+    raise typer.Exit(
+        run_profile(script, context.args, nproc_per_node=nproc_per_node, html=html, trace=trace, as_json=json)
+    )
 
 
 @app.command(context_settings={"allow_extra_args": True})

@@ -21,36 +21,46 @@ from ddpilot.output.writer import LabelledWriter
 from ddpilot.profiler.report import write_report
 from ddpilot.profiler.result import Profile, read_profile
 from ddpilot.profiler.scaling import compare_sizes
-from ddpilot.profiler.spans_file import PROFILE_VARIABLE
+from ddpilot.profiler.spans_file import PROFILE_VARIABLE, TRACE_VARIABLE
+from ddpilot.profiler.traces import merge_traces
 from ddpilot.watch.companion import Watcher
 from ddpilot.watch.options import WatchOptions
 
 
-def run_profile(script: str, args: Sequence[str], *, nproc_per_node: str, html: str, as_json: bool) -> int:
+def run_profile(script: str, args: Sequence[str], *, nproc_per_node: str, html: str, trace: str, as_json: bool) -> int:
     """Run `script` with `args`, and print its profile. Returns the exit status, 0.
 
-    `html`: path of the report to write, "" for none. Raises LaunchError before any rank starts, RankError or WatchError
-    if the script fails, and RecordError if it made too few updates.
+    `html`: path of the report to write; `trace`: folder for the traces; "" for none. Raises LaunchError before any rank
+    starts, RankError or WatchError if the script fails, and RecordError if it made too few updates.
     """
     if html and not Path(html).resolve().parent.is_dir():
         found = f"there is no folder for {html}"
         raise LaunchError("reading --html", found=found, fix="Give a path in a folder that exists")
     nproc = int(nproc_per_node) if nproc_per_node.isdecimal() else nproc_per_node
-    profile = _profile(RunOptions(target=script, args=tuple(args), nproc_per_node=nproc), shows_output=not as_json)
+    options = RunOptions(target=script, args=tuple(args), nproc_per_node=nproc)
+    profile = _profile(options, shows_output=not as_json, trace=trace)
+    written = []
     if html:
         write_report(profile, Path(html), title=f"{Path(script).name} on {len(profile.phases.ranks)} ranks")
+        written.append(f"report: {html}")
+    if trace:
+        merged = merge_traces(Path(trace), list(profile.phases.ranks))
+        written.append(f"trace: {merged}" if merged else "trace: the script made too few updates for one")
     print(json.dumps(profile.to_dict()) if as_json else f"\n{profile.render(color=sys.stdout.isatty())}", flush=True)
-    if html and not as_json:
-        print(f"\nreport: {html}", flush=True)
+    if written and not as_json:
+        print("\n" + "\n".join(written), flush=True)
     return 0
 
 
-def _profile(options: RunOptions, *, shows_output: bool) -> Profile:
+def _profile(options: RunOptions, *, shows_output: bool, trace: str = "") -> Profile:
     """Run the script of `options` on its ranks and return its profile."""
     prepared = prepare_run(options, os.environ)
     display = prepared.display if shows_output else LabelledWriter("silent", None)
     with scratch_folder("ddpilot-profile-") as folder:
         variables = {**prepared.variables, PROFILE_VARIABLE: str(folder)}
+        if trace:
+            Path(trace).mkdir(parents=True, exist_ok=True)
+            variables[TRACE_VARIABLE] = str(Path(trace).resolve())
         make_observer = functools.partial(Watcher, WatchOptions(on_finding="stop"), more_hooks=(PROFILE_HOOK,))
         run_prepared(replace(prepared, variables=variables, display=display), make_observer)
         return read_profile(folder)

@@ -64,7 +64,7 @@ def divide_updates(times: Sequence[RankTimes]) -> Phases | None:
     """Return the phases of the updates that all ranks have recorded; None if there are fewer than two."""
     ends_ns = [each.updates["end_ns"] for each in times]
     num = min(map(len, ends_ns), default=0)
-    skipped = min(NUM_WARM_UP, max(0, num - 2))
+    skipped = _count_skipped(times, num)
     if num - skipped < 2:
         return None
     seconds = numpy.zeros((len(times), num - skipped - 1, len(SHARES)))
@@ -89,6 +89,13 @@ def divide_updates(times: Sequence[RankTimes]) -> Phases | None:
         first_update=skipped + 2,
         by_site=_sum_sites(parts[0]),
     )
+
+
+def _count_skipped(times: Sequence[RankTimes], num: int) -> int:
+    """Return how many first updates are left out: to warm up, and those that torch.profiler recorded."""
+    recorded = [numpy.flatnonzero(each.updates["num_samples"] < 0) for each in times]
+    last = max((int(each[-1]) + 1 for each in recorded if len(each)), default=0)
+    return min(max(NUM_WARM_UP, last), max(0, num - 2))
 
 
 def _spans_between(times: RankTimes, begin_ns: int, end_ns: int) -> Array:

@@ -27,7 +27,8 @@ from ddpilot.guard.probes.tensors import num_rows_of
 from ddpilot.launching.rank_environment import count_cores
 from ddpilot.profiler.modules import OutermostModules
 from ddpilot.profiler.reductions import GradientEnds
-from ddpilot.profiler.spans_file import PHASES, PROFILE_VARIABLE, TimesWriter
+from ddpilot.profiler.spans_file import PHASES, PROFILE_VARIABLE, TRACE_VARIABLE, TimesWriter
+from ddpilot.profiler.trace_window import TraceWindow
 
 DATA, COPY, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, CHECKPOINT, EVALUATION = range(len(PHASES))
 _COLLECTIVES = (
@@ -51,6 +52,8 @@ class PhaseProbe:
         rank = int(os.environ.get("RANK", "0")) if rank is None else rank
         self._writer = TimesWriter(folder or Path(os.environ[PROFILE_VARIABLE]), rank)
         self._models = tuple(models)
+        traces = os.environ.get(TRACE_VARIABLE)
+        self._window = TraceWindow(Path(traces), rank) if traces else None
         self._pid = os.getpid()
         self._main = threading.main_thread().ident
         self._spans: list[tuple[int, int, int, int]] = []
@@ -142,7 +145,10 @@ class PhaseProbe:
             self._spans.append((self._step_began_ns, self._last_step_ns, OPTIMIZER, self._number_of_site()))
 
     def _end_update(self) -> None:
-        self._updates.append((self._last_step_ns, self._num_samples))
+        window = self._window
+        self._updates.append((self._last_step_ns, -1 if window and window.is_recording else self._num_samples))
+        if window is not None:
+            window.end_update()
         self._num_samples = 0
         self._last_step_ns = 0
         self._modules.is_first = False
@@ -184,6 +190,8 @@ class PhaseProbe:
             return
         if self._last_step_ns:
             self._end_update()
+        if self._window is not None:
+            self._window.stop()
         self._writer.write_fact("num_threads", torch.get_num_threads())
         self._writer.write_fact("num_cores", count_cores())
         self._writer.write_fact("world_size", int(os.environ.get("WORLD_SIZE", "1")))

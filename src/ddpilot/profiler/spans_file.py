@@ -15,12 +15,15 @@ from ddpilot.user_files import CodeLine
 
 PROFILE_VARIABLE = "DDPILOT_PROFILE"
 """Environment variable with the folder into which ranks record their time."""
+TRACE_VARIABLE = "DDPILOT_PROFILE_TRACE"
+"""Environment variable with the folder for traces of torch.profiler; without it there are none."""
 PHASES = ("data", "copy", "forward", "backward", "communication", "optimizer", "checkpoint", "evaluation")
 """Phases by number; "other" is what remains of an update."""
 SPAN = numpy.dtype([("begin_ns", "<i8"), ("end_ns", "<i8"), ("phase", "<i4"), ("site", "<i4")])
 """A span of the main thread in one phase, on CLOCK_MONOTONIC. Spans nest: the inner one counts for its phase alone."""
 UPDATE = numpy.dtype([("end_ns", "<i8"), ("num_samples", "<i8")])
-"""The end of the last step of an optimizer before the next backward pass, and the samples of the update."""
+"""The end of the last step of an optimizer before the next backward pass, and the samples of the update; -1 for an
+update that is left out, since torch.profiler recorded it."""
 _SPANS, _UPDATES, _FACTS = "spans.bin", "updates.bin", "facts.jsonl"
 
 

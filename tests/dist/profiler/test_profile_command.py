@@ -61,13 +61,38 @@ def test_the_first_finding_names_the_planted_cost(planted: str, code: str, ranks
 
 def test_the_script_runs_as_it_is_and_a_report_is_written(tmp_path: Path) -> None:
     """Its output is shown, then the table, the bars and where the report is."""
-    path = tmp_path / "profile.html"
-    done = run(SCRIPT, "-n", 2, "--html", path, "--", "forward")
+    path, traces = tmp_path / "profile.html", tmp_path / "traces"
+    done = run(SCRIPT, "-n", 2, "--html", path, "--trace", traces, "--", "forward")
     assert done.returncode == 0, done.stderr
     assert "[rank 0] loss " in done.stdout
     assert "F forward" in done.stdout
-    assert done.stdout.endswith(f"report: {path}\n")
+    assert done.stdout.endswith(f"report: {path}\ntrace: {traces / 'trace.json.gz'}\n")
+    assert {each.name for each in traces.iterdir()} >= {"trace_rank_0.json.gz", "trace_rank_1.json.gz"}
     assert "<svg" in path.read_text("utf-8")
+
+
+def test_scaling_is_compared() -> None:
+    """Each number of ranks has a row; a sleep in the forward pass is shared by no two ranks."""
+    command = [
+        sys.executable,
+        "-m",
+        "ddpilot",
+        "scale",
+        SCRIPT,
+        "-n",
+        "1,2",
+        "--rounds",
+        "1",
+        "--json",
+        "--",
+        "forward",
+    ]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [row["num_ranks"] for row in found["rows"]] == [1, 2]
+    assert found["kind"] == "weak"
+    assert found["rows"][1]["speed_up"] > 1.2
 
 
 def test_what_cannot_be_profiled_is_refused(tmp_path: Path) -> None:

@@ -174,3 +174,15 @@ def test_threads_that_share_cores_are_named() -> None:
     assert phases is not None
     profile = Profile(phases=phases, judged=judge(phases, times))
     assert [each.code for each in profile.findings] == ["DDP804"]
+
+
+def test_updates_that_torch_profiler_recorded_are_left_out(folder: Path) -> None:
+    """They are marked by a number of samples below 0; all that come before are left out, too."""
+    path = folder / "rank1.updates.bin"
+    updates = numpy.frombuffer(path.read_bytes(), dtype=[("end_ns", "<i8"), ("num_samples", "<i8")]).copy()
+    updates["num_samples"][4:7] = -1
+    path.write_bytes(updates.tobytes())
+    phases = phases_of(folder)
+    assert phases.first_update == 9
+    assert phases.seconds.shape[1] == NUM_UPDATES - 8
+    assert (phases.num_samples == 8).all()
