@@ -39,7 +39,7 @@ class Task(NamedTuple):
 
 CALLBACKS = (
     *("CsvLog", "JsonLinesLog", "TensorBoardLog", "WandbLog", "Pictures", "BestWeights", "EarlyStopping"),
-    *("LRMonitor", "Norms", "Timers", "GarbageCollection", "Schedule"),
+    *("LRMonitor", "Norms", "Timers", "Profile", "GarbageCollection", "Schedule"),
 )
 TASKS = (
     Task(

@@ -9,6 +9,7 @@ from ddpilot.trainer.callbacks.garbage_collection import GarbageCollection
 from ddpilot.trainer.callbacks.logs import CsvLog, JsonLinesLog, TensorBoardLog, WandbLog
 from ddpilot.trainer.callbacks.monitors import LRMonitor, Norms
 from ddpilot.trainer.callbacks.pictures import Pictures
+from ddpilot.trainer.callbacks.profile import Profile
 from ddpilot.trainer.callbacks.schedule import Schedule
 from ddpilot.trainer.callbacks.timers import Timers
 
@@ -22,6 +23,7 @@ __all__ = [
     "LRMonitor",
     "Norms",
     "Pictures",
+    "Profile",
     "Schedule",
     "TensorBoardLog",
     "Timers",

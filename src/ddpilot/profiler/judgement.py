@@ -140,7 +140,7 @@ def _judge_communication(phases: Phases, times: Sequence[RankTimes]) -> Iterator
         return
     compute_s = sum(phases.median(name) for name in ("forward", "backward", "optimizer"))
     ddp = times[0].facts.get("ddp")
-    size = [f"{ddp['parameter_bytes'] / 1e6:.1f} MB of gradients over {ddp['backend']}"] if ddp else []
+    size = [f"{ddp['parameter_bytes'] / 1e6:.3g} MB of gradients over {ddp['backend']}"] if ddp else []
     finding = make_finding(
         "DDP723",
         summary=f"an update waits {_ms(exposed_s)} of {_ms(phases.update_s)} for gradients to be exchanged",

@@ -17,6 +17,8 @@ SHARES = (*PHASES[:COMMUNICATION], "waiting", *PHASES[COMMUNICATION:], "other")
 "waiting", and "other" for the rest."""
 NUM_WARM_UP = 3
 """First updates that are left out: they build DDP's buckets, start workers and fill caches."""
+_NUM_LEAST = 3
+"""Ends of updates that are needed for at least two updates to measure."""
 Array = numpy.ndarray[Any, Any]
 
 
@@ -61,11 +63,11 @@ class Phases:
 
 
 def divide_updates(times: Sequence[RankTimes]) -> Phases | None:
-    """Return the phases of the updates that all ranks have recorded; None if there are fewer than two."""
+    """Return the phases of the updates that all ranks have recorded; None if there are too few."""
     ends_ns = [each.updates["end_ns"] for each in times]
     num = min(map(len, ends_ns), default=0)
     skipped = _count_skipped(times, num)
-    if num - skipped < 2:
+    if num - skipped < _NUM_LEAST:
         return None
     seconds = numpy.zeros((len(times), num - skipped - 1, len(SHARES)))
     parts = [
@@ -95,7 +97,7 @@ def _count_skipped(times: Sequence[RankTimes], num: int) -> int:
     """Return how many first updates are left out: to warm up, and those that torch.profiler recorded."""
     recorded = [numpy.flatnonzero(each.updates["num_samples"] < 0) for each in times]
     last = max((int(each[-1]) + 1 for each in recorded if len(each)), default=0)
-    return min(max(NUM_WARM_UP, last), max(0, num - 2))
+    return max(NUM_WARM_UP, last)
 
 
 def _spans_between(times: RankTimes, begin_ns: int, end_ns: int) -> Array:

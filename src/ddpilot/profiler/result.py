@@ -15,7 +15,7 @@ import numpy
 from ddpilot.errors import RecordError
 from ddpilot.findings.display import Findings, render_html, render_text
 from ddpilot.profiler.judgement import Judged, judge
-from ddpilot.profiler.phases import SHARES, Phases, divide_updates
+from ddpilot.profiler.phases import NUM_WARM_UP, SHARES, Phases, divide_updates
 from ddpilot.profiler.spans_file import RankTimes, find_ranks, read_times
 
 _LETTERS = {
@@ -120,7 +120,7 @@ class Profile:
 
 
 def read_profile(folder: Path) -> Profile:
-    """Return the profile of the ranks that have recorded into `folder`. Raises RecordError without two updates."""
+    """Return the profile of the ranks that have recorded into `folder`. Raises RecordError for too few updates."""
     return make_profile([read_times(folder, rank) for rank in find_ranks(folder)])
 
 
@@ -132,7 +132,7 @@ def make_profile(times: Sequence[RankTimes]) -> Profile:
         raise RecordError(
             "reading a profile",
             found=f"too few updates: {counts}",
-            fix="Profile at least 5 updates: steps of an optimizer after a backward pass",
+            fix=f"Profile at least {NUM_WARM_UP + 3} updates: steps of an optimizer after a backward pass",
         )
     return Profile(phases=phases, judged=judge(phases, times), is_fair=_have_own_cores(times))
 

@@ -27,7 +27,7 @@ class RunningProfile:
 
     After the exit every rank has the profile of all ranks: `profile` is it, and `summary`, `findings`, `to_html` and
     the display are its own. If the block raises an exception nothing is exchanged, and there is no profile. Raises
-    RecordError, on all ranks, if a rank made too few updates: fewer than 2, not counting the first ones.
+    RecordError, on all ranks, if a rank made fewer than 6 updates.
     """
 
     def __init__(self, group: GroupLike, models: Iterable[DistributedDataParallel] = ()) -> None:

@@ -372,7 +372,7 @@ class Loop:
 
         After the `with` block every rank has the profile of all ranks: ``loop.print(profile)`` shows it on rank 0,
         ``profile.to_html(path)`` writes the report with its pictures. Raises RecordError on exit if a rank made fewer
-        than 2 updates, not counting the first ones.
+        than 6 updates.
         """
         return RunningProfile(self.group, self._prepared.ddp_models)
 

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Profile`: shows where the time of the updates of a fit goes, on all ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ddpilot.errors import RecordError
+from ddpilot.profiler.running import RunningProfile
+from ddpilot.trainer.callback import Callback
+from ddpilot.trainer.run import Run
+
+
+class Profile(Callback):
+    """Measure every update of a fit on all ranks, and show at its end where the time goes and what to change.
+
+    `path`: file for the report with its pictures, written by rank 0 into an existing folder; None: only the text is
+    shown. At the end of the fit the ranks exchange what they have measured, in one collective. The first three updates
+    are left out; for fewer than six updates a line says that there are too few. Costs about 20 microseconds for an update.
+    """
+
+    ranks = "all"
+
+    def __init__(self, path: str | Path | None = None) -> None:
+        self._path = None if path is None else Path(path)
+        self._running: RunningProfile | None = None
+        self.summary = ""
+        """Number of updates, duration and spread, in one sentence; empty before the end of a fit."""
+
+    def on_fit_start(self, run: Run) -> None:
+        self._running = run.loop.profile()
+        self._running.__enter__()
+
+    def on_fit_end(self, run: Run) -> None:
+        running, self._running = self._running, None
+        if running is None:
+            return
+        try:
+            running.__exit__(None, None, None)
+        except RecordError as error:
+            run.loop.print(f"no profile: {error.found}")
+            return
+        self.summary = running.summary
+        run.loop.print(running)
+        if self._path is not None and run.loop.rank == 0:
+            running.to_html(self._path)
+
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        running, self._running = self._running, None
+        if running is not None:
+            running.__exit__(type(error), error, error.__traceback__)
