@@ -8,12 +8,15 @@ import json
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
+from contextlib import ExitStack
 from importlib.util import module_from_spec, spec_from_file_location
 from itertools import zip_longest
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -85,6 +88,66 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
         if not target.exists() or (anchor and anchor not in anchors(target)):
             broken.append(link)
     assert not broken
+
+
+# A ```py block whose first line is `# name.py` is a file; a ```console block has commands after `$`, each with what it
+# prints. `...` stands for any lines, or for any part of a line.
+FILE = re.compile(r"# (?P<name>[\w-]+\.py)\n")
+COMMAND = re.compile(r"^\$ (.+)\n((?:(?!\$ ).*\n)*)", re.MULTILINE)
+
+
+def sections_with_commands(page: Path) -> dict[str, tuple[dict[str, str], list[tuple[str, str]]]]:
+    """By heading, the files of a section, and its commands with their outputs; only of pages whose commands run."""
+    found = {}
+    is_run = re.search(rf"^```py\n{FILE.pattern}", page.read_text(), re.MULTILINE) is not None
+    for section in re.split(r"^## ", page.read_text(), flags=re.MULTILINE)[1:]:
+        fences = [*FENCE.finditer(section)]
+        files = {head["name"]: fence[2] for fence in fences if fence[1] == "py" and (head := FILE.match(fence[2]))}
+        commands = [each for fence in fences if fence[1] == "console" for each in COMMAND.findall(fence[2])]
+        if commands and is_run:
+            found[section.partition("\n")[0]] = (files, commands)
+    return found
+
+
+def is_like(actual: str, expected: str) -> bool:
+    """True if `actual` is `expected`, in which `...` stands for any text, and on a line of its own for any lines."""
+    pieces = [re.escape(piece) for piece in re.split(r"^\.\.\.\n", expected, flags=re.MULTILINE)]
+    pattern = r"(?:.*\n)*?".join(piece.replace(re.escape("..."), ".*") for piece in pieces)
+    return re.fullmatch(pattern, actual) is not None
+
+
+COMMANDS = [
+    pytest.param(files, commands, id=f"{page.stem}: {heading}")
+    for page in PAGES
+    for heading, (files, commands) in sections_with_commands(page).items()
+]
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(("files", "commands"), COMMANDS)
+def test_commands_print_what_the_page_says(
+    files: dict[str, str], commands: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    """A section's commands run in a folder with its files, and each prints the text under it."""
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environ = {**os.environ, "COLUMNS": "120", "PATH": path}
+    with ExitStack() as stack:
+        for command, expected in commands:
+            options: dict[str, Any] = {"cwd": tmp_path, "env": environ, "text": True, "stdout": subprocess.PIPE}
+            if command.endswith(" &"):
+                process = stack.enter_context(subprocess.Popen(shlex.split(command[:-2]), **options))
+                stack.callback(process.terminate)
+                assert process.stdout is not None
+                printed = process.stdout.readline()
+            else:
+                done = subprocess.run(
+                    command, shell=True, stderr=subprocess.STDOUT, timeout=150, check=False, **options
+                )
+                printed = done.stdout
+            plain = re.sub(r"\n+", "\n", printed.replace(f"{tmp_path}{os.sep}", ""))
+            assert is_like(plain, re.sub(r"\n+", "\n", expected)), f"`{command}` printed\n{printed}"
 
 
 @pytest.mark.timeout(120)

@@ -22,7 +22,7 @@ from ddpilot.diagnose.reachability import ClockServer, Node, check_reachability,
 from ddpilot.diagnose.registry import run_checks
 from ddpilot.environments.topology import Topology
 from ddpilot.errors import RendezvousError
-from ddpilot.findings.catalog import make_finding
+from ddpilot.findings.catalog import find_known, make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.group.store import connect_store, resolve_endpoint, wait_for_keys
 from ddpilot.launching.elastic.rendezvous.network import ips, up_interfaces
@@ -44,7 +44,8 @@ def examine_job(facts: Facts, topology: Topology, timeout_s: float) -> Diagnosis
     try:
         return _examine_together(facts, topology, lines, timeout_s)
     except RendezvousError as error:
-        finding = explain_error(error, "DDP103" if topology.is_rank_zero else "DDP104")
+        codes = [entry.code for entry in find_known(str(error))]
+        finding = explain_error(error, "DDP104" if "DDP104" in codes or not topology.is_rank_zero else "DDP103")
     except RuntimeError as error:  # the store's connection
         text = str(error).splitlines()[0]
         finding = make_finding("DDP209", ranks=[0], summary=f"rank {topology.rank} lost the store of rank 0: {text}")
