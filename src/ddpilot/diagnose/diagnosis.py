@@ -9,7 +9,7 @@ from html import escape
 from typing import Any
 
 from ddpilot.diagnose.facts import Answer, RankReport
-from ddpilot.findings.display import Findings, render_html, render_text, screen_size
+from ddpilot.findings.display import Findings, render_html, screen_size
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import printable
 
@@ -103,11 +103,11 @@ class Diagnosis:
         height = height or lines
         ok = [line for line in self.lines if line.status == "ok"]
         rows = _ok_rows(ok, None if verbose else width)
-        found = render_text(self.findings, width, color) if self.findings else ""
+        found = self.findings.render(width, color)
         if not verbose and found.count("\n") + len(rows) + len(self.settings) + 6 > height:
             rows = _ok_names(ok)
             room = max(5, height - len(rows) - len(self.settings) - 5)
-            found = render_text(self.findings, width, color, height=room, more=_MORE) if self.findings else ""
+            found = self.findings.render(width, color, height=room)
         paste = ["to paste:", *self.settings] if self.settings else []
         blocks = [f"{self.title}: {self._summary()}", found, "\n".join(paste), "\n".join(rows)]
         return "\n\n".join(filter(None, blocks))

@@ -21,15 +21,17 @@ class Findings(Sequence[Finding]):
     """An immutable sequence of findings in the order of `sort_findings`; a slice is a `Findings` too.
 
     As a string, and in a notebook, it takes at most one screen. `more`: where the rest is shown, such as a command in
-    backticks.
+    backticks. `is_ranked`: as of `group_findings`.
     """
 
     items: tuple[Finding, ...]
     more: str = field(compare=False)
+    is_ranked: bool = field(compare=False)
 
-    def __init__(self, findings: Iterable[Finding] = (), *, more: str = "") -> None:
-        object.__setattr__(self, "items", sort_findings(findings))
+    def __init__(self, findings: Iterable[Finding] = (), *, more: str = "", is_ranked: bool = False) -> None:
+        object.__setattr__(self, "items", sort_findings(findings, is_ranked=is_ranked))
         object.__setattr__(self, "more", more)
+        object.__setattr__(self, "is_ranked", is_ranked)
 
     def __len__(self) -> int:
         return len(self.items)
@@ -41,20 +43,28 @@ class Findings(Sequence[Finding]):
     def __getitem__(self, index: slice) -> Findings: ...
 
     def __getitem__(self, index: int | slice) -> Finding | Findings:
-        return Findings(self.items[index], more=self.more) if isinstance(index, slice) else self.items[index]
+        if isinstance(index, slice):
+            return Findings(self.items[index], more=self.more, is_ranked=self.is_ranked)
+        return self.items[index]
 
     def to_list(self) -> list[dict[str, Any]]:
         """Return all findings as JSON-serializable values."""
         return [finding.to_dict() for finding in self.items]
 
+    def render(self, width: int | None = None, color: bool = False, *, height: int | None = None) -> str:
+        """Return the text of `render_text`; empty if there are no findings."""
+        if not self.items:
+            return ""
+        return render_text(self.items, width, color, height=height, more=self.more, is_ranked=self.is_ranked)
+
     def __str__(self) -> str:
-        return render_text(self.items, height=screen_size().lines, more=self.more)
+        return self.render(height=screen_size().lines) or render_text(())
 
     def __repr__(self) -> str:
         return f"Findings({', '.join(finding.code for finding in self.items)})"
 
     def _repr_html_(self) -> str:
-        return render_html(self.items)
+        return render_html(self.items, is_ranked=self.is_ranked)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: ARG002 - IPython's signature
         printer.text(str(self))
@@ -79,15 +89,16 @@ def render_text(
     *,
     height: int | None = None,
     more: str = "",
+    is_ranked: bool = False,
 ) -> str:
     """Return one block per code and fix, separated by empty lines; ``no findings`` if there are none.
 
     `width`: column at which to wrap, at least 40; None (the default) never wraps. `color`: use ANSI colors. `height`:
     lines of the screen that the text may take; None (the default): as many as it needs. What does not fit is shortened,
-    then left out from the end, and the last line names `more`, where the rest is shown. Control characters in a finding
-    are shown as escapes.
+    then left out from the end, and the last line names `more`, where the rest is shown. `is_ranked`: as of
+    `group_findings`. Control characters in a finding are shown as escapes.
     """
-    groups = group_findings(findings)
+    groups = group_findings(findings, is_ranked=is_ranked)
     if not groups:
         return "no findings"
     layout = _Layout(width=None if width is None else max(width, _MIN_WIDTH), color=color)
@@ -219,12 +230,12 @@ _PRE_STYLE = (
 _HTML_SCREEN = os.terminal_size((120, 38))
 
 
-def render_html(findings: Iterable[Finding]) -> str:
+def render_html(findings: Iterable[Finding], *, is_ranked: bool = False) -> str:
     """Return all findings as one ``<div>`` without scripts, style sheets or external resources; all text is escaped.
 
     The order and the groups are those of `render_text`; what takes more than one screen is folded.
     """
-    groups = group_findings(findings)
+    groups = group_findings(findings, is_ranked=is_ranked)
     layout, num = _Layout(width=_HTML_SCREEN.columns, color=False), len(groups)
     while num > 1 and _num_rows([layout.block(each) for each in groups[:num]], None) > _HTML_SCREEN.lines:
         num -= 1

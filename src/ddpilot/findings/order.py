@@ -38,16 +38,16 @@ class Group:
             yield from group
 
 
-def sort_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+def sort_findings(findings: Iterable[Finding], *, is_ranked: bool = False) -> tuple[Finding, ...]:
     """Return the findings in the order in which they are shown; `explained_by` is set where the cause is among them."""
-    return tuple(finding for group in group_findings(findings) for finding in group)
+    return tuple(finding for group in group_findings(findings, is_ranked=is_ranked) for finding in group)
 
 
-def group_findings(findings: Iterable[Finding]) -> tuple[Group, ...]:
+def group_findings(findings: Iterable[Finding], *, is_ranked: bool = False) -> tuple[Group, ...]:
     """Group findings by severity, code and fix, and place groups under the one that explains them.
 
     Errors come first, then warnings, then infos; in each by code, and in a group by rank and place. A cause has the
-    place of its most severe consequence.
+    place of its most severe consequence. `is_ranked`: the order given is that of importance, and groups keep it.
     """
     known = tuple(findings)
     codes = {each.code for each in known}
@@ -56,12 +56,17 @@ def group_findings(findings: Iterable[Finding]) -> tuple[Group, ...]:
         cause = _find_cause(each, codes)
         marked = each if not cause or cause == each.explained_by else replace(each, explained_by=cause)
         by_key.setdefault((each.severity, each.code, each.fix, cause), []).append(marked)
-    roots = _find_roots(by_key)
+    order = {key: at for at, key in enumerate(by_key if is_ranked else sorted(by_key, key=_rank_key))}
+    roots = _find_roots(sorted(order, key=order.__getitem__))
     below: dict[_Key, list[_Key]] = {}
     for key in by_key:
         below.setdefault(roots[key], []).append(key)
-    groups = [(min(map(_rank_key, keys)), _make_group(root, keys, by_key)) for root, keys in below.items()]
-    return tuple(group for _, group in sorted(groups, key=lambda each: each[0]))
+    groups = {}
+    for root, keys in below.items():
+        ordered = [root, *sorted((key for key in keys if key != root), key=order.__getitem__)]
+        first, *rest = (tuple(sorted(by_key[key], key=_place_key)) for key in ordered)
+        groups[min(order[key] for key in keys)] = Group(first, tuple(map(Group, rest)))
+    return tuple(groups[at] for at in sorted(groups))
 
 
 def _find_cause(finding: Finding, codes: set[str]) -> str:
@@ -71,25 +76,18 @@ def _find_cause(finding: Finding, codes: set[str]) -> str:
     return min(CAUSES.get(finding.code, frozenset()) & codes, default="")
 
 
-def _find_roots(keys: Iterable[_Key]) -> dict[_Key, _Key]:
+def _find_roots(keys: Sequence[_Key]) -> dict[_Key, _Key]:
     """Map each key to that of its first cause; a circle of causes has none."""
-    ordered = sorted(keys, key=_rank_key)
     by_code: dict[str, _Key] = {}
-    for key in ordered:
+    for key in keys:
         by_code.setdefault(key[1], key)
     roots = {}
-    for key in ordered:
+    for key in keys:
         seen = [key]
         while seen[-1][3] and seen[-1] not in seen[:-1]:
             seen.append(by_code[seen[-1][3]])
         roots[key] = key if seen[-1] in seen[:-1] else seen[-1]
     return roots
-
-
-def _make_group(root: _Key, keys: Sequence[_Key], members: Mapping[_Key, Iterable[Finding]]) -> Group:
-    below = sorted((key for key in keys if key != root), key=_rank_key)
-    ordered = {key: tuple(sorted(members[key], key=_place_key)) for key in keys}
-    return Group(ordered[root], tuple(Group(ordered[key]) for key in below))
 
 
 def _rank_key(key: _Key) -> tuple[int, str, str]:

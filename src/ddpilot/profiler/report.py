@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy
 
-from ddpilot.findings.display import render_html
 from ddpilot.profiler.phases import SHARES, Phases
 from ddpilot.profiler.result import Profile
 
@@ -49,7 +48,7 @@ h2 {{ font-size: 17px; margin: 26px 0 8px; }}
 def write_report(profile: Profile, path: Path, *, title: str) -> None:
     """Write the report to `path`. It needs no network, and follows the reader's light or dark theme."""
     phases = profile.phases
-    findings = render_html(profile.findings) if profile.judged else "<p>Nothing to improve was found.</p>"
+    findings = profile.findings._repr_html_() if profile.judged else "<p>Nothing to improve was found.</p>"
     page = _PAGE.format(
         title=escape(title),
         summary=escape(profile.summary),

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -13,7 +12,7 @@ from typing import Any
 import numpy
 
 from ddpilot.errors import RecordError
-from ddpilot.findings.display import Findings, render_html, render_text
+from ddpilot.findings.display import Findings, screen_size
 from ddpilot.profiler.judgement import Judged, judge
 from ddpilot.profiler.phases import NUM_WARM_UP, SHARES, Phases, divide_updates
 from ddpilot.profiler.spans_file import RankTimes, find_ranks, read_times
@@ -46,7 +45,7 @@ class Profile:
     @property
     def findings(self) -> Findings:
         """What makes updates slow, the most expensive first."""
-        return Findings(each.finding for each in self.judged)
+        return Findings((each.finding for each in self.judged), more="`ddpilot profile --json`", is_ranked=True)
 
     @property
     def summary(self) -> str:
@@ -77,11 +76,11 @@ class Profile:
 
     def render(self, *, width: int | None = None, color: bool = False) -> str:
         """Return the text: a table of the phases by rank, a bar for each rank, and the findings."""
-        width = width or shutil.get_terminal_size((120, 40)).columns
+        width = width or screen_size().columns
         blocks = [self.summary, "\n".join(self._table()), "\n".join(self._bars(width))]
-        blocks += [render_text([each.finding], width, color) for each in self.judged]  # the most expensive first
-        blocks += [] if self.judged else ["nothing to improve was found"]
-        return "\n\n".join(blocks)
+        height = max(10, screen_size().lines - sum(block.count("\n") + 2 for block in blocks))
+        found = self.findings.render(width, color, height=height)
+        return "\n\n".join([*blocks, found or "nothing to improve was found"])
 
     def _table(self) -> list[str]:
         shown = [name for name in SHARES if self.phases.median(name) > 0]
@@ -114,7 +113,7 @@ class Profile:
         printer.text(str(self))
 
     def _repr_html_(self) -> str:
-        found = render_html(self.findings) if self.judged else "<p>nothing to improve was found</p>"
+        found = self.findings._repr_html_() if self.judged else "<p>nothing to improve was found</p>"
         table = "\n".join([*self._table(), "", *self._bars(100)])
         return f"<div><p>{escape(self.summary)}</p><pre>{escape(table)}</pre>{found}</div>"
 

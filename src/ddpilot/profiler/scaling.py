@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import shutil
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -11,7 +10,7 @@ from html import escape
 from typing import Any, Literal
 
 from ddpilot.findings.catalog import make_finding
-from ddpilot.findings.display import Findings, render_html, render_text
+from ddpilot.findings.display import Findings, screen_size
 from ddpilot.profiler.phases import SHARES
 from ddpilot.profiler.result import Profile
 
@@ -68,14 +67,15 @@ class Scaling:
             "title": self.title,
             "kind": self.kind,
             "rows": rows,
-            "findings": [each.to_dict() for each in self.findings],
+            "findings": self.findings.to_list(),
         }
 
     def render(self, *, color: bool = False) -> str:
         """Return the text: a line for each number of ranks, and the findings."""
-        width = shutil.get_terminal_size((120, 40)).columns
-        found = [render_text(self.findings, width, color)] if self.findings else []
-        return "\n\n".join(["\n".join(self._table()), *found])
+        table = self._table()
+        width, lines = screen_size()
+        found = self.findings.render(width, color, height=max(10, lines - len(table) - 1))
+        return "\n\n".join(filter(None, ["\n".join(table), found]))
 
     def _table(self) -> list[str]:
         lines = [f"{self.title}: {self.kind} scaling", "ranks  samples/s (spread)           speed-up  efficiency  lost"]
@@ -100,7 +100,7 @@ class Scaling:
         printer.text(str(self))
 
     def _repr_html_(self) -> str:
-        found = render_html(self.findings) if self.findings else ""
+        found = self.findings._repr_html_() if self.findings else ""
         return f"<div><pre>{escape(chr(10).join(self._table()))}</pre>{found}</div>"
 
 
@@ -134,7 +134,9 @@ def compare_sizes(title: str, by_size: Mapping[int, Sequence[Profile]]) -> Scali
                 is_fair=all(each.is_fair for each in rounds),
             )
         )
-    return Scaling(title=title, kind=kind, rows=tuple(rows), findings=Findings(_judge(rows)))
+    return Scaling(
+        title=title, kind=kind, rows=tuple(rows), findings=Findings(_judge(rows), more="`ddpilot scale --json`")
+    )
 
 
 def _mean_shares(rounds: Sequence[Profile]) -> dict[str, float]:

@@ -55,6 +55,15 @@ def test_a_cause_has_the_place_of_its_most_severe_consequence() -> None:
     assert [each.code for each in sort_findings([other, warning, error])] == ["D9", "D2", "D3"]
 
 
+def test_ranked_findings_keep_their_order() -> None:
+    """Groups are in the order of their first finding, as those of a profile, whatever their severity."""
+    ranked = [make("D3", "info"), make("D1", ranks=(1,)), make("D2", explained_by="D3"), make("D1", ranks=(0,))]
+    expected = [ranked[0], ranked[2], ranked[3], ranked[1]]
+    assert list(Findings(ranked, is_ranked=True)) == expected
+    assert str(Findings(ranked, is_ranked=True)).startswith("d3  D3")
+    assert [each.code for each in Findings(ranked)] == ["D1", "D1", "D3", "D2"]
+
+
 def test_causes_in_a_circle_and_chains_lose_no_finding() -> None:
     """A chain is one group of its first cause."""
     circle = [make("D1", explained_by="D2"), make("D2", explained_by="D1")]

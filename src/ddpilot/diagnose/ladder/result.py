@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any, Literal
 
-from ddpilot.findings.display import render_html, render_text
+from ddpilot.findings.display import Findings, render_html, screen_size
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import printable
 from ddpilot.user_files import CodeLine
@@ -28,7 +27,7 @@ RUNGS = {
 """Names of the rungs by their letters, in order."""
 SECTIONS = ("before training", "model", "data", "loop", "checkpoints", "clean-up")
 """Sections of the checklist, in order."""
-_ORDER = ("error", "warning", "info")
+_MORE = "`ddpilot doctor -v`"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,10 +111,9 @@ class ProgramDiagnosis:
         return next((rung for rung in self.rungs if rung.status == "wrong"), None)
 
     @property
-    def findings(self) -> tuple[Finding, ...]:
+    def findings(self) -> Findings:
         """Findings of all rungs, each once, errors first."""
-        found = dict.fromkeys(finding for rung in self.rungs for finding in rung.findings)
-        return tuple(sorted(found, key=lambda each: _ORDER.index(each.severity)))
+        return Findings(dict.fromkeys(finding for rung in self.rungs for finding in rung.findings), more=_MORE)
 
     @property
     def exit_status(self) -> int:
@@ -134,6 +132,7 @@ class ProgramDiagnosis:
         return {
             "title": self.title,
             "summary": self.summary,
+            "findings": self.findings.to_list(),
             "rungs": [rung.to_dict() for rung in self.rungs],
             "checklist": [item.to_dict() for item in self.checklist],
             "notes": list(self.notes),
@@ -144,13 +143,15 @@ class ProgramDiagnosis:
 
         `verbose`: lines are not cut to the width of the screen, and remarks are shown. `color`: use ANSI colors.
         """
-        width = shutil.get_terminal_size((120, 40)).columns
-        shown = [each for each in self.findings if verbose or each.severity != "info"]
+        width, lines = screen_size()
+        shown = Findings((each for each in self.findings if verbose or each.severity != "info"), more=_MORE)
+        rows, items = self._rows(), self._list()
+        height = None if verbose else max(10, lines - len(rows) - len(items) - len(self.notes) - 5)
         blocks = [
             f"{self.title}: {self.summary}",
-            "\n".join(_cut(row, None if verbose else width) for row in self._rows()),
-            render_text(shown, width, color) if shown else "",
-            "\n".join(_cut(row, None if verbose else width) for row in self._list()),
+            "\n".join(_cut(row, None if verbose else width) for row in rows),
+            shown.render(width, color, height=height),
+            "\n".join(_cut(row, None if verbose else width) for row in items),
             "\n".join(self.notes),
         ]
         return "\n\n".join(filter(None, blocks))
