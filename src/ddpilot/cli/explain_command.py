@@ -36,6 +36,7 @@ _SUBJECTS: tuple[tuple[str, str, tuple[int, ...]], ...] = (
 )
 """Subjects of plain-word questions: name, pattern of the words, and the numbers of matching pages, likeliest first."""
 
+_BY_SYMPTOM = "`ddpilot explain hang` lists the pages that fit; docs/debugging.md has a command for each symptom."
 _MAX_PLAIN_WORDS = 10
 """Maximum number of words of a question; longer text is treated as a message."""
 
@@ -46,7 +47,7 @@ def explain(words: str) -> str:
     Raises `DdpilotError` if no page matches.
     """
     if not words.strip():
-        return list_entries(all_entries())
+        return f"{list_entries(all_entries())}\n{_BY_SYMPTOM}\n"
     if len(words.split()) == 1:
         with suppress(DdpilotError):
             return find_entry(words).text

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Findings: results of checks, recorded first and rendered later as text or HTML. Imports `errors`."""
+"""Findings: results of checks, recorded first, sorted and rendered later as text, HTML or JSON. Imports `errors`."""
