@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,6 +38,22 @@ def test_report_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     assert read_report(tmp_path) == report
     text = (tmp_path / "report.txt").read_text()
     assert text.startswith("train on 4 ranks, job 1121-a\n  n\n  not visible from here: ranks 2,3\n\ndesync  DDP201  ")
+
+
+def test_report_takes_a_screen_unless_it_is_verbose(tmp_path: Path) -> None:
+    """The command that shows the rest is named; the saved text, JSON and HTML have all findings in one order."""
+    findings = Findings([replace(DESYNC, code=f"DDP{n}", name=f"name{n}") for n in range(240, 200, -1)])
+    report = Report(job="1121-a", name="train", world_size=2, findings=findings)
+    text = report.render()
+    assert str(report) == text
+    assert len(text.splitlines()) <= 38
+    assert text.endswith("more: `ddpilot watch 1121-a -v`")
+    report.save(tmp_path)
+    assert (tmp_path / "report.txt").read_text() == report.render(verbose=True) + "\n"
+    codes = [f"DDP{n}" for n in range(201, 241)]
+    assert re.findall(r"DDP\d+", report.render(verbose=True)) == codes
+    assert re.findall(r"DDP\d+", report._repr_html_()) == codes
+    assert [each["code"] for each in json.loads((tmp_path / "report.json").read_text())["findings"]] == codes
 
 
 def test_read_report_says_what_is_damaged(tmp_path: Path) -> None:
