@@ -88,7 +88,20 @@ TASKS = (
         "Diagnose",
         "[Doctor](doctor.md), [verify](verify.md), [watch](watch.md), [guard](guard.md), [findings](findings.md), "
         "[the flight ring](flight-ring.md)",
-        ("doctor", "Diagnosis", "verify", "Verification", "watch.enable", "Finding", "read_ring", "RankLog", "read_journal", "Journal"),
+        (
+            "doctor",
+            "Diagnosis",
+            "check_program",
+            "ProgramDiagnosis",
+            "verify",
+            "Verification",
+            "watch.enable",
+            "Finding",
+            "read_ring",
+            "RankLog",
+            "read_journal",
+            "Journal",
+        ),
     ),
     Task("Integrate a library", "[Apps](apps.md), [Lightning](lightning.md)", ("App", "AppContext")),
 )

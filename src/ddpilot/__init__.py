@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from ddpilot.data.options import LoaderOptions
     from ddpilot.diagnose.diagnosis import Diagnosis
     from ddpilot.diagnose.doctor import doctor
+    from ddpilot.diagnose.ladder.ladder import check_program
+    from ddpilot.diagnose.ladder.result import ProgramDiagnosis
     from ddpilot.diagnose.verify.result import Verification
     from ddpilot.diagnose.verify.verify import verify
     from ddpilot.environments.detect import topology
@@ -111,6 +113,7 @@ _HOMES = {
     "NonFiniteError": "ddpilot.errors",
     "OutOfMemoryError": "ddpilot.errors",
     "ParameterCount": "ddpilot.training.models.parameters",
+    "ProgramDiagnosis": "ddpilot.diagnose.ladder.result",
     "RankError": "ddpilot.errors",
     "RankLog": "ddpilot.record.flight_ring.log",
     "RankResults": "ddpilot.launching.shipping.rank_results",
@@ -128,6 +131,7 @@ _HOMES = {
     "Trainer": "ddpilot.trainer.trainer",
     "Verification": "ddpilot.diagnose.verify.result",
     "WatchError": "ddpilot.errors",
+    "check_program": "ddpilot.diagnose.ladder.ladder",
     "count_parameters": "ddpilot.training.models.parameters",
     "doctor": "ddpilot.diagnose.doctor",
     "ensure_on_device": "ddpilot.training.device_placement",
@@ -193,6 +197,7 @@ __all__ = [
     "NonFiniteError",
     "OutOfMemoryError",
     "ParameterCount",
+    "ProgramDiagnosis",
     "RankError",
     "RankLog",
     "RankResults",
@@ -211,6 +216,7 @@ __all__ = [
     "Verification",
     "WatchError",
     "__version__",
+    "check_program",
     "count_parameters",
     "doctor",
     "ensure_on_device",

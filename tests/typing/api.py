@@ -145,6 +145,14 @@ def check_verify() -> None:
     assert_type(ddpilot.verify(check_app), ddpilot.Verification)
 
 
+def check_program_doctor() -> None:
+    """The diagnosis of a program has the rung that failed, findings and an exit status."""
+    found = ddpilot.check_program("train.py", "--epochs", 1, nproc_per_node=2, num_updates=3)
+    assert_type(found, ddpilot.ProgramDiagnosis)
+    assert_type(found.exit_status, int)
+    assert_type(found.findings, tuple[ddpilot.Finding, ...])
+
+
 def check_app() -> None:
     """An app is a value; its functions get the state of a rank."""
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import sys
 import threading
 import time
@@ -12,11 +14,21 @@ from typing import Any
 
 from ddpilot.diagnose.diagnosis import Diagnosis
 from ddpilot.diagnose.doctor import doctor
+from ddpilot.diagnose.ladder.ladder import check_program
+from ddpilot.diagnose.ladder.result import ProgramDiagnosis
 from ddpilot.diagnose.verify.result import Verification
 from ddpilot.diagnose.verify.verify import verify
 from ddpilot.findings.text import render_ranks
-from ddpilot.magics.grammar import to_arguments
-from ddpilot.magics.push_pull import call_on_ranks, find_function, pull_values, push_values
+from ddpilot.magics.grammar import MagicUsageError, to_arguments
+from ddpilot.magics.push_pull import (
+    SCOPE,
+    call_on_ranks,
+    evaluate_call,
+    find_function,
+    parse_call,
+    pull_values,
+    push_values,
+)
 from ddpilot.magics.shell_session import ShellSession, briefly
 from ddpilot.output.shared_displays import Publisher
 from ddpilot.session.session import Session
@@ -126,10 +138,39 @@ def _interrupt(shell_session: ShellSession, _given: Arguments) -> None:
         shell_session.report("no cell is running on the ranks")
 
 
-def _doctor(_shell_session: ShellSession, given: Arguments) -> Diagnosis:
-    """Return the diagnosis, which the notebook shows as the value of the line."""
-    options = ("nproc_per_node", "num_workers", "checkpoint_dir", "live")
-    return doctor(**{name: given[name] for name in options if given.get(name) is not None})
+def _doctor(shell_session: ShellSession, given: Arguments) -> Diagnosis | ProgramDiagnosis:
+    """Return the diagnosis of the machine, or of a program, which the notebook shows as the value of the line."""
+    names = ("nproc_per_node", "num_workers", "checkpoint_dir", "live")
+    options = {name: given[name] for name in names if given.get(name) is not None}
+    words = given.get("call")
+    if not words:
+        return doctor(**options)
+    if not options.pop("live", True):
+        raise MagicUsageError(
+            f"checking `{' '.join(words)}`", found="`--no-live`", fix="Leave it out: a program is checked on ranks"
+        )
+    if given.get("num_updates") is not None:
+        options["num_updates"] = given["num_updates"]
+    if ".py" in words[0] and "(" not in words[0]:
+        with briefly():
+            return check_program(words[0], *words[1:], **options)
+    fn, args, kwargs = _find_function(shell_session, " ".join(words), given[SCOPE])
+    with briefly():
+        return check_program(functools.partial(fn, *args, **kwargs) if args or kwargs else fn, **options)
+
+
+def _find_function(shell_session: ShellSession, text: str, names: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+    """Return the function that a line names, with arguments: of the notebook, or else of rank 0 of the session."""
+    is_name = text.replace(".", "").isidentifier()
+    call = parse_call(f"{text}()" if is_name else text, "%ddp doctor train(epochs=1)")
+    if isinstance(call.func, ast.Name):
+        name = call.func.id
+        names = {**names, name: find_function(shell_session, {"name": name, SCOPE: names}, "checking")}
+    fn, args, kwargs = evaluate_call(call, names)
+    if not callable(fn):
+        found = f"`{ast.unparse(call.func)}` is a {type(fn).__name__}"
+        raise MagicUsageError(f"checking `{text}`", found=found, fix="Name a function that trains")
+    return fn, args, kwargs
 
 
 def _verify(shell_session: ShellSession, given: Arguments) -> Verification:

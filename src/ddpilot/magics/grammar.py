@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
@@ -212,6 +213,15 @@ def _add_pull(parser: MagicParser) -> None:
 
 def _add_doctor(parser: MagicParser) -> None:
     parser.add_argument(
+        "call",
+        metavar="FUNCTION",
+        nargs="*",
+        help="check this function, a call such as train(epochs=1), or a script, step by step; default: the machine",
+    )
+    parser.add_argument(
+        "--updates", dest="num_updates", metavar="N", type=parse_rank, help="optimizer steps; default: 5"
+    )
+    parser.add_argument(
         "-n", "--nproc-per-node", metavar="N", type=parse_rank, help="ranks; default: one per GPU, else 2"
     )
     parser.add_argument(
@@ -232,6 +242,14 @@ def _add_verify(parser: MagicParser) -> None:
     parser.add_argument(
         "--timeout-s", metavar="S", type=parse_int, help="seconds after which a run is ended; default: 600"
     )
+
+
+def _split_doctor(text: str) -> list[str]:
+    """Split a line into words; a call such as ``train("a b", epochs=1)`` is one word."""
+    call = re.search(r"[A-Za-z_][\w.]*\(.*\)", text)
+    if call is None:
+        return shlex.split(text)
+    return [*shlex.split(text[: call.start()]), call[0], *shlex.split(text[call.end() :])]
 
 
 def _add_run(parser: MagicParser) -> None:
@@ -260,7 +278,12 @@ VERBS: dict[str, Verb] = {
         Verb("status", "show the state, memory and pid of every rank", _add_status),
         Verb("auto", "run plain cells on the ranks (on) or in the notebook (off)", _add_auto),
         Verb("stacks", "show the Python stack of each rank", _add_some_ranks),
-        Verb("doctor", "check this machine before a job runs, with ranks of its own", _add_doctor),
+        Verb(
+            "doctor",
+            "check this machine, or a function of the notebook, with ranks of its own",
+            _add_doctor,
+            _split_doctor,
+        ),
         Verb(
             "verify", "compare what a function computes on one rank and on several, with ranks of its own", _add_verify
         ),

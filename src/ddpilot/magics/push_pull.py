@@ -146,9 +146,9 @@ def call_on_ranks(shell_session: ShellSession, given: Mapping[str, Any]) -> Any:
     """
     text = " ".join(given["call"])
     session = shell_session.require(f"running `{text}`")
-    call = _parse_call(text)
+    call = parse_call(text)
     _check_names(call, given[SCOPE], session)
-    fn, args, kwargs = _evaluate(call, given[SCOPE])
+    fn, args, kwargs = evaluate_call(call, given[SCOPE])
     with briefly():
         results = session.run(fn, *args, **kwargs)
     is_empty = all(result is None for result in results)
@@ -173,7 +173,9 @@ def _check_names(call: ast.Call, names: Mapping[str, Any], session: Session) -> 
         )
 
 
-def _evaluate(call: ast.Call, names: dict[str, Any]) -> tuple[Any, list[Any], dict[str, Any]]:
+def evaluate_call(call: ast.Call, names: dict[str, Any]) -> tuple[Any, list[Any], dict[str, Any]]:
+    """Return the function that `call` calls, and its arguments, from variables; the function is not called."""
+
     def evaluate(node: ast.expr) -> Any:
         return eval(compile(ast.Expression(node), "<%ddp run>", "eval"), names)
 
@@ -190,7 +192,7 @@ def _evaluate(call: ast.Call, names: dict[str, Any]) -> tuple[Any, list[Any], di
     return evaluate(call.func), args, kwargs
 
 
-def find_function(shell_session: ShellSession, given: Mapping[str, Any]) -> Any:
+def find_function(shell_session: ShellSession, given: Mapping[str, Any], doing: str = "verifying") -> Any:
     """Return the function ``given["name"]`` of the notebook, else of rank 0. Raises MagicUsageError if neither has it."""
     name, here = given["name"], given[SCOPE]
     session = shell_session.session
@@ -200,24 +202,23 @@ def find_function(shell_session: ShellSession, given: Mapping[str, Any]) -> Any:
         with briefly():
             found = session.pull([name], rank=0)[0]
     else:
-        fix = did_you_mean(name, user_names(here)) or "Define it in a cell, as a function without arguments"
+        fix = did_you_mean(name, user_names(here)) or "Define it in a cell"
         where = "neither the notebook nor the ranks have" if session is not None else "the notebook does not have"
-        raise MagicUsageError(f"verifying `{name}`", found=f"{where} a function of that name", fix=fix)
+        raise MagicUsageError(f"{doing} `{name}`", found=f"{where} a function of that name", fix=fix)
     if not callable(found):
         fix = "Give the name of a function without arguments, which trains"
-        raise MagicUsageError(f"verifying `{name}`", found=f"`{name}` is {type(found).__name__}", fix=fix)
+        raise MagicUsageError(f"{doing} `{name}`", found=f"`{name}` is {type(found).__name__}", fix=fix)
     return found
 
 
-def _parse_call(text: str) -> ast.Call:
+def parse_call(text: str, example: str = "%ddp run train(model, epochs=3)") -> ast.Call:
+    """Parse the text of a call. Raises MagicUsageError, with the `example`, if it is not one."""
     try:
         parsed = ast.parse(text, mode="eval").body
     except SyntaxError:
         parsed = None
     if not isinstance(parsed, ast.Call):
-        raise MagicUsageError(
-            "running a function", found=f"`{text}`", fix="Write a call: `%ddp run train(model, epochs=3)`"
-        )
+        raise MagicUsageError("running a function", found=f"`{text}`", fix=f"Write a call: `{example}`")
     return parsed
 
 

@@ -59,6 +59,13 @@ def shell() -> Iterator[Any]:
         ("restart x", "argument RANK: 'x' is not the number of a rank"),
         ("restart", "restarting ranks: no ranks are running"),
         ("stacks", "reading stacks: no ranks are running"),
+        (
+            "doctor nothing",
+            "checking `nothing`: the notebook does not have a function of that name. Define it in a cell",
+        ),
+        ("doctor __name__", "`__name__` is str. Give the name of a function"),
+        ("doctor 3 + 4", "Write a call: `%ddp doctor train(epochs=1)`"),
+        ("doctor print --no-live", "checking `print`: `--no-live`. Leave it out"),
         ("interrupt", "interrupting the ranks: no ranks are running"),
     ],
 )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ddpilot.diagnose.diagnosis import Line
 from ddpilot.diagnose.ladder.failures import explain_failure, line_at
 from ddpilot.diagnose.ladder.result import Rung
-from ddpilot.diagnose.updates.record import Misplaced, RankRecord
+from ddpilot.diagnose.updates.record import KINDS, Misplaced, RankRecord
 from ddpilot.diagnose.verify.causes import find_rank_fault, find_start_fault, line_of
 from ddpilot.diagnose.verify.differences import are_same_batches, are_same_inputs, count_samples
 from ddpilot.diagnose.verify.result import Verification
@@ -76,7 +76,7 @@ def judge_first_batch(run: Run) -> Rung:
         text = "the run ended before the first batch of all ranks"
         return Rung(letter="d", status="wrong", evidence=text, findings=explain_failure(run))
     first = run.ranks[0].program
-    counted = ", ".join(_plural(num, kind) for kind, num in first.num_placed.items())
+    counted = ", ".join(_plural(first.num_placed[kind], kind) for kind in KINDS if kind in first.num_placed)
     devices = ", ".join(dict.fromkeys(record.program.device for record in run.ranks))
     return Rung(letter="d", status="ok", evidence=f"{counted or 'no tensor was seen'}: on {devices}")
 
@@ -94,8 +94,8 @@ def describe_misplaced(run: Run, wrong: Sequence[tuple[RankRecord, Misplaced]]) 
     lines = []
     for (name, device), records in by_name.items():
         ranks = [record.rank for record in records]
-        expected = ", ".join(record.program.device for record in records)
-        lines.append(f"{name} is on {device}; {render_ranks(ranks)} computes on {expected}")
+        expected = " and ".join(dict.fromkeys(record.program.device for record in records))
+        lines.append(f"{name} is on {device} in {render_ranks(ranks)}, where {expected} computes")
     more = [f"and {len(lines) - _MAX_NAMED} more"] if len(lines) > _MAX_NAMED else []
     ranks = sorted({record.rank for record, _ in wrong})
     names = list(dict.fromkeys(name for name, _ in by_name))
@@ -208,5 +208,4 @@ def judge_communication(run: Run, lines: Sequence[Line]) -> Rung:
 
 
 def _plural(num: int, noun: str) -> str:
-    plural = {"loss weight": "loss weights"}.get(noun, f"{noun}s")
-    return f"{num} {noun if num == 1 else plural}"
+    return f"{num} {noun}{'s' * (num != 1)}"

@@ -15,6 +15,8 @@ import numpy
 SPEC_VARIABLE = "DDPILOT_UPDATES"
 """Environment variable with the folder of the run, in which `RecordSpec.write` has put the specification."""
 _SPEC_FILE = "spec.json"
+KINDS = ("parameter", "buffer", "attribute", "input", "target", "loss weight")
+"""Tensors of a first batch. ``attribute``: of a module, and not registered as a buffer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +123,7 @@ class Misplaced:
     """A tensor that is not on the rank's device."""
 
     kind: str
-    """``parameter``, ``buffer``, ``attribute`` (a tensor of a module that is not registered), ``input``, ``target`` or
-    ``loss weight``."""
+    """One of `KINDS`."""
     name: str
     """Kind and name, such as "buffer `model.head.mask`"."""
     device: str

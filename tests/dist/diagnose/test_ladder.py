@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The doctor of a program on real ranks: a right one passes all rungs, others fail at theirs with name and line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from ddpilot.diagnose import doctor as machine
+from ddpilot.diagnose.ladder.ladder import check_program
+from ddpilot.diagnose.ladder.result import RUNGS, ProgramDiagnosis
+from ddpilot.diagnose.ranks import examine_rank
+from ddpilot.errors import LaunchError
+from tests.dist.diagnose import ladder_programs as programs
+from tests.dist.diagnose import verify_programs
+
+pytestmark = pytest.mark.timeout(170)
+
+
+def write(folder: Path, text: str) -> Path:
+    """The script train.py in `folder`."""
+    path = folder / "train.py"
+    path.write_text(text)
+    return path
+
+
+def run_command(folder: Path, text: str, *words: object, **variables: str) -> tuple[int, dict[str, Any], str]:
+    """Exit status, JSON and stderr of `ddpilot doctor train.py -n 2`."""
+    path = write(folder, text)
+    command = [sys.executable, "-m", "ddpilot", "doctor", path.name, "-n", 2, "--workers", 0, "--json", *words]
+    done = subprocess.run(
+        list(map(str, command)),
+        cwd=folder,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=160,
+        check=False,
+    )
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout), done.stderr
+
+
+def check(folder: Path, text: str, num_updates: int = 3) -> ProgramDiagnosis:
+    """What `check_program` finds about the script on 2 ranks."""
+    path = write(folder, text)
+    return check_program(str(path), nproc_per_node=2, num_updates=num_updates, num_workers=0, checkpoint_dir=folder)
+
+
+def statuses(found: ProgramDiagnosis) -> str:
+    """Letters of the rungs that are ok, then the one that is wrong in capitals."""
+    marks = {"ok": lambda letter: letter, "wrong": str.upper, "not reached": lambda letter: ""}
+    return "".join(marks[rung.status](rung.letter) for rung in found.rungs)  # type: ignore[operator]
+
+
+def items(found: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Status and evidence of each point, by its name."""
+    return {each["item"]: (each["status"], each["evidence"]) for each in found["checklist"]}
+
+
+def test_a_right_script_passes_all_rungs_and_no_run_is_made_twice(tmp_path: Path) -> None:
+    """Its own words reach it; exit status 0; no point is wrong; four runs and one group of the machine's doctor."""
+    status, found, shown = run_command(tmp_path, programs.RIGHT, "--updates", 3, "--", 1)
+    assert status == 0, found
+    assert [rung["status"] for rung in found["rungs"]] == ["ok"] * len(RUNGS)
+    by_letter = {rung["rung"]: rung["evidence"] for rung in found["rungs"]}
+    assert by_letter["a"].startswith("3 updates on cpu; loss ")
+    assert by_letter["b"].startswith("Alone: no launcher gave this process a rank; python ")
+    assert by_letter["c"].startswith("2 ranks joined in ")
+    assert by_letter["d"] == "4 parameters, 1 buffer, 1 input, 1 target: on cpu"
+    assert by_letter["e"] == ("gradients of 4 parameters are the same on ranks 0,1, of 8 and 8 samples, all different")
+    assert by_letter["f"].startswith("3 updates of 1 and 2 ranks are ")
+    assert " of an update: " in by_letter["g"]
+    points = items(found)
+    assert points["ranks form one group"] == ("ok", "2 ranks over gloo")
+    assert points["other order in each epoch"] == ("ok", "set_epoch was called")
+    assert points["process group destroyed"] == ("ok", "dist.destroy_process_group()")
+    assert points["names without a prefix"][0] == "ok"
+    assert points["mixed precision"] == ("not seen", "")
+    assert not [name for name, (state, _) in points.items() if state == "wrong"]
+    assert sum(line.startswith("run ") for line in shown.splitlines()) == 4
+    assert not (tmp_path / "model.pt").exists()
+
+
+def test_a_program_that_fails_as_one_process_fails_at_a(tmp_path: Path) -> None:
+    """With its own error and line; nothing else is started."""
+    found = check(tmp_path, programs.FAILS_AS_ONE_PROCESS)
+    assert statuses(found) == "A"
+    (finding,) = found.findings
+    assert finding.code == "DDP830"
+    assert finding.summary == "the run on 1 rank failed: rank 0 raised ValueError: bad sample"
+    assert finding.place is not None
+    assert finding.place.text == "raise ValueError('bad sample')"
+    assert found.exit_status == 1
+
+
+def test_a_program_without_updates_fails_at_a(tmp_path: Path) -> None:
+    """There is nothing to check."""
+    found = check(tmp_path, "import torch\nprint(torch.zeros(1))\n")
+    assert statuses(found) == "A"
+    assert found.findings[0].summary == "on 1 rank no optimizer made a step"
+
+
+def test_a_wrong_environment_fails_at_b(tmp_path: Path) -> None:
+    """A host that does not exist."""
+    status, found, _ = run_command(tmp_path, programs.RIGHT, "--updates", 1, MASTER_ADDR="no-such-host.invalid")
+    assert status == 1
+    assert [rung["status"] for rung in found["rungs"][:3]] == ["ok", "wrong", "not reached"]
+    (finding,) = found["rungs"][1]["findings"]
+    assert finding["code"] == "DDP104"
+    assert "no-such-host.invalid" in finding["summary"]
+
+
+def adds_on_rank_1_only() -> Any:
+    """A rank whose all_reduce adds one too many."""
+    original = dist.all_reduce
+
+    def wrong(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        work = original(tensor, *args, **kwargs)
+        tensor += dist.get_rank()
+        return work
+
+    dist.all_reduce = wrong
+    return examine_rank(10.0)
+
+
+def test_wrong_values_fail_at_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank with the wrong sum is named."""
+    monkeypatch.setattr(machine, "_examine", adds_on_rank_1_only)
+    found = check(tmp_path, programs.RIGHT, 1)
+    assert statuses(found) == "abC"
+    (finding,) = found.findings
+    assert finding.code == "DDP808"
+    assert "rank 1: all_reduce of 1 numbers: 4, not 3" in finding.evidence
+
+
+def test_a_tensor_on_a_different_device_fails_at_d(tmp_path: Path) -> None:
+    """It is named in full, with the line that calls the model."""
+    found = check(tmp_path, programs.MASK_ELSEWHERE, 1)
+    assert statuses(found) == "abcD"
+    (finding,) = found.findings
+    assert finding.code == "DDP412"
+    assert finding.evidence == ("attribute `model.mask` is on meta in ranks 0,1, where cpu computes",)
+    assert finding.place is not None
+    assert finding.place.text == "loss = F.cross_entropy(model(x), y)"
+
+
+def test_the_same_data_on_all_ranks_fail_at_e(tmp_path: Path) -> None:
+    """No DistributedSampler; the checklist has the line of the loader."""
+    found = check(tmp_path, programs.NO_SAMPLER)
+    assert statuses(found) == "abcdE"
+    assert found.findings[0].code == "DDP401"
+    (point,) = [each for each in found.checklist if each.name == "divided among the ranks"]
+    assert (point.status, point.code) == ("wrong", "DDP401")
+    assert point.place is not None
+
+
+def test_gradients_that_nobody_exchanges_fail_at_e(tmp_path: Path) -> None:
+    """No DistributedDataParallel; the parameters are named."""
+    found = check(tmp_path, programs.NOT_WRAPPED)
+    assert statuses(found) == "abcdE"
+    assert found.findings[0].code == "DDP324"
+    text = found.render(verbose=True)
+    assert "gradients are exchanged          (" in text
+    assert "wrong" in text
+
+
+def test_a_rank_that_raises_before_its_backward_fails_at_e(tmp_path: Path) -> None:
+    """With several ranks only."""
+    found = check(tmp_path, programs.RANK_1_RAISES)
+    assert statuses(found) == "abcdE"
+    assert "rank 1 raised ValueError: bad sample" in found.findings[0].summary
+    assert found.findings[0].place is not None
+    assert found.findings[0].place.text == "raise ValueError('bad sample')"
+
+
+def test_a_collective_on_one_rank_fails_at_e_with_both_lines(tmp_path: Path) -> None:
+    """Found by watch; lint names the same line in the checklist."""
+    found = check(tmp_path, programs.RANK_0_WAITS)
+    assert statuses(found) in ("abcdE", "abcdeF")
+    assert found.findings[0].severity == "error"
+    (point,) = [each for each in found.checklist if each.name == "same collectives on all ranks"]
+    assert point.status == "wrong"
+    assert point.place is not None
+
+
+def test_other_numbers_than_one_process_fail_at_f(tmp_path: Path) -> None:
+    """A loss times the number of ranks."""
+    found = check(tmp_path, programs.SCALED_LOSS)
+    assert statuses(found) == "abcdeF"
+    assert found.findings[0].code == "DDP823"
+    assert "every gradient on 2 ranks is 2 times that of one rank" in found.rungs[5].evidence
+
+
+def test_a_model_that_is_larger_than_its_computation_fails_at_g(tmp_path: Path) -> None:
+    """28 million parameters for one sample: more than half of an update is exchange."""
+    found = check(tmp_path, programs.LARGE_MODEL, 5)
+    assert statuses(found) == "abcdefG", found.render()
+    assert found.findings[0].code == "DDP504"
+    assert found.exit_status == 1
+
+
+def test_the_checklist_has_what_the_first_updates_do_not_reach(tmp_path: Path) -> None:
+    """All rungs are ok; no set_epoch, no destroy, all ranks save, names with a prefix: each with its line."""
+    found = check(tmp_path, programs.UNTIDY, 2)
+    assert statuses(found) == "abcdefg"
+    wrong = {each.name: (each.code, each.place.text if each.place else "") for each in found.checklist if each.code}
+    save = 'torch.save(model.state_dict(), "model.pt")'
+    assert wrong["names without a prefix"] == ("DDP602", save)
+    assert wrong["one rank writes a file"] == ("DDP603", save)
+    assert wrong["process group destroyed"][0] == "DDP605"
+    assert wrong["other order in each epoch"][0] == "DDP402"
+    assert found.exit_status == 1
+
+
+def test_a_function_is_checked_as_a_script_is() -> None:
+    """A program of ddpilot's Loop, whose batches are global."""
+    found = check_program(verify_programs.with_loop, nproc_per_node=2, num_updates=2, num_workers=0)
+    assert statuses(found) == "abcdefg", found.render()
+    assert "7 samples" in found.rungs[4].evidence or "4 and 3 samples" in found.rungs[4].evidence
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"nproc_per_node": 1}, "from 2 to 1024"), ({"num_updates": 0}, "of 1 or more"), ({"num_updates": True}, "True")],
+)
+def test_counts_that_cannot_be_are_refused(options: dict[str, Any], said: str) -> None:
+    """Before anything runs."""
+    with pytest.raises(LaunchError, match=said):
+        check_program("train.py", **options)
+
+
+def test_options_of_the_machine_alone_are_refused(tmp_path: Path) -> None:
+    """Status 2 and what to leave out."""
+    path = write(tmp_path, programs.RIGHT)
+    command = [sys.executable, "-m", "ddpilot", "doctor", str(path), "--no-live"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "found: `--no-live`" in done.stderr
