@@ -193,7 +193,10 @@ def evaluate_call(call: ast.Call, names: dict[str, Any]) -> tuple[Any, list[Any]
 
 
 def find_function(shell_session: ShellSession, given: Mapping[str, Any], doing: str = "verifying") -> Any:
-    """Return the function ``given["name"]`` of the notebook, else of rank 0. Raises MagicUsageError if neither has it."""
+    """Return the function ``given["name"]`` of the notebook, else of rank 0.
+
+    Raises MagicUsageError if neither has it; the message begins with `doing`.
+    """
     name, here = given["name"], given[SCOPE]
     session = shell_session.session
     if name in here:

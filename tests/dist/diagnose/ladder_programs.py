@@ -91,6 +91,7 @@ LARGE_MODEL = replaced(
     ("torch.nn.Linear(16, 3)", "torch.nn.Linear(2000000, 3)"),
     ("torch.ones(16)", "torch.ones(1)"),
     ("batch_size=8", "batch_size=1"),
+    ("lr=0.1", "lr=1e-9"),
 )
 UNTIDY = replaced(
     ("        sampler.set_epoch(epoch)\n", ""),

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ddpilot.diagnose import doctor as machine
 from ddpilot.diagnose.ladder.ladder import check_program
-from ddpilot.diagnose.ladder.result import RUNGS, ProgramDiagnosis
+from ddpilot.diagnose.ladder.result import RUNGS
 from ddpilot.diagnose.ranks import examine_rank
 from ddpilot.errors import LaunchError
 from tests.dist.diagnose import ladder_programs as programs
@@ -49,16 +49,30 @@ def run_command(folder: Path, text: str, *words: object, **variables: str) -> tu
     return done.returncode, json.loads(done.stdout), done.stderr
 
 
-def check(folder: Path, text: str, num_updates: int = 3) -> ProgramDiagnosis:
-    """What `check_program` finds about the script on 2 ranks."""
-    path = write(folder, text)
-    return check_program(str(path), nproc_per_node=2, num_updates=num_updates, num_workers=0, checkpoint_dir=folder)
+def check(folder: Path, text: str, num_updates: int = 3) -> dict[str, Any]:
+    """What the command finds about the script; its exit status is 1."""
+    status, found, _ = run_command(folder, text, "--updates", num_updates)
+    assert status == 1, found
+    return found
 
 
-def statuses(found: ProgramDiagnosis) -> str:
+def statuses(found: Mapping[str, Any]) -> str:
     """Letters of the rungs that are ok, then the one that is wrong in capitals."""
-    marks = {"ok": lambda letter: letter, "wrong": str.upper, "not reached": lambda letter: ""}
-    return "".join(marks[rung.status](rung.letter) for rung in found.rungs)  # type: ignore[operator]
+    marks = {"ok": lambda letter: letter, "wrong": lambda letter: letter.upper(), "not reached": lambda _: ""}
+    return "".join(marks[rung["status"]](rung["rung"]) for rung in found["rungs"])
+
+
+def finding_in(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The first finding of the rung that is wrong."""
+    (rung,) = [each for each in found["rungs"] if each["status"] == "wrong"]
+    first: dict[str, Any] = rung["findings"][0]
+    return first
+
+
+def point_in(found: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """One point of the checklist."""
+    (point,) = [each for each in found["checklist"] if each["item"] == name]
+    return dict(point)
 
 
 def items(found: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
@@ -94,19 +108,17 @@ def test_a_program_that_fails_as_one_process_fails_at_a(tmp_path: Path) -> None:
     """With its own error and line; nothing else is started."""
     found = check(tmp_path, programs.FAILS_AS_ONE_PROCESS)
     assert statuses(found) == "A"
-    (finding,) = found.findings
-    assert finding.code == "DDP830"
-    assert finding.summary == "the run on 1 rank failed: rank 0 raised ValueError: bad sample"
-    assert finding.place is not None
-    assert finding.place.text == "raise ValueError('bad sample')"
-    assert found.exit_status == 1
+    finding = finding_in(found)
+    assert finding["code"] == "DDP830"
+    assert finding["summary"] == "the run on 1 rank failed: rank 0 raised ValueError: bad sample"
+    assert finding["place"]["text"] == "raise ValueError('bad sample')"
 
 
 def test_a_program_without_updates_fails_at_a(tmp_path: Path) -> None:
     """There is nothing to check."""
     found = check(tmp_path, "import torch\nprint(torch.zeros(1))\n")
     assert statuses(found) == "A"
-    assert found.findings[0].summary == "on 1 rank no optimizer made a step"
+    assert finding_in(found)["summary"] == "on 1 rank no optimizer made a step"
 
 
 def test_a_wrong_environment_fails_at_b(tmp_path: Path) -> None:
@@ -132,100 +144,104 @@ def adds_on_rank_1_only() -> Any:
     return examine_rank(10.0)
 
 
-def test_wrong_values_fail_at_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_values_fail_at_c(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rank with the wrong sum is named."""
     monkeypatch.setattr(machine, "_examine", adds_on_rank_1_only)
-    found = check(tmp_path, programs.RIGHT, 1)
+    found = check_program(verify_programs.with_adam, nproc_per_node=2, num_updates=1, num_workers=0).to_dict()
     assert statuses(found) == "abC"
-    (finding,) = found.findings
-    assert finding.code == "DDP808"
-    assert "rank 1: all_reduce of 1 numbers: 4, not 3" in finding.evidence
+    finding = finding_in(found)
+    assert finding["code"] == "DDP808"
+    assert "rank 1: all_reduce of 1 numbers: 4, not 3" in finding["evidence"]
 
 
 def test_a_tensor_on_a_different_device_fails_at_d(tmp_path: Path) -> None:
     """It is named in full, with the line that calls the model."""
     found = check(tmp_path, programs.MASK_ELSEWHERE, 1)
     assert statuses(found) == "abcD"
-    (finding,) = found.findings
-    assert finding.code == "DDP412"
-    assert finding.evidence == ("attribute `model.mask` is on meta in ranks 0,1, where cpu computes",)
-    assert finding.place is not None
-    assert finding.place.text == "loss = F.cross_entropy(model(x), y)"
+    finding = finding_in(found)
+    assert finding["code"] == "DDP412"
+    assert finding["evidence"] == ["attribute `model.mask` is on meta in ranks 0,1, where cpu computes"]
+    assert finding["place"]["text"] == "loss = F.cross_entropy(model(x), y)"
 
 
 def test_the_same_data_on_all_ranks_fail_at_e(tmp_path: Path) -> None:
     """No DistributedSampler; the checklist has the line of the loader."""
     found = check(tmp_path, programs.NO_SAMPLER)
     assert statuses(found) == "abcdE"
-    assert found.findings[0].code == "DDP401"
-    (point,) = [each for each in found.checklist if each.name == "divided among the ranks"]
-    assert (point.status, point.code) == ("wrong", "DDP401")
-    assert point.place is not None
+    assert finding_in(found)["code"] == "DDP401"
+    point = point_in(found, "divided among the ranks")
+    assert (point["status"], point["code"]) == ("wrong", "DDP401")
+    assert point["place"]["line"] > 1
 
 
 def test_gradients_that_nobody_exchanges_fail_at_e(tmp_path: Path) -> None:
     """No DistributedDataParallel; the parameters are named."""
     found = check(tmp_path, programs.NOT_WRAPPED)
     assert statuses(found) == "abcdE"
-    assert found.findings[0].code == "DDP324"
-    text = found.render(verbose=True)
-    assert "gradients are exchanged          (" in text
-    assert "wrong" in text
+    assert finding_in(found)["code"] == "DDP324"
+    point = point_in(found, "gradients are exchanged")
+    assert (point["status"], point["code"]) == ("wrong", "DDP324")
+    assert point["place"]["line"] > 1
 
 
 def test_a_rank_that_raises_before_its_backward_fails_at_e(tmp_path: Path) -> None:
     """With several ranks only."""
     found = check(tmp_path, programs.RANK_1_RAISES)
     assert statuses(found) == "abcdE"
-    assert "rank 1 raised ValueError: bad sample" in found.findings[0].summary
-    assert found.findings[0].place is not None
-    assert found.findings[0].place.text == "raise ValueError('bad sample')"
+    finding = finding_in(found)
+    assert "rank 1 raised ValueError: bad sample" in finding["summary"]
+    assert finding["place"]["text"] == "raise ValueError('bad sample')"
 
 
-def test_a_collective_on_one_rank_fails_at_e_with_both_lines(tmp_path: Path) -> None:
-    """Found by watch; lint names the same line in the checklist."""
+def test_a_collective_on_one_rank_stops_the_ladder_with_its_line(tmp_path: Path) -> None:
+    """Found by watch while the ranks wait; lint names the same line in the checklist."""
     found = check(tmp_path, programs.RANK_0_WAITS)
     assert statuses(found) in ("abcdE", "abcdeF")
-    assert found.findings[0].severity == "error"
-    (point,) = [each for each in found.checklist if each.name == "same collectives on all ranks"]
-    assert point.status == "wrong"
-    assert point.place is not None
+    assert finding_in(found)["severity"] == "error"
+    point = point_in(found, "same collectives on all ranks")
+    assert point["status"] == "wrong"
+    assert point["place"]["line"] > 1
 
 
 def test_other_numbers_than_one_process_fail_at_f(tmp_path: Path) -> None:
     """A loss times the number of ranks."""
     found = check(tmp_path, programs.SCALED_LOSS)
     assert statuses(found) == "abcdeF"
-    assert found.findings[0].code == "DDP823"
-    assert "every gradient on 2 ranks is 2 times that of one rank" in found.rungs[5].evidence
+    assert finding_in(found)["code"] == "DDP823"
+    assert "every gradient on 2 ranks is 2 times that of one rank" in found["rungs"][5]["evidence"]
 
 
 def test_a_model_that_is_larger_than_its_computation_fails_at_g(tmp_path: Path) -> None:
     """28 million parameters for one sample: more than half of an update is exchange."""
     found = check(tmp_path, programs.LARGE_MODEL, 5)
-    assert statuses(found) == "abcdefG", found.render()
-    assert found.findings[0].code == "DDP504"
-    assert found.exit_status == 1
+    assert statuses(found) == "abcdefG", found
+    assert finding_in(found)["code"] == "DDP504"
 
 
 def test_the_checklist_has_what_the_first_updates_do_not_reach(tmp_path: Path) -> None:
     """All rungs are ok; no set_epoch, no destroy, all ranks save, names with a prefix: each with its line."""
     found = check(tmp_path, programs.UNTIDY, 2)
     assert statuses(found) == "abcdefg"
-    wrong = {each.name: (each.code, each.place.text if each.place else "") for each in found.checklist if each.code}
-    save = 'torch.save(model.state_dict(), "model.pt")'
-    assert wrong["names without a prefix"] == ("DDP602", save)
-    assert wrong["one rank writes a file"] == ("DDP603", save)
-    assert wrong["process group destroyed"][0] == "DDP605"
-    assert wrong["other order in each epoch"][0] == "DDP402"
-    assert found.exit_status == 1
+    lines = programs.UNTIDY.splitlines()
+    wrong = {each["item"]: each for each in found["checklist"] if each["status"] == "wrong"}
+    codes = {name: each["code"] for name, each in wrong.items()}
+    assert codes == {
+        "other order in each epoch": "DDP402",
+        "one rank writes a file": "DDP603",
+        "names without a prefix": "DDP602",
+        "process group destroyed": "DDP605",
+    }
+    save = '    torch.save(model.state_dict(), "model.pt")'
+    assert lines[wrong["names without a prefix"]["place"]["line"] - 1] == save
+    assert lines[wrong["one rank writes a file"]["place"]["line"] - 1] == save
+    assert "init_process_group" in lines[wrong["process group destroyed"]["place"]["line"] - 1]
 
 
 def test_a_function_is_checked_as_a_script_is() -> None:
     """A program of ddpilot's Loop, whose batches are global."""
     found = check_program(verify_programs.with_loop, nproc_per_node=2, num_updates=2, num_workers=0)
-    assert statuses(found) == "abcdefg", found.render()
-    assert "7 samples" in found.rungs[4].evidence or "4 and 3 samples" in found.rungs[4].evidence
+    assert statuses(found.to_dict()) == "abcdefg", found.render()
+    assert found.failed is None
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,8 @@ def judge_first_backward(runs: Runs) -> Rung:
     if counted.total:
         text += f", of {' and '.join(map(str, counted.by_rank))} samples"
         text += f", {counted.num_repeated} of them twice" if counted.num_repeated else ", all different"
+    elif any(run.ranks[0].updates[0].inputs):
+        text += ", of different inputs"
     return Rung(letter="e", status="ok", evidence=text)
 
 

@@ -45,7 +45,7 @@ def find_start_fault(runs: Runs) -> Finding | None:
             evidence=describe_differences([each for _, each in between], ("rank 0", "another rank")),
             severity="error",
         )
-    with_one = [each for each in compare_runs(runs.single, parallel)[0] if each.kind == "before"]
+    with_one = [each for each in compare_runs(runs.single, parallel)[0] if each.kind == "before" and each.size > 0]
     if not with_one:
         return None
     return make_finding(
