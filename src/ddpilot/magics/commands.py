@@ -151,6 +151,7 @@ def _doctor(shell_session: ShellSession, given: Arguments) -> Diagnosis | Progra
         )
     if given.get("num_updates") is not None:
         options["num_updates"] = given["num_updates"]
+    options["show"] = shell_session.report
     if ".py" in words[0] and "(" not in words[0]:
         with briefly():
             return check_program(words[0], *words[1:], **options)

@@ -174,7 +174,7 @@ def _left(e: Evidence) -> Seen:
 
 
 _GROUP_CODES = tuple(f"DDP{number}" for number in (*range(101, 111), 117, 120, 121, 802, 808))
-_COLLECTIVE_CODES = tuple(f"DDP{number}" for number in (*range(201, 224), 314))
+_COLLECTIVE_CODES = tuple(f"DDP{number}" for number in (*range(201, 216), *range(217, 224), 314))
 POINTS = (
     _Point("before training", "ranks form one group", _GROUP_CODES, _group),
     _Point("before training", "each rank has its device", ("DDP118", "DDP119", "DDP803"), _devices),

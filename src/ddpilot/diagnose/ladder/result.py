@@ -88,8 +88,8 @@ class Item:
     def render(self) -> str:
         """Return the item in one line, without its section."""
         where = f"({self.place.file}:{self.place.line})" if self.place is not None else ""
-        parts = (f"{self.status:<9} {self.name:<32}", where, self.code, self.evidence)
-        return " ".join(" ".join(filter(None, parts[1:])).split()).join((parts[0], "")).rstrip()
+        rest = " ".join(" ".join((where, self.code, self.evidence)).split())
+        return f"{self.status:<9} {self.name:<30} {rest}".rstrip()
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

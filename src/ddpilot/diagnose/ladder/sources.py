@@ -129,12 +129,16 @@ def _with_imports(first: str) -> Iterator[str]:
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:
+    """Yield the names of modules that a file may import, with the packages that hold them."""
     for node in ast.walk(tree):
+        names: list[str] = []
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            parts = name.split(".")
+            yield from (".".join(parts[: num + 1]) for num in range(len(parts)))
 
 
 # Cells
@@ -142,10 +146,10 @@ def _imported(tree: ast.Module) -> Iterator[str]:
 
 def _read_cells(file: str) -> Sources:
     """Read the cells of this IPython session; rules report only those whose functions and classes still exist."""
-    ipython: Any = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    if shell is None:
+    interactive: Any = getattr(sys.modules.get("IPython.core.interactiveshell"), "InteractiveShell", None)
+    if interactive is None or not interactive.initialized():
         return Sources()
+    shell = interactive.instance()
     cells: Sequence[str] = [str(each) for each in shell.user_ns.get("In", ())[1:]]
     labels = {number: f"Cell In[{number}]" for number in range(1, len(cells) + 1)}
     text = json.dumps({"cells": [{"cell_type": "code", "source": each} for each in cells]})

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`%ddp doctor FUNCTION` in a real Jupyter kernel: functions of the notebook and of the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.notebook.kernels import Kernel, kernel_with_ranks
+
+pytestmark = pytest.mark.timeout(150)
+
+IMPORTS = """
+import torch, ddpilot
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+"""
+FUNCTION = """
+def {name}(epochs=1):
+    with ddpilot.init_group("gloo"):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(torch.nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        generator = torch.Generator().manual_seed(0)
+        data = TensorDataset(torch.randn(32, 4, generator=generator), torch.randn(32, 1, generator=generator))
+        {sampler}
+        for epoch in range(epochs):
+            for x, y in loader:
+                optimizer.zero_grad()
+                F.mse_loss(model(x), y).backward()
+                optimizer.step()
+"""
+RIGHT = "loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))"
+WRONG = "loader = DataLoader(data, batch_size=4)"
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Kernel]:
+    """A kernel with two ranks; a right and a wrong function are in the notebook, another wrong one on the ranks."""
+    with kernel_with_ranks() as kernel:
+        assert kernel.run(IMPORTS).error == ""
+        assert kernel.run(FUNCTION.format(name="right", sampler=RIGHT)).error == ""
+        assert kernel.run(FUNCTION.format(name="wrong", sampler=WRONG)).error == ""
+        made = kernel.run("%%ddp" + IMPORTS + FUNCTION.format(name="there", sampler=WRONG))
+        assert made.error + made.stderr == ""
+        yield kernel
+
+
+def test_a_function_of_the_notebook_passes_all_rungs(kernel: Kernel) -> None:
+    """The line has the result as its value, as text and HTML."""
+    cell = kernel.run("%ddp doctor -n 2 --updates 2 --workers 0 right(epochs=1)")
+    assert cell.error + cell.stderr == ""
+    (data,) = [each["data"] for each in cell.outputs if "data" in each]
+    assert "doctor right, 2 ranks: all rungs are ok; 0 of " in data["text/plain"]
+    assert "clean-up" in data["text/html"]
+    assert "ddpilot: run 1: 1 rank, as it is" in cell.stdout
+    assert kernel.run("%%ddp\nrank").by_rank == {0: ["0"], 1: ["1"]}
+
+
+def test_the_checklist_has_the_line_of_the_cell(kernel: Kernel) -> None:
+    """Lint reads all cells, since imports and functions are in different ones, and reports the function's."""
+    cell = kernel.run(
+        "found = %ddp doctor wrong -n 2 --workers 0\n"
+        "point = [each for each in found.checklist if each.code][0]\n"
+        "print(found.failed.letter, point.code, point.place.file.startswith('Cell In['), point.place.text)"
+    )
+    assert cell.error == ""
+    assert cell.stdout.splitlines()[-1].startswith("e DDP401 True ")
+
+
+def test_a_function_of_the_ranks_is_pulled(kernel: Kernel) -> None:
+    """It is defined in a cell under %%ddp alone."""
+    cell = kernel.run("found = %ddp doctor there -n 2 --workers 0\nfound.failed.letter, found.failed.findings[0].code")
+    assert cell.error == ""
+    assert cell.shown == ["('e', 'DDP401')"]
