@@ -87,11 +87,8 @@ RANK_0_WAITS = replaced(
 )
 SCALED_LOSS = replaced(("F.cross_entropy(model(x), y)", "F.cross_entropy(model(x), y) * dist.get_world_size()"))
 LARGE_MODEL = replaced(
-    ("torch.nn.Linear(10, 16)", "torch.nn.Linear(10, 2000000)"),
-    ("torch.nn.Linear(16, 3)", "torch.nn.Linear(2000000, 3)"),
-    ("torch.ones(16)", "torch.ones(1)"),
-    ("batch_size=8", "batch_size=1"),
-    ("lr=0.1", "lr=1e-9"),
+    ('self.register_buffer("scale", torch.ones(16))', "self.scale = torch.nn.Parameter(torch.ones(30_000_000))"),
+    ("* self.scale)", "* self.scale[:16])"),
 )
 UNTIDY = replaced(
     ("        sampler.set_epoch(epoch)\n", ""),

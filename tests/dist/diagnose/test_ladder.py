@@ -206,13 +206,13 @@ def test_a_collective_on_one_rank_stops_the_ladder_with_its_line(tmp_path: Path)
 def test_other_numbers_than_one_process_fail_at_f(tmp_path: Path) -> None:
     """A loss times the number of ranks."""
     found = check(tmp_path, programs.SCALED_LOSS)
-    assert statuses(found) == "abcdeF"
+    assert statuses(found) == "abcdeF", found
     assert finding_in(found)["code"] == "DDP823"
     assert "every gradient on 2 ranks is 2 times that of one rank" in found["rungs"][5]["evidence"]
 
 
 def test_a_model_that_is_larger_than_its_computation_fails_at_g(tmp_path: Path) -> None:
-    """28 million parameters for one sample: more than half of an update is exchange."""
+    """30 million parameters of which 16 are used: more than half of an update is exchange."""
     found = check(tmp_path, programs.LARGE_MODEL, 5)
     assert statuses(found) == "abcdefG", found
     assert finding_in(found)["code"] == "DDP504"

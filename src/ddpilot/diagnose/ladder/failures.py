@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ddpilot.diagnose.verify.target import Run
@@ -60,4 +61,11 @@ def line_at(site: Mapping[str, Any]) -> CodeLine | None:
     """Return the line that a rank has recorded; None if it has not."""
     if not site:
         return None
-    return CodeLine(site["file"], site["line"], site.get("function", ""), site.get("text", ""))
+    return CodeLine(label_cell(site["file"]), site["line"], site.get("function", ""), site.get("text", ""))
+
+
+def label_place(finding: Finding) -> Finding:
+    """Return `finding` with the label of its cell, such as ``Cell In[3]``, which a rank does not know."""
+    if finding.place is None or (label := label_cell(finding.place.file)) == finding.place.file:
+        return finding
+    return replace(finding, place=replace(finding.place, file=label))

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ddpilot.diagnose.diagnosis import Line
 from ddpilot.diagnose.doctor import doctor
 from ddpilot.diagnose.ladder.checklist import Evidence, make_checklist
+from ddpilot.diagnose.ladder.failures import label_place
 from ddpilot.diagnose.ladder.result import RUNGS, ProgramDiagnosis, Rung, complete
 from ddpilot.diagnose.ladder.rungs import (
     describe_misplaced,
@@ -169,7 +171,7 @@ class _Ladder:
     def _climb_with_ranks(self, lines: tuple[Line, ...]) -> None:
         runs = Runs(self._runner, self._num, self._num_updates, self._runner.announce)
         self._run = run = runs.parallel
-        self._findings += run.findings
+        self._findings += map(label_place, run.findings)
         if not (self._is_ok(judge_first_batch(run)) and self._is_ok(judge_first_backward(runs))):
             return
         verification = compare(runs, "")
@@ -179,7 +181,7 @@ class _Ladder:
 
     def _is_ok(self, rung: Rung) -> bool:
         assert rung.letter == list(RUNGS)[len(self._rungs)]
-        self._rungs.append(rung)
+        self._rungs.append(replace(rung, findings=tuple(map(label_place, rung.findings))))
         return rung.status == "ok"
 
 

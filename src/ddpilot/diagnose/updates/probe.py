@@ -94,6 +94,7 @@ class UpdateProbe:
         self._began_s = self._recording_s = 0.0
         self._times: list[dict[str, float]] = []
         self._num_epochs_set = 0
+        self._backend, self._world_size = "", int(os.environ.get("WORLD_SIZE", "1"))
         self._saved: list[Saved] = []
         self._was_ended = False
         self._site: Mapping[str, Any] = {}
@@ -305,11 +306,12 @@ class UpdateProbe:
             fault_path(self._folder, self._rank).touch()
 
     def _write_program(self) -> None:
-        world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+        if dist.is_initialized():
+            self._backend, self._world_size = str(dist.get_backend_config()), dist.get_world_size()
         placements = self._modules.placements
         program = ProgramFacts(
             rank=self._rank,
-            world_size=world_size,
+            world_size=self._world_size,
             device=placements.device,
             samplers=tuple(self._samplers),
             num_dropped_out=self._modules.num_dropped_out,
@@ -318,7 +320,7 @@ class UpdateProbe:
             batch_norms=tuple(self._modules.batch_norms),
             num_placed=dict(placements.num_seen),
             misplaced=tuple(placements.misplaced.values()),
-            backend=str(dist.get_backend_config()) if dist.is_initialized() else "",
+            backend=self._backend,
             communication=_summarize(self._times[2:] or self._times),
             num_epochs_set=self._num_epochs_set,
             has_evaluated=self._modules.has_evaluated,

@@ -165,7 +165,7 @@ class ProgramFacts:
     misplaced: tuple[Misplaced, ...] = ()
     """Those that are not on `device`."""
     backend: str = ""
-    """Backend of the process group; "" without one."""
+    """Backend of the process group, also if it was destroyed; "" if there was none."""
     communication: Mapping[str, float] = field(default_factory=dict)
     """What DistributedDataParallel has measured: seconds of an update by name; empty without such a model."""
     num_epochs_set: int = 0
