@@ -80,11 +80,15 @@ class SiteFinder:
             frame = frame.f_back
         return nearest or (None, called, ddp, in_reducer)
 
-    def callers(self, user: FrameType | None) -> list[FrameType]:
-        """Return the user's frames that called `user`, innermost first, at most 5 within the next 16 frames."""
+    def callers(self, user: FrameType | None) -> tuple[list[FrameType], tuple[int, ...]]:
+        """Return the user's frames that called `user`, innermost first, at most 5 within the next 16 frames.
+
+        Also returns a key that is equal for the same lines: of each frame the id of its code and the instruction.
+        """
         found: list[FrameType] = []
+        key: tuple[int, ...] = ()
         if user is None or user.f_code.co_name == "<module>":
-            return found
+            return found, key
         kinds, frame = self._kinds, user.f_back
         for _ in range(_MAX_FRAMES):
             if frame is None:
@@ -93,12 +97,13 @@ class SiteFinder:
             kind = kinds.get(code.co_filename) or self._kind_of(code.co_filename)
             if kind == USER:
                 found.append(frame)
+                key += (id(code), frame.f_lasti)
                 if code.co_name == "<module>" or len(found) == _MAX_CALLERS:
                     break
             elif kind in (OURS, STARTER):
                 break  # it started the user's code
             frame = frame.f_back
-        return found
+        return found, key
 
     def _kind_of(self, file: str) -> int:
         """Return the kind of the code in `file`, one of the constants above."""

@@ -89,10 +89,20 @@ def test_callers_are_the_users_calls_around_the_line(case: str) -> None:
 
     def find() -> dict[str, Any]:
         trail = finder.walk(sys._getframe(1))
-        return describe_site(trail, finder.callers(trail[0]))
+        return describe_site(trail, finder.callers(trail[0])[0])
 
     described = call_through(files, find)
     assert [file for file, *_ in described.get("callers", [])] == expected
+
+
+def test_the_key_of_callers_is_equal_for_the_same_lines_only() -> None:
+    """Not for two calls in one function, from which the ring has two paths."""
+    finder = SiteFinder(torch=TORCH)
+    found: list[Any] = []
+    code = "def inner():\n    keep(find(get_frame())[1])\ndef outer():\n    for _ in 'ab':\n        inner()\n    inner()\nouter()"
+    names = {"keep": found.append, "find": finder.callers, "get_frame": sys._getframe}
+    exec(compile(code, "/a.py", "exec"), names)
+    assert found[0] == found[1] != found[2]
 
 
 def test_a_script_itself_has_no_callers() -> None:
@@ -103,4 +113,4 @@ def test_a_script_itself_has_no_callers() -> None:
         compile("keep(find(get_frame()))", "/a.py", "exec"),
         {"keep": found.append, "find": finder.callers, "get_frame": sys._getframe},
     )
-    assert found == [[]]
+    assert found == [([], ())]

@@ -48,6 +48,11 @@ class _Model:
         self._num_unnamed = 0
         """Number of elements of the buckets reduced since then."""
 
+    @property
+    def is_reordering(self) -> bool:
+        """True while the ranks agree on new buckets."""
+        return bool(self._broadcasts or self._arriving)
+
     def take(self, num_elements: int) -> Bucket | None:
         """Return the next bucket if it has `num_elements` elements."""
         model = self.ref()
@@ -58,13 +63,13 @@ class _Model:
         if self._reducer is None or self._reducer() is not reducer:
             self._reducer = weakref.ref(reducer)
             self._read_first_order(model)
-        if len(self._broadcasts) == 2 and all(tensor.is_cpu for tensor in self._broadcasts):
+        if self._broadcasts and len(self._broadcasts) == 2 and all(tensor.is_cpu for tensor in self._broadcasts):
             self._read_new_order(model, self._broadcasts)
-        if self._next >= len(self._buckets) or self._buckets[self._next].num_elements != num_elements:
+        number, buckets = self._next, self._buckets
+        if number >= len(buckets) or buckets[number].num_elements != num_elements:
             return None
-        bucket = self._buckets[self._next]
-        self._next = (self._next + 1) % len(self._buckets)
-        return bucket
+        self._next = (number + 1) % len(buckets)
+        return buckets[number]
 
     def restart(self) -> None:
         """Expect the first bucket next, because the last backward was interrupted."""
@@ -157,8 +162,11 @@ class BucketTable:
 
     def match(self, num_elements: int) -> Bucket | None:
         """Return the bucket that the reducer's all_reduce over `num_elements` elements reduces; None if unknown."""
-        num_unnamed = sum(model.passes_unnamed(num_elements) for model in self._models)
-        if num_unnamed:
+        is_unnamed = False
+        for model in self._models:
+            if model.is_reordering and model.passes_unnamed(num_elements):
+                is_unnamed = True
+        if is_unnamed:
             return None
         bucket = self._take(num_elements)
         if bucket is None:
@@ -172,7 +180,11 @@ class BucketTable:
         return bucket
 
     def _take(self, num_elements: int) -> Bucket | None:
-        return next((bucket for model in self._models if (bucket := model.take(num_elements))), None)
+        for model in self._models:
+            bucket = model.take(num_elements)
+            if bucket is not None:
+                return bucket
+        return None
 
     def _search(self) -> bool:
         # A search of all objects takes tens of milliseconds, so it is repeated at most `_MAX_SEARCHES` times.

@@ -73,10 +73,12 @@ class Recorder:
     def begin_of(self, operation: Operation) -> Begin:
         """Return the function to call with the arguments of `operation` when torch is about to start it."""
         begin = self._describer.begin_of(operation)
-        is_fork, clock_ns, frame_at = self._forks.is_fork, time.monotonic_ns, sys._getframe
+        mark, is_fork, clock_ns, frame_at = self._forks.mark, self._forks.is_fork, time.monotonic_ns, sys._getframe
 
         def begin_safely(args: Sequence[Any]) -> Ticket | None:
-            if is_fork():  # a forked process, such as a DataLoader worker, has the ring mapped too
+            if (
+                is_fork() if mark is None else not mark[0]
+            ):  # a forked process, such as a DataLoader worker, has the ring mapped too
                 return None
             self._start_ns = start_ns = clock_ns()
             try:
@@ -210,12 +212,17 @@ class RecordBuilder:
         """
         operator, group_at, is_p2p = operation.operator, operation.group_at, operation.is_p2p
         list_at, plain_from, reduce_op_at = operation.list_at, operation.plain_from, operation.reduce_op_at
+        # Each function that is called here costs microseconds: in a training step, its code is not in the caches.
+        by_id = self._groups.by_id
         unbox, find, walk, thread_id = self._unbox, self._groups.find, self._sites.walk, self.thread_id
-        callers_of = self._sites.callers
+        callers_of, ident, main_ident = self._sites.callers, threading.get_ident, self._main_ident
         write, refs, next_seqs = self._ring.begin, self._ring.refs, self._groups.next_seqs
 
         def begin(args: Sequence[Any], frame: FrameType | None, start_ns: int) -> Ticket:
-            group = find(unbox(args[group_at]))
+            process_group = unbox(args[group_at])
+            group = by_id.get(id(process_group))
+            if group is None or group.alive() is not process_group:
+                group = find(process_group)
             try:
                 trail = user, called, ddp, in_reducer = walk(frame)
                 if user is None and in_reducer:
@@ -223,8 +230,7 @@ class RecordBuilder:
                     # waits.
                     trail = user, called, _, _ = walk(main_frame())
                 code, at = (user.f_code, user.f_lasti) if user is not None else (None, 0)
-                callers = callers_of(user)
-                led_by = tuple([(id(each.f_code), each.f_lasti) for each in callers]) if callers else ()
+                callers, led_by = callers_of(user)
                 if list_at >= 0 and len(args[list_at]) == 1:  # by far the most frequent case
                     only = args[list_at][0]
                     key = (
@@ -239,7 +245,7 @@ class RecordBuilder:
                 role = self._role(operation, args, ddp, in_reducer, frame) if ddp or in_reducer else 0
                 reduce_op = args[reduce_op_at] if reduce_op_at >= 0 else None
                 seq = -1 if is_p2p else next_seqs[group.number]
-                thread = thread_id()
+                thread = (self._main_id if ident() == main_ident else 0) or thread_id()
                 index = write(start_ns, seq, thread, role, usual.packed)
                 if not is_p2p:  # last, so that a collective which Ctrl-C keeps from starting is not counted
                     next_seqs[group.number] = seq + 1
@@ -293,6 +299,7 @@ class RecordBuilder:
             at_any_time=at_any_time,
             may_be_captured=not at_any_time and device != "cpu",
             reports_failure=reports_failure,
+            may_be_waited_for=device == "cpu" and (at_any_time or flags == layout.NOT_ASYNC),
             is_waited_for=flags == layout.NOT_ASYNC and device == "cpu",
             runs_on_stream=flags == layout.NOT_ASYNC and device != "cpu" and not operation.name.endswith("coalesced"),
         )
@@ -311,9 +318,14 @@ class RecordBuilder:
         self, operation: Operation, args: Sequence[Any], ddp: str, in_reducer: bool, frame: FrameType | None
     ) -> int:
         if in_reducer:
-            bucket = self._buckets.match(sum(tensor.numel() for tensor in tensors_of(operation, args)[0]))
+            at = operation.list_at
+            is_single = at >= 0 and len(args[at]) == 1
+            tensors = args[at] if is_single else tensors_of(operation, args)[0]
+            num_elements = tensors[0].numel() if is_single else sum(tensor.numel() for tensor in tensors)
+            bucket = self._buckets.match(num_elements)
             if bucket is not None:
-                return self._refer(bucket, lambda: bucket.fact)
+                ref: int | None = self._ring.refs.get(bucket)
+                return self._refer(bucket, lambda: bucket.fact) if ref is None else ref
         what = "gradients" if in_reducer else _what_ddp_does(ddp, operation.name)
         name = ""
         if what in ("construction", "bucket order") and (model := find_ddp_model(frame)) is not None:

@@ -51,6 +51,9 @@ class RecordTemplate:
     """True if it may become part of a device graph, such as a CUDA graph."""
     reports_failure: bool
     """True if the work reports whether the collective failed."""
+    may_be_waited_for: bool
+    """True if a wait for the finished work only raises the error of a failure: its tensors are on the CPU, and the
+    backend is gloo or the caller waits too."""
     is_waited_for: bool
     """True if the caller returns when the collective is over: it is not asynchronous and its tensors are on the CPU."""
     runs_on_stream: bool = False
@@ -225,9 +228,9 @@ class UnfinishedWorks:
         """Read the reduce-ops, and poll all works that any thread may poll."""
         count = len(self._reduce_ops)
         self._reduce_op_step = REDUCE_OP_STEP if count * self._reduce_op_step > MANY_REDUCE_OPS else 1
-        for _ in range(count):
-            index, boxed = self._reduce_ops.popleft()
-            with suppress(AttributeError):  # torch 2.6 has no way to read it
+        with suppress(AttributeError):  # torch 2.6 has no way to read it
+            for _ in range(count):
+                index, boxed = self._reduce_ops.popleft()
                 self._ring.set_reduce_op(index, boxed.op())
         for index, entry in self._waited_for.copy().items():  # it changes meanwhile
             if entry[2].at_any_time and self._is_over(entry):
@@ -295,7 +298,7 @@ class UnfinishedWorks:
 
 def _has_failed(work: Any, usual: RecordTemplate) -> bool:
     # For a finished work. `is_success` and `exception` print a deprecation warning.
-    if usual.is_waited_for:  # a fifth of the cost of a future, and the caller waits too
+    if usual.may_be_waited_for:  # a fifth of the cost of a future
         try:
             work.wait()
         except Exception:  # noqa: BLE001 - whatever the backend raises

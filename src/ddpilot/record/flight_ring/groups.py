@@ -53,14 +53,15 @@ class GroupTable:
         """True once a group that torch's registry holds has been used."""
         self.next_seqs: defaultdict[int, int] = defaultdict(int)
         self._registry = registry
-        self._by_id: dict[int, GroupEntry] = {}
+        self.by_id: dict[int, GroupEntry] = {}
+        """Entries by the id of their group, which `alive` of the entry has to return; another group may have the id."""
         self._by_name: dict[str, list[GroupEntry]] = {}
         self._incarnations: Counter[tuple[str, int]] = Counter()
         _tables.add(self)
 
     def find(self, group: Any) -> GroupEntry:
         """Return the entry of `group`, a `ProcessGroup`, and create it at first use."""
-        entry = self._by_id.get(id(group))
+        entry = self.by_id.get(id(group))
         if entry is not None and entry.alive() is group:
             return entry
         return self._find_slowly(group)
@@ -72,7 +73,7 @@ class GroupTable:
         """
         counts = {}
         for group in list(self._registry._world.pg_map):
-            entry = self._by_id.get(id(group))
+            entry = self.by_id.get(id(group))
             if entry is not None and entry.alive() is group:
                 counts[f"{entry.fact['name']} {entry.fact['ranks']}"] = self.next_seqs[entry.number]
             else:
@@ -80,14 +81,15 @@ class GroupTable:
         return counts
 
     def _find_slowly(self, group: Any) -> GroupEntry:
-        self._by_id = {key: entry for key, entry in self._by_id.items() if entry.alive()}
+        for key in [key for key, entry in tuple(self.by_id.items()) if not entry.alive()]:
+            self.by_id.pop(key, None)
         name = group.group_name
         if group in self._registry._world.pg_map:
             entry = self._make(name, self._describe(group))
             self.has_used_any = True
             # While the registry holds a group, Python sees it as one object.
             entry.alive = weakref.ref(group)
-            self._by_id[id(group)] = entry
+            self.by_id[id(group)] = entry
             return entry
         # Destroyed but still used by a DDP model: Python sees a new object each time.
         destroyed = [entry for entry in self._by_name.get(name, ()) if entry.alive() is None]

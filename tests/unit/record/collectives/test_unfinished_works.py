@@ -98,6 +98,7 @@ class Case:
     ) -> None:
         """Begin a collective with this work. `more`: fields of its template."""
         fields: dict[str, Any] = {"num_bytes": 8, "group": 1, "reports_failure": True, "is_waited_for": False, **more}
+        fields.setdefault("may_be_waited_for", fields["is_waited_for"])
         usual = RecordTemplate(packed=b"", at_any_time=at_any_time, may_be_captured=not at_any_time, **fields)
         self.pending.add((begin(self.ring, 100), usual, thread, reduce_op), work)
 
@@ -233,6 +234,16 @@ def test_work_whose_caller_waits_is_asked_like_others_when_nothing_else_starts(c
     case.add(Work())
     assert case.states() == ["done", "begun", "begun"]
     assert [work.num_asked, late.num_asked] == [1, 1]
+
+
+def test_a_failure_is_seen_by_a_wait_where_that_is_safe(case: Case) -> None:
+    """A wait for a finished work takes less than its future, which is not asked for then."""
+    work = Work(RuntimeError("connection closed"))
+    work.is_over = True
+    work.get_future = None  # type: ignore[method-assign, assignment]
+    case.add(work, may_be_waited_for=True)
+    case.pending.catch_up()
+    assert case.states() == ["failed"]
 
 
 def test_works_without_a_future_are_not_asked_for_one(case: Case) -> None:

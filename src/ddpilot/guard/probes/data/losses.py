@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import cmath
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -124,7 +125,7 @@ class LossObserver:
                 if not gradient.is_cpu:
                     if not is_capturing():  # the sum would become part of the user's graph
                         self._look(gradient.sum(), "gradient")
-                elif not torch.isfinite(gradient).all():
+                elif not _is_finite(gradient):
                     self._note(math.nan, self._present(), "gradient")
 
     def _look(self, value: torch.Tensor, what: str) -> None:
@@ -199,3 +200,9 @@ def _find_not_finite(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def _name_parameters(models: Iterable[Any], parameters: list[torch.Tensor]) -> list[str]:
     names = {id(one): name for model in models for name, one in model.module.named_parameters()}
     return [names.get(id(one), f"one of shape {tuple(one.shape)}") for one in parameters]
+
+
+def _is_finite(gradient: torch.Tensor) -> bool:
+    """True if all elements of `gradient`, on the CPU, are finite."""
+    # A finite sum takes less than half of the time of `isfinite`, of which only a sum that overflows has need.
+    return cmath.isfinite(gradient.sum().item()) or bool(torch.isfinite(gradient).all())

@@ -264,3 +264,14 @@ def test_saves_are_noted_where_they_go_to_a_file(tmp_path: Path) -> None:
         torch.save({"a": 1}, io.BytesIO())
     paths = [Path(entry.values["path"]).name for entry in read(tmp_path / "j", "save")]
     assert paths == ["one.pt", "two.pt", "three.pt"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.complex64])
+def test_a_gradient_whose_sum_overflows_is_finite(dtype: torch.dtype) -> None:
+    """Only an element that is not finite counts."""
+    largest = torch.full((3,), torch.finfo(dtype).max).to(dtype)
+    assert losses._is_finite(largest)
+    assert losses._is_finite(torch.zeros(0, dtype=dtype))
+    for value in (float("inf"), float("-inf"), float("nan")):
+        assert not losses._is_finite(torch.tensor([1.0, value, 2.0]).to(dtype))
+    assert not losses._is_finite(torch.tensor([float("inf"), float("-inf")]).to(dtype))
