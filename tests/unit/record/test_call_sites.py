@@ -99,7 +99,8 @@ def test_the_key_of_callers_is_equal_for_the_same_lines_only() -> None:
     """Not for two calls in one function, from which the ring has two paths."""
     finder = SiteFinder(torch=TORCH)
     found: list[Any] = []
-    code = "def inner():\n    keep(find(get_frame())[1])\ndef outer():\n    for _ in 'ab':\n        inner()\n    inner()\nouter()"
+    inner = "def inner():\n    keep(find(get_frame())[1])\n"
+    code = f"{inner}def outer():\n    for _ in 'ab':\n        inner()\n    inner()\nouter()"
     names = {"keep": found.append, "find": finder.callers, "get_frame": sys._getframe}
     exec(compile(code, "/a.py", "exec"), names)
     assert found[0] == found[1] != found[2]
