@@ -237,10 +237,11 @@ class RecordBuilder:
                         *(operator, group.number, id(code), at, id(called), led_by),
                         *(only.shape, only.dtype, only.device),
                         *args[plain_from:],
+                        in_reducer,
                     )
                 else:
                     alike = what_is_alike(operation, args)
-                    key = (operator, group.number, id(code), at, id(called), led_by, *alike)
+                    key = (operator, group.number, id(code), at, id(called), led_by, *alike, in_reducer)
                 usual = refs.get(key) or self._make_usual(key, operation, args, group, trail, callers)
                 role = self._role(operation, args, ddp, in_reducer, frame) if ddp or in_reducer else 0
                 reduce_op = args[reduce_op_at] if reduce_op_at >= 0 else None
@@ -295,6 +296,7 @@ class RecordBuilder:
         usual = RecordTemplate(
             packed=packed,
             num_bytes=num_bytes,
+            is_by_reducer=key[-1],
             group=-1 if operation.is_p2p else group.number,
             at_any_time=at_any_time,
             may_be_captured=not at_any_time and device != "cpu",

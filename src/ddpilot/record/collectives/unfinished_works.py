@@ -36,7 +36,7 @@ reading them takes longer than everything else, and keeping them evicts other da
 otherwise the ones kept could all come from one line."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(eq=False, slots=True, kw_only=True)
 class RecordTemplate:
     """Properties that identical collectives share."""
 
@@ -58,6 +58,10 @@ class RecordTemplate:
     """True if the caller returns when the collective is over: it is not asynchronous and its tensors are on the CPU."""
     runs_on_stream: bool = False
     """True if a collective without a work runs on the device's current stream at the time of the call."""
+    is_by_reducer: bool = False
+    """True if DDP's reducer starts these collectives, always with the same reduce-op."""
+    reduce_op: int | None = None
+    """The reduce-op of the reducer, once it has been read: reading takes longer than polling the work."""
 
 
 class StreamMark:
@@ -108,7 +112,7 @@ class UnfinishedWorks:
         # By group, and by whether works may be polled at any time: a group has one backend per device type.
         self._newest_of: dict[tuple[int, bool], _Entry] = {}  # used if there are too many works to follow all
         self._passed_over: dict[int, deque[int]] = {}  # by group, records that are not followed
-        self._reduce_ops: deque[tuple[int, Any]] = deque(maxlen=MAX_WORKS)
+        self._reduce_ops: deque[tuple[int, Any, RecordTemplate]] = deque(maxlen=MAX_WORKS)
         self._reduce_op_step = 1
         # Collectives that their callers wait for, by record. No lock is needed: finishing one twice does no harm.
         self._waited_for: dict[int, _Entry] = {}
@@ -126,7 +130,7 @@ class UnfinishedWorks:
         if waited_for and (before := waited_for.get(self._newest.get(thread, 0))):
             self._end_waited_for(before)
         if reduce_op is not None and not index % self._reduce_op_step:
-            self._reduce_ops.append((index, reduce_op))
+            self._reduce_ops.append((index, reduce_op, usual))
             if len(self._reduce_ops) > MANY_REDUCE_OPS:
                 self._reduce_op_step = REDUCE_OP_STEP
         if usual.is_waited_for and len(waited_for) < MAX_WAITING:
@@ -230,8 +234,11 @@ class UnfinishedWorks:
         self._reduce_op_step = REDUCE_OP_STEP if count * self._reduce_op_step > MANY_REDUCE_OPS else 1
         with suppress(AttributeError):  # torch 2.6 has no way to read it
             for _ in range(count):
-                index, boxed = self._reduce_ops.popleft()
-                self._ring.set_reduce_op(index, boxed.op())
+                index, boxed, usual = self._reduce_ops.popleft()
+                number = boxed.op() if usual.reduce_op is None else usual.reduce_op
+                if usual.is_by_reducer:
+                    usual.reduce_op = number
+                self._ring.set_reduce_op(index, number)
         for index, entry in self._waited_for.copy().items():  # it changes meanwhile
             if entry[2].at_any_time and self._is_over(entry):
                 self._waited_for.pop(index, None)

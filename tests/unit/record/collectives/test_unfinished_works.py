@@ -97,10 +97,14 @@ class Case:
         **more: Any,
     ) -> None:
         """Begin a collective with this work. `more`: fields of its template."""
+        usual = self.template(at_any_time=at_any_time, **more)
+        self.pending.add((begin(self.ring, 100), usual, thread, reduce_op), work)
+
+    def template(self, *, at_any_time: bool = True, **more: Any) -> RecordTemplate:
+        """What collectives that are alike share. `more`: its fields."""
         fields: dict[str, Any] = {"num_bytes": 8, "group": 1, "reports_failure": True, "is_waited_for": False, **more}
         fields.setdefault("may_be_waited_for", fields["is_waited_for"])
-        usual = RecordTemplate(packed=b"", at_any_time=at_any_time, may_be_captured=not at_any_time, **fields)
-        self.pending.add((begin(self.ring, 100), usual, thread, reduce_op), work)
+        return RecordTemplate(packed=b"", at_any_time=at_any_time, may_be_captured=not at_any_time, **fields)
 
     def states(self) -> list[str]:
         """Of all records."""
@@ -282,6 +286,24 @@ def test_reduce_ops_are_read_of_all_but_where_there_are_many(case: Case) -> None
     assert known_after(300) == [*range(257, 514), *range(527, 557, REDUCE_OP_STEP)]
     assert len(known_after(100)) == 6
     assert len(known_after(100)) == 100
+
+
+def test_the_reduce_op_of_the_reducer_is_read_once(case: Case) -> None:
+    """Its collectives that are alike have the same one; those of the program are read each time."""
+    num_read = []
+
+    class ReduceOp:
+        def op(self) -> int:
+            num_read.append(1)
+            return 3
+
+    for is_by_reducer in (True, False):
+        usual = case.template(is_by_reducer=is_by_reducer)
+        for _ in range(3):
+            case.pending.add((begin(case.ring, 100), usual, 4711, ReduceOp()), Work())
+            case.pending.catch_up()
+        assert len(num_read) == (1 if is_by_reducer else 4)
+    assert [entry.reduce_op for entry in read_ring(case.path).collectives] == ["MIN"] * 6
 
 
 def test_work_that_cannot_be_asked_does_not_keep_others_from_being_asked(case: Case) -> None:
