@@ -4,9 +4,23 @@
 from __future__ import annotations
 
 from ddpilot.lint.rule import Rule
-from ddpilot.lint.rules import checkpoints, collectives, data, launch, libraries, metrics, models, precision
+from ddpilot.lint.rules import (
+    checkpoints,
+    collectives,
+    data,
+    launch,
+    libraries,
+    metrics,
+    models,
+    precision,
+    processes,
+    seeds,
+    trainers,
+)
 
-_MODULES = (checkpoints, collectives, data, launch, libraries, metrics, models, precision)
+_MODULES = (
+    checkpoints, collectives, data, launch, libraries, metrics, models, precision, processes, seeds, trainers
+)  # fmt: skip
 RULES: tuple[Rule, ...] = tuple(
     sorted((r for module in _MODULES for r in vars(module).values() if isinstance(r, Rule)), key=lambda r: r.code)
 )

@@ -21,7 +21,7 @@ from ddpilot.lint.program import Program
 from ddpilot.lint.rule import Edit, Facts
 
 SUFFIXES = (".py", ".ipynb")
-_RELEVANT = re.compile(r"\b(?:torch|lightning|pytorch_lightning|accelerate|fastai)\b")
+_RELEVANT = re.compile(r"\b(?:torch|lightning|pytorch_lightning|accelerate|fastai|transformers)\b")
 """A file without any of these words imports nothing that a rule is about."""
 _IGNORE = re.compile(r"#\s*ddpilot:\s*ignore(?:\[(?P<codes>[\w\s,]*)\])?")
 _SKIPPED_FOLDERS = ("__pycache__", "node_modules")

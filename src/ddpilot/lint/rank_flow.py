@@ -94,7 +94,8 @@ class RankFlow:
                     values = [each.value for each in returned if isinstance(each, ast.Return) and each.value]
                     return any(self.differs(value, depth - 1) for value in values)
                 passes_on = _last_name(test.func) in _PASS_ON and any(self.differs(each, depth) for each in test.args)
-                return passes_on or _NAMES.depends_on_rank(test.func)
+                is_fastai = _last_name(test.func) == "rank_distrib"
+                return passes_on or is_fastai or _NAMES.depends_on_rank(test.func)
             case ast.IfExp():
                 return any(self.differs(each, depth) for each in (test.test, test.body, test.orelse))
             case ast.BinOp():
@@ -147,7 +148,7 @@ class RankFlow:
         function = self._program.function_of(node)
         if self.rank_guard(node) is not None or any(map(self._is_for_one_writer, self._conditions(node, function))):
             return True
-        if any(self._is_guarding_decorator(each) for each in getattr(function, "decorator_list", ())):
+        if self.is_decorated(function):
             return True
         sites = self._program.call_sites(function)
         return bool(sites) and depth > 0 and all(self.runs_on_some_ranks(site, depth - 1) for site in sites)
@@ -162,8 +163,10 @@ class RankFlow:
     def _is_for_one_writer(self, test: ast.expr) -> bool:
         return _ONE_WRITER.search(ast.unparse(test)) is not None
 
-    def _is_guarding_decorator(self, node: ast.expr) -> bool:
-        return any(word in ast.unparse(node) for word in ("rank_zero", "main_process", "rank0", "master"))
+    def is_decorated(self, function: ast.AST) -> bool:
+        """Return True if a decorator such as ``rank_zero_only`` lets only some ranks run `function`."""
+        texts = [ast.unparse(each) for each in getattr(function, "decorator_list", ())]
+        return any(word in text for text in texts for word in ("rank_zero", "main_process", "rank0", "master"))
 
 
 def _is_handler(parent: ast.AST, name: str) -> bool:

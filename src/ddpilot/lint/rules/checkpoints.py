@@ -60,17 +60,20 @@ def _is_saved(facts: Facts, node: ast.AST) -> bool:
 @rule("DDP603")
 def all_ranks_save(facts: Facts) -> Iterator[Report]:
     """Every rank saves to the same file."""
-    program = facts.program
-    if not facts.wraps:
+    for call in facts.program.calls_to("torch.save") if facts.wraps else ():
+        yield from saved_by_all_ranks(facts, call, argument(call, 1, "f"))
+
+
+def saved_by_all_ranks(
+    facts: Facts, call: ast.Call, path: ast.expr | None, *, is_called: bool = False
+) -> Iterator[Report]:
+    """Report a call that writes `path` on every rank. `is_called`: the function around it is called from elsewhere."""
+    program, function = facts.program, facts.program.function_of(call)
+    is_called = is_called or function is program.tree or bool(program.call_sites(function)) or _starts(facts, function)
+    if path is None or not is_called or facts.flow.runs_on_some_ranks(call) or may_be_per_rank(facts, path):
         return
-    for call in program.calls_to("torch.save"):
-        path = argument(call, 1, "f")
-        function = program.function_of(call)
-        is_called = function is program.tree or bool(program.call_sites(function)) or _starts(facts, function)
-        if path is None or not is_called or facts.flow.runs_on_some_ranks(call) or _may_be_per_rank(facts, path):
-            continue
-        if not _is_buffer(facts, path):
-            yield Report(call, f"every rank writes {ast.unparse(path)[:40]}: save on rank 0 only")
+    if not is_buffer(facts, path):
+        yield Report(call, f"every rank writes {ast.unparse(path)[:40]}: save on rank 0 only")
 
 
 def _starts(facts: Facts, function: ast.AST) -> bool:
@@ -82,13 +85,13 @@ def _starts(facts: Facts, function: ast.AST) -> bool:
     return any(isinstance(e, ast.Name) and e.id == name for call in spawns for e in ast.walk(call))
 
 
-def _may_be_per_rank(facts: Facts, path: ast.expr) -> bool:
+def may_be_per_rank(facts: Facts, path: ast.expr) -> bool:
     traced = list(facts.program.trace(path))
     inner = [each for one in traced for each in ast.walk(one) if isinstance(each, (ast.Name, ast.Attribute, ast.Call))]
     return any("rank" in ast.unparse(one) for one in traced) or any(facts.flow.differs(each) for each in inner)
 
 
-def _is_buffer(facts: Facts, path: ast.expr) -> bool:
+def is_buffer(facts: Facts, path: ast.expr) -> bool:
     path = path.value if isinstance(path, ast.Attribute) and path.attr == "name" else path
     opened = [each.value for each in facts.program.bindings(path) if each.value] if isinstance(path, ast.Name) else []
     names = [name for each in (path, *opened) for name, _ in facts.program.made_by(each)]
@@ -145,3 +148,18 @@ def _is_loaded_into_model(facts: Facts, call: ast.Call) -> bool:
     return any(
         call is each for load in loads for a in load.args for n in ast.walk(a) for each in facts.program.trace(n)
     )
+
+
+@rule("DDP610", is_fixable=True)
+def load_by_default(facts: Facts) -> Iterator[Report]:
+    """A checkpoint is loaded without `weights_only`, whose default depends on the version of torch."""
+    program = facts.program
+    for call in program.calls_to("torch.load") if facts.is_distributed else ():
+        given = {keyword.arg for keyword in call.keywords}
+        choices = [each for each in program.ancestors(call) if isinstance(each, (ast.If, ast.Try))]
+        is_choice = any("weights_only" in ast.unparse(each) for each in choices)
+        if not given & {"weights_only", "pickle_module", None} and call.args and not is_choice:
+            yield Report(
+                call, "torch before 2.6 runs any code that this file contains: `weights_only=True`",
+                ("add-argument", "weights_only=True"),
+            )  # fmt: skip

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ddpilot.lint.program import Loop, argument
 from ddpilot.lint.rank_flow import Guard, RankFlow
@@ -46,15 +46,37 @@ def loop_left_on_some_ranks(facts: Facts) -> Iterator[Report]:
     """A `break` or `return` that only some ranks take, at the end of a loop with collectives or DDP forwards."""
     named = {call: f"`{name}`" for name, call in facts.collectives}
     named.update((call, "the DDP forward") for call in facts.forwards if _trains(facts, call))
-    for loop in dict.fromkeys(loop for call in named for loop in facts.program.loops_of(call)[:1]):
+    for loop in _loops_around(facts, named):
+        calls = [call for call in named if loop in facts.program.loops_of(call)]
+        calls = calls or [call for call in facts.program.calls_inside(loop) if call in named]
         for node, tests in walk_loop(loop):
             if not isinstance(node, (ast.Break, ast.Return)) or not any(map(facts.flow.differs, tests)):
                 continue
-            calls = [call for call in named if facts.program.loops_of(call)[:1] == [loop]]
-            if all(call.lineno < node.lineno for call in calls):
+            lines = [_line_within(facts, call, loop) for call in calls]
+            if calls and all(line < node.lineno for line in lines):
                 test = next(filter(facts.flow.differs, tests))
                 text = f"ranks where `{ast.unparse(test)[:50]}` leave the loop, and the others call"
                 yield Report(node, f"{text} {named[calls[0]]} in its next iteration")
+
+
+def _loops_around(facts: Facts, calls: Iterable[ast.Call]) -> Iterator[Loop]:
+    """Yield the loops around `calls`, or around calls of the functions of this file that make them, each once."""
+    done: set[ast.AST] = set()
+    for call in calls:
+        function = facts.program.function_of(call)
+        for site in [call, *facts.program.call_sites(function)]:
+            for loop in facts.program.loops_of(site):
+                if loop not in done:
+                    done.add(loop)
+                    yield loop
+
+
+def _line_within(facts: Facts, call: ast.Call, loop: Loop) -> int:
+    """Return the line in `loop` at which `call` is made: its own, or that of a call of the function around it."""
+    if loop in facts.program.loops_of(call):
+        return call.lineno
+    sites = facts.program.call_sites(facts.program.function_of(call))
+    return max((each.lineno for each in sites if loop in facts.program.loops_of(each)), default=loop.lineno)
 
 
 @rule("DDP205")
@@ -80,7 +102,7 @@ def collective_in_handler(facts: Facts) -> Iterator[Report]:
     """A collective in `except` or `finally`, or a step that an error skips on one rank only."""
     for name, call in facts.collectives:
         handler = next((guard for guard in facts.flow.guards(call) if guard.kind == "handler"), None)
-        if handler is not None and not _replaces_another(facts, handler.node):
+        if handler is not None and not _replaces_another(facts, handler.node, name):
             where = "except" if isinstance(handler.node, ast.ExceptHandler) else "finally"
             yield Report(call, f"`{name}` in `{where}`: a rank with an error calls it while the others are elsewhere")
     for loop in facts.step_loops:
@@ -187,23 +209,34 @@ def _may_have_buffers(facts: Facts, call: ast.Call) -> bool:
     classes = [made for wrap in wraps for made in program.instances(wrap.args[0])]
     if any(any(k.arg == "broadcast_buffers" and _is_false(k.value) for k in wrap.keywords) for wrap in wraps):
         return False
+    if wraps and all(_is_unknown(facts, wrap.args[0]) for wrap in wraps):
+        return True
     texts = [ast.unparse(each) for each in [*classes, *(wrap.args[0] for wrap in wraps)]]
     texts += [name for wrap in wraps for name, _ in program.made_by(wrap.args[0])]
     return any(word in text for text in texts for word in _HAVE_BUFFERS)
+
+
+def _is_unknown(facts: Facts, model: ast.expr) -> bool:
+    """True if the file does not show how a model is made: it is passed by the caller."""
+    return all(isinstance(each, (ast.Name, ast.Attribute)) or _moves(each) for each in facts.program.trace(model))
+
+
+def _moves(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("to", "cuda", "train")
 
 
 def _is_false(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value is False
 
 
-def _replaces_another(facts: Facts, handler: ast.AST) -> bool:
-    """True if a `try` calls a collective itself, which its handler replaces, or is that of a context manager."""
+def _replaces_another(facts: Facts, handler: ast.AST, name: str) -> bool:
+    """True if a `try` calls a different collective, which its handler replaces, or is that of a context manager."""
     block = facts.program.parents[handler] if isinstance(handler, ast.ExceptHandler) else handler
     if isinstance(block, ast.Try) and any(isinstance(e, ast.Yield) for s in block.body for e in ast.walk(s)):
         return True
     if block is handler:
         return False
-    named = {call for _, call in facts.collectives}
+    named = {call: each for each, call in facts.collectives if each != name}
     return isinstance(block, ast.Try) and any(c in named for s in block.body for c in facts.program.calls_inside(s))
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samplers, loaders, seeds and splits of a dataset."""
+"""Samplers and loaders of a dataset."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from ddpilot.lint.program import Loop, argument, has_unknown_arguments, is_constant
@@ -11,8 +12,8 @@ from ddpilot.lint.rule import Facts, Report, rule
 
 _SAMPLER_AT = 3
 _SHUFFLE_AT = 2
-_SEEDERS = ("torch.manual_seed", "torch.random.manual_seed", "lightning.seed_everything", "accelerate.utils.set_seed")
-_DRAWS = frozenset({"randn", "rand", "randint", "randn_like", "rand_like", "randint_like", "normal", "bernoulli"})
+_DIVIDES = re.compile(r"rank|world|shard|replica|\bdist\b|distributed|split_|random|shuffle|worker_info", re.IGNORECASE)
+"""Words of a stream that yields a part, or a random order, on each rank."""
 
 
 @rule("DDP401")
@@ -23,12 +24,12 @@ def loader_without_sampler(facts: Facts) -> Iterator[Report]:
         if not facts.trains_ddp(loop):
             continue
         for call in facts.loaders_of(loop):
-            if call not in done and not _is_divided(facts, call):
+            if call not in done and not is_divided(facts, call):
                 done.add(call)
                 yield Report(call, "every rank reads the whole dataset: give the DataLoader a DistributedSampler")
 
 
-def _is_divided(facts: Facts, call: ast.Call) -> bool:
+def is_divided(facts: Facts, call: ast.Call) -> bool:
     """True if the loader, or its dataset, may give each rank its part."""
     program = facts.program
     given = {keyword.arg for keyword in call.keywords}
@@ -40,18 +41,19 @@ def _is_divided(facts: Facts, call: ast.Call) -> bool:
     dataset = argument(call, 0, "dataset")
     if dataset is None:
         return True
-    if not is_constant(argument(call, _SHUFFLE_AT, "shuffle"), True) and not _has_indices(facts, dataset):
+    is_whole = sampler is None and _is_undivided_stream(facts, dataset)
+    is_shuffled = is_constant(argument(call, _SHUFFLE_AT, "shuffle"), True)
+    if not is_shuffled and not is_whole and not _has_indices(facts, dataset):
         return True
     for each in program.trace(dataset):
-        if isinstance(each, ast.ClassDef) or (
-            isinstance(each, ast.Call) and program.name_of(each) == "IterableDataset"
-        ):
+        is_stream = isinstance(each, ast.Call) and program.name_of(each) == "IterableDataset"
+        if isinstance(each, ast.ClassDef) or (is_stream and not is_whole):
             return True
         words = ast.unparse(each)
         if any(word in words for word in ("rank", "shard", "world_size", "num_replicas", "split_dataset_by_node")):
             return True
         made = [ast.unparse(one) for one in program.instances(each)]
-        if any("rank" in text or "IterableDataset" in text for text in made):
+        if any("rank" in text or ("IterableDataset" in text and not is_whole) for text in made):
             return True
     generator = argument(call, -1, "generator")
     return generator is not None and facts.flow.differs(generator)
@@ -63,6 +65,16 @@ def _has_indices(facts: Facts, dataset: ast.expr) -> bool:
     is_map = any(name.startswith(("torchvision.", "torch.utils.data.")) for name in names if name)
     classes = facts.program.instances(dataset)
     return is_map or any("__getitem__" in ast.unparse(each) for each in classes)
+
+
+def _is_undivided_stream(facts: Facts, dataset: ast.expr) -> bool:
+    """True if the file shows how an IterableDataset yields its samples, and no part of that knows of ranks."""
+    program = facts.program
+    classes = [each for each in program.instances(dataset) if isinstance(each, ast.ClassDef)]
+    bases = [each for one in classes for base in one.bases for each in program.trace(base)]
+    texts = [ast.unparse(each) for each in [*classes, *bases] if isinstance(each, ast.ClassDef)]
+    is_shown = program.is_made_by(dataset, "IterableDataset") and any("def __iter__" in text for text in texts)
+    return is_shown and not any(_DIVIDES.search(text) for text in texts)
 
 
 def _is_plain_sampler(facts: Facts, node: ast.AST) -> bool:
@@ -178,46 +190,3 @@ def sampler_on_iterable(facts: Facts) -> Iterator[Report]:
         )
         if dataset is not None and has_sampler and program.is_made_by(dataset, "IterableDataset"):
             yield Report(call, "an IterableDataset takes no sampler: let each rank yield its own part")
-
-
-@rule("DDP415")
-def unseeded_split(facts: Facts) -> Iterator[Report]:
-    """A random split without a seed, which differs between ranks."""
-    program = facts.program
-    if not facts.wraps or any(
-        name in program.text for name in ("seed_everything", "manual_seed", "set_seed", "seed_all")
-    ):
-        return
-    for call in program.calls_to("torch.utils.data.random_split", "torch.utils.data.dataset.random_split"):
-        if argument(call, 2, "generator") is None and not has_unknown_arguments(call):
-            yield Report(
-                call, "each rank splits the dataset differently: pass `generator=torch.Generator().manual_seed(0)`"
-            )
-
-
-@rule("DDP407")
-def same_noise(facts: Facts) -> Iterator[Report]:
-    """All ranks have the same seed, and each training step draws numbers from it."""
-    program = facts.program
-    seeds = [call for call in program.calls_to(*_SEEDERS) if argument(call, 0, "seed") is not None]
-    if not seeds or any(facts.flow.differs(call.args[0]) for call in seeds if call.args):
-        return
-    if not all(_is_fixed(facts, call) for call in seeds):
-        return
-    for loop in facts.step_loops:
-        draws = [c for c in program.inside(loop, ast.Call) if isinstance(c, ast.Call) and _draws(facts, c)]
-        if draws and facts.trains_ddp(loop) and facts.flow.rank_guard(draws[0]) is None:
-            line = seeds[-1].lineno
-            yield Report(draws[0], f"all ranks draw the same numbers here: the seed of line {line} is the same on each")
-
-
-def _draws(facts: Facts, call: ast.Call) -> bool:
-    module, _, name = facts.program.name_of(call).rpartition(".")
-    return module == "torch" and name in _DRAWS and argument(call, -1, "generator") is None
-
-
-def _is_fixed(facts: Facts, call: ast.Call) -> bool:
-    """True if the seed is a number of the program, or an option of it."""
-    leaves = list(facts.program.trace(call.args[0])) if call.args else []
-    last = leaves[-1] if leaves else None
-    return isinstance(last, ast.Constant) or (isinstance(last, ast.Attribute) and "seed" in last.attr)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ddpilot.lint.program import Loop, argument, is_constant
 from ddpilot.lint.rule import Facts, Report, rule
@@ -19,6 +19,10 @@ _AVERAGES = re.compile(
     re.IGNORECASE,
 )
 """Words of programs that average gradients in a different way, or train different models on purpose."""
+_MODELS_WITH_NORM = re.compile(
+    r"torchvision\.models\.(?:resnet|resnext|wide_resnet|densenet|mobilenet|efficientnet|mnasnet|shufflenet|regnet|vgg\d+_bn)"
+)
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _BATCH_NORMS = frozenset({"BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LazyBatchNorm1d", "LazyBatchNorm2d"})
 
 
@@ -53,11 +57,12 @@ def wrapped_before_move(facts: Facts) -> Iterator[Report]:
 
 def _is_wrapped_before(facts: Facts, owner: ast.expr, wraps: list[ast.Call]) -> bool:
     """True if `owner` is wrapped in its function, not through a parameter or an attribute that a method sets."""
+    program = facts.program
     if any(_same_function(facts, wrap, owner) for wrap in wraps):
         return True
-    makers = [each.value for each in facts.program.bindings(owner)] if isinstance(owner, ast.Name) else []
-    functions = [f for each in makers if isinstance(each, ast.Call) for f in facts.program.callees(each)]
-    return any(len(list(facts.program.inside(function, ast.Return))) == 1 for function in functions)
+    here = [each for each in program.trace(owner) if isinstance(each, ast.Call) and _same_function(facts, each, owner)]
+    functions = [function for each in here for function in program.callees(each)]
+    return any(len(list(program.inside(function, ast.Return))) == 1 for function in functions)
 
 
 def _moves_parameters(call: ast.Call) -> bool:
@@ -112,7 +117,7 @@ def step_on_some_ranks(facts: Facts) -> Iterator[Report]:
     program = facts.program
     for loop in facts.step_loops if facts.wraps else ():
         for call in program.inside(loop, ast.Call):
-            if not isinstance(call, ast.Call) or not _is_optimizer_step(call) or not facts.trains_ddp(loop):
+            if not isinstance(call, ast.Call) or not is_optimizer_step(call) or not facts.trains_ddp(loop):
                 continue
             guard = facts.flow.rank_guard(call)
             is_alone = guard is not None and guard.kind == "condition" and not getattr(guard.node, "orelse", None)
@@ -137,25 +142,41 @@ def _steps_ddp(facts: Facts, step: ast.Call) -> bool:
 def accumulation_synced(facts: Facts) -> Iterator[Report]:
     """Gradients are accumulated over micro-batches, and DDP exchanges them after each."""
     program = facts.program
-    if "no_sync" in program.text or "require_backward_grad_sync" in program.text or not facts.wraps:
+    if not facts.wraps:
         return
     for loop in facts.step_loops:
         calls = list(program.calls_inside(loop))
-        steps = [call for call in calls if _is_optimizer_step(call)]
-        counted = bool(steps) and all(any(map(_counts_batches, _conditions_within(facts, s, loop))) for s in steps)
+        if any("no_sync" in text or "require_backward_grad_sync" in text for text in _functions_of(facts, loop, calls)):
+            continue
+        steps = [call for call in calls if is_optimizer_step(call)]
+        counted = bool(steps) and all(is_counted(facts, each, loop) for each in steps)
         backwards = [call for call in calls if getattr(call.func, "attr", "") == "backward"]
-        free = [call for call in backwards if not any(map(_counts_batches, _conditions_within(facts, call, loop)))]
+        free = [call for call in backwards if not is_counted(facts, call, loop)]
         if counted and free and facts.trains_ddp(loop):
             yield Report(
                 free[0], "gradients are exchanged after every micro-batch: use `model.no_sync()` for all but the last"
             )
 
 
-def _is_optimizer_step(call: ast.Call) -> bool:
+def _functions_of(facts: Facts, loop: Loop, calls: Sequence[ast.Call]) -> Iterator[str]:
+    """Yield the text of the functions that `loop` and `calls` are in."""
+    functions = {facts.program.function_of(each) for each in (loop, *calls)}
+    yield from (ast.unparse(each) for each in functions if each is not facts.program.tree)
+    if facts.program.tree in functions:
+        yield ast.unparse(loop)
+        yield from (ast.unparse(each) for each in facts.program.tree.body if not isinstance(each, _DEFINITIONS))
+
+
+def is_optimizer_step(call: ast.Call) -> bool:
     if not isinstance(call.func, ast.Attribute) or call.func.attr != "step":
         return False
     text = ast.unparse(call.func.value).lower()
     return "opt" in text or "scaler" in text
+
+
+def is_counted(facts: Facts, node: ast.AST, loop: Loop) -> bool:
+    """Return True if `node` is under a condition on the number of the batch, as in ``(i + 1) % k == 0``."""
+    return any(map(_counts_batches, _conditions_within(facts, node, loop)))
 
 
 def _conditions_within(facts: Facts, node: ast.AST, loop: Loop) -> Iterator[ast.expr]:
@@ -247,9 +268,27 @@ def batch_norm_unsynced(facts: Facts) -> Iterator[Report]:
     if not sizes or any(size is None or size >= _MIN_SAMPLES for size in sizes):
         return
     for wrap in facts.wraps:
-        for model in program.instances(wrap.args[0]) if wrap.args else ():
-            if any(getattr(e, "attr", getattr(e, "id", "")) in _BATCH_NORMS for e in ast.walk(model)):
-                yield Report(wrap, f"BatchNorm normalises {sizes[0]} samples on each rank: convert it to SyncBatchNorm")
+        if wrap.args and _has_batch_norm(facts, wrap.args[0]):
+            yield Report(wrap, f"BatchNorm normalises {sizes[0]} samples on each rank: convert it to SyncBatchNorm")
+
+
+def _has_batch_norm(facts: Facts, model: ast.expr) -> bool:
+    """True if the file creates `model` with BatchNorm layers, directly or through its functions and classes."""
+    program = facts.program
+    done: set[ast.AST] = set()
+    stack: list[ast.AST] = [*program.instances(model), *program.trace(model)]
+    while stack:
+        each = stack.pop()
+        if each in done or isinstance(each, ast.Module):
+            continue
+        done.add(each)
+        calls = [node for node in ast.walk(each) if isinstance(node, ast.Call)]
+        names = [program.name_of(call) for call in calls]
+        if any(name.rpartition(".")[2] in _BATCH_NORMS or _MODELS_WITH_NORM.match(name) for name in names):
+            return True
+        for call in calls:
+            stack += [*program.callees(call), *program.instances(call)]
+    return False
 
 
 def _constant_size(facts: Facts, node: ast.expr | None) -> int | None:

@@ -32,10 +32,29 @@ def scaler_misuse(facts: Facts) -> Iterator[Report]:
         yield Report(scaled[0], "the loss is scaled and the gradients are not: call `scaler.step(optimizer)`")
     elif not updates:
         yield Report(steps[0], "`scaler.step` without `scaler.update()`: the scale never changes")
+    yield from _stepped_without(facts, scaled)
     unscaled = [call for call in program.calls_to(".unscale_") if _is_scaler(facts, call)]
     for clip in program.calls_to(*_CLIPS) if not unscaled and steps else ():
         if any(_is_with(facts, clip, step) for step in steps):
             yield Report(clip, "scaled gradients are clipped: call `scaler.unscale_(optimizer)` before")
+
+
+def _stepped_without(facts: Facts, scaled: list[ast.Call]) -> Iterator[Report]:
+    """Yield steps of an optimizer in a function that scales the loss and never calls `scaler.step`."""
+    program = facts.program
+    for function in dict.fromkeys(program.function_of(call) for call in scaled):
+        inside = list(program.calls_inside(function))
+        steps = [call for call in inside if isinstance(call.func, ast.Attribute) and call.func.attr == "step"]
+        if any(_is_scaler(facts, call) for call in steps) or any(_unscales(facts, call) for call in inside):
+            continue
+        for call in steps:
+            assert isinstance(call.func, ast.Attribute)
+            if "opt" in ast.unparse(call.func.value).lower() and program.function_of(call) is function:
+                yield Report(call, "the gradients are still scaled here: call `scaler.step(optimizer)`")
+
+
+def _unscales(facts: Facts, call: ast.Call) -> bool:
+    return getattr(call.func, "attr", "") == "unscale_" and _is_scaler(facts, call)
 
 
 def _is_scaler(facts: Facts, call: ast.Call) -> bool:
