@@ -70,9 +70,9 @@ def saved_by_all_ranks(
     """Report a call that writes `path` on every rank. `is_called`: the function around it is called from elsewhere."""
     program, function = facts.program, facts.program.function_of(call)
     is_called = is_called or function is program.tree or bool(program.call_sites(function)) or _starts(facts, function)
-    if path is None or not is_called or facts.flow.runs_on_some_ranks(call) or may_be_per_rank(facts, path):
+    if path is None or not is_called or facts.flow.runs_on_some_ranks(call) or _may_be_per_rank(facts, path):
         return
-    if not is_buffer(facts, path):
+    if not _is_buffer(facts, path):
         yield Report(call, f"every rank writes {ast.unparse(path)[:40]}: save on rank 0 only")
 
 
@@ -85,13 +85,13 @@ def _starts(facts: Facts, function: ast.AST) -> bool:
     return any(isinstance(e, ast.Name) and e.id == name for call in spawns for e in ast.walk(call))
 
 
-def may_be_per_rank(facts: Facts, path: ast.expr) -> bool:
+def _may_be_per_rank(facts: Facts, path: ast.expr) -> bool:
     traced = list(facts.program.trace(path))
     inner = [each for one in traced for each in ast.walk(one) if isinstance(each, (ast.Name, ast.Attribute, ast.Call))]
     return any("rank" in ast.unparse(one) for one in traced) or any(facts.flow.differs(each) for each in inner)
 
 
-def is_buffer(facts: Facts, path: ast.expr) -> bool:
+def _is_buffer(facts: Facts, path: ast.expr) -> bool:
     path = path.value if isinstance(path, ast.Attribute) and path.attr == "name" else path
     opened = [each.value for each in facts.program.bindings(path) if each.value] if isinstance(path, ast.Name) else []
     names = [name for each in (path, *opened) for name, _ in facts.program.made_by(each)]

@@ -70,7 +70,7 @@ def _has_indices(facts: Facts, dataset: ast.expr) -> bool:
 def _is_undivided_stream(facts: Facts, dataset: ast.expr) -> bool:
     """True if the file shows how an IterableDataset yields its samples, and no part of that knows of ranks."""
     program = facts.program
-    classes = [each for each in program.instances(dataset) if isinstance(each, ast.ClassDef)]
+    classes = list(program.instances(dataset))
     bases = [each for one in classes for base in one.bases for each in program.trace(base)]
     texts = [ast.unparse(each) for each in [*classes, *bases] if isinstance(each, ast.ClassDef)]
     is_shown = program.is_made_by(dataset, "IterableDataset") and any("def __iter__" in text for text in texts)

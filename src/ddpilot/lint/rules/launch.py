@@ -101,7 +101,9 @@ def init_twice(facts: Facts) -> Iterator[Report]:
     ]
     inits.sort(key=lambda each: (each.lineno, each.col_offset))
     for call in inits[1:]:
-        yield Report(call, f"the process group exists since line {line_in_cell(program, inits[0])}: this raises an error")
+        yield Report(
+            call, f"the process group exists since line {line_in_cell(program, inits[0])}: this raises an error"
+        )
 
 
 def _choices(program: Program, node: ast.AST) -> Iterator[ast.If | ast.IfExp]:

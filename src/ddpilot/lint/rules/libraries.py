@@ -7,12 +7,12 @@ import ast
 import re
 from collections.abc import Iterator
 
-from ddpilot.lint.program import argument, is_constant
+from ddpilot.lint.program import Loop, argument, is_constant
 from ddpilot.lint.rule import Facts, Report, rule
 from ddpilot.lint.rules.checkpoints import saved_by_all_ranks
 from ddpilot.lint.rules.data import is_divided
 from ddpilot.lint.rules.metrics import prints_of_own_loss
-from ddpilot.lint.rules.models import is_counted, is_optimizer_step
+from ddpilot.lint.rules.models import is_counted, is_optimizer_step, is_wrapped_here
 from ddpilot.lint.rules.processes import device_uses
 
 _MODULES = frozenset(
@@ -91,7 +91,10 @@ def _is_parallel(call: ast.Call) -> bool:
 def library_call_on_some_ranks(facts: Facts) -> Iterator[Report]:
     """A call of Lightning, Fabric or fastai that all ranks have to make, under a condition on the rank."""
     program = facts.program
-    if not program.imports & {"lightning", "pytorch_lightning", "lightning_fabric"} and "distrib_ctx" not in program.text:
+    if (
+        not program.imports & {"lightning", "pytorch_lightning", "lightning_fabric"}
+        and "distrib_ctx" not in program.text
+    ):
         return
     for name in {f".{method}" for methods in _OF_ALL_RANKS.values() for method in methods} | {".log", ".log_dict"}:
         for call in program.calls_to(name):
@@ -144,7 +147,7 @@ def library_gets_wrapper(facts: Facts) -> Iterator[Report]:
     setups = [*_prepares(facts), *_setups(facts)]
     setups += [call for call in program.calls_to(".fit") if program.is_made_by(call.func.value, *_TRAINERS)]  # type: ignore[attr-defined]
     for call in setups if facts.wraps else ():
-        if any(facts.is_ddp(each) for each in call.args):
+        if any(is_wrapped_here(facts, each) for each in call.args):
             yield Report(call, "this wraps the model itself: give it the plain model")
 
 
@@ -160,8 +163,15 @@ def backward_of_tensor(facts: Facts) -> Iterator[Report]:
             continue
         if _is_of_module(facts, call) and getattr(program.function_of(call), "name", "") == "training_step":
             yield Report(call, "gradients are not scaled, and DDP is not prepared: call `self.manual_backward(loss)`")
-        elif owner and program.loops_of(call):
+        elif owner and any(_runs_prepared(facts, loop) for loop in program.loops_of(call)):
             yield Report(call, f"neither precision nor accumulation of the library applies: call `{owner}`")
+
+
+def _runs_prepared(facts: Facts, loop: Loop) -> bool:
+    """True if `loop` calls a model that Accelerate or Fabric has prepared."""
+    prepares = {*_prepares(facts), *_setups(facts)}
+    calls = (call.func for call in facts.program.calls_inside(loop))
+    return any(each in prepares for function in calls for each in facts.program.trace(function))
 
 
 def _is_loss(node: ast.expr) -> bool:
@@ -196,7 +206,9 @@ def accelerate_accumulation(facts: Facts) -> Iterator[Report]:
             continue
         steps = [each for each in program.calls_inside(loops[0]) if is_optimizer_step(each)]
         if steps and all(is_counted(facts, each, loops[0]) for each in steps) and not is_counted(facts, call, loops[0]):
-            yield Report(call, "gradients are exchanged after every micro-batch: use `with accelerator.accumulate(model)`")
+            yield Report(
+                call, "gradients are exchanged after every micro-batch: use `with accelerator.accumulate(model)`"
+            )
 
 
 @rule("DDP411")
@@ -223,7 +235,7 @@ def unprepared_loader(facts: Facts) -> Iterator[Report]:
     done: set[ast.AST] = set()
     for call in program.calls_to(".backward"):
         for loop in program.loops_of(call)[:1]:
-            for loader in facts.loaders_of(loop):
+            for loader in facts.loaders_of(loop) if _runs_prepared(facts, loop) else ():
                 made = [] if isinstance(loop, ast.While) else program.made_by(loop.iter)
                 is_prepared = any(each in prepares for _, each in made)
                 if not is_prepared and loader not in done and not _knows_ranks(facts, loader):

@@ -92,6 +92,12 @@ def _same_function(facts: Facts, one: ast.AST, other: ast.AST) -> bool:
     return facts.program.function_of(one) is facts.program.function_of(other)
 
 
+def is_wrapped_here(facts: Facts, node: ast.expr) -> bool:
+    """Return True if `node` is a DDP wrapper that its own function makes."""
+    made = [call for name, call in facts.program.made_by(node) if name == "DDP"]
+    return facts.is_ddp(node) and any(_same_function(facts, call, node) for call in made)
+
+
 @rule("DDP324")
 def never_wrapped(facts: Facts) -> Iterator[Report]:
     """A model trains on every rank, and nothing averages its gradients."""
@@ -168,6 +174,7 @@ def _functions_of(facts: Facts, loop: Loop, calls: Sequence[ast.Call]) -> Iterat
 
 
 def is_optimizer_step(call: ast.Call) -> bool:
+    """Return True for ``optimizer.step()`` and ``scaler.step(optimizer)``."""
     if not isinstance(call.func, ast.Attribute) or call.func.attr != "step":
         return False
     text = ast.unparse(call.func.value).lower()

@@ -112,10 +112,10 @@ def _cuda_before(program: Program, call: ast.Call) -> ast.expr | None:
     """Return a use of CUDA before `call` in its function, or when the file is imported."""
     function = program.function_of(call)
     for use in cuda_uses(program):
-        where = program.function_of(use)
-        if use.lineno < call.lineno and where in (function, program.tree) and not is_only_named(program, use):
-            if not program.exclude_each_other(use, call) and not _is_main_only(program, use, call):
-                return use
+        is_here = program.function_of(use) in (function, program.tree) and use.lineno < call.lineno
+        is_other = program.exclude_each_other(use, call) or _is_main_only(program, use, call)
+        if is_here and not is_other and not is_only_named(program, use):
+            return use
     return None
 
 
@@ -233,6 +233,5 @@ def is_only_named(program: Program, node: ast.expr) -> bool:
 
 
 def line_in_cell(program: Program, node: ast.expr) -> int:
+    """Return the line of `node` in its cell, or in the script."""
     return next((node.lineno - cell.start + 1 for cell in program.cells if node.lineno in cell), node.lineno)
-
-

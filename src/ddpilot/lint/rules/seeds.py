@@ -141,6 +141,5 @@ def _is_same_on_all_ranks(node: ast.expr, own: set[str]) -> bool:
     """True for a number, the worker's number, and sums of these."""
     parts = [each for each in ast.walk(node) if not isinstance(each, (ast.operator, ast.expr_context))]
     return all(
-        isinstance(each, (ast.Constant, ast.BinOp)) or (isinstance(each, ast.Name) and each.id in own)
-        for each in parts
+        isinstance(each, (ast.Constant, ast.BinOp)) or (isinstance(each, ast.Name) and each.id in own) for each in parts
     ) and not is_constant(node, None)

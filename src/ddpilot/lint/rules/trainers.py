@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from ddpilot.lint.program import argument, is_constant
 from ddpilot.lint.rule import Facts, Report, rule
 from ddpilot.lint.rules.checkpoints import saved_by_all_ranks
+from ddpilot.lint.rules.models import is_wrapped_here
 from ddpilot.lint.rules.processes import device_uses
 
 _TRAINERS = (
@@ -39,11 +40,13 @@ def _is_trained(facts: Facts) -> bool:
     program = facts.program
     if "transformers" not in program.imports or not _IN_RANKS.search(program.text):
         return False
-    return bool(program.calls_to(*_TRAINERS) or any(_is_callback(facts, e) for e in program.nodes[ast.ClassDef]))
+    classes = program.nodes[ast.ClassDef]
+    return bool(program.calls_to(*_TRAINERS)) or any(_extends(facts, e, (*_TRAINERS, *_CALLBACKS)) for e in classes)
 
 
-def _is_callback(facts: Facts, node: ast.AST | None) -> bool:
-    return isinstance(node, ast.ClassDef) and any(facts.program.name_of(base) in _CALLBACKS for base in node.bases)
+def _extends(facts: Facts, node: ast.AST | None, names: tuple[str, ...]) -> bool:
+    """True if `node` is a class with a base of one of `names`."""
+    return isinstance(node, ast.ClassDef) and any(facts.program.name_of(base) in names for base in node.bases)
 
 
 def _is_trainer(facts: Facts, node: ast.expr) -> bool:
@@ -51,9 +54,7 @@ def _is_trainer(facts: Facts, node: ast.expr) -> bool:
     program = facts.program
     if program.is_made_by(node, *_TRAINERS):
         return True
-    owner = program.class_of(node)
-    is_own = isinstance(node, ast.Name) and node.id == "self" and owner is not None
-    return is_own and owner is not None and any(program.name_of(base) in _TRAINERS for base in owner.bases)
+    return isinstance(node, ast.Name) and node.id == "self" and _extends(facts, program.class_of(node), _TRAINERS)
 
 
 @rule("DDP220")
@@ -70,7 +71,7 @@ def trainer_on_some_ranks(facts: Facts) -> Iterator[Report]:
 def trainer_save_on_all_ranks(facts: Facts) -> Iterator[Report]:
     """A callback, or the code around a Trainer, saves on every rank."""
     program = facts.program
-    if not _is_trained(facts) or facts.wraps and facts.inits:
+    if not _is_trained(facts) or (facts.wraps and facts.inits):
         return
     saves = [(call, argument(call, 1, "f")) for call in program.calls_to("torch.save")]
     for call in program.calls_to(".save_pretrained"):
@@ -80,7 +81,7 @@ def trainer_save_on_all_ranks(facts: Facts) -> Iterator[Report]:
     for call, path in saves:
         function = program.function_of(call)
         name = getattr(function, "name", "")
-        is_event = name.startswith("on_") and _is_callback(facts, program.class_of(call))
+        is_event = name.startswith("on_") and _extends(facts, program.class_of(call), _CALLBACKS)
         if name not in _SAVED_BY_TRAINER:
             yield from saved_by_all_ranks(facts, call, path, is_called=is_event)
 
@@ -94,15 +95,15 @@ def trainer_gets_wrapper(facts: Facts) -> Iterator[Report]:
     message = "the Trainer wraps the model itself: give it the plain model"
     for call in program.calls_to(*_TRAINERS):
         model = argument(call, 0, "model")
-        if model is not None and facts.is_ddp(model):
+        if model is not None and is_wrapped_here(facts, model):
             yield Report(call, message)
     for node in program.nodes[ast.Assign]:
         assert isinstance(node, ast.Assign)
         for target in node.targets:
             is_model = isinstance(target, ast.Attribute) and target.attr in ("model", "model_wrapped")
-            if is_model and isinstance(target, ast.Attribute) and _is_trainer(facts, target.value):
-                if program.name_of(node.value) == "DDP" or facts.is_ddp(node.value):
-                    yield Report(node, message)
+            is_own = isinstance(target, ast.Attribute) and _is_trainer(facts, target.value)
+            if is_model and is_own and is_wrapped_here(facts, node.value):
+                yield Report(node, message)
 
 
 @rule("DDP330")
@@ -129,13 +130,13 @@ def batch_of_all_ranks(facts: Facts) -> Iterator[Report]:
     for call in program.calls_to(*_ARGUMENTS):
         size = argument(call, -1, "per_device_train_batch_size")
         if isinstance(size, (ast.Name, ast.Attribute)) and _GLOBAL_BATCH.search(ast.unparse(size)):
-            yield Report(size, f"`{ast.unparse(size)}` is the batch of each rank here: divide it by the number of ranks")
+            yield Report(size, f"`{ast.unparse(size)}` is the batch of one rank here: divide it by their number")
     for node in program.nodes[ast.BinOp]:
         assert isinstance(node, ast.BinOp)
         is_quotient = isinstance(node.op, (ast.Div, ast.FloorDiv)) and "len(" in ast.unparse(node.left)
-        if is_quotient and "per_device_train_batch_size" in ast.unparse(node.right):
-            if not _COUNTS_RANKS.search(ast.unparse(program.statement_of(node))):
-                yield Report(node, "these are the steps of one rank: divide by the number of ranks, too")
+        is_of_one = "per_device_train_batch_size" in ast.unparse(node.right)
+        if is_quotient and is_of_one and not _COUNTS_RANKS.search(ast.unparse(program.statement_of(node))):
+            yield Report(node, "these are the steps of one rank: divide by the number of ranks, too")
 
 
 @rule("DDP118")
@@ -143,7 +144,6 @@ def trainer_device(facts: Facts) -> Iterator[Report]:
     """A subclass or callback of a Trainer moves tensors to the first GPU by itself."""
     program = facts.program
     for node in device_uses(program) if _is_trained(facts) and not facts.is_distributed else ():
-        owner = program.class_of(node)
-        is_own = owner is not None and any(program.name_of(base) in (*_TRAINERS, *_CALLBACKS) for base in owner.bases)
+        is_own = _extends(facts, program.class_of(node), (*_TRAINERS, *_CALLBACKS))
         if is_own and is_constant(node, "cuda:0"):
             yield Report(node, "every rank uses the same GPU (cuda:0): use `self.args.device`")

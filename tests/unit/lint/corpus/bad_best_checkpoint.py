@@ -27,7 +27,7 @@ def main_worker(gpu, ngpus, args, train_set, val_set):
     torch.cuda.set_device(gpu)
     model = nn.Sequential(nn.Flatten(), nn.Linear(784, 10)).cuda(gpu)
     if args.resume:
-        checkpoint = torch.load(args.resume)  # expect: DDP609
+        checkpoint = torch.load(args.resume)  # expect: DDP609 DDP610
         model.load_state_dict(checkpoint["state_dict"])
     model = DDP(model, device_ids=[gpu])
     optimizer = torch.optim.SGD(model.parameters(), args.lr)

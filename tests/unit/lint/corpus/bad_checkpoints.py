@@ -16,7 +16,7 @@ def save(model, optimizer, epoch):
 
 
 def resume(net, optimizer):
-    state = torch.load(PATH)  # expect: DDP609
+    state = torch.load(PATH)  # expect: DDP609 DDP610
     net.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     return state["epoch"]
@@ -25,7 +25,7 @@ def resume(net, optimizer):
 def exchange(model, rank):
     if rank == 0:
         torch.save(model.module.state_dict(), "shared.pt")
-    return torch.load("shared.pt", map_location="cpu")  # expect: DDP608
+    return torch.load("shared.pt", map_location="cpu")  # expect: DDP608 DDP610
 
 
 def main(net, batches):

@@ -51,4 +51,4 @@ class Engine:
         D.barrier()  # expect: DDP208
 
     def load(self, path):
-        self.model.module.load_state_dict(torch.load(path)["m"])  # expect: DDP609
+        self.model.module.load_state_dict(torch.load(path)["m"])  # expect: DDP609 DDP610

@@ -45,7 +45,7 @@ def main():
             step += 1
             if step % 500 == 0 and dist.get_rank() == 0:
                 torch.save(model.module.state_dict(), "last.pt")
-        model.module.load_state_dict(torch.load("last.pt", map_location="cpu"))  # expect: DDP608
+        model.module.load_state_dict(torch.load("last.pt", map_location="cpu"))  # expect: DDP608 DDP610
     dist.destroy_process_group()
 
 

@@ -42,7 +42,7 @@ def run(rank, world_size):
 
 
 def main():
-    mp.spawn(lambda r: run(r, 2), nprocs=2)  # expect: DDP113
+    mp.spawn(lambda r: run(r, 2), nprocs=2)  # expect: DDP113 DDP111
 
 
 main()

@@ -16,7 +16,9 @@ def get_dataloaders(accelerator, train_set, eval_set, batch_size=16):
 
 
 def training_function(config, args, model, train_set, eval_set):
-    accelerator = Accelerator(cpu=args.cpu, mixed_precision=args.mixed_precision)
+    accelerator = Accelerator(
+        cpu=args.cpu, mixed_precision=args.mixed_precision, gradient_accumulation_steps=config["accumulate"]
+    )
     train_dataloader, eval_dataloader = get_dataloaders(accelerator, train_set, eval_set)
     model = model.to(accelerator.device)
     optimizer = AdamW(params=model.parameters(), lr=config["lr"])
@@ -25,10 +27,9 @@ def training_function(config, args, model, train_set, eval_set):
     )
     for epoch in range(config["num_epochs"]):
         model.train()
-        for step, batch in enumerate(train_dataloader):
-            loss = model(**batch).loss / config["accumulate"]
-            accelerator.backward(loss)
-            if step % config["accumulate"] == 0:
+        for batch in train_dataloader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch).loss)
                 optimizer.step()
                 optimizer.zero_grad()
         model.eval()

@@ -34,7 +34,7 @@ def main(args, dataset, model):
         model_without_ddp = model.module
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
     if args.resume:
-        checkpoint = torch.load(args.resume, map_location="cpu")
+        checkpoint = torch.load(args.resume, map_location="cpu", weights_only=True)
         model_without_ddp.load_state_dict(checkpoint["model"])
     start = time.time()
     for epoch in range(args.epochs):
