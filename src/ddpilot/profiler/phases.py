@@ -66,7 +66,7 @@ def divide_updates(times: Sequence[RankTimes]) -> Phases | None:
     """Return the phases of the updates that all ranks have recorded; None if there are too few."""
     ends_ns = [each.updates["end_ns"] for each in times]
     num = min(map(len, ends_ns), default=0)
-    skipped = _count_skipped(times, num)
+    skipped = _count_skipped(times)
     if num - skipped < _NUM_LEAST:
         return None
     seconds = numpy.zeros((len(times), num - skipped - 1, len(SHARES)))
@@ -93,7 +93,7 @@ def divide_updates(times: Sequence[RankTimes]) -> Phases | None:
     )
 
 
-def _count_skipped(times: Sequence[RankTimes], num: int) -> int:
+def _count_skipped(times: Sequence[RankTimes]) -> int:
     """Return how many first updates are left out: to warm up, and those that torch.profiler recorded."""
     recorded = [numpy.flatnonzero(each.updates["num_samples"] < 0) for each in times]
     last = max((int(each[-1]) + 1 for each in recorded if len(each)), default=0)

@@ -16,7 +16,7 @@ class Profile(Callback):
 
     `path`: file for the report with its pictures, written by rank 0 into an existing folder; None: only the text is
     shown. At the end of the fit the ranks exchange what they have measured, in one collective. The first three updates
-    are left out; for fewer than six updates a line says that there are too few. Costs about 20 microseconds for an update.
+    are left out; for fewer than six updates a line says that there are too few.
     """
 
     ranks = "all"
