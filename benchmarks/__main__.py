@@ -32,6 +32,7 @@ SCRIPTS = (
     "same_numbers",
     "step_cost",
     "guard_data_cost",
+    "profile_cost",
 )
 
 

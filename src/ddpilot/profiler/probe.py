@@ -41,7 +41,7 @@ _now_ns = time.monotonic_ns
 
 
 class PhaseProbe:
-    """Observes what takes time in training, with about 20 us for an update."""
+    """Observes what takes time in training."""
 
     name = "the time of updates"
 
