@@ -284,9 +284,7 @@ VERBS: dict[str, Verb] = {
             _add_doctor,
             _split_doctor,
         ),
-        Verb(
-            "verify", "compare what a function computes on one rank and on several, with ranks of its own", _add_verify
-        ),
+        Verb("verify", "compare what a function computes on one rank and on several of its own", _add_verify),
         Verb("interrupt", "interrupt the cell that a different thread runs on the ranks"),
     )
 }

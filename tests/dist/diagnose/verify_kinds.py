@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="no-untyped-call,operator,assignment,arg-type,var-annotated,call-arg"
 """Programs with other optimizers, loaders, wrappers and precisions, right or with one fault, for `verify`."""
 
 from __future__ import annotations

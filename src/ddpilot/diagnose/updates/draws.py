@@ -24,7 +24,7 @@ _IN_PLACE = (
 )
 
 
-class DrawAlike(TorchDispatchMode):
+class DrawAlike(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Replaces the draws of this process from torch's default generators, from the first batch or forward pass on.
 
     A draw is a row of numbers that depend on its kind and shape only, repeated along the first dimension. Draws with a
@@ -32,7 +32,7 @@ class DrawAlike(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.is_active = False
         self.num_rows = 0
         """Size of the last batch; permutations of so many elements are not changed."""
@@ -58,7 +58,8 @@ class DrawAlike(TorchDispatchMode):
         return torch.arange(args[0], dtype=kwargs.get("dtype") or torch.int64, device=kwargs.get("device") or "cpu")
 
 
-def _draw(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+def _draw(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what `func` draws, with rows that are alike; None if it does not draw."""
     if name in _FACTORIES:
         place = next(number for number, each in enumerate(args) if isinstance(each, list | tuple))
         size = list(args[place])
@@ -71,16 +72,16 @@ def _draw(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         template = torch.empty(_first(whole.shape), dtype=whole.dtype)
         row = _seeded(name, whole.shape[1:], func, template, *args[1:], **kept).expand(whole.shape)
         if name in _IN_PLACE:
-            return whole.copy_(row)  # type: ignore[no-any-return]
+            return whole.copy_(row)
         return row.contiguous().to(kwargs.get("device") or whole.device)
     if name in ("aten::bernoulli", "aten::bernoulli_"):  # of a tensor of probabilities
         chances = args[1] if name == "aten::bernoulli_" else args[0]
         out = args[0] if name == "aten::bernoulli_" else torch.empty_like(chances)
-        return out.copy_(_seeded(name, out.shape[1:], torch.rand, _first(out.shape)).to(out.device) < chances)  # type: ignore[no-any-return]
+        return out.copy_(_seeded(name, out.shape[1:], torch.rand, _first(out.shape)).to(out.device) < chances)
     if name == "aten::normal" and isinstance(args[0], torch.Tensor):
         mean, std = args[0], args[1] if len(args) > 1 else kwargs.get("std", 1.0)
         row = _seeded(name, mean.shape[1:], torch.randn, _first(mean.shape), dtype=mean.dtype)
-        return mean + std * row.to(mean.device)  # type: ignore[no-any-return]
+        return mean + std * row.to(mean.device)
     return None
 
 
@@ -101,7 +102,7 @@ def _seeded(name: str, row: Sequence[int], draw: Callable[..., torch.Tensor], *a
 def draw_alike() -> None:
     """Replace draws in this process until it ends."""
     mode = DrawAlike()
-    mode.__enter__()
+    mode.__enter__()  # type: ignore[no-untyped-call]
 
     def begin(_: torch.nn.Module, args: Any) -> None:
         if torch.is_grad_enabled() and not mode.is_active:

@@ -183,7 +183,7 @@ class UpdateProbe:
     # Steps
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Record parameters and gradients; where a closure computes the gradients, return arguments that do so in it."""
+        """Record parameters and gradients; if a closure computes gradients, return arguments that record in it."""
         self._num_open += 1
         if self._num_open > 1:  # inside the step of an optimizer that wraps this one
             return None
@@ -386,7 +386,7 @@ def _read_generators() -> dict[str, int]:
     if "numpy.random" in sys.modules:
         found["numpy"] = zlib.crc32(numpy.random.get_state()[1].tobytes())  # type: ignore[index]
     found["random"] = zlib.crc32(repr(random.getstate()).encode())
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         found["cuda"] = zlib.crc32(torch.cuda.get_rng_state().numpy().tobytes())
     return found
 

@@ -80,9 +80,7 @@ class Runs:
             self.notes.append("dropout was off in the compared runs: its masks depend on how batches are divided")
             self._change_all("without dropout", has_dropout=False)
         if any(each.has_scaler for each in programs):
-            self.notes.append(
-                "GradScaler was off in the compared runs: batches of other sizes overflow at other scales"
-            )
+            self.notes.append("GradScaler was off in the compared runs: which steps it skips depends on the batches")
             self._change_all("without GradScaler", scales_losses=False)
         self.draws = {name for record in self.parallel.ranks for name in record.program.draws}
         if self.draws - {"numpy", "random"} and not self.parallel.error:
@@ -103,7 +101,7 @@ class Runs:
         return is_divided and all_samples(self.single, 0) != all_samples(self.parallel, 0)
 
     def _can_take_turns(self) -> bool:
-        """True if all ranks have as many batches of one rank's size as there are ranks, and no factor makes up for it."""
+        """True if each rank has a batch of the size that one rank has, and no factor makes up for it."""
         if not (self.single.num_updates and self.parallel.num_updates) or are_same_batches(self.parallel, 0):
             return False
         one, all_ = (count_samples(each, 0).total for each in (self.single, self.parallel))

@@ -184,10 +184,8 @@ def _describe_losses(runs: Runs) -> list[str]:
         one, all_ = row.losses
         if one is None or all_ is None or abs(one - all_) <= 1e-3 * max(abs(one), abs(all_)):
             continue
-        return [
-            f"gradients agree, but the loss of update {row.update} is {one:.6g} on 1 rank, and {all_:.6g} is the mean "
-            f"of the losses of {runs.nproc_per_node} ranks"
-        ]
+        several = f"{all_:.6g} is the mean of the losses of {runs.nproc_per_node} ranks"
+        return [f"gradients agree, but the loss of update {row.update} is {one:.6g} on 1 rank, and {several}"]
     return []
 
 

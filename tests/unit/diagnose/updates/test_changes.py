@@ -19,7 +19,7 @@ def test_parts_are_those_of_distributed_sampler(length: int, drop_last: bool) ->
     """Also padded ones, and where the dataset has fewer samples than there are ranks."""
     parts = divide(list(range(length)), 4, drop_last=drop_last and length >= 4)
     for rank in range(4):
-        sampler = DistributedSampler(
+        sampler: DistributedSampler[int] = DistributedSampler(
             range(length),  # type: ignore[arg-type]
             num_replicas=4,
             rank=rank,

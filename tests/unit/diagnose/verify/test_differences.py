@@ -96,8 +96,8 @@ def test_missing_or_non_finite_tensor_is_infinitely_different(other: dict[str, l
 
 def test_nan_on_both_sides_is_equal(tmp_path: Path) -> None:
     """A program that computes NaN on one rank and on several is the same program."""
-    ranks = [write_rank(tmp_path / name, 0, update_of(), {"0/after": [float("nan"), 1.0]}) for name in "ab"]
-    assert list(compare_update(*ranks, 0)) == []
+    one, two = (write_rank(tmp_path / name, 0, update_of(), {"0/after": [float("nan"), 1.0]}) for name in "ab")
+    assert list(compare_update(one, two, 0)) == []
 
 
 def test_samples_are_counted_by_rank_and_those_of_several_ranks_as_repeated(tmp_path: Path) -> None:
