@@ -9,10 +9,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ddpilot.diagnose.verify.runs import EXACT, Runs
+from ddpilot.diagnose.verify.target import Run
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+\.\d+(?:[eE][-+]?\d+)?")
+_MEASURED = re.compile(
+    r"(?i)(time|seconds?|elapsed|eta|speed|throughput|memory|per.sec|took|duration)\w*[^\w,;|]{0,6}$"
+)
+"""Names of numbers that depend on the machine, in front of a number, or at the end of its name."""
+_UNIT = re.compile(r"\s?(s|ms|us|sec|secs|seconds?|min|it/s|/s|[kMG]i?B)\b")
 _GROWTH = 100.0
 """How much larger than the effect of rounding on a parameter its effect on a metric may be."""
 _LEAST = 1e-4
@@ -23,8 +29,9 @@ def find_result_fault(runs: Runs) -> Finding | None:
     """Return a finding if a returned or printed number depends on the number of ranks, and the training does not."""
     if runs.single.values and runs.parallel.values:
         return _find_returned(runs)
-    changed = list(_compare_lines(runs.single.output, runs.parallel.output, _LEAST))
-    changed = changed and list(_compare_lines(runs.single.output, runs.parallel.output, _limit(runs)))
+    outputs = [run.output for run in (runs.single, runs.parallel, runs.repeated)]
+    changed = list(compare_lines(*outputs, _LEAST, own_losses(runs.parallel, 0)))
+    changed = changed and list(compare_lines(*outputs, _limit(runs), own_losses(runs.parallel, 0)))
     if not changed:
         return None
     return make_finding(
@@ -41,10 +48,15 @@ def _limit(runs: Runs) -> float:
 
 def _find_returned(runs: Runs) -> Finding | None:
     expected = dict(_numbers_in(runs.single.values[0]))
+    again = dict(_numbers_in(runs.repeated.values[0])) if runs.repeated.values else {}
     changed = []
     for rank, value in enumerate(runs.parallel.values):
+        losses = own_losses(runs.parallel, rank)
         for name, number in _numbers_in(value):
-            if name not in expected or _is_close(expected[name], number, _LEAST):
+            if name not in expected or _is_close(expected[name], number, _LEAST) or _MEASURED.search(name):
+                continue
+            is_own = any(_is_close(number, loss, _LEAST) for loss in losses)
+            if is_own or not _is_close(expected[name], again.get(name, expected[name]), _LEAST):
                 continue
             if not _is_close(expected[name], number, _limit(runs)):
                 changed.append(
@@ -78,13 +90,40 @@ def _is_close(one: float, other: float, limit: float) -> bool:
     return abs(one - other) <= max(limit * max(abs(one), abs(other)), EXACT)
 
 
-def _compare_lines(one: tuple[str, ...], other: tuple[str, ...], limit: float) -> Iterator[tuple[str, str]]:
-    """Yield pairs of lines that are alike but for numbers with a decimal point, of which one differs."""
-    for left, right in zip(one, other, strict=False):
+def own_losses(run: Run, rank: int) -> list[float]:
+    """Return the losses that `rank` has computed in training, and their means since the start: each rank has its own."""
+    losses = [loss for update in run.ranks[rank].updates for loss in update.losses]
+    return [*losses, *(sum(losses[:num]) / num for num in range(2, len(losses) + 1))]
+
+
+def compare_lines(
+    one: tuple[str, ...], other: tuple[str, ...], again: tuple[str, ...], limit: float, losses: list[float]
+) -> Iterator[tuple[str, str]]:
+    """Yield pairs of lines that are alike but for numbers with a decimal point, of which one differs.
+
+    `again`: the lines of `one` in a second run; what differs in them, such as a time, is not compared. Nor are numbers
+    of `other` that are in `losses`, and those that are named as a time, a speed or a size of memory.
+    """
+    for number, (left, right) in enumerate(zip(one, other, strict=False)):
         if _NUMBER.sub("#", left) != _NUMBER.sub("#", right):
             continue
-        for first, second in zip(_NUMBER.findall(left), _NUMBER.findall(right), strict=True):
-            last_place = 10.0 ** -len(first.partition(".")[2].partition("e")[0])
-            if not _is_close(float(first), float(second), limit) and abs(float(first) - float(second)) > 2 * last_place:
+        same = (
+            again[number] if number < len(again) and _NUMBER.sub("#", again[number]) == _NUMBER.sub("#", left) else left
+        )
+        for first, second, third in zip(*map(_NUMBER.finditer, (left, right, same)), strict=True):
+            is_measured = _MEASURED.search(left[max(0, first.start() - 30) : first.start()]) or _UNIT.match(
+                left, first.end()
+            )
+            is_own = any(_are_printed_alike(second[0], loss, _LEAST) for loss in losses)
+            if is_measured or is_own or not _are_printed_alike(first[0], float(third[0]), _LEAST):
+                continue
+            if not _are_printed_alike(first[0], float(second[0]), limit):
                 yield left.strip(), right.strip()
                 break
+
+
+def _are_printed_alike(text: str, other: float, limit: float) -> bool:
+    """True if `other` is the number `text`, up to two units of its last place."""
+    digits, _, exponent = text.lower().partition("e")
+    last_place = 10.0 ** (int(exponent or 0) - len(digits.partition(".")[2]))
+    return _is_close(float(text), other, limit) or abs(float(text) - other) <= 2 * last_place

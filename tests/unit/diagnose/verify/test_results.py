@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddpilot.diagnose.verify.results import _compare_lines, _is_close, _numbers_in
+from ddpilot.diagnose.verify.results import _is_close, _numbers_in, compare_lines
 
 
 def test_numbers_are_named_by_where_they_are() -> None:
@@ -44,4 +44,20 @@ def test_close_numbers_differ_by_less_than_the_limit(one: float, other: float, e
 )
 def test_lines_are_compared_where_only_numbers_differ(one: tuple[str, ...], other: tuple[str, ...], num: int) -> None:
     """Each pair of lines once."""
-    assert len(list(_compare_lines(one, other, 1e-4))) == num
+    assert len(list(compare_lines(one, other, one, 1e-4, []))) == num
+
+
+@pytest.mark.parametrize(
+    "line", ["'train_runtime': '{}', 'epoch'", "epoch took {} s", "{} it/s", "elapsed: {}", "peak memory {}", "{} MB"]
+)
+def test_times_and_sizes_are_not_compared(line: str) -> None:
+    """They depend on the machine."""
+    one, other = (line.format(1.5),), (line.format(0.25),)
+    assert list(compare_lines(one, other, one, 1e-4, [])) == []
+
+
+def test_numbers_that_change_in_a_second_run_and_own_losses_are_not_compared() -> None:
+    """Rank 0 prints the loss of its own samples in most programs."""
+    one, other = ("x 1.5000 acc 0.5000",), ("x 2.5000 acc 0.7500",)
+    assert len(list(compare_lines(one, other, one, 1e-4, [2.5]))) == 1
+    assert list(compare_lines(one, other, ("x 1.5000 acc 0.6000",), 1e-4, [2.50004])) == []
