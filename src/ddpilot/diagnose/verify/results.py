@@ -91,7 +91,7 @@ def _is_close(one: float, other: float, limit: float) -> bool:
 
 
 def own_losses(run: Run, rank: int) -> list[float]:
-    """Return the losses that `rank` has computed in training, and their means since the start: each rank has its own."""
+    """Return the losses that `rank` has computed in training, and their means since the start."""
     losses = [loss for update in run.ranks[rank].updates for loss in update.losses]
     return [*losses, *(sum(losses[:num]) / num for num in range(2, len(losses) + 1))]
 
@@ -105,11 +105,9 @@ def compare_lines(
     of `other` that are in `losses`, and those that are named as a time, a speed or a size of memory.
     """
     for number, (left, right) in enumerate(zip(one, other, strict=False)):
-        if _NUMBER.sub("#", left) != _NUMBER.sub("#", right):
+        if not _are_alike(left, right):
             continue
-        same = (
-            again[number] if number < len(again) and _NUMBER.sub("#", again[number]) == _NUMBER.sub("#", left) else left
-        )
+        same = again[number] if number < len(again) and _are_alike(left, again[number]) else left
         for first, second, third in zip(*map(_NUMBER.finditer, (left, right, same)), strict=True):
             is_measured = _MEASURED.search(left[max(0, first.start() - 30) : first.start()]) or _UNIT.match(
                 left, first.end()
@@ -120,6 +118,10 @@ def compare_lines(
             if not _are_printed_alike(first[0], float(second[0]), limit):
                 yield left.strip(), right.strip()
                 break
+
+
+def _are_alike(left: str, right: str) -> bool:
+    return _NUMBER.sub("#", left) == _NUMBER.sub("#", right)
 
 
 def _are_printed_alike(text: str, other: float, limit: float) -> bool:

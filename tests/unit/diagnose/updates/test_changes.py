@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy
 import pytest
 import torch
@@ -40,6 +42,12 @@ def test_thin_keeps_some_elements_their_sum_and_norm() -> None:
     assert thin(torch.tensor([1 + 2j])).tolist()[:2] == [1.0, 2.0]
     assert thin(torch.eye(2).to_sparse()).tolist()[:4] == [1.0, 0.0, 0.0, 1.0]
     assert thin(torch.empty(0)).tolist() == [0.0, 0.0]
+
+
+@pytest.fixture(autouse=True)
+def compiler_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """torch sets this variable the first time that a dispatch mode is entered."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
 
 DRAWS = {
