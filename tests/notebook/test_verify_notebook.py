@@ -36,6 +36,8 @@ def kernel() -> Iterator[Kernel]:
         made = kernel.run("%%ddp" + FUNCTION.format(name="wrong", factor=1))
         assert made.error + made.stderr == ""
         yield kernel
+        # The servers of ranks import torch's compiler when they are idle, and would see the kernel's end after that.
+        kernel.run("from ddpilot.launching.rank_server.client import stop_servers\nstop_servers()")
 
 
 def test_function_of_the_notebook_is_equal(kernel: Kernel) -> None:

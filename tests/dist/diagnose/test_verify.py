@@ -33,7 +33,7 @@ RIGHT_KINDS = (
         "with_other_seed_on_each_rank",
         "with_gradients_that_are_zero",
         "with_noise",
-        "ends_early",
+        *("ends_early", "with_random_batches", "with_mixup"),
     ),
 )
 FAULTY = {
@@ -68,6 +68,10 @@ FAULTY_KINDS = {
     "same_noise_in_model": "DDP407",
     "gathered_without_gradient": "DDP823",
     "stops_by_rank": "DDP326",
+    "scaled_later": "DDP823",
+    "scaled_with_noise": "DDP823",
+    "normalized_by_hand": "DDP406",
+    "part_of_data": "DDP822",
 }
 
 
@@ -172,6 +176,15 @@ def test_a_program_that_fails_is_no_difference(name: str, expected: str) -> None
 
 
 @pytest.mark.timeout(60)
+def test_updates_before_a_repeated_sample_are_compared() -> None:
+    """The last update of the epoch has 4 samples on two ranks, and 3 on one."""
+    found = verify(verify_kinds.with_padded_end, nproc_per_node=2)
+    assert found.is_equal, str(found)
+    assert len(found.rows) == 2
+    assert "from update 3 on nothing is compared: the sampler repeats 1 of its samples" in str(found)
+
+
+@pytest.mark.timeout(60)
 def test_a_program_without_optimizer_cannot_be_compared() -> None:
     """There is nothing to compare."""
     found = verify(verify_programs.steps_without_samples, nproc_per_node=2)
@@ -189,7 +202,7 @@ def test_all_updates_are_compared_if_none_is_the_limit() -> None:
 
 
 SCRIPT = """
-import sys
+import sys, time
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -205,7 +218,12 @@ def train(factor=1):
         loss = torch.nn.functional.mse_loss(model(x), y)
         (loss * (dist.get_world_size() if factor == 2 else 1)).backward()
         optimizer.step()
+        if dist.get_rank() == 0:
+            print(f"loss {loss.item():.4f}, took {time.time() % 1:.4f} s")
     dist.destroy_process_group()
+
+def train_wrong():
+    train(2)
 
 if __name__ == "__main__":
     train(int(sys.argv[1]))
@@ -228,23 +246,23 @@ def script(tmp_path: Path) -> Path:
 
 @pytest.mark.timeout(120)
 def test_command_compares_a_script_with_its_own_words(script: Path) -> None:
-    """Words after -- are the script's; the exit status is 1 for numbers that differ."""
-    wrong = run_command(script, "-n", "2", "--json", "--updates", "1", "--", "2")
-    assert wrong.returncode == 1, wrong.stderr
-    assert wrong.stderr.splitlines()[0] == "run 1: 2 ranks, as it is"
-    found: dict[str, Any] = json.loads(wrong.stdout)
-    assert found["verdict"] == "different"
-    assert found["findings"][0]["code"] == "DDP823"
+    """Words after -- are the script's; the exit status is 0; the losses and times that rank 0 prints may differ."""
+    right = run_command(script, "-n", "2", "--json", "--updates", "2", "--", "1")
+    assert right.returncode == 0, right.stdout + right.stderr
+    assert right.stderr.splitlines()[0] == "run 1: 2 ranks, as it is"
+    found: dict[str, Any] = json.loads(right.stdout)
+    assert found["verdict"] == "equal"
+    assert [each["code"] for each in found["findings"]] == ["DDP414"]
 
 
 @pytest.mark.timeout(120)
 def test_command_compares_a_function_of_a_script(script: Path) -> None:
-    """The part under `if __name__` does not run; -v prints a line for each update; the exit status is 0."""
-    right = run_command(f"{script}:train", "-n", "2", "-v", "--updates", "2")
-    assert right.returncode == 0, right.stdout + right.stderr
-    assert "update    samples" in right.stdout
-    assert re.search(r"^2 +8 \| 8 ", right.stdout, re.MULTILINE), right.stdout
-    assert "train, 1 and 2 ranks: equal" in right.stdout
+    """The part under `if __name__` does not run; a line for each update; the exit status is 1 for a difference."""
+    wrong = run_command(f"{script}:train_wrong", "-n", "2", "-v", "--updates", "2")
+    assert wrong.returncode == 1, wrong.stdout + wrong.stderr
+    assert "wrong-scale  DDP823" in wrong.stdout
+    assert "update    samples" in wrong.stdout
+    assert re.search(r"^2 +8 \| 8 ", wrong.stdout, re.MULTILINE), wrong.stdout
 
 
 @pytest.mark.timeout(60)

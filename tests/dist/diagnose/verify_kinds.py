@@ -286,6 +286,47 @@ def with_noise() -> None:
     train(layers=lambda: (_Noise(),), wrap=seeded, loss_fn=loss_fn)
 
 
+def with_random_batches() -> None:
+    """Samples that each rank draws with a seed of its own, and a number of batches for each update that falls."""
+    with ddpilot.init_group("gloo"):
+        torch.manual_seed(0)
+        x, y = make_data().tensors
+        model = DistributedDataParallel(make_model())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        torch.manual_seed(100 + rank())
+        num_batches = 6 // world_size()
+        for _ in range(4):
+            for number in range(num_batches):
+                chosen = torch.randint(len(x), (BATCH_SIZE,))
+                model.require_backward_grad_sync = number == num_batches - 1
+                (functional.cross_entropy(model(x[chosen]), y[chosen]) / num_batches).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def with_mixup() -> None:
+    """Rows of a batch are mixed with others of the same rank."""
+
+    def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        torch.manual_seed(100 + rank())
+        for x, y in make_loader():
+            order, share = torch.randperm(len(x)), numpy.random.beta(0.4, 0.4)
+            hot = functional.one_hot(y, NUM_CLASSES).float()
+            yield share * x + (1 - share) * x[order], share * hot + (1 - share) * hot[order]
+
+    def seed() -> int:
+        numpy.random.seed(rank())
+        return 0
+
+    train(loader=batches, seed=seed)
+
+
+def with_padded_end() -> None:
+    """The number of samples is odd: DistributedSampler repeats one in the last update of an epoch."""
+    x, y = make_data().tensors
+    train(loader=lambda: make_loader(TensorDataset(x[:35], y[:35])))
+
+
 # Faults
 
 
@@ -329,6 +370,53 @@ def forgotten_layer() -> None:
 def same_noise_in_model() -> None:
     """The model adds noise, which is the same on all ranks."""
     train(layers=lambda: (_Noise(),))
+
+
+def scaled_later() -> None:
+    """From the third update on, the loss is multiplied by the number of ranks."""
+    calls = []
+
+    def loss_fn(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return functional.cross_entropy(output, y) * (world_size() if len(calls) > 2 else 1)
+
+    train(loss_fn=loss_fn)
+
+
+def scaled_with_noise() -> None:
+    """Noise by rank, which is right, and a factor, which is not."""
+
+    def seeded(model: nn.Module) -> nn.Module:
+        wrapped = DistributedDataParallel(model)
+        torch.manual_seed(100 + rank())
+        return wrapped
+
+    train(
+        layers=lambda: (_Noise(),),
+        wrap=seeded,
+        loss_fn=lambda output, y: functional.cross_entropy(output, y) * world_size(),
+    )
+
+
+def normalized_by_hand() -> None:
+    """A layer of the program's own with statistics of the rank's rows."""
+
+    class Normalize(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x - x.mean(0)) / (x.std(0) + 0.1)
+
+    train(layers=lambda: (Normalize(),))
+
+
+def part_of_data() -> None:
+    """The sampler divides by a wrong number of ranks."""
+    data = make_data()
+
+    def loader() -> Any:
+        sampler = DistributedSampler(data, num_replicas=2 * world_size(), rank=rank())
+        return DataLoader(data, batch_size=BATCH_SIZE, sampler=sampler)
+
+    train(loader=loader)
 
 
 def gathered_without_gradient() -> None:

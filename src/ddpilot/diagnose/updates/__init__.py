@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Record in each rank what the updates of a program compute, and change what is to be ruled out. Torch in ranks."""
+"""Record what the updates of a rank compute, and change what is to be ruled out. Imports torch and guard's probes."""

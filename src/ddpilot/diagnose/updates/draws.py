@@ -34,6 +34,8 @@ class DrawAlike(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.is_active = False
+        self.selects_samples = False
+        """Numbers of samples are alike, too, that are drawn before the first forward pass."""
         self.num_rows = 0
         """Size of the last batch; permutations of so many elements are not changed."""
         self._pid = os.getpid()  # workers of a DataLoader are forked
@@ -44,7 +46,8 @@ class DrawAlike(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return what `func` returns, or rows that are alike if `func` draws."""
         kwargs = dict(kwargs or {})
         name = func._schema.name
-        is_ours = self.is_active and kwargs.get("generator") is None and os.getpid() == self._pid
+        is_selection = self.selects_samples and name == "aten::randint" and len(args[-1]) == 1
+        is_ours = (self.is_active or is_selection) and kwargs.get("generator") is None and os.getpid() == self._pid
         if is_ours and all(issubclass(each, torch.Tensor) and each is torch.Tensor for each in types):
             drawn = self._permute(args, kwargs) if name == "aten::randperm" else _draw(name, func, args, kwargs)
             if drawn is not None:
@@ -109,6 +112,14 @@ def draw_alike() -> None:
             mode.is_active, mode.num_rows = True, num_rows_of(list(args)) or 0
 
     torch.nn.modules.module.register_module_forward_pre_hook(begin)
+    init = torch.optim.Optimizer.__init__
+
+    @functools.wraps(init)
+    def with_selection(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        init(optimizer, *args, **kwargs)
+        mode.selects_samples = True  # models have been made
+
+    setattr(torch.optim.Optimizer, "__init__", with_selection)  # noqa: B010 - mypy
     for owner, name in ((torch_loader._BaseDataLoaderIter, "__next__"), (torch_loader.DataLoader, "__iter__")):
         setattr(owner, name, _without(mode, getattr(owner, name)))
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare what a program computes on one rank and on several: `ddpilot verify`. Torch only in ranks."""
+"""`ddpilot verify`: compare what a program computes on one rank and on several. Imports `updates` and the launcher."""

@@ -29,9 +29,9 @@ def find_result_fault(runs: Runs) -> Finding | None:
     """Return a finding if a returned or printed number depends on the number of ranks, and the training does not."""
     if runs.single.values and runs.parallel.values:
         return _find_returned(runs)
-    outputs = [run.output for run in (runs.single, runs.parallel, runs.repeated)]
-    changed = list(compare_lines(*outputs, _LEAST, own_losses(runs.parallel, 0)))
-    changed = changed and list(compare_lines(*outputs, _limit(runs), own_losses(runs.parallel, 0)))
+    one, all_, again = (run.output for run in (runs.single, runs.parallel, runs.repeated))
+    changed = list(compare_lines(one, all_, again, _LEAST, own_losses(runs.parallel, 0)))
+    changed = changed and list(compare_lines(one, all_, again, _limit(runs), own_losses(runs.parallel, 0)))
     if not changed:
         return None
     return make_finding(

@@ -47,6 +47,8 @@ class Runs:
         self.notes: list[str] = []
         self.draws: set[str] = set()
         """Names of generators that the program draws from in training, apart from dropout."""
+        self.num_compared: int | None = None
+        """Updates that can be compared; None: all."""
         self.is_same_size = True
         """False if the updates of one rank have fewer samples, and could not be made larger."""
 
@@ -135,6 +137,25 @@ class Runs:
     def _run(self, nproc: int, spec: RecordSpec, how: str) -> Run:
         self._show(f"run {self._runner.num_runs + 1}: {nproc} rank{'s' * (nproc > 1)}, {how}")
         return self._runner.run(nproc, spec)
+
+    def stop_at_padding(self, update: int) -> bool:
+        """True if a sampler has repeated or dropped samples in `update` to make equal parts; no more is compared."""
+        samplers = self.parallel.ranks[0].program.samplers
+        if not any("Distributed" in each or "Shard" in each for each in samplers):
+            return False
+        one, all_ = all_samples(self.single, update), all_samples(self.parallel, update)
+        repeated, dropped = (all_ - one).total(), (one - all_).total()
+        if repeated + dropped == 0 or (repeated and dropped) or repeated + dropped >= self.nproc_per_node:
+            return False
+        self.num_compared = update
+        how = f"repeats {repeated}" if repeated else f"leaves out {dropped}"
+        why = f"the sampler {how} of its samples, so that all ranks have as many"
+        self.notes.append(f"from update {update + 1} on nothing is compared: {why}")
+        return True
+
+    def differences(self) -> list[list[Difference]]:
+        """Return what differs between `single` and `parallel`, for each update that is compared."""
+        return compare_runs(self.single, self.parallel)[: self.num_compared]
 
     # Noise
 

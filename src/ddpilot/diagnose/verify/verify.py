@@ -138,7 +138,11 @@ def _judge(runs: Runs) -> _Judgement:
     if largest_of(repeated) > EXACT or any(largest(each, "before") > EXACT for each in repeated):
         summary = "two runs on one rank give different numbers, so that none can be compared"
         return _Judgement("unknown", summary, make_finding("DDP820", line=place))
-    found = find_start_fault(runs) or _find_first_difference(runs) or find_length_fault(runs) or find_result_fault(runs)
+    found = find_start_fault(runs) or _find_first_difference(runs)
+    if found is None and runs.num_compared is None:
+        found = find_length_fault(runs) or find_result_fault(runs)
+    if runs.num_compared == 0:
+        return _Judgement("unknown", runs.notes[-1])
     if found is not None:
         return _judge_finding(runs, found)
     return _judge_equal(runs, place)
@@ -166,7 +170,7 @@ def _describe_draws(runs: Runs, found: Finding) -> tuple[str, Finding]:
 
 def _judge_equal(runs: Runs, place: CodeLine | None) -> _Judgement:
     """Return "equal"; "different" if something was seen in the program as it is that the compared runs do not have."""
-    differences = compare_runs(runs.single, runs.parallel)
+    differences = runs.differences()
     size = largest_of(differences)
     how = "exactly equal" if size == 0 else f"equal up to {size:.1e} of the largest element, which is rounding"
     summary = f"{len(differences)} updates of 1 and {runs.nproc_per_node} ranks are {how}"
@@ -192,6 +196,8 @@ def _describe_losses(runs: Runs) -> list[str]:
 def _find_first_difference(runs: Runs) -> Finding | None:
     differences = compare_runs(runs.single, runs.parallel)
     for update, found in enumerate(differences):
+        if runs.stop_at_padding(update):
+            return None
         finding = find_sample_fault(runs, update) or find_rank_fault(runs, update)
         if finding is not None:
             return finding
@@ -217,7 +223,7 @@ def _judge_failure(run: Run) -> _Judgement | None:
 
 def _make_rows(runs: Runs) -> list[UpdateRow]:
     rows = []
-    for update, found in enumerate(compare_runs(runs.single, runs.parallel)):
+    for update, found in enumerate(runs.differences()):
         one, all_ = (
             [record.updates[update] for record in each.ranks if len(record.updates) > update]
             for each in (runs.single, runs.parallel)
