@@ -28,6 +28,10 @@ def {name}(factor={factor}):
 """
 
 
+END = "from ddpilot.launching.rank_server.client import stop_servers; stop_servers()"
+"""Stops the server of the ranks, which would stay for the next launch."""
+
+
 @pytest.fixture(scope="module")
 def kernel() -> Iterator[Kernel]:
     """A kernel with two ranks; the right function is in the notebook, the wrong one on the ranks."""
@@ -36,8 +40,6 @@ def kernel() -> Iterator[Kernel]:
         made = kernel.run("%%ddp" + FUNCTION.format(name="wrong", factor=1))
         assert made.error + made.stderr == ""
         yield kernel
-        # The servers of ranks import torch's compiler when they are idle, and would see the kernel's end after that.
-        kernel.run("from ddpilot.launching.rank_server.client import stop_servers\nstop_servers()")
 
 
 def test_function_of_the_notebook_is_equal(kernel: Kernel) -> None:
@@ -50,6 +52,7 @@ def test_function_of_the_notebook_is_equal(kernel: Kernel) -> None:
     assert "<b>verify right, 1 and 2 ranks: equal</b>" in data["text/html"]
     assert "ddpilot: run 1: 2 ranks, as it is" in cell.stdout
     assert kernel.run("%%ddp\nrank").by_rank == {0: ["0"], 1: ["1"]}
+    assert kernel.run(END).error == ""
 
 
 def test_function_of_the_ranks_is_pulled_and_its_fault_is_named(kernel: Kernel) -> None:
@@ -57,6 +60,7 @@ def test_function_of_the_ranks_is_pulled_and_its_fault_is_named(kernel: Kernel) 
     cell = kernel.run("found = %ddp verify wrong -n 2\nfound.verdict, found.findings[0].code")
     assert cell.error == ""
     assert cell.shown == ["('different', 'DDP823')"]
+    assert kernel.run(END).error == ""
 
 
 def test_names_that_cannot_be_verified_are_refused(kernel: Kernel) -> None:

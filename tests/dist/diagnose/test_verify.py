@@ -84,7 +84,7 @@ def codes(found: ddpilot.Verification) -> list[str]:
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_program_is_equal(name: str) -> None:
     """Up to rounding, in all updates; no error is reported."""
-    found = verify(getattr(verify_programs, name), nproc_per_node=2, num_updates=3)
+    found = verify(getattr(verify_programs, name), nproc_per_node=2, num_updates=4)
     assert found.is_equal, str(found)
     assert found.exit_status == 0, str(found)
     assert "are equal" in found.summary or "exactly equal" in found.summary
@@ -95,7 +95,7 @@ def test_a_right_program_is_equal(name: str) -> None:
 @pytest.mark.parametrize("name", RIGHT_KINDS)
 def test_a_right_program_of_another_kind_is_equal(name: str) -> None:
     """Other optimizers, precisions, loaders and wrappers."""
-    found = verify(getattr(verify_kinds, name), nproc_per_node=2, num_updates=3)
+    found = verify(getattr(verify_kinds, name), nproc_per_node=2, num_updates=4)
     assert found.is_equal, str(found)
     assert found.rows
     assert found.exit_status == 0, str(found)
@@ -105,7 +105,7 @@ def test_a_right_program_of_another_kind_is_equal(name: str) -> None:
 @pytest.mark.parametrize("name", FAULTY)
 def test_the_cause_of_a_fault_is_named(name: str) -> None:
     """The first finding is the cause, with the line where one is to blame, and the verdict is "different"."""
-    found = verify(getattr(verify_programs, name), nproc_per_node=2, num_updates=3)
+    found = verify(getattr(verify_programs, name), nproc_per_node=2, num_updates=4)
     assert found.verdict == "different", str(found)
     assert codes(found)[0] == FAULTY[name], str(found)
     assert found.exit_status == 1
@@ -120,7 +120,7 @@ def test_the_cause_of_a_fault_is_named(name: str) -> None:
 @pytest.mark.parametrize("name", FAULTY_KINDS)
 def test_the_cause_of_a_fault_of_another_kind_is_named(name: str) -> None:
     """Also where optimizers, loaders and losses are the program's own."""
-    found = verify(getattr(verify_kinds, name), nproc_per_node=2, num_updates=3)
+    found = verify(getattr(verify_kinds, name), nproc_per_node=2, num_updates=4)
     assert found.verdict == "different", str(found)
     assert codes(found)[0] == FAULTY_KINDS[name], str(found)
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-call,untyped-decorator"
-"""Programs of Lightning, Accelerate, Transformers and fastai, right or with one fault, for `verify`."""
+"""Programs of Lightning, Accelerate and Transformers, right or with one fault, for `verify`."""
 
 from __future__ import annotations
 
@@ -129,31 +129,3 @@ def with_transformers(*, sums: bool = False) -> None:
 def sums_in_transformers() -> None:
     """DDP takes the mean of sums."""
     with_transformers(sums=True)
-
-
-def with_fastai(*, factor_of_ranks: bool = False) -> None:
-    """A Learner in `distrib_ctx`."""
-    from fastai.data.core import DataLoaders
-    from fastai.data.load import DataLoader as FastaiLoader
-    from fastai.distributed import distrib_ctx, setup_distrib  # noqa: F401 - `distrib_ctx` is patched into Learner
-    from fastai.learner import Learner
-
-    def loss_fn(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        factor = torch.distributed.get_world_size() if factor_of_ranks and torch.distributed.is_initialized() else 1
-        return functional.cross_entropy(output, y) * factor
-
-    torch.manual_seed(0)
-    data = make_data()
-    pairs = [(data[number][0], data[number][1]) for number in range(len(data))]
-    loaders = DataLoaders(
-        *(FastaiLoader(pairs, bs=BATCH_SIZE, shuffle=shuffle, num_workers=0, device="cpu") for shuffle in (True, False))
-    )
-    learner = Learner(loaders, make_model(), loss_func=loss_fn, opt_func=_make_sgd)
-    with learner.distrib_ctx(in_notebook=False), learner.no_bar(), learner.no_logging():
-        learner.fit(1, lr=0.1)
-
-
-def _make_sgd(parameters: Any, lr: float, **_: Any) -> Any:
-    from fastai.optimizer import OptimWrapper
-
-    return OptimWrapper(parameters, torch.optim.SGD, lr=lr)
