@@ -27,13 +27,17 @@ def {name}(epochs=1):
         data = TensorDataset(torch.randn(32, 4, generator=generator), torch.randn(32, 1, generator=generator))
         {sampler}
         for epoch in range(epochs):
+            {each_epoch}
             for x, y in loader:
                 optimizer.zero_grad()
                 F.mse_loss(model(x), y).backward()
                 optimizer.step()
 """
-RIGHT = "loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))"
-WRONG = "loader = DataLoader(data, batch_size=4)"
+RIGHT = {
+    "sampler": "loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))",
+    "each_epoch": "loader.sampler.set_epoch(epoch)",
+}
+WRONG = {"sampler": "loader = DataLoader(data, batch_size=4)", "each_epoch": "pass"}
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +45,10 @@ def kernel() -> Iterator[Kernel]:
     """A kernel with two ranks; a right and a wrong function are in the notebook, another wrong one on the ranks."""
     with kernel_with_ranks() as kernel:
         assert kernel.run(IMPORTS).error == ""
-        assert kernel.run(FUNCTION.format(name="right", sampler=RIGHT)).error == ""
-        assert kernel.run(FUNCTION.format(name="wrong", sampler=WRONG)).error == ""
-        made = kernel.run("%%ddp" + IMPORTS + FUNCTION.format(name="there", sampler=WRONG))
+        assert kernel.run("ddpilot.doctor(nproc_per_node=2, num_workers=0)").error == ""  # starts the server of ranks
+        assert kernel.run(FUNCTION.format(name="right", **RIGHT)).error == ""
+        assert kernel.run(FUNCTION.format(name="wrong", **WRONG)).error == ""
+        made = kernel.run("%%ddp" + IMPORTS + FUNCTION.format(name="there", **WRONG))
         assert made.error + made.stderr == ""
         yield kernel
 
@@ -53,7 +58,7 @@ def test_a_function_of_the_notebook_passes_all_rungs(kernel: Kernel) -> None:
     cell = kernel.run("%ddp doctor -n 2 --updates 2 --workers 0 right(epochs=1)")
     assert cell.error + cell.stderr == ""
     (data,) = [each["data"] for each in cell.outputs if "data" in each]
-    assert "doctor right, 2 ranks: all rungs are ok; 0 of " in data["text/plain"]
+    assert "doctor right, 2 ranks: all rungs are ok; " in data["text/plain"]
     assert "clean-up" in data["text/html"]
     assert "ddpilot: run 1: 1 rank, as it is" in cell.stdout
     assert kernel.run("%%ddp\nrank").by_rank == {0: ["0"], 1: ["1"]}

@@ -86,10 +86,23 @@ RANK_0_WAITS = replaced(
     )
 )
 SCALED_LOSS = replaced(("F.cross_entropy(model(x), y)", "F.cross_entropy(model(x), y) * dist.get_world_size()"))
-LARGE_MODEL = replaced(
-    ('self.register_buffer("scale", torch.ones(16))', "self.scale = torch.nn.Parameter(torch.ones(30_000_000))"),
-    ("* self.scale)", "* self.scale[:16])"),
+SLOW_LINK = replaced(
+    ("import sys\n", "import sys\nimport threading\n"),
+    (
+        "def train(epochs):\n",
+        (
+            "def exchange(state, bucket):\n"
+            "    buffer, future = bucket.buffer(), torch.futures.Future()\n"
+            "    work = dist.all_reduce(buffer.div_(dist.get_world_size()), async_op=True)\n"
+            "    work.wait()\n"
+            "    threading.Timer(0.3, future.set_result, (buffer,)).start()\n"
+            "    return future\n\n\n"
+            "def train(epochs):\n"
+        ),
+    ),
+    ("    sampler = ", "    model.register_comm_hook(None, exchange)\n    sampler = "),
 )
+"""Gradients arrive 0.3 s after they were sent."""
 UNTIDY = replaced(
     ("        sampler.set_epoch(epoch)\n", ""),
     (

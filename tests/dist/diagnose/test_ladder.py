@@ -211,9 +211,9 @@ def test_other_numbers_than_one_process_fail_at_f(tmp_path: Path) -> None:
     assert "every gradient on 2 ranks is 2 times that of one rank" in found["rungs"][5]["evidence"]
 
 
-def test_a_model_that_is_larger_than_its_computation_fails_at_g(tmp_path: Path) -> None:
-    """30 million parameters of which 16 are used: more than half of an update is exchange."""
-    found = check(tmp_path, programs.LARGE_MODEL, 5)
+def test_a_slow_exchange_fails_at_g(tmp_path: Path) -> None:
+    """A link on which gradients take 0.3 s: nearly all of an update."""
+    found = check(tmp_path, programs.SLOW_LINK)
     assert statuses(found) == "abcdefG", found
     assert finding_in(found)["code"] == "DDP504"
 
