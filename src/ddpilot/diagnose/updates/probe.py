@@ -22,12 +22,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DistributedSampler
-from torch.utils.data import dataloader as torch_loader
 
+from ddpilot.diagnose.updates.batches import BatchObserver
 from ddpilot.diagnose.updates.modules import ModuleObserver
 from ddpilot.diagnose.updates.record import (
     SPEC_VARIABLE,
-    Batch,
     Parameter,
     ProgramFacts,
     RecordSpec,
@@ -41,11 +40,8 @@ from ddpilot.diagnose.updates.record import (
 )
 from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.parameters.parameter_names import find_parameter_names
-from ddpilot.guard.probes.tensors import fingerprint_rows, num_rows_of
 
 _MAX_ELEMENTS = 4096
-_READS_AHEAD = os.path.join("accelerate", "data_loader.py")
-"""File of loaders that read one batch ahead of the training."""
 _MAX_SAVED = 100
 _TIMES = (
     "forward_compute_time",
@@ -79,11 +75,7 @@ class UpdateProbe:
         self._num_open = 0
         self._num_recorded = 0
         self._losses: list[float] = []
-        self._batches: list[Batch] = []
-        self._loaders: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self._samplers: list[str] = []
-        self._requested: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
-        self._waiting: WeakKeyDictionary[Any, Batch] = WeakKeyDictionary()
+        self._batches = BatchObserver(self._begin_draws)
         self._ddp_models: WeakSet[Any] = WeakSet()
         self._sums: dict[int, list[torch.Tensor]] = {}
         self._num_turns: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
@@ -103,15 +95,13 @@ class UpdateProbe:
 
     def install(self, notes: Notes) -> list[Callable[[], None]]:
         self._notes = notes
-        kind = torch_loader._BaseDataLoaderIter
         return [
             register_optimizer_step_pre_hook(notes.safely(self._before_step)).remove,
             register_optimizer_step_post_hook(notes.safely(self._after_step)).remove,
             notes.around(torch.autograd, "backward", before=self._before_backward),
             notes.around(DistributedDataParallel, "__init__", returned=self._wrapped),
             notes.around(torch.amp.GradScaler, "scale", before=self._before_scale),
-            notes.around(kind, "_next_index", returned=self._index_requested),
-            notes.around(kind, "__next__", returned=self._batch_returned, raised=self._loader_ended),
+            *self._batches.install(notes),
             notes.around(DistributedSampler, "set_epoch", before=self._epoch_set),
             notes.around(torch, "save", returned=self._file_saved, aliases=(torch.serialization,)),
             *self._modules.install(notes),
@@ -132,44 +122,13 @@ class UpdateProbe:
             if tensor.numel() == 1 and tensor.is_floating_point():
                 self._losses.append(tensor.item())
 
+    def _begin_draws(self) -> None:
+        self._generators = _read_generators()
+
     def _find_draws(self) -> None:
         """Note which generators have changed since the last batch or step."""
         before, self._generators = self._generators, _read_generators()
         self._draws |= {name: None for name, state in before.items() if self._generators.get(name, state) != state}
-
-    def _index_requested(self, _: None, index: Any, iterator: Any) -> None:
-        self._requested.setdefault(iterator, []).append(index)
-
-    def _batch_returned(self, _: None, data: Any, iterator: Any) -> None:
-        self._generators = _read_generators()
-        requested = self._requested.get(iterator)
-        index = requested.pop(0) if requested else None
-        if not torch.is_grad_enabled():
-            return
-        # An iterator is not told its loader, but they share the dataset's batch sampler.
-        sampler = iterator._index_sampler
-        number = self._loaders.get(sampler)
-        if number is None:
-            number = self._loaders[sampler] = len(self._loaders)
-            self._samplers.append(type(getattr(sampler, "sampler", sampler)).__name__)
-        indices = tuple(index) if isinstance(index, list | tuple) and all(type(one) is int for one in index) else ()
-        num = num_rows_of(data) or 0
-        rows = fingerprint_rows(data, num, list(range(num)))
-        checksums = tuple(rows[row] for row in sorted(rows))
-        batch = Batch(loader=number, indices=indices, checksums=checksums)
-        if _is_ahead():
-            self._use_waiting(iterator)
-            self._waiting[iterator] = batch
-        else:
-            self._batches.append(batch)
-
-    def _loader_ended(self, _: None, iterator: Any) -> None:
-        self._use_waiting(iterator)
-
-    def _use_waiting(self, iterator: Any) -> None:
-        """Count the batch that a library has kept back while it read the next one."""
-        if (batch := self._waiting.pop(iterator, None)) is not None:
-            self._batches.append(batch)
 
     def _epoch_set(self, *_: Any, **__: Any) -> None:
         self._num_epochs_set += 1
@@ -232,7 +191,7 @@ class UpdateProbe:
             number=self._num_steps[number],
             site=self._site,
             losses=tuple(self._losses),
-            batches=tuple(self._batches),
+            batches=self._batches.take(),
             inputs=tuple(self._modules.inputs),
             num_rows=self._modules.num_rows,
             options=tuple(_numbers_of(group) for group in optimizer.param_groups),
@@ -240,7 +199,7 @@ class UpdateProbe:
             duration_s=now_s - self._since_s - self._recording_s if self._since_s else 0.0,
         )
         self._write_update(update)
-        self._losses, self._batches, self._arrays, self._since_s = [], [], {}, time.perf_counter()
+        self._losses, self._arrays, self._since_s = [], {}, time.perf_counter()
         self._modules.inputs, self._modules.num_rows = [], 0
         self._num_steps[number] += 1
         self._modules.end_first_update()
@@ -313,7 +272,7 @@ class UpdateProbe:
             rank=self._rank,
             world_size=self._world_size,
             device=placements.device,
-            samplers=tuple(self._samplers),
+            samplers=tuple(self._batches.samplers),
             num_dropped_out=self._modules.num_dropped_out,
             has_scaler=self._has_scaler,
             draws=tuple(self._draws),
@@ -367,18 +326,6 @@ def _perturb(optimizer: Optimizer, seed: int) -> None:
             noise = torch.randn(gradient.shape, generator=generator, dtype=torch.float32).to(gradient)
             size = gradient.norm() / max(1, gradient.numel()) ** 0.5
             gradient.add_(noise * size * torch.finfo(gradient.dtype).eps)
-
-
-def _is_ahead() -> bool:
-    """True if a library reads the batch, which passes on the one before it."""
-    frame = sys._getframe(2)
-    for _ in range(4):
-        if frame.f_code.co_name == "__iter__" and frame.f_code.co_filename.endswith(_READS_AHEAD):
-            return True
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-    return False
 
 
 def _read_generators() -> dict[str, int]:

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
+from ddpilot.diagnose.updates.record import Update
 from ddpilot.diagnose.verify.causes import (
     find_length_fault,
     find_number_fault,
@@ -221,6 +222,15 @@ def _judge_failure(run: Run) -> _Judgement | None:
     return None
 
 
+def _mean_loss(updates: Sequence[Update], num_samples: Sequence[int]) -> float | None:
+    """Return the mean of the ranks' losses, by their numbers of samples where these are known; None without losses."""
+    known = [(sum(each.losses), num) for each, num in zip(updates, num_samples, strict=True) if each.losses]
+    total = sum(num for _, num in known)
+    if total:
+        return sum(loss * num for loss, num in known) / total
+    return sum(loss for loss, _ in known) / len(known) if known else None
+
+
 def _make_rows(runs: Runs) -> list[UpdateRow]:
     rows = []
     for update, found in enumerate(runs.differences()):
@@ -228,14 +238,14 @@ def _make_rows(runs: Runs) -> list[UpdateRow]:
             [record.updates[update] for record in each.ranks if len(record.updates) > update]
             for each in (runs.single, runs.parallel)
         )
-        losses = [sum(each.losses) for each in all_ if each.losses]
+        counted = count_samples(runs.parallel, update)
         place = line_of(one[0])
         rows.append(
             UpdateRow(
                 update=update + 1,
                 site=str(place or ""),
-                num_samples=(count_samples(runs.single, update).total, count_samples(runs.parallel, update).total),
-                losses=(sum(one[0].losses) if one[0].losses else None, sum(losses) / len(losses) if losses else None),
+                num_samples=(count_samples(runs.single, update).total, counted.total),
+                losses=(sum(one[0].losses) if one[0].losses else None, _mean_loss(all_, counted.by_rank)),
                 gradient=largest(found, "gradient"),
                 parameter=largest(found, "after"),
                 same_states=same_states(runs.parallel, update),
