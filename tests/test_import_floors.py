@@ -25,7 +25,7 @@ MAY_IMPORT_TORCH = (
     *("ddpilot.guard.probes", "ddpilot.record.prefork", "ddpilot.record.accelerator", "ddpilot.gpu_check.checks"),
     *("ddpilot.diagnose.ranks", "ddpilot.diagnose.nodes"),
     *("ddpilot.diagnose.updates.probe", "ddpilot.diagnose.updates.changes", "ddpilot.diagnose.updates.modules"),
-    "ddpilot.diagnose.updates.batches",
+    *("ddpilot.diagnose.updates.batches", "ddpilot.diagnose.updates.draws", "ddpilot.diagnose.updates.placements"),
     *("ddpilot.profiler.probe", "ddpilot.profiler.modules", "ddpilot.profiler.reductions", "ddpilot.profiler.running"),
     "ddpilot.profiler.trace_window",
 )

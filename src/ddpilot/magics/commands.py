@@ -10,14 +10,10 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddpilot.diagnose.diagnosis import Diagnosis
 from ddpilot.diagnose.doctor import doctor
-from ddpilot.diagnose.ladder.ladder import check_program
-from ddpilot.diagnose.ladder.result import ProgramDiagnosis
-from ddpilot.diagnose.verify.result import Verification
-from ddpilot.diagnose.verify.verify import verify
 from ddpilot.findings.text import render_ranks
 from ddpilot.magics.grammar import MagicUsageError, to_arguments
 from ddpilot.magics.push_pull import (
@@ -33,6 +29,10 @@ from ddpilot.magics.shell_session import ShellSession, briefly
 from ddpilot.output.shared_displays import Publisher
 from ddpilot.session.session import Session
 from ddpilot.session.status_board import render_board_html, render_board_text
+
+if TYPE_CHECKING:
+    from ddpilot.diagnose.ladder.result import ProgramDiagnosis
+    from ddpilot.diagnose.verify.result import Verification
 
 _INTERVAL_S = 1.0
 _ENDED = "the ranks were stopped"
@@ -140,6 +140,8 @@ def _interrupt(shell_session: ShellSession, _given: Arguments) -> None:
 
 def _doctor(shell_session: ShellSession, given: Arguments) -> Diagnosis | ProgramDiagnosis:
     """Return the diagnosis of the machine, or of a program, which the notebook shows as the value of the line."""
+    from ddpilot.diagnose.ladder.ladder import check_program  # imports numpy, as verify does
+
     names = ("nproc_per_node", "num_workers", "checkpoint_dir", "live")
     options = {name: given[name] for name in names if given.get(name) is not None}
     words = given.get("call")
@@ -176,6 +178,8 @@ def _find_function(shell_session: ShellSession, text: str, names: dict[str, Any]
 
 def _verify(shell_session: ShellSession, given: Arguments) -> Verification:
     """Return the verification, which the notebook shows as the value of the line."""
+    from ddpilot.diagnose.verify.verify import verify
+
     options = ("nproc_per_node", "num_updates", "timeout_s")
     kept = {name: given[name] for name in options if given.get(name) is not None}
     return verify(find_function(shell_session, given), show=shell_session.report, **kept)
