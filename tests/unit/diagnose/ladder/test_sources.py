@@ -61,7 +61,7 @@ def test_lint_reports_with_code_and_line(script: Path) -> None:
 def test_a_function_is_read_from_its_file(script: Path) -> None:
     """By its name in a file, or as an object with arguments."""
     assert read_sources(find_program(f"{script}:main", ())).find_main_guard() is not None
-    fn: Any = functools.partial(test_lint_reports_with_code_and_line, 1)
+    fn: Any = functools.partial(test_lint_reports_with_code_and_line, Path())
     names = [Path(each.name).name for each in read_sources(Program(name="f", fn=fn)).files]
     assert names[0] == "test_sources.py"
 
