@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,11 @@ def check(folder: Path, text: str, num_updates: int = 3) -> dict[str, Any]:
 
 def statuses(found: Mapping[str, Any]) -> str:
     """Letters of the rungs that are ok, then the one that is wrong in capitals."""
-    marks = {"ok": lambda letter: letter, "wrong": lambda letter: letter.upper(), "not reached": lambda _: ""}
+    marks: dict[str, Callable[[str], str]] = {
+        "ok": lambda letter: letter,
+        "wrong": lambda letter: letter.upper(),
+        "not reached": lambda _: "",
+    }
     return "".join(marks[rung["status"]](rung["rung"]) for rung in found["rungs"])
 
 

@@ -123,7 +123,10 @@ def test_a_tensor_on_another_device_is_named(
 ) -> None:
     """Inputs on the CPU of a program that made its update were moved later."""
     placed = {"num_placed": {"parameter": 1}}
-    programs: list[dict[str, Any]] = [{"device": "cuda:0", **placed}, {"device": "cuda:1", "misplaced": [tensor], **placed}]
+    programs: list[dict[str, Any]] = [
+        {"device": "cuda:0", **placed},
+        {"device": "cuda:1", "misplaced": [tensor], **placed},
+    ]
     rung = judge_first_batch(make_run(tmp_path, programs, durations))
     assert [each.code for each in rung.findings] == ([code] if code else [])
     for finding in rung.findings:
