@@ -18,7 +18,7 @@ COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib src || true
 # check promises in seconds, or keep all cores busy by themselves. The slowest files come first, and in that order, so
 # that no core is idle while the other one is in the last of them.
 SIDE_BY_SIDE := tests/accelerator tests/notebook tests/dist/integrations tests/test_docs.py \
-	$(addprefix tests/dist/,training projects test_examples.py test_raw_ddp.py record trainer run guard data group diagnose lint) tests/unit
+	$(addprefix tests/dist/,training projects test_examples.py test_raw_ddp.py record trainer run guard data group diagnose lint profiler) tests/unit
 
 # The first interpreter that is new enough and can make a virtual environment. `make PYTHON=/path/to/python` overrides.
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.10; do \
