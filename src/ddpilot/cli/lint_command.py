@@ -11,7 +11,7 @@ from pathlib import Path
 from ddpilot.errors import DdpilotError
 from ddpilot.lint.fixes import fix_text, render_diff
 from ddpilot.lint.formats import FORMATS
-from ddpilot.lint.linter import find_files, lint_files
+from ddpilot.lint.linter import SUFFIXES, find_files, lint_files
 from ddpilot.lint.options import LintOptions, read_options
 
 
@@ -59,8 +59,8 @@ def lint(
 
 
 def _fix(path: str, options: LintOptions, *, writes: bool) -> bool:
-    """Print the changes of one script as a diff, and make them if `writes`; return True if there are any."""
-    if not path.endswith(".py"):
+    """Print the changes of one file as a diff, and make them if `writes`; return True if there are any."""
+    if not path.endswith(SUFFIXES):
         return False
     try:
         before = Path(path).read_bytes().decode()

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Change the text of a script by the fixes of reports. LibCST keeps its format; without it, nothing is fixed."""
+"""Change the text of scripts and notebooks by the fixes of reports. LibCST keeps the format."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from difflib import unified_diff
 from typing import TYPE_CHECKING
 
 from ddpilot.errors import DdpilotError
 from ddpilot.lint.linter import Diagnostic, lint_text
+from ddpilot.lint.notebook import read_notebook, replace_code
 from ddpilot.lint.options import LintOptions
 
 if TYPE_CHECKING:
@@ -19,10 +21,11 @@ _MAX_PASSES = 3
 
 
 def fix_text(text: str, path: str, options: LintOptions) -> str:
-    """Return a script with all safe fixes applied. Raises `DdpilotError` if LibCST is not installed."""
+    """Return a script or notebook with all safe fixes applied. Raises `DdpilotError` if LibCST is not installed."""
+    apply = _apply_in_cells if path.endswith(".ipynb") else _apply
     for _ in range(_MAX_PASSES):
         edits = [each for each in lint_text(text, path, options) if each.edit is not None]
-        fixed = _apply(text, edits) if edits else text
+        fixed = apply(text, edits) if edits else text
         if fixed == text:
             break
         text = fixed
@@ -33,6 +36,28 @@ def render_diff(before: str, after: str, path: str) -> str:
     """Return the change of a file as a unified diff; empty if there is none."""
     lines = (before.splitlines(keepends=True), after.splitlines(keepends=True))
     return "".join(unified_diff(*lines, fromfile=path, tofile=f"{path} (fixed)"))
+
+
+def _apply_in_cells(text: str, found: Iterable[Diagnostic]) -> str:
+    code, cells = read_notebook(text)
+    lines = code.split("\n")
+    edits: dict[int, list[Diagnostic]] = {}
+    for each in found:
+        assert each.edit is not None
+        kind, argument = each.edit
+        at, _, statement = argument.partition(":")
+        line = int(at) if kind == "insert-first" else each.span[0]
+        number, cell = next((i, cell) for i, cell in enumerate(cells, 1) if line in cell)
+        if kind == "insert-first":
+            each = replace(each, edit=(kind, f"{line - cell.start + 1}:{statement}"))
+        first, begin, last, end = each.span
+        span = (first - cell.start + 1, begin, last - cell.start + 1, end)
+        edits.setdefault(number, []).append(replace(each, span=span))
+    changed = {}
+    for number, some in edits.items():
+        before = "\n".join(lines[at - 1] for at in cells[number - 1])
+        changed[number] = (before, _apply(before, some))
+    return replace_code(text, changed)
 
 
 def _apply(text: str, found: Iterable[Diagnostic]) -> str:
@@ -69,7 +94,11 @@ def _apply(text: str, found: Iterable[Diagnostic]) -> str:
             body = [cst.parse_statement(statement), *updated_node.body.body]
             return updated_node.with_changes(body=updated_node.body.with_changes(body=body))
 
-    return MetadataWrapper(cst.parse_module(text)).visit(Fixer()).code
+    try:
+        module = cst.parse_module(text)
+    except cst.ParserSyntaxError as error:
+        raise SyntaxError(f"LibCST: {error.message}") from error
+    return MetadataWrapper(module).visit(Fixer()).code
 
 
 def _remove_argument(call: cst.Call, name: str) -> cst.Call:
@@ -96,14 +125,19 @@ def _last_comma(
 def _add_argument(call: cst.Call, text: str) -> cst.Call:
     import libcst as cst
 
-    added = cst.ensure_type(cst.parse_expression(f"f({text})"), cst.Call).args
-    return call if _has_comma(call.args) else call.with_changes(args=[*call.args, *added])
-
-
-def _has_comma(args: Sequence[cst.Arg]) -> bool:
-    import libcst as cst
-
-    return bool(args) and isinstance(args[-1].comma, cst.Comma)
+    added = cst.ensure_type(cst.parse_expression(f"f({text})"), cst.Call).args[0]
+    *others, last = call.args
+    if not isinstance(last.comma, cst.Comma):
+        return call.with_changes(args=[*call.args, added])
+    between = others[-1].comma if others else cst.Comma(whitespace_after=call.whitespace_before_args)
+    own, end = cst.ensure_type(between, cst.Comma), last.comma
+    if isinstance(own.whitespace_after, cst.ParenthesizedWhitespace):
+        space, behind = own.whitespace_after, cst.TrailingWhitespace()
+        if isinstance(end.whitespace_after, cst.ParenthesizedWhitespace):  # a comment stays with its argument
+            behind, plain = end.whitespace_after.first_line, cst.TrailingWhitespace()
+            end = end.with_changes(whitespace_after=end.whitespace_after.with_changes(first_line=plain))
+        own = own.with_changes(whitespace_after=space.with_changes(first_line=behind))
+    return call.with_changes(args=[*others, last.with_changes(comma=own), added.with_changes(comma=end)])
 
 
 def _insert_module(call: cst.Call, _: str) -> cst.Call:

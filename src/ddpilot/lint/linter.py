@@ -77,7 +77,7 @@ def lint_text(text: str, path: str, options: LintOptions = LintOptions()) -> lis
                         code=rule.code,
                         message=report.message,
                         cell=number,
-                        edit=report.edit if not cells else None,
+                        edit=report.edit,
                         span=span,
                     )
                 )

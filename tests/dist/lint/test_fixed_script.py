@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A script that `ddpilot lint --fix` has changed runs on two ranks, and did not before."""
+"""Programs that `ddpilot lint --fix` has changed train on two ranks: one with all faults, and one for each fix."""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ from pathlib import Path
 
 import pytest
 
+from ddpilot.lint.catalog import RULES
 from ddpilot.lint.fixes import fix_text
 from ddpilot.lint.linter import lint_text
 from ddpilot.lint.options import LintOptions
 
 FAULTY = Path(__file__).with_name("faulty.py")
+FIXABLE = FAULTY.with_name("fixable")
+RUNNER = FAULTY.with_name("run_fixed.py")
 FIXED_CODES = ["DDP331", "DDP336", "DDP402", "DDP413", "DDP502", "DDP602", "DDP609"]
 
 
-def run(script: Path) -> subprocess.CompletedProcess[str]:
+def run(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a script on two ranks to its end."""
-    command = [sys.executable, "-m", "ddpilot", "run", "--standalone", "--nproc-per-node", "2", str(script)]
+    words = ["run", "--standalone", "--nproc-per-node", "2", str(script), *arguments]
+    command = [sys.executable, "-m", "ddpilot", *words]
     environment = {**os.environ, "CHECKPOINT": str(script.with_suffix(".pt"))}
     return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
 
@@ -38,3 +42,20 @@ def test_fixed_script_trains_on_two_ranks(tmp_path: Path) -> None:
     trained = run(after)
     assert trained.returncode == 0, trained.stdout + trained.stderr
     assert [f"rank {rank} trained: True" in trained.stdout for rank in (0, 1)] == [True, True]
+
+
+@pytest.mark.timeout(240)
+def test_the_program_of_each_fix_lints_clean_and_trains_on_two_ranks(tmp_path: Path) -> None:
+    """One program for every rule with a fix, named by its code, and a notebook with three of them."""
+    programs = sorted(FIXABLE.iterdir())
+    assert [each.stem for each in programs if each.suffix == ".py"] == sorted(e.code for e in RULES if e.is_fixable)
+    for program in programs:
+        text = program.read_text()
+        codes = {each.code for each in lint_text(text, program.name)}
+        assert codes == ({program.stem} if program.suffix == ".py" else {"DDP331", "DDP402", "DDP413"}), program
+        (tmp_path / program.name).write_text(fix_text(text, program.name, LintOptions()))
+        assert lint_text((tmp_path / program.name).read_text(), program.name) == []
+    trained = run(RUNNER, str(tmp_path))
+    assert trained.returncode == 0, trained.stdout + trained.stderr
+    wanted = [f"rank {rank}: {each.name} trains: True" for rank in (0, 1) for each in programs]
+    assert [line for line in wanted if line not in trained.stdout] == [], trained.stdout
