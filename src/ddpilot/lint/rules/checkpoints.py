@@ -105,23 +105,35 @@ def load_without_barrier(facts: Facts) -> Iterator[Report]:
     if not facts.is_distributed:
         return
     for load in program.calls_to("torch.load"):
-        path, function = argument(load, 0, "f"), program.function_of(load)
+        path = argument(load, 0, "f")
         if path is None or facts.flow.rank_guard(load) is not None:
             continue
-        saves = [
-            save
-            for save in program.calls_to("torch.save")
-            if program.function_of(save) is function
-            and save.lineno < load.lineno
-            and (target := argument(save, 1, "f")) is not None
-            and ast.dump(target) == ast.dump(path)
-            and facts.flow.rank_guard(save) is not None
-        ]
-        waits = [call.lineno for _, call in facts.collectives if program.function_of(call) is function]
-        if saves and not any(saves[-1].lineno < line < load.lineno for line in waits):
-            yield Report(
-                load, f"rank 0 may not have written it yet (line {saves[-1].lineno}): call a barrier in between"
-            )
+        for place in [load, *program.call_sites(program.function_of(load))]:
+            save = _save_before(facts, place, path)
+            if save is not None:
+                yield Report(
+                    load, f"rank 0 may not have written it yet (line {save.lineno}): call a barrier in between"
+                )
+                break
+
+
+def _save_before(facts: Facts, place: ast.Call, path: ast.expr) -> ast.Call | None:
+    """Return the call by which rank 0 writes `path` before `place` in its function, with no collective in between."""
+    program = facts.program
+    function = program.function_of(place)
+    saves = [
+        save
+        for save in program.calls_to("torch.save")
+        if program.function_of(save) is function
+        and save.lineno < place.lineno
+        and (target := argument(save, 1, "f")) is not None
+        and ast.dump(target) == ast.dump(path)
+        and facts.flow.rank_guard(save) is not None
+    ]
+    waits = [call.lineno for _, call in facts.collectives if program.function_of(call) is function]
+    if not saves or any(saves[-1].lineno < line < place.lineno for line in waits):
+        return None
+    return saves[-1]
 
 
 @rule("DDP609", is_fixable=True)

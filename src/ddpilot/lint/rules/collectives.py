@@ -35,7 +35,7 @@ def collective_after_exit(facts: Facts) -> Iterator[Report]:
             )
     for call in facts.forwards if facts.step_loops else ():
         exits = facts.flow.rank_guard(call)
-        if exits is not None and exits.kind == "exit" and _trains(facts, call):
+        if exits is not None and exits.kind == "exit" and (_trains(facts, call) or _may_have_buffers(facts, call)):
             yield Report(
                 call, f"the DDP forward is not reached by ranks that left at line {_line(exits.node)} ({_text(exits)})"
             )
@@ -218,7 +218,8 @@ def _may_have_buffers(facts: Facts, call: ast.Call) -> bool:
 
 def _is_unknown(facts: Facts, model: ast.expr) -> bool:
     """True if the file does not show how a model is made: it is passed by the caller."""
-    return all(isinstance(each, (ast.Name, ast.Attribute)) or _moves(each) for each in facts.program.trace(model))
+    kinds = (ast.Name, ast.Attribute, ast.Constant)
+    return all(isinstance(each, kinds) or _moves(each) for each in facts.program.trace(model))
 
 
 def _moves(node: ast.AST) -> bool:
@@ -234,7 +235,7 @@ def _replaces_another(facts: Facts, handler: ast.AST, name: str) -> bool:
     block = facts.program.parents[handler] if isinstance(handler, ast.ExceptHandler) else handler
     if isinstance(block, ast.Try) and any(isinstance(e, ast.Yield) for s in block.body for e in ast.walk(s)):
         return True
-    if block is handler:
+    if block is handler or isinstance(getattr(handler, "body", [None])[-1], ast.Raise):
         return False
     named = {call: each for each, call in facts.collectives if each != name}
     return isinstance(block, ast.Try) and any(c in named for s in block.body for c in facts.program.calls_inside(s))

@@ -43,7 +43,8 @@ def is_divided(facts: Facts, call: ast.Call) -> bool:
         return True
     is_whole = sampler is None and _is_undivided_stream(facts, dataset)
     is_shuffled = is_constant(argument(call, _SHUFFLE_AT, "shuffle"), True)
-    if not is_shuffled and not is_whole and not _has_indices(facts, dataset):
+    has_indices = sampler is not None or _has_indices(facts, dataset)
+    if not is_shuffled and not is_whole and not has_indices:
         return True
     for each in program.trace(dataset):
         is_stream = isinstance(each, ast.Call) and program.name_of(each) == "IterableDataset"

@@ -155,13 +155,26 @@ def accumulation_synced(facts: Facts) -> Iterator[Report]:
         if any("no_sync" in text or "require_backward_grad_sync" in text for text in _functions_of(facts, loop, calls)):
             continue
         steps = [call for call in calls if is_optimizer_step(call)]
-        counted = bool(steps) and all(is_counted(facts, each, loop) for each in steps)
+        counted = all(is_counted(facts, each, loop) for each in steps) if steps else _is_stepped_after(facts, loop)
         backwards = [call for call in calls if getattr(call.func, "attr", "") == "backward"]
         free = [call for call in backwards if not is_counted(facts, call, loop)]
         if counted and free and facts.trains_ddp(loop):
             yield Report(
                 free[0], "gradients are exchanged after every micro-batch: use `model.no_sync()` for all but the last"
             )
+
+
+def _is_stepped_after(facts: Facts, loop: Loop) -> bool:
+    """True if the loop around `loop` steps the optimizer once after all iterations of `loop`.
+
+    Not with a static graph, where `no_sync` is not supported, and not if each iteration reads its gradients.
+    """
+    if "static_graph" in facts.program.text or ".grad" in ast.unparse(loop):
+        return False
+    outer = facts.program.loops_of(loop)[:1]
+    calls = [call for each in outer for call in facts.program.inside(each, ast.Call)]
+    steps = [call for call in calls if isinstance(call, ast.Call) and is_optimizer_step(call)]
+    return bool(steps) and all(call.lineno > (loop.end_lineno or 0) for call in steps)
 
 
 def _functions_of(facts: Facts, loop: Loop, calls: Sequence[ast.Call]) -> Iterator[str]:
