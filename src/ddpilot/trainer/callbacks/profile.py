@@ -15,7 +15,7 @@ class Profile(Callback):
     """Measure every update of a fit on all ranks, and show at its end where the time goes and what to change.
 
     `path`: file for the report with its pictures, written by rank 0 into an existing folder; None: only the text is
-    shown. At the end of the fit the ranks exchange what they have measured, in one collective. The first three updates
+    shown. At the end of the fit the ranks exchange what they have measured, in one collective. The first four updates
     are left out; for fewer than six updates a line says that there are too few.
     """
 
