@@ -38,13 +38,19 @@ def check_open_files(did: str, num_ranks: int) -> None:
     if soft == resource.RLIM_INFINITY or soft >= num_needed:
         return
     advised, where = max(1024, 2 * num_needed), "in the shell that starts Python"
-    if hard != resource.RLIM_INFINITY and hard < advised:
-        advised, where = max(hard, num_needed), f"{where} (the hard limit is {hard})"
+    fix = f"Run `ulimit -n {advised}` {where}, or ask for fewer ranks"
+    if hard != resource.RLIM_INFINITY and hard < num_needed:
+        fix = (
+            f"The hard limit is {hard}: have it raised (limits.conf, systemd, `docker run --ulimit nofile={advised}`), "
+        )
+        fix += "or ask for fewer ranks"
+    elif hard != resource.RLIM_INFINITY and hard < advised:
+        fix = f"Run `ulimit -n {hard}` {where} (the hard limit is {hard}), or ask for fewer ranks"
     raise LaunchError(
         did,
         found=f"this process may have {soft} files open at a time (RLIMIT_NOFILE), {num_open} are open, and "
         f"{num_ranks} rank{'s' * (num_ranks > 1)} need about {num_needed} in all",
-        fix=f"Run `ulimit -n {advised}` {where}, or ask for fewer ranks",
+        fix=fix,
     )
 
 

@@ -157,22 +157,27 @@ def _doctor(shell_session: ShellSession, given: Arguments) -> Diagnosis | Progra
     if ".py" in words[0] and "(" not in words[0]:
         with briefly():
             return check_program(words[0], *words[1:], **options)
-    fn, args, kwargs = _find_function(shell_session, " ".join(words), given[SCOPE])
+    fn, args, kwargs = _find_function(shell_session, " ".join(words), given[SCOPE], "checking")
     with briefly():
         return check_program(functools.partial(fn, *args, **kwargs) if args or kwargs else fn, **options)
 
 
-def _find_function(shell_session: ShellSession, text: str, names: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-    """Return the function that a line names, with arguments: of the notebook, or else of rank 0 of the session."""
+def _find_function(
+    shell_session: ShellSession, text: str, names: dict[str, Any], doing: str
+) -> tuple[Any, Any, dict[str, Any]]:
+    """Return the function that a line names, with arguments: of the notebook, or else of rank 0 of the session.
+
+    `doing`: how the message of an error begins.
+    """
     is_name = text.replace(".", "").isidentifier()
     call = parse_call(f"{text}()" if is_name else text, "%ddp doctor train(epochs=1)")
     if isinstance(call.func, ast.Name):
         name = call.func.id
-        names = {**names, name: find_function(shell_session, {"name": name, SCOPE: names}, "checking")}
+        names = {**names, name: find_function(shell_session, {"name": name, SCOPE: names}, doing)}
     fn, args, kwargs = evaluate_call(call, names)
     if not callable(fn):
         found = f"`{ast.unparse(call.func)}` is a {type(fn).__name__}"
-        raise MagicUsageError(f"checking `{text}`", found=found, fix="Name a function that trains")
+        raise MagicUsageError(f"{doing} `{text}`", found=found, fix="Name a function that trains")
     return fn, args, kwargs
 
 
@@ -182,7 +187,9 @@ def _verify(shell_session: ShellSession, given: Arguments) -> Verification:
 
     options = ("nproc_per_node", "num_updates", "timeout_s")
     kept = {name: given[name] for name in options if given.get(name) is not None}
-    return verify(find_function(shell_session, given), show=shell_session.report, **kept)
+    fn, args, kwargs = _find_function(shell_session, given["name"], given[SCOPE], "verifying")
+    called = functools.partial(fn, *args, **kwargs) if args or kwargs else fn
+    return verify(called, show=shell_session.report, **kept)
 
 
 def _start(shell_session: ShellSession, given: Arguments) -> None:

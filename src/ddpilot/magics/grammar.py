@@ -232,7 +232,9 @@ def _add_doctor(parser: MagicParser) -> None:
 
 
 def _add_verify(parser: MagicParser) -> None:
-    parser.add_argument("name", metavar="NAME", help="a function without arguments: of the notebook, or of the ranks")
+    parser.add_argument(
+        "name", metavar="NAME", help="a function of the notebook or of the ranks, or a call: train(epochs=1)"
+    )
     parser.add_argument(
         "-n", "--nproc-per-node", metavar="N", type=parse_rank, help="ranks to compare with one; default: one per GPU"
     )
@@ -244,7 +246,7 @@ def _add_verify(parser: MagicParser) -> None:
     )
 
 
-def _split_doctor(text: str) -> list[str]:
+def _split_call(text: str) -> list[str]:
     """Split a line into words; a call such as ``train("a b", epochs=1)`` is one word."""
     call = re.search(r"[A-Za-z_][\w.]*\(.*\)", text)
     if call is None:
@@ -282,9 +284,11 @@ VERBS: dict[str, Verb] = {
             "doctor",
             "check this machine, or a function of the notebook, with ranks of its own",
             _add_doctor,
-            _split_doctor,
+            _split_call,
         ),
-        Verb("verify", "compare what a function computes on one rank and on several of its own", _add_verify),
+        Verb(
+            "verify", "compare what a function computes on one rank and on several of its own", _add_verify, _split_call
+        ),
         Verb("interrupt", "interrupt the cell that a different thread runs on the ranks"),
     )
 }

@@ -49,6 +49,7 @@ FAULTY = {
     "own_permutation": "DDP822",
     "augmented_by_process": "DDP822",
     "same_batches": "DDP401",
+    "alone_on_every_rank": "DDP401",
     "batch_norm": "DDP408",
     "same_noise": "DDP407",
     "layer_outside": "DDP324",

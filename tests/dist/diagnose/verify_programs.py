@@ -360,3 +360,15 @@ def returns_own_loss() -> dict[str, float]:
 def steps_without_samples() -> float:
     """No optimizer."""
     return 1.0
+
+
+def alone_on_every_rank() -> None:
+    """No process group, no loader: each rank does the whole work, on the same numbers."""
+    torch.manual_seed(0)
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(6):
+        x = torch.randn(16, NUM_FEATURES)
+        optimizer.zero_grad()
+        functional.cross_entropy(model(x), x.argmax(1) % NUM_CLASSES).backward()
+        optimizer.step()

@@ -10,6 +10,7 @@ import pytest
 
 from ddpilot.diagnose.checks import network
 from ddpilot.environments.topology import Topology
+from ddpilot.findings.finding import Finding
 from tests.unit.diagnose.checking import make_facts, statuses, text_of
 
 
@@ -47,6 +48,14 @@ def test_master_address_has_to_resolve() -> None:
     assert statuses(network.master_address, wrong) == ["error DDP104"]
     assert time.monotonic() - began_s < 4
     assert "MASTER_ADDR=no-such-host.invalid: the name does not resolve" in text_of(network.master_address, wrong)
+
+
+@pytest.mark.parametrize("port", ["99999", "0", "-1", "port"])
+def test_a_port_that_is_none_is_refused(port: str) -> None:
+    """With the number that was read, and without an exception."""
+    (answer,) = network.master_port(make_facts(environ={"MASTER_PORT": port, "MASTER_ADDR": "127.0.0.1"}))
+    assert isinstance(answer, Finding)
+    assert (answer.code, answer.summary) == ("DDP104", f"MASTER_PORT={port} is not a port")
 
 
 def test_master_port_is_not_tried_where_rank_zero_or_a_launcher_has_it() -> None:

@@ -24,6 +24,7 @@ from ddpilot.launching.elastic.rendezvous.network import (
 )
 
 TORCHRUN_PORT = 29500
+_LAST_PORT = 65535
 TRAPS = ("docker", "veth", "virbr", "br-", "cni", "flannel", "cali")
 """Prefixes of interfaces that other machines cannot reach."""
 
@@ -41,7 +42,9 @@ def host_name(facts: Facts) -> Answers:
     if facts.nnodes > 1 and is_loopback(address) and not facts.environ.get("GLOO_SOCKET_IFNAME"):
         summary = f"this host's name, {name}, is {address}, which gloo would give to ranks of other nodes"
         route = route_to_master(facts)
-        yield make_finding("DDP106", summary=summary, fix=f"`export GLOO_SOCKET_IFNAME={route}`" if route else "")
+        yield make_finding(
+            "DDP106", summary=summary, why="", fix=f"`export GLOO_SOCKET_IFNAME={route}`" if route else ""
+        )
     else:
         yield f"{name} is {address}"
 
@@ -63,6 +66,11 @@ def master_address(facts: Facts) -> Answers:
 def master_port(facts: Facts) -> Answers:
     """The port of rank 0's store is free on this machine, or which process has it."""
     addr, port = _master(facts)
+    text = read_text(facts.environ, "MASTER_PORT")
+    if text and not (text.isdigit() and 0 < int(text) <= _LAST_PORT):
+        fix = f"Set a number from 1 to {_LAST_PORT}, such as {TORCHRUN_PORT}"
+        yield make_finding("DDP104", summary=f"MASTER_PORT={text} is not a port", why="", fix=fix)
+        return
     if facts.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         yield f"MASTER_PORT={port} is the launcher's"
         return
@@ -95,7 +103,8 @@ def _master(facts: Facts) -> tuple[str | None, int | None]:
     if facts.topology is not None:
         return facts.topology.master_addr, facts.topology.master_port
     port = read_text(facts.environ, "MASTER_PORT")
-    return read_text(facts.environ, "MASTER_ADDR"), int(port) if port and port.isdigit() else None
+    is_valid = port and port.isdigit() and int(port) <= _LAST_PORT
+    return read_text(facts.environ, "MASTER_ADDR"), int(port) if port and is_valid else None
 
 
 def interfaces(facts: Facts) -> Answers:
@@ -111,7 +120,7 @@ def interfaces(facts: Facts) -> Answers:
     fix = f"`export NCCL_SOCKET_IFNAME={_best(up, facts)}`"
     if asked and not taken:
         summary = f"NCCL_SOCKET_IFNAME={asked} fits no interface that is up here; there are {shown}"
-        yield make_finding("DDP107", summary=summary, fix=fix)
+        yield make_finding("DDP107", summary=summary, why="", fix=fix)
     elif facts.nnodes > 1 and taken and taken[0] != (route := route_to_master(facts)) and route:
         summary = f"NCCL takes {taken[0]}, and the route to node 0 uses {route}; there are {shown}"
         yield make_finding("DDP107", summary=summary, fix=fix, severity="warning")

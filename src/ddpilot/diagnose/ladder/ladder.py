@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,7 +28,7 @@ from ddpilot.diagnose.ladder.rungs import (
 from ddpilot.diagnose.ladder.sources import read_sources
 from ddpilot.diagnose.updates.record import RecordSpec
 from ddpilot.diagnose.verify.runs import Runs
-from ddpilot.diagnose.verify.target import Program, Run, Runner, find_program
+from ddpilot.diagnose.verify.target import Program, Run, Runner, find_program, name_of
 from ddpilot.diagnose.verify.verify import compare
 from ddpilot.environments.detect import detect_topology
 from ddpilot.environments.nvml import count_accelerators
@@ -72,18 +71,12 @@ def check_program(
     program = (
         find_program(fn, tuple(map(str, args)))
         if isinstance(fn, str)
-        else Program(name=_name_of(fn), fn=fn, args=args, kwargs=kwargs)
+        else Program(name=name_of(fn), fn=fn, args=args, kwargs=kwargs)
     )
     with scratch_folder("ddpilot-doctor-") as folder:
         runner = _ReusingRunner(program, folder, timeout_s=timeout_s, show=show or (lambda _: None))
         machine = {"num_workers": num_workers, "checkpoint_dir": checkpoint_dir}
         return _Ladder(program, runner, num, num_updates, machine).climb()
-
-
-def _name_of(fn: Callable[..., Any]) -> str:
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    return str(getattr(fn, "__qualname__", repr(fn)))
 
 
 def _check_counts(num: object, num_updates: object) -> None:

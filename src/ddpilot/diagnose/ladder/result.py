@@ -27,6 +27,8 @@ RUNGS = {
 """Names of the rungs by their letters, in order."""
 SECTIONS = ("before training", "model", "data", "loop", "checkpoints", "clean-up")
 """Sections of the checklist, in order."""
+_MIN_HEIGHT = 24
+"""Lines for findings, on any screen: what to do must not be cut for the sake of the checklist."""
 _MORE = "`ddpilot doctor -v`"
 
 
@@ -146,7 +148,7 @@ class ProgramDiagnosis:
         width, lines = screen_size()
         shown = Findings((each for each in self.findings if verbose or each.severity != "info"), more=_MORE)
         rows, items = self._rows(), self._list()
-        height = None if verbose else max(10, lines - len(rows) - len(items) - len(self.notes) - 5)
+        height = None if verbose else max(_MIN_HEIGHT, lines - len(rows) - len(items) - len(self.notes) - 5)
         blocks = [
             f"{self.title}: {self.summary}",
             "\n".join(_cut(row, None if verbose else width) for row in rows),

@@ -33,7 +33,8 @@ _NOT_MOVED = ("input", "target", "attribute")
 def judge_alone(run: Run) -> Rung:
     """Judge (a): the program makes its updates as one process."""
     if run.error is not None or not run.num_updates:
-        return Rung(letter="a", status="wrong", evidence="the run failed", findings=explain_failure(run))
+        evidence = "the run made no step of an optimizer" if run.error is None else "the run failed"
+        return Rung(letter="a", status="wrong", evidence=evidence, findings=explain_failure(run))
     updates = run.ranks[0].updates
     losses = [update.losses[-1] for update in updates if update.losses]
     text = f"{_plural(run.num_updates, 'update')} on {run.ranks[0].program.device}"

@@ -22,7 +22,7 @@ from ddpilot.diagnose.verify.runs import EXACT, Runs
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
-from ddpilot.user_files import CodeLine
+from ddpilot.user_files import CodeLine, label_cell
 
 _MAX_NAMED = 5
 _ROUNDED = 1e-4
@@ -63,6 +63,9 @@ def find_sample_fault(runs: Runs, update: int) -> Finding | None:
         if not are_same_inputs(runs.parallel, update):
             return None
         return make_finding("DDP401", ranks=range(runs.nproc_per_node), line=place, evidence=_count_lines(runs, update))
+    if not all_ and _get_same_inputs(runs, update):
+        evidence = "no DataLoader was read, and the arguments of the model are the same on all ranks"
+        return make_finding("DDP401", ranks=range(runs.nproc_per_node), line=place, evidence=(evidence,))
     if not one or not all_ or one == all_:
         return _find_content_fault(runs, update)
     counted = count_samples(runs.parallel, update)
@@ -77,6 +80,12 @@ def find_sample_fault(runs: Runs, update: int) -> Finding | None:
         line=place,
         evidence=(*_count_lines(runs, update), f"{sum((all_ & one).values())} samples are the same"),
     )
+
+
+def _get_same_inputs(runs: Runs, update: int) -> bool:
+    """True if the models of all ranks got the same, as the program is: draws are made alike in the compared runs."""
+    has_all = all(len(record.updates) > update for record in runs.original.ranks)
+    return has_all and any(runs.original.ranks[0].updates[update].inputs) and are_same_inputs(runs.original, update)
 
 
 def _find_content_fault(runs: Runs, update: int) -> Finding | None:
@@ -266,7 +275,7 @@ def line_of(update: Update) -> CodeLine | None:
     site = update.site
     if not site:
         return None
-    return CodeLine(site["file"], site["line"], site.get("function", ""), site.get("text", ""))
+    return CodeLine(label_cell(site["file"]), site["line"], site.get("function", ""), site.get("text", ""))
 
 
 def find_length_fault(runs: Runs) -> Finding | None:

@@ -42,6 +42,8 @@ class Runs:
         self.spec = RecordSpec(num_updates=num_updates)
         """What all compared runs have in common."""
         self.parallel = self._run(nproc_per_node, self.spec, "as it is")
+        """The program on all ranks; at first as it is."""
+        self.original = self.parallel
         """The program as it is, on all ranks."""
         self.single = self.parallel
         self.notes: list[str] = []

@@ -186,6 +186,13 @@ class _KeptOutput(LabelledWriter):
         self._streams = {"stdout": self.text, "stderr": io.StringIO()}
 
 
+def name_of(fn: Callable[..., Any]) -> str:
+    """Return the name of a function; of a call with arguments that were bound to it, too."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return str(getattr(fn, "__qualname__", repr(fn)))
+
+
 def find_program(words: str, args: tuple[str, ...]) -> Program:
     """Return the program that `words` names: a script, or ``script.py:function``, which is imported in the ranks.
 
@@ -197,29 +204,44 @@ def find_program(words: str, args: tuple[str, ...]) -> Program:
         return Program(name=Path(words).name, script=words, args=args)
     if args:
         raise LaunchError(
-            f"verifying `{words}`",
+            f"running `{words}`",
             found=f"{len(args)} words for a command line, which a function does not have",
             fix="Give the script alone, or a function that needs no arguments",
         )
     check_target("script", path)
-    names = _names_in(Path(path))
-    if name not in names:
-        fix = did_you_mean(name, names) or "Name a function at the top level of the file"
-        raise LaunchError(f"verifying `{words}`", found=f"{path} has no function `{name}`", fix=fix)
+    _check_name(Path(path), name, f"running `{words}`")
     return Program(name=words, fn=_call_function, args=(str(Path(path).resolve()), name))
 
 
-def _names_in(path: Path) -> list[str]:
-    """Names that the file defines or imports at its top level."""
-    names: list[str] = []
+def _check_name(path: Path, name: str, did: str) -> None:
+    """Raise LaunchError if the file has no function `name` at its top level, or one that needs arguments."""
+    found: dict[str, ast.stmt] = {}
     for node in ast.parse(path.read_bytes()).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names.append(node.name)
+            found[node.name] = node
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            names += [each.asname or each.name for each in node.names]
+            found |= {each.asname or each.name: node for each in node.names}
         elif isinstance(node, ast.Assign):
-            names += [each.id for each in node.targets if isinstance(each, ast.Name)]
-    return names
+            found |= {each.id: node for each in node.targets if isinstance(each, ast.Name)}
+    defined = found.get(name)
+    if defined is None:
+        fix = did_you_mean(name, found) or "Name a function at the top level of the file"
+        raise LaunchError(did, found=f"{path} has no function `{name}`", fix=fix)
+    if isinstance(defined, ast.Assign) and isinstance(defined.value, ast.Constant):
+        raise LaunchError(did, found=f"`{name}` of {path} is {defined.value.value!r}", fix="Name a function")
+    needed = _needed_by(defined) if isinstance(defined, ast.FunctionDef) else []
+    if needed:
+        fix = f"Name a function without arguments, or pass them in Python: `ddpilot.verify({name}, ...)`"
+        raise LaunchError(did, found=f"`{name}` of {path} needs {', '.join(needed)}", fix=fix)
+
+
+def _needed_by(function: ast.FunctionDef) -> list[str]:
+    """Return the arguments without a default."""
+    arguments = function.args
+    by_position = [*arguments.posonlyargs, *arguments.args]
+    needed = by_position[: len(by_position) - len(arguments.defaults)]
+    pairs = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    return [each.arg for each in (*needed, *(each for each, default in pairs if default is None))]
 
 
 def _call_function(path: str, name: str) -> Any:

@@ -20,7 +20,7 @@ from ddpilot.diagnose.verify.differences import compare_runs, count_samples, lar
 from ddpilot.diagnose.verify.result import UpdateRow, Verdict, Verification
 from ddpilot.diagnose.verify.results import find_result_fault
 from ddpilot.diagnose.verify.runs import EXACT, Runs, largest_of
-from ddpilot.diagnose.verify.target import Program, Run, Runner, find_program
+from ddpilot.diagnose.verify.target import Program, Run, Runner, find_program, name_of
 from ddpilot.environments.detect import detect_topology
 from ddpilot.environments.nvml import count_accelerators
 from ddpilot.environments.private_files import scratch_folder
@@ -70,7 +70,7 @@ def verify(
     program = (
         find_program(fn, tuple(map(str, args)))
         if isinstance(fn, str)
-        else Program(name=getattr(fn, "__qualname__", repr(fn)), fn=fn, args=args, kwargs=kwargs)
+        else Program(name=name_of(fn), fn=fn, args=args, kwargs=kwargs)
     )
     with scratch_folder("ddpilot-verify-") as folder:
         runner = Runner(program, folder, timeout_s=timeout_s)
