@@ -121,6 +121,8 @@ def _new_leftovers(mark: str, before: Look, new_servers: set[int]) -> list[str]:
     shared = now.shared_memory_files - before.shared_memory_files
     # Others use this machine's shared memory too; a file that a live process uses is no leftover of this test.
     theirs = shared - set(unused_shared_memory(shared)) if shared else frozenset()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # a semaphore names no owner: it may be that of tests in another process
+        theirs |= {name for name in shared if name.startswith("sem.mp-")}
     left = [entry for entry in now.since(before) if entry.removeprefix("shared memory files: ") not in theirs]
     for channel in [entry for entry in left if re.match(r"file descriptors: \d+ -> socket:", entry)][
         : len(new_servers)

@@ -72,7 +72,7 @@ FAULTY_KINDS = {
     "scaled_later": "DDP823",
     "scaled_with_noise": "DDP823",
     "normalized_by_hand": "DDP406",
-    "part_of_data": "DDP822",
+    "part_of_data": "DDP403",
 }
 
 
