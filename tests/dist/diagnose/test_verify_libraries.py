@@ -30,4 +30,4 @@ def test_fault_in_a_program_of_a_library_is_named(name: str, code: str) -> None:
     assert found.verdict == "different", str(found)
     assert found.findings[0].code == code, str(found)
     if code == "DDP823":
-        assert "net.0.weight" in str(found)
+        assert "net.0.weight" in found.render(verbose=True)
