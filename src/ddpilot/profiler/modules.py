@@ -6,15 +6,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from ddpilot.guard.probe import Notes
 
 
 class OutermostModules:
     """Finds the outermost modules in the first update, by hooks on all modules; later only these have hooks.
+
+    The module inside DDP has them too, since programs evaluate it without DDP.
 
     `add`: called with the begin and end of each forward pass, in ns on CLOCK_MONOTONIC.
     """
@@ -62,11 +66,19 @@ class OutermostModules:
         if self._open:
             return
         self._add(begin_ns, time.monotonic_ns())
-        if id(module) not in self._known and self._everywhere:
-            self._known.add(id(module))
-            begins, ends = self._notes.safely(self._begins_alone), self._notes.safely(self._ends_alone)
-            self._handles.append(module.register_forward_pre_hook(begins))
-            self._handles.append(module.register_forward_hook(ends, always_call=True))
+        if self._everywhere:
+            self._observe(module)
+            inner = module.module if isinstance(module, DistributedDataParallel) else None
+            if inner is not None and inner._compiled_call_impl is None:  # the compiler would trace its hooks
+                self._observe(inner)
+
+    def _observe(self, module: Any) -> None:
+        if id(module) in self._known:
+            return
+        self._known.add(id(module))
+        begins, ends = self._notes.safely(self._begins_alone), self._notes.safely(self._ends_alone)
+        self._handles.append(module.register_forward_pre_hook(_ModuleHook(begins)))
+        self._handles.append(module.register_forward_hook(_ModuleHook(ends), always_call=True))
 
     def _begins_alone(self, module: Any, args: Any) -> None:
         if not self._everywhere:
@@ -75,3 +87,19 @@ class OutermostModules:
     def _ends_alone(self, module: Any, *_: Any) -> None:
         if not self._everywhere:
             self._ends(module)
+
+
+class _ModuleHook:
+    """A hook of a module that the program may copy or pickle; the pickled one does nothing and needs no ddpilot."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> Any:
+        return self._call(*args)
+
+    def __deepcopy__(self, _: Any) -> _ModuleHook:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")  # takes any arguments, and returns None

@@ -70,14 +70,12 @@ def divide_updates(times: Sequence[RankTimes]) -> Phases | None:
     if num - skipped < _NUM_LEAST:
         return None
     seconds = numpy.zeros((len(times), num - skipped - 1, len(SHARES)))
-    parts = [
-        [_spans_between(each, ends[update - 1], ends[update]) for update in range(skipped + 1, num)]
-        for each, ends in zip(times, ends_ns, strict=True)
-    ]
+    parts = [_divide_spans(each.spans, ends[skipped:num]) for each, ends in zip(times, ends_ns, strict=True)]
+    has_subgroups = any(each.facts.get("has_subgroups") for each in times)
     arrivals = numpy.full(seconds.shape[:2], numpy.nan)
     for update in range(seconds.shape[1]):
         own = [rank_parts[update] for rank_parts in parts]
-        waits, begins = _waits(own)
+        waits, begins = _no_waits(own) if has_subgroups else _waits(own)
         for rank, spans in enumerate(own):
             begin_ns, end_ns = (ends_ns[rank][skipped + update + offset] for offset in (0, 1))
             seconds[rank, update] = _sum_phases(spans, begin_ns, end_ns, waits[rank])
@@ -100,12 +98,21 @@ def _count_skipped(times: Sequence[RankTimes]) -> int:
     return max(NUM_WARM_UP, last)
 
 
-def _spans_between(times: RankTimes, begin_ns: int, end_ns: int) -> Array:
-    """Return the spans that end in an update, outer ones first, cut at its begin."""
-    spans = times.spans[(times.spans["end_ns"] > begin_ns) & (times.spans["begin_ns"] < end_ns)].copy()
-    spans["begin_ns"] = numpy.maximum(spans["begin_ns"], begin_ns)
-    spans["end_ns"] = numpy.minimum(spans["end_ns"], end_ns)
-    return numpy.asarray(spans[numpy.lexsort((-spans["end_ns"], spans["begin_ns"]))])
+def _divide_spans(spans: Array, ends_ns: Array) -> list[Array]:
+    """Return the spans in each update between two of `ends_ns`, outer ones first, cut at its begin and end."""
+    spans = spans[numpy.argsort(spans["end_ns"], kind="stable")]
+    firsts = numpy.searchsorted(spans["end_ns"], ends_ns[:-1], side="right")
+    # The earliest begin of each span and those after it: a span may begin before one that has ended earlier.
+    begins_ns = numpy.minimum.accumulate(spans["begin_ns"][::-1])[::-1]
+    lasts = numpy.searchsorted(begins_ns, ends_ns[1:], side="left")
+    found = []
+    for begin_ns, end_ns, first, last in zip(ends_ns[:-1], ends_ns[1:], firsts, lasts, strict=True):
+        inside = spans[first:last]
+        inside = inside[inside["begin_ns"] < end_ns]
+        inside["begin_ns"] = numpy.maximum(inside["begin_ns"], begin_ns)
+        inside["end_ns"] = numpy.minimum(inside["end_ns"], end_ns)
+        found.append(numpy.asarray(inside[numpy.lexsort((-inside["end_ns"], inside["begin_ns"]))]))
+    return found
 
 
 def _own_times(spans: Array) -> Array:
@@ -137,13 +144,17 @@ def _waits(by_rank: Sequence[Array]) -> tuple[list[float], list[float]]:
     """
     calls = [spans[spans["phase"] == COMMUNICATION] for spans in by_rank]
     if len({len(each) for each in calls}) > 1 or not len(calls[0]):
-        return [0.0] * len(calls), [float("nan")] * len(calls)
+        return _no_waits(by_rank)
     last_ns = numpy.max([each["begin_ns"] for each in calls], axis=0)
     waits = [
         float(numpy.clip(numpy.minimum(last_ns, each["end_ns"]) - each["begin_ns"], 0, None).sum()) / 1e9
         for each in calls
     ]
     return waits, [float(each["begin_ns"][-1]) / 1e9 for each in calls]
+
+
+def _no_waits(by_rank: Sequence[Array]) -> tuple[list[float], list[float]]:
+    return [0.0] * len(by_rank), [float("nan")] * len(by_rank)
 
 
 def _sum_sites(updates: Sequence[Array]) -> dict[tuple[int, int], float]:

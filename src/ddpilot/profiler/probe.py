@@ -60,8 +60,9 @@ class PhaseProbe:
         self._updates: list[tuple[int, int]] = []
         self._num_samples = 0
         self._sites: dict[tuple[str, int], int] = {}
-        self._num_open_steps = 0
+        self._open_steps: list[int] = []  # ids of optimizers
         self._last_step_ns = 0
+        self._has_subgroups = False
         self._loaders: set[int] = set()
 
     def install(self, notes: Notes) -> list[Callable[[], None]]:
@@ -74,7 +75,8 @@ class PhaseProbe:
         self._models = ()
         observer = notes.safely(self._loop_batch_loaded)
         observers.append(observer)
-        collectives = [around(dist, name, COMMUNICATION, aliases=(dist.distributed_c10d,)) for name in _COLLECTIVES]
+        hooks: dict[str, Any] = {"before": self._begins, "after": self._collective_ends}
+        collectives = [notes.around(dist, name, **hooks, aliases=(dist.distributed_c10d,)) for name in _COLLECTIVES]
         return [
             notes.around(
                 torch_loader._BaseDataLoaderIter, "__next__", before=self._begins, returned=self._batch_loaded
@@ -93,10 +95,8 @@ class PhaseProbe:
             notes.safely(self._finish),
         ]
 
-    def _around(self, owner: Any, name: str, phase: int, aliases: tuple[Any, ...] = ()) -> Callable[[], None]:
-        return self._notes.around(
-            owner, name, before=self._begins, after=functools.partial(self._ends, phase), aliases=aliases
-        )
+    def _around(self, owner: Any, name: str, phase: int) -> Callable[[], None]:
+        return self._notes.around(owner, name, before=self._begins, after=functools.partial(self._ends, phase))
 
     def _begins(self, *_args: Any, **_kwargs: Any) -> int:
         return _now_ns() if threading.get_ident() == self._main else 0
@@ -104,6 +104,18 @@ class PhaseProbe:
     def _ends(self, phase: int, begin_ns: int, *_args: Any, **_kwargs: Any) -> None:
         if begin_ns:
             self._spans.append((begin_ns, _now_ns(), phase, self._number_of_site()))
+
+    def _collective_ends(self, begin_ns: int, *args: Any, **kwargs: Any) -> None:
+        self._ends(COMMUNICATION, begin_ns)
+        for each in (*args, *kwargs.values()):
+            if isinstance(each, dist.ProcessGroup):
+                self._note_group(each)
+
+    def _note_group(self, group: Any) -> None:
+        """Note that collectives of ranks cannot be matched by their order, if `group` has only some of the ranks."""
+        if not self._has_subgroups and group.size() < dist.get_world_size():
+            self._has_subgroups = True
+            self._writer.write_fact("has_subgroups", True)
 
     def _batch_loaded(self, begin_ns: int, data: Any, iterator: Any) -> None:
         self._ends(DATA, begin_ns)
@@ -133,14 +145,17 @@ class PhaseProbe:
             self._spans.append((ready_ns, end_ns, COMMUNICATION, -1))
         self._spans.append((begin_ns, end_ns, BACKWARD, -1))
 
-    def _step_begins(self, *_: Any) -> None:
-        self._num_open_steps += 1
-        if self._num_open_steps == 1:
+    def _step_begins(self, optimizer: Any, *_: Any) -> None:
+        if id(optimizer) in self._open_steps:  # its last step has raised an exception
+            del self._open_steps[self._open_steps.index(id(optimizer)) :]
+        self._open_steps.append(id(optimizer))
+        if len(self._open_steps) == 1:
             self._step_began_ns = _now_ns()
 
-    def _step_ends(self, *_: Any) -> None:
-        self._num_open_steps = max(0, self._num_open_steps - 1)
-        if not self._num_open_steps:
+    def _step_ends(self, optimizer: Any, *_: Any) -> None:
+        if id(optimizer) in self._open_steps:
+            del self._open_steps[self._open_steps.index(id(optimizer)) :]
+        if not self._open_steps:
             self._last_step_ns = _now_ns()
             self._spans.append((self._step_began_ns, self._last_step_ns, OPTIMIZER, self._number_of_site()))
 
@@ -170,6 +185,7 @@ class PhaseProbe:
 
     def _wrapped(self, _: None, __: None, ddp: Any, *_args: Any, **_kwargs: Any) -> None:
         self._gradients.add(ddp)
+        self._note_group(ddp.process_group)
         self._writer.write_fact(
             "ddp",
             {

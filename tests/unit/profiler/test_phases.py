@@ -122,6 +122,28 @@ def test_ranks_with_different_numbers_of_collectives_have_no_waits(tmp_path: Pat
     assert find_straggler(phases) is None
 
 
+def test_groups_of_some_of_the_ranks_have_no_waits(folder: Path) -> None:
+    """The nth collectives of two ranks may be those of two groups."""
+    TimesWriter(folder, 1).write_fact("has_subgroups", True)
+    phases = phases_of(folder)
+    assert not phases.share("waiting").any()
+    assert find_straggler(phases) is None
+
+
+def test_a_span_over_several_updates_counts_in_each(tmp_path: Path) -> None:
+    """Also if inner ones ended earlier, and spans were not written in the order of their ends."""
+    writer = TimesWriter(tmp_path, 0)
+    num = NUM_WARM_UP + 4
+    writer.write_spans([(0, 10 * num * MS, number("data"), -1)])
+    for update in range(num):
+        writer.write_spans([((10 * update + 1) * MS, (10 * update + 4) * MS, number("forward"), -1)])
+        writer.write_updates([(10 * (update + 1) * MS, 8)])
+    phases = divide_updates([read_times(tmp_path, 0)])
+    assert phases is not None
+    assert phases.share("data") == pytest.approx(0.007)
+    assert phases.share("forward") == pytest.approx(0.003)
+
+
 def test_a_rank_that_was_killed_while_it_wrote_is_read(folder: Path) -> None:
     """A part of a span, and a part of an update, are left out."""
     with open(folder / "rank1.spans.bin", "ab") as file:

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the probe records of one process, and that the program can do with its objects what it can without."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddpilot.guard.hook import install
+from ddpilot.profiler.probe import PhaseProbe
+from ddpilot.profiler.spans_file import PHASES, read_times
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fixed environment variable, which torch's optimizers would set."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "unused")
+
+
+@contextmanager
+def recording(folder: Path) -> Iterator[None]:
+    """Record updates into `folder`."""
+    make_probe = functools.partial(PhaseProbe, folder, 0)
+    functools.update_wrapper(make_probe, PhaseProbe, updated=())
+    reported: list[str] = []
+    stop = install(folder / "journal", rank=0, probes=(make_probe,), report=reported.append)
+    try:
+        yield
+    finally:
+        stop()
+    assert not reported
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, num: int) -> None:
+    """`num` updates, of which those whose step raises an exception are passed over."""
+    for _ in range(num):
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).sum().backward()
+        try:
+            optimizer.step()
+        except ArithmeticError:
+            continue
+
+
+class FailsOnce(torch.optim.SGD):
+    """An optimizer whose second step raises an exception."""
+
+    num_steps = 0
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Raise it, or step."""
+        self.num_steps += 1
+        if self.num_steps == 2:
+            raise ArithmeticError
+        return super().step(closure)
+
+
+def test_a_step_that_raised_an_exception_ends_no_recording(tmp_path: Path) -> None:
+    """The steps after it are recorded as updates."""
+    model = torch.nn.Linear(3, 1)
+    with recording(tmp_path):
+        train(model, FailsOnce(model.parameters(), lr=0.1), 6)
+    times = read_times(tmp_path, 0)
+    assert len(times.updates) == 5
+    assert (times.spans["phase"] == PHASES.index("optimizer")).sum() == 5
+
+
+def test_a_model_is_copied_and_pickled_as_without(tmp_path: Path) -> None:
+    """What is pickled needs no ddpilot."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 1))
+    with recording(tmp_path):
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
+        copied = copy.deepcopy(model)
+        pickled = pickle.dumps(model)
+        loaded = pickle.loads(pickled)
+        for each in (copied, loaded):
+            assert torch.equal(each(torch.ones(1, 3)), model(torch.ones(1, 3)))
+    assert b"ddpilot" not in pickled
+    assert not model._forward_hooks
+    torch.save(loaded, tmp_path / "model.pt")
+    code = "import sys, torch; m = torch.load(sys.argv[1], weights_only=False); m(torch.ones(1, 3))"
+    code += "; assert not any(name.startswith('ddpilot') for name in sys.modules)"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "model.pt")], check=True, timeout=60)
