@@ -186,6 +186,14 @@ def test_updates_before_a_repeated_sample_are_compared() -> None:
 
 
 @pytest.mark.timeout(60)
+def test_updates_after_a_step_that_failed_are_compared() -> None:
+    """The program catches the exception of its second step."""
+    found = verify(verify_programs.sum_after_a_step_that_failed, nproc_per_node=2)
+    assert codes(found)[:1] == ["DDP823"], str(found)
+    assert len(found.rows) > 2
+
+
+@pytest.mark.timeout(60)
 def test_a_program_without_optimizer_cannot_be_compared() -> None:
     """There is nothing to compare."""
     found = verify(verify_programs.steps_without_samples, nproc_per_node=2)

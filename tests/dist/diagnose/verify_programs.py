@@ -372,3 +372,31 @@ def alone_on_every_rank() -> None:
         optimizer.zero_grad()
         functional.cross_entropy(model(x), x.argmax(1) % NUM_CLASSES).backward()
         optimizer.step()
+
+
+class FailsOnce(torch.optim.SGD):
+    """An optimizer whose second step raises an exception."""
+
+    num_steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        """Raise it, or step."""
+        self.num_steps += 1
+        if self.num_steps == 2:
+            raise ArithmeticError
+        return super().step(closure)
+
+
+def sum_after_a_step_that_failed() -> None:
+    """Gradients are multiplied by the number of ranks from the fourth update on; a step before has failed."""
+    with ddpilot.init_group("gloo"):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(make_model())
+        optimizer = FailsOnce(model.parameters(), lr=0.1)
+        for number, (x, y) in enumerate(make_loader()):
+            optimizer.zero_grad()
+            (functional.cross_entropy(model(x), y) * (world_size() if number > 2 else 1)).backward()
+            try:
+                optimizer.step()
+            except ArithmeticError:
+                continue

@@ -72,7 +72,7 @@ class UpdateProbe:
         self._rank = int(os.environ.get("RANK", "0"))
         self._optimizers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._num_steps: list[int] = []
-        self._num_open = 0
+        self._open_steps: list[int] = []  # ids of optimizers
         self._num_recorded = 0
         self._losses: list[float] = []
         self._batches = BatchObserver(self._begin_draws)
@@ -143,8 +143,10 @@ class UpdateProbe:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Record parameters and gradients; if a closure computes gradients, return arguments that record in it."""
-        self._num_open += 1
-        if self._num_open > 1:  # inside the step of an optimizer that wraps this one
+        if id(optimizer) in self._open_steps:  # its last step has raised an exception
+            del self._open_steps[self._open_steps.index(id(optimizer)) :]
+        self._open_steps.append(id(optimizer))
+        if len(self._open_steps) > 1:  # inside the step of an optimizer that wraps this one
             return None
         self._began_s = time.perf_counter()
         self._site = self._notes.site()
@@ -178,8 +180,9 @@ class UpdateProbe:
         self._recording_s = time.perf_counter() - self._began_s
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        self._num_open = max(0, self._num_open - 1)
-        if self._num_open or not self._arrays:
+        if id(optimizer) in self._open_steps:
+            del self._open_steps[self._open_steps.index(id(optimizer)) :]
+        if self._open_steps or not self._arrays:
             return
         now_s = time.perf_counter()
         number = self._optimizers[optimizer]
