@@ -74,7 +74,6 @@ class Net(library.LightningModule):
     def predict_step(self, batch, _): return self(batch[0])
     def configure_optimizers(self): return torch.optim.SGD(self.parameters(), 0.05)
 
-def tell(**facts): print("told " + json.dumps(facts), flush=True)
 def train(**how):
     library.seed_everything(1, verbose=False)
     net = Net()
@@ -89,16 +88,48 @@ def train(**how):
 """
 
 
+def told(source: str, folder: Path) -> dict[str, Any]:
+    """What `source` told on its last line, in a process that has two devices."""
+    env = environment(2)
+    env["PYTHONPATH"] = os.pathsep.join((SHIMS, env["PYTHONPATH"]))
+    out = run_script(SET_UP + source, folder, env=env, limit_s=190).out
+    lines = [line for line in out.splitlines() if line.startswith("told ")]
+    assert lines, out
+    facts: dict[str, Any] = json.loads(lines[-1].removeprefix("told "))
+    return facts
+
+
 AUTO = """
 trainer = library.Trainer(devices=2, strategy="ddpilot", logger=False, enable_checkpointing=False)
-tell(chosen=type(trainer.accelerator).__name__)
+print("told " + json.dumps({"chosen": type(trainer.accelerator).__name__}), flush=True)
 """
+
+
+def test_auto_takes_the_cpu_for_a_device_that_lightning_does_not_know(tmp_path: Path) -> None:
+    """If this fails, Lightning has learnt it: then the tests here need no `Accelerator` of their own."""
+    assert told(AUTO, tmp_path) == {"chosen": "CPUAccelerator"}
+
+
 TRAIN = """
 there = train(accelerator=Emu(), devices=2, strategy=OnEmu())
 here = train(accelerator="cpu", devices=2, strategy="ddpilot")
-tell(there=there, here=here)
+print("told " + json.dumps({"there": there, "here": here}), flush=True)
 """
-FAIL = """
+
+
+def test_strategy_trains_on_the_device_with_the_numbers_of_the_cpu(tmp_path: Path) -> None:
+    """Losses, weights, a metric reduced over ranks and predictions in order, to 1e-10; over the device's backend."""
+    found = told(TRAIN, tmp_path)
+    there, here = found["there"], found["here"]
+    assert there["places"] == [["emu:0", "emu:0"]]
+    assert there["losses"] == pytest.approx(here["losses"], rel=1e-10)
+    assert there["valid"] == pytest.approx(here["valid"], rel=1e-6)  # Lightning keeps metrics in float32
+    for name in ("weights", "predicted"):
+        for seen, known in zip(there[name], here[name], strict=True):
+            assert seen == pytest.approx(known, rel=1e-10), name
+
+
+HANG = """
 from ddpilot import Launcher, RankError, WatchError
 class Odd(Net):
     def on_train_batch_end(self, *_):
@@ -108,41 +139,12 @@ trainer = library.Trainer(accelerator=Emu(), devices=2, strategy=OnEmu(launcher=
 try:
     trainer.fit(Odd(), DataLoader(data, batch_size=4))
 except RankError as error:
-    tell(rank=error.rank, said=str(error))
+    print("told " + json.dumps({"rank": error.rank, "said": str(error)}), flush=True)
 """
 
 
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a script told that did all three, in a process that has two devices: importing Lightning takes longest."""
-    env = environment(2)
-    env["PYTHONPATH"] = os.pathsep.join((SHIMS, env["PYTHONPATH"]))
-    out = run_script(SET_UP + AUTO + TRAIN + FAIL, tmp_path_factory.mktemp("script"), env=env, limit_s=190).out
-    facts: dict[str, Any] = {}
-    for line in out.splitlines():
-        if line.startswith("told "):
-            facts |= json.loads(line.removeprefix("told "))
-    assert facts, out
-    return facts
-
-
-def test_auto_takes_the_cpu_for_a_device_that_lightning_does_not_know(told: dict[str, Any]) -> None:
-    """If this fails, Lightning has learnt it: then the tests here need no `Accelerator` of their own."""
-    assert told["chosen"] == "CPUAccelerator"
-
-
-def test_strategy_trains_on_the_device_with_the_numbers_of_the_cpu(told: dict[str, Any]) -> None:
-    """Losses, weights, a metric reduced over ranks and predictions in order, to 1e-10; over the device's backend."""
-    there, here = told["there"], told["here"]
-    assert there["places"] == [["emu:0", "emu:0"]]
-    assert there["losses"] == pytest.approx(here["losses"], rel=1e-10)
-    assert there["valid"] == pytest.approx(here["valid"], rel=1e-6)  # Lightning keeps metrics in float32
-    for name in ("weights", "predicted"):
-        for seen, known in zip(there[name], here[name], strict=True):
-            assert seen == pytest.approx(known, rel=1e-10), name
-
-
-def test_an_error_of_one_rank_ends_the_rank_that_waits_for_its_device(told: dict[str, Any]) -> None:
+def test_an_error_of_one_rank_ends_the_rank_that_waits_for_its_device(tmp_path: Path) -> None:
     """The other rank reads its loss behind an all_reduce of gradients that does not come."""
-    assert told["rank"] == 1
-    assert "ValueError: bad batch" in told["said"]
+    found = told(HANG, tmp_path)
+    assert found["rank"] == 1
+    assert "ValueError: bad batch" in found["said"]

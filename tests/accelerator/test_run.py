@@ -68,14 +68,15 @@ dist.destroy_process_group()
 """
 
 
-def run_script(folder: Path, source: str, *words: object) -> Outcome:
-    """What came of the script on two devices."""
+def run_script(folder: Path, source: str, *words: object, num_ranks: int = 2) -> Outcome:
+    """What came of the script on so many devices."""
     write(folder, "train.py", BEGIN + source)
-    return run(folder, "--nproc-per-node", 2, *words, "train.py", **environment(2))
+    return run(folder, "--nproc-per-node", num_ranks, *words, "train.py", **environment(num_ranks))
 
 
-def test_run_trains_with_the_numbers_of_one_process_on_the_cpu(tmp_path: Path) -> None:
-    """A torchrun script in float64, to 1e-10: all ranks have as many samples. Four ranks: test_loop_variants.py."""
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_run_trains_with_the_numbers_of_one_process_on_the_cpu(tmp_path: Path, num_ranks: int) -> None:
+    """A torchrun script in float64, to 1e-10: all ranks have as many samples."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
     x = torch.linspace(-1, 1, 32, dtype=torch.float64).reshape(8, 4)
@@ -86,7 +87,7 @@ def test_run_trains_with_the_numbers_of_one_process_on_the_cpu(tmp_path: Path) -
             for weight in net.parameters():
                 assert weight.grad is not None
                 weight.sub_(0.1 * weight.grad)
-    done = run_script(tmp_path, TRAIN)
+    done = run_script(tmp_path, TRAIN, num_ranks=num_ranks)
     assert done.code == 0, done
     (line,) = [line for line in done.out.splitlines() if "weights" in line]
     expected = [value for weight in net.parameters() for value in weight.flatten().tolist()]

@@ -14,8 +14,6 @@ import pytest
 from tests.dist.group.ending import END
 from tests.dist.launching.scripts import finish, run_script, running, wait_until
 
-pytestmark = pytest.mark.timeout(240)
-
 SHIMS = Path(__file__).parents[2] / "notebook" / "shims"
 ENV = {"PYTHONPATH": os.pathsep.join(filter(None, (str(SHIMS), os.environ.get("PYTHONPATH"))))}
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
@@ -76,33 +74,53 @@ else:
     trainer.predict(net, loader(5))
 """
 
-ERRORS = """
-import threading
-found = {}
-def attempt(name, kind, act):
-    try: act()
-    except kind as error: found[name] = str(error)
-def trainer(**more): return library.Trainer(**{"devices": 2, "strategy": "ddpilot", "max_epochs": 1, **quiet, **more})
-net = Net()
-net.lock = threading.Lock()
-attempt("ship", ShipError, lambda: trainer().fit(net, loader()))
-del net.lock
-net.spare = torch.nn.Linear(1, 1)
-attempt("unused", RankError, lambda: trainer().fit(net, loader()))
-attempt("nodes", LaunchError, lambda: trainer(num_nodes=2).fit(net, loader()))
-attempt("method", TypeError, lambda: ours.DdpilotStrategy(start_method="fork"))
-from lightning.fabric import Fabric
-attempt("fabric", TypeError, Fabric(accelerator="cpu", devices=2, strategy="ddpilot").launch)
-def note(self): self.deterministic = torch.is_deterministic_algorithms_warn_only_enabled()
-Net.on_train_start = note
-torch.use_deterministic_algorithms(True, warn_only=True)
-silent = ours.DdpilotStrategy(find_unused_parameters=True, launcher=Launcher(output="silent"))
-trainer(strategy=silent).fit(net, loader())
-found["trained"] = [len(net.losses), net.deterministic]
-tell(**found)
-torch.use_deterministic_algorithms(False)
-del Net.on_train_start
-"""
+
+def told(source: str, folder: Path, *, library: str = "lightning", **how: Any) -> dict[str, Any]:
+    """The object that `source` printed on its last line."""
+    source = (SET_UP + source).replace("LIBRARY", library)
+    outcome = run_script(source, folder, env=ENV, limit_s=100, **how)
+    lines = [line for line in outcome.out.splitlines() if line.startswith("told ")]
+    assert lines, outcome
+    facts: dict[str, Any] = json.loads(lines[-1].removeprefix("told "))
+    return facts | {"stderr": outcome.err}
+
+
+@pytest.fixture(scope="module")
+def under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The same script, where torchrun has started the ranks."""
+    return told(TRAIN, tmp_path_factory.mktemp("torchrun"), module=TORCHRUN)
+
+
+def test_strategy_starts_nothing_under_torchrun(under_torchrun: dict[str, Any]) -> None:
+    """There it is plain DDP of the ranks that torchrun started."""
+    assert not under_torchrun["starts"]
+    assert under_torchrun["steps"] == 6
+
+
+@pytest.mark.timeout(120)
+def test_strategy_lets_gloos_threads_end_under_torchrun(tmp_path: Path) -> None:
+    """Lightning does not destroy its gloo group, and torch aborts a process if a thread still frees its tensors."""
+    trainer = 'library.Trainer(devices=1, strategy="ddpilot", **quiet)\n'
+    source = (SET_UP + trainer + END).replace("LIBRARY", "lightning")
+    module = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1")
+    assert "paused" in run_script(source, tmp_path, env=ENV, module=module).out.partition("the end")[2]
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("library", ["lightning", "pytorch_lightning"])
+def test_strategy_trains_as_torchrun_does(under_torchrun: dict[str, Any], library: str, tmp_path: Path) -> None:
+    """The same losses and weights, without a fork of the parent, which did not use CUDA; predictions in order."""
+    here = told(TRAIN, tmp_path, library=library)
+    same = ("weights", "valid", "known", "steps")
+    assert [here[name] for name in same] == [under_torchrun[name] for name in same]
+    assert here["losses"] == pytest.approx(under_torchrun["losses"], rel=1e-5)
+    assert here["starts"]
+    assert here["kind"].endswith("DdpilotStrategy")
+    assert here["forks"] == 0
+    assert here["batches"] == [5, 5, 5, 5, 4]
+    assert here["in_order"]
+    assert here["names"]
+
 
 AGAIN = """
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint, Timer
@@ -143,64 +161,10 @@ tell(plain=plain, ours=with_ours)
 """
 
 
-def told(source: str, folder: Path, *, library: str = "lightning", **how: Any) -> dict[str, Any]:
-    """What `source` told, all of it in one."""
-    source = (SET_UP + source).replace("LIBRARY", library)
-    outcome = run_script(source, folder, env=ENV, limit_s=200, **how)
-    facts: dict[str, Any] = {"stderr": outcome.err}
-    for line in outcome.out.splitlines():
-        if line.startswith("told "):
-            facts |= json.loads(line.removeprefix("told "))
-    assert len(facts) > 1, outcome
-    return facts
-
-
-@pytest.fixture(scope="module")
-def in_a_script(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a script told that trains, fails and fits again: importing Lightning takes longer than all of it."""
-    return told(TRAIN + ERRORS + AGAIN, tmp_path_factory.mktemp("script"))
-
-
-@pytest.fixture(scope="module")
-def under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The same script, where torchrun has started the ranks."""
-    return told(TRAIN, tmp_path_factory.mktemp("torchrun"), module=TORCHRUN)
-
-
-def test_strategy_starts_nothing_under_torchrun(under_torchrun: dict[str, Any]) -> None:
-    """There it is plain DDP of the ranks that torchrun started."""
-    assert not under_torchrun["starts"]
-    assert under_torchrun["steps"] == 6
-
-
-def test_strategy_lets_gloos_threads_end_under_torchrun(tmp_path: Path) -> None:
-    """Lightning does not destroy its gloo group, and torch aborts a process if a thread still frees its tensors."""
-    trainer = 'library.Trainer(devices=1, strategy="ddpilot", **quiet)\n'
-    source = (SET_UP + trainer + END).replace("LIBRARY", "lightning")
-    module = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1")
-    assert "paused" in run_script(source, tmp_path, env=ENV, module=module).out.partition("the end")[2]
-
-
-@pytest.mark.parametrize("library", ["lightning", "pytorch_lightning"])
-def test_strategy_trains_as_torchrun_does(
-    under_torchrun: dict[str, Any], in_a_script: dict[str, Any], library: str, tmp_path: Path
-) -> None:
-    """The same losses and weights, without a fork of the parent, which did not use CUDA; predictions in order."""
-    here = in_a_script if library == "lightning" else told(TRAIN, tmp_path, library=library)
-    same = ("weights", "valid", "known", "steps")
-    assert [here[name] for name in same] == [under_torchrun[name] for name in same]
-    assert here["losses"] == pytest.approx(under_torchrun["losses"], rel=1e-5)
-    assert here["starts"]
-    assert here["kind"].endswith("DdpilotStrategy")
-    assert here["forks"] == 0
-    assert here["batches"] == [5, 5, 5, 5, 4]
-    assert here["in_order"]
-    assert here["names"]
-
-
-def test_a_trainer_fits_again_as_on_one_device(in_a_script: dict[str, Any]) -> None:
+def test_a_trainer_fits_again_as_on_one_device(tmp_path: Path) -> None:
     """Progress, metrics, callbacks, checkpoints and the log's file are those of fits in this process."""
-    assert in_a_script["ours"] == in_a_script["plain"]
+    facts = told(AGAIN, tmp_path)
+    assert facts["ours"] == facts["plain"]
 
 
 MAPPED = """
@@ -247,9 +211,36 @@ def test_use_for_notebooks_maps_names_and_objects_and_takes_it_back(tmp_path: Pa
     assert facts["stderr"].count("start their ranks from ddpilot's rank server") == 1
 
 
-def test_errors_state_the_fix(in_a_script: dict[str, Any]) -> None:
+ERRORS = """
+import threading
+found = {}
+def attempt(name, kind, act):
+    try: act()
+    except kind as error: found[name] = str(error)
+def trainer(**more): return library.Trainer(**{"devices": 2, "strategy": "ddpilot", "max_epochs": 1, **quiet, **more})
+net = Net()
+net.lock = threading.Lock()
+attempt("ship", ShipError, lambda: trainer().fit(net, loader()))
+del net.lock
+net.spare = torch.nn.Linear(1, 1)
+attempt("unused", RankError, lambda: trainer().fit(net, loader()))
+attempt("nodes", LaunchError, lambda: trainer(num_nodes=2).fit(net, loader()))
+attempt("method", TypeError, lambda: ours.DdpilotStrategy(start_method="fork"))
+from lightning.fabric import Fabric
+attempt("fabric", TypeError, Fabric(accelerator="cpu", devices=2, strategy="ddpilot").launch)
+def note(self): self.deterministic = torch.is_deterministic_algorithms_warn_only_enabled()
+Net.on_train_start = note
+torch.use_deterministic_algorithms(True, warn_only=True)
+silent = ours.DdpilotStrategy(find_unused_parameters=True, launcher=Launcher(output="silent"))
+trainer(strategy=silent).fit(net, loader())
+found["trained"] = [len(net.losses), net.deterministic]
+tell(**found)
+"""
+
+
+def test_errors_state_the_fix(tmp_path: Path) -> None:
     """What cannot travel by its path in the user's objects, unused parameters with our names, several nodes."""
-    facts = in_a_script
+    facts = told(ERRORS, tmp_path)
     assert "starting 2 ranks of `Trainer.fit`: `model.lock` (_thread.lock) cannot be pickled" in facts["ship"]
     assert "strategy='ddpilot_find_unused_parameters_true'" in facts["unused"]
     assert "running `Trainer.fit` on 2 ranks" in facts["unused"]

@@ -3,13 +3,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,9 +13,7 @@ from ddpilot.errors import LaunchInterrupted
 from ddpilot.launching.function_launch.launch import run_local
 from ddpilot.launching.observer import LaunchObserver
 from ddpilot.launching.options import LaunchOptions
-from tests.dist.launching.scripts import LIMIT_S, finish, is_alive, running, started, wait_until
-
-Parent = subprocess.Popen[str]
+from tests.dist.launching.scripts import finish, is_alive, running, wait_until
 
 # How ranks wait, before and after they say that they are ready.
 WAYS = {
@@ -36,95 +29,69 @@ WAYS = {
 }
 
 PARENT = """
-import ctypes, json, os, signal, sys, time
+import ctypes, os, signal, sys, time
 from ddpilot import Launcher
 
-WAITS
-
-def train(folder, way):
-    import torch.distributed as dist
+def train(folder):
+    import torch, torch.distributed as dist
     from ddpilot.training.coordination.stop import StopSignals
     dist.init_process_group("gloo")
     dist.barrier()
+    said = []
     rank = dist.get_rank()
     with open(f"{folder}/{rank}.writing", "w") as file:
         file.write(str(os.getpid()))
     os.rename(f"{folder}/{rank}.writing", f"{folder}/{rank}")
-    return WAYS[way](rank, dist, [], StopSignals)
+    WAY
 
-Launcher(nproc_per_node=2, watch=False).run(os.getcwd)
-print("ready", flush=True)
-for line in sys.stdin:
-    folder, way, grace_s = json.loads(line)
-    for fd, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT), fd)
-    # What is stuck here waits for Ctrl-C, not for the watch.
-    launcher = Launcher(nproc_per_node=2, watch=False, stop_grace_s=grace_s)
-    try:
-        print(list(launcher.run(train, folder, way)))
-    except KeyboardInterrupt as error:
-        print(type(error).__name__, error)
-    print("usable:", list(launcher.run(os.getcwd)) == [os.getcwd()] * 2, flush=True)
-    open(f"{folder}/done", "w").close()
+# What is stuck here waits for Ctrl-C, not for the watch.
+launcher = Launcher(nproc_per_node=2, watch=False, stop_grace_s=GRACE)
+try:
+    print(list(launcher.run(train, os.getcwd())))
+except KeyboardInterrupt as error:
+    print(type(error).__name__, error)
+print("usable:", list(launcher.run(os.getcwd)) == [os.getcwd()] * 2)
 """
 
 
-@pytest.fixture(scope="module")
-def parent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parent]:
-    """One process that launches for all tests here that interrupt it: it stays usable."""
-    waits = "\n".join(
-        f"def {way}(rank, dist, said, StopSignals):\n    import torch\n    {code}" for way, code in WAYS.items()
-    )
-    source = PARENT.replace("WAITS", waits + f"\nWAYS = dict({', '.join(f'{way}={way}' for way in WAYS)})")
-    folder = tmp_path_factory.mktemp("parent")
-    (folder / "script.py").write_text(source)
-    with started([sys.executable, "script.py"], folder, dict(os.environ), subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"  # its rank server is there before the first test
-        yield process
-
-
-def interrupt(
-    parent: Parent, way: str, folder: Path, *, grace_s: float = 0.5, times: int = 1
-) -> tuple[str, str, float]:
-    """(stdout, stderr, seconds) of a launch of `parent`, which gets SIGINT `times` times while ranks wait in `way`."""
-    assert parent.stdin is not None
-    parent.stdin.write(json.dumps([str(folder), way, grace_s]) + "\n")
-    parent.stdin.flush()
-    wait_until(lambda: all((folder / str(rank)).exists() for rank in range(2)))
-    time.sleep(0.2)  # into the wait itself
-    start = time.monotonic()
-    for _ in range(times):
-        parent.send_signal(signal.SIGINT)
-        time.sleep(0.2)  # two at once are one
-    wait_until(lambda: (folder / "done").exists() or parent.poll() is not None, limit_s=LIMIT_S)
-    took_s = time.monotonic() - start
-    out, err = ((folder / name).read_text() for name in ("out", "err"))
-    assert out.endswith("usable: True\n"), (out, err)
+def interrupt(way: str, folder: Path, *, grace_s: float = 0.5, times: int = 1) -> tuple[str, str, float]:
+    """(stdout, stderr, seconds) of a parent that gets SIGINT `times` times while its ranks wait in `way`."""
+    source = PARENT.replace("WAY", WAYS[way]).replace("GRACE", str(grace_s))
+    with running(source, folder) as parent:
+        wait_until(lambda: all((folder / str(rank)).exists() for rank in range(2)))
+        time.sleep(0.2)  # into the wait itself
+        start = time.monotonic()
+        for _ in range(times):
+            parent.send_signal(signal.SIGINT)
+            time.sleep(0.2)  # two at once are one
+        outcome = finish(parent)
+        took_s = time.monotonic() - start
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.endswith("usable: True\n"), outcome
     pids = [int((folder / str(rank)).read_text()) for rank in range(2)]
     assert not any(map(is_alive, pids))
-    return out, err, took_s
+    return outcome.out, outcome.err, took_s
 
 
-def test_ctrl_c_ends_ranks_in_python_with_their_own_keyboard_interrupt(parent: Parent, tmp_path: Path) -> None:
+def test_ctrl_c_ends_ranks_in_python_with_their_own_keyboard_interrupt(tmp_path: Path) -> None:
     """The first step: SIGINT in every rank; LaunchInterrupted is a KeyboardInterrupt and has each rank's end."""
-    out, err, _ = interrupt(parent, "in_python", tmp_path, grace_s=20)
+    out, err, _ = interrupt("in_python", tmp_path, grace_s=20)
     ends = "rank 0 ended at KeyboardInterrupt; rank 1 ended at KeyboardInterrupt"
     assert out.startswith(f"LaunchInterrupted the launch of `train` was stopped: {ends}\n")
     limits = "20 s, or 60 s where they train to the end of an update"
     assert f"ddpilot: interrupting ranks 0,1; they have {limits} (interrupt again to kill them now)" in err
 
 
-def test_ctrl_c_ends_a_rank_in_a_collective_with_the_peer_it_waits_for(parent: Parent, tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_rank_in_a_collective_with_the_peer_it_waits_for(tmp_path: Path) -> None:
     """One rank ends at its KeyboardInterrupt, and the other one's all_reduce with it."""
-    out, err, _ = interrupt(parent, "in_a_collective", tmp_path, grace_s=20)
+    out, err, _ = interrupt("in_a_collective", tmp_path, grace_s=20)
     assert "was stopped: rank 0 ended at KeyboardInterrupt; rank 1 " in out
     assert "killing" not in err
 
 
-def test_ctrl_c_frees_the_group_when_all_ranks_are_stuck_in_a_collective(parent: Parent, tmp_path: Path) -> None:
+def test_ctrl_c_frees_the_group_when_all_ranks_are_stuck_in_a_collective(tmp_path: Path) -> None:
     """The second step: what SIGINT does not reach inside C++ ends when the group is freed, without a kill."""
-    out, err, _ = interrupt(parent, "in_a_collective_all", tmp_path)
+    out, err, _ = interrupt("in_a_collective_all", tmp_path)
     assert "SIGKILL" not in out
     assert "did not exit; aborting the process group" in err
     assert "killing" not in err
@@ -132,9 +99,9 @@ def test_ctrl_c_frees_the_group_when_all_ranks_are_stuck_in_a_collective(parent:
 
 
 @pytest.mark.parametrize("way", ["ignoring", "in_c"])
-def test_ctrl_c_kills_ranks_that_ignore_everything_else(parent: Parent, way: str, tmp_path: Path) -> None:
+def test_ctrl_c_kills_ranks_that_ignore_everything_else(way: str, tmp_path: Path) -> None:
     """The third step: SIGKILL, also while C code holds the interpreter; after grace and one second, no later."""
-    out, err, took_s = interrupt(parent, way, tmp_path)
+    out, err, took_s = interrupt(way, tmp_path)
     assert "rank 0 was killed by SIGKILL; rank 1 was killed by SIGKILL" in out
     steps = ["interrupting ranks 0,1", "aborting the process group", "killing ranks 0,1"]
     places = [err.find(step) for step in steps]
@@ -143,29 +110,29 @@ def test_ctrl_c_kills_ranks_that_ignore_everything_else(parent: Parent, way: str
     assert took_s < 10
 
 
-def test_ctrl_c_twice_kills_at_once(parent: Parent, tmp_path: Path) -> None:
+def test_ctrl_c_twice_kills_at_once(tmp_path: Path) -> None:
     """Who presses again does not want to wait for the grace."""
-    out, _, took_s = interrupt(parent, "ignoring", tmp_path, grace_s=50, times=2)
+    out, _, took_s = interrupt("ignoring", tmp_path, grace_s=50, times=2)
     assert "rank 0 was killed by SIGKILL; rank 1 was killed by SIGKILL" in out
     assert took_s < 20
 
 
-def test_ctrl_c_gives_the_values_of_ranks_that_take_it_as_their_cue(parent: Parent, tmp_path: Path) -> None:
+def test_ctrl_c_gives_the_values_of_ranks_that_take_it_as_their_cue(tmp_path: Path) -> None:
     """A function that catches KeyboardInterrupt and returns has its values come back."""
-    out, _, _ = interrupt(parent, "catching", tmp_path, grace_s=20)
+    out, _, _ = interrupt("catching", tmp_path, grace_s=20)
     assert out.startswith("['saved', 'saved']\n")
 
 
-def test_ctrl_c_leaves_ranks_that_take_it_the_time_for_an_update(parent: Parent, tmp_path: Path) -> None:
+def test_ctrl_c_leaves_ranks_that_take_it_the_time_for_an_update(tmp_path: Path) -> None:
     """What `Loop` does: an update that is longer than the grace comes to its end, and the values come back."""
-    out, err, _ = interrupt(parent, "taking", tmp_path)
+    out, err, _ = interrupt("taking", tmp_path)
     assert out.startswith("[['SIGINT'], ['SIGINT']]\n")
     assert "ranks 0,1: still finishing the update (interrupt again to kill them now)" in err
 
 
-def test_ctrl_c_leaves_no_such_time_to_a_rank_whose_peer_has_ended(parent: Parent, tmp_path: Path) -> None:
+def test_ctrl_c_leaves_no_such_time_to_a_rank_whose_peer_has_ended(tmp_path: Path) -> None:
     """One was interrupted before its loop, so the other one waits for it in vain."""
-    out, _, took_s = interrupt(parent, "taking_alone", tmp_path)
+    out, _, took_s = interrupt("taking_alone", tmp_path)
     assert "rank 0 ended at KeyboardInterrupt; rank 1 was killed by SIGKILL" in out
     assert took_s < 20
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.dist.launching.scripts import run_script
@@ -52,6 +54,24 @@ for method in (None, "fork", "spawn", "forkserver"):
     print(list(ddpilot.launch(load, method, nproc_per_node=1)))
 """
 
+
+def test_ranks_find_shipped_names_in_main(tmp_path: Path) -> None:
+    """ "What was shipped is bound in the rank's `__main__`": all_gather_object, torch.save, torch.load, pickle work."""
+    assert run_script(PICKLES, tmp_path).out == "[1, 1]\n"
+
+
+def test_ranks_find_shipped_names_when_the_code_has_no_file(tmp_path: Path) -> None:
+    """A prompt's code comes through stdin; it works as a script's does."""
+    assert run_script(PICKLES, tmp_path, through_stdin=True).out == "[1, 1]\n"
+
+
+@pytest.mark.parametrize("through_stdin", [False, True], ids=["script", "prompt"])
+def test_data_loader_workers_of_every_start_method_find_shipped_names(tmp_path: Path, through_stdin: bool) -> None:
+    """DataLoader workers take a cell's Dataset and collate_fn, forked, spawned and from a fork server."""
+    outcome = run_script(LOADERS, tmp_path, through_stdin=through_stdin)
+    assert outcome.out == "[[[1, 2, 5], [10, 17, 26]]]\n" * 4
+
+
 VERSIONS = """
 import ddpilot
 exec("class Net:\\n    version = 1")
@@ -62,6 +82,12 @@ def train(net):
 seen = ddpilot.launch(train, old, nproc_per_node=2)[1]
 print(seen[:2], type(seen[2]) is type(old), type(seen[3]) is Net, Net.version, type(old).version)
 """
+
+
+def test_launch_keeps_two_versions_of_one_class_apart(tmp_path: Path) -> None:
+    """A cell that was run twice leaves instances of the old class; both come back as what they were."""
+    assert run_script(VERSIONS, tmp_path).out == "(1, 2) True True 2 1\n"
+
 
 GLOBALS = """
 import ddpilot
@@ -76,30 +102,6 @@ print(list(ddpilot.launch(train, nproc_per_node=2)), count)
 """
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["script", "prompt"])
-def printed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What each program printed, all in one process; a prompt's code comes through stdin and has no file."""
-    programs = {"PICKLES": PICKLES, "LOADERS": LOADERS, "VERSIONS": VERSIONS, "GLOBALS": GLOBALS}
-    source = "".join(f"print('=== {name}')\n{text}" for name, text in programs.items())
-    outcome = run_script(source, tmp_path_factory.mktemp("main"), through_stdin=request.param)
-    return dict(part.split("\n", 1) for part in outcome.out.removeprefix("=== ").split("=== "))
-
-
-def test_ranks_find_shipped_names_in_main(printed: dict[str, str]) -> None:
-    """ "What was shipped is bound in the rank's `__main__`": all_gather_object, torch.save, torch.load, pickle work."""
-    assert printed["PICKLES"] == "[1, 1]\n"
-
-
-def test_data_loader_workers_of_every_start_method_find_shipped_names(printed: dict[str, str]) -> None:
-    """DataLoader workers take a cell's Dataset and collate_fn, forked, spawned and from a fork server."""
-    assert printed["LOADERS"] == "[[[1, 2, 5], [10, 17, 26]]]\n" * 4
-
-
-def test_launch_keeps_two_versions_of_one_class_apart(printed: dict[str, str]) -> None:
-    """A cell that was run twice leaves instances of the old class; both come back as what they were."""
-    assert printed["VERSIONS"] == "(1, 2) True True 2 1\n"
-
-
-def test_ranks_share_globals_among_functions_of_main(printed: dict[str, str]) -> None:
+def test_ranks_share_globals_among_functions_of_main(tmp_path: Path) -> None:
     """A global that one function changes is changed for all functions in that rank, and not in the parent."""
-    assert printed["GLOBALS"] == "[2, 2] 0\n"
+    assert run_script(GLOBALS, tmp_path).out == "[2, 2] 0\n"

@@ -11,12 +11,6 @@ import pytest
 from tests.notebook.running import code_cells, run_cells
 
 NOTEBOOKS = sorted(Path(__file__).parent.glob("*.ipynb"))
-# What the rank server imports once, in place of three ranks; the libraries that are missing are small.
-PRELOADS = {
-    "lightning_fabric": "lightning.fabric",
-    "lightning_trainer": "lightning",
-    "transformers_trainer": "transformers.trainer",
-}
 TELL = """
 import json, pathlib
 pathlib.Path(f"losses{rank}of{world_size}.json").write_text(json.dumps(losses))
@@ -28,8 +22,7 @@ pathlib.Path(f"losses{rank}of{world_size}.json").write_text(json.dumps(losses))
 def test_losses_on_two_ranks_are_those_of_one_process(notebook: Path, tmp_path: Path) -> None:
     """The library sees a torchrun job, makes or adopts the group by itself, and trains with the same global batch."""
     cells = code_cells(notebook)
-    start = "%ddp start" + (f" --preload {PRELOADS[notebook.stem]}" if notebook.stem in PRELOADS else "")
-    magics = [f"%load_ext ddpilot\n{start} -n 2\n%ddp auto on", f"%ddp stop\n{start} -n 1\n%ddp auto on"]
+    magics = ["%load_ext ddpilot\n%ddp start -n 2\n%ddp auto on", "%ddp stop\n%ddp start -n 1\n%ddp auto on"]
     run_cells([magics[0], *cells, TELL, magics[1], *cells, TELL], tmp_path)
     one, first, second = (
         json.loads((tmp_path / f"losses{name}.json").read_text()) for name in ("0of1", "0of2", "1of2")
