@@ -71,11 +71,12 @@ def divide_updates(times: Sequence[RankTimes]) -> Phases | None:
         return None
     seconds = numpy.zeros((len(times), num - skipped - 1, len(SHARES)))
     parts = [_divide_spans(each.spans, ends[skipped:num]) for each, ends in zip(times, ends_ns, strict=True)]
-    has_subgroups = any(each.facts.get("has_subgroups") for each in times)
+    clocks = {each.facts.get("clock") for each in times}
+    can_match = len(clocks) == 1 and not any(each.facts.get("has_subgroups") for each in times)
     arrivals = numpy.full(seconds.shape[:2], numpy.nan)
     for update in range(seconds.shape[1]):
         own = [rank_parts[update] for rank_parts in parts]
-        waits, begins = _no_waits(own) if has_subgroups else _waits(own)
+        waits, begins = _waits(own) if can_match else _no_waits(own)
         for rank, spans in enumerate(own):
             begin_ns, end_ns = (ends_ns[rank][skipped + update + offset] for offset in (0, 1))
             seconds[rank, update] = _sum_phases(spans, begin_ns, end_ns, waits[rank])

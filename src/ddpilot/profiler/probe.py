@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import platform
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -208,6 +209,7 @@ class PhaseProbe:
             self._end_update()
         if self._window is not None:
             self._window.stop()
+        self._writer.write_fact("clock", _name_clock())
         self._writer.write_fact("num_threads", torch.get_num_threads())
         self._writer.write_fact("num_cores", count_cores())
         self._writer.write_fact("world_size", int(os.environ.get("WORLD_SIZE", "1")))
@@ -220,3 +222,11 @@ class PhaseProbe:
         self._writer.write_spans(self._spans)
         self._writer.write_updates(self._updates)
         self._spans, self._updates = [], []
+
+
+def _name_clock() -> str:
+    """Return what is the same on ranks with one CLOCK_MONOTONIC: it counts from the start of the machine."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+    except OSError:
+        return platform.node()

@@ -122,9 +122,10 @@ def test_ranks_with_different_numbers_of_collectives_have_no_waits(tmp_path: Pat
     assert find_straggler(phases) is None
 
 
-def test_groups_of_some_of_the_ranks_have_no_waits(folder: Path) -> None:
-    """The nth collectives of two ranks may be those of two groups."""
-    TimesWriter(folder, 1).write_fact("has_subgroups", True)
+@pytest.mark.parametrize("fact", ["has_subgroups", "clock"])
+def test_collectives_that_cannot_be_matched_have_no_waits(folder: Path, fact: str) -> None:
+    """The nth collectives of two ranks may be those of two groups; clocks of two machines differ."""
+    TimesWriter(folder, 1).write_fact(fact, "another")
     phases = phases_of(folder)
     assert not phases.share("waiting").any()
     assert find_straggler(phases) is None
