@@ -24,6 +24,7 @@ from torch.utils.data import dataloader as torch_loader
 from ddpilot.data.batches import LocalBatch, observers
 from ddpilot.data.workers import PieceReader
 from ddpilot.guard.probe import Notes
+from ddpilot.guard.probes.parameters.steps import is_nested_step
 from ddpilot.guard.probes.tensors import num_rows_of
 from ddpilot.launching.rank_environment import count_cores
 from ddpilot.profiler.modules import OutermostModules
@@ -61,7 +62,7 @@ class PhaseProbe:
         self._updates: list[tuple[int, int]] = []
         self._num_samples = 0
         self._sites: dict[tuple[str, int], int] = {}
-        self._open_steps: list[int] = []  # ids of optimizers
+        self._num_open_steps = 0
         self._last_step_ns = 0
         self._has_subgroups = False
         self._loaders: set[int] = set()
@@ -146,17 +147,15 @@ class PhaseProbe:
             self._spans.append((ready_ns, end_ns, COMMUNICATION, -1))
         self._spans.append((begin_ns, end_ns, BACKWARD, -1))
 
-    def _step_begins(self, optimizer: Any, *_: Any) -> None:
-        if id(optimizer) in self._open_steps:  # its last step has raised an exception
-            del self._open_steps[self._open_steps.index(id(optimizer)) :]
-        self._open_steps.append(id(optimizer))
-        if len(self._open_steps) == 1:
+    def _step_begins(self, *_: Any) -> None:
+        is_nested = self._num_open_steps > 0 and is_nested_step()  # an open step may have ended with an error
+        self._num_open_steps = self._num_open_steps + 1 if is_nested else 1
+        if not is_nested:
             self._step_began_ns = _now_ns()
 
-    def _step_ends(self, optimizer: Any, *_: Any) -> None:
-        if id(optimizer) in self._open_steps:
-            del self._open_steps[self._open_steps.index(id(optimizer)) :]
-        if not self._open_steps:
+    def _step_ends(self, *_: Any) -> None:
+        self._num_open_steps = max(0, self._num_open_steps - 1)
+        if not self._num_open_steps:
             self._last_step_ns = _now_ns()
             self._spans.append((self._step_began_ns, self._last_step_ns, OPTIMIZER, self._number_of_site()))
 

@@ -184,8 +184,10 @@ def test_a_long_line_counts_as_the_rows_that_it_takes() -> None:
     assert render_text(long, height=30).endswith("... and 3 more")
 
 
-def test_findings_say_where_the_rest_is() -> None:
+def test_findings_say_where_the_rest_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slice does too."""
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("LINES", "40")
     findings = Findings([replace(SMALL_BATCH, code=f"D{n}") for n in range(20)], more="`ddpilot doctor -v`")
     assert str(findings).endswith("... and 11 more: `ddpilot doctor -v`")
     assert str(findings[:19]).endswith("... and 10 more: `ddpilot doctor -v`")

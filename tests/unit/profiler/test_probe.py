@@ -66,8 +66,9 @@ class FailsOnce(torch.optim.SGD):
 
 
 def test_a_step_that_raised_an_exception_ends_no_recording(tmp_path: Path) -> None:
-    """The steps after it are recorded as updates."""
+    """The steps after it are recorded as updates, each once: its base class calls the hooks of steps, too."""
     model = torch.nn.Linear(3, 1)
+    torch.optim.SGD(model.parameters(), lr=0.1)  # the first one of a class makes its `step` call hooks
     with recording(tmp_path):
         train(model, FailsOnce(model.parameters(), lr=0.1), 6)
     times = read_times(tmp_path, 0)

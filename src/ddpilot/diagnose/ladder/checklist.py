@@ -15,6 +15,7 @@ from ddpilot.diagnose.verify.differences import count_samples
 from ddpilot.diagnose.verify.target import Run
 from ddpilot.findings.catalog import find_entry
 from ddpilot.findings.finding import Finding
+from ddpilot.module_names import INIT_GROUP, LAUNCH
 from ddpilot.user_files import CodeLine
 
 Seen = str | CodeLine | None
@@ -77,7 +78,9 @@ def _devices(e: Evidence) -> Seen:
 
 
 def _start(e: Evidence) -> Seen:
-    spawned = e.find_call("torch.multiprocessing.spawn", "torch.multiprocessing.start_processes", "ddpilot.launch")
+    spawned = e.find_call(
+        "torch.multiprocessing.spawn", "torch.multiprocessing.start_processes", LAUNCH.replace(":", ".")
+    )
     return e.sources.find_main_guard() or spawned
 
 
@@ -170,7 +173,7 @@ def _left(e: Evidence) -> Seen:
     programs = [record.program for record in e.records if record.program.backend]
     if programs and all(each.has_left_group for each in programs):
         return "no rank ended with a group"
-    return e.find_call("torch.distributed.destroy_process_group", "ddpilot.init_group")
+    return e.find_call("torch.distributed.destroy_process_group", INIT_GROUP.replace(":", "."))
 
 
 _GROUP_CODES = tuple(f"DDP{number}" for number in (*range(101, 111), 117, 120, 121, 802, 808))

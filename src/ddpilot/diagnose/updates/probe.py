@@ -40,6 +40,7 @@ from ddpilot.diagnose.updates.record import (
 )
 from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.parameters.parameter_names import find_parameter_names
+from ddpilot.guard.probes.parameters.steps import is_nested_step
 
 _MAX_ELEMENTS = 4096
 _MAX_SAVED = 100
@@ -72,7 +73,7 @@ class UpdateProbe:
         self._rank = int(os.environ.get("RANK", "0"))
         self._optimizers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._num_steps: list[int] = []
-        self._open_steps: list[int] = []  # ids of optimizers
+        self._num_open = 0
         self._num_recorded = 0
         self._losses: list[float] = []
         self._batches = BatchObserver(self._begin_draws)
@@ -143,10 +144,9 @@ class UpdateProbe:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Record parameters and gradients; if a closure computes gradients, return arguments that record in it."""
-        if id(optimizer) in self._open_steps:  # its last step has raised an exception
-            del self._open_steps[self._open_steps.index(id(optimizer)) :]
-        self._open_steps.append(id(optimizer))
-        if len(self._open_steps) > 1:  # inside the step of an optimizer that wraps this one
+        is_nested = self._num_open > 0 and is_nested_step()  # an open step may have ended with an error
+        self._num_open = self._num_open + 1 if is_nested else 1
+        if is_nested:
             return None
         self._began_s = time.perf_counter()
         self._site = self._notes.site()
@@ -180,9 +180,8 @@ class UpdateProbe:
         self._recording_s = time.perf_counter() - self._began_s
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if id(optimizer) in self._open_steps:
-            del self._open_steps[self._open_steps.index(id(optimizer)) :]
-        if self._open_steps or not self._arrays:
+        self._num_open = max(0, self._num_open - 1)
+        if self._num_open or not self._arrays:
             return
         now_s = time.perf_counter()
         number = self._optimizers[optimizer]

@@ -228,7 +228,7 @@ class StepProbe:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         # Walking the stack takes a while, and an open step may have ended with an error.
-        is_nested = self._num_open > 0 and _is_nested()
+        is_nested = self._num_open > 0 and is_nested_step()
         self._num_open = self._num_open + 1 if is_nested else 1
         world = find_world()
         if world is not self._world:
@@ -289,7 +289,7 @@ def _versions_of(ddp: Any) -> list[int]:
     return [parameter._version for parameter in ddp.module.parameters()]
 
 
-def _is_nested() -> bool:
+def is_nested_step() -> bool:
     """True if this step runs inside the step of an optimizer that wraps this one."""
     # All optimizers run their steps through the same torch wrapper, which calls this hook.
     frame: Any = sys._getframe(1)
