@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check a program step by step, from one process to several ranks: `ddpilot doctor train.py`. Torch only in ranks."""
+"""Check a program from one process to several ranks: `ddpilot doctor train.py`. Torch only in ranks. Imports verify."""
