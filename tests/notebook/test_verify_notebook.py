@@ -28,10 +28,6 @@ def {name}(factor={factor}):
 """
 
 
-END = "from ddpilot.launching.rank_server.client import stop_servers; stop_servers()"
-"""Stops the server of the ranks, which would stay for the next launch."""
-
-
 @pytest.fixture(scope="module")
 def kernel() -> Iterator[Kernel]:
     """A kernel with two ranks; the right function is in the notebook, the wrong one on the ranks."""
@@ -39,6 +35,8 @@ def kernel() -> Iterator[Kernel]:
         assert kernel.run(FUNCTION.format(name="right", factor=0)).error == ""
         made = kernel.run("%%ddp" + FUNCTION.format(name="wrong", factor=1))
         assert made.error + made.stderr == ""
+        # Starts the server of the ranks, which stays for the next launch.
+        assert kernel.run("import time, ddpilot; ddpilot.launch(time.monotonic, nproc_per_node=1)").error == ""
         yield kernel
 
 
@@ -52,7 +50,6 @@ def test_function_of_the_notebook_is_equal(kernel: Kernel) -> None:
     assert "<b>verify right, 1 and 2 ranks: equal</b>" in data["text/html"]
     assert "ddpilot: run 1: 2 ranks, as it is" in cell.stdout
     assert kernel.run("%%ddp\nrank").by_rank == {0: ["0"], 1: ["1"]}
-    assert kernel.run(END).error == ""
 
 
 def test_function_of_the_ranks_is_pulled_and_its_fault_is_named(kernel: Kernel) -> None:
@@ -60,12 +57,12 @@ def test_function_of_the_ranks_is_pulled_and_its_fault_is_named(kernel: Kernel) 
     cell = kernel.run("found = %ddp verify wrong -n 2\nfound.verdict, found.findings[0].code")
     assert cell.error == ""
     assert cell.shown == ["('different', 'DDP823')"]
-    assert kernel.run(END).error == ""
 
 
 def test_names_that_cannot_be_verified_are_refused(kernel: Kernel) -> None:
     """A name that neither side has, and a value that is not a function."""
     assert "Did you mean `right`?" in kernel.run("%ddp verify rigth").error
+    assert "Did you mean `right`?" in kernel.run("%ddp verify rigth(factor=1)").error
     kernel.run("number = 3")
     assert "`number` is int" in kernel.run("%ddp verify number").error
     assert "right" in kernel.complete("%ddp verify ri")
