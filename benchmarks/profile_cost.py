@@ -26,7 +26,7 @@ from benchmarks.guard_data_cost import BATCH, NUM_STEPS, train
 from benchmarks.measure import Row, main, render_values
 from ddpilot.guard.hook import install
 from ddpilot.profiler.phases import SHARES
-from ddpilot.profiler.probe import PhaseProbe
+from ddpilot.profiler.rank.probe import PhaseProbe
 
 LIMIT_US = 200.0
 """1 % of an update of 20 ms."""

@@ -26,8 +26,8 @@ MAY_IMPORT_TORCH = (
     *("ddpilot.diagnose.ranks", "ddpilot.diagnose.nodes"),
     *("ddpilot.diagnose.updates.probe", "ddpilot.diagnose.updates.changes", "ddpilot.diagnose.updates.modules"),
     *("ddpilot.diagnose.updates.batches", "ddpilot.diagnose.updates.draws", "ddpilot.diagnose.updates.placements"),
-    *("ddpilot.profiler.probe", "ddpilot.profiler.modules", "ddpilot.profiler.reductions", "ddpilot.profiler.running"),
-    "ddpilot.profiler.trace_window",
+    *("ddpilot.profiler.rank.probe", "ddpilot.profiler.rank.modules", "ddpilot.profiler.rank.reductions"),
+    *("ddpilot.profiler.rank.trace_window", "ddpilot.profiler.running"),
 )
 # These compare what ranks have recorded; numpy takes a tenth of a second.
 MAY_IMPORT_NUMPY = (

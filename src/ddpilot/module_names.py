@@ -28,9 +28,9 @@ UPDATE_HOOK = "ddpilot.diagnose.updates.hook:start"
 """Records what the updates of a program compute, for `verify` and the doctor of a script."""
 UPDATE_PROBE = "ddpilot.diagnose.updates.probe:UpdateProbe"
 
-PROFILE_HOOK = "ddpilot.profiler.hook:start"
+PROFILE_HOOK = "ddpilot.profiler.rank.hook:start"
 """Records where the time of updates goes."""
-PROFILE_PROBE = "ddpilot.profiler.probe:PhaseProbe"
+PROFILE_PROBE = "ddpilot.profiler.rank.probe:PhaseProbe"
 
 RANK_SERVER = "ddpilot.launching.rank_server.server"
 FORKED_RANK = "ddpilot.launching.rank_server.rank"

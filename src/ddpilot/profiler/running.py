@@ -16,7 +16,7 @@ from ddpilot.errors import RecordError
 from ddpilot.findings.display import Findings
 from ddpilot.group.protocol import GroupLike
 from ddpilot.guard.hook import install
-from ddpilot.profiler.probe import PhaseProbe
+from ddpilot.profiler.rank.probe import PhaseProbe
 from ddpilot.profiler.report import write_report
 from ddpilot.profiler.result import Profile, make_profile
 from ddpilot.profiler.spans_file import read_times

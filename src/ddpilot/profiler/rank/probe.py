@@ -27,10 +27,10 @@ from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.parameters.steps import is_nested_step
 from ddpilot.guard.probes.tensors import num_rows_of
 from ddpilot.launching.rank_environment import count_cores
-from ddpilot.profiler.modules import OutermostModules
-from ddpilot.profiler.reductions import GradientEnds
+from ddpilot.profiler.rank.modules import OutermostModules
+from ddpilot.profiler.rank.reductions import GradientEnds
+from ddpilot.profiler.rank.trace_window import TraceWindow
 from ddpilot.profiler.spans_file import PHASES, PROFILE_VARIABLE, TRACE_VARIABLE, TimesWriter
-from ddpilot.profiler.trace_window import TraceWindow
 
 DATA, COPY, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, CHECKPOINT, EVALUATION = range(len(PHASES))
 _COLLECTIVES = (

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from ddpilot.guard.hook import install
-from ddpilot.profiler.probe import PhaseProbe
+from ddpilot.profiler.rank.probe import PhaseProbe
 from ddpilot.profiler.spans_file import PHASES, read_times
 
 
