@@ -15,6 +15,7 @@ CAUSES: Mapping[str, frozenset[str]] = {
     "DDP105": frozenset({"DDP103", "DDP104", "DDP106"}),
     "DDP215": frozenset({"DDP103", "DDP104"}),
     "DDP320": _LOCAL_GRADIENTS,
+    "DDP324": _LOCAL_GRADIENTS - {"DDP324"},
     "DDP607": frozenset({"DDP601"}),
     "DDP703": frozenset({"DDP118", "DDP119"}),
     "DDP704": frozenset({"DDP118"}),

@@ -54,7 +54,8 @@ class Diagnostic:
 def lint_text(text: str, path: str, options: LintOptions = LintOptions()) -> list[Diagnostic]:  # noqa: B008 - frozen
     """Return what the rules find in a script, or in a notebook if `path` ends in ``.ipynb``, in the order of the lines.
 
-    Raises `SyntaxError`, `ValueError` or `RecursionError` if `text` cannot be parsed.
+    Raises `SyntaxError`, `ValueError` or `RecursionError` if `text` cannot be parsed; a text without any name that the
+    rules look for is not parsed.
     """
     if not is_relevant(text):
         return []

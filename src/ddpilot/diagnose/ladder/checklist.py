@@ -24,7 +24,7 @@ Seen = str | CodeLine | None
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What the points are judged from."""
+    """Sources and recorded runs, from which each point is judged."""
 
     sources: Sources
     rungs: Sequence[Rung]
@@ -39,7 +39,7 @@ class Evidence:
 
     @cached_property
     def records(self) -> tuple[RankRecord, ...]:
-        """What the ranks have recorded; empty if there was one process only."""
+        """Records of all ranks; empty if only one process ran."""
         return self.run.ranks if self.run is not None and self.run.nproc_per_node > 1 else ()
 
     @cached_property

@@ -40,13 +40,13 @@ class Rung:
     """A key of `RUNGS`."""
     status: RungStatus
     evidence: str = ""
-    """What was found, in one line."""
+    """Result of the rung in one line."""
     findings: tuple[Finding, ...] = ()
-    """What is wrong and what to do; of a rung that is ok, warnings."""
+    """Errors of a rung that is wrong; warnings of a rung that is ok."""
 
     @property
     def name(self) -> str:
-        """What is checked."""
+        """Name of the point."""
         return RUNGS[self.letter]
 
     def to_dict(self) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class Item:
     name: str
     status: ItemStatus
     evidence: str = ""
-    """What was seen, or what is wrong."""
+    """Observed value, or the fault."""
     code: str = ""
     """Code of the finding that says what is wrong; "" if it is not wrong."""
     place: CodeLine | None = None
@@ -105,7 +105,7 @@ class ProgramDiagnosis:
     checklist: tuple[Item, ...] = ()
     """The set-up of the program point by point, in the order of `SECTIONS`."""
     notes: tuple[str, ...] = ()
-    """What was changed in the runs to make them comparable."""
+    """Changes that made the runs comparable, one sentence each."""
 
     @property
     def failed(self) -> Rung | None:

@@ -21,7 +21,7 @@ KINDS = ("parameter", "buffer", "attribute", "input", "target", "loss weight")
 
 @dataclass(frozen=True, kw_only=True)
 class RecordSpec:
-    """What a run records, and what is changed in it."""
+    """Specification of a recorded run: the number of updates, and changes to the program."""
 
     num_updates: int | None
     """Updates after which the program ends; None: it runs to its end."""
@@ -39,7 +39,7 @@ class RecordSpec:
     orders_alike: bool = False
     """RandomSamplers draw their order from a seed of their own."""
     draws_alike: bool = False
-    """What the program draws in training from torch's generators is the same for each row, and at each call."""
+    """Draws from torch's generators in training are equal for each row and at each call."""
     has_batch_statistics: bool = True
     """False: BatchNorm normalizes with its running statistics while training, too."""
     weighs_rows: bool = False

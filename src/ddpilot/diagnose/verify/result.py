@@ -53,7 +53,7 @@ class Verification:
     floors: Mapping[str, float] | None = None
     """Measured noise: largest relative difference by the name of the pair of runs."""
     notes: tuple[str, ...] = ()
-    """What was changed in the runs to make them comparable."""
+    """Changes that made the runs comparable, one sentence each."""
     details: str = ""
     """The whole text of the error that ended a run, with its traceback; empty without one."""
 

@@ -27,13 +27,10 @@ from ddpilot.environments.private_files import scratch_folder
 from ddpilot.errors import LaunchError
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.finding import Finding
-from ddpilot.findings.order import sort_findings
+from ddpilot.findings.order import CAUSES, sort_findings
 from ddpilot.user_files import CodeLine
 
 _NUM_ON_CPU = 2
-_LOCAL_GRADIENTS = {"DDP320", "DDP321", "DDP322", "DDP323", "DDP324", "DDP327", "DDP329"}
-_CAUSES = {"DDP320": _LOCAL_GRADIENTS, "DDP324": _LOCAL_GRADIENTS}
-"""Findings of guard that explain a finding of the comparison, which is not shown then."""
 _DIFFERENT = {"DDP407"}
 """Findings of guard, which are no errors, about something that one rank never does: the same dropout masks twice."""
 
@@ -113,7 +110,7 @@ def compare(runs: Runs, title: str) -> Verification:
     seen = judged.seen or runs.parallel.findings
     codes = {each.code for each in seen}
     ours = judged.finding
-    is_explained = ours is None or bool(codes & _CAUSES.get(ours.code, {ours.code}))
+    is_explained = ours is None or bool(codes & (CAUSES.get(ours.code, frozenset()) | {ours.code}))
     both = seen if is_explained or ours is None else (ours, *seen)
     return Verification(
         title=title,
