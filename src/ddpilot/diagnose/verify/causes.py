@@ -140,8 +140,10 @@ def find_rank_fault(runs: Runs, update: int) -> Finding | None:
     differing = alone or [each for _, each in gradients]
     num = len({each.key for each in differing})
     names = ", ".join(f"`{name}`" for name in list(dict.fromkeys(each.name for each in differing))[:_MAX_NAMED])
-    is_unwrapped = bool(alone)
-    how = "which no DDP model reduces" if is_unwrapped else "which DDP should have reduced"
+    has_ddp = any(parameter.in_ddp for parameter in parameters.values())
+    # Without a DDP model, and with other gradients equal, the program reduces by hand.
+    is_unwrapped = bool(alone) and (has_ddp or num == len(parameters))
+    how = "which no DDP model reduces" if is_unwrapped else f"which {'DDP' if has_ddp else 'the program'} should reduce"
     return make_finding(
         "DDP324" if is_unwrapped else "DDP320",
         summary=f"the ranks step with different gradients of {num} parameter{'s' * (num > 1)}, {how}: {names}",
