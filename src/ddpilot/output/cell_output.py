@@ -163,8 +163,7 @@ class CellOutput:
 
     def show_all(self) -> None:
         """Show all pending output, in order."""
-        for entry in self._merger.flush():
-            self._emit(entry)
+        self._emit_all(self._merger.flush())
         if self._bar is not None:
             self._draw(self._drawn_s)
         self.screen.flush()
@@ -220,8 +219,13 @@ class CellOutput:
 
     def _emit_ready(self, now_s: float) -> None:
         self._num_unshown_bytes = 0
-        for entry in self._merger.ready(now_s):
-            self._emit(entry)
+        self._emit_all(self._merger.ready(now_s))
+
+    def _emit_all(self, entries: Sequence[PendingLine]) -> None:
+        if entries:
+            with self.screen.above_bar():
+                for entry in entries:
+                    self._emit(entry)
 
     def _draw(self, now_s: float) -> None:
         if self._bar is not None:

@@ -6,7 +6,8 @@ from __future__ import annotations
 import functools
 import io
 import sys
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Literal, TextIO
 
 from ddpilot.findings.text import render_ranks
@@ -124,13 +125,19 @@ class LabelledWriter:
             )
         self.flush()
 
-    def _write(self, stream: str, text: str) -> None:
+    @contextmanager
+    def above_bar(self) -> Iterator[None]:
+        """Erase the progress bar, and draw it again below what is shown meanwhile: once, however much that is."""
         bar = self._bar
         self._erase_bar()
-        self._streams[stream].write(text)
-        if bar is not None:
+        yield
+        if bar is not None and self._bar is None:
             self._bar = bar
             self._streams[bar[0]].write(f"\r{bar[1]}")
+
+    def _write(self, stream: str, text: str) -> None:
+        with self.above_bar():
+            self._streams[stream].write(text)
 
     def _erase_bar(self) -> None:
         if self._bar is not None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -246,6 +247,23 @@ def test_output_shows_a_bar_that_only_a_higher_rank_draws() -> None:
     output.show(0.1)
     output.close(0.2)
     assert short.without_flushes() == [("bar's end", "stderr", 1, "100%"), ("closed",)]
+
+
+@pytest.mark.parametrize("below", [b"50 %", b"\r50 %"])
+def test_output_draws_what_is_below_a_flood_once_again(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, below: bytes
+) -> None:
+    """1,000 lines above an unfinished line, or a bar, cost the notebook their own characters, not three times that."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    output = CellOutput([0, 1], TextScreen("labelled", None))
+    output.text(0, "stdout", below, 0.0)
+    output.show(0.2)
+    output.text(1, "stdout", b"a line\n" * 1000, 0.2)
+    output.show(0.3)
+    shown = capsys.readouterr().out
+    assert shown.count("[rank 1] a line\n") == 1000
+    assert shown.count("[rank 0] 50 %") == 2
+    assert shown.endswith("\r[rank 0] 50 %")
 
 
 def test_output_draws_no_unfinished_line_over_a_bar() -> None:
