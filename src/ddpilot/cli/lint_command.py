@@ -52,7 +52,7 @@ def lint(
         unreadable.append(path)
         print(f"{path}: not checked: {reason}", file=sys.stderr)
 
-    found = list(lint_files(files, options, report_unreadable))
+    found = list(lint_files(files, options, report_unreadable, named=paths))
     if found or output_format in ("json", "sarif"):
         print(FORMATS[output_format](found))
     return 2 if set(unreadable) & set(paths) else 1 if found else 0

@@ -43,7 +43,8 @@ def doctor(
 
     `nodes`: this process is a rank of a job that torchrun, srun or mpirun started, possibly on several nodes: check
     every node and the network between them, and return the same on all ranks. Collective; the number of ranks is the
-    job's. `timeout_s`: seconds to wait for the other ranks then. Raises TopologyError for wrong variables.
+    job's. `timeout_s`: seconds to wait for the other ranks then. Raises TopologyError for wrong variables, and
+    LaunchError if this process is not a rank.
     """
     if nodes:
         return _examine_job(num_workers, Path(checkpoint_dir), timeout_s)
@@ -77,7 +78,13 @@ def _refuse_in_rank(environ: Mapping[str, str]) -> None:
 def _examine_job(num_workers: int | None, checkpoint_dir: Path, timeout_s: float) -> Diagnosis:
     from ddpilot.diagnose.nodes import examine_job
 
-    topology = detect_topology(os.environ, distributed=True)
+    topology = detect_topology(os.environ)
+    if not topology.is_distributed:
+        raise LaunchError(
+            "checking the nodes of a job",
+            found=f"this process is not a rank of a job: {topology.how}",
+            fix="Start it on all nodes: `srun ddpilot doctor --nodes`, or `torchrun ... -m ddpilot doctor --nodes`",
+        )
     facts = Facts(
         environ=dict(os.environ),
         nproc_per_node=topology.local_world_size,

@@ -41,7 +41,7 @@ def detect_topology(environ: Mapping[str, str], *, distributed: bool | None = No
         raise TopologyError(
             "detecting the topology",
             variable=origin if distributed is None else "RANK",
-            found=f"{given} asks for several ranks, but no launcher's variables are set ({topology.how})",
+            found=f"{given} requires a job of several ranks, but no launcher's variables are set ({topology.how})",
             fix="Start the program with torchrun, srun, mpirun or ddpilot, or leave the choice to detection",
         )
     return topology

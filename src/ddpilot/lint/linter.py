@@ -8,7 +8,7 @@ import io
 import os
 import re
 import tokenize
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -144,11 +144,21 @@ def _is_excluded(path: str, exclude: Sequence[str]) -> bool:
 
 
 def lint_files(
-    paths: Iterable[str], options: LintOptions, on_unreadable: Callable[[str, str], None]
+    paths: Iterable[str],
+    options: LintOptions,
+    on_unreadable: Callable[[str, str], None],
+    *,
+    named: Collection[str] = (),
 ) -> Iterator[Diagnostic]:
-    """Yield what the rules find in files. `on_unreadable`: called with path and reason if a file cannot be checked."""
+    """Yield what the rules find in files. `on_unreadable`: called with path and reason if a file cannot be checked.
+
+    `named`: files that are parsed in any case, also without any name that the rules look for.
+    """
     for path in paths:
         try:
-            yield from lint_text(read_text(Path(path)), path, options)
+            text = read_text(Path(path))
+            if path in named and not is_relevant(text):
+                Program(*(read_notebook(text) if path.endswith(".ipynb") else (text, ())))
+            yield from lint_text(text, path, options)
         except (SyntaxError, ValueError, RecursionError, MemoryError, OSError) as error:
             on_unreadable(path, f"{type(error).__name__}: {error}".partition("\n")[0])

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from ddpilot.cli import doctor_command
 from ddpilot.cli.app import app
 from ddpilot.diagnose.diagnosis import Diagnosis, Line
+from ddpilot.errors import LaunchError
 from ddpilot.findings.catalog import make_finding
 
 GOOD = Diagnosis("doctor: vm", (Line("host_name", "network", "vm is 10.0.0.1"),))
@@ -65,3 +66,9 @@ def test_wrong_options_have_status_2(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is checked."""
     assert run(monkeypatch, GOOD, "--workers", "-1")[0] == 2
     assert run(monkeypatch, GOOD, "--unknown")[0] == 2
+
+
+def test_nodes_are_checked_in_a_job_only() -> None:
+    """Outside of one, the error says how to start it on all nodes."""
+    with pytest.raises(LaunchError, match="not a rank of a job.* `srun ddpilot doctor --nodes`"):
+        CliRunner().invoke(app, ["doctor", "--nodes"], catch_exceptions=False)

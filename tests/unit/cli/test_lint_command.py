@@ -43,9 +43,10 @@ def test_lint_prints_one_line_for_each_report_and_exits_with_1(script: Path) -> 
     assert json.loads(run("train.py", "--format", "json")[1])[0]["fixable"]
 
 
-def test_a_file_that_cannot_be_parsed_is_no_success_if_it_is_named(script: Path) -> None:
+@pytest.mark.parametrize("start", ["import torch", "import json"], ids=["torch", "without torch"])
+def test_a_file_that_cannot_be_parsed_is_no_success_if_it_is_named(script: Path, start: str) -> None:
     """In a folder it is passed over."""
-    (script.parent / "old.py").write_text("import torch\nprint 1\n")
+    (script.parent / "old.py").write_text(f"{start}\nprint 1\n")
     script.unlink()
     assert run("old.py")[0] == 2
     assert run(".")[0] == 0

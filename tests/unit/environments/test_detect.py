@@ -61,11 +61,11 @@ def test_detect_topology_detects_when_left_to_it(word: str) -> None:
 @pytest.mark.parametrize("word", ["1", "true", "YES", "on"])
 def test_detect_topology_refuses_to_be_alone_when_told_so(word: str) -> None:
     """True without a launcher's variables raises an error that quotes the setting."""
-    with pytest.raises(TopologyError, match=f"DDPILOT_DISTRIBUTED={word} asks for several ranks") as caught:
+    with pytest.raises(TopologyError, match=f"DDPILOT_DISTRIBUTED={word} requires a job of several ranks") as caught:
         detect_topology({"DDPILOT_DISTRIBUTED": word})
     assert caught.value.variable == "DDPILOT_DISTRIBUTED"
     assert detect_topology({**TORCHRUN, "DDPILOT_DISTRIBUTED": word}).rank == 1
-    with pytest.raises(TopologyError, match="distributed=True asks for several ranks"):
+    with pytest.raises(TopologyError, match="distributed=True requires a job of several ranks"):
         detect_topology({}, distributed=True)
 
 

@@ -55,7 +55,7 @@ class Verification:
     notes: tuple[str, ...] = ()
     """Changes that made the runs comparable, one sentence each."""
     details: str = ""
-    """The whole text of the error that ended a run, with its traceback; empty without one."""
+    """The text of the error that ended a run after its first line, with its traceback; empty without one."""
 
     @property
     def is_equal(self) -> bool:

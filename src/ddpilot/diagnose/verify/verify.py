@@ -208,9 +208,9 @@ def _judge_failure(run: Run) -> _Judgement | None:
     """Return why a run cannot be compared; None if it can."""
     where = f"{run.nproc_per_node} rank{'s' * (run.nproc_per_node > 1)}"
     if run.error is not None:
-        text = str(run.error)
-        summary = f"the run on {where} failed: {text.partition(chr(10))[0].strip()}"
-        return _Judgement("unknown", summary, has_numbers=False, details=text, seen=run.findings)
+        first, _, rest = str(run.error).partition("\n")
+        summary = f"the run on {where} failed: {first.strip()}"
+        return _Judgement("unknown", summary, has_numbers=False, details=rest.strip("\n"), seen=run.findings)
     if any(record.has_fault for record in run.ranks):
         return _Judgement("unknown", f"the updates on {where} could not be recorded", has_numbers=False)
     if not run.num_updates:
