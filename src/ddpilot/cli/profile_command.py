@@ -18,7 +18,6 @@ from ddpilot.launching.elastic.prepare import prepare_run
 from ddpilot.launching.elastic.run import run_prepared
 from ddpilot.module_names import PROFILE_HOOK
 from ddpilot.output.writer import LabelledWriter
-from ddpilot.profiler.report import write_report
 from ddpilot.profiler.result import Profile, read_profile
 from ddpilot.profiler.scaling import compare_sizes
 from ddpilot.profiler.spans_file import PROFILE_VARIABLE, TRACE_VARIABLE
@@ -41,7 +40,7 @@ def run_profile(script: str, args: Sequence[str], *, nproc_per_node: str, html: 
     profile = _profile(options, shows_output=not as_json, trace=trace)
     written = []
     if html:
-        write_report(profile, Path(html), title=f"{Path(script).name} on {len(profile.phases.ranks)} ranks")
+        profile.to_html(html, title=f"{Path(script).name} on {len(profile.phases.ranks)} ranks")
         written.append(f"report: {html}")
     if trace:
         merged = merge_traces(Path(trace), list(profile.phases.ranks))

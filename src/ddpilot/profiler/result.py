@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 
@@ -15,8 +14,19 @@ from ddpilot.errors import RecordError
 from ddpilot.findings.display import Findings, screen_size
 from ddpilot.profiler.judgement import Judged, judge
 from ddpilot.profiler.phases import NUM_WARM_UP, SHARES, Phases, divide_updates
+from ddpilot.profiler.pictures.figures import plot_profile
+from ddpilot.profiler.pictures.profile_page import render_page, render_profile
+from ddpilot.profiler.pictures.recorded import MemoryCourse, Timeline, full_lateness, make_memory_course, make_timeline
 from ddpilot.profiler.spans_file import RankTimes, find_ranks, read_times
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_MAX_SHOWN = 8
+"""Ranks that have a column, a bar and a row of their own in a text."""
+_SHADES = " .:-=+*#%@"
+_LEAST_LATE = 0.05
+"""Part of an update by which a rank has to be late for lateness to be shown as text."""
 _LETTERS = {
     "data": "d",
     "copy": "c",
@@ -41,6 +51,10 @@ class Profile:
     """Findings, with the factor that each would give; the largest first."""
     is_fair: bool = True
     """False if the ranks share cores or a device, so that N of them cannot be N times as fast as one."""
+    timeline: Timeline | None = None
+    """The spans of a typical update."""
+    memory: MemoryCourse | None = None
+    """Memory over time."""
 
     @property
     def findings(self) -> Findings:
@@ -49,6 +63,11 @@ class Profile:
 
     @property
     def summary(self) -> str:
+        """The text of one screen: a table of the phases by rank, a bar for each rank, and the findings."""
+        return self.render()
+
+    @property
+    def headline(self) -> str:
         """One sentence: number of updates, duration and spread."""
         durations = self.phases.durations_s.mean(axis=0)
         low, high = numpy.percentile(durations, [10, 90])
@@ -66,7 +85,7 @@ class Profile:
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON-serializable values; seconds of updates are lists [ranks][updates][shares]."""
         return {
-            "summary": self.summary,
+            "summary": self.headline,
             "shares": list(SHARES),
             "ranks": list(self.phases.ranks),
             "first_update": self.phases.first_update,
@@ -74,48 +93,88 @@ class Profile:
             "findings": [{**each.finding.to_dict(), "factor": each.factor} for each in self.judged],
         }
 
+    def to_html(self, path: str | Path, *, title: str = "Profile") -> None:
+        """Write the report with its pictures to `path`: one file, which needs no network."""
+        Path(path).write_text(render_page(title, self._repr_html_()), "utf-8")
+
+    def plot(self) -> Figure:
+        """Return a matplotlib figure: an update on each rank as a stacked bar, and how late each rank is.
+
+        Raises RecordError if matplotlib is not installed.
+        """
+        return plot_profile(self.phases, self.headline)
+
     def render(self, *, width: int | None = None, color: bool = False) -> str:
-        """Return the text: a table of the phases by rank, a bar for each rank, and the findings."""
+        """Return the text: a table of the phases by rank, bars, lateness, and the findings; at most one screen."""
         width = width or screen_size().columns
-        blocks = [self.summary, "\n".join(self._table()), "\n".join(self._bars(width))]
+        shown = self._shown_ranks()
+        num = len(self.phases.ranks)
+        head = self.headline if len(shown) == num else f"{self.headline}\n{len(shown)} ranks, from early to late ones:"
+        parts = [self._table(shown), self._bars(shown, width), self._lateness(shown, width)]
+        blocks = [head, *("\n".join(part) for part in parts if part)]
         height = max(10, screen_size().lines - sum(block.count("\n") + 2 for block in blocks))
         found = self.findings.render(width, color, height=height)
         return "\n\n".join([*blocks, found or "nothing to improve was found"])
 
-    def _table(self) -> list[str]:
-        shown = [name for name in SHARES if self.phases.median(name) > 0]
-        head = "ms of an update  " + "".join(f"{f'rank {rank}':>10}" for rank in self.phases.ranks)
+    def _shown_ranks(self) -> list[int]:
+        """Return places of the ranks that texts show: all, or of many those that wait most to least."""
+        num = len(self.phases.ranks)
+        if num <= _MAX_SHOWN:
+            return list(range(num))
+        order = numpy.argsort(-self.phases.share("waiting").mean(axis=1), kind="stable")
+        return [int(order[place]) for place in numpy.linspace(0, num - 1, _MAX_SHOWN).round().astype(int)]
+
+    def _table(self, shown: Sequence[int]) -> list[str]:
+        names = [name for name in SHARES if self.phases.median(name) > 0]
+        head = "ms of an update  " + "".join(f"{f'rank {self.phases.ranks[place]}':>10}" for place in shown)
         lines = [head]
-        for name in shown:
-            seconds = numpy.mean(self.phases.share(name), axis=1)
+        for name in names:
+            seconds = numpy.mean(self.phases.share(name), axis=1)[shown]
             lines.append(f"{_LETTERS[name]} {name:<15}" + "".join(f"{each * 1e3:>10.2f}" for each in seconds))
         return lines
 
-    def _bars(self, width: int) -> Sequence[str]:
-        means = self.phases.seconds.mean(axis=1)
+    def _bars(self, shown: Sequence[int], width: int) -> list[str]:
+        means = self.phases.seconds.mean(axis=1)[shown]
         longest = means.sum(axis=1).max()
         room = max(20, width - 10)
         rows = []
-        for rank, seconds in zip(self.phases.ranks, means, strict=True):
+        for place, seconds in zip(shown, means, strict=True):
             ends = numpy.round(numpy.cumsum(seconds) / longest * room).astype(int)
             lengths = numpy.diff(ends, prepend=0)
             bar = "".join(_LETTERS[name] * int(each) for name, each in zip(SHARES, lengths, strict=True))
-            rows.append(f"rank {rank:<3} {bar}")
+            rows.append(f"rank {self.phases.ranks[place]:<3} {bar}")
+        return rows
+
+    def _lateness(self, shown: Sequence[int], width: int) -> list[str]:
+        """Return how late each rank is over the updates, as shades; nothing if no rank is late by much."""
+        late = self.phases.arrivals_s
+        if numpy.isnan(late).all() or numpy.nanmean(late, axis=1).max() < _LEAST_LATE * self.phases.update_s:
+            return []
+        most = full_lateness(late)
+        columns = numpy.array_split(numpy.arange(late.shape[1]), min(late.shape[1], max(20, width - 10)))
+        rows = [
+            f"how late to the last collective of an update, by update: `{_SHADES[-1]}` is {most * 1e3:.3g} ms or more"
+        ]
+        for place in shown:
+            means = [float(numpy.nan_to_num(late[place, column]).mean()) for column in columns]
+            shades = "".join(_SHADES[min(len(_SHADES) - 1, int(each / most * len(_SHADES)))] for each in means)
+            rows.append(f"rank {self.phases.ranks[place]:<3} {shades}".rstrip())
         return rows
 
     def __str__(self) -> str:
         return self.render()
 
     def __repr__(self) -> str:
-        return f"Profile({self.summary!r})"
+        return f"Profile({self.headline!r})"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: ARG002 - IPython's signature
         printer.text(str(self))
 
     def _repr_html_(self) -> str:
-        found = self.findings._repr_html_() if self.judged else "<p>nothing to improve was found</p>"
-        table = "\n".join([*self._table(), "", *self._bars(100)])
-        return f"<div><p>{escape(self.summary)}</p><pre>{escape(table)}</pre>{found}</div>"
+        found = self.findings._repr_html_() if self.judged else "<p>Nothing to improve was found.</p>"
+        return render_profile(
+            self.phases, headline=self.headline, findings=found, timeline=self.timeline, memory=self.memory
+        )
 
 
 def read_profile(folder: Path) -> Profile:
@@ -133,7 +192,13 @@ def make_profile(times: Sequence[RankTimes]) -> Profile:
             found=f"too few updates: {counts}",
             fix=f"Profile at least {NUM_WARM_UP + 3} updates: steps of an optimizer after a backward pass",
         )
-    return Profile(phases=phases, judged=judge(phases, times), is_fair=_have_own_cores(times))
+    return Profile(
+        phases=phases,
+        judged=judge(phases, times),
+        is_fair=_have_own_cores(times),
+        timeline=make_timeline(phases, times),
+        memory=make_memory_course(times),
+    )
 
 
 def _have_own_cores(times: Sequence[RankTimes]) -> bool:

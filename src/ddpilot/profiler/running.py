@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,17 +17,19 @@ from ddpilot.findings.display import Findings
 from ddpilot.group.protocol import GroupLike
 from ddpilot.guard.hook import install
 from ddpilot.profiler.rank.probe import PhaseProbe
-from ddpilot.profiler.report import write_report
 from ddpilot.profiler.result import Profile, make_profile
 from ddpilot.profiler.spans_file import read_times
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class RunningProfile:
     """Context manager that profiles the updates made while it is entered. Collective on exit.
 
-    After the exit every rank has the profile of all ranks: `profile` is it, and `summary`, `findings`, `to_html` and
-    the display are its own. If the block raises an exception nothing is exchanged, and there is no profile. Raises
-    RecordError, on all ranks, if a rank made fewer than 6 updates.
+    After the exit every rank has the profile of all ranks: `profile` is it, and `summary`, `findings`, `to_html`,
+    `plot` and the display are its own. If the block raises an exception nothing is exchanged, and there is no profile.
+    Raises RecordError, on all ranks, if a rank made fewer than 6 updates.
     """
 
     def __init__(self, group: GroupLike, models: Iterable[DistributedDataParallel] = ()) -> None:
@@ -47,7 +49,7 @@ class RunningProfile:
 
     @property
     def summary(self) -> str:
-        """One sentence: number of updates, duration and spread."""
+        """The text of one screen."""
         return self.profile.summary
 
     @property
@@ -57,7 +59,11 @@ class RunningProfile:
 
     def to_html(self, path: str | Path, *, title: str = "Profile") -> None:
         """Write the report with its pictures to `path`, on this rank."""
-        write_report(self.profile, Path(path), title=title)
+        self.profile.to_html(path, title=title)
+
+    def plot(self) -> Figure:
+        """Return a matplotlib figure of the profile. Raises RecordError if matplotlib is not installed."""
+        return self.profile.plot()
 
     def __enter__(self) -> RunningProfile:
         self._folder = self._stack.enter_context(scratch_folder("ddpilot-profile-"))

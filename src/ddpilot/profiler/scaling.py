@@ -6,13 +6,19 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from html import escape
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.display import Findings, screen_size
 from ddpilot.profiler.phases import SHARES
+from ddpilot.profiler.pictures.figures import plot_scaling
+from ddpilot.profiler.pictures.profile_page import render_page
+from ddpilot.profiler.pictures.scaling_page import render_scaling
 from ddpilot.profiler.result import Profile
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _EXPECTED = {2: (0.90, 0.95), 4: (0.85, 0.95), 8: (0.80, 0.90), 16: (0.75, 0.90)}
 """Efficiencies that are usual on GPUs with a good link, by number of ranks."""
@@ -99,9 +105,20 @@ class Scaling:
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: ARG002 - IPython's signature
         printer.text(str(self))
 
+    def to_html(self, path: str | Path) -> None:
+        """Write the report with its pictures to `path`: one file, which needs no network."""
+        Path(path).write_text(render_page(f"Scaling of {self.title}", self._repr_html_()), "utf-8")
+
+    def plot(self) -> Figure:
+        """Return a matplotlib figure: the curve with the ideal line, and what is lost at each number of ranks.
+
+        Raises RecordError if matplotlib is not installed.
+        """
+        return plot_scaling(self.rows, f"{self.title}: {self.kind} scaling")
+
     def _repr_html_(self) -> str:
         found = self.findings._repr_html_() if self.findings else ""
-        return f"<div><pre>{escape(chr(10).join(self._table()))}</pre>{found}</div>"
+        return render_scaling(self.rows, headline=f"{self.title}: {self.kind} scaling", findings=found)
 
 
 def compare_sizes(title: str, by_size: Mapping[int, Sequence[Profile]]) -> Scaling:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,9 @@ SPAN = numpy.dtype([("begin_ns", "<i8"), ("end_ns", "<i8"), ("phase", "<i4"), ("
 UPDATE = numpy.dtype([("end_ns", "<i8"), ("num_samples", "<i8")])
 """The end of the last step of an optimizer before the next backward pass, and the samples of the update; -1 for an
 update that is left out, since torch.profiler recorded it."""
-_SPANS, _UPDATES, _FACTS = "spans.bin", "updates.bin", "facts.jsonl"
+MEMORY = numpy.dtype([("time_ns", "<i8"), ("host_bytes", "<i8"), ("device_bytes", "<i8")])
+"""Resident memory of the process at a time, and what torch has allocated on its device; -1 without one."""
+_SPANS, _UPDATES, _FACTS, _MEMORY = "spans.bin", "updates.bin", "facts.jsonl", "memory.bin"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,8 @@ class RankTimes:
     """The user's line of spans, by number."""
     facts: Mapping[str, Any]
     """About the program: threads, cores, workers, options of DDP and others, by name."""
+    memory: numpy.ndarray[Any, Any] = field(default_factory=lambda: numpy.zeros(0, MEMORY))
+    """Of type `MEMORY`, in order."""
 
 
 class TimesWriter:
@@ -55,6 +59,10 @@ class TimesWriter:
     def write_updates(self, updates: Sequence[tuple[int, int]]) -> None:
         """Append updates: end, and number of samples."""
         self._append(_UPDATES, numpy.array(list(updates), dtype=UPDATE).tobytes())
+
+    def write_memory(self, samples: Sequence[tuple[int, int, int]]) -> None:
+        """Append samples of memory: time, bytes of the host, bytes of the device."""
+        self._append(_MEMORY, numpy.array(list(samples), dtype=MEMORY).tobytes())
 
     def write_fact(self, name: str, value: Any) -> None:
         """Append a fact, which replaces an earlier one with this name."""
@@ -88,6 +96,7 @@ def read_times(folder: Path, rank: int) -> RankTimes:
         updates=_whole(_read(f"{prefix}.{_UPDATES}"), UPDATE),
         sites=sites,
         facts=facts,
+        memory=_whole(_read(f"{prefix}.{_MEMORY}"), MEMORY),
     )
 
 

@@ -40,7 +40,7 @@ def test_the_profile_of_a_fit_is_shown_and_written(tmp_path: Path, capfd: pytest
     trainer = make_trainer(profile)
     trainer.fit(data, epochs=1, global_batch_size=8, nproc_per_node=2, progress=False)
     assert profile.summary.startswith("16 updates of 2 ranks, from the 5th on: ")
-    assert profile.summary.endswith("samples/s")
+    assert "samples/s" in profile.summary
     shown = capfd.readouterr().out
     assert "X communication" in shown
     assert "d data" in shown

@@ -12,7 +12,6 @@ import pytest
 from ddpilot.errors import RecordError
 from ddpilot.profiler.judgement import find_straggler, judge
 from ddpilot.profiler.phases import NUM_WARM_UP, Phases, divide_updates
-from ddpilot.profiler.report import write_report
 from ddpilot.profiler.result import Profile, read_profile
 from ddpilot.profiler.spans_file import PHASES, RankTimes, TimesWriter, read_times
 from ddpilot.user_files import CodeLine
@@ -173,13 +172,13 @@ def test_one_rank_without_collectives_has_a_profile(tmp_path: Path) -> None:
     profile = read_profile(tmp_path)
     assert profile.findings.items == ()
     assert profile.phases.share("other").mean() == pytest.approx(0.006)
-    assert "samples/s" not in profile.summary
+    assert "samples/s" not in profile.headline
 
 
 def test_the_report_is_one_file_without_network(folder: Path, tmp_path: Path) -> None:
     """No address but the name spaces of SVG; escaped title; small."""
     path = tmp_path / "profile.html"
-    write_report(read_profile(folder), path, title="<train>.py")
+    read_profile(folder).to_html(path, title="<train>.py")
     text = path.read_text("utf-8")
     assert "&lt;train&gt;.py" in text
     assert "http" not in text.replace("https://arxiv.org", "")

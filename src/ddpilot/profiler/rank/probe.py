@@ -27,6 +27,7 @@ from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.parameters.steps import is_nested_step
 from ddpilot.guard.probes.tensors import num_rows_of
 from ddpilot.launching.rank_environment import count_cores
+from ddpilot.profiler.rank.memory import MemorySamples
 from ddpilot.profiler.rank.modules import OutermostModules
 from ddpilot.profiler.rank.reductions import GradientEnds
 from ddpilot.profiler.rank.trace_window import TraceWindow
@@ -60,6 +61,7 @@ class PhaseProbe:
         self._main = threading.main_thread().ident
         self._spans: list[tuple[int, int, int, int]] = []
         self._updates: list[tuple[int, int]] = []
+        self._memory = MemorySamples()
         self._num_samples = 0
         self._sites: dict[tuple[str, int], int] = {}
         self._num_open_steps = 0
@@ -162,6 +164,7 @@ class PhaseProbe:
     def _end_update(self) -> None:
         window = self._window
         self._updates.append((self._last_step_ns, -1 if window and window.is_recording else self._num_samples))
+        self._memory.sample(self._last_step_ns)
         if window is not None:
             window.end_update()
         self._num_samples = 0
@@ -220,6 +223,7 @@ class PhaseProbe:
     def _write(self) -> None:
         self._writer.write_spans(self._spans)
         self._writer.write_updates(self._updates)
+        self._writer.write_memory(self._memory.take())
         self._spans, self._updates = [], []
 
 

@@ -25,7 +25,7 @@ class Profile(Callback):
         self._path = None if path is None else Path(path)
         self._running: RunningProfile | None = None
         self.summary = ""
-        """Number of updates, duration and spread, in one sentence; empty before the end of a fit."""
+        """The text of one screen; empty before the end of a fit."""
 
     def on_fit_start(self, run: Run) -> None:
         self._running = run.loop.profile()

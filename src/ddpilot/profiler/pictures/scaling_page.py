@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pictures of `ddpilot scale` as HTML: the curve of speed-up with the ideal line, and what is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Protocol
+
+from ddpilot.profiler.pictures.charts import (
+    Series,
+    figure,
+    format_number,
+    legend,
+    line_chart,
+    row,
+    stacked_bar,
+    table,
+)
+from ddpilot.profiler.pictures.style import LINES, STYLE, UNKNOWN, color_of
+
+KEPT = "as on the fewest ranks"
+COLORS = {
+    KEPT: color_of("optimizer"),
+    "data": color_of("data"),
+    "copy to the device": color_of("copy"),
+    "computation": color_of("backward"),
+    "waiting for the last rank": color_of("waiting"),
+    "exchange of gradients": color_of("communication"),
+    "checkpoints": color_of("checkpoint"),
+    "evaluation": color_of("evaluation"),
+    "other code": color_of("other"),
+}
+"""By cause of what is lost."""
+
+
+class Row(Protocol):
+    """The program at one number of ranks, as in `ScalingRow`."""
+
+    @property
+    def num_ranks(self) -> int: ...
+    @property
+    def samples_per_s(self) -> float: ...
+    @property
+    def spread(self) -> tuple[float, float]: ...
+    @property
+    def speed_up(self) -> float: ...
+    @property
+    def efficiency(self) -> float: ...
+    @property
+    def lost(self) -> Mapping[str, float]: ...
+    @property
+    def is_fair(self) -> bool: ...
+
+
+def render_scaling(rows: Sequence[Row], *, headline: str, findings: str) -> str:
+    """Return everything about scaling as one ``<div>``, for a page or a notebook. `findings`: HTML."""
+    parts = [
+        f"<p><b>{escape(headline)}</b></p>{findings}",
+        f"<section><h2>Speed-up</h2>{draw_curve(rows)}</section>",
+        f"<section><h2>Where the rest is lost</h2>{draw_losses(rows)}</section>",
+        f"<section><h2>Samples per second</h2>{_draw_table(rows)}</section>",
+    ]
+    return f'<div class="ddpilot-profile"><style>{STYLE}</style>{"".join(parts)}</div>'
+
+
+def ideal_of(row: Row, first: Row) -> float:
+    """Return the speed-up of `row` if it were as efficient as `first`."""
+    return row.num_ranks / first.num_ranks
+
+
+def spread_of(row: Row, first: Row) -> tuple[float, float]:
+    """Return the lowest and highest speed-up of the rounds."""
+    return row.spread[0] / first.samples_per_s, row.spread[1] / first.samples_per_s
+
+
+def draw_curve(rows: Sequence[Row]) -> str:
+    """Return speed-up by number of ranks, with the spread of the rounds and the ideal line."""
+    first, last = rows[0], rows[-1]
+    width = last.num_ranks - first.num_ranks or 1
+    x = [0.04 + 0.92 * (each.num_ranks - first.num_ranks) / width for each in rows]
+    ideal = Series(name="ideal", color=UNKNOWN, x=[x[0], x[-1]], y=[1.0, ideal_of(last, first)], is_dashed=True)
+    measured = Series(name="measured", color=LINES[0], x=x, y=[each.speed_up for each in rows])
+    most = max(ideal_of(last, first), *(spread_of(each, first)[1] for each in rows))
+    dots = "".join(_draw_dot(each, first, place, most * 1.05) for each, place in zip(rows, x, strict=True))
+    label = "Speed-up by number of ranks: " + ", ".join(f"{each.num_ranks}: {each.speed_up:.2f}" for each in rows)
+    chart = line_chart(
+        [ideal, measured],
+        x_ticks=[
+            (place, f"{each.num_ranks} rank{'s' * (each.num_ranks > 1)}") for each, place in zip(rows, x, strict=True)
+        ],
+        unit="x",
+        label=label,
+        most=most,
+        num_ticks=8,
+        more=dots,
+        is_tall=True,
+    )
+    keys = legend(
+        [
+            ("measured, with the spread of the rounds", LINES[0], "median of the rounds"),
+            ("ideal", UNKNOWN, "N times as many ranks, N times as fast"),
+        ],
+        is_line=True,
+    )
+    unfair = [f"{each.num_ranks}" for each in rows if not each.is_fair]
+    text = (
+        f"<p>At {' and '.join(unfair)} ranks several ranks share a core or a device here: they cannot be as fast as on "
+        "a machine with one for each.</p>"
+        if unfair
+        else ""
+    )
+    return f"{text}{keys}{chart}"
+
+
+def _draw_dot(row: Row, first: Row, place: float, top: float) -> str:
+    low, high = spread_of(row, first)
+    title = f"{row.num_ranks} ranks: {row.speed_up:.2f} times as fast ({low:.2f} to {high:.2f})"
+    return (
+        f'<span class="spread" style="left:{place:.2%};bottom:{low / top:.2%};height:{(high - low) / top:.2%};'
+        f'background:{LINES[0]}"></span>'
+        f'<span class="dot" style="left:{place:.2%};bottom:{row.speed_up / top:.2%};background:{LINES[0]}" '
+        f'title="{escape(title)}"></span>'
+    )
+
+
+def draw_losses(rows: Sequence[Row]) -> str:
+    """Return a bar for each number of ranks: the time of an update that is as on the fewest ranks, and the rest."""
+    parts, names = [], {KEPT: 0.0}
+    for each in rows:
+        lost = {name: share for name, share in each.lost.items() if share >= 0.001}
+        names |= lost
+        kept = max(0.0, 1 - sum(lost.values()))
+        values = [
+            (name, share, COLORS.get(name, UNKNOWN), f"{share:.0%} {name}")
+            for name, share in {KEPT: kept, **lost}.items()
+        ]
+        ranks = f"{each.num_ranks} rank{'s' * (each.num_ranks > 1)}"
+        parts.append(row(ranks, stacked_bar(values, sum(value for _, value, *_ in values)), f"{each.efficiency:.0%}"))
+    text = "The time of an update, and at the end the efficiency: speed-up divided by how many times as many ranks."
+    label = "Time of an update by cause: " + "; ".join(
+        f"{each.num_ranks} ranks lose "
+        + (", ".join(f"{share:.0%} {name}" for name, share in each.lost.items() if share >= 0.01) or "nothing")
+        for each in rows
+    )
+    keys = legend((name, COLORS.get(name, UNKNOWN), name) for name in names)
+    return f"<p>{text}</p>{keys}{figure(parts, label, 'rows')}"
+
+
+def _draw_table(rows: Sequence[Row]) -> str:
+    head = ["ranks", "samples/s", "lowest", "highest", "speed-up", "efficiency"]
+    body = [
+        [
+            str(each.num_ranks),
+            *(format_number(value) for value in (each.samples_per_s, *each.spread)),
+            f"{each.speed_up:.2f}",
+            f"{each.efficiency:.0%}",
+        ]
+        for each in rows
+    ]
+    return table(head, body)
