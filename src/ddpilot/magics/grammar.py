@@ -8,6 +8,7 @@ import dataclasses
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from keyword import iskeyword
 from typing import Any, get_args
 
 from ddpilot.errors import DdpilotError
@@ -57,6 +58,13 @@ def parse_rank(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not the number of a rank")
     return int(text)
+
+
+def parse_name(text: str) -> str:
+    """Parse the name of a variable; "" if the option has none. Raises ArgumentTypeError."""
+    if text and (not text.isidentifier() or iskeyword(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not the name of a variable")
+    return text
 
 
 def parse_variable(text: str) -> tuple[str, str]:
@@ -300,7 +308,7 @@ def overview() -> str:
     verbs = "".join(f"  %ddp {name:{width}}{verb.does}\n" for name, verb in VERBS.items())
     return (
         f"{verbs}  %ddp VERB -h{'':{width - 7}}the options of a verb\n\n"
-        "  %%ddp [--ranks 0,2-3] [--local | --everywhere] [--quiet] [--keep-cache]\n"
+        "  %%ddp [--ranks 0,2-3] [--local | --everywhere] [--quiet] [--keep-cache] [--profile [NAME]]\n"
         "                run the cell below on the ranks\n"
     )
 
@@ -314,4 +322,12 @@ def make_cell_parser() -> MagicParser:
     place.add_argument("--everywhere", action="store_true", help="on the ranks and then in the notebook")
     parser.add_argument("--quiet", action="store_true", help="show nothing but errors")
     parser.add_argument("--keep-cache", action="store_true", help="leave the GPU's memory cache as it is afterwards")
+    parser.add_argument(
+        "--profile",
+        metavar="NAME",
+        nargs="?",
+        const="",
+        type=parse_name,
+        help="show where the time of the cell's updates goes; NAME: a variable of the notebook for the result",
+    )
     return parser

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import sys
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class, needs_local_scope
 
@@ -16,6 +16,9 @@ from ddpilot.magics.grammar import VERBS, MagicUsageError, make_cell_parser, ove
 from ddpilot.magics.push_pull import RETURNED, SCOPE
 from ddpilot.magics.shell_session import ShellSession, briefly
 from ddpilot.option_parser import HelpRequested
+
+if TYPE_CHECKING:
+    from ddpilot.profiler.result import Profile
 
 WHOLE = "--whole"
 """Marks a line of `%%ddp` that ddpilot itself generates: the cell's lines are already numbered."""
@@ -41,8 +44,7 @@ class DdpMagics(Magics):
                 return self._verb(line, local_ns)
             words = line.split()
             if words[:1] == [WHOLE]:
-                run_on_ranks(self._shell_session, cell, make_cell_parser().read(words[1:]))
-                return None
+                return run_on_ranks(self._shell_session, cell, make_cell_parser().read(words[1:]))
             return run_cell(self._shell_session, line.strip(), cell)
         except HelpRequested as helped:
             self._shell_session.write(str(helped))
@@ -94,7 +96,7 @@ def _explain_verb(name: str) -> str:
 
 
 def run_cell(shell_session: ShellSession, line: str, cell: str) -> Any:
-    """Run `cell` with the options in `line`. Return what a cell magic in it returns in the notebook, else None.
+    """Run `cell` with the options in `line`. Return its profile, or what a cell magic in it returns in the notebook.
 
     Raises RankError, LaunchInterrupted, MagicUsageError.
     """
@@ -115,22 +117,29 @@ def run_cell(shell_session: ShellSession, line: str, cell: str) -> Any:
         raise MagicUsageError(
             "running a cell on the ranks", found="there is no code below `%%ddp`", fix="Write the code there"
         )
-    if not is_local:
-        run_on_ranks(shell_session, number_lines(line, cell), chosen)
-    return run_here(shell_session, cell) if is_local or is_everywhere else None
+    profile = None if is_local else run_on_ranks(shell_session, number_lines(line, cell), chosen)
+    value = run_here(shell_session, cell) if is_local or is_everywhere else None
+    return value if profile is None else profile
 
 
-def run_on_ranks(shell_session: ShellSession, code: str, chosen: dict[str, Any]) -> None:
-    """Run `code`, whose lines are numbered as in the notebook's cell, on the ranks."""
+def run_on_ranks(shell_session: ShellSession, code: str, chosen: dict[str, Any]) -> Profile | None:
+    """Run `code`, whose lines are numbered as in the notebook's cell, on the ranks. Return its profile."""
     session = shell_session.require("running a cell on the ranks")
+    name: str | None = chosen.get("profile")
     with briefly():
-        session.execute(
+        result = session.execute(
             code,
             ranks=chosen.get("ranks"),
             quiet=chosen.get("quiet", False),
             keep_cache=chosen.get("keep_cache"),
             cell=_cell_number(shell_session.shell),
+            profile=name is not None,
         )
+    if result.no_profile:
+        shell_session.report(f"no profile: {result.no_profile}")
+    elif name:
+        shell_session.shell.push({name: result.profile}, interactive=True)
+    return result.profile
 
 
 def _cell_number(shell: Any) -> int:

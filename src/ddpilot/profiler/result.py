@@ -22,6 +22,7 @@ from ddpilot.profiler.spans_file import RankTimes, find_ranks, read_times
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+_FIX = f"Profile at least {NUM_WARM_UP + 3} updates: steps of an optimizer after a backward pass"
 _MAX_SHOWN = 8
 """Ranks that have a column, a bar and a row of their own in a text."""
 _SHADES = " .:-=+*#%@"
@@ -185,12 +186,14 @@ def read_profile(folder: Path) -> Profile:
 def make_profile(times: Sequence[RankTimes]) -> Profile:
     """Return the profile of what all ranks have recorded. Raises RecordError if a rank has too few updates."""
     phases = divide_updates(times)
+    if phases is None and times and not any(len(each.updates) for each in times):
+        raise RecordError("reading a profile", found="no rank made an update", fix=_FIX)
     if phases is None:
         counts = ", ".join(f"{len(each.updates)} on rank {each.rank}" for each in times) or "no rank has recorded any"
         raise RecordError(
             "reading a profile",
             found=f"too few updates: {counts}",
-            fix=f"Profile at least {NUM_WARM_UP + 3} updates: steps of an optimizer after a backward pass",
+            fix=_FIX,
         )
     return Profile(
         phases=phases,

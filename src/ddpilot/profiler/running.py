@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,8 +14,7 @@ from ddpilot.environments.private_files import scratch_folder
 from ddpilot.errors import RecordError
 from ddpilot.findings.display import Findings
 from ddpilot.group.protocol import GroupLike
-from ddpilot.guard.hook import install
-from ddpilot.profiler.rank.probe import PhaseProbe
+from ddpilot.profiler.rank.block import start_recording
 from ddpilot.profiler.result import Profile, make_profile
 from ddpilot.profiler.spans_file import read_times
 
@@ -67,9 +65,7 @@ class RunningProfile:
 
     def __enter__(self) -> RunningProfile:
         self._folder = self._stack.enter_context(scratch_folder("ddpilot-profile-"))
-        make_probe = functools.partial(PhaseProbe, self._folder, self._group.rank, self._models)
-        functools.update_wrapper(make_probe, PhaseProbe, updated=())
-        self._stop = install(self._folder / "journal", rank=self._group.rank, probes=(make_probe,))
+        self._stop = start_recording(self._folder, self._group.rank, self._models)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, frames: Any) -> None:

@@ -9,10 +9,12 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ddpilot.errors import LaunchError, LaunchInterrupted, RankError
+from ddpilot.environments.private_files import scratch_folder
+from ddpilot.errors import LaunchError, LaunchInterrupted, RankError, RecordError
 from ddpilot.findings.text import render_ranks
 from ddpilot.launching.function_launch.launch import check_function
 from ddpilot.launching.options import check_keywords, explain_unknown
@@ -37,15 +39,23 @@ from ddpilot.session.status import RankStatus, describe_stack, read_statuses
 from ddpilot.watch.options import OnFinding
 
 if TYPE_CHECKING:
+    from ddpilot.profiler.result import Profile
     from ddpilot.session.kernels.manager import RankKernels
 
 
 @dataclass(frozen=True, kw_only=True)
 class CellResult:
-    """A cell that ran on `ranks` in `duration_s` seconds. Its output was shown in the view."""
+    """A cell that ran on `ranks` in `duration_s` seconds. Its output was shown in the view.
+
+    `profile`: where the time of its updates went, if `execute` was called with `profile=True` and the cell made at
+    least 6 of them. It displays itself in a notebook and as text; `plot()`, `to_html(path)` and `summary` show it
+    elsewhere. `no_profile`: in a sentence, why there is none although one was asked for.
+    """
 
     ranks: tuple[int, ...]
     duration_s: float
+    profile: Profile | None = None
+    no_profile: str = ""
 
 
 @explain_unknown
@@ -148,14 +158,15 @@ class Session:
         quiet: bool = False,
         cell: int | None = None,
         keep_cache: bool | None = None,
+        profile: bool = False,
     ) -> CellResult:
         """Run a cell on `ranks` (None: all live ranks), as if it were typed into a notebook on each; magics work.
 
         `quiet`: do not show its output. `cell`: its number in errors ("Cell In[7]"); default: one more than the last.
-        `keep_cache`: as for the session. Raises RankError with the first failure in time, or WatchError if a finding of
-        the watch stops the cell, after all ranks have returned and the group was rebuilt; for a finding of the guard at
-        the end of the cell, the cell has completed on all ranks and the group is unchanged. Raises LaunchInterrupted, a
-        KeyboardInterrupt, if it is interrupted.
+        `keep_cache`: as for the session. `profile`: measure where the time of its updates goes. Raises RankError with
+        the first failure in time, or WatchError if a finding of the watch stops the cell, after all ranks have returned
+        and the group was rebuilt; for a finding of the guard at the end of the cell, the cell has completed on all
+        ranks and the group is unchanged. Raises LaunchInterrupted, a KeyboardInterrupt, if it is interrupted.
         """
         arguments.check_code(code)
         chosen = select_ranks(self._kernels, ranks, "running a cell")
@@ -164,9 +175,19 @@ class Session:
         self._num_cells = cell if cell is not None else self._num_cells + 1
         began_s = time.monotonic()
         keeps = self.options.keep_cache if keep_cache is None else keep_cache
-        outcome = self._runner.cell(code, chosen, number=self._num_cells, quiet=quiet, keep_cache=keeps)
-        outcome.raise_failure(f"Cell In[{self._num_cells}]")
-        return CellResult(ranks=chosen, duration_s=time.monotonic() - began_s)
+        with scratch_folder("ddpilot-profile-") if profile else contextlib.nullcontext() as folder:
+            outcome = self._runner.cell(
+                code,
+                chosen,
+                number=self._num_cells,
+                quiet=quiet,
+                keep_cache=keeps,
+                profile_folder=str(folder or ""),
+            )
+            outcome.raise_failure(f"Cell In[{self._num_cells}]")
+            duration_s = time.monotonic() - began_s
+            found, why_none = (None, "") if folder is None else _read_profile(folder)
+        return CellResult(ranks=chosen, duration_s=duration_s, profile=found, no_profile=why_none)
 
     def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RankResults:
         """Run `fn(*args, **kwargs)` on every rank and return the results by rank.
@@ -340,6 +361,16 @@ def _start_kernels(options: SessionOptions, view: View) -> RankKernels:
     except KeyboardInterrupt:
         raise LaunchInterrupted("starting the ranks was interrupted: no rank is running") from None
     return kernels
+
+
+def _read_profile(folder: Path) -> tuple[Profile | None, str]:
+    """Return the profile that the ranks of a cell have recorded; or None, and why."""
+    from ddpilot.profiler.result import read_profile  # imports numpy
+
+    try:
+        return read_profile(folder), ""
+    except RecordError as error:
+        return None, f"{error.found}. {error.fix}"
 
 
 def select_ranks(

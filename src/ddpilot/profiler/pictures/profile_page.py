@@ -30,6 +30,8 @@ from ddpilot.profiler.pictures.recorded import MemoryCourse, Span, Timeline, ful
 from ddpilot.profiler.pictures.style import LATE, LINES, PAGE, STYLE, WHITE_TEXT, color_of
 
 _MAX_CELLS, _MAX_COLUMNS, _LEAST_COLUMNS = 9600, 300, 40
+_MAX_HIGH = 16
+"""Ranks up to which their rows are high enough for labels."""
 _MAX_LINES = 8
 """Ranks that have a color of their own in the picture of memory."""
 _LEAST_LABELLED = 0.03
@@ -63,6 +65,11 @@ def _section(title: str, body: str) -> str:
     return f"<section><h2>{escape(title)}</h2>{body}</section>"
 
 
+def rows_class(rows: Sequence[str]) -> str:
+    """Return the class of a picture with these rows: many of them are low, and without labels."""
+    return "rows dense" if len(rows) > _MAX_HIGH else "rows"
+
+
 def shown_shares(phases: Phases) -> list[str]:
     """Return the shares in which time was spent."""
     return [name for name in SHARES if phases.share(name).mean() > 1e-7]
@@ -82,7 +89,7 @@ def draw_bars(phases: Phases) -> str:
     names = [f"{format_ms(phases.median(name))} ms {name}" for name in shown_shares(phases)]
     label = f"Stacked bars of the mean update by rank. Of all ranks: {', '.join(names)}"
     scale = row("", value_axis(longest * 1e3, longest * 1e3, "ms"))
-    return legend_of_shares(shown_shares(phases)) + figure([*rows, scale], label, "rows")
+    return legend_of_shares(shown_shares(phases)) + figure([*rows, scale], label, rows_class(rows))
 
 
 def draw_timeline(timeline: Timeline) -> str:
@@ -101,7 +108,7 @@ def draw_timeline(timeline: Timeline) -> str:
         text += " The ranks have different clocks: each one's update begins at 0."
     label = f"Timeline of update {timeline.update} on {len(rows)} ranks"
     shares = [name for name in SHARES if name in names] + ["other"]
-    return f"<p>{text}</p>{legend_of_shares(shares)}{figure([*rows, scale], label, 'rows')}"
+    return f"<p>{text}</p>{legend_of_shares(shares)}{figure([*rows, scale], label, rows_class(rows))}"
 
 
 def _draw_span(span: Span, full: float, all_spans: Sequence[Span]) -> str:
@@ -153,7 +160,7 @@ def draw_lateness(phases: Phases) -> str:
         f"Time by which a rank comes to the last collective of an update after the first rank; on the right the mean."
         f'{grouped} <span class="together">0<i class="scale"></i>{format_ms(most)} ms or more</span>'
     )
-    return f"<p>{text}</p>{figure([*rows, scale], label, 'rows heat')}"
+    return f"<p>{text}</p>{figure([*rows, scale], label, f'{rows_class(rows)} heat')}"
 
 
 def _heat_row(late: Array, columns: Sequence[Array], most: float, first_update: int) -> str:

@@ -122,7 +122,7 @@ def full_lateness(late_s: Array) -> float:
     `late_s`: [ranks, updates]; NaN where nothing is known, but not everywhere.
     """
     known = late_s[:, ~numpy.isnan(late_s).any(axis=0)]
-    return max(float(numpy.percentile(known.max(axis=0), 95)), 1e-6) if known.size else 1e-6
+    return max(float(numpy.percentile(known.max(axis=0), 90)), 1e-6) if known.size else 1e-6
 
 
 def make_memory_course(times: Sequence[RankTimes]) -> MemoryCourse:

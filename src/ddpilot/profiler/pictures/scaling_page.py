@@ -78,7 +78,7 @@ def draw_curve(rows: Sequence[Row]) -> str:
     """Return speed-up by number of ranks, with the spread of the rounds and the ideal line."""
     first, last = rows[0], rows[-1]
     width = last.num_ranks - first.num_ranks or 1
-    x = [0.04 + 0.92 * (each.num_ranks - first.num_ranks) / width for each in rows]
+    x = [0.05 + 0.9 * (each.num_ranks - first.num_ranks) / width for each in rows]
     ideal = Series(name="ideal", color=UNKNOWN, x=[x[0], x[-1]], y=[1.0, ideal_of(last, first)], is_dashed=True)
     measured = Series(name="measured", color=LINES[0], x=x, y=[each.speed_up for each in rows])
     most = max(ideal_of(last, first), *(spread_of(each, first)[1] for each in rows))
@@ -86,9 +86,8 @@ def draw_curve(rows: Sequence[Row]) -> str:
     label = "Speed-up by number of ranks: " + ", ".join(f"{each.num_ranks}: {each.speed_up:.2f}" for each in rows)
     chart = line_chart(
         [ideal, measured],
-        x_ticks=[
-            (place, f"{each.num_ranks} rank{'s' * (each.num_ranks > 1)}") for each, place in zip(rows, x, strict=True)
-        ],
+        x_ticks=[(place, str(each.num_ranks)) for each, place in zip(rows, x, strict=True)],
+        x_name="ranks",
         unit="x",
         label=label,
         most=most,

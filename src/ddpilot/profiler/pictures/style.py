@@ -78,6 +78,10 @@ STYLE = """
 .ddpilot-profile svg { display: block; width: 100%; overflow: visible; }
 .ddpilot-profile .heat svg { height: 100%; overflow: hidden; }
 .ddpilot-profile .heat .track { box-shadow: inset 0 0 0 1px rgba(128, 128, 128, .3); }
+.ddpilot-profile .dense { gap: 1px 10px; }
+.ddpilot-profile .dense > .name, .ddpilot-profile .dense > .total { font-size: 11px; line-height: 13px; }
+.ddpilot-profile .dense .bar, .ddpilot-profile .dense .track { height: 13px; }
+.ddpilot-profile .dense .bar > span, .ddpilot-profile .dense .track > span { font-size: 0; }
 .ddpilot-profile .together { white-space: nowrap; display: inline-block; }
 .ddpilot-profile .scale { display: inline-block; width: 8em; height: .8em; margin: 0 .5em; vertical-align: -.05em;
   background: linear-gradient(90deg, transparent, LATE); box-shadow: inset 0 0 0 1px rgba(128, 128, 128, .55); }

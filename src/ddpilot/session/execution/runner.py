@@ -36,8 +36,17 @@ class Runner:
         self._recovery = Recovery(kernels)
         self._counts = CountMismatch(kernels.ring_folder)
 
-    def cell(self, code: str, ranks: Sequence[int], *, number: int, quiet: bool, keep_cache: bool) -> Outcome:
-        """Run a cell on `ranks`, and recover if it fails."""
+    def cell(
+        self,
+        code: str,
+        ranks: Sequence[int],
+        *,
+        number: int,
+        quiet: bool,
+        keep_cache: bool,
+        profile_folder: str = "",
+    ) -> Outcome:
+        """Run a cell on `ranks`, and recover if it fails. `profile_folder`: as of `CellRequest`."""
         content = {
             "code": code,
             "silent": False,
@@ -49,7 +58,9 @@ class Runner:
         name = f"Cell In[{number}]"
         with self._kernels.turn(f"running cell {number}") as turn:
             self._recovery.prepare(turn)
-            request = CellRequest(number=number, keep_cache=keep_cache, scope=self._kernels.scope(ranks))
+            request = CellRequest(
+                number=number, keep_cache=keep_cache, scope=self._kernels.scope(ranks), profile_folder=profile_folder
+            )
             num_begun = self._num_begun(ranks)
             metadata = {REPORT_KEY: asdict(request)}
             ids = self._kernels.io_thread.send(ranks, "shell", "execute_request", content, metadata)

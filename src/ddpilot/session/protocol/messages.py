@@ -104,6 +104,8 @@ class CellRequest:
     """True to keep the GPU's memory cache after the cell."""
 
     scope: Scope
+    profile_folder: str = ""
+    """Folder into which the rank records where the time of the cell's updates goes; "" to record nothing."""
 
     @classmethod
     def from_content(cls, content: Mapping[str, Any]) -> CellRequest:

@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from IPython.core.history import HistoryManager
 from torch.distributed import distributed_c10d as c10d
 from traitlets import Instance
 
+from ddpilot.group.ddp_models import find_models
 from ddpilot.launching.exception_report import is_victim, message_of, prune_guard, user_traceback
 from ddpilot.launching.rank_reports import Raised
 from ddpilot.session.protocol.messages import (
@@ -43,6 +45,8 @@ from ddpilot.session.rank.error_report import CELL, group_state, holds_group, re
 from ddpilot.session.rank.interrupts import TimeLimitExpired, time_limit, uninterrupted
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ddpilot.session.rank.interrupts import InterruptHandler
     from ddpilot.session.rank.requests import Requests
 
@@ -255,7 +259,8 @@ class RankKernel(IPythonKernel):
         try:
             try:
                 self.interrupt_handler.arm()
-                reply: dict[str, Any] = await super().do_execute(code, silent, *args, **kwargs)
+                with self._profiling(cell.profile_folder):
+                    reply: dict[str, Any] = await super().do_execute(code, silent, *args, **kwargs)
             finally:
                 self.interrupt_handler.disarm()
         except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  # without a reply the session would wait forever
@@ -277,6 +282,20 @@ class RankKernel(IPythonKernel):
         reply[REPORT_KEY] = self._report(reply).to_content()
         shell.failure = None
         return reply
+
+    @contextlib.contextmanager
+    def _profiling(self, folder: str) -> Iterator[None]:
+        """Record where the time of updates goes, into `folder`; "" to record nothing. No hook is left afterwards."""
+        if not folder:
+            yield
+            return
+        from ddpilot.profiler.rank.block import start_recording
+
+        stop = start_recording(Path(folder), self.requests.context.topology.rank, find_models())
+        try:
+            yield
+        finally:
+            stop()
 
     def _report(self, reply: dict[str, Any]) -> Report:
         num_collectives = self.requests.context.count_collectives()
