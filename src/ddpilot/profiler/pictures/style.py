@@ -18,7 +18,7 @@ COLORS = {
 """By share of an update: the palette of Okabe and Ito, whose colors also differ in lightness, and two greys."""
 UNKNOWN = "#8a8a8a"
 """Color of a share that has none."""
-WHITE_TEXT = frozenset({"forward", "copy"})
+WHITE_TEXT = frozenset({"forward"})
 """Shares on which white text is readable; on all others black is."""
 LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8a8a", "#a6761d")
 """Colors of lines, one for each rank."""
