@@ -64,9 +64,8 @@ def open_page(playwright: Any, chromium: str) -> Iterator[OpenPage]:
 
 def photograph_whole(page: Any, name: str) -> None:
     """A picture of the whole page."""
-    page.set_viewport_size(
-        {"width": page.viewport_size["width"], "height": page.evaluate("document.body.scrollHeight")}
-    )
+    height = page.evaluate("document.documentElement.scrollHeight")
+    page.set_viewport_size({"width": page.viewport_size["width"], "height": height})
     photograph(page, name)
 
 
@@ -144,6 +143,7 @@ def test_a_profiled_cell_shows_its_pictures(lab: Lab, open_tab: OpenNotebook) ->
     tab.run(2)
     assert len(tab.images(2)) == 1
     assert failed(tab.saved_cells()) == []
+    tab.page.set_viewport_size({"width": 1280, "height": 2400})
     for theme in ("Light", "Dark"):
         tab.theme(theme)
         tab.photograph(f"profile-notebook-{theme.lower()}", 1)

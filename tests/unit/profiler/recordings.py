@@ -34,10 +34,10 @@ def write_recording(folder: Path, num_ranks: int, num_updates: int, *, has_devic
         reduced = max(ready) + 3 * MS
         end = reduced + 2 * MS
         ends.append(end)
-        for rank, (loaded, computed) in enumerate(spans):
+        for rank, (load, compute) in enumerate(spans):
             exchanged = (ready[rank], reduced, communication, -1)
-            rest = [(computed[1] + MS // 10, reduced + MS // 10, backward, -1), (reduced + MS, end, optimizer, -1)]
-            all_spans[rank] += [loaded, computed, exchanged, *rest]
+            rest = [(compute[1] + MS // 10, reduced + MS // 10, backward, -1), (reduced + MS, end, optimizer, -1)]
+            all_spans[rank] += [load, compute, exchanged, *rest]
     for rank in range(num_ranks):
         writer = TimesWriter(folder, rank)
         writer.write_spans(all_spans[rank])

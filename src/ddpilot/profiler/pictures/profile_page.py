@@ -89,7 +89,9 @@ def draw_bars(phases: Phases) -> str:
     names = [f"{format_ms(phases.median(name))} ms {name}" for name in shown_shares(phases)]
     label = f"Stacked bars of the mean update by rank. Of all ranks: {', '.join(names)}"
     scale = row("", value_axis(longest * 1e3, longest * 1e3, "ms"))
-    return legend_of_shares(shown_shares(phases)) + figure([*rows, scale], label, rows_class(rows))
+    num = phases.seconds.shape[1]
+    text = f"Mean of {num:,} updates. A rank waits in a collective until the last rank has called it."
+    return f"<p>{text}</p>" + legend_of_shares(shown_shares(phases)) + figure([*rows, scale], label, rows_class(rows))
 
 
 def draw_timeline(timeline: Timeline) -> str:
@@ -103,7 +105,10 @@ def draw_timeline(timeline: Timeline) -> str:
         rows.append(row(f"rank {rank}", f'<div class="track">{"".join(parts)}</div>'))
     scale = row("", value_axis(full * 1e3, full * 1e3, "ms"))
     length = format_ms(max(end - begin for begin, end in zip(timeline.begins_s, timeline.ends_s, strict=True)))
-    text = f"Update {timeline.update}, whose duration is nearest to the median: {length} ms."
+    text = (
+        f"Update {timeline.update}, whose duration is nearest to the median: {length} ms. It begins where the step of "
+        "the optimizer before it ends."
+    )
     if not timeline.has_one_clock:
         text += " The ranks have different clocks: each one's update begins at 0."
     label = f"Timeline of update {timeline.update} on {len(rows)} ranks"

@@ -86,7 +86,7 @@ STYLE = """
 .ddpilot-profile .scale { display: inline-block; width: 8em; height: .8em; margin: 0 .5em; vertical-align: -.05em;
   background: linear-gradient(90deg, transparent, LATE); box-shadow: inset 0 0 0 1px rgba(128, 128, 128, .55); }
 .ddpilot-profile .chart { display: grid; grid-template-columns: max-content minmax(0, 1fr); column-gap: 8px; }
-.ddpilot-profile .chart .y { position: relative; height: 150px; font-size: .85em; min-width: 3.5em; }
+.ddpilot-profile .chart .y { position: relative; height: 150px; font-size: .85em; min-width: 4.6em; }
 .ddpilot-profile .chart .y > span { position: absolute; right: 0; transform: translateY(50%); white-space: nowrap; }
 .ddpilot-profile .chart .plot { position: relative; height: 150px; }
 .ddpilot-profile .chart.tall .y, .ddpilot-profile .chart.tall .plot { height: 260px; }

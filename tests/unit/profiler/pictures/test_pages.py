@@ -127,9 +127,9 @@ def test_figures_of_matplotlib_have_bars_heat_and_curve(tmp_path: Path) -> None:
     pyplot = pytest.importorskip("matplotlib.pyplot")
     bars, heat = make_profile(tmp_path, 4, 40).plot().axes[:2]
     assert [label.get_text() for label in bars.get_yticklabels()] == ["rank 0", "rank 1", "rank 2", "rank 3"]
-    assert heat.images[0].get_array().shape == (4, 36)
+    assert heat.images[0].get_size() == (4, 36)
     curve, losses = make_scaling().plot().axes
-    assert list(curve.lines[0].get_ydata()) == [1, 2, 4, 8]
+    assert numpy.asarray(curve.lines[0].get_ydata()).tolist() == [1, 2, 4, 8]
     assert len(losses.containers) == 5
     assert pyplot.get_fignums() == []
 
