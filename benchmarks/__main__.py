@@ -33,6 +33,7 @@ SCRIPTS = (
     "step_cost",
     "guard_data_cost",
     "profile_cost",
+    "profile_causes",
 )
 
 

@@ -46,22 +46,18 @@ class LocalBatch:
 BatchObserver = Callable[[LocalBatch, int, int], object]
 observers: list[BatchObserver] = []
 """Called with each batch that a loop of this process reads, and when reading it began and ended, in ns on
-CLOCK_MONOTONIC. Loops ask for them when they begin to read a loader."""
+CLOCK_MONOTONIC."""
 
 
 def observe(batches: Iterator[LocalBatch]) -> Iterator[LocalBatch]:
-    """Yield from `batches`, and call `observers` for each; returns `batches` itself while there are none."""
-    return _observe(batches) if observers else batches
-
-
-def _observe(batches: Iterator[LocalBatch]) -> Iterator[LocalBatch]:
+    """Yield from `batches`, and call the `observers` that there are at each."""
     try:
         while True:
             begin_ns = time.monotonic_ns()
             batch = next(batches, None)
             if batch is None:
                 return
-            end_ns = time.monotonic_ns()
+            end_ns = time.monotonic_ns() if observers else 0
             for observer in observers:
                 observer(batch, begin_ns, end_ns)
             yield batch

@@ -4,21 +4,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
 
-from ddpilot.profiler.spans_file import PHASES, SPAN, RankTimes
+from ddpilot.profiler.spans_file import COUNTS, PHASES, RankTimes
+from ddpilot.user_files import CodeLine
 
 COMMUNICATION = PHASES.index("communication")
 SHARES = (*PHASES[:COMMUNICATION], "waiting", *PHASES[COMMUNICATION:], "other")
 """What an update consists of: the phases, where the time in a collective until the last rank has come to it is
 "waiting", and "other" for the rest."""
+OTHER = len(PHASES)
+"""Number of spans that count as "other": a closure inside an optimizer's step."""
 NUM_WARM_UP = 3
 """First updates that are left out: they build DDP's buckets, start workers and fill caches."""
 _NUM_LEAST = 3
 """Ends of updates that are needed for at least two updates to measure."""
+_LONG_FACTOR, _LONG_S = 4.0, 0.2
+"""A first update that is longer than the later ones by this factor, and by these seconds, still compiles or warms up;
+unless updates of the last two thirds are as long, too."""
 Array = numpy.ndarray[Any, Any]
 
 
@@ -36,7 +42,11 @@ class Phases:
     first_update: int
     """Number of the first update, from 1: those before are left out."""
     by_site: dict[tuple[int, int], float]
-    """Seconds of an update in collectives and checkpoints, by phase and number of the user's line, on rank 0."""
+    """Mean seconds of an update on rank 0, without waiting, by phase and number of the user's line."""
+    by_line: tuple[dict[tuple[str, CodeLine], float], ...] = ()
+    """The same for each rank, by name of the phase and line."""
+    counts: Array = field(default_factory=lambda: numpy.zeros((0, 0), COUNTS))
+    """Counts of each update, of type `COUNTS`: [ranks, updates]; zeros where none were recorded."""
 
     @property
     def durations_s(self) -> Array:
@@ -57,6 +67,11 @@ class Phases:
         return float(self.num_samples.sum() / self.durations_s.mean(axis=0).sum())
 
     @property
+    def mean_s(self) -> float:
+        """Mean duration of an update, in seconds: with what happens in some updates only."""
+        return float(self.durations_s.mean())
+
+    @property
     def update_s(self) -> float:
         """Median duration of an update, in seconds."""
         return float(numpy.median(self.durations_s.mean(axis=0)))
@@ -74,13 +89,18 @@ def divide_updates(times: Sequence[RankTimes]) -> Phases | None:
     clocks = {each.facts.get("clock") for each in times}
     can_match = len(clocks) == 1 and not any(each.facts.get("has_subgroups") for each in times)
     arrivals = numpy.full(seconds.shape[:2], numpy.nan)
+    sites: list[dict[tuple[int, int], float]] = [{} for _ in times]
     for update in range(seconds.shape[1]):
         own = [rank_parts[update] for rank_parts in parts]
         waits, begins = _waits(own) if can_match else _no_waits(own)
         for rank, spans in enumerate(own):
             begin_ns, end_ns = (ends_ns[rank][skipped + update + offset] for offset in (0, 1))
-            seconds[rank, update] = _sum_phases(spans, begin_ns, end_ns, waits[rank])
+            own_s = _own_times(spans) / 1e9
+            waits_s = numpy.minimum(waits[rank], own_s)
+            own_s -= waits_s
+            seconds[rank, update] = _sum_phases(spans, own_s, float(waits_s.sum()), (end_ns - begin_ns) / 1e9)
             arrivals[rank, update] = begins[rank]
+            _add_sites(sites[rank], spans, own_s / seconds.shape[1])
     arrivals -= numpy.nanmin(arrivals, axis=0, initial=numpy.inf, where=~numpy.isnan(arrivals))
     return Phases(
         ranks=tuple(each.rank for each in times),
@@ -88,7 +108,9 @@ def divide_updates(times: Sequence[RankTimes]) -> Phases | None:
         arrivals_s=arrivals,
         num_samples=numpy.array([each.updates["num_samples"][skipped + 1 : num] for each in times]),
         first_update=skipped + 2,
-        by_site=_sum_sites(parts[0]),
+        by_site=sites[0],
+        by_line=tuple(_name_lines(found, each) for found, each in zip(sites, times, strict=True)),
+        counts=numpy.array([_counts(each, skipped + 1, num) for each in times]),
     )
 
 
@@ -96,7 +118,23 @@ def _count_skipped(times: Sequence[RankTimes]) -> int:
     """Return how many first updates are left out: to warm up, and those that torch.profiler recorded."""
     recorded = [numpy.flatnonzero(each.updates["num_samples"] < 0) for each in times]
     last = max((int(each[-1]) + 1 for each in recorded if len(each)), default=0)
-    return max(NUM_WARM_UP, last)
+    return _skip_long_ones(times, max(NUM_WARM_UP, last))
+
+
+def _skip_long_ones(times: Sequence[RankTimes], skipped: int) -> int:
+    """Return `skipped`, or more if the updates that follow are far longer than the later ones: they compile."""
+    num = min((len(each.updates) for each in times), default=0)
+    if num <= skipped:
+        return skipped
+    durations = numpy.mean([numpy.diff(each.updates["end_ns"][skipped:num]) for each in times], axis=0) / 1e9
+    third = len(durations) // 3
+    if not third:
+        return skipped
+    middle = float(numpy.median(durations[third:]))
+    is_long = (durations > _LONG_FACTOR * middle) & (durations > middle + _LONG_S)
+    if is_long[third:].any() or not is_long[:third].any():
+        return skipped
+    return skipped + int(numpy.flatnonzero(is_long)[-1]) + 1
 
 
 def _divide_spans(spans: Array, ends_ns: Array) -> list[Array]:
@@ -129,39 +167,45 @@ def _own_times(spans: Array) -> Array:
     return numpy.asarray(own)
 
 
-def _sum_phases(spans: Array, begin_ns: int, end_ns: int, waiting_s: float) -> Array:
-    own_s = _own_times(spans) / 1e9
-    by_phase = numpy.bincount(spans["phase"], weights=own_s, minlength=len(PHASES))
-    waiting_s = min(waiting_s, by_phase[COMMUNICATION])
-    by_phase[COMMUNICATION] -= waiting_s
-    rest = (end_ns - begin_ns) / 1e9 - by_phase.sum() - waiting_s
+def _sum_phases(spans: Array, own_s: Array, waiting_s: float, duration_s: float) -> Array:
+    """Return the seconds of an update in each of `SHARES`."""
+    by_phase = numpy.bincount(spans["phase"], weights=own_s, minlength=len(PHASES) + 1)[:OTHER]
+    rest = duration_s - by_phase.sum() - waiting_s
     return numpy.concatenate([by_phase[:COMMUNICATION], [waiting_s], by_phase[COMMUNICATION:], [rest]])
 
 
-def _waits(by_rank: Sequence[Array]) -> tuple[list[float], list[float]]:
-    """Return for each rank how long it waited in the collectives of one update, and when it came to the last of them.
+def _waits(by_rank: Sequence[Array]) -> tuple[list[Array], list[float]]:
+    """Return how long each span of each rank waited for the last rank, in seconds, and when ranks came to the last one.
 
-    Collectives are matched by their order. Nothing is known of waits if the ranks have different numbers of them.
+    Collectives of an update are matched by their order. Nothing is known of waits if the ranks have different numbers
+    of them.
     """
-    calls = [spans[spans["phase"] == COMMUNICATION] for spans in by_rank]
-    if len({len(each) for each in calls}) > 1 or not len(calls[0]):
+    places = [numpy.flatnonzero(spans["phase"] == COMMUNICATION) for spans in by_rank]
+    if len({len(each) for each in places}) > 1 or not len(places[0]):
         return _no_waits(by_rank)
+    calls = [spans[place] for spans, place in zip(by_rank, places, strict=True)]
     last_ns = numpy.max([each["begin_ns"] for each in calls], axis=0)
-    waits = [
-        float(numpy.clip(numpy.minimum(last_ns, each["end_ns"]) - each["begin_ns"], 0, None).sum()) / 1e9
-        for each in calls
-    ]
+    waits = [numpy.zeros(len(spans)) for spans in by_rank]
+    for found, place, each in zip(waits, places, calls, strict=True):
+        found[place] = numpy.clip(numpy.minimum(last_ns, each["end_ns"]) - each["begin_ns"], 0, None) / 1e9
     return waits, [float(each["begin_ns"][-1]) / 1e9 for each in calls]
 
 
-def _no_waits(by_rank: Sequence[Array]) -> tuple[list[float], list[float]]:
-    return [0.0] * len(by_rank), [float("nan")] * len(by_rank)
+def _no_waits(by_rank: Sequence[Array]) -> tuple[list[Array], list[float]]:
+    return [numpy.zeros(len(spans)) for spans in by_rank], [float("nan")] * len(by_rank)
 
 
-def _sum_sites(updates: Sequence[Array]) -> dict[tuple[int, int], float]:
-    spans = numpy.concatenate(updates) if updates else numpy.zeros(0, SPAN)
-    found: dict[tuple[int, int], float] = {}
-    for span in spans[spans["site"] >= 0]:
-        key = (int(span["phase"]), int(span["site"]))
-        found[key] = found.get(key, 0.0) + float(span["end_ns"] - span["begin_ns"]) / 1e9 / len(updates)
-    return found
+def _add_sites(found: dict[tuple[int, int], float], spans: Array, own_s: Array) -> None:
+    for phase, site, seconds in zip(spans["phase"].tolist(), spans["site"].tolist(), own_s.tolist(), strict=True):
+        if site >= 0:
+            found[phase, site] = found.get((phase, site), 0.0) + seconds
+
+
+def _name_lines(found: dict[tuple[int, int], float], times: RankTimes) -> dict[tuple[str, CodeLine], float]:
+    names = (*PHASES, "other")
+    return {(names[phase], times.sites[site]): s for (phase, site), s in found.items() if site in times.sites}
+
+
+def _counts(times: RankTimes, first: int, end: int) -> Array:
+    counts = times.counts[first:end]
+    return counts if len(counts) == end - first else numpy.zeros(end - first, COUNTS)

@@ -38,6 +38,7 @@ _LETTERS = {
     "optimizer": "O",
     "checkpoint": "C",
     "evaluation": "E",
+    "sync": "S",
     "other": ".",
 }
 

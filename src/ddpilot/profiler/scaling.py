@@ -33,6 +33,7 @@ _LOSSES = {
     "communication": "exchange of gradients",
     "checkpoint": "checkpoints",
     "evaluation": "evaluation",
+    "sync": "waiting for the device",
     "other": "other code",
 }
 

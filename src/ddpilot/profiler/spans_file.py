@@ -17,8 +17,8 @@ PROFILE_VARIABLE = "DDPILOT_PROFILE"
 """Environment variable with the folder into which ranks record their time."""
 TRACE_VARIABLE = "DDPILOT_PROFILE_TRACE"
 """Environment variable with the folder for traces of torch.profiler; without it there are none."""
-PHASES = ("data", "copy", "forward", "backward", "communication", "optimizer", "checkpoint", "evaluation")
-"""Phases by number; "other" is what remains of an update."""
+PHASES = ("data", "copy", "forward", "backward", "communication", "optimizer", "checkpoint", "evaluation", "sync")
+"""Phases by number; "other" is what remains of an update, and the span of a closure has the next number."""
 SPAN = numpy.dtype([("begin_ns", "<i8"), ("end_ns", "<i8"), ("phase", "<i4"), ("site", "<i4")])
 """A span of the main thread in one phase, on CLOCK_MONOTONIC. Spans nest: the inner one counts for its phase alone."""
 UPDATE = numpy.dtype([("end_ns", "<i8"), ("num_samples", "<i8")])
@@ -26,7 +26,15 @@ UPDATE = numpy.dtype([("end_ns", "<i8"), ("num_samples", "<i8")])
 update that is left out, since torch.profiler recorded it."""
 MEMORY = numpy.dtype([("time_ns", "<i8"), ("host_bytes", "<i8"), ("device_bytes", "<i8")])
 """Resident memory of the process at a time, and what torch has allocated on its device; -1 without one."""
-_SPANS, _UPDATES, _FACTS, _MEMORY = "spans.bin", "updates.bin", "facts.jsonl", "memory.bin"
+COUNTS = numpy.dtype(
+    [("num_elements", "<i8"), ("num_reductions", "<i8"), ("core_wait_ns", "<i8"), ("search_ns", "<i8")]
+)
+"""Of an update: elements of its batches; how often a model's gradients were exchanged; how long the main thread was
+ready to run and had no core; how long DDP looked for unused parameters."""
+SYNC_BATCH_NORM = CodeLine("", 0, "SyncBatchNorm", "")
+"""Stands for the line of collectives that torch's SyncBatchNorm calls."""
+_SPANS, _UPDATES, _FACTS = "spans.bin", "updates.bin", "facts.jsonl"
+_MEMORY, _COUNTS = "memory.bin", "counts.bin"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +52,8 @@ class RankTimes:
     """About the program: threads, cores, workers, options of DDP and others, by name."""
     memory: numpy.ndarray[Any, Any] = field(default_factory=lambda: numpy.zeros(0, MEMORY))
     """Of type `MEMORY`, in order."""
+    counts: numpy.ndarray[Any, Any] = field(default_factory=lambda: numpy.zeros(0, COUNTS))
+    """Of type `COUNTS`, one for each update, or empty."""
 
 
 class TimesWriter:
@@ -63,6 +73,10 @@ class TimesWriter:
     def write_memory(self, samples: Sequence[tuple[int, int, int]]) -> None:
         """Append samples of memory: time, bytes of the host, bytes of the device."""
         self._append(_MEMORY, numpy.array(list(samples), dtype=MEMORY).tobytes())
+
+    def write_counts(self, counts: Sequence[tuple[int, int, int, int]]) -> None:
+        """Append counts of updates, as `COUNTS` has them."""
+        self._append(_COUNTS, numpy.array(list(counts), dtype=COUNTS).tobytes())
 
     def write_fact(self, name: str, value: Any) -> None:
         """Append a fact, which replaces an earlier one with this name."""
@@ -97,6 +111,7 @@ def read_times(folder: Path, rank: int) -> RankTimes:
         sites=sites,
         facts=facts,
         memory=_whole(_read(f"{prefix}.{_MEMORY}"), MEMORY),
+        counts=_whole(_read(f"{prefix}.{_COUNTS}"), COUNTS),
     )
 
 

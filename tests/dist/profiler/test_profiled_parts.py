@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -57,3 +59,67 @@ def test_collectives_of_groups_of_some_ranks_are_not_matched_by_their_order() ->
     """Nobody waits in a group of one's own."""
     for found in ddpilot.launch(train, "groups", nproc_per_node=2):
         assert found["waiting"] == 0
+
+
+class SlowSamples(torch.utils.data.Dataset[Any]):
+    """Samples that take 2 ms each."""
+
+    def __len__(self) -> int:
+        return 80
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.002)
+        return torch.full((4,), float(index))
+
+
+def train_for_a_while() -> tuple[float, float, float]:
+    """Profile from the third batch of a pass on: milliseconds of data, of an update by its phases, and by the clock."""
+    loop = ddpilot.Loop(seed=0, progress=False)
+    model = Net()
+    model, optimizer = loop.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    running, ends_s = loop.profile(), []
+    for number, x in enumerate(loop.batches(loop.loader(SlowSamples(), global_batch_size=4))):
+        if number == 2:
+            running.__enter__()
+        loop.backward(model(x).mean())
+        loop.step(optimizer)
+        if number >= 2:
+            ends_s.append(time.monotonic())
+    running.__exit__(None, None, None)
+    phases = running.profile.phases
+    first = phases.first_update - 2
+    lasted_s = (ends_s[-1] - ends_s[first]) / (len(ends_s) - 1 - first)
+    return 1e3 * phases.median("data"), 1e3 * float(phases.durations_s[loop.rank].mean()), 1e3 * lasted_s
+
+
+def test_phases_add_up_to_the_clock_and_a_pass_that_has_begun_has_data() -> None:
+    """Within 2 % of what the program measures; two samples of 2 ms are loaded for an update."""
+    for data_ms, update_ms, lasted_ms in ddpilot.launch(train_for_a_while, nproc_per_node=2):
+        assert data_ms > 3.9
+        assert update_ms == pytest.approx(lasted_ms, rel=0.02)
+
+
+def train_plain(searches: bool, num_passes: int) -> tuple[Sequence[str], Any]:
+    """Codes of the findings for plain DDP, and the text of the first line that is named."""
+    loop = ddpilot.Loop(seed=0)
+    with loop.profile() as profile:
+        model = torch.nn.parallel.DistributedDataParallel(Net(), find_unused_parameters=searches)  # THE MODEL
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(10):
+            for _ in range(num_passes):
+                model(torch.ones(2, 4)).mean().backward()  # THE PASS
+            optimizer.step()
+    judged = {each.code: each.place for each in profile.findings}
+    return list(judged), {code: place.text for code, place in judged.items() if place is not None}
+
+
+@pytest.mark.parametrize(
+    ("searches", "num_passes", "code", "line"),
+    [(True, 1, "DDP742", "THE MODEL"), (False, 3, "DDP746", "THE PASS")],
+)
+def test_options_of_ddp_that_cost_without_use_are_named(searches: bool, num_passes: int, code: str, line: str) -> None:
+    """A search that finds nothing, and gradients that are exchanged in each pass; with the line."""
+    for codes, lines in ddpilot.launch(train_plain, searches, num_passes, nproc_per_node=2):
+        assert code in codes
+        assert line in lines[code]
+        assert {"DDP742", "DDP746"} - {code} - set(codes)

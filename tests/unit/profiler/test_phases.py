@@ -10,7 +10,8 @@ import numpy
 import pytest
 
 from ddpilot.errors import RecordError
-from ddpilot.profiler.judgement import find_straggler, judge
+from ddpilot.profiler.judgement import judge
+from ddpilot.profiler.judgements.ranks import find_straggler
 from ddpilot.profiler.phases import NUM_WARM_UP, Phases, divide_updates
 from ddpilot.profiler.result import Profile, read_profile
 from ddpilot.profiler.spans_file import PHASES, RankTimes, TimesWriter, read_times
@@ -76,9 +77,10 @@ def test_phases_add_up_to_the_update_and_inner_spans_count_once(folder: Path) ->
 
 def test_the_rank_that_others_wait_for_is_found_with_its_phase(folder: Path) -> None:
     """Rank 1 is last in every update, by 7 ms, in loading data."""
-    place, share, late_s, name = find_straggler(phases_of(folder)) or (0, 0.0, 0.0, "")
-    assert (place, share, name) == (1, 1.0, "data")
-    assert late_s == pytest.approx(0.007)
+    found = find_straggler(phases_of(folder))
+    assert found is not None
+    assert (found.place, found.share, found.phase) == (1, 1.0, "data")
+    assert found.late_s == pytest.approx(0.007)
 
 
 def test_what_it_would_give_is_said_and_sorts_the_findings(folder: Path) -> None:
@@ -208,3 +210,15 @@ def test_updates_that_torch_profiler_recorded_are_left_out(folder: Path) -> None
     assert phases.first_update == 9
     assert phases.seconds.shape[1] == NUM_UPDATES - 8
     assert (phases.num_samples == 8).all()
+
+
+@pytest.mark.parametrize(("num_long", "is_later"), [(5, False), (5, True)])
+def test_first_updates_that_compile_are_left_out(tmp_path: Path, num_long: int, is_later: bool) -> None:
+    """As long as they are far longer than the later ones; a later one that is as long is not a first update."""
+    writer, end = TimesWriter(tmp_path, 0), 0
+    for update in range(40):
+        end += (900 if update < num_long or (is_later and update == 30) else 10) * MS
+        writer.write_updates([(end, 8)])
+    phases = divide_updates([read_times(tmp_path, 0)])
+    assert phases is not None
+    assert phases.first_update == (NUM_WARM_UP + 2 if is_later else num_long + 1)

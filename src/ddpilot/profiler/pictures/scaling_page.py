@@ -29,6 +29,7 @@ COLORS = {
     "exchange of gradients": color_of("communication"),
     "checkpoints": color_of("checkpoint"),
     "evaluation": color_of("evaluation"),
+    "waiting for the device": color_of("sync"),
     "other code": color_of("other"),
 }
 """By cause of what is lost."""

@@ -13,6 +13,7 @@ COLORS = {
     "optimizer": "#009e73",
     "checkpoint": "#cc79a7",
     "evaluation": "#f0e442",
+    "sync": "#b2abd2",
     "other": "#8a8a8a",
 }
 """By share of an update: the palette of Okabe and Ito, whose colors also differ in lightness, and two greys."""
@@ -34,6 +35,7 @@ LEGEND = {
     "optimizer": "the optimizer's step",
     "checkpoint": "writing a checkpoint",
     "evaluation": "forward passes without gradients",
+    "sync": "reading values of tensors, waiting for a device",
     "other": "code between these",
 }
 """What each share is, in a few words."""

@@ -6,6 +6,7 @@ On devices these are times of the host, which queues work: the device's own time
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import platform
@@ -25,21 +26,29 @@ from ddpilot.data.batches import LocalBatch, observers
 from ddpilot.data.workers import PieceReader
 from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.parameters.steps import is_nested_step
-from ddpilot.guard.probes.tensors import num_rows_of
+from ddpilot.guard.probes.tensors import tensors_in
 from ddpilot.launching.rank_environment import count_cores
+from ddpilot.profiler.rank.core_waits import CoreWaits
+from ddpilot.profiler.rank.ddp_models import DdpModels
+from ddpilot.profiler.rank.host_reads import HostReads
 from ddpilot.profiler.rank.memory import MemorySamples
 from ddpilot.profiler.rank.modules import OutermostModules
 from ddpilot.profiler.rank.reductions import GradientEnds
 from ddpilot.profiler.rank.trace_window import TraceWindow
-from ddpilot.profiler.spans_file import PHASES, PROFILE_VARIABLE, TRACE_VARIABLE, TimesWriter
+from ddpilot.profiler.spans_file import PHASES, PROFILE_VARIABLE, SYNC_BATCH_NORM, TRACE_VARIABLE, TimesWriter
+from ddpilot.user_files import CodeLine
 
-DATA, COPY, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, CHECKPOINT, EVALUATION = range(len(PHASES))
+DATA, COPY, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, CHECKPOINT, EVALUATION, SYNC = range(len(PHASES))
+OTHER = len(PHASES)
 _COLLECTIVES = (
     *("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "gather", "scatter"),
     *("reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "barrier", "monitored_barrier"),
     *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send", "recv"),
 )
 _MAX_KEPT = 2000
+_NUM_FIRST = 3
+"""Updates after which DDP has built its buckets, and from which on waits for cores are measured."""
+_FIELDS = tuple(field.name for field in dataclasses.fields(CodeLine))
 _now_ns = time.monotonic_ns
 
 
@@ -62,17 +71,24 @@ class PhaseProbe:
         self._spans: list[tuple[int, int, int, int]] = []
         self._updates: list[tuple[int, int]] = []
         self._memory = MemorySamples()
-        self._num_samples = 0
+        self._counts: list[tuple[int, int, int, int]] = []
+        self._num_updates = 0
+        self._num_samples = self._num_elements = 0
+        self._of_update = (0, 0, 0, 0)  # samples, elements, wait for a core and search until the last step
         self._sites: dict[tuple[str, int], int] = {}
         self._num_open_steps = 0
         self._last_step_ns = 0
         self._has_subgroups = False
-        self._loaders: set[int] = set()
+        self._loader: Any = None
+        self._num_open_norms = 0
 
     def install(self, notes: Notes) -> list[Callable[[], None]]:
         self._notes = notes
         self._gradients = GradientEnds(notes)
         self._modules = OutermostModules(notes, self._add_forward)
+        self._ddp_models = DdpModels(notes, self._writer.write_fact)
+        self._core_waits = CoreWaits()
+        self._reads = HostReads(notes, self._add_read, self._number_of_site, lambda: self._num_open_steps > 0)
         around = self._around
         for ddp in self._models:
             self._wrapped(None, None, ddp)
@@ -89,7 +105,11 @@ class PhaseProbe:
             around(torch, "save", CHECKPOINT),
             notes.around(torch.autograd, "backward", before=self._backward_begins, after=self._backward_ends),
             notes.around(DistributedDataParallel, "__init__", returned=self._wrapped),
-            notes.around(torch.utils.data.DataLoader, "__init__", returned=self._loader_made),
+            notes.around(torch.nn.DataParallel, "__init__", returned=self._replicated),
+            notes.around(torch.nn.SyncBatchNorm, "forward", before=self._norm_begins, after=self._norm_ends),
+            self._ddp_models.install(),
+            *self._reads.install(),
+            self._core_waits.close,
             register_optimizer_step_pre_hook(notes.safely(self._step_begins)).remove,
             register_optimizer_step_post_hook(notes.safely(self._step_ends)).remove,
             *collectives,
@@ -110,7 +130,10 @@ class PhaseProbe:
             self._spans.append((begin_ns, _now_ns(), phase, self._number_of_site()))
 
     def _collective_ends(self, begin_ns: int, *args: Any, **kwargs: Any) -> None:
-        self._ends(COMMUNICATION, begin_ns)
+        if self._num_open_norms and begin_ns:
+            self._spans.append((begin_ns, _now_ns(), COMMUNICATION, self._number_of(SYNC_BATCH_NORM)))
+        else:
+            self._ends(COMMUNICATION, begin_ns)
         for each in (*args, *kwargs.values()):
             if isinstance(each, dist.ProcessGroup):
                 self._note_group(each)
@@ -124,17 +147,34 @@ class PhaseProbe:
     def _batch_loaded(self, begin_ns: int, data: Any, iterator: Any) -> None:
         self._ends(DATA, begin_ns)
         if torch.is_grad_enabled() and not isinstance(iterator._dataset, PieceReader):
-            self._num_samples += num_rows_of(data) or 0
+            self._count_batch(data, None)
+            if self._loader is not iterator._dataset:
+                self._loader = iterator._dataset
+                self._writer.write_fact("num_workers", iterator._num_workers)
+
+    def _count_batch(self, data: Any, num_samples: int | None) -> None:
+        """Count samples and elements. `num_samples`: None for the number of rows, where all tensors have as many."""
+        rows = set()
+        for _, tensor in tensors_in(data):
+            self._num_elements += tensor.numel()
+            if tensor.dim():
+                rows.add(tensor.shape[0])
+        if num_samples is None:
+            num_samples = rows.pop() if len(rows) == 1 else 0
+        self._num_samples += num_samples
 
     def _loop_batch_loaded(self, batch: LocalBatch, begin_ns: int, end_ns: int) -> None:
         """A `Loop` has read a batch, with or without a DataLoader of torch inside."""
-        self._spans.append((begin_ns, end_ns, DATA, -1))
+        self._spans.append((begin_ns, end_ns, DATA, self._number_of_site()))
         if torch.is_grad_enabled():
-            self._num_samples += batch.count
+            self._count_batch(batch.data, batch.count)
 
     def _add_forward(self, begin_ns: int, end_ns: int) -> None:
         phase = FORWARD if torch.is_grad_enabled() else EVALUATION
-        self._spans.append((begin_ns, end_ns, phase, -1))
+        self._spans.append((begin_ns, end_ns, phase, self._number_of_site()))
+
+    def _add_read(self, begin_ns: int, end_ns: int, is_copy: bool) -> None:
+        self._spans.append((begin_ns, end_ns, COPY if is_copy else SYNC, self._number_of_site()))
 
     def _backward_begins(self, *_args: Any, **_kwargs: Any) -> int:
         if self._last_step_ns:
@@ -144,30 +184,64 @@ class PhaseProbe:
 
     def _backward_ends(self, begin_ns: int, *_args: Any, **_kwargs: Any) -> None:
         end_ns = _now_ns()
-        ready_ns = self._gradients.end()
+        ready_ns, reduced = self._gradients.end()
         if ready_ns > begin_ns:
             self._spans.append((ready_ns, end_ns, COMMUNICATION, -1))
-        self._spans.append((begin_ns, end_ns, BACKWARD, -1))
+        self._ddp_models.reduced(reduced)
+        self._spans.append((begin_ns, end_ns, BACKWARD, self._number_of_site()))
 
-    def _step_begins(self, *_: Any) -> None:
+    def _step_begins(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         is_nested = self._num_open_steps > 0 and is_nested_step()  # an open step may have ended with an error
         self._num_open_steps = self._num_open_steps + 1 if is_nested else 1
-        if not is_nested:
-            self._step_began_ns = _now_ns()
+        if is_nested:
+            return None
+        self._step_began_ns = _now_ns()
+        if callable(kwargs.get("closure")):
+            return args, {**kwargs, "closure": self._time_closure(kwargs["closure"])}
+        if len(args) > 1 and callable(args[1]):  # the first one is the optimizer
+            return (args[0], self._time_closure(args[1]), *args[2:]), kwargs
+        return None
+
+    def _time_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return `closure` as a function whose time is not the optimizer's."""
+
+        @functools.wraps(closure)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            num_open, self._num_open_steps = self._num_open_steps, 0
+            begin_ns = _now_ns()
+            try:
+                return closure(*args, **kwargs)
+            finally:
+                self._spans.append((begin_ns, _now_ns(), OTHER, -1))
+                self._num_open_steps = num_open
+
+        return timed
 
     def _step_ends(self, *_: Any) -> None:
         self._num_open_steps = max(0, self._num_open_steps - 1)
         if not self._num_open_steps:
             self._last_step_ns = _now_ns()
+            waited_ns = self._of_update[2] + self._core_waits.take_ns()
+            self._of_update = self._num_samples, self._num_elements, waited_ns, self._ddp_models.search_ns
             self._spans.append((self._step_began_ns, self._last_step_ns, OPTIMIZER, self._number_of_site()))
 
     def _end_update(self) -> None:
+        """End the update with the last step; what was counted since then belongs to the next one."""
         window = self._window
-        self._updates.append((self._last_step_ns, -1 if window and window.is_recording else self._num_samples))
+        num_samples, num_elements, waited_ns, search_ns = self._of_update
+        self._updates.append((self._last_step_ns, -1 if window and window.is_recording else num_samples))
+        self._counts.append((num_elements, self._gradients.take_reductions(), waited_ns, search_ns))
         self._memory.sample(self._last_step_ns)
+        self._num_updates += 1
+        self._num_samples -= num_samples
+        self._num_elements -= num_elements
+        self._ddp_models.search_ns -= search_ns
+        self._of_update = (0, 0, 0, 0)
+        if self._num_updates == _NUM_FIRST:
+            self._ddp_models.write()
+            self._core_waits.begin()
         if window is not None:
             window.end_update()
-        self._num_samples = 0
         self._last_step_ns = 0
         self._modules.is_first = False
         if len(self._spans) > _MAX_KEPT:
@@ -180,29 +254,30 @@ class PhaseProbe:
         key = (frame.f_code.co_filename, frame.f_lineno)
         number = self._sites.get(key)
         if number is None:
-            number = self._sites[key] = len(self._sites)
             site = self._notes.site(frame)
-            line = [site.get(name, "") for name in ("file", "line", "function", "text")]
-            self._writer.write_fact("site", [number, *line])
+            number = self._number_of(CodeLine(*(site.get(name, "") for name in _FIELDS)), key)
+        return number
+
+    def _number_of(self, line: CodeLine, key: tuple[str, int] = ("", 0)) -> int:
+        number = self._sites.get(key)
+        if number is None:
+            number = self._sites[key] = len(self._sites)
+            self._writer.write_fact("site", [number, *(getattr(line, name) for name in _FIELDS)])
         return number
 
     def _wrapped(self, _: None, __: None, ddp: Any, *_args: Any, **_kwargs: Any) -> None:
         self._gradients.add(ddp)
         self._note_group(ddp.process_group)
-        self._writer.write_fact(
-            "ddp",
-            {
-                "parameter_bytes": sum(each.numel() * each.element_size() for each in ddp.module.parameters()),
-                "bucket_cap_mb": ddp.bucket_bytes_cap / 2**20,
-                "find_unused_parameters": ddp.find_unused_parameters,
-                "static_graph": ddp.static_graph,
-                "gradient_as_bucket_view": ddp.gradient_as_bucket_view,
-                "backend": dist.get_backend(ddp.process_group),
-            },
-        )
+        self._ddp_models.add(ddp, self._number_of_site())
 
-    def _loader_made(self, _: None, __: None, loader: Any, *_args: Any, **_kwargs: Any) -> None:
-        self._writer.write_fact("num_workers", loader.num_workers)
+    def _replicated(self, _: None, __: None, model: Any, *_args: Any, **_kwargs: Any) -> None:
+        self._writer.write_fact("data_parallel", [len(model.device_ids), self._number_of_site()])
+
+    def _norm_begins(self, *_args: Any, **_kwargs: Any) -> None:
+        self._num_open_norms += 1
+
+    def _norm_ends(self, *_args: Any, **_kwargs: Any) -> None:
+        self._num_open_norms -= 1
 
     def _finish(self) -> None:
         if os.getpid() != self._pid:
@@ -211,6 +286,9 @@ class PhaseProbe:
             self._end_update()
         if self._window is not None:
             self._window.stop()
+        self._ddp_models.write_unused()
+        self._writer.write_fact("short_reads", self._reads.totals())
+        self._writer.write_fact("core_wait_share", self._core_waits.longest_share())
         self._writer.write_fact("clock", _name_clock())
         self._writer.write_fact("num_threads", torch.get_num_threads())
         self._writer.write_fact("num_cores", count_cores())
@@ -224,7 +302,8 @@ class PhaseProbe:
         self._writer.write_spans(self._spans)
         self._writer.write_updates(self._updates)
         self._writer.write_memory(self._memory.take())
-        self._spans, self._updates = [], []
+        self._writer.write_counts(self._counts)
+        self._spans, self._updates, self._counts = [], [], []
 
 
 def _name_clock() -> str:

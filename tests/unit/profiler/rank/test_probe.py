@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import pickle
@@ -92,3 +93,40 @@ def test_a_model_is_copied_and_pickled_as_without(tmp_path: Path) -> None:
     code = "import sys, torch; m = torch.load(sys.argv[1], weights_only=False); m(torch.ones(1, 3))"
     code += "; assert not any(name.startswith('ddpilot') for name in sys.modules)"
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "model.pt")], check=True, timeout=60)
+
+
+def test_the_time_of_a_closure_is_not_the_optimizers(tmp_path: Path) -> None:
+    """LBFGS calls its closure several times within a step; each is a span of its own, and the result is the same."""
+    losses = []
+    for records in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+
+        def closure(model: torch.nn.Linear = model, optimizer: torch.optim.Optimizer = optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = (model(torch.ones(2, 3)) - 1).square().sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        with recording(tmp_path) if records else contextlib.nullcontext():
+            for _ in range(3):
+                loss = optimizer.step(closure)  # type: ignore[no-untyped-call]
+        losses.append(float(loss))
+    times = read_times(tmp_path, 0)
+    assert losses[0] == losses[1]
+    assert len(times.updates) == 3
+    assert (times.spans["phase"] == len(PHASES)).sum() >= 3
+    assert (times.spans["phase"] == PHASES.index("backward")).sum() >= 3
+
+
+def test_elements_are_counted_in_the_update_that_is_made_with_them(tmp_path: Path) -> None:
+    """A batch is loaded before the forward pass, when the update before has made its step."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = [torch.ones(length, 1) for length in (1, 2, 3, 4)]
+    with recording(tmp_path):
+        for batch in torch.utils.data.DataLoader(data, batch_size=None):  # type: ignore[arg-type]
+            model(batch).sum().backward()
+            optimizer.step()
+    assert list(read_times(tmp_path, 0).counts["num_elements"]) == [1, 2, 3, 4]
