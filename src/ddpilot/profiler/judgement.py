@@ -26,12 +26,12 @@ def judge(phases: Phases, times: Sequence[RankTimes]) -> tuple[Judged, ...]:
     """Return what makes updates slow, sorted by what its end would give."""
     found = [*judge_ranks(phases), *judge_gradients(phases, times), *judge_host(phases, times)]
     threads = judge_threads(times)
-    if threads is not None:
-        if threads.factor > 1 / (1 - _ALL_BUSY):
-            found = [each for each in found if each.finding.code not in _AFFECTED]
-        found.append(threads)
+    if threads is not None and threads.factor > 1 / (1 - _ALL_BUSY):
+        found = [each for each in found if each.finding.code not in _AFFECTED]
     else:
         found = _weigh(found, phases)
+    if threads is not None:
+        found.append(threads)
     return tuple(sorted(found, key=lambda each: -each.factor))
 
 
@@ -43,7 +43,9 @@ def _weigh(found: Sequence[Judged], phases: Phases) -> list[Judged]:
         return list(found)
     more = f"less than the {ms(wait_s)} that a rank waits for a core"
     weighed = [_soften(each, more) if 1 - 1 / each.factor < share else each for each in found]
-    summary = f"other processes run on this machine: a rank waits {ms(wait_s)} of {ms(phases.mean_s)} for a core"
+    summary = (
+        f"the ranks share their cores with other processes: one waits {ms(wait_s)} of {ms(phases.mean_s)} for a core"
+    )
     return [*weighed, Judged(make_finding("DDP751", summary=summary), 1.0)]
 
 

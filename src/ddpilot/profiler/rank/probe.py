@@ -91,7 +91,7 @@ class PhaseProbe:
         self._reads = HostReads(notes, self._add_read, self._number_of_site, lambda: self._num_open_steps > 0)
         around = self._around
         for ddp in self._models:
-            self._wrapped(None, None, ddp)
+            self._add_model(ddp, -1)
         self._models = ()
         observer = notes.safely(self._loop_batch_loaded)
         observers.append(observer)
@@ -266,9 +266,13 @@ class PhaseProbe:
         return number
 
     def _wrapped(self, _: None, __: None, ddp: Any, *_args: Any, **_kwargs: Any) -> None:
+        self._add_model(ddp, self._number_of_site())
+
+    def _add_model(self, ddp: Any, site: int) -> None:
+        """Observe a DDP model. `site`: the number of the line that creates it."""
         self._gradients.add(ddp)
         self._note_group(ddp.process_group)
-        self._ddp_models.add(ddp, self._number_of_site())
+        self._ddp_models.add(ddp, site)
 
     def _replicated(self, _: None, __: None, model: Any, *_args: Any, **_kwargs: Any) -> None:
         self._writer.write_fact("data_parallel", [len(model.device_ids), self._number_of_site()])
