@@ -3,8 +3,8 @@
 
 Cost: processor time of the training thread, of an update that computes next to nothing, since the cost does not grow
 with what the model computes: with and without in turn, in one process. Planted costs: a sleep of 5 ms in the loader, in
-the forward pass, and on one rank before the exchange of gradients, as the profile of two ranks has them; what the phase
-has without the sleep is taken off.
+the forward pass, and on one rank before the exchange of gradients, in every second update, as the profile of two ranks
+has them: the median of the phase in these updates less that in the others, which see the same machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import ddpilot
 from benchmarks.guard_data_cost import BATCH, NUM_STEPS, train
 from benchmarks.measure import Row, main, render_values
 from ddpilot.guard.hook import install
-from ddpilot.profiler.phases import SHARES
 from ddpilot.profiler.rank.probe import PhaseProbe
 
 LIMIT_US = 200.0
@@ -33,7 +32,7 @@ LIMIT_US = 200.0
 SLEEP_MS, ERROR = 5.0, 0.15
 PLANTED = {"loader": "data", "forward": "forward", "exchange": "waiting"}
 """Share of rank 0 in which a planted sleep is seen; before the exchange it sleeps on rank 1, and rank 0 waits."""
-SAMPLES_OF_RANK, NUM_UPDATES = 8, 43
+SAMPLES_OF_RANK, NUM_UPDATES = 8, 84
 
 
 def measure_cost(rounds: int) -> list[tuple[float, float]]:
@@ -71,7 +70,7 @@ class Samples(TensorDataset):
     num_read = 0
 
     def __getitem__(self, index: int) -> Any:
-        if self.sleeps and self.num_read % SAMPLES_OF_RANK == 0:
+        if self.sleeps and self.num_read % (2 * SAMPLES_OF_RANK) == SAMPLES_OF_RANK:
             pause()
         self.num_read += 1
         return super().__getitem__(index)  # type: ignore[no-untyped-call]
@@ -84,16 +83,18 @@ class Net(torch.nn.Module):
         super().__init__()
         self.layer = torch.nn.Linear(8, 2)
         self.sleeps = sleeps
+        self.num_passes = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The layer's output."""
-        if self.sleeps:
+        if self.sleeps and self.num_passes % 2:
             pause()
+        self.num_passes += 1
         return self.layer(x)  # type: ignore[no-any-return]
 
 
-def profile_planted(planted: str) -> tuple[dict[str, list[float]], float]:
-    """Mean milliseconds of each share by rank, with a planted sleep, and of this rank's sleeps; in a rank."""
+def profile_planted(planted: str) -> tuple[float, float]:
+    """Milliseconds that rank 0 has more of the share in updates with the planted sleep, and of this rank's sleeps."""
     torch.set_num_threads(1)
     loop = ddpilot.Loop(seed=0, progress=False)
     model: Any = Net(planted == "forward")
@@ -102,16 +103,19 @@ def profile_planted(planted: str) -> tuple[dict[str, list[float]], float]:
     data = Samples(torch.randn(num, 8), torch.randint(2, (num,)))
     data.sleeps = planted == "loader"
     with loop.profile() as profile:
-        for x, y in loop.batches(loop.loader(data, batch_size_per_rank=SAMPLES_OF_RANK)):
+        for number, (x, y) in enumerate(loop.batches(loop.loader(data, batch_size_per_rank=SAMPLES_OF_RANK))):
             with loop.accumulate(model):
                 loss = torch.nn.functional.cross_entropy(model(x), y)
-                if planted == "exchange" and loop.rank == 1:
+                if planted == "exchange" and loop.rank == 1 and number % 2:
                     pause()
                 loop.backward(loss)
             loop.step(optimizer)
-    means = profile.profile.phases.seconds.mean(axis=1) * 1e3
-    shares = {name: [float(rank[place]) for rank in means] for place, name in enumerate(SHARES)}
-    return shares, statistics.fmean(paused_ms or [0.0])
+    phases = profile.profile.phases
+    seconds = phases.share(PLANTED[planted])[0]
+    first = phases.first_update - 1  # counted from 0, as `number`
+    with_it, without = seconds[(first + 1) % 2 :: 2], seconds[first % 2 :: 2]
+    more_ms = 1e3 * (statistics.median(with_it) - statistics.median(without))
+    return more_ms, statistics.median(paused_ms or [0.0])
 
 
 def measure(rounds: int) -> list[Row]:
@@ -132,9 +136,8 @@ def measure(rounds: int) -> list[Row]:
     for planted, share in PLANTED.items():
         ratios = []
         for _ in range(3):
-            with_it, without = launcher.run(profile_planted, planted), launcher.run(profile_planted, "")[0][0]
-            planted_ms = with_it[1][1]  # rank 1 sleeps in all cases
-            ratios.append((with_it[0][0][share][0] - without[share][0]) / planted_ms)
+            found = launcher.run(profile_planted, planted)
+            ratios.append(found[0][0] / found[1][1])  # rank 1 sleeps in all cases
         rows.append(
             Row(
                 what=f"a sleep of {SLEEP_MS:g} ms planted in the {planted}, as `{share}` of rank 0",
