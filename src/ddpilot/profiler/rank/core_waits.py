@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 from pathlib import Path
 
@@ -18,7 +17,7 @@ class CoreWaits:
     def __init__(self) -> None:
         self._file = -1
         with contextlib.suppress(OSError):
-            self._file = os.open(_TASKS / str(threading.main_thread().native_id) / "schedstat", os.O_RDONLY)
+            self._file = os.open(_TASKS / str(os.getpid()) / "schedstat", os.O_RDONLY)
         self._last_ns = self._read()
         self._begin: dict[str, int] = {}
         self._begin_ns = 0
