@@ -141,7 +141,7 @@ def _judge_contents(phases: Phases, found: Straggler | None) -> Judged | None:
         return None
     compute = compute - phases.counts["core_wait_ns"] / 1e9  # other processes make them longer, too
     longer = compute - compute.mean(axis=0)
-    if numpy.corrcoef(uneven.ravel(), longer.ravel())[0, 1] < _LEAST_CORRELATION:
+    if not longer.any() or numpy.corrcoef(uneven.ravel(), longer.ravel())[0, 1] < _LEAST_CORRELATION:
         return None
     slope = float((uneven * longer).sum() / (uneven**2).sum())  # seconds of an element
     saved_s = min(float((uneven.max(axis=0) * slope).mean()), float(phases.share("waiting").mean(axis=0).mean()))
