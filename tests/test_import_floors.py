@@ -27,8 +27,8 @@ MAY_IMPORT_TORCH = (
     *("ddpilot.diagnose.updates.probe", "ddpilot.diagnose.updates.changes", "ddpilot.diagnose.updates.modules"),
     *("ddpilot.diagnose.updates.batches", "ddpilot.diagnose.updates.draws", "ddpilot.diagnose.updates.placements"),
     *("ddpilot.profiler.rank.probe", "ddpilot.profiler.rank.modules", "ddpilot.profiler.rank.reductions"),
-    *("ddpilot.profiler.rank.ddp_models", "ddpilot.profiler.rank.host_reads"),
-    *("ddpilot.profiler.rank.trace_window", "ddpilot.profiler.running"),
+    *("ddpilot.profiler.rank.block", "ddpilot.profiler.rank.ddp_models", "ddpilot.profiler.rank.host_reads"),
+    *("ddpilot.profiler.rank.memory", "ddpilot.profiler.rank.trace_window", "ddpilot.profiler.running"),
 )
 # These compare what ranks have recorded; numpy takes a tenth of a second.
 MAY_IMPORT_NUMPY = (

@@ -112,7 +112,7 @@ def test_the_time_of_a_closure_is_not_the_optimizers(tmp_path: Path) -> None:
         with recording(tmp_path) if records else contextlib.nullcontext():
             for _ in range(3):
                 loss = optimizer.step(closure)  # type: ignore[no-untyped-call]
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     times = read_times(tmp_path, 0)
     assert losses[0] == losses[1]
     assert len(times.updates) == 3
