@@ -34,6 +34,7 @@ SCRIPTS = (
     "guard_data_cost",
     "profile_cost",
     "profile_causes",
+    "tune",
 )
 
 

@@ -33,7 +33,7 @@ MAY_IMPORT_TORCH = (
 # These compare what ranks have recorded; numpy takes a tenth of a second.
 MAY_IMPORT_NUMPY = (
     *("ddpilot.diagnose.updates", "ddpilot.diagnose.verify", "ddpilot.diagnose.ladder", "ddpilot.profiler"),
-    *("ddpilot.cli.verify_command", "ddpilot.cli.profile_command"),
+    *("ddpilot.cli.verify_command", "ddpilot.cli.profile_command", "ddpilot.cli.tune_command"),
 )
 YET_FREE_OF_TORCH = (
     *("ddpilot.group", "ddpilot.group.address", "ddpilot.group.decorators"),

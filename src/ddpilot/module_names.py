@@ -31,6 +31,8 @@ UPDATE_PROBE = "ddpilot.diagnose.updates.probe:UpdateProbe"
 PROFILE_HOOK = "ddpilot.profiler.rank.hook:start"
 """Records where the time of updates goes."""
 PROFILE_PROBE = "ddpilot.profiler.rank.probe:PhaseProbe"
+TRIAL_HOOK = "ddpilot.profiler.rank.overrides:start"
+"""Overrides what a script passes to DDP and to its loaders, for `ddpilot tune`."""
 
 RANK_SERVER = "ddpilot.launching.rank_server.server"
 FORKED_RANK = "ddpilot.launching.rank_server.rank"

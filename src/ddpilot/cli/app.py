@@ -288,6 +288,41 @@ def scale(
     raise typer.Exit(run_scale(script, context.args, sizes=nproc_per_node, rounds=rounds, as_json=json))
 
 
+@app.command(context_settings={"allow_extra_args": True})
+def tune(
+    context: typer.Context,
+    script: Annotated[str, typer.Argument(help="A script.", metavar="SCRIPT")],
+    nproc_per_node: Annotated[
+        str, typer.Option("-n", "--nproc-per-node", help="Ranks on this machine: a number, auto, gpu or cpu.")
+    ] = "auto",
+    rounds: Annotated[int, typer.Option("--rounds", min=2, help="Most pairs of runs of an option.")] = 5,
+    updates: Annotated[int, typer.Option("--updates", help="Updates of each run.")] = 40,
+    max_minutes: Annotated[
+        float, typer.Option("--max-minutes", metavar="M", min=0.1, help="Time for all runs.")
+    ] = 15.0,
+    compression: Annotated[
+        bool, typer.Option("--compression", help="Also exchange gradients in fewer bits, which changes the numbers.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Try on a script what its profile says could make it faster, and print what does; words after -- are the script's
+    own.
+    """
+    from ddpilot.cli.tune_command import run_tune
+
+    status = run_tune(
+        script,
+        context.args,
+        nproc_per_node=nproc_per_node,
+        rounds=rounds,
+        updates=updates,
+        max_minutes=max_minutes,
+        compression=compression,
+        as_json=json,
+    )
+    raise typer.Exit(status)
+
+
 @app.command()
 def demo() -> None:
     """Run the quickstart notebook on two ranks."""

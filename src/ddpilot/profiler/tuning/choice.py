@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choose from a profile the options that could make the script faster, and what can only be advised. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ddpilot.profiler.phases import COMMUNICATION, Phases
+from ddpilot.profiler.rank.overrides import Call
+from ddpilot.profiler.tuning.options import Option
+
+DATA_SHARE = 0.05
+"""Part of an update that a rank has to wait for data before workers are tried."""
+EXPOSED_SHARE = 0.05
+"""Part of an update that has to be exposed communication before buckets are tried."""
+_ADVISED_SHARE = 0.30
+_COPY_SHARE = 0.02
+_COPIED_BYTES_PER_S = {False: 4e9, True: 400e9}
+"""About what a core, or a device, copies in a second."""
+_BUCKETS_MB = (10, 25, 50, 100)
+_FIRST_BUCKET_MB = 1
+_NUM_WORKERS = (1, 2, 4)
+_MOST_WORKERS = 8
+_NCCL = (("NCCL_ALGO", "Ring"), ("NCCL_ALGO", "Tree"), ("NCCL_MIN_NCHANNELS", "16"), ("NCCL_BUFFSIZE", "8388608"))
+"""Settings of NCCL that change how gradients are exchanged, and that cannot give wrong results."""
+_AUGMENTED = "may change random augmentation: each worker draws from a random state of its own"
+_STATIC = "right only if every update uses the same parameters in the same way"
+_UNUSED = "an update that leaves a parameter out then ends with an error"
+_COMPRESSED = "changes the numbers: gradients are exchanged with fewer bits"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What is tried, and what is not."""
+
+    options: tuple[Option, ...]
+    advice: tuple[str, ...]
+    """Sentences about what was seen and cannot be tried without changing what is computed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profiled:
+    """What is known of the script as it is."""
+
+    phases: Phases
+    facts: Mapping[str, Any]
+    """What rank 0 has recorded about the program."""
+    calls: Sequence[Call]
+    nccl_names: Collection[str] = ()
+    """The variables that the installed NCCL knows; none if there is no NCCL."""
+    environ: Mapping[str, str]
+
+    @property
+    def update_s(self) -> float:
+        """Mean duration of an update."""
+        return float(self.phases.durations_s.mean())
+
+    @property
+    def data_s(self) -> float:
+        """Seconds of an update that the rank that waits longest for data waits for it."""
+        return float(self.phases.share("data").mean(axis=1).max())
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds of an update that wait for gradients to be exchanged, without the collectives of the script."""
+        called_s = sum(seconds for (phase, _), seconds in self.phases.by_site.items() if phase == COMMUNICATION)
+        return max(0.0, self.phases.median("communication") - called_s)
+
+    def calls_of(self, kind: str) -> list[Call]:
+        """Return the calls of one kind, of which the last one counts if a line has made several."""
+        return list({call.line.position: call for call in self.calls if call.kind == kind}.values())
+
+
+def choose_options(profiled: Profiled, *, compression: bool = False) -> Choice:
+    """Return the options that could help. `compression`: also exchange gradients in fewer bits."""
+    advice: list[str] = []
+    options = [
+        *_choose_workers(profiled, advice),
+        *_choose_threads(profiled),
+        *_choose_ddp(profiled),
+        *_choose_exchange(profiled, advice, compression),
+    ]
+    return Choice(options=tuple(options), advice=tuple(advice))
+
+
+def _choose_workers(profiled: Profiled, advice: list[str]) -> Iterator[Option]:
+    if profiled.data_s < DATA_SHARE * profiled.update_s:
+        return
+    why = f"updates wait {_ms(profiled.data_s)} of {_ms(profiled.update_s)} for data"
+    loaders = [call for call in profiled.calls_of("loader") if call.num_passes or call.values["is_of_loop"]]
+    if not loaders:
+        advice.append(f"{why}, but not from a DataLoader: load the next batch in a thread or a process of its own")
+        return
+    if any(call.values["is_iterable"] and not call.values["is_of_loop"] for call in loaders):
+        advice.append(
+            f"{why}; workers were not tried, since each would read all of an IterableDataset that does not divide "
+            "itself by `torch.utils.data.get_worker_info()`"
+        )
+        return
+    now = loaders[0].values
+    common: dict[str, Any] = {"kind": "loader", "why": why, "lines": tuple(call.line for call in loaders)}
+    repeats = max(call.num_passes for call in loaders) > 1
+    for number in _worker_numbers(now["num_workers"], profiled.facts):
+        also = {"persistent_workers": True} if repeats and not now["persistent_workers"] else {}
+        values = {"name": "num_workers", "value": number, "before": now["num_workers"]}
+        yield Option(**common, **values, also=also, warning=_AUGMENTED, code="DDP721")
+    if now["num_workers"]:
+        yield Option(**common, name="prefetch_factor", value=2 * now["prefetch_factor"], before=now["prefetch_factor"])
+        if repeats and not now["persistent_workers"]:
+            warning = "workers keep their random state from one epoch to the next"
+            yield Option(**common, name="persistent_workers", value=True, before=False, warning=warning)
+    if profiled.facts.get("uses_device") and not now["pin_memory"]:
+        yield Option(**common, name="pin_memory", value=True, before=False)
+
+
+def _worker_numbers(now: int, facts: Mapping[str, Any]) -> list[int]:
+    """Return the numbers of workers to try: more than now, and fewer if those of now do not have cores."""
+    cores, num_ranks = facts.get("num_cores", 1), facts.get("local_world_size", 1)
+    most = max(max(_NUM_WORKERS), min(_MOST_WORKERS, cores // num_ranks))
+    if not now:
+        return sorted({*_NUM_WORKERS, most})
+    fewer = {now // 2} if now > 1 and now * num_ranks > cores else set()
+    return sorted(fewer | {number for number in (2 * now, 4 * now) if number <= max(most, 2 * now)})
+
+
+def _choose_threads(profiled: Profiled) -> Iterator[Option]:
+    facts = profiled.facts
+    threads, cores, num_ranks = (facts.get(name, 0) for name in ("num_threads", "num_cores", "local_world_size"))
+    if facts.get("uses_device") or not (threads and cores and num_ranks):
+        return
+    fair = max(1, cores // num_ranks)
+    numbers = {fair, 1} if threads * num_ranks > cores else {fair}
+    ranks = f"{num_ranks} rank{'s' * (num_ranks > 1)} with {threads} thread{'s' * (threads > 1)} each"
+    calls = profiled.calls_of("threads")
+    for number in sorted(numbers - {threads}, reverse=True):
+        yield Option(
+            kind="threads",
+            name="OMP_NUM_THREADS",
+            value=number,
+            before=threads,
+            why=f"{ranks} share {cores} cores",
+            code="DDP804" if threads * num_ranks > cores else "",
+            lines=tuple(call.line for call in calls),
+        )
+
+
+def _choose_ddp(profiled: Profiled) -> Iterator[Option]:
+    calls = profiled.calls_of("ddp")
+    if not calls:
+        return
+    now, lines = calls[-1].values, tuple(call.line for call in calls)
+    common: dict[str, Any]
+    if now["find_unused_parameters"] and not now["static_graph"]:
+        why = "DDP looks for unused parameters in each forward pass"
+        common = {"kind": "ddp", "why": why, "lines": lines}
+        yield Option(**common, name="find_unused_parameters", value=False, before=True, warning=_UNUSED, code="DDP742")
+        yield Option(**common, name="static_graph", value=True, before=False, warning=_STATIC, code="DDP742")
+    num_bytes = (profiled.facts.get("ddp") or {}).get("parameter_bytes", 0)
+    copies_s = 2 * num_bytes / _COPIED_BYTES_PER_S[bool(profiled.facts.get("uses_device"))]
+    if not now["gradient_as_bucket_view"] and copies_s >= _COPY_SHARE * profiled.update_s:
+        why = f"{num_bytes / 1e6:.3g} MB of gradients are copied into buckets and back in each update"
+        common = {"kind": "ddp", "why": why, "lines": lines, "code": "DDP744"}
+        yield Option(**common, name="gradient_as_bucket_view", value=True, before=False)
+
+
+def _choose_exchange(profiled: Profiled, advice: list[str], compression: bool) -> Iterator[Option]:
+    ddp, calls = profiled.facts.get("ddp"), profiled.calls_of("ddp")
+    exposed_s, update_s = profiled.exposed_s, profiled.update_s
+    if not ddp or not calls or len(profiled.phases.ranks) < 2 or exposed_s < EXPOSED_SHARE * update_s:
+        return
+    why = f"updates wait {_ms(exposed_s)} of {_ms(update_s)} for gradients to be exchanged"
+    now, lines = calls[-1].values, tuple(call.line for call in calls)
+    common: dict[str, Any] = {"why": why, "lines": lines, "code": "DDP723"}
+    is_default = bool(now.get("has_small_first_bucket"))
+    for size in _bucket_sizes(ddp["parameter_bytes"] / 2**20, now["bucket_cap_mb"], is_default=is_default):
+        yield Option(**common, kind="ddp", name="bucket_cap_mb", value=size, before=now["bucket_cap_mb"])
+    if compression:
+        for name in ("bf16", "fp16") if ddp["backend"] != "gloo" else ("fp16",):  # torch's hook of bf16 refuses gloo
+            yield Option(**common, kind="compression", name="compression", value=name, warning=_COMPRESSED)
+    if ddp["backend"] == "nccl":
+        for name, value in _NCCL:
+            if name in profiled.nccl_names and name not in profiled.environ:
+                yield Option(kind="environment", name=name, value=value, why=why)
+    if exposed_s >= _ADVISED_SHARE * update_s:
+        factor = update_s / (update_s - exposed_s / 2)
+        advice.append(
+            f"{why}: accumulating 2 batches with `no_sync()`, or batches twice as large (`ddpilot.find_batch_size` "
+            f"finds the largest), would train on about {factor:.2f}x the samples in a second; not tried, since "
+            "an update then has more samples"
+        )
+
+
+def _bucket_sizes(model_mb: float, now_mb: float, *, is_default: bool) -> list[int]:
+    """Return the sizes that divide the gradients in a different way than now; of those that hold all, the smallest.
+
+    `is_default`: the first bucket is smaller than the others, as it is if the script gives no size.
+    """
+    if is_default and model_mb <= _FIRST_BUCKET_MB:
+        return []
+    sizes = [size for size in _BUCKETS_MB if size < model_mb]
+    sizes += [size for size in _BUCKETS_MB if size >= model_mb][:1]
+    holds_all = now_mb >= model_mb and not is_default
+    return [size for size in sizes if not (holds_all if size >= model_mb else size == now_mb)]
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"

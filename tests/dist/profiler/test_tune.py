@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ddpilot tune` on real ranks: what is overridden, what does not work, what helps, and Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from ddpilot.profiler.rank.overrides import Call, Trial
+from ddpilot.user_files import CodeLine
+
+SCRIPT = Path(__file__).with_name("tunable.py")
+NUM_UPDATES = 12
+
+
+def command(*words: object) -> list[str]:
+    """The command with these words."""
+    return [sys.executable, "-m", "ddpilot", "tune", *map(str, words)]
+
+
+RUN = """
+import dataclasses, json, sys
+from ddpilot.cli.tune_command import Runner
+from ddpilot.launching.elastic.options import RunOptions
+from ddpilot.profiler.rank.overrides import Trial
+runner = Runner(RunOptions(target=sys.argv[1], args=(sys.argv[2],), nproc_per_node=2))
+values = json.loads(sys.argv[3])
+trial = Trial(**{**values, "loader_lines": [tuple(each) for each in values["loader_lines"]]})
+if sys.argv[4] == "error":
+    print(runner.run(trial).error)
+else:
+    profile, _, calls = runner.profile(trial)
+    print(profile.phases.first_update + profile.phases.seconds.shape[1] - 1)
+    print(json.dumps([dataclasses.asdict(call) for call in calls]))
+"""
+
+
+def run(trial: Trial, word: str, wanted: str) -> list[str]:
+    """What is wanted of a run of the script: its "error", or its number of updates and its "calls"."""
+    words = [sys.executable, "-c", RUN, str(SCRIPT), word, json.dumps(asdict(trial)), wanted]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def run_calls(trial: Trial) -> list[Call]:
+    """The calls of a run of the script, which ended after its updates."""
+    num_updates, calls = run(trial, "used", "calls")
+    assert int(num_updates) == NUM_UPDATES
+    return [Call(**{**each, "line": CodeLine(**each["line"])}) for each in json.loads(calls)]
+
+
+def test_a_trial_overrides_what_the_script_passes() -> None:
+    """DDP, the loader that is trained on and threads; each call is noted with its line, as it is and as changed."""
+    calls = run_calls(Trial(num_updates=NUM_UPDATES))
+    threads, ddp, evaluated, trained = calls
+    assert [each.kind for each in calls] == ["threads", "ddp", "loader", "loader"]
+    assert (ddp.values["bucket_cap_mb"], ddp.line.text) == (1.0, "ddp = DistributedDataParallel(")
+    assert (evaluated.num_passes, trained.num_passes) == (0, 1)
+    trial = Trial(
+        num_updates=NUM_UPDATES,
+        ddp={"bucket_cap_mb": 10, "static_graph": True},
+        loader={"num_workers": 1},
+        loader_lines=(trained.line.position,),
+        num_threads=2,
+        environ={"OMP_NUM_THREADS": "2"},
+    )
+    threads, ddp, evaluated, trained = run_calls(trial)
+    assert (ddp.values["bucket_cap_mb"], ddp.values["static_graph"]) == (10.0, True)
+    assert (evaluated.values["num_workers"], trained.values["num_workers"]) == (0, 1)
+    assert threads.values == {"num_threads": 1}
+
+
+def test_an_option_that_does_not_work_has_its_error() -> None:
+    """A parameter is unused; the script has a hook of its own."""
+    (error,) = run(Trial(num_updates=NUM_UPDATES, ddp={"find_unused_parameters": False}), "unused", "error")
+    assert "Expected to have finished reduction" in error
+    (error,) = run(Trial(num_updates=NUM_UPDATES, compression="fp16"), "unused", "error")
+    assert "register_comm_hook" in error
+
+
+@pytest.mark.timeout(400)
+def test_what_helps_is_found_and_its_line_is_printed() -> None:
+    """One bucket in place of four, on a link that takes 20 ms for each."""
+    words = (SCRIPT, "-n", 2, "--updates", 20, "--rounds", 6, "--json", "--", "used")
+    done = subprocess.run(command(*words), capture_output=True, text=True, timeout=380, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["helps"] == ["bucket_cap_mb=10"], done.stderr
+    assert found["gain"]["low"] > 1
+    assert found["tried"][0]["estimate"] > 1.3
+    (change,) = found["changes"]
+    assert SCRIPT.samefile(change["where"].rpartition(":")[0])
+    assert (change["old"], change["new"]) == (["bucket_cap_mb=1,"], ["bucket_cap_mb=10,"])
+
+
+def test_an_interrupt_ends_with_what_is_known() -> None:
+    """After the first run as it is; no rank remains, which the fixtures of all tests look at."""
+    words = (SCRIPT, "-n", 2, "--updates", NUM_UPDATES, "--", "used")
+    with subprocess.Popen(command(*words), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("run 1"):
+                process.send_signal(signal.SIGINT)
+                break
+        printed, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "Nothing has helped so far. The trials ended early: interrupted." in printed
+    assert "bucket_cap_mb=10  " in printed
+
+
+def test_what_cannot_be_tuned_is_refused(tmp_path: Path) -> None:
+    """Too few updates of a run; a script that fails as it is."""
+    done = subprocess.run(command(SCRIPT, "--updates", 5), capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, "reading --updates" in done.stderr) == (2, True)
+    broken = tmp_path / "broken.py"
+    broken.write_text("import torch\nraise ValueError('broken')\n")
+    done = subprocess.run(command(broken, "-n", 1), capture_output=True, text=True, timeout=100, check=False)
+    assert "ValueError: broken" in done.stderr
+    assert done.returncode != 0
