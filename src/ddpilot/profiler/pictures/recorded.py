@@ -99,7 +99,8 @@ def _last_arrivals(times: Sequence[RankTimes], bounds: Sequence[tuple[int, int]]
 def _spans_of(times: RankTimes, bound: tuple[int, int], zero_ns: int, last_ns: Array | None) -> tuple[Span, ...]:
     found, num_collectives = [], 0
     for row in _inside(times, bound):
-        begin, end, name = int(row["begin_ns"]), int(row["end_ns"]), PHASES[row["phase"]]
+        begin, end = int(row["begin_ns"]), int(row["end_ns"])
+        name = PHASES[row["phase"]] if row["phase"] < len(PHASES) else "other"
         site = times.sites.get(int(row["site"]))
         line = f"{site.file}:{site.line}" if site is not None else ""
         if row["phase"] == COMMUNICATION and last_ns is not None:

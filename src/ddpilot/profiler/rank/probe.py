@@ -30,6 +30,7 @@ from ddpilot.guard.probes.tensors import tensors_in
 from ddpilot.launching.rank_environment import count_cores
 from ddpilot.profiler.rank.core_waits import CoreWaits
 from ddpilot.profiler.rank.ddp_models import DdpModels
+from ddpilot.profiler.rank.fastai_steps import observe_steps
 from ddpilot.profiler.rank.host_reads import HostReads
 from ddpilot.profiler.rank.memory import MemorySamples
 from ddpilot.profiler.rank.modules import OutermostModules
@@ -112,6 +113,7 @@ class PhaseProbe:
             self._core_waits.close,
             register_optimizer_step_pre_hook(notes.safely(self._step_begins)).remove,
             register_optimizer_step_post_hook(notes.safely(self._step_ends)).remove,
+            observe_steps(notes, self._step_begins, self._step_ends),
             *collectives,
             *self._modules.install(),
             self._gradients.remove,

@@ -12,10 +12,8 @@ import pytest
 
 from ddpilot.profiler.phases import SHARES
 from ddpilot.profiler.pictures.charts import format_ms, format_number, format_tick, make_ticks
-from ddpilot.profiler.pictures.scaling_page import COLORS as COLORS_OF_LOSSES
 from ddpilot.profiler.pictures.style import COLORS, LEGEND, WHITE_TEXT
 from ddpilot.profiler.result import Profile, read_profile
-from ddpilot.profiler.scaling import _LOSSES
 from tests.unit.profiler.recordings import make_scaling, write_recording
 
 VOID = {"meta", "line", "polyline", "br"}
@@ -150,11 +148,10 @@ def test_text_on_each_color_is_readable() -> None:
 
 
 def test_every_share_has_a_color_of_its_own_and_a_description() -> None:
-    """And every cause of a loss of scaling a color."""
+    """Those of an update, by rank and over time."""
     assert set(SHARES) <= set(COLORS)
     assert set(SHARES) <= set(LEGEND)
     assert len({COLORS[name] for name in SHARES}) == len(SHARES)
-    assert set(_LOSSES.values()) <= set(COLORS_OF_LOSSES)
 
 
 def test_numbers_are_short_and_ticks_round() -> None:
