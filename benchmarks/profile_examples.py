@@ -120,20 +120,25 @@ def measure(program: Program, rounds: int) -> None:
                 result = sessions[key].execute(program.fit, quiet=True, profile=True)
                 assert result.profile is not None, f"{program.title}: {result.no_profile}"
                 found.setdefault(key, []).append(result.profile)
-    base = [each.phases.samples_per_s for each in found["as it is", 1]]
+    base = [speed_of(each) for each in found["as it is", 1]]
     for (name, size), profiles in found.items():
-        speeds = [each.phases.samples_per_s for each in profiles]
+        speeds = [speed_of(each) for each in profiles]
         ratios = [speed / first for speed, first in zip(speeds, base, strict=True)]
         cells = [
             f"{program.title}, {name}",
             str(size),
             render_values([1e3 * each.phases.update_s for each in profiles], "ms"),
-            render_values(speeds, ""),
+            render_values(speeds, "" if profiles[0].phases.samples_per_s else "updates"),
             render_ratio(ratios),
             f"{100 * statistics.median(exposed(each) for each in profiles):.0f} %",
             first_finding(profiles),
         ]
         print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def speed_of(profile: Profile) -> float:
+    """Return samples per second; updates per second where samples cannot be counted, as in fastai's tables."""
+    return profile.phases.samples_per_s or 1 / float(profile.phases.durations_s.mean())
 
 
 def exposed(profile: Profile) -> float:

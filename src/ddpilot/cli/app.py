@@ -280,12 +280,13 @@ def scale(
         str, typer.Option("-n", "--nproc-per-node", metavar="N,N", help="Numbers of ranks to compare.")
     ] = "1,2",
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Runs at each number of ranks.")] = 2,
+    html: Annotated[str, typer.Option("--html", metavar="PATH", help="File for the report with its pictures.")] = "",
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Compare the speed of a script at several numbers of ranks, and say where the rest is lost."""
     from ddpilot.cli.profile_command import run_scale
 
-    raise typer.Exit(run_scale(script, context.args, sizes=nproc_per_node, rounds=rounds, as_json=json))
+    raise typer.Exit(run_scale(script, context.args, sizes=nproc_per_node, rounds=rounds, html=html, as_json=json))
 
 
 @app.command(context_settings={"allow_extra_args": True})

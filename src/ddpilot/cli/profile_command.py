@@ -32,9 +32,7 @@ def run_profile(script: str, args: Sequence[str], *, nproc_per_node: str, html: 
     `html`: path of the report to write; `trace`: folder for the traces; "" for none. Raises LaunchError before any rank
     starts, RankError or WatchError if the script fails, and RecordError if it made too few updates.
     """
-    if html and not Path(html).resolve().parent.is_dir():
-        found = f"there is no folder for {html}"
-        raise LaunchError("reading --html", found=found, fix="Give a path in a folder that exists")
+    _check_folder(html)
     nproc = int(nproc_per_node) if nproc_per_node.isdecimal() else nproc_per_node
     options = RunOptions(target=script, args=tuple(args), nproc_per_node=nproc)
     profile = _profile(options, shows_output=not as_json, trace=trace)
@@ -51,6 +49,12 @@ def run_profile(script: str, args: Sequence[str], *, nproc_per_node: str, html: 
     return 0
 
 
+def _check_folder(html: str) -> None:
+    if html and not Path(html).resolve().parent.is_dir():
+        found = f"there is no folder for {html}"
+        raise LaunchError("reading --html", found=found, fix="Give a path in a folder that exists")
+
+
 def _profile(options: RunOptions, *, shows_output: bool, trace: str = "") -> Profile:
     """Run the script of `options` on its ranks and return its profile."""
     prepared = prepare_run(options, os.environ)
@@ -65,13 +69,15 @@ def _profile(options: RunOptions, *, shows_output: bool, trace: str = "") -> Pro
         return read_profile(folder)
 
 
-def run_scale(script: str, args: Sequence[str], *, sizes: str, rounds: int, as_json: bool) -> int:
+def run_scale(script: str, args: Sequence[str], *, sizes: str, rounds: int, html: str = "", as_json: bool) -> int:
     """Run `script` with `args` at several numbers of ranks, in turn, and print how its speed grows. Returns 0.
 
-    `sizes`: numbers of ranks, separated by commas. `rounds`: how often each is run. A line to stderr says what runs.
+    `sizes`: numbers of ranks, separated by commas. `rounds`: how often each is run. `html`: path of the report to
+    write; "" for none. A line to stderr says what runs.
     Raises as `run_profile`, and RecordError for a script without a DataLoader, whose samples cannot be counted.
     """
     numbers = _read_sizes(sizes)
+    _check_folder(html)
     by_size: dict[int, list[Profile]] = {number: [] for number in numbers}
     for round_ in range(rounds):
         for number in numbers if round_ % 2 == 0 else reversed(numbers):
@@ -88,6 +94,10 @@ def run_scale(script: str, args: Sequence[str], *, sizes: str, rounds: int, as_j
             by_size[number].append(profile)
     found = compare_sizes(Path(script).name, by_size)
     print(json.dumps(found.to_dict()) if as_json else found.render(color=sys.stdout.isatty()), flush=True)
+    if html:
+        found.to_html(html)
+        if not as_json:
+            print(f"\nreport: {html}", flush=True)
     return 0
 
 

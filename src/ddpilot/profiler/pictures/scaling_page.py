@@ -54,13 +54,19 @@ class Row(Protocol):
     def is_fair(self) -> bool: ...
 
 
-def render_scaling(rows: Sequence[Row], *, headline: str, findings: str) -> str:
-    """Return everything about scaling as one ``<div>``, for a page or a notebook. `findings`: HTML."""
+def render_scaling(
+    rows: Sequence[Row], *, headline: str, findings: str, predicted: Sequence[Row] = (), notes: Sequence[str] = ()
+) -> str:
+    """Return everything about scaling as one ``<div>``, for a page or a notebook.
+
+    `findings`: HTML. `predicted`: rows that a model predicts; `notes`: sentences about it.
+    """
+    said = "".join(f"<p>{escape(note)}</p>" for note in notes)
     parts = [
         f"<p><b>{escape(headline)}</b></p>{findings}",
-        f"<section><h2>Speed-up</h2>{draw_curve(rows)}</section>",
-        f"<section><h2>Where the rest is lost</h2>{draw_losses(rows)}</section>",
-        f"<section><h2>Samples per second</h2>{_draw_table(rows)}</section>",
+        f"<section><h2>Speed-up</h2>{draw_curve(rows, predicted)}{said}</section>",
+        f"<section><h2>Where the rest is lost</h2>{draw_losses([*rows, *predicted])}</section>",
+        f"<section><h2>Samples per second</h2>{_draw_table(rows, predicted)}</section>",
     ]
     return f'<div class="ddpilot-profile"><style>{STYLE}</style>{"".join(parts)}</div>'
 
@@ -75,51 +81,70 @@ def spread_of(row: Row, first: Row) -> tuple[float, float]:
     return row.spread[0] / first.samples_per_s, row.spread[1] / first.samples_per_s
 
 
-def draw_curve(rows: Sequence[Row]) -> str:
-    """Return speed-up by number of ranks, with the spread of the rounds and the ideal line."""
-    first, last = rows[0], rows[-1]
+def draw_curve(rows: Sequence[Row], predicted: Sequence[Row] = ()) -> str:
+    """Return speed-up by number of ranks, with the spread of the rounds, the ideal line, and what is predicted."""
+    first = rows[0]
+    every = sorted([*rows, *predicted], key=lambda each: each.num_ranks)
+    last = every[-1]
     width = last.num_ranks - first.num_ranks or 1
-    x = [0.05 + 0.9 * (each.num_ranks - first.num_ranks) / width for each in rows]
-    ideal = Series(name="ideal", color=UNKNOWN, x=[x[0], x[-1]], y=[1.0, ideal_of(last, first)], is_dashed=True)
-    measured = Series(name="measured", color=LINES[0], x=x, y=[each.speed_up for each in rows])
-    most = max(ideal_of(last, first), *(spread_of(each, first)[1] for each in rows))
-    dots = "".join(_draw_dot(each, first, place, most * 1.05) for each, place in zip(rows, x, strict=True))
+    places = {each.num_ranks: 0.05 + 0.9 * (each.num_ranks - first.num_ranks) / width for each in every}
+    ends = [first, last]
+    series = [
+        _line("ideal", UNKNOWN, ends, places, [ideal_of(each, first) for each in ends], is_dashed=True),
+        _line("measured", LINES[0], rows, places, [each.speed_up for each in rows]),
+    ]
+    if predicted:
+        joined = [rows[-1], *predicted]
+        series.append(_line("predicted", LINES[1], joined, places, [each.speed_up for each in joined], is_dashed=True))
+    most = max(ideal_of(last, first), *(spread_of(each, first)[1] for each in every))
+    dots = [_draw_dot(each, first, places[each.num_ranks], most * 1.05, LINES[0]) for each in rows]
+    dots += [_draw_dot(each, first, places[each.num_ranks], most * 1.05, LINES[1]) for each in predicted]
     label = "Speed-up by number of ranks: " + ", ".join(f"{each.num_ranks}: {each.speed_up:.2f}" for each in rows)
     chart = line_chart(
-        [ideal, measured],
-        x_ticks=[(place, str(each.num_ranks)) for each, place in zip(rows, x, strict=True)],
+        series,
+        x_ticks=[(place, str(num_ranks)) for num_ranks, place in places.items()],
         x_name="ranks",
         unit="x",
         label=label,
         most=most,
         num_ticks=8,
-        more=dots,
+        more="".join(dots),
         is_tall=True,
     )
-    keys = legend(
-        [
-            ("measured, with the spread of the rounds", LINES[0], "median of the rounds"),
-            ("ideal", UNKNOWN, "N times as many ranks, N times as fast"),
-        ],
-        is_line=True,
-    )
-    unfair = [f"{each.num_ranks}" for each in rows if not each.is_fair]
-    text = (
-        f"<p>At {' and '.join(unfair)} ranks several ranks share a core or a device here: they cannot be as fast as on "
-        "a machine with one for each.</p>"
-        if unfair
-        else ""
-    )
-    return f"{text}{keys}{chart}"
+    titles = {"measured": "measured, with the spread of the rounds", "predicted": "predicted by the model"}
+    keys = legend([(titles.get(each.name, each.name), each.color, each.name) for each in series], is_line=True)
+    return f"{_say_unfair(rows)}{keys}{chart}"
 
 
-def _draw_dot(row: Row, first: Row, place: float, top: float) -> str:
+def _line(
+    name: str,
+    color: str,
+    rows: Sequence[Row],
+    places: Mapping[int, float],
+    values: Sequence[float],
+    *,
+    is_dashed: bool = False,
+) -> Series:
+    return Series(name=name, color=color, x=[places[each.num_ranks] for each in rows], y=values, is_dashed=is_dashed)
+
+
+def _say_unfair(rows: Sequence[Row]) -> str:
+    unfair = " and ".join(f"{each.num_ranks}" for each in rows if not each.is_fair)
+    if not unfair:
+        return ""
+    return (
+        f"<p>At {unfair} ranks several ranks share a core or a device here: they cannot be as fast as on a machine "
+        "with one for each.</p>"
+    )
+
+
+def _draw_dot(row: Row, first: Row, place: float, top: float, color: str) -> str:
     low, high = spread_of(row, first)
     title = f"{row.num_ranks} ranks: {row.speed_up:.2f} times as fast ({low:.2f} to {high:.2f})"
     return (
         f'<span class="spread" style="left:{place:.2%};bottom:{low / top:.2%};height:{(high - low) / top:.2%};'
-        f'background:{LINES[0]}"></span>'
-        f'<span class="dot" style="left:{place:.2%};bottom:{row.speed_up / top:.2%};background:{LINES[0]}" '
+        f'background:{color}"></span>'
+        f'<span class="dot" style="left:{place:.2%};bottom:{row.speed_up / top:.2%};background:{color}" '
         f'title="{escape(title)}"></span>'
     )
 
@@ -147,15 +172,15 @@ def draw_losses(rows: Sequence[Row]) -> str:
     return f"<p>{text}</p>{keys}{figure(parts, label, 'rows')}"
 
 
-def _draw_table(rows: Sequence[Row]) -> str:
+def _draw_table(rows: Sequence[Row], predicted: Sequence[Row]) -> str:
     head = ["ranks", "samples/s", "lowest", "highest", "speed-up", "efficiency"]
     body = [
         [
-            str(each.num_ranks),
+            f"{each.num_ranks}{' (predicted)' * (each in predicted)}",
             *(format_number(value) for value in (each.samples_per_s, *each.spread)),
             f"{each.speed_up:.2f}",
             f"{each.efficiency:.0%}",
         ]
-        for each in rows
+        for each in (*rows, *predicted)
     ]
     return table(head, body)

@@ -12,6 +12,7 @@ import pytest
 
 from ddpilot.profiler.phases import SHARES
 from ddpilot.profiler.pictures.charts import format_ms, format_number, format_tick, make_ticks
+from ddpilot.profiler.pictures.scaling_page import render_scaling
 from ddpilot.profiler.pictures.style import COLORS, LEGEND, WHITE_TEXT
 from ddpilot.profiler.result import Profile, read_profile
 from tests.unit.profiler.recordings import make_scaling, write_recording
@@ -118,6 +119,17 @@ def test_scaling_has_its_pictures(tmp_path: Path) -> None:
     assert "At 8 ranks several ranks share a core or a device here" in text
     assert text.count('class="dot"') == 4
     assert "http" not in text
+
+
+def test_predicted_sizes_are_a_line_of_their_own() -> None:
+    """Dashed, with a dot for each, and named in the table."""
+    rows = make_scaling().rows
+    text = render_scaling(rows[:2], headline="train.py", findings="", predicted=rows[2:], notes=["A <note>."])
+    Nesting(text)
+    assert text.count("stroke-dasharray") == 2
+    assert "predicted by the model" in text
+    assert '<th scope="row">8 (predicted)</th>' in text
+    assert "A &lt;note&gt;." in text
 
 
 def test_figures_of_matplotlib_have_bars_heat_and_curve(tmp_path: Path) -> None:
