@@ -130,3 +130,17 @@ def test_elements_are_counted_in_the_update_that_is_made_with_them(tmp_path: Pat
             model(batch).sum().backward()
             optimizer.step()
     assert list(read_times(tmp_path, 0).counts["num_elements"]) == [1, 2, 3, 4]
+
+
+def test_steps_of_fastai_are_updates_and_it_is_left_as_it_was(tmp_path: Path) -> None:
+    """Its optimizers are not torch's, and call none of torch's hooks."""
+    optimizer_module = pytest.importorskip("fastai.optimizer")
+    step = optimizer_module.Optimizer.step
+    model = torch.nn.Linear(3, 1)
+    with recording(tmp_path):
+        train(model, optimizer_module.SGD(list(model.parameters()), lr=0.1), 4)
+    times = read_times(tmp_path, 0)
+    assert len(times.updates) == 4
+    assert (times.spans["phase"] == PHASES.index("optimizer")).sum() == 4
+    assert len(times.memory) >= 1
+    assert optimizer_module.Optimizer.step is step
