@@ -144,7 +144,7 @@ def test_a_cell_without_updates_says_so(kernel: Kernel) -> None:
     """And so does one with too few; nothing else is shown."""
     cell = kernel.run("%%ddp --profile\nx = 1")
     assert cell.error + cell.stderr == ""
-    assert "ddpilot: no profile: no rank made an update. Profile at least 6 updates: steps of" in cell.stdout
+    assert "ddpilot: no profile: too few updates: no rank made one. Profile at least 6 updates: steps of" in cell.stdout
     few = kernel.run(RAW.replace("optimizer.zero_grad()", "optimizer.zero_grad()\n    break"))
     assert "no profile: too few updates: 1 on rank 0, 1 on rank 1. Profile at least 6" in few.stdout
     assert not [each for each in (*cell.outputs, *few.outputs) if "data" in each]

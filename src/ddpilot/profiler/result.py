@@ -188,7 +188,7 @@ def make_profile(times: Sequence[RankTimes]) -> Profile:
     """Return the profile of what all ranks have recorded. Raises RecordError if a rank has too few updates."""
     phases = divide_updates(times)
     if phases is None and times and not any(len(each.updates) for each in times):
-        raise RecordError("reading a profile", found="no rank made an update", fix=_FIX)
+        raise RecordError("reading a profile", found="too few updates: no rank made one", fix=_FIX)
     if phases is None:
         counts = ", ".join(f"{len(each.updates)} on rank {each.rank}" for each in times) or "no rank has recorded any"
         raise RecordError(
