@@ -10,7 +10,7 @@ from typing import Any
 from ddpilot.guard.probe import Notes
 from ddpilot.launching.on_import import forget, when_imported
 
-_MODULE, _KEY = "fastai.optimizer", "ddpilot.profiler"
+_MODULE, _KEY = "fastai.optimizer", "time of updates"
 
 
 def observe_steps(notes: Notes, begins: Callable[..., Any], ends: Callable[..., Any]) -> Callable[[], None]:
