@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What makes updates slow, by subject: ranks, gradients, host. Each yields findings with what its end would give."""
+"""What makes updates slow, by subject: ranks, gradients, host. Imports `phases`, `findings` and numpy; not torch."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Try what could make a script faster, on the script itself. Free of torch; runs are made by the caller."""
+"""Try on a script what could make it faster. Imports the profile's `result` and `findings`; not torch."""
