@@ -35,6 +35,7 @@ SCRIPTS = (
     "profile_cost",
     "profile_causes",
     "tune",
+    "scale_prediction",
 )
 
 

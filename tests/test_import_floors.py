@@ -28,7 +28,8 @@ MAY_IMPORT_TORCH = (
     *("ddpilot.diagnose.updates.batches", "ddpilot.diagnose.updates.draws", "ddpilot.diagnose.updates.placements"),
     *("ddpilot.profiler.rank.probe", "ddpilot.profiler.rank.modules", "ddpilot.profiler.rank.reductions"),
     *("ddpilot.profiler.rank.block", "ddpilot.profiler.rank.ddp_models", "ddpilot.profiler.rank.host_reads"),
-    *("ddpilot.profiler.rank.memory", "ddpilot.profiler.rank.trace_window", "ddpilot.profiler.running"),
+    *("ddpilot.profiler.rank.memory", "ddpilot.profiler.rank.network", "ddpilot.profiler.rank.tracing.trace_window"),
+    *("ddpilot.profiler.rank.tracing.nvtx", "ddpilot.profiler.running"),
 )
 # These compare what ranks have recorded; numpy takes a tenth of a second.
 MAY_IMPORT_NUMPY = (
@@ -37,6 +38,7 @@ MAY_IMPORT_NUMPY = (
 )
 YET_FREE_OF_TORCH = (
     *("ddpilot.group", "ddpilot.group.address", "ddpilot.group.decorators"),
+    *("ddpilot.group.measurements", "ddpilot.group.measurements.clocks", "ddpilot.profiler.rank.network"),
     *("ddpilot.guard.probes", "ddpilot.gpu_check.checks"),
     "ddpilot.session.rank",
     *("ddpilot.integrations.fastai", "ddpilot.integrations.fastai.app"),

@@ -33,6 +33,7 @@ PROFILE_HOOK = "ddpilot.profiler.rank.hook:start"
 PROFILE_PROBE = "ddpilot.profiler.rank.probe:PhaseProbe"
 TRIAL_HOOK = "ddpilot.profiler.rank.overrides:start"
 """Overrides what a script passes to DDP and to its loaders, for `ddpilot tune`."""
+NVTX_PROBE = "ddpilot.profiler.rank.tracing.nvtx:NvtxProbe"
 
 RANK_SERVER = "ddpilot.launching.rank_server.server"
 FORKED_RANK = "ddpilot.launching.rank_server.rank"

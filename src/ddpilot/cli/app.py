@@ -190,6 +190,10 @@ def doctor(
         float,
         typer.Option("--timeout-s", metavar="S", min=0.1, help="With --nodes, seconds to wait for the other ranks."),
     ] = 30.0,
+    nccl_log: Annotated[
+        list[str] | None,
+        typer.Option("--nccl-log", metavar="FILE", help="Say what a log of NCCL_DEBUG=INFO means; may be repeated."),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the lines as JSON.")] = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print every line in full.")] = False,
 ) -> None:
@@ -200,8 +204,10 @@ def doctor(
     """
     from pathlib import Path
 
-    from ddpilot.cli.doctor_command import run_doctor, run_program_doctor
+    from ddpilot.cli.doctor_command import explain_nccl_log, run_doctor, run_program_doctor
 
+    if nccl_log:
+        raise typer.Exit(explain_nccl_log(nccl_log, as_json=json, verbose=verbose))
     options: dict[str, Any] = {
         "nproc_per_node": nproc_per_node,
         "num_workers": workers,
@@ -249,6 +255,14 @@ def verify(
     raise typer.Exit(status)
 
 
+_Nnodes = Annotated[int, typer.Option("--nnodes", min=1, help="Number of nodes; start the command on each.")]
+_NodeRank = Annotated[int, typer.Option("--node-rank", min=0, help="Rank of this node; node 0 reports.")]
+_MasterAddr = Annotated[str | None, typer.Option("--master-addr", metavar="HOST", help="Name or address of node 0.")]
+_MasterPort = Annotated[
+    int | None, typer.Option("--master-port", metavar="PORT", help="Port of node 0; 29500 on several nodes.")
+]
+
+
 @app.command(context_settings={"allow_extra_args": True})
 def profile(
     context: typer.Context,
@@ -256,20 +270,43 @@ def profile(
     nproc_per_node: Annotated[
         str, typer.Option("-n", "--nproc-per-node", help="Ranks on this machine: a number, auto, gpu or cpu.")
     ] = "auto",
+    nnodes: _Nnodes = 1,
+    node_rank: _NodeRank = 0,
+    master_addr: _MasterAddr = None,
+    master_port: _MasterPort = None,
     html: Annotated[str, typer.Option("--html", metavar="PATH", help="File for the report with its pictures.")] = "",
     trace: Annotated[
         str, typer.Option("--trace", metavar="DIR", help="Folder for traces of 5 updates that Perfetto opens.")
     ] = "",
+    trace_window: Annotated[
+        str,
+        typer.Option(
+            "--trace-window",
+            metavar="N,N,N,N",
+            help="With --trace, updates to leave out, to warm up and to keep, and how often.",
+        ),
+    ] = "3,1,5,1",
+    trace_memory: Annotated[bool, typer.Option("--trace-memory", help="With --trace, allocations as well.")] = False,
+    nvtx: Annotated[bool, typer.Option("--nvtx", help="Mark phases as NVTX ranges, which Nsight shows.")] = False,
     json: Annotated[
         bool, typer.Option("--json", help="Print the profile as JSON, and no output of the script.")
     ] = False,
 ) -> None:
     """Show where the time of an update goes on each rank, and what to change; words after -- are the script's own."""
-    from ddpilot.cli.profile_command import run_profile
+    from ddpilot.cli.profile_command import read_rank_options, run_profile
+    from ddpilot.launching.elastic.options import RunOptions
 
-    raise typer.Exit(
-        run_profile(script, context.args, nproc_per_node=nproc_per_node, html=html, trace=trace, as_json=json)
+    options = RunOptions(
+        target=script,
+        args=tuple(context.args),
+        nproc_per_node=int(nproc_per_node) if nproc_per_node.isdecimal() else nproc_per_node,
+        nnodes=(nnodes, nnodes),
+        node_rank=node_rank,
+        master_addr=master_addr,
+        master_port=master_port,
     )
+    rank_options = read_rank_options(trace_window, memory=trace_memory, nvtx=nvtx)
+    raise typer.Exit(run_profile(options, html=html, trace=trace, as_json=json, rank_options=rank_options))
 
 
 @app.command(context_settings={"allow_extra_args": True})
@@ -277,16 +314,35 @@ def scale(
     context: typer.Context,
     script: Annotated[str, typer.Argument(help="A script that reads samples through a DataLoader.", metavar="SCRIPT")],
     nproc_per_node: Annotated[
-        str, typer.Option("-n", "--nproc-per-node", metavar="N,N", help="Numbers of ranks to compare.")
+        str, typer.Option("-n", "--nproc-per-node", metavar="N,N", help="Numbers of ranks to compare, on a node.")
     ] = "1,2",
+    nnodes: _Nnodes = 1,
+    node_rank: _NodeRank = 0,
+    master_addr: _MasterAddr = None,
+    master_port: _MasterPort = None,
+    predict: Annotated[
+        str | None,
+        typer.Option(
+            "--predict", metavar="N,N", help="Numbers of ranks to predict; by default twice the largest of -n."
+        ),
+    ] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Runs at each number of ranks.")] = 2,
     html: Annotated[str, typer.Option("--html", metavar="PATH", help="File for the report with its pictures.")] = "",
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Compare the speed of a script at several numbers of ranks, and say where the rest is lost."""
     from ddpilot.cli.profile_command import run_scale
+    from ddpilot.launching.elastic.options import RunOptions
 
-    raise typer.Exit(run_scale(script, context.args, sizes=nproc_per_node, rounds=rounds, html=html, as_json=json))
+    options = RunOptions(
+        target=script,
+        args=tuple(context.args),
+        nnodes=(nnodes, nnodes),
+        node_rank=node_rank,
+        master_addr=master_addr,
+        master_port=master_port,
+    )
+    raise typer.Exit(run_scale(options, sizes=nproc_per_node, rounds=rounds, as_json=json, predict=predict, html=html))
 
 
 @app.command(context_settings={"allow_extra_args": True})

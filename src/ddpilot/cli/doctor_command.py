@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpilot.diagnose.doctor import doctor
+from ddpilot.diagnose.nccl_log.advice import read_nccl_log
 from ddpilot.errors import LaunchError
 
 
@@ -41,6 +42,13 @@ def run_program_doctor(
             fix="Leave it out: a program is checked on ranks of this machine",
         )
     found = check_program(program, *args, show=lambda line: print(line, file=sys.stderr, flush=True), **options)
+    _print(found, as_json=as_json, verbose=verbose)
+    return found.exit_status
+
+
+def explain_nccl_log(paths: Sequence[str], *, as_json: bool, verbose: bool) -> int:
+    """Print what NCCL's log in `paths` means. Returns the exit status: 1 if there is an error, otherwise 0."""
+    found = read_nccl_log(paths)
     _print(found, as_json=as_json, verbose=verbose)
     return found.exit_status
 

@@ -13,36 +13,43 @@ from pathlib import Path
 
 from ddpilot.environments.private_files import scratch_folder
 from ddpilot.errors import LaunchError, RecordError
-from ddpilot.launching.elastic.options import RunOptions
-from ddpilot.launching.elastic.prepare import prepare_run
+from ddpilot.launching.elastic.options import DEFAULT_PORT, RunOptions
+from ddpilot.launching.elastic.prepare import PreparedRun, prepare_run
 from ddpilot.launching.elastic.run import run_prepared
 from ddpilot.module_names import PROFILE_HOOK
 from ddpilot.output.writer import LabelledWriter
+from ddpilot.profiler.clocks import find_offsets
+from ddpilot.profiler.collecting import receive_files, send_files
 from ddpilot.profiler.result import Profile, read_profile
-from ddpilot.profiler.scaling import compare_sizes
-from ddpilot.profiler.spans_file import PROFILE_VARIABLE, TRACE_VARIABLE
-from ddpilot.profiler.traces import merge_traces
+from ddpilot.profiler.scaling.comparison import compare_sizes
+from ddpilot.profiler.spans_file import OPTIONS_VARIABLE, PROFILE_VARIABLE, TRACE_VARIABLE, RankOptions
+from ddpilot.profiler.traces import MergedTrace, merge_traces
 from ddpilot.watch.companion import Watcher
 from ddpilot.watch.options import WatchOptions
 
+_NO_MORE = RankOptions()
 
-def run_profile(script: str, args: Sequence[str], *, nproc_per_node: str, html: str, trace: str, as_json: bool) -> int:
-    """Run `script` with `args`, and print its profile. Returns the exit status, 0.
+
+def run_profile(
+    options: RunOptions, *, html: str, trace: str, as_json: bool, rank_options: RankOptions = _NO_MORE
+) -> int:
+    """Run the script of `options`, and print its profile on node 0. Returns the exit status, 0.
 
     `html`: path of the report to write; `trace`: folder for the traces; "" for none. Raises LaunchError before any rank
-    starts, RankError or WatchError if the script fails, and RecordError if it made too few updates.
+    starts, RankError or WatchError if the script fails, and RecordError if it made too few updates, or if the nodes
+    cannot exchange what their ranks have recorded.
     """
     _check_folder(html)
-    nproc = int(nproc_per_node) if nproc_per_node.isdecimal() else nproc_per_node
-    options = RunOptions(target=script, args=tuple(args), nproc_per_node=nproc)
-    profile = _profile(options, shows_output=not as_json, trace=trace)
+    profile = _profile(options, shows_output=not as_json, trace=trace, rank_options=rank_options)
+    if profile is None:
+        return 0
     written = []
     if html:
-        profile.to_html(html, title=f"{Path(script).name} on {len(profile.phases.ranks)} ranks")
+        profile.to_html(html, title=f"{options.name} on {len(profile.phases.ranks)} ranks")
         written.append(f"report: {html}")
     if trace:
-        merged = merge_traces(Path(trace), list(profile.phases.ranks))
-        written.append(f"trace: {merged}" if merged else "trace: the script made too few updates for one")
+        merged = merge_traces(Path(trace), profile.phases.ranks, find_offsets(profile.facts))
+        written.append(_describe_trace(merged, profile))
     print(json.dumps(profile.to_dict()) if as_json else f"\n{profile.render(color=sys.stdout.isatty())}", flush=True)
     if written and not as_json:
         print("\n" + "\n".join(written), flush=True)
@@ -55,55 +62,141 @@ def _check_folder(html: str) -> None:
         raise LaunchError("reading --html", found=found, fix="Give a path in a folder that exists")
 
 
-def _profile(options: RunOptions, *, shows_output: bool, trace: str = "") -> Profile:
-    """Run the script of `options` on its ranks and return its profile."""
+def _describe_trace(merged: MergedTrace | None, profile: Profile) -> str:
+    if merged is None:
+        return "trace: the script made too few updates for one"
+    notes = []
+    slow_down = profile.facts[0].get("trace_slow_down")
+    if slow_down is not None:
+        notes.append(f"recorded updates took {slow_down:.2g} times as long as others")
+    if merged.error_s:
+        notes.append(f"clocks of the nodes are aligned within {merged.error_s * 1e3:.2g} ms")
+    if merged.unaligned:
+        ranks = ", ".join(map(str, merged.unaligned))
+        notes.append(f"the clock of rank {ranks} could not be compared: times are as its node has them")
+    return f"trace: {merged.path}" + (f" ({'; '.join(notes)})" if notes else "")
+
+
+def _profile(
+    options: RunOptions, *, shows_output: bool, trace: str = "", rank_options: RankOptions = _NO_MORE
+) -> Profile | None:
+    """Run the script of `options` on its ranks and return its profile; None on a node other than 0."""
+    if not options.is_static:
+        found = f"--rdzv-backend {options.rdzv_backend}"
+        raise LaunchError("profiling on several nodes", found=found, fix="Leave it out, and give --master-addr")
     prepared = prepare_run(options, os.environ)
     display = prepared.display if shows_output else LabelledWriter("silent", None)
     with scratch_folder("ddpilot-profile-") as folder:
-        variables = {**prepared.variables, PROFILE_VARIABLE: str(folder)}
-        if trace:
-            Path(trace).mkdir(parents=True, exist_ok=True)
-            variables[TRACE_VARIABLE] = str(Path(trace).resolve())
+        variables = {
+            **prepared.variables,
+            PROFILE_VARIABLE: str(folder),
+            OPTIONS_VARIABLE: rank_options.to_json(),
+        }
+        traces = Path(trace).resolve() if trace else None
+        if traces is not None:
+            traces.mkdir(parents=True, exist_ok=True)
+            variables[TRACE_VARIABLE] = str(traces)
         make_observer = functools.partial(Watcher, WatchOptions(on_finding="stop"), more_hooks=(PROFILE_HOOK,))
         run_prepared(replace(prepared, variables=variables, display=display), make_observer)
-        return read_profile(folder)
+        return read_profile(folder) if _exchange(prepared, folder, traces) else None
 
 
-def run_scale(script: str, args: Sequence[str], *, sizes: str, rounds: int, html: str = "", as_json: bool) -> int:
-    """Run `script` with `args` at several numbers of ranks, in turn, and print how its speed grows. Returns 0.
+def _exchange(prepared: PreparedRun, folder: Path, traces: Path | None) -> bool:
+    """Send what ranks have recorded to node 0. True there, and on a single node."""
+    options, endpoint = prepared.options, prepared.endpoint
+    nnodes, run = options.nnodes[1], prepared.run_id
+    if nnodes == 1 or endpoint is None:
+        return True
+    if options.node_rank == 0:
+        receive_files(folder, traces, endpoint.addr, endpoint.port, nnodes=nnodes, run=run)
+        return True
+    folders = [folder, *([traces] if traces is not None else [])]
+    send_files(folders, endpoint.addr, endpoint.port, node_rank=options.node_rank, run=run)
+    print(f"node {options.node_rank} has sent what its ranks recorded to node 0", file=sys.stderr, flush=True)
+    return False
 
-    `sizes`: numbers of ranks, separated by commas. `rounds`: how often each is run. `html`: path of the report to
-    write; "" for none. A line to stderr says what runs.
-    Raises as `run_profile`, and RecordError for a script without a DataLoader, whose samples cannot be counted.
+
+def run_scale(
+    options: RunOptions, *, sizes: str, rounds: int, as_json: bool, predict: str | None = None, html: str = ""
+) -> int:
+    """Run the script of `options` at several numbers of ranks, in turn, and print how its speed grows. Returns 0.
+
+    `sizes`: numbers of ranks on a node, separated by commas. With several nodes node 0 runs all of them alone, and the
+    last one again on all nodes. `rounds`: how often each is run. `predict`: further numbers of ranks that a model
+    predicts; None: twice the largest, "": none. `html`: path of the report to write; "" for none. A line to stderr says
+    what runs. Raises as `run_profile`, and RecordError for a script without a DataLoader, whose samples cannot be
+    counted.
     """
-    numbers = _read_sizes(sizes)
     _check_folder(html)
-    by_size: dict[int, list[Profile]] = {number: [] for number in numbers}
-    for round_ in range(rounds):
-        for number in numbers if round_ % 2 == 0 else reversed(numbers):
-            ranks = f"{number} rank{'s' * (number > 1)}"
-            print(f"round {round_ + 1} of {rounds}: {ranks}", file=sys.stderr, flush=True)
-            options = RunOptions(target=script, args=tuple(args), nproc_per_node=number)
-            profile = _profile(options, shows_output=False)
-            if not profile.phases.samples_per_s:
-                raise RecordError(
-                    f"scaling {script}",
-                    found="no DataLoader was read, so that samples cannot be counted",
-                    fix="Read samples through a torch DataLoader; `ddpilot profile` works without",
-                )
-            by_size[number].append(profile)
-    found = compare_sizes(Path(script).name, by_size)
-    print(json.dumps(found.to_dict()) if as_json else found.render(color=sys.stdout.isatty()), flush=True)
+    predicted = None if predict is None else _read_numbers(predict, "--predict", "Give numbers of ranks, such as 8,16")
+    runs = _plan_runs(options, _read_sizes(sizes), rounds)
+    by_size: dict[int, list[Profile]] = {}
+    for number, run in enumerate(runs):
+        size = int(run.nproc_per_node) * run.nnodes[1]
+        print(f"run {number + 1} of {len(runs)}: {_name_size(size, run)}", file=sys.stderr, flush=True)
+        profile = _profile(run, shows_output=False, rank_options=RankOptions(measures_group=True))
+        if profile is None:
+            continue
+        if not profile.phases.samples_per_s:
+            raise RecordError(
+                f"scaling {options.target}",
+                found="no DataLoader was read, so that samples cannot be counted",
+                fix="Read samples through a torch DataLoader; `ddpilot profile` works without",
+            )
+        by_size.setdefault(size, []).append(profile)
+    if options.node_rank:
+        return 0
+    found = compare_sizes(options.name, by_size, predicted)
     if html:
         found.to_html(html)
-        if not as_json:
-            print(f"\nreport: {html}", flush=True)
+    print(json.dumps(found.to_dict()) if as_json else found.render(color=sys.stdout.isatty()), flush=True)
+    if html and not as_json:
+        print(f"\nreport: {html}", flush=True)
     return 0
 
 
+def _name_size(size: int, run: RunOptions) -> str:
+    nodes = f" on {run.nnodes[1]} nodes" if run.nnodes[1] > 1 else ""
+    return f"{size} rank{'s' * (size > 1)}{nodes}"
+
+
+def _plan_runs(options: RunOptions, numbers: Sequence[int], rounds: int) -> list[RunOptions]:
+    """Return the runs of all nodes in order; each round in the other direction than the one before."""
+    alone = replace(options, nnodes=(1, 1), node_rank=0, master_addr=None, master_port=None)
+    sizes = [] if options.node_rank else [replace(alone, nproc_per_node=number) for number in numbers]
+    runs = []
+    for round_ in range(rounds):
+        those = list(sizes)
+        if options.nnodes[1] > 1:
+            # A port of its own for each run: a node that is early would meet the run before.
+            port = (options.master_port or DEFAULT_PORT) + round_
+            those.append(replace(options, nproc_per_node=numbers[-1], master_port=port))
+        runs += those if round_ % 2 == 0 else those[::-1]
+    return runs
+
+
 def _read_sizes(sizes: str) -> list[int]:
-    numbers = [int(text) if text.strip().isdecimal() else 0 for text in sizes.split(",")]
-    if len(set(numbers)) != len(numbers) or len(numbers) < 2 or min(numbers) < 1:
-        fix = "Give two or more numbers of ranks, such as 1,2,4"
+    fix = "Give two or more numbers of ranks, such as 1,2,4"
+    numbers = _read_numbers(sizes, "--nproc-per-node", fix)
+    if len(numbers) < 2:
         raise LaunchError("reading --nproc-per-node", found=f"{sizes!r}", fix=fix)
+    return numbers
+
+
+def _read_numbers(text: str, option: str, fix: str) -> list[int]:
+    numbers = [int(each) if each.strip().isdecimal() else 0 for each in text.split(",")] if text else []
+    if len(set(numbers)) != len(numbers) or min(numbers, default=1) < 1:
+        raise LaunchError(f"reading {option}", found=f"{text!r}", fix=fix)
     return sorted(numbers)
+
+
+def read_rank_options(window: str, *, memory: bool, nvtx: bool) -> RankOptions:
+    """Return the options of ranks. `window`: updates to wait, to warm up and to keep, and how often; "": defaults."""
+    parts = [int(each) if each.strip().isdecimal() else -1 for each in window.split(",")] if window else [3, 1, 5, 1]
+    if len(parts) not in (3, 4) or min(parts) < 0:
+        fix = "Give updates to leave out, to warm up and to keep, and how often, such as 3,1,5,1"
+        raise LaunchError("reading --trace-window", found=f"{window!r}", fix=fix)
+    wait, warm_up, active, *repeat = parts
+    return RankOptions(
+        wait=wait, warm_up=warm_up, active=active, repeat=repeat[0] if repeat else 1, memory=memory, nvtx=nvtx
+    )

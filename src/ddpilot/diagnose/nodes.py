@@ -18,12 +18,13 @@ from ddpilot.diagnose.diagnosis import NODES, Diagnosis, Line, merge_nodes
 from ddpilot.diagnose.facts import Answer, Facts, RankReport, explain_error
 from ddpilot.diagnose.nccl_settings import suggest_settings
 from ddpilot.diagnose.ranks import examine_rank
-from ddpilot.diagnose.reachability import ClockServer, Node, check_reachability, check_shared_folder, make_mark
+from ddpilot.diagnose.reachability import Node, check_reachability, check_shared_folder, make_mark
 from ddpilot.diagnose.registry import run_checks
 from ddpilot.environments.topology import Topology
 from ddpilot.errors import RendezvousError
 from ddpilot.findings.catalog import find_known, make_finding
 from ddpilot.findings.finding import Finding
+from ddpilot.group.measurements.clocks import ClockServer
 from ddpilot.group.store import connect_store, resolve_endpoint, wait_for_keys
 from ddpilot.launching.elastic.rendezvous.network import ips, up_interfaces
 

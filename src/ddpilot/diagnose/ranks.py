@@ -21,6 +21,7 @@ from ddpilot.errors import DdpilotError
 from ddpilot.gpu_check.child import read_facts
 from ddpilot.group.device import backend_of, device_identity
 from ddpilot.group.init_group import init_group
+from ddpilot.group.measurements.all_reduce import time_all_reduce, time_calls
 from ddpilot.group.process_group import Group
 from ddpilot.launching.rank_environment import count_cores
 
@@ -28,8 +29,6 @@ _SMALL_BYTES = 8
 _PAIR_SIZES = (_SMALL_BYTES, 64_000, 4_000_000)
 _CPU_SIZES = (_SMALL_BYTES, 64_000, 1_000_000, 16_000_000)
 _DEVICE_SIZES = (_SMALL_BYTES, 1_000_000, 64_000_000, 256_000_000)
-_MANY, _FEW = 20, 5
-"""Number of times that a small and a large message is measured."""
 
 
 def examine_rank(limit_s: float | None) -> RankReport:
@@ -108,12 +107,9 @@ def check_values(group: Group) -> tuple[str, ...]:
 
 def measure_group(group: Group) -> tuple[tuple[int, float], ...]:
     """(bytes, seconds) of an all_reduce for several sizes: the fastest of some calls. Collective."""
-    found = []
-    for num_bytes in _CPU_SIZES if group.device.type == "cpu" else _DEVICE_SIZES:
-        tensor = torch.zeros(num_bytes // 4, device=group.device)
-        times_s = _time(functools.partial(dist.all_reduce, tensor), group, num_bytes)
-        found.append((num_bytes, min(times_s)))
-    return tuple(found)
+    sizes = _CPU_SIZES if group.device.type == "cpu" else _DEVICE_SIZES
+    times_s = time_all_reduce(dist.group.WORLD, group.device, sizes)
+    return tuple((num_bytes, min(each)) for num_bytes, each in zip(sizes, times_s, strict=True))
 
 
 def measure_pairs(group: Group) -> tuple[tuple[int, tuple[tuple[int, float], ...]], ...]:
@@ -132,7 +128,7 @@ def measure_pairs(group: Group) -> tuple[tuple[int, tuple[tuple[int, float], ...
         for num_bytes in _PAIR_SIZES:
             tensor = torch.zeros(num_bytes // 4, device=group.device)
             call = functools.partial(_exchange, tensor, peer, group.rank)
-            times.append((num_bytes, min(_time(call, group, num_bytes)) / 2))
+            times.append((num_bytes, min(time_calls(call, group.device, num_bytes)) / 2))
         found.append((peer, tuple(times)))
     return tuple(sorted(found))
 
@@ -142,15 +138,3 @@ def _exchange(tensor: torch.Tensor, peer: int, rank: int) -> None:
     steps: list[Callable[[torch.Tensor, int], object]] = [dist.send, dist.recv]
     for step in steps if rank < peer else reversed(steps):
         step(tensor, peer)
-
-
-def _time(call: Callable[[], object], group: Group, num_bytes: int) -> list[float]:
-    """Seconds of each of some calls, after one that is not counted."""
-    times_s = []
-    for _ in range(1 + (_MANY if num_bytes <= 1_000_000 else _FEW)):
-        began_s = time.perf_counter()
-        call()
-        if group.device.type != "cpu":
-            torch.accelerator.synchronize(group.device)
-        times_s.append(time.perf_counter() - began_s)
-    return times_s[1:]

@@ -5,85 +5,23 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
-import struct
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from ddpilot.diagnose.facts import Answers
 from ddpilot.findings.catalog import make_finding
+from ddpilot.group.measurements.clocks import Reply, ask_clock
 
-_TIME = struct.Struct("!d")
-_TRIES = 3
 _CONNECT_S = 3.0
 _MAX_AT_ONCE = 32
 _VISIBLE_S = 2.0
 """Seconds after which a file of node 0 has to be visible: network file systems cache a folder's names."""
 _CLOCK_S = 0.5
 """Difference of clocks that is reported."""
-
-
-@dataclass(frozen=True)
-class Reply:
-    """Another node's clock minus this one's, in seconds, and how far that can be off."""
-
-    offset_s: float
-    error_s: float
-
-
-class ClockServer:
-    """Answers every connection with the time of this node, on a free port of `address`, until it is closed."""
-
-    def __init__(self, address: str) -> None:
-        self._sock = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
-        self.port = int(self._sock.getsockname()[1])
-        self._thread = threading.Thread(target=self._serve, name="ddpilot-clock", daemon=True)
-        self._thread.start()
-
-    def __enter__(self) -> ClockServer:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        with suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
-        self._sock.close()
-        self._thread.join()
-
-    def _serve(self) -> None:
-        with suppress(OSError):  # closed
-            while True:
-                connection, _ = self._sock.accept()
-                with suppress(OSError), connection:
-                    connection.settimeout(1.0)
-                    while connection.recv(1):
-                        connection.sendall(_TIME.pack(time.time()))
-
-
-def ask_clock(address: str, port: int, timeout_s: float) -> Reply:
-    """Ask the `ClockServer` at `address`:`port`. Raises OSError if it cannot be reached within `timeout_s` seconds."""
-    replies = []
-    with socket.create_connection((address, port), timeout=timeout_s) as connection:
-        for _ in range(_TRIES):
-            sent_s = time.time()
-            connection.sendall(b"?")
-            answer = b""
-            while len(answer) < _TIME.size:
-                piece = connection.recv(_TIME.size - len(answer))
-                if not piece:
-                    raise ConnectionResetError("the other node closed the connection")
-                answer += piece
-            received_s = time.time()
-            theirs_s = _TIME.unpack(answer)[0]
-            replies.append(Reply(theirs_s - (sent_s + received_s) / 2, (received_s - sent_s) / 2))
-    return min(replies, key=lambda reply: reply.error_s)
 
 
 @dataclass(frozen=True)

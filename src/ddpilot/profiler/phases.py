@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy
 
+from ddpilot.profiler.clocks import align_clocks, clock_error_s
 from ddpilot.profiler.spans_file import COUNTS, PHASES, RankTimes
 from ddpilot.user_files import CodeLine
 
@@ -41,6 +42,8 @@ class Phases:
     """Samples of each update: [ranks, updates]; 0 where the program uses no DataLoader."""
     first_update: int
     """Number of the first update, from 1: those before are left out."""
+    clock_error_s: float = 0.0
+    """How far the clocks of two ranks can be off: what is shorter is not taken for waiting. 0.0 on one node."""
     by_site: dict[tuple[int, int], float]
     """Mean seconds of an update on rank 0, without waiting, by phase and number of the user's line."""
     by_line: tuple[dict[tuple[str, CodeLine], float], ...] = ()
@@ -79,6 +82,8 @@ class Phases:
 
 def divide_updates(times: Sequence[RankTimes]) -> Phases | None:
     """Return the phases of the updates that all ranks have recorded; None if there are too few."""
+    times = align_clocks(times)
+    error_s = clock_error_s(times)
     ends_ns = [each.updates["end_ns"] for each in times]
     num = min(map(len, ends_ns), default=0)
     skipped = _count_skipped(times)
@@ -92,7 +97,7 @@ def divide_updates(times: Sequence[RankTimes]) -> Phases | None:
     sites: list[dict[tuple[int, int], float]] = [{} for _ in times]
     for update in range(seconds.shape[1]):
         own = [rank_parts[update] for rank_parts in parts]
-        waits, begins = _waits(own) if can_match else _no_waits(own)
+        waits, begins = _waits(own, error_s) if can_match else _no_waits(own)
         for rank, spans in enumerate(own):
             begin_ns, end_ns = (ends_ns[rank][skipped + update + offset] for offset in (0, 1))
             own_s = _own_times(spans) / 1e9
@@ -108,6 +113,7 @@ def divide_updates(times: Sequence[RankTimes]) -> Phases | None:
         arrivals_s=arrivals,
         num_samples=numpy.array([each.updates["num_samples"][skipped + 1 : num] for each in times]),
         first_update=skipped + 2,
+        clock_error_s=error_s,
         by_site=sites[0],
         by_line=tuple(_name_lines(found, each) for found, each in zip(sites, times, strict=True)),
         counts=numpy.array([_counts(each, skipped + 1, num) for each in times]),
@@ -174,11 +180,11 @@ def _sum_phases(spans: Array, own_s: Array, waiting_s: float, duration_s: float)
     return numpy.concatenate([by_phase[:COMMUNICATION], [waiting_s], by_phase[COMMUNICATION:], [rest]])
 
 
-def _waits(by_rank: Sequence[Array]) -> tuple[list[Array], list[float]]:
+def _waits(by_rank: Sequence[Array], error_s: float) -> tuple[list[Array], list[float]]:
     """Return how long each span of each rank waited for the last rank, in seconds, and when ranks came to the last one.
 
     Collectives of an update are matched by their order. Nothing is known of waits if the ranks have different numbers
-    of them.
+    of them, and of those that are shorter than `error_s`, by which clocks can be off.
     """
     places = [numpy.flatnonzero(spans["phase"] == COMMUNICATION) for spans in by_rank]
     if len({len(each) for each in places}) > 1 or not len(places[0]):
@@ -187,7 +193,8 @@ def _waits(by_rank: Sequence[Array]) -> tuple[list[Array], list[float]]:
     last_ns = numpy.max([each["begin_ns"] for each in calls], axis=0)
     waits = [numpy.zeros(len(spans)) for spans in by_rank]
     for found, place, each in zip(waits, places, calls, strict=True):
-        found[place] = numpy.clip(numpy.minimum(last_ns, each["end_ns"]) - each["begin_ns"], 0, None) / 1e9
+        waited_s = numpy.clip(numpy.minimum(last_ns, each["end_ns"]) - each["begin_ns"], 0, None) / 1e9
+        found[place] = numpy.where(waited_s > error_s, waited_s, 0.0)
     return waits, [float(each["begin_ns"][-1]) / 1e9 for each in calls]
 
 

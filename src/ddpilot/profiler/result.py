@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ import numpy
 
 from ddpilot.errors import RecordError
 from ddpilot.findings.display import Findings, screen_size
+from ddpilot.profiler.clocks import align_clocks
 from ddpilot.profiler.judgement import Judged, judge
 from ddpilot.profiler.phases import NUM_WARM_UP, SHARES, Phases, divide_updates
 from ddpilot.profiler.pictures.figures import plot_profile
@@ -57,6 +58,8 @@ class Profile:
     """The spans of a typical update."""
     memory: MemoryCourse | None = None
     """Memory over time."""
+    facts: tuple[Mapping[str, Any], ...] = ()
+    """What each rank has recorded about the program, by name."""
 
     @property
     def findings(self) -> Findings:
@@ -77,8 +80,12 @@ class Profile:
         ranks = f"{len(self.phases.ranks)} rank{'s' * (len(self.phases.ranks) > 1)}"
         return (
             f"{num} updates of {ranks}, from the {_ordinal(first)} on: {self.phases.update_s * 1e3:.3g} ms each "
-            f"({low * 1e3:.3g} to {high * 1e3:.3g}){self._throughput()}"
+            f"({low * 1e3:.3g} to {high * 1e3:.3g}){self._throughput()}{self._clocks()}"
         )
+
+    def _clocks(self) -> str:
+        error_s = self.phases.clock_error_s
+        return f"; clocks of nodes compared within {error_s * 1e3:.2g} ms" if error_s else ""
 
     def _throughput(self) -> str:
         speed = self.phases.samples_per_s
@@ -200,8 +207,9 @@ def make_profile(times: Sequence[RankTimes]) -> Profile:
         phases=phases,
         judged=judge(phases, times),
         is_fair=_have_own_cores(times),
-        timeline=make_timeline(phases, times),
+        timeline=make_timeline(phases, align_clocks(times)),
         memory=make_memory_course(times),
+        facts=tuple(each.facts for each in times),
     )
 
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy
 
+from ddpilot.errors import LaunchError
 from ddpilot.user_files import CodeLine
 
 PROFILE_VARIABLE = "DDPILOT_PROFILE"
 """Environment variable with the folder into which ranks record their time."""
 TRACE_VARIABLE = "DDPILOT_PROFILE_TRACE"
 """Environment variable with the folder for traces of torch.profiler; without it there are none."""
+OPTIONS_VARIABLE = "DDPILOT_PROFILE_OPTIONS"
+"""Environment variable with `RankOptions` as JSON; without it they are the defaults."""
 PHASES = ("data", "copy", "forward", "backward", "communication", "optimizer", "checkpoint", "evaluation", "sync")
 """Phases by number; "other" is what remains of an update, and the span of a closure has the next number."""
 SPAN = numpy.dtype([("begin_ns", "<i8"), ("end_ns", "<i8"), ("phase", "<i4"), ("site", "<i4")])
@@ -35,6 +38,43 @@ SYNC_BATCH_NORM = CodeLine("", 0, "SyncBatchNorm", "")
 """Stands for the line of collectives that torch's SyncBatchNorm calls."""
 _SPANS, _UPDATES, _FACTS = "spans.bin", "updates.bin", "facts.jsonl"
 _MEMORY, _COUNTS = "memory.bin", "counts.bin"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankOptions:
+    """What ranks do besides recording phases. Raises LaunchError for a window that records nothing."""
+
+    wait: int = 3
+    """Updates that are left out before torch.profiler records, in each cycle."""
+    warm_up: int = 1
+    """Updates that it records and drops."""
+    active: int = 5
+    """Updates that it keeps."""
+    repeat: int = 1
+    """Cycles; each writes a trace."""
+    memory: bool = False
+    """Record allocations as well."""
+    nvtx: bool = False
+    """Mark phases as NVTX ranges, which Nsight shows."""
+    measures_group: bool = False
+    """Measure all_reduces in the group of each DDP model when it is made."""
+
+    def __post_init__(self) -> None:
+        if min(self.wait, self.warm_up) < 0 or min(self.active, self.repeat) < 1:
+            raise LaunchError(
+                "reading --trace-window",
+                found=f"{self.wait},{self.warm_up},{self.active},{self.repeat}",
+                fix="Give updates to leave out, to warm up and to keep, and how often, such as 3,1,5,1",
+            )
+
+    def to_json(self) -> str:
+        """Return the value of `OPTIONS_VARIABLE`."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> RankOptions:
+        """Return the options that a launcher has set."""
+        return cls(**json.loads(environ.get(OPTIONS_VARIABLE, "{}")))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 SCRIPT = Path(__file__).with_name("train.py")
 
@@ -62,12 +63,17 @@ def test_the_first_finding_names_the_planted_cost(planted: str, code: str, ranks
 def test_the_script_runs_as_it_is_and_a_report_is_written(tmp_path: Path) -> None:
     """Its output is shown, then the table, the bars and where the report is."""
     path, traces = tmp_path / "profile.html", tmp_path / "traces"
-    done = run(SCRIPT, "-n", 2, "--html", path, "--trace", traces, "--", "forward")
+    window = ("--trace", traces, "--trace-window", "3,1,3,2", "--trace-memory", "--nvtx")
+    done = run(SCRIPT, "-n", 2, "--html", path, *window, "--", "forward")
     assert done.returncode == 0, done.stderr
     assert "[rank 0] loss " in done.stdout
     assert "F forward" in done.stdout
-    assert done.stdout.endswith(f"report: {path}\ntrace: {traces / 'trace.json.gz'}\n")
-    assert {each.name for each in traces.iterdir()} >= {"trace_rank_0.json.gz", "trace_rank_1.json.gz"}
+    said = f"report: {path}\ntrace: {traces / 'trace.json.gz'} (recorded updates took "
+    assert said in done.stdout
+    written = {"trace_rank_0.json.gz", "trace_rank_0_2.json.gz", "trace_rank_1.json.gz", "trace_rank_1_2.json.gz"}
+    assert {each.name for each in traces.iterdir()} == {"trace.json.gz", *written}
+    if not torch.cuda.is_available():
+        assert "[rank 0] ddpilot: --nvtx: there is no CUDA device" in done.stdout + done.stderr
     assert "<svg" in path.read_text("utf-8")
 
 
@@ -93,6 +99,9 @@ def test_scaling_is_compared() -> None:
     assert [row["num_ranks"] for row in found["rows"]] == [1, 2]
     assert found["kind"] == "weak"
     assert found["rows"][1]["speed_up"] > 1.2
+    assert [row["num_ranks"] for row in found["predicted"]] == [4]
+    assert found["held_out"]["num_ranks"] == 2
+    assert "1 bucket of 0.0686 MB" in found["notes"][0], found["notes"]
 
 
 def test_what_cannot_be_profiled_is_refused(tmp_path: Path) -> None:

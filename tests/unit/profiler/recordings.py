@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 from ddpilot.findings.display import Findings
-from ddpilot.profiler.scaling import Scaling, ScalingRow
+from ddpilot.profiler.scaling.result import Scaling, ScalingRow
 from ddpilot.profiler.spans_file import PHASES, TimesWriter
 
 MS = 1_000_000
@@ -52,8 +52,8 @@ def write_recording(folder: Path, num_ranks: int, num_updates: int, *, has_devic
 
 def make_scaling() -> Scaling:
     """Four numbers of ranks, of which the last shares cores."""
-    lost = {"exchange of gradients": 0.2, "waiting for the last rank": 0.05, "computation": 0.05}
-    rows = [(1, 1.0, {}), (2, 1.7, {"exchange of gradients": 0.15}), (4, 2.9, lost), (8, 4.2, {**lost, "data": 0.2})]
+    lost = {"exposed communication": 0.2, "stragglers and barriers": 0.05, "smaller batch per rank": 0.05}
+    rows = [(1, 1.0, {}), (2, 1.7, {"exposed communication": 0.15}), (4, 2.9, lost), (8, 4.2, {**lost, "loader": 0.2})]
     made = [
         ScalingRow(
             num_ranks=num,

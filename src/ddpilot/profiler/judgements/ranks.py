@@ -84,7 +84,7 @@ def find_straggler(phases: Phases) -> Straggler | None:
     late = arrivals[place] - numpy.median(numpy.delete(arrivals, place, axis=0), axis=0)
     late_s = float(numpy.median(late))
     is_often = float(numpy.quantile(late, 1 - LATE_UPDATES)) >= SMALL_SHARE * phases.update_s
-    if not is_often or late_s < core_wait_s(phases):
+    if not is_often or late_s < max(core_wait_s(phases), phases.clock_error_s):
         return None
     excess = {name: _excess(phases, name, place) for name in OWN_WORK}
     if min(excess[each] for each in _COMPUTE) > _BOTH * max(excess[each] for each in _COMPUTE):

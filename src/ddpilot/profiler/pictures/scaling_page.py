@@ -22,11 +22,13 @@ from ddpilot.profiler.pictures.style import LINES, STYLE, UNKNOWN, color_of
 KEPT = "as on the fewest ranks"
 COLORS = {
     KEPT: color_of("optimizer"),
-    "data": color_of("data"),
+    "loader": color_of("data"),
     "copy to the device": color_of("copy"),
-    "computation": color_of("backward"),
-    "waiting for the last rank": color_of("waiting"),
-    "exchange of gradients": color_of("communication"),
+    "smaller batch per rank": color_of("forward"),
+    "cores and memory shared on this machine": color_of("backward"),
+    "stragglers and barriers": color_of("waiting"),
+    "exposed communication": color_of("communication"),
+    "inter-node link": LINES[-1],
     "checkpoints": color_of("checkpoint"),
     "evaluation": color_of("evaluation"),
     "waiting for the device": color_of("sync"),

@@ -7,8 +7,8 @@ import atexit
 from pathlib import Path
 
 from ddpilot.guard.hook import install
-from ddpilot.module_names import PROFILE_PROBE
-from ddpilot.profiler.spans_file import PROFILE_VARIABLE
+from ddpilot.module_names import NVTX_PROBE, PROFILE_PROBE
+from ddpilot.profiler.spans_file import PROFILE_VARIABLE, RankOptions
 from ddpilot.record.hook import RankStart
 
 
@@ -17,4 +17,5 @@ def start(rank_start: RankStart) -> None:
     folder = rank_start.environ.get(PROFILE_VARIABLE)
     if folder:
         journal = Path(folder) / f"rank{rank_start.rank}.journal"
-        atexit.register(install(journal, rank=rank_start.rank, probes=(PROFILE_PROBE,)))
+        marks = (NVTX_PROBE,) if RankOptions.from_environ(rank_start.environ).nvtx else ()
+        atexit.register(install(journal, rank=rank_start.rank, probes=(PROFILE_PROBE, *marks)))

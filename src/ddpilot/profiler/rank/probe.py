@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import platform
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -34,18 +33,23 @@ from ddpilot.profiler.rank.fastai_steps import observe_steps
 from ddpilot.profiler.rank.host_reads import HostReads
 from ddpilot.profiler.rank.memory import MemorySamples
 from ddpilot.profiler.rank.modules import OutermostModules
+from ddpilot.profiler.rank.network.buckets import Buckets
+from ddpilot.profiler.rank.network.clocks import ClockMeasurement, name_clock
 from ddpilot.profiler.rank.reductions import GradientEnds
-from ddpilot.profiler.rank.trace_window import TraceWindow
-from ddpilot.profiler.spans_file import PHASES, PROFILE_VARIABLE, SYNC_BATCH_NORM, TRACE_VARIABLE, TimesWriter
+from ddpilot.profiler.rank.tracing.nvtx import COLLECTIVES
+from ddpilot.profiler.rank.tracing.trace_window import TraceWindow
+from ddpilot.profiler.spans_file import (
+    PHASES,
+    PROFILE_VARIABLE,
+    SYNC_BATCH_NORM,
+    TRACE_VARIABLE,
+    RankOptions,
+    TimesWriter,
+)
 from ddpilot.user_files import CodeLine
 
 DATA, COPY, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, CHECKPOINT, EVALUATION, SYNC = range(len(PHASES))
 OTHER = len(PHASES)
-_COLLECTIVES = (
-    *("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "gather", "scatter"),
-    *("reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "barrier", "monitored_barrier"),
-    *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send", "recv"),
-)
 _MAX_KEPT = 2000
 _NUM_FIRST = 3
 """Updates after which DDP has built its buckets, and from which on waits for cores are measured."""
@@ -66,7 +70,8 @@ class PhaseProbe:
         self._writer = TimesWriter(folder or Path(os.environ[PROFILE_VARIABLE]), rank)
         self._models = tuple(models)
         traces = os.environ.get(TRACE_VARIABLE)
-        self._window = TraceWindow(Path(traces), rank) if traces else None
+        self._options = RankOptions.from_environ(os.environ)
+        self._window = TraceWindow(Path(traces), rank, self._options) if traces else None
         self._pid = os.getpid()
         self._main = threading.main_thread().ident
         self._spans: list[tuple[int, int, int, int]] = []
@@ -86,6 +91,9 @@ class PhaseProbe:
     def install(self, notes: Notes) -> list[Callable[[], None]]:
         self._notes = notes
         self._gradients = GradientEnds(notes)
+        self._buckets = Buckets(self._writer.write_fact)
+        self._clock = ClockMeasurement(self._writer.write_fact)
+        self._clock.start()
         self._modules = OutermostModules(notes, self._add_forward)
         self._ddp_models = DdpModels(notes, self._writer.write_fact)
         self._core_waits = CoreWaits()
@@ -97,7 +105,7 @@ class PhaseProbe:
         observer = notes.safely(self._loop_batch_loaded)
         observers.append(observer)
         hooks: dict[str, Any] = {"before": self._begins, "after": self._collective_ends}
-        collectives = [notes.around(dist, name, **hooks, aliases=(dist.distributed_c10d,)) for name in _COLLECTIVES]
+        collectives = [notes.around(dist, name, **hooks, aliases=(dist.distributed_c10d,)) for name in COLLECTIVES]
         return [
             notes.around(
                 torch_loader._BaseDataLoaderIter, "__next__", before=self._begins, returned=self._batch_loaded
@@ -111,6 +119,7 @@ class PhaseProbe:
             self._ddp_models.install(),
             *self._reads.install(),
             self._core_waits.close,
+            notes.around(dist, "init_process_group", returned=self._group_made, aliases=(dist.distributed_c10d,)),
             register_optimizer_step_pre_hook(notes.safely(self._step_begins)).remove,
             register_optimizer_step_post_hook(notes.safely(self._step_ends)).remove,
             observe_steps(notes, self._step_begins, self._step_ends),
@@ -244,6 +253,7 @@ class PhaseProbe:
             self._core_waits.begin()
         if window is not None:
             window.end_update()
+        self._buckets.end_update()
         self._last_step_ns = 0
         self._modules.is_first = False
         if len(self._spans) > _MAX_KEPT:
@@ -267,6 +277,9 @@ class PhaseProbe:
             self._writer.write_fact("site", [number, *(getattr(line, name) for name in _FIELDS)])
         return number
 
+    def _group_made(self, *_args: Any, **_kwargs: Any) -> None:
+        self._clock.start()
+
     def _wrapped(self, _: None, __: None, ddp: Any, *_args: Any, **_kwargs: Any) -> None:
         self._add_model(ddp, self._number_of_site())
 
@@ -275,6 +288,7 @@ class PhaseProbe:
         self._gradients.add(ddp)
         self._note_group(ddp.process_group)
         self._ddp_models.add(ddp, site)
+        self._buckets.add(ddp, measures=self._options.measures_group)
 
     def _replicated(self, _: None, __: None, model: Any, *_args: Any, **_kwargs: Any) -> None:
         self._writer.write_fact("data_parallel", [len(model.device_ids), self._number_of_site()])
@@ -292,10 +306,13 @@ class PhaseProbe:
             self._end_update()
         if self._window is not None:
             self._window.stop()
+            self._writer.write_fact("trace_slow_down", self._window.slow_down)
         self._ddp_models.write_unused()
         self._writer.write_fact("short_reads", self._reads.totals())
         self._writer.write_fact("core_wait_share", self._core_waits.longest_share())
-        self._writer.write_fact("clock", _name_clock())
+        self._buckets.read()
+        self._clock.finish()
+        self._writer.write_fact("clock", name_clock())
         self._writer.write_fact("num_threads", torch.get_num_threads())
         self._writer.write_fact("num_cores", count_cores())
         self._writer.write_fact("world_size", int(os.environ.get("WORLD_SIZE", "1")))
@@ -310,11 +327,3 @@ class PhaseProbe:
         self._writer.write_memory(self._memory.take())
         self._writer.write_counts(self._counts)
         self._spans, self._updates, self._counts = [], [], []
-
-
-def _name_clock() -> str:
-    """Return what is the same on ranks with one CLOCK_MONOTONIC: it counts from the start of the machine."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
-    except OSError:
-        return platform.node()

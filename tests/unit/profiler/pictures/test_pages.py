@@ -115,7 +115,7 @@ def test_scaling_has_its_pictures(tmp_path: Path) -> None:
     text = (tmp_path / "scale.html").read_text("utf-8")
     page = Nesting(text)
     assert page.labels[0] == "Speed-up by number of ranks: 1: 1.00, 2: 1.70, 4: 2.90, 8: 4.20"
-    assert "8 ranks lose 20% exchange of gradients" in page.labels[1]
+    assert "8 ranks lose 20% exposed communication" in page.labels[1]
     assert "At 8 ranks several ranks share a core or a device here" in text
     assert text.count('class="dot"') == 4
     assert "http" not in text

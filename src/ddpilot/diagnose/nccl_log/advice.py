@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Say what NCCL's log means: the network and paths that it uses, with advice and the lines that it follows from."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ddpilot.diagnose.checks.network import TRAPS
+from ddpilot.diagnose.diagnosis import Diagnosis, Line
+from ddpilot.diagnose.facts import Answer
+from ddpilot.diagnose.nccl_log.parsing import NcclLog, parse_nccl_log
+from ddpilot.errors import LaunchError
+from ddpilot.findings.catalog import find_known, make_finding
+from ddpilot.findings.text import render_ranks
+
+RECORD = "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,GRAPH,ENV,NET NCCL_DEBUG_FILE=nccl.%h.%p.log"
+"""How to record a log: one file for each process, %h its host and %p its number."""
+_SUBJECT = "nccl_log"
+_NOT_AVAILABLE = (*TRAPS, "lo", "ip6tnl", "tun")
+_WARNINGS = (
+    (r"P2P is disabled between NVLINK", "DDP108", "Reset or replace the GPUs: NVLink pairs always have it"),
+    (r"shared memory segment|/dev/shm", "DDP801", "Enlarge /dev/shm: `docker run --shm-size=8g`, or `--ipc=host`"),
+    (r"Duplicate GPU detected", "DDP118", "Call `torch.cuda.set_device(LOCAL_RANK)` before the first collective"),
+    (
+        r"ibv_(reg_mr|create_[cq]q|create_qp)\S* failed|Cannot allocate memory",
+        "DDP801",
+        "Run with `ulimit -l unlimited`",
+    ),
+    (r"no socket interface found", "DDP107", "Name an interface that is up: `NCCL_SOCKET_IFNAME=eth0`"),
+    (
+        r"NET/IB ?: Got completion .*(status|error)[= ](12|5)\b|vendor err 129",
+        "DDP807",
+        "The cards do not reach each other: compare `ibstat` of both nodes, and with RoCE `NCCL_IB_GID_INDEX`",
+    ),
+    (
+        r"[Cc]onnect\w* .*(failed|returned|refused)|Connection (refused|timed out|reset)|No route to host|unreachable",
+        "DDP107",
+        "Name the interface that both nodes have in one network: `NCCL_SOCKET_IFNAME=eth0`; open all TCP ports between",
+    ),
+    (r"iommu|ACS", "DDP108", "Boot with `iommu=pt`, and turn ACS off for PCIe switches"),
+    (r"numa_balancing|NUMA auto balancing", "DDP801", "`sudo sysctl kernel.numa_balancing=0`"),
+)
+"""Pattern of a warning, code and fix. The first that matches counts."""
+_HARMLESS = re.compile(r"Failed to open libibverbs|NET/Plugin")
+
+
+def read_nccl_log(paths: Sequence[str]) -> Diagnosis:
+    """Return what the log in `paths` means. Raises LaunchError if a file cannot be read, or NCCL wrote none of it."""
+    texts = []
+    for path in paths:
+        try:
+            texts.append(Path(path).read_text("utf-8", errors="replace"))
+        except OSError as error:
+            fix = "Give the files that NCCL_DEBUG_FILE named, or the output of the job"
+            raise LaunchError(f"reading {path}", found=error.strerror or str(error), fix=fix) from error
+    log = parse_nccl_log(line for text in texts for line in text.splitlines())
+    if not log.num_lines:
+        found = "no line of NCCL"
+        raise LaunchError(f"reading {', '.join(paths)}", found=found, fix=f"Record one: `{RECORD} ddpilot run ...`")
+    lines = tuple(Line(check.__name__, _SUBJECT, answer) for check in _CHECKS for answer in check(log))
+    hosts = f"{len(log.processes)} process{'es' * (len(log.processes) > 1)} on {len(log.hosts)} host"
+    return Diagnosis(f"NCCL's log: {hosts}{'s' * (len(log.hosts) > 1)}", lines, tuple(_suggest(log)))
+
+
+def version(log: NcclLog) -> Iterator[Answer]:
+    """All processes have one version."""
+    if len(log.versions) > 1:
+        summary = f"processes have several versions of NCCL: {', '.join(sorted(log.versions))}"
+        yield make_finding("DDP802", summary=summary, fix="Install the same torch in all environments of the job")
+    elif log.versions:
+        yield f"NCCL {next(iter(log.versions))}"
+
+
+def warnings(log: NcclLog) -> Iterator[Answer]:
+    """Warnings of NCCL, with what to do where that is known."""
+    for text, num in log.warnings.items():
+        if _HARMLESS.search(text):
+            continue
+        times = f" ({num} times)" if num > 1 else ""
+        known = next(((code, fix) for pattern, code, fix in _WARNINGS if re.search(pattern, text)), None)
+        pages = find_known(f"NCCL WARN {text}")
+        if known is None and not pages:
+            yield f"warning of NCCL{times}: {text}"
+            continue
+        code, fix = known or (pages[0].code, "")
+        yield make_finding(code, summary=f"NCCL warned{times}: {text}", why="", fix=fix)
+
+
+def groups(log: NcclLog) -> Iterator[Answer]:
+    """Every rank that began to join a group has joined it."""
+    began = {rank: size for each in log.processes.values() for rank, size in each.ranks.items()}
+    done = {rank for each in log.processes.values() for rank in each.complete}
+    absent = sorted(set(began) - done) if done or log.warnings else []
+    if absent:
+        summary = f"{render_ranks(absent)} began to join a group of {max(began.values())} ranks, and did not join it"
+        fix = "Look at NCCL's warnings of these ranks and of those that they connect to"
+        yield make_finding("DDP105", summary=summary, ranks=absent, why="", fix=fix)
+    elif began:
+        yield f"{len(began)} of {max(began.values())} ranks have joined"
+
+
+def network(log: NcclLog) -> Iterator[Answer]:
+    """The network between hosts: InfiniBand, RoCE or TCP."""
+    names = Counter(each.network for each in log.processes.values() if each.network)
+    if len(names) > 1:
+        by_host = {host: sorted({each.network for each in some if each.network}) for host, some in log.hosts.items()}
+        evidence = [f"{host}: {', '.join(found)}" for host, found in by_host.items()]
+        summary = f"processes use several networks, {' and '.join(sorted(names))}, which cannot talk to each other"
+        fix = "Set the same NCCL variables on all nodes, and NCCL_IB_DISABLE=1 where one has no card"
+        yield make_finding("DDP107", summary=summary, evidence=evidence, fix=fix, why="")
+        return
+    chosen = next(iter(names), "")
+    is_off = log.variables.get("NCCL_IB_DISABLE", set()) - {"0"}
+    has_cards = any(each.cards for each in log.processes.values())
+    if chosen == "Socket" and len(log.hosts) > 1 and is_off:
+        yield make_finding(
+            "DDP807",
+            summary="hosts exchange data over TCP, since NCCL_IB_DISABLE=1 turns InfiniBand and RoCE off",
+            why="",
+            fix="If the nodes have cards (`ibstat`), set `NCCL_IB_DISABLE=0` and name them with NCCL_IB_HCA",
+            severity="info",
+        )
+    elif chosen == "Socket":
+        why = "no InfiniBand card was found" if not has_cards else "although there are InfiniBand cards"
+        yield f"TCP (NET/Socket): {why}"
+    elif chosen == "IB":
+        kinds = Counter(kind for each in log.processes.values() for kind in each.cards.values())
+        yield from _judge_cards(log, sorted(kinds))
+    elif chosen:
+        yield f"network {chosen}, of a plugin"
+
+
+def _judge_cards(log: NcclLog, kinds: Sequence[str]) -> Iterator[Answer]:
+    cards = sorted({f"{name} ({kind})" for each in log.processes.values() for name, kind in each.cards.items()})
+    if len(kinds) > 1:
+        yield make_finding(
+            "DDP807",
+            summary=f"NCCL uses cards of two kinds: {', '.join(cards)}",
+            why="Buffers are divided evenly among cards, so that the slowest one counts",
+            fix=f"Name those of one kind: `NCCL_IB_HCA={_one_kind(log)}`",
+        )
+    else:
+        yield f"InfiniBand verbs over {', '.join(cards)}"
+    paths = [via for each in log.processes.values() for via in each.paths.values() if via.startswith("NET/IB")]
+    if paths and not any("GDRDMA" in via for via in paths):
+        evidence = sorted(text for text in log.notes if "GPU Direct" in text)[:2]
+        yield make_finding(
+            "DDP807",
+            summary="data goes through the memory of the host on its way to the card (no GDRDMA in NET/IB)",
+            evidence=evidence,
+            why="GPUDirect RDMA is not available: nvidia_peermem is not loaded, or GPU and card are far apart",
+            fix="`sudo modprobe nvidia_peermem`; `nvidia-smi topo -m` shows distances (NCCL_NET_GDR_LEVEL)",
+            severity="info",
+        )
+
+
+def _one_kind(log: NcclLog) -> str:
+    cards = {name.partition(":")[0]: kind for each in log.processes.values() for name, kind in each.cards.items()}
+    kind = "IB" if "IB" in cards.values() else next(iter(cards.values()))
+    return ",".join(sorted(name for name, each in cards.items() if each == kind))
+
+
+def interfaces(log: NcclLog) -> Iterator[Answer]:
+    """Interfaces reach the other hosts, and are one for each host."""
+    used = {
+        host: dict(pair for each in some for pair in (*each.bootstrap.items(), *each.sockets.items()))
+        for host, some in log.hosts.items()
+    }
+    traps = {
+        host: [name for name in names if name.startswith(_NOT_AVAILABLE)]
+        for host, names in used.items()
+        if len(log.hosts) > 1
+    }
+    shown = [
+        f"{host}: {', '.join(f'{name} {address}' for name, address in names.items())}" for host, names in used.items()
+    ]
+    best = _best_interface(log)
+    if any(traps.values()):
+        names = sorted({name for some in traps.values() for name in some})
+        summary = f"NCCL uses {', '.join(names)}, which other hosts cannot reach"
+        fix = f"`export NCCL_SOCKET_IFNAME={best or '^lo,docker,veth,virbr,br-'}`"
+        yield make_finding("DDP107", summary=summary, evidence=shown, fix=fix)
+    elif len(log.hosts) > 1 and (same := _shared_addresses(used)):
+        summary = f"several hosts have the address {', '.join(same)}"
+        yield make_finding("DDP107", summary=summary, evidence=shown, fix="Name an interface with NCCL_SOCKET_IFNAME")
+    elif any(len(names) > 1 for names in used.values()):
+        summary = "NCCL uses several interfaces of a host, and the slowest counts"
+        fix = f"If they are not alike, name the fast one: `export NCCL_SOCKET_IFNAME={best}`"
+        yield make_finding("DDP107", summary=summary, evidence=shown, fix=fix, why="", severity="info")
+    elif any(used.values()):
+        yield "; ".join(shown)
+
+
+def _shared_addresses(used: dict[str, dict[str, str]]) -> list[str]:
+    counts = Counter(address for names in used.values() for address in set(names.values()))
+    return sorted(address for address, num in counts.items() if num > 1)
+
+
+def _best_interface(log: NcclLog) -> str:
+    """Return an interface that all hosts have and that others can reach; "" if there is none."""
+    by_host = [
+        {name for each in some for name in (*each.bootstrap, *each.sockets) if not name.startswith(_NOT_AVAILABLE)}
+        for some in log.hosts.values()
+    ]
+    common = set.intersection(*by_host) if by_host else set()
+    return min(common, default="")
+
+
+def paths(log: NcclLog) -> Iterator[Answer]:
+    """GPUs of one host copy directly."""
+    host_of = log.host_of()
+    kinds: Counter[str] = Counter()
+    inside: Counter[str] = Counter()
+    for process in log.processes.values():
+        for pair, via in process.paths.items():
+            kind = "SHM" if via.startswith(("SHM", "direct shared")) else via.partition("/")[0]
+            kinds["/".join(via.split("/")[:2]) if kind == "NET" else kind] += 1
+            hosts = {host_of.get(rank) for rank in pair}
+            if kind != "NET" or (len(hosts) == 1 and None not in hosts):
+                inside[kind] += 1
+    if inside["SHM"] or inside["NET"]:
+        yield _explain_detour(log, inside)
+    if kinds:
+        yield "paths: " + ", ".join(f"{num} {kind}" for kind, num in kinds.most_common())
+
+
+def _explain_detour(log: NcclLog, inside: Counter[str]) -> Answer:
+    through = "the network" if inside["NET"] else "the memory of the host"
+    is_off = [name for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE") if log.variables.get(name, set()) - {"0"}]
+    notes = sorted(text for text in log.notes if text.startswith("P2P"))[:2]
+    num = inside["NET"] or inside["SHM"]
+    fix = (
+        f"Unset {' and '.join(is_off)}, unless the first collective never ends without"
+        if is_off
+        else "`nvidia-smi topo -p2p r` shows which pairs can; containers of a host need one /dev/shm and all GPUs"
+    )
+    return make_finding(
+        "DDP108",
+        summary=f"GPUs of one host exchange data through {through}: {num} paths, {inside['P2P']} by direct copies",
+        evidence=[*(f"{name}=1" for name in is_off), *notes],
+        why="Direct copies are turned off" if is_off else "The machine, its driver or the container forbids them",
+        fix=fix,
+        severity="warning",
+    )
+
+
+def rings(log: NcclLog) -> Iterator[Answer]:
+    """Channels that NCCL has made."""
+    if log.rings:
+        first = " ".join(map(str, log.rings[min(log.rings)]))
+        trees = ", and trees" if log.has_trees else ""
+        yield f"{len(log.rings)} rings{trees}; the first is {first}"
+
+
+def variables(log: NcclLog) -> Iterator[Answer]:
+    """Variables that NCCL has read; those that it does not know are not among them."""
+    for name, values in sorted(log.variables.items()):
+        if len(values) > 1:
+            yield make_finding(
+                "DDP802",
+                summary=f"{name} differs between processes: {', '.join(sorted(values))}",
+                why="",
+                fix="Set it to the same value on all nodes",
+            )
+    if log.variables:
+        yield "read: " + ", ".join(f"{name}={min(values)}" for name, values in sorted(log.variables.items()))
+
+
+_CHECKS = (version, warnings, groups, network, interfaces, paths, rings, variables)
+
+
+def _suggest(log: NcclLog) -> Iterator[str]:
+    """Yield lines to paste into a shell, with the evidence as a comment."""
+    best = _best_interface(log)
+    is_set = "NCCL_SOCKET_IFNAME" in log.variables
+    if len(log.hosts) > 1 and best and not is_set:
+        yield f"export NCCL_SOCKET_IFNAME={best}  # all hosts of the log have it"
+    uses_cards = any(each.network == "IB" for each in log.processes.values())
+    has_none = all(each.has_no_card or not each.cards for each in log.processes.values())
+    if len(log.hosts) > 1 and has_none and not uses_cards and "NCCL_IB_DISABLE" not in log.variables:
+        yield "export NCCL_IB_DISABLE=1  # no host of the log has an InfiniBand card: NCCL need not look for one"
+    kinds = {kind for each in log.processes.values() for kind in each.cards.values()}
+    if uses_cards and len(kinds) > 1 and "NCCL_IB_HCA" not in log.variables:
+        yield f"export NCCL_IB_HCA={_one_kind(log)}  # cards of one kind; the log has {' and '.join(sorted(kinds))}"

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compare the clocks of two nodes over TCP: the reply with the shortest round trip counts. Does not import torch."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+
+_TIME = struct.Struct("!d")
+_NUM_TRIES = 3
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Another node's clock minus this one's, in seconds, and how far that can be off."""
+
+    offset_s: float
+    error_s: float
+    asked_s: float = 0.0
+    """Time of this node's clock in the middle of the round trip."""
+
+
+class ClockServer:
+    """Answers every byte on a connection with the time of this node, on a free port of `address`, until it is closed.
+
+    `address`: "" for all addresses. `clock`: returns seconds, by default of the wall clock.
+    """
+
+    def __init__(self, address: str, clock: Callable[[], float] | None = None) -> None:
+        self._clock = clock or (lambda: time.time())
+        self._sock = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        self.port = int(self._sock.getsockname()[1])
+        self._thread = threading.Thread(target=self._serve, name="ddpilot-clock", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> ClockServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop answering."""
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        with suppress(OSError):  # closed
+            while True:
+                connection, _ = self._sock.accept()
+                with suppress(OSError), connection:
+                    connection.settimeout(1.0)
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    while connection.recv(1):
+                        connection.sendall(_TIME.pack(self._clock()))
+
+
+def ask_clock(
+    address: str,
+    port: int,
+    timeout_s: float,
+    *,
+    clock: Callable[[], float] | None = None,
+    num_tries: int = _NUM_TRIES,
+) -> Reply:
+    """Ask the `ClockServer` at `address`:`port`. Raises OSError if it cannot be reached within `timeout_s` seconds.
+
+    `clock`: of this node, the same kind as the server's.
+    """
+    now = clock or (lambda: time.time())
+    replies = []
+    with socket.create_connection((address, port), timeout=timeout_s) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for _ in range(num_tries):
+            sent_s = now()
+            connection.sendall(b"?")
+            answer = b""
+            while len(answer) < _TIME.size:
+                piece = connection.recv(_TIME.size - len(answer))
+                if not piece:
+                    raise ConnectionResetError("the other node closed the connection")
+                answer += piece
+            received_s = now()
+            theirs_s, middle_s = _TIME.unpack(answer)[0], (sent_s + received_s) / 2
+            replies.append(Reply(theirs_s - middle_s, (received_s - sent_s) / 2, middle_s))
+    return min(replies, key=lambda reply: reply.error_s)

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ddpilot profile` on two nodes whose clocks differ by 3 s: one profile, stragglers, and a merged trace."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist.nodes.namespaces import Agent, TwoNodes, two_nodes
+
+LIMIT_S = 100.0
+PROFILE = (sys.executable, "-m", "ddpilot", "profile")
+SCALE = (sys.executable, "-m", "ddpilot", "scale")
+LATE_S = 3
+OTHER_CLOCK = ("unshare", "--time", "--monotonic", LATE_S)
+"""A time namespace whose CLOCK_MONOTONIC is ahead, as that of a machine that was started earlier."""
+LOADS = """
+import time, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+model = DistributedDataParallel(torch.nn.Linear(64, 64))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = TensorDataset(torch.ones(160 * dist.get_world_size(), 64))
+for (x,) in DataLoader(data, 8, sampler=DistributedSampler(data)):
+    time.sleep(0.01)
+    optimizer.zero_grad()
+    model(x).sum().backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+TRAINS = """
+import time, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+model = DistributedDataParallel(torch.nn.Linear(64, 64))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for update in range(40):
+    time.sleep(0.02 + 0.02 * dist.get_rank())  # rank 1 is late
+    optimizer.zero_grad()
+    model(torch.ones(8, 64)).sum().backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def nodes() -> Iterator[TwoNodes]:
+    """Two namespaces, gone after the test."""
+    done = subprocess.run(list(map(str, (*OTHER_CLOCK, "true"))), capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"time namespaces cannot be made here: {done.stderr.strip()}")
+    with two_nodes() as both:
+        yield both
+
+
+def start_both(nodes: TwoNodes, script: Path, *more: object) -> tuple[Agent, Agent]:
+    """`ddpilot profile` on both nodes, of which b has another clock; what a node adds stands in `more` with {node}."""
+    agents = []
+    for node in "ab":
+        where = ["--nnodes", 2, "--node-rank", "ab".index(node), "--master-addr", nodes.addresses["a"], "-n", 1]
+        own = [str(word).format(node=node) for word in more]
+        command = [*PROFILE, script, *where, *own]
+        agents.append(nodes.start(node, [*OTHER_CLOCK, *command] if node == "b" else command))
+    return agents[0], agents[1]
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """The events of a trace."""
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        found: list[dict[str, Any]] = json.load(file)["traceEvents"]
+    return found
+
+
+@pytest.mark.timeout(240)
+def test_clocks_that_differ_by_3_s_are_aligned_in_the_profile_and_in_the_trace(nodes: TwoNodes, tmp_path: Path) -> None:
+    """Rank 1 is named, who is 20 ms late; all_reduces of both sides overlap, and end within 2 ms of each other."""
+    script = tmp_path / "train.py"
+    script.write_text(TRAINS)
+    for node in "ab":
+        (tmp_path / node).mkdir()
+    a, b = start_both(nodes, script, "--trace", tmp_path / "{node}")
+    assert [a.wait(LIMIT_S), b.wait(LIMIT_S)] == [0, 0], a.describe_all()
+    assert "node 1 has sent what its ranks recorded to node 0" in b.text
+    assert "updates of 2 ranks" in a.text
+    assert "clocks of nodes compared within" in a.text
+    assert "rank 1 is last in 100% of updates" in a.text, a.text
+    assert "updates of 2 ranks" not in b.text
+    events = read_events(tmp_path / "a" / "trace.json.gz")
+    calls = [
+        sorted((each["ts"], each["ts"] + each["dur"]) for each in events if _is_all_reduce(each, rank))
+        for rank in (0, 1)
+    ]
+    assert len(calls[0]) == len(calls[1]) >= 5
+    pairs = list(zip(*calls, strict=True))
+    assert all(first[0] < second[1] + 2000 and second[0] < first[1] + 2000 for first, second in pairs), calls
+    assert abs(statistics.median(first[1] - second[1] for first, second in pairs)) < 2000, calls
+
+
+def _is_all_reduce(event: dict[str, Any], rank: int) -> bool:
+    is_call = event.get("ph") == "X" and "gloo:all_reduce" in event["name"]
+    return is_call and int(event["pid"]) // 1000 == rank
+
+
+@pytest.mark.timeout(240)
+def test_scale_runs_on_one_node_and_on_both(nodes: TwoNodes, tmp_path: Path) -> None:
+    """Node 0 alone with 1 and 2 ranks, and both nodes with 2: four ranks, whose group was measured between nodes."""
+    script = tmp_path / "train.py"
+    script.write_text(LOADS)
+    agents = []
+    for node in "ab":
+        where = ["--nnodes", 2, "--node-rank", "ab".index(node), "--master-addr", nodes.addresses["a"]]
+        agents.append(nodes.start(node, [*SCALE, script, *where, "-n", "1,2", "--rounds", 1]))
+    assert [agent.wait(LIMIT_S) for agent in agents] == [0, 0], agents[0].describe_all()
+    rows = [line.split()[0] for line in agents[0].text.splitlines() if line[:1].isdecimal()]
+    assert rows == ["1", "2", "4", "8"], agents[0].text
+    assert "as measured between nodes" in agents[0].text
