@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The speed of a program at several numbers of ranks: what is lost, and a model that predicts other numbers."""
+"""Speed at several numbers of ranks: what is lost, and a model that predicts others. Imports `pictures`; no torch."""
