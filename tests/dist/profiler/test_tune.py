@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -85,6 +86,8 @@ def test_an_option_that_does_not_work_has_its_error() -> None:
     assert "register_comm_hook" in error
 
 
+@pytest.mark.soak
+@pytest.mark.skipif(os.environ.get("DDPILOT_SOAK") != "1", reason="24 runs of the script: run by `make soak`")
 @pytest.mark.timeout(400)
 def test_what_helps_is_found_and_its_line_is_printed() -> None:
     """One bucket in place of four, on a link that takes 20 ms for each."""
