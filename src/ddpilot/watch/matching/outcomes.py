@@ -24,6 +24,8 @@ _BEAT_NS = 60_000_000
 """Slightly more than the interval between two heartbeats in a ring."""
 _OUTLIVED_NS = 200_000_000
 """An error that another rank's exit causes may be raised this long before that exit is seen."""
+_KILLING_NS = 500_000_000
+"""Launchers send SIGKILL a second or more after SIGTERM. Ends that are seen together have no order within this time."""
 _PATIENT_CALLS = ("send", "recv", "send_object_list", "recv_object_list")
 
 
@@ -77,8 +79,22 @@ def first_deaths(job: JobSnapshot, outcomes: Mapping[int, RankOutcome]) -> list[
     of_itself = [rank for rank in died if job.ranks[rank].process.signal_name not in _STOPPING]
     if any(job.ranks[rank].error for rank in of_itself):
         return of_itself
-    firsts = _earliest(job, of_itself or died)
+    firsts = _killed_before(job, died, of_itself) or _earliest(job, of_itself or died)
     return _ended_before(job, outcomes, firsts) or firsts
+
+
+def _killed_before(job: JobSnapshot, died: Sequence[int], of_itself: Sequence[int]) -> list[int]:
+    """Return the ranks that SIGKILL ended before the others aborted; none if a launcher may have sent it.
+
+    The watchdog of NCCL aborts a process if the connection to a peer is lost.
+    """
+    ends_ns = {rank: end for rank in died if (end := job.ranks[rank].process.ended_ns) is not None}
+    signals = {rank: job.ranks[rank].process.signal_name for rank in died}
+    if not of_itself or any(signals[rank] != "SIGABRT" or rank not in ends_ns for rank in of_itself):
+        return []
+    first_ns = min(ends_ns[rank] for rank in of_itself)
+    killed = [rank for rank, end in ends_ns.items() if signals[rank] == "SIGKILL" and end < first_ns + _KILLING_NS]
+    return _earliest(job, killed)
 
 
 def _ended_before(job: JobSnapshot, outcomes: Mapping[int, RankOutcome], stopped: Sequence[int]) -> list[int]:

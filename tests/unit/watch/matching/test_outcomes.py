@@ -89,6 +89,15 @@ def test_ranks_that_did_not_end_together_from_outside_are_blamed(views: list[obj
     assert not analysis.end
 
 
+@pytest.mark.parametrize(("killed_s", "blamed"), [(-0.2, 1), (0.001, 1), (1.0, 0)])
+def test_a_rank_that_was_killed_is_blamed_and_not_those_that_abort_because_of_it(killed_s: float, blamed: int) -> None:
+    """As NCCL's watchdog does without a peer. A launcher kills a second after it has seen the abort."""
+    zero, one = pair()
+    end = died(one, ended_ns=105 * S + int(killed_s * S))
+    (finding,) = analyze(job([died(zero, "SIGABRT", -6), end])).findings
+    assert (finding.code, finding.ranks) == ("DDP209", (blamed,))
+
+
 @pytest.fixture
 def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, JobInfo]:
     """Two ranks that have recorded, and were ended one after the other."""
