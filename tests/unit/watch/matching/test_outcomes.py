@@ -89,12 +89,13 @@ def test_ranks_that_did_not_end_together_from_outside_are_blamed(views: list[obj
     assert not analysis.end
 
 
-@pytest.mark.parametrize(("killed_s", "blamed"), [(-0.2, 1), (0.001, 1), (1.0, 0)])
-def test_a_rank_that_was_killed_is_blamed_and_not_those_that_abort_because_of_it(killed_s: float, blamed: int) -> None:
+@pytest.mark.parametrize(("killed_s", "blamed"), [(-0.2, 1), (0.001, 1), (1.0, 2)])
+def test_a_rank_that_was_killed_is_blamed_and_not_one_that_aborts_because_of_it(killed_s: float, blamed: int) -> None:
     """As NCCL's watchdog does without a peer. A launcher kills a second after it has seen the abort."""
-    zero, one = pair()
-    end = died(one, ended_ns=105 * S + int(killed_s * S))
-    (finding,) = analyze(job([died(zero, "SIGABRT", -6), end])).findings
+    world = group_of(0, 1, 2)
+    zero, one, two = (Writer(rank, world).call("all_reduce", 1) for rank in (0, 1, 2))
+    ends = [died(one, ended_ns=105 * S + int(killed_s * S)), died(two, "SIGABRT", -6)]
+    (finding,) = analyze(job([alive(zero.wait("barrier", 9)), *ends])).findings
     assert (finding.code, finding.ranks) == ("DDP209", (blamed,))
 
 
