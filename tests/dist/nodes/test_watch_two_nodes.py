@@ -108,6 +108,7 @@ def start_both(
             [*launcher, *sizes, "--node-rank", number, *more, *([of_one] if number and of_one else []), script, *after],
             DDPILOT_JOBS_DIR=str(folder / node),
             GLOO_SOCKET_IFNAME=nodes.interfaces[node],
+            LINES="200",  # what is found at once takes at most a screen
         )
         for number, node in enumerate("ab")
     )
