@@ -123,7 +123,7 @@ def run_scale(
 
     `sizes`: numbers of ranks on a node, separated by commas. With several nodes node 0 runs all of them alone, and the
     last one again on all nodes. `rounds`: how often each is run. `predict`: further numbers of ranks that a model
-    predicts; None: twice the largest, "": none. `html`: path of the report to write; "" for none. A line to stderr says
+    predicts; None: twice the largest, "": none. `html`: path of the report to write; "" for none. A line on stderr says
     what runs. Raises as `run_profile`, and RecordError for a script without a DataLoader, whose samples cannot be
     counted.
     """

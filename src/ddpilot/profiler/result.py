@@ -13,7 +13,8 @@ import numpy
 from ddpilot.errors import RecordError
 from ddpilot.findings.display import Findings, screen_size
 from ddpilot.profiler.clocks import align_clocks
-from ddpilot.profiler.judgement import Judged, judge
+from ddpilot.profiler.judgements.judged import Judged
+from ddpilot.profiler.judgements.summary import judge
 from ddpilot.profiler.phases import NUM_WARM_UP, SHARES, Phases, divide_updates
 from ddpilot.profiler.pictures.figures import plot_profile
 from ddpilot.profiler.pictures.profile_page import render_page, render_profile
@@ -59,7 +60,7 @@ class Profile:
     memory: MemoryCourse | None = None
     """Memory over time."""
     facts: tuple[Mapping[str, Any], ...] = ()
-    """What each rank has recorded about the program, by name."""
+    """Facts that each rank has recorded about the program, by name."""
 
     @property
     def findings(self) -> Findings:

@@ -42,7 +42,7 @@ _MEMORY, _COUNTS = "memory.bin", "counts.bin"
 
 @dataclass(frozen=True, kw_only=True)
 class RankOptions:
-    """What ranks do besides recording phases. Raises LaunchError for a window that records nothing."""
+    """Options for recording besides phases. Raises LaunchError for a window that records nothing."""
 
     wait: int = 3
     """Updates that are left out before torch.profiler records, in each cycle."""

@@ -10,8 +10,8 @@ import numpy
 import pytest
 
 from ddpilot.errors import RecordError
-from ddpilot.profiler.judgement import judge
 from ddpilot.profiler.judgements.ranks import find_straggler
+from ddpilot.profiler.judgements.summary import judge
 from ddpilot.profiler.phases import NUM_WARM_UP, Phases, divide_updates
 from ddpilot.profiler.result import Profile, read_profile
 from ddpilot.profiler.spans_file import PHASES, RankTimes, TimesWriter, read_times

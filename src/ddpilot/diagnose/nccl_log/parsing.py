@@ -31,7 +31,7 @@ _PLUGIN = re.compile(r"NET/Plugin ?: (?:Loaded net plugin|Plugin name set by env
 
 @dataclass
 class Process:
-    """What one process of a job has written."""
+    """The log lines of one process of a job, parsed."""
 
     host: str
     pid: int
@@ -54,7 +54,7 @@ class Process:
 
 @dataclass
 class NcclLog:
-    """What the processes of a job have written."""
+    """The parsed log lines of all processes of a job."""
 
     versions: Counter[str] = field(default_factory=Counter)
     processes: dict[tuple[str, int], Process] = field(default_factory=dict)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What makes updates slow, by subject: ranks, gradients, host. Imports `phases`, `findings` and numpy; not torch."""
+"""Find causes of slow updates, by subject: ranks, gradients, host. Imports `phases`, `findings`, numpy; not torch."""

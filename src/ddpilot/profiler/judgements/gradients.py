@@ -17,7 +17,7 @@ from ddpilot.user_files import CodeLine
 _COMMUNICATION_SHARE = 0.30
 """Exposed communication above this share of an update is too much; 10:1 of computation to communication is good."""
 _LATENCY_S, _BYTES_PER_S = 1e-3, 0.5e9
-"""What an exchange of one bucket takes at most over a link that is not slow: latency, and bandwidth."""
+"""The longest latency and the lowest bandwidth of a link, per bucket, that is not reported as slow."""
 _SLOW_FACTOR, _QUICK = 3.0, 0.1
 """A link is slow if even the quickest tenth of the exchanges takes longer by this factor: a busy machine is not."""
 _LATENCY_SHARE = 0.15

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What pictures show besides phases: the spans of a typical update, and memory over time. Does not import torch."""
+"""Select the spans of a typical update, and memory over time, for pictures. Does not import torch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class MemoryCourse:
     host_bytes: tuple[Array, ...]
     """Resident memory of the process."""
     device_bytes: tuple[Array, ...]
-    """What torch has allocated on the device; empty arrays without one."""
+    """Bytes that torch has allocated on the device; empty arrays without a device."""
 
 
 def make_timeline(phases: Phases, times: Sequence[RankTimes]) -> Timeline:

@@ -34,7 +34,7 @@ COLORS = {
     "waiting for the device": color_of("sync"),
     "other code": color_of("other"),
 }
-"""By cause of what is lost."""
+"""Colors, by cause of lost time."""
 
 
 class Row(Protocol):

@@ -38,7 +38,7 @@ LEGEND = {
     "sync": "reading values of tensors, waiting for a device",
     "other": "code between these",
 }
-"""What each share is, in a few words."""
+"""Description of each share in a few words."""
 
 # A label that has no room in its bar wraps behind the zero-width space before it, and the second line is hidden.
 # Neither text nor lines have a color of their own, and nothing but bars a background: a notebook's theme decides.

@@ -32,7 +32,7 @@ _COMPRESSIONS = {"bf16": "bf16_compress_hook", "fp16": "fp16_compress_hook"}
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What is different in a run of a script. By default nothing is."""
+    """The options that a run of a script overrides. By default none."""
 
     num_updates: int = 0
     """Updates after which the script ends; 0: it runs to its end."""

@@ -27,7 +27,7 @@ _LEAST = 0.80
 _NO_GAIN = 1.05
 """More ranks that are not faster by more than this give nothing: it is within what runs differ by."""
 _WORTH = 1.10
-"""Speed-up of the smallest batch that is said to gain from more ranks."""
+"""Minimum speed-up for a batch to be reported as gaining from more ranks."""
 _STRAGGLERS, _EXCHANGE, _LINK = "stragglers and barriers", "exposed communication", "inter-node link"
 _SHARED, _SMALLER = "cores and memory shared on this machine", "smaller batch per rank"
 _LOSSES = {

@@ -39,7 +39,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class SizeSample:
-    """What was measured at one number of ranks; seconds of an update are means over updates and ranks."""
+    """Measurements at one number of ranks; seconds of an update are means over updates and ranks."""
 
     num_ranks: int
     batch: float
@@ -49,7 +49,7 @@ class SizeSample:
     """A rank's own work."""
     waiting_s: float
     exposed_s: float
-    """What DDP exchanges after the last gradient."""
+    """Time of the exchange after the last gradient."""
     called_s: float
     """Collectives that the program calls itself."""
     window_s: float
@@ -148,7 +148,7 @@ class ScalingModel:
     buckets: tuple[int, ...]
     link: Link | None
     overhead_s: float
-    """What DDP needs after the last gradient on one rank, without any exchange."""
+    """Time that DDP needs after the last gradient on one rank, without any exchange."""
     bucket_factor: float
     """How much longer buckets take in the program than the micro-benchmark has it."""
     waiting_factor: float

@@ -91,10 +91,10 @@ class Scaling:
     kind: Literal["weak", "strong"]
     """"weak": every rank has as many samples of an update at any number of ranks; "strong": all together have."""
     rows: tuple[ScalingRow, ...]
-    """What was measured, by number of ranks."""
+    """Measurements, by number of ranks."""
     findings: Findings
     predicted: tuple[ScalingRow, ...] = ()
-    """What the model predicts for other numbers of ranks."""
+    """Predictions of the model for other numbers of ranks."""
     held_out: HeldOut | None = None
     """None if one number of ranks was measured."""
     notes: tuple[str, ...] = ()

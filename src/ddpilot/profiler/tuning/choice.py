@@ -33,7 +33,7 @@ _COMPRESSED = "changes the numbers: gradients are exchanged with fewer bits"
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What is tried, and what is not."""
+    """The options to try, and notes on those that are not tried."""
 
     options: tuple[Option, ...]
     advice: tuple[str, ...]
@@ -42,11 +42,11 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Profiled:
-    """What is known of the script as it is."""
+    """The profile of the unchanged script."""
 
     phases: Phases
     facts: Mapping[str, Any]
-    """What rank 0 has recorded about the program."""
+    """Facts that rank 0 has recorded about the program."""
     calls: Sequence[Call]
     nccl_names: Collection[str] = ()
     """The variables that the installed NCCL knows; none if there is no NCCL."""

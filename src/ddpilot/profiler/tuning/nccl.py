@@ -13,7 +13,7 @@ KNOWN_FROM_THE_WEB = (
     *("NCCL_TIMEOUT", "NCCL_SOCKET_TIMEOUT", "NCCL_BUFFER_SIZE", "NCCL_MAX_RINGS", "NCCL_NUM_CHANNELS"),
     *("NCCL_TREE_THRESHOLD", "NCCL_LL_THRESHOLD", "NCCL_IFNAME", "NCCL_IB_RETRY", "NCCL_IB_CUDA_SUPPORT"),
 )
-"""Names from forums, guides and the documentation of old versions. Which of them do nothing, the library says."""
+"""Names from forums, guides and old documentation. The installed library shows which of them have no effect."""
 _OF_TORCH = (
     *("NCCL_BLOCKING_WAIT", "NCCL_ASYNC_ERROR_HANDLING", "NCCL_DESYNC_DEBUG", "NCCL_ENABLE_TIMING"),
     "NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK",

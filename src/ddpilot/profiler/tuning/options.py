@@ -18,7 +18,7 @@ class Option:
     """One change to try. Options with the same `name` exclude each other."""
 
     kind: Kind
-    """What the change is passed to."""
+    """The call that takes the change."""
     name: str
     """The argument or the variable, such as ``bucket_cap_mb`` or ``OMP_NUM_THREADS``."""
     value: Any
@@ -27,9 +27,9 @@ class Option:
     also: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the same call, without which this one is of less use."""
     why: str
-    """What the profile says for it."""
+    """The reason to try it, from the profile."""
     warning: str = ""
-    """What the change may do to numbers, or needs; "" if nothing."""
+    """The effect of the change on numbers, or its requirements; "" if there are none."""
     code: str = ""
     """The finding of the profile whose estimate the trial checks; "" if there is none."""
     lines: tuple[CodeLine, ...] = ()

@@ -30,9 +30,9 @@ class Tuning:
     changes: tuple[Change, ...]
     """The lines to paste; none if nothing helps."""
     advice: tuple[str, ...]
-    """What was seen and not tried, since it changes what is computed."""
+    """Observations whose remedy is not tried, because it changes what is computed."""
     environment: tuple[str, ...]
-    """What is known of variables of NCCL that do nothing."""
+    """Notes on variables of NCCL that have no effect."""
     estimates: Mapping[str, float]
     """The factors that the profile has estimated, by the code of the finding."""
     wall_s: float
@@ -44,7 +44,7 @@ class Tuning:
 
     @property
     def options(self) -> tuple[Option, ...]:
-        """What helps; empty if nothing does."""
+        """The options that help; empty if none does."""
         return self.trials.winner.options if self.trials.winner is not None else ()
 
     @property

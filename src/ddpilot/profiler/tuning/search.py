@@ -54,11 +54,11 @@ class Tried:
     error: str = ""
     """Why it does not work; "" if it works."""
     min_pairs: int = MIN_PAIRS
-    """Pairs before anything is said."""
+    """Minimum number of pairs for a verdict."""
 
     @property
     def verdict(self) -> Verdict:
-        """What the pairs so far allow to say."""
+        """The verdict from the pairs so far."""
         return "open" if self.error else decide(self.ratios, self.min_pairs)
 
     @property
@@ -91,7 +91,7 @@ class Trials:
 
     @property
     def winner(self) -> Tried | None:
-        """What helps: it did so in trials, and again in new pairs. None if nothing does.
+        """The options that helped in trials and again in new pairs. None if none did.
 
         More options than one only if they are better than the best one alone.
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When enough pairs of runs are made: the interval of the gain, and what it allows to say. No torch."""
+"""When enough pairs of runs are made: the interval of the gain, and the verdict. Does not import torch."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def estimate_gain(ratios: Sequence[float]) -> Gain:
 
 
 def decide(ratios: Sequence[float], min_pairs: int = MIN_PAIRS) -> Verdict:
-    """Return what the pairs allow to say; "open" if more of them are needed, as they are below `min_pairs`."""
+    """Return the verdict from the pairs; "open" if more of them are needed, as they are below `min_pairs`."""
     if len(ratios) < min_pairs:
         return "open"
     gain = estimate_gain(ratios)

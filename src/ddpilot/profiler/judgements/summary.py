@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judge where the time of updates goes: findings with what each would give, the largest first. No torch."""
+"""Collect all judgements of a profile, weigh them against a busy machine, and sort them by gain. No torch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from dataclasses import replace
 from ddpilot.findings.catalog import make_finding
 from ddpilot.profiler.judgements.gradients import judge_gradients
 from ddpilot.profiler.judgements.host import judge_host, judge_threads
-from ddpilot.profiler.judgements.judged import Judged as Judged
-from ddpilot.profiler.judgements.judged import core_wait_s, ms
+from ddpilot.profiler.judgements.judged import Judged, core_wait_s, ms
 from ddpilot.profiler.judgements.ranks import judge_ranks
 from ddpilot.profiler.phases import Phases
 from ddpilot.profiler.spans_file import RankTimes
@@ -23,7 +22,7 @@ _AFFECTED = ("DDP722", "DDP723", "DDP743", "DDP747")
 
 
 def judge(phases: Phases, times: Sequence[RankTimes]) -> tuple[Judged, ...]:
-    """Return what makes updates slow, sorted by what its end would give."""
+    """Return the causes of slow updates, the largest gain first."""
     found = [*judge_ranks(phases), *judge_gradients(phases, times), *judge_host(phases, times)]
     threads = judge_threads(times)
     if threads is not None and threads.factor > 1 / (1 - _ALL_BUSY):
