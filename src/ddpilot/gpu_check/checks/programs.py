@@ -110,10 +110,10 @@ def train_recorded(is_pair: bool) -> Answer:
     model = DistributedDataParallel(torch.nn.Sequential(*layers).to(device), bucket_cap_mb=4)
     for _ in range(_NUM_STEPS):
         model(torch.ones(8, _WIDTH, device=device)).sum().backward()
-    wait_for(device)
+        wait_for(device)  # the names of rebuilt buckets are known once they were copied from the device
     log = read_own_ring()
     buckets = [each for each in log.collectives if each.ddp is not None and each.ddp.what in ("bucket", "gradients")]
-    # In the second backward DDP rebuilds its buckets, whose names are known once they were copied from the device.
+    # In the second backward DDP rebuilds its buckets.
     last_two = _by_step(buckets)[-2:]
     per_step = [len(each) for each in last_two]
     lines = sorted({Path(each.line.file).name for each in buckets if each.line is not None and each.line.file})

@@ -80,20 +80,27 @@ class NeedlessFindUnused(Rule):
                 yield finding_at_line("DDP502", dict(sorted(found.items())), summary)
 
 
-class GradientsMissing(Rule):
+class GradientsMissing(WaitingRule[tuple[str, ParametersNote]]):
     """DDP308 and DDP310: DDP failed because gradients of frozen or unused parameters are missing."""
 
     kinds = ("frozen", "left_out")
     compares_ranks = False
 
     def feed(self, rank: int, entry: Entry, /) -> Iterable[Finding]:
+        """Wait for other ranks that miss the same gradients at the same line; see `Rule.feed`."""
         note: ParametersNote = entry.values
+        key = (entry.kind, line_of(note["site"]), note["num"], tuple(note["names"]))
+        self._wait(key, rank, (entry.kind, note), entry.time_ns)
+        return ()
+
+    def _finding(self, by_rank: dict[int, tuple[str, ParametersNote]]) -> Finding:
+        kind, note = next(iter(by_rank.values()))
         num = note["num"]
         code, what = ("DDP308", "took no part in the backward pass")
-        if entry.kind == "frozen":
+        if kind == "frozen":
             code, what = ("DDP310", f"{'were' if num > 1 else 'was'} frozen after the model was wrapped")
         summary = f"{num} parameter{'s' * (num > 1)} {what}: {some(note['names'], total=num)}"
-        yield finding_at_line(code, {rank: note}, summary)
+        return finding_at_line(code, {rank: each for rank, (_, each) in by_rank.items()}, summary)
 
 
 _UNITS = ("B", "kB", "MB", "GB")

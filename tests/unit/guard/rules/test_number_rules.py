@@ -166,6 +166,8 @@ def test_parameters_that_were_left_out_are_told_by_name() -> None:
     (finding,) = judge(GradientsMissing, notes)
     assert finding.summary == "2 parameters took no part in the backward pass: head.weight, head.bias"
     assert finding.ranks == (1,)
+    (finding,) = judge(GradientsMissing, [*notes, (0, *notes[0][1:])])
+    assert finding.ranks == (0, 1)
 
 
 def test_parameters_that_were_frozen_late_are_told_by_name_and_number() -> None:
