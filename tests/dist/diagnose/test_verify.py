@@ -275,6 +275,41 @@ def test_command_compares_a_function_of_a_script(script: Path) -> None:
 
 
 @pytest.mark.timeout(60)
+def test_a_script_is_run_as_plain_python_runs_it(tmp_path: Path) -> None:
+    """Its name, file, words and folder are those of `python train.py`, and what it registered runs at its end."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "helper.py").write_text("WIDTH = 4\n")
+    path = tmp_path / "folder" / "train.py"
+    path.write_text(
+        "import atexit, multiprocessing, os, sys\n"
+        "import helper, torch\n"
+        "import torch.distributed as dist\n"
+        "assert __name__ == '__main__' and __file__ == os.path.abspath(sys.argv[0]), (__name__, __file__)\n"
+        "assert sys.path[0] == os.path.dirname(__file__) and sys.argv[1:] == ['--lr', '0.1'], (sys.path, sys.argv)\n"
+        "assert sys.modules['__main__'].__dict__ is globals()\n"
+        "assert multiprocessing.parent_process() is None\n"
+        "dist.init_process_group('gloo')\n"
+        f"name = {str(tmp_path)!r} + f'/ended_{{dist.get_world_size()}}_{{dist.get_rank()}}'\n"
+        "atexit.register(lambda: open(name, 'w').close())\n"
+        "own = torch.tensor([torch.initial_seed() % 2**31])\n"
+        "drawn = [torch.zeros_like(own) for _ in range(dist.get_world_size())]\n"
+        "dist.all_gather(drawn, own)\n"
+        "assert len({int(each) for each in drawn}) == dist.get_world_size(), drawn\n"
+        "torch.manual_seed(0)\n"
+        "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(helper.WIDTH, 1))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=float(sys.argv[2]))\n"
+        "x = torch.randn(8, helper.WIDTH).chunk(dist.get_world_size())[dist.get_rank()]\n"
+        "model(x).mean().backward()\n"
+        "optimizer.step()\n"
+        "dist.destroy_process_group()\n"
+        "sys.exit()\n"
+    )
+    done = run_command(path, "-n", "2", "--", "--lr", "0.1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {"ended_1_0", "ended_2_0", "ended_2_1"} <= {each.name for each in tmp_path.iterdir()}
+
+
+@pytest.mark.timeout(60)
 def test_command_ends_a_script_that_hangs(tmp_path: Path) -> None:
     """After --timeout-s, with what is known of its ranks."""
     path = tmp_path / "hangs.py"

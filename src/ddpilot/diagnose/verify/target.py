@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import ast
 import functools
-import io
 import os
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,16 @@ from ddpilot.diagnose.updates.record import SPEC_VARIABLE, RankRecord, RecordSpe
 from ddpilot.errors import DdpilotError, LaunchError, WatchError, did_you_mean
 from ddpilot.findings.finding import Finding
 from ddpilot.launcher import Launcher
-from ddpilot.launching.elastic.options import RunOptions, TargetKind
-from ddpilot.launching.elastic.prepare import prepare_run
-from ddpilot.launching.elastic.run import run_prepared
+from ddpilot.launching.elastic.options import TargetKind
+from ddpilot.launching.elastic.rank_main import run_as_main
 from ddpilot.launching.elastic.target import check_target
 from ddpilot.launching.observer import LaunchObserver
 from ddpilot.module_names import UPDATE_HOOK
-from ddpilot.output.writer import LabelledWriter
 from ddpilot.watch.companion import Watcher
 from ddpilot.watch.options import WatchOptions
+
+_PRELOAD = ("torch._dynamo",)
+"""Imported before ranks are forked: each rank of each run would otherwise import it (1 s), as DDP and optimizers do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,30 +102,24 @@ class Runner:
 
     def _run_function(self, nproc: int, watching: WatchOptions, folder: Path) -> tuple[Any, ...]:
         program = self._program
-        launcher = _RecordingLauncher(
+        assert program.fn is not None
+        return tuple(self._launcher(nproc, watching, folder).run(program.fn, *program.args, **program.kwargs))
+
+    def _run_script(self, nproc: int, watching: WatchOptions, folder: Path) -> tuple[str, ...]:
+        output = folder / "output.txt"
+        self._launcher(nproc, watching, folder).run(_ScriptCall(self._program, str(output)))
+        return tuple(output.read_text("utf-8", "replace").splitlines())
+
+    def _launcher(self, nproc: int, watching: WatchOptions, folder: Path) -> Launcher:
+        return _RecordingLauncher(
             nproc_per_node=nproc,
             output="silent",
-            timeout_s=self._timeout_s,
+            run_limit_s=self._timeout_s,
+            preload=_PRELOAD,
             on_finding=watching.on_finding,
             stall_warn_s=watching.stall_warn_s,
             env={SPEC_VARIABLE: str(folder)},
         )
-        return tuple(launcher.run(program.fn, *program.args, **program.kwargs))  # type: ignore[arg-type]
-
-    def _run_script(self, nproc: int, watching: WatchOptions, folder: Path) -> tuple[str, ...]:
-        program = self._program
-        options = RunOptions(
-            target=program.script,
-            kind=program.kind,
-            args=program.args,
-            nproc_per_node=nproc,
-        )
-        prepared = prepare_run(options, os.environ)
-        display = _KeptOutput()
-        variables = {**prepared.variables, SPEC_VARIABLE: str(folder)}
-        watch = functools.partial(_RecordingWatcher, watching, timeout_s=self._timeout_s)
-        run_prepared(replace(prepared, display=display, variables=variables), watch)
-        return tuple(display.text.getvalue().splitlines())
 
 
 def _keep(findings: list[Finding], finding: Finding) -> str | None:
@@ -134,33 +128,33 @@ def _keep(findings: list[Finding], finding: Finding) -> str | None:
     return "stop" if finding.severity == "error" and finding.code.startswith(("DDP1", "DDP2")) else None
 
 
+@dataclass(frozen=True, kw_only=True)
 class _RecordingLauncher(Launcher):
+    run_limit_s: float
+    """Seconds after which the watch ends a run, with the findings about its ranks."""
+
     def _make_observer(self, name: str, count: int) -> LaunchObserver:
-        return _RecordingWatcher(self, name, count)
+        return _RecordingWatcher(self, name, count, limit_s=self.run_limit_s)
 
 
 class _RecordingWatcher(Watcher):
-    """The watch of a run, which also calls the hook that records updates, and prints nothing.
+    """The watch of a run, which also calls the hook that records updates, and prints nothing."""
 
-    `timeout_s`: seconds after which the run is ended; None: the launcher does so.
-    """
-
-    def __init__(self, options: WatchOptions, name: str, *args: Any, timeout_s: float | None = None) -> None:
+    def __init__(self, options: WatchOptions, name: str, *args: Any, limit_s: float) -> None:
         super().__init__(options, name, *args)
         self.hooks = (*self.hooks, UPDATE_HOOK)
-        self._timer = threading.Timer(timeout_s, self._end_run, (name, timeout_s)) if timeout_s is not None else None
+        self._timer = threading.Timer(limit_s, self._end_run, (name, limit_s))
+        self._timer.daemon = True
 
     def begin(self, *args: Any, **kwargs: Any) -> None:
         """Begin to observe the ranks, and to count their time."""
         super().begin(*args, **kwargs)
-        if self._timer is not None:
-            self._timer.daemon = True
-            self._timer.start()
+        self._timer.start()
 
-    def _end_run(self, name: str, timeout_s: float) -> None:
+    def _end_run(self, name: str, limit_s: float) -> None:
         self._error = self._error or WatchError(
             f"running `{name}`",
-            found=f"its ranks had not ended after {timeout_s:g} s",
+            found=f"its ranks had not ended after {limit_s:g} s",
             fix="Raise `timeout_s` if they were only slow",
             findings=self._find_all() if self._observer is not None else (),
         )
@@ -168,8 +162,7 @@ class _RecordingWatcher(Watcher):
 
     def end(self, is_clean: bool) -> None:
         """Close the watch."""
-        if self._timer is not None:
-            self._timer.cancel()
+        self._timer.cancel()
         super().end(is_clean)
 
     def take(self, note: Callable[[str], None]) -> WatchError | None:  # noqa: ARG002
@@ -177,13 +170,31 @@ class _RecordingWatcher(Watcher):
         return super().take(lambda _: None)
 
 
-class _KeptOutput(LabelledWriter):
-    """Keeps what rank 0 writes to stdout, and shows nothing."""
+class _ScriptCall:
+    """Runs a script as the ``__main__`` of a rank, as in a fresh interpreter except that torch is imported."""
 
-    def __init__(self) -> None:
-        super().__init__("rank_zero", None)
-        self.text = io.StringIO()
-        self._streams = {"stdout": self.text, "stderr": io.StringIO()}
+    def __init__(self, program: Program, output: str) -> None:
+        self.__qualname__ = program.name
+        self._program = (program.kind, program.script, program.args)
+        self._output = output
+
+    def __call__(self) -> None:
+        """Run the script. What rank 0 writes to stdout goes to a file."""
+        import sys
+
+        import torch
+
+        if os.environ["RANK"] == "0":
+            output = os.open(self._output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            os.dup2(output, 1)
+            os.close(output)
+        # Ranks of a launch seed all devices at random; a fresh interpreter has a fixed seed on accelerators.
+        own_seed = torch.initial_seed()
+        torch.manual_seed(torch.Generator().initial_seed())
+        torch.default_generator.manual_seed(own_seed)
+        sys.path.insert(0, "")
+        kind, script, args = self._program
+        run_as_main(kind, script, list(args))
 
 
 def name_of(fn: Callable[..., Any]) -> str:

@@ -46,10 +46,7 @@ def main(argv: list[str]) -> None:
     faulthandler.enable(all_threads=False)
     _wait_for_torch(os.environ.pop(HOOKS_VARIABLE, ""))
     try:
-        if kind == "module":
-            _run_module(target, args)
-        else:
-            _run_script(target, args)
+        run_as_main(kind, target, args)
     except BaseException as error:
         prune_guard(error)
         _report(error)
@@ -82,6 +79,14 @@ def _wait_for_torch(hooks: str) -> None:
             pkgutil.resolve_name(hook)(start)
 
     when_imported("torch", REPORT_KEY, call_hooks)
+
+
+def run_as_main(kind: str, target: str, args: list[str]) -> None:
+    """Run a "script" or a "module" as the ``__main__`` of this process; `sys.path[0]` is replaced as Python sets it."""
+    if kind == "module":
+        _run_module(target, args)
+    else:
+        _run_script(target, args)
 
 
 def _fresh_main() -> types.ModuleType:
