@@ -3,25 +3,18 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ddpilot.environments.private_files import scratch_folder
 from ddpilot.errors import DdpilotError, LaunchError, WatchError
-from ddpilot.launching.elastic.options import RunOptions
-from ddpilot.launching.elastic.prepare import prepare_run
-from ddpilot.launching.elastic.run import run_prepared
-from ddpilot.launching.elastic.signals import RunStoppedError
+from ddpilot.launching.elastic.target import check_target
 from ddpilot.module_names import PROFILE_HOOK, TRIAL_HOOK
-from ddpilot.output.writer import LabelledWriter
 from ddpilot.profiler.rank.overrides import TRIAL_VARIABLE, Call, Trial, read_calls
 from ddpilot.profiler.result import Profile, make_profile
 from ddpilot.profiler.spans_file import PROFILE_VARIABLE, RankTimes, find_ranks, read_times
@@ -30,8 +23,7 @@ from ddpilot.profiler.tuning.lines import write_changes
 from ddpilot.profiler.tuning.nccl import describe_unknown, find_library, read_names
 from ddpilot.profiler.tuning.result import Tuning
 from ddpilot.profiler.tuning.search import Run, Search, Trials, measure_update
-from ddpilot.watch.companion import Watcher
-from ddpilot.watch.options import WatchOptions
+from ddpilot.repeated_runs import RepeatedLauncher, ScriptCall
 
 INTERRUPTED = 130
 _LEAST_UPDATES = 12
@@ -86,7 +78,8 @@ def tune_script(
     """Return what makes `script` faster; see `run_tune`."""
     began_s = time.monotonic()
     nproc = int(nproc_per_node) if nproc_per_node.isdecimal() else nproc_per_node
-    runner = Runner(RunOptions(target=script, args=tuple(args), nproc_per_node=nproc))
+    check_target("script", script)
+    runner = Runner(script, args, nproc)
     _show(f"profile of up to {num_updates} updates")
     profile, times, calls = runner.profile(Trial(num_updates=num_updates))
     runner.limit_s = _TIMES_AS_LONG * (time.monotonic() - began_s) + _MORE_S
@@ -120,10 +113,12 @@ def tune_script(
 
 
 class Runner:
-    """Runs the script of `options` again and again; a run is ended after `limit_s`."""
+    """Runs `script` again and again; a run is ended after `limit_s`."""
 
-    def __init__(self, options: RunOptions) -> None:
-        self._options = options
+    def __init__(self, script: str, args: Sequence[str], nproc_per_node: int | str) -> None:
+        self._script = script
+        self._args = tuple(args)
+        self._nproc_per_node = nproc_per_node
         self.limit_s: float | None = None
 
     def profile(self, trial: Trial) -> tuple[Profile, list[RankTimes], list[Call]]:
@@ -131,21 +126,16 @@ class Runner:
 
         Raises KeyboardInterrupt after Ctrl-C, and the error of a script that fails.
         """
-        prepared = prepare_run(self._options, os.environ)
         with scratch_folder("ddpilot-tune-") as folder:
             trial.write(folder)
-            variables = {
-                **prepared.variables,
-                **trial.environ,
-                PROFILE_VARIABLE: str(folder),
-                TRIAL_VARIABLE: str(folder),
-            }
-            make_observer = functools.partial(_TrialWatcher, self.limit_s)
-            silent = replace(prepared, variables=variables, display=LabelledWriter("silent", None))
-            try:
-                run_prepared(silent, make_observer)
-            except RunStoppedError:
-                raise KeyboardInterrupt from None
+            launcher = RepeatedLauncher(
+                nproc_per_node=self._nproc_per_node,
+                hooks=(TRIAL_HOOK, PROFILE_HOOK),
+                run_limit_s=self.limit_s,
+                on_finding="stop",
+                env={**trial.environ, PROFILE_VARIABLE: str(folder), TRIAL_VARIABLE: str(folder)},
+            )
+            launcher.run(ScriptCall(Path(self._script).name, "script", self._script, self._args))
             times = [read_times(folder, rank) for rank in find_ranks(folder)]
             return make_profile(times), times, read_calls(folder)
 
@@ -158,36 +148,6 @@ class Runner:
             return Run(update_s=float("nan"), wall_s=time.monotonic() - began_s, error=_describe(error))
         num_passes = max((call.num_passes for call in calls), default=0)
         return Run(update_s=measure_update(profile.phases, num_passes), wall_s=time.monotonic() - began_s)
-
-
-class _TrialWatcher(Watcher):
-    """The watch of a trial, which is ended after `limit_s` seconds; it prints nothing."""
-
-    def __init__(self, limit_s: float | None, name: str, *args: Any) -> None:
-        super().__init__(WatchOptions(on_finding="stop"), name, *args, more_hooks=(TRIAL_HOOK, PROFILE_HOOK))
-        self._timer = threading.Timer(limit_s, self._end_run, (name, limit_s)) if limit_s is not None else None
-
-    def begin(self, *args: Any, **kwargs: Any) -> None:
-        """Begin to observe the ranks, and to count their time."""
-        super().begin(*args, **kwargs)
-        if self._timer is not None:
-            self._timer.daemon = True
-            self._timer.start()
-
-    def take(self, note: Callable[[str], None]) -> WatchError | None:  # noqa: ARG002
-        """Return the error with which the run is to end, if any."""
-        return super().take(lambda _: None)
-
-    def _end_run(self, name: str, limit_s: float) -> None:
-        found = f"its ranks had not ended after {limit_s:.0f} s"
-        self._error = self._error or WatchError(f"running `{name}`", found=found)
-        self._wake()
-
-    def end(self, is_clean: bool) -> None:
-        """Close the watch."""
-        if self._timer is not None:
-            self._timer.cancel()
-        super().end(is_clean)
 
 
 def _uses_nccl(times: RankTimes) -> bool:

@@ -8,13 +8,12 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from ddpilot.cli.tune_command import Runner
 from ddpilot.profiler.rank.overrides import Call, Trial
-from ddpilot.user_files import CodeLine
 
 SCRIPT = Path(__file__).with_name("tunable.py")
 NUM_UPDATES = 12
@@ -25,36 +24,16 @@ def command(*words: object) -> list[str]:
     return [sys.executable, "-m", "ddpilot", "tune", *map(str, words)]
 
 
-RUN = """
-import dataclasses, json, sys
-from ddpilot.cli.tune_command import Runner
-from ddpilot.launching.elastic.options import RunOptions
-from ddpilot.profiler.rank.overrides import Trial
-runner = Runner(RunOptions(target=sys.argv[1], args=(sys.argv[2],), nproc_per_node=2))
-values = json.loads(sys.argv[3])
-trial = Trial(**{**values, "loader_lines": [tuple(each) for each in values["loader_lines"]]})
-if sys.argv[4] == "error":
-    print(runner.run(trial).error)
-else:
-    profile, _, calls = runner.profile(trial)
-    print(profile.phases.first_update + profile.phases.seconds.shape[1] - 1)
-    print(json.dumps([dataclasses.asdict(call) for call in calls]))
-"""
-
-
-def run(trial: Trial, word: str, wanted: str) -> list[str]:
-    """What is wanted of a run of the script: its "error", or its number of updates and its "calls"."""
-    words = [sys.executable, "-c", RUN, str(SCRIPT), word, json.dumps(asdict(trial)), wanted]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
 def run_calls(trial: Trial) -> list[Call]:
     """The calls of a run of the script, which ended after its updates."""
-    num_updates, calls = run(trial, "used", "calls")
-    assert int(num_updates) == NUM_UPDATES
-    return [Call(**{**each, "line": CodeLine(**each["line"])}) for each in json.loads(calls)]
+    profile, _, calls = Runner(str(SCRIPT), ("used",), 2).profile(trial)
+    assert profile.phases.first_update + profile.phases.seconds.shape[1] - 1 == NUM_UPDATES
+    return calls
+
+
+def find_error(trial: Trial) -> str:
+    """The error of a run of the script with a parameter that is unused."""
+    return Runner(str(SCRIPT), ("unused",), 2).run(trial).error
 
 
 def test_a_trial_overrides_what_the_script_passes() -> None:
@@ -80,9 +59,9 @@ def test_a_trial_overrides_what_the_script_passes() -> None:
 
 def test_an_option_that_does_not_work_has_its_error() -> None:
     """A parameter is unused; the script has a hook of its own."""
-    (error,) = run(Trial(num_updates=NUM_UPDATES, ddp={"find_unused_parameters": False}), "unused", "error")
+    error = find_error(Trial(num_updates=NUM_UPDATES, ddp={"find_unused_parameters": False}))
     assert "Expected to have finished reduction" in error
-    (error,) = run(Trial(num_updates=NUM_UPDATES, compression="fp16"), "unused", "error")
+    error = find_error(Trial(num_updates=NUM_UPDATES, compression="fp16"))
     assert "register_comm_hook" in error
 
 

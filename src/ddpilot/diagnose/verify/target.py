@@ -5,27 +5,19 @@ from __future__ import annotations
 
 import ast
 import functools
-import os
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ddpilot.diagnose.updates.record import SPEC_VARIABLE, RankRecord, RecordSpec
-from ddpilot.errors import DdpilotError, LaunchError, WatchError, did_you_mean
+from ddpilot.errors import DdpilotError, LaunchError, did_you_mean
 from ddpilot.findings.finding import Finding
 from ddpilot.launcher import Launcher
 from ddpilot.launching.elastic.options import TargetKind
-from ddpilot.launching.elastic.rank_main import run_as_main
 from ddpilot.launching.elastic.target import check_target
-from ddpilot.launching.observer import LaunchObserver
 from ddpilot.module_names import UPDATE_HOOK
-from ddpilot.watch.companion import Watcher
-from ddpilot.watch.options import WatchOptions
-
-_PRELOAD = ("torch._dynamo",)
-"""Imported before ranks are forked: each rank of each run would otherwise import it (1 s), as DDP and optimizers do."""
+from ddpilot.repeated_runs import RepeatedLauncher, ScriptCall
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,15 +70,22 @@ class Runner:
         folder.mkdir()
         spec.write(folder)
         findings: list[Finding] = []
-        watching = WatchOptions(on_finding=functools.partial(_keep, findings), stall_warn_s=15.0)
+        launcher = RepeatedLauncher(
+            nproc_per_node=nproc_per_node,
+            hooks=(UPDATE_HOOK,),
+            run_limit_s=self._timeout_s,
+            on_finding=functools.partial(_keep, findings),
+            stall_warn_s=15.0,
+            env={SPEC_VARIABLE: str(folder)},
+        )
         error: DdpilotError | None = None
         values: tuple[Any, ...] = ()
         output: tuple[str, ...] = ()
         try:
             if self._program.fn is not None:
-                values = self._run_function(nproc_per_node, watching, folder)
+                values = self._run_function(launcher)
             else:
-                output = self._run_script(nproc_per_node, watching, folder)
+                output = self._run_script(launcher, folder)
         except DdpilotError as raised:
             error = raised
             findings += getattr(raised, "findings", ())
@@ -100,101 +99,21 @@ class Runner:
             output=output,
         )
 
-    def _run_function(self, nproc: int, watching: WatchOptions, folder: Path) -> tuple[Any, ...]:
+    def _run_function(self, launcher: Launcher) -> tuple[Any, ...]:
         program = self._program
         assert program.fn is not None
-        return tuple(self._launcher(nproc, watching, folder).run(program.fn, *program.args, **program.kwargs))
+        return tuple(launcher.run(program.fn, *program.args, **program.kwargs))
 
-    def _run_script(self, nproc: int, watching: WatchOptions, folder: Path) -> tuple[str, ...]:
-        output = folder / "output.txt"
-        self._launcher(nproc, watching, folder).run(_ScriptCall(self._program, str(output)))
+    def _run_script(self, launcher: Launcher, folder: Path) -> tuple[str, ...]:
+        program, output = self._program, folder / "output.txt"
+        launcher.run(ScriptCall(program.name, program.kind, program.script, program.args, stdout=str(output)))
         return tuple(output.read_text("utf-8", "replace").splitlines())
-
-    def _launcher(self, nproc: int, watching: WatchOptions, folder: Path) -> Launcher:
-        return _RecordingLauncher(
-            nproc_per_node=nproc,
-            output="silent",
-            run_limit_s=self._timeout_s,
-            preload=_PRELOAD,
-            on_finding=watching.on_finding,
-            stall_warn_s=watching.stall_warn_s,
-            env={SPEC_VARIABLE: str(folder)},
-        )
 
 
 def _keep(findings: list[Finding], finding: Finding) -> str | None:
     """Add a finding; returns "stop" if it says that the ranks never proceed."""
     findings.append(finding)
     return "stop" if finding.severity == "error" and finding.code.startswith(("DDP1", "DDP2")) else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _RecordingLauncher(Launcher):
-    run_limit_s: float
-    """Seconds after which the watch ends a run, with the findings about its ranks."""
-
-    def _make_observer(self, name: str, count: int) -> LaunchObserver:
-        return _RecordingWatcher(self, name, count, limit_s=self.run_limit_s)
-
-
-class _RecordingWatcher(Watcher):
-    """The watch of a run, which also calls the hook that records updates, and prints nothing."""
-
-    def __init__(self, options: WatchOptions, name: str, *args: Any, limit_s: float) -> None:
-        super().__init__(options, name, *args)
-        self.hooks = (*self.hooks, UPDATE_HOOK)
-        self._timer = threading.Timer(limit_s, self._end_run, (name, limit_s))
-        self._timer.daemon = True
-
-    def begin(self, *args: Any, **kwargs: Any) -> None:
-        """Begin to observe the ranks, and to count their time."""
-        super().begin(*args, **kwargs)
-        self._timer.start()
-
-    def _end_run(self, name: str, limit_s: float) -> None:
-        self._error = self._error or WatchError(
-            f"running `{name}`",
-            found=f"its ranks had not ended after {limit_s:g} s",
-            fix="Raise `timeout_s` if they were only slow",
-            findings=self._find_all() if self._observer is not None else (),
-        )
-        self._wake()
-
-    def end(self, is_clean: bool) -> None:
-        """Close the watch."""
-        self._timer.cancel()
-        super().end(is_clean)
-
-    def take(self, note: Callable[[str], None]) -> WatchError | None:  # noqa: ARG002
-        """Return the error with which the run is to end, if any."""
-        return super().take(lambda _: None)
-
-
-class _ScriptCall:
-    """Runs a script as the ``__main__`` of a rank, as in a fresh interpreter except that torch is imported."""
-
-    def __init__(self, program: Program, output: str) -> None:
-        self.__qualname__ = program.name
-        self._program = (program.kind, program.script, program.args)
-        self._output = output
-
-    def __call__(self) -> None:
-        """Run the script. What rank 0 writes to stdout goes to a file."""
-        import sys
-
-        import torch
-
-        if os.environ["RANK"] == "0":
-            output = os.open(self._output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            os.dup2(output, 1)
-            os.close(output)
-        # Ranks of a launch seed all devices at random; a fresh interpreter has a fixed seed on accelerators.
-        own_seed = torch.initial_seed()
-        torch.manual_seed(torch.Generator().initial_seed())
-        torch.default_generator.manual_seed(own_seed)
-        sys.path.insert(0, "")
-        kind, script, args = self._program
-        run_as_main(kind, script, list(args))
 
 
 def name_of(fn: Callable[..., Any]) -> str:

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a script or function again and again to measure or compare it: silently, watched, each run up to a limit.
+
+Ranks are forked from a process that has imported torch: `ddpilot verify` and `ddpilot tune` run a program many times.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ddpilot.errors import WatchError
+from ddpilot.launcher import Launcher
+from ddpilot.launching.elastic.options import TargetKind
+from ddpilot.launching.elastic.rank_main import run_as_main
+from ddpilot.launching.observer import LaunchObserver
+from ddpilot.output.writer import Output
+from ddpilot.watch.companion import Watcher
+from ddpilot.watch.options import WatchOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepeatedLauncher(Launcher):
+    """A launcher whose ranks also call `hooks`. Shows nothing."""
+
+    output: Output = "silent"
+    preload: tuple[str, ...] = ("torch._dynamo",)
+    """Each rank of each run would otherwise import it (1 s), as DDP and optimizers do."""
+    hooks: tuple[str, ...] = ()
+    run_limit_s: float | None = None
+    """Seconds after which the watch ends a run, with the findings about its ranks; None: never."""
+
+    def _make_observer(self, name: str, count: int) -> LaunchObserver:
+        return _LimitedWatcher(self, name, count, more_hooks=self.hooks, limit_s=self.run_limit_s)
+
+
+class _LimitedWatcher(Watcher):
+    """The watch of a run, which prints nothing."""
+
+    def __init__(self, options: WatchOptions, name: str, *args: Any, limit_s: float | None, **kwargs: Any) -> None:
+        super().__init__(options, name, *args, **kwargs)
+        self._timer = threading.Timer(limit_s, self._end_run, (name, limit_s)) if limit_s is not None else None
+
+    def begin(self, *args: Any, **kwargs: Any) -> None:
+        """Begin to observe the ranks, and to count their time."""
+        super().begin(*args, **kwargs)
+        if self._timer is not None:
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _end_run(self, name: str, limit_s: float) -> None:
+        self._error = self._error or WatchError(
+            f"running `{name}`",
+            found=f"its ranks had not ended after {limit_s:.3g} s",
+            fix="Raise `timeout_s` if they were only slow",
+            findings=self._find_all() if self._observer is not None else (),
+        )
+        self._wake()
+
+    def take(self, note: Callable[[str], None]) -> WatchError | None:  # noqa: ARG002
+        """Return the error with which the run is to end, if any."""
+        return super().take(lambda _: None)
+
+    def end(self, is_clean: bool) -> None:
+        """Close the watch."""
+        if self._timer is not None:
+            self._timer.cancel()
+        super().end(is_clean)
+
+
+class ScriptCall:
+    """Runs a script or module as the ``__main__`` of a rank, as in a fresh interpreter except that torch is imported.
+
+    `stdout`: file that receives what rank 0 writes to stdout, if that is not "".
+    """
+
+    def __init__(self, name: str, kind: TargetKind, target: str, args: tuple[str, ...], *, stdout: str = "") -> None:
+        self.__qualname__ = name
+        self._main = (kind, target, args)
+        self._stdout = stdout
+
+    def __call__(self) -> None:
+        """Run the script; in a rank."""
+        import sys
+
+        import torch
+
+        if self._stdout and os.environ["RANK"] == "0":
+            descriptor = os.open(self._stdout, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            os.dup2(descriptor, 1)
+            os.close(descriptor)
+        # Ranks of a launch seed all devices at random; a fresh interpreter has a fixed seed on accelerators.
+        own_seed = torch.initial_seed()
+        torch.manual_seed(torch.Generator().initial_seed())
+        torch.default_generator.manual_seed(own_seed)
+        sys.path.insert(0, "")
+        kind, target, args = self._main
+        run_as_main(kind, target, list(args))
