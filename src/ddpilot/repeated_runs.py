@@ -6,11 +6,12 @@ Ranks are forked from a process that has imported torch: `ddpilot verify` and `d
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from ddpilot.errors import WatchError
 from ddpilot.launcher import Launcher
@@ -98,4 +99,25 @@ class ScriptCall:
         torch.default_generator.manual_seed(own_seed)
         sys.path.insert(0, "")
         kind, target, args = self._main
-        run_as_main(kind, target, list(args))
+        with _hard_exits_raise():
+            run_as_main(kind, target, list(args))
+
+
+@contextlib.contextmanager
+def _hard_exits_raise() -> Iterator[None]:
+    """Context manager in which `os._exit` raises SystemExit in the main thread of this process.
+
+    Some scripts end with it. A rank of a launch that ends this way has failed, since it reports nothing.
+    """
+    pid, original = os.getpid(), os._exit
+
+    def leave(status: int) -> NoReturn:
+        if os.getpid() == pid and threading.current_thread() is threading.main_thread():
+            raise SystemExit(status)
+        original(status)
+
+    os._exit = leave
+    try:
+        yield
+    finally:
+        os._exit = original
