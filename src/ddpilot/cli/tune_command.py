@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ddpilot.environments.private_files import scratch_folder
-from ddpilot.errors import DdpilotError, LaunchError, WatchError
+from ddpilot.errors import DdpilotError, LaunchError, RankError, WatchError
+from ddpilot.launching.elastic.script_call import ScriptCall
 from ddpilot.launching.elastic.target import check_target
 from ddpilot.module_names import PROFILE_HOOK, TRIAL_HOOK
 from ddpilot.profiler.rank.overrides import TRIAL_VARIABLE, Call, Trial, read_calls
@@ -23,7 +24,7 @@ from ddpilot.profiler.tuning.lines import write_changes
 from ddpilot.profiler.tuning.nccl import describe_unknown, find_library, read_names
 from ddpilot.profiler.tuning.result import Tuning
 from ddpilot.profiler.tuning.search import Run, Search, Trials, measure_update
-from ddpilot.repeated_runs import RepeatedLauncher, ScriptCall
+from ddpilot.repeated_runs import RepeatedLauncher
 
 INTERRUPTED = 130
 _LEAST_UPDATES = 12
@@ -81,7 +82,11 @@ def tune_script(
     check_target("script", script)
     runner = Runner(script, args, nproc)
     _show(f"profile of up to {num_updates} updates")
-    profile, times, calls = runner.profile(Trial(num_updates=num_updates))
+    try:
+        profile, times, calls = runner.profile(Trial(num_updates=num_updates))
+    except RankError as error:
+        _show(error.rank_traceback.rstrip())
+        raise
     runner.limit_s = _TIMES_AS_LONG * (time.monotonic() - began_s) + _MORE_S
     library = find_library() if _uses_nccl(times[0]) else None
     names = read_names(library) if library is not None else frozenset()

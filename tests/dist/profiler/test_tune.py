@@ -104,5 +104,7 @@ def test_what_cannot_be_tuned_is_refused(tmp_path: Path) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text("import torch\nraise ValueError('broken')\n")
     done = subprocess.run(command(broken, "-n", 1), capture_output=True, text=True, timeout=100, check=False)
+    assert 'broken.py", line 2' in done.stderr
     assert "ValueError: broken" in done.stderr
+    assert "rank_main" not in done.stderr
     assert done.returncode != 0

@@ -15,9 +15,10 @@ from ddpilot.errors import DdpilotError, LaunchError, did_you_mean
 from ddpilot.findings.finding import Finding
 from ddpilot.launcher import Launcher
 from ddpilot.launching.elastic.options import TargetKind
+from ddpilot.launching.elastic.script_call import ScriptCall
 from ddpilot.launching.elastic.target import check_target
 from ddpilot.module_names import UPDATE_HOOK
-from ddpilot.repeated_runs import RepeatedLauncher, ScriptCall
+from ddpilot.repeated_runs import RepeatedLauncher
 
 
 @dataclass(frozen=True, kw_only=True)
