@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from ddpilot.profiler.clocks import ClockOffset
 CLOCK_KEY = "ddpilot_clock"
 """Key of a trace with the name of the rank's clock, and the wall clock minus CLOCK_MONOTONIC when it was written."""
 _MERGED = "trace.json.gz"
+_OWN_NAME = re.compile(r"trace(_rank_\d+(_\d+)?)?\.json\.gz")
 _MAX_PROCESSES = 1000
 """Processes, and kinds of events that have no process, of one rank."""
 _SAME_CLOCK: Mapping[str, ClockOffset | None] = {}
@@ -44,6 +46,16 @@ def find_traces(folder: Path, rank: int) -> Iterator[Path]:
     while (path := trace_path(folder, rank, cycle)).exists():
         yield path
         cycle += 1
+
+
+def remove_traces(folder: Path) -> None:
+    """Remove the traces that an earlier profile has written into `folder`.
+
+    A run with fewer ranks, cycles or updates would leave some of them, and they would be merged with its own.
+    """
+    for path in folder.iterdir():
+        if _OWN_NAME.fullmatch(path.name):
+            path.unlink()
 
 
 def merge_traces(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpilot.profiler.clocks import find_offsets
-from ddpilot.profiler.traces import CLOCK_KEY, merge_traces, trace_path
+from ddpilot.profiler.traces import CLOCK_KEY, merge_traces, remove_traces, trace_path
 
 
 def write(folder: Path, rank: int, base_ns: int, ts: float, *, cycle: int = 0, clock: Any = None) -> None:
@@ -51,6 +51,17 @@ def test_without_traces_there_is_no_file(tmp_path: Path) -> None:
     """A script with too few updates."""
     assert merge_traces(tmp_path, [0, 1]) is None
     assert not list(tmp_path.iterdir())
+
+
+def test_traces_of_an_earlier_profile_are_removed_and_other_files_stay(tmp_path: Path) -> None:
+    """Among them a second cycle, which would be merged with what a later run has recorded."""
+    write(tmp_path, 0, base_ns=0, ts=1.0)
+    write(tmp_path, 0, base_ns=0, ts=2.0, cycle=1)
+    assert merge_traces(tmp_path, [0]) is not None
+    other = tmp_path / "trace_rank_0.json"
+    other.write_text("mine", "utf-8")
+    remove_traces(tmp_path)
+    assert list(tmp_path.iterdir()) == [other]
 
 
 def test_nodes_are_aligned_by_their_compared_clocks(tmp_path: Path) -> None:
