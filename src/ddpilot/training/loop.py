@@ -371,8 +371,8 @@ class Loop:
         """Return a context manager that measures where the time of the updates in it goes. Collective on exit.
 
         After the `with` block every rank has the profile of all ranks: ``loop.print(profile)`` shows it on rank 0,
-        ``profile.to_html(path)`` writes the report with its pictures. Raises RecordError on exit if a rank made fewer
-        than 6 updates.
+        ``profile.to_html(path)`` writes the report with its pictures. If a rank made fewer than 6 updates, both state
+        it instead, and ``profile.profile`` raises RecordError.
         """
         return RunningProfile(self.group, self._prepared.ddp_models)
 

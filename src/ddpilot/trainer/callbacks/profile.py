@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ddpilot.errors import RecordError
 from ddpilot.profiler.running import RunningProfile
 from ddpilot.trainer.callback import Callback
 from ddpilot.trainer.run import Run
@@ -35,15 +34,14 @@ class Profile(Callback):
         running, self._running = self._running, None
         if running is None:
             return
-        try:
-            running.__exit__(None, None, None)
-        except RecordError as error:
-            run.loop.print(f"no profile: {error.found}")
-            return
-        self.summary = running.summary
+        running.__exit__(None, None, None)
+        self.summary = "" if running.absence else running.summary
         run.loop.print(running)
         if self._path is not None and run.loop.rank == 0:
-            running.to_html(self._path)
+            try:
+                running.to_html(self._path)
+            except OSError as error:  # what has been trained is not lost for it
+                run.loop.print(f"the report was not written to {self._path}: {error.strerror}")
 
     def on_exception(self, run: Run, error: BaseException) -> None:
         running, self._running = self._running, None
