@@ -30,6 +30,8 @@ _MAX_SHOWN = 8
 _SHADES = " .:-=+*#%@"
 _LEAST_LATE = 0.05
 """Part of an update by which a rank has to be late for lateness to be shown as text."""
+_LEAST_SKEW = 0.1
+"""Part of the median duration by which the mean has to differ for both to be shown."""
 _LETTERS = {
     "data": "d",
     "copy": "c",
@@ -61,6 +63,8 @@ class Profile:
     """Memory over time."""
     facts: tuple[Mapping[str, Any], ...] = ()
     """Facts that each rank has recorded about the program, by name."""
+    num_left_out: tuple[int, ...] = ()
+    """Updates that each rank made after the last one of the rank that made fewest. They are in no figure."""
 
     @property
     def findings(self) -> Findings:
@@ -81,8 +85,25 @@ class Profile:
         ranks = f"{len(self.phases.ranks)} rank{'s' * (len(self.phases.ranks) > 1)}"
         return (
             f"{num} updates of {ranks}, from the {_ordinal(first)} on: {self.phases.update_s * 1e3:.3g} ms each "
-            f"({low * 1e3:.3g} to {high * 1e3:.3g}){self._throughput()}{self._clocks()}"
+            f"({low * 1e3:.3g} to {high * 1e3:.3g}{self._mean()}){self._throughput()}{self._clocks()}"
         )
+
+    def _mean(self) -> str:
+        """The mean duration, of which the table is, if a few long updates make it differ from the median."""
+        mean_s, median_s = self.phases.mean_s, self.phases.update_s
+        return f"; {mean_s * 1e3:.3g} on average" if abs(mean_s - median_s) > _LEAST_SKEW * median_s else ""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is to be known about the figures: a sentence each."""
+        ranks, found = self.phases.ranks, []
+        more = [f"{num} of rank {rank}" for rank, num in zip(ranks, self.num_left_out, strict=False) if num]
+        if more:
+            fewest = ", ".join(str(rank) for rank, num in zip(ranks, self.num_left_out, strict=False) if not num)
+            found.append(f"the last updates are left out ({_shorten(more)}), since rank {fewest} made fewer")
+        if len(ranks) > 1 and not self.phases.share("communication").any() and not self.phases.share("waiting").any():
+            found.append("the ranks exchanged nothing in these updates: each trains a model of its own")
+        return tuple(found)
 
     def _clocks(self) -> str:
         error_s = self.phases.clock_error_s
@@ -96,6 +117,7 @@ class Profile:
         """Return everything as JSON-serializable values; seconds of updates are lists [ranks][updates][shares]."""
         return {
             "summary": self.headline,
+            "notes": list(self.notes),
             "shares": list(SHARES),
             "ranks": list(self.phases.ranks),
             "first_update": self.phases.first_update,
@@ -119,7 +141,9 @@ class Profile:
         width = width or screen_size().columns
         shown = self._shown_ranks()
         num = len(self.phases.ranks)
-        head = self.headline if len(shown) == num else f"{self.headline}\n{len(shown)} ranks, from early to late ones:"
+        head = "\n".join([self.headline, *(f"note: {each}" for each in self.notes)])
+        if len(shown) < num:
+            head += f"\n{len(shown)} ranks, from early to late ones:"
         parts = [self._table(shown), self._bars(shown, width), self._lateness(shown, width)]
         blocks = [head, *("\n".join(part) for part in parts if part)]
         height = max(10, screen_size().lines - sum(block.count("\n") + 2 for block in blocks))
@@ -183,7 +207,11 @@ class Profile:
     def _repr_html_(self) -> str:
         found = self.findings._repr_html_() if self.judged else "<p>Nothing to improve was found.</p>"
         return render_profile(
-            self.phases, headline=self.headline, findings=found, timeline=self.timeline, memory=self.memory
+            self.phases,
+            headline=". Note: ".join([self.headline, *self.notes]),
+            findings=found,
+            timeline=self.timeline,
+            memory=self.memory,
         )
 
 
@@ -204,6 +232,7 @@ def make_profile(times: Sequence[RankTimes]) -> Profile:
             found=f"too few updates: {counts}",
             fix=_FIX,
         )
+    fewest = min(len(each.updates) for each in times)
     return Profile(
         phases=phases,
         judged=judge(phases, times),
@@ -211,6 +240,7 @@ def make_profile(times: Sequence[RankTimes]) -> Profile:
         timeline=make_timeline(phases, align_clocks(times)),
         memory=make_memory_course(times),
         facts=tuple(each.facts for each in times),
+        num_left_out=tuple(len(each.updates) - fewest for each in times),
     )
 
 
@@ -219,6 +249,10 @@ def _have_own_cores(times: Sequence[RankTimes]) -> bool:
     if facts.get("uses_device"):
         return bool(facts.get("num_devices", 0) >= facts.get("local_world_size", 1))
     return bool(facts.get("num_cores", 0) >= facts.get("local_world_size", 1))
+
+
+def _shorten(words: Sequence[str], most: int = 4) -> str:
+    return ", ".join([*words[:most], *(["..."] if len(words) > most else [])])
 
 
 def _ordinal(number: int) -> str:
