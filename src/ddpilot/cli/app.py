@@ -283,9 +283,9 @@ def profile(
         typer.Option(
             "--trace-window",
             metavar="N,N,N,N",
-            help="With --trace, updates to leave out, to warm up and to keep, and how often.",
+            help="With --trace, updates to leave out, to warm up and to keep, and how often; 3,1,5,1 by default.",
         ),
-    ] = "3,1,5,1",
+    ] = "",
     trace_memory: Annotated[bool, typer.Option("--trace-memory", help="With --trace, allocations as well.")] = False,
     nvtx: Annotated[bool, typer.Option("--nvtx", help="Mark phases as NVTX ranges, which Nsight shows.")] = False,
     json: Annotated[
@@ -305,7 +305,7 @@ def profile(
         master_addr=master_addr,
         master_port=master_port,
     )
-    rank_options = read_rank_options(trace_window, memory=trace_memory, nvtx=nvtx)
+    rank_options = read_rank_options(trace_window, memory=trace_memory, nvtx=nvtx, has_trace=bool(trace))
     raise typer.Exit(run_profile(options, html=html, trace=trace, as_json=json, rank_options=rank_options))
 
 

@@ -95,6 +95,11 @@ class RankTimes:
     counts: numpy.ndarray[Any, Any] = field(default_factory=lambda: numpy.zeros(0, COUNTS))
     """Of type `COUNTS`, one for each update, or empty."""
 
+    @property
+    def is_complete(self) -> bool:
+        """True if the rank has written everything, as it does when it exits; False if it was killed before."""
+        return "num_devices" in self.facts
+
 
 class TimesWriter:
     """Appends to the files of one rank. Nothing is kept open, so that a forked process writes nothing twice."""

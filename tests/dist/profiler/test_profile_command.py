@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -114,6 +115,12 @@ def test_what_cannot_be_profiled_is_refused(tmp_path: Path) -> None:
     done = run(SCRIPT, "--html", tmp_path / "none" / "a.html", "--", "loader")
     assert done.returncode == 2
     assert "there is no folder for" in done.stderr
+    done = run(SCRIPT, "--html", tmp_path, "--", "loader")
+    assert "cannot be written: Is a directory" in done.stderr
+    done = run(SCRIPT, "--trace", SCRIPT, "--", "loader")
+    assert "traces cannot be written to" in done.stderr
+    done = run(SCRIPT, "--trace-memory", "--", "loader")
+    assert "given without --trace" in done.stderr
     empty = tmp_path / "empty.py"
     empty.write_text("import torch\nprint('nothing')\n")
     done = run(empty, "-n", 1)
@@ -124,3 +131,29 @@ def test_what_cannot_be_profiled_is_refused(tmp_path: Path) -> None:
     done = run(broken, "-n", 2)
     assert done.returncode != 0
     assert "ValueError: broken" in done.stderr
+
+
+def test_a_script_that_fails_is_profiled_up_to_then(tmp_path: Path) -> None:
+    """The error is reported after the profile, and the report is written."""
+    path = tmp_path / "profile.html"
+    done = run(SCRIPT, "-n", 2, "--json", "--html", path, "--", "error")
+    assert done.returncode == 2, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found["seconds"][0]) >= 15
+    assert "planted" in found["ended_early"]
+    assert "ValueError: planted" in done.stderr
+    assert "<svg" in path.read_text("utf-8")
+
+
+def test_ctrl_c_ends_the_script_and_prints_its_profile() -> None:
+    """As it ends `tune`: with what is known so far, and the same exit status."""
+    command = [sys.executable, "-m", "ddpilot", "profile", str(SCRIPT), "-n", "2", "--", "interrupt"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        while "update 20" not in (line := process.stdout.readline()):
+            assert line, "the script has ended before"
+        process.send_signal(signal.SIGINT)
+        shown, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "F forward" in shown
+    assert "the profile has the updates until then" in errors

@@ -62,7 +62,8 @@ def main() -> None:
     model = DistributedDataParallel(Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = Samples()
-    for x, y in DataLoader(data, batch_size=BATCH_SIZE, sampler=DistributedSampler(data)):
+    loader = DataLoader(data, batch_size=BATCH_SIZE, sampler=DistributedSampler(data))
+    for update, (x, y) in enumerate(loader):
         loss = nn.functional.cross_entropy(model(x), y)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -72,6 +73,11 @@ def main() -> None:
                 dist.all_reduce(loss.detach())  # THE LINE
         if sys.argv[1] == "code of rank 1":
             pay("code of rank 1", 1)
+        if update == 20 and sys.argv[1] == "error":
+            raise ValueError("planted")
+        if update == 20 and sys.argv[1] == "interrupt":
+            print("update 20", flush=True)
+            time.sleep(60)
     print(f"loss {loss.item():.4f}")
     dist.destroy_process_group()
 
