@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import glob
 import importlib.machinery
 import importlib.util
 import os
@@ -20,6 +21,8 @@ from typing import Any
 from ddpilot.errors import LaunchError, did_you_mean
 from ddpilot.launching.elastic.options import TargetKind
 
+_NO_SCRIPTS = ("__init__.py", "conftest.py", "setup.py")
+"""Files that nobody trains with, and that are not proposed."""
 LAUNCHERS = ("torch.distributed.launch", "torch.distributed.run")
 
 
@@ -96,21 +99,24 @@ def _errors_explained(did: str) -> Iterator[None]:
 
 def _suggest(path: Path) -> str:
     if path.name in ("python", "python3", "torchrun", *LAUNCHERS):
-        return f"Leave out `{path}`: `ddpilot run -n 2 train.py` starts Python by itself"
+        return f"Leave out `{path}`: give the script alone, and ranks start Python by themselves"
     folder = path.parent
-    names = [each.name for each in folder.iterdir()] if folder.is_dir() else []
-    guess = did_you_mean(path.name, names, show=lambda name: f"`{folder / name}`")
-    if guess:
-        return guess
+    # Only `run` has -m, and a name such as `train.py` is meant as a file.
+    module = "" if path.suffix == ".py" or path.parent.name else f"; for a module write `ddpilot run -m {path}`"
     if not folder.is_dir():
-        return f"The folder `{folder}` does not exist either; for a module write -m"
-    return f"{_name_script(folder)}; for a module write -m"
+        return f"The folder `{folder}` does not exist either{module}"
+    deeper = sorted(folder.glob(f"*/{glob.escape(path.name)}"))
+    if deeper:
+        return f"Did you mean `{deeper[0]}`?"
+    names = [each.name for each in folder.iterdir() if not each.name.startswith(".")]
+    return did_you_mean(path.name, names, show=lambda name: f"`{folder / name}`") or f"{_name_script(folder)}{module}"
 
 
 def _name_script(folder: Path) -> str:
-    names = sorted(each.name for each in folder.glob("*.py"))
-    there = f": `{folder}` has {', '.join(names[:5])}{', ...' * (len(names) > 5)}" if names else ""
-    return f"Name a script{there}"
+    names = sorted(each.name for each in folder.glob("*.py") if each.name not in _NO_SCRIPTS)
+    shown = "this folder" if folder == Path() else f"`{folder}`"
+    there = f": {shown} has {', '.join(names[:5])}{', ...' * (len(names) > 5)}" if names else ""
+    return f"Give the path of a script{there}"
 
 
 def _check_module(name: str) -> None:

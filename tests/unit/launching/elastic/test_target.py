@@ -21,6 +21,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     for name, text in {
         "train.py": "x = 1\n",
+        "setup.py": "",
         "broken.py": "def f(:\n    pass\n",
         "nul.py": "x = 1\0",
         "latin.py": "x = 'é'\n",
@@ -72,9 +73,11 @@ def test_check_target_is_content_and_imports_nothing(here: Path, kind: TargetKin
     [
         ("script", "trian.py", "no such file in {here}. Did you mean `train.py`?"),
         ("script", "nowhere/x.py", "The folder `nowhere` does not exist either"),
-        ("script", "zzz", "Name a script: `.` has broken.py, latin.py, nul.py, train.py; for a module write -m"),
+        ("script", "zzz.py", "Give the path of a script: this folder has broken.py, latin.py, nul.py, train.py"),
+        ("script", "zzz", "has broken.py, latin.py, nul.py, train.py; for a module write `ddpilot run -m zzz`"),
+        ("script", "fit.py", "Did you mean `train_pkg/fit.py`?"),
         ("script", "python3", "Leave out `python3`"),
-        ("script", "train_pkg", "it is a directory without a `__main__.py`. Name a script: `train_pkg` has __init__"),
+        ("script", "train_pkg", "it is a directory without a `__main__.py`. Give the path of a script: `train_pkg` has broken.py, fit.py"),
         ("script", "empty.zip", "it is a zip file without a `__main__.py`. Add one, as `python -m zipapp` does"),
         ("script", "broken.pyz", 'File "broken.pyz/__main__.py", line 1'),
         ("script", "torch.distributed.run", "Leave out `torch.distributed.run`"),
