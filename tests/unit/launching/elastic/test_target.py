@@ -77,7 +77,11 @@ def test_check_target_is_content_and_imports_nothing(here: Path, kind: TargetKin
         ("script", "zzz", "has broken.py, latin.py, nul.py, train.py; for a module write `ddpilot run -m zzz`"),
         ("script", "fit.py", "Did you mean `train_pkg/fit.py`?"),
         ("script", "python3", "Leave out `python3`"),
-        ("script", "train_pkg", "it is a directory without a `__main__.py`. Give the path of a script: `train_pkg` has broken.py, fit.py"),
+        (
+            "script",
+            "train_pkg",
+            "without a `__main__.py`. Give the path of a script: `train_pkg` has broken.py, fit.py",
+        ),
         ("script", "empty.zip", "it is a zip file without a `__main__.py`. Add one, as `python -m zipapp` does"),
         ("script", "broken.pyz", 'File "broken.pyz/__main__.py", line 1'),
         ("script", "torch.distributed.run", "Leave out `torch.distributed.run`"),
