@@ -145,6 +145,8 @@ def test_a_cell_without_updates_says_so(kernel: Kernel) -> None:
     cell = kernel.run("%%ddp --profile\nx = 1")
     assert cell.error + cell.stderr == ""
     assert "ddpilot: no profile: too few updates: no rank made one. Profile at least 6 updates: steps of" in cell.stdout
+    assert kernel.run("%%ddp --profile named\nx = 1\n").error == ""
+    assert kernel.run("print(named)").stdout == "None\n"
     few = kernel.run(RAW.replace("optimizer.zero_grad()", "optimizer.zero_grad()\n    break"))
     assert "no profile: too few updates: 1 on rank 0, 1 on rank 1. Profile at least 6" in few.stdout
     assert not [each for each in (*cell.outputs, *few.outputs) if "data" in each]

@@ -137,7 +137,7 @@ def run_on_ranks(shell_session: ShellSession, code: str, chosen: dict[str, Any])
         )
     if result.no_profile:
         shell_session.report(f"no profile: {result.no_profile}")
-    elif name:
+    if name:  # None without a profile: the one of an earlier cell would be taken for it
         shell_session.shell.push({name: result.profile}, interactive=True)
     return result.profile
 

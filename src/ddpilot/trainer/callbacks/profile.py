@@ -4,10 +4,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy
+import torch
+
+from ddpilot.errors import RecordError
+from ddpilot.profiler.phases import Phases
+from ddpilot.profiler.pictures.figures import plot_profile
+from ddpilot.profiler.pictures.profile_page import render_page
 from ddpilot.profiler.running import RunningProfile
 from ddpilot.trainer.callback import Callback
 from ddpilot.trainer.run import Run
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class Profile(Callback):
@@ -16,6 +27,9 @@ class Profile(Callback):
     `path`: file for the report with its pictures, written by rank 0 into an existing folder; None: only the text is
     shown. At the end of the fit the ranks exchange what they have measured, in one collective. The first four updates
     are left out; for fewer than six updates a line says that there are too few.
+
+    After the fit, `summary` is the text, `plot()` a matplotlib figure, and `to_html(path)` writes the report; a
+    notebook shows the callback as its report.
     """
 
     ranks = "all"
@@ -25,8 +39,51 @@ class Profile(Callback):
         self._running: RunningProfile | None = None
         self.summary = ""
         """The text of one screen; empty before the end of a fit."""
+        self.report = ""
+        """The report with its pictures, as HTML; empty before the end of a fit."""
+        self.plotted: dict[str, Any] = {}
+        """What `plot` draws: ranks, first update, and tensors [ranks, updates, shares] and [ranks, updates]."""
+
+    def to_html(self, path: str | Path, *, title: str = "Profile") -> None:
+        """Write the report of the last fit to `path`. Raises RecordError if there is none."""
+        self._check("writing the report")
+        Path(path).write_text(render_page(title, self.report), "utf-8")
+
+    def plot(self) -> Figure:
+        """Return a matplotlib figure of the last fit. Raises RecordError if there is none, or without matplotlib."""
+        self._check("plotting")
+        seconds, arrivals_s = (self.plotted[name].double().numpy() for name in ("seconds", "arrivals_s"))
+        phases = Phases(
+            ranks=tuple(self.plotted["ranks"]),
+            seconds=seconds,
+            arrivals_s=arrivals_s,
+            num_samples=numpy.zeros(arrivals_s.shape, dtype=int),
+            first_update=self.plotted["first_update"],
+            by_site={},
+        )
+        return plot_profile(phases, self.summary.partition("\n")[0])
+
+    def _check(self, did: str) -> None:
+        if not self.report:
+            fix = "Fit with this callback for 6 updates or more"
+            raise RecordError(did, found="no fit has been profiled", fix=fix)
+
+    def _repr_html_(self) -> str | None:
+        return self.report or None
+
+    def _keep(self, profile: RunningProfile) -> None:
+        """Keep what is shown after the fit, as values that are copied to the notebook's callback."""
+        phases = profile.profile.phases
+        self.summary, self.report = profile.summary, profile._repr_html_()
+        self.plotted = {
+            "ranks": list(phases.ranks),
+            "first_update": phases.first_update,
+            "seconds": torch.from_numpy(phases.seconds).float(),
+            "arrivals_s": torch.from_numpy(phases.arrivals_s).float(),
+        }
 
     def on_fit_start(self, run: Run) -> None:
+        self.summary, self.report, self.plotted = "", "", {}
         self._running = run.loop.profile()
         self._running.__enter__()
 
@@ -35,7 +92,8 @@ class Profile(Callback):
         if running is None:
             return
         running.__exit__(None, None, None)
-        self.summary = "" if running.absence else running.summary
+        if not running.absence:
+            self._keep(running)
         run.loop.print(running)
         if self._path is not None and run.loop.rank == 0:
             try:
