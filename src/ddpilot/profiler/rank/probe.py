@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -80,6 +80,8 @@ class PhaseProbe:
         self._counts: list[tuple[int, int, int, int]] = []
         self._num_updates = 0
         self._num_samples = self._num_elements = 0
+        self._last_batch = (0, 0)  # samples and elements of the batch that was read last
+        self._use_of_batch: Literal["none", "evaluation", "training"] = "training"
         self._of_update = (0, 0, 0, 0)  # samples, elements, wait for a core and search until the last step
         self._sites: dict[tuple[str, int], int] = {}
         self._num_open_steps = 0
@@ -165,14 +167,31 @@ class PhaseProbe:
 
     def _count_batch(self, data: Any, num_samples: int | None) -> None:
         """Count samples and elements. `num_samples`: None for the number of rows, where all tensors have as many."""
-        rows = set()
+        rows, num_elements = set(), 0
         for _, tensor in tensors_in(data):
-            self._num_elements += tensor.numel()
+            num_elements += tensor.numel()
             if tensor.dim():
                 rows.add(tensor.shape[0])
         if num_samples is None:
             num_samples = rows.pop() if len(rows) == 1 else 0
-        self._num_samples += num_samples
+        self._last_batch, self._use_of_batch = (num_samples, num_elements), "none"
+        self._add_last_batch(1)
+
+    def _add_last_batch(self, sign: int) -> None:
+        self._num_samples += sign * self._last_batch[0]
+        self._num_elements += sign * self._last_batch[1]
+
+    def _use_batch(self, is_training: bool) -> None:
+        """Do not count the last batch if it is only evaluated: a validation loader may be read with gradients on.
+
+        It is counted again if it is trained on after that, as with a teacher's output.
+        """
+        if is_training and self._use_of_batch == "evaluation":
+            self._add_last_batch(1)
+        elif not is_training and self._use_of_batch == "none":
+            self._add_last_batch(-1)
+        if self._use_of_batch != "training":
+            self._use_of_batch = "training" if is_training else "evaluation"
 
     def _loop_batch_loaded(self, batch: LocalBatch, begin_ns: int, end_ns: int) -> None:
         """A `Loop` has read a batch, with or without a DataLoader of torch inside."""
@@ -182,6 +201,7 @@ class PhaseProbe:
 
     def _add_forward(self, begin_ns: int, end_ns: int) -> None:
         phase = FORWARD if torch.is_grad_enabled() else EVALUATION
+        self._use_batch(phase == FORWARD)
         self._spans.append((begin_ns, end_ns, phase, self._number_of_site()))
 
     def _add_read(self, begin_ns: int, end_ns: int, is_copy: bool) -> None:
@@ -190,6 +210,7 @@ class PhaseProbe:
     def _backward_begins(self, *_args: Any, **_kwargs: Any) -> int:
         if self._last_step_ns:
             self._end_update()
+        self._use_batch(is_training=True)
         self._gradients.begin()
         return _now_ns()
 

@@ -132,6 +132,25 @@ def test_elements_are_counted_in_the_update_that_is_made_with_them(tmp_path: Pat
     assert list(read_times(tmp_path, 0).counts["num_elements"]) == [1, 2, 3, 4]
 
 
+def test_samples_that_are_only_evaluated_are_not_counted(tmp_path: Path) -> None:
+    """A validation loader that is read with gradients on; but those that a teacher sees before the model are."""
+    model, teacher = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.utils.data.TensorDataset(torch.ones(12, 3))
+    with recording(tmp_path):
+        for (x,) in torch.utils.data.DataLoader(data, batch_size=2):
+            with torch.no_grad():
+                wanted = teacher(x)
+            (model(x) - wanted).square().sum().backward()
+            optimizer.step()
+            for (y,) in torch.utils.data.DataLoader(data, batch_size=6):
+                with torch.no_grad():
+                    model(y)
+    times = read_times(tmp_path, 0)
+    assert times.updates["num_samples"].tolist() == [2] * 6
+    assert times.counts["num_elements"].tolist() == [6] * 6
+
+
 def test_steps_of_fastai_are_updates_and_it_is_left_as_it_was(tmp_path: Path) -> None:
     """Its optimizers are not torch's, and call none of torch's hooks."""
     optimizer_module = pytest.importorskip("fastai.optimizer")
