@@ -237,8 +237,8 @@ def run_scale(
         if not profile.phases.samples_per_s:
             raise RecordError(
                 f"scaling {options.target}",
-                found="no DataLoader was read, so that samples cannot be counted",
-                fix="Read samples through a torch DataLoader; `ddpilot profile` works without",
+                found="no samples were counted: no batch was read through a torch DataLoader, or only batches of no known size",
+                fix="Read batches through a torch DataLoader; `ddpilot profile` works without",
             )
         by_size.setdefault(size, []).append(profile)
     if options.node_rank:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -88,6 +89,7 @@ class PhaseProbe:
         self._last_step_ns = 0
         self._has_subgroups = False
         self._loader: Any = None
+        self._batch_sizes: WeakKeyDictionary[Any, dict[int, int]] = WeakKeyDictionary()
         self._num_open_norms = 0
 
     def install(self, notes: Notes) -> list[Callable[[], None]]:
@@ -113,6 +115,7 @@ class PhaseProbe:
                 torch_loader._BaseDataLoaderIter, "__next__", before=self._begins, returned=self._batch_loaded
             ),
             around(torch_loader._BaseDataLoaderIter, "__init__", DATA),
+            notes.around(torch_loader._BaseDataLoaderIter, "_next_index", returned=self._indices_drawn),
             around(torch, "save", CHECKPOINT),
             notes.around(torch.autograd, "backward", before=self._backward_begins, after=self._backward_ends),
             notes.around(DistributedDataParallel, "__init__", returned=self._wrapped),
@@ -160,10 +163,16 @@ class PhaseProbe:
     def _batch_loaded(self, begin_ns: int, data: Any, iterator: Any) -> None:
         self._ends(DATA, begin_ns)
         if torch.is_grad_enabled() and not isinstance(iterator._dataset, PieceReader):
-            self._count_batch(data, None)
+            sizes = self._batch_sizes.get(iterator, {})
+            self._count_batch(data, sizes.pop(getattr(iterator, "_rcvd_idx", 1) - 1, None))
             if self._loader is not iterator._dataset:
                 self._loader = iterator._dataset
                 self._writer.write_fact("num_workers", iterator._num_workers)
+
+    def _indices_drawn(self, _: None, indices: Any, iterator: Any) -> None:
+        """Note how many samples a batch will have, by its number: its tensors may be images, whose first size is 3."""
+        if iterator._dataset_kind == torch_loader._DatasetKind.Map and isinstance(indices, (list, tuple)):
+            self._batch_sizes.setdefault(iterator, {})[getattr(iterator, "_send_idx", 0)] = len(indices)
 
     def _count_batch(self, data: Any, num_samples: int | None) -> None:
         """Count samples and elements. `num_samples`: None for the number of rows, where all tensors have as many."""

@@ -132,6 +132,25 @@ def test_elements_are_counted_in_the_update_that_is_made_with_them(tmp_path: Pat
     assert list(read_times(tmp_path, 0).counts["num_elements"]) == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_samples_of_a_list_of_images_are_counted(tmp_path: Path, num_workers: int) -> None:
+    """Not the three channels of an image; a loop that is left early and workers that stay change nothing."""
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    images = torch.utils.data.TensorDataset(torch.ones(10, 3, 4))
+    loader = torch.utils.data.DataLoader(
+        images, batch_size=4, collate_fn=list, num_workers=num_workers, persistent_workers=num_workers > 0
+    )
+    with recording(tmp_path):
+        for most in (1, 3):
+            for place, batch in enumerate(loader):
+                model(torch.stack([image for (image,) in batch])).sum().backward()
+                optimizer.step()
+                if place + 1 == most:
+                    break
+    assert read_times(tmp_path, 0).updates["num_samples"].tolist() == [4, 4, 4, 2]
+
+
 def test_samples_that_are_only_evaluated_are_not_counted(tmp_path: Path) -> None:
     """A validation loader that is read with gradients on; but those that a teacher sees before the model are."""
     model, teacher = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)
