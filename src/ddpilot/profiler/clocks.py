@@ -62,12 +62,13 @@ def align_clocks(times: Sequence[RankTimes]) -> list[RankTimes]:
 def _move(times: RankTimes, offset: ClockOffset | None, first: RankTimes) -> RankTimes:
     if offset is None:
         return times
-    spans, updates = times.spans.copy(), times.updates.copy()
-    for name in ("begin_ns", "end_ns"):
-        spans[name] = offset.to_first(spans[name])
+    spans, updates, buckets = times.spans.copy(), times.updates.copy(), times.buckets.copy()
+    for moved in (spans, buckets):
+        for name in ("begin_ns", "end_ns"):
+            moved[name] = offset.to_first(moved[name])
     updates["end_ns"] = offset.to_first(updates["end_ns"])
     facts = {**times.facts, "clock": first.facts.get("clock"), ERROR_FACT: offset.error_ns}
-    return replace(times, spans=spans, updates=updates, facts=facts)
+    return replace(times, spans=spans, updates=updates, buckets=buckets, facts=facts)
 
 
 def clock_error_s(times: Sequence[RankTimes]) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy
 
 from ddpilot.profiler.clocks import align_clocks, clock_error_s
+from ddpilot.profiler.overlap import measure_overlap
 from ddpilot.profiler.spans_file import COUNTS, PHASES, RankTimes
 from ddpilot.user_files import CodeLine
 
@@ -50,6 +51,31 @@ class Phases:
     """The same for each rank, by name of the phase and line."""
     counts: Array = field(default_factory=lambda: numpy.zeros((0, 0), COUNTS))
     """Counts of each update, of type `COUNTS`: [ranks, updates]; zeros where none were recorded."""
+
+    overlaps: Array = field(default_factory=lambda: numpy.zeros((0, 0, 2)))
+    """Seconds in which buckets were exchanged while backward computed, which are no share of an update since they run
+    at the same time, and seconds in which they could be: [ranks, updates, 2]; NaN in updates whose buckets were not
+    timed."""
+
+    @property
+    def overlapped_s(self) -> Array | None:
+        """Mean seconds of an update in which buckets were exchanged while backward computed: [ranks].
+
+        None if it is not known: on one rank, or if no bucket was timed on some rank.
+        """
+        return self._mean_overlap(0) if len(self.ranks) > 1 else None
+
+    @property
+    def window_s(self) -> float:
+        """Mean seconds of an update from the first bucket to the last gradient; 0.0 if no bucket was timed."""
+        means = self._mean_overlap(1)
+        return float(means.mean()) if means is not None else 0.0
+
+    def _mean_overlap(self, place: int) -> Array | None:
+        known = ~numpy.isnan(self.overlaps[:, :, place])
+        if not known.size or not known.any(axis=1).all():
+            return None
+        return numpy.asarray(numpy.nanmean(self.overlaps[:, :, place], axis=1))
 
     @property
     def durations_s(self) -> Array:
@@ -117,6 +143,12 @@ def divide_updates(times: Sequence[RankTimes]) -> Phases | None:
         by_site=sites[0],
         by_line=tuple(_name_lines(found, each) for found, each in zip(sites, times, strict=True)),
         counts=numpy.array([_counts(each, skipped + 1, num) for each in times]),
+        overlaps=numpy.array(
+            [
+                measure_overlap(each, own, ends[skipped:num])
+                for each, own, ends in zip(times, parts, ends_ns, strict=True)
+            ]
+        ),
     )
 
 

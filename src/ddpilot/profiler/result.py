@@ -114,7 +114,11 @@ class Profile:
         return f", {speed:,.0f} samples/s" if speed else ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON-serializable values; seconds of updates are lists [ranks][updates][shares]."""
+        """Return everything as JSON-serializable values; seconds of updates are lists [ranks][updates][shares].
+
+        "overlapped": mean seconds of an update by rank, no part of its duration; None if not known.
+        """
+        overlapped = self.phases.overlapped_s
         return {
             "summary": self.headline,
             "notes": list(self.notes),
@@ -122,6 +126,7 @@ class Profile:
             "ranks": list(self.phases.ranks),
             "first_update": self.phases.first_update,
             "seconds": numpy.round(self.phases.seconds, 7).tolist(),
+            "overlapped": None if overlapped is None else numpy.round(overlapped, 7).tolist(),
             "findings": [{**each.finding.to_dict(), "factor": each.factor} for each in self.judged],
         }
 
@@ -165,6 +170,10 @@ class Profile:
         for name in names:
             seconds = numpy.mean(self.phases.share(name), axis=1)[shown]
             lines.append(f"{_LETTERS[name]} {name:<15}" + "".join(f"{each * 1e3:>10.2f}" for each in seconds))
+        overlapped = self.phases.overlapped_s
+        if overlapped is not None:
+            numbers = "".join(f"{each * 1e3:>10.2f}" for each in overlapped[shown])
+            lines += [f"| {'overlapped':<15}{numbers}   (not in the sum)"]
         return lines
 
     def _bars(self, shown: Sequence[int], width: int) -> list[str]:

@@ -34,10 +34,12 @@ COUNTS = numpy.dtype(
 )
 """Of an update: elements of its batches; how often a model's gradients were exchanged; how long the main thread was
 ready to run and had no core; how long DDP looked for unused parameters."""
+BUCKET = numpy.dtype([("begin_ns", "<i8"), ("end_ns", "<i8"), ("num_bytes", "<i8")])
+"""A collective of DDP's reducer, on CLOCK_MONOTONIC: from its start on this rank to its end."""
 SYNC_BATCH_NORM = CodeLine("", 0, "SyncBatchNorm", "")
 """Stands for the line of collectives that torch's SyncBatchNorm calls."""
 _SPANS, _UPDATES, _FACTS = "spans.bin", "updates.bin", "facts.jsonl"
-_MEMORY, _COUNTS = "memory.bin", "counts.bin"
+_MEMORY, _COUNTS, _BUCKETS = "memory.bin", "counts.bin", "buckets.bin"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +96,8 @@ class RankTimes:
     """Of type `MEMORY`, in order."""
     counts: numpy.ndarray[Any, Any] = field(default_factory=lambda: numpy.zeros(0, COUNTS))
     """Of type `COUNTS`, one for each update, or empty."""
+    buckets: numpy.ndarray[Any, Any] = field(default_factory=lambda: numpy.zeros(0, BUCKET))
+    """Of type `BUCKET`, those of some updates."""
 
     @property
     def is_complete(self) -> bool:
@@ -122,6 +126,10 @@ class TimesWriter:
     def write_counts(self, counts: Sequence[tuple[int, int, int, int]]) -> None:
         """Append counts of updates, as `COUNTS` has them."""
         self._append(_COUNTS, numpy.array(list(counts), dtype=COUNTS).tobytes())
+
+    def write_buckets(self, buckets: Sequence[tuple[int, int, int]]) -> None:
+        """Append collectives of DDP's reducer: begin, end and bytes."""
+        self._append(_BUCKETS, numpy.array(list(buckets), dtype=BUCKET).tobytes())
 
     def write_fact(self, name: str, value: Any) -> None:
         """Append a fact, which replaces an earlier one with this name."""
@@ -157,6 +165,7 @@ def read_times(folder: Path, rank: int) -> RankTimes:
         facts=facts,
         memory=_whole(_read(f"{prefix}.{_MEMORY}"), MEMORY),
         counts=_whole(_read(f"{prefix}.{_COUNTS}"), COUNTS),
+        buckets=_whole(_read(f"{prefix}.{_BUCKETS}"), BUCKET),
     )
 
 

@@ -150,3 +150,35 @@ def test_options_of_ddp_that_cost_without_use_are_named(searches: bool, num_pass
         assert code in codes
         assert line in lines[code]
         assert {"DDP742", "DDP746"} - {code} - set(codes)
+
+
+def train_buckets(bucket_cap_mb: float) -> tuple[list[float], float, int, str]:
+    """Overlapped seconds by rank, the part of an update that its phases are, how many updates were timed, the text."""
+    torch.set_num_threads(1)
+    loop = ddpilot.Loop(seed=0, progress=False)
+    ends_s = []
+    with loop.profile() as profile:
+        net = torch.nn.Sequential(*(torch.nn.Linear(384, 384) for _ in range(12)))
+        model = torch.nn.parallel.DistributedDataParallel(net, bucket_cap_mb=bucket_cap_mb)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(24):
+            model(torch.randn(64, 384)).square().mean().backward()
+            optimizer.step()
+            ends_s.append(time.monotonic())
+    phases = profile.profile.phases
+    first = phases.first_update - 2
+    lasted_s = (ends_s[-1] - ends_s[first]) / (len(ends_s) - 1 - first)
+    assert phases.overlapped_s is not None
+    num_timed = int((~torch.tensor(phases.overlaps[loop.rank, :, 0]).isnan()).sum())
+    part = float(phases.durations_s[loop.rank].mean()) / lasted_s
+    return phases.overlapped_s.tolist(), part, num_timed, profile.summary
+
+
+def test_buckets_overlap_with_the_backward_pass_and_a_single_one_cannot() -> None:
+    """What overlaps is not in the sum of the phases, which is the duration of an update by the clock."""
+    for bucket_cap_mb in (0.6, 100.0):
+        for overlapped_s, part, num_timed, text in ddpilot.launch(train_buckets, bucket_cap_mb, nproc_per_node=2):
+            assert part == pytest.approx(1, rel=0.02)
+            assert num_timed >= (9 if bucket_cap_mb == 100 else 3)
+            assert all(each > 0.0005 if bucket_cap_mb < 1 else each == 0 for each in overlapped_s)
+            assert "| overlapped" in text

@@ -18,6 +18,8 @@ def write_recording(folder: Path, num_ranks: int, num_updates: int, *, has_devic
     """Updates of about 20 ms: `LATE_RANK` loads data for 4 to 7 ms longer than the others in nine of ten updates."""
     numbers = random.Random(0)
     all_spans: list[list[tuple[int, int, int, int]]] = [[] for _ in range(num_ranks)]
+    all_buckets: list[list[tuple[int, int, int]]] = [[] for _ in range(num_ranks)]
+    """Two in an update: one while backward computes for 2 ms, and one after its last gradient."""
     ends = []
     data, forward, backward, communication, optimizer = (
         PHASES.index(name) for name in ("data", "forward", "backward", "communication", "optimizer")
@@ -38,8 +40,10 @@ def write_recording(folder: Path, num_ranks: int, num_updates: int, *, has_devic
             exchanged = (ready[rank], reduced, communication, -1)
             rest = [(compute[1] + MS // 10, reduced + MS // 10, backward, -1), (reduced + MS, end, optimizer, -1)]
             all_spans[rank] += [load, compute, exchanged, *rest]
+            all_buckets[rank] += [(ready[rank] - 3 * MS, ready[rank] - MS, 10**6), (ready[rank], reduced, 10**6)]
     for rank in range(num_ranks):
         writer = TimesWriter(folder, rank)
+        writer.write_buckets(all_buckets[rank])
         writer.write_spans(all_spans[rank])
         writer.write_updates([(end, 32) for end in ends])
         grown = [int(2e8 + 1e6 * rank + 2e5 * update) for update in range(num_updates)]

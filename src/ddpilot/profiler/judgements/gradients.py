@@ -71,6 +71,9 @@ def _judge_exposed(phases: Phases, exposed_s: float, ddp: Mapping[str, Any]) -> 
     hook = ", through a communication hook of the program" if ddp.get("has_comm_hook") else ""
     compute_s += phases.median("optimizer")
     evidence = [f"computation takes {ms(compute_s)}: {compute_s / exposed_s:.1f} to 1; 10 to 1 is good"]
+    if phases.overlapped_s is not None:
+        overlapped = ms(float(phases.overlapped_s.mean())) if phases.overlapped_s.any() else "none"
+        evidence.append(f"{overlapped} of the exchange overlaps with the backward pass")
     if is_slow:
         speed = ddp["parameter_bytes"] / exposed_s / 1e6
         evidence.insert(0, f"{size}{hook}: {speed:.3g} MB/s; a link of this machine needs less than {ms(expected_s)}")

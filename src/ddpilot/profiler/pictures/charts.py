@@ -164,13 +164,13 @@ def _polyline(series: Series, top: float) -> str:
     )
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], foot: Sequence[str] = ()) -> str:
-    """Return a table whose first column has names."""
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], feet: Sequence[Sequence[str]] = ()) -> str:
+    """Return a table whose first column has names. `feet`: rows below the others."""
 
     def line(cells: Sequence[str], tag: str) -> str:
         others = "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells[1:])
         return f'<tr><th scope="{"col" if tag == "th" else "row"}">{escape(cells[0])}</th>{others}</tr>'
 
     body = "".join(line(cells, "td") for cells in rows)
-    end = f"<tfoot>{line(foot, 'td')}</tfoot>" if foot else ""
+    end = f"<tfoot>{''.join(line(cells, 'td') for cells in feet)}</tfoot>" if feet else ""
     return f'<div class="wide"><table><thead>{line(head, "th")}</thead><tbody>{body}</tbody>{end}</table></div>'

@@ -58,10 +58,22 @@ def _plot_bars(axes: Any, phases: Phases) -> None:
         labels = [format_ms(value / 1e3) if value > 0.06 * longest else "" for value in values]
         axes.bar_label(bars, labels, label_type="center", fontsize=8, color="white" if name in WHITE_TEXT else "black")
         begins = begins + values
+    _plot_overlapped(axes, phases, rows)
     axes.set(yticks=rows, yticklabels=[f"rank {rank}" for rank in phases.ranks], xlabel="ms of an update (mean)")
     axes.invert_yaxis()
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _plot_overlapped(axes: Any, phases: Phases, rows: Any) -> None:
+    """Draw overlapped communication as thin bars below the others, up to where backward ends: no part of their sum."""
+    overlapped = phases.overlapped_s
+    if overlapped is None or not overlapped.any():
+        return
+    ready_ms = 1e3 * phases.seconds.mean(axis=1)[:, : SHARES.index("backward") + 1].sum(axis=1)
+    begins_ms = numpy.clip(ready_ms - 1e3 * overlapped, 0, None)
+    style = {"color": color_of("communication"), "hatch": "\\\\\\", "edgecolor": "white", "height": 0.12}
+    axes.barh(rows + 0.47, 1e3 * overlapped, left=begins_ms, label="overlapped (in parallel)", **style)
 
 
 def _plot_lateness(figure: Any, axes: Any, phases: Phases) -> None:

@@ -27,7 +27,7 @@ from ddpilot.profiler.pictures.charts import (
     value_axis,
 )
 from ddpilot.profiler.pictures.recorded import MemoryCourse, Span, Timeline, full_lateness
-from ddpilot.profiler.pictures.style import LATE, LINES, PAGE, STYLE, WHITE_TEXT, color_of
+from ddpilot.profiler.pictures.style import LATE, LINES, OVERLAPPED, PAGE, STYLE, WHITE_TEXT, color_of
 
 _MAX_CELLS, _MAX_COLUMNS, _LEAST_COLUMNS = 9600, 300, 40
 _MAX_HIGH = 16
@@ -65,9 +65,13 @@ def _section(title: str, body: str) -> str:
     return f"<section><h2>{escape(title)}</h2>{body}</section>"
 
 
-def rows_class(rows: Sequence[str]) -> str:
+def rows_class(rows: Sequence[object]) -> str:
     """Return the class of a picture with these rows: many of them are low, and without labels."""
-    return "rows dense" if len(rows) > _MAX_HIGH else "rows"
+    return "rows dense" if _is_dense(rows) else "rows"
+
+
+def _is_dense(rows: Sequence[object]) -> bool:
+    return len(rows) > _MAX_HIGH
 
 
 def shown_shares(phases: Phases) -> list[str]:
@@ -80,40 +84,84 @@ def draw_bars(phases: Phases) -> str:
     means = phases.seconds.mean(axis=1)
     longest = float(means.sum(axis=1).max())
     rows = []
-    for rank, seconds in zip(phases.ranks, means, strict=True):
+    overlapped = None if _is_dense(phases.ranks) else phases.overlapped_s
+    for place, (rank, seconds) in enumerate(zip(phases.ranks, means, strict=True)):
         values = [
             (name, float(each), color_of(name), f"{format_ms(each)} ms")
             for name, each in zip(SHARES, seconds, strict=True)
         ]
         rows.append(row(f"rank {rank}", stacked_bar(values, longest), f"{format_ms(seconds.sum())} ms"))
+        if overlapped is not None:
+            ready = float(seconds[: SHARES.index("backward") + 1].sum())
+            rows.append(_overlapped_row(ready, float(overlapped[place]), longest))
     names = [f"{format_ms(phases.median(name))} ms {name}" for name in shown_shares(phases)]
     label = f"Stacked bars of the mean update by rank. Of all ranks: {', '.join(names)}"
     scale = row("", value_axis(longest * 1e3, longest * 1e3, "ms"))
     num = phases.seconds.shape[1]
     text = f"Mean of {num:,} updates. A rank waits in a collective until the last rank has called it."
-    return f"<p>{text}</p>" + legend_of_shares(shown_shares(phases)) + figure([*rows, scale], label, rows_class(rows))
+    text += f" Below a bar: {OVERLAPPED}." if overlapped is not None else ""
+    picture = figure([*rows, scale], label, rows_class(phases.ranks))
+    return f"<p>{text}</p>{legend_of_shares(shown_shares(phases))}{picture}"
+
+
+def _overlapped_row(ready_s: float, overlapped_s: float, full: float) -> str:
+    """Return a thin bar for what is exchanged before backward is `ready_s`."""
+    begin_s = max(0.0, ready_s - overlapped_s)
+    drawn = _draw_bucket(begin_s, begin_s + overlapped_s, full, "overlapped communication", is_overlapped=True)
+    return row("", f'<div class="thin"><div class="track">{drawn}</div></div>', f"{format_ms(overlapped_s)} ms")
+
+
+def _draw_bucket(begin_s: float, end_s: float, full: float, name: str, *, is_overlapped: bool) -> str:
+    kind = ' class="overlapped"' if is_overlapped else ""
+    return (
+        f'<span{kind} style="left:{begin_s / full:.3%};width:{(end_s - begin_s) / full:.3%};'
+        f'background-color:{color_of("communication")}" title="{name}: {format_ms(end_s - begin_s)} ms"></span>'
+    )
+
+
+def _buckets_row(buckets: Sequence[tuple[float, float]], spans: Sequence[Span], full: float) -> str:
+    """Return the exchange of buckets as thin bars, hatched while backward computes."""
+    ready = [each.begin_s for each in spans if each.name in ("waiting", "communication")]
+    passes = [each for each in spans if each.name == "backward"]
+    parts = []
+    for begin, end in buckets:
+        around = next((each for each in passes if each.begin_s <= begin < each.end_s), None)
+        inside = [at for at in ready if around is not None and around.begin_s <= at <= around.end_s]
+        middle = min(max(begin, min(inside, default=around.end_s if around is not None else begin)), end)
+        for first, last, is_overlapped in ((begin, middle, True), (middle, end, False)):
+            if last > first:
+                name = "bucket, while backward computes" if is_overlapped else "bucket, after the last gradient"
+                parts.append(_draw_bucket(first, last, full, name, is_overlapped=is_overlapped))
+    return row("", f'<div class="thin"><div class="track">{"".join(parts)}</div></div>')
 
 
 def draw_timeline(timeline: Timeline) -> str:
     """Return the spans of one update, the ranks below one another."""
     full = max(timeline.ends_s)
     rows, names = [], dict.fromkeys(each.name for spans in timeline.spans for each in spans)
-    by_rank = zip(timeline.ranks, timeline.begins_s, timeline.ends_s, timeline.spans, strict=True)
-    for rank, begin, end, spans in by_rank:
+    none: tuple[tuple[tuple[float, float], ...], ...] = ((),) * len(timeline.ranks)
+    buckets = none if _is_dense(timeline.ranks) else timeline.buckets or none
+    by_rank = zip(timeline.ranks, timeline.begins_s, timeline.ends_s, timeline.spans, buckets, strict=True)
+    for rank, begin, end, spans, exchanged in by_rank:
         whole = Span(begin, end, "other", "")
         parts = [_draw_span(each, full, spans) for each in (whole, *spans)]
         rows.append(row(f"rank {rank}", f'<div class="track">{"".join(parts)}</div>'))
+        if exchanged:
+            rows.append(_buckets_row(exchanged, spans, full))
     scale = row("", value_axis(full * 1e3, full * 1e3, "ms"))
     length = format_ms(max(end - begin for begin, end in zip(timeline.begins_s, timeline.ends_s, strict=True)))
     text = (
         f"Update {timeline.update}, whose duration is nearest to the median: {length} ms. It begins where the step of "
         "the optimizer before it ends."
     )
+    if any(buckets):
+        text += " Below a rank: the exchange of DDP's buckets, hatched while backward computes."
     if not timeline.has_one_clock:
         text += " The ranks have different clocks: each one's update begins at 0."
     label = f"Timeline of update {timeline.update} on {len(rows)} ranks"
     shares = [name for name in SHARES if name in names] + ["other"]
-    return f"<p>{text}</p>{legend_of_shares(shares)}{figure([*rows, scale], label, rows_class(rows))}"
+    picture = figure([*rows, scale], label, rows_class(timeline.ranks))
+    return f"<p>{text}</p>{legend_of_shares(shares)}{picture}"
 
 
 def _draw_span(span: Span, full: float, all_spans: Sequence[Span]) -> str:
@@ -250,4 +298,8 @@ def draw_table(phases: Phases) -> str:
     names = shown_shares(phases)
     rows = [[name, *(f"{value:.2f}" for value in means_ms[:, SHARES.index(name)])] for name in names]
     total = ["all", *(f"{value:.2f}" for value in means_ms.sum(axis=1))]
-    return table(["share", *(f"rank {rank}" for rank in phases.ranks)], rows, total)
+    overlapped = phases.overlapped_s
+    feet = [total]
+    if overlapped is not None:
+        feet.append(["overlapped (not in the sum)", *(f"{each * 1e3:.2f}" for each in overlapped)])
+    return table(["share", *(f"rank {rank}" for rank in phases.ranks)], rows, feet)

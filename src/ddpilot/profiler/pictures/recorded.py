@@ -42,6 +42,8 @@ class Timeline:
     ends_s: tuple[float, ...]
     spans: tuple[tuple[Span, ...], ...]
     """By rank. Their times count from the begin of the first rank, or of each rank if its clocks differ."""
+    buckets: tuple[tuple[tuple[float, float], ...], ...] = ()
+    """By rank, begin and end of the exchange of each bucket, on the same clocks; none if they were not timed."""
     has_one_clock: bool
     """False if the ranks are on machines whose clocks differ: each one begins at 0."""
 
@@ -58,9 +60,13 @@ class MemoryCourse:
 
 
 def make_timeline(phases: Phases, times: Sequence[RankTimes]) -> Timeline:
-    """Return the update whose duration is nearest to the median."""
+    """Return the update whose duration is nearest to the median, of those whose buckets were timed if there are any."""
     durations = phases.durations_s.mean(axis=0)
-    place = int(numpy.abs(durations - numpy.median(durations)).argmin())
+    distances = numpy.abs(durations - numpy.median(durations))
+    if phases.overlapped_s is not None:
+        is_timed = ~numpy.isnan(phases.overlaps[:, :, 0]).any(axis=0)
+        distances[~is_timed & is_timed.any()] = numpy.inf
+    place = int(distances.argmin())
     first = phases.first_update - 2 + place  # index of the end of the update before
     bounds = [(int(each.updates["end_ns"][first]), int(each.updates["end_ns"][first + 1])) for each in times]
     has_one_clock = len({each.facts.get("clock") for each in times}) == 1
@@ -74,8 +80,16 @@ def make_timeline(phases: Phases, times: Sequence[RankTimes]) -> Timeline:
         spans=tuple(
             _spans_of(each, bound, zero, last_ns) for each, bound, zero in zip(times, bounds, zeros, strict=True)
         ),
+        buckets=tuple(_buckets_of(each, bound, zero) for each, bound, zero in zip(times, bounds, zeros, strict=True)),
         has_one_clock=has_one_clock,
     )
+
+
+def _buckets_of(times: RankTimes, bound: tuple[int, int], zero_ns: int) -> tuple[tuple[float, float], ...]:
+    found = times.buckets
+    found = found[(found["begin_ns"] > bound[0]) & (found["begin_ns"] <= bound[1])]
+    ends_ns = numpy.minimum(found["end_ns"], bound[1])
+    return tuple(zip((found["begin_ns"] - zero_ns) / 1e9, (ends_ns - zero_ns) / 1e9, strict=True))[:_MAX_SPANS]
 
 
 def _inside(times: RankTimes, bound: tuple[int, int]) -> Array:

@@ -39,6 +39,8 @@ LEGEND = {
     "other": "code between these",
 }
 """Description of each share in a few words."""
+OVERLAPPED = "communication while backward computes, in parallel: not in the sum"
+"""Description of overlapped communication, which is no share."""
 
 # A label that has no room in its bar wraps behind the zero-width space before it, and the second line is hidden.
 # Neither text nor lines have a color of their own, and nothing but bars a background: a notebook's theme decides.
@@ -72,6 +74,9 @@ STYLE = """
 .ddpilot-profile .white { color: #fff !important; }
 .ddpilot-profile .waiting { background-image: repeating-linear-gradient(135deg, rgba(0, 0, 0, .28) 0 1px,
   transparent 1px 6px); }
+.ddpilot-profile .thin, .ddpilot-profile .thin .track { height: 8px; }
+.ddpilot-profile .overlapped { background-image: repeating-linear-gradient(45deg, rgba(255, 255, 255, .6) 0 2px,
+  transparent 2px 5px); }
 .ddpilot-profile .axis { position: relative; height: 1.5em; font-size: .85em; border-top: 1px solid
   rgba(128, 128, 128, .6); }
 .ddpilot-profile .axis > span { position: absolute; transform: translateX(-50%); white-space: nowrap; top: 2px; }

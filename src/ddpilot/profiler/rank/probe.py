@@ -34,6 +34,7 @@ from ddpilot.profiler.rank.fastai_steps import observe_steps
 from ddpilot.profiler.rank.host_reads import HostReads
 from ddpilot.profiler.rank.memory import MemorySamples
 from ddpilot.profiler.rank.modules import OutermostModules
+from ddpilot.profiler.rank.network.bucket_times import BucketTimes
 from ddpilot.profiler.rank.network.buckets import Buckets
 from ddpilot.profiler.rank.network.clocks import ClockMeasurement, name_clock
 from ddpilot.profiler.rank.reductions import GradientEnds
@@ -47,6 +48,7 @@ from ddpilot.profiler.spans_file import (
     RankOptions,
     TimesWriter,
 )
+from ddpilot.record.hook import ring_path
 from ddpilot.user_files import CodeLine
 
 DATA, COPY, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, CHECKPOINT, EVALUATION, SYNC = range(len(PHASES))
@@ -68,7 +70,9 @@ class PhaseProbe:
     ) -> None:
         """`folder`, `rank`: by default those of the environment. `models`: those that were wrapped before."""
         rank = int(os.environ.get("RANK", "0")) if rank is None else rank
-        self._writer = TimesWriter(folder or Path(os.environ[PROFILE_VARIABLE]), rank)
+        folder = folder or Path(os.environ[PROFILE_VARIABLE])
+        self._writer = TimesWriter(folder, rank)
+        self._ring = ring_path(folder, rank)
         self._models = tuple(models)
         traces = os.environ.get(TRACE_VARIABLE)
         self._options = RankOptions.from_environ(os.environ)
@@ -96,6 +100,7 @@ class PhaseProbe:
         self._notes = notes
         self._gradients = GradientEnds(notes)
         self._buckets = Buckets(self._writer.write_fact)
+        self._bucket_times = BucketTimes(notes, self._ring, _NUM_FIRST)
         self._clock = ClockMeasurement(self._writer.write_fact)
         self._clock.start()
         self._modules = OutermostModules(notes, self._add_forward)
@@ -122,6 +127,7 @@ class PhaseProbe:
             notes.around(torch.nn.DataParallel, "__init__", returned=self._replicated),
             notes.around(torch.nn.SyncBatchNorm, "forward", before=self._norm_begins, after=self._norm_ends),
             self._ddp_models.install(),
+            self._bucket_times.install(),
             *self._reads.install(),
             self._core_waits.close,
             notes.around(dist, "init_process_group", returned=self._group_made, aliases=(dist.distributed_c10d,)),
@@ -284,6 +290,7 @@ class PhaseProbe:
         if window is not None:
             window.end_update()
         self._buckets.end_update()
+        self._bucket_times.end_update()
         self._last_step_ns = 0
         self._modules.is_first = False
         if len(self._spans) > _MAX_KEPT:
@@ -356,4 +363,5 @@ class PhaseProbe:
         self._writer.write_updates(self._updates)
         self._writer.write_memory(self._memory.take())
         self._writer.write_counts(self._counts)
+        self._writer.write_buckets(self._bucket_times.take())
         self._spans, self._updates, self._counts = [], [], []

@@ -34,6 +34,9 @@ from ddpilot.record.main_thread import InitFinder, PendingInit
 Begin = Callable[[Sequence[Any]], Ticket | None]
 Started = Callable[[Ticket | None, Any], None]
 
+reducer_observers: list[Callable[[int, int, Any], None]] = []
+"""Called with the start in ns, the bytes and the boxed work of each collective that DDP's reducer has started."""
+
 
 def is_handling_error() -> bool:
     """True if the main thread is handling an exception: in an `except`, or leaving through a `finally`."""
@@ -106,6 +109,9 @@ class Recorder:
                     finish(ticket[0], 0, layout.UNKNOWN)
                     return
                 add(ticket, boxed)
+                if reducer_observers and ticket[1].is_by_reducer:
+                    for observe in reducer_observers:
+                        observe(self._start_ns, ticket[1].num_bytes, boxed)
             except Exception as error:  # noqa: BLE001 - reported once, and must never stop training
                 self._fault(error)
 

@@ -91,6 +91,29 @@ def test_the_table_has_the_means_of_the_profile(tmp_path: Path) -> None:
         assert f'<th scope="row">{name}</th>{cells}' in text
 
 
+def test_overlapped_communication_is_shown_beside_the_sum(tmp_path: Path) -> None:
+    """In text, table, bars and timeline: 2 ms, and the bucket after the last gradient is none of it."""
+    profile = make_profile(tmp_path, 2, 40)
+    assert "overlapped           2.00      2.00   (not in the sum)" in profile.summary
+    text = profile._repr_html_()
+    assert '<th scope="row">overlapped (not in the sum)</th><td>2.00</td><td>2.00</td>' in text
+    assert text.count('title="overlapped communication: 2.00 ms"') == 2
+    assert text.count('title="bucket, while backward computes: 2.00 ms"') == 2
+    assert text.count('title="bucket, after the last gradient') == 2
+    assert profile.to_dict()["overlapped"] == [0.002, 0.002]
+
+
+def test_overlap_that_was_not_timed_is_not_shown(tmp_path: Path) -> None:
+    """On one rank, and where no bucket was timed."""
+    profile = make_profile(tmp_path, 2, 40)
+    profile.phases.overlaps[:] = numpy.nan
+    (tmp_path / "alone").mkdir()
+    for each in (profile, make_profile(tmp_path / "alone", 1, 40)):
+        assert "overlapped" not in each.summary
+        assert "overlapped (" not in each._repr_html_()
+        assert each.to_dict()["overlapped"] is None
+
+
 def test_a_profile_without_lateness_says_why(tmp_path: Path) -> None:
     """The ranks called different numbers of collectives."""
     profile = make_profile(tmp_path, 2, 20)

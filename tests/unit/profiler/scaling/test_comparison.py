@@ -21,7 +21,7 @@ def profile(num_ranks: int, *, batch: int = 8, is_fair: bool = True, nnodes: int
     for name, mean_ms in means_ms.items():
         seconds[:, :, SHARES.index(name)] = mean_ms / 1e3
     facts: dict[str, Any] = {"world_size": num_ranks, "local_world_size": num_ranks // nnodes}
-    facts |= {"ddp_times": {"backward_ns": 10, "overlap_ns": 5, "buckets": [4_000_000]}}
+    facts |= {"buckets": [4_000_000]}
     if num_ranks > 1:
         seconds_of_large = 2 * (num_ranks - 1) * (0.0001 + 4_000_000 / num_ranks / 1e9)
         facts["all_reduce_s"] = [[8, 2 * (num_ranks - 1) * 0.0001], [4_000_000, seconds_of_large]]
@@ -32,6 +32,7 @@ def profile(num_ranks: int, *, batch: int = 8, is_fair: bool = True, nnodes: int
         num_samples=numpy.full(seconds.shape[:2], batch),
         first_update=5,
         by_site={},
+        overlaps=numpy.full((*seconds.shape[:2], 2), means_ms.get("backward", 0.0) / 2e3),
     )
     return Profile(phases=phases, judged=(), is_fair=is_fair, facts=(facts,) * num_ranks)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the group of a DDP model, and read what DDP itself has logged of its buckets: for the model of scaling."""
+"""Measure the group of a DDP model, and read the sizes of its buckets: for the model of scaling."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ddpilot.group.measurements.all_reduce import time_all_reduce
 
 _SMALL_BYTES, _LEAST_LARGE_BYTES = 8, 4096
 _FIRST_READ, _READ_EVERY = 12, 200
-"""Updates after which DDP's log is read: it has times of the first ten updates, and of one in a hundred later."""
+"""Updates after which DDP's log is read."""
 
 
 class Buckets:
@@ -42,17 +42,10 @@ class Buckets:
             self.read()
 
     def read(self) -> None:
-        """Write what DDP has logged: times in ns, averages over some updates, and bytes of buckets."""
+        """Write the bytes of each bucket, in the order in which they are ready."""
         ddp = self._ddp() if self._ddp is not None else None
         if ddp is None or not hasattr(ddp, "reducer"):
             return
         logged = ddp._get_ddp_logging_data()
         sizes = logged.get("rebuilt_bucket_sizes") or logged.get("bucket_sizes") or ""
-        self._write_fact(
-            "ddp_times",
-            {
-                "backward_ns": logged.get("avg_backward_compute_time", 0),
-                "overlap_ns": logged.get("avg_backward_compute_comm_overlap_time", 0),
-                "buckets": [int(each) for each in sizes.split(",") if each.strip().isdecimal()],
-            },
-        )
+        self._write_fact("buckets", [int(each) for each in sizes.split(",") if each.strip().isdecimal()])
