@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 SHOWN = (
     *("collectives_are_recorded", "synchronous_collectives_are_followed", "ddp_buckets_of_a_pair", "hang_is_named"),
     *("stuck_rank_is_freed", "in_flight_is_followed", "stand_in_keeps_the_context", "devices_by_uuid"),
-    "trainer_of_two_has_the_cpus_numbers",
+    *("trainer_of_two_has_the_cpus_numbers", "profile_has_device_times"),
 )
 ONLY_CUDA = ("no_context_at_import", "masked_devices", "mig_slices", "capture_under_guard")
 

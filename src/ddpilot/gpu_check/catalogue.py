@@ -166,6 +166,11 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check("resume_continues_exactly", "training", "a resumed run has the weights of one that ran through, bit for bit"),
     _any("fused_optimizer_trains", "training", "a fused optimizer under bf16 trains"),
+    Check(
+        "profile_has_device_times",
+        "profiling",
+        "a profile has the device's times, and reads them without waiting for it",
+    ),
     Check("out_of_memory_is_explained", "training", "OutOfMemoryError is raised, and the memory is free after it"),
     _any("checkpoint_is_of_its_moment", "training", "a checkpoint has the values of its moment"),
     Check("checkpoint_of_two_devices", "training", "the same for a model on two devices", num_devices=2),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put what ranks of several nodes have recorded on one clock, that of the first rank. Does not import torch."""
+"""Convert recorded times: to those of the devices, and on several nodes to the clock of the first rank. No torch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,57 @@ from typing import Any
 
 import numpy
 
-from ddpilot.profiler.spans_file import RankTimes
+from ddpilot.profiler.spans_file import DEVICE_CLOCK_FACT, RankTimes
 
 ERROR_FACT = "clock_error_ns"
 """Fact about a rank whose times were moved to the first rank's clock: how far they can be off."""
 _GOOD = 2.0
 """Measurements whose error is at most this many times the smallest count; the others met a busy core or network."""
 Array = numpy.ndarray[Any, Any]
+
+
+def use_device_clocks(times: Sequence[RankTimes]) -> Sequence[RankTimes]:
+    """Return when the ranks' devices were at the begin and end of spans, updates and buckets, on CLOCK_MONOTONIC.
+
+    Returns `times`, which are those of the hosts, unless all ranks have recorded both.
+    """
+    can = all(each.facts.get(DEVICE_CLOCK_FACT) and len(each.marks) for each in times)
+    return [_use_device_clock(each) for each in times] if can else times
+
+
+def _use_device_clock(times: RankTimes) -> RankTimes:
+    fact = times.facts[DEVICE_CLOCK_FACT]
+    marks = times.marks[numpy.argsort(times.marks["host_ns"], kind="stable")]
+    reached_ns = _to_host(marks["device_ns"], numpy.array(fact["points"], dtype=numpy.int64))
+    is_main = ~marks["is_beside"]
+    main = marks["host_ns"][is_main], numpy.maximum.accumulate(reached_ns[is_main])
+    spans, updates, buckets = times.spans.copy(), times.updates.copy(), times.buckets.copy()
+    for moved, names in ((spans, ("begin_ns", "end_ns")), (updates, ("end_ns",))):
+        for name in names:
+            moved[name] = _look_up(moved[name], *main)
+    for name in ("begin_ns", "end_ns"):
+        buckets[name] = _look_up(buckets[name], marks["host_ns"], reached_ns)
+    return replace(times, spans=spans, updates=updates, buckets=buckets, clock=str(fact["type"]))
+
+
+def _to_host(device_ns: Array, points: Array) -> Array:
+    """Return times of the device on the host's clock. `points`: of both, at the begin and perhaps at the end."""
+    drift = numpy.diff(points[:, 0] - points[:, 1]) / numpy.maximum(numpy.diff(points[:, 1]), 1)
+    return numpy.asarray(device_ns + points[0, 0] + numpy.round(device_ns * drift.sum()).astype(numpy.int64))
+
+
+def _look_up(host_ns: Array, marks_ns: Array, reached_ns: Array) -> Array:
+    """Return when the device was at the points at which the host was at `host_ns`.
+
+    At a point without a mark it was between the marks around it, and not before the host.
+    """
+    after = numpy.searchsorted(marks_ns, host_ns)
+    last = len(marks_ns) - 1
+    is_mark = marks_ns[numpy.minimum(after, last)] == host_ns
+    earliest = numpy.where(after > 0, reached_ns[numpy.maximum(after - 1, 0)], host_ns)
+    latest = numpy.where(after <= last, reached_ns[numpy.minimum(after, last)], numpy.maximum(host_ns, earliest))
+    between = numpy.minimum(numpy.maximum(host_ns, earliest), latest)
+    return numpy.asarray(numpy.where(is_mark, reached_ns[numpy.minimum(after, last)], between))
 
 
 @dataclass(frozen=True)

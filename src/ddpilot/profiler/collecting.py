@@ -27,7 +27,7 @@ _LENGTH = struct.Struct("!Q")
 _MAX_HEADER_BYTES = 1 << 20
 _CHUNK_BYTES = 1 << 20
 _NAME = re.compile(
-    r"(rank\d+\.(spans\.bin|updates\.bin|memory\.bin|counts\.bin|buckets\.bin|facts\.jsonl)|trace_rank_\d+(_\d+)?\.json\.gz)"
+    r"(rank\d+\.(spans\.bin|updates\.bin|memory\.bin|counts\.bin|buckets\.bin|marks\.bin|facts\.jsonl)|trace_rank_\d+(_\d+)?\.json\.gz)"
 )
 _DONE = b"k"
 

@@ -11,7 +11,7 @@ import numpy
 
 from ddpilot.profiler.clocks import align_clocks, clock_error_s
 from ddpilot.profiler.overlap import measure_overlap
-from ddpilot.profiler.spans_file import COUNTS, PHASES, RankTimes
+from ddpilot.profiler.spans_file import COUNTS, HOST_CLOCK, PHASES, RankTimes
 from ddpilot.user_files import CodeLine
 
 COMMUNICATION = PHASES.index("communication")
@@ -43,6 +43,8 @@ class Phases:
     """Samples of each update: [ranks, updates]; 0 where the program uses no DataLoader."""
     first_update: int
     """Number of the first update, from 1: those before are left out."""
+    clock: str = HOST_CLOCK
+    """Whose times these are: `HOST_CLOCK`, or the type of a device."""
     clock_error_s: float = 0.0
     """How far the clocks of two ranks can be off: what is shorter is not taken for waiting. 0.0 on one node."""
     by_site: dict[tuple[int, int], float]
@@ -107,7 +109,10 @@ class Phases:
 
 
 def divide_updates(times: Sequence[RankTimes]) -> Phases | None:
-    """Return the phases of the updates that all ranks have recorded; None if there are too few."""
+    """Return the phases of the updates that all ranks have recorded; None if there are too few.
+
+    They are those of the host, unless `times` come from `use_device_clocks`.
+    """
     times = align_clocks(times)
     error_s = clock_error_s(times)
     ends_ns = [each.updates["end_ns"] for each in times]
@@ -139,6 +144,7 @@ def divide_updates(times: Sequence[RankTimes]) -> Phases | None:
         arrivals_s=arrivals,
         num_samples=numpy.array([each.updates["num_samples"][skipped + 1 : num] for each in times]),
         first_update=skipped + 2,
+        clock=times[0].clock,
         clock_error_s=error_s,
         by_site=sites[0],
         by_line=tuple(_name_lines(found, each) for found, each in zip(sites, times, strict=True)),

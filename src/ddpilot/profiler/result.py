@@ -12,14 +12,14 @@ import numpy
 
 from ddpilot.errors import RecordError
 from ddpilot.findings.display import Findings, screen_size
-from ddpilot.profiler.clocks import align_clocks
+from ddpilot.profiler.clocks import align_clocks, use_device_clocks
 from ddpilot.profiler.judgements.judged import Judged
 from ddpilot.profiler.judgements.summary import judge
 from ddpilot.profiler.phases import NUM_WARM_UP, SHARES, Phases, divide_updates
 from ddpilot.profiler.pictures.figures import plot_profile
 from ddpilot.profiler.pictures.profile_page import render_page, render_profile
 from ddpilot.profiler.pictures.recorded import MemoryCourse, Timeline, full_lateness, make_memory_course, make_timeline
-from ddpilot.profiler.spans_file import RankTimes, find_ranks, read_times
+from ddpilot.profiler.spans_file import HOST_CLOCK, RankTimes, find_ranks, read_times
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -107,7 +107,11 @@ class Profile:
 
     def _clocks(self) -> str:
         error_s = self.phases.clock_error_s
-        return f"; clocks of nodes compared within {error_s * 1e3:.2g} ms" if error_s else ""
+        compared = f"; clocks of nodes compared within {error_s * 1e3:.2g} ms" if error_s else ""
+        if self.phases.clock != HOST_CLOCK:
+            return f"; times of the {self.phases.clock} device{compared}"
+        uses_device = self.facts and self.facts[0].get("uses_device")
+        return f"{'; times of the host, which queues work for the device' if uses_device else ''}{compared}"
 
     def _throughput(self) -> str:
         speed = self.phases.samples_per_s
@@ -124,6 +128,7 @@ class Profile:
             "notes": list(self.notes),
             "shares": list(SHARES),
             "ranks": list(self.phases.ranks),
+            "clock": self.phases.clock,
             "first_update": self.phases.first_update,
             "seconds": numpy.round(self.phases.seconds, 7).tolist(),
             "overlapped": None if overlapped is None else numpy.round(overlapped, 7).tolist(),
@@ -231,7 +236,8 @@ def read_profile(folder: Path) -> Profile:
 
 def make_profile(times: Sequence[RankTimes]) -> Profile:
     """Return the profile of what all ranks have recorded. Raises RecordError if a rank has too few updates."""
-    phases = divide_updates(times)
+    on_device = use_device_clocks(times)
+    phases = divide_updates(on_device)
     if phases is None and times and not any(len(each.updates) for each in times):
         raise RecordError("reading a profile", found="too few updates: no rank made one", fix=_FIX)
     if phases is None:
@@ -246,7 +252,7 @@ def make_profile(times: Sequence[RankTimes]) -> Profile:
         phases=phases,
         judged=judge(phases, times),
         is_fair=_have_own_cores(times),
-        timeline=make_timeline(phases, align_clocks(times)),
+        timeline=make_timeline(phases, align_clocks(on_device)),
         memory=make_memory_course(times),
         facts=tuple(each.facts for each in times),
         num_left_out=tuple(len(each.updates) - fewest for each in times),

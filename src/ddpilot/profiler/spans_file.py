@@ -22,6 +22,7 @@ OPTIONS_VARIABLE = "DDPILOT_PROFILE_OPTIONS"
 """Environment variable with `RankOptions` as JSON; without it they are the defaults."""
 PHASES = ("data", "copy", "forward", "backward", "communication", "optimizer", "checkpoint", "evaluation", "sync")
 """Phases by number; "other" is what remains of an update, and the span of a closure has the next number."""
+HOST_CLOCK = "host"
 SPAN = numpy.dtype([("begin_ns", "<i8"), ("end_ns", "<i8"), ("phase", "<i4"), ("site", "<i4")])
 """A span of the main thread in one phase, on CLOCK_MONOTONIC. Spans nest: the inner one counts for its phase alone."""
 UPDATE = numpy.dtype([("end_ns", "<i8"), ("num_samples", "<i8")])
@@ -36,10 +37,15 @@ COUNTS = numpy.dtype(
 ready to run and had no core; how long DDP looked for unused parameters."""
 BUCKET = numpy.dtype([("begin_ns", "<i8"), ("end_ns", "<i8"), ("num_bytes", "<i8")])
 """A collective of DDP's reducer, on CLOCK_MONOTONIC: from its start on this rank to its end."""
+MARK = numpy.dtype([("host_ns", "<i8"), ("device_ns", "<i8"), ("is_beside", "?")])
+"""A point of the program: when the host was there, on CLOCK_MONOTONIC, and when the device was, on a clock of its own;
+`is_beside` on a stream besides the one that computes."""
+DEVICE_CLOCK_FACT = "device_clock"
+"""Fact about a rank that has recorded marks: type of the device, and points in time on both clocks."""
 SYNC_BATCH_NORM = CodeLine("", 0, "SyncBatchNorm", "")
 """Stands for the line of collectives that torch's SyncBatchNorm calls."""
 _SPANS, _UPDATES, _FACTS = "spans.bin", "updates.bin", "facts.jsonl"
-_MEMORY, _COUNTS, _BUCKETS = "memory.bin", "counts.bin", "buckets.bin"
+_MEMORY, _COUNTS, _BUCKETS, _MARKS = "memory.bin", "counts.bin", "buckets.bin", "marks.bin"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +104,10 @@ class RankTimes:
     """Of type `COUNTS`, one for each update, or empty."""
     buckets: numpy.ndarray[Any, Any] = field(default_factory=lambda: numpy.zeros(0, BUCKET))
     """Of type `BUCKET`, those of some updates."""
+    marks: numpy.ndarray[Any, Any] = field(default_factory=lambda: numpy.zeros(0, MARK))
+    """Of type `MARK`; empty on the CPU."""
+    clock: str = HOST_CLOCK
+    """Whose times those of spans, updates and buckets are: `HOST_CLOCK`, or the type of a device."""
 
     @property
     def is_complete(self) -> bool:
@@ -130,6 +140,10 @@ class TimesWriter:
     def write_buckets(self, buckets: Sequence[tuple[int, int, int]]) -> None:
         """Append collectives of DDP's reducer: begin, end and bytes."""
         self._append(_BUCKETS, numpy.array(list(buckets), dtype=BUCKET).tobytes())
+
+    def write_marks(self, marks: Sequence[tuple[int, int, bool]]) -> None:
+        """Append points of the program, as `MARK` has them."""
+        self._append(_MARKS, numpy.array(list(marks), dtype=MARK).tobytes())
 
     def write_fact(self, name: str, value: Any) -> None:
         """Append a fact, which replaces an earlier one with this name."""
@@ -166,6 +180,7 @@ def read_times(folder: Path, rank: int) -> RankTimes:
         memory=_whole(_read(f"{prefix}.{_MEMORY}"), MEMORY),
         counts=_whole(_read(f"{prefix}.{_COUNTS}"), COUNTS),
         buckets=_whole(_read(f"{prefix}.{_BUCKETS}"), BUCKET),
+        marks=_whole(_read(f"{prefix}.{_MARKS}"), MARK),
     )
 
 

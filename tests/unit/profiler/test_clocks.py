@@ -9,9 +9,9 @@ from typing import Any
 import numpy
 import pytest
 
-from ddpilot.profiler.clocks import align_clocks, clock_error_s, find_offsets
+from ddpilot.profiler.clocks import align_clocks, clock_error_s, find_offsets, use_device_clocks
 from ddpilot.profiler.phases import divide_updates
-from ddpilot.profiler.spans_file import PHASES, TimesWriter, read_times
+from ddpilot.profiler.spans_file import BUCKET, MARK, PHASES, SPAN, UPDATE, RankTimes, TimesWriter, read_times
 
 MS = 1_000_000
 AHEAD_NS = 3_000 * MS
@@ -81,3 +81,46 @@ def test_a_clock_that_drifts_is_followed(tmp_path: Path) -> None:
     assert offset is not None
     moved = offset.to_first(numpy.array([begin, begin + 500 * MS, begin + 2000 * MS], dtype=numpy.int64))
     assert list(moved - BASE_NS) == [0, 500 * MS - MS // 2, 2000 * MS - MS]
+
+
+def record_on_device(facts: dict[str, Any]) -> RankTimes:
+    """A forward pass that the host queues from 0 to 1 ms and the device runs from 0 to 6 ms; the next one until 9 ms.
+
+    In between the host loads data, from 2 to 4 ms, without a mark at its begin. The device's clock is 7 s behind, and
+    loses 1 us in each ms.
+    """
+    forward, data = PHASES.index("forward"), PHASES.index("data")
+    spans = [(0, 1 * MS, forward, -1), (2 * MS, 4 * MS, data, -1), (5 * MS, 6 * MS, forward, -1)]
+    reached_ms = {0: 0.0, 1: 6.0, 4: 6.5, 5: 6.5, 6: 9.0}
+    marks = [(host * MS + 7_000 * MS, round(at * MS * 0.999), False) for host, at in reached_ms.items()]
+    marks.append((round(0.5 * MS) + 7_000 * MS, round(8 * MS * 0.999), True))  # on the stream of a collective
+    moved = [(begin + 7_000 * MS, end + 7_000 * MS, phase, site) for begin, end, phase, site in spans]
+    return RankTimes(
+        rank=0,
+        spans=numpy.array(moved, SPAN),
+        updates=numpy.array([(6 * MS + 7_000 * MS, 8)], UPDATE),
+        sites={},
+        facts=facts,
+        buckets=numpy.array([(round(0.5 * MS) + 7_000 * MS,) * 2 + (8,)], BUCKET),
+        marks=numpy.array(marks, MARK),
+    )
+
+
+def test_times_of_the_device_are_when_it_reached_the_points_of_the_program() -> None:
+    """Data is loaded while the device computes: it waits for 0.5 ms of it. The end without a drift is the begin's."""
+    points = [[7_000 * MS, 0], [7_100 * MS, round(99.9 * MS)]]
+    found = use_device_clocks([record_on_device({"device_clock": {"type": "cuda", "points": points}})])[0]
+    assert found.clock == "cuda"
+    spans_ms = [[(each - 7_000 * MS) / MS for each in found.spans[name]] for name in ("begin_ns", "end_ns")]
+    assert spans_ms[0] == pytest.approx([0, 6, 6.5], abs=1e-3)
+    assert spans_ms[1] == pytest.approx([6, 6.5, 9], abs=1e-3)
+    assert (found.updates["end_ns"][0] - 7_000 * MS) / MS == pytest.approx(9, abs=1e-3)
+    assert (found.buckets["begin_ns"][0] - 7_000 * MS) / MS == pytest.approx(8, abs=1e-3)
+
+
+def test_without_marks_on_all_ranks_the_times_are_those_of_the_hosts() -> None:
+    """One rank has trained on the CPU."""
+    with_marks = record_on_device({"device_clock": {"type": "cuda", "points": [[7_000 * MS, 0]]}})
+    times = [with_marks, record_on_device({})]
+    assert use_device_clocks(times) is times
+    assert use_device_clocks([with_marks])[0].spans["end_ns"][0] == 7_000 * MS + round(6 * MS * 0.999)

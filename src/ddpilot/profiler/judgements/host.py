@@ -18,10 +18,10 @@ _CORE_WAIT_SHARE = 0.10
 _SYNC_SHARE = 0.02
 
 
-def judge_host(phases: Phases, times: Sequence[RankTimes]) -> Iterator[Judged]:
-    """Judge what happens on the host."""
+def judge_host(phases: Phases, of_host: Phases, times: Sequence[RankTimes]) -> Iterator[Judged]:
+    """Judge what happens on the host. `of_host`: the phases by its clock, by which it waits for a device."""
     yield from _judge_data(phases, times)
-    yield from _judge_reads(phases, times)
+    yield from _judge_reads(of_host, times)
     yield from _judge_collectives(phases)
     yield from _judge_checkpoints(phases)
     yield from _judge_evaluation(phases)

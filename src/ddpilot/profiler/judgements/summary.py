@@ -11,8 +11,8 @@ from ddpilot.profiler.judgements.gradients import judge_gradients
 from ddpilot.profiler.judgements.host import judge_host, judge_threads
 from ddpilot.profiler.judgements.judged import Judged, core_wait_s, ms
 from ddpilot.profiler.judgements.ranks import judge_ranks
-from ddpilot.profiler.phases import Phases
-from ddpilot.profiler.spans_file import RankTimes
+from ddpilot.profiler.phases import Phases, divide_updates
+from ddpilot.profiler.spans_file import HOST_CLOCK, RankTimes
 
 _ALL_BUSY = 0.20
 """If threads wait this share of the time for a core, other shares are long for that reason, too."""
@@ -22,8 +22,9 @@ _AFFECTED = ("DDP722", "DDP723", "DDP743", "DDP747")
 
 
 def judge(phases: Phases, times: Sequence[RankTimes]) -> tuple[Judged, ...]:
-    """Return the causes of slow updates, the largest gain first."""
-    found = [*judge_ranks(phases), *judge_gradients(phases, times), *judge_host(phases, times)]
+    """Return the causes of slow updates, the largest gain first. `times`: those of the host."""
+    of_host = phases if phases.clock == HOST_CLOCK else divide_updates(times) or phases
+    found = [*judge_ranks(phases), *judge_gradients(phases, times), *judge_host(phases, of_host, times)]
     threads = judge_threads(times)
     if threads is not None and threads.factor > 1 / (1 - _ALL_BUSY):
         found = [each for each in found if each.finding.code not in _AFFECTED]

@@ -31,9 +31,15 @@ class HostReads:
     """
 
     def __init__(
-        self, notes: Notes, add: Add, number_of_site: Callable[[], int], is_paused: Callable[[], bool]
+        self,
+        notes: Notes,
+        add: Add,
+        number_of_site: Callable[[], int],
+        is_paused: Callable[[], bool],
+        clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._notes = notes
+        self._clock = clock
         self._add = notes.safely(add)
         self._number_of_site = number_of_site
         self._is_paused = is_paused
@@ -55,11 +61,11 @@ class HostReads:
         return list(self._short.values())
 
     def _begins(self, *_args: Any, **_kwargs: Any) -> int:
-        return time.monotonic_ns() if threading.get_ident() == self._main else 0
+        return self._clock() if threading.get_ident() == self._main else 0
 
     def _ends_waiting(self, begin_ns: int, *_args: Any, **_kwargs: Any) -> None:
         if begin_ns:
-            self._add(begin_ns, time.monotonic_ns(), False)
+            self._add(begin_ns, self._clock(), False)
 
     def _wrap(self, name: str) -> Callable[[], None]:
         original = getattr(torch.Tensor, name)
@@ -71,12 +77,13 @@ class HostReads:
             if self._is_open or self._is_paused() or threading.get_ident() != self._main:
                 return original(tensor, *args, **kwargs)
             self._is_open = True
-            begin_ns = time.monotonic_ns()
+            clock = time.monotonic_ns if tensor.is_cpu != is_copy else self._clock
+            begin_ns = clock()
             try:
                 result = original(tensor, *args, **kwargs)
             finally:
                 self._is_open = False
-            end_ns = time.monotonic_ns()
+            end_ns = clock()
             if is_copy:
                 if result is not tensor and end_ns - begin_ns >= LEAST_NS:
                     copied(tensor, result, begin_ns, end_ns)

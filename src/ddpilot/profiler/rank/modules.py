@@ -23,8 +23,11 @@ class OutermostModules:
     `add`: called with the begin and end of each forward pass, in ns on CLOCK_MONOTONIC.
     """
 
-    def __init__(self, notes: Notes, add: Callable[[int, int], None]) -> None:
+    def __init__(
+        self, notes: Notes, add: Callable[[int, int], None], clock: Callable[[], int] = time.monotonic_ns
+    ) -> None:
         self._notes = notes
+        self._clock = clock
         self._add = add
         self._main = threading.main_thread().ident
         self._open: list[tuple[int, int]] = []  # id of the module, begin
@@ -57,7 +60,7 @@ class OutermostModules:
 
     def _begins(self, module: Any, *_: Any) -> None:
         if threading.get_ident() == self._main:
-            self._open.append((id(module), time.monotonic_ns()))
+            self._open.append((id(module), 0 if self._open else self._clock()))
 
     def _ends(self, module: Any, *_: Any) -> None:
         if not self._open or self._open[-1][0] != id(module) or threading.get_ident() != self._main:
@@ -65,7 +68,7 @@ class OutermostModules:
         begin_ns = self._open.pop()[1]
         if self._open:
             return
-        self._add(begin_ns, time.monotonic_ns())
+        self._add(begin_ns, self._clock())
         if self._everywhere:
             self._observe(module)
             inner = module.module if isinstance(module, DistributedDataParallel) else None

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Record the phases of a rank's main thread: data, forward, backward, communication, optimizer, checkpoint, evaluation.
 
-On devices these are times of the host, which queues work: the device's own times need torch.profiler.
+Times are those of the host. On a device, which runs work later, each also identifies a point that the device reaches at
+a time of its own (`DeviceClock`).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from ddpilot.guard.probes.tensors import tensors_in
 from ddpilot.launching.rank_environment import count_cores
 from ddpilot.profiler.rank.core_waits import CoreWaits
 from ddpilot.profiler.rank.ddp_models import DdpModels
+from ddpilot.profiler.rank.device_clock import DeviceClock
 from ddpilot.profiler.rank.fastai_steps import observe_steps
 from ddpilot.profiler.rank.host_reads import HostReads
 from ddpilot.profiler.rank.memory import MemorySamples
@@ -57,7 +59,6 @@ _MAX_KEPT = 2000
 _NUM_FIRST = 3
 """Updates after which DDP has built its buckets, and from which on waits for cores are measured."""
 _FIELDS = tuple(field.name for field in dataclasses.fields(CodeLine))
-_now_ns = time.monotonic_ns
 
 
 class PhaseProbe:
@@ -95,18 +96,22 @@ class PhaseProbe:
         self._loader: Any = None
         self._batch_sizes: WeakKeyDictionary[Any, dict[int, int]] = WeakKeyDictionary()
         self._num_open_norms = 0
+        self._device = DeviceClock(self._writer.write_fact) if torch.accelerator.is_available() else None
+        self._now: Callable[[], int] = self._device.now if self._device is not None else time.monotonic_ns
 
     def install(self, notes: Notes) -> list[Callable[[], None]]:
         self._notes = notes
-        self._gradients = GradientEnds(notes)
+        self._gradients = GradientEnds(notes, self._now)
         self._buckets = Buckets(self._writer.write_fact)
-        self._bucket_times = BucketTimes(notes, self._ring, _NUM_FIRST)
+        self._bucket_times = BucketTimes(notes, self._ring, _NUM_FIRST, self._device)
         self._clock = ClockMeasurement(self._writer.write_fact)
         self._clock.start()
-        self._modules = OutermostModules(notes, self._add_forward)
+        self._modules = OutermostModules(notes, self._add_forward, self._now)
         self._ddp_models = DdpModels(notes, self._writer.write_fact)
         self._core_waits = CoreWaits()
-        self._reads = HostReads(notes, self._add_read, self._number_of_site, lambda: self._num_open_steps > 0)
+        self._reads = HostReads(
+            notes, self._add_read, self._number_of_site, lambda: self._num_open_steps > 0, clock=self._now
+        )
         around = self._around
         for ddp in self._models:
             self._add_model(ddp, -1)
@@ -145,15 +150,15 @@ class PhaseProbe:
         return self._notes.around(owner, name, before=self._begins, after=functools.partial(self._ends, phase))
 
     def _begins(self, *_args: Any, **_kwargs: Any) -> int:
-        return _now_ns() if threading.get_ident() == self._main else 0
+        return self._now() if threading.get_ident() == self._main else 0
 
     def _ends(self, phase: int, begin_ns: int, *_args: Any, **_kwargs: Any) -> None:
         if begin_ns:
-            self._spans.append((begin_ns, _now_ns(), phase, self._number_of_site()))
+            self._spans.append((begin_ns, self._now(), phase, self._number_of_site()))
 
     def _collective_ends(self, begin_ns: int, *args: Any, **kwargs: Any) -> None:
         if self._num_open_norms and begin_ns:
-            self._spans.append((begin_ns, _now_ns(), COMMUNICATION, self._number_of(SYNC_BATCH_NORM)))
+            self._spans.append((begin_ns, self._now(), COMMUNICATION, self._number_of(SYNC_BATCH_NORM)))
         else:
             self._ends(COMMUNICATION, begin_ns)
         for each in (*args, *kwargs.values()):
@@ -227,10 +232,10 @@ class PhaseProbe:
             self._end_update()
         self._use_batch(is_training=True)
         self._gradients.begin()
-        return _now_ns()
+        return self._now()
 
     def _backward_ends(self, begin_ns: int, *_args: Any, **_kwargs: Any) -> None:
-        end_ns = _now_ns()
+        end_ns = self._now()
         ready_ns, reduced = self._gradients.end()
         if ready_ns > begin_ns:
             self._spans.append((ready_ns, end_ns, COMMUNICATION, -1))
@@ -242,7 +247,7 @@ class PhaseProbe:
         self._num_open_steps = self._num_open_steps + 1 if is_nested else 1
         if is_nested:
             return None
-        self._step_began_ns = _now_ns()
+        self._step_began_ns = self._now()
         if callable(kwargs.get("closure")):
             return args, {**kwargs, "closure": self._time_closure(kwargs["closure"])}
         if len(args) > 1 and callable(args[1]):  # the first one is the optimizer
@@ -255,11 +260,11 @@ class PhaseProbe:
         @functools.wraps(closure)
         def timed(*args: Any, **kwargs: Any) -> Any:
             num_open, self._num_open_steps = self._num_open_steps, 0
-            begin_ns = _now_ns()
+            begin_ns = self._now()
             try:
                 return closure(*args, **kwargs)
             finally:
-                self._spans.append((begin_ns, _now_ns(), OTHER, -1))
+                self._spans.append((begin_ns, self._now(), OTHER, -1))
                 self._num_open_steps = num_open
 
         return timed
@@ -267,7 +272,7 @@ class PhaseProbe:
     def _step_ends(self, *_: Any) -> None:
         self._num_open_steps = max(0, self._num_open_steps - 1)
         if not self._num_open_steps:
-            self._last_step_ns = _now_ns()
+            self._last_step_ns = self._now()
             waited_ns = self._of_update[2] + self._core_waits.take_ns()
             self._of_update = self._num_samples, self._num_elements, waited_ns, self._ddp_models.search_ns
             self._spans.append((self._step_began_ns, self._last_step_ns, OPTIMIZER, self._number_of_site()))
@@ -291,6 +296,8 @@ class PhaseProbe:
             window.end_update()
         self._buckets.end_update()
         self._bucket_times.end_update()
+        if self._device is not None:
+            self._device.end_update()
         self._last_step_ns = 0
         self._modules.is_first = False
         if len(self._spans) > _MAX_KEPT:
@@ -323,6 +330,8 @@ class PhaseProbe:
     def _add_model(self, ddp: Any, site: int) -> None:
         """Observe a DDP model. `site`: the number of the line that creates it."""
         self._gradients.add(ddp)
+        if self._device is not None:
+            self._device.start(next(ddp.module.parameters()).device)
         self._note_group(ddp.process_group)
         self._ddp_models.add(ddp, site)
         self._buckets.add(ddp, measures=self._options.measures_group)
@@ -356,6 +365,8 @@ class PhaseProbe:
         self._writer.write_fact("local_world_size", int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self._writer.write_fact("uses_device", torch.accelerator.is_available())
         self._writer.write_fact("num_devices", torch.accelerator.device_count())
+        if self._device is not None:
+            self._device.finish()
         self._write()
 
     def _write(self) -> None:
@@ -364,4 +375,6 @@ class PhaseProbe:
         self._writer.write_memory(self._memory.take())
         self._writer.write_counts(self._counts)
         self._writer.write_buckets(self._bucket_times.take())
+        if self._device is not None:
+            self._writer.write_marks(self._device.take())
         self._spans, self._updates, self._counts = [], [], []

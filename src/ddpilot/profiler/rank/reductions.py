@@ -29,8 +29,9 @@ class _ModelGradients:
 class GradientEnds:
     """The times at which gradients of DDP models are ready."""
 
-    def __init__(self, notes: Notes) -> None:
+    def __init__(self, notes: Notes, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self._notes = notes
+        self._clock = clock
         self._models: WeakKeyDictionary[Any, _ModelGradients] = WeakKeyDictionary()
         self._ready_ns = 0
 
@@ -50,7 +51,7 @@ class GradientEnds:
 
     def _make_hook(self, found: _ModelGradients, key: int) -> Callable[[Any], None]:
         def is_ready(_: Any) -> None:
-            self._ready_ns = time.monotonic_ns()
+            self._ready_ns = self._clock()
             found.last = key
 
         return is_ready

@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import Work
 
 from ddpilot.errors import RecordError
 from ddpilot.guard.probe import Notes
+from ddpilot.profiler.rank.device_clock import DeviceClock
 from ddpilot.record.collectives.recorder import reducer_observers
 from ddpilot.record.collectives.recording import Recording, start_recording
 
@@ -30,13 +31,13 @@ class BucketTimes:
     """Times buckets, between `install` and the call of the function that this returns.
 
     `ring`: the file for a flight ring of our own, if this process records none. `num_first`: updates that are not
-    timed. `take` returns what was timed.
+    timed. `device`: the clock of a device that is used, None on the CPU. `take` returns what was timed.
     """
 
-    def __init__(self, notes: Notes, ring: Path, num_first: int, clock: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(self, notes: Notes, ring: Path, num_first: int, device: DeviceClock | None = None) -> None:
         self._notes = notes
         self._ring = ring
-        self._clock = clock
+        self._device = device
         self._num_to_skip = num_first
         self._num_started = 0
         self._done: list[tuple[int, int, int]] = []
@@ -77,7 +78,10 @@ class BucketTimes:
         work = Work.unbox(boxed)
         if work is not None:
             self._num_started += 1
+            if self._device is not None:
+                begin_ns = self._device.now_beside()
             work.get_future().add_done_callback(functools.partial(self._ended, begin_ns, num_bytes))
 
     def _ended(self, begin_ns: int, num_bytes: int, _: Any) -> None:
-        self._done.append((begin_ns, self._clock(), num_bytes))
+        end_ns = time.monotonic_ns() if self._device is None else self._device.now_beside()
+        self._done.append((begin_ns, end_ns, num_bytes))

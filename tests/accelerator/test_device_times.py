@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""On an asynchronous device a profile has the device's times, and reads them without waiting for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.accelerator import environment, why_not
+
+pytestmark = [
+    pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is one"),
+    pytest.mark.timeout(200),
+]
+SCRIPT = """
+import json, os, sys, time
+import torch
+import torch.distributed as dist
+device = torch.device("emu", int(os.environ["LOCAL_RANK"]))
+torch.accelerator.set_device_index(device.index)
+dist.init_process_group("cpu:gloo,emu:eccl")
+net = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(8))).to(device)
+model = torch.nn.parallel.DistributedDataParallel(net, device_ids=[device.index], bucket_cap_mb=1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+x, reads_s = torch.randn(512, 512, device=device), []
+for update in range(20):
+    if update == 4:  # the first update that is measured begins here
+        torch.accelerator.synchronize()
+        before, begin_s = dict(torch.emu.host_syncs()), time.monotonic()
+    loss = model(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    start_s = time.monotonic()
+    loss.item()
+    reads_s.append(time.monotonic() - start_s)
+syncs = {name: num - before.get(name, 0) for name, num in torch.emu.host_syncs().items()}
+torch.accelerator.synchronize()
+found = {"reads_s": sum(reads_s[4:]), "took_s": time.monotonic() - begin_s, "syncs": syncs}
+with open(sys.argv[1] + os.environ["RANK"], "w") as file:
+    json.dump(found, file)
+dist.destroy_process_group()
+"""
+
+
+def test_phases_are_those_of_the_device_and_nothing_waits_for_it(tmp_path: Path) -> None:
+    """The host waits in `item()` for what the device computes in other phases; updates add up to the clock by 2 %."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "ddpilot", "profile", str(script), "-n", "2", "--json"]
+    done = subprocess.run(
+        [*command, "--", str(tmp_path / "rank")],
+        env={**os.environ, **environment()},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    profile = json.loads(done.stdout)
+    assert profile["clock"] == "emu"
+    assert "times of the emu device" in profile["summary"]
+    sync, *computes = (profile["shares"].index(name) for name in ("sync", "forward", "backward"))
+    for rank in (0, 1):
+        of_host = json.loads((tmp_path / f"rank{rank}").read_text())
+        assert {name: num for name, num in of_host["syncs"].items() if num} == {"item": 16}
+        updates = profile["seconds"][rank]
+        assert len(updates) == 16
+        assert sum(map(sum, updates)) == pytest.approx(of_host["took_s"], rel=0.02)
+        assert sum(update[sync] for update in updates) < 0.5 * of_host["reads_s"]
+        assert sum(update[each] for update in updates for each in computes) > of_host["reads_s"]
+    assert all(each > 0 for each in profile["overlapped"])
