@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -22,6 +23,27 @@ SCALE = (sys.executable, "-m", "ddpilot", "scale")
 LATE_S = 3
 OTHER_CLOCK = ("unshare", "--time", "--monotonic", LATE_S)
 """A time namespace whose CLOCK_MONOTONIC is ahead, as that of a machine that was started earlier."""
+RUN = (sys.executable, "-m", "ddpilot", "run")
+PROFILES_A_PART = """
+import time, torch, ddpilot
+loop = ddpilot.Loop(seed=0, progress=False)
+torch.set_num_threads(1)
+model = torch.nn.Linear(64, 64)
+model, optimizer = loop.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+data = torch.utils.data.TensorDataset(torch.ones(320, 64))
+for part in range(2):  # each part asks for the clocks again
+    with loop.profile() as profile:
+        for (x,) in loop.batches(loop.loader(data, global_batch_size=16)):
+            time.sleep(0.01 + 0.02 * loop.rank)  # rank 1 is late
+            loop.backward(model(x).mean())
+            loop.step(optimizer)
+    phases = profile.profile.phases
+    waits_ms, late_ms = (
+        [round(1e3 * float(each)) for each in values.mean(axis=1)]
+        for values in (phases.share("waiting"), phases.arrivals_s)
+    )
+    print(f"part {part}: {waits_ms}, {late_ms} ms; {1e3 * phases.clock_error_s:.3f}", flush=True)
+"""
 LOADS = """
 import time, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -52,6 +74,9 @@ for update in range(40):
     optimizer.step()
 dist.destroy_process_group()
 """
+
+
+_PART = re.compile(r"part (\d): \[(\d+), (\d+)\], \[(\d+), (\d+)\] ms; ([\d.]+)")
 
 
 @pytest.fixture
@@ -110,6 +135,28 @@ def test_clocks_that_differ_by_3_s_are_aligned_in_the_profile_and_in_the_trace(n
 def _is_all_reduce(event: dict[str, Any], rank: int) -> bool:
     is_call = event.get("ph") == "X" and "gloo:all_reduce" in event["name"]
     return is_call and int(event["pid"]) // 1000 == rank
+
+
+@pytest.mark.timeout(240)
+def test_parts_of_a_program_on_two_nodes_are_profiled_on_all_ranks(nodes: TwoNodes, tmp_path: Path) -> None:
+    """Every rank has the profile of both, by one clock: rank 0 waits the 20 ms by which rank 1 is late."""
+    script = tmp_path / "train.py"
+    script.write_text(PROFILES_A_PART)
+    agents = []
+    for node in "ab":
+        where = ["--nnodes", 2, "--node-rank", "ab".index(node), "--master-addr", nodes.addresses["a"], "-n", 1]
+        command = [*RUN, *where, script]
+        agents.append(nodes.start(node, [*OTHER_CLOCK, *command] if node == "b" else command))
+    assert [agent.wait(LIMIT_S) for agent in agents] == [0, 0], agents[0].describe_all()
+    for agent in agents:
+        found = _PART.findall(agent.text)
+        assert [part for part, *_ in found] == ["0", "1"], agent.text
+        for _, waited_ms, waited_late_ms, early_ms, late_ms, error_ms in found:
+            assert 15 < int(waited_ms) < 35
+            assert int(waited_late_ms) < 5
+            assert int(early_ms) < 5
+            assert 15 < int(late_ms) < 35
+            assert 0 < float(error_ms) < 2
 
 
 @pytest.mark.timeout(240)
