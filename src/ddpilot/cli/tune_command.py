@@ -13,6 +13,7 @@ from typing import Any
 
 from ddpilot.environments.private_files import scratch_folder
 from ddpilot.errors import DdpilotError, LaunchError, RankError, WatchError
+from ddpilot.launching.elastic.rendezvous.network import find_gloo_interfaces
 from ddpilot.launching.elastic.script_call import ScriptCall
 from ddpilot.launching.elastic.target import check_target
 from ddpilot.module_names import PROFILE_HOOK, TRIAL_HOOK
@@ -91,7 +92,13 @@ def tune_script(
     library = find_library() if _uses_nccl(times[0]) else None
     names = read_names(library) if library is not None else frozenset()
     profiled = Profiled(
-        phases=profile.phases, facts=times[0].facts, calls=calls, nccl_names=names, environ=dict(os.environ)
+        phases=profile.phases,
+        facts=times[0].facts,
+        calls=calls,
+        nccl_names=names,
+        environ=dict(os.environ),
+        judged=profile.judged,
+        interfaces=find_gloo_interfaces(os.environ),
     )
     choice = choose_options(profiled, compression=compression)
     for option in choice.options:

@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ddpilot.launching.elastic.rendezvous.network import GLOO_VARIABLE
+from ddpilot.profiler.judgements.judged import Judged
 from ddpilot.profiler.phases import COMMUNICATION, Phases
 from ddpilot.profiler.rank.overrides import Call
 from ddpilot.profiler.tuning.options import Option
@@ -51,6 +53,14 @@ class Profiled:
     nccl_names: Collection[str] = ()
     """The variables that the installed NCCL knows; none if there is no NCCL."""
     environ: Mapping[str, str]
+    judged: Sequence[Judged] = ()
+    """Findings of the profile with their estimates, which the trials check."""
+    interfaces: Sequence[str] = ()
+    """Network interfaces of this machine that gloo can use; the first is the one that it uses now."""
+
+    def find(self, code: str) -> Judged | None:
+        """Return the finding `code` of the profile; None if there is none."""
+        return next((each for each in self.judged if each.finding.code == code), None)
 
     @property
     def update_s(self) -> float:
@@ -78,6 +88,7 @@ def choose_options(profiled: Profiled, *, compression: bool = False) -> Choice:
     advice: list[str] = []
     options = [
         *_choose_workers(profiled, advice),
+        *_choose_pinning(profiled),
         *_choose_threads(profiled),
         *_choose_ddp(profiled),
         *_choose_exchange(profiled, advice, compression),
@@ -107,12 +118,29 @@ def _choose_workers(profiled: Profiled, advice: list[str]) -> Iterator[Option]:
         values = {"name": "num_workers", "value": number, "before": now["num_workers"]}
         yield Option(**common, **values, also=also, warning=_AUGMENTED, code="DDP721")
     if now["num_workers"]:
-        yield Option(**common, name="prefetch_factor", value=2 * now["prefetch_factor"], before=now["prefetch_factor"])
+        values = {"name": "prefetch_factor", "value": 2 * now["prefetch_factor"], "before": now["prefetch_factor"]}
+        yield Option(**common, **values, code="DDP753")
         if repeats and not now["persistent_workers"]:
             warning = "workers keep their random state from one epoch to the next"
             yield Option(**common, name="persistent_workers", value=True, before=False, warning=warning)
-    if profiled.facts.get("uses_device") and not now["pin_memory"]:
-        yield Option(**common, name="pin_memory", value=True, before=False)
+
+
+def _choose_pinning(profiled: Profiled) -> Iterator[Option]:
+    """Choose pinned memory where updates wait for data, or for copies of them to the device."""
+    copies_s = float(profiled.phases.share("copy").mean())
+    is_long = max(profiled.data_s, copies_s) >= DATA_SHARE * profiled.update_s
+    loaders = [call for call in profiled.calls_of("loader") if call.num_passes or call.values["is_of_loop"]]
+    if not profiled.facts.get("uses_device") or not is_long or not loaders or loaders[0].values["pin_memory"]:
+        return
+    yield Option(
+        kind="loader",
+        name="pin_memory",
+        value=True,
+        before=False,
+        why=f"updates wait {_ms(profiled.data_s)} of {_ms(profiled.update_s)} for data, and {_ms(copies_s)} for copies",
+        code="DDP752",
+        lines=tuple(call.line for call in loaders),
+    )
 
 
 def _worker_numbers(now: int, facts: Mapping[str, Any]) -> list[int]:
@@ -172,7 +200,8 @@ def _choose_exchange(profiled: Profiled, advice: list[str], compression: bool) -
         return
     why = f"updates wait {_ms(exposed_s)} of {_ms(update_s)} for gradients to be exchanged"
     now, lines = calls[-1].values, tuple(call.line for call in calls)
-    common: dict[str, Any] = {"why": why, "lines": lines, "code": "DDP723"}
+    code = "DDP743" if profiled.find("DDP743") else "DDP723"
+    common: dict[str, Any] = {"why": why, "lines": lines, "code": code}
     is_default = bool(now.get("has_small_first_bucket"))
     for size in _bucket_sizes(ddp["parameter_bytes"] / 2**20, now["bucket_cap_mb"], is_default=is_default):
         yield Option(**common, kind="ddp", name="bucket_cap_mb", value=size, before=now["bucket_cap_mb"])
@@ -183,7 +212,17 @@ def _choose_exchange(profiled: Profiled, advice: list[str], compression: bool) -
         for name, value in _NCCL:
             if name in profiled.nccl_names and name not in profiled.environ:
                 yield Option(kind="environment", name=name, value=value, why=why)
-    if exposed_s >= _ADVISED_SHARE * update_s:
+    if ddp["backend"] == "gloo" and exposed_s >= _ADVISED_SHARE * update_s:
+        for name in profiled.interfaces[1:]:
+            yield Option(kind="environment", name=GLOO_VARIABLE, value=name, before=profiled.interfaces[0], why=why)
+    small = profiled.find("DDP747")
+    if small is not None:
+        finding = small.finding
+        advice.append(
+            f"{finding.summary}: {finding.evidence[1]}. By the profile's estimate that trains on {small.factor:.2f}x "
+            "the samples in a second; not tried, since an update then has more samples"
+        )
+    elif exposed_s >= _ADVISED_SHARE * update_s:
         factor = update_s / (update_s - exposed_s / 2)
         advice.append(
             f"{why}: accumulating 2 batches with `no_sync()`, or batches twice as large (`ddpilot.find_batch_size` "

@@ -9,6 +9,8 @@ from typing import Any
 import numpy
 import pytest
 
+from ddpilot.findings.catalog import make_finding
+from ddpilot.profiler.judgements.judged import Judged
 from ddpilot.profiler.phases import SHARES, Phases
 from ddpilot.profiler.rank.overrides import Call, Trial, read_calls
 from ddpilot.profiler.tuning.choice import Choice, Profiled, choose_options
@@ -60,6 +62,8 @@ def choose(
     *,
     compression: bool = False,
     nccl_names: tuple[str, ...] = (),
+    judged: tuple[Judged, ...] = (),
+    interfaces: tuple[str, ...] = (),
 ) -> Choice:
     """The choice for updates with these shares on both of two ranks."""
     seconds = numpy.zeros((2, 10, len(SHARES)))
@@ -73,7 +77,15 @@ def choose(
         first_update=5,
         by_site={},
     )
-    profiled = Profiled(phases=phases, facts={**FACTS, **(facts or {})}, calls=calls, nccl_names=nccl_names, environ={})
+    profiled = Profiled(
+        phases=phases,
+        facts={**FACTS, **(facts or {})},
+        calls=calls,
+        nccl_names=nccl_names,
+        environ={},
+        judged=judged,
+        interfaces=interfaces,
+    )
     return choose_options(profiled, compression=compression)
 
 
@@ -168,3 +180,46 @@ def test_a_trial_is_read_as_it_was_written(tmp_path: Path) -> None:
     trial.write(tmp_path)
     assert Trial.read(tmp_path) == trial
     assert read_calls(tmp_path) == []
+
+
+def test_trials_check_the_estimate_of_the_finding_that_suggests_them() -> None:
+    """Small buckets are named instead of the exchange; a small batch is advice, with the size that would do."""
+    small = Judged(make_finding("DDP743", summary="buckets"), 1.4)
+    shares = {"forward": 10.0, "backward": 20.0, "communication": 10.0}
+    for judged, code in (((small,), "DDP743"), ((), "DDP723")):
+        choice = choose(shares, judged=judged)
+        assert {option.code for option in choice.options if option.name == "bucket_cap_mb"} == {code}
+    evidence = ("forward takes 1 ms", "from about 64 samples on each rank that is 25% of an update")
+    batch = Judged(make_finding("DDP747", summary="the batch of a rank is too small", evidence=evidence), 2.31)
+    advice = choose(shares, judged=(batch,)).advice
+    assert len(advice) == 1
+    assert advice[0].startswith("the batch of a rank is too small: from about 64 samples on each rank")
+    assert "2.31x the samples in a second; not tried" in advice[0]
+
+
+def test_other_interfaces_are_tried_where_gloo_takes_most_of_the_time() -> None:
+    """From 30 % on, if the machine has any; NCCL has its own."""
+    shares = {"forward": 10.0, "communication": 10.0}
+    interfaces = ("lo", "eth0", "eth1")
+    tried = [each for each in choose(shares, interfaces=interfaces).options if each.kind == "environment"]
+    assert list(map(str, tried)) == ["GLOO_SOCKET_IFNAME=eth0", "GLOO_SOCKET_IFNAME=eth1"]
+    assert {each.before for each in tried} == {"lo"}
+    assert make_trial(tried[:1], 20).environ == {"GLOO_SOCKET_IFNAME": "eth0"}
+    less = {"forward": 10.0, "communication": 3.0}
+    nccl = {"ddp": {"parameter_bytes": 60 * 2**20, "backend": "nccl"}}
+    for choice in (
+        choose(shares, interfaces=("lo",)),
+        choose(less, interfaces=interfaces),
+        choose(shares, facts=nccl, interfaces=interfaces),
+    ):
+        assert not any(each.kind == "environment" for each in choice.options)
+
+
+def test_pinned_memory_is_tried_for_data_and_for_copies_to_a_device() -> None:
+    """Not on the CPU, and not where it is pinned."""
+    for shares in ({"forward": 10.0, "copy": 2.0}, {"forward": 10.0, "data": 2.0}):
+        found = [each for each in choose(shares, facts={"uses_device": True}).options if each.name == "pin_memory"]
+        assert [each.code for each in found] == ["DDP752"]
+        assert "pin_memory=True" not in names(choose(shares))
+        pinned = change(LOADER, pin_memory=True)
+        assert "pin_memory=True" not in names(choose(shares, (DDP, pinned), {"uses_device": True}))

@@ -19,6 +19,7 @@ from ddpilot.launching.rank_environment import default_variables
 
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 _LOOPBACK = "127.0.0.1"
+_MAX_OTHERS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +150,14 @@ def is_local_address(addr: str, interfaces: Mapping[str, list[Any]]) -> bool:
     mine = {ip for name in interfaces for ip in ips(interfaces, name)}
     found = _resolve(Endpoint(addr=addr, port=DEFAULT_PORT))
     return any(str(address[0]) in mine or is_loopback(str(address[0])) for *_, address in found)
+
+
+def find_gloo_interfaces(environ: Mapping[str, str]) -> list[str]:
+    """The interfaces over which ranks of this machine can reach each other by gloo; first the one that it would use."""
+    up = up_interfaces()
+    now = environ.get(GLOO_VARIABLE) or default_variables()[GLOO_VARIABLE]
+    others = [name for name in up if name != now and any(each.family == socket.AF_INET for each in up[name])]
+    return [now, *others[:_MAX_OTHERS]]
 
 
 def up_interfaces() -> dict[str, list[Any]]:
