@@ -43,6 +43,7 @@ _LETTERS = {
     "checkpoint": "C",
     "evaluation": "E",
     "sync": "S",
+    "shadow": "j",
     "other": ".",
 }
 

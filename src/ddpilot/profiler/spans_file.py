@@ -20,9 +20,21 @@ TRACE_VARIABLE = "DDPILOT_PROFILE_TRACE"
 """Environment variable with the folder for traces of torch.profiler; without it there are none."""
 OPTIONS_VARIABLE = "DDPILOT_PROFILE_OPTIONS"
 """Environment variable with `RankOptions` as JSON; without it they are the defaults."""
-PHASES = ("data", "copy", "forward", "backward", "communication", "optimizer", "checkpoint", "evaluation", "sync")
+PHASES = (
+    "data",
+    "copy",
+    "forward",
+    "backward",
+    "communication",
+    "optimizer",
+    "checkpoint",
+    "evaluation",
+    "sync",
+    "shadow",
+)
 """Phases by number; "other" is what remains of an update, and the span of a closure has the next number."""
 HOST_CLOCK = "host"
+"""Name of the clock of spans that were recorded on the host, whatever a device does meanwhile."""
 SPAN = numpy.dtype([("begin_ns", "<i8"), ("end_ns", "<i8"), ("phase", "<i4"), ("site", "<i4")])
 """A span of the main thread in one phase, on CLOCK_MONOTONIC. Spans nest: the inner one counts for its phase alone."""
 UPDATE = numpy.dtype([("end_ns", "<i8"), ("num_samples", "<i8")])

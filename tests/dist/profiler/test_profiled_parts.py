@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.join import Join
 
 import ddpilot
 
@@ -182,3 +183,32 @@ def test_buckets_overlap_with_the_backward_pass_and_a_single_one_cannot() -> Non
             assert num_timed >= (9 if bucket_cap_mb == 100 else 3)
             assert all(each > 0.0005 if bucket_cap_mb < 1 else each == 0 for each in overlapped_s)
             assert "| overlapped" in text
+
+
+def train_unevenly() -> tuple[float, list[str], list[float]]:
+    """Share of time that rank 1 shadows, the findings, and how many updates each rank has samples in."""
+    torch.set_num_threads(1)
+    loop = ddpilot.Loop(seed=0, progress=False)
+    with loop.profile() as profile:
+        model = torch.nn.parallel.DistributedDataParallel(Net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            with Join([model]):
+                for _ in range(12 - 6 * loop.rank):
+                    optimizer.zero_grad()
+                    model(torch.ones(2, 4)).mean().backward()
+                    optimizer.step()
+    phases = profile.profile.phases
+    shadow_s = phases.share("shadow")
+    share = float(shadow_s[1].sum() / phases.durations_s[1].sum())
+    assert not shadow_s[0].any()
+    return share, [each.summary for each in profile.findings if each.code == "DDP754"], (shadow_s > 0).sum(1).tolist()
+
+
+def test_a_rank_that_runs_out_of_batches_shadows_the_others() -> None:
+    """Of 36 updates of both ranks 4 warm up; rank 1 has batches in 6 of 12 in each of three epochs."""
+    for share, found, counts in ddpilot.launch(train_unevenly, nproc_per_node=2):
+        assert counts == [0, 18]
+        assert 0.3 < share < 0.8
+        assert len(found) == 1
+        assert found[0].startswith("rank 1 runs out of batches before the others: for ")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy
 
@@ -16,11 +17,15 @@ _DATA_SHARE = 0.10
 _EVALUATION_SHARE = 0.10
 _CORE_WAIT_SHARE = 0.10
 _SYNC_SHARE = 0.02
+_LEAST_GROUPS = 4
+_QUIET = 0.2
+"""Loaders deliver in time if they are waited for by less than this part of the mean wait."""
 
 
 def judge_host(phases: Phases, of_host: Phases, times: Sequence[RankTimes]) -> Iterator[Judged]:
     """Judge what happens on the host. `of_host`: the phases by its clock, by which it waits for a device."""
     yield from _judge_data(phases, times)
+    yield from _judge_pageable(phases, times)
     yield from _judge_reads(of_host, times)
     yield from _judge_collectives(phases)
     yield from _judge_checkpoints(phases)
@@ -58,8 +63,12 @@ def _judge_data(phases: Phases, times: Sequence[RankTimes]) -> Iterator[Judged]:
     num_workers = times[0].facts.get("num_workers")
     workers = "" if num_workers is None else f"; the loader has {num_workers} workers on each rank"
     fix = "Set `num_workers=`, so that batches are loaded while the model computes" if not num_workers else ""
+    queue = (num_workers or 0) * (times[0].facts.get("loader", {}).get("prefetch_factor") or 0)
+    in_bursts = queue > 0 and _waits_in_bursts(phases.share("data"), queue)
+    if in_bursts:
+        workers += f", whose queue of {queue} batches is empty now and then only"
     yield judged(
-        "DDP721",
+        "DDP753" if in_bursts else "DDP721",
         f"every rank waits {ms(least_s)} of {ms(phases.mean_s)} in an update for its DataLoader{workers}",
         saved_s=least_s,
         total_s=phases.mean_s,
@@ -67,6 +76,36 @@ def _judge_data(phases: Phases, times: Sequence[RankTimes]) -> Iterator[Judged]:
         evidence=tuple(f"rank {rank}: {ms(each)}" for rank, each in zip(phases.ranks, seconds, strict=True)),
         fix=fix,
     )
+
+
+def _waits_in_bursts(seconds: numpy.ndarray[Any, Any], queue: int) -> bool:
+    """True if most of the time the workers deliver in time: in a few of the groups of `queue` updates a rank waits.
+
+    Workers that are too slow deliver in bunches as well, but every group has its wait. `seconds`: [ranks, updates]
+    """
+    num_groups = seconds.shape[1] // queue
+    if num_groups < _LEAST_GROUPS:
+        return False
+    groups = numpy.array([part.mean(axis=1) for part in numpy.array_split(seconds, num_groups, axis=1)])
+    return bool((numpy.median(groups, axis=0) < _QUIET * groups.mean(axis=0)).all())
+
+
+def _judge_pageable(phases: Phases, times: Sequence[RankTimes]) -> Iterator[Judged]:
+    """Judge copies to a device from memory that is not pinned, for which the host waits."""
+    loader = times[0].facts.get("loader")
+    copies_s = float(phases.share("copy").mean())
+    if not times[0].facts.get("uses_device") or not loader or loader.get("pin_memory"):
+        return
+    if copies_s >= SMALL_SHARE * phases.mean_s:
+        yield judged(
+            "DDP752",
+            f"batches are copied to the device for {ms(copies_s)} of {ms(phases.mean_s)} in an update, from memory "
+            "that is not pinned",
+            saved_s=copies_s,
+            total_s=phases.mean_s,
+            line=longest_line(phases, "copy", 0),
+            evidence=("the loader has `pin_memory=False`: each copy passes through a buffer of the driver",),
+        )
 
 
 def _judge_reads(phases: Phases, times: Sequence[RankTimes]) -> Iterator[Judged]:

@@ -60,7 +60,8 @@ class Straggler(NamedTuple):
 
 
 def judge_ranks(phases: Phases) -> Iterator[Judged]:
-    """Judge a straggler, or batches of unequal contents."""
+    """Judge a straggler, batches of unequal contents, or numbers of batches that are unequal."""
+    yield from _judge_shadows(phases)
     found = find_straggler(phases)
     uneven = None if found is not None and found.phase not in (COMPUTE, *_COMPUTE) else _judge_contents(phases, found)
     if uneven is not None:
@@ -121,6 +122,31 @@ def _judge_straggler(phases: Phases, found: Straggler) -> Judged:
         line=longest_line(phases, "forward" if found.phase == COMPUTE else found.phase, found.place),
         evidence=tuple(evidence),
         fix=_FIXES.get(found.phase, ""),
+    )
+
+
+def _judge_shadows(phases: Phases) -> Iterator[Judged]:
+    """Judge ranks that run out of batches before others, and then only match their collectives."""
+    seconds = phases.share("shadow")
+    saved_s = float(seconds.mean())
+    if saved_s < SMALL_SHARE * phases.mean_s:
+        return
+    total_s = phases.durations_s.sum(axis=1)
+    early = numpy.flatnonzero(seconds.sum(axis=1) >= SMALL_SHARE * total_s)
+    place = int(seconds.sum(axis=1).argmax())
+    share, num = seconds[place].sum() / total_s[place], seconds.shape[1]
+    num_own = num - int((seconds[place] > 0).sum())
+    yield judged(
+        "DDP754",
+        f"rank {phases.ranks[place]} runs out of batches before the others: for {share:.0%} of the time it only "
+        "matches their collectives",
+        saved_s=saved_s,
+        total_s=phases.mean_s,
+        ranks=tuple(phases.ranks[each] for each in early),
+        evidence=(
+            f"it has batches in {num_own} of {num} updates",
+            f"the ranks do so for {ms(saved_s)} of {ms(phases.mean_s)} in an update, on average over all",
+        ),
     )
 
 

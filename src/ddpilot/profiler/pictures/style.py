@@ -14,12 +14,13 @@ COLORS = {
     "checkpoint": "#cc79a7",
     "evaluation": "#f0e442",
     "sync": "#b2abd2",
+    "shadow": "#4d4d4d",
     "other": "#8a8a8a",
 }
 """By share of an update: the palette of Okabe and Ito, whose colors also differ in lightness, and two greys."""
 UNKNOWN = "#8a8a8a"
 """Color of a share that has none."""
-WHITE_TEXT = frozenset({"forward"})
+WHITE_TEXT = frozenset({"forward", "shadow"})
 """Shares on which white text is readable; on all others black is."""
 LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8a8a", "#a6761d")
 """Colors of lines, one for each rank."""
@@ -36,6 +37,7 @@ LEGEND = {
     "checkpoint": "writing a checkpoint",
     "evaluation": "forward passes without gradients",
     "sync": "reading values of tensors, waiting for a device",
+    "shadow": "without batches, matching the collectives of the others (Join)",
     "other": "code between these",
 }
 """Description of each share in a few words."""

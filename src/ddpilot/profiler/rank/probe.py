@@ -53,7 +53,7 @@ from ddpilot.profiler.spans_file import (
 from ddpilot.record.hook import ring_path
 from ddpilot.user_files import CodeLine
 
-DATA, COPY, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, CHECKPOINT, EVALUATION, SYNC = range(len(PHASES))
+DATA, COPY, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, CHECKPOINT, EVALUATION, SYNC, SHADOW = range(len(PHASES))
 OTHER = len(PHASES)
 _MAX_KEPT = 2000
 _NUM_FIRST = 3
@@ -91,7 +91,7 @@ class PhaseProbe:
         self._of_update = (0, 0, 0, 0)  # samples, elements, wait for a core and search until the last step
         self._sites: dict[tuple[str, int], int] = {}
         self._num_open_steps = 0
-        self._last_step_ns = 0
+        self._last_step_ns = self._update_began_ns = 0
         self._has_subgroups = False
         self._loader: Any = None
         self._batch_sizes: WeakKeyDictionary[Any, dict[int, int]] = WeakKeyDictionary()
@@ -129,6 +129,7 @@ class PhaseProbe:
             around(torch, "save", CHECKPOINT),
             notes.around(torch.autograd, "backward", before=self._backward_begins, after=self._backward_ends),
             notes.around(DistributedDataParallel, "__init__", returned=self._wrapped),
+            notes.around(DistributedDataParallel, "_match_all_reduce_for_bwd_pass", after=self._shadow_ends),
             notes.around(torch.nn.DataParallel, "__init__", returned=self._replicated),
             notes.around(torch.nn.SyncBatchNorm, "forward", before=self._norm_begins, after=self._norm_ends),
             self._ddp_models.install(),
@@ -179,6 +180,8 @@ class PhaseProbe:
             if self._loader is not iterator._dataset:
                 self._loader = iterator._dataset
                 self._writer.write_fact("num_workers", iterator._num_workers)
+                names = ("pin_memory", "prefetch_factor", "persistent_workers")  # the second one only with workers
+                self._writer.write_fact("loader", {name: getattr(iterator, f"_{name}", None) for name in names})
 
     def _indices_drawn(self, _: None, indices: Any, iterator: Any) -> None:
         """Note how many samples a batch will have, by its number: its tensors may be images, whose first size is 3."""
@@ -277,9 +280,25 @@ class PhaseProbe:
             self._of_update = self._num_samples, self._num_elements, waited_ns, self._ddp_models.search_ns
             self._spans.append((self._step_began_ns, self._last_step_ns, OPTIMIZER, self._number_of_site()))
 
+    def _shadow_ends(self, *_: Any) -> None:
+        """This rank has no batches left, and has matched the collectives of the others' update within `Join`.
+
+        That is an update of its own, so that its later ones remain those of the other ranks.
+        """
+        if self._last_step_ns:
+            self._end_update()
+        if not self._update_began_ns:
+            return
+        begin_ns, now_ns = self._update_began_ns, self._now()
+        while self._spans and self._spans[-1][0] >= begin_ns:
+            self._spans.pop()
+        self._spans.append((begin_ns, now_ns, SHADOW, -1))
+        self._last_step_ns = now_ns
+
     def _end_update(self) -> None:
         """End the update with the last step; what was counted since then belongs to the next one."""
         window = self._window
+        self._update_began_ns = self._last_step_ns
         num_samples, num_elements, waited_ns, search_ns = self._of_update
         self._updates.append((self._last_step_ns, -1 if window and window.is_recording else num_samples))
         self._counts.append((num_elements, self._gradients.take_reductions(), waited_ns, search_ns))

@@ -34,6 +34,7 @@ _LOSSES = {
     "data": "loader",
     "copy": "copy to the device",
     "waiting": _STRAGGLERS,
+    "shadow": _STRAGGLERS,
     "communication": _EXCHANGE,
     "checkpoint": "checkpoints",
     "evaluation": "evaluation",

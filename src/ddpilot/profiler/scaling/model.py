@@ -18,7 +18,7 @@ import numpy
 from ddpilot.profiler.phases import COMMUNICATION, SHARES
 from ddpilot.profiler.result import Profile
 
-OWN_SHARES = tuple(name for name in SHARES if name not in ("waiting", "communication"))
+OWN_SHARES = tuple(name for name in SHARES if name not in ("waiting", "communication", "shadow"))
 _FACTORS = (0.25, 4.0)
 """Limits of how much longer a bucket may take in the program than in the micro-benchmark."""
 _MAX_BATCH = 1 << 22
@@ -77,7 +77,7 @@ def make_sample(num_ranks: int, rounds: Sequence[Profile]) -> SizeSample:
         batch=statistics.fmean(float(each.phases.num_samples.mean()) for each in rounds),
         update_s=statistics.median(float(each.phases.durations_s.mean()) for each in rounds),
         own_s=own_s,
-        waiting_s=means["waiting"],
+        waiting_s=means["waiting"] + means["shadow"],
         exposed_s=max(0.0, means["communication"] - called_s),
         called_s=min(called_s, means["communication"]),
         window_s=statistics.median(each.phases.window_s for each in rounds),

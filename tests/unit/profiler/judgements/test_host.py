@@ -58,3 +58,24 @@ def test_evaluation_and_data_parallel_are_said() -> None:
     assert [each.finding.code for each in found] == ["DDP749", "DDP750"]
     assert found[0].finding.severity == "info"
     assert found[1].finding.place == LINE
+
+
+@pytest.mark.parametrize(
+    ("waits_ms", "code"),
+    [([40, 0, 0, 0], "DDP721"), ([10, 10, 10, 10], "DDP721"), ([120, *[0] * 11], "DDP753")],
+)
+def test_workers_that_are_slow_now_and_then_need_a_longer_queue(waits_ms: list[float], code: str) -> None:
+    """A queue of 4 batches is empty in each group of 4 updates, or in one of three: 10 of 30 ms in all cases."""
+    facts = {"num_workers": 2, "loader": {"pin_memory": True, "prefetch_factor": 2}}
+    times = [make_times(rank, {"data": waits_ms, "forward": 20}, facts=facts) for rank in (0, 1)]
+    found = judge_times(*times)[0].finding
+    assert found.code == code
+    assert ("queue of 4 batches" in found.summary) == (code == "DDP753")
+
+
+def test_copies_from_memory_that_is_not_pinned_are_named_on_a_device() -> None:
+    """3 of 20 ms; not with pinned memory, and not on the CPU."""
+    for uses_device, pins, codes in ((True, False, ["DDP752"]), (True, True, []), (False, False, [])):
+        facts = {"uses_device": uses_device, "num_workers": 0, "loader": {"pin_memory": pins}}
+        times = [make_times(rank, {"copy": 3, "forward": 17}, facts=facts) for rank in (0, 1)]
+        assert judge_codes(*times) == codes

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.unit.profiler.made_times import LINE, judge_codes, judge_times, make_times
 
 SHORT, LONG = (4, 12, 8, 4, 12, 8), (12, 4, 8, 8, 4, 12)
@@ -64,3 +66,13 @@ def test_a_rank_that_is_late_by_chance_is_not_a_straggler() -> None:
         make_times(1, {"forward": odd, "communication": [1, 11]}),
     ]
     assert judge_codes(*times) == []
+
+
+def test_a_rank_that_runs_out_of_batches_is_named() -> None:
+    """In one of three updates it shadows the other rank, whose time is 6 ms more than it need be."""
+    early = make_times(1, {"forward": [18, 18, 0], "shadow": [0, 0, 18]})
+    found = judge_times(make_times(0, {"forward": 18}), early)[0]
+    assert (found.finding.code, found.finding.ranks) == ("DDP754", (1,))
+    assert "for 35% of the time" in found.finding.summary or "for 30% of the time" in found.finding.summary
+    assert "it has batches in 1" in found.finding.evidence[0]
+    assert found.factor == pytest.approx(1.2, abs=0.03)
