@@ -128,7 +128,7 @@ def test_loops_and_trainers_in_the_cell_are_profiled(kernel: Kernel, source: str
     assert "16 updates of 2 ranks, from the 5th on" in data["text/plain"]
     assert "samples/s" in data["text/plain"]
     if source is LOOP:
-        assert kernel.run("print(found.phases.seconds.shape)").stdout == "(2, 16, 11)\n"
+        assert kernel.run("print(found.phases.seconds.shape)").stdout == "(2, 16, 12)\n"
 
 
 def test_cells_in_turn_leave_no_hooks_behind(kernel: Kernel) -> None:
