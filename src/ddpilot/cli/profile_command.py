@@ -237,7 +237,7 @@ def run_scale(
         if not profile.phases.samples_per_s:
             raise RecordError(
                 f"scaling {options.target}",
-                found="no samples were counted: no batch was read through a torch DataLoader, or only batches of no known size",
+                found="no samples were counted: no batch of a known size was read through a torch DataLoader",
                 fix="Read batches through a torch DataLoader; `ddpilot profile` works without",
             )
         by_size.setdefault(size, []).append(profile)
