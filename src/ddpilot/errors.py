@@ -187,6 +187,14 @@ class WatchError(LaunchError):
         return "\n\n".join([super().render(), *([str(self.findings)] if self.findings else [])])
 
 
+class SlurmError(DdpilotError, RuntimeError):
+    """Slurm, or what was to be given to it, is not as needed. `field`: the field of `JobOptions` at fault, or ""."""
+
+    def __init__(self, did: str, *, found: str, fix: str = "", rank: int | None = None, field: str = "") -> None:
+        self.field = field
+        super().__init__(did, found=found, fix=fix, rank=rank)
+
+
 class LaunchInterrupted(KeyboardInterrupt):
     """Ctrl-C or the stop button ended a launch; the message reports how each rank ended. All ranks have exited."""
 

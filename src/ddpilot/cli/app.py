@@ -75,6 +75,14 @@ def run(context: typer.Context) -> None:
     raise typer.Exit(run_words(context.args, render_error, os.environ))
 
 
+@app.command(cls=_Raw, add_help_option=False)
+def slurm(context: typer.Context) -> None:
+    """Run a script as a Slurm job: show the job script, submit it, follow its output; follow, status, cancel."""
+    from ddpilot.cli.slurm_command import run_words
+
+    raise typer.Exit(run_words(context.args))
+
+
 @app.command()
 def topology(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,

@@ -24,6 +24,9 @@ WATCHED_VARIABLE = "DDPILOT_WATCHED"
 EXIT_REQUEUE = 75
 """Exit code of a rank that asks to be restarted, such as a Loop that saved a checkpoint: EX_TEMPFAIL of sysexits.h."""
 
+FAILURE_FILE_VARIABLE = "DDPILOT_FAILURE_FILE"
+"""Path where the first rank that raises in a Loop notes the update and the error; job scripts that requeue set it."""
+
 _LOOPBACK_INTERFACE = "lo" if sys.platform == "linux" else "lo0"
 _IMPORT_TIME_PREFIXES = (
     *("TORCH", "PYTORCH_", "ATEN_", "TRITON_", "CUDA_", "NPY_"),  # TORCH: TORCHDYNAMO_ and TORCHINDUCTOR_ too

@@ -47,6 +47,7 @@ from ddpilot.training.notices import locating, no_samples_error, user_line, warn
 from ddpilot.training.options import CheckpointOptions, check_numbers, naming_arguments
 from ddpilot.training.progress import Progress, WaitClock
 from ddpilot.training.resume.checkpointer import RunCheckpointer
+from ddpilot.training.resume.failure_note import note_failures
 from ddpilot.training.resume.position import RunPosition, describe_data
 from ddpilot.training.resume.tracked_state import TrackedState, has_state
 from ddpilot.training.step.accumulation import Accumulation
@@ -137,6 +138,7 @@ class Loop:
         self._checkpointer = RunCheckpointer(
             self.group, self._tracked, self._position, self._flags, self._updates.check_pending, options
         )
+        note_failures(functools.partial(getattr, self._position, "num_updates"))
         seed_all(seed)
 
     def _join(self) -> None:

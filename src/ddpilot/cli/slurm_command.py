@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ddpilot slurm``: render, submit and follow a job; ``follow``, ``status`` and ``cancel`` for one that is there."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ddpilot.errors import SlurmError, did_you_mean
+from ddpilot.option_parser import HelpRequested, OptionParser, parse_int
+from ddpilot.slurm.commands import cancel_job, check_script, read_job, submit_job
+from ddpilot.slurm.defaults import find_defaults, options_with_defaults
+from ddpilot.slurm.follow import describe_job, follow_job, summarize_job
+from ddpilot.slurm.records import JobRecord
+from ddpilot.slurm.script import render_job_script
+
+INTERRUPTED_STATUS = 130
+_DID = "reading the options of `ddpilot slurm`"
+
+_USAGE = """\
+ddpilot slurm SCRIPT [OPTIONS] -- [ARGUMENTS OF THE SCRIPT]...
+       ddpilot slurm follow JOBID
+       ddpilot slurm status JOBID
+       ddpilot slurm cancel JOBID"""
+
+_DESCRIPTION = """\
+Run a script as a Slurm job: show the job script, submit it, and follow its output. Ctrl-C leaves the job running.
+
+  ddpilot slurm train.py --nodes 2 --gpus-per-node 4 --time 2:00:00 --account X -- --epochs 90
+  ddpilot slurm train.py --nodes 2 --gpus-per-node 4 --dry-run > job.sh
+
+Defaults come from [slurm] in .ddpilot.toml, here or in a folder above or at home, or from [tool.ddpilot.slurm] in
+pyproject.toml. Further options of sbatch are passed through: write --name=value."""
+
+_OPTIONS: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
+    ("-N/--nodes", "N", parse_int, "number of nodes (1)"),
+    ("-n/--nproc-per-node/--ntasks-per-node", "N", parse_int, "ranks on each node (one per GPU, else 1)"),
+    (
+        "--launcher",
+        "NAME",
+        str,
+        "python (srun starts each rank), torchrun or ddpilot (one agent per node), auto (auto)",
+    ),
+    ("--gpus-per-node", "N", str, "GPUs on each node: a number, or TYPE:NUMBER"),
+    ("--gpus-per-task", "N", str, "GPUs of each task, for sites that require it"),
+    ("--gres", "LIST", str, "generic resources of each node, such as gpu:4"),
+    ("-c/--cpus-per-task", "N", parse_int, "cores of each task: of a rank, or of a node's agent and all its ranks"),
+    ("-t/--time", "TIME", str, "time limit: minutes, HH:MM:SS or D-HH:MM:SS"),
+    ("--mem", "SIZE", str, "memory of each node, such as 64G"),
+    ("--mem-per-cpu", "SIZE", str, "memory for each core"),
+    ("--mem-per-gpu", "SIZE", str, "memory for each GPU"),
+    ("-A/--account", "NAME", str, "account to charge"),
+    ("-p/--partition", "NAME", str, "partition"),
+    ("-q/--qos", "NAME", str, "quality of service"),
+    ("-C/--constraint", "LIST", str, "features that nodes must have"),
+    ("--reservation", "NAME", str, "reservation to run in"),
+    ("-w/--nodelist", "LIST", str, "nodes to use"),
+    ("-x/--exclude", "LIST", str, "nodes not to use"),
+    ("-J/--job-name", "NAME", str, "name of the job (the script's)"),
+    ("-D/--chdir", "DIR", str, "folder to run in (this one)"),
+    ("-o/--output", "FILE", str, "file for the output (slurm-%%j.out)"),
+    ("-e/--error", "FILE", str, "file for standard error (that of --output)"),
+    ("-a/--array", "LIST", str, "numbers of an array's tasks, such as 0-7"),
+    ("-d/--dependency", "LIST", str, "jobs to wait for, such as afterok:1234"),
+    ("-b/--begin", "TIME", str, "earliest start"),
+    ("--mail-type", "LIST", str, "events to send mail about, such as END,FAIL"),
+    ("--mail-user", "ADDRESS", str, "address for mail"),
+    ("--signal", "SIG@S", str, "signal before the time limit, such as USR1@120"),
+    ("--python", "PATH", str, "the interpreter on the nodes (python)"),
+    ("--venv", "DIR", str, "virtual environment on the nodes"),
+    ("--conda", "NAME", str, "conda environment"),
+    ("--container", "IMAGE", str, "image for `apptainer exec`"),
+    ("--container-image", "IMAGE", str, "image for srun's --container-image"),
+)
+"""Flags, placeholder, type and help of the options that are one field of `JobOptions`."""
+
+_VERBS = ("follow", "status", "cancel")
+
+
+class SlurmParser(OptionParser):
+    """The parser of the options of `ddpilot slurm`."""
+
+    def refuse(self, argument: str | None, message: str) -> SlurmError:
+        """Return the error for a wrong value."""
+        flag = next((each for each in (argument or "").split("/") if each.startswith("--")), "")
+        field = flag.lstrip("-").replace("-", "_")
+        fix = "`ddpilot slurm --help` has more"
+        return SlurmError(f"reading {flag}" if flag else _DID, found=message, fix=fix, field=field)
+
+    def refuse_unknown(self, words: Sequence[str]) -> SlurmError:
+        """Return the error for a word that belongs to no option."""
+        found = f"`{words[0]}` is neither the script nor an option's value"
+        fix = "Arguments of the script come after `--`; options of sbatch that are not listed are written --name=value"
+        return SlurmError(_DID, found=found, fix=fix)
+
+
+def make_parser() -> SlurmParser:
+    """Return the parser of a job's options. Names in its result are fields of `JobOptions`, and four of our own."""
+    parser = SlurmParser(
+        "ddpilot slurm",
+        usage=_USAGE,
+        description=_DESCRIPTION,
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=32, width=120),
+    )
+    parser.add_argument("target", metavar="SCRIPT", help="a Python script; with --module, the name of a module")
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, run as with `python -m`")
+    parser.add_argument("--dry-run", action="store_true", help="print the job script and do not submit it")
+    parser.add_argument(
+        "--test-only", action="store_true", help="have sbatch check the job script, and do not submit it"
+    )
+    parser.add_argument("--no-follow", dest="follow", action="store_false", help="submit, print the number and leave")
+    for names, metavar, read, text in _OPTIONS:
+        flags = names.split("/")
+        name = next(flag for flag in flags if flag.startswith("--")).lstrip("-").replace("-", "_")
+        parser.add_argument(*flags, dest=name, metavar=metavar, type=read, help=text)
+    parser.add_argument(
+        "--requeue", action="store_true", help="requeue the job when it is preempted or saved at --signal"
+    )
+    parser.add_argument("--exclusive", nargs="?", const=True, metavar="user", help="no other job on the nodes")
+    parser.add_argument("--uv", action="store_true", help="run with `uv run`")
+    parser.add_argument("--modules", metavar="NAME,NAME", type=_names, help="modules to load")
+    parser.add_argument(
+        "--env", metavar="NAME=VALUE", action="append", type=_pair, help="a variable to set; repeatable"
+    )
+    parser.add_argument("--setup", metavar="LINE", action="append", help="shell to run before the ranks; repeatable")
+    return parser
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.replace(",", " ").split())
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return name, value
+
+
+def read_words(words: Sequence[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the values in `words` by name, `extra` with options of sbatch, and the script's arguments."""
+    end = words.index("--") if "--" in words else len(words)
+    parser = make_parser()
+    try:
+        known, unknown = parser.parse_known_args(list(words[:end]))
+    except argparse.ArgumentError as error:
+        raise parser.refuse(error.argument_name, error.message) from error
+    values, extra = dict(vars(known)), dict[str, str | bool]()
+    for word in unknown:
+        flag, equals, value = word.partition("=")
+        if not flag.startswith("--"):
+            raise parser.refuse_unknown([word])
+        if guess := did_you_mean(flag, parser.flags, show="{}".format, cutoff=0.85):
+            name = flag.lstrip("-").replace("-", "_")
+            raise SlurmError(_DID, found=f"{flag} is not an option", fix=guess, field=name)
+        extra[flag.lstrip("-").replace("-", "_")] = value if equals else True
+    if extra:
+        values["extra"] = extra
+    if "env" in values:
+        values["env"] = dict(values["env"])
+    if "setup" in values:
+        values["setup"] = tuple(values["setup"])
+    return values, tuple(words[end + 1 :])
+
+
+def run_words(words: Sequence[str]) -> int:
+    """Execute ``ddpilot slurm`` with these words; returns the exit status: the job's if it is followed to its end.
+
+    Raises SlurmError if the words are invalid or Slurm refuses.
+    """
+    if not words:
+        print(make_parser().format_help(), end="")
+        return 2
+    if words[0] in _VERBS:
+        return _run_verb(words[0], words[1:])
+    try:
+        values, args = read_words(words)
+    except HelpRequested as helped:
+        print(helped, end="")
+        return 0
+    own = {name: values.pop(name, default) for name, default in (("module", False), ("follow", True))}
+    dry_run, test_only = values.pop("dry_run", False), values.pop("test_only", False)
+    target = values.pop("target")
+    options = options_with_defaults(values, Path.cwd(), Path.home())
+    _check_target(target, own["module"], Path(options.chdir or "."))
+    script = render_job_script(options, target, args, module=own["module"])
+    if dry_run:
+        print(script, end="")
+        return 0
+    if test_only:
+        print(check_script(script, folder=Path.cwd()))
+        return 0
+    _, source = find_defaults(Path.cwd(), Path.home())
+    print(script)
+    job_id = submit_job(script, folder=Path.cwd())
+    _note(f"submitted job {job_id}{f', with defaults from {source}' if source else ''}")
+    return _follow(job_id) if own["follow"] else 0
+
+
+def _check_target(target: str, module: bool, folder: Path) -> None:
+    if module or (folder / target).is_file():
+        return
+    if any(mark in target for mark in ("/", ".")) or not target.isalpha():
+        found = f"there is no file {target}{f' in {folder}' if str(folder) != '.' else ''}"
+    else:
+        found = f"{target!r} is neither a file nor one of {', '.join(_VERBS)}"
+    raise SlurmError(_DID, found=found, fix="Give the path of a Python script first, then options", field="target")
+
+
+def _run_verb(verb: str, words: Sequence[str]) -> int:
+    if len(words) != 1:
+        fix = f"Write ddpilot slurm {verb} 1234; a script of that name is ./{verb}"
+        raise SlurmError(_DID, found=f"`{shlex.join([verb, *words])}` has {len(words)} job numbers", fix=fix)
+    job_id = words[0]
+    if verb == "follow":
+        return _follow(job_id)
+    record = read_job(job_id)
+    if verb == "cancel" and record.phase != "done":
+        cancel_job(job_id)
+        print(f"job {job_id} is cancelled")
+        return 0
+    print(summarize_job(record) if record.phase == "done" else describe_job(record))
+    return 0
+
+
+def _follow(job_id: str) -> int:
+    try:
+        record, summary = follow_job(job_id, show=_show, note=_note)
+    except KeyboardInterrupt:
+        come_back = f"`ddpilot slurm follow {job_id}` follows it again, `ddpilot slurm cancel {job_id}` ends it"
+        _note(f"job {job_id} goes on without this command: {come_back}")
+        return INTERRUPTED_STATUS
+    _note(str(summary))
+    return _status(record)
+
+
+def _status(record: JobRecord) -> int:
+    if record.state == "COMPLETED":
+        return 0
+    return record.exitcode or (128 + record.exit_signal if record.exit_signal else 1)
+
+
+def _show(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _note(line: str) -> None:
+    print(f"ddpilot: {line}", file=sys.stderr, flush=True)

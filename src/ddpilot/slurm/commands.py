@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Call Slurm's commands: sbatch, scontrol, sacct and scancel. Each failure is a SlurmError with Slurm's own words."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ddpilot.errors import SlurmError
+from ddpilot.slurm.records import SACCT_FIELDS, JobRecord, parse_sacct, parse_scontrol
+
+_TIMEOUT_S = 60.0
+
+
+def submit_job(script: str, *, folder: Path, options: Sequence[str] = ()) -> str:
+    """Give a job script to sbatch, in `folder`; returns the job's number. Raises SlurmError with what sbatch says.
+
+    `options`: further options of sbatch.
+    """
+    done = _call(["sbatch", "--parsable", *options], "submitting the job", stdin=script, folder=folder)
+    if done.returncode != 0:
+        fix = "Correct the field that it names; `--dry-run` prints the script without submitting it"
+        raise SlurmError("submitting the job", found=f"sbatch said: {_words(done)}", fix=fix)
+    return done.stdout.strip().partition(";")[0]  # with the cluster's name after it, where there are several
+
+
+def check_script(script: str, *, folder: Path) -> str:
+    """Have sbatch check a script without submitting it; what it says about the start. Raises SlurmError."""
+    done = _call(["sbatch", "--test-only"], "checking the job script", stdin=script, folder=folder)
+    if done.returncode != 0:
+        raise SlurmError("checking the job script", found=f"sbatch said: {_words(done)}")
+    return _words(done)
+
+
+def read_job(job_id: str) -> JobRecord:
+    """Return what Slurm reports about a job: by scontrol, or by sacct once slurmctld has forgotten it.
+
+    Raises SlurmError if both know nothing. Of an array, its first task that is not done, else the last one.
+    """
+    did = f"looking up job {job_id}"
+    if not re.fullmatch(r"\d+(_\d+)?", job_id):
+        fix = "Give its number, as sbatch and `squeue --me` print it"
+        raise SlurmError(did, found=f"{job_id!r} is not the number of a job", fix=fix)
+    done = _call(["scontrol", "--oneliner", "show", "job", job_id], did)
+    records = parse_scontrol(done.stdout)
+    if done.returncode != 0 or not records:
+        records = tuple(each for each in read_accounting(job_id) if "." not in each.job_id)
+    if not records:
+        fix = "See `squeue --me`; without accounting, Slurm forgets a job minutes after its end (MinJobAge)"
+        raise SlurmError(did, found=_words(done) or "Slurm does not know it", fix=fix)
+    return next((each for each in records if each.phase != "done"), records[-1])
+
+
+def read_accounting(job_id: str) -> tuple[JobRecord, ...]:
+    """Return what sacct reports about a job and its steps; nothing if the site keeps no accounts."""
+    fields = f"--format={','.join(SACCT_FIELDS)}"
+    done = _call(["sacct", "--parsable2", "--noheader", f"--jobs={job_id}", fields], f"looking up job {job_id}")
+    return parse_sacct(done.stdout) if done.returncode == 0 else ()
+
+
+def estimate_start(record: JobRecord) -> JobRecord:
+    """`record` with the start that the scheduler expects, which scontrol alone often does not know."""
+    if record.start:
+        return record
+    done = _call(["squeue", "--start", "--noheader", "--format=%S", f"--jobs={record.job_id}"], "looking up the start")
+    start = done.stdout.strip().partition("\n")[0]
+    return replace(record, start=start) if re.match(r"\d{4}-", start) else record
+
+
+def cancel_job(job_id: str) -> None:
+    """Cancel a job. Raises SlurmError if Slurm refuses."""
+    did = f"cancelling job {job_id}"
+    done = _call(["scancel", job_id], did)
+    if done.returncode != 0 or done.stderr.strip():
+        raise SlurmError(did, found=f"scancel said: {_words(done)}")
+
+
+def _call(
+    words: Sequence[str], did: str, *, stdin: str | None = None, folder: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            words,
+            input=stdin if stdin is not None else "",
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
+    except FileNotFoundError:
+        fix = "Run it on a login node of the cluster, with Slurm's commands on PATH (often: module load slurm)"
+        raise SlurmError(did, found=f"no command {words[0]}: Slurm is not installed here", fix=fix) from None
+    except subprocess.TimeoutExpired:
+        found = f"{words[0]} gave no answer in {_TIMEOUT_S:g} s"
+        raise SlurmError(did, found=found, fix="Slurm's controller may be busy or down: see `scontrol ping`") from None
+
+
+def _words(done: subprocess.CompletedProcess[str]) -> str:
+    """What a command said, in one line and without its name in front."""
+    text = (done.stderr.strip() or done.stdout.strip()) or f"nothing, exit status {done.returncode}"
+    lines = [re.sub(r"^\w+: (error: )?", "", line).strip() for line in text.splitlines()]
+    return "; ".join(line for line in lines if line)

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Follow a job from any state to its end: why it is pending, its output as it is written, and why it ended."""
+
+from __future__ import annotations
+
+import codecs
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ddpilot.slurm.commands import estimate_start, read_accounting, read_job
+from ddpilot.slurm.exit_summary import ExitSummary, summarize_exit
+from ddpilot.slurm.records import JobRecord
+
+LOOK_S = 2.0
+"""Seconds between two questions to Slurm about the job's state."""
+_READ_S = 0.2
+_LATE_S = 5.0
+"""Seconds that output may come after the job's end, over a network file system."""
+_TAIL_BYTES = 65_536
+_REASONS = {
+    "Priority": "jobs of higher priority are in front",
+    "Resources": "it waits for nodes to be free",
+    "Dependency": "it waits for a different job",
+    "BeginTime": "its begin time has not come; requeued jobs wait two minutes",
+    "QOSMaxJobsPerUserLimit": "you have as many jobs running as your QOS allows",
+    "AssocGrpGRES": "your account uses all GPUs that it may",
+    "JobHeldUser": "it is held: scontrol release",
+    "JobHeldAdmin": "an administrator holds it",
+    "ReqNodeNotAvail": "a node that it needs is down or reserved",
+    "PartitionTimeLimit": "its time limit is over the partition's: it will never start",
+    "DependencyNeverSatisfied": "the job that it waits for failed: it will never start",
+    "launch failed requeued held": "it could not be launched, and is held: scontrol release",
+}
+
+
+def describe_job(record: JobRecord) -> str:
+    """One line: its state, why it waits and when it should start, or where it runs."""
+    head = f"job {record.job_id} is {record.state.lower().replace('_', ' ')}"
+    if record.phase == "pending":
+        words = _REASONS.get(record.reason.partition(",")[0], "")
+        reason = f": {record.reason}{f' ({words})' if words else ''}" if record.reason else ""
+        return f"{head}{reason}{f', expected to start at {record.start}' if record.start else ''}"
+    if record.phase == "running":
+        where = f" on {record.nodes}" if record.nodes else ""
+        limit = f", time limit {record.time_limit}" if record.time_limit else ""
+        return f"{head}{where} since {record.start or 'now'}{limit}"
+    return head
+
+
+@dataclass
+class _Output:
+    """The end of a file that grows."""
+
+    show: Callable[[str], None]
+    path: Path | None = None
+    offset: int = 0
+    tail: bytes = b""
+    decoder: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
+
+    def read(self) -> bool:
+        """Show what is new; False if nothing is."""
+        if self.path is None:
+            return False
+        try:
+            with open(self.path, "rb") as file:
+                if file.seek(0, 2) < self.offset:
+                    self.offset = 0  # a requeued job began it again
+                file.seek(self.offset)
+                new = file.read()
+        except OSError:  # not yet there
+            return False
+        if new:
+            self.offset += len(new)
+            self.tail = (self.tail + new)[-_TAIL_BYTES:]
+            self.show(self.decoder.decode(new))
+        return bool(new)
+
+
+def follow_job(
+    job_id: str, *, show: Callable[[str], None], note: Callable[[str], None], look_s: float = LOOK_S
+) -> tuple[JobRecord, ExitSummary]:
+    """Follow a job to its end. `show` gets its output as it comes, `note` lines about its state when that changes.
+
+    Returns the last record and why it ended. Raises SlurmError if Slurm does not know the job.
+    """
+    output, said = _Output(show), ""
+    record = read_job(job_id)
+    next_look_s = time.monotonic() + look_s
+    while True:
+        if record.phase == "pending":
+            record = estimate_start(record)
+        if record.phase != "done" and (line := describe_job(record)) != said:
+            note(line)
+            said = line
+        if record.output and record.phase != "pending":
+            output.path = Path(record.output)
+        if record.phase == "done":
+            break
+        while time.monotonic() < next_look_s:
+            output.read()
+            time.sleep(min(_READ_S, look_s))
+        record = read_job(job_id)
+        next_look_s = time.monotonic() + look_s
+    _read_rest(output)
+    return record, summarize_job(record, output.tail.decode(errors="replace"))
+
+
+def _read_rest(output: _Output) -> None:
+    """Show what comes after the job's end: a network file system may show it late."""
+    end_s = time.monotonic() + (_LATE_S if output.path is not None and not output.path.exists() else 2 * _READ_S)
+    while output.read() or time.monotonic() < end_s:
+        time.sleep(_READ_S / 2)
+
+
+def summarize_job(record: JobRecord, output: str | None = None) -> ExitSummary:
+    """Return why a job ended. `output`: the end of its output; None: read here."""
+    if output is None:
+        output = _tail_of(Path(record.output)) if record.output else ""
+    notes = [Path(record.folder) / f"slurm-{record.number}.failure{end}" for end in ("", ".before")]
+    failure = next((_tail_of(path) for path in notes if path.is_file()), "") if record.state != "COMPLETED" else ""
+    return summarize_exit(record, steps=read_accounting(record.job_id), output=output, failure=failure)
+
+
+def _tail_of(path: Path) -> str:
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`JobRecord`: what Slurm reports about a job, parsed from the output of scontrol and sacct.
+
+Their text is the same in all versions of Slurm, unlike the JSON of squeue, and needs no plugin of the site.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+Phase = Literal["pending", "running", "done"]
+
+_PENDING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+_RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
+_UNSET = ("", "(null)", "Unknown", "None", "N/A", "None assigned")
+SACCT_FIELDS = (
+    *("JobID", "JobName", "State", "ExitCode", "Reason", "NodeList", "NNodes", "NTasks", "Start", "End", "Elapsed"),
+    *("Timelimit", "MaxRSS", "ReqMem"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRecord:
+    """A job, an array's task or a step, as Slurm reports it. Texts are "" if Slurm reports nothing."""
+
+    job_id: str
+    """Number, for a task of an array as in "12_3", for a step as in "12.0" or "12.batch"."""
+    state: str
+    """Slurm's word, such as PENDING, RUNNING or OUT_OF_MEMORY."""
+    name: str = ""
+    """Name of the job or step."""
+    reason: str = ""
+    """Why it is pending, or why it ended as it did."""
+    nodes: str = ""
+    """List of its nodes, such as "n[1-4]"."""
+    start: str = ""
+    """Start, or the estimate while it is pending, as Slurm writes it."""
+    end: str = ""
+    """End."""
+    run_time: str = ""
+    """Time that it has run, such as "00:12:03"."""
+    time_limit: str = ""
+    """Time limit, such as "02:00:00"."""
+    exitcode: int = 0
+    """Exit code of the job script or step."""
+    exit_signal: int = 0
+    """Signal that ended it, or 0."""
+    num_restarts: int = 0
+    """Times that it was requeued."""
+    output: str = ""
+    """Path of its output."""
+    folder: str = ""
+    """Folder that it runs in."""
+    number: str = ""
+    """SLURM_JOB_ID in the job: for a task of an array it differs from `job_id`."""
+    memory: str = ""
+    """Memory that was asked for; for a step, the most that a task of it used."""
+
+    @property
+    def phase(self) -> Phase:
+        """Whether it waits, runs (or is just ending), or is done."""
+        return "pending" if self.state in _PENDING else "running" if self.state in _RUNNING else "done"
+
+
+def parse_scontrol(text: str) -> tuple[JobRecord, ...]:
+    """Parse ``scontrol --oneliner show job``: a record for each line with a job."""
+    return tuple(_record(_pairs(line)) for line in text.splitlines() if "JobId=" in line)
+
+
+def _pairs(line: str) -> dict[str, str]:
+    """The fields of a line; values may have blanks, names begin with a capital."""
+    parts = re.split(r"(?:^|\s)([A-Z][A-Za-z:/]*)=", line)
+    pairs: dict[str, str] = {}
+    for name, value in zip(parts[1::2], parts[2::2], strict=True):
+        pairs.setdefault(name, value.strip())
+    return pairs
+
+
+def _record(pairs: dict[str, str]) -> JobRecord:
+    code, signal = _exit(pairs.get("ExitCode", ""))
+    array, task = pairs.get("ArrayJobId", ""), pairs.get("ArrayTaskId", "")
+    restarts = pairs.get("Restarts", "")
+    return JobRecord(
+        job_id=f"{array}_{task}" if array and task else pairs["JobId"],
+        state=pairs.get("JobState", ""),
+        name=_text(pairs.get("JobName")),
+        reason=_text(pairs.get("Reason")),
+        nodes=_text(pairs.get("NodeList")),
+        start=_text(pairs.get("StartTime")),
+        end=_text(pairs.get("EndTime")),
+        run_time=_text(pairs.get("RunTime")),
+        time_limit=_text(pairs.get("TimeLimit")),
+        exitcode=code,
+        exit_signal=signal,
+        num_restarts=int(restarts) if restarts.isdecimal() else 0,
+        output=_text(pairs.get("StdOut")),
+        folder=_text(pairs.get("WorkDir")),
+        number=pairs["JobId"],
+        memory=_text(pairs.get("MinMemoryNode") or pairs.get("MinMemoryCPU")),
+    )
+
+
+def parse_sacct(text: str) -> tuple[JobRecord, ...]:
+    """Parse ``sacct --parsable2 --noheader --format=`` with `SACCT_FIELDS`: the job, then its steps."""
+    records = []
+    for line in text.splitlines():
+        values = dict(zip(SACCT_FIELDS, line.split("|"), strict=False))
+        if len(values) < len(SACCT_FIELDS):
+            continue
+        code, signal = _exit(values["ExitCode"])
+        is_step = "." in values["JobID"]
+        records.append(
+            JobRecord(
+                job_id=values["JobID"],
+                state=values["State"].partition(" ")[0].rstrip("+"),
+                name=values["JobName"],
+                reason=_text(values["Reason"]),
+                nodes=_text(values["NodeList"]),
+                start=_text(values["Start"]),
+                end=_text(values["End"]),
+                run_time=values["Elapsed"],
+                time_limit=values["Timelimit"],
+                exitcode=code,
+                exit_signal=signal,
+                memory=values["MaxRSS" if is_step else "ReqMem"],
+            )
+        )
+    return tuple(records)
+
+
+def _exit(text: str) -> tuple[int, int]:
+    """Exit code and signal in Slurm's "CODE:SIGNAL"."""
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def _text(value: str | None) -> str:
+    return "" if value is None or value in _UNSET else value

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs that the tests here run as jobs, and the command that submits them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+DDPILOT = (sys.executable, "-m", "ddpilot", "slurm")
+PYTHON = ("--python", sys.executable)
+
+TRAIN = """
+import os, sys, time
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import ddpilot
+
+torch.set_default_dtype(torch.float64)
+fail_after, pause_s = int(sys.argv[1]), float(sys.argv[2])
+with ddpilot.init_group("gloo"):
+    torch.manual_seed(0)
+    loop = ddpilot.Loop(seed=0, checkpoint_dir="ckpt", progress=False)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
+    model, optimizer = loop.prepare(model, torch.optim.Adam(model.parameters(), lr=0.01))
+    generator = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.rand(240, 8, generator=generator), torch.rand(240, 1, generator=generator))
+    loader = loop.shard(DataLoader(data, batch_size=12, shuffle=True))
+    for epoch in loop.epochs(3):
+        for x, y in loop.batches(loader):
+            if loop.num_updates == fail_after and loop.rank == loop.world_size - 1:
+                raise ValueError("bad sample 17")
+            loss = torch.nn.functional.mse_loss(model(x), y)
+            loop.backward(loss)
+            loop.step(optimizer)
+            value = loop.reduce(loss).item()
+            if loop.rank == 0:
+                with open("losses", "a") as file:
+                    print(loop.num_updates, value.hex(), loop.world_size, file=file, flush=True)
+            time.sleep(pause_s)
+    loop.print("trained", loop.num_updates, flush=True)
+"""
+"""60 updates; arguments: number of updates after which the last rank raises (-1: never), seconds to pause in each."""
+
+
+def losses(folder: Path) -> dict[int, str]:
+    """The loss of each update, as a hexadecimal float; AssertionError if an update was made twice."""
+    rows = [line.split() for line in (folder / "losses").read_text().splitlines()]
+    found = {int(number): value for number, value, _ in rows}
+    assert len(found) == len(rows), f"updates were made twice: {[row[0] for row in rows]}"
+    return found

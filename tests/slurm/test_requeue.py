@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs that are requeued on a real Slurm: by a signal, by preemption, after a lost node, and not for the same error."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.dist.launching.scripts import wait_until
+from tests.slurm.cluster import Cluster
+from tests.slurm.jobs import DDPILOT, PYTHON, TRAIN, losses
+
+
+def submit(cluster: Cluster, folder: Path, *options: str, fail_after: int = -1, pause_s: float = 0.0) -> str:
+    """Submit the training as a job of two nodes; its number."""
+    folder.mkdir(exist_ok=True)
+    (folder / "train.py").write_text(TRAIN)
+    words = (*DDPILOT, "train.py", "--nodes=2", "--requeue", *PYTHON, "--no-follow", "--output=out", *options)
+    done = cluster.run(*words, "--", fail_after, pause_s, cwd=folder, OMP_NUM_THREADS="1")
+    found = re.search(r"submitted job (\d+)", done.stderr)
+    assert found is not None, done.stderr
+    return found[1]
+
+
+def num_losses(folder: Path) -> int:
+    """Updates whose loss was written so far."""
+    path = folder / "losses"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+@pytest.fixture(scope="module")
+def straight(cluster_of_module: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    """The losses of a job that nothing happens to."""
+    folder = tmp_path_factory.mktemp("straight")
+    job_id = submit(cluster_of_module, folder)
+    assert cluster_of_module.wait_for(job_id, ("COMPLETED", "FAILED")) == "COMPLETED", (folder / "out").read_text()
+    found = losses(folder)
+    assert sorted(found) == list(range(1, 61))
+    return found
+
+
+def test_job_saves_at_the_signal_and_goes_on_exactly(
+    cluster: Cluster, tmp_path: Path, straight: dict[int, str]
+) -> None:
+    """USR1 ends it with 75 after a checkpoint, the script requeues it, and all losses are those of a straight run."""
+    job_id = submit(cluster, tmp_path, pause_s=0.05)
+    wait_until(lambda: num_losses(tmp_path) >= 10)
+    cluster.run("scancel", "--signal=USR1", job_id)
+    cluster.wait_for(job_id, ("PENDING",))
+    assert cluster.wait_for(job_id, ("COMPLETED", "FAILED")) == "COMPLETED", (tmp_path / "out").read_text()
+    text = (tmp_path / "out").read_text()
+    assert "exit code 75: job" in text
+    assert losses(tmp_path) == straight
+
+
+def test_job_that_fails_twice_at_the_same_update_is_not_requeued_again(cluster: Cluster, tmp_path: Path) -> None:
+    """An error of a rank is tried once more; the same one at the same update ends the job, and the reason is said."""
+    job_id = submit(cluster, tmp_path, fail_after=7)
+    wait_until(lambda: "is requeued" in (tmp_path / "out").read_text() if (tmp_path / "out").exists() else False)
+    assert cluster.wait_for(job_id, ("COMPLETED", "FAILED")) == "FAILED"
+    text = (tmp_path / "out").read_text()
+    assert text.count("is requeued") == 1
+    assert (
+        "not requeued: the same error came at the same update twice: after 7 updates: ValueError: bad sample 17" in text
+    )
+    done = cluster.run(*DDPILOT, "status", job_id, cwd=tmp_path)
+    assert "first failure: after 7 updates: ValueError: bad sample 17" in done.stdout
+    assert "requeued 1x before" in done.stdout
