@@ -215,7 +215,7 @@ class Cluster:
             self._signal(name, signal.SIGTERM)
         if self._keeper is not None:
             with suppress(subprocess.TimeoutExpired):
-                self._keeper.communicate("wait\n", timeout=_GONE_S)
+                self._keeper.communicate("exec 2>/dev/null; wait\n", timeout=_GONE_S)
             for name in ("slurmctld", "munged"):
                 self._signal(name, signal.SIGKILL)
             self._keeper.wait(_GONE_S)

@@ -6,11 +6,14 @@ from __future__ import annotations
 import os
 import re
 import sys
+import time
 from collections.abc import Callable
 from types import TracebackType
 
+from ddpilot.launching.exception_report import is_victim
 from ddpilot.launching.rank_environment import FAILURE_FILE_VARIABLE
 
+_VICTIM_WAIT_S = 2.0
 _MAX_CHARACTERS = 500
 _ADDRESS = re.compile(r"0x[0-9a-f]{4,}")
 
@@ -18,8 +21,9 @@ _ADDRESS = re.compile(r"0x[0-9a-f]{4,}")
 def note_failures(num_updates: Callable[[], int]) -> None:
     """From now on, an exception that ends this process is noted in the file that `FAILURE_FILE_VARIABLE` names, if any.
 
-    Only the first rank of the job that raises writes it: the errors of the others follow from its exit. `num_updates`:
-    returns the number of updates made so far. Not collective.
+    Only the first rank of the job that raises writes it. A rank that lost its connection to a different rank does not,
+    and waits a moment before it exits, since srun then ends the rank that has the cause. `num_updates`: returns the
+    number of updates made so far. Not collective.
     """
     path = os.environ.get(FAILURE_FILE_VARIABLE)
     if not path:
@@ -27,7 +31,9 @@ def note_failures(num_updates: Callable[[], int]) -> None:
     theirs, pid = sys.excepthook, os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if os.getpid() == pid and not isinstance(error, KeyboardInterrupt):
+        if os.getpid() == pid and is_victim(error):
+            _await_note(path)
+        elif os.getpid() == pid and not isinstance(error, KeyboardInterrupt):
             _write_once(path, render_failure(num_updates(), error))
         theirs(kind, error, trace)
 
@@ -38,6 +44,12 @@ def render_failure(num_updates: int, error: BaseException) -> str:
     """One line that is the same if the same error comes at the same update again."""
     message = " ".join(_ADDRESS.sub("0x...", str(error)).split())[:_MAX_CHARACTERS]
     return f"after {num_updates} updates: {type(error).__name__}{f': {message}' if message else ''}\n"
+
+
+def _await_note(path: str) -> None:
+    end_s = time.monotonic() + _VICTIM_WAIT_S
+    while not os.path.exists(path) and time.monotonic() < end_s:
+        time.sleep(0.05)
 
 
 def _write_once(path: str, text: str) -> None:
