@@ -90,9 +90,8 @@ def _head(options: JobOptions, target: str) -> Iterator[str]:
     num = options.num_ranks_per_node
     yield "#!/bin/bash"
     yield f"# {_one_line(target)} on {_count(options.nodes * num, 'rank')}: {_count(options.nodes, 'node')} x {num}."
-    yield "# Made by `ddpilot slurm`; submit it with `sbatch`. The nodes need no `ddpilot` command for it."
-    if options.ranks_by == "ddpilot":
-        yield "# Except that here `ddpilot run` is what starts the ranks of a node."
+    needs = "needs ddpilot on the nodes" if options.ranks_by == "ddpilot" else "needs no ddpilot command on the nodes"
+    yield f"# Made by `ddpilot slurm`, and {needs}: sbatch submits it."
     for name, value in _directives(options, target):
         yield f"#SBATCH --{name}" + (f"={_value(value)}" if value is not True else "")
     yield ""
@@ -180,7 +179,7 @@ def _command(options: JobOptions, target: str, args: Sequence[str], module: bool
 def _launch(options: JobOptions, command_lines: Sequence[str]) -> str:
     """The srun line, with what each task does before it starts Python."""
     srun = ["srun", "--kill-on-bad-exit=1"]
-    if options.nodes * (options.num_ranks_per_node if options.ranks_by == "python" else 1) > 1:
+    if _num_tasks(options) > 1:
         srun.append("--label")
     if options.gpus_per_task:
         srun.append("--gpu-bind=none")
@@ -207,10 +206,16 @@ def _launch(options: JobOptions, command_lines: Sequence[str]) -> str:
 
 
 def _comment(options: JobOptions) -> str:
+    labels = ", whose number is in front of its lines" if _num_tasks(options) > 1 else ""
     if options.ranks_by == "python":
-        return "# One task per rank, whose number is in front of its lines. If a rank fails, srun ends all of them."
+        return f"# One task per rank{labels}. If a rank fails, srun ends all of them."
     agent = "torchrun" if options.ranks_by == "torchrun" else "`ddpilot run`"
     return f"# One {agent} per node, which starts the ranks of its node. If one fails, srun ends all of them."
+
+
+def _num_tasks(options: JobOptions) -> int:
+    """Tasks that srun starts."""
+    return options.nodes * (options.num_ranks_per_node if options.ranks_by == "python" else 1)
 
 
 def _value(value: str | bool) -> str:

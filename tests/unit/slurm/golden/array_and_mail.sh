@@ -1,0 +1,40 @@
+#!/bin/bash
+# train.py on 2 ranks: 2 nodes x 1.
+# Made by `ddpilot slurm`, and needs no ddpilot command on the nodes: sbatch submits it.
+#SBATCH --job-name=sweep
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --constraint=fake
+#SBATCH --nodelist=n[1-2]
+#SBATCH --exclude=n3
+#SBATCH --chdir=/tmp
+#SBATCH --error=logs/%A_%a.err
+#SBATCH --array=0-3%2
+#SBATCH --dependency=afterany:1
+#SBATCH --begin=now+1hour
+#SBATCH --mail-type=END,FAIL
+#SBATCH --mail-user=me@example.org
+#SBATCH --output=logs/%A_%a.out
+#SBATCH --signal=B:USR1@30
+#SBATCH --comment="a \"b\" c"
+#SBATCH --spread-job
+#SBATCH --nice=10
+
+set -e -o pipefail
+
+# All ranks meet at the first node; the port comes from the job's number, so that jobs on one node do not collide.
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))
+export MASTER_ADDR MASTER_PORT
+
+# One task per rank, whose number is in front of its lines. If a rank fails, srun ends all of them.
+# shellcheck disable=SC2016 # what is in quotes is for the shell of each task
+srun --kill-on-bad-exit=1 --label bash -c '
+  # gloo takes the interface of the host name, which on many nodes is loopback: take the one of the default route.
+  while read -r name to _; do
+    [ "$to" != 00000000 ] || export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$name}"
+  done </proc/net/route
+  export RANK="$SLURM_PROCID" WORLD_SIZE="$SLURM_NTASKS" LOCAL_RANK="$SLURM_LOCALID"
+  export LOCAL_WORLD_SIZE=1 GROUP_RANK="$SLURM_NODEID" GROUP_WORLD_SIZE="$SLURM_NNODES"
+  exec "$@"' task \
+  python -u train.py --epochs 90 --name "it's" --glob '*.pt'

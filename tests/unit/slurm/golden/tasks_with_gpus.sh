@@ -1,0 +1,28 @@
+#!/bin/bash
+# train.py on 4 ranks: 2 nodes x 2.
+# Made by `ddpilot slurm`, and needs no ddpilot command on the nodes: sbatch submits it.
+#SBATCH --job-name=train
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=2
+#SBATCH --gpus-per-task=1
+#SBATCH --output=slurm-%j.out
+
+set -e -o pipefail
+
+# All ranks meet at the first node; the port comes from the job's number, so that jobs on one node do not collide.
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))
+export MASTER_ADDR MASTER_PORT
+
+# One task per rank, whose number is in front of its lines. If a rank fails, srun ends all of them.
+# Every rank sees all GPUs of its node and takes number LOCAL_RANK.
+# shellcheck disable=SC2016 # what is in quotes is for the shell of each task
+srun --kill-on-bad-exit=1 --label --gpu-bind=none bash -c '
+  # gloo takes the interface of the host name, which on many nodes is loopback: take the one of the default route.
+  while read -r name to _; do
+    [ "$to" != 00000000 ] || export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$name}"
+  done </proc/net/route
+  export RANK="$SLURM_PROCID" WORLD_SIZE="$SLURM_NTASKS" LOCAL_RANK="$SLURM_LOCALID"
+  export LOCAL_WORLD_SIZE=2 GROUP_RANK="$SLURM_NODEID" GROUP_WORLD_SIZE="$SLURM_NNODES"
+  exec "$@"' task \
+  python -u train.py --epochs 90 --name "it's" --glob '*.pt'
