@@ -47,6 +47,7 @@ TASKS = (
         "[Quickstart](quickstart.md), [`ddpilot run`](run.md)",
         ("launch", "Launcher", "RankResults", "run_script", "RunOptions"),
     ),
+    Task("Run on a Slurm cluster", "[Slurm](slurm.md)", ("SlurmLauncher", "SlurmJob", "JobOptions")),
     Task("Keep ranks in a session", "[Magics](magics.md)", ("Session", "SessionOptions", "CellResult")),
     Task(
         "Process group and rank",
@@ -105,7 +106,7 @@ TASKS = (
     ),
     Task("Integrate a library", "[Apps](apps.md), [Lightning](lightning.md)", ("App", "AppContext")),
 )
-RETURNED = ("Diagnosis", "Group", "RankResults", "Run", "Verification")
+RETURNED = ("Diagnosis", "Group", "RankResults", "Run", "SlurmJob", "Verification")
 """Classes whose objects ddpilot creates: their arguments are not shown."""
 
 

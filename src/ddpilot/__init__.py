@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         RemoteRankError,
         RendezvousError,
         ShipError,
+        SlurmError,
         TopologyError,
         WatchError,
     )
@@ -64,6 +65,8 @@ if TYPE_CHECKING:
     from ddpilot.session.apps import App, AppContext
     from ddpilot.session.options import SessionOptions
     from ddpilot.session.session import CellResult, Session
+    from ddpilot.slurm.launcher import SlurmJob, SlurmLauncher
+    from ddpilot.slurm.options import JobOptions
     from ddpilot.trainer.callback import Callback
     from ddpilot.trainer.history import History
     from ddpilot.trainer.run import Run
@@ -100,6 +103,7 @@ _HOMES = {
     "Group": "ddpilot.group.process_group",
     "GroupError": "ddpilot.errors",
     "History": "ddpilot.trainer.history",
+    "JobOptions": "ddpilot.slurm.options",
     "JointTry": "ddpilot.training.coordination.out_of_memory",
     "Journal": "ddpilot.record.journal",
     "LaunchError": "ddpilot.errors",
@@ -126,6 +130,9 @@ _HOMES = {
     "Session": "ddpilot.session.session",
     "SessionOptions": "ddpilot.session.options",
     "ShipError": "ddpilot.errors",
+    "SlurmError": "ddpilot.errors",
+    "SlurmJob": "ddpilot.slurm.launcher",
+    "SlurmLauncher": "ddpilot.slurm.launcher",
     "Topology": "ddpilot.environments.topology",
     "TopologyError": "ddpilot.errors",
     "Trainer": "ddpilot.trainer.trainer",
@@ -184,6 +191,7 @@ __all__ = [
     "Group",
     "GroupError",
     "History",
+    "JobOptions",
     "JointTry",
     "Journal",
     "LaunchError",
@@ -210,6 +218,9 @@ __all__ = [
     "Session",
     "SessionOptions",
     "ShipError",
+    "SlurmError",
+    "SlurmJob",
+    "SlurmLauncher",
     "Topology",
     "TopologyError",
     "Trainer",

@@ -295,13 +295,17 @@ class Cluster:
 
     # Commands and jobs
 
+    def environ(self) -> dict[str, str]:
+        """The variables of this process, with those of the cluster."""
+        return os.environ | self.variables
+
     def run(
         self, *words: object, check: bool = True, cwd: Path | None = None, timeout_s: float = 60.0, **environ: str
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on the login node to its end; with `check`, RuntimeError with its output if it fails."""
         done = subprocess.run(
             list(map(str, words)),
-            env=os.environ | self.variables | environ,
+            env=self.environ() | environ,
             cwd=cwd,
             capture_output=True,
             text=True,

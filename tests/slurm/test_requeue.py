@@ -68,3 +68,49 @@ def test_job_that_fails_twice_at_the_same_update_is_not_requeued_again(cluster: 
     done = cluster.run(*DDPILOT, "status", job_id, cwd=tmp_path)
     assert "first failure: after 7 updates: ValueError: bad sample 17" in done.stdout
     assert "requeued 1x before" in done.stdout
+
+
+def test_preempted_job_saves_and_goes_on_exactly(cluster: Cluster, tmp_path: Path, straight: dict[int, str]) -> None:
+    """SIGTERM from a job with priority: the ranks save within the grace time, and go on when the nodes are free."""
+    job_id = submit(cluster, tmp_path, "--nodes=2", "--exclusive", "--partition=low", "--nodelist=n[1-2]", pause_s=0.05)
+    wait_until(lambda: num_losses(tmp_path) >= 10)
+    urgent = ("--partition=urgent", "--exclusive", "--nodelist=n[1-2]", "--nodes=2", "--output=/dev/null")
+    cluster.run("sbatch", *urgent, "--wrap", "true")
+    cluster.wait_for(job_id, ("PENDING",))
+    assert cluster.wait_for(job_id, ("COMPLETED", "FAILED")) == "COMPLETED", (tmp_path / "out").read_text()
+    assert losses(tmp_path) == straight
+
+
+def test_job_goes_on_after_a_lost_node_from_its_last_checkpoint(
+    cluster: Cluster, tmp_path: Path, straight: dict[int, str]
+) -> None:
+    """Slurm requeues it on other nodes; it resumes at the end of the last epoch, with the same losses from there."""
+    job_id = submit(cluster, tmp_path, "--nodelist=n[1-2]", pause_s=0.05)
+    wait_until(lambda: num_losses(tmp_path) >= 25)
+    cluster.kill_node("n2")
+    cluster.wait_for(job_id, ("PENDING",))
+    cluster.mend("n2")
+    cluster.start_node("n2")
+    assert cluster.wait_for(job_id, ("COMPLETED", "FAILED"), limit_s=100) == "COMPLETED", (tmp_path / "out").read_text()
+    rows = [line.split() for line in (tmp_path / "losses").read_text().splitlines()]
+    again = next(i for i in range(1, len(rows)) if int(rows[i][0]) <= int(rows[i - 1][0]))
+    assert int(rows[again][0]) == 21
+    assert all(straight[int(number)] == value for number, value, _ in rows)
+
+
+def test_requeued_job_goes_on_with_another_number_of_nodes(
+    cluster: Cluster, tmp_path: Path, straight: dict[int, str]
+) -> None:
+    """Two ranks until the signal, one after it: the same losses but for rounding, as dropout is off."""
+    del straight
+    folder = tmp_path / "both"
+    job_id = submit(cluster, folder, pause_s=0.05)
+    wait_until(lambda: num_losses(folder) >= 10)
+    cluster.run("scancel", "--signal=USR1", job_id)
+    cluster.wait_for(job_id, ("PENDING",))
+    cluster.run("scontrol", "update", f"JobId={job_id}", "NumNodes=1", "NumTasks=1")
+    assert cluster.wait_for(job_id, ("COMPLETED", "FAILED")) == "COMPLETED", (folder / "out").read_text()
+    rows = [line.split() for line in (folder / "losses").read_text().splitlines()]
+    assert [int(row[0]) for row in rows] == list(range(1, 61))
+    assert {row[2] for row in rows[:10]} == {"2"}
+    assert rows[-1][2] == "1"

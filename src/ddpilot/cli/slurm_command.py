@@ -154,10 +154,10 @@ def read_words(words: Sequence[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
         flag, equals, value = word.partition("=")
         if not flag.startswith("--"):
             raise parser.refuse_unknown([word])
-        if guess := did_you_mean(flag, parser.flags, show="{}".format, cutoff=0.85):
-            name = flag.lstrip("-").replace("-", "_")
-            raise SlurmError(_DID, found=f"{flag} is not an option", fix=guess, field=name)
-        extra[flag.lstrip("-").replace("-", "_")] = value if equals else True
+        name, known_names = flag[2:], [each[2:] for each in parser.flags]
+        if guess := did_you_mean(name, known_names, show="--{}".format, cutoff=0.85):
+            raise SlurmError(_DID, found=f"{flag} is not an option", fix=guess, field=name.replace("-", "_"))
+        extra[name.replace("-", "_")] = value if equals else True
     if extra:
         values["extra"] = extra
     if "env" in values:

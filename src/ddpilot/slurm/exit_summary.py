@@ -31,6 +31,7 @@ _TASK = re.compile(r"srun: error: (?P<nodes>\S+): tasks? (?P<tasks>[\d,-]+): (?P
 _STEP = re.compile(
     r"(?:slurmstepd\S*|srun): error: \*\*\* (?P<what>.+) \*\*\*|srun: error: (?P<node>Node failure on .+)"
 )
+_ENDED_BY_SRUN = (128 + signal.SIGTERM, 128 + signal.SIGKILL)
 _DUE = {"TIME LIMIT": "TIMEOUT", "PREEMPTION": "PREEMPTED", "NODE FAILURE": "NODE_FAIL"}
 _LABEL = re.compile(r"^(?P<rank>\d+): (?P<text>.*)$")
 _ERROR_LINE = re.compile(r"^[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt|Warning|Failure)\b.*")
@@ -61,10 +62,11 @@ def summarize_exit(
     limit = f" of {record.time_limit}" if record.time_limit else ""
     after = f" after {record.run_time}" if record.run_time else ""
     restarts = f", requeued {record.num_restarts}x before" if record.num_restarts else ""
-    head = f"job {record.job_id} ended{after} ({state}{restarts})"
+    shown = state if state == record.state else f"{record.state}, {state}"
+    head = f"job {record.job_id} ended{after} ({shown}{restarts})"
     if state == "COMPLETED":
         return ExitSummary(f"job {record.job_id} completed{after}{restarts}")
-    cause = _CAUSES.get(state, "").format(limit=limit) or _describe_exit(record)
+    cause = _CAUSES.get(state, "").format(limit=limit) or _describe_exit(record, output)
     details = [*_first_failure(output, failure), *_slurm_lines(output), *_memory_lines(state, record, steps)]
     return ExitSummary(f"{head}: {cause}", tuple(dict.fromkeys(details)), _ADVICE.get(state, ""))
 
@@ -73,6 +75,8 @@ def _effective_state(record: JobRecord, steps: Sequence[JobRecord], output: str)
     """The state that names the cause: a step's, or that of the output, where the job's own is FAILED or CANCELLED."""
     if record.state not in ("FAILED", "CANCELLED"):
         return record.state
+    if record.preempted:
+        return "PREEMPTED"
     for step in steps:
         if step.state in ("OUT_OF_MEMORY", "NODE_FAIL", "TIMEOUT"):
             return step.state
@@ -87,7 +91,12 @@ def _effective_state(record: JobRecord, steps: Sequence[JobRecord], output: str)
     return record.state
 
 
-def _describe_exit(record: JobRecord) -> str:
+def _describe_exit(record: JobRecord, output: str) -> str:
+    if record.exitcode in _ENDED_BY_SRUN:  # srun reports the highest code, which is that of tasks that it ended itself
+        for match in _TASK.finditer(output):
+            code = re.fullmatch(r"Exited with exit code (\d+)", match["what"].strip())
+            if code is not None and int(code[1]) not in _ENDED_BY_SRUN:
+                return f"exit code {code[1]} of task {match['tasks']}, after which srun ended the others"
     if record.exit_signal:
         return f"it was killed by {_signal_name(record.exit_signal)}"
     if record.exitcode > 128 and _signal_name(record.exitcode - 128).startswith("SIG"):

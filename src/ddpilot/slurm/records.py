@@ -49,6 +49,8 @@ class JobRecord:
     """Signal that ended it, or 0."""
     num_restarts: int = 0
     """Times that it was requeued."""
+    preempted: str = ""
+    """When a job of higher priority claimed its nodes."""
     output: str = ""
     """Path of its output."""
     folder: str = ""
@@ -95,6 +97,7 @@ def _record(pairs: dict[str, str]) -> JobRecord:
         exitcode=code,
         exit_signal=signal,
         num_restarts=int(restarts) if restarts.isdecimal() else 0,
+        preempted=_text(pairs.get("PreemptTime")),
         output=_text(pairs.get("StdOut")),
         folder=_text(pairs.get("WorkDir")),
         number=pairs["JobId"],

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ddpilot slurm` on a real Slurm: follow from any state, leave with Ctrl-C, cancel, and the reason of the end."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.dist.launching.scripts import wait_until
+from tests.slurm.cluster import Cluster
+from tests.slurm.jobs import DDPILOT, PYTHON
+
+SLEEP = "import time; print('sleeping', flush=True); time.sleep(300)\n"
+FAIL = """
+import os, time
+print("rank", os.environ["RANK"], flush=True)
+if os.environ["RANK"] == "2":
+    raise ValueError("bad sample 17")
+time.sleep(300)
+"""
+
+
+class Followed:
+    """A running `ddpilot slurm`, and what it has written."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.out, self.err = "", ""
+        self._readers = [threading.Thread(target=self._read, args=(name,), daemon=True) for name in ("out", "err")]
+        for each in self._readers:
+            each.start()
+
+    def _read(self, name: str) -> None:
+        stream = getattr(self.process, f"std{name}")
+        for line in stream:
+            setattr(self, name, getattr(self, name) + line)
+
+    def wait_for(self, text: str, *, limit_s: float = 30.0) -> None:
+        """Wait until it has written `text`."""
+        wait_until(lambda: re.search(text, self.out + self.err) is not None, limit_s=limit_s)
+
+    def wait(self, *, limit_s: float = 60.0) -> int:
+        """Its exit status, once all that it wrote has been read."""
+        status = self.process.wait(limit_s)
+        for each in self._readers:
+            each.join(10)
+        return status
+
+    @property
+    def job_id(self) -> str:
+        """The number of the job that it submitted."""
+        self.wait_for(r"submitted job \d+")
+        found = re.search(r"submitted job (\d+)", self.err)
+        assert found is not None
+        return found[1]
+
+
+@contextmanager
+def following(cluster: Cluster, folder: Path, program: str, *words: str) -> Iterator[Followed]:
+    """`ddpilot slurm` of a program, with these words; killed afterwards if it still runs."""
+    (folder / "train.py").write_text(program)
+    command = [*DDPILOT, "train.py", *PYTHON, *words]
+    with subprocess.Popen(
+        command, cwd=folder, env=cluster.environ(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        followed = Followed(process)
+        try:
+            yield followed
+        finally:
+            process.kill()
+            followed.wait()
+
+
+def test_follow_names_the_rank_that_failed_first(cluster: Cluster, tmp_path: Path) -> None:
+    """The output comes while it runs, and the end has the error of rank 2; the exit status is the job's."""
+    with following(cluster, tmp_path, FAIL, "--nodes=2", "--nproc-per-node=2", "--launcher=python") as followed:
+        assert followed.wait() in (1, 143)  # srun's is the highest of all tasks, those that it ended included
+    assert "0: rank 0\n" in followed.out
+    assert re.search(r"job \d+ ended after \S+ \(FAILED\): exit code 1\b", followed.err)
+    assert "first error in the output: task 2: ValueError: bad sample 17" in followed.err
+    assert "task 2 on n2: exited with exit code 1" in followed.err
+
+
+def test_follow_says_why_a_job_is_pending_and_leaves_it_at_ctrl_c(cluster: Cluster, tmp_path: Path) -> None:
+    """A pending job is shown with reason and estimated start, stays after Ctrl-C, and is cancelled by its number."""
+    with following(cluster, tmp_path, SLEEP, "--nodes=4", "--exclusive", "--time=5") as first:
+        first.wait_for("sleeping")
+        with following(cluster, tmp_path, SLEEP, "--nodes=4", "--exclusive", "--time=5") as second:
+            second.wait_for(r"is pending: Resources \(it waits for nodes to be free\), expected to start at 20\d\d-")
+            job_id = second.job_id
+            second.process.send_signal(signal.SIGINT)
+            assert second.wait() == 130
+            assert f"`ddpilot slurm follow {job_id}` follows it again" in second.err
+            assert cluster.state(job_id) == "PENDING"
+            status = cluster.run(*DDPILOT, "status", job_id)
+            assert f"job {job_id} is pending: Resources" in status.stdout
+            assert cluster.run(*DDPILOT, "cancel", job_id).stdout == f"job {job_id} is cancelled\n"
+            assert "(CANCELLED): it was cancelled" in cluster.run(*DDPILOT, "status", job_id).stdout
+        cluster.run(*DDPILOT, "cancel", first.job_id)
+        assert first.wait() != 0
+    assert re.search(r"job \d+ is running on n\[1-4\] since 20\S+, time limit 00:05:00", first.err)
+    assert "(CANCELLED): it was cancelled" in first.err
+
+
+def test_follow_takes_up_a_job_that_is_over(cluster: Cluster, tmp_path: Path) -> None:
+    """By number alone, from anywhere: its whole output and its end."""
+    (tmp_path / "train.py").write_text("print('hello')\n")
+    done = cluster.run(*DDPILOT, "train.py", *PYTHON, "--no-follow", cwd=tmp_path)
+    found = re.search(r"submitted job (\d+)", done.stderr)
+    assert found is not None
+    assert cluster.wait_for(found[1], ("COMPLETED", "FAILED")) == "COMPLETED"
+    done = cluster.run(*DDPILOT, "follow", found[1])
+    assert done.stdout == "hello\n"
+    assert f"job {found[1]} completed after" in done.stderr
+
+
+def test_end_names_the_time_limit(cluster: Cluster, tmp_path: Path) -> None:
+    """A job that is still running at its limit."""
+    with following(cluster, tmp_path, SLEEP, "--time=1") as followed:
+        followed.wait_for("sleeping")
+        cluster.run("scontrol", "update", f"JobId={followed.job_id}", "EndTime=now+2")
+        assert followed.wait(limit_s=100) != 0
+    assert re.search(r"\(TIMEOUT\): its time limit of \S+ was reached\n", followed.err)
+    assert "what to do: ask for more with `--time`" in followed.err
+
+
+def test_end_names_a_lost_node(cluster: Cluster, tmp_path: Path) -> None:
+    """A node without power, while the job may not be requeued."""
+    with following(cluster, tmp_path, SLEEP, "--nodes=2", "--no-requeue") as followed:
+        followed.wait_for("1: sleeping")
+        cluster.kill_node("n2")
+        assert followed.wait(limit_s=100) != 0
+    assert "(NODE_FAIL): a node failed\n" in followed.err
+    assert "Node failure on n2" in followed.err
+
+
+def test_end_names_preemption(cluster: Cluster, tmp_path: Path) -> None:
+    """A job of a partition with priority takes its nodes."""
+    with following(cluster, tmp_path, SLEEP, "--nodes=4", "--exclusive", "--partition=low", "--no-requeue") as followed:
+        followed.wait_for("3: sleeping")
+        cluster.run("sbatch", "--partition=urgent", "--exclusive", "--nodes=4", "--output=/dev/null", "--wrap", "true")
+        assert followed.wait(limit_s=100) != 0
+    assert "PREEMPTED): a job of higher priority took its nodes\n" in followed.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--partition=nowhere",), "invalid partition specified: nowhere"),
+        (("--gpus-per-node=9",), "Requested node configuration is not available"),
+        (("--time=soon",), "`time` is 'soon'"),
+        (("--gpu-per-node=4",), "Did you mean --gpus-per-node?"),
+    ],
+)
+def test_refusals_are_said_and_nothing_is_submitted(
+    cluster: Cluster, tmp_path: Path, words: tuple[str, ...], said: str
+) -> None:
+    """Ours come before sbatch is called, and those of sbatch in its own words."""
+    (tmp_path / "train.py").write_text(SLEEP)
+    done = cluster.run(*DDPILOT, "train.py", *words, cwd=tmp_path, check=False)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert cluster.run("squeue", "--noheader").stdout == ""
+
+
+def test_unknown_job_is_said(cluster: Cluster) -> None:
+    """In Slurm's words and with what to do."""
+    done = cluster.run(*DDPILOT, "status", "999999", check=False)
+    assert done.returncode == 2
+    assert "Invalid job id specified" in done.stderr
