@@ -98,19 +98,29 @@ def test_job_goes_on_after_a_lost_node_from_its_last_checkpoint(
     assert all(straight[int(number)] == value for number, value, _ in rows)
 
 
-def test_requeued_job_goes_on_with_another_number_of_nodes(
+def test_requeued_job_goes_on_exactly_on_another_number_of_nodes(
     cluster: Cluster, tmp_path: Path, straight: dict[int, str]
 ) -> None:
-    """Two ranks until the signal, one after it: the same losses but for rounding, as dropout is off."""
-    del straight
-    folder = tmp_path / "both"
-    job_id = submit(cluster, folder, pause_s=0.05)
-    wait_until(lambda: num_losses(folder) >= 10)
+    """Its two ranks are on two nodes until the signal and on one after it, by `scontrol update`."""
+    job_id = submit(cluster, tmp_path, pause_s=0.05)
+    wait_until(lambda: num_losses(tmp_path) >= 10)
     cluster.run("scancel", "--signal=USR1", job_id)
     cluster.wait_for(job_id, ("PENDING",))
-    cluster.run("scontrol", "update", f"JobId={job_id}", "NumNodes=1", "NumTasks=1")
-    assert cluster.wait_for(job_id, ("COMPLETED", "FAILED")) == "COMPLETED", (folder / "out").read_text()
-    rows = [line.split() for line in (folder / "losses").read_text().splitlines()]
+    cluster.run("scontrol", "update", f"JobId={job_id}", "NumNodes=1")
+    assert cluster.wait_for(job_id, ("COMPLETED", "FAILED")) == "COMPLETED", (tmp_path / "out").read_text()
+    assert " NumNodes=1 " in cluster.run("scontrol", "--oneliner", "show", "job", job_id).stdout
+    assert losses(tmp_path) == straight
+
+
+def test_saved_job_goes_on_in_a_job_of_another_number_of_ranks(cluster: Cluster, tmp_path: Path) -> None:
+    """Two ranks until the signal; a new job of three ranks makes the updates that are left, each once."""
+    job_id = submit(cluster, tmp_path, pause_s=0.05)
+    wait_until(lambda: num_losses(tmp_path) >= 10)
+    cluster.run("scancel", "--signal=USR1", job_id)
+    cluster.wait_for(job_id, ("PENDING",))
+    cluster.run("scancel", job_id)
+    job_id = submit(cluster, tmp_path, "--nodes=3")
+    assert cluster.wait_for(job_id, ("COMPLETED", "FAILED")) == "COMPLETED", (tmp_path / "out").read_text()
+    rows = [line.split() for line in (tmp_path / "losses").read_text().splitlines()]
     assert [int(row[0]) for row in rows] == list(range(1, 61))
-    assert {row[2] for row in rows[:10]} == {"2"}
-    assert rows[-1][2] == "1"
+    assert (rows[9][2], rows[-1][2]) == ("2", "3")

@@ -132,7 +132,7 @@ def _slurm_lines(output: str) -> list[str]:
     found = []
     for line in output.splitlines():
         if (match := _TASK.search(line)) and "Terminated" not in match["what"]:
-            found.append(f"task {match['tasks']} on {match['nodes']}: {match['what'][0].lower()}{match['what'][1:]}")
+            found.append(f"task {match['tasks']} on {match['nodes']}: {match['what'].lower()}")
         elif match := _STEP.search(line):
             found.append(match["node"] or match["what"])
         elif "slurmstepd" in line and _OOM.search(line):

@@ -37,7 +37,8 @@ _INTERFACE = """\
 
 _RANK = """\
   export RANK="$SLURM_PROCID" WORLD_SIZE="$SLURM_NTASKS" LOCAL_RANK="$SLURM_LOCALID"
-  export LOCAL_WORLD_SIZE={size} GROUP_RANK="$SLURM_NODEID" GROUP_WORLD_SIZE="$SLURM_NNODES"
+  export LOCAL_WORLD_SIZE="${SLURM_STEP_TASKS_PER_NODE%%[!0-9]*}" GROUP_RANK="$SLURM_NODEID"
+  export GROUP_WORLD_SIZE="$SLURM_STEP_NUM_NODES"
 """
 
 _NODE = '  export PET_NODE_RANK="$SLURM_NODEID"  # read as --node-rank\n'
@@ -189,7 +190,7 @@ def _launch(options: JobOptions, command_lines: Sequence[str]) -> str:
     if options.nodes > 1 and options.ranks_by != "ddpilot":
         inner += _INTERFACE
     if options.ranks_by == "python":
-        inner += _RANK.format(size=options.num_ranks_per_node)
+        inner += _RANK
     elif options.nodes > 1:
         inner += _NODE
     lines = [_comment(options)]

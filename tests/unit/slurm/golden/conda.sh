@@ -23,6 +23,7 @@ export MASTER_ADDR MASTER_PORT
 # shellcheck disable=SC2016 # what is in quotes is for the shell of each task
 srun --kill-on-bad-exit=1 bash -c '
   export RANK="$SLURM_PROCID" WORLD_SIZE="$SLURM_NTASKS" LOCAL_RANK="$SLURM_LOCALID"
-  export LOCAL_WORLD_SIZE=1 GROUP_RANK="$SLURM_NODEID" GROUP_WORLD_SIZE="$SLURM_NNODES"
+  export LOCAL_WORLD_SIZE="${SLURM_STEP_TASKS_PER_NODE%%[!0-9]*}" GROUP_RANK="$SLURM_NODEID"
+  export GROUP_WORLD_SIZE="$SLURM_STEP_NUM_NODES"
   exec "$@"' task \
   python -u train.py --epochs 90 --name "it's" --glob '*.pt'

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why jobs ended, from records and output as a real Slurm has them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ddpilot.slurm.exit_summary import summarize_exit
+from ddpilot.slurm.follow import describe_job
+from ddpilot.slurm.records import JobRecord
+
+FAILED = JobRecord(job_id="7", state="FAILED", run_time="00:01:00", time_limit="02:00:00", exitcode=143, memory="4G")
+
+
+def test_first_error_of_the_output_is_shown_with_its_task() -> None:
+    """By the order of the output, and without the messages of those that srun ended afterwards."""
+    output = (
+        "0: step 1\n"
+        "2: Traceback (most recent call last):\n"
+        '2:   File "train.py", line 3, in <module>\n'
+        "0: [rank0]: something else\n"
+        "2: ValueError: bad sample 17\n"
+        "srun: error: n2: task 2: Exited with exit code 1\n"
+        "srun: launch/slurm: _step_signal: Terminating StepId=7.0\n"
+        "0: slurmstepd-n1: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-27T22:26:10 ***\n"
+        "srun: error: n1: tasks 0-1: Terminated\n"
+    )
+    assert str(summarize_exit(FAILED, output=output)) == (
+        "job 7 ended after 00:01:00 (FAILED): exit code 1 of task 2, after which srun ended the others\n"
+        "  first error in the output: task 2: ValueError: bad sample 17\n"
+        "  task 2 on n2: exited with exit code 1\n"
+        "  STEP 7.0 ON n1 CANCELLED AT 2026-11-27T22:26:10"
+    )
+
+
+def test_note_of_the_rank_comes_first() -> None:
+    """It has the update."""
+    summary = summarize_exit(FAILED, failure="after 7 updates: ValueError: bad\n", output="0: Traceback (most")
+    assert summary.details == ("first failure: after 7 updates: ValueError: bad",)
+
+
+def test_memory_is_named_where_the_kernel_killed_a_task() -> None:
+    """By the node's daemon in the output, or by the state of a step; with what the step used."""
+    line = (
+        "slurmstepd-n1: error: Detected 1 oom-kill event(s) in StepId=7.0. Some of your processes may have been killed "
+        "by the cgroup out-of-memory handler.\nsrun: error: n1: task 0: Out Of Memory\n"
+    )
+    step = JobRecord(job_id="7.0", state="OUT_OF_MEMORY", memory="4093M")
+    for summary in (summarize_exit(FAILED, output=line), summarize_exit(FAILED, steps=[step])):
+        assert summary.cause.endswith(
+            "(FAILED, OUT_OF_MEMORY): it used more memory than it had asked for, and the kernel killed a process of it"
+        )
+        assert "--mem" in summary.advice
+    assert "step 7.0 used 4093M at most; asked for was 4G" in summarize_exit(FAILED, steps=[step]).details
+    assert "task 0 on n1: out of memory" in summarize_exit(FAILED, output=line).details
+
+
+def test_preemption_time_limit_and_lost_nodes_are_named_also_where_the_ranks_ended_first() -> None:
+    """The job's own state is then FAILED or CANCELLED."""
+    cut = "slurmstepd-n1: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-27T22:19:53 DUE TO {} ***\n"
+    cases = {
+        "PREEMPTED": summarize_exit(replace(FAILED, preempted="2026-11-27T22:19:53")),
+        "TIMEOUT": summarize_exit(FAILED, output=cut.format("TIME LIMIT")),
+        "NODE_FAIL": summarize_exit(replace(FAILED, state="CANCELLED"), output="srun: error: Node failure on n2\n"),
+    }
+    for state, summary in cases.items():
+        assert f", {state}): " in summary.cause
+    assert "its time limit of 02:00:00 was reached" in cases["TIMEOUT"].cause
+    assert cases["NODE_FAIL"].details == ("Node failure on n2",)
+
+
+def test_signals_are_named() -> None:
+    """Whether Slurm or a shell counted them."""
+    assert summarize_exit(replace(FAILED, exitcode=0, exit_signal=9)).cause.endswith("it was killed by SIGKILL")
+    assert summarize_exit(replace(FAILED, exitcode=138)).cause.endswith("exit code 138, SIGUSR1")
+    assert summarize_exit(replace(FAILED, exitcode=2)).cause.endswith("(FAILED): exit code 2")
+
+
+def test_completed_job_is_said_in_one_line() -> None:
+    """With how often it was requeued."""
+    done = replace(FAILED, state="COMPLETED", num_restarts=2)
+    assert str(summarize_exit(done)) == "job 7 completed after 00:01:00, requeued 2x before"
+
+
+def test_pending_job_is_described_with_reason_and_start() -> None:
+    """The reason in Slurm's word and in plain ones."""
+    record = JobRecord(job_id="7", state="PENDING", reason="Priority", start="2026-11-27T23:00:00")
+    assert describe_job(record) == (
+        "job 7 is pending: Priority (jobs of higher priority are in front), expected to start at 2026-11-27T23:00:00"
+    )

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Slurm prints about jobs, as Slurm 22.05 printed it."""
+
+from __future__ import annotations
+
+from ddpilot.slurm.records import SACCT_FIELDS, JobRecord, parse_sacct, parse_scontrol
+
+PREEMPTED = (
+    "JobId=34 JobName=my train=1 UserId=root(0) GroupId=root(0) MCS_label=N/A Priority=429490 Nice=0 Account=(null) "
+    "QOS=(null) JobState=FAILED Reason=NonZeroExitCode Dependency=(null) Requeue=0 Restarts=2 BatchFlag=1 Reboot=0 "
+    "ExitCode=143:0 RunTime=00:00:03 TimeLimit=365-00:00:00 TimeMin=N/A SubmitTime=2026-11-27T22:19:50 "
+    "EligibleTime=2026-11-27T22:19:50 StartTime=2026-11-27T22:19:50 EndTime=2026-11-27T22:19:53 Deadline=N/A "
+    "PreemptEligibleTime=2026-11-27T22:19:50 PreemptTime=2026-11-27T22:19:53 SuspendTime=None Partition=low "
+    "AllocNode:Sid=localhost:13035 ReqNodeList=(null) ExcNodeList=(null) NodeList=n[1-4] BatchHost=n1 NumNodes=4 "
+    "NumCPUs=64 NumTasks=4 CPUs/Task=1 ReqB:S:C:T=0:0:*:* TRES=cpu=64,node=4,billing=64 Socks/Node=* "
+    "NtasksPerN:B:S:C=1:0:*:* CoreSpec=* MinCPUsNode=1 MinMemoryNode=4G MinTmpDiskNode=0 Features=(null) "
+    "DelayBoot=00:00:00 OverSubscribe=NO Command=(null) WorkDir=/home/me/my runs StdErr=/home/me/my runs/slurm-34.out "
+    "StdIn=/dev/null StdOut=/home/me/my runs/slurm-34.out Power= \n"
+)
+ARRAY = (
+    "JobId=41 ArrayJobId=40 ArrayTaskId=1 JobName=a JobState=RUNNING Reason=None ExitCode=0:0 NodeList=n1\n"
+    "JobId=40 ArrayJobId=40 ArrayTaskId=2-3%1 JobName=a JobState=PENDING Reason=JobArrayTaskLimit ExitCode=0:0 "
+    "StartTime=Unknown NodeList=\n"
+)
+
+
+def test_scontrol_is_parsed_with_blanks_in_values() -> None:
+    """Also an equals sign in the job's name."""
+    (record,) = parse_scontrol(PREEMPTED)
+    assert record == JobRecord(
+        job_id="34",
+        number="34",
+        state="FAILED",
+        name="my train=1",
+        reason="NonZeroExitCode",
+        nodes="n[1-4]",
+        start="2026-11-27T22:19:50",
+        end="2026-11-27T22:19:53",
+        run_time="00:00:03",
+        time_limit="365-00:00:00",
+        exitcode=143,
+        num_restarts=2,
+        preempted="2026-11-27T22:19:53",
+        output="/home/me/my runs/slurm-34.out",
+        folder="/home/me/my runs",
+        memory="4G",
+    )
+
+
+def test_tasks_of_an_array_have_their_own_numbers() -> None:
+    """As in `squeue`, with the number of their environment apart."""
+    first, rest = parse_scontrol(ARRAY)
+    assert (first.job_id, first.number, first.phase) == ("40_1", "41", "running")
+    assert (rest.job_id, rest.phase, rest.start) == ("40_2-3%1", "pending", "")
+
+
+def test_sacct_is_parsed_with_its_steps() -> None:
+    """The state is one word, and the memory of a step is what it used."""
+    text = (
+        "7|train|CANCELLED by 1000|0:15|None|n[1-2]|2||2026-11-27T10:00:00|2026-11-27T10:01:00|00:01:00|02:00:00||4G\n"
+        "7.0|bash|OUT_OF_MEMORY|0:125||n[1-2]|2|4|2026-11-27T10:00:00|2026-11-27T10:01:00|00:01:00||4093M|\n"
+        "not of sacct\n"
+    )
+    assert len(SACCT_FIELDS) == 14
+    job, step = parse_sacct(text)
+    assert (job.state, job.exit_signal, job.reason, job.memory, job.phase) == ("CANCELLED", 15, "", "4G", "done")
+    assert (step.job_id, step.state, step.memory) == ("7.0", "OUT_OF_MEMORY", "4093M")
+
+
+def test_states_are_pending_running_or_done() -> None:
+    """A job that is completing still writes."""
+    states = ("PENDING", "CONFIGURING", "REQUEUE_HOLD", "RUNNING", "COMPLETING", "COMPLETED", "TIMEOUT", "NODE_FAIL")
+    phases = [JobRecord(job_id="1", state=state).phase for state in states]
+    assert phases == ["pending"] * 3 + ["running"] * 2 + ["done"] * 3
