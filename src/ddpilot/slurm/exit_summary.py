@@ -133,7 +133,7 @@ def _slurm_lines(output: str) -> list[str]:
     for line in output.splitlines():
         if (match := _TASK.search(line)) and "Terminated" not in match["what"]:
             found.append(f"task {match['tasks']} on {match['nodes']}: {match['what'].lower()}")
-        elif match := _STEP.search(line):
+        elif (match := _STEP.search(line)) and (match["node"] or "DUE TO" in match["what"]):
             found.append(match["node"] or match["what"])
         elif "slurmstepd" in line and _OOM.search(line):
             found.append(line.partition("error: ")[2] or line)

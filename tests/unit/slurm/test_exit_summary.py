@@ -28,8 +28,7 @@ def test_first_error_of_the_output_is_shown_with_its_task() -> None:
     assert str(summarize_exit(FAILED, output=output)) == (
         "job 7 ended after 00:01:00 (FAILED): exit code 1 of task 2, after which srun ended the others\n"
         "  first error in the output: task 2: ValueError: bad sample 17\n"
-        "  task 2 on n2: exited with exit code 1\n"
-        "  STEP 7.0 ON n1 CANCELLED AT 2026-11-27T22:26:10"
+        "  task 2 on n2: exited with exit code 1"
     )
 
 
