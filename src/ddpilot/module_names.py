@@ -36,6 +36,8 @@ TRIAL_HOOK = "ddpilot.profiler.rank.overrides:start"
 NVTX_PROBE = "ddpilot.profiler.rank.tracing.nvtx:NvtxProbe"
 
 RANK_SERVER = "ddpilot.launching.rank_server.server"
+NODE_REPORT = "ddpilot.slurm.node_report"
+"""Run by srun on each node of a job, for what the watch there knows."""
 FUNCTION_RANK = "ddpilot.slurm.function_rank"
 """Run by srun for each rank of a function that was submitted as a job."""
 FORKED_RANK = "ddpilot.launching.rank_server.rank"

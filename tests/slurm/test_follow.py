@@ -175,3 +175,42 @@ def test_unknown_job_is_said(cluster: Cluster) -> None:
     done = cluster.run(*DDPILOT, "status", "999999", check=False)
     assert done.returncode == 2
     assert "Invalid job id specified" in done.stderr
+
+
+WATCHED = """
+import time
+import torch
+import torch.distributed as dist
+import ddpilot
+with ddpilot.init_group("gloo") as group:
+    dist.barrier()
+    print("met", flush=True)
+    if group.rank == 1:
+        time.sleep(300)
+    dist.all_reduce(torch.ones(1))
+"""
+
+
+def test_status_has_the_ranks_from_the_watch_of_each_node(cluster: Cluster, tmp_path: Path) -> None:
+    """A rank that never came to a collective is named while the job runs, by the node that sees it."""
+    words = ("--nodes=2", "--launcher=ddpilot", "--time=5")
+    with following(cluster, tmp_path, WATCHED, *words) as followed:
+        followed.wait_for("met")
+        cluster.run(*DDPILOT, "status", followed.job_id)
+        status = cluster.run(*DDPILOT, "status", followed.job_id).stdout
+        cluster.run(*DDPILOT, "cancel", followed.job_id)
+        followed.wait()
+    assert "is running on n[1-2]" in status
+    assert "  n1: train.py on 2 ranks" in status
+    assert "  n2: train.py on 2 ranks" in status
+    assert "all_reduce" in status
+
+
+def test_status_says_that_ranks_are_not_watched(cluster: Cluster, tmp_path: Path) -> None:
+    """And how to have them watched."""
+    with following(cluster, tmp_path, SLEEP, "--time=5") as followed:
+        followed.wait_for("sleeping")
+        status = cluster.run(*DDPILOT, "status", followed.job_id).stdout
+        cluster.run(*DDPILOT, "cancel", followed.job_id)
+        followed.wait()
+    assert "  ranks: not watched; submit with `--env DDPILOT_WATCH=1`" in status

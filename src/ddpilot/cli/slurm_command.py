@@ -12,7 +12,7 @@ from typing import Any
 
 from ddpilot.errors import SlurmError, did_you_mean
 from ddpilot.option_parser import HelpRequested, OptionParser, parse_int
-from ddpilot.slurm.commands import cancel_job, check_script, read_job, submit_job
+from ddpilot.slurm.commands import ask_nodes, cancel_job, check_script, read_job, submit_job
 from ddpilot.slurm.defaults import find_defaults, options_with_defaults
 from ddpilot.slurm.follow import describe_job, follow_job, summarize_job
 from ddpilot.slurm.records import JobRecord
@@ -224,7 +224,20 @@ def _run_verb(verb: str, words: Sequence[str]) -> int:
         print(f"job {job_id} is cancelled")
         return 0
     print(summarize_job(record) if record.phase == "done" else describe_job(record))
+    if record.state == "RUNNING":
+        _print_ranks(record)
     return 0
+
+
+def _print_ranks(record: JobRecord) -> None:
+    """Print what the watch on the nodes knows about the ranks of a running job."""
+    try:
+        lines = ask_nodes(record)
+    except SlurmError as error:
+        print(f"  ranks: not known ({error.found})")
+        return
+    unwatched = ("ranks: not watched; submit with `--env DDPILOT_WATCH=1`, or `--launcher ddpilot`",)
+    print("\n".join(f"  {line}" for line in lines or unwatched))
 
 
 def _follow(job_id: str) -> int:

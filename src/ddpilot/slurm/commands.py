@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ddpilot.environments.slurm import parse_node_list
 from ddpilot.errors import SlurmError
+from ddpilot.module_names import NODE_REPORT
 from ddpilot.slurm.records import SACCT_FIELDS, JobRecord, parse_sacct, parse_scontrol
 
 _TIMEOUT_S = 60.0
@@ -68,6 +71,23 @@ def estimate_start(record: JobRecord) -> JobRecord:
     done = _call(["squeue", "--start", "--noheader", "--format=%S", f"--jobs={record.job_id}"], "looking up the start")
     start = done.stdout.strip().partition("\n")[0]
     return replace(record, start=start) if re.match(r"\d{4}-", start) else record
+
+
+def ask_nodes(record: JobRecord) -> tuple[str, ...]:
+    """Ask the watch on each node of a running job about its ranks, by a step of the job; the lines of all nodes.
+
+    Empty if no rank there is watched. Raises SlurmError if Slurm starts no such step, or the nodes have no ddpilot.
+    """
+    nodes = parse_node_list(record.nodes, variable="NodeList")
+    step = ["srun", f"--jobid={record.number}", "--overlap", "--mem=0", f"--nodes={len(nodes)}", "--ntasks-per-node=1"]
+    words = [*step, "--label", sys.executable, "-m", NODE_REPORT, record.number]
+    did = f"asking the nodes of job {record.job_id}"
+    done = _call(words, did)
+    if done.returncode != 0:
+        raise SlurmError(did, found=_words(done))
+    lines = [line.partition(": ") for line in done.stdout.splitlines()]
+    labelled = sorted((int(label), i, text) for i, (label, _, text) in enumerate(lines) if label.isdecimal())
+    return tuple(f"{nodes[number]}: {text}" for number, _, text in labelled if text)
 
 
 def cancel_job(job_id: str) -> None:

@@ -64,7 +64,7 @@ def _find_by_process(pid: int, jobs: Sequence[tuple[Path, JobInfo]]) -> list[tup
 
     If some of these are running, only those: a process that has ended may have had its pid reused.
     """
-    pids = [(job, _pids(*job)) for job in jobs]
+    pids = [(job, pids_of(*job)) for job in jobs]
     ancestors = _ancestors(pid)
     found = [job for job, known in pids if pid in known] or [
         job
@@ -81,7 +81,7 @@ def _ancestors(pid: int) -> set[int]:
         return set()
 
 
-def _pids(folder: Path, about: JobInfo) -> set[int]:
+def pids_of(folder: Path, about: JobInfo) -> set[int]:
     """Return the processes of the ranks and the one that observes the job."""
     ranks = list(find_rings(folder))
     logs = SnapshotReader(folder, len(ranks), ranks, "").read({}).ranks
