@@ -12,6 +12,7 @@ from ddpilot.launching.function_launch.launch import check_function, run_local
 from ddpilot.launching.observer import LaunchObserver
 from ddpilot.launching.options import SURE, LaunchOptions, check_keywords, explain_unknown, option_meant
 from ddpilot.launching.shipping.rank_results import RankResults
+from ddpilot.slurm.launcher import SlurmLauncher
 from ddpilot.watch.companion import Watcher
 from ddpilot.watch.options import WatchOptions
 
@@ -56,14 +57,26 @@ class Launcher(LaunchOptions, WatchOptions):
         return Watcher(self, name, count) if self.watch else LaunchObserver()
 
 
-def launch(fn: Callable[..., Any], /, *args: Any, nproc_per_node: int | str = "auto", **kwargs: Any) -> RankResults:
+def launch(
+    fn: Callable[..., Any], /, *args: Any, nproc_per_node: int | str = "auto", nodes: int | None = None, **kwargs: Any
+) -> RankResults:
     """Run `fn(*args, **kwargs)` on `nproc_per_node` ranks of this machine; `results[0]` is what rank 0 returned.
 
-    `nproc_per_node` ("auto": one per visible accelerator, else 1) is the only keyword that is not passed to `fn`. For
-    all other options use `Launcher`; `Launcher.run` documents what is raised.
+    `nproc_per_node` ("auto": one per visible accelerator, else 1) and `nodes` are the only keywords that are not passed
+    to `fn`. `nodes`: run as a Slurm job on that many nodes, with `nproc_per_node` ranks on each, by default those
+    that `SlurmLauncher` chooses; None: on this machine. For all other options use `Launcher` or
+    `SlurmLauncher`; their methods `run` document what is raised.
     """
+    if nodes is not None:
+        return _launch_on_nodes(nodes, nproc_per_node).run(fn, *args, **kwargs)
     check_keywords(check_function(fn), fn, kwargs, lambda keyword: _fix_option(keyword, kwargs, "launch"))
     return Launcher(nproc_per_node=nproc_per_node).run(fn, *args, **kwargs)
+
+
+def _launch_on_nodes(nodes: int, nproc_per_node: int | str) -> SlurmLauncher:
+    if nproc_per_node == "auto":
+        return SlurmLauncher(nodes=nodes)
+    return SlurmLauncher(nodes=nodes, nproc_per_node=nproc_per_node)
 
 
 def _fix_option(keyword: str, kwargs: Mapping[str, Any], called: str) -> str:

@@ -85,6 +85,12 @@ def test_values_of_all_ranks_come_back_by_value(
     assert "completed after" in err
 
 
+def test_launch_with_nodes_is_a_job(launcher: SlurmLauncher, cell: types.ModuleType) -> None:
+    """Not silently local: the ranks are on two nodes."""
+    results = ddpilot.launch(cell.total, 0, factor=1, nodes=2, nproc_per_node=1)
+    assert [value["node"] for value in results] == ["n1", "n2"]
+
+
 def test_error_of_any_rank_comes_back_with_its_traceback(launcher: SlurmLauncher, cell: types.ModuleType) -> None:
     """Rank 3's on the second node, not that of the ranks whose connection it closed; with the exception itself."""
     job = launcher.submit(cell.fail, 3)
