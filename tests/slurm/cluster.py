@@ -9,6 +9,7 @@ removed by `close`. `python -m tests.slurm.cluster FOLDER [NODES]` runs one unti
 from __future__ import annotations
 
 import ipaddress
+import itertools
 import os
 import platform
 import random
@@ -32,6 +33,7 @@ NUM_CPUS = 16
 NUM_GPUS = 4
 PARTITIONS = ("all", "low", "urgent")
 """Jobs of partition `urgent` preempt those of `low`, which are requeued 5 s after their SIGTERM."""
+CGROUPS = Path("/sys/fs/cgroup")
 _GONE_S = 20.0
 _EXEC = 'exec "$@"'
 
@@ -54,7 +56,8 @@ SlurmdLogFile={folder}/slurmd.%n.log
 JobCompType=jobcomp/filetxt
 JobCompLoc={folder}/finished_jobs.txt
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
+TaskPlugin={task_plugin}
+JobAcctGatherType=jobacct_gather/{gather}
 MpiDefault=none
 ReturnToService=2
 SlurmdTimeout=5
@@ -65,7 +68,7 @@ KillWait=5
 MinJobAge=600
 SchedulerParameters=batch_sched_delay=0,bf_interval=1,sched_interval=2,sched_min_interval=0
 SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
+SelectTypeParameters={select}
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SlurmdParameters=config_overrides
@@ -123,9 +126,10 @@ class Cluster:
     """A Slurm of nodes n1, n2, ...; `variables` make its commands (sbatch, srun, ...) find it from this process.
 
     This process is on the login node, which is also the controller's: `login_address` on the nodes' network.
+    `limits_memory`: the kernel kills tasks that use more than they have asked for; it needs cgroups of version 1.
     """
 
-    def __init__(self, folder: Path, *, num_nodes: int = 4) -> None:
+    def __init__(self, folder: Path, *, num_nodes: int = 4, limits_memory: bool = False) -> None:
         self.folder = folder
         self.nodes = tuple(f"n{i + 1}" for i in range(num_nodes))
         network = list(_free_network().hosts())
@@ -134,6 +138,7 @@ class Cluster:
         self.login_host = platform.node()
         self.variables = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": PATH}
         unique = uuid.uuid4().hex[:6]
+        self._limits_memory = limits_memory
         self._bridge = f"b{unique}"
         self._namespaces = {node: f"ddp{unique}{node}" for node in self.nodes}
         self._cables = {node: f"v{unique}{node}" for node in self.nodes}
@@ -172,6 +177,11 @@ class Cluster:
         numbers = {"cpus": NUM_CPUS, "gpus": NUM_GPUS}
         lines = [_NODE.format(name=node, address=self.addresses[node], **numbers) for node in self.nodes]
         values = {"host": self.login_host, "address": self.login_address, "port": port, "folder": self.folder}
+        kinds = ("task/none", "none", "CR_CPU")
+        if self._limits_memory:
+            kinds = ("task/cgroup", "cgroup", "CR_CPU_Memory")
+            (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nConstrainRAMSpace=yes\n")
+        values |= dict(zip(("task_plugin", "gather", "select"), kinds, strict=True))
         (self.folder / "slurm.conf").write_text(_CONF.format(**values, nodes="\n".join(lines)))
         for i in range(NUM_GPUS):  # like /dev/null: nothing opens them, but Slurm wants a device file for each GPU
             os.mknod(self.folder / f"gpu{i}", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
@@ -219,6 +229,10 @@ class Cluster:
             for name in ("slurmctld", "munged"):
                 self._signal(name, signal.SIGKILL)
             self._keeper.wait(_GONE_S)
+        if self._limits_memory:
+            for node, kind in itertools.product(self.nodes, ("memory", "cpuacct")):
+                with suppress(OSError):
+                    (CGROUPS / kind / f"slurm_{node}").rmdir()
         for namespace in self._namespaces.values():
             subprocess.run(["ip", "netns", "del", namespace], capture_output=True, timeout=20, check=False)
         subprocess.run(["ip", "link", "del", self._bridge], capture_output=True, timeout=20, check=False)
