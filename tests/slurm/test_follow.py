@@ -5,17 +5,12 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.dist.launching.scripts import wait_until
 from tests.slurm.cluster import Cluster
-from tests.slurm.jobs import DDPILOT, PYTHON
+from tests.slurm.jobs import DDPILOT, PYTHON, following
 
 SLEEP = "import time; print('sleeping', flush=True); time.sleep(300)\n"
 FAIL = """
@@ -25,57 +20,6 @@ if os.environ["RANK"] == "2":
     raise ValueError("bad sample 17")
 time.sleep(300)
 """
-
-
-class Followed:
-    """A running `ddpilot slurm`, and what it has written."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
-        self.out, self.err = "", ""
-        self._readers = [threading.Thread(target=self._read, args=(name,), daemon=True) for name in ("out", "err")]
-        for each in self._readers:
-            each.start()
-
-    def _read(self, name: str) -> None:
-        stream = getattr(self.process, f"std{name}")
-        for line in stream:
-            setattr(self, name, getattr(self, name) + line)
-
-    def wait_for(self, text: str, *, limit_s: float = 30.0) -> None:
-        """Wait until it has written `text`."""
-        wait_until(lambda: re.search(text, self.out + self.err) is not None, limit_s=limit_s)
-
-    def wait(self, *, limit_s: float = 60.0) -> int:
-        """Its exit status, once all that it wrote has been read."""
-        status = self.process.wait(limit_s)
-        for each in self._readers:
-            each.join(10)
-        return status
-
-    @property
-    def job_id(self) -> str:
-        """The number of the job that it submitted."""
-        self.wait_for(r"submitted job \d+")
-        found = re.search(r"submitted job (\d+)", self.err)
-        assert found is not None
-        return found[1]
-
-
-@contextmanager
-def following(cluster: Cluster, folder: Path, program: str, *words: str) -> Iterator[Followed]:
-    """`ddpilot slurm` of a program, with these words; killed afterwards if it still runs."""
-    (folder / "train.py").write_text(program)
-    command = [*DDPILOT, "train.py", *PYTHON, *words]
-    with subprocess.Popen(
-        command, cwd=folder, env=cluster.environ(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        followed = Followed(process)
-        try:
-            yield followed
-        finally:
-            process.kill()
-            followed.wait()
 
 
 def test_follow_names_the_rank_that_failed_first(cluster: Cluster, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.dist.launching.scripts import wait_until
 from tests.slurm.cluster import Cluster
-from tests.slurm.jobs import DDPILOT, PYTHON, TRAIN, losses
+from tests.slurm.jobs import DDPILOT, PYTHON, TRAIN, following, losses
 
 
 def submit(cluster: Cluster, folder: Path, *options: str, fail_after: int = -1, pause_s: float = 0.0) -> str:
@@ -52,6 +52,21 @@ def test_job_saves_at_the_signal_and_goes_on_exactly(
     assert cluster.wait_for(job_id, ("COMPLETED", "FAILED")) == "COMPLETED", (tmp_path / "out").read_text()
     text = (tmp_path / "out").read_text()
     assert "exit code 75: job" in text
+    assert losses(tmp_path) == straight
+
+
+def test_job_goes_on_past_its_time_limit_and_is_followed_through_it(
+    cluster: Cluster, tmp_path: Path, straight: dict[int, str]
+) -> None:
+    """Slurm itself sends the signal before the limit; `ddpilot slurm` stays with the job until it has completed."""
+    words = ("--nodes=2", "--requeue", "--time=10", "--signal=USR1@60", "--", "-1", "0.3")
+    with following(cluster, tmp_path, TRAIN, *words) as followed:
+        wait_until(lambda: num_losses(tmp_path) >= 5)
+        cluster.run("scontrol", "update", f"JobId={followed.job_id}", "EndTime=now+62")
+        assert followed.wait(limit_s=110) == 0
+    assert "exit code 75: job" in followed.out
+    assert re.search(r" is running on .* is pending: .* is running on ", followed.err, re.DOTALL)
+    assert re.search(r"completed after \S+, requeued 1x before", followed.err)
     assert losses(tmp_path) == straight
 
 

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -44,4 +46,14 @@ def test_module_is_run_by_name() -> None:
     """As `python -m` does."""
     assert "python -u -m package.train --epochs 1\n" in render_job_script(
         JobOptions(), "package.train", ["--epochs", "1"], module=True
+    )
+
+
+def test_page_shows_the_job_script_as_it_is() -> None:
+    """docs/slurm.md has the script of its first command."""
+    page = (Path(__file__).parents[3] / "docs" / "slurm.md").read_text()
+    shown = re.search(r"```bash\n(#!/bin/bash\n.*?)```", page, re.DOTALL)
+    assert shown is not None
+    assert shown[1] == render_job_script(
+        JobOptions(nodes=2, gpus_per_node="2", time="10"), "train.py", ["--epochs", "2"]
     )
