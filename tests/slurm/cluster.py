@@ -357,7 +357,7 @@ class Cluster:
             if not self.node_pids(node):
                 self.start_node(node)
         down = ("sinfo", "--noheader", "--Node", "--partition=all", "--states=down,drain", "--format=%N")
-        _wait_until(lambda: not self.run("squeue", "--noheader").stdout, "all jobs have ended", _GONE_S)
+        _wait_until(lambda: not self.run("squeue", "--noheader").stdout, "all jobs have ended", 3 * _GONE_S)
         for node in self.run(*down).stdout.split():
             self.run("scontrol", "update", f"NodeName={node}", "State=RESUME", check=False)
         self.wait_idle()

@@ -49,6 +49,29 @@ with ddpilot.init_group("gloo"):
 """
 """60 updates; arguments: number of updates after which the last rank raises (-1: never), seconds to pause in each."""
 
+TRAINER = """
+import os, sys, time
+import torch
+from torch.utils.data import TensorDataset
+import ddpilot
+
+class Note(ddpilot.Callback):
+    def on_update_end(self, run):
+        if os.environ["RANK"] == "0":
+            open("updates", "a").write("x")
+        time.sleep(float(sys.argv[1]))
+
+torch.manual_seed(0)
+generator = torch.Generator().manual_seed(0)
+data = TensorDataset(torch.rand(240, 8, generator=generator), torch.rand(240, 1, generator=generator))
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
+trainer = ddpilot.Trainer(model, torch.nn.functional.mse_loss, torch.optim.Adam, callbacks=[Note()])
+history = trainer.fit(data, epochs=3, global_batch_size=12, checkpoint_dir="ckpt", progress=False)
+if history.updates:
+    print("history", [row["loss"].hex() for row in history.updates], flush=True)
+"""
+"""60 updates of a Trainer; argument: seconds to pause in each."""
+
 
 def losses(folder: Path) -> dict[int, str]:
     """The loss of each update, as a hexadecimal float; AssertionError if an update was made twice."""

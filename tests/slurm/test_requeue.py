@@ -10,7 +10,7 @@ import pytest
 
 from tests.dist.launching.scripts import wait_until
 from tests.slurm.cluster import Cluster
-from tests.slurm.jobs import DDPILOT, PYTHON, TRAIN, following, losses
+from tests.slurm.jobs import DDPILOT, PYTHON, TRAIN, TRAINER, following, losses
 
 
 def submit(cluster: Cluster, folder: Path, *options: str, fail_after: int = -1, pause_s: float = 0.0) -> str:
@@ -139,3 +139,21 @@ def test_saved_job_goes_on_in_a_job_of_another_number_of_ranks(cluster: Cluster,
     rows = [line.split() for line in (tmp_path / "losses").read_text().splitlines()]
     assert [int(row[0]) for row in rows] == list(range(1, 61))
     assert (rows[9][2], rows[-1][2]) == ("2", "3")
+
+
+def test_trainer_is_requeued_as_a_loop_is(cluster: Cluster, tmp_path: Path) -> None:
+    """With USR1 in the middle of an epoch: the history of all updates is that of a fit that nothing happened to."""
+    histories = []
+    for name, pause_s in (("straight", "0"), ("requeued", "0.05")):
+        folder = tmp_path / name
+        folder.mkdir()
+        with following(cluster, folder, TRAINER, "--nodes=2", "--requeue", "--", pause_s) as followed:
+            if name == "requeued":
+                updates = folder / "updates"
+                wait_until(lambda: updates.exists() and updates.stat().st_size >= 30)  # noqa: B023  # called right here
+                cluster.run("scancel", "--signal=USR1", followed.job_id)
+            assert followed.wait(limit_s=100) == 0, followed.out
+        histories.append(next(line for line in followed.out.splitlines() if "history" in line))
+        assert (folder / "updates").stat().st_size == 60
+    assert "requeued 1x before" in followed.err
+    assert histories[0].partition(": ")[2] == histories[1].partition(": ")[2]

@@ -31,6 +31,7 @@ _TASK = re.compile(r"srun: error: (?P<nodes>\S+): tasks? (?P<tasks>[\d,-]+): (?P
 _STEP = re.compile(
     r"(?:slurmstepd\S*|srun): error: \*\*\* (?P<what>.+) \*\*\*|srun: error: (?P<node>Node failure on .+)"
 )
+_ENDED = re.compile(r"Terminated|exit code (143|137)\b")
 _ENDED_BY_SRUN = (128 + signal.SIGTERM, 128 + signal.SIGKILL)
 _DUE = {"TIME LIMIT": "TIMEOUT", "PREEMPTION": "PREEMPTED", "NODE FAILURE": "NODE_FAIL"}
 _LABEL = re.compile(r"^(?P<rank>\d+): (?P<text>.*)$")
@@ -114,7 +115,7 @@ def _signal_name(number: int) -> str:
 def _first_failure(output: str, failure: str) -> list[str]:
     """The first error in time: the rank's note, else the first traceback of the output."""
     if failure.strip():
-        return [f"first failure: {line}" for line in failure.strip().splitlines()[:1]]
+        return [f"first failure: {line}" for line in failure.strip().splitlines()[-1:]]
     traced: set[str] = set()
     for line in output.splitlines():
         label = _LABEL.match(line)
@@ -131,7 +132,7 @@ def _slurm_lines(output: str) -> list[str]:
     """What srun and the nodes' daemons wrote about the end, at most three lines."""
     found = []
     for line in output.splitlines():
-        if (match := _TASK.search(line)) and "Terminated" not in match["what"]:
+        if (match := _TASK.search(line)) and not _ENDED.search(match["what"]):
             found.append(f"task {match['tasks']} on {match['nodes']}: {match['what'].lower()}")
         elif (match := _STEP.search(line)) and (match["node"] or "DUE TO" in match["what"]):
             found.append(match["node"] or match["what"])

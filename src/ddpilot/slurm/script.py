@@ -57,11 +57,12 @@ _REQUEUE = f"""\
 # once more, but not if it failed there with the same error before.
 if [ "$status" -ne 0 ] && [ "$status" -ne {EXIT_REQUEUE} ]; then
   [ -s "${FAILURE_FILE_VARIABLE}" ] || exit "$status"
-  if cmp -s "${FAILURE_FILE_VARIABLE}" "${FAILURE_FILE_VARIABLE}.before"; then
+  if grep -qsFxf "${FAILURE_FILE_VARIABLE}" "${FAILURE_FILE_VARIABLE}.before"; then
     echo "not requeued: the same error came at the same update twice: $(head -n 1 "${FAILURE_FILE_VARIABLE}")" >&2
     exit "$status"
   fi
-  mv "${FAILURE_FILE_VARIABLE}" "${FAILURE_FILE_VARIABLE}.before"
+  cat "${FAILURE_FILE_VARIABLE}" >>"${FAILURE_FILE_VARIABLE}.before"
+  rm "${FAILURE_FILE_VARIABLE}"
 fi
 if [ "$status" -ne 0 ]; then
   echo "exit code $status: job $SLURM_JOB_ID is requeued" >&2

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
+from ddpilot.errors import RemoteRankError
 from ddpilot.launching.exception_report import is_victim
 from ddpilot.launching.rank_environment import FAILURE_FILE_VARIABLE
 
@@ -21,8 +22,8 @@ _ADDRESS = re.compile(r"0x[0-9a-f]{4,}")
 def note_failures(num_updates: Callable[[], int]) -> None:
     """From now on, an exception that ends this process is noted in the file that `FAILURE_FILE_VARIABLE` names, if any.
 
-    Only the first rank of the job that raises writes it. A rank that lost its connection to a different rank does not,
-    and waits a moment before it exits, since srun then ends the rank that has the cause. `num_updates`: returns the
+    Only the first rank of the job that raises writes it. A rank that raises because of a different rank does not, and
+    waits a moment before it exits, since srun then ends the rank that has the cause. `num_updates`: returns the
     number of updates made so far. Not collective.
     """
     path = os.environ.get(FAILURE_FILE_VARIABLE)
@@ -31,7 +32,7 @@ def note_failures(num_updates: Callable[[], int]) -> None:
     theirs, pid = sys.excepthook, os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if os.getpid() == pid and is_victim(error):
+        if os.getpid() == pid and (is_victim(error) or isinstance(error, RemoteRankError)):
             _await_note(path)
         elif os.getpid() == pid and not isinstance(error, KeyboardInterrupt):
             _write_once(path, render_failure(num_updates(), error))

@@ -36,11 +36,12 @@ srun --kill-on-bad-exit=1 --label bash -c '
 # once more, but not if it failed there with the same error before.
 if [ "$status" -ne 0 ] && [ "$status" -ne 75 ]; then
   [ -s "$DDPILOT_FAILURE_FILE" ] || exit "$status"
-  if cmp -s "$DDPILOT_FAILURE_FILE" "$DDPILOT_FAILURE_FILE.before"; then
+  if grep -qsFxf "$DDPILOT_FAILURE_FILE" "$DDPILOT_FAILURE_FILE.before"; then
     echo "not requeued: the same error came at the same update twice: $(head -n 1 "$DDPILOT_FAILURE_FILE")" >&2
     exit "$status"
   fi
-  mv "$DDPILOT_FAILURE_FILE" "$DDPILOT_FAILURE_FILE.before"
+  cat "$DDPILOT_FAILURE_FILE" >>"$DDPILOT_FAILURE_FILE.before"
+  rm "$DDPILOT_FAILURE_FILE"
 fi
 if [ "$status" -ne 0 ]; then
   echo "exit code $status: job $SLURM_JOB_ID is requeued" >&2
