@@ -233,8 +233,8 @@ FINDING_PAGES = sorted((PACKAGE / "findings" / "pages").glob("*.md"))
 # Pages about the inside of ddpilot, or about earlier versions.
 FOR_CONTRIBUTORS = {"CONTRIBUTING.md", "CHANGELOG.md", "how_it_works.md"}
 PUBLIC_MODULES = ("callbacks", "watch", "integrations.lightning")
-# Entry points; a module that decision 002 rejects; a table of pyproject.toml.
-NO_MODULES = ("apps", "launch.local", "lint")
+# Entry points; a module that decision 002 rejects; tables and files of settings.
+NO_MODULES = ("apps", "launch.local", "lint", "slurm", "toml")
 
 
 def is_there(dotted: str) -> bool:
