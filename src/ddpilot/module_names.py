@@ -47,6 +47,8 @@ SPAWNED_MAIN = "ddpilot.launching.rank_server.spawned_main"
 RECORD_PREFORK = "ddpilot.record.prefork"
 GROUP_TEARDOWN = "ddpilot.group.teardown"
 
+SESSION_HOST = "ddpilot.session.host.main"
+"""Runs on each node of a session on several machines."""
 SESSION_KERNEL = "ddpilot.session.rank.kernel"
 SESSION_MAIN = "ddpilot.session.rank.main"
 SESSION_PRELOAD = "ddpilot.session.rank.preload"

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 LAUNCH_VARIABLE = "DDPILOT_LAUNCH"
 """Id of the launch. Equals TORCHELASTIC_RUN_ID in its ranks, and differs in a torchrun job started by one of them."""
@@ -39,30 +40,47 @@ _SET_BY_TORCH = ("TORCHINDUCTOR_CACHE_DIR",)
 """Variables that torch sets when the first optimizer is created; torch reads them when it compiles."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class NodePlacement:
+    """The ranks of one node: `local_world_size` of `world_size` ranks, from `first_rank` on."""
+
+    world_size: int
+    local_world_size: int
+    first_rank: int = 0
+    node_rank: int = 0
+    num_nodes: int = 1
+    master_addr: str = "127.0.0.1"
+
+    @property
+    def ranks(self) -> range:
+        """The ranks of the node."""
+        return range(self.first_rank, self.first_rank + self.local_world_size)
+
+
 def rank_variables(
     *,
     launch_id: str,
     rank: int,
-    nproc_per_node: int,
+    placement: NodePlacement,
     master_port: int,
     num_threads: int,
     backend: str | None,
     restart: int = 0,
 ) -> dict[str, str]:
-    """The variables that make a process rank `rank` of a single-node launch. They override the user's variables."""
-    size = str(nproc_per_node)
+    """The variables that make a process rank `rank` of a launch. They override the user's variables."""
+    size = str(placement.world_size)
     number = str(rank)
     variables = {
         "RANK": number,
-        "LOCAL_RANK": number,
+        "LOCAL_RANK": str(rank - placement.first_rank),
         "ROLE_RANK": number,
         "ROLE_NAME": "default",
         "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": str(placement.local_world_size),
         "ROLE_WORLD_SIZE": size,
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
+        "GROUP_RANK": str(placement.node_rank),
+        "GROUP_WORLD_SIZE": str(placement.num_nodes),
+        "MASTER_ADDR": placement.master_addr,
         "MASTER_PORT": str(master_port),
         "TORCHELASTIC_RESTART_COUNT": str(restart),
         "TORCHELASTIC_MAX_RESTARTS": "0",

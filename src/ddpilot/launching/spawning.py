@@ -22,7 +22,7 @@ import psutil
 
 from ddpilot.errors import LaunchError
 from ddpilot.launching.options import LaunchOptions
-from ddpilot.launching.rank_environment import choose_num_threads, module_paths, rank_variables
+from ddpilot.launching.rank_environment import NodePlacement, choose_num_threads, module_paths, rank_variables
 from ddpilot.launching.rank_reports import Exited, Raised, RankStart, Returned, Taken
 from ddpilot.launching.rank_server import job
 from ddpilot.launching.rank_server.client import ensure_server
@@ -153,9 +153,10 @@ class RankSpawner(Protocol):
 class ForkedRanks:
     """A `RankSpawner` for this machine, whose rank server forks the ranks. Starts the server unless one is running.
 
-    `main`: `__file__` and `__package__` for the ranks'
-    ``__main__``; `folder`: removed when the ranks have ended, even if this process is killed; `note` shows a notice.
-    Raises LaunchError if the server cannot be started, or cannot be forked and `options` require that.
+    `main`: `__file__` and `__package__` for the ranks' ``__main__``; `folder`: removed when the ranks have ended, even
+    if this process is killed; `note` shows a notice. `placement`: if this machine is one of several nodes; then `store`
+    is on node 0 the socket on which the store listens, which this object closes, and elsewhere the port; `launch_id` is
+    the same on all nodes. Raises LaunchError if the server cannot be started, or cannot be forked and `options` require that.
     """
 
     def __init__(
@@ -166,8 +167,14 @@ class ForkedRanks:
         note: Callable[[str], None],
         main: dict[str, str],
         folder: str | None = None,
+        *,
+        placement: NodePlacement | None = None,
+        store: socket.socket | int | None = None,
+        launch_id: str | None = None,
     ) -> None:
         self.world_size = world_size
+        self._placement = placement or NodePlacement(world_size=world_size, local_world_size=world_size)
+        self._store = store
         self._options = options
         self._environ = environ
         self._main = main
@@ -175,7 +182,7 @@ class ForkedRanks:
         self._directory = os.getcwd()
         self._sys_path = module_paths()
         self._hooks: tuple[str, ...] = ()
-        self._launch_id = uuid.uuid4().hex
+        self._launch_id = launch_id or uuid.uuid4().hex
         self._handles: dict[int, RankHandle] = {}
         self._num_unanswered = 0
         self._is_finished = False
@@ -190,10 +197,14 @@ class ForkedRanks:
 
     def attach(self, loop: EventLoop, emit: Callable[[SpawnerEvent], object]) -> None:
         self._loop, self._emit = loop, emit
-        self._job = self._stack.enter_context(self.server.job(self._launch_id, self.world_size, self._folder))
-        with job.bind_listener() as listener:
-            self._port = listener.getsockname()[1]
-            fd_socket.send(self._job, job.Start(job.STORE), [listener.fileno()])
+        num_ranks = self._placement.local_world_size
+        self._job = self._stack.enter_context(self.server.job(self._launch_id, num_ranks, self._folder))
+        if isinstance(self._store, int):
+            self._port = self._store
+        else:
+            with self._store or job.bind_listener() as listener:
+                self._port = listener.getsockname()[1]
+                fd_socket.send(self._job, job.Start(job.STORE), [listener.fileno()])
         loop.watch(self._job.fileno(), self._on_job)
 
     def add_hooks(self, hooks: tuple[str, ...], variables: Mapping[str, str]) -> None:
@@ -201,11 +212,11 @@ class ForkedRanks:
         self._environ = {**self._environ, **variables}
 
     def start(self, rank: int, parcel: int, name: str, *, sources: dict[str, list[str]], restart: int = 0) -> None:
-        num_threads = choose_num_threads(self._environ, self.world_size)
+        num_threads = choose_num_threads(self._environ, self._placement.local_world_size)
         variables = rank_variables(
             launch_id=self._launch_id,
             rank=rank,
-            nproc_per_node=self.world_size,
+            placement=self._placement,
             master_port=self._port,
             num_threads=num_threads,
             backend=self._options.backend,

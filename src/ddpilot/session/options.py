@@ -35,6 +35,10 @@ class SessionOptions(WatchOptions):
     """Number of ranks. "auto": one per GPU in `gpus`, else per visible GPU, else 1; "gpu" and "cpu" as in
     `Launcher`."""
 
+    hosts: tuple[str, ...] = ()
+    """Machines on which the ranks run, as `ssh` takes their names; each gets `nproc_per_node` ranks, in this order. ():
+    this machine."""
+
     gpus: tuple[int, ...] = ()
     """Indices of the GPUs that the ranks may use, as in `torch.device("cuda", n)` of this process: with
     CUDA_VISIBLE_DEVICES=2,3 index 0 is the machine's GPU 2. (): all visible GPUs."""
@@ -86,6 +90,7 @@ class SessionOptions(WatchOptions):
                 found=f"{self.nproc_per_node} ranks for {len(self.gpus)} GPUs in `gpus`",
                 fix="Ask for at most one rank per GPU, or leave `gpus` out to share them",
             )
+        self._check_hosts()
         apps: object = self.apps
         if isinstance(apps, str):
             raise LaunchError("reading `apps`", found=f"{apps!r}", fix=f"Write `apps=({apps!r},)`")
@@ -93,6 +98,25 @@ class SessionOptions(WatchOptions):
         if seed is not None and not (isinstance(seed, int) and 0 <= seed < 2**63):
             raise LaunchError("reading `seed`", found=f"{self.seed!r}", fix="Give a number from 0 to 2**63 - 1")
         self.launch_options()
+
+    @property
+    def is_remote(self) -> bool:
+        """True if the ranks run on other machines."""
+        return bool(self.hosts)
+
+    def _check_hosts(self) -> None:
+        hosts: object = self.hosts
+        if isinstance(hosts, str):
+            raise LaunchError("reading `hosts`", found=f"{hosts!r}", fix=f"Write `hosts=({hosts!r},)`")
+        for host in self.hosts:
+            if not isinstance(host, str) or not host or host.startswith("-") or host.split() != [host]:
+                raise LaunchError("reading `hosts`", found=f"{host!r}", fix="Give names of machines, as `ssh` takes them")
+        if self.is_remote and self.gpus:
+            raise LaunchError(
+                "reading `gpus`",
+                found=f"{self.gpus!r}, which numbers the GPUs of this machine, for ranks on other machines",
+                fix='Set `env={"CUDA_VISIBLE_DEVICES": "0,1"}`, which applies to each of them',
+            )
 
     def launch_options(self) -> LaunchOptions:
         """Return the options for starting the processes."""

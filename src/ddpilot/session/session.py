@@ -76,6 +76,7 @@ class Session:
         self,
         nproc_per_node: int | str = "auto",
         *,
+        hosts: Iterable[str] = (),
         gpus: Iterable[int] = (),
         backend: str | None = None,
         seed: int | None = None,
@@ -96,6 +97,7 @@ class Session:
         arguments.refuse_in_a_rank()
         self.options = SessionOptions(
             nproc_per_node=nproc_per_node,
+            hosts=hosts if isinstance(hosts, str) else tuple(hosts),  # type: ignore[arg-type]  # SessionOptions rejects
             gpus=gpus if isinstance(gpus, int) else tuple(gpus),  # type: ignore[arg-type]  # SessionOptions
             backend=backend,
             seed=seed,
@@ -169,6 +171,12 @@ class Session:
         ranks and the group is unchanged. Raises LaunchInterrupted, a KeyboardInterrupt, if it is interrupted.
         """
         arguments.check_code(code)
+        if profile and self.options.is_remote:
+            raise LaunchError(
+                "profiling a cell",
+                found="the ranks run on other machines, and a profile is read from a folder of this one",
+                fix="Leave `profile` out, or call `ddpilot.profile()` in the cell with a shared folder",
+            )
         chosen = select_ranks(self._kernels, ranks, "running a cell")
         if ranks is None and len(chosen) < self.world_size:
             self._kernels.note(describe_absent(self._kernels.states.dead, chosen))

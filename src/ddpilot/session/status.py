@@ -20,6 +20,7 @@ from ddpilot.user_files import CodeLine
 if TYPE_CHECKING:
     from ddpilot.session.kernels.manager import RankKernels
 
+_NODE_LIMIT_S = 3.0
 State = Literal["idle", "busy", "dead"]
 Family = list[psutil.Process]
 
@@ -51,6 +52,8 @@ class RankStatus:
     since_s: float
     """Time of the last change of state, on the monotonic clock."""
     pid: int | None = None
+    node: str = ""
+    """The machine on which it runs; empty for this one."""
     cell: int | None = None
     """Number of the cell that it is running; None if it runs none, or something other than a cell."""
     collective: CollectiveStatus | None = None
@@ -67,12 +70,21 @@ class RankStatus:
 
 def read_statuses(kernels: RankKernels) -> tuple[RankStatus, ...]:
     """Return the status of every rank, in rank order. Takes a tenth of a second, in which CPU usage is measured."""
-    pids = {rank: pid for rank in kernels.states.live if (pid := kernels.processes.pid(rank)) is not None}
-    usage = collect_usage(pids.values())
-    return tuple(_status(kernels, rank, pids.get(rank), usage) for rank in range(kernels.world_size))
+    nodes = kernels.processes.nodes
+    if nodes is not None:
+        usage = nodes.ask("usage", kernels.states.live, _NODE_LIMIT_S)
+        names = {rank: nodes.node_of(rank).name for rank in range(kernels.world_size)}
+    else:
+        pids = {rank: pid for rank in kernels.states.live if (pid := kernels.processes.pid(rank)) is not None}
+        by_pid = collect_usage(pids.values())
+        usage = {rank: {"pid": pid, **by_pid.get(pid, {})} for rank, pid in pids.items()}
+        names = {}
+    return tuple(
+        _status(kernels, rank, names.get(rank, ""), usage.get(rank, {})) for rank in range(kernels.world_size)
+    )
 
 
-def _status(kernels: RankKernels, rank: int, pid: int | None, usage: dict[int, dict[str, Any]]) -> RankStatus:
+def _status(kernels: RankKernels, rank: int, node: str, usage: Mapping[str, Any]) -> RankStatus:
     reason, running = kernels.states.dead.get(rank), kernels.states.busy.get(rank)
     idle_since_s = kernels.states.since_s.get(rank, time.monotonic())
     state: State = "dead" if reason is not None else "busy" if running is not None else "idle"
@@ -80,10 +92,10 @@ def _status(kernels: RankKernels, rank: int, pid: int | None, usage: dict[int, d
         rank=rank,
         state=state,
         since_s=running[1] if state == "busy" and running is not None else idle_since_s,
-        pid=pid,
+        node=node,
         cell=running[0] if running is not None else None,
         collective=None if reason is not None else _collective(kernels, rank),
-        **({} if pid is None else usage.get(pid, {})),
+        **usage,
         reason=reason or "",
     )
 

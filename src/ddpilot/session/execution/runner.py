@@ -25,7 +25,6 @@ from ddpilot.session.kernels.cell_watch import CellObserver, FindingsObserver, S
 from ddpilot.session.kernels.event_router import KernelMessage
 from ddpilot.session.kernels.manager import RankKernels
 from ddpilot.session.protocol.messages import REPORT_KEY, Call, CellRequest, Finish, ParcelRequest
-from ddpilot.session.protocol.parcels import ParcelCall
 
 
 class Runner:
@@ -93,10 +92,8 @@ class Runner:
             turn = stack.enter_context(self._kernels.turn(f"running {name}"))
             self._recovery.prepare(turn)
             num_begun = self._num_begun(ranks)
-            calls: dict[int, ParcelCall] = {}
-            for rank in ranks:
-                calls[rank] = ParcelCall(self._kernels.parcel_socket(rank), request.token, parcel)
-                stack.callback(calls[rank].close)
+            calls = self._kernels.send_parcels(request.token, ranks, parcel)
+            stack.callback(calls.close)
             outcome = Execution(
                 self._kernels.request(request, ranks),
                 self._kernels,
@@ -108,7 +105,7 @@ class Runner:
             ).run()
             try:
                 for rank, part in outcome.parts.items():
-                    if part.report is not None and (answer := calls[rank].answer()) is not None:
+                    if part.report is not None and (answer := calls.answer(rank)) is not None:
                         answers[rank] = answer
                 self._recovery.recover(outcome, turn)
             except BaseException:

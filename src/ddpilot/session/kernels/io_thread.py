@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 import hmac
 import json
@@ -24,6 +25,7 @@ from jupyter_client.session import DELIM, new_id_bytes
 from jupyter_client.session import Session as Messages
 
 from ddpilot.session.kernels.event_router import Event, KernelMessage
+from ddpilot.session.protocol.messages import REPORT_KEY
 
 _PORTS = {"shell": 1, "iopub": 2, "stdin": 3, "control": 4, "hb": 5}
 _KINDS = {"shell": zmq.DEALER, "iopub": zmq.SUB, "stdin": zmq.DEALER, "control": zmq.DEALER}
@@ -53,13 +55,83 @@ class Connection:
             json.dump(content, file)
 
 
-class Channels:
-    """Sockets to one kernel. Not thread-safe, except for `make`."""
+class KernelChannels:
+    """Signs messages to one kernel, and checks those that it sends. Not thread-safe, except for `make`."""
+
+    def __init__(self, rank: int, key: bytes) -> None:
+        self.rank = rank
+        self._messages = Messages(key=key, signature_scheme="hmac-sha256")
+        self.sockets: dict[str, zmq.Socket[Any]] = {}
+        """Sockets of this process; empty if messages take a different way."""
+
+    def make(
+        self, kind: str, content: dict[str, Any], metadata: dict[str, Any] | None = None, parent: Any = None
+    ) -> dict[str, Any]:
+        """Return a message to be passed to `send`; its id is `["header"]["msg_id"]`."""
+        return dict(self._messages.msg(kind, content=content, parent=parent, metadata=metadata))
+
+    def send(self, channel: str, message: dict[str, Any], buffers: list[bytes] | None = None) -> None:
+        """Send a message created by `make`."""
+        raise NotImplementedError
+
+    def decode(self, channel: str, frames: list[bytes]) -> KernelMessage:
+        """Return the message in `frames`. Raises ValueError if its signature is wrong.
+
+        `Session.recv` would also parse the dates in each message, which takes half of its time.
+        """
+        messages = self._messages
+        signature, *parts = frames[frames.index(DELIM) + 1 :]
+        if not hmac.compare_digest(signature, messages.sign(parts[:4])):
+            raise ValueError(f"rank {self.rank} sent a message with a wrong signature")
+        header, parent, metadata, content = map(messages.unpack, parts[:4])
+        return KernelMessage(
+            rank=self.rank,
+            channel=channel,
+            kind=header["msg_type"],
+            parent_id=parent.get("msg_id", ""),
+            content=content,
+            metadata=metadata,
+            buffers=parts[4:],
+            header=header,
+        )
+
+    def close(self) -> None:
+        """Close the sockets. Unsent messages are dropped."""
+        for sock in self.sockets.values():
+            sock.close()
+
+
+class RelayedChannels(KernelChannels):
+    """Channels to a kernel on a different machine, whose messages `send_frames(rank, channel, frames)` passes on.
+
+    `offset_s`: what the monotonic clock of that machine is ahead of this one's.
+    """
+
+    def __init__(
+        self, rank: int, key: bytes, send_frames: Callable[[int, str, list[bytes]], None], offset_s: float
+    ) -> None:
+        super().__init__(rank, key)
+        self._send_frames = send_frames
+        self._offset_s = offset_s
+
+    def send(self, channel: str, message: dict[str, Any], buffers: list[bytes] | None = None) -> None:
+        """Send a message created by `make`."""
+        self._send_frames(self.rank, channel, [*self._messages.serialize(message), *(buffers or ())])
+
+    def decode(self, channel: str, frames: list[bytes]) -> KernelMessage:
+        """Return the message in `frames`, with the time of an error on this machine's clock."""
+        message = super().decode(channel, frames)
+        raised = (message.content.get(REPORT_KEY) or {}).get("raised")
+        if raised is not None:
+            raised["time_s"] -= self._offset_s
+        return message
+
+
+class Channels(KernelChannels):
+    """Sockets to one kernel on this machine."""
 
     def __init__(self, context: zmq.Context[Any], rank: int, connection: Connection) -> None:
-        self.rank = rank
-        self._messages = Messages(key=connection.key, signature_scheme="hmac-sha256")
-        self.sockets: dict[str, zmq.Socket[Any]] = {}
+        super().__init__(rank, connection.key)
         identity = new_id_bytes()
         for channel, kind in _KINDS.items():
             sock = context.socket(kind)
@@ -72,46 +144,19 @@ class Channels:
             sock.connect(connection.url(channel))
             self.sockets[channel] = sock
 
-    def make(
-        self, kind: str, content: dict[str, Any], metadata: dict[str, Any] | None = None, parent: Any = None
-    ) -> dict[str, Any]:
-        """Return a message to be passed to `send`; its id is `["header"]["msg_id"]`."""
-        return dict(self._messages.msg(kind, content=content, parent=parent, metadata=metadata))
-
     def send(self, channel: str, message: dict[str, Any], buffers: list[bytes] | None = None) -> None:
         """Send a message created by `make`."""
         self._messages.send(self.sockets[channel], message, buffers=[*(buffers or ())])
 
     def receive(self, channel: str) -> Iterator[KernelMessage]:
-        """Yield the messages that have arrived on a channel, without blocking.
-
-        `Session.recv` would also parse the dates in each message, which takes half of its time.
-        """
-        messages, sock = self._messages, self.sockets[channel]
+        """Yield the messages that have arrived on a channel, without blocking."""
+        sock = self.sockets[channel]
         while True:
             try:
                 frames: list[bytes] = sock.recv_multipart(zmq.NOBLOCK, copy=True)
             except zmq.Again:
                 return
-            signature, *parts = frames[frames.index(DELIM) + 1 :]
-            if not hmac.compare_digest(signature, messages.sign(parts[:4])):
-                raise ValueError(f"rank {self.rank} sent a message with a wrong signature")
-            header, parent, metadata, content = map(messages.unpack, parts[:4])
-            yield KernelMessage(
-                rank=self.rank,
-                channel=channel,
-                kind=header["msg_type"],
-                parent_id=parent.get("msg_id", ""),
-                content=content,
-                metadata=metadata,
-                buffers=parts[4:],
-                header=header,
-            )
-
-    def close(self) -> None:
-        """Close the sockets. Unsent messages are dropped."""
-        for sock in self.sockets.values():
-            sock.close()
+            yield self.decode(channel, frames)
 
 
 class IOThread:
@@ -133,7 +178,7 @@ class IOThread:
         self._context: zmq.Context[Any] = zmq.Context()
         self._poller = zmq.Poller()
         self._ready: dict[Any, Callable[[], object]] = {}
-        self._channels: dict[int, Channels] = {}
+        self._channels: dict[int, KernelChannels] = {}
         self._callbacks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waker, self._woken = socket.socketpair()
         for end in (self._waker, self._woken):
@@ -215,18 +260,32 @@ class IOThread:
     def connect(self, rank: int, connection: Connection) -> None:
         """Open the sockets to a rank's kernel, replacing those to an earlier one."""
         self.disconnect(rank)
-        channels = self._channels[rank] = Channels(self._context, rank, connection)
+        channels = Channels(self._context, rank, connection)
+        self._channels[rank] = channels
         for name, sock in channels.sockets.items():
             self.watch(sock, functools.partial(self._receive, channels, name))
+
+    def connect_relayed(self, channels: RelayedChannels) -> None:
+        """Use `channels` for the kernel of their rank; `receive_frames` takes what it sends."""
+        self.disconnect(channels.rank)
+        self._channels[channels.rank] = channels
+
+    def receive_frames(self, rank: int, channel: str, frames: list[bytes]) -> None:
+        """Deliver a message of a kernel on a different machine; dropped if it is of an earlier kernel of the rank."""
+        channels = self._channels.get(rank)
+        if channels is not None:
+            with contextlib.suppress(ValueError):  # signed with the key of an earlier kernel
+                self._deliver(channels.decode(channel, frames))
 
     def disconnect(self, rank: int) -> None:
         """Deliver the messages that a kernel has already sent, then close the sockets to it."""
         channels = self._channels.pop(rank, None)
         if channels is None:
             return
-        for name, sock in channels.sockets.items():
-            self._receive(channels, name)
-            self.unwatch(sock)
+        if isinstance(channels, Channels):
+            for name, sock in channels.sockets.items():
+                self._receive(channels, name)
+                self.unwatch(sock)
         channels.close()
 
     def watch(self, source: Any, ready: Callable[[], object]) -> None:

@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from jupyter_client.session import new_id_bytes
 
@@ -34,10 +35,13 @@ from ddpilot.session.apps import find_app, present_modules
 from ddpilot.session.arguments import check_gpus
 from ddpilot.session.kernels.cell_watch import WatchedRank
 from ddpilot.session.kernels.event_router import Event, EventRouter, Interrupted, InterruptListener, KernelMessage, Turn
-from ddpilot.session.kernels.io_thread import Connection, IOThread
+from ddpilot.session.kernels.io_thread import Connection, IOThread, RelayedChannels
 from ddpilot.session.kernels.output import IdleOutput, NativeOutput
+from ddpilot.session.kernels.parcels import LocalParcels, ParcelCalls, RelayedParcels
 from ddpilot.session.kernels.processes import KernelProcesses
 from ddpilot.session.kernels.states import START_OVER, RankStates, describe_store_end
+from ddpilot.session.nodes.cluster import make_cluster
+from ddpilot.session.nodes.messages import KernelFrames, ParcelAnswer
 from ddpilot.session.options import SessionOptions
 from ddpilot.session.protocol.entry_points import KernelStart
 from ddpilot.session.protocol.messages import REQUEST, Request, Scope, request_content
@@ -47,6 +51,7 @@ from ddpilot.watch.snapshot.files import take_stacks
 
 _END_LIMIT_S = 30.0
 _TURN_END_S = 5.0
+_STACKS_LIMIT_S = 3.0
 _START_LIMIT_S = 120.0
 _SUBSCRIBE_S = 0.05
 """Seconds after its reply at which a kernel is asked again, if no iopub message of it was received."""
@@ -75,7 +80,9 @@ class RankKernels:
         """Watches the ranks from outside; None if the session was started without `watch`."""
         self._folder: Path | None = None
         try:
-            self.processes = processes = KernelProcesses(self._launch_options(), self._kernel_start)
+            self.processes = processes = KernelProcesses(
+                self._launch_options(), self._kernel_start, make_cluster(options, view.note)
+            )
             self._incarnations = [0] * processes.world_size
             if options.watch:
                 self.watcher = Watcher(options, "the session", processes.world_size)
@@ -84,6 +91,9 @@ class RankKernels:
             self._router = EventRouter(self.idle_output.show, self.states.set_all_idle)
             self._native_output = NativeOutput(self._router)
             self.io_thread = IOThread(self._deliver, self._tick, self._on_broken)
+            self._relayed_parcels: WeakValueDictionary[str, RelayedParcels] = WeakValueDictionary()
+            if processes.nodes is not None:
+                processes.nodes.relay = self._relay
         except BaseException:
             self._remove_folders()
             raise
@@ -111,7 +121,8 @@ class RankKernels:
 
     def _launch_options(self) -> LaunchOptions:
         given = self.options.launch_options()
-        check_gpus(self.options.gpus, count_accelerators({**os.environ, **self.options.env}))
+        if not self.options.is_remote:
+            check_gpus(self.options.gpus, count_accelerators({**os.environ, **self.options.env}))
         preload = tuple(name for app in self.options.apps for name in present_modules(find_app(app)))
         return replace(given, preload=(*given.preload, *preload))
 
@@ -139,9 +150,22 @@ class RankKernels:
             verbose=options.verbose,
         )
 
-    def parcel_socket(self, rank: int) -> Path:
-        """Return the path of the socket on which a rank accepts parcels."""
-        return self._kernel_start().parcel_socket(rank)
+    def send_parcels(self, token: str, ranks: Sequence[int], parcel: int | None) -> ParcelCalls:
+        """Send the parcel of a request (None: it has none) to `ranks`."""
+        if self.processes.nodes is not None:
+            calls = RelayedParcels(self.processes.nodes, token)
+            self._relayed_parcels[token] = calls
+            self.processes.nodes.send_parcel(token, ranks, parcel)
+            return calls
+        start = self._kernel_start()
+        return LocalParcels({rank: start.parcel_socket(rank) for rank in ranks}, token, parcel)
+
+    def _relay(self, message: KernelFrames | ParcelAnswer) -> None:
+        """Take a message of a kernel on a different machine."""
+        if isinstance(message, KernelFrames):
+            self.io_thread.receive_frames(message.rank, message.channel, message.frames)
+        elif (calls := self._relayed_parcels.get(message.token)) is not None:
+            calls.put(message)
 
     # lifecycle
 
@@ -167,22 +191,33 @@ class RankKernels:
         """Start the processes of `ranks`, which have none, and wait until their kernels reply."""
         for rank in ranks:
             self._native_output.tail.forget(rank)
-            start = self._kernel_start()
-            connection = Connection(str(self.folder / start.stem(rank)), new_id_bytes())
-            connection.write(start.connection_file(rank))
+            connect = self._prepare_kernel(rank)
             try:
-                self.io_thread.call(functools.partial(self._start_one, rank, connection))
+                self.io_thread.call(functools.partial(self._start_one, rank, connect))
             except fd_socket.Closed as error:
+                is_remote = self.processes.nodes is not None
                 raise LaunchError(
                     f"starting rank {rank}",
-                    found="the rank server has died",
+                    found=self.processes.describe_end() if is_remote else "the rank server has died",
                     fix=START_OVER,
                     rank=rank,
                 ) from error
         await_ready(self.io_thread, ranks, events, self._describe_end)
 
-    def _start_one(self, rank: int, connection: Connection) -> None:
-        self.io_thread.connect(rank, connection)
+    def _prepare_kernel(self, rank: int) -> Callable[[], None]:
+        """Prepare for a kernel of `rank`; return what connects to it, to be called in the I/O thread."""
+        start, key = self._kernel_start(), new_id_bytes()
+        nodes = self.processes.nodes
+        if nodes is not None:
+            nodes.prepare_kernel(rank, start.stem(rank), key)
+            channels = RelayedChannels(rank, key, nodes.send_frames, nodes.node_of(rank).offset_s)
+            return functools.partial(self.io_thread.connect_relayed, channels)
+        connection = Connection(str(self.folder / start.stem(rank)), key)
+        connection.write(start.connection_file(rank))
+        return functools.partial(self.io_thread.connect, rank, connection)
+
+    def _start_one(self, rank: int, connect: Callable[[], None]) -> None:
+        connect()
         self.processes.start(rank, self.generation)
         self.states.note_start(rank)
 
@@ -254,6 +289,9 @@ class RankKernels:
 
         Ranks that do not respond are left out.
         """
+        if self.processes.nodes is not None:
+            stacks = self.processes.nodes.ask("stacks", ranks, _STACKS_LIMIT_S)
+            return {rank: stack.frames for rank, stack in stacks.items()}
         pids = {rank: pid for rank in ranks if (pid := self.processes.pid(rank)) is not None}
         return {rank: stack.frames for rank, stack in take_stacks(self.ring_folder, pids).items()}
 

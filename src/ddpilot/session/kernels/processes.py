@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from ddpilot.errors import LaunchError
 from ddpilot.launching.nproc import resolve_nproc
@@ -30,6 +31,7 @@ from ddpilot.module_names import SESSION_MAIN, SESSION_PRELOAD
 from ddpilot.output.writer import LabelledWriter
 from ddpilot.session.arguments import refuse_in_a_rank
 from ddpilot.session.kernels.io_thread import IOThread
+from ddpilot.session.nodes.node_ranks import Cluster, NodeRanks
 from ddpilot.session.protocol.entry_points import KernelStart, serve
 
 # Not matplotlib: its import reads the backend from the environment and ties figures to a shell.
@@ -48,16 +50,24 @@ class KernelProcesses:
     are called in the hub's thread, which gets what the processes write (`Wrote`) and how they end (`Ended`).
     """
 
-    def __init__(self, options: LaunchOptions, kernel_start: Callable[[], KernelStart]) -> None:
+    def __init__(
+        self, options: LaunchOptions, kernel_start: Callable[[], KernelStart], cluster: Cluster | None = None
+    ) -> None:
         self._kernel_start = kernel_start
         self._directory = find_working_directory("starting a session")
         self._environ: Mapping[str, str] = {**default_variables(stays=True), **os.environ, **options.env}
         self._options = replace(options, preload=(*PRELOAD, *options.preload))
         self._note = LabelledWriter(options.output, None).note
-        self.world_size = resolve_nproc(options.nproc_per_node, self._environ, self._note, backend=options.backend)
-        check_open_files("starting a session", self.world_size)
         self._spawner: RankSpawner | None = None
         self._raised: dict[int, Raised] = {}
+        self.nodes: NodeRanks | None = None
+        """The spawner, if ranks run on other machines."""
+        if cluster is not None:
+            self._spawner = self.nodes = NodeRanks(cluster, self._options, options.env, self._note)
+            self.world_size = self.nodes.world_size
+            return
+        self.world_size = resolve_nproc(options.nproc_per_node, self._environ, self._note, backend=options.backend)
+        check_open_files("starting a session", self.world_size)
 
     @property
     def can_start(self) -> bool:
@@ -67,8 +77,9 @@ class KernelProcesses:
     def attach(self, hub: IOThread) -> None:
         """Start the ranks' store, and emit events through the hub; called once, before the first start of a rank."""
         self._hub = hub
-        folder = str(self._kernel_start().folder)
-        self._spawner = ForkedRanks(self._options, self._environ, self.world_size, self._note, {}, folder)
+        if self._spawner is None:
+            folder = str(self._kernel_start().folder)
+            self._spawner = ForkedRanks(self._options, self._environ, self.world_size, self._note, {}, folder)
         self._spawner.attach(hub, self._on_event)
 
     def add_hooks(self, hooks: tuple[str, ...], variables: Mapping[str, str]) -> None:
@@ -76,7 +87,7 @@ class KernelProcesses:
 
     def check_start(self, did: str) -> None:
         """Raise LaunchError if no rank can be started because the session's working directory was removed."""
-        if not os.path.isdir(self._directory):
+        if self.nodes is None and not os.path.isdir(self._directory):
             raise LaunchError(
                 did,
                 found=f"{self._directory}, the working directory of the session, was removed",
@@ -85,7 +96,10 @@ class KernelProcesses:
 
     def start(self, rank: int, generation: int) -> None:
         """Start the process of a rank that has none. `generation` is the number of times the group has been rebuilt."""
-        parcel, _ = ship("ddpilot-kernel", {}, (serve, (self._kernel_start(),), {}), did="starting ranks", known=None)
+        start = self._kernel_start()
+        if self.nodes is not None:
+            start = replace(start, folder=Path(self.nodes.node_of(rank).folder))
+        parcel, _ = ship("ddpilot-kernel", {}, (serve, (start,), {}), did="starting ranks", known=None)
         self._raised.pop(rank, None)
         try:
             self._attached.start(rank, parcel, "serve_kernel", sources={}, restart=generation)
@@ -105,6 +119,9 @@ class KernelProcesses:
 
     def is_live(self, rank: int) -> bool:
         return self._spawner is not None and self._spawner.is_live(rank)
+
+    def describe_end(self) -> str:
+        return self._attached.describe_end()
 
     def close(self) -> None:
         if self._spawner is not None:

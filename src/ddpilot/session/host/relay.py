@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`KernelRelay`: passes messages and parcels between the kernels of a node and the parent, over the node's link."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from ddpilot.launching.shipping import fd_socket
+from ddpilot.launching.shipping.memory_file import MemoryWriter, map_private
+from ddpilot.session.host.loop import HostLoop
+from ddpilot.session.kernels.io_thread import Channels, Connection
+from ddpilot.session.nodes.messages import KernelFrames, ParcelAnswer, SendParcel
+from ddpilot.session.protocol.parcels import ParcelCall
+
+
+class KernelRelay:
+    """The sockets to the kernels of this node, in `folder`, which no other user can enter.
+
+    `before(rank, channel)` is called before messages of a kernel are passed to `send`.
+    """
+
+    def __init__(
+        self, loop: HostLoop, folder: Path, send: Callable[[Any], None], before: Callable[[int, str], None]
+    ) -> None:
+        self._loop = loop
+        self._folder = folder
+        self._send = send
+        self._before = before
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._channels: dict[int, Channels] = {}
+        self._stems: dict[int, str] = {}
+        self._calls: dict[tuple[str, int], ParcelCall] = {}
+
+    def connect(self, rank: int, stem: str, key: bytes) -> None:
+        """Write the kernel's connection file and open the sockets to it."""
+        self.disconnect(rank)
+        connection = Connection(str(self._folder / stem), key)
+        connection.write(self._folder / f"{stem}.json")
+        self._stems[rank] = stem
+        channels = self._channels[rank] = Channels(self._context, rank, connection)
+        for name, sock in channels.sockets.items():
+            self._loop.watch(sock, functools.partial(self._receive, channels, name))
+
+    def disconnect(self, rank: int) -> None:
+        """Pass on what the kernel has sent, then close the sockets to it."""
+        channels = self._channels.pop(rank, None)
+        if channels is None:
+            return
+        for name, sock in channels.sockets.items():
+            self._receive(channels, name)
+            self._loop.unwatch(sock)
+        channels.close()
+        for key in [key for key in self._calls if key[1] == rank]:
+            self._calls.pop(key).close()
+
+    def send(self, message: KernelFrames) -> None:
+        """Send the frames to the kernel, if it is connected."""
+        channels = self._channels.get(message.rank)
+        if channels is not None:
+            channels.sockets[message.channel].send_multipart(message.frames)
+
+    def send_parcel(self, request: SendParcel) -> None:
+        """Open the parcel's socket of each rank and send the parcel there."""
+        fd = None if request.data is None else _write_memory_file(request.data)
+        try:
+            for rank in request.ranks:
+                if rank in self._stems:
+                    with contextlib.suppress(OSError, fd_socket.Closed):  # the rank is dead, which is reported
+                        path = self._folder / f"{self._stems[rank]}.parcels"
+                        self._calls[request.token, rank] = ParcelCall(path, request.token, fd)
+        finally:
+            if fd is not None:
+                os.close(fd)
+
+    def close_parcel(self, token: str) -> None:
+        """Close the sockets of a request."""
+        for key in [key for key in self._calls if key[0] == token]:
+            self._calls.pop(key).close()
+
+    def close(self, ranks: Iterable[int]) -> None:
+        """Close all sockets."""
+        for rank in ranks:
+            self.disconnect(rank)
+        self._context.destroy(linger=0)
+
+    def _receive(self, channels: Channels, name: str) -> None:
+        sock, rank = channels.sockets[name], channels.rank
+        is_first = True
+        while True:
+            try:
+                frames: list[bytes] = sock.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if is_first:
+                self._before(rank, name)
+                is_first = False
+            if name == "shell":
+                self._answer_parcels(rank)
+            self._send(KernelFrames(rank, name, frames))
+
+    def _answer_parcels(self, rank: int) -> None:
+        """Send the parcels that the rank has replied with: it does so before it reports."""
+        for token, other in list(self._calls):
+            if other != rank:
+                continue
+            call = self._calls[token, rank]
+            answer = call.answer()
+            if answer is not None:
+                try:
+                    self._send(ParcelAnswer(token, rank, bytes(map_private(answer))))
+                finally:
+                    os.close(answer)
+                self._calls.pop((token, rank)).close()
+
+
+def _write_memory_file(data: bytes) -> int:
+    writer = MemoryWriter("ddpilot-parcel")
+    try:
+        writer.write(data)
+        return writer.seal()
+    finally:
+        writer.close()

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`SshCluster`: hosts that the OpenSSH client starts. Its connection is the node's, so nothing listens anywhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from ddpilot.session.nodes import commands
+from ddpilot.session.nodes.node import Node, StartProcess
+from ddpilot.session.nodes.node_ranks import START_LIMIT_S
+
+_MAX_THREADS = 32
+
+
+class SshCluster:
+    """The machines named `hosts`, as `ssh` takes them."""
+
+    def __init__(self, hosts: Sequence[str]) -> None:
+        self._hosts = tuple(hosts)
+        self._nodes: list[Node] = []
+
+    def open(self, directory: str) -> list[Node]:
+        """Start a host on each machine."""
+        deadline_s = time.monotonic() + START_LIMIT_S
+        for number, name in enumerate(self._hosts):
+            line = commands.first_line(node_rank=number, num_nodes=len(self._hosts), directory=directory)
+            starter = StartProcess(commands.ssh_command(name), line, keeps_pipes=True)
+            self._nodes.append(Node(name, number, starter))
+        try:
+            with ThreadPoolExecutor(min(_MAX_THREADS, len(self._nodes))) as pool:
+                for done in [pool.submit(node.open_pipes, deadline_s) for node in self._nodes]:
+                    done.result()
+        except BaseException:
+            for node in self._nodes:
+                node.close(is_killed=True)
+            self.close()
+            raise
+        return self._nodes
+
+    def close(self) -> None:
+        """Wait for the ends of the ssh processes."""
+        for node in self._nodes:
+            node.starter.close(1.0)
