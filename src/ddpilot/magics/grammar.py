@@ -67,6 +67,17 @@ def parse_name(text: str) -> str:
     return text
 
 
+def parse_hosts(text: str) -> tuple[str, ...]:
+    """Parse names of machines from text such as "a,b"."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def parse_slurm_option(text: str) -> tuple[str, str]:
+    """Parse the name and value in "time=2:00:00", or the name of an option without a value."""
+    name, _, value = text.partition("=")
+    return name.lstrip("-"), value
+
+
 def parse_variable(text: str) -> tuple[str, str]:
     """Parse the name and value in "NAME=value". Raises ArgumentTypeError."""
     name, equals, value = text.partition("=")
@@ -76,6 +87,28 @@ def parse_variable(text: str) -> tuple[str, str]:
 
 
 _OPTIONS: Mapping[str, dict[str, Any]] = {
+    "hosts": {
+        "metavar": "A,B",
+        "type": parse_hosts,
+        "help": "run the ranks on these machines, which ssh reaches without a password; default: on this one",
+    },
+    "slurm": {
+        "action": "store_true",
+        "help": "run the ranks on nodes of this Slurm job, or ask Slurm for nodes",
+    },
+    "nodes": {"metavar": "N", "type": parse_int, "help": "with --slurm: number of nodes; default: all of this job, or 1"},
+    "gpus-per-node": {
+        "metavar": "N",
+        "type": parse_int,
+        "help": "with --slurm: GPUs to ask for on each node, each for one rank unless -n is given",
+    },
+    "slurm-option": {
+        "dest": "slurm_options",
+        "metavar": "NAME=VALUE",
+        "action": "append",
+        "type": parse_slurm_option,
+        "help": "with --slurm: an option of salloc, such as time=2:00:00; may be repeated",
+    },
     "gpus": {
         "metavar": "0,1",
         "type": parse_ranks,
@@ -119,8 +152,14 @@ _OPTIONS: Mapping[str, dict[str, Any]] = {
 }
 """argparse arguments of the options that only sessions have. A test checks that every field has an option."""
 
-_SHAPES: Mapping[str, Any] = {"apps": tuple, "env": dict, "preload": tuple}
-_FLAGS = {"nproc_per_node": "-n", "apps": "--app", "watch": "--no-watch", "guard": "--no-guard"}
+_SHAPES: Mapping[str, Any] = {"apps": tuple, "env": dict, "preload": tuple, "slurm_options": dict}
+_FLAGS = {
+    "nproc_per_node": "-n",
+    "apps": "--app",
+    "slurm_options": "--slurm-option",
+    "watch": "--no-watch",
+    "guard": "--no-guard",
+}
 """Flags of fields whose names differ."""
 
 
@@ -148,9 +187,9 @@ def describe_options(options: SessionOptions) -> str:
             continue
         if isinstance(value, bool):
             words.append(flag)
-        elif field.name == "env":
-            words += [f"{flag} {name}={text}" for name, text in value.items()]
-        elif field.name == "gpus":
+        elif isinstance(value, Mapping):
+            words += [f"{flag} {name}={text}" if text else f"{flag} {name}" for name, text in value.items()]
+        elif field.name in ("gpus", "hosts"):
             words.append(f"{flag} {','.join(map(str, value))}")
         else:
             words += [f"{flag} {each}" for each in (value if isinstance(value, tuple) else (value,))]

@@ -39,6 +39,19 @@ class SessionOptions(WatchOptions):
     """Machines on which the ranks run, as `ssh` takes their names; each gets `nproc_per_node` ranks, in this order. ():
     this machine."""
 
+    slurm: bool = False
+    """Run the ranks on nodes of a Slurm cluster: inside a job on its nodes, elsewhere on nodes that `salloc` is asked
+    for, which are given back when the session ends."""
+
+    nodes: int | None = None
+    """With `slurm`: number of nodes; None: all of this job, or one."""
+
+    gpus_per_node: int | None = None
+    """With `slurm`: number of GPUs to ask for on each node, and if `nproc_per_node` is "auto" the number of ranks."""
+
+    slurm_options: Mapping[str, str] = field(default_factory=dict)
+    """With `slurm`: more options of `salloc` by name, such as {"time": "2:00:00", "account": "x", "exclusive": ""}."""
+
     gpus: tuple[int, ...] = ()
     """Indices of the GPUs that the ranks may use, as in `torch.device("cuda", n)` of this process: with
     CUDA_VISIBLE_DEVICES=2,3 index 0 is the machine's GPU 2. (): all visible GPUs."""
@@ -102,7 +115,7 @@ class SessionOptions(WatchOptions):
     @property
     def is_remote(self) -> bool:
         """True if the ranks run on other machines."""
-        return bool(self.hosts)
+        return bool(self.hosts) or self.slurm
 
     def _check_hosts(self) -> None:
         hosts: object = self.hosts
@@ -111,6 +124,7 @@ class SessionOptions(WatchOptions):
         for host in self.hosts:
             if not isinstance(host, str) or not host or host.startswith("-") or host.split() != [host]:
                 raise LaunchError("reading `hosts`", found=f"{host!r}", fix="Give names of machines, as `ssh` takes them")
+        self._check_slurm()
         if self.is_remote and self.gpus:
             raise LaunchError(
                 "reading `gpus`",
@@ -118,12 +132,38 @@ class SessionOptions(WatchOptions):
                 fix='Set `env={"CUDA_VISIBLE_DEVICES": "0,1"}`, which applies to each of them',
             )
 
+    def _check_slurm(self) -> None:
+        if self.slurm and self.hosts:
+            raise LaunchError("reading `hosts`", found="both `hosts` and `slurm`", fix="Leave one of them out")
+        for name, value in (("nodes", self.nodes), ("gpus_per_node", self.gpus_per_node)):
+            if value is None:
+                continue
+            number: object = value
+            if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+                raise LaunchError(f"reading `{name}`", found=f"{value!r}", fix="Give a number from 1")
+            if not self.slurm:
+                raise LaunchError(
+                    f"reading `{name}`",
+                    found=f"{value}, without `slurm`",
+                    fix="Add `slurm=True`, in a notebook `--slurm`, or name machines with `hosts`",
+                )
+        options: object = self.slurm_options
+        if not isinstance(options, Mapping) or not all(isinstance(each, str) for pair in options.items() for each in pair):
+            found = f"{options!r:.100}"
+            raise LaunchError("reading `slurm_options`", found=found, fix='Give texts, such as {"time": "2:00:00"}')
+        own = {"nodes", "gpus-per-node", "ntasks", "ntasks-per-node", "no-shell"} & {*self.slurm_options}
+        if own:
+            name = sorted(own)[0]
+            fix = "Leave it out; `nodes`, `gpus_per_node` and `nproc_per_node` are options of the session"
+            raise LaunchError("reading `slurm_options`", found=f"`{name}`, which the session sets itself", fix=fix)
+
     def launch_options(self) -> LaunchOptions:
         """Return the options for starting the processes."""
         given = {**os.environ, **self.env}.get(_VISIBLE) if self.gpus else None
         visible = {_VISIBLE: choose_visible(self.gpus, given)} if self.gpus else {}
+        nproc = self.nproc_per_node
         return LaunchOptions(
-            nproc_per_node=self.nproc_per_node,
+            nproc_per_node=self.gpus_per_node if nproc == "auto" and self.gpus_per_node is not None else nproc,
             backend=self.backend,
             env={**self.env, **visible} if visible else self.env,
             preload=self.preload,

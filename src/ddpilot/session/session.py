@@ -77,6 +77,10 @@ class Session:
         nproc_per_node: int | str = "auto",
         *,
         hosts: Iterable[str] = (),
+        slurm: bool = False,
+        nodes: int | None = None,
+        gpus_per_node: int | None = None,
+        slurm_options: Mapping[str, str] | None = None,
         gpus: Iterable[int] = (),
         backend: str | None = None,
         seed: int | None = None,
@@ -98,6 +102,10 @@ class Session:
         self.options = SessionOptions(
             nproc_per_node=nproc_per_node,
             hosts=hosts if isinstance(hosts, str) else tuple(hosts),  # type: ignore[arg-type]  # SessionOptions rejects
+            slurm=slurm,
+            nodes=nodes,
+            gpus_per_node=gpus_per_node,
+            slurm_options=slurm_options or {},
             gpus=gpus if isinstance(gpus, int) else tuple(gpus),  # type: ignore[arg-type]  # SessionOptions
             backend=backend,
             seed=seed,

@@ -37,6 +37,11 @@ _LOOK_S = 0.1
 _FULL_BYTES = 64 << 20
 
 
+def _find_step() -> str:
+    job_id, step = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID")
+    return f"{job_id}.{step}" if job_id and step else ""
+
+
 class Host:
     """The ranks of this node. `directory`: the parent's working directory."""
 
@@ -54,7 +59,8 @@ class Host:
             self._store, port = network.open_store(address)
         link.send(
             messages.HostHello(
-                node=platform.node(),
+                node=os.environ.get("SLURMD_NODENAME") or platform.node(),
+                step=_find_step(),
                 versions={
                     "Python": platform.python_version(),
                     "torch": version("torch"),

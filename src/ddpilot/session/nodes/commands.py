@@ -33,18 +33,20 @@ def ssh_command(host: str) -> list[str]:
     return [*ssh, *_SSH_OPTIONS, "--", host, f"exec {shlex.join(host_command())}"]
 
 
-def srun_command(job_id: str, num_nodes: int) -> list[str]:
+def srun_command(num_nodes: int, options: Sequence[str]) -> list[str]:
     """Return the command that starts one host process on each node of an allocation, as a step of its own.
 
-    `--overlap`: the step may share CPUs with the step in which the notebook itself may run.
+    `--overlap`: the step may share CPUs with the step in which the notebook itself may run. A node that fails must not
+    end the step, as the ranks of the others keep their variables.
     """
     return [
         "srun",
-        f"--jobid={job_id}",
+        *options,
         f"--nodes={num_nodes}",
         f"--ntasks={num_nodes}",
         "--ntasks-per-node=1",
         "--overlap",
+        "--cpu-bind=none",
         "--export=ALL",
         "--kill-on-bad-exit=0",
         "--no-kill",

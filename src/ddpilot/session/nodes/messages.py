@@ -24,6 +24,8 @@ class HostHello:
     """Versions of Python, torch and ddpilot."""
     num_gpus: int
     num_cores: int
+    step: str
+    """Slurm's id of the step that runs the host; "" if there is none."""
     has_directory: bool
     """True if the parent's working directory exists on the node."""
     master_addr: str = ""

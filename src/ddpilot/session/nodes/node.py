@@ -59,6 +59,14 @@ class StartProcess:
         """Its exit code; None while it is running."""
         return self._process.poll()
 
+    def terminate(self) -> None:
+        """Ask it to end."""
+        self._process.terminate()
+
+    def text(self) -> str:
+        """Return what it has written to stderr, as far as that is kept."""
+        return "\n".join([*self._lines])
+
     def last_lines(self) -> str:
         """Return the last lines of its stderr, each indented."""
         if self.exitcode is not None:
@@ -99,8 +107,12 @@ class Node:
         """The session's private folder on the node."""
         self.offset_s = 0.0
         """What the node's monotonic clock is ahead of this machine's."""
+        self.step = ""
+        """Slurm's id of the step that runs the host; "" if there is none."""
         self.is_lost = False
         """True once its loss was reported, or the session has ended."""
+        self.was_lost = False
+        """True if it was lost before the session ended."""
 
     def use(self, stream: Stream, received: bytes = b"") -> None:
         """Use `stream` from now on."""

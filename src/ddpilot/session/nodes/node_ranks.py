@@ -74,6 +74,8 @@ class NodeRanks:
             self.nodes = cluster.open(os.getcwd())
             for node in self.nodes:
                 node.hello = node.receive((messages.HostHello,), START_LIMIT_S, self._show)
+                if node.hello.step:
+                    node.name, node.step = node.hello.node, node.hello.step
             _check_versions(self.nodes)
             sizes = [_count(options.nproc_per_node, node) for node in self.nodes]
         except BaseException:
@@ -272,7 +274,7 @@ class NodeRanks:
     def _lose(self, node: Node) -> None:
         """Report that a node is lost, and its ranks with it."""
         assert node.link is not None
-        node.is_lost = True
+        node.is_lost = node.was_lost = True
         self._loop.unwatch(node.link.fileno())
         with self._asking:
             waiting = [future for owner, future in self._asked.values() if owner is node]

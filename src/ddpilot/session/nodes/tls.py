@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import hmac
 import os
+import queue
 import secrets
 import select
 import shutil
@@ -190,7 +191,7 @@ class TlsListener:
 
 
 def connect(addresses: Sequence[str], port: int, certificate: str, key: str, node_rank: int) -> TlsStream:
-    """Connect to the parent at the first of `addresses` where a server with that certificate answers.
+    """Connect to the parent at that one of `addresses` where a server with its certificate answers first.
 
     Raises OSError with the reason for each address.
     """
@@ -198,16 +199,25 @@ def connect(addresses: Sequence[str], port: int, certificate: str, key: str, nod
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False  # the certificate itself is compared, not a name in it
     context.load_verify_locations(cadata=certificate)
-    reasons = []
-    for address in addresses:
+    results: queue.SimpleQueue[TlsStream | str] = queue.SimpleQueue()
+
+    def try_one(address: str) -> None:
         try:
             raw = socket.create_connection((address, port), timeout=_HANDSHAKE_S)
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            stream = TlsStream(raw, context, is_server=False)
-            stream.write(node_rank.to_bytes(4, "big") + bytes.fromhex(key))
-            return stream
+            results.put(TlsStream(raw, context, is_server=False))
         except OSError as error:
-            reasons.append(f"{address}:{port}: {error}")
+            results.put(f"{address}:{port}: {error}")
+
+    for address in addresses:
+        threading.Thread(target=try_one, args=(address,), daemon=True).start()
+    reasons = []
+    for _ in addresses:
+        found = results.get()
+        if isinstance(found, TlsStream):
+            found.write(node_rank.to_bytes(4, "big") + bytes.fromhex(key))
+            return found
+        reasons.append(found)
     raise OSError("; ".join(reasons))
 
 

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`SlurmCluster`: hosts that `srun` starts, one per node, in this job's allocation or in one that `salloc` asks for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from ddpilot.errors import LaunchError
+from ddpilot.session.nodes import commands
+from ddpilot.session.nodes.node import Node, StartProcess
+from ddpilot.session.nodes.node_ranks import START_LIMIT_S
+from ddpilot.session.nodes.tls import TlsListener
+
+_JOB_ID = re.compile(r"(?:Pending|Granted) job allocation (\d+)")
+_GRANTED = re.compile(r"Granted job allocation \d+")
+_REASON_EVERY_S = 1.0
+_COMMAND_LIMIT_S = 15.0
+_POLL_S = 0.05
+_END_LIMIT_S = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmRequest:
+    """What a session asks Slurm for. `num_nodes` None: all nodes of the allocation, or one of a new one."""
+
+    num_nodes: int | None = None
+    gpus_per_node: int | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
+    """More options of `salloc`, such as {"time": "2:00:00"}; the value "" is for options without one."""
+
+    def words(self) -> list[str]:
+        """Return the options for the command line."""
+        gpus = [] if self.gpus_per_node is None else [f"--gpus-per-node={self.gpus_per_node}"]
+        return [*gpus, *(f"--{name}={value}" if value else f"--{name}" for name, value in self.options.items())]
+
+
+class SlurmCluster:
+    """The nodes of one allocation. `note` shows what the session waits for.
+
+    Inside a job the hosts are a step of it. Elsewhere `salloc` asks for an allocation and runs that step as its
+    command: when the hosts have ended, also because the notebook was killed, Slurm takes the allocation back.
+    """
+
+    def __init__(self, request: SlurmRequest, note: Callable[[str], None]) -> None:
+        self._request = request
+        self._note = note
+        self._job_id = os.environ.get("SLURM_JOB_ID", "")
+        self._is_own = not self._job_id
+        self._is_granted = not self._is_own
+        self._listener: TlsListener | None = None
+        self._starter: StartProcess | None = None
+        self._nodes: list[Node] = []
+        self._shown = ""
+        self._due_s = 0.0
+        self._num_nodes = self._count_nodes()
+        name = "salloc" if self._is_own else "srun"
+        if shutil.which(name) is None:
+            raise LaunchError(
+                "starting ranks by Slurm",
+                found=f"`{name}` is not installed on this machine",
+                fix="Start the notebook on a login node or inside `salloc`, or give `hosts=[...]`",
+            )
+
+    def _count_nodes(self) -> int:
+        wanted = self._request.num_nodes
+        if self._is_own:
+            return wanted or 1
+        given = int(os.environ.get("SLURM_JOB_NUM_NODES") or os.environ.get("SLURM_NNODES") or 1)
+        if wanted is not None and wanted > given:
+            raise LaunchError(
+                f"starting ranks on {wanted} nodes",
+                found=f"this process is in job {self._job_id}, which has {given} node{'s' * (given > 1)}",
+                fix=f"Ask for {given}, or `salloc --nodes={wanted}` first",
+            )
+        return wanted or given
+
+    def open(self, directory: str) -> list[Node]:
+        """Start a host on each node, once Slurm has granted the allocation."""
+        listener = self._listener = TlsListener(self._num_nodes)
+        try:
+            line = commands.first_line(
+                node_rank=None,
+                num_nodes=self._num_nodes,
+                directory=directory,
+                port=listener.port,
+                certificate=listener.certificate,
+                keys=[listener.key(number) for number in range(self._num_nodes)],
+            )
+            starter = self._starter = StartProcess(self._command(), line, keeps_pipes=False)
+            self._nodes = [Node(f"{number} of the job", number, starter) for number in range(self._num_nodes)]
+            self._await_nodes(listener, starter)
+        except BaseException:
+            for node in self._nodes:
+                node.close(is_killed=True)
+            self.close()
+            raise
+        listener.close()
+        return self._nodes
+
+    def _command(self) -> list[str]:
+        words = self._request.words()
+        if not self._is_own:
+            gpus = [word for word in words if word.startswith("--gpus-per-node")]
+            return commands.srun_command(self._num_nodes, [f"--jobid={self._job_id}", *gpus])
+        name = [] if "job-name" in self._request.options else ["--job-name=ddpilot-session"]
+        asked = ["salloc", f"--nodes={self._num_nodes}", "--no-kill", *name, *words]
+        return [*asked, *commands.srun_command(self._num_nodes, [])]
+
+    def _await_nodes(self, listener: TlsListener, starter: StartProcess) -> None:
+        """Wait until all nodes have connected; there is no limit before the allocation is granted."""
+        deadline_s = float("inf")
+        while any(node.link is None for node in self._nodes):
+            for node in self._nodes:
+                if node.link is None and (stream := listener.take(node.node_rank)) is not None:
+                    node.use(stream)
+            if starter.exitcode is not None:
+                raise self._error(f"`{starter.name}` exited with code {starter.exitcode}{starter.last_lines()}")
+            self._look_at_job(starter.text())
+            if self._is_granted:
+                deadline_s = min(deadline_s, time.monotonic() + START_LIMIT_S)
+            if time.monotonic() > deadline_s:
+                missing = [str(node.node_rank) for node in self._nodes if node.link is None]
+                raise self._error(
+                    f"nodes {', '.join(missing)} of job {self._job_id} did not connect to this machine in "
+                    f"{START_LIMIT_S:g} s{starter.last_lines()}",
+                    "Check that compute nodes can reach this machine, or start the notebook on one of them",
+                )
+            time.sleep(_POLL_S)
+
+    def _look_at_job(self, text: str) -> None:
+        """Note the job's number, and while it is pending why."""
+        found = _JOB_ID.search(text)
+        if found is None or not self._is_own:
+            return
+        self._job_id = found[1]
+        if _GRANTED.search(text):
+            if not self._is_granted and self._shown:
+                self._note(f"job {self._job_id} was granted")
+            self._is_granted = True
+        elif time.monotonic() >= self._due_s:
+            self._due_s = time.monotonic() + _REASON_EVERY_S
+            reason, _, start = self._ask("squeue", "--noheader", f"--jobs={self._job_id}", "--format=%r|%S").partition("|")
+            when = f"; expected start {start}" if start not in ("", "N/A") else ""
+            shown = f"waiting for job {self._job_id}, which is pending: {reason or 'no reason given yet'}{when}"
+            if shown != self._shown:
+                self._shown = shown
+                self._note(shown)
+
+    def _ask(self, *words: str) -> str:
+        try:
+            done = subprocess.run(words, capture_output=True, text=True, timeout=_COMMAND_LIMIT_S, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            return ""
+        return done.stdout.strip()
+
+    def _error(self, found: str, fix: str = "") -> LaunchError:
+        did = f"starting ranks on {self._num_nodes} node{'s' * (self._num_nodes > 1)} by Slurm"
+        return LaunchError(did, found=found, fix=fix or "Check the options with `salloc` in a terminal")
+
+    def close(self) -> None:
+        """End the step, and the allocation if it was asked for by this session."""
+        if self._listener is not None:
+            self._listener.close()
+        starter, self._starter = self._starter, None
+        if starter is None:
+            return
+        self._look_at_job(starter.text())
+        lost = any(node.link is None or node.was_lost for node in self._nodes)
+        is_pending = self._is_own and not self._is_granted
+        if is_pending or (lost and self._is_own):
+            self._cancel(self._job_id)
+        elif lost:
+            starter.terminate()
+        starter.close(_END_LIMIT_S)
+        if self._is_own:
+            self._cancel(self._job_id)
+        elif (step := next((node.step for node in self._nodes if node.step), "")) and lost:
+            self._cancel(step)
+
+    def _cancel(self, job_or_step: str) -> None:
+        if job_or_step:
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                subprocess.run(["scancel", "--quiet", job_or_step], timeout=_COMMAND_LIMIT_S, check=False)
