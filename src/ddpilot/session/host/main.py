@@ -13,7 +13,7 @@ from ddpilot.session.host.host import Host
 from ddpilot.session.host.network import ssh_address
 from ddpilot.session.nodes.link import Link, PipeStream, Stream
 from ddpilot.session.nodes.messages import MAGIC
-from ddpilot.session.nodes.tls import connect
+from ddpilot.session.nodes.tls import CANNOT_CONNECT, connect
 
 _SILENCE_S = 60.0
 """Seconds without a sign of life of the parent after which the ranks are ended: a parent may be suspended for a while,
@@ -39,7 +39,7 @@ def main() -> None:
         try:
             stream = connect(given["addresses"], given["port"], given["certificate"], given["keys"][node_rank], node_rank)
         except OSError as error:
-            raise SystemExit(f"ddpilot: this node cannot connect to the notebook's machine: {error}") from None
+            raise SystemExit(f"ddpilot: {CANNOT_CONNECT}: {error}") from None
         reached_at = stream.address
         os.close(reader)
         os.close(writer)

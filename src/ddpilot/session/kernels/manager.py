@@ -142,7 +142,7 @@ class RankKernels:
     def _kernel_start(self) -> KernelStart:
         options = self.options
         return KernelStart(
-            folder=self.folder,
+            folder=Path() if options.is_remote else self.folder,  # a node has a folder of its own
             incarnations=tuple(self._incarnations),
             apps=options.apps,
             seed=options.seed,

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 _HEADER = struct.Struct("!Q")
 _CHUNK_BYTES = 1 << 18
 _ALIVE_EVERY_S = 1.0
-_POLL_S = 0.5
+_POLL_S = 0.2
 
 
 class Stream(Protocol):
@@ -58,8 +58,9 @@ class PipeStream:
             view = view[os.write(self._writer, view) :]
 
     def close(self) -> None:
-        """Close the pipe that this end writes. The other one ends with the process that writes it."""
+        """Close both pipes."""
         os.close(self._writer)
+        os.close(self._reader)
 
 
 class Link:
@@ -82,7 +83,6 @@ class Link:
         """Why the link ended, as a predicate such as "closed its connection"; "" while it is open."""
         self.num_unsent_bytes = 0
         """Bytes that wait to be sent."""
-        self._is_closing = False
         self._counting = threading.Lock()
         self._threads = [
             threading.Thread(target=target, name=f"ddpilot-link-{name}", daemon=True)
@@ -125,12 +125,16 @@ class Link:
 
     def close(self, *, limit_s: float = 2.0) -> None:
         """Send what waits to be sent, for at most `limit_s` seconds, and close the stream."""
-        self._is_closing = True
         self._outgoing.put(None)
-        self._threads[1].join(limit_s)
+        reader, writer = self._threads
+        writer.join(limit_s)
         self.lost = self.lost or "was closed"
+        reader.join(limit_s)
         with contextlib.suppress(OSError):
             self._stream.close()
+        writer.join(limit_s)
+        self._waker.close()
+        self._woken.close()
 
     def _put(self, data: bytes) -> None:
         with self._counting:

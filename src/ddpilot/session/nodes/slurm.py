@@ -16,7 +16,7 @@ from ddpilot.errors import LaunchError
 from ddpilot.session.nodes import commands
 from ddpilot.session.nodes.node import Node, StartProcess
 from ddpilot.session.nodes.node_ranks import START_LIMIT_S
-from ddpilot.session.nodes.tls import TlsListener
+from ddpilot.session.nodes.tls import CANNOT_CONNECT, TlsListener
 
 _JOB_ID = re.compile(r"(?:Pending|Granted) job allocation (\d+)")
 _GRANTED = re.compile(r"Granted job allocation \d+")
@@ -122,7 +122,13 @@ class SlurmCluster:
                     node.use(stream)
             if starter.exitcode is not None:
                 raise self._error(f"`{starter.name}` exited with code {starter.exitcode}{starter.last_lines()}")
-            self._look_at_job(starter.text())
+            text = starter.text()
+            if CANNOT_CONNECT in text:
+                raise self._error(
+                    f"a node of job {self._job_id} cannot connect to this machine{starter.last_lines()}",
+                    "Start the notebook on a machine that compute nodes can reach, such as one of them",
+                )
+            self._look_at_job(text)
             if self._is_granted:
                 deadline_s = min(deadline_s, time.monotonic() + START_LIMIT_S)
             if time.monotonic() > deadline_s:

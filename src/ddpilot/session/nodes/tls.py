@@ -26,6 +26,9 @@ from pathlib import Path
 
 from ddpilot.errors import LaunchError
 
+CANNOT_CONNECT = "this node cannot connect to the notebook's machine"
+"""In what a host process writes if it cannot connect."""
+
 _CHUNK_BYTES = 1 << 18
 _HANDSHAKE_S = 10.0
 _MAX_PENDING = 64
@@ -42,6 +45,7 @@ class TlsStream:
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=is_server)
         self._tls_lock, self._send_lock = threading.Lock(), threading.Lock()
+        self._unread = b""
         self._poll = select.poll()
         self._poll.register(raw, select.POLLIN)
         raw.settimeout(_HANDSHAKE_S)
@@ -68,7 +72,7 @@ class TlsStream:
 
     def read(self, limit_s: float) -> bytes | None:
         """Return the next bytes, as `Stream.read`."""
-        data = self._read_decrypted()
+        data, self._unread = self._unread or self._read_decrypted(), b""
         if data or not self._poll.poll(limit_s * 1000):
             return data or None
         received = self._raw.recv(_CHUNK_BYTES)
@@ -77,6 +81,10 @@ class TlsStream:
         with self._tls_lock:
             self._incoming.write(received)
         return self._read_decrypted() or None
+
+    def unread(self, data: bytes) -> None:
+        """Return `data` at the next `read`."""
+        self._unread = data
 
     def _read_decrypted(self) -> bytes:
         parts = []
@@ -120,16 +128,13 @@ class TlsListener:
         self._session_key = secrets.token_bytes(32)
         self._context, self.certificate = _make_certificate()
         self._socket = socket.create_server(("", 0), backlog=num_nodes + 16)
+        self.port = int(self._socket.getsockname()[1])
+        """The port, on all addresses of this machine."""
         self._lock = threading.Lock()
         self._accepted: dict[int, TlsStream] = {}
         self._num_pending = 0
         self._is_closed = False
         threading.Thread(target=self._run, name="ddpilot-listener", daemon=True).start()
-
-    @property
-    def port(self) -> int:
-        """The port, on all addresses of this machine."""
-        return int(self._socket.getsockname()[1])
 
     def key(self, node_rank: int) -> str:
         """Return the key with which a node proves that it is node `node_rank`, as hexadecimal digits."""
@@ -186,8 +191,9 @@ class TlsListener:
                 return None
             proof += data or b""
         node_rank = int.from_bytes(proof[:4], "big")
-        is_right = hmac.compare_digest(proof[4:], bytes.fromhex(self.key(node_rank)))
-        return node_rank if is_right and node_rank < self._num_nodes and len(proof) == _PROOF_BYTES else None
+        is_right = hmac.compare_digest(proof[4:_PROOF_BYTES], bytes.fromhex(self.key(node_rank)))
+        stream.unread(proof[_PROOF_BYTES:])  # the node's first message may follow at once
+        return node_rank if is_right and node_rank < self._num_nodes else None
 
 
 def connect(addresses: Sequence[str], port: int, certificate: str, key: str, node_rank: int) -> TlsStream:
