@@ -93,7 +93,9 @@ def test_an_option_that_slurm_refuses_is_shown(start: Start) -> None:
         start(nodes=1, slurm_options={"partition": "nowhere"})
 
 
-def test_inside_a_job_the_hosts_are_a_step_of_it(cluster: Cluster, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inside_a_job_the_hosts_are_a_step_of_it(
+    cluster: Cluster, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The job is used as it is, and goes on after the session."""
     cluster.run("salloc", "--no-shell", "--nodes=2", "--ntasks-per-node=1")
     job_id = cluster.run("squeue", "--noheader", "--format=%A").stdout.strip()
@@ -111,9 +113,7 @@ def test_inside_a_job_the_hosts_are_a_step_of_it(cluster: Cluster, start: Start,
 
 
 @pytest.mark.parametrize("is_cut", [True, False], ids=["cut off", "powered off"])
-def test_a_lost_node_is_named_and_the_others_keep_their_variables(
-    cluster: Cluster, start: Start, is_cut: bool
-) -> None:
+def test_a_lost_node_is_named_and_the_others_keep_their_variables(cluster: Cluster, start: Start, is_cut: bool) -> None:
     """Within five seconds, though no connection was closed."""
     session = start(1, nodes=3)
     session.execute("import time; kept = rank")
@@ -130,7 +130,7 @@ def test_a_lost_node_is_named_and_the_others_keep_their_variables(
     assert session.pull("kept", rank=1) == 1
 
 
-def test_nothing_is_left_when_the_notebook_is_killed(cluster: Cluster, start: Start, tmp_path: Path) -> None:  # noqa: ARG001
+def test_nothing_is_left_when_the_notebook_is_killed(cluster: Cluster, start: Start, tmp_path: Path) -> None:
     """Neither a process on the nodes nor a job."""
     before = {node: len(cluster.node_pids(node)) for node in cluster.nodes}
     script = tmp_path / "notebook.py"

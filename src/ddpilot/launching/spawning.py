@@ -156,7 +156,8 @@ class ForkedRanks:
     `main`: `__file__` and `__package__` for the ranks' ``__main__``; `folder`: removed when the ranks have ended, even
     if this process is killed; `note` shows a notice. `placement`: if this machine is one of several nodes; then `store`
     is on node 0 the socket on which the store listens, which this object closes, and elsewhere the port; `launch_id` is
-    the same on all nodes. Raises LaunchError if the server cannot be started, or cannot be forked and `options` require that.
+    the same on all nodes. Raises LaunchError if the server cannot be started, or cannot be forked and `options` require
+    that.
     """
 
     def __init__(

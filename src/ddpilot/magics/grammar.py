@@ -96,7 +96,11 @@ _OPTIONS: Mapping[str, dict[str, Any]] = {
         "action": "store_true",
         "help": "run the ranks on nodes of this Slurm job, or ask Slurm for nodes",
     },
-    "nodes": {"metavar": "N", "type": parse_int, "help": "with --slurm: number of nodes; default: all of this job, or 1"},
+    "nodes": {
+        "metavar": "N",
+        "type": parse_int,
+        "help": "with --slurm: number of nodes; default: all of this job, or 1",
+    },
     "gpus-per-node": {
         "metavar": "N",
         "type": parse_int,

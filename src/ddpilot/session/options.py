@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ddpilot.errors import LaunchError
 from ddpilot.launching.options import LaunchOptions
@@ -123,7 +124,9 @@ class SessionOptions(WatchOptions):
             raise LaunchError("reading `hosts`", found=f"{hosts!r}", fix=f"Write `hosts=({hosts!r},)`")
         for host in self.hosts:
             if not isinstance(host, str) or not host or host.startswith("-") or host.split() != [host]:
-                raise LaunchError("reading `hosts`", found=f"{host!r}", fix="Give names of machines, as `ssh` takes them")
+                raise LaunchError(
+                    "reading `hosts`", found=f"{host!r}", fix="Give names of machines, as `ssh` takes them"
+                )
         self._check_slurm()
         if self.is_remote and self.gpus:
             raise LaunchError(
@@ -147,8 +150,10 @@ class SessionOptions(WatchOptions):
                     found=f"{value}, without `slurm`",
                     fix="Add `slurm=True`, in a notebook `--slurm`, or name machines with `hosts`",
                 )
-        options: object = self.slurm_options
-        if not isinstance(options, Mapping) or not all(isinstance(each, str) for pair in options.items() for each in pair):
+        options: Any = self.slurm_options
+        if not isinstance(options, Mapping) or not all(
+            isinstance(each, str) for pair in options.items() for each in pair
+        ):
             found = f"{options!r:.100}"
             raise LaunchError("reading `slurm_options`", found=found, fix='Give texts, such as {"time": "2:00:00"}')
         own = {"nodes", "gpus-per-node", "ntasks", "ntasks-per-node", "no-shell"} & {*self.slurm_options}

@@ -79,9 +79,7 @@ def read_statuses(kernels: RankKernels) -> tuple[RankStatus, ...]:
         by_pid = collect_usage(pids.values())
         usage = {rank: {"pid": pid, **by_pid.get(pid, {})} for rank, pid in pids.items()}
         names = {}
-    return tuple(
-        _status(kernels, rank, names.get(rank, ""), usage.get(rank, {})) for rank in range(kernels.world_size)
-    )
+    return tuple(_status(kernels, rank, names.get(rank, ""), usage.get(rank, {})) for rank in range(kernels.world_size))
 
 
 def _status(kernels: RankKernels, rank: int, node: str, usage: Mapping[str, Any]) -> RankStatus:

@@ -37,7 +37,9 @@ def main() -> None:
         stream.write(MAGIC)
     else:
         try:
-            stream = connect(given["addresses"], given["port"], given["certificate"], given["keys"][node_rank], node_rank)
+            stream = connect(
+                given["addresses"], given["port"], given["certificate"], given["keys"][node_rank], node_rank
+            )
         except OSError as error:
             raise SystemExit(f"ddpilot: {CANNOT_CONNECT}: {error}") from None
         reached_at = stream.address

@@ -152,7 +152,9 @@ class SlurmCluster:
             self._is_granted = True
         elif time.monotonic() >= self._due_s:
             self._due_s = time.monotonic() + _REASON_EVERY_S
-            reason, _, start = self._ask("squeue", "--noheader", f"--jobs={self._job_id}", "--format=%r|%S").partition("|")
+            reason, _, start = self._ask("squeue", "--noheader", f"--jobs={self._job_id}", "--format=%r|%S").partition(
+                "|"
+            )
             when = f"; expected start {start}" if start not in ("", "N/A") else ""
             shown = f"waiting for job {self._job_id}, which is pending: {reason or 'no reason given yet'}{when}"
             if shown != self._shown:
