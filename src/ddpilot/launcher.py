@@ -10,7 +10,14 @@ from typing import Any
 from ddpilot.errors import RankError
 from ddpilot.launching.function_launch.launch import check_function, run_local
 from ddpilot.launching.observer import LaunchObserver
-from ddpilot.launching.options import SURE, LaunchOptions, check_keywords, explain_unknown, option_meant
+from ddpilot.launching.options import (
+    SURE,
+    LaunchOptions,
+    advise_several_nodes,
+    check_keywords,
+    explain_unknown,
+    option_meant,
+)
 from ddpilot.launching.shipping.rank_results import RankResults
 from ddpilot.slurm.launcher import SlurmLauncher
 from ddpilot.watch.companion import Watcher
@@ -81,6 +88,8 @@ def _launch_on_nodes(nodes: int, nproc_per_node: int | str) -> SlurmLauncher:
 
 def _fix_option(keyword: str, kwargs: Mapping[str, Any], called: str) -> str:
     """The advice if a keyword of `called` ("launch" or "run") looks like an option; "" if it does not."""
+    if advice := advise_several_nodes(keyword):
+        return advice
     option = option_meant(keyword, [field.name for field in fields(Launcher)], SURE)
     if not option:
         return ""

@@ -115,6 +115,20 @@ _OTHER_NAMES = {
 }
 """Names of these options in torch.multiprocessing, Accelerate, Lightning and others."""
 
+_OF_SEVERAL_NODES = ("nodes", "nnodes", "num_nodes", "gpus_per_node", "slurm", "hosts")
+
+
+def advise_several_nodes(name: str) -> str:
+    """Return the advice for a keyword that asks `launch` or `Launcher` for several nodes; "" for others."""
+    if name not in _OF_SEVERAL_NODES:
+        return ""
+    return (
+        "`launch` and `Launcher` start ranks on this machine. `ddpilot.SlurmLauncher(nodes=2).submit(fn, ...)` runs a "
+        "function on several nodes, and `ddpilot.Session(slurm=True, nodes=2)` or `Session(hosts=[...])` keeps ranks "
+        "there"
+    )
+
+
 SURE = 0.8
 """Similarity that a name needs (0 to 1) when it might also be a keyword of something else."""
 
@@ -144,7 +158,8 @@ def explain_unknown(cls: type[_T]) -> type[_T]:
         for name in kwargs:
             if name not in known:
                 near = option_meant(name, known)
-                fix = f"Did you mean `{near}`?" if near else f"Its options are {', '.join(known)}"
+                fix = advise_several_nodes(name) if "nodes" not in known else ""
+                fix = fix or (f"Did you mean `{near}`?" if near else f"Its options are {', '.join(known)}")
                 raise LaunchError(did, found=f"it has no option `{name}`", fix=fix)
         init(self, *args, **kwargs)
 

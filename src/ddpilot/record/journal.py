@@ -16,12 +16,13 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ddpilot.environments.private_files import open_own_file
 from ddpilot.errors import RecordError
+from ddpilot.record.flight_ring.layout import as_signed
 from ddpilot.record.flight_ring.reader import DAMAGES, Pieces
 from ddpilot.record.flight_ring.writer import ForkGuard, create_draft, draft_of, map_file
 
@@ -34,6 +35,8 @@ _HEAD = struct.Struct("=8sIIIiQ")
 _BYTE_ORDER = 0x01020304
 # Indices of the 8-byte words that change while the rank runs.
 _NUM_WRITTEN, _CLOSED_NS, _NUM_STEPS, _END = 8, 9, 10, 11
+CLOCK_AHEAD_NS = 13
+"""Index of the word that is set in a copy on a different machine, as in the flight ring's layout."""
 # From here on, for each part of each page: index and offset of the first entry that starts in it.
 _PARTS_AT, _NUM_PARTS = 16, 32
 _PARTS_END = _PARTS_AT + 4 * _NUM_PARTS
@@ -182,7 +185,11 @@ def _read(pieces: Pieces, path: str | os.PathLike[str], after: int) -> Journal:
         found |= {entry.index: entry for entry in _read_steps(pieces, words, size, after)}
     entries = tuple(found[index] for index in sorted(found))
     newest = max(words[_NUM_WRITTEN], entries[-1].index if entries else 0)
-    return Journal(rank, pid, entries, max(0, newest - after - len(entries)), words[_CLOSED_NS] or None)
+    closed_ns = words[_CLOSED_NS] or None
+    if ahead_ns := as_signed(words[CLOCK_AHEAD_NS]):
+        entries = tuple(replace(entry, time_ns=entry.time_ns - ahead_ns) for entry in entries)
+        closed_ns = None if closed_ns is None else closed_ns - ahead_ns
+    return Journal(rank, pid, entries, max(0, newest - after - len(entries)), closed_ns)
 
 
 def _entries(pieces: Pieces, words: memoryview, page: tuple[int, int], after: int) -> Iterator[Entry]:

@@ -31,6 +31,7 @@ from ddpilot.watch.nodes.exchange import Exchange
 from ddpilot.watch.observer import Observer
 from ddpilot.watch.options import FindingCallback, WatchOptions
 from ddpilot.watch.report import Report, label_cells, rename_in
+from ddpilot.watch.snapshot.files import StackSource
 from ddpilot.watch.snapshot.model import ProcessState, RankException, RankSnapshot
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
@@ -43,7 +44,8 @@ class Watcher(LaunchObserver):
 
     `mailbox` connects to the other nodes; None if there are none or they are not consulted. If the job's folder cannot
     be created, the job is not watched, and one line reports it. `more_hooks`: hooks that ranks call after those of the
-    watch.
+    watch. `stacks`: returns the stacks of ranks if they run on other machines, and their records are copied to the
+    job's folder.
     """
 
     def __init__(
@@ -55,8 +57,10 @@ class Watcher(LaunchObserver):
         mailbox: Mailbox | None = None,
         *,
         more_hooks: tuple[str, ...] = (),
+        stacks: StackSource | None = None,
     ) -> None:
         self._options = options
+        self._stacks = stacks
         self._name = name
         self._exchange = Exchange(mailbox) if mailbox is not None else None
         self._ranks: Sequence[RankState] = ()
@@ -102,6 +106,7 @@ class Watcher(LaunchObserver):
                 name=self._name,
                 ranks=self._about.ranks,
                 exchange=self._exchange,
+                stacks=self._stacks,
             )
         except Exception as error:  # noqa: BLE001 - reported once, and the job runs
             self._print(f"this job is not watched: {type(error).__name__}: {error}")
@@ -202,7 +207,8 @@ class Watcher(LaunchObserver):
             os.close(self._writer)
 
     def _facts(self) -> dict[int, RankSnapshot]:
-        known = [each for each in self._ranks if each.pid is not None or each.exited is not None]
+        is_remote = self._stacks is not None
+        known = [each for each in self._ranks if is_remote or each.pid is not None or each.exited is not None]
         return {each.rank: facts_of(each, self._since_ns) for each in known}
 
     def _receive(self, report: Report) -> None:

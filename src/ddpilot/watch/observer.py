@@ -19,6 +19,7 @@ from ddpilot.watch.nodes.exchange import Exchange
 from ddpilot.watch.nodes.shared_rules import SharedRules
 from ddpilot.watch.options import WatchOptions
 from ddpilot.watch.report import Report, ReportHistory, label_cells, newest, rename, rename_in
+from ddpilot.watch.snapshot.files import StackSource
 from ddpilot.watch.snapshot.model import JobSnapshot, RankSnapshot
 from ddpilot.watch.snapshot.reader import SnapshotReader
 
@@ -61,13 +62,14 @@ class Observer:
         ranks: Sequence[int] | None = None,
         exchange: Exchange | None = None,
         history: ReportHistory | None = None,
+        stacks: StackSource | None = None,
     ) -> None:
         self._folder = folder
         self._facts = facts
         self._notify = notify
         self._options = options
         seen = range(world_size) if ranks is None else ranks
-        self._reader = SnapshotReader(folder, world_size, seen, name)
+        self._reader = SnapshotReader(folder, world_size, seen, name, stacks)
         self._empty = Report(job=folder.name, name=name, world_size=world_size)
         rules = rules_for(world_size, seen)
         self._rules = RuleRunner(world_size, log=self._reader.full_log, sources=self._sources, rules=rules)

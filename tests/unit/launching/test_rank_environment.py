@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from ddpilot.launching.rank_environment import (
+    NodePlacement,
     choose_num_threads,
     count_cores,
     default_variables,
@@ -13,12 +14,12 @@ from ddpilot.launching.rank_environment import (
     rank_variables,
 )
 
+ALONE = NodePlacement(world_size=3, local_world_size=3)
+
 
 def variables_of(rank: int, backend: str | None = None) -> dict[str, str]:
     """The variables of one of three ranks."""
-    return rank_variables(
-        launch_id="abc", rank=rank, nproc_per_node=3, master_port=4711, num_threads=2, backend=backend
-    )
+    return rank_variables(launch_id="abc", rank=rank, placement=ALONE, master_port=4711, num_threads=2, backend=backend)
 
 
 def test_rank_variables_number_the_rank_and_the_world() -> None:
@@ -31,6 +32,19 @@ def test_rank_variables_number_the_rank_and_the_world() -> None:
     assert found["TORCHELASTIC_RUN_ID"] == found["DDPILOT_LAUNCH"] == "abc"
     assert found["TORCHELASTIC_USE_AGENT_STORE"] == "True"
     assert found["OMP_NUM_THREADS"] == "2"
+
+
+def test_rank_variables_on_the_second_of_two_nodes() -> None:
+    """Ranks are numbered over all nodes, and local ranks on each."""
+    placement = NodePlacement(
+        world_size=5, local_world_size=3, first_rank=2, node_rank=1, num_nodes=2, master_addr="10.0.0.1"
+    )
+    assert list(placement.ranks) == [2, 3, 4]
+    found = rank_variables(launch_id="abc", rank=4, placement=placement, master_port=4711, num_threads=2, backend=None)
+    assert [found[name] for name in ("RANK", "LOCAL_RANK", "GROUP_RANK")] == ["4", "2", "1"]
+    sizes = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+    assert [found[name] for name in sizes] == ["5", "3", "2"]
+    assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("10.0.0.1", "4711")
 
 
 def test_rank_variables_carry_the_backend_only_when_it_was_given() -> None:

@@ -27,7 +27,8 @@ ABOUT_AT = 256
 
 # Indices of the 8-byte words that change while the rank runs; words 8 to 31 lie between head and description.
 NUM_BEGUN, HEARTBEAT_NS, CLOSED_NS, NUM_FAULTS, FIRST_FAULT, LOST_FACTS, LEFT_NS = range(8, 15)
-ENTERING_NS, ASKED_WORLD_SIZE, ASKED_RANK, IS_CLOSED = range(15, 19)
+ENTERING_NS, ASKED_WORLD_SIZE, ASKED_RANK, IS_CLOSED, CLOCK_AHEAD_NS = range(15, 20)
+"""The last one, signed, is set in a copy on a different machine: what the rank's CLOCK_MONOTONIC is ahead of it."""
 
 # The first part of a record differs each time; the second is mostly the same each time for one line.
 FRESH = struct.Struct("=QQqQI")
@@ -41,6 +42,12 @@ CRC_AT = BODY.size
 REDUCE_OP, PENDING_NS, END_NS, OUTCOME = range(10, 14)
 DONE, FAILED, UNKNOWN = 1, 2, 3
 """UNKNOWN: started, but not polled for its end."""
+
+
+def as_signed(word: int) -> int:
+    """Return the signed number in an 8-byte word."""
+    return word - (1 << 64) if word >> 63 else word
+
 
 ASYNC, NOT_ASYNC, P2P, ASKED_ANY_TIME = 1, 2, 4, 8
 NO_NUMBER = -(1 << 31)

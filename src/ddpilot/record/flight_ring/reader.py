@@ -8,6 +8,7 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar
 
 from ddpilot.environments.private_files import open_own_file
@@ -62,7 +63,7 @@ def _read(pieces: Pieces, name: str, after: int, newest: int | None) -> RankLog:
             num_torn += any(record)
         elif body.number > after:
             collectives.append(decoder.decode(body, record.cast("Q")))
-    return RankLog(
+    log = RankLog(
         **{name: head.about[name] for name in _FROM_ABOUT},
         heartbeat_ns=words[layout.HEARTBEAT_NS] or None,
         left_ns=words[layout.LEFT_NS] or None,
@@ -76,6 +77,33 @@ def _read(pieces: Pieces, name: str, after: int, newest: int | None) -> RankLog:
         num_faults=words[layout.NUM_FAULTS],
         first_fault=decoder.fact(words[layout.FIRST_FAULT]).get("text", ""),
         collectives=tuple(sorted(collectives, key=lambda collective: collective.index)),
+    )
+    ahead_ns = layout.as_signed(words[layout.CLOCK_AHEAD_NS])
+    return _on_this_clock(log, ahead_ns) if ahead_ns else log
+
+
+def _on_this_clock(log: RankLog, ahead_ns: int) -> RankLog:
+    """Return `log`, a copy of a machine whose clock is `ahead_ns` ahead of this one's, with times of this one's."""
+
+    def shift(time_ns: int | None) -> int | None:
+        return None if time_ns is None else time_ns - ahead_ns
+
+    return replace(
+        log,
+        started_ns=log.started_ns - ahead_ns,
+        heartbeat_ns=shift(log.heartbeat_ns),
+        left_ns=shift(log.left_ns),
+        entering_ns=shift(log.entering_ns),
+        closed_ns=shift(log.closed_ns),
+        collectives=tuple(
+            replace(
+                each,
+                start_ns=each.start_ns - ahead_ns,
+                pending_ns=shift(each.pending_ns),
+                end_ns=shift(each.end_ns),
+            )
+            for each in log.collectives
+        ),
     )
 
 

@@ -51,7 +51,6 @@ from ddpilot.watch.snapshot.files import take_stacks
 
 _END_LIMIT_S = 30.0
 _TURN_END_S = 5.0
-_STACKS_LIMIT_S = 3.0
 _START_LIMIT_S = 120.0
 _SUBSCRIBE_S = 0.05
 """Seconds after its reply at which a kernel is asked again, if no iopub message of it was received."""
@@ -85,7 +84,8 @@ class RankKernels:
             )
             self._incarnations = [0] * processes.world_size
             if options.watch:
-                self.watcher = Watcher(options, "the session", processes.world_size)
+                stacks = self.processes.take_stacks if processes.nodes is not None else None
+                self.watcher = Watcher(options, "the session", processes.world_size, stacks=stacks)
             self.states = RankStates(processes.world_size)
             self.idle_output = IdleOutput(view, processes, self.states, respawns=options.respawn)
             self._router = EventRouter(self.idle_output.show, self.states.set_all_idle)
@@ -290,8 +290,7 @@ class RankKernels:
         Ranks that do not respond are left out.
         """
         if self.processes.nodes is not None:
-            stacks = self.processes.nodes.ask("stacks", ranks, _STACKS_LIMIT_S)
-            return {rank: stack.frames for rank, stack in stacks.items()}
+            return {rank: stack.frames for rank, stack in self.processes.take_stacks(ranks).items()}
         pids = {rank: pid for rank in ranks if (pid := self.processes.pid(rank)) is not None}
         return {rank: stack.frames for rank, stack in take_stacks(self.ring_folder, pids).items()}
 

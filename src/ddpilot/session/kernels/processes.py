@@ -33,6 +33,7 @@ from ddpilot.session.arguments import refuse_in_a_rank
 from ddpilot.session.kernels.io_thread import IOThread
 from ddpilot.session.nodes.node_ranks import Cluster, NodeRanks
 from ddpilot.session.protocol.entry_points import KernelStart, serve
+from ddpilot.watch.snapshot.model import PythonStack
 
 # Not matplotlib: its import reads the backend from the environment and ties figures to a shell.
 PRELOAD = (
@@ -41,6 +42,9 @@ PRELOAD = (
     SESSION_MAIN,
     SESSION_PRELOAD,
 )
+
+
+_STACKS_LIMIT_S = 3.0
 
 
 class KernelProcesses:
@@ -119,6 +123,14 @@ class KernelProcesses:
 
     def is_live(self, rank: int) -> bool:
         return self._spawner is not None and self._spawner.is_live(rank)
+
+    def take_stacks(self, ranks: Sequence[int]) -> dict[int, PythonStack]:
+        """Return the main thread's stack of each of `ranks`, which run on other machines, if it responds."""
+        assert self.nodes is not None
+        return {
+            rank: replace(stack, taken_ns=stack.taken_ns - int(self.nodes.node_of(rank).offset_s * 1e9))
+            for rank, stack in self.nodes.ask("stacks", ranks, _STACKS_LIMIT_S).items()
+        }
 
     def describe_end(self) -> str:
         return self._attached.describe_end()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import struct
 import sys
 import threading
 import time
@@ -24,7 +25,9 @@ from ddpilot.launching.rank_server import job
 from ddpilot.launching.shipping import fd_socket
 from ddpilot.launching.shipping.memory_file import map_private
 from ddpilot.launching.spawning import Ended, EventLoop, Reported, SpawnerEvent, Wrote
+from ddpilot.record.flight_ring.layout import CLOCK_AHEAD_NS
 from ddpilot.record.hook import RING_DIR_VARIABLE
+from ddpilot.record.journal import CLOCK_AHEAD_NS as JOURNAL_CLOCK_AHEAD_NS
 from ddpilot.session.nodes import messages
 from ddpilot.session.nodes.node import Node
 
@@ -250,7 +253,7 @@ class NodeRanks:
         if isinstance(message, (messages.KernelFrames, messages.ParcelAnswer)):
             self.relay(message)
         elif isinstance(message, messages.FileBlocks):
-            self._write(message)
+            self._write(node, message)
         elif isinstance(message, messages.Answer):
             with self._asking:
                 _, future = self._asked.pop(message.number)
@@ -289,7 +292,7 @@ class NodeRanks:
             gone = f"node {node.name}, which runs the session's store, {node.link.lost}"
             self._emit(Ended(job.STORE, None, f"{gone}: no process group can be formed any more; variables are kept"))
 
-    def _write(self, change: messages.FileBlocks) -> None:
+    def _write(self, node: Node, change: messages.FileBlocks) -> None:
         """Bring the copy of a rank's file up to date."""
         assert self._mirror is not None
         path = self._mirror / change.name
@@ -300,13 +303,19 @@ class NodeRanks:
             if os.fstat(fd).st_size != change.size:
                 os.ftruncate(fd, change.size)
             for at, data in sorted(change.blocks.items(), reverse=True):  # the header, which counts, is written last
-                os.pwrite(fd, data, at)
+                os.pwrite(fd, data if at else _with_clock(change.name, data, node.offset_s), at)
         finally:
             os.close(fd)
 
     def _show(self, message: Any) -> None:
         if isinstance(message, messages.HostNote):
             self._note(message.text)
+
+
+def _with_clock(name: str, header: bytes, offset_s: float) -> bytes:
+    """Return the first block of a ring or journal with the word that says what its clock is ahead of this one."""
+    word = CLOCK_AHEAD_NS if name.endswith(".ring") else JOURNAL_CLOCK_AHEAD_NS
+    return header[: word * 8] + struct.pack("=q", int(offset_s * 1e9)) + header[word * 8 + 8 :]
 
 
 def _forwarded(environ: Mapping[str, str]) -> dict[str, str]:

@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -146,6 +146,10 @@ class JournalFollower:
 
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
 _TEXTLESS = ("Cell In[", "<")
+
+
+StackSource = Callable[[Sequence[int]], Mapping[int, PythonStack]]
+"""Returns the stack of each rank that responds."""
 
 
 def take_stacks(folder: Path, pids: Mapping[int, int]) -> dict[int, PythonStack]:

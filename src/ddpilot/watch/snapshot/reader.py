@@ -18,7 +18,14 @@ from ddpilot.record.flight_ring.log import RankLog
 from ddpilot.record.flight_ring.reader import read_ring
 from ddpilot.record.hook import journal_path, ring_path
 from ddpilot.record.journal import Entry
-from ddpilot.watch.snapshot.files import JournalFollower, RingFollower, passed_by_all, read_stack, take_stacks
+from ddpilot.watch.snapshot.files import (
+    JournalFollower,
+    RingFollower,
+    StackSource,
+    passed_by_all,
+    read_stack,
+    take_stacks,
+)
 from ddpilot.watch.snapshot.model import JobSnapshot, ProcessState, PythonStack, RankSnapshot
 from ddpilot.watch.snapshot.stacks import SUBPROCESS, passes
 
@@ -27,9 +34,15 @@ _NUM_KEPT = 256
 
 
 class SnapshotReader:
-    """Reads the state of `ranks` of a job whose rings are in `folder`."""
+    """Reads the state of `ranks` of a job whose rings are in `folder`.
 
-    def __init__(self, folder: Path, world_size: int, ranks: Sequence[int], name: str) -> None:
+    `stacks`: returns the stacks of ranks that run on other machines; None if the processes are on this one.
+    """
+
+    def __init__(
+        self, folder: Path, world_size: int, ranks: Sequence[int], name: str, stacks: StackSource | None = None
+    ) -> None:
+        self._remote_stacks = stacks
         self._folder = folder
         self._world_size = world_size
         self._name = name
@@ -110,7 +123,7 @@ class SnapshotReader:
         if facts is None:
             process = read_process_state(log.pid, log.host) if log is not None else ProcessState(pid=0)
             facts = RankSnapshot(rank=rank, process=process)
-        elif facts.process.state == "running":
+        elif facts.process.state == "running" and self._remote_stacks is None:
             # Its parent decides whether it is running: a process is gone before its exit status is known.
             facts = replace(facts, process=replace(read_process_state(facts.process.pid), state="running"))
         journal = tuple(self._journals[rank].held) if rank in self._journals else ()
@@ -118,6 +131,9 @@ class SnapshotReader:
 
     def add_stacks(self, job: JobSnapshot, ranks: Sequence[int]) -> JobSnapshot:
         """Return `job` with the current stacks of `ranks`, as far as these respond, within 2 s."""
+        if self._remote_stacks is not None:
+            self._stacks |= self._remote_stacks(ranks)
+            return self._with_stacks(job)
         pids = {rank: job.ranks[rank].process.pid for rank in ranks if job.ranks[rank].process.state == "running"}
         taken = take_stacks(self._folder, pids)
         self._stacks |= {rank: _with_child(stack, pids[rank]) for rank, stack in taken.items()}
