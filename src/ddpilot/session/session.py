@@ -76,11 +76,6 @@ class Session:
         self,
         nproc_per_node: int | str = "auto",
         *,
-        hosts: Iterable[str] = (),
-        slurm: bool = False,
-        nodes: int | None = None,
-        gpus_per_node: int | None = None,
-        slurm_options: Mapping[str, str] | None = None,
         gpus: Iterable[int] = (),
         backend: str | None = None,
         seed: int | None = None,
@@ -96,6 +91,11 @@ class Session:
         guard: bool = True,
         on_finding: OnFinding = "report",
         stall_warn_s: float = 30.0,
+        hosts: Iterable[str] = (),
+        slurm: bool = False,
+        nodes: int | None = None,
+        gpus_per_node: int | None = None,
+        slurm_options: Mapping[str, str] | None = None,
         view: View | None = None,
     ) -> None:
         arguments.refuse_in_a_rank()

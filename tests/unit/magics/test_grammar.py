@@ -80,6 +80,10 @@ LINE = (
 )
 
 
+SLURM_LINE = "--slurm --nodes 2 --gpus-per-node 4 --slurm-option time=2:00:00 --slurm-option exclusive"
+HOSTS_LINE = "--hosts a,b"
+
+
 def read(line: str) -> dict[str, object]:
     """The arguments in a line."""
     parser = MagicParser("%ddp start")
@@ -90,7 +94,8 @@ def read(line: str) -> dict[str, object]:
 def test_options_read_every_field_of_a_session() -> None:
     """A new field needs an option."""
     arguments = read(LINE)
-    assert set(arguments) == {field.name for field in dataclasses.fields(SessionOptions)}
+    given = {*arguments, *read(SLURM_LINE), *read(HOSTS_LINE)}
+    assert given == {field.name for field in dataclasses.fields(SessionOptions)}
     assert SessionOptions(**arguments) == SessionOptions(  # type: ignore[arg-type]
         nproc_per_node=2,
         gpus=(0, 1),
@@ -109,6 +114,17 @@ def test_options_read_every_field_of_a_session() -> None:
         on_finding="stop",
         stall_warn_s=7.0,
     )
+
+
+def test_options_of_other_machines() -> None:
+    """Names of hosts, and what Slurm is asked for."""
+    assert read(HOSTS_LINE) == {"hosts": ("a", "b")}
+    assert read(SLURM_LINE) == {
+        "slurm": True,
+        "nodes": 2,
+        "gpus_per_node": 4,
+        "slurm_options": {"time": "2:00:00", "exclusive": ""},
+    }
 
 
 def test_options_that_are_not_given_are_left_to_the_session() -> None:
@@ -134,7 +150,7 @@ def test_options_have_help() -> None:
     assert not re.search(r"None|\(\)|True|False|`|function|Launcher", text)
 
 
-@pytest.mark.parametrize("line", ["", LINE, "-n 4", "--gpus 0,2", "--env A=1"])
+@pytest.mark.parametrize("line", ["", LINE, SLURM_LINE, HOSTS_LINE, "-n 4", "--gpus 0,2", "--env A=1"])
 def test_describe_options_returns_an_equivalent_line(line: str) -> None:
     """Parsing it returns the same options."""
     options = SessionOptions(**read(line))  # type: ignore[arg-type]
