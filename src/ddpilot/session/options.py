@@ -27,7 +27,7 @@ def choose_visible(gpus: Sequence[int], visible: str | None) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class SessionOptions(WatchOptions):
-    """Options of a session on this machine, in addition to those of `WatchOptions`.
+    """Options of a session, in addition to those of `WatchOptions`.
 
     Raises LaunchError for invalid values.
     """

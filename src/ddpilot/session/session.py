@@ -60,7 +60,7 @@ class CellResult:
 
 @explain_unknown
 class Session:
-    """Persistent ranks on this machine. Each rank is a Jupyter kernel, started when the session is created.
+    """Persistent ranks on this machine, or with `hosts` or `slurm` on others. Each rank is a Jupyter kernel.
 
     Every rank's namespace contains `rank`, `world_size`, `device` and `group`. The process group is entered at the
     first collective (or `DDP(model)`), unless the code calls `init_process_group()` itself. Code on a rank sees the
@@ -156,7 +156,7 @@ class Session:
         return read_statuses(self._kernels)
 
     def pids(self) -> dict[int, int]:
-        """Return the process ids of all live ranks, by rank."""
+        """Return the process ids of all live ranks, by rank; none for ranks on other machines."""
         found = ((rank, self._kernels.processes.pid(rank)) for rank in self._kernels.states.live)
         return {rank: pid for rank, pid in found if pid is not None} if self.is_running else {}
 
@@ -183,7 +183,7 @@ class Session:
             raise LaunchError(
                 "profiling a cell",
                 found="the ranks run on other machines, and a profile is read from a folder of this one",
-                fix="Leave `profile` out, or call `ddpilot.profile()` in the cell with a shared folder",
+                fix="Leave `profile` out; `ddpilot profile` measures a script on every node",
             )
         chosen = select_ranks(self._kernels, ranks, "running a cell")
         if ranks is None and len(chosen) < self.world_size:

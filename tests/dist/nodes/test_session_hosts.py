@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddpilot import LaunchError, LaunchInterrupted, RankError, Session
+from ddpilot import LaunchError, LaunchInterrupted, RankError, Session, WatchError
 from tests.dist.launching.scripts import wait_until
 from tests.dist.nodes.ssh_server import SshServer, ssh_server
 from tests.dist.session.conftest import MODEL, Kept
@@ -186,8 +186,33 @@ def test_a_lost_host_is_named_with_its_ranks(start: Start, server: SshServer, nu
     reasons = [each.reason for each in session.status()]
     assert [reason == "" for reason in reasons] == [True, True, False, False]
     assert session.pull("kept", rank=1) == 1
+    with pytest.raises(LaunchError, match="starting rank 2: node node2 is lost"):
+        session.restart(2)
     if number == signal.SIGSTOP:
         victim.send_signal(signal.SIGCONT)
+
+
+def test_the_watch_compares_ranks_of_different_hosts(start: Start, view: Kept) -> None:
+    """Rank 0 calls another collective than rank 1, in a cell that would hang: it is found, and the group rebuilt."""
+    session = start(on_finding="stop")
+    session.execute("import torch, torch.distributed as dist; dist.barrier()")
+    with pytest.raises(WatchError, match=r"all_reduce(.|\n)*broadcast|broadcast(.|\n)*all_reduce"):
+        session.execute("x = torch.ones(4)\nif rank == 0: dist.all_reduce(x)\nelse: dist.broadcast(x, 0)")
+    session.execute("x = torch.ones(1); dist.all_reduce(x)")
+    assert session.pull("x.item()") == [2.0, 2.0]
+
+
+def test_a_hang_is_explained_with_the_line_of_the_rank_that_is_missing(start: Start, view: Kept) -> None:
+    """The stack of rank 1 comes from its host."""
+    session = start(stall_warn_s=2)
+    session.execute("import time, torch, torch.distributed as dist; dist.barrier()")
+    session.execute(
+        "x = torch.ones(1)\nif rank == 0:\n    dist.all_reduce(x)\nelse:\n    time.sleep(9)\n    dist.all_reduce(x)"
+    )
+    text = "\n".join(view.notes)
+    assert "all_reduce" in text
+    assert "rank 1" in text
+    assert "time.sleep(9)" in text or "Cell In[2]:5" in text
 
 
 def test_nothing_is_left_when_the_notebook_is_killed(server: SshServer, tmp_path: Path) -> None:
