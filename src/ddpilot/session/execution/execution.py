@@ -195,9 +195,14 @@ class Execution:
         if ended.exited is not None and not self._outcome.was_aborted:
             self._failures.append(RankEnd(rank=ended.rank, exited=ended.exited, since_s=now))
         elif ended.exited is None and not self._outcome.was_aborted:
-            found = f"rank {ended.rank} is gone: {ended.reason}"
-            fix = "Start the session again"
-            self._fail(RankError(f"running {self._name}", found=found, rank=ended.rank, host="", fix=fix))
+            found, fix = f"rank {ended.rank} is gone: {ended.reason}", "Start the session again"
+            if (loss := self._kernels.processes.find_loss(ended.rank)) is not None:
+                found = loss.text
+                again = " ".join(map(str, loss.ranks))
+                fix = f"`%ddp restart {again}` starts them again if it can be reached; other ranks keep their variables"
+            did = f"running `{self._name}` on {len(self._outcome.parts)} ranks"
+            host = self._kernels.processes.host_of(ended.rank)
+            self._fail(RankError(did, found=found, rank=ended.rank, host=host, fix=fix))
 
     def _on_store_end(self, ended: Ended) -> None:
         """Fail the cell: a rank may be entering a group, which waits for the store."""
@@ -246,6 +251,9 @@ class Execution:
             victims=others,
             returned=done,
         )
+        if self._kernels.processes.nodes is not None:
+            error.host = self._kernels.processes.host_of(chosen.rank)
+            error.args = (error.render(),)
         dead = self._kernels.states.dead
         if chosen.is_victim and dead:
             blame_dead(error, dead)

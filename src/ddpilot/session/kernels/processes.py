@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -31,7 +32,7 @@ from ddpilot.module_names import SESSION_MAIN, SESSION_PRELOAD
 from ddpilot.output.writer import LabelledWriter
 from ddpilot.session.arguments import refuse_in_a_rank
 from ddpilot.session.kernels.io_thread import IOThread
-from ddpilot.session.nodes.node_ranks import Cluster, NodeRanks
+from ddpilot.session.nodes.node_ranks import Cluster, NodeLoss, NodeRanks
 from ddpilot.session.protocol.entry_points import KernelStart, serve
 from ddpilot.watch.snapshot.model import PythonStack
 
@@ -131,6 +132,14 @@ class KernelProcesses:
             rank: replace(stack, taken_ns=stack.taken_ns - int(self.nodes.node_of(rank).offset_s * 1e9))
             for rank, stack in self.nodes.ask("stacks", ranks, _STACKS_LIMIT_S).items()
         }
+
+    def find_loss(self, rank: int) -> NodeLoss | None:
+        """Return what was lost with the node of `rank`; None if it is not lost, or this machine."""
+        return None if self.nodes is None else self.nodes.find_loss(rank)
+
+    def host_of(self, rank: int) -> str:
+        """Return the name of the machine on which a rank runs."""
+        return platform.node() if self.nodes is None else self.nodes.node_of(rank).name
 
     def describe_end(self) -> str:
         return self._attached.describe_end()

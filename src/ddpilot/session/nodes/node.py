@@ -173,6 +173,12 @@ class Node:
         if self.link is not None:
             self.link.send(message)
 
+    def close_link(self) -> None:
+        """Close the connection to a host that is lost, and what started that host if it started nothing else."""
+        if self.link is not None:
+            self.link.close()
+        self.link = None
+
     def close(self, *, is_killed: bool = False) -> None:
         """Ask the host to end its ranks and itself, and wait for it."""
         self.is_lost = True

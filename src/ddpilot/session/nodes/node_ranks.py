@@ -13,11 +13,12 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from ddpilot.errors import LaunchError
+from ddpilot.findings.text import render_ranks
 from ddpilot.launching.options import LaunchOptions
 from ddpilot.launching.rank_environment import NodePlacement, default_variables, import_time_variables
 from ddpilot.launching.rank_reports import Raised, Returned
@@ -42,8 +43,19 @@ class Cluster(Protocol):
     def open(self, directory: str) -> list[Node]:
         """Start all hosts and return them once they are connected. Raises LaunchError, and leaves nothing then."""
 
+    def reopen(self, node: Node, directory: str) -> None:
+        """Start the host of a lost node again, and connect to it. Raises LaunchError."""
+
     def close(self) -> None:
         """Release what started the hosts, which have ended or are lost."""
+
+
+@dataclass(frozen=True)
+class NodeLoss:
+    """A node that was lost, with its ranks. `text` is a sentence about it."""
+
+    ranks: tuple[int, ...]
+    text: str
 
 
 class NodeRanks:
@@ -70,11 +82,15 @@ class NodeRanks:
         self._live: dict[int, int | None] = {}
         self._keys: dict[int, tuple[str, bytes]] = {}
         self._mirror: Path | None = None
+        self._hooks: tuple[tuple[str, ...], Mapping[str, str]] = ((), {})
+        self._unwatched: list[Node] = []
+        self._directory = os.getcwd()
+        self._launch_id = uuid.uuid4().hex
         self._is_closed = False
         self.relay: Callable[[messages.KernelFrames | messages.ParcelAnswer], None] = lambda message: None
         self.nodes: list[Node] = []
         try:
-            self.nodes = cluster.open(os.getcwd())
+            self.nodes = cluster.open(self._directory)
             for node in self.nodes:
                 node.hello = node.receive((messages.HostHello,), START_LIMIT_S, self._show)
                 if node.hello.step:
@@ -94,6 +110,7 @@ class NodeRanks:
                 num_nodes=len(sizes),
                 master_addr=self.nodes[0].hello.master_addr,
             )
+        self._master_port = self.nodes[0].hello.master_port
         self._by_rank = {rank: node for node in self.nodes for rank in node.placement.ranks}
 
     @property
@@ -104,36 +121,48 @@ class NodeRanks:
         """Return the node on which a rank runs."""
         return self._by_rank[rank]
 
+    def find_loss(self, rank: int) -> NodeLoss | None:
+        """Return what was lost with the node of a rank; None if the node is not lost."""
+        node = self._by_rank[rank]
+        if not node.was_lost or node.link is None:
+            return None
+        ranks = tuple(node.placement.ranks)
+        verb = "was" if len(ranks) == 1 else "were"
+        return NodeLoss(ranks, f"{render_ranks(ranks)} {verb} lost with node {node.name}, which {node.link.lost}")
+
     def attach(self, loop: EventLoop, emit: Callable[[SpawnerEvent], object]) -> None:
         self._loop, self._emit = loop, emit
-        launch_id = uuid.uuid4().hex
         for node in self.nodes:
-            if not node.hello.has_directory:
-                self._note(f"node {node.name} has no folder {os.getcwd()}: its ranks start in the home folder")
-            node.send(
-                messages.Prepare(
-                    options=replace(self._options, env={}),
-                    variables=self._variables,
-                    defaults={
-                        name: value for name, value in default_variables(stays=True).items() if "SOCKET" not in name
-                    },
-                    placement=node.placement,
-                    master_port=self.nodes[0].hello.master_port,
-                    launch_id=launch_id,
-                    argv=list(sys.argv),
-                )
-            )
+            self._prepare(node)
         for node in self.nodes:
-            answer = node.receive((messages.Prepared, messages.NotPrepared), START_LIMIT_S, self._show)
-            if isinstance(answer, messages.NotPrepared):
-                raise LaunchError(f"{answer.did} on node {node.name}", found=answer.found, fix=answer.fix)
-            node.folder = answer.folder
-            for text in answer.notes:
-                self._note(f"node {node.name}: {text}")
-            node.compare_clocks(START_LIMIT_S, self._show)
+            self._await_prepared(node)
         for node in self.nodes:
-            assert node.link is not None
             self._watch(node)
+
+    def _prepare(self, node: Node) -> None:
+        if not node.hello.has_directory:
+            self._note(f"node {node.name} has no folder {self._directory}: its ranks start in the home folder")
+        defaults = {name: value for name, value in default_variables(stays=True).items() if "SOCKET" not in name}
+        node.send(
+            messages.Prepare(
+                options=replace(self._options, env={}),
+                variables=self._variables,
+                defaults=defaults,
+                placement=node.placement,
+                master_port=self._master_port,
+                launch_id=self._launch_id,
+                argv=list(sys.argv),
+            )
+        )
+
+    def _await_prepared(self, node: Node) -> None:
+        answer = node.receive((messages.Prepared, messages.NotPrepared), START_LIMIT_S, self._show)
+        if isinstance(answer, messages.NotPrepared):
+            raise LaunchError(f"{answer.did} on node {node.name}", found=answer.found, fix=answer.fix)
+        node.folder = answer.folder
+        for text in answer.notes:
+            self._note(f"node {node.name}: {text}")
+        node.compare_clocks(START_LIMIT_S, self._show)
 
     def _watch(self, node: Node) -> None:
         assert node.link is not None
@@ -141,15 +170,42 @@ class NodeRanks:
 
     def add_hooks(self, hooks: tuple[str, ...], variables: Mapping[str, str]) -> None:
         self._mirror = Path(variables[RING_DIR_VARIABLE])
+        self._hooks = hooks, variables
         for node in self.nodes:
             node.send(messages.AddHooks(hooks, variables))
 
     def prepare_kernel(self, rank: int, stem: str, key: bytes) -> None:
-        """Tell how the files of the rank's next kernel are called, and the key that it signs with."""
+        """Tell how the files of the rank's next kernel are called, and the key that it signs with.
+
+        Starts the host of its node again if the node was lost, which takes seconds: do not call it in the event loop's
+        thread. Raises LaunchError if that fails.
+        """
+        node = self._by_rank[rank]
+        if node.is_lost and not self._is_closed:
+            self._reopen(node)
         self._keys[rank] = stem, key
+
+    def _reopen(self, node: Node) -> None:
+        if node.node_rank == 0:
+            raise LaunchError(
+                f"starting node {node.name} again",
+                found="the session's store ran there, without which no process group can be formed",
+                fix="`%ddp stop`, then `%ddp start` (a new `Session`) starts from scratch",
+            )
+        node.close_link()
+        self._cluster.reopen(node, self._directory)
+        node.hello = node.receive((messages.HostHello,), START_LIMIT_S, self._show)
+        _check_versions(self.nodes)
+        self._prepare(node)
+        self._await_prepared(node)
+        node.send(messages.AddHooks(*self._hooks))
+        node.is_lost = node.was_lost = False
+        self._unwatched.append(node)
 
     def start(self, rank: int, parcel: int, name: str, *, sources: dict[str, list[str]], restart: int = 0) -> None:  # noqa: ARG002
         node = self._by_rank[rank]
+        while self._unwatched:
+            self._watch(self._unwatched.pop())
         if node.is_lost:
             raise fd_socket.Closed
         stem, key = self._keys[rank]

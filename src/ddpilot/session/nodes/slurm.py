@@ -24,6 +24,7 @@ _REASON_EVERY_S = 1.0
 _COMMAND_LIMIT_S = 15.0
 _POLL_S = 0.05
 _END_LIMIT_S = 3.0
+_REOPEN_LIMIT_S = 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,7 @@ class SlurmCluster:
         self._is_granted = not self._is_own
         self._listener: TlsListener | None = None
         self._starter: StartProcess | None = None
+        self._more_starters: list[StartProcess] = []
         self._nodes: list[Node] = []
         self._shown = ""
         self._due_s = 0.0
@@ -85,14 +87,7 @@ class SlurmCluster:
         """Start a host on each node, once Slurm has granted the allocation."""
         listener = self._listener = TlsListener(self._num_nodes)
         try:
-            line = commands.first_line(
-                node_rank=None,
-                num_nodes=self._num_nodes,
-                directory=directory,
-                port=listener.port,
-                certificate=listener.certificate,
-                keys=[listener.key(number) for number in range(self._num_nodes)],
-            )
+            line = self._first_line(listener, None, directory)
             starter = self._starter = StartProcess(self._command(), line, keeps_pipes=False)
             self._nodes = [Node(f"{number} of the job", number, starter) for number in range(self._num_nodes)]
             self._await_nodes(listener, starter)
@@ -103,6 +98,25 @@ class SlurmCluster:
             raise
         listener.close()
         return self._nodes
+
+    def _first_line(self, listener: TlsListener, node_rank: int | None, directory: str) -> bytes:
+        return commands.first_line(
+            node_rank=node_rank,
+            num_nodes=self._num_nodes,
+            directory=directory,
+            port=listener.port,
+            certificate=listener.certificate,
+            keys=[listener.key(number) for number in range(self._num_nodes)],
+        )
+
+    def reopen(self, node: Node, directory: str) -> None:
+        """Start the host of a lost node again, by a step of its own."""
+        words = [f"--jobid={self._job_id}", f"--nodelist={node.name}", f"--immediate={_REOPEN_LIMIT_S}"]
+        with contextlib.closing(TlsListener(self._num_nodes)) as listener:
+            line = self._first_line(listener, node.node_rank, directory)
+            node.starter = StartProcess(commands.srun_command(1, words), line, keeps_pipes=False)
+            self._more_starters.append(node.starter)
+            self._await_nodes(listener, node.starter)
 
     def _command(self) -> list[str]:
         words = self._request.words()
@@ -186,7 +200,8 @@ class SlurmCluster:
             self._cancel(self._job_id)
         elif lost:
             starter.terminate()
-        starter.close(_END_LIMIT_S)
+        for each in (*self._more_starters, starter):
+            each.close(_END_LIMIT_S)
         if self._is_own:
             self._cancel(self._job_id)
         elif (step := next((node.step for node in self._nodes if node.step), "")) and lost:

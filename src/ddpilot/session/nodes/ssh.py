@@ -21,13 +21,21 @@ class SshCluster:
         self._hosts = tuple(hosts)
         self._nodes: list[Node] = []
 
+    def _start(self, name: str, number: int, directory: str) -> StartProcess:
+        line = commands.first_line(node_rank=number, num_nodes=len(self._hosts), directory=directory)
+        return StartProcess(commands.ssh_command(name), line, keeps_pipes=True)
+
+    def reopen(self, node: Node, directory: str) -> None:
+        """Start the host of a lost node again."""
+        node.starter.close(0.0)
+        node.starter = self._start(node.name, node.node_rank, directory)
+        node.open_pipes(time.monotonic() + START_LIMIT_S)
+
     def open(self, directory: str) -> list[Node]:
         """Start a host on each machine."""
         deadline_s = time.monotonic() + START_LIMIT_S
         for number, name in enumerate(self._hosts):
-            line = commands.first_line(node_rank=number, num_nodes=len(self._hosts), directory=directory)
-            starter = StartProcess(commands.ssh_command(name), line, keeps_pipes=True)
-            self._nodes.append(Node(name, number, starter))
+            self._nodes.append(Node(name, number, self._start(name, number, directory)))
         try:
             with ThreadPoolExecutor(min(_MAX_THREADS, len(self._nodes))) as pool:
                 for done in [pool.submit(node.open_pipes, deadline_s) for node in self._nodes]:
