@@ -194,7 +194,7 @@ class SlurmCluster:
         if starter is None:
             return
         self._look_at_job(starter.text())
-        lost = any(node.link is None or node.was_lost for node in self._nodes)
+        lost = bool(self._more_starters) or any(node.link is None or node.was_lost for node in self._nodes)
         is_pending = self._is_own and not self._is_granted
         if is_pending or (lost and self._is_own):
             self._cancel(self._job_id)
@@ -204,8 +204,9 @@ class SlurmCluster:
             each.close(_END_LIMIT_S)
         if self._is_own:
             self._cancel(self._job_id)
-        elif (step := next((node.step for node in self._nodes if node.step), "")) and lost:
-            self._cancel(step)
+        elif lost:
+            for step in {node.step for node in self._nodes}:
+                self._cancel(step)
 
     def _cancel(self, job_or_step: str) -> None:
         if job_or_step:
