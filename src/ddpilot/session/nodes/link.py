@@ -150,20 +150,23 @@ class Link:
         self._wake()
 
     def _read(self) -> None:
-        heard_s = time.monotonic()
+        silent_s = 0.0
         try:
             self._take_frames()
             while not self.lost:
+                began_s = time.monotonic()
                 data = self._stream.read(_POLL_S)
-                now = time.monotonic()
                 if data == b"":
                     self._lose("closed its connection")
                 elif data:
-                    heard_s = now
+                    silent_s = 0.0
                     self._buffer += data
                     self._take_frames()
-                elif now - heard_s > self._silence_s:
-                    self._lose(f"has been silent for {self._silence_s:g} s")
+                else:
+                    # Not more than the wait was meant to take: this process may have been suspended.
+                    silent_s += min(time.monotonic() - began_s, 2 * _POLL_S)
+                    if silent_s > self._silence_s:
+                        self._lose(f"has been silent for {self._silence_s:g} s")
         except Exception as error:  # noqa: BLE001  # whatever ends this thread ends the link, which is reported
             self._lose(f"broke its connection ({error})")
 
