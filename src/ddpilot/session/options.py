@@ -119,10 +119,10 @@ class SessionOptions(WatchOptions):
         return bool(self.hosts) or self.slurm
 
     def _check_hosts(self) -> None:
-        hosts: object = self.hosts
+        hosts: Any = self.hosts
         if isinstance(hosts, str):
             raise LaunchError("reading `hosts`", found=f"{hosts!r}", fix=f"Write `hosts=({hosts!r},)`")
-        for host in self.hosts:
+        for host in hosts:
             if not isinstance(host, str) or not host or host.startswith("-") or host.split() != [host]:
                 raise LaunchError(
                     "reading `hosts`", found=f"{host!r}", fix="Give names of machines, as `ssh` takes them"

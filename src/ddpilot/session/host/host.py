@@ -27,9 +27,9 @@ from ddpilot.session.host import network
 from ddpilot.session.host.files import FileWatch
 from ddpilot.session.host.loop import HostLoop
 from ddpilot.session.host.relay import KernelRelay
-from ddpilot.session.kernels.manager import make_folder
 from ddpilot.session.nodes import messages
 from ddpilot.session.nodes.link import Link
+from ddpilot.session.protocol.folder import make_folder
 from ddpilot.session.status import collect_usage
 from ddpilot.watch.snapshot.files import take_stacks
 

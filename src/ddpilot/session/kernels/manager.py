@@ -10,7 +10,6 @@ import os
 import queue
 import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -44,6 +43,7 @@ from ddpilot.session.nodes.cluster import make_cluster
 from ddpilot.session.nodes.messages import KernelFrames, ParcelAnswer
 from ddpilot.session.options import SessionOptions
 from ddpilot.session.protocol.entry_points import KernelStart
+from ddpilot.session.protocol.folder import make_folder
 from ddpilot.session.protocol.messages import REQUEST, Request, Scope, request_content
 from ddpilot.user_files import CodeLine
 from ddpilot.watch.companion import Watcher
@@ -54,9 +54,6 @@ _TURN_END_S = 5.0
 _START_LIMIT_S = 120.0
 _SUBSCRIBE_S = 0.05
 """Seconds after its reply at which a kernel is asked again, if no iopub message of it was received."""
-
-_MAX_FOLDER_CHARS = 60
-"""Longest parent folder to use: the path of a Unix socket is limited to 107 characters."""
 
 
 class RankKernels:
@@ -416,11 +413,3 @@ def await_ready(
         waiting -= {rank for rank in waiting if rank in subscribed and 0 < ask_again_s[rank] < limit_s}
     for event in written:
         events.put(event)
-
-
-def make_folder() -> Path:
-    """Create a folder with mode 0700 in the temporary directory, or in /tmp if the path of that one is long."""
-    for parent in (tempfile.gettempdir(), "/tmp"):
-        if len(os.fsencode(parent)) <= _MAX_FOLDER_CHARS:
-            return Path(tempfile.mkdtemp(prefix="ddpilot-", dir=parent))
-    return Path(tempfile.mkdtemp(prefix="ddpilot-"))

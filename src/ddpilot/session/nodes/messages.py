@@ -175,10 +175,3 @@ class Answer:
 @dataclass(frozen=True)
 class EndHost:
     """End all ranks and the host."""
-
-
-@dataclass(frozen=True)
-class HostNote:
-    """A message of the host to show to the user."""
-
-    text: str

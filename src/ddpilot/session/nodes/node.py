@@ -9,7 +9,6 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 from ddpilot.errors import LaunchError
@@ -142,8 +141,8 @@ class Node:
         advice = f"Check that `{self.starter.name} {self.name} true` works without a password"
         return LaunchError(f"starting node {self.name}", found=found, fix=fix or advice)
 
-    def receive(self, kinds: tuple[type, ...], limit_s: float, other: Callable[[Any], object]) -> Any:
-        """Return the next message of one of `kinds`; others are passed to `other`. Raises LaunchError."""
+    def receive(self, kinds: tuple[type, ...], limit_s: float) -> Any:
+        """Return the next message of one of `kinds`; others are dropped. Raises LaunchError."""
         assert self.link is not None
         deadline_s = time.monotonic() + limit_s
         while True:
@@ -155,15 +154,14 @@ class Node:
                 raise self.error(f"it {self.link.lost}{self.describe_starter()}")
             if isinstance(message, kinds):
                 return message
-            other(message)
 
-    def compare_clocks(self, limit_s: float, other: Callable[[Any], object]) -> None:
+    def compare_clocks(self, limit_s: float) -> None:
         """Measure `offset_s`, in the fastest of a few round trips."""
         best_s = float("inf")
         for _ in range(_NUM_CLOCKS):
             sent_s = time.monotonic()
             self.send(messages.Clock(sent_s))
-            answer = self.receive((messages.Clock,), limit_s, other)
+            answer = self.receive((messages.Clock,), limit_s)
             took_s = time.monotonic() - sent_s
             if took_s < best_s:
                 best_s, self.offset_s = took_s, answer.answered_s - (sent_s + took_s / 2)

@@ -92,7 +92,7 @@ class NodeRanks:
         try:
             self.nodes = cluster.open(self._directory)
             for node in self.nodes:
-                node.hello = node.receive((messages.HostHello,), START_LIMIT_S, self._show)
+                node.hello = node.receive((messages.HostHello,), START_LIMIT_S)
                 if node.hello.step:
                     node.name, node.step = node.hello.node, node.hello.step
             _check_versions(self.nodes)
@@ -156,13 +156,13 @@ class NodeRanks:
         )
 
     def _await_prepared(self, node: Node) -> None:
-        answer = node.receive((messages.Prepared, messages.NotPrepared), START_LIMIT_S, self._show)
+        answer = node.receive((messages.Prepared, messages.NotPrepared), START_LIMIT_S)
         if isinstance(answer, messages.NotPrepared):
             raise LaunchError(f"{answer.did} on node {node.name}", found=answer.found, fix=answer.fix)
         node.folder = answer.folder
         for text in answer.notes:
             self._note(f"node {node.name}: {text}")
-        node.compare_clocks(START_LIMIT_S, self._show)
+        node.compare_clocks(START_LIMIT_S)
 
     def _watch(self, node: Node) -> None:
         assert node.link is not None
@@ -194,7 +194,7 @@ class NodeRanks:
             )
         node.close_link()
         self._cluster.reopen(node, self._directory)
-        node.hello = node.receive((messages.HostHello,), START_LIMIT_S, self._show)
+        node.hello = node.receive((messages.HostHello,), START_LIMIT_S)
         _check_versions(self.nodes)
         self._prepare(node)
         self._await_prepared(node)
@@ -362,10 +362,6 @@ class NodeRanks:
                 os.pwrite(fd, data if at else _with_clock(change.name, data, node.offset_s), at)
         finally:
             os.close(fd)
-
-    def _show(self, message: Any) -> None:
-        if isinstance(message, messages.HostNote):
-            self._note(message.text)
 
 
 def _with_clock(name: str, header: bytes, offset_s: float) -> bytes:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpilot.session.kernels.manager import make_folder
+from ddpilot.session.protocol.folder import make_folder
 
 
 def test_make_folder_is_private_and_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
