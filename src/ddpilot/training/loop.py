@@ -43,8 +43,8 @@ from ddpilot.training.models.ddp_options import DDPOptions
 from ddpilot.training.models.explain import Explanation, explain
 from ddpilot.training.models.optimizers import check_closure, clear_gradients, needs_closure, step_scheduler
 from ddpilot.training.models.registry import OptimizerRecord, PreparedObjects
-from ddpilot.training.notices import locating, no_samples_error, user_line, warn_findings
-from ddpilot.training.options import CheckpointOptions, check_numbers, naming_arguments
+from ddpilot.training.notices import empty_epoch_error, locating, no_samples_error, user_line, warn_findings
+from ddpilot.training.options import CheckpointOptions, check_goal, check_numbers, naming_arguments
 from ddpilot.training.progress import Progress, WaitClock
 from ddpilot.training.resume.checkpointer import RunCheckpointer
 from ddpilot.training.resume.failure_note import note_failures
@@ -72,6 +72,8 @@ class Loop:
     `resume=False` starts over and moves existing checkpoints to a different directory. `keep`: number of newest
     checkpoints to keep, None for all. `best`: "max acc" or "min loss"; the best checkpoint by that metric of `save` is
     kept as well. `save_every_s`, `save_every_updates`: also save within an epoch, after this many seconds or updates.
+    `save_every`: "500 updates" or "2 epochs" (an int counts updates): save whenever the training has made a multiple of
+    that, at the end and when all ranks stop, and not after each epoch.
 
     `progress`: rank 0 shows the progress of each epoch in `batches`, on stderr. None: a bar in a terminal or a
     notebook, also for ranks launched from one, and in logs a line every 30 seconds. True: always the bar. False: no
@@ -95,6 +97,7 @@ class Loop:
         best: str | None = None,
         save_every_s: float | None = None,
         save_every_updates: int | None = None,
+        save_every: int | str | None = None,
         resume: bool = True,
         progress: bool | None = None,
         backend: str | None = None,
@@ -109,6 +112,7 @@ class Loop:
         self.progress = Progress(progress, is_rank_zero=self.group.is_rank_zero)
         """The progress display of rank 0; `loop.progress.show(acc=0.9)` adds values to it."""
         self._num_epochs: int | None = None
+        self._max_updates: int | None = None
         self._accumulate = accumulate
         self._precision = Precision(precision, self.group.device, self.group.world_size)
         self._sharing = find_sharing(self.group)
@@ -133,6 +137,7 @@ class Loop:
             best=best,
             save_every_s=save_every_s,
             save_every_updates=save_every_updates,
+            save_every=save_every,
             resume=resume,
         )
         self._checkpointer = RunCheckpointer(
@@ -264,6 +269,14 @@ class Loop:
             self._flags.agree("asked")
         else:
             self._flags.request("asked")
+
+    def exchange_stop(self) -> bool:
+        """Exchange stop requests now, after the step of an update. True if all ranks stop after it. Collective.
+
+        Requests by `stop` before this call, on any rank, then take effect after exactly this update.
+        """
+        self._updates.exchange()
+        return self.should_stop
 
     def print(self, *values: object, **options: Any) -> None:
         """Call `print` on rank 0, above the progress bar; does nothing on the other ranks."""
@@ -408,32 +421,52 @@ class Loop:
     def _with_seed(self, options: Mapping[str, Any]) -> dict[str, Any]:
         return {**options, "seed": self.seed} if options.get("seed") is None else dict(options)
 
-    def epochs(self, num: int) -> Iterator[int]:
+    def epochs(self, num: int | None = None, *, max_updates: int | None = None) -> Iterator[int]:
         """Yield the epoch numbers from `epoch` to `num` - 1, until all ranks decide to stop. Collective.
+
+        `max_updates`: end after this many updates in total, also within an epoch, in the middle of a long or endless
+        stream; `num` may then be None. A later call, with a larger number, continues within that epoch.
 
         With a `checkpoint_dir` it resumes from the latest checkpoint, also within an epoch, and saves one after each
         epoch; when it ends, the last one is on disk. SIGTERM and SIGUSR1 then save a checkpoint and raise
-        SystemExit(75) on all ranks, so that a scheduler can requeue the job.
+        SystemExit(75) on all ranks, so that a scheduler can requeue the job. Raises LoopError without `num` and
+        `max_updates`, and, if `num` is None, for an epoch without samples, after which training would never end.
         """
+        check_goal(num, max_updates)
         self._position.begin_epochs()
         self._checkpointer.begin()
         self._flags.start()
-        self._num_epochs = num
-        with self._signals, self._checkpointer.in_epochs():
-            self._checkpointer.report_if_finished(num)
-            while self.epoch < num:
-                self._join()
-                self._updates.exchange_between_epochs()
-                if self.should_stop:
-                    self._checkpointer.leave()
-                    return
-                self._position.begin_epoch()
-                yield self.epoch
-                if self.next_batch:  # stopped within the epoch and saved there: a later run resumes it
-                    return
-                self._checkpointer.end_epoch()
+        self._num_epochs, self._max_updates = num, max_updates
+        try:
+            with self._signals, self._checkpointer.in_epochs():
+                self._checkpointer.report_if_finished(num, max_updates)
+                yield from self._yield_epochs(num)
+        finally:
+            self._max_updates = None
+
+    def _yield_epochs(self, num: int | None) -> Iterator[int]:
+        while not self._has_all_updates() and (num is None or self.epoch < num):
             self._join()
-            self._checkpointer.wait()
+            self._updates.exchange_between_epochs()
+            if self.should_stop:
+                self._checkpointer.save_skipped()
+                self._checkpointer.leave()
+                return
+            self._position.begin_epoch()
+            before = -1 if self.next_batch else self._position.samples_seen
+            yield self.epoch
+            if self.next_batch:  # stopped within the epoch and saved there: a later run resumes it
+                return
+            if num is None and self._position.samples_seen == before and not self.should_stop:
+                raise empty_epoch_error(self.epoch, self._max_updates)
+            is_last = self._has_all_updates() or (num is not None and self.epoch + 1 >= num)
+            self._checkpointer.end_epoch(is_last=is_last)
+        self._join()
+        self._checkpointer.wait()
+
+    def _has_all_updates(self) -> bool:
+        """True if the `max_updates` of `epochs` have been made."""
+        return self._max_updates is not None and self.num_updates >= self._max_updates
 
     def batches(self, loader: Loader) -> Iterator[Any]:
         """Yield this rank's part of every batch of the epoch, on the device. Collective.
@@ -457,7 +490,8 @@ class Loop:
                 stream_state=self._position.stream_state(self.next_batch),
             )
         )
-        shown = self.progress.epoch(self.epoch, self._num_epochs, self.next_batch, loader)
+        updates = None if self._max_updates is None else (self.num_updates, self._max_updates)
+        shown = self.progress.epoch(self.epoch, self._num_epochs, self.next_batch, loader, updates)
         this = self._open_pass = object()
         device = self.device
         try:
@@ -473,12 +507,14 @@ class Loop:
                         raise
                     if self._open_pass is not this:
                         self._check_pass(this)
-                    self.progress.advance()
+                    self.progress.advance(is_update=batch.is_last)
                     if batch.has_empty_rank:
                         self._updates.share_buffers()
-                    if batch.is_last:
-                        self._end_update(batch)
-                    if batch.is_last and self._flags.reasons and not is_at_end(loader, batch):
+                    if not batch.is_last:
+                        continue
+                    is_cut = self._has_all_updates() and not is_at_end(loader, batch)
+                    self._end_update(batch, leaves=is_cut)
+                    if is_cut or (self._flags.reasons and not is_at_end(loader, batch)):
                         self._updates.check_pending()
                         self.next_batch = batch.index + 1
                         break
@@ -494,8 +530,8 @@ class Loop:
             if self._open_pass is this:
                 self._open_pass = None
 
-    def _end_update(self, batch: CurrentBatch) -> None:
-        """Finish an accumulation group after its last batch.
+    def _end_update(self, batch: CurrentBatch, *, leaves: bool) -> None:
+        """Finish an accumulation group after its last batch; `leaves`: True if the pass ends here, before its end.
 
         Collective if an exchange, comparison or checkpoint is due.
         """
@@ -508,7 +544,7 @@ class Loop:
             self._report_findings(self._buffers.after_update())
         if self._updates.has_backward:
             self._checkpointer.note_trained()
-        self._checkpointer.after_update(batch.index + 1, leaves=bool(self._flags.reasons))
+        self._checkpointer.after_update(batch.index + 1, leaves=leaves or bool(self._flags.reasons))
 
     def _leave_pass(self, batch: CurrentBatch, this: object) -> None:
         """Handle a loop over `batches` that ended by `break` or an exception, or whose generator was closed."""
@@ -534,7 +570,7 @@ class Loop:
 
     def _begin_pass(self, loader: Loader) -> bool:
         check_loader(loader)
-        if self.should_stop and self.next_batch:
+        if (self.should_stop or self._has_all_updates()) and self.next_batch:
             return False  # an earlier pass stopped within this epoch, which resumes from there
         if not self._checkpointer.is_in_epochs:
             is_next = self._position.is_next_epoch(loader)

@@ -122,3 +122,13 @@ def no_samples_error(batch: CurrentBatch) -> DataError:
         found="this rank's part of the stream is empty, so the structure of a batch is unknown",
         fix="Let the dataset yield samples in every part, or use fewer ranks or workers.",
     )
+
+
+def empty_epoch_error(epoch: int, max_updates: int | None) -> LoopError:
+    """Return the error of a training by updates whose data have no samples in an epoch."""
+    return LoopError(
+        f"training until `max_updates={max_updates}`",
+        found=f"no samples were read in epoch {epoch}, so that number of updates would never be reached",
+        fix="If the dataset is a stream, let `__iter__` begin again in each epoch: a generator or an open file that "
+        "was read once is empty. Or give a number of epochs.",
+    )

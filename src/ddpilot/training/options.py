@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from ddpilot.environments.detect import detect_topology
 from ddpilot.errors import LoopError, TopologyError, did_you_mean
+from ddpilot.training.interval import Interval
 
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
@@ -76,6 +77,16 @@ def check_numbers(*, seed: object, accumulate: object, max_time_s: object) -> No
         raise LoopError("making a Loop", found=found, fix="Pass seconds, 0 or more, or None for no limit.")
 
 
+def check_goal(num_epochs: object, max_updates: object) -> None:
+    """Raise LoopError unless there is a number of epochs or of updates, 0 or more, at which `epochs` ends."""
+    did = "beginning the epochs"
+    if num_epochs is None and max_updates is None:
+        fix = "Write loop.epochs(10), or loop.epochs(max_updates=50_000)."
+        raise LoopError(did, found="neither a number of epochs nor `max_updates`", fix=fix)
+    if max_updates is not None and (not _is_integer(max_updates) or int(max_updates) < 0):  # type: ignore[call-overload]
+        raise LoopError(did, found=f"`max_updates` is {max_updates!r}", fix="Pass a number of updates, or None.")
+
+
 def _is_integer(value: Any) -> bool:
     return hasattr(value, "__index__") and not isinstance(value, bool)
 
@@ -94,6 +105,9 @@ class CheckpointOptions:
     """Interval in seconds between checkpoints within an epoch, by the clock of rank 0; None: only after epochs."""
     save_every_updates: int | None = None
     """Interval in updates between checkpoints within an epoch; None: only after epochs."""
+    save_every: int | str | None = None
+    """"500 updates" or "2 epochs", counted over the whole training; an int counts updates. Checkpoints are then saved
+    at these points, at the end and when all ranks stop, and not after every epoch."""
     resume: bool = True
     """True: resume from the latest checkpoint; False: start over, and move existing ones to a subdirectory."""
 
@@ -108,6 +122,15 @@ class CheckpointOptions:
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise LoopError("making a Loop", found=f"`{name}` is {value}", fix="Pass a number above 0, or None.")
+        if self.interval is not None and self.save_every_updates is not None:
+            found = f"`save_every={self.save_every!r}` and `save_every_updates={self.save_every_updates}`"
+            raise LoopError("making a Loop", found=found, fix="Pass one of the two.")
+
+    @property
+    def interval(self) -> Interval | None:
+        """The interval that `save_every` describes."""
+        given = self.save_every
+        return None if given is None else Interval.parse(given, did="making a Loop", name="save_every")
 
     def check_unused(self) -> None:
         """Raise LoopError for an option that has no effect without a `checkpoint_dir`; `resume` may be set."""

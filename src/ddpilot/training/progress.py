@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from tqdm import tqdm
@@ -39,8 +39,17 @@ class Lines:
     `clock`: returns seconds since any fixed time.
     """
 
-    def __init__(self, desc: str, total: int | None, initial: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        desc: str,
+        total: int | None,
+        initial: int,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        unit: Literal["batch", "update"] = "batch",
+    ) -> None:
         self.n = initial
+        self._unit = unit
         self._desc = desc
         self._total = total
         self._initial = initial
@@ -49,7 +58,7 @@ class Lines:
         self._postfix = ""
 
     def update(self) -> bool:
-        """Count a batch. True if a line was written."""
+        """Count a batch or an update. True if a line was written."""
         self.n += 1
         now_s = self._clock()
         if now_s - self._written_s < LINE_INTERVAL_S:
@@ -58,7 +67,8 @@ class Lines:
         rate = (self.n - self._initial) / (now_s - self._began_s)
         of_all = "" if self._total is None else f" of {self._total}"
         left = "" if self._total is None else f", {tqdm.format_interval((self._total - self.n) / rate)} left"
-        sys.stderr.write(f"{self._desc}: batch {self.n}{of_all}, {rate:.3g} batches/s{left}{self._postfix}\n")
+        units = "batches" if self._unit == "batch" else "updates"
+        sys.stderr.write(f"{self._desc}: {self._unit} {self.n}{of_all}, {rate:.3g} {units}/s{left}{self._postfix}\n")
         sys.stderr.flush()
         return True
 
@@ -85,6 +95,7 @@ class Progress:
         elif is_shown:
             self._kind = Bar
         self._current: Bar | Lines | None = None
+        self._counts_updates = False
         self._loss: torch.Tensor | None = None
         self._shown_loss: float | None = None
         self._sender = ScalarCopier()
@@ -109,13 +120,24 @@ class Progress:
                 self._shown[name] = f"{value:.4g}" if isinstance(value, float) else str(value)
 
     @contextmanager
-    def epoch(self, epoch: int, num_epochs: int | None, first_batch: int, loader: Any) -> Iterator[None]:
-        """Show the progress of an epoch that starts at `first_batch`; the finished bar remains visible."""
+    def epoch(
+        self,
+        epoch: int,
+        num_epochs: int | None,
+        first_batch: int,
+        loader: Any,
+        updates: tuple[int, int] | None = None,
+    ) -> Iterator[None]:
+        """Show the progress of an epoch that starts at `first_batch`; the finished bar remains visible.
+
+        `updates`: number of updates so far and in all, to show the progress of the training in updates instead.
+        """
         if self._kind is None:
             yield
             return
         desc = f"epoch {epoch}" + ("" if num_epochs is None else f" ({epoch + 1}/{num_epochs})")
-        self._current = self._make(desc, _length(loader), first_batch)
+        self._counts_updates = updates is not None
+        self._current = self._make(desc, *((_length(loader), first_batch) if updates is None else updates[::-1]))
         try:
             yield
             self._take_loss(waits=True)
@@ -131,9 +153,9 @@ class Progress:
         if self._current is not None:
             self._loss = loss.detach()
 
-    def advance(self) -> None:
-        """Count a finished batch."""
-        if self._current is None:
+    def advance(self, *, is_update: bool = True) -> None:
+        """Count a finished batch; `is_update`: True if it was the last one of its update."""
+        if self._current is None or (self._counts_updates and not is_update):
             return
         is_redrawn = self._current.update()
         if is_redrawn:
@@ -169,13 +191,14 @@ class Progress:
             self._shown_loss, self._pending = self._pending.read(), None
 
     def _make(self, desc: str, total: int | None, initial: int) -> Bar | Lines:
+        unit: Literal["batch", "update"] = "update" if self._counts_updates else "batch"
         if self._kind is Lines:
-            return Lines(desc, total, initial)
+            return Lines(desc, total, initial, unit=unit)
         return Bar(
             desc=desc,
             total=total,
             initial=initial,
-            unit=" batches",
+            unit=" updates" if self._counts_updates else " batches",
             file=sys.stderr,
             mininterval=_BAR_INTERVAL_S,
             delay=_BAR_DELAY_S,

@@ -65,6 +65,11 @@ class RunCheckpointer:
         self._best = None if options.best is None else Monitor.parse(options.best)
         self._metrics: dict[str, float] = {}
         self._num_updates = self._num_updates_saved = 0
+        self._interval = options.interval
+        self._step_saved = 0
+        """Number of updates of the training at the last save or at the start."""
+        self._is_skipped = False
+        """True if an epoch has ended without a save, because of `save_every`."""
         self._saved_s = time.monotonic()
         self.first_update = 0
         """Number of updates made before; checkpoints with at most this many are not resumed."""
@@ -111,6 +116,7 @@ class RunCheckpointer:
         progress = found.manifest.progress
         restore = on_all_ranks(self._group, lambda: self._match(found))
         restore()
+        self._step_saved = progress.step
         part = found.part(self._group.rank if progress.world_size == self._group.world_size else 0) or {}
         self._position.restore(
             progress,
@@ -129,15 +135,16 @@ class RunCheckpointer:
             self._report(self._resumed)
             self._resumed = ""
 
-    def report_if_finished(self, num_epochs: int) -> None:
-        """Report instead that the run is finished, if it has made `num_epochs` epochs. Not collective."""
-        if self._resumed and self._position.epoch >= num_epochs:
-            self._resumed = ""
-            self._report(
-                f"the run in {self._require('resuming').folder.path} is finished: it has made {self._position.epoch} "
-                f"epochs of {num_epochs}. Pass a larger number of epochs to train longer, or start over with "
-                "`resume=False`."
-            )
+    def report_if_finished(self, num_epochs: int | None, max_updates: int | None) -> None:
+        """Report instead that the run is finished, if it has made all of its epochs or updates. Not collective."""
+        made = {"epochs": (self._position.epoch, num_epochs), "updates": (self._position.num_updates, max_updates)}
+        for unit, (num, total) in made.items():
+            if self._resumed and total is not None and num >= total:
+                self._resumed = ""
+                self._report(
+                    f"the run in {self._require('resuming').folder.path} is finished: it has made {num} {unit} of "
+                    f"{total}. Pass a larger number of {unit} to train longer, or start over with `resume=False`."
+                )
 
     def report_nothing_left(self) -> None:
         """Report that a resumed stream ends at or before the position to resume from."""
@@ -191,10 +198,15 @@ class RunCheckpointer:
             self._saves_by = "user"
             warn_unsaved(self._group)
 
-    def end_epoch(self) -> None:
-        """Advance to the next epoch and save. Collective."""
+    def end_epoch(self, *, is_last: bool) -> None:
+        """Advance to the next epoch and save, if it is due. Collective."""
         self._position.end_epoch()
         if self._checkpoints is None:
+            return
+        every, epoch = self._interval, self._position.epoch
+        is_due = every is None or (not every.counts_updates and every.is_due(epoch - 1, epoch))
+        if not (is_due or is_last or self._is_requested):
+            self._is_skipped = True
             return
         if self._best is not None and self._best.name not in self._metrics:
             name = self._best.name
@@ -203,6 +215,11 @@ class RunCheckpointer:
                 f"it within the epoch: loop.save({{{name!r}: ...}})."
             )
         self._save(0)
+
+    def save_skipped(self) -> None:
+        """Save if the last epoch ended without a save. Collective then."""
+        if self._is_skipped:
+            self._save(0)
 
     def leave(self) -> None:
         """Wait for the last save when all ranks stop.
@@ -257,6 +274,8 @@ class RunCheckpointer:
         every, every_s = self._options.save_every_updates, self._options.save_every_s
         is_due = self._flags.take_save() or self._is_requested
         is_due |= every is not None and self._num_updates - self._num_updates_saved >= every
+        if self._interval is not None and self._interval.counts_updates:
+            is_due |= self._interval.is_due(max(self._step_saved, self.first_update), self._position.num_updates)
         if self._group.is_rank_zero:
             checkpoints.folder.poll()
             if not is_due and every_s is not None and time.monotonic() - self._saved_s >= every_s:
@@ -276,7 +295,8 @@ class RunCheckpointer:
             metrics=self._metrics,
         )
         self._is_requested, self._is_unreported, self._metrics = False, True, {}
-        self._num_updates_saved = self._num_updates
+        self._num_updates_saved, self._step_saved = self._num_updates, self._position.num_updates
+        self._is_skipped = False
         self._saved_s = time.monotonic()
         self.held_up_s += time.perf_counter() - began_s
 

@@ -313,6 +313,12 @@ class UpdateState:
         if self._flags.is_under_way:
             self._finish()
 
+    def exchange(self) -> None:
+        """Exchange the ranks' flags now, after the optimizers of this update have stepped. Collective."""
+        self.complete()
+        self._begin()
+        self._finish()
+
     def exchange_between_epochs(self) -> None:
         """Exchange the ranks' flags. Collective."""
         self.leave()
