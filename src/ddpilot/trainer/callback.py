@@ -40,6 +40,12 @@ class Callback:
     def on_update_end(self, run: Run) -> None:
         """Called after the weights changed. `run.loss` is this rank's loss; reading its value waits for the device."""
 
+    def on_interval_end(self, run: Run) -> None:
+        """Called after each interval if `validate_every` counts updates, and its validation; `run.metrics` is its row.
+
+        Within an epoch; `Run.stop` takes effect after this update.
+        """
+
     def on_evaluate_end(self, run: Run) -> None:
         """Called after the validation; `run.metrics` has its results."""
 
@@ -155,7 +161,7 @@ class CallbackRunner:
 
 _LOOP_COLLECTIVES = {
     *("prepare", "explain", "epochs", "batches", "save", "resume", "load", "backward", "step", "reduce", "gather"),
-    *("gather_batch", "evaluate", "predict", "rank_zero_first"),
+    *("gather_batch", "evaluate", "predict", "rank_zero_first", "exchange_stop"),
 }
 _GROUP_COLLECTIVES = {"barrier", "all_reduce", "broadcast", "all_gather_object", "broadcast_object", "leave"}
 

@@ -24,10 +24,11 @@ from ddpilot.trainer.checks import (
     is_count,
 )
 from ddpilot.trainer.history import History
-from ddpilot.trainer.losses import EpochLosses, Summands, check_attached, check_weighted, with_count
+from ddpilot.trainer.losses import EpochLosses, LossSums, Summands, check_attached, check_weighted, with_count
 from ddpilot.trainer.optimizers import make_ema, make_optimizers, make_schedulers
 from ddpilot.trainer.run import Forward, Run
 from ddpilot.training.evaluation.evaluate import forward_batch
+from ddpilot.training.interval import Interval
 from ddpilot.training.loop import Loop
 from ddpilot.training.models.ddp import run_in_forward
 from ddpilot.training.models.explain import Explanation
@@ -59,7 +60,7 @@ class TrainerCore:
         callbacks: Sequence[Callback] = (),
         forward: Forward | None = None,
         scheduler: Any = None,
-        scheduler_per: Literal["update", "epoch"] = "update",
+        scheduler_per: Literal["update", "epoch"] | int | str = "update",
         ema: float | AveragedModel | None = None,
         clip_norm: float | None = None,
         accumulate: int = 1,
@@ -80,6 +81,9 @@ class TrainerCore:
         check_callbacks(callbacks)
         self.forward: Forward = forward or forward_batch
         self.scheduler_per = scheduler_per
+        given = {"update": 1, "epoch": "1 epoch"}.get(str(scheduler_per), scheduler_per)
+        self.scheduler_every = Interval.parse(given, did=MAKING, name="scheduler_per")
+        """`scheduler_per` as an interval."""
         self.clip_norm = clip_norm
         self.accumulate = accumulate
         self.precision: Kind = precision
@@ -183,27 +187,53 @@ class FitState:
         self._history = history
         self._callbacks = callbacks
         self._losses: EpochLosses | None = None
+        self._loop: Loop | None = None
+        self.interval = LossSums()
+        """The losses since the last interval of `validate_every` updates ended, up to the last `take`."""
         self._resumed: dict[str, Any] | None = None
 
     def begin_epoch(self, loop: Loop) -> EpochLosses:
         """Return the losses of an epoch that starts now, or that resumes from a checkpoint in its middle."""
         before, self._resumed = self._resumed, None
         self._losses = EpochLosses(loop, before if loop.next_batch else None)
+        self._loop = loop
         return self._losses
 
-    def end_epoch(self) -> None:
-        """Drop the losses, which go into the history."""
-        self._losses = None
+    def take(self, *, ends_interval: bool = False) -> None:
+        """Add the losses since the last call to the sums of epoch and interval, and to the history. Collective."""
+        assert self._losses is not None  # set by begin_epoch()
+        assert self._loop is not None
+        part = self._losses.take(self._loop.num_updates, ends_interval=ends_interval)
+        self._history.updates.extend(part.rows)
+        self.interval.add(part)
+
+    def end_interval(self) -> LossSums:
+        """Return the losses of the interval, and begin the next one."""
+        sums, self.interval = self.interval, LossSums()
+        return sums
+
+    def end_epoch(self) -> LossSums:
+        """Return the losses of the epoch, which go into the history."""
+        assert self._losses is not None  # set by begin_epoch()
+        sums, self._losses = self._losses.sums, None
+        return sums
+
+    def restart_clock(self) -> None:
+        """Leave a validation within the epoch out of its duration."""
+        if self._losses is not None:
+            self._losses.restart_clock()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, with callbacks in order, by class name. Collective in the middle of an epoch."""
         states = [(type(callback).__qualname__, callback.state_dict()) for callback in self._callbacks]
         running = None if self._losses is None else self._losses.state_dict()
-        return {"history": self._history.state_dict(), "callbacks": states, "running": running}
+        interval = self.interval.state_dict()
+        return {"history": self._history.state_dict(), "callbacks": states, "running": running, "interval": interval}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state. A callback without a saved state keeps its own; one without a callback is ignored."""
         self._resumed = state["running"]
+        self.interval = LossSums(state.get("interval"))
         self._history.load_state_dict(state["history"])
         remaining = list(state["callbacks"])
         for callback in self._callbacks:
@@ -223,7 +253,6 @@ def check_trainer(trainer: TrainerCore) -> None:
         found = "a metric called 'loss', which is the name of `loss_fn` in the history and in evaluations"
         raise LoopError(MAKING, found=found, fix="Give the metric a different name.")
     check_choice(MAKING, "precision", trainer.precision, ("fp32", "bf16", "fp16"))
-    check_choice(MAKING, "scheduler_per", trainer.scheduler_per, ("update", "epoch"))
     if trainer.clip_norm is not None and not trainer.clip_norm > 0:
         found = f"`clip_norm` is {trainer.clip_norm}"
         raise LoopError(MAKING, found=found, fix="Give a limit above 0; None does not clip.")

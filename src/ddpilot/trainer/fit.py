@@ -1,60 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Trainer.fit`: its options, their checks, and the training loop that runs on each rank."""
+"""The training of `Trainer.fit` on each rank: what happens after each update, interval and epoch."""
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from ddpilot.data.options import WORKER_OPTIONS
 from ddpilot.errors import LoopError
 from ddpilot.trainer.callback import CallbackRunner
-from ddpilot.trainer.checks import check_forward, check_loader_options, check_names, check_whole, is_count, suggest
 from ddpilot.trainer.core import FitState, Position, TrainerCore
-from ddpilot.trainer.history import BOOKKEEPING, measured
+from ddpilot.trainer.fit_options import SIZES, FitOptions
+from ddpilot.trainer.history import measured
+from ddpilot.trainer.losses import LossSums
 from ddpilot.trainer.optimizers import relink
 from ddpilot.trainer.ranks import group_here
 from ddpilot.trainer.result import FitResult, collect_result
 from ddpilot.trainer.run import Run, find_inner, trained_parts
-from ddpilot.training.batches import Loader
+from ddpilot.training.batches import Loader, is_at_end
 from ddpilot.training.coordination.stop import StopSignals
+from ddpilot.training.interval import EACH_UPDATE
 from ddpilot.training.loop import Loop
 from ddpilot.training.models.ddp import unwrap
 from ddpilot.training.models.optimizers import ShardedState
-from ddpilot.training.options import CheckpointOptions
 from ddpilot.training.resume.position import describe_data
 
 _REASONS = {"SIGINT": "interrupted", "time": "`max_time_s` has elapsed", "asked": "a callback requested it"}
-_FITTING = "starting a fit"
-
-
-@dataclass(frozen=True, kw_only=True)
-class FitOptions:
-    """The arguments of one `fit`, sent to the ranks."""
-
-    train_set: Any
-    val_set: Any
-    epochs: int
-    until_epoch: int | None
-    max_time_s: float | None
-    validate_every: int
-    checkpoints: Mapping[str, Any]
-    """Arguments of `Loop`: `checkpoint_dir`, `resume`, `keep` and so on."""
-    other_data: bool
-    check_finite: bool
-    progress: bool | None
-    loader: Mapping[str, Any]
-    """Options of the training data's loader."""
-    ddp: Mapping[str, Any]
 
 
 def fit_on_rank(trainer: TrainerCore, fit: FitOptions) -> FitResult | None:
@@ -95,13 +71,13 @@ def _fit_by(loop: Loop, trainer: TrainerCore, fit: FitOptions) -> Exception | No
     trainer.batch_size = getattr(getattr(train_loader, "plan", None), "global_batch_size", None) or trainer.batch_size
     _start(loop, trainer.position, data)
     run, state = _prepare(trainer, loop, fit)
-    if fit.checkpoints["checkpoint_dir"] is not None and fit.checkpoints["resume"]:
-        _resume(loop, run, fit)
+    _resume(loop, run, fit)
     callbacks = CallbackRunner(trainer.callbacks, run)
+    here = _Fit(trainer, run, state, (train_loader, val_loader), callbacks, fit)
     try:
         callbacks.call("on_fit_start")
-        for _ in loop.epochs(run.num_epochs):
-            _train_epoch(trainer, run, train_loader, val_loader, callbacks, fit, state)
+        for _ in loop.epochs(run.num_epochs, max_updates=run.max_updates):
+            here.train_epoch()
         callbacks.is_over = True
         callbacks.call("on_fit_end")
     except BaseException as error:
@@ -134,11 +110,18 @@ def _report_skipped_rest(loop: Loop, position: Position, data: Mapping[str, Any]
 
 
 def _resume(loop: Loop, run: Run, fit: FitOptions) -> None:
-    if not loop.resume(other_data=fit.other_data) or fit.progress is False:
-        return
-    left = max(0, run.num_epochs - loop.epoch)
-    goal = f"until_epoch={fit.until_epoch}" if fit.until_epoch is not None else f"epochs={fit.epochs}"
-    loop.print(f"resuming at epoch {loop.epoch}; {goal}: {left} more, up to {run.num_epochs}", flush=True)
+    """Resume from the checkpoint, if there is one, and report how much is left."""
+    is_resumed = fit.checkpoint_dir is not None and fit.checkpoints["resume"] and loop.resume(other_data=fit.other_data)
+    unit, done, total = "updates", loop.num_updates, run.max_updates
+    if total is None:
+        unit, done, total = "epochs", loop.epoch, run.num_epochs or 0
+    if is_resumed and fit.progress is not False:
+        where = f"epoch {loop.epoch}" if unit == "epochs" else f"update {done}"
+        left = f"{max(0, total - done)} more, up to {total}"
+        loop.print(f"resuming at {where}; {fit.goal}: {left}", flush=True)
+    elif not is_resumed and fit.is_total and 0 < total <= done:
+        hint = f"; with a `checkpoint_dir`, `{fit.goal}` is a total" if fit.goal.startswith("epochs") else ""
+        loop.print(f"nothing to train: {done} of {total} {unit} are done already{hint}", flush=True)
 
 
 def _prepare(trainer: TrainerCore, loop: Loop, fit: FitOptions) -> tuple[Run, FitState]:
@@ -164,11 +147,17 @@ def _prepare(trainer: TrainerCore, loop: Loop, fit: FitOptions) -> tuple[Run, Fi
         model=unwrap(wrapped[0]) if "" in parts else model,
         wrapped=wrapped[0] if "" in parts else dict(zip(parts, wrapped, strict=True)),
         optimizers=trainer.optimizers,
-        schedulers={name: one for name, one in trainer.schedulers.items() if _is_per_update(trainer, one)},
+        schedulers={
+            name: one
+            for name, one in trainer.schedulers.items()
+            if trainer.scheduler_every == EACH_UPDATE and not isinstance(one, ReduceLROnPlateau)
+        },
         ema=trainer.ema,
         history=trainer.history,
-        num_epochs=loop.epoch + fit.epochs if fit.until_epoch is None else fit.until_epoch,
-        until_epoch=fit.until_epoch,
+        num_epochs=fit.num_epochs(loop.epoch),
+        until_epoch=fit.num_epochs(0) if fit.is_total else None,
+        max_updates=fit.max_updates,
+        validate_every=fit.validate_every,
     )
     return run, state
 
@@ -180,8 +169,7 @@ def move_optimizer_state(optimizer: Optimizer) -> None:
         optimizer.load_state_dict(optimizer.state_dict())
 
 
-_SIZES = ("global_batch_size", "batch_size_per_rank")
-_OF_VALIDATION = (*_SIZES, "collate_fn", *WORKER_OPTIONS)
+_OF_VALIDATION = (*SIZES, "collate_fn", *WORKER_OPTIONS)
 """Options that the loader of a validation set has from that of the training data."""
 
 
@@ -197,46 +185,193 @@ def _make_loaders(fit: FitOptions, loop: Loop) -> tuple[Loader, Loader | None]:
     return train, make_loader_of(fit.val_set, loop, options)
 
 
-def _train_epoch(
-    trainer: TrainerCore,
-    run: Run,
-    train: Loader,
-    val: Loader | None,
-    callbacks: CallbackRunner,
-    fit: FitOptions,
-    state: FitState,
-) -> None:
-    loop = run.loop
-    run.metrics = {}
-    callbacks.call("on_epoch_start")
-    _report_untrained(run)
-    rows = _train_batches(trainer, run, train, callbacks, state)
-    callbacks.is_over = loop.should_stop or (not loop.next_batch and loop.epoch + 1 >= run.num_epochs)
-    is_due = callbacks.is_over or (loop.epoch + 1) % fit.validate_every == 0
-    run.skips_validation = val is not None and not is_due
-    if val is not None and is_due and not loop.next_batch:  # not after a stop in the middle of the epoch
+class _Fit:
+    """Trains the epochs of one fit on this rank, and records what they measure. All methods are collective."""
+
+    def __init__(
+        self,
+        trainer: TrainerCore,
+        run: Run,
+        state: FitState,
+        loaders: tuple[Loader, Loader | None],
+        callbacks: CallbackRunner,
+        fit: FitOptions,
+    ) -> None:
+        self._trainer = trainer
+        self._run = run
+        self._loop = run.loop
+        self._state = state
+        self._train, self._val = loaders
+        self._callbacks = callbacks
+        self._fit = fit
+        self._is_recorded = False
+        """True if the epoch, or the part of it in which the fit ends, is in the history."""
+        self._interval_numbers: tuple[int, dict[str, float]] = (-1, {})
+        """The number of updates at the end of the last interval, and its losses and metrics."""
+
+    def train_epoch(self) -> None:
+        """Train and validate one epoch, up to the end of the fit or a stop."""
+        run = self._run
+        run.metrics = {}
+        self._is_recorded = False
+        self._callbacks.call("on_epoch_start")
+        _report_untrained(run)
+        losses = self._state.begin_epoch(self._loop)
+        for batch in self._loop.batches(self._train):
+            before = self._loop.num_updates
+            run.loss = losses.add(self._trainer.train_batch(run, batch))
+            if self._loop.num_updates > before:
+                self._after_update(before)
+        if not self._is_recorded:
+            self._callbacks.raise_failure()
+            self._end_epoch(is_part=bool(self._loop.next_batch))
+
+    def _after_update(self, before: int) -> None:
+        """Do what is due after an update, of which there were `before` before it."""
+        run, loop, now = self._run, self._loop, self._loop.num_updates
+        if run.ema is not None:
+            run.ema.update_parameters(run.model)
+        self._step_schedulers("updates", before, now)
+        self._callbacks.call_update_end()
+        is_due = run.validate_every.counts_updates and run.validate_every.is_due(before, now)
+        if not is_due and not self._has_all_updates:
+            return
+        assert loop.batch is not None  # inside `batches`
+        is_at_end_of_epoch = is_at_end(self._train, loop.batch)
+        if is_at_end_of_epoch and not is_due:
+            return  # the end of the epoch does the same
+        self._callbacks.raise_failure()
+        self._callbacks.is_over = self._is_last(is_part=not is_at_end_of_epoch)
+        if run.validate_every.counts_updates:
+            self._end_interval()
+        if (loop.exchange_stop() or self._has_all_updates) and not is_at_end_of_epoch:
+            self._end_epoch(is_part=True)
+            return
+        if not is_at_end_of_epoch:
+            self._save(self._interval_numbers[1])
+        self._state.restart_clock()
+        run.metrics = {}
+
+    @property
+    def _has_all_updates(self) -> bool:
+        return self._run.max_updates is not None and self._loop.num_updates >= self._run.max_updates
+
+    def _is_last(self, *, is_part: bool) -> bool:
+        """True if the fit ends here: after the last update or epoch, or by a stop."""
+        num_epochs = self._run.num_epochs
+        is_last_epoch = num_epochs is not None and not is_part and self._loop.epoch + 1 >= num_epochs
+        return self._loop.should_stop or self._has_all_updates or is_last_epoch
+
+    def _end_interval(self) -> None:
+        """Record the interval of `validate_every` updates that ends here, and validate."""
+        run = self._run
+        self._state.take(ends_interval=True)
+        run.metrics = self._row(self._state.end_interval())
+        run.skips_validation = False
+        self._evaluate()
+        self._step_plateau()
+        run.history.intervals.append(run.metrics)
+        self._callbacks.call("on_interval_end")
+        self._interval_numbers = self._loop.num_updates, _numbers(run)
+        self._print(render_interval(run.metrics, run.max_updates))
+
+    def _end_epoch(self, *, is_part: bool) -> None:
+        """Record the epoch, or the part of it in which the fit ends, and validate if epochs are validated."""
+        run, loop = self._run, self._loop
+        by_updates = run.validate_every.counts_updates
+        self._callbacks.is_over = self._is_last(is_part=is_part)
+        self._state.take()
+        if by_updates and self._state.interval.num_samples and self._callbacks.is_over:
+            self._end_last_interval(is_part)
+        elif not by_updates:
+            self._state.end_interval()
+        run.metrics = self._row(self._state.end_epoch())
+        written = run.history.epochs
+        if not run.metrics["samples"] and written and written[-1]["epoch"] == loop.epoch:
+            run.metrics |= (
+                written.pop()
+            )  # resumed after the epoch's last batch: complete the row written before the stop
+        is_due = not by_updates and (self._callbacks.is_over or run.validate_every.is_due(loop.epoch, loop.epoch + 1))
+        run.skips_validation = self._val is not None and not is_due
+        if is_due and (not is_part or self._has_all_updates):  # not after a stop in the middle of the epoch
+            self._evaluate()
+        if not is_part:
+            self._step_plateau(by_updates=False)
+            self._step_schedulers("epochs", loop.epoch, loop.epoch + 1)
+        run.history.epochs.append(run.metrics)
+        self._callbacks.call("on_epoch_end")
+        if not is_part or loop.batch is not None:
+            self._save(self._numbers_of_epoch())
+        self._is_recorded = True
+        self._print(render_row(run.metrics, run.num_epochs))
+
+    def _end_last_interval(self, is_part: bool) -> None:
+        """End the interval with the fit: with a validation, but for a stop in the middle of an epoch."""
+        if not is_part or self._has_all_updates:
+            self._end_interval()
+        else:
+            self._run.history.intervals.append(self._row(self._state.end_interval()))
+
+    def _row(self, sums: LossSums) -> dict[str, Any]:
+        run = self._run
+        row = {"epoch": run.epoch, "update": run.update, **sums.means()}
+        row |= {"lr": float(run.optimizer.param_groups[0]["lr"]), "samples": sums.num_samples}
+        return {**row, "seconds": sums.seconds, "samples_per_s": sums.num_samples / sums.seconds}
+
+    def _evaluate(self) -> None:
+        """Add the validation's results to the row, if there is a validation set."""
+        run, trainer, loop = self._run, self._trainer, self._loop
+        if self._val is None:
+            return
         model = find_inner(run.ema or run.model)
-        results = loop.evaluate(model, val, trainer.all_metrics, forward=trainer.forward)
+        results = loop.evaluate(model, self._val, trainer.all_metrics, forward=trainer.forward)
         values = {f"val_{name}": value for name, value in results.items()}
         run.metrics |= values
         loop.progress.show(**measured(values))
-        callbacks.call("on_evaluate_end")
-    if not loop.next_batch:
-        _step_per_epoch(trainer, run)
-    run.history.epochs.append(run.metrics)
-    run.history.updates.extend(rows)
-    callbacks.call("on_epoch_end")
-    if fit.checkpoints["checkpoint_dir"] is not None and not loop.next_batch:
-        loop.save(_numbers_to_save(run, fit))
-    if fit.progress is not False:
-        loop.print(render_row(run.metrics, run.num_epochs), flush=True)
+        self._callbacks.call("on_evaluate_end")
+
+    def _numbers_of_epoch(self) -> dict[str, float]:
+        """Return the losses and metrics for the checkpoint at the end of an epoch."""
+        run, name = self._run, str(self._fit.checkpoints.get("best") or "").partition(" ")[2].strip()
+        if run.validate_every.counts_updates:
+            update, numbers = self._interval_numbers
+            return numbers if update == run.update else {**_numbers(run), name: math.nan}
+        # An epoch without validation cannot be the best one, and its missing metric is not an error.
+        return {name: math.nan, **_numbers(run)} if run.skips_validation and name.startswith("val_") else _numbers(run)
+
+    def _save(self, numbers: Mapping[str, float]) -> None:
+        """Save a checkpoint here; with `save_every` only if it may be the best one, as the loop saves the others."""
+        options = self._fit.checkpoints
+        is_best_possible = options.get("best") is not None and not self._run.skips_validation
+        if self._fit.checkpoint_dir is not None and (options.get("save_every") is None or is_best_possible):
+            self._loop.save({name: value for name, value in numbers.items() if name})
+
+    def _step_plateau(self, *, by_updates: bool = True) -> None:
+        """Step each ReduceLROnPlateau after a validation; `by_updates`: by the interval that ended, else the epoch."""
+        run = self._run
+        if run.skips_validation or run.validate_every.counts_updates != by_updates:
+            return
+        for scheduler in self._trainer.schedulers.values():
+            monitored = run.metrics.get("val_loss", run.metrics.get("loss"))
+            if isinstance(scheduler, ReduceLROnPlateau) and monitored is not None and not math.isnan(monitored):
+                scheduler.step(monitored)
+
+    def _step_schedulers(self, unit: str, before: int, now: int) -> None:
+        """Step the schedulers with an interval of `unit` that is due; those of each update step with the optimizer."""
+        every = self._trainer.scheduler_every
+        if every.unit != unit or every == EACH_UPDATE or not every.is_due(before, now):
+            return
+        for scheduler in self._trainer.schedulers.values():
+            if not isinstance(scheduler, ReduceLROnPlateau):
+                scheduler.step()
+
+    def _print(self, text: str) -> None:
+        if self._fit.progress is not False:
+            self._loop.print(text, flush=True)
 
 
-def _numbers_to_save(run: Run, fit: FitOptions) -> dict[str, float]:
-    numbers = {name: value for name, value in run.metrics.items() if isinstance(value, int | float)}
-    name = str(fit.checkpoints.get("best") or "").partition(" ")[2].strip()
-    # An epoch without validation cannot be the best one, and its missing metric is not an error.
-    return {name: math.nan, **numbers} if run.skips_validation and name.startswith("val_") else numbers
+def _numbers(run: Run) -> dict[str, float]:
+    return {name: value for name, value in run.metrics.items() if isinstance(value, int | float)}
 
 
 def _report_untrained(run: Run) -> None:
@@ -255,50 +390,21 @@ def _report_untrained(run: Run) -> None:
     run.left_out = left
 
 
-def _train_batches(
-    trainer: TrainerCore, run: Run, loader: Loader, callbacks: CallbackRunner, state: FitState
-) -> list[dict[str, Any]]:
-    loop, losses = run.loop, state.begin_epoch(run.loop)
-    for batch in loop.batches(loader):
-        before = loop.num_updates
-        run.loss = losses.add(trainer.train_batch(run, batch))
-        if loop.num_updates > before:
-            if run.ema is not None:
-                run.ema.update_parameters(run.model)
-            callbacks.call_update_end()
-    callbacks.raise_failure()
-    state.end_epoch()
-    means, rows = losses.close(loop.num_updates)
-    seconds, num_samples = losses.seconds, losses.num_samples
-    run.metrics |= {"epoch": loop.epoch, "update": loop.num_updates, **means}
-    run.metrics |= {"lr": float(run.optimizer.param_groups[0]["lr"]), "samples": num_samples}
-    run.metrics |= {"seconds": seconds, "samples_per_s": num_samples / seconds}
-    written = run.history.epochs
-    if not num_samples and written and written[-1]["epoch"] == loop.epoch:
-        run.metrics |= written.pop()  # resumed after the epoch's last batch: complete the row written before the stop
-    return rows
+def render_row(row: dict[str, Any], num_epochs: int | None) -> str:
+    """Format a row of an epoch: "epoch 0 (1 of 3): loss 0.4321, val_accuracy 0.9 (1.2 s)"."""
+    total = "" if num_epochs is None else f" ({row['epoch'] + 1} of {num_epochs})"
+    return f"epoch {row['epoch']}{total}: {_render_numbers(row)}"
 
 
-def _step_per_epoch(trainer: TrainerCore, run: Run) -> None:
-    for scheduler in trainer.schedulers.values():
-        if isinstance(scheduler, ReduceLROnPlateau):
-            if run.skips_validation:
-                continue
-            monitored = run.metrics.get("val_loss", run.metrics.get("loss"))
-            if monitored is not None and not math.isnan(monitored):
-                scheduler.step(monitored)
-        elif not _is_per_update(trainer, scheduler):
-            scheduler.step()
+def render_interval(row: dict[str, Any], max_updates: int | None) -> str:
+    """Format a row of an interval: "update 500 of 50000 (epoch 0): loss 0.4321, val_accuracy 0.9 (1.2 s)"."""
+    total = "" if max_updates is None else f" of {max_updates}"
+    return f"update {row['update']}{total} (epoch {row['epoch']}): {_render_numbers(row)}"
 
 
-def _is_per_update(trainer: TrainerCore, scheduler: Any) -> bool:
-    return trainer.scheduler_per == "update" and not isinstance(scheduler, ReduceLROnPlateau)
-
-
-def render_row(row: dict[str, Any], num_epochs: int) -> str:
-    """Format a row of the history: "epoch 0 (1 of 3): loss 0.4321, val_accuracy 0.9 (1.2 s)"."""
+def _render_numbers(row: dict[str, Any]) -> str:
     numbers = [f"{name} {value:.4g}" for name, value in measured(row).items()]
-    return f"epoch {row['epoch']} ({row['epoch'] + 1} of {num_epochs}): {', '.join(numbers)} ({row['seconds']:.1f} s)"
+    return f"{', '.join(numbers)} ({row['seconds']:.1f} s)"
 
 
 def _report_stop(loop: Loop) -> None:
@@ -324,7 +430,7 @@ def make_loader_of(data: Any, loop: Loop, options: Mapping[str, Any]) -> Loader:
 
 
 def _options_of_loader(data: DataLoader[Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    given = {name: size for name in _SIZES if (size := options.get(name)) is not None}
+    given = {name: size for name in SIZES if (size := options.get(name)) is not None}
     for name, size in given.items():
         if size != data.batch_size:
             raise LoopError(
@@ -332,121 +438,5 @@ def _options_of_loader(data: DataLoader[Any], options: Mapping[str, Any]) -> dic
                 found=f"`{name}={size}`, and the loader has `batch_size={data.batch_size}`",
                 fix=f"Leave `{name}` out, or give the dataset instead of the loader.",
             )
-    kept = {name: value for name, value in options.items() if name not in ("shuffle", "num_workers", *_SIZES)}
+    kept = {name: value for name, value in options.items() if name not in ("shuffle", "num_workers", *SIZES)}
     return {**kept, "batch_size_per_rank": "batch_size_per_rank" in given}
-
-
-def has_size(options: Mapping[str, Any]) -> bool:
-    """True if a batch size is among the `options` of a loader."""
-    return any(options.get(name) is not None for name in _SIZES)
-
-
-def check_fit(trainer: TrainerCore, fit: FitOptions) -> None:
-    """Raise LoopError for arguments that would fail on every rank, before a rank starts."""
-    for name in ("epochs", "until_epoch"):
-        number = getattr(fit, name)
-        if not (number is None and name == "until_epoch") and (not is_count(number) or number < 0):
-            found = f"`{name}` is {number!r}"
-            raise LoopError(_FITTING, found=found, fix="Give a whole number of epochs, 0 or more.")
-    if fit.train_set is None:
-        raise LoopError(_FITTING, found="`train_set` is None", fix="Give a dataset or a DataLoader.")
-    for name, data in (("train_set", fit.train_set), ("val_set", fit.val_set)):
-        _check_single(name, data)
-        _check_samples(name, data)
-    check_whole(_FITTING, "`val_set`", fit.val_set)
-    if not is_count(fit.validate_every) or fit.validate_every < 1:
-        found = f"`validate_every` is {fit.validate_every!r}"
-        raise LoopError(_FITTING, found=found, fix="Give a number of epochs, 1 or more.")
-    _check_sizes(fit)
-    check_loader_options(_FITTING, "`loader`", fit.loader)
-    options = [*inspect.signature(Loop.prepare).parameters, *inspect.signature(DistributedDataParallel).parameters]
-    check_names(
-        _FITTING, "`ddp`", fit.ddp, [name for name in options if name not in ("self", "things", "more", "module")]
-    )
-    _check_checkpoints(fit)
-    _check_step(trainer)
-    if not trainer.has_own_step or fit.val_set is not None:
-        check_forward(_FITTING, trainer.model, trainer.has_own_forward)
-    _check_monitors(trainer, fit)
-
-
-def _check_single(name: str, data: object) -> None:
-    """Raise LoopError for several datasets in a mapping or a sequence."""
-    if isinstance(data, Mapping) and data and 0 not in data:
-        several = f"a {type(data).__name__} of {', '.join(map(repr, data))}"
-    elif isinstance(data, list | tuple) and any(isinstance(one, Dataset | DataLoader) for one in data):
-        several = f"a {type(data).__name__} of {len(data)}: {', '.join(type(one).__name__ for one in data[:4])}"
-    else:
-        return
-    fix = "Give one dataset; torch.utils.data.ConcatDataset joins several."
-    if name == "val_set":
-        fix += " After the fit, trainer.evaluate(data) evaluates a different one."
-    raise LoopError(_FITTING, found=f"`{name}` is {several}, and a fit takes one dataset", fix=fix)
-
-
-def _check_samples(name: str, data: object) -> None:
-    """Raise LoopError for an empty dataset, as its mean loss would be NaN."""
-    dataset = data.dataset if isinstance(data, DataLoader) else data
-    if not isinstance(dataset, IterableDataset) and hasattr(dataset, "__len__") and not len(dataset):
-        found = f"`{name}` is empty: a {type(dataset).__name__} of 0 samples"
-        fix = "Check where its samples come from." + " `val_set` is optional." * (name == "val_set")
-        raise LoopError(_FITTING, found=found, fix=fix)
-
-
-def check_goal(epochs: int | None, until_epoch: int | None) -> None:
-    """Raise LoopError if both are given: the number of further epochs and the total."""
-    if epochs is not None and until_epoch is not None:
-        found = f"`epochs={epochs!r}`, a number of further epochs, and `until_epoch={until_epoch!r}`, a total"
-        raise LoopError(_FITTING, found=found, fix="Give one of the two.")
-
-
-def _check_sizes(fit: FitOptions) -> None:
-    if isinstance(fit.train_set, DataLoader) or hasattr(fit.train_set, "iterate"):
-        return
-    given = [name for name in _SIZES if fit.loader.get(name) is not None]
-    if len(given) != 1:
-        found = f"{' and '.join(map(repr, given)) or 'no batch size'}, and a {type(fit.train_set).__name__}"
-        fix = "Give `global_batch_size`, the samples of all ranks together, or `batch_size_per_rank`."
-        raise LoopError(_FITTING, found=found, fix=fix)
-
-
-def _check_checkpoints(fit: FitOptions) -> None:
-    options = fit.checkpoints
-    known = [field.name for field in dataclasses.fields(CheckpointOptions)]
-    check_names(_FITTING, "`checkpoints`", options, known)
-    more = [name for name in options if name not in ("checkpoint_dir", "resume")]
-    if more and options["checkpoint_dir"] is None:
-        found = f"`checkpoints` with {', '.join(map(repr, more))}, and no `checkpoint_dir`: nothing would be saved"
-        raise LoopError(_FITTING, found=found, fix="Give a `checkpoint_dir`.")
-
-
-def _check_step(trainer: TrainerCore) -> None:
-    if not any(parameter.requires_grad for parameter in trainer.model.parameters()):
-        found = "all parameters of the model are frozen, so there is nothing to train"
-        raise LoopError(_FITTING, found=found, fix='Unfreeze some: `ddpilot.unfreeze(model, "head")`.')
-    if trainer.has_own_step:
-        return
-    if trainer.loss_fn is None:
-        raise LoopError(_FITTING, found="no `loss_fn`", fix="Give one, or override `train_batch`.")
-    for optimizer in trainer.optimizers.values():
-        if isinstance(optimizer, LBFGS):
-            found = "LBFGS, whose step calls the model several times"
-            raise LoopError(_FITTING, found=found, fix="Use a different optimizer, or override `train_batch`.")
-
-
-def _check_monitors(trainer: TrainerCore, fit: FitOptions) -> None:
-    """Check monitored names against the columns of the history, unless user code may add columns."""
-    if trainer.has_own_step or any(not type(one).__module__.startswith("ddpilot.") for one in trainer.callbacks):
-        return
-    validation = [] if fit.val_set is None else [f"val_{name}" for name in trainer.all_metrics]
-    known = ["loss", *validation, *BOOKKEEPING]
-    best = str(fit.checkpoints.get("best") or "").split()
-    monitored = [("`checkpoints` with best", best[1])] if len(best) == 2 else []
-    for callback in trainer.callbacks:
-        if isinstance(name := getattr(callback, "monitor", None), str):
-            monitored.append((type(callback).__name__, name))
-    for source, name in monitored:
-        if name not in known and name.split(".")[0] not in known:
-            needs = " There is no `val_set`." if name.startswith("val_") and fit.val_set is None else ""
-            found = f"{source} monitors {name!r}, which no epoch will have"
-            raise LoopError(_FITTING, found=found, fix=suggest(name, known) + needs)

@@ -32,11 +32,21 @@ class History:
 
     updates: list[dict[str, Any]] = field(default_factory=list)
     """{"update", "loss"}: the mean loss over all ranks' samples, at most 1000 rows per epoch. In longer epochs a row is
-    the mean of several consecutive updates, with the number of the last one."""
+    the mean of several consecutive updates, with the number of the last one. With `validate_every` in updates, at most
+    100 rows per interval."""
+
+    intervals: list[dict[str, Any]] = field(default_factory=list)
+    """One dict per interval of `validate_every` updates, with the names of `epochs`, over the samples of the interval,
+    which may begin in one epoch and end in the next; [] if epochs are validated. `epochs` then has no "val_..."."""
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows with validations: `intervals` if there are any, else `epochs`."""
+        return self.intervals or self.epochs
 
     def to_csv(self, path: str | os.PathLike[str]) -> Path:
-        """Write `epochs` as a table and return its path. Cells that a row lacks are empty. Raises OSError."""
-        rows = [flatten(row) for row in self.epochs]
+        """Write `rows` as a table and return its path. Cells that a row lacks are empty. Raises OSError."""
+        rows = [flatten(row) for row in self.rows]
         names = list(dict.fromkeys(name for row in rows for name in row))
         with Path(path).open("w", newline="") as file:
             writer = csv.DictWriter(file, names)
@@ -45,7 +55,7 @@ class History:
         return Path(path)
 
     def __repr__(self) -> str:
-        last = measured(self.epochs[-1]) if self.epochs else {}
+        last = measured(self.rows[-1]) if self.rows else {}
         values = ", ".join(f"{name}={value:.4g}" for name, value in last.items())
         num_updates = self.updates[-1]["update"] if self.updates else 0
         num_epochs = len({row["epoch"] for row in self.epochs})  # an epoch has several rows if it resumed after a stop
@@ -53,15 +63,20 @@ class History:
         return f"History({counts}{'; last: ' * bool(values)}{values})"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return both lists without values that a checkpoint cannot hold; `updates`, which is long, as a tensor."""
-        rows = [{name: value for name, value in row.items() if can_hold(value)} for row in self.epochs]
+        """Return the lists without values that a checkpoint cannot hold; `updates`, which is long, as a tensor."""
+        rows, intervals = (
+            [{name: value for name, value in row.items() if can_hold(value)} for row in some]
+            for some in (self.epochs, self.intervals)
+        )
         names = list(dict.fromkeys(name for row in self.updates for name in row))
         table = [[row.get(name, math.nan) for name in names] for row in self.updates]
-        return {"epochs": rows, "names": names, "updates": torch.tensor(table, dtype=torch.float64)}
+        updates = torch.tensor(table, dtype=torch.float64)
+        return {"epochs": rows, "intervals": intervals, "names": names, "updates": updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned, in place."""
         self.epochs[:] = state["epochs"]
+        self.intervals[:] = state.get("intervals", ())
         named = (dict(zip(state["names"], row, strict=True)) for row in state["updates"].tolist())
         self.updates[:] = ({**row, "update": int(row["update"])} for row in named)
 
@@ -91,11 +106,13 @@ def thin(rows: list[list[float]], limit: int) -> list[tuple[int, list[float]]]:
 
 
 def plot_history(history: History) -> Figure:
-    """Return a figure of the losses, and of the metrics next to them if there are any, over the epochs (from 1).
+    """Return a figure of the losses, and of the metrics next to them if there are any.
 
-    Raises LoopError if there are no epochs, or if matplotlib is not installed.
+    The x axis is the epochs (from 1), or the updates if they were validated. Raises LoopError if there are no rows, or
+    if matplotlib is not installed.
     """
-    rows = [(row["epoch"] + 1, measured(row)) for row in history.epochs]
+    unit = "update" if history.intervals else "epoch"
+    rows = [(row["update"] if history.intervals else row["epoch"] + 1, measured(row)) for row in history.rows]
     if not rows:
         raise LoopError("plotting", found="no epoch was recorded yet", fix="Call fit() first.")
     try:
@@ -109,9 +126,9 @@ def plot_history(history: History) -> Figure:
     figure, axes = pyplot.subplots(1, len(panels), figsize=(5.5 * len(panels), 3.5), squeeze=False, layout="tight")
     for axis, (title, drawn) in zip(axes[0], panels, strict=True):
         for name in drawn:
-            points = [(epoch, row[name]) for epoch, row in rows if name in row]
+            points = [(number, row[name]) for number, row in rows if name in row]
             axis.plot(*zip(*points, strict=True), marker=".", label=name)
-        axis.set(xlabel="epoch", ylabel=title)
+        axis.set(xlabel=unit, ylabel=title)
         axis.grid(alpha=0.3)
         axis.legend()
     pyplot.close(figure)  # otherwise a notebook shows it twice, as it is also the value of the cell

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -72,6 +73,60 @@ def _is_own_loss(loss: Any, output: Any) -> bool:
 
 _FLUSH = 256
 _MAX_ROWS = 1000
+_MAX_ROWS_OF_INTERVAL = 100
+
+
+class LossSums:
+    """Sums over all ranks of the losses of an epoch or an interval, with the weight of each sum.
+
+    `state`: a `state_dict`, to continue from.
+    """
+
+    def __init__(self, state: Mapping[str, Any] | None = None) -> None:
+        state = state or {}
+        self.num_samples = int(state.get("samples", 0))
+        """Number of samples on all ranks."""
+        self.seconds = float(state.get("seconds", 0.0))
+        """Duration of the training."""
+        self._adds_up = bool(state.get("adds_up", False))
+        self._sums: dict[str, tuple[float, float]] = {
+            name: (total, weight) for name, total, weight in state.get("sums", ())
+        }
+
+    def add(self, part: LossPart) -> None:
+        """Add the sums of a part of the training."""
+        self.num_samples += part.num_samples
+        self.seconds += part.seconds
+        self._adds_up |= part.adds_up
+        for name, total, weight in zip(part.names, part.sums[::2], part.sums[1::2], strict=True):
+            before = self._sums.get(name, (0.0, 0.0))
+            self._sums[name] = before[0] + total, before[1] + weight
+
+    def means(self) -> dict[str, float]:
+        """Return the means, NaN without samples."""
+        # There are no samples if a fit resumes after the last batch of an epoch.
+        sums = self._sums or {"loss": (0.0, 0.0)}
+        return with_sum(_means(list(sums), [number for pair in sums.values() for number in pair]), self._adds_up)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums, equal on all ranks."""
+        sums = [(name, *pair) for name, pair in self._sums.items()]
+        return {"samples": self.num_samples, "seconds": self.seconds, "adds_up": self._adds_up, "sums": sums}
+
+
+@dataclass(frozen=True)
+class LossPart:
+    """The losses of consecutive updates, of all ranks."""
+
+    names: list[str]
+    sums: list[float]
+    """For each name, the sum of the losses and its weight."""
+    rows: list[dict[str, Any]]
+    """The mean losses of each update, or of several consecutive ones."""
+    num_samples: int
+    seconds: float
+    adds_up: bool
+    """True if the sum of the means is also recorded, as "loss"."""
 
 
 class EpochLosses:
@@ -82,7 +137,11 @@ class EpochLosses:
 
     def __init__(self, loop: Loop, before: Mapping[str, Any] | None = None) -> None:
         self._loop = loop
+        self.sums = LossSums(None if before is None else before.get("taken"))
+        """The parts of the epoch that `take` has returned."""
         self._before = before
+        self._num_samples = 0 if before is None else int(before["samples"]) - self.sums.num_samples
+        self._seconds = 0.0 if before is None else before["seconds"] - self.sums.seconds
         self._began_s = time.perf_counter()
         self._names: list[str] = []
         self._waiting: list[tuple[dict[str, torch.Tensor | float], dict[str, float], bool]] = []
@@ -91,13 +150,6 @@ class EpochLosses:
         self._updates: list[dict[str, tuple[float, float]]] = []
         """For each update and name, the sum of this rank's losses and the weight of that sum."""
         self._is_open = False
-        self.num_samples = 0 if before is None else int(before["samples"])
-        """Number of samples on all ranks."""
-
-    @property
-    def seconds(self) -> float:
-        """Duration of the epoch so far."""
-        return time.perf_counter() - self._began_s + (0.0 if self._before is None else self._before["seconds"])
 
     def add(self, returned: Any) -> torch.Tensor:
         """Add what a training step returned for the current batch. Returns its first loss, detached.
@@ -118,7 +170,7 @@ class EpochLosses:
         usual = (batch.count if count is None else count) if batch.count else 0.0
         own = {name: part for name, (_, part) in parts.items() if part is not None and batch.count}
         self._waiting.append((values, {name: own.get(name, usual) for name in values}, batch.is_last))
-        self.num_samples += batch.global_count
+        self._num_samples += batch.global_count
         if len(self._waiting) >= _FLUSH:
             self._flush()
         return torch.as_tensor(next(iter(values.values()), math.nan))
@@ -135,32 +187,47 @@ class EpochLosses:
             self._is_open = not is_end
         self._waiting = []
 
-    def close(self, num_updates: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Return the epoch's means, NaN without samples, and the rows of its updates. Collective.
+    def take(self, num_updates: int, *, ends_interval: bool = False) -> LossPart:
+        """Return the losses since the last call, add them to `sums`, and start again without any. Collective.
 
         The last update has number `num_updates`. Names that are missing in all batches of a row are NaN there.
+        `ends_interval`: there are many more parts like this one, which then has fewer rows.
         """
         names, table = self._table()
-        # There are no samples if a fit resumes after the last batch of an epoch.
-        means = self._with_sum(_means(names or ["loss"], table.sum(0).tolist()))
         first = num_updates - len(table)
         rows: list[dict[str, Any]] = [
-            {"update": first + last} | self._with_sum(_means(names, sums))
-            for last, sums in thin(table.tolist(), _MAX_ROWS)
+            {"update": first + last} | with_sum(_means(names, sums), self._adds_up)
+            for last, sums in thin(table.tolist(), _MAX_ROWS_OF_INTERVAL if ends_interval else _MAX_ROWS)
             if any(sums[1::2])
         ]
-        return means, rows
+        sums = table.sum(0).tolist()
+        part = LossPart(names, sums, rows, self._num_samples, self._elapsed_s(), self._adds_up)
+        self.sums.add(part)
+        self._before, self._num_samples, self._updates = None, 0, []
+        self.restart_clock()
+        return part
 
-    def _with_sum(self, means: dict[str, float]) -> dict[str, float]:
-        if not self._adds_up or "loss" in means:
-            return means
-        known = [value for value in means.values() if not math.isnan(value)]  # a mean over nothing adds nothing
-        return {"loss": sum(known) if known else math.nan, **means}
+    def restart_clock(self) -> None:
+        """Measure the next part's duration from now on."""
+        self._seconds, self._began_s = 0.0, time.perf_counter()
+
+    def _elapsed_s(self) -> float:
+        return self._seconds + time.perf_counter() - self._began_s
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch so far: a table of all ranks' sums and weights, one row per update. Collective."""
+        """Return the epoch so far: a table of all ranks' sums and weights, one row per update. Collective.
+
+        The table is of the updates since `take` was called; "taken" has the sums of those before.
+        """
         names, table = self._table()
-        return {"names": names, "table": table, "samples": self.num_samples, "seconds": self.seconds}
+        samples, seconds = self.sums.num_samples + self._num_samples, self.sums.seconds + self._elapsed_s()
+        return {
+            "names": names,
+            "table": table,
+            "samples": samples,
+            "seconds": seconds,
+            "taken": self.sums.state_dict(),
+        }
 
     def _table(self) -> tuple[list[str], torch.Tensor]:
         """Return the names of all ranks and earlier parts of the epoch; a sum and a weight column each. Collective."""
@@ -176,6 +243,14 @@ class EpochLosses:
         earlier = torch.zeros(len(before["table"]), 2 * len(names), dtype=torch.float64)
         earlier[:, : before["table"].shape[1]] = before["table"]  # its names come first
         return names, torch.cat([earlier, reduced])
+
+
+def with_sum(means: dict[str, float], adds_up: bool) -> dict[str, float]:
+    """Return `means`, with their sum as "loss" if `adds_up` and there is none."""
+    if not adds_up or "loss" in means:
+        return means
+    known = [value for value in means.values() if not math.isnan(value)]  # a mean over nothing adds nothing
+    return {"loss": sum(known) if known else math.nan, **means}
 
 
 def _as_number(name: str, value: Any, rank: int) -> torch.Tensor | float:

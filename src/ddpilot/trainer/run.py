@@ -17,6 +17,7 @@ from ddpilot.errors import LoopError
 from ddpilot.group.device import fork_rng
 from ddpilot.trainer.history import History
 from ddpilot.training.evaluation.evaluate import eval_mode
+from ddpilot.training.interval import EACH_EPOCH, Interval
 from ddpilot.training.loop import Loop
 from ddpilot.training.models.ddp import unwrap
 
@@ -43,17 +44,21 @@ class Run:
     """The moving average of the weights, which evaluations use; None without `ema=`."""
     history: History = field(default_factory=History)
     """Rows of the epochs so far, including those of earlier fits. Identical on all ranks."""
-    num_epochs: int = 0
-    """Total number of epochs at which this fit ends."""
+    num_epochs: int | None = 0
+    """Total number of epochs at which this fit ends; None if it has `max_updates`."""
     until_epoch: int | None = None
-    """The same number if `fit` was called with `until_epoch`; None if it was called with `epochs`."""
+    """The same number if `fit` was given a total: `until_epoch`, or `epochs` with a `checkpoint_dir`; else None."""
+    max_updates: int | None = None
+    """Total number of updates at which this fit ends; None if it counts epochs."""
+    validate_every: Interval = EACH_EPOCH
+    """Updates or epochs between validations."""
     loss: torch.Tensor | None = None
     """This rank's mean loss of the last batch, detached, on the device; NaN if it had no samples."""
     values: dict[str, Any] = field(default_factory=dict)
     """Latest measurements of callbacks by name, such as "grad_norm": numbers, or tensors with one element. Logs write
     them next to the loss."""
     metrics: dict[str, Any] = field(default_factory=dict)
-    """The row of the current epoch: "loss", "lr", and after the validation "val_..."; {} until training has ended."""
+    """The row of the epoch or interval that ends: "loss", "lr", and after the validation "val_..."; {} in between."""
     skips_validation: bool = False
     """True if this epoch has no validation because of `validate_every`."""
     left_out: list[str] = field(default_factory=list)

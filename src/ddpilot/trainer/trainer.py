@@ -21,16 +21,8 @@ from ddpilot.trainer.checks import (
     check_whole,
 )
 from ddpilot.trainer.core import TrainerCore
-from ddpilot.trainer.fit import (
-    FitOptions,
-    check_fit,
-    check_goal,
-    fit_here,
-    fit_on_rank,
-    has_size,
-    make_loader_of,
-    move_optimizer_state,
-)
+from ddpilot.trainer.fit import fit_here, fit_on_rank, make_loader_of, move_optimizer_state
+from ddpilot.trainer.fit_options import FitOptions, check_fit, check_goal, has_size, read_interval
 from ddpilot.trainer.history import History
 from ddpilot.trainer.losses import with_count
 from ddpilot.trainer.ranks import (
@@ -66,10 +58,10 @@ class Trainer(TrainerCore):
 
     `forward(model, batch) -> (output, target)` computes the arguments of loss, metrics and predictions; by default a
     batch is `(x, y)`, or a mapping of the model's keyword arguments. `scheduler`: a scheduler, or a function of the
-    optimizer; steps with each update, or with each epoch if `scheduler_per` is "epoch" (a ReduceLROnPlateau always with
-    each epoch, by the validation loss). `ema`: decay of a moving average of the weights, which evaluations and
-    predictions use. `clip_norm`: maximum norm of the gradients. `seed`, `accumulate`, `precision`: as for `Loop`.
-    `launcher`: how ranks are started.
+    optimizer; steps with each update, or as `scheduler_per` says: "epoch", "100 updates", "2 epochs" (a
+    ReduceLROnPlateau always with each validation, by its loss). `ema`: decay of a moving average of the weights, which
+    evaluations and predictions use. `clip_norm`: maximum norm of the gradients. `seed`, `accumulate`, `precision`: as
+    for `Loop`. `launcher`: how ranks are started.
 
     Override `train_batch` for a different training step. Raises LoopError for an optimizer with other parameters.
     """
@@ -82,13 +74,15 @@ class Trainer(TrainerCore):
         *,
         epochs: int | None = None,
         until_epoch: int | None = None,
+        max_updates: int | None = None,
         global_batch_size: int | None = None,
         batch_size_per_rank: int | None = None,
         shuffle: bool = True,
         num_workers: int = 0,
         nproc_per_node: int | str | None = None,
         max_time_s: float | None = None,
-        validate_every: int = 1,
+        validate_every: int | str | None = None,
+        save_every: int | str | None = None,
         checkpoint_dir: str | os.PathLike[str] | None = None,
         resume: bool = True,
         other_data: bool = False,
@@ -98,7 +92,10 @@ class Trainer(TrainerCore):
         loader: LoaderOptions | Mapping[str, Any] | None = None,
         ddp: DDPOptions | Mapping[str, Any] | None = None,
     ) -> History:
-        """Train for `epochs` more epochs (default 1), or until `until_epoch` epochs in total, and return `history`.
+        """Train for `epochs` more epochs (default 1), or until a total, and return `history`.
+
+        Totals, over all fits: `until_epoch` epochs; `max_updates` updates, also within an epoch, for one long or
+        endless stream; and with a `checkpoint_dir` `epochs` too, so that a repeated call does not train further.
 
         On a rank (of torchrun, Slurm, `launch`, a session) it is collective and trains in place. In any other process
         it starts `nproc_per_node` ranks (None: as in the last fit; in the first one the number of `launcher`, by
@@ -107,13 +104,15 @@ class Trainer(TrainerCore):
         this process.
 
         `train_set`, `val_set`: datasets, with `global_batch_size` or `batch_size_per_rank`; or DataLoaders, with their
-        own. `validate_every`: number of epochs between validations, counted over all fits; the last epoch is always
-        validated. `loader`, `ddp`: further options of `Loop.loader` for the training data and of `Loop.prepare`.
+        own. `validate_every`: "500 updates" or "2 epochs" between validations, counted over all fits; an int counts
+        updates with `max_updates`, otherwise epochs; default: 1 epoch. The end of the fit is always validated. With
+        updates, `history.intervals` has a row for each validation. `save_every`: the same between checkpoints, where an
+        int always counts updates; default: one after each row of the history. `loader`, `ddp`: further options of
+        `Loop.loader` for the training data and of `Loop.prepare`.
         `checkpoint_dir`, `resume`, `check_finite`: as for `Loop`, which resumes from the latest checkpoint there if it
         is further than this trainer; `other_data`: also if an epoch starts with a dataset of different length.
-        `checkpoints`: the other options; `best` names a column of the history, "max val_acc". As `epochs` counts from
-        the trainer's position, a repeated call trains further; with `until_epoch`, a total, it does not. `progress`:
-        False shows neither a bar nor a line per epoch.
+        `checkpoints`: the other options; `best` names a column of the history, "max val_acc". `progress`: False shows
+        neither a bar nor a line per epoch.
 
         After Ctrl-C, `max_time_s` seconds or a callback's stop, all ranks stop after the same update, within about 0.1
         s (see `Run.stop`), and `fit` returns; the next fit on the same data resumes there. Raises RankError if a rank
@@ -122,16 +121,24 @@ class Trainer(TrainerCore):
         last update, its error is raised after the trained state was loaded. Raises LoopError for invalid arguments,
         before any rank starts.
         """
-        check_goal(epochs, until_epoch)
+        check_goal(epochs, until_epoch, max_updates)
+        saving = {"checkpoint_dir": checkpoint_dir, "resume": resume, **keywords_of(checkpoints)}
+        if save_every is not None:
+            saving["save_every"] = str(read_interval(save_every, "save_every", by_updates=True))
         sizes = {"global_batch_size": global_batch_size, "batch_size_per_rank": batch_size_per_rank}
         fit = FitOptions(
             train_set=train_set,
             val_set=val_set,
-            epochs=1 if epochs is None else epochs,
+            epochs=1 if (epochs, until_epoch, max_updates) == (None, None, None) else epochs,
             until_epoch=until_epoch,
+            max_updates=max_updates,
             max_time_s=max_time_s,
-            validate_every=validate_every,
-            checkpoints={"checkpoint_dir": checkpoint_dir, "resume": resume, **keywords_of(checkpoints)},
+            validate_every=read_interval(
+                "1 epoch" if validate_every is None else validate_every,
+                "validate_every",
+                by_updates=max_updates is not None,
+            ),
+            checkpoints=saving,
             other_data=other_data,
             check_finite=check_finite,
             progress=progress,

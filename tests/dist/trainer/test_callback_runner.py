@@ -197,7 +197,7 @@ class FullDisk(ddpilot.Callback):
             self._file.write("loss\n")
 
     def on_epoch_end(self, run: ddpilot.Run) -> None:
-        if self.event == "epoch" or (self.event == "last epoch" and run.epoch == run.num_epochs - 1):
+        if self.event == "epoch" or (self.event == "last epoch" and run.epoch + 1 == run.num_epochs):
             self._file.write("loss\n")
 
 

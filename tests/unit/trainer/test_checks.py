@@ -49,7 +49,7 @@ class Late(ddpilot.Callback):
         ({"clip_norm": 0.0}, r"`clip_norm` is 0\.0\. Give a limit above 0; None"),
         ({"clip_norm": -1}, "`clip_norm` is -1"),
         ({"metrics": {"loss": nn.functional.l1_loss}}, "a metric called 'loss'.* a different name"),
-        ({"scheduler_per": "epochs"}, "`scheduler_per` is 'epochs'. Use 'update' or 'epoch'"),
+        ({"scheduler_per": "epochs"}, r"""`scheduler_per` is 'epochs'\. Did you mean "1 epoch"\?"""),
         ({"precision": "bf32"}, "`precision` is 'bf32'. Use 'fp32' or 'bf16' or 'fp16'"),
         ({"accumulate": 0}, "`accumulate` is 0"),
         ({"loss_fn": "mse"}, r"`loss_fn` is 'mse'\. Give a function"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`EarlyStopping` and `BestWeights`, which compare the epochs by a metric."""
+"""`EarlyStopping` and `BestWeights`, which compare the epochs, or intervals of updates, by a metric."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ class _BestEpoch(Callback):
         self._monitor = Monitor(monitor, mode, min_delta)
         self.best: float | None = None
         self.best_epoch: int | None = None
+        self.best_update: int | None = None
 
     @property
     def monitor(self) -> str:
@@ -35,14 +36,15 @@ class _BestEpoch(Callback):
         return self._monitor.name
 
     def _improves(self, run: Run) -> bool | None:
-        """True if the last epoch is the best one so far; it then becomes `best_epoch`.
+        """True if the last epoch or interval is the best one so far; it then becomes `best_epoch` and `best_update`.
 
-        None if the epoch was not validated, see `Run.skips_validation`, and after a stop in its middle. Raises
-        LoopError if it should have the metric.
+        None if it was not validated, see `Run.skips_validation`, and after a stop in its middle. Raises LoopError if it
+        should have the metric.
         """
         row = numbers(epoch_row(run))
         if self.monitor not in row:
-            if run.loop.next_batch or (run.skips_validation and self.monitor.startswith("val_")):
+            is_stopped = bool(run.loop.next_batch) and not run.validate_every.counts_updates
+            if is_stopped or (run.skips_validation and self.monitor.startswith("val_")):
                 return None
             near = did_you_mean(self.monitor, row, show=repr)
             raise LoopError(
@@ -53,20 +55,22 @@ class _BestEpoch(Callback):
             )
         if not self._monitor.is_better(row[self.monitor], self.best):
             return False
-        self.best, self.best_epoch = row[self.monitor], run.epoch
+        self.best, self.best_epoch, self.best_update = row[self.monitor], run.epoch, run.update
         return True
 
 
 class EarlyStopping(_BestEpoch):
     """Stop all ranks once `monitor` has not improved on its best value for `patience` epochs in a row.
 
-    Epochs without validation because of `validate_every` do not count for a "val_" metric.
+    Epochs without validation because of `validate_every` do not count for a "val_" metric. If `validate_every` counts
+    updates, `patience` is a number of its intervals, and all ranks stop right after the last of them.
 
     `monitor`: a name in the epochs' rows, such as "val_loss" (default) or "val_accuracy". `mode`: "min" (default) if
     lower is better, "max" if higher is better. `min_delta`: improvements of at most this much do not count. Rank 0
-    decides, from values that are equal on all ranks. A fit with `until_epoch` that was stopped stays stopped, also
-    after resuming from a checkpoint; with a larger total, or with `epochs=`, patience starts over. Its attributes
-    `best` and `best_epoch` are the best value so far and its epoch.
+    decides, from values that are equal on all ranks. A fit with a total (`until_epoch`, `max_updates`, or a
+    `checkpoint_dir`) that was stopped stays stopped, also after resuming from a checkpoint; with a larger total, or
+    with further epochs, patience starts over. Its attributes `best`, `best_epoch` and `best_update` are the best value
+    so far, its epoch and the number of updates then.
 
     `restore_best`: load the weights of the best epoch into model and EMA at the end, on all ranks; until then rank 0
     and checkpoints hold a copy in CPU memory. The optimizer keeps its state.
@@ -97,11 +101,14 @@ class EarlyStopping(_BestEpoch):
         self.stopped: str = ""
         """Why this callback stopped training; "" if it did not."""
         self.stopped_goal = 0
-        """The total number of epochs that this fit should have had."""
+        """The total number of epochs, or with `max_updates` of updates, that this fit should have had."""
+        self.stopped_unit = "epochs"
+        """What `stopped_goal` counts: "epochs" or "updates"."""
 
     def on_fit_start(self, run: Run) -> None:
-        if self.stopped and run.until_epoch is not None and run.until_epoch <= self.stopped_goal:
-            run.loop.print(f"stopped earlier: {self.stopped}; `epochs=` trains further", flush=True)
+        unit, goal = _goal(run)
+        if self.stopped and goal is not None and unit == self.stopped_unit and goal <= self.stopped_goal:
+            run.loop.print(f"stopped earlier: {self.stopped}; a larger total trains further", flush=True)
             run.stop(everywhere=True)
         elif self.stopped:
             self.stopped, self.num_bad = "", 0
@@ -111,6 +118,13 @@ class EarlyStopping(_BestEpoch):
             self._weights = _copy(run)  # an earlier fit ended with the best weights
 
     def on_epoch_end(self, run: Run) -> None:
+        if not run.validate_every.counts_updates:
+            self._look(run, "epochs")
+
+    def on_interval_end(self, run: Run) -> None:
+        self._look(run, "validations")
+
+    def _look(self, run: Run, unit: str) -> None:
         improves = self._improves(run)
         if improves is None:
             return
@@ -118,10 +132,10 @@ class EarlyStopping(_BestEpoch):
         if improves and self._restore_best and run.loop.group.is_rank_zero:
             self._weights = _copy(run)
         if self.num_bad >= self._patience:
-            self.stopped = (
-                f"{self.monitor} was not better than {self.best} of epoch {self.best_epoch} for {self.num_bad} epochs"
-            )
-            self.stopped_goal = run.num_epochs
+            best = f"epoch {self.best_epoch}" if unit == "epochs" else f"update {self.best_update}"
+            self.stopped = f"{self.monitor} was not better than {self.best} of {best} for {self.num_bad} {unit}"
+            self.stopped_unit, goal = _goal(run)
+            self.stopped_goal = (run.num_epochs if goal is None else goal) or 0
             if run.loop.group.is_rank_zero:
                 run.stop()
             run.loop.print(self.stopped, flush=True)
@@ -146,6 +160,11 @@ class EarlyStopping(_BestEpoch):
         super().load_state_dict(kept)
 
 
+def _goal(run: Run) -> tuple[str, int | None]:
+    """Return the unit and the total at which the fit ends; None for further epochs."""
+    return ("epochs", run.until_epoch) if run.max_updates is None else ("updates", run.max_updates)
+
+
 def _tensors(run: Run) -> Iterator[torch.Tensor]:
     models: list[nn.Module] = [run.model, *([] if run.ema is None else [run.ema])]
     for model in models:
@@ -160,12 +179,13 @@ def _copy(run: Run) -> list[torch.Tensor]:
 class BestWeights(_BestEpoch):
     """Write the weights of the epoch with the best `monitor` to `path`, a safetensors file, on rank 0.
 
-    The EMA's weights if there is one, as it is what was evaluated; names have no prefixes, so any model of the same
-    architecture loads them: `ddpilot.load_weights(model, path)`. The file is replaced
-    atomically. To resume training, use a checkpoint, which holds more: `checkpoint_dir=`.
+    If `validate_every` counts updates, those at the end of the best interval. The EMA's weights if there is one, as it
+    is what was evaluated; names have no prefixes, so any model of the same architecture loads them:
+    `ddpilot.load_weights(model, path)`. The file is replaced atomically. To resume training, use a checkpoint, which
+    holds more: `checkpoint_dir=`.
 
-    `monitor`, `mode`, `min_delta`: as for `EarlyStopping`; `best` and `best_epoch` too. Raises OSError if the file
-    cannot be written, and LoopError as `EarlyStopping` does, on all ranks.
+    `monitor`, `mode`, `min_delta`: as for `EarlyStopping`; `best`, `best_epoch` and `best_update` too. Raises OSError
+    if the file cannot be written, and LoopError as `EarlyStopping` does, on all ranks.
     """
 
     def __init__(
@@ -183,6 +203,13 @@ class BestWeights(_BestEpoch):
         self._path.parent.mkdir(parents=True, exist_ok=True)
 
     def on_epoch_end(self, run: Run) -> None:
+        if not run.validate_every.counts_updates:
+            self._write_if_best(run)
+
+    def on_interval_end(self, run: Run) -> None:
+        self._write_if_best(run)
+
+    def _write_if_best(self, run: Run) -> None:
         if not self._improves(run):
             return
         weights = {name: tensor.cpu() for name, tensor in find_inner(run.ema or run.model).state_dict().items()}

@@ -32,7 +32,7 @@ def update_row(run: Run) -> dict[str, Any]:
 
 
 def epoch_row(run: Run) -> dict[str, Any]:
-    """Return the row of the current epoch, with nested dicts flattened to "name.key"."""
+    """Return the row of the current epoch or interval, with nested dicts flattened to "name.key"."""
     return {name: plain(value) for name, value in flatten(run.metrics).items()}
 
 
@@ -68,6 +68,9 @@ class RowLog(Callback):
     def on_epoch_end(self, run: Run) -> None:
         self._write("epoch", epoch_row(run), run.update)
 
+    def on_interval_end(self, run: Run) -> None:
+        self._write("interval", epoch_row(run), run.update)
+
     def on_fit_end(self, run: Run) -> None:
         self._close()
 
@@ -83,6 +86,8 @@ class RowLog(Callback):
 
 class CsvLog(Callback):
     """Write `path`, a CSV file with one row per epoch, after each epoch, on rank 0.
+
+    If `validate_every` counts updates, one row per interval.
 
     The file is replaced atomically, so it is always complete, and a metric that first appears later gets a column. A
     run that resumes from a checkpoint, or fits again, continues the table: rows of repeated epochs are replaced. A new
@@ -100,9 +105,16 @@ class CsvLog(Callback):
         self._rows = []
         if self._path.exists():
             with self._path.open(newline="", encoding="utf-8") as file:
-                self._rows = [row for row in csv.DictReader(file) if int(row["epoch"]) < run.epoch]
+                self._rows = [row for row in csv.DictReader(file) if _is_kept(row, run)]
 
     def on_epoch_end(self, run: Run) -> None:
+        if not run.validate_every.counts_updates:
+            self._add(run)
+
+    def on_interval_end(self, run: Run) -> None:
+        self._add(run)
+
+    def _add(self, run: Run) -> None:
         self._rows.append(epoch_row(run))
         names = list(dict.fromkeys(name for row in self._rows for name in row))
         table = io.StringIO(newline="")
@@ -112,13 +124,21 @@ class CsvLog(Callback):
         replace_text(self._path, table.getvalue())
 
 
+def _is_kept(row: Mapping[str, str], run: Run) -> bool:
+    """True if a row of the table is before the run's position."""
+    if run.validate_every.counts_updates:
+        return int(row["update"]) <= run.update
+    return int(row["epoch"]) < run.epoch
+
+
 class JsonLinesLog(RowLog):
     """Append one JSON object per line to `path`, on rank 0: every `every` updates (default 50) and after each epoch.
 
-    "row" is "update" or "epoch" in each line. Lines are unbuffered: a killed process loses none. A run that resumes
-    from a checkpoint, or fits again, continues the file: lines of repeated updates are removed. A new run renames an
-    existing file by adding "-1" before its suffix. Non-finite numbers are the strings "nan", "inf" and "-inf", as JSON
-    has none. Raises OSError, on all ranks, and LoopError for `every` below 1.
+    "row" is "update", "epoch" or, if `validate_every` counts updates, "interval" in each line. Lines are unbuffered: a
+    killed process loses none. A run that resumes from a checkpoint, or fits again, continues the file: lines of
+    repeated updates are removed. A new run renames an existing file by adding "-1" before its suffix. Non-finite
+    numbers are the strings "nan", "inf" and "-inf", as JSON has none. Raises OSError, on all ranks, and LoopError for
+    `every` below 1.
     """
 
     def __init__(self, path: str | os.PathLike[str] = "log.jsonl", *, every: int = 50) -> None:

@@ -15,6 +15,7 @@ from torch.utils.data import default_collate
 from ddpilot.errors import LoopError
 from ddpilot.trainer.callback import Callback
 from ddpilot.trainer.run import Run
+from ddpilot.training.interval import Interval
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,10 +27,11 @@ Draw = Callable[["Figure", Any, Any], None]
 class Pictures(Callback):
     """Plot predictions for some samples of `dataset` to `folder`/epoch-0000.png and so on, on rank 0.
 
-    `samples`: indices (default: the first 8), read and collated once. `every`: epochs between pictures (default 1).
-    `draw(figure, batch, output)` draws on an empty matplotlib figure, from tensors on the CPU; the default draws images
-    of shape (1 or 3, height, width) or (height, width), titled with the predicted class, in red and with the target if
-    they differ. The model, or its EMA, is called in eval mode with the batch without its last element, the target.
+    `samples`: indices (default: the first 8), read and collated once. `every`: epochs between pictures (default 1), or
+    "500 updates", for update-00000500.png and so on. `draw(figure, batch, output)` draws on an empty matplotlib figure,
+    from tensors on the CPU; the default draws images of shape (1 or 3, height, width) or (height, width), titled with
+    the predicted class, in red and with the target if they differ. The model, or its EMA, is called in eval mode with
+    the batch without its last element, the target.
 
     Raises LoopError for indices out of range, and, on all ranks, if matplotlib is not installed or if the default
     cannot draw the samples.
@@ -41,20 +43,17 @@ class Pictures(Callback):
         folder: str | os.PathLike[str] = "pictures",
         *,
         samples: Sequence[int] | None = None,
-        every: int = 1,
+        every: int | str = 1,
         draw: Draw | None = None,
         collate_fn: Callable[[list[Any]], Any] = default_collate,
     ) -> None:
-        if every < 1:
-            found = f"`every` is {every}"
-            raise LoopError("making Pictures", found=found, fix="Give a number of epochs, 1 or more.")
         samples = range(min(8, len(dataset))) if samples is None else samples
         if beyond := [number for number in samples if not 0 <= number < len(dataset)]:
             found = f"`samples` has {', '.join(map(str, beyond))}, and the dataset {len(dataset)} samples"
             raise LoopError("making Pictures", found=found, fix="Give indices of samples, from 0.")
         self._batch = collate_fn([dataset[number] for number in samples])
         self._folder = Path(folder)
-        self._every = every
+        self._every = Interval.parse(every, did="making Pictures", name="every", unit="epochs")
         self._draw = draw or draw_classes
         self.paths: list[str] = []
         """Paths of the pictures drawn."""
@@ -68,13 +67,19 @@ class Pictures(Callback):
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def on_epoch_end(self, run: Run) -> None:
-        if (run.epoch + 1) % self._every:
-            return
+        if not self._every.counts_updates and self._every.is_due(run.epoch, run.epoch + 1):
+            self._save(run, f"epoch-{run.epoch:04}.png")
+
+    def on_update_end(self, run: Run) -> None:
+        if self._every.counts_updates and self._every.is_due(run.update - 1, run.update):
+            self._save(run, f"update-{run.update:08}.png")
+
+    def _save(self, run: Run, name: str) -> None:
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(8, 4.5), layout="tight")
         self._draw(figure, self._batch, _predict(run, self._batch))
-        path = self._folder / f"epoch-{run.epoch:04}.png"
+        path = self._folder / name
         figure.savefig(path, dpi=100)
         self.paths.append(str(path))
 

@@ -36,8 +36,9 @@ class Timers(Callback):
     at least 5 % of the epoch and 0.1 s. On a GPU, "forward" is device time, measured without synchronization in the
     epoch.
 
-    Each epoch costs one small collective. The epoch's row has {"data": ...} under "time": seconds on the rank with the
-    maximum. `say`: print a line per epoch (default True). Raises LoopError unless `slow` is above 1.
+    If `validate_every` counts updates, the parts of each of its intervals instead. Each epoch costs one small
+    collective. The epoch's row has {"data": ...} under "time": seconds on the rank with the maximum. `say`: print a
+    line per epoch (default True). Raises LoopError unless `slow` is above 1.
     """
 
     ranks = "all"
@@ -50,13 +51,17 @@ class Timers(Callback):
         self._clock = ForwardClock(torch.device("cpu"))
         self._handles: list[RemovableHandle] = []
         self._begin_s = self._trained_s = self._evaluated_s = self._data_s = 0.0
+        self._is_timing = False
         self._in_epoch_s = self._save_s = 0.0
         self.rows: list[dict[str, Any]] = []
         """{"epoch", "data", "forward", "update", "save", "evaluate"} for each epoch: lists with the seconds of each
-        rank."""
+        rank. For each interval also {"number"}, the number of updates at its end."""
 
     def on_fit_start(self, run: Run) -> None:
-        self.rows = [row for row in self.rows if row["epoch"] < run.epoch]
+        by_updates, self._is_timing = run.validate_every.counts_updates, False
+        self.rows = [
+            row for row in self.rows if (row.get("number", 0) <= run.update if by_updates else row["epoch"] < run.epoch)
+        ]
         device = run.loop.device
         self._clock = ForwardClock(device)
         self._save_s = run.loop.save_s
@@ -66,6 +71,11 @@ class Timers(Callback):
             self._handles.append(model.register_forward_hook(self._end_forward))
 
     def on_epoch_start(self, run: Run) -> None:
+        if not self._is_timing:
+            self._start(run)
+
+    def _start(self, run: Run) -> None:
+        self._is_timing = True
         self._begin_s = self._trained_s = self._evaluated_s = time.perf_counter()
         self._data_s, self._in_epoch_s = run.loop.data_s, run.loop.save_s
         self._clock.take_s()
@@ -77,6 +87,15 @@ class Timers(Callback):
         self._evaluated_s = time.perf_counter()
 
     def on_epoch_end(self, run: Run) -> None:
+        if not run.validate_every.counts_updates:
+            self._end(run, {"epoch": run.epoch})
+            self._is_timing = False
+
+    def on_interval_end(self, run: Run) -> None:
+        self._end(run, {"epoch": run.epoch, "number": run.update})
+        self._start(run)
+
+    def _end(self, run: Run, where: dict[str, int]) -> None:
         data_s, forward_s = run.loop.data_s - self._data_s, self._clock.take_s()
         rest_s = self._trained_s - self._begin_s - data_s - forward_s - (run.loop.save_s - self._in_epoch_s)
         save_s, self._save_s = run.loop.save_s - self._save_s, run.loop.save_s
@@ -84,7 +103,7 @@ class Timers(Callback):
         by_part = zip(*run.loop.group.all_gather_object(own), strict=True)
         row = {part: list(seconds) for part, seconds in zip(PARTS, by_part, strict=True)}
         run.metrics["time"] = {part: max(seconds) for part, seconds in row.items()}
-        self.rows.append({"epoch": run.epoch, **row})
+        self.rows.append({**where, **row})
         if self._say:
             run.loop.print(render_times(self.rows[-1], self._slow), flush=True)
 
@@ -132,7 +151,8 @@ def render_times(row: dict[str, Any], factor: float) -> str:
         f"{times:.2g} times the median of the other ranks"
         for rank, times in find_slow(row, factor)
     )
-    return f"epoch {row['epoch']}: {parts}{slow}"
+    where = f"update {row['number']}" if "number" in row else f"epoch {row['epoch']}"
+    return f"{where}: {parts}{slow}"
 
 
 class ForwardClock:

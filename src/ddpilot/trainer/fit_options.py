@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`FitOptions`, the arguments of one `Trainer.fit`, and their checks before a rank starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import LBFGS
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from ddpilot.errors import LoopError
+from ddpilot.trainer.checks import check_forward, check_loader_options, check_names, check_whole, is_count, suggest
+from ddpilot.trainer.core import TrainerCore
+from ddpilot.trainer.history import BOOKKEEPING
+from ddpilot.training.interval import Interval
+from ddpilot.training.loop import Loop
+from ddpilot.training.options import CheckpointOptions
+
+FITTING = "starting a fit"
+"""What errors state as the failed action."""
+SIZES = ("global_batch_size", "batch_size_per_rank")
+"""Names of a loader's batch sizes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitOptions:
+    """The arguments of one `fit`, sent to the ranks."""
+
+    train_set: Any
+    val_set: Any
+    epochs: int | None
+    until_epoch: int | None
+    max_updates: int | None
+    max_time_s: float | None
+    validate_every: Interval
+    checkpoints: Mapping[str, Any]
+    """Arguments of `Loop`: `checkpoint_dir`, `resume`, `keep` and so on."""
+    other_data: bool
+    check_finite: bool
+    progress: bool | None
+    loader: Mapping[str, Any]
+    """Options of the training data's loader."""
+    ddp: Mapping[str, Any]
+
+    @property
+    def checkpoint_dir(self) -> Any:
+        """The directory of the checkpoints; None: no checkpoints."""
+        return self.checkpoints["checkpoint_dir"]
+
+    @property
+    def is_total(self) -> bool:
+        """True if the goal is a total over all fits, not a number of further epochs."""
+        return self.until_epoch is not None or self.max_updates is not None or self.checkpoint_dir is not None
+
+    @property
+    def goal(self) -> str:
+        """The argument that sets the end of the fit: "epochs=5"."""
+        given = {"until_epoch": self.until_epoch, "max_updates": self.max_updates}
+        return next((f"{name}={value}" for name, value in given.items() if value is not None), f"epochs={self.epochs}")
+
+    def num_epochs(self, epoch: int) -> int | None:
+        """Return the number of epochs at which a fit that starts at `epoch` ends; None with `max_updates`."""
+        if self.max_updates is not None:
+            return None
+        number = self.until_epoch if self.epochs is None else self.epochs
+        assert number is not None  # one of the three is set
+        return number if self.is_total else epoch + number
+
+
+def read_interval(given: object, name: str, *, by_updates: bool) -> Interval:
+    """Parse `validate_every` or `save_every`; an int counts updates if `by_updates`, else epochs. Raises LoopError."""
+    return Interval.parse(given, did=FITTING, name=name, unit="updates" if by_updates else "epochs")
+
+
+def has_size(options: Mapping[str, Any]) -> bool:
+    """True if a batch size is among the `options` of a loader."""
+    return any(options.get(name) is not None for name in SIZES)
+
+
+def check_fit(trainer: TrainerCore, fit: FitOptions) -> None:
+    """Raise LoopError for arguments that would fail on every rank, before a rank starts."""
+    for name, unit in (("epochs", "epochs"), ("until_epoch", "epochs"), ("max_updates", "updates")):
+        number = getattr(fit, name)
+        if number is not None and (not is_count(number) or number < 0):
+            raise LoopError(FITTING, found=f"`{name}` is {number!r}", fix=f"Give a whole number of {unit}, 0 or more.")
+    if fit.train_set is None:
+        raise LoopError(FITTING, found="`train_set` is None", fix="Give a dataset or a DataLoader.")
+    for name, data in (("train_set", fit.train_set), ("val_set", fit.val_set)):
+        _check_single(name, data)
+        _check_samples(name, data)
+    check_whole(FITTING, "`val_set`", fit.val_set)
+    _check_sizes(fit)
+    check_loader_options(FITTING, "`loader`", fit.loader)
+    options = [*inspect.signature(Loop.prepare).parameters, *inspect.signature(DistributedDataParallel).parameters]
+    check_names(
+        FITTING, "`ddp`", fit.ddp, [name for name in options if name not in ("self", "things", "more", "module")]
+    )
+    _check_checkpoints(fit)
+    _check_step(trainer)
+    if not trainer.has_own_step or fit.val_set is not None:
+        check_forward(FITTING, trainer.model, trainer.has_own_forward)
+    _check_monitors(trainer, fit)
+
+
+def _check_single(name: str, data: object) -> None:
+    """Raise LoopError for several datasets in a mapping or a sequence."""
+    if isinstance(data, Mapping) and data and 0 not in data:
+        several = f"a {type(data).__name__} of {', '.join(map(repr, data))}"
+    elif isinstance(data, list | tuple) and any(isinstance(one, Dataset | DataLoader) for one in data):
+        several = f"a {type(data).__name__} of {len(data)}: {', '.join(type(one).__name__ for one in data[:4])}"
+    else:
+        return
+    fix = "Give one dataset; torch.utils.data.ConcatDataset joins several."
+    if name == "val_set":
+        fix += " After the fit, trainer.evaluate(data) evaluates a different one."
+    raise LoopError(FITTING, found=f"`{name}` is {several}, and a fit takes one dataset", fix=fix)
+
+
+def _check_samples(name: str, data: object) -> None:
+    """Raise LoopError for an empty dataset, as its mean loss would be NaN."""
+    dataset = data.dataset if isinstance(data, DataLoader) else data
+    if not isinstance(dataset, IterableDataset) and hasattr(dataset, "__len__") and not len(dataset):
+        found = f"`{name}` is empty: a {type(dataset).__name__} of 0 samples"
+        fix = "Check where its samples come from." + " `val_set` is optional." * (name == "val_set")
+        raise LoopError(FITTING, found=found, fix=fix)
+
+
+def check_goal(epochs: object, until_epoch: object, max_updates: object) -> None:
+    """Raise LoopError if several of them are given."""
+    meanings = {
+        "epochs": (epochs, "a number of further epochs"),
+        "until_epoch": (until_epoch, "a total"),
+        "max_updates": (max_updates, "a total of updates"),
+    }
+    given = [f"`{name}={value!r}`, {meaning}" for name, (value, meaning) in meanings.items() if value is not None]
+    if len(given) > 1:
+        raise LoopError(
+            FITTING, found=", and ".join(given), fix=f"Give one of the {'two' if len(given) == 2 else 'three'}."
+        )
+
+
+def _check_sizes(fit: FitOptions) -> None:
+    if isinstance(fit.train_set, DataLoader) or hasattr(fit.train_set, "iterate"):
+        return
+    given = [name for name in SIZES if fit.loader.get(name) is not None]
+    if len(given) != 1:
+        found = f"{' and '.join(map(repr, given)) or 'no batch size'}, and a {type(fit.train_set).__name__}"
+        fix = "Give `global_batch_size`, the samples of all ranks together, or `batch_size_per_rank`."
+        raise LoopError(FITTING, found=found, fix=fix)
+
+
+def _check_checkpoints(fit: FitOptions) -> None:
+    options = fit.checkpoints
+    known = [field.name for field in dataclasses.fields(CheckpointOptions)]
+    check_names(FITTING, "`checkpoints`", options, known)
+    more = [name for name in options if name not in ("checkpoint_dir", "resume")]
+    if more and options["checkpoint_dir"] is None:
+        found = f"`checkpoints` with {', '.join(map(repr, more))}, and no `checkpoint_dir`: nothing would be saved"
+        raise LoopError(FITTING, found=found, fix="Give a `checkpoint_dir`.")
+
+
+def _check_step(trainer: TrainerCore) -> None:
+    if not any(parameter.requires_grad for parameter in trainer.model.parameters()):
+        found = "all parameters of the model are frozen, so there is nothing to train"
+        raise LoopError(FITTING, found=found, fix='Unfreeze some: `ddpilot.unfreeze(model, "head")`.')
+    if trainer.has_own_step:
+        return
+    if trainer.loss_fn is None:
+        raise LoopError(FITTING, found="no `loss_fn`", fix="Give one, or override `train_batch`.")
+    for optimizer in trainer.optimizers.values():
+        if isinstance(optimizer, LBFGS):
+            found = "LBFGS, whose step calls the model several times"
+            raise LoopError(FITTING, found=found, fix="Use a different optimizer, or override `train_batch`.")
+
+
+def _check_monitors(trainer: TrainerCore, fit: FitOptions) -> None:
+    """Check monitored names against the columns of the history, unless user code may add columns."""
+    if trainer.has_own_step or any(not type(one).__module__.startswith("ddpilot.") for one in trainer.callbacks):
+        return
+    validation = [] if fit.val_set is None else [f"val_{name}" for name in trainer.all_metrics]
+    known = ["loss", *validation, *BOOKKEEPING]
+    best = str(fit.checkpoints.get("best") or "").split()
+    monitored = [("`checkpoints` with best", best[1])] if len(best) == 2 else []
+    for callback in trainer.callbacks:
+        if isinstance(name := getattr(callback, "monitor", None), str):
+            monitored.append((type(callback).__name__, name))
+    for source, name in monitored:
+        if name not in known and name.split(".")[0] not in known:
+            needs = " There is no `val_set`." if name.startswith("val_") and fit.val_set is None else ""
+            found = f"{source} monitors {name!r}, which no epoch will have"
+            raise LoopError(FITTING, found=found, fix=suggest(name, known) + needs)
