@@ -120,7 +120,8 @@ def _resume(loop: Loop, run: Run, fit: FitOptions) -> None:
         left = f"{max(0, total - done)} more, up to {total}"
         loop.print(f"resuming at {where}; {fit.goal}: {left}", flush=True)
     elif not is_resumed and fit.is_total and 0 < total <= done:
-        hint = f"; with a `checkpoint_dir`, `{fit.goal}` is a total" if fit.goal.startswith("epochs") else ""
+        more = f"; with a `checkpoint_dir` `epochs` is a total: epochs={done + total} trains {total} more"
+        hint = more if fit.goal.startswith("epochs") else ""
         loop.print(f"nothing to train: {done} of {total} {unit} are done already{hint}", flush=True)
 
 

@@ -77,7 +77,7 @@ def _propose(given: object, unit: Unit) -> str:
     if isinstance(given, bool) or not isinstance(given, int | float | str):
         return usual
     parts = _TEXT.fullmatch(str(given).strip().lower())
-    if parts is None:
+    if parts is None or not parts[0]:
         return usual
     meant = _unit_of(parts["unit"].strip()) if parts["unit"].strip() else unit
     number = float(parts["count"].replace("_", "")) if parts["count"] else 1.0

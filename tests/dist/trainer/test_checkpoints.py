@@ -69,7 +69,7 @@ def test_fit_resumes_from_its_checkpoint_after_a_rank_was_killed(
     # "the latest there": what this trainer has made since is not undone by it
     with torch.no_grad():
         next(trainer.model.parameters()).zero_()
-    fit(trainer, 2, epochs=1, checkpoint_dir=folder)
+    fit(trainer, 2, epochs=4, checkpoint_dir=folder)
     fit(whole, 0, epochs=1)
     assert trainer.position.num_updates == 12
     assert trainer.history.epochs[-1]["loss"] > 1.5 * whole.history.epochs[-1]["loss"]

@@ -53,6 +53,19 @@ def test_progress_draws_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> 
     assert threading.active_count() == before
 
 
+def test_progress_counts_the_updates_of_a_training_with_max_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the batches, of which a stream may have any number."""
+    terminal = draw_at_once(monkeypatch)
+    progress = Progress(None, is_rank_zero=True)
+    with progress.epoch(1, None, 0, iter(()), (500, 502)):
+        for number in range(4):
+            progress.advance(is_update=number % 2 == 1)
+    last = terminal.getvalue().split("\r")[-1]
+    assert last.startswith("epoch 1: 100%")
+    assert " 502/502 " in last
+    assert " updates/s" in last
+
+
 def test_progress_shows_nothing_of_an_epoch_that_is_over_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bars of half a second would only flicker."""
     monkeypatch.setattr(sys, "stderr", found := Terminal())

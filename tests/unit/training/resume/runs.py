@@ -48,6 +48,17 @@ class Run:
             self.scheduler.step()
         return self
 
+    def train_updates(self, num_updates: int) -> Run:
+        """Until so many updates in all."""
+        for _ in self.loop.epochs(max_updates=num_updates):
+            self.read()
+        return self
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """The number of updates of each checkpoint, the oldest first."""
+    return [int(name.split("-")[-1]) for name in reversed(CheckpointDir(folder).names())]
+
 
 def latest(folder: Path) -> Checkpoint:
     """What a next run would go on from."""

@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 from ddpilot import CheckpointError, CorruptCheckpointError, FakeGroup, LoopError, MismatchedCheckpointError
 from ddpilot.checkpoint.directory import CheckpointDir
 from ddpilot.training.loop import Loop
-from tests.unit.training.resume.runs import BATCHES, Run, latest, position
+from tests.unit.training.resume.runs import BATCHES, Run, latest, position, saved_steps
 
 pytestmark = pytest.mark.usefixtures("compiler_is_loaded")
 
@@ -187,6 +187,58 @@ def test_saves_in_the_middle_of_an_epoch_when_it_is_time(
     """By updates; or by the clock, with the exchange after, so that all ranks know; and always at the end."""
     Run(tmp_path, keep=None, **every).train(1)
     assert [int(name.split("-")[-1]) for name in reversed(CheckpointDir(tmp_path).names())] == steps
+
+
+@pytest.mark.parametrize(
+    ("every", "steps"),
+    [(2, [2, 4, 6, 8, 9]), ("2 updates", [2, 4, 6, 8, 9]), ("2 epochs", [6, 9]), ("1 epoch", [3, 6, 9]), (50, [9])],
+)
+def test_save_every_counts_updates_or_epochs_of_the_whole_training(
+    tmp_path: Path, every: int | str, steps: list[int]
+) -> None:
+    """And always saves at the end; not after each epoch, as it is said how often. So does a run in two parts."""
+    Run(tmp_path / "whole", keep=None, save_every=every).train(3)
+    assert saved_steps(tmp_path / "whole") == steps
+    Run(tmp_path / "parts", keep=None, save_every=every).train_updates(5)
+    Run(tmp_path / "parts", keep=None, save_every=every).train(3)
+    assert saved_steps(tmp_path / "parts") == sorted({*steps, 5})
+
+
+def test_a_stop_between_epochs_saves_an_epoch_that_was_not_due(tmp_path: Path) -> None:
+    """The next run does not train it again."""
+    run = Run(tmp_path, save_every="5 epochs")
+    for epoch in run.loop.epochs(9):
+        run.read()
+        if epoch == 1:
+            run.loop.stop()
+    assert position(tmp_path) == (2, 0, 0, 2 * BATCHES)
+
+
+def test_epochs_end_after_a_number_of_updates_and_resume_there(tmp_path: Path) -> None:
+    """Within an epoch and at its end; a repeated run trains nothing, and a larger total the rest."""
+    whole = Run(tmp_path / "whole").train_updates(8)
+    assert position(tmp_path / "whole") == (2, 2, 0, 8)
+    seen: list[Any] = []
+    for total in (1, 3, 3, 5, 8):
+        run = Run(tmp_path / "parts").train_updates(total)
+        assert run.loop.num_updates == total
+        assert not run.loop.should_stop
+        seen += run.seen
+    assert seen == whole.seen
+    torch.testing.assert_close(run.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
+    run.train_updates(9)  # the same loop, too
+    assert (run.loop.num_updates, run.loop.epoch, run.loop.next_batch) == (9, 3, 0)
+
+
+def test_epochs_need_an_end(tmp_path: Path) -> None:
+    """A number of epochs or of updates; and data, without which the number is never reached."""
+    run = Run(tmp_path)
+    with pytest.raises(LoopError, match="neither a number of epochs nor `max_updates`"):
+        next(iter(run.loop.epochs()))
+    with pytest.raises(LoopError, match=r"`max_updates` is 1\.5"):
+        next(iter(run.loop.epochs(max_updates=1.5)))  # type: ignore[arg-type]
+    with pytest.raises(LoopError, match="no samples were read in epoch 0, so that number"):
+        list(run.loop.epochs(max_updates=3))
 
 
 def test_an_epoch_of_two_passes_goes_on_in_the_second(tmp_path: Path) -> None:
