@@ -26,7 +26,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3
 	&& { command -v $$python; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-browser soak zoo gpu-check check bench reference clean
+.PHONY: help setup demo test test-slurm test-browser soak zoo gpu-check check bench reference clean
 
 help: ## list the verbs
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -47,8 +47,12 @@ demo: $(READY) ## run the quickstart notebook in a real Jupyter kernel, 2 ranks,
 	$(BIN)/python examples/run_quickstart.py
 
 test: $(READY) ## every test, with a seeded tenth of the soak
-	status=0; $(PYTEST) $(addprefix --ignore=,$(SIDE_BY_SIDE)) || status=$$?; \
+	status=0; $(PYTEST) $(addprefix --ignore=,$(SIDE_BY_SIDE) tests/slurm) || status=$$?; \
 	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder $(SIDE_BY_SIDE) || status=$$?; exit $$status
+
+test-slurm: $(READY) ## jobs and sessions on a real Slurm of four nodes, which it installs (as root, on Debian or Ubuntu)
+	$(BIN)/python -m tests.slurm.install
+	$(PYTEST) tests/slurm
 
 test-browser: $(BROWSER_READY) ## notebooks run by clicks in JupyterLab and Chromium, which it installs; pictures in out/browser
 	$(BIN)/python -m tests.browser.chromium
