@@ -51,6 +51,8 @@ class Phases:
     """Mean seconds of an update on rank 0, without waiting, by phase and number of the user's line."""
     by_line: tuple[dict[tuple[str, CodeLine], float], ...] = ()
     """The same for each rank, by name of the phase and line."""
+    are_together: bool = True
+    """False if ranks exchange gradients at different times in updates of the same number: they do not correspond."""
     counts: Array = field(default_factory=lambda: numpy.zeros((0, 0), COUNTS))
     """Counts of each update, of type `COUNTS`: [ranks, updates]; zeros where none were recorded."""
 
@@ -124,6 +126,8 @@ def divide_updates(times: Sequence[RankTimes]) -> Phases | None:
     parts = [_divide_spans(each.spans, ends[skipped:num]) for each, ends in zip(times, ends_ns, strict=True)]
     clocks = {each.facts.get("clock") for each in times}
     can_match = len(clocks) == 1 and not any(each.facts.get("has_subgroups") for each in times)
+    are_together = not can_match or _exchange_together(parts, error_s)
+    can_match = can_match and are_together
     arrivals = numpy.full(seconds.shape[:2], numpy.nan)
     sites: list[dict[tuple[int, int], float]] = [{} for _ in times]
     for update in range(seconds.shape[1]):
@@ -146,6 +150,7 @@ def divide_updates(times: Sequence[RankTimes]) -> Phases | None:
         first_update=skipped + 2,
         clock=times[0].clock,
         clock_error_s=error_s,
+        are_together=are_together,
         by_site=sites[0],
         by_line=tuple(_name_lines(found, each) for found, each in zip(sites, times, strict=True)),
         counts=numpy.array([_counts(each, skipped + 1, num) for each in times]),
@@ -234,6 +239,24 @@ def _waits(by_rank: Sequence[Array], error_s: float) -> tuple[list[Array], list[
         waited_s = numpy.clip(numpy.minimum(last_ns, each["end_ns"]) - each["begin_ns"], 0, None) / 1e9
         found[place] = numpy.where(waited_s > error_s, waited_s, 0.0)
     return waits, [float(each["begin_ns"][-1]) / 1e9 for each in calls]
+
+
+def _exchange_together(parts: Sequence[Sequence[Array]], error_s: float) -> bool:
+    """True if the ranks' last exchanges of gradients in an update overlap in time, in half of the updates or more.
+
+    No rank has its gradients before every rank has come to the exchange. Otherwise a rank has made updates that others
+    have not, so that the updates of one number are different ones. `parts`: by rank, the spans of each update.
+    """
+    num = num_together = 0
+    for own in zip(*parts, strict=True):
+        exchanges = [spans[(spans["phase"] == COMMUNICATION) & (spans["site"] == -1)] for spans in own]
+        if not all(map(len, exchanges)):
+            num += any(map(len, exchanges))
+            continue
+        begin_ns = max(int(each["begin_ns"][-1]) for each in exchanges)
+        end_ns = min(int(each["end_ns"][-1]) for each in exchanges)
+        num, num_together = num + 1, num_together + (begin_ns <= end_ns + error_s * 1e9)
+    return 2 * num_together >= num
 
 
 def _no_waits(by_rank: Sequence[Array]) -> tuple[list[Array], list[float]]:

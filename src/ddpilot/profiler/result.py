@@ -102,6 +102,8 @@ class Profile:
         if more:
             fewest = ", ".join(str(rank) for rank, num in zip(ranks, self.num_left_out, strict=False) if not num)
             found.append(f"the last updates are left out ({_shorten(more)}), since rank {fewest} made fewer")
+        if not self.phases.are_together:
+            found.append("updates of the ranks do not correspond, so that waiting is shown as communication")
         if len(ranks) > 1 and not self.phases.share("communication").any() and not self.phases.share("waiting").any():
             found.append("the ranks exchanged nothing in these updates: each trains a model of its own")
         return tuple(found)

@@ -6,10 +6,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy
+
 from ddpilot.cli.profile_command import _read_part
 from ddpilot.profiler.result import make_profile
 from ddpilot.profiler.spans_file import TimesWriter
-from tests.unit.profiler.made_times import NUM_UPDATES, make_times
+from tests.unit.profiler.made_times import MS, NUM_UPDATES, make_times
 from tests.unit.profiler.recordings import write_recording
 
 _PHASES = {"forward": 4.0, "backward": 6.0, "communication": 2.0}
@@ -26,6 +28,20 @@ def test_updates_that_only_some_ranks_made_are_stated() -> None:
     assert f"note: {said}\n" in profile.summary
     assert said in profile._repr_html_()
     assert profile.to_dict()["notes"] == [said]
+
+
+def test_updates_that_do_not_correspond_are_stated() -> None:
+    """Rank 1 has made updates alone before: those of one number are at different times, and are not compared."""
+    times = [make_times(rank, _PHASES, facts={"clock": "one"}) for rank in (0, 1)]
+    spans, updates = times[1].spans.copy(), times[1].updates.copy()
+    for name in ("begin_ns", "end_ns"):
+        spans[name] -= 12 * MS
+    updates["end_ns"] -= 12 * MS
+    profile = make_profile([times[0], replace(times[1], spans=spans, updates=updates)])
+    assert profile.notes == ("updates of the ranks do not correspond, so that waiting is shown as communication",)
+    assert not profile.phases.share("waiting").any()
+    assert numpy.isnan(profile.phases.arrivals_s).all()
+    assert make_profile(times).notes == ()
 
 
 def test_ranks_that_exchange_nothing_are_stated() -> None:
