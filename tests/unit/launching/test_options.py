@@ -121,3 +121,17 @@ def test_keywords_that_may_be_right_pass() -> None:
         check_keywords("fn", fn, {"lr": 1} if isinstance(fn, functools.partial) else {"end": 1}, lambda keyword: "")
     with pytest.raises(LaunchError, match="it has no parameter `end`"):
         check_keywords("fn", functools.partial(train, 1), {"end": 1}, lambda keyword: "")
+
+
+@pytest.mark.parametrize("name", ["nodes", "nnodes", "gpus_per_node", "hosts"])
+def test_several_nodes_are_not_silently_this_machine(name: str) -> None:
+    """`launch` and `Launcher` name what runs a function there."""
+    for call in (
+        lambda: ddpilot.launch(train, **{name: 2}),  # type: ignore[arg-type]
+        lambda: ddpilot.Launcher(**{name: 2}),
+        lambda: ddpilot.Launcher(nproc_per_node=1).run(train, **{name: 2}),
+    ):
+        with pytest.raises(
+            LaunchError, match=rf"has no (option|parameter) `{name}`.*`ddpilot\.SlurmLauncher\(nodes=2\)"
+        ):
+            call()
