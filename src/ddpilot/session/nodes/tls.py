@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import ipaddress
 import os
 import queue
 import secrets
@@ -23,6 +24,8 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+import psutil
 
 from ddpilot.errors import LaunchError
 
@@ -199,6 +202,8 @@ class TlsListener:
 def connect(addresses: Sequence[str], port: int, certificate: str, key: str, node_rank: int) -> TlsStream:
     """Connect to the parent at that one of `addresses` where a server with its certificate answers first.
 
+    Addresses in a network of this machine come before others, which a gateway may reach for a while only.
+
     Raises OSError with the reason for each address.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -215,16 +220,29 @@ def connect(addresses: Sequence[str], port: int, certificate: str, key: str, nod
         except OSError as error:
             results.put(f"{address}:{port}: {error}")
 
-    for address in addresses:
-        threading.Thread(target=try_one, args=(address,), daemon=True).start()
+    near = _near(addresses)
     reasons = []
-    for _ in addresses:
-        found = results.get()
-        if isinstance(found, TlsStream):
-            found.write(node_rank.to_bytes(4, "big") + bytes.fromhex(key))
-            return found
-        reasons.append(found)
+    for group in (near, [address for address in addresses if address not in near]):
+        for address in group:
+            threading.Thread(target=try_one, args=(address,), daemon=True).start()
+        for _ in group:
+            found = results.get()
+            if isinstance(found, TlsStream):
+                found.write(node_rank.to_bytes(4, "big") + bytes.fromhex(key))
+                return found
+            reasons.append(found)
     raise OSError("; ".join(reasons))
+
+
+def _near(addresses: Sequence[str]) -> list[str]:
+    """Return those of `addresses` that are in a network of one of this machine's interfaces."""
+    networks = [
+        ipaddress.ip_network(f"{each.address}/{each.netmask}", strict=False)
+        for own in psutil.net_if_addrs().values()
+        for each in own
+        if each.family == socket.AF_INET and each.netmask
+    ]
+    return [address for address in addresses if any(ipaddress.ip_address(address) in each for each in networks)]
 
 
 def _make_certificate() -> tuple[ssl.SSLContext, str]:
