@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from ddpilot.module_names import NODE_REPORT
 from ddpilot.slurm.records import SACCT_FIELDS, JobRecord, parse_sacct, parse_scontrol
 
 _TIMEOUT_S = 60.0
+_OF_JOBS = ("SLURM_", "SLURMD_", "SRUN_", "SBATCH_")
+_OF_SITES = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_CONF_SERVER", "SLURM_JWT")
 
 
 def submit_job(script: str, *, folder: Path, options: Sequence[str] = ()) -> str:
@@ -98,6 +101,11 @@ def cancel_job(job_id: str) -> None:
         raise SlurmError(did, found=f"scancel said: {_words(done)}")
 
 
+def leave_job(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` without the variables of a job that this process is in: srun would take the new job's sizes from them."""
+    return {name: value for name, value in environ.items() if not name.startswith(_OF_JOBS) or name in _OF_SITES}
+
+
 def _call(
     words: Sequence[str], did: str, *, stdin: str | None = None, folder: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
@@ -106,6 +114,7 @@ def _call(
             words,
             input=stdin if stdin is not None else "",
             cwd=folder,
+            env=leave_job(os.environ),
             capture_output=True,
             text=True,
             timeout=_TIMEOUT_S,
