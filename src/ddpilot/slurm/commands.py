@@ -17,7 +17,7 @@ from ddpilot.module_names import NODE_REPORT
 from ddpilot.slurm.records import SACCT_FIELDS, JobRecord, parse_sacct, parse_scontrol
 
 _TIMEOUT_S = 60.0
-_OF_JOBS = ("SLURM_", "SLURMD_", "SRUN_", "SBATCH_")
+_OF_JOBS = ("SLURM_", "SLURMD_", "SRUN_")
 _OF_SITES = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_CONF_SERVER", "SLURM_JWT")
 
 
@@ -102,7 +102,7 @@ def cancel_job(job_id: str) -> None:
 
 
 def leave_job(environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ` without the variables of a job that this process is in: srun would take the new job's sizes from them."""
+    """`environ` without the variables of a job that this process is in, from which srun would take the sizes of steps."""
     return {name: value for name, value in environ.items() if not name.startswith(_OF_JOBS) or name in _OF_SITES}
 
 

@@ -13,8 +13,8 @@ from ddpilot.slurm.commands import leave_job, read_job, submit_job
 
 def test_variables_of_an_outer_job_do_not_reach_the_new_one() -> None:
     """As where a notebook on a compute node submits a job; which Slurm it is stays known."""
-    environ = {"SLURM_CONF": "/etc/slurm.conf", "SLURM_NTASKS": "4", "SRUN_CPUS_PER_TASK": "2", "HOME": "/home/me"}
-    assert leave_job(environ) == {"SLURM_CONF": "/etc/slurm.conf", "HOME": "/home/me"}
+    environ = {"SLURM_CONF": "/etc/slurm.conf", "SLURM_NTASKS": "4", "SRUN_CPUS_PER_TASK": "2", "SBATCH_QOS": "a"}
+    assert leave_job(environ) == {"SLURM_CONF": "/etc/slurm.conf", "SBATCH_QOS": "a"}
 
 
 def test_missing_slurm_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
