@@ -102,7 +102,7 @@ def cancel_job(job_id: str) -> None:
 
 
 def leave_job(environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ` without the variables of a job that this process is in, from which srun would take the sizes of steps."""
+    """`environ` without the variables of a job that this process is in, whose sizes srun would take over."""
     return {name: value for name, value in environ.items() if not name.startswith(_OF_JOBS) or name in _OF_SITES}
 
 
