@@ -41,11 +41,12 @@ def straight(cluster_of_module: Cluster, tmp_path_factory: pytest.TempPathFactor
     return found
 
 
+@pytest.mark.parametrize("launcher", ["python", "ddpilot"])
 def test_job_saves_at_the_signal_and_goes_on_exactly(
-    cluster: Cluster, tmp_path: Path, straight: dict[int, str]
+    cluster: Cluster, tmp_path: Path, straight: dict[int, str], launcher: str
 ) -> None:
     """USR1 ends it with 75 after a checkpoint, the script requeues it, and all losses are those of a straight run."""
-    job_id = submit(cluster, tmp_path, pause_s=0.05)
+    job_id = submit(cluster, tmp_path, f"--launcher={launcher}", pause_s=0.05)
     wait_until(lambda: num_losses(tmp_path) >= 10)
     cluster.run("scancel", "--signal=USR1", job_id)
     cluster.wait_for(job_id, ("PENDING",))
