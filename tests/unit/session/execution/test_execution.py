@@ -50,7 +50,7 @@ class FakeKernels:
         self.requests: list[Request] = []
         self.num_freed = 0
         self.options = SimpleNamespace(respawn=False)
-        self.processes = SimpleNamespace(is_live=lambda rank: True, pid=lambda rank: None)
+        self.processes = SimpleNamespace(is_live=lambda rank: True, pid=lambda rank: None, nodes=None)
         self.io_thread = SimpleNamespace(send=self._free)
         self.view = SimpleNamespace(
             begin=lambda ranks: None,
