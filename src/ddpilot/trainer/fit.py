@@ -245,7 +245,10 @@ class _Fit:
         self._callbacks.is_over = self._is_last(is_part=not is_at_end_of_epoch)
         if run.validate_every.counts_updates:
             self._end_interval()
-        if (loop.exchange_stop() or self._has_all_updates) and not is_at_end_of_epoch:
+        loop.exchange_stop()
+        # After a signal or `max_time_s` the epoch continues in a later run, whose row is of all of it.
+        is_intended = self._has_all_updates or loop.stop_reasons == ("asked",)
+        if is_intended and not is_at_end_of_epoch:
             self._end_epoch(is_part=True)
             return
         if not is_at_end_of_epoch:

@@ -162,6 +162,8 @@ def _check_checkpoints(fit: FitOptions) -> None:
     if more and options["checkpoint_dir"] is None:
         found = f"`checkpoints` with {', '.join(map(repr, more))}, and no `checkpoint_dir`: nothing would be saved"
         raise LoopError(FITTING, found=found, fix="Give a `checkpoint_dir`.")
+    if options.get("save_every") is not None:
+        read_interval(options["save_every"], "save_every", by_updates=True)
 
 
 def _check_step(trainer: TrainerCore) -> None:

@@ -119,6 +119,26 @@ def test_an_endless_stream_has_the_numbers_of_a_plain_loop(num_ranks: int, plain
     check(trainer, plain)
 
 
+class StopAt(ddpilot.Callback):
+    """Stops on rank 0 alone, after an interval."""
+
+    def on_interval_end(self, run: ddpilot.Run) -> None:
+        if run.update == 2 * EVERY:
+            run.stop()
+
+
+@pytest.mark.timeout(100)
+def test_a_stop_of_rank_zero_after_an_interval_is_exact_and_continues(plain: dict[str, Any]) -> None:
+    """No update more, on any rank; the next fit, at another number of ranks, ends with the same weights."""
+    trainer = make_trainer(callbacks=[StopAt()])
+    trainer.fit(Endless(), make_data(21, first=60), nproc_per_node=3, **OPTIONS)
+    assert (trainer.position.num_updates, trainer.position.next_batch) == (2 * EVERY, 2 * EVERY * ACCUMULATE)
+    trainer.callbacks.clear()
+    trainer.fit(Endless(), make_data(21, first=60), nproc_per_node=2, **OPTIONS)
+    assert [row["update"] for row in trainer.history.intervals] == [row["update"] for row in plain["rows"]]
+    same(trainer.model.state_dict(), plain["weights"])
+
+
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("update", [6, 8])
 def test_a_killed_fit_resumes_at_another_number_of_ranks(update: int, plain: dict[str, Any], tmp_path: Path) -> None:

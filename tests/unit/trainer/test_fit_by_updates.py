@@ -115,7 +115,7 @@ def plainly(num_updates: int, every: int, step_every: int = 1) -> dict[str, Any]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     losses: list[float] = []
-    rows = []
+    rows: list[dict[str, Any]] = []
     for update in range(1, num_updates + 1):
         samples = [sample(number) for number in range((update - 1) * BATCH, update * BATCH)]
         x, y = (torch.stack(parts) for parts in zip(*samples, strict=True))
@@ -135,7 +135,7 @@ def plainly(num_updates: int, every: int, step_every: int = 1) -> dict[str, Any]
     return {"rows": rows, "losses": losses, "weights": model.state_dict()}
 
 
-def approximately(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def approximately(rows: list[dict[str, Any]]) -> list[Any]:
     """What rows of a history are compared with, without what a clock measured."""
     return [pytest.approx(row, rel=1e-10, nan_ok=True) for row in untimed(rows)]
 
@@ -173,8 +173,7 @@ def test_the_order_of_events_in_an_interval(capsys: pytest.CaptureFixture[str]) 
     assert "stopped" not in output
 
 
-@pytest.mark.parametrize("data", [DATA, None], ids=["dataset", "stream"])
-@pytest.mark.parametrize("every", ["3 updates", "2 updates", "5 updates"])
+@pytest.mark.parametrize(("data", "every"), [(DATA, "5 updates"), (None, "4 updates")], ids=["dataset", "stream"])
 def test_a_fit_killed_at_any_update_resumes_with_the_same_history(data: Any, every: str, tmp_path: Path) -> None:
     """Weights and rows; intervals begin in one epoch and end in the next."""
     whole = make()
@@ -189,10 +188,10 @@ def test_a_fit_killed_at_any_update_resumes_with_the_same_history(data: Any, eve
         torch.testing.assert_close(again.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
         for name in ("intervals", "epochs", "updates"):
             assert untimed(getattr(history, name)) == approximately(getattr(expected, name)), name
-        # All is done: once more changes nothing.
-        third = make()
-        assert fit(third, data, **given).intervals == history.intervals
-        torch.testing.assert_close(third.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
+    # All is done: once more changes nothing.
+    third = make()
+    assert fit(third, data, **given).intervals == history.intervals
+    torch.testing.assert_close(third.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
 
 
 def test_epochs_may_be_validated_by_updates_and_updates_by_epochs() -> None:

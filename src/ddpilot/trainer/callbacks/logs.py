@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -56,7 +56,13 @@ def check_every(name: str, every: int) -> int:
 
 
 class RowLog(Callback):
-    """Base class of logs of updates and epochs: calls `_write` with each row, and `_close` when the fit ends."""
+    """Base class of logs of updates and epochs: calls `_write` with each row, and `_close` when the fit ends.
+
+    If intervals of updates are validated, epochs are logged too only if `_has_kinds`: they have the same names.
+    """
+
+    _has_kinds: ClassVar[bool] = False
+    """True if each row has its kind."""
 
     def __init__(self, every: int) -> None:
         self._every = check_every(type(self).__name__, every)
@@ -66,7 +72,8 @@ class RowLog(Callback):
             self._write("update", update_row(run), run.update)
 
     def on_epoch_end(self, run: Run) -> None:
-        self._write("epoch", epoch_row(run), run.update)
+        if self._has_kinds or not run.validate_every.counts_updates:
+            self._write("epoch", epoch_row(run), run.update)
 
     def on_interval_end(self, run: Run) -> None:
         self._write("interval", epoch_row(run), run.update)
@@ -140,6 +147,8 @@ class JsonLinesLog(RowLog):
     numbers are the strings "nan", "inf" and "-inf", as JSON has none. Raises OSError, on all ranks, and LoopError for
     `every` below 1.
     """
+
+    _has_kinds = True
 
     def __init__(self, path: str | os.PathLike[str] = "log.jsonl", *, every: int = 50) -> None:
         super().__init__(every)
