@@ -22,7 +22,7 @@ from ddpilot.trainer.optimizers import relink
 from ddpilot.trainer.ranks import group_here
 from ddpilot.trainer.result import FitResult, collect_result
 from ddpilot.trainer.run import Run, find_inner, trained_parts
-from ddpilot.training.batches import Loader, is_at_end
+from ddpilot.training.batches import LimitedLoader, Loader, is_at_end
 from ddpilot.training.coordination.stop import StopSignals
 from ddpilot.training.interval import EACH_UPDATE
 from ddpilot.training.loop import Loop
@@ -66,7 +66,7 @@ def fit_here(trainer: TrainerCore, fit: FitOptions, signals: StopSignals) -> Exc
 
 def _fit_by(loop: Loop, trainer: TrainerCore, fit: FitOptions) -> Exception | None:
     loop.findings = trainer.findings
-    train_loader, val_loader = _make_loaders(fit, loop)
+    train_loader, val_loader = _limited(_make_loaders(fit, loop), fit.limit_batches)
     data = describe_data(train_loader)
     trainer.batch_size = getattr(getattr(train_loader, "plan", None), "global_batch_size", None) or trainer.batch_size
     _start(loop, trainer.position, data)
@@ -184,6 +184,15 @@ def _make_loaders(fit: FitOptions, loop: Loop) -> tuple[Loader, Loader | None]:
     elif isinstance(fit.train_set, DataLoader):
         options |= {"global_batch_size": fit.train_set.batch_size, "batch_size_per_rank": None}
     return train, make_loader_of(fit.val_set, loop, options)
+
+
+def _limited(loaders: tuple[Loader, Loader | None], limits: Mapping[str, int]) -> tuple[Loader, Loader | None]:
+    train, val = loaders
+    if "train" in limits:
+        train = LimitedLoader(train, limits["train"])
+    if "validation" in limits and val is not None:
+        val = LimitedLoader(val, limits["validation"])
+    return train, val
 
 
 class _Fit:

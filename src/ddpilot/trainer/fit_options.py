@@ -25,6 +25,8 @@ FITTING = "starting a fit"
 """What errors state as the failed action."""
 SIZES = ("global_batch_size", "batch_size_per_rank")
 """Names of a loader's batch sizes."""
+LIMITED = ("train", "validation")
+"""Names of what `limit_batches` limits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +45,8 @@ class FitOptions:
     other_data: bool
     check_finite: bool
     progress: bool | None
+    limit_batches: Mapping[str, int]
+    """Largest numbers of global batches per epoch of "train", and per pass of "validation"."""
     loader: Mapping[str, Any]
     """Options of the training data's loader."""
     ddp: Mapping[str, Any]
@@ -70,6 +74,19 @@ class FitOptions:
         number = self.until_epoch if self.epochs is None else self.epochs
         assert number is not None  # one of the three is set
         return number if self.is_total else epoch + number
+
+
+def read_limits(given: int | Mapping[str, int] | None) -> dict[str, int]:
+    """Return the limits of "train" and "validation" that were given. Raises LoopError."""
+    if given is None:
+        return {}
+    limits = dict(given) if isinstance(given, Mapping) else dict.fromkeys(LIMITED, given)
+    check_names(FITTING, "`limit_batches`", limits, LIMITED)
+    for name, limit in limits.items():
+        if not is_count(limit) or limit < 1:
+            found = f"`limit_batches` of {name} is {limit!r}"
+            raise LoopError(FITTING, found=found, fix="Give a number of batches, 1 or more.")
+    return limits
 
 
 def read_interval(given: object, name: str, *, by_updates: bool) -> Interval:

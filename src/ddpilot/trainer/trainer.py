@@ -22,7 +22,7 @@ from ddpilot.trainer.checks import (
 )
 from ddpilot.trainer.core import TrainerCore
 from ddpilot.trainer.fit import fit_here, fit_on_rank, make_loader_of, move_optimizer_state
-from ddpilot.trainer.fit_options import FitOptions, check_fit, check_goal, has_size, read_interval
+from ddpilot.trainer.fit_options import FitOptions, check_fit, check_goal, has_size, read_interval, read_limits
 from ddpilot.trainer.history import History
 from ddpilot.trainer.losses import with_count
 from ddpilot.trainer.ranks import (
@@ -81,6 +81,7 @@ class Trainer(TrainerCore):
         num_workers: int = 0,
         nproc_per_node: int | str | None = None,
         max_time_s: float | None = None,
+        limit_batches: int | Mapping[str, int] | None = None,
         validate_every: int | str | None = None,
         save_every: int | str | None = None,
         checkpoint_dir: str | os.PathLike[str] | None = None,
@@ -107,8 +108,10 @@ class Trainer(TrainerCore):
         own. `validate_every`: "500 updates" or "2 epochs" between validations, counted over all fits; an int counts
         updates with `max_updates`, otherwise epochs; default: 1 epoch. The end of the fit is always validated. With
         updates, `history.intervals` has a row for each validation. `save_every`: the same between checkpoints, where an
-        int always counts updates; default: one after each row of the history. `loader`, `ddp`: further options of
-        `Loop.loader` for the training data and of `Loop.prepare`.
+        int always counts updates; default: one after each row of the history. `limit_batches`: use only the first
+        so many global batches of each epoch and each validation, or {"train": 100, "validation": 10}; with
+        `shuffle=False` those of the training are the same in each epoch, to overfit on. `loader`, `ddp`: further
+        options of `Loop.loader` for the training data and of `Loop.prepare`.
         `checkpoint_dir`, `resume`, `check_finite`: as for `Loop`, which resumes from the latest checkpoint there if it
         is further than this trainer; `other_data`: also if an epoch starts with a dataset of different length.
         `checkpoints`: the other options; `best` names a column of the history, "max val_acc". `progress`: False shows
@@ -133,6 +136,7 @@ class Trainer(TrainerCore):
             until_epoch=until_epoch,
             max_updates=max_updates,
             max_time_s=max_time_s,
+            limit_batches=read_limits(limit_batches),
             validate_every=read_interval(
                 "1 epoch" if validate_every is None else validate_every,
                 "validate_every",

@@ -30,6 +30,29 @@ class Loader(Protocol):
         """Yield the parts from batch `first_batch` on; never ends if their `global_count` is None."""
 
 
+class LimitedLoader:
+    """A loader that yields the first `max_batches` global batches of each epoch of `inner`; otherwise the same."""
+
+    def __init__(self, inner: Loader, max_batches: int) -> None:
+        self.inner = inner
+        self.max_batches = max_batches
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __len__(self) -> int:
+        try:
+            return min(len(self.inner), self.max_batches)  # type: ignore[arg-type]
+        except TypeError:  # a stream, whose length is unknown
+            return self.max_batches
+
+    def iterate(self, epoch: int, first_batch: int = 0) -> Iterator[LocalBatch]:
+        """Yield the parts of batches `first_batch` to `max_batches` - 1."""
+        return islice(self.inner.iterate(epoch, first_batch), max(0, self.max_batches - first_batch))
+
+
 @dataclass(eq=False, slots=True)  # frozen=True would cost more than everything else done here per batch
 class CurrentBatch:
     """The loop's current batch and its accumulation group, which is the batches of one update."""
@@ -78,6 +101,9 @@ def iterate_groups(
     with naming_rank(group.rank):
         check_loader(loader)
         _check_agreement(loader, group)
+    max_batches = None
+    if isinstance(loader, LimitedLoader):
+        max_batches, loader = max(0, loader.max_batches - first_batch), loader.inner
     if isinstance(loader, StreamLoader):
         batches = observe(loader.iterate(epoch, first_batch, stream_state))
     else:
@@ -86,7 +112,8 @@ def iterate_groups(
     is_read_by_all = isinstance(loader, StreamLoader) and not loader.is_joint and group.world_size > 1
     try:
         with naming_rank(group.rank):
-            yield from _group(batches, group, epoch, accumulation, is_read_by_all, _uneven_division(loader))
+            limited = batches if max_batches is None else islice(batches, max_batches)
+            yield from _group(limited, group, epoch, accumulation, is_read_by_all, _uneven_division(loader))
     finally:
         if isinstance(batches, Generator):  # stops its workers now, not when it is garbage-collected
             batches.close()
@@ -95,8 +122,10 @@ def iterate_groups(
 def is_at_end(loader: Loader, batch: CurrentBatch) -> bool:
     """True if `batch` is known to be the last of its epoch. The same on all ranks.
 
-    Always False for streams, for joint loaders, and for batches that a user's sampler makes.
+    Always False for streams, for joint loaders, and for batches that a user's sampler makes, unless they are limited.
     """
+    if isinstance(loader, LimitedLoader) and batch.index + 1 >= loader.max_batches:
+        return True
     plan = getattr(loader, "plan", None)
     return isinstance(plan, Plan) and not getattr(loader, "is_joint", True) and batch.index + 1 >= plan.num_batches
 

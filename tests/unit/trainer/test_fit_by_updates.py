@@ -326,3 +326,35 @@ def test_run_says_what_a_fit_counts() -> None:
     fit(make(Look()), max_updates=1, validate_every=5)
     fit(make(Look()), DATA, epochs=1)
     assert seen == [(None, None, 1, Interval(5, "updates")), (1, None, None, Interval(1, "epochs"))]
+
+
+def losses_of(data: Any, **options: Any) -> tuple[list[float], list[int], float]:
+    """Losses of updates, samples of epochs, and the last validation."""
+    history = fit(make(accumulate=2), data, **options)
+    rows = history.epochs
+    return [row["loss"] for row in history.updates], [row["samples"] for row in rows], rows[-1]["val_loss"]
+
+
+@pytest.mark.parametrize("data", [DATA, None], ids=["dataset", "stream"])
+def test_limit_batches_gives_the_numbers_of_shorter_data(data: Any) -> None:
+    """Of a dataset with only these samples; the last, short accumulation group too."""
+    first = [sample(number) for number in range(3 * BATCH)] if data is None else DATA
+    shorter = torch.utils.data.Subset(first, range(2 * BATCH + 4 * (data is None)))  # type: ignore[arg-type]
+    limit = 3 if data is None else 2
+    limited = losses_of(data, epochs=2, shuffle=False, limit_batches={"train": limit})
+    for one, other in zip(limited, losses_of(shorter, epochs=2, shuffle=False), strict=True):
+        assert one == pytest.approx(other, rel=1e-12)
+    assert limited[1] == [limit * BATCH] * 2
+
+
+def test_limit_batches_limits_the_validation_too() -> None:
+    """To its first batches."""
+    trainer = make()
+    history = fit(trainer, DATA, epochs=1, limit_batches=1)
+    expected = nn.functional.mse_loss(trainer.model(X[:BATCH]), X[:BATCH].sum(1, keepdim=True)).item()
+    assert history.epochs[0]["val_loss"] == pytest.approx(expected, rel=1e-12)
+    assert (history.epochs[0]["samples"], history.epochs[0]["update"]) == (BATCH, 1)
+    with pytest.raises(LoopError, match="`limit_batches` has no 'val'"):
+        fit(trainer, DATA, limit_batches={"val": 1})
+    with pytest.raises(LoopError, match="`limit_batches` of train is 0"):
+        fit(trainer, DATA, limit_batches=0)
