@@ -3,8 +3,15 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
+import shutil
+import sys
+import tempfile
+import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch.optim import Optimizer
@@ -13,10 +20,12 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ddpilot.data.options import WORKER_OPTIONS
 from ddpilot.errors import LoopError
+from ddpilot.group.decorators import on_ranks
+from ddpilot.group.device import capture_rng, restore_rng
 from ddpilot.trainer.callback import CallbackRunner
 from ddpilot.trainer.core import FitState, Position, TrainerCore
 from ddpilot.trainer.fit_options import SIZES, FitOptions
-from ddpilot.trainer.history import measured
+from ddpilot.trainer.history import History, measured
 from ddpilot.trainer.losses import LossSums
 from ddpilot.trainer.optimizers import relink
 from ddpilot.trainer.ranks import group_here
@@ -24,7 +33,7 @@ from ddpilot.trainer.result import FitResult, collect_result
 from ddpilot.trainer.run import Run, find_inner, trained_parts
 from ddpilot.training.batches import LimitedLoader, Loader, is_at_end
 from ddpilot.training.coordination.stop import StopSignals
-from ddpilot.training.interval import EACH_UPDATE
+from ddpilot.training.interval import EACH_EPOCH, EACH_UPDATE
 from ddpilot.training.loop import Loop
 from ddpilot.training.models.ddp import unwrap
 from ddpilot.training.models.optimizers import ShardedState
@@ -47,6 +56,9 @@ def fit_here(trainer: TrainerCore, fit: FitOptions, signals: StopSignals) -> Exc
     Returns the exception that a callback of rank 0 raised after the last update (on other ranks, the error that reports
     it), which the caller raises once the trained state is safe.
     """
+    if fit.dry_run:
+        _run_dry(trainer, fit, signals)
+        return None
     loop = Loop(
         trainer.seed,
         accumulate=trainer.accumulate,
@@ -62,6 +74,55 @@ def fit_here(trainer: TrainerCore, fit: FitOptions, signals: StopSignals) -> Exc
         return _fit_by(loop, trainer, fit)
     finally:  # a traceback may keep the loop alive, and with it the checkpoint directory
         loop.release_directory()
+
+
+def _run_dry(trainer: TrainerCore, fit: FitOptions, signals: StopSignals) -> None:
+    """Try two updates, two batches of validation, a save and a load, on copies. Collective."""
+    group = group_here()
+    if any(isinstance(one, ShardedState) for one in trainer.optimizers.values()):
+        found = "optimizers whose state an earlier fit divided among these ranks"
+        raise LoopError("trying a fit (dry_run=True)", found=found, fix="Try it before the first fit.", rank=group.rank)
+    parent = None if fit.checkpoint_dir is None else Path(fit.checkpoint_dir).resolve().parent
+    folder = on_ranks(0, broadcast=True)(_make_folder)(parent)
+    rng, began_s = capture_rng(group.device), time.perf_counter()
+    short = dataclasses.replace(
+        fit,
+        dry_run=False,
+        epochs=1,
+        until_epoch=None,
+        max_updates=None,
+        validate_every=EACH_EPOCH,
+        limit_batches={"train": 2 * trainer.accumulate, "validation": 2},
+        checkpoints={"checkpoint_dir": folder, "resume": True},
+        progress=False,
+    )
+    try:
+        for _ in range(2):  # the second one loads the checkpoint of the first one
+            trial = _copy(trainer)
+            fit_here(trial, short, signals)
+    finally:
+        restore_rng(rng, group.device)
+        if group.is_rank_zero:
+            shutil.rmtree(str(folder), ignore_errors=True)
+    if group.is_rank_zero:
+        what = f"{trial.position.num_updates} updates{', a validation' * (fit.val_set is not None)}, a save and a load"
+        sys.stdout.write(f"dry run: {what} in {time.perf_counter() - began_s:.1f} s; nothing was kept\n")
+        sys.stdout.flush()
+
+
+def _copy(trainer: TrainerCore) -> TrainerCore:
+    """Return a trainer before its first update, without callbacks, with copies of everything that a fit changes."""
+    names = ("model", "loss_fn", "optimizers", "schedulers", "ema", "metrics")
+    parts = copy.deepcopy({name: getattr(trainer, name) for name in names})
+    trial = copy.copy(trainer)
+    vars(trial).update(parts, callbacks=[], history=History(), position=Position(), findings=())
+    return trial
+
+
+def _make_folder(parent: Path | None) -> str:
+    if parent is not None and not parent.is_dir():
+        parent = None
+    return tempfile.mkdtemp(prefix=".dry-run-", dir=parent)
 
 
 def _fit_by(loop: Loop, trainer: TrainerCore, fit: FitOptions) -> Exception | None:

@@ -42,6 +42,7 @@ class FitOptions:
     validate_every: Interval
     checkpoints: Mapping[str, Any]
     """Arguments of `Loop`: `checkpoint_dir`, `resume`, `keep` and so on."""
+    dry_run: bool
     other_data: bool
     check_finite: bool
     progress: bool | None

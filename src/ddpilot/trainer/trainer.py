@@ -82,6 +82,7 @@ class Trainer(TrainerCore):
         nproc_per_node: int | str | None = None,
         max_time_s: float | None = None,
         limit_batches: int | Mapping[str, int] | None = None,
+        dry_run: bool = False,
         validate_every: int | str | None = None,
         save_every: int | str | None = None,
         checkpoint_dir: str | os.PathLike[str] | None = None,
@@ -110,8 +111,10 @@ class Trainer(TrainerCore):
         updates, `history.intervals` has a row for each validation. `save_every`: the same between checkpoints, where an
         int always counts updates; default: one after each row of the history. `limit_batches`: use only the first
         so many global batches of each epoch and each validation, or {"train": 100, "validation": 10}; with
-        `shuffle=False` those of the training are the same in each epoch, to overfit on. `loader`, `ddp`: further
-        options of `Loop.loader` for the training data and of `Loop.prepare`.
+        `shuffle=False` those of the training are the same in each epoch, to overfit on. `dry_run`: only try
+        everything where the fit would run: two updates, two batches of validation, a save and a load, without
+        callbacks; it changes nothing and leaves no file. `loader`, `ddp`: further options of `Loop.loader` for the
+        training data and of `Loop.prepare`.
         `checkpoint_dir`, `resume`, `check_finite`: as for `Loop`, which resumes from the latest checkpoint there if it
         is further than this trainer; `other_data`: also if an epoch starts with a dataset of different length.
         `checkpoints`: the other options; `best` names a column of the history, "max val_acc". `progress`: False shows
@@ -137,6 +140,7 @@ class Trainer(TrainerCore):
             max_updates=max_updates,
             max_time_s=max_time_s,
             limit_batches=read_limits(limit_batches),
+            dry_run=dry_run,
             validate_every=read_interval(
                 "1 epoch" if validate_every is None else validate_every,
                 "validate_every",
@@ -166,6 +170,8 @@ class Trainer(TrainerCore):
                 return fit_here(self, fit, signals)
         self.nproc_per_node = self.nproc_per_node if nproc_per_node is None else nproc_per_node
         results = run_on_ranks(self, self.nproc_per_node, "fit", fit_on_rank, fit)
+        if fit.dry_run:
+            return None
         load_state(self, results[0].state)
         late_error = results[0].late_error
         return None if late_error is None else unpack_late_error(late_error, len(results))

@@ -151,3 +151,15 @@ def test_a_killed_fit_resumes_at_another_number_of_ranks(update: int, plain: dic
     trainer = make_trainer()
     trainer.fit(Endless(), make_data(21, first=60), nproc_per_node=2, **options)
     check(trainer, plain)
+
+
+@pytest.mark.timeout(100)
+def test_dry_run_on_ranks_leaves_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """With divided optimizer state, too; the checkpoint is written next to where it would be, and removed."""
+    trainer = make_trainer()
+    options = {**OPTIONS, "checkpoint_dir": tmp_path / "ckpt", "ddp": {"shard": "optimizer"}}
+    trainer.fit(Endless(), make_data(21, first=60), nproc_per_node=2, dry_run=True, **options)
+    assert "dry run: 2 updates, a validation, a save and a load in" in capfd.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+    assert (trainer.position.num_updates, trainer.history.updates) == (0, [])
+    same(trainer.model.state_dict(), make_model().state_dict())

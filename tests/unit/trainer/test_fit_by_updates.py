@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import ConcatDataset, IterableDataset, TensorDataset
 
 import ddpilot
 from ddpilot.checkpoint.directory import CheckpointDir
@@ -358,3 +359,45 @@ def test_limit_batches_limits_the_validation_too() -> None:
         fit(trainer, DATA, limit_batches={"val": 1})
     with pytest.raises(LoopError, match="`limit_batches` of train is 0"):
         fit(trainer, DATA, limit_batches=0)
+
+
+class Counting(nn.Linear):
+    """Counts its forward passes in training and in evaluation."""
+
+    calls: ClassVar[list[bool]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (samples, 2)."""
+        self.calls.append(self.training)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("data", [ConcatDataset([DATA, DATA]), None], ids=["dataset", "stream"])
+def test_dry_run_tries_everything_and_leaves_nothing(
+    data: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two updates of accumulated batches, two batches of validation, before and after a fit, which trains the same."""
+    Counting.calls.clear()
+    options: dict[str, Any] = {"scheduler": lambda one: torch.optim.lr_scheduler.ExponentialLR(one, 0.9), "ema": 0.9}
+    models = [Counting(2, 1).double() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    trainer, other = (
+        ddpilot.Trainer(model, nn.functional.mse_loss, torch.optim.AdamW, accumulate=2, **options) for model in models
+    )
+    given = {"max_updates": 5, "validate_every": 2, "checkpoint_dir": tmp_path / "ckpt"}
+    for total in (5, 8):
+        rng = torch.get_rng_state()
+        before = copy.deepcopy(trainer.history)
+        Counting.calls.clear()
+        fit(trainer, data, dry_run=True, **given)
+        assert Counting.calls[:6] == [True] * 4 + [False] * 2
+        assert torch.equal(rng, torch.get_rng_state())
+        assert trainer.history == before
+        assert [path.name for path in tmp_path.iterdir()] == ["ckpt"] * (total == 8)
+        assert "dry run: 2 updates, a validation, a save and a load in" in capsys.readouterr().out
+        for each in (trainer, other):
+            fit(each, data, **{**given, "max_updates": total, "checkpoint_dir": None})
+            (tmp_path / "ckpt").mkdir(exist_ok=True)
+        torch.testing.assert_close(trainer.model.state_dict(), other.model.state_dict(), rtol=0, atol=0)
+        assert untimed(trainer.history.intervals) == untimed(other.history.intervals)
+        assert trainer.position == other.position
