@@ -137,6 +137,8 @@ def _fit_by(loop: Loop, trainer: TrainerCore, fit: FitOptions) -> Exception | No
     here = _Fit(trainer, run, state, (train_loader, val_loader), callbacks, fit)
     try:
         callbacks.call("on_fit_start")
+        if fit.validate_first and not run.update:
+            here.validate_first()
         for _ in loop.epochs(run.num_epochs, max_updates=run.max_updates):
             here.train_epoch()
         callbacks.is_over = True
@@ -279,6 +281,15 @@ class _Fit:
         """True if the epoch, or the part of it in which the fit ends, is in the history."""
         self._interval_numbers: tuple[int, dict[str, float]] = (-1, {})
         """The number of updates at the end of the last interval, and its losses and metrics."""
+
+    def validate_first(self) -> None:
+        """Validate before the first update."""
+        run = self._run
+        run.metrics = {"epoch": run.epoch, "update": 0}
+        self._evaluate()
+        run.history.first.update(run.metrics)
+        numbers = ", ".join(f"{name} {value:.4g}" for name, value in measured(run.metrics).items())
+        self._print(f"before the first update: {numbers}")
 
     def train_epoch(self) -> None:
         """Train and validate one epoch, up to the end of the fit or a stop."""

@@ -42,6 +42,7 @@ class FitOptions:
     validate_every: Interval
     checkpoints: Mapping[str, Any]
     """Arguments of `Loop`: `checkpoint_dir`, `resume`, `keep` and so on."""
+    validate_first: bool
     dry_run: bool
     other_data: bool
     check_finite: bool
@@ -112,6 +113,8 @@ def check_fit(trainer: TrainerCore, fit: FitOptions) -> None:
         _check_single(name, data)
         _check_samples(name, data)
     check_whole(FITTING, "`val_set`", fit.val_set)
+    if fit.validate_first and fit.val_set is None:
+        raise LoopError(FITTING, found="`validate_first`, and no `val_set`", fix="Give a `val_set`.")
     _check_sizes(fit)
     check_loader_options(FITTING, "`loader`", fit.loader)
     options = [*inspect.signature(Loop.prepare).parameters, *inspect.signature(DistributedDataParallel).parameters]

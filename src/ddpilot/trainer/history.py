@@ -39,6 +39,10 @@ class History:
     """One dict per interval of `validate_every` updates, with the names of `epochs`, over the samples of the interval,
     which may begin in one epoch and end in the next; [] if epochs are validated. `epochs` then has no "val_..."."""
 
+    first: dict[str, Any] = field(default_factory=dict)
+    """The validation before the first update, with "epoch" and "update" 0, if `fit` was called with `validate_first`;
+    {} without."""
+
     @property
     def rows(self) -> list[dict[str, Any]]:
         """The rows with validations: `intervals` if there are any, else `epochs`."""
@@ -64,19 +68,21 @@ class History:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the lists without values that a checkpoint cannot hold; `updates`, which is long, as a tensor."""
-        rows, intervals = (
+        rows, intervals, (first,) = (
             [{name: value for name, value in row.items() if can_hold(value)} for row in some]
-            for some in (self.epochs, self.intervals)
+            for some in (self.epochs, self.intervals, [self.first])
         )
         names = list(dict.fromkeys(name for row in self.updates for name in row))
         table = [[row.get(name, math.nan) for name in names] for row in self.updates]
         updates = torch.tensor(table, dtype=torch.float64)
-        return {"epochs": rows, "intervals": intervals, "names": names, "updates": updates}
+        return {"epochs": rows, "intervals": intervals, "names": names, "updates": updates, "first": first}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned, in place."""
         self.epochs[:] = state["epochs"]
         self.intervals[:] = state.get("intervals", ())
+        self.first.clear()
+        self.first.update(state.get("first", {}))
         named = (dict(zip(state["names"], row, strict=True)) for row in state["updates"].tolist())
         self.updates[:] = ({**row, "update": int(row["update"])} for row in named)
 
@@ -113,6 +119,8 @@ def plot_history(history: History) -> Figure:
     """
     unit = "update" if history.intervals else "epoch"
     rows = [(row["update"] if history.intervals else row["epoch"] + 1, measured(row)) for row in history.rows]
+    if rows and history.first:
+        rows.insert(0, (0, measured(history.first)))
     if not rows:
         raise LoopError("plotting", found="no epoch was recorded yet", fix="Call fit() first.")
     try:

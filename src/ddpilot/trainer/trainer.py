@@ -82,6 +82,7 @@ class Trainer(TrainerCore):
         nproc_per_node: int | str | None = None,
         max_time_s: float | None = None,
         limit_batches: int | Mapping[str, int] | None = None,
+        validate_first: bool = False,
         dry_run: bool = False,
         validate_every: int | str | None = None,
         save_every: int | str | None = None,
@@ -108,7 +109,8 @@ class Trainer(TrainerCore):
         `train_set`, `val_set`: datasets, with `global_batch_size` or `batch_size_per_rank`; or DataLoaders, with their
         own. `validate_every`: "500 updates" or "2 epochs" between validations, counted over all fits; an int counts
         updates with `max_updates`, otherwise epochs; default: 1 epoch. The end of the fit is always validated. With
-        updates, `history.intervals` has a row for each validation. `save_every`: the same between checkpoints, where an
+        updates, `history.intervals` has a row for each validation. `validate_first`: also validate before the first
+        update of the training, into `history.first`. `save_every`: the same between checkpoints, where an
         int always counts updates; default: one after each row of the history. `limit_batches`: use only the first
         so many global batches of each epoch and each validation, or {"train": 100, "validation": 10}; with
         `shuffle=False` those of the training are the same in each epoch, to overfit on. `dry_run`: only try
@@ -140,6 +142,7 @@ class Trainer(TrainerCore):
             max_updates=max_updates,
             max_time_s=max_time_s,
             limit_batches=read_limits(limit_batches),
+            validate_first=validate_first,
             dry_run=dry_run,
             validate_every=read_interval(
                 "1 epoch" if validate_every is None else validate_every,

@@ -401,3 +401,25 @@ def test_dry_run_tries_everything_and_leaves_nothing(
         torch.testing.assert_close(trainer.model.state_dict(), other.model.state_dict(), rtol=0, atol=0)
         assert untimed(trainer.history.intervals) == untimed(other.history.intervals)
         assert trainer.position == other.position
+
+
+def test_validate_first_measures_the_untrained_model_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It changes no number, is in the checkpoint, and in the plot."""
+    given = {"max_updates": 4, "validate_every": 2, "checkpoint_dir": tmp_path}
+    expected = nn.functional.mse_loss(make().model(X), X.sum(1, keepdim=True)).item()
+    seen = Validations()
+    trainer, other = make(seen), make()
+    fit(trainer, validate_first=True, progress=None, **given)
+    fit(other, **{**given, "checkpoint_dir": None})
+    assert trainer.history.first == {"epoch": 0, "update": 0, "val_loss": pytest.approx(expected, rel=1e-12)}
+    assert f"before the first update: val_loss {expected:.4g}" in capsys.readouterr().out
+    assert seen.seen[:2] == [("evaluate", 0), ("evaluate", 2)]
+    assert untimed(trainer.history.intervals) == untimed(other.history.intervals)
+    torch.testing.assert_close(trainer.model.state_dict(), other.model.state_dict(), rtol=0, atol=0)
+    again = make(seen)
+    fit(again, validate_first=True, **{**given, "max_updates": 6})
+    assert again.history.first == trainer.history.first
+    assert seen.seen.count(("evaluate", 0)) == 1
+    assert other.history.first == {}
+    with pytest.raises(LoopError, match="`validate_first`, and no `val_set`"):
+        make().fit(DATA, validate_first=True, global_batch_size=4)
