@@ -123,8 +123,8 @@ def advise_several_nodes(name: str) -> str:
     if name not in _OF_SEVERAL_NODES:
         return ""
     return (
-        "`Launcher` starts ranks on this machine. `ddpilot.launch(fn, nodes=2)` and `ddpilot.SlurmLauncher(nodes=2)` run "
-        "a function on nodes of a Slurm cluster, and `ddpilot.Session(slurm=True, nodes=2)` or `Session(hosts=[...])` "
+        "`Launcher` starts ranks on this machine. `ddpilot.launch(fn, nodes=2)` and `ddpilot.SlurmLauncher(nodes=2)` "
+        "run a function on nodes of a Slurm cluster, and `ddpilot.Session(slurm=True, nodes=2)` or `Session(hosts=[...])` "
         "keeps ranks there"
     )
 
