@@ -52,7 +52,7 @@ test: $(READY) ## every test, with a seeded tenth of the soak
 
 test-slurm: $(READY) ## jobs and sessions on a real Slurm of four nodes, which it installs (as root, on Debian or Ubuntu)
 	$(BIN)/python -m tests.slurm.install
-	$(PYTEST) tests/slurm
+	$(PYTEST) -n 2 --dist loadfile tests/slurm
 
 test-browser: $(BROWSER_READY) ## notebooks run by clicks in JupyterLab and Chromium, which it installs; pictures in out/browser
 	$(BIN)/python -m tests.browser.chromium

@@ -11,6 +11,7 @@ import pytest
 from tests.dist.launching.scripts import wait_until
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import DDPILOT, PYTHON, TRAIN, TRAINER, following, losses
+from tests.slurm.soak import SOAK, soak
 
 
 def submit(cluster: Cluster, folder: Path, *options: str, fail_after: int = -1, pause_s: float = 0.0) -> str:
@@ -41,7 +42,7 @@ def straight(cluster_of_module: Cluster, tmp_path_factory: pytest.TempPathFactor
     return found
 
 
-@pytest.mark.parametrize("launcher", ["python", "ddpilot"])
+@pytest.mark.parametrize("launcher", ["python", pytest.param("ddpilot", marks=SOAK)])
 def test_job_saves_at_the_signal_and_goes_on_exactly(
     cluster: Cluster, tmp_path: Path, straight: dict[int, str], launcher: str
 ) -> None:
@@ -57,6 +58,7 @@ def test_job_saves_at_the_signal_and_goes_on_exactly(
 
 
 @pytest.mark.timeout(200)  # Slurm looks at time limits twice a minute
+@soak
 def test_job_goes_on_past_its_time_limit_and_is_followed_through_it(
     cluster: Cluster, tmp_path: Path, straight: dict[int, str]
 ) -> None:
@@ -87,6 +89,7 @@ def test_job_that_fails_twice_at_the_same_update_is_not_requeued_again(cluster: 
     assert "requeued 1x before" in done.stdout
 
 
+@soak
 def test_preempted_job_saves_and_goes_on_exactly(cluster: Cluster, tmp_path: Path, straight: dict[int, str]) -> None:
     """SIGTERM from a job with priority: the ranks save within the grace time, and go on when the nodes are free."""
     job_id = submit(cluster, tmp_path, "--nodes=2", "--exclusive", "--partition=low", "--nodelist=n[1-2]", pause_s=0.05)
@@ -98,6 +101,7 @@ def test_preempted_job_saves_and_goes_on_exactly(cluster: Cluster, tmp_path: Pat
     assert losses(tmp_path) == straight
 
 
+@soak
 def test_job_goes_on_after_a_lost_node_from_its_last_checkpoint(
     cluster: Cluster, tmp_path: Path, straight: dict[int, str]
 ) -> None:
@@ -115,7 +119,10 @@ def test_job_goes_on_after_a_lost_node_from_its_last_checkpoint(
     assert all(straight[int(number)] == value for number, value, _ in rows)
 
 
-@pytest.mark.parametrize(("options", "num_ranks"), [(("--nodes=1", "--nproc-per-node=2"), "2"), (("--nodes=3",), "3")])
+@pytest.mark.parametrize(
+    ("options", "num_ranks"),
+    [(("--nodes=1", "--nproc-per-node=2"), "2"), pytest.param(("--nodes=3",), "3", marks=SOAK)],
+)
 def test_saved_job_goes_on_in_a_job_of_another_number_of_nodes(
     cluster: Cluster, tmp_path: Path, straight: dict[int, str], options: tuple[str, ...], num_ranks: str
 ) -> None:
@@ -133,6 +140,7 @@ def test_saved_job_goes_on_in_a_job_of_another_number_of_nodes(
     assert num_ranks != "2" or losses(tmp_path) == straight
 
 
+@soak
 def test_trainer_is_requeued_as_a_loop_is(cluster: Cluster, tmp_path: Path) -> None:
     """With USR1 in the middle of an epoch: the history of all updates is that of a fit that nothing happened to."""
     histories = []

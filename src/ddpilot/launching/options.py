@@ -124,7 +124,7 @@ def advise_several_nodes(name: str) -> str:
         return ""
     return (
         "`Launcher` starts ranks on this machine. `ddpilot.launch(fn, nodes=2)` and `ddpilot.SlurmLauncher(nodes=2)` "
-        "run a function on nodes of a Slurm cluster, and `ddpilot.Session(slurm=True, nodes=2)` or `Session(hosts=[...])` "
+        "run a function on nodes of a Slurm cluster. `ddpilot.Session(slurm=True, nodes=2)` or `Session(hosts=[...])` "
         "keeps ranks there"
     )
 
