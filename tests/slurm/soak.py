@@ -4,8 +4,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import pytest
+
+T = TypeVar("T", bound=Callable[..., Any])
 
 SOAK = (
     pytest.mark.soak,
@@ -14,7 +18,7 @@ SOAK = (
 """For a case of a parametrized test: `pytest.param(..., marks=SOAK)`."""
 
 
-def soak(test):  # type: ignore[no-untyped-def]
+def soak(test: T) -> T:
     """Mark a test."""
     for mark in SOAK:
         test = mark(test)
