@@ -70,6 +70,11 @@ def core_wait_s(phases: Phases) -> float:
     return float(phases.counts["core_wait_ns"].mean()) / 1e9 if phases.counts.size else 0.0
 
 
+def longest_core_wait_s(phases: Phases) -> float:
+    """Return how long the rank that waits most for a core does so in an update, on average."""
+    return float(phases.counts["core_wait_ns"].mean(axis=1).max()) / 1e9 if phases.counts.size else 0.0
+
+
 def ms(seconds: float) -> str:
     """Return milliseconds with three digits."""
     return f"{seconds * 1e3:.3g} ms"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy
 
-from ddpilot.profiler.judgements.judged import SMALL_SHARE, Judged, core_wait_s, judged, longest_line, ms
+from ddpilot.profiler.judgements.judged import SMALL_SHARE, Judged, judged, longest_core_wait_s, longest_line, ms
 from ddpilot.profiler.phases import Phases
 
 LATE_UPDATES = 0.7
@@ -73,7 +73,7 @@ def judge_ranks(phases: Phases) -> Iterator[Judged]:
 def find_straggler(phases: Phases) -> Straggler | None:
     """Return the rank that the others wait for.
 
-    None if no rank is late in most updates by at least 5 % of an update and by what ranks wait for a core, or if no
+    None if no rank is late in most updates by at least 5 % of an update and by what any rank waits for a core, or if no
     phase of it explains that.
     """
     known = ~numpy.isnan(phases.arrivals_s).any(axis=0)
@@ -85,7 +85,7 @@ def find_straggler(phases: Phases) -> Straggler | None:
     late = arrivals[place] - numpy.median(numpy.delete(arrivals, place, axis=0), axis=0)
     late_s = float(numpy.median(late))
     is_often = float(numpy.quantile(late, 1 - LATE_UPDATES)) >= SMALL_SHARE * phases.update_s
-    if not is_often or late_s < max(core_wait_s(phases), phases.clock_error_s):
+    if not is_often or late_s < max(longest_core_wait_s(phases), phases.clock_error_s):
         return None
     excess = {name: _excess(phases, name, place) for name in OWN_WORK}
     if min(excess[each] for each in _COMPUTE) > _BOTH * max(excess[each] for each in _COMPUTE):

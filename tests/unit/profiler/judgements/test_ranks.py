@@ -48,10 +48,11 @@ def test_batches_that_differ_in_turn_are_named_without_a_rank() -> None:
     assert (first.code, first.ranks) == ("DDP748", ())
 
 
-def test_lateness_below_the_wait_for_cores_is_noise() -> None:
-    """Other processes make a rank late; that they run is said, and nothing else."""
+@pytest.mark.parametrize("wait_ms", [4, 1])
+def test_lateness_below_the_wait_for_cores_is_noise(wait_ms: int) -> None:
+    """Other processes make a rank late, also where they run on its core alone; that is said, and nothing else."""
     times = [
-        make_times(0, {"forward": 20, "communication": 4}, core_wait_ns=4_000_000),
+        make_times(0, {"forward": 20, "communication": 4}, core_wait_ns=wait_ms * 1_000_000),
         make_times(1, {"forward": 23, "communication": 1}, core_wait_ns=4_000_000),
     ]
     assert judge_codes(*times) == ["DDP751"]
