@@ -274,7 +274,7 @@ def _plan_runs(options: RunOptions, numbers: Sequence[int], rounds: int) -> list
 
 
 def _read_sizes(sizes: str) -> list[int]:
-    fix = "Give two or more numbers of ranks, such as 1,2,4"
+    fix = "Give two or more different numbers of ranks, such as 1,2,4"
     numbers = _read_numbers(sizes, "--nproc-per-node", fix)
     if len(numbers) < 2:
         raise LaunchError("reading --nproc-per-node", found=f"{sizes!r}", fix=fix)

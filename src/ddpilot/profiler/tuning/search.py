@@ -142,7 +142,7 @@ class Search:
         for round_ in range(self._rounds):
             wanted = [one for one in tried if one.is_open and not any(is_beaten(one, each) for each in tried)]
             if not self._try_round(wanted if round_ % 2 == 0 else wanted[::-1], end_s):
-                self.trials.ended = f"the time of {self._limit_s / 60:.3g} min was over"
+                self.trials.ended = "the time of --max-minutes was over"
                 return
 
     def _try_together(self) -> None:
@@ -158,7 +158,7 @@ class Search:
         for _ in range(max(self._rounds, MIN_FINAL_PAIRS)):
             wanted = [one for one in finals if one.is_open and not any(is_beaten(one, each) for each in finals)]
             if not self._try_round(wanted, self._end_s):
-                self.trials.ended = f"the time of {self._limit_s / 60:.3g} min was over"
+                self.trials.ended = "the time of --max-minutes was over"
                 return
 
     def _try_round(self, wanted: Sequence[Tried], end_s: float) -> bool:

@@ -159,7 +159,7 @@ def test_what_is_known_is_returned_if_it_is_interrupted() -> None:
 def test_time_and_a_script_that_fails_end_the_trials() -> None:
     """No run begins that would end too late."""
     trials, runs = search([BUCKET], limit_s=0.5)
-    assert trials.ended == "the time of 0.00833 min was over" or not runs
+    assert trials.ended == "the time of --max-minutes was over" or not runs
     count = itertools.count()
 
     def fail(trial: Trial) -> float:
