@@ -570,8 +570,8 @@ class Loop:
 
     def _begin_pass(self, loader: Loader) -> bool:
         check_loader(loader)
-        if (self.should_stop or self._has_all_updates()) and self.next_batch:
-            return False  # an earlier pass stopped within this epoch, which resumes from there
+        if self._has_all_updates() or (self.should_stop and self.next_batch):
+            return False  # an earlier pass of this epoch made the last update, or stopped where the epoch resumes
         if not self._checkpointer.is_in_epochs:
             is_next = self._position.is_next_epoch(loader)
             if is_next and self.should_stop:

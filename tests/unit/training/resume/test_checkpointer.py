@@ -241,6 +241,16 @@ def test_epochs_need_an_end(tmp_path: Path) -> None:
         list(run.loop.epochs(max_updates=3))
 
 
+def test_updates_that_are_all_made_leave_further_passes_empty(tmp_path: Path) -> None:
+    """The last batch of an epoch's first pass makes the last update."""
+    run = Run(tmp_path)
+    for _ in run.loop.epochs(max_updates=BATCHES):
+        run.read()
+        run.read()
+    assert (len(run.seen), run.loop.num_updates) == (BATCHES, BATCHES)
+    assert position(tmp_path) == (1, 0, 0, BATCHES)
+
+
 def test_an_epoch_of_two_passes_goes_on_in_the_second(tmp_path: Path) -> None:
     """The first is not read again."""
     run = Run(tmp_path)
