@@ -195,6 +195,14 @@ class SlurmError(DdpilotError, RuntimeError):
         super().__init__(did, found=found, fix=fix, rank=rank)
 
 
+class KubernetesError(DdpilotError, ValueError):
+    """A manifest cannot be made from these options. `field`: the field of `KubernetesOptions` at fault, or ""."""
+
+    def __init__(self, did: str, *, found: str, fix: str = "", rank: int | None = None, field: str = "") -> None:
+        self.field = field
+        super().__init__(did, found=found, fix=fix, rank=rank)
+
+
 class LaunchInterrupted(KeyboardInterrupt):
     """Ctrl-C or the stop button ended a launch; the message reports how each rank ended. All ranks have exited."""
 

@@ -83,6 +83,14 @@ def slurm(context: typer.Context) -> None:
     raise typer.Exit(run_words(context.args))
 
 
+@app.command(cls=_Raw, add_help_option=False)
+def k8s(context: typer.Context) -> None:
+    """Print the manifest of a script's job for Kubernetes: a PyTorchJob or a JobSet."""
+    from ddpilot.cli.k8s_command import run_words
+
+    raise typer.Exit(run_words(context.args))
+
+
 @app.command()
 def topology(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
