@@ -196,7 +196,7 @@ class SlurmError(DdpilotError, RuntimeError):
 
 
 class KubernetesError(DdpilotError, ValueError):
-    """A manifest cannot be made from these options. `field`: the field of `KubernetesOptions` at fault, or ""."""
+    """A manifest cannot be made from these options. `field`: the option of `ddpilot k8s` at fault, or ""."""
 
     def __init__(self, did: str, *, found: str, fix: str = "", rank: int | None = None, field: str = "") -> None:
         self.field = field

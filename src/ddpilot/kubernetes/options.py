@@ -174,8 +174,9 @@ class KubernetesOptions:
             raise refusal(name, value, f"Give {words}")
 
     def _check_volumes(self) -> None:
-        if isinstance(self.volumes, str):
-            raise refusal("volumes", self.volumes, f"Give a tuple: ({self.volumes!r},)")
+        given: object = self.volumes
+        if isinstance(given, str):
+            raise refusal("volumes", given, f"Give a tuple: ({given!r},)")
         for volume in self.volumes:
             if not re.fullmatch(_VOLUME, volume) or re.search(r"[\n\r\0]", volume):
                 raise refusal("volumes", volume, "Give CLAIM:PATH, such as data:/data, or data:/data:ro to read only")
@@ -185,7 +186,8 @@ class KubernetesOptions:
                 raise refusal("volumes", self.volumes[i - 1], f"There is a volume at {path}: give a different path")
 
     def _check_env(self) -> None:
-        for name, value in self.env.items():
+        values: Mapping[str, object] = self.env
+        for name, value in values.items():
             if not re.fullmatch(r"[A-Za-z_]\w*", name) or not isinstance(value, str) or re.search(r"[\n\r\0]", value):
                 raise refusal("env", f"{name}={value}", "Give names of variables, and values of one line")
             if name in _SET_FOR_RANKS or name.startswith("PET_"):
@@ -259,4 +261,4 @@ def pod_field(name: str) -> str:
 
 def _num_bytes(size: str) -> float:
     number, unit = re.findall(r"[\d.]+|[A-Za-z]+", size)
-    return float(number) * _UNITS[unit]
+    return float(number) * int(_UNITS[unit])

@@ -96,7 +96,7 @@ def test_options_take_what_kubernetes_takes(name: str, value: Any) -> None:
 
 def test_options_refuse_more_shared_memory_than_memory() -> None:
     """It counts as memory: the pod would be killed before it is full."""
-    assert KubernetesOptions(image=IMAGE, mem="1Gi", shared_memory="1024Mi")
+    assert KubernetesOptions(image=IMAGE, mem="1Gi", shared_memory="1024Mi").shared_memory == "1024Mi"
     with pytest.raises(KubernetesError, match=r"`shared_memory` is '2G', with `mem` '1Gi'.*at most `mem`"):
         KubernetesOptions(image=IMAGE, mem="1Gi", shared_memory="2G")
 
