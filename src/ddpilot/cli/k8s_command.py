@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, get_args
 
-from ddpilot.errors import KubernetesError, did_you_mean
+from ddpilot.cli.job_parser import FieldOptions, JobParser, parse_pair
+from ddpilot.errors import KubernetesError
 from ddpilot.kubernetes.manifest import render_manifest
 from ddpilot.kubernetes.options import Kind, KubernetesOptions, Launcher, pod_field
-from ddpilot.option_parser import HelpRequested, OptionParser, parse_int
+from ddpilot.option_parser import HelpRequested, parse_int
 
 _DID = "reading the options of `ddpilot k8s`"
 
@@ -26,7 +26,7 @@ Print the manifest of a job that runs a script on Kubernetes: a PyTorchJob or a 
 SCRIPT is a path in the image. Further fields of the pods' spec are passed through: write --name=VALUE, with a text or a
 value of JSON, such as --service-account-name=train or --tolerations='[{"operator": "Exists"}]'."""
 
-_OPTIONS: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
+_OPTIONS: FieldOptions = (
     ("--image/--container-image", "IMAGE", str, "container image of all pods, which has the script and torch"),
     ("--kind", "KIND", str, f"{' or '.join(get_args(Kind))} (pytorchjob)"),
     ("-N/--nodes", "N", parse_int, "number of nodes (1)"),
@@ -42,42 +42,17 @@ _OPTIONS: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
     ("--max-restarts", "N", parse_int, "how often the job is started again after a failure (0)"),
     ("--python", "PATH", str, "the interpreter in the image (python)"),
 )
-"""Flags, placeholder, type and help of the options that are one field of `KubernetesOptions`."""
+"""Options that are one field of `KubernetesOptions` each."""
 
 
-class K8sParser(OptionParser):
-    """The parser of the options of `ddpilot k8s`."""
-
-    def refuse(self, argument: str | None, message: str) -> KubernetesError:
-        """Return the error for a wrong value."""
-        flag = next((each for each in (argument or "").split("/") if each.startswith("--")), "")
-        field = flag.lstrip("-").replace("-", "_")
-        fix = "`ddpilot k8s --help` has more"
-        return KubernetesError(f"reading {flag}" if flag else _DID, found=message, fix=fix, field=field)
-
-    def refuse_unknown(self, words: Sequence[str]) -> KubernetesError:
-        """Return the error for a word that belongs to no option."""
-        found = f"`{words[0]}` is neither the script nor an option's value"
-        fix = "Arguments of the script come after `--`; fields of a pod that are not listed are written --name=value"
-        return KubernetesError(_DID, found=found, fix=fix)
-
-
-def make_parser() -> K8sParser:
+def make_parser() -> JobParser:
     """Return the parser. Names in its result are fields of `KubernetesOptions`, and `target` and `module`."""
-    parser = K8sParser(
-        "ddpilot k8s",
-        usage=_USAGE,
-        description=_DESCRIPTION,
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=32, width=120),
-    )
+    parser = JobParser("k8s", KubernetesError, "fields of a pod", usage=_USAGE, description=_DESCRIPTION)
     parser.add_argument("target", metavar="SCRIPT", help="a Python script in the image; with --module, a module")
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, run as with `python -m`")
-    for names, metavar, read, text in _OPTIONS:
-        flags = names.split("/")
-        name = next(flag for flag in flags if flag.startswith("--")).lstrip("-").replace("-", "_")
-        parser.add_argument(*flags, dest=name, metavar=metavar, type=read, help=text)
+    parser.add_fields(_OPTIONS)
     parser.add_argument(
-        "--env", metavar="NAME=VALUE", action="append", type=_pair, help="a variable to set; repeatable"
+        "--env", metavar="NAME=VALUE", action="append", type=parse_pair, help="a variable to set; repeatable"
     )
     parser.add_argument(
         "--volume",
@@ -89,40 +64,21 @@ def make_parser() -> K8sParser:
     return parser
 
 
-def _pair(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
-    return name, value
-
-
 def read_words(words: Sequence[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the values in `words` by name, `extra` with fields of the pods' spec, and the script's arguments."""
-    end = words.index("--") if "--" in words else len(words)
-    parser = make_parser()
-    try:
-        known, unknown = parser.parse_known_args(list(words[:end]))
-    except argparse.ArgumentError as error:
-        raise parser.refuse(error.argument_name, error.message) from error
-    values, extra = dict(vars(known)), dict[str, Any]()
-    for word in unknown:
-        flag, equals, value = word.partition("=")
-        if not flag.startswith("--"):
-            raise parser.refuse_unknown([word])
-        known_names = [each[2:] for each in parser.flags]
-        if guess := did_you_mean(flag[2:], known_names, show="--{}".format, cutoff=0.85):
-            raise KubernetesError(_DID, found=f"{flag} is not an option", fix=guess, field=flag[2:].replace("-", "_"))
-        extra[pod_field(flag[2:])] = _value(value) if equals else True
+    values, extra, args = make_parser().read_job(words)
     if extra:
-        values["extra"] = extra
+        values["extra"] = {pod_field(name): _value(value) for name, value in extra.items()}
     if "env" in values:
         values["env"] = dict(values["env"])
     if "volumes" in values:
         values["volumes"] = tuple(values["volumes"])
-    return values, tuple(words[end + 1 :])
+    return values, args
 
 
-def _value(text: str) -> Any:
+def _value(text: str | bool) -> Any:
+    if isinstance(text, bool):
+        return text
     try:
         return json.loads(text)
     except ValueError:

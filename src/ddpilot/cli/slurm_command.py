@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ddpilot.errors import SlurmError, did_you_mean
-from ddpilot.option_parser import HelpRequested, OptionParser, parse_int
+from ddpilot.cli.job_parser import FieldOptions, JobParser, parse_pair
+from ddpilot.errors import SlurmError
+from ddpilot.option_parser import HelpRequested, parse_int
 from ddpilot.slurm.commands import ask_nodes, cancel_job, check_script, read_job, submit_job
 from ddpilot.slurm.defaults import find_defaults, options_with_defaults
 from ddpilot.slurm.follow import describe_job, follow_job, summarize_job
@@ -36,7 +36,7 @@ Run a script as a Slurm job: show the job script, submit it, and follow its outp
 Defaults come from [slurm] in .ddpilot.toml, here or in a folder above or at home, or from [tool.ddpilot.slurm] in
 pyproject.toml. Further options of sbatch are passed through: write --name=value."""
 
-_OPTIONS: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
+_OPTIONS: FieldOptions = (
     ("-N/--nodes", "N", parse_int, "number of nodes (1)"),
     ("-n/--nproc-per-node/--ntasks-per-node", "N", parse_int, "ranks on each node (one per GPU, else 1)"),
     (
@@ -76,36 +76,14 @@ _OPTIONS: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
     ("--container", "IMAGE", str, "image for `apptainer exec`"),
     ("--container-image", "IMAGE", str, "image for srun's --container-image"),
 )
-"""Flags, placeholder, type and help of the options that are one field of `JobOptions`."""
+"""Options that are one field of `JobOptions` each."""
 
 _VERBS = ("follow", "status", "cancel")
 
 
-class SlurmParser(OptionParser):
-    """The parser of the options of `ddpilot slurm`."""
-
-    def refuse(self, argument: str | None, message: str) -> SlurmError:
-        """Return the error for a wrong value."""
-        flag = next((each for each in (argument or "").split("/") if each.startswith("--")), "")
-        field = flag.lstrip("-").replace("-", "_")
-        fix = "`ddpilot slurm --help` has more"
-        return SlurmError(f"reading {flag}" if flag else _DID, found=message, fix=fix, field=field)
-
-    def refuse_unknown(self, words: Sequence[str]) -> SlurmError:
-        """Return the error for a word that belongs to no option."""
-        found = f"`{words[0]}` is neither the script nor an option's value"
-        fix = "Arguments of the script come after `--`; options of sbatch that are not listed are written --name=value"
-        return SlurmError(_DID, found=found, fix=fix)
-
-
-def make_parser() -> SlurmParser:
+def make_parser() -> JobParser:
     """Return the parser of a job's options. Names in its result are fields of `JobOptions`, and four of our own."""
-    parser = SlurmParser(
-        "ddpilot slurm",
-        usage=_USAGE,
-        description=_DESCRIPTION,
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=32, width=120),
-    )
+    parser = JobParser("slurm", SlurmError, "options of sbatch", usage=_USAGE, description=_DESCRIPTION)
     parser.add_argument("target", metavar="SCRIPT", help="a Python script; with --module, the name of a module")
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, run as with `python -m`")
     parser.add_argument("--dry-run", action="store_true", help="print the job script and do not submit it")
@@ -113,10 +91,7 @@ def make_parser() -> SlurmParser:
         "--test-only", action="store_true", help="have sbatch check the job script, and do not submit it"
     )
     parser.add_argument("--no-follow", dest="follow", action="store_false", help="submit, print the number and leave")
-    for names, metavar, read, text in _OPTIONS:
-        flags = names.split("/")
-        name = next(flag for flag in flags if flag.startswith("--")).lstrip("-").replace("-", "_")
-        parser.add_argument(*flags, dest=name, metavar=metavar, type=read, help=text)
+    parser.add_fields(_OPTIONS)
     parser.add_argument(
         "--requeue", action="store_true", help="requeue the job when it is preempted or saved at --signal"
     )
@@ -124,7 +99,7 @@ def make_parser() -> SlurmParser:
     parser.add_argument("--uv", action="store_true", help="run with `uv run`")
     parser.add_argument("--modules", metavar="NAME,NAME", type=_names, help="modules to load")
     parser.add_argument(
-        "--env", metavar="NAME=VALUE", action="append", type=_pair, help="a variable to set; repeatable"
+        "--env", metavar="NAME=VALUE", action="append", type=parse_pair, help="a variable to set; repeatable"
     )
     parser.add_argument("--setup", metavar="LINE", action="append", help="shell to run before the ranks; repeatable")
     return parser
@@ -134,37 +109,16 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(text.replace(",", " ").split())
 
 
-def _pair(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
-    return name, value
-
-
 def read_words(words: Sequence[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the values in `words` by name, `extra` with options of sbatch, and the script's arguments."""
-    end = words.index("--") if "--" in words else len(words)
-    parser = make_parser()
-    try:
-        known, unknown = parser.parse_known_args(list(words[:end]))
-    except argparse.ArgumentError as error:
-        raise parser.refuse(error.argument_name, error.message) from error
-    values, extra = dict(vars(known)), dict[str, str | bool]()
-    for word in unknown:
-        flag, equals, value = word.partition("=")
-        if not flag.startswith("--"):
-            raise parser.refuse_unknown([word])
-        name, known_names = flag[2:], [each[2:] for each in parser.flags]
-        if guess := did_you_mean(name, known_names, show="--{}".format, cutoff=0.85):
-            raise SlurmError(_DID, found=f"{flag} is not an option", fix=guess, field=name.replace("-", "_"))
-        extra[name.replace("-", "_")] = value if equals else True
+    values, extra, args = make_parser().read_job(words)
     if extra:
-        values["extra"] = extra
+        values["extra"] = {name.replace("-", "_"): value for name, value in extra.items()}
     if "env" in values:
         values["env"] = dict(values["env"])
     if "setup" in values:
         values["setup"] = tuple(values["setup"])
-    return values, tuple(words[end + 1 :])
+    return values, args
 
 
 def run_words(words: Sequence[str]) -> int:
