@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ddpilot.errors import WatchError
 from ddpilot.launcher import Launcher
@@ -23,9 +23,8 @@ from ddpilot.watch.options import WatchOptions
 class RepeatedLauncher(Launcher):
     """A launcher whose ranks also call `hooks`. Shows nothing."""
 
+    is_repeated: ClassVar[bool] = True
     output: Output = "silent"
-    preload: tuple[str, ...] = ("torch._dynamo",)
-    """Each rank of each run would otherwise import it (1 s), as DDP and optimizers do."""
     hooks: tuple[str, ...] = ()
     run_limit_s: float | None = None
     """Seconds after which the watch ends a run, with the findings about its ranks; None: never."""

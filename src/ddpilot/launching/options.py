@@ -8,7 +8,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 from ddpilot.errors import LaunchError, did_you_mean
 from ddpilot.output.writer import Output
@@ -29,6 +29,9 @@ def _is_number(value: object) -> bool:
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
     """Options of one launch on this machine. Raises LaunchError for an invalid value."""
+
+    is_repeated: ClassVar[bool] = False
+    """True for a launch that many others like it follow at once: what each rank would import is imported first."""
 
     nproc_per_node: int | str = "auto"
     """Number of ranks, at most 1024. "auto": one per visible accelerator, or 1 with a hint if there is none; "gpu": one

@@ -199,7 +199,9 @@ class ForkedRanks:
     def attach(self, loop: EventLoop, emit: Callable[[SpawnerEvent], object]) -> None:
         self._loop, self._emit = loop, emit
         num_ranks = self._placement.local_world_size
-        self._job = self._stack.enter_context(self.server.job(self._launch_id, num_ranks, self._folder))
+        self._job = self._stack.enter_context(
+            self.server.job(self._launch_id, num_ranks, self._folder, self._options.is_repeated)
+        )
         if isinstance(self._store, int):
             self._port = self._store
         else:

@@ -106,15 +106,18 @@ class RankServer:
         return hello
 
     @contextlib.contextmanager
-    def job(self, launch_id: str, num_ranks: int, folder: str | None) -> Iterator[socket.socket]:
+    def job(
+        self, launch_id: str, num_ranks: int, folder: str | None, is_repeated: bool = False
+    ) -> Iterator[socket.socket]:
         """Context manager of one launch; yields its channel. Raises fd_socket.Closed if the server has exited.
 
-        `folder`: removed by the server when the ranks have ended, even if this process is killed.
+        `folder`: removed by the server when the ranks have ended, even if this process is killed. `is_repeated`: see
+        `LaunchOptions`.
         """
         ours, theirs = socket.socketpair()
         with ours:
             with theirs, self._lock:
-                fd_socket.send(self._channel, (launch_id, num_ranks, folder), [theirs.fileno()])
+                fd_socket.send(self._channel, (launch_id, num_ranks, folder, is_repeated), [theirs.fileno()])
                 self._num_jobs += 1
             try:
                 yield ours

@@ -43,7 +43,7 @@ _IMPORTS = (
 
 _LATER_IMPORTS = ("torch._dynamo",)
 """Modules that the first optimizer of a process imports (0.9 to 1.3 s measured). The server imports them while it is
-idle, and before it forks more ranks than there are cores, because each rank would otherwise import them."""
+idle, and before it forks ranks of a repeated launch or more than there are cores: each would otherwise import them."""
 
 _LOOK_S = 0.25
 """Interval, in seconds, at which the server checks during an import whether the parent has exited."""
@@ -183,10 +183,10 @@ class Server:
 
     def _on_channel(self) -> None:
         try:
-            (launch_id, num_ranks, folder), (fd,) = fd_socket.receive(self._channel)
+            (launch_id, num_ranks, folder, is_repeated), (fd,) = fd_socket.receive(self._channel)
         except fd_socket.Closed:
             self._on_parent_end()
-        while self._later_imports and num_ranks > count_cores():
+        while self._later_imports and (is_repeated or num_ranks > count_cores()):
             self._import_next()
         job_channel = socket.socket(fileno=fd)
         self._jobs[job_channel] = Job(launch_id, folder, job_channel, self._start_process)
