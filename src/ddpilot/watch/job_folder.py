@@ -150,16 +150,22 @@ def make_job_folder(name: str, world_size: int, ranks: tuple[int, ...] = ()) -> 
     """
     root = open_root(jobs_root())
     remove_old(root)
-    number = f"{time.strftime('%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
-    about = describe_job(number, name, sys.argv, world_size, ranks or range(world_size))
-    folder = root / about.id
-    folder.mkdir(mode=0o700)
+    folder = _make_numbered_folder(root)
+    about = describe_job(folder.name, name, sys.argv, world_size, ranks or range(world_size))
     try:
         write_job_info(folder, about)
     except OSError:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     return folder, about
+
+
+def _make_numbered_folder(root: Path) -> Path:
+    while True:
+        folder = root / f"{time.strftime('%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
+        with suppress(FileExistsError):  # a different job of this second has drawn the same number
+            folder.mkdir(mode=0o700)
+            return folder
 
 
 def describe_job(number: str, name: str, command: Iterable[str], world_size: int, ranks: Iterable[int]) -> JobInfo:

@@ -8,6 +8,7 @@ import os
 import stat
 import subprocess
 import time
+import uuid
 from dataclasses import replace
 from pathlib import Path
 
@@ -108,6 +109,16 @@ def test_remove_old_removes_folders_that_no_job_can_be_read_from(root: Path) -> 
     root.chmod(0o700)
     remove_old(root)
     assert {path.name for path in root.iterdir()} == {fresh.name, foreign.name, other.name}
+
+
+def test_jobs_of_one_second_that_draw_the_same_number_have_different_folders(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one draws again."""
+    numbers = iter([uuid.UUID(int=1 << 112), uuid.UUID(int=1 << 112), uuid.UUID(int=2 << 112)])
+    monkeypatch.setattr("uuid.uuid4", lambda: next(numbers))
+    monkeypatch.setattr("time.strftime", lambda _form: "1127-235657")
+    assert [make_job_folder("job", 1)[0].name for _ in range(2)] == ["1127-235657-0001", "1127-235657-0002"]
 
 
 @pytest.mark.parametrize(
