@@ -19,6 +19,8 @@ COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib src || true
 # that no core is idle while the other one is in the last of them.
 SIDE_BY_SIDE := tests/accelerator tests/notebook tests/dist/integrations tests/test_docs.py \
 	$(addprefix tests/dist/,training projects test_examples.py test_raw_ddp.py record trainer run guard data group diagnose lint profiler) tests/unit
+# These wait for Slurm and ssh most of their time.
+ON_NODES := tests/slurm tests/dist/nodes/test_session_hosts.py
 
 # The first interpreter that is new enough and can make a virtual environment. `make PYTHON=/path/to/python` overrides.
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.10; do \
@@ -47,12 +49,12 @@ demo: $(READY) ## run the quickstart notebook in a real Jupyter kernel, 2 ranks,
 	$(BIN)/python examples/run_quickstart.py
 
 test: $(READY) ## every test, with a seeded tenth of the soak
-	status=0; $(PYTEST) $(addprefix --ignore=,$(SIDE_BY_SIDE) tests/slurm) || status=$$?; \
+	status=0; $(PYTEST) $(addprefix --ignore=,$(SIDE_BY_SIDE) $(ON_NODES)) || status=$$?; \
 	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder $(SIDE_BY_SIDE) || status=$$?; exit $$status
 
-test-slurm: $(READY) ## jobs and sessions on a real Slurm of four nodes, which it installs (as root, on Debian or Ubuntu)
+test-slurm: $(READY) ## jobs and sessions on a real Slurm and over ssh, which it installs (as root, on Debian or Ubuntu)
 	$(BIN)/python -m tests.slurm.install
-	$(PYTEST) -n 2 --dist loadfile tests/slurm
+	$(PYTEST) -n 2 --dist loadfile $(ON_NODES)
 
 test-browser: $(BROWSER_READY) ## notebooks run by clicks in JupyterLab and Chromium, which it installs; pictures in out/browser
 	$(BIN)/python -m tests.browser.chromium
