@@ -9,8 +9,10 @@ import os
 import random
 import re
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +25,12 @@ pytest_plugins = ["pytester"]
 
 GRACE_S = 2.0
 """How long what a test started may take to be gone after it: the promise that ddpilot makes about its ranks."""
+
+
+def pytest_configure() -> None:
+    """Let tests be interrupted, and interrupt what they start, where a shell has started them in the background."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
