@@ -69,12 +69,6 @@ class Phases:
         """
         return self._mean_overlap(0) if len(self.ranks) > 1 else None
 
-    @property
-    def window_s(self) -> float:
-        """Mean seconds of an update from the first bucket to the last gradient; 0.0 if no bucket was timed."""
-        means = self._mean_overlap(1)
-        return float(means.mean()) if means is not None else 0.0
-
     def _mean_overlap(self, place: int) -> Array | None:
         known = ~numpy.isnan(self.overlaps[:, :, place])
         if not known.size or not known.any(axis=1).all():

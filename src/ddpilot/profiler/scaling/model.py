@@ -80,7 +80,7 @@ def make_sample(num_ranks: int, rounds: Sequence[Profile]) -> SizeSample:
         waiting_s=means["waiting"] + means["shadow"],
         exposed_s=max(0.0, means["communication"] - called_s),
         called_s=min(called_s, means["communication"]),
-        window_s=statistics.median(each.phases.window_s for each in rounds),
+        window_s=means["backward"] * statistics.median(_overlapped_share(each) for each in facts),
         draws_s=numpy.concatenate([each.phases.seconds[:, :, places].sum(axis=2).ravel() for each in rounds]),
         buckets=tuple(facts[0].get("buckets", ())),
         link=_fit_link(num_ranks, [fact for each in rounds for fact in each.facts]),
@@ -91,6 +91,13 @@ def make_sample(num_ranks: int, rounds: Sequence[Profile]) -> SizeSample:
 
 def _called(profile: Profile) -> float:
     return sum(seconds for (phase, _), seconds in profile.phases.by_site.items() if phase == COMMUNICATION)
+
+
+def _overlapped_share(facts: Mapping[str, Any]) -> float:
+    """Return the part of a backward pass during which gradients can be exchanged, by DDP's own log."""
+    times = facts.get("ddp_times", {})
+    backward_ns = times.get("backward_ns", 0)
+    return min(1.0, times.get("overlap_ns", 0) / backward_ns) if backward_ns else 0.0
 
 
 def _fit_link(num_ranks: int, facts: Sequence[Mapping[str, Any]]) -> Link | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the group of a DDP model, and read the sizes of its buckets: for the model of scaling."""
+"""Measure the group of a DDP model, and read what DDP itself has logged of its buckets: for the model of scaling."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ddpilot.group.measurements.all_reduce import time_all_reduce
 
 _SMALL_BYTES, _LEAST_LARGE_BYTES = 8, 4096
 _FIRST_READ, _READ_EVERY = 12, 200
-"""Updates after which DDP's log is read."""
+"""Updates after which DDP's log is read: it has times of the first ten updates, and of one in a hundred later."""
 
 
 class Buckets:
@@ -42,10 +42,15 @@ class Buckets:
             self.read()
 
     def read(self) -> None:
-        """Write the bytes of each bucket, in the order in which they are ready."""
+        """Write the bytes of each bucket, in the order in which they are ready, and times that DDP has logged."""
         ddp = self._ddp() if self._ddp is not None else None
         if ddp is None or not hasattr(ddp, "reducer"):
             return
         logged = ddp._get_ddp_logging_data()
         sizes = logged.get("rebuilt_bucket_sizes") or logged.get("bucket_sizes") or ""
+        times = {
+            "backward_ns": logged.get("avg_backward_compute_time", 0),
+            "overlap_ns": logged.get("avg_backward_compute_comm_overlap_time", 0),
+        }
+        self._write_fact("ddp_times", times)
         self._write_fact("buckets", [int(each) for each in sizes.split(",") if each.strip().isdecimal()])
