@@ -77,7 +77,7 @@ _POD_FIELDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class KubernetesOptions:
-    """What the pods of a job ask for and how their ranks start. Raises KubernetesError, with the field's name, for a
+    """Resources of the pods of a job, and how their ranks start. Raises KubernetesError, with the field's name, for a
     wrong value.
 
     There is one pod per node. Fields with the meaning of one of `JobOptions` have its name; their values are written as
@@ -97,7 +97,7 @@ class KubernetesOptions:
     """Ranks on each node. None: one per GPU that `gpus_per_node` asks for, else 1."""
 
     launcher: Launcher = "torchrun"
-    """What starts the ranks of a node: "torchrun", or "ddpilot": `ddpilot run`, which the image must have."""
+    """Program that starts the ranks of a node: "torchrun", or "ddpilot" (`ddpilot run`), which the image must have."""
 
     python: str = "python"
     """The interpreter, in the image."""
@@ -239,7 +239,7 @@ class KubernetesOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Mount:
-    """Where a persistent volume claim is mounted."""
+    """Mount of a persistent volume claim."""
 
     claim: str
     path: str

@@ -44,7 +44,7 @@ class Phases:
     first_update: int
     """Number of the first update, from 1: those before are left out."""
     clock: str = HOST_CLOCK
-    """Whose times these are: `HOST_CLOCK`, or the type of a device."""
+    """Clock of the times: `HOST_CLOCK`, or the type of a device."""
     clock_error_s: float = 0.0
     """How far the clocks of two ranks can be off: what is shorter is not taken for waiting. 0.0 on one node."""
     by_site: dict[tuple[int, int], float]

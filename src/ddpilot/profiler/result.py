@@ -96,7 +96,7 @@ class Profile:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is to be known about the figures: a sentence each."""
+        """Remarks on the figures, a sentence each."""
         ranks, found = self.phases.ranks, []
         more = [f"{num} of rank {rank}" for rank, num in zip(ranks, self.num_left_out, strict=False) if num]
         if more:

@@ -53,7 +53,7 @@ class RunningProfile:
 
     @property
     def absence(self) -> str:
-        """One sentence on why there is no profile after the block; "" if there is one."""
+        """Reason why the block has no profile, as a sentence; "" if it has one."""
         return "" if self._error is None else f"no profile: {self._error.found}"
 
     @property

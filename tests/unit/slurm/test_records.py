@@ -14,8 +14,8 @@ PREEMPTED = (
     "AllocNode:Sid=localhost:13035 ReqNodeList=(null) ExcNodeList=(null) NodeList=n[1-4] BatchHost=n1 NumNodes=4 "
     "NumCPUs=64 NumTasks=4 CPUs/Task=1 ReqB:S:C:T=0:0:*:* TRES=cpu=64,node=4,billing=64 Socks/Node=* "
     "NtasksPerN:B:S:C=1:0:*:* CoreSpec=* MinCPUsNode=1 MinMemoryNode=4G MinTmpDiskNode=0 Features=(null) "
-    "DelayBoot=00:00:00 OverSubscribe=NO Command=(null) WorkDir=/home/me/my runs StdErr=/home/me/my runs/slurm-34.out "
-    "StdIn=/dev/null StdOut=/home/me/my runs/slurm-34.out Power= \n"
+    "DelayBoot=00:00:00 OverSubscribe=NO Command=(null) WorkDir=/data/my runs StdErr=/data/my runs/slurm-34.out "
+    "StdIn=/dev/null StdOut=/data/my runs/slurm-34.out Power= \n"
 )
 ARRAY = (
     "JobId=41 ArrayJobId=40 ArrayTaskId=1 JobName=a JobState=RUNNING Reason=None ExitCode=0:0 NodeList=n1\n"
@@ -41,8 +41,8 @@ def test_scontrol_is_parsed_with_blanks_in_values() -> None:
         exitcode=143,
         num_restarts=2,
         preempted="2026-11-27T22:19:53",
-        output="/home/me/my runs/slurm-34.out",
-        folder="/home/me/my runs",
+        output="/data/my runs/slurm-34.out",
+        folder="/data/my runs",
         memory="4G",
     )
 

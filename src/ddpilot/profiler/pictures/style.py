@@ -42,7 +42,7 @@ LEGEND = {
 }
 """Description of each share in a few words."""
 OVERLAPPED = "communication while backward computes, in parallel: not in the sum"
-"""Description of overlapped communication, which is no share."""
+"""Description of overlapped communication, which is not a share of an update."""
 
 # A label that has no room in its bar wraps behind the zero-width space before it, and the second line is hidden.
 # Neither text nor lines have a color of their own, and nothing but bars a background: a notebook's theme decides.

@@ -14,6 +14,7 @@ import queue
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ class Connection:
             json.dump(content, file)
 
 
-class KernelChannels:
+class KernelChannels(ABC):
     """Signs messages to one kernel, and checks those that it sends. Not thread-safe, except for `make`."""
 
     def __init__(self, rank: int, key: bytes) -> None:
@@ -70,9 +71,9 @@ class KernelChannels:
         """Return a message to be passed to `send`; its id is `["header"]["msg_id"]`."""
         return dict(self._messages.msg(kind, content=content, parent=parent, metadata=metadata))
 
+    @abstractmethod
     def send(self, channel: str, message: dict[str, Any], buffers: list[bytes] | None = None) -> None:
         """Send a message created by `make`."""
-        raise NotImplementedError
 
     def decode(self, channel: str, frames: list[bytes]) -> KernelMessage:
         """Return the message in `frames`. Raises ValueError if its signature is wrong.

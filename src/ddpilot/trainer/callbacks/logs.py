@@ -8,6 +8,7 @@ import io
 import json
 import math
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from itertools import count
 from pathlib import Path
@@ -55,7 +56,7 @@ def check_every(name: str, every: int) -> int:
     return every
 
 
-class RowLog(Callback):
+class RowLog(Callback, ABC):
     """Base class of logs of updates and epochs: calls `_write` with each row, and `_close` when the fit ends.
 
     If intervals of updates are validated, epochs are logged too only if `_has_kinds`: they have the same names.
@@ -84,8 +85,9 @@ class RowLog(Callback):
     def on_exception(self, run: Run, error: BaseException) -> None:
         self._close(failed=True)
 
+    @abstractmethod
     def _write(self, kind: str, row: dict[str, Any], update: int) -> None:
-        raise NotImplementedError
+        """Write a row of this kind ("epoch", "interval" or other), after so many updates."""
 
     def _close(self, *, failed: bool = False) -> None:
         """Close the log. Idempotent."""
