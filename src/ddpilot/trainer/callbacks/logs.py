@@ -87,7 +87,7 @@ class RowLog(Callback, ABC):
 
     @abstractmethod
     def _write(self, kind: str, row: dict[str, Any], update: int) -> None:
-        """Write a row of this kind ("epoch", "interval" or other), after so many updates."""
+        """Write a row of this kind ("update", "epoch" or "interval"), after so many updates."""
 
     def _close(self, *, failed: bool = False) -> None:
         """Close the log. Idempotent."""
