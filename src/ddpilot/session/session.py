@@ -18,8 +18,6 @@ from ddpilot.errors import LaunchError, LaunchInterrupted, RankError, RecordErro
 from ddpilot.findings.text import render_ranks
 from ddpilot.launching.function_launch.launch import check_function
 from ddpilot.launching.options import check_keywords, explain_unknown
-from ddpilot.launching.shipping import fd_socket
-from ddpilot.launching.shipping.memory_file import map_private
 from ddpilot.launching.shipping.parcel import open_parcel
 from ddpilot.launching.shipping.rank_results import RankResults
 from ddpilot.launching.shipping.unpicklable import ship
@@ -220,14 +218,11 @@ class Session:
         with interrupt_message(f"`{name}` was interrupted before any rank ran it"):
             parcel, known = ship("ddpilot-call", parts, call, did=f"running `{name}`", known=None)
         outcome, answers = self._runner.call(Call(), chosen, parcel, name)
-        try:
-            error = outcome.error
-            if isinstance(error, RankError) and error.rank is not None and error.rank in answers:
-                error.__cause__ = self._open_error(answers[error.rank], known, error.rank)
-            outcome.raise_failure(f"`{name}`")
-            return RankResults([map_private(answers[rank]) for rank in chosen], known)
-        finally:
-            fd_socket.close_all(answers.values())
+        error = outcome.error
+        if isinstance(error, RankError) and error.rank is not None and error.rank in answers:
+            error.__cause__ = self._open_error(answers[error.rank], known, error.rank)
+        outcome.raise_failure(f"`{name}`")
+        return RankResults([answers[rank] for rank in chosen], known)
 
     def push(self, values: Mapping[str, Any], *, ranks: Iterable[int] | None = None) -> None:
         """Set variables on `ranks` (None: all live ranks). Each rank gets its own copy, also of tensors.
@@ -264,14 +259,10 @@ class Session:
         chosen = select_ranks(self._kernels, None if rank is None else [rank], did, all_live=True)
         name = f"pull {' '.join(expressions)}"
         outcome, answers = self._runner.call(Pull(expressions=expressions), chosen, None, name)
-        try:
-            outcome.raise_failure("pull")
-            if outcome.values:
-                raise make_refusal_error(did, outcome.values)
-            parcels = [map_private(answers[each]) for each in chosen]
-            values = [each[0] if is_one else each for each in RankResults(parcels, [])]
-        finally:
-            fd_socket.close_all(answers.values())
+        outcome.raise_failure("pull")
+        if outcome.values:
+            raise make_refusal_error(did, outcome.values)
+        values = [each[0] if is_one else each for each in RankResults([answers[each] for each in chosen], [])]
         return values if rank is None else values[0]
 
     def restart(self, rank: int | Iterable[int] | None = None) -> None:
@@ -346,9 +337,9 @@ class Session:
                     with InterruptListener(queue.SimpleQueue()):
                         self._finalizer()
 
-    def _open_error(self, parcel: int, known: list[Any], rank: int) -> BaseException | None:
+    def _open_error(self, parcel: memoryview, known: list[Any], rank: int) -> BaseException | None:
         try:
-            error, _ = open_parcel(map_private(parcel), known)
+            error, _ = open_parcel(parcel, known)
         except Exception as failure:  # noqa: BLE001  # the exception's own code runs; its text is in the report
             self._kernels.note(f"the exception of rank {rank} could not be rebuilt here: {failure!r}")
             return None

@@ -48,13 +48,14 @@ def receive(channel: socket.socket) -> tuple[Any, list[int]]:
         head = _receive_exactly(channel, _HEADER.size, fds)
         length, num_fds = _HEADER.unpack(head)
         body = pickle.loads(_receive_exactly(channel, length, fds))
-    except (Closed, ConnectionResetError, BlockingIOError) as error:
+        if len(fds) != num_fds:
+            found = f"{num_fds} descriptors were sent and {len(fds)} came: the limit of open files is reached"
+            raise OSError(errno.EMFILE, found)
+    except BaseException as error:
         close_all(fds)
-        raise Closed from error
-    if len(fds) != num_fds:
-        close_all(fds)
-        found = f"{num_fds} descriptors were sent and {len(fds)} came: the limit of open files is reached"
-        raise OSError(errno.EMFILE, found)
+        if isinstance(error, (Closed, ConnectionResetError, BlockingIOError)):
+            raise Closed from error
+        raise
     return body, fds
 
 

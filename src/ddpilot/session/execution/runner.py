@@ -14,7 +14,6 @@ from typing import Any
 
 from ddpilot.errors import LaunchError
 from ddpilot.findings.text import render_ranks
-from ddpilot.launching.shipping import fd_socket
 from ddpilot.record.flight_ring.reader import count_begun
 from ddpilot.record.hook import ring_path
 from ddpilot.session.execution.collective_counts import CountMismatch
@@ -79,12 +78,12 @@ class Runner:
 
     def call(
         self, request: ParcelRequest, ranks: Sequence[int], parcel: int | None, name: str
-    ) -> tuple[Outcome, dict[int, int]]:
+    ) -> tuple[Outcome, dict[int, memoryview]]:
         """Send a request with a parcel to `ranks`; return the outcome and, by rank, the parcels that they replied with.
 
         Recovers if the request fails. Closes `parcel`.
         """
-        answers: dict[int, int] = {}
+        answers: dict[int, memoryview] = {}
         is_call = isinstance(request, Call)
         with contextlib.ExitStack() as stack:
             if parcel is not None:
@@ -103,14 +102,10 @@ class Runner:
                 counts=self._counts if is_call else None,
                 make_observer=functools.partial(self._make_observer, ranks, name, {}) if is_call else None,
             ).run()
-            try:
-                for rank, part in outcome.parts.items():
-                    if part.report is not None and (answer := calls.answer(rank)) is not None:
-                        answers[rank] = answer
-                self._recovery.recover(outcome, turn)
-            except BaseException:
-                fd_socket.close_all(answers.values())
-                raise
+            for rank, part in outcome.parts.items():
+                if part.report is not None and (answer := calls.answer(rank)) is not None:
+                    answers[rank] = answer
+            self._recovery.recover(outcome, turn)
         return outcome, answers
 
     def restart(self, ranks: Sequence[int]) -> None:

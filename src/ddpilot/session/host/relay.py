@@ -13,7 +13,7 @@ from typing import Any
 import zmq
 
 from ddpilot.launching.shipping import fd_socket
-from ddpilot.launching.shipping.memory_file import MemoryWriter, map_private
+from ddpilot.launching.shipping.memory_file import MemoryWriter
 from ddpilot.session.host.loop import HostLoop
 from ddpilot.session.kernels.io_thread import Channels, Connection
 from ddpilot.session.nodes.messages import KernelFrames, ParcelAnswer, SendParcel
@@ -113,10 +113,7 @@ class KernelRelay:
             call = self._calls[token, rank]
             answer = call.answer()
             if answer is not None:
-                try:
-                    self._send(ParcelAnswer(token, rank, bytes(map_private(answer))))
-                finally:
-                    os.close(answer)
+                self._send(ParcelAnswer(token, rank, bytes(answer)))
                 self._calls.pop((token, rank)).close()
 
 

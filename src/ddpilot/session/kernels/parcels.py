@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from ddpilot.launching.shipping.memory_file import MemoryWriter
 from ddpilot.session.nodes.messages import ParcelAnswer
 from ddpilot.session.nodes.node_ranks import NodeRanks
 from ddpilot.session.protocol.parcels import ParcelCall
@@ -16,7 +15,7 @@ from ddpilot.session.protocol.parcels import ParcelCall
 class ParcelCalls(Protocol):
     """The parcels of one request, which were sent."""
 
-    def answer(self, rank: int) -> int | None:
+    def answer(self, rank: int) -> memoryview | None:
         """Return the parcel with which `rank` has replied, as `ParcelCall.answer`."""
 
     def close(self) -> None:
@@ -35,7 +34,7 @@ class LocalParcels:
             self.close()
             raise
 
-    def answer(self, rank: int) -> int | None:
+    def answer(self, rank: int) -> memoryview | None:
         """Return the parcel with which `rank` has replied."""
         return self._calls[rank].answer()
 
@@ -57,17 +56,10 @@ class RelayedParcels:
         """Take a reply, in the I/O thread."""
         self._answers[answer.rank] = answer.data
 
-    def answer(self, rank: int) -> int | None:
+    def answer(self, rank: int) -> memoryview | None:
         """Return the parcel with which `rank` has replied."""
         data = self._answers.pop(rank, None)
-        if data is None:
-            return None
-        writer = MemoryWriter("ddpilot-answer")
-        try:
-            writer.write(data)
-            return writer.seal()
-        finally:
-            writer.close()
+        return None if data is None else memoryview(bytearray(data))
 
     def close(self) -> None:
         """Tell the hosts that no more replies are expected."""

@@ -10,6 +10,7 @@ import socket
 from pathlib import Path
 
 from ddpilot.launching.shipping import fd_socket
+from ddpilot.launching.shipping.memory_file import map_private
 
 _LIMIT_S = 60.0
 
@@ -55,8 +56,8 @@ class ParcelCall:
             self._channel.close()
             raise
 
-    def answer(self) -> int | None:
-        """Return the parcel of the reply, a file descriptor that the caller owns, or None if the rank sent none.
+    def answer(self) -> memoryview | None:
+        """Return the parcel of the reply, mapped privately, or None if the rank sent none.
 
         Call it once the rank has reported that it is done. The reply is sent before that report: if there is none, the
         rank was interrupted before it could send one.
@@ -66,7 +67,10 @@ class ParcelCall:
             _, fds = fd_socket.receive(self._channel)
         except fd_socket.Closed:
             return None
-        return fds[0] if fds else None
+        try:
+            return map_private(fds[0]) if fds else None
+        finally:
+            fd_socket.close_all(fds)
 
     def close(self) -> None:
         """Close the connection without reading a reply."""

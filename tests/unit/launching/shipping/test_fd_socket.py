@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import socket
 import struct
 import threading
@@ -51,6 +52,25 @@ def test_wire_carries_a_body_larger_than_the_socket_s_buffer(pair: tuple[socket.
     sender.start()
     assert fd_socket.receive(pair[1]) == (body, [])
     sender.join()
+
+
+class InterruptedLoad:
+    """Raises KeyboardInterrupt when it is unpickled."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return signal.raise_signal, (signal.SIGINT,)
+
+
+def test_an_interrupt_between_frame_and_body_closes_the_descriptors(pair: tuple[socket.socket, socket.socket]) -> None:
+    """The caller does not have them yet."""
+    reader, writer = os.pipe()
+    fd_socket.send(pair[0], InterruptedLoad(), [reader])
+    num_before = num_descriptors()
+    with pytest.raises(KeyboardInterrupt):
+        fd_socket.receive(pair[1])
+    assert num_descriptors() == num_before
+    os.close(reader)
+    os.close(writer)
 
 
 def test_wire_receive_raises_closed_at_the_end(pair: tuple[socket.socket, socket.socket]) -> None:

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 from ddpilot.launching.shipping import fd_socket
+from ddpilot.launching.shipping.memory_file import MemoryWriter
 from ddpilot.session.protocol.parcels import ParcelCall, ParcelPort
 
 
@@ -28,11 +29,17 @@ def test_take_gives_the_parcel_of_the_token_and_drops_older_ones() -> None:
         channel, fd = port.take("token2")
         assert fd is not None
         assert os.read(fd, 10) == b"2"
-        fd_socket.send(channel, None, [fd])
+        reply = MemoryWriter("test-reply")
+        reply.write(b"reply")
+        sealed = reply.seal()
+        fd_socket.send(channel, None, [sealed])
         channel.close()
-        back = calls[2].answer()
-        assert back is not None
-        fd_socket.close_all([fd, back, *readers])
+        num_before = len(os.listdir("/proc/self/fd"))
+        answer = calls[2].answer()
+        assert answer is not None
+        assert bytes(answer) == b"reply"
+        assert len(os.listdir("/proc/self/fd")) == num_before, "the mapping keeps no descriptor, which could be lost"
+        fd_socket.close_all([fd, sealed, *readers])
         for call in calls:
             call.close()
         port.close()
