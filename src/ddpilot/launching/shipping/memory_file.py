@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import mmap
 import os
 import sys
 import tempfile
-import weakref
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 _ALIGNMENT_BYTES = 64  # torch's own CPU allocator aligns to 64
-_PROT_READ_WRITE = 0x1 | 0x2
-_MAP_PRIVATE = 0x2
-_MAP_FAILED = ctypes.c_void_p(-1).value
+_MAP_FIXED = 0x10  # on Linux and macOS
 
 
 class Span(NamedTuple):
@@ -68,21 +66,21 @@ def _open_memory_file(name: str) -> int:
 def map_private(fd: int) -> memoryview:
     """Map a whole memory file as writable bytes private to this process; `fd` may be closed afterwards.
 
-    Pages are read when they are touched and copied when they are written. `mmap.mmap` is not used because it keeps a
-    descriptor open as long as the mapping exists: a notebook with the results of 300 launches would run out of them.
+    Pages are read when they are touched and copied when they are written. `mmap.mmap` of `fd` would keep a descriptor
+    open as long as the mapping exists: a notebook with the results of 300 launches would run out of them. It maps
+    memory of that size instead, over which the file is mapped. It also unmaps it, without running Python code: a
+    finalizer in Python would swallow an interrupt.
     """
     size_bytes = os.fstat(fd).st_size
     if size_bytes == 0:
         return memoryview(bytearray())
+    region = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE)
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    address = libc.mmap(None, size_bytes, _PROT_READ_WRITE, _MAP_PRIVATE, fd, 0)
-    if address is None or address == _MAP_FAILED:
+    address = ctypes.addressof(ctypes.c_char.from_buffer(region))
+    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
+    if libc.mmap(address, size_bytes, protection, flags, fd, 0) != address:
         number = ctypes.get_errno()
         raise OSError(number, f"mapping a memory file of {size_bytes} bytes: {os.strerror(number)}")
-    region: Any = (ctypes.c_ubyte * size_bytes).from_address(address)
-    # Not at exit: tensors in the mapping may still be in use then, and the process ends anyway.
-    weakref.finalize(region, libc.munmap, address, size_bytes).atexit = False
-    return memoryview(region).cast("B")
+    return memoryview(region)
