@@ -30,7 +30,7 @@ from ddpilot.checkpoint.format import STAGING_PREFIX, Checkpoint, Contents, read
 from ddpilot.checkpoint.host_copy import HostCopy
 from ddpilot.checkpoint.manifest import RunProgress
 from ddpilot.checkpoint.monitor import Monitor
-from ddpilot.checkpoint.safetensors_file import check_dtypes, plain_names
+from ddpilot.checkpoint.safetensors_file import MAX_FILE_BYTES, check_dtypes, plain_names
 from ddpilot.errors import CheckpointError, CorruptCheckpointError
 from ddpilot.group.device import is_out_of_memory
 
@@ -53,8 +53,9 @@ class CheckpointDir:
     """The checkpoints of one run, in the directory `path`. One process writes; any process reads.
 
     `keep`: number of newest checkpoints to keep, 3 by default, at least 1; None keeps all. `best`: "max acc" or "min
-    loss"; the best checkpoint by that metric is kept as well. `report`: called with every message for the user, on the
-    thread that called the method; stderr by default.
+    loss"; the best checkpoint by that metric is kept as well. `max_file_bytes`: the weights of a model with more bytes,
+    5 GB by default, are split into several safetensors files with an index, as Hugging Face's libraries do. `report`:
+    called with every message for the user, on the thread that called the method; stderr by default.
 
     A save that fails because of the disk (no space, no permission, an I/O error) is reported and does not stop
     training: the last good checkpoint is kept. As a context manager, it waits for pending writes on exit.
@@ -66,12 +67,17 @@ class CheckpointDir:
         *,
         keep: int | None = 3,
         best: str | None = None,
+        max_file_bytes: int = MAX_FILE_BYTES,
         report: Callable[[str], None] = write_stderr,
     ) -> None:
         if keep is not None and keep < 1:
             raise CheckpointError(f"keeping checkpoints in {path}", found=f"`keep` is {keep}", fix="Keep at least 1.")
+        if max_file_bytes < 1:
+            found = f"`max_file_bytes` is {max_file_bytes}"
+            raise CheckpointError(f"keeping checkpoints in {path}", found=found, fix="Pass a number of bytes above 0.")
         self.path = Path(path).expanduser()
         self._keep = keep
+        self._max_file_bytes = max_file_bytes
         self._monitor = None if best is None else Monitor.parse(best)
         self._report = report
         self._host_copy = HostCopy()
@@ -298,7 +304,7 @@ class CheckpointDir:
         names = self.names()
         number = 1 + int(names[0].split("-")[1]) if names else 1
         name = f"save-{number:06}-step-{contents.progress.step}"
-        written = write_checkpoint(self.path, name, contents)
+        written = write_checkpoint(self.path, name, contents, self._max_file_bytes)
         try:
             replace_text(self.path / LATEST, f"{name}\n")
         except OSError:

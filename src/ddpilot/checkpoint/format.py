@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import pickletools
 import re
@@ -17,11 +18,19 @@ from safetensors.torch import load_file
 
 from ddpilot.checkpoint.atomic_files import FileFacts, HashingFile, publish, read_facts, staging
 from ddpilot.checkpoint.manifest import FILE_NAME, Manifest, RunProgress, now_and_here, parse_manifest
-from ddpilot.checkpoint.safetensors_file import write_safetensors
+from ddpilot.checkpoint.safetensors_file import (
+    INDEX_SUFFIX,
+    MAX_FILE_BYTES,
+    render_index,
+    split_weights,
+    write_safetensors,
+)
 from ddpilot.errors import CheckpointError, CorruptCheckpointError
 
 STAGING_PREFIX = ".writing-"
 STATE_FILE = "state.pt"
+_WEIGHTS = re.compile(r"(\w+)\.safetensors(\.index\.json)?", re.ASCII)
+"""Names of the file or the index of a model's weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +48,13 @@ class Contents:
 
 
 def weights_file(name: str) -> str:
-    """Return the file name of the weights called `name`."""
+    """Return the file name of the weights called `name`, if they are in one file."""
     return f"{name}.safetensors"
+
+
+def index_file(name: str) -> str:
+    """Return the file name of the index of the weights called `name`, if they are in several files."""
+    return f"{name}{INDEX_SUFFIX}"
 
 
 def part_file(rank: int) -> str:
@@ -48,21 +62,36 @@ def part_file(rank: int) -> str:
     return f"rank-{rank}.pt"
 
 
-def write_checkpoint(folder: Path, name: str, contents: Contents) -> Path:
+def write_checkpoint(folder: Path, name: str, contents: Contents, max_file_bytes: int = MAX_FILE_BYTES) -> Path:
     """Write `contents` to the directory `name` in `folder` and return its path.
 
-    Raises OSError, after removing all that was written. The caller ensures that `name` is new.
+    `max_file_bytes`: weights of a model with more bytes are split into several files, with an index. Raises OSError,
+    after removing all that was written. The caller ensures that `name` is new.
     """
     with staging(folder, f"{STAGING_PREFIX}{name}-") as staged:
-        files = {}
+        files: dict[str, FileFacts] = {}
         for model, weights in contents.weights.items():
-            files[weights_file(model)] = _write(staged / weights_file(model), write_safetensors, weights)
+            files |= _write_weights(staged, model, weights, max_file_bytes)
         files[STATE_FILE] = _write(staged / STATE_FILE, _write_torch, dict(contents.state))
         for rank, part in enumerate(contents.parts):
             files[part_file(rank)] = _write(staged / part_file(rank), _write_torch, dict(part))
         manifest = Manifest(progress=contents.progress, metrics=dict(contents.metrics), files=files, **now_and_here())
         _write(staged / FILE_NAME, HashingFile.write, manifest.render().encode())
         return publish(staged, name)
+
+
+def _write_weights(
+    folder: Path, name: str, weights: Mapping[str, torch.Tensor], max_file_bytes: int
+) -> dict[str, FileFacts]:
+    split = split_weights(name, weights, max_file_bytes)
+    facts = {
+        file: _write(folder / file, write_safetensors, {tensor: weights[tensor] for tensor in tensors})
+        for file, tensors in split.items()
+    }
+    if len(split) > 1:
+        index = render_index(split, weights).encode()
+        facts[index_file(name)] = _write(folder / index_file(name), HashingFile.write, index)
+    return facts
 
 
 def _write(path: Path, write: Callable[[HashingFile, Any], object], what: object) -> FileFacts:
@@ -98,8 +127,11 @@ class Checkpoint:
 
         Raises CheckpointError if there are none.
         """
-        if weights_file(name) not in self.manifest.files:
-            there = [file.removesuffix(".safetensors") for file in self.manifest.files if file.endswith(".safetensors")]
+        files = self.manifest.files
+        if index_file(name) in files:
+            return read_indexed(self.path / index_file(name))
+        if weights_file(name) not in files:
+            there = [match[1] for file in files if (match := _WEIGHTS.fullmatch(file))]
             raise CheckpointError(
                 f"reading the weights {name!r} of {self.path}",
                 found=f"it has weights for {', '.join(map(repr, there)) or 'no model'}",
@@ -160,6 +192,29 @@ def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
     except (SafetensorError, OSError) as error:
         found = f"it is not a complete safetensors file ({error})"
         raise CorruptCheckpointError(f"reading {path}", found=found) from error
+
+
+def read_indexed(index: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of the safetensors files next to `index`, their index in Hugging Face's format, on the CPU.
+
+    Raises CorruptCheckpointError if a file or a tensor is missing or damaged.
+    """
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = list(dict.fromkeys(weight_map.values()))
+        outside = [file for file in files if Path(file).name != file]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        found = f"it is not a complete index of safetensors files ({type(error).__name__}: {error})"
+        raise CorruptCheckpointError(f"reading {index}", found=found) from error
+    if outside:
+        raise CorruptCheckpointError(
+            f"reading {index}", found=f"it names {outside[0]!r}, which is outside of its folder"
+        )
+    loaded = {file: read_safetensors(index.parent / file) for file in files}
+    missing = [f"{tensor!r} is not in {file}" for tensor, file in weight_map.items() if tensor not in loaded[file]]
+    if missing:
+        raise CorruptCheckpointError(f"reading {index}", found=f"{missing[0]} ({len(missing)} tensors are missing)")
+    return {tensor: loaded[file][tensor] for tensor, file in weight_map.items()}
 
 
 def is_safetensors(path: Path) -> bool:

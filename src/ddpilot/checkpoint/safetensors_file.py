@@ -16,6 +16,10 @@ from ddpilot.errors import CheckpointError
 
 _ALIGNMENT_BYTES = 8
 
+MAX_FILE_BYTES = 5_000_000_000
+"""Default size above which weights are split into several files, as Hugging Face's libraries do."""
+INDEX_SUFFIX = ".safetensors.index.json"
+
 DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -73,6 +77,34 @@ def write_safetensors(sink: HashingFile, weights: Mapping[str, torch.Tensor]) ->
     for name in names:
         if weights[name].numel():
             sink.write(weights[name].contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def split_weights(name: str, weights: Mapping[str, torch.Tensor], max_file_bytes: int) -> dict[str, list[str]]:
+    """Return a dict from file names to the tensors in each file, at most `max_file_bytes` of data per file.
+
+    The file names are Hugging Face's: `name.safetensors`, or `name-00001-of-00002.safetensors` and so on if there are
+    several. Tensors keep their order; a single tensor above the limit gets a file of its own.
+    """
+    groups: list[list[str]] = [[]]
+    num_bytes = 0
+    for tensor, value in weights.items():
+        if groups[-1] and num_bytes + value.nbytes > max_file_bytes:
+            groups.append([])
+            num_bytes = 0
+        groups[-1].append(tensor)
+        num_bytes += value.nbytes
+    if len(groups) == 1:
+        return {f"{name}.safetensors": groups[0]}
+    return {f"{name}-{number:05}-of-{len(groups):05}.safetensors": group for number, group in enumerate(groups, 1)}
+
+
+def render_index(files: Mapping[str, Iterable[str]], weights: Mapping[str, torch.Tensor]) -> str:
+    """Return the text of the index of `files`, in Hugging Face's format."""
+    total = sum(value.nbytes for value in weights.values())
+    weight_map = {tensor: file for file, tensors in files.items() for tensor in tensors}
+    return (
+        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, ensure_ascii=False) + "\n"
+    )
 
 
 _COMPILED = "_orig_mod"

@@ -12,9 +12,16 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpilot.checkpoint.directory import BEST, LATEST, CheckpointDir
-from ddpilot.checkpoint.format import is_safetensors, read_checkpoint, read_safetensors, read_torch
+from ddpilot.checkpoint.format import (
+    index_file,
+    is_safetensors,
+    read_checkpoint,
+    read_indexed,
+    read_safetensors,
+    read_torch,
+)
 from ddpilot.checkpoint.manifest import FILE_NAME
-from ddpilot.checkpoint.safetensors_file import plain_names
+from ddpilot.checkpoint.safetensors_file import INDEX_SUFFIX, plain_names
 from ddpilot.errors import CheckpointError, MismatchedCheckpointError
 
 _NESTED = ("state_dict", "model_state_dict", "model")
@@ -26,8 +33,9 @@ def load_weights(model: torch.nn.Module, path: str | os.PathLike[str], *, name: 
 
     `path`: a `.safetensors` file, a `torch.save` file with a state_dict (also under the key "state_dict",
     "model_state_dict" or "model"), a checkpoint, or a directory of checkpoints (loads the latest; append "/best" for
-    the best). Prefixes of DistributedDataParallel and torch.compile are ignored on both sides. `name`: the model whose
-    weights to load, if a checkpoint holds several. No code in the file is executed.
+    the best); for weights in several safetensors files, their `.safetensors.index.json` or its directory. Prefixes of
+    DistributedDataParallel and torch.compile are ignored on both sides. `name`: the model whose weights to load, if a
+    checkpoint holds several. No code in the file is executed.
 
     Raises MismatchedCheckpointError with the missing, unexpected and mis-shaped names, CorruptCheckpointError, or
     CheckpointError if there is no file; the model is then unchanged.
@@ -95,11 +103,15 @@ def read_weights(path: str | os.PathLike[str], name: str = "model") -> Mapping[s
         latest = CheckpointDir(path).latest()
         if latest is not None:
             return latest.weights(name)
+    if path.name.endswith(INDEX_SUFFIX):
+        return read_indexed(path)
+    if (path / index_file(name)).is_file():
+        return read_indexed(path / index_file(name))
     if not path.is_file():
         raise CheckpointError(
             f"loading weights from {path}",
             found="it is neither a file nor a checkpoint",
-            fix="Pass a .safetensors or .pt file, a checkpoint, or the directory that contains `latest`.",
+            fix="Pass a .safetensors or .pt file, a checkpoint, or the directory that contains `latest` or an index.",
         )
     if path.suffix == ".safetensors" or is_safetensors(path):
         return read_safetensors(path)

@@ -67,7 +67,7 @@ def no_wrapping(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
-@pytest.mark.parametrize("form", ["pt", "nested", "model", "safetensors", "checkpoint", "directory"])
+@pytest.mark.parametrize("form", ["pt", "nested", "model", "safetensors", "checkpoint", "directory", "split"])
 def test_load_weights_fits_any_wrapping_to_any_file(tmp_path: Path, form: str) -> None:
     """Plain, DDP or compiled, out of a state dict, a nested one, safetensors or a checkpoint."""
     for number, wrap_source in enumerate((no_wrapping, Wrapped, Compiled)):
@@ -83,8 +83,8 @@ def test_load_weights_fits_any_wrapping_to_any_file(tmp_path: Path, form: str) -
 def write_weights(folder: Path, form: str, weights: dict[str, torch.Tensor]) -> Path:
     """`weights` in a file or checkpoint in `folder`, and the path to it."""
     folder.mkdir()
-    if form in ("checkpoint", "directory"):
-        with CheckpointDir(folder) as directory:
+    if form in ("checkpoint", "directory", "split"):
+        with CheckpointDir(folder, max_file_bytes=20 if form == "split" else 5_000_000_000) as directory:
             directory.save(RunProgress(step=1), weights={"model": weights})
         return folder / directory.names()[0] if form == "checkpoint" else folder
     if form == "safetensors":
