@@ -237,16 +237,17 @@ class Cluster:
             subprocess.run(["ip", "netns", "del", namespace], capture_output=True, timeout=20, check=False)
         subprocess.run(["ip", "link", "del", self._bridge], capture_output=True, timeout=20, check=False)
 
-    def _signal(self, name: str, number: signal.Signals) -> int:
-        """Send a signal to a daemon by the pid that it wrote; the pid, or 0 if it is not running."""
+    def _signal(self, name: str, number: int) -> int:
+        """Send a signal (0: none) to a daemon by the pid that it wrote; the pid, or 0 if it is not running."""
         try:
             pid = int((self.folder / f"{name}.pid").read_text())
             program = Path(f"/proc/{pid}/comm").read_text().strip()
         except (OSError, ValueError):
             return 0
-        if program == name.partition(".")[0]:
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
+        if program != name.partition(".")[0]:
+            return 0
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
         return pid
 
     # Nodes
@@ -349,13 +350,17 @@ class Cluster:
         except TimeoutError as error:
             raise TimeoutError(f"{error}\n{self.run('sinfo', '-lN', check=False).stdout}{self.logs()}") from None
 
+    def bring_back(self) -> None:
+        """Put all cables in, and start the slurmd of each node that has none."""
+        for node in self.nodes:
+            self.mend(node)
+            if not self._signal(f"slurmd.{node}", 0):
+                self.start_node(node)
+
     def cancel_all(self) -> None:
         """Cancel all jobs, bring failed nodes back, and wait until all are idle: for the end of a test."""
         self.run("scancel", "--user=root", check=False)
-        for node in self.nodes:
-            self.mend(node)
-            if not self.node_pids(node):
-                self.start_node(node)
+        self.bring_back()
         down = ("sinfo", "--noheader", "--Node", "--partition=all", "--states=down,drain", "--format=%N")
         _wait_until(lambda: not self.run("squeue", "--noheader").stdout, "all jobs have ended", 3 * _GONE_S)
         for node in self.run(*down).stdout.split():

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -87,6 +88,8 @@ class Followed:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
         self.out, self.err = "", ""
+        self.times_s: list[tuple[float, str]] = []
+        """What stderr had at the time of each line, by the monotonic clock."""
         self._readers = [threading.Thread(target=self._read, args=(name,), daemon=True) for name in ("out", "err")]
         for each in self._readers:
             each.start()
@@ -95,6 +98,8 @@ class Followed:
         stream = getattr(self.process, f"std{name}")
         for line in stream:
             setattr(self, name, getattr(self, name) + line)
+            if name == "err":
+                self.times_s.append((time.monotonic(), self.err))
 
     def wait_for(self, text: str, *, limit_s: float = 30.0) -> None:
         """Wait until it has written `text`."""

@@ -131,6 +131,7 @@ def check_diagnosis() -> None:
 def check_doctor() -> None:
     """A diagnosis has findings and an exit status."""
     found = ddpilot.doctor(nproc_per_node=2, checkpoint_dir="runs", live=False)
+    ddpilot.doctor(nodes=True, script="train.py")
     assert_type(found, ddpilot.Diagnosis)
     assert_type(found.exit_status, int)
     assert_type(found.findings[0], ddpilot.Finding)

@@ -178,11 +178,27 @@ def _is_locked(staged: Path) -> bool:
     return False
 
 
+_OF_JOB = re.compile(r"\(job (\d+), start (\d+)\)$")
+
+
+def _job_number() -> str:
+    return os.environ.get("SLURM_JOB_ID", "")
+
+
+def _job_start() -> int:
+    """How often the Slurm job has started before."""
+    text = os.environ.get("SLURM_RESTART_COUNT", "")
+    return int(text) if text.isdecimal() else 0
+
+
 class WriterTakenError(Exception):
     """A live process writes to the directory; `owner` is its entry in the lock file, e.g. "process 4242 on node7"."""
 
     def __init__(self, owner: str) -> None:
         self.owner = owner
+        job = _OF_JOB.search(owner)
+        self.is_earlier_start = job is not None and job[1] == _job_number() and int(job[2]) < _job_start()
+        """True if it is an earlier start of this Slurm job: Slurm has requeued the job without it, on a lost node."""
         super().__init__(owner)
 
 
@@ -241,10 +257,18 @@ class Writer:
             raise WriterTakenError(owner or "a process that has not written its number yet") from None
         with contextlib.suppress(OSError):  # a full disk: only the lock matters
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+            job = f" (job {_job_number()}, start {_job_start()})" if _job_number() else ""
+            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}{job}\n".encode(), 0)
         _remove_new(folder)
         made = _held[_identity(os.fstat(descriptor))] = cls(descriptor)
         return made
+
+    @classmethod
+    def replace(cls, folder: Path) -> Writer | None:
+        """Lock `folder` by a new lock file. The process that holds the old one is refused when it saves again."""
+        with contextlib.suppress(FileNotFoundError):
+            (folder / _WRITER).unlink()
+        return cls.of(folder)
 
 
 _held: weakref.WeakValueDictionary[tuple[int, int], Writer] = weakref.WeakValueDictionary()

@@ -132,7 +132,7 @@ class CheckpointDir:
         if not self.path.is_dir():
             return
         try:
-            self._writer = Writer.of(self.path)
+            self._writer = self._lock()
         except WriterTakenError as error:
             raise CheckpointError(
                 f"preparing to save in {self.path}",
@@ -145,6 +145,19 @@ class CheckpointDir:
                 found=str(error),
                 fix="Remove it, or choose a `checkpoint_dir` in which other users cannot write.",
             ) from error
+
+    def _lock(self) -> Writer | None:
+        """Lock the directory, also if an earlier start of this Slurm job still lives on a node that Slurm has lost."""
+        try:
+            return Writer.of(self.path)
+        except WriterTakenError as error:
+            if not error.is_earlier_start:
+                raise
+            self._report(
+                f"{error.owner} still holds {self.path}: it is an earlier start of this job, on a node that Slurm has "
+                "lost; this start writes there from now on"
+            )
+            return Writer.replace(self.path)
 
     def set_aside(self) -> Path | None:
         """Move all checkpoints to a new subdirectory and return its path; None if there are none.

@@ -185,7 +185,8 @@ def doctor(
     program: Annotated[
         str | None,
         typer.Argument(
-            help="Check this script, or script.py:function, step by step; without one, the machine.",
+            help="Check this script, or script.py:function, step by step; without one, the machine. With --nodes, "
+            "whether all nodes have the same code.",
             metavar="[PROGRAM]",
         ),
     ] = None,
@@ -229,13 +230,12 @@ def doctor(
         "num_workers": workers,
         "checkpoint_dir": Path(checkpoint_dir),
         "live": live,
-        "nodes": nodes,
         "as_json": json,
         "verbose": verbose,
     }
-    if program is not None:
+    if program is not None and not nodes:
         raise typer.Exit(run_program_doctor(program, context.args, num_updates=updates, **options))
-    raise typer.Exit(run_doctor(timeout_s=timeout_s, **options))
+    raise typer.Exit(run_doctor(timeout_s=timeout_s, nodes=nodes, script=program, **options))
 
 
 @app.command(context_settings={"allow_extra_args": True})

@@ -27,7 +27,7 @@ def run_doctor(*, checkpoint_dir: Path, as_json: bool, verbose: bool, **options:
 
 
 def run_program_doctor(
-    program: str, args: Sequence[str], *, live: bool, nodes: bool, as_json: bool, verbose: bool, **options: Any
+    program: str, args: Sequence[str], *, live: bool, as_json: bool, verbose: bool, **options: Any
 ) -> int:
     """Print what `check_program` finds about `program`. Returns the exit status: 0 if nothing is wrong.
 
@@ -35,10 +35,10 @@ def run_program_doctor(
     """
     from ddpilot.diagnose.ladder.ladder import check_program
 
-    if nodes or not live:
+    if not live:
         raise LaunchError(
             f"checking `{program}`",
-            found="`--nodes`" if nodes else "`--no-live`",
+            found="`--no-live`",
             fix="Leave it out: a program is checked on ranks of this machine",
         )
     found = check_program(program, *args, show=lambda line: print(line, file=sys.stderr, flush=True), **options)

@@ -32,6 +32,7 @@ def doctor(
     checkpoint_dir: str | Path = ".",
     live: bool = True,
     nodes: bool = False,
+    script: str | Path | None = None,
     timeout_s: float = 30.0,
 ) -> Diagnosis:
     """Check this machine before a job runs on it: what was found, line by line, and what to do about it.
@@ -43,11 +44,12 @@ def doctor(
 
     `nodes`: this process is a rank of a job that torchrun, srun or mpirun started, possibly on several nodes: check
     every node and the network between them, and return the same on all ranks. Collective; the number of ranks is the
-    job's. `timeout_s`: seconds to wait for the other ranks then. Raises TopologyError for wrong variables, and
-    LaunchError if this process is not a rank.
+    job's. `script`: the script that the job will run; its code, and that of the Python files below its folder, is then
+    compared between the nodes. `timeout_s`: seconds to wait for the other ranks. Raises TopologyError for wrong
+    variables, and LaunchError if this process is not a rank.
     """
     if nodes:
-        return _examine_job(num_workers, Path(checkpoint_dir), timeout_s)
+        return _examine_job(num_workers, Path(checkpoint_dir), Path(script) if script is not None else None, timeout_s)
     _refuse_in_rank(os.environ)
     num = nproc_per_node if nproc_per_node is not None else count_accelerators(os.environ) or _NUM_ON_CPU
     launcher = Launcher(nproc_per_node=num, output="silent", watch=False, timeout_s=_LIVE_LIMIT_S)
@@ -75,7 +77,7 @@ def _refuse_in_rank(environ: Mapping[str, str]) -> None:
         )
 
 
-def _examine_job(num_workers: int | None, checkpoint_dir: Path, timeout_s: float) -> Diagnosis:
+def _examine_job(num_workers: int | None, checkpoint_dir: Path, script: Path | None, timeout_s: float) -> Diagnosis:
     from ddpilot.diagnose.nodes import examine_job
 
     topology = detect_topology(os.environ)
@@ -90,6 +92,7 @@ def _examine_job(num_workers: int | None, checkpoint_dir: Path, timeout_s: float
         nproc_per_node=topology.local_world_size,
         num_workers=num_workers,
         checkpoint_dir=checkpoint_dir,
+        script=script,
         topology=topology,
     )
     return examine_job(facts, topology, timeout_s)

@@ -28,6 +28,8 @@ class RankReport:
     node_rank: int = 0
     versions: dict[str, Any] = field(default_factory=dict)
     """As `ddpilot.gpu_check.child.read_facts` returns them, with `arch_list`: the GPUs this torch is compiled for."""
+    code: dict[str, str] = field(default_factory=dict)
+    """Hash of the script, which comes first, and of the Python files below its folder, by path; {} without a script."""
     num_threads: int = 0
     device: str = ""
     """In torch's notation: "cpu", "cuda:0"."""
@@ -62,6 +64,8 @@ class Facts:
     root: Path = Path("/")
     nvml: Any = None
     """NVIDIA's management library; None: that of the system, if there is one."""
+    script: Path | None = None
+    """With `--nodes`, the script that the job will run."""
     topology: Topology | None = None
     """With `--nodes`, the rank of this process."""
     ranks: tuple[RankReport, ...] = ()

@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from ddpilot.diagnose.agreement import check_mtu, check_names, read_mtu, resolve_names
 from ddpilot.diagnose.checks.filesystem import existing_folder
 from ddpilot.diagnose.checks.network import host_name, route_to_master
 from ddpilot.diagnose.diagnosis import NODES, Diagnosis, Line, merge_nodes
@@ -71,7 +72,7 @@ def _examine_together(facts: Facts, topology: Topology, lines: list[Line], timeo
             lines += _check_other_nodes(store, facts, topology)
         can_connect = _can_nodes_connect(store, topology)
         with _route_for_gloo(facts):
-            report = examine_rank(timeout_s if can_connect else None)
+            report = examine_rank(timeout_s if can_connect else None, facts.script)
         if report.failure is not None:  # taking down a broken group closes this process's connections to the store
             store = PrefixStore(part, _connect(facts, topology, timeout_s))
         store.set(f"report/{topology.rank}", json.dumps(asdict(report)))
@@ -134,7 +135,9 @@ def _check_other_nodes(store: Store, facts: Facts, topology: Topology) -> Iterat
     address = _own_address(facts)
     folder = existing_folder(facts.checkpoint_dir)
     with ClockServer(address) as server, make_mark(folder, topology.node_rank == 0) as mark:
-        me = Node(topology.node_rank, socket.gethostname(), address, server.port, mark)
+        interface = route_to_master(facts) or ""
+        mtu = read_mtu(interface)
+        me = Node(topology.node_rank, socket.gethostname(), address, server.port, mark, interface, mtu)
         store.set(f"node/{me.node}", json.dumps(asdict(me)))
         keys = [f"node/{node}" for node in range(topology.nnodes)]
         wait_for_keys(store, keys, _NODES_S)
@@ -143,8 +146,23 @@ def _check_other_nodes(store: Store, facts: Facts, topology: Topology) -> Iterat
         reach, see = list(check_reachability(me, others)), list(check_shared_folder(folder, nodes[0]))
         yield from (Line("reachability", NODES, answer) for answer in reach)
         yield from (Line("shared_folder", NODES, answer) for answer in see)
+        yield from _compare_nodes(store, me, nodes)
         store.set(f"reached/{me.node}", json.dumps(_is_connected(reach)))
         wait_for_keys(store, [f"reached/{node.node}" for node in nodes], _NODES_S)
+
+
+def _compare_nodes(store: Store, me: Node, nodes: Sequence[Node]) -> Iterator[Line]:
+    """On node 0, yield the lines about what all nodes need to have in common. Collective of these nodes."""
+    hosts = {node.node: node.host for node in nodes}
+    store.set(f"names/{me.node}", json.dumps(resolve_names(list(hosts.values()))))
+    if me.node != 0:
+        return
+    keys = {node: f"names/{node}" for node in hosts}
+    wait_for_keys(store, list(keys.values()), _NODES_S)
+    tables = {node: json.loads(store.get(key)) for node, key in keys.items() if store.check([key])}
+    yield from (Line("names", NODES, answer) for answer in check_names(hosts, tables))
+    mtus = {node.node: (node.interface, node.mtu) for node in nodes}
+    yield from (Line("mtu", NODES, answer) for answer in check_mtu(hosts, mtus))
 
 
 def _is_connected(reach: Sequence[Answer]) -> bool:

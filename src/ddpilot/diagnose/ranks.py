@@ -9,11 +9,14 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ddpilot.diagnose.agreement import hash_code, hash_package
 from ddpilot.diagnose.facts import RankReport
 from ddpilot.diagnose.links import find_link
 from ddpilot.environments.detect import detect_topology
@@ -31,10 +34,11 @@ _CPU_SIZES = (_SMALL_BYTES, 64_000, 1_000_000, 16_000_000)
 _DEVICE_SIZES = (_SMALL_BYTES, 1_000_000, 64_000_000, 256_000_000)
 
 
-def examine_rank(limit_s: float | None) -> RankReport:
+def examine_rank(limit_s: float | None, script: Path | None = None) -> RankReport:
     """Join the group, check values and measure. Collective. An error ends the report, which contains it.
 
     `limit_s`: timeout of the group, in seconds; None: the ranks cannot form one, and report their versions only.
+    `script`: the first rank of a node reports the hashes of it and of the Python files below its folder.
     """
     topology = detect_topology(os.environ)
     report = RankReport(
@@ -43,6 +47,7 @@ def examine_rank(limit_s: float | None) -> RankReport:
         node_rank=topology.node_rank,
         host=socket.gethostname(),
         versions=_read_versions(),
+        code=_read_code(script) if script is not None and topology.local_rank == 0 else {},
         num_threads=torch.get_num_threads(),
     )
     if limit_s is None:
@@ -66,9 +71,15 @@ def examine_rank(limit_s: float | None) -> RankReport:
         return replace(report, failure=_describe(error))
 
 
+def _read_code(script: Path) -> dict[str, str]:
+    path = script.resolve()
+    return hash_code(path.parent, path)
+
+
 def _read_versions() -> dict[str, Any]:
     arch_list = torch.cuda.get_arch_list() if torch.version.cuda else []
-    return {**read_facts(), "arch_list": arch_list, "num_cores": count_cores()}
+    version = f"{metadata.version('ddpilot')} ({hash_package()})"
+    return {**read_facts(), "arch_list": arch_list, "num_cores": count_cores(), "ddpilot": version}
 
 
 def _describe(error: Exception) -> dict[str, Any]:

@@ -26,13 +26,18 @@ _CLOCK_S = 0.5
 
 @dataclass(frozen=True)
 class Node:
-    """Message of a node to the others: the port of its clock server, and on node 0 the file to look for."""
+    """Message of a node to the others: the port of its clock server, its interface and that one's MTU in bytes.
+
+    `mark`: on node 0, the file to look for.
+    """
 
     node: int
     host: str
     address: str
     port: int
     mark: str = ""
+    interface: str = ""
+    mtu: int | None = None
 
 
 @contextmanager

@@ -37,6 +37,7 @@ CHECKS = (
     Check(environment.variables),
     Check(environment.combinations, "ranks"),
     Check(versions.versions, "ranks"),
+    Check(versions.code, "ranks"),
     Check(versions.driver, "ranks"),
     Check(devices.devices),
     Check(devices.one_device_per_rank, "ranks"),

@@ -14,7 +14,7 @@ from pathlib import Path
 from ddpilot.environments.slurm import parse_node_list
 from ddpilot.errors import SlurmError
 from ddpilot.module_names import NODE_REPORT
-from ddpilot.slurm.records import SACCT_FIELDS, JobRecord, parse_sacct, parse_scontrol
+from ddpilot.slurm.records import SACCT_FIELDS, JobRecord, parse_lost_nodes, parse_sacct, parse_scontrol
 
 _TIMEOUT_S = 60.0
 _OF_JOBS = ("SLURM_", "SLURMD_", "SRUN_")
@@ -74,6 +74,14 @@ def estimate_start(record: JobRecord) -> JobRecord:
     done = _call(["squeue", "--start", "--noheader", "--format=%S", f"--jobs={record.job_id}"], "looking up the start")
     start = done.stdout.strip().partition("\n")[0]
     return replace(record, start=start) if re.match(r"\d{4}-", start) else record
+
+
+def find_lost_nodes(nodes: str) -> dict[str, str]:
+    """By name of each node of the list `nodes` that is down or does not answer, Slurm's reason; {} if all are up."""
+    if not nodes:
+        return {}
+    done = _call(["scontrol", "--oneliner", "show", "node", nodes], f"looking up nodes {nodes}")
+    return parse_lost_nodes(done.stdout)
 
 
 def ask_nodes(record: JobRecord) -> tuple[str, ...]:

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import codecs
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ddpilot.slurm.commands import estimate_start, read_accounting, read_job
-from ddpilot.slurm.exit_summary import ExitSummary, summarize_exit
+from ddpilot.slurm.commands import estimate_start, find_lost_nodes, read_accounting, read_job
+from ddpilot.slurm.exit_summary import ExitSummary, summarize_exit, summarize_requeue
 from ddpilot.slurm.records import JobRecord
 
 LOOK_S = 2.0
@@ -42,6 +43,8 @@ def describe_job(record: JobRecord) -> str:
         words = _REASONS.get(record.reason.partition(",")[0], "")
         reason = f": {record.reason}{f' ({words})' if words else ''}" if record.reason else ""
         return f"{head}{reason}{f', expected to start at {record.start}' if record.start else ''}"
+    if record.state == "COMPLETING":  # the rest of the record may be that of the next start
+        return f"{head}{f' on {record.nodes}' if record.nodes else ''}"
     if record.phase == "running":
         where = f" on {record.nodes}" if record.nodes else ""
         limit = f", time limit {record.time_limit}" if record.time_limit else ""
@@ -86,9 +89,14 @@ def follow_job(
     Returns the last record and why it ended. Raises SlurmError if Slurm does not know the job.
     """
     output, said = _Output(show), ""
-    record = read_job(job_id)
+    record = ran = read_job(job_id)
     next_look_s = time.monotonic() + look_s
     while True:
+        if record.num_restarts > ran.num_restarts:
+            output.read()
+            note(str(_explain_requeue(ran, output.tail.decode(errors="replace"))))
+        if record.num_restarts > ran.num_restarts or record.state == "RUNNING":
+            ran = record
         if record.phase == "pending":
             record = estimate_start(record)
         if record.phase != "done" and (line := describe_job(record)) != said:
@@ -107,6 +115,13 @@ def follow_job(
     return record, summarize_job(record, output.tail.decode(errors="replace"))
 
 
+def _explain_requeue(ran: JobRecord, output: str) -> ExitSummary:
+    """Return why the job was requeued that ran as in `ran`."""
+    return summarize_requeue(
+        ran, output=output, failure=_failure_note(ran, ".before"), lost_nodes=find_lost_nodes(ran.nodes)
+    )
+
+
 def _read_rest(output: _Output) -> None:
     """Show what comes after the job's end: a network file system may show it late."""
     end_s = time.monotonic() + (_LATE_S if output.path is not None and not output.path.exists() else 2 * _READ_S)
@@ -118,9 +133,32 @@ def summarize_job(record: JobRecord, output: str | None = None) -> ExitSummary:
     """Return why a job ended. `output`: the end of its output; None: read here."""
     if output is None:
         output = _tail_of(Path(record.output)) if record.output else ""
-    notes = [Path(record.folder) / f"slurm-{record.number}.failure{end}" for end in ("", ".before")]
-    failure = next((_tail_of(path) for path in notes if path.is_file()), "") if record.state != "COMPLETED" else ""
-    return summarize_exit(record, steps=read_accounting(record.job_id), output=output, failure=failure)
+    if record.state == "COMPLETED":
+        return summarize_exit(record)
+    return summarize_exit(
+        record,
+        steps=read_accounting(record.job_id),
+        output=output,
+        failure=_failure_note(record),
+        lost_nodes=find_lost_nodes(record.nodes),
+        full_folder=_full_folder(record),
+    )
+
+
+def _failure_note(record: JobRecord, ending: str = "") -> str:
+    """What the rank that failed first has noted; the job script renames it to ".before" when it requeues the job."""
+    path = Path(record.folder) / f"slurm-{record.number}.failure{ending}"
+    return _tail_of(path) if path.is_file() else ""
+
+
+def _full_folder(record: JobRecord) -> str:
+    """The folder of the job's output if its file system has no room left, so that the output may lack its end."""
+    folder = os.path.dirname(record.output)
+    try:
+        found = os.statvfs(folder) if folder else None
+    except OSError:
+        return ""
+    return folder if found is not None and found.f_blocks and found.f_bavail == 0 else ""
 
 
 def _tail_of(path: Path) -> str:

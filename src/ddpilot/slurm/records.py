@@ -105,6 +105,16 @@ def _record(pairs: dict[str, str]) -> JobRecord:
     )
 
 
+def parse_lost_nodes(text: str) -> dict[str, str]:
+    """Parse ``scontrol --oneliner show node``: by name of each node that is down or does not answer, the reason."""
+    found = {}
+    for pairs in map(_pairs, text.splitlines()):
+        state = pairs.get("State", "")
+        if "NodeName" in pairs and ("DOWN" in state or "FAIL" in state or state.partition("+")[0].endswith("*")):
+            found[pairs["NodeName"]] = _text(pairs.get("Reason")).partition(" [")[0]
+    return found
+
+
 def parse_sacct(text: str) -> tuple[JobRecord, ...]:
     """Parse ``sacct --parsable2 --noheader --format=`` with `SACCT_FIELDS`: the job, then its steps."""
     records = []

@@ -50,6 +50,11 @@ _WAIT = f"""\
   [ "$status" -ne {EXIT_REQUEUE} ] || sleep 5  # the others have saved too: let them exit before srun ends the step
   exit "$status"'"""
 
+_RESTART = """\
+# The output of all starts is in one file.
+[ "${SLURM_RESTART_COUNT:-0}" -eq 0 ] || echo "job $SLURM_JOB_ID starts again on $SLURM_JOB_NODELIST" >&2
+"""
+
 _REQUEUE = f"""\
 || status=$?
 
@@ -79,6 +84,7 @@ def render_job_script(options: JobOptions, target: str, args: Sequence[str] = ()
     """
     blocks = [
         "\n".join(_head(options, target)),
+        _RESTART if options.requeue else "",
         "\n".join(_environment(options)),
         _MEET if options.nodes > 1 or options.ranks_by == "python" else "",
         "\n".join(_threads(options)),

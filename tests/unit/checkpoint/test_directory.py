@@ -237,6 +237,53 @@ def test_one_process_writes_in_a_directory(tmp_path: Path) -> None:
     assert subprocess.run(command, input="", capture_output=True, text=True, check=True).stdout == "True\n"
 
 
+SAVE = """
+import sys
+from pathlib import Path
+import torch
+from ddpilot.checkpoint.directory import CheckpointDir
+from ddpilot.checkpoint.format import RunProgress
+directory = CheckpointDir(sys.argv[1])
+directory.check_writable()
+print("locked", flush=True)
+sys.stdin.readline()
+directory.save(RunProgress(step=1), weights={"model": {"w": torch.ones(1)}})
+"""
+
+
+@pytest.mark.parametrize(("job_id", "is_taken_over"), [("7", True), ("8", False)])
+def test_a_requeued_job_takes_the_directory_over_from_its_earlier_start_on_a_lost_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job_id: str, is_taken_over: bool
+) -> None:
+    """The earlier start lives on where Slurm cannot reach it, and is refused when it saves again; no other job is."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    notes: list[str] = []
+    directory = CheckpointDir(tmp_path, report=notes.append)
+    with subprocess.Popen(
+        [sys.executable, "-c", SAVE, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as earlier:
+        assert earlier.stdout is not None
+        assert earlier.stdout.readline() == "locked\n"
+        monkeypatch.setenv("SLURM_JOB_ID", job_id)
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+        if is_taken_over:
+            directory.check_writable()
+        else:
+            with pytest.raises(CheckpointError, match=rf"process {earlier.pid} on .* \(job 7, start 0\)"):
+                directory.check_writable()
+        _, stderr = earlier.communicate("\n", timeout=60)
+    assert ("a different job writes its checkpoints there" in stderr) == is_taken_over
+    assert len(notes) == is_taken_over
+    if is_taken_over:
+        assert f"process {earlier.pid} on {socket.gethostname()} (job 7, start 0) still holds" in notes[0]
+        directory.save(RunProgress(step=2), weights={"model": {"w": torch.ones(1)}})
+    directory.close()
+
+
 @pytest.mark.parametrize("kind", ["link", "fifo"])
 def test_a_lock_file_that_is_not_a_file_is_refused(kind: str, tmp_path: Path) -> None:
     """Another user of a shared directory may have made it; nothing is written through a symbolic link."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ddpilot.slurm.exit_summary import summarize_exit
+import pytest
+
+from ddpilot.slurm.exit_summary import summarize_exit, summarize_requeue
 from ddpilot.slurm.follow import describe_job
 from ddpilot.slurm.records import JobRecord
 
@@ -87,3 +89,96 @@ def test_pending_job_is_described_with_reason_and_start() -> None:
     assert describe_job(record) == (
         "job 7 is pending: Priority (jobs of higher priority are in front), expected to start at 2026-11-27T23:00:00"
     )
+
+
+KILLED_RANK = (
+    "srun: error: n2: task 1: Exited with exit code 137\n"
+    "srun: launch/slurm: _step_signal: Terminating StepId=7.0\n"
+    "0: slurmstepd-n1: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-28T04:27:12 ***\n"
+    "0: [rank0]: Traceback (most recent call last):\n"
+    "0: [rank0]: RuntimeError: [/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:44235\n"
+    "srun: error: n1: task 0: Exited with exit code 1\n"
+)
+"""Output of a job of which a rank was killed: the other one fails because of it, with a lower exit code."""
+
+
+def test_killed_rank_is_the_cause_and_not_the_one_that_lost_its_connection() -> None:
+    """By the order of srun's lines; the exception of the other rank is not shown as the first error."""
+    summary = summarize_exit(replace(FAILED, exitcode=137, nodes="n[1-2]"), output=KILLED_RANK)
+    assert summary.cause.endswith("task 1 on n2 was killed by SIGKILL, after which srun ended the others")
+    assert "first error" not in str(summary)
+    assert summary.details[0] == "task 1 on n2: exited with exit code 137"
+    assert summary.details[-1] == "it ran on n[1-2]"
+    assert "`dmesg`" in summary.advice
+
+
+def test_error_is_found_behind_the_label_that_torch_adds() -> None:
+    """And an error of a lost connection that came before it is passed over."""
+    output = KILLED_RANK + "1: [rank1]: Traceback (most recent call last):\n1: [rank1]: ValueError: bad sample 17\n"
+    assert (
+        "first error in the output: task 1: ValueError: bad sample 17" in summarize_exit(FAILED, output=output).details
+    )
+
+
+def test_cancelled_step_is_named() -> None:
+    """srun counts its tasks as killed, after the step was cancelled."""
+    output = (
+        "srun: Job step aborted: Waiting up to 7 seconds for job step to finish.\n"
+        "0: slurmstepd-n1: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-11-28T04:27:04 ***\n"
+        "srun: error: n2: task 1: Killed\n"
+    )
+    summary = summarize_exit(replace(FAILED, exitcode=137), output=output)
+    assert summary.cause.endswith("step 7.0 was cancelled, as `scancel 7.0` does")
+    assert summary.details == ()
+
+
+def test_output_of_an_earlier_start_does_not_explain_this_one() -> None:
+    """A job that lost a node, was requeued, and then raised."""
+    output = (
+        "srun: error: Node failure on n2\njob 7 starts again on n[3-4]\n"
+        "0: Traceback (most recent call last):\n0: ValueError: bad sample 17\n"
+    )
+    summary = summarize_exit(replace(FAILED, exitcode=1, num_restarts=1), output=output)
+    assert "(FAILED, requeued 1x before): exit code 1" in summary.cause
+    assert summary.details == ("first error in the output: task 0: ValueError: bad sample 17",)
+
+
+def test_lost_node_and_full_folder_are_named() -> None:
+    """Which Slurm's node records and the file system know, where the output does not."""
+    summary = summarize_exit(replace(FAILED, state="NODE_FAIL"), lost_nodes={"n2": "Not responding"})
+    assert summary.cause.endswith("(NODE_FAIL): node n2 failed (Not responding)")
+    summary = summarize_exit(replace(FAILED, exitcode=1), full_folder="/shared")
+    assert summary.details[0] == "no space is left in /shared, where its output is"
+    assert "make room" in summary.advice
+
+
+@pytest.mark.parametrize(
+    ("output", "lost", "said"),
+    [
+        ("", {"n2": "Not responding"}, "node n2 failed (Not responding)"),
+        ("x\nsrun: error: Node failure on n2\n", {}, "a node failed"),
+        (
+            "0: ddpilot: SIGUSR1: the checkpoint in ckpt is written; leaving\nexit code 75: job 7 is requeued\n",
+            {},
+            "its ranks saved a checkpoint and exited with code 75 after SIGUSR1, which comes before the time limit",
+        ),
+        ("exit code 1: job 7 is requeued\n", {}, "exit code 1, which is tried once more"),
+        (
+            "slurmstepd-n1: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-28T04:27:22 DUE TO JOB REQUEUE ***\n",
+            {},
+            "by `scontrol requeue`, or by an administrator",
+        ),
+        (
+            "slurmstepd-n1: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-28T04:27:22 DUE TO PREEMPTION ***\n",
+            {},
+            "a job of higher priority took its nodes",
+        ),
+    ],
+)
+def test_requeue_is_explained(output: str, lost: dict[str, str], said: str) -> None:
+    """From the nodes' records and the output since the last start."""
+    before = replace(FAILED, state="RUNNING", exitcode=0, nodes="n[1-2]")
+    summary = summarize_requeue(
+        before, output=f"exit code 9: job 7 is requeued\njob 7 starts again on n1\n{output}", lost_nodes=lost
+    )
+    assert summary.cause == f"job 7 was requeued after 00:01:00 on n[1-2]: {said}"

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from ddpilot.slurm.records import SACCT_FIELDS, JobRecord, parse_sacct, parse_scontrol
+from ddpilot.slurm.records import SACCT_FIELDS, JobRecord, parse_lost_nodes, parse_sacct, parse_scontrol
 
 PREEMPTED = (
     "JobId=34 JobName=my train=1 UserId=root(0) GroupId=root(0) MCS_label=N/A Priority=429490 Nice=0 Account=(null) "
@@ -72,3 +72,13 @@ def test_states_are_pending_running_or_done() -> None:
     states = ("PENDING", "CONFIGURING", "REQUEUE_HOLD", "RUNNING", "COMPLETING", "COMPLETED", "TIMEOUT", "NODE_FAIL")
     phases = [JobRecord(job_id="1", state=state).phase for state in states]
     assert phases == ["pending"] * 3 + ["running"] * 2 + ["done"] * 3
+
+
+def test_nodes_that_are_down_or_silent_are_found_with_the_reason() -> None:
+    """As scontrol writes them, with who noted the reason and when."""
+    text = (
+        "NodeName=n1 Arch=x86_64 State=DOWN* ThreadsPerCore=1 Partitions=all Reason=Not responding [slurm@2026-11-28]\n"
+        "NodeName=n2 Arch=x86_64 State=IDLE ThreadsPerCore=1 Partitions=all\n"
+        "NodeName=n3 Arch=x86_64 State=MIXED*+DRAIN ThreadsPerCore=1 Partitions=all\n"
+    )
+    assert parse_lost_nodes(text) == {"n1": "Not responding", "n3": ""}

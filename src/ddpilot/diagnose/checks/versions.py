@@ -6,19 +6,20 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from ddpilot.diagnose.agreement import check_code
 from ddpilot.diagnose.combinations import parse_version
 from ddpilot.diagnose.facts import Answers, Facts
 from ddpilot.environments.nvml import read_nvml
 from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.text import render_ranks
 
-_NAMES = ("python", "torch", "cuda", "hip", "nccl", "driver")
+_NAMES = ("python", "torch", "cuda", "hip", "nccl", "driver", "ddpilot")
 _MIN_DRIVERS = {11: (450,), 12: (525,), 13: (580,)}
 """By CUDA's major version: https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html"""
 
 
 def versions(facts: Facts) -> Answers:
-    """Versions of Python, torch, CUDA, NCCL and the driver, the same on all ranks."""
+    """Versions of Python, torch, CUDA, NCCL, the driver and ddpilot, the same on all ranks."""
     if not facts.ranks:
         yield f"Python {sys.version.split()[0]}; torch was not asked, since no rank has reported"
         return
@@ -35,6 +36,11 @@ def versions(facts: Facts) -> Answers:
     if not different:
         known = facts.ranks[0].versions
         yield ", ".join(f"{name} {known[name]}" for name in _NAMES if known.get(name))
+
+
+def code(facts: Facts) -> Answers:
+    """The script and the Python files next to it, the same on all ranks."""
+    return check_code(facts.ranks)
 
 
 def driver(facts: Facts) -> Answers:

@@ -13,6 +13,9 @@
 
 set -e -o pipefail
 
+# The output of all starts is in one file.
+[ "${SLURM_RESTART_COUNT:-0}" -eq 0 ] || echo "job $SLURM_JOB_ID starts again on $SLURM_JOB_NODELIST" >&2
+
 # All ranks meet at the first node; the port comes from the job's number, so that jobs on one node do not collide.
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))
