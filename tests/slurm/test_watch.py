@@ -7,18 +7,14 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ddpilot.watch.job_folder import list_jobs
 from tests.dist.launching.scripts import wait_until
-from tests.dist.watch.slurm import missing, running_slurm
 from tests.dist.watch.test_scripts import observers, variables
-from tests.ports import kept_port
-
-pytestmark = pytest.mark.skipif(bool(missing()), reason=f"not installed here: {', '.join(missing())}")
+from tests.slurm.cluster import Cluster
 
 TRAIN = """
 import torch, torch.distributed as dist, ddpilot
@@ -33,14 +29,7 @@ with ddpilot.init_group("gloo") as group:
 WRONG = "_ = dist.barrier() if group.rank == 1 and step == 2 else None"
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Slurm's variables, while it runs."""
-    with running_slurm(tmp_path_factory.mktemp("slurm")) as found:
-        yield found
-
-
-def srun(folder: Path, cluster: dict[str, str], num_nodes: int, wrong: str) -> subprocess.CompletedProcess[str]:
+def srun(folder: Path, cluster: Cluster, num_nodes: int, wrong: str) -> subprocess.CompletedProcess[str]:
     """Four ranks, watched by the variable alone, to their end."""
     (folder / "train.py").write_text(TRAIN.format(wrong=wrong))
     line = next(text for text in Path("setup.py").read_text().splitlines() if text.startswith("LINE = "))
@@ -49,23 +38,22 @@ def srun(folder: Path, cluster: dict[str, str], num_nodes: int, wrong: str) -> s
     (site / "ddpilot_watch.pth").write_text(line.removeprefix('LINE = "').removesuffix('\\n"') + "\n")
     (site / "sitecustomize.py").write_text(f"import site\nsite.addsitedir({str(site)!r})\n")
     env = variables(folder)
-    env |= cluster | {"DDPILOT_WATCH": "1", "PYTHONPATH": os.pathsep.join((str(site), env["PYTHONPATH"]))}
-    with kept_port() as port:
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # Slurm's names of these nodes are no hosts
-        return subprocess.run(
-            ["srun", f"--nodes={num_nodes}", "--ntasks=4", sys.executable, "train.py"],
-            cwd=folder,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=150,
-            check=False,
-        )
+    env |= cluster.variables | {"MASTER_ADDR": "n1", "MASTER_PORT": "29519", "GLOO_SOCKET_IFNAME": "eth0"}
+    env |= {"DDPILOT_WATCH": "1", "PYTHONPATH": os.pathsep.join((str(site), env["PYTHONPATH"]))}
+    return subprocess.run(
+        ["srun", f"--nodes={num_nodes}", "--ntasks=4", sys.executable, "train.py"],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("num_nodes", [1, 2])
-def test_srun_ends_with_the_finding_and_a_status(cluster: dict[str, str], tmp_path: Path, num_nodes: int) -> None:
+def test_srun_ends_with_the_finding_and_a_status(cluster: Cluster, tmp_path: Path, num_nodes: int) -> None:
     """The ranks, the line and the branch around it are named, and nothing is left but the report."""
     done = srun(tmp_path, cluster, num_nodes, WRONG)
     assert done.returncode != 0
@@ -83,9 +71,7 @@ def test_srun_ends_with_the_finding_and_a_status(cluster: dict[str, str], tmp_pa
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("num_nodes", [1, 2])
-def test_srun_of_a_right_script_ends_well_and_leaves_nothing(
-    cluster: dict[str, str], tmp_path: Path, num_nodes: int
-) -> None:
+def test_srun_of_a_right_script_ends_well_and_leaves_nothing(cluster: Cluster, tmp_path: Path, num_nodes: int) -> None:
     """No finding, no process, no folder."""
     done = srun(tmp_path, cluster, num_nodes, "")
     assert done.returncode == 0, done.stderr
