@@ -81,7 +81,7 @@ def test_end_names_a_lost_node(cluster: Cluster, tmp_path: Path) -> None:
         followed.wait_for("1: sleeping")
         cluster.kill_node("n2")
         assert followed.wait(limit_s=100) != 0
-    assert "(NODE_FAIL): a node failed\n" in followed.err
+    assert "(NODE_FAIL): node n2 failed (Not responding)\n" in followed.err
     assert "Node failure on n2" in followed.err
 
 

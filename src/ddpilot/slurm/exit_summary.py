@@ -49,6 +49,8 @@ _RANK = re.compile(r"^\[rank\d+\]: ")
 _ERROR_LINE = re.compile(
     r"^(?P<kind>[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt|Warning|Failure)\b)(: (?P<message>.*))?"
 )
+_RUN_FAILED = re.compile(r"^(\d+: )?ddpilot: (?P<what>rank \d+ .+) \(running `.*` on \d+ ranks? on (?P<host>\S+)\)$")
+"""The line of `ddpilot run` on the node whose rank failed first."""
 _STARTS_AGAIN = re.compile(r"^job \d+ starts again on .*$", re.MULTILINE)
 _SCRIPT_REQUEUES = re.compile(r"^exit code (?P<code>\d+): job \d+ is requeued$", re.MULTILINE)
 
@@ -230,6 +232,8 @@ def _first_failure(output: str, failure: str) -> list[str]:
     """The first error in time: the rank's note, else the first traceback of the output that has a cause of its own."""
     if failure.strip():
         return [f"first failure: {line}" for line in failure.strip().splitlines()[-1:]]
+    if found := next(filter(None, map(_RUN_FAILED.match, output.splitlines())), None):
+        return [f"first failure: on {found['host']}: {found['what'][:200]}"]
     for rank, error in _errors(output):
         message = error["message"] or ""
         if not reads_like_victim(error["kind"].rpartition(".")[2], message):

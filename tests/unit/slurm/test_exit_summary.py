@@ -182,3 +182,10 @@ def test_requeue_is_explained(output: str, lost: dict[str, str], said: str) -> N
         before, output=f"exit code 9: job 7 is requeued\njob 7 starts again on n1\n{output}", lost_nodes=lost
     )
     assert summary.cause == f"job 7 was requeued after 00:01:00 on n[1-2]: {said}"
+
+
+def test_failure_that_ddpilot_run_reports_is_the_first() -> None:
+    """With the node and the rank, whose agent has an exit code of its own."""
+    line = "1: ddpilot: rank 1 was killed by SIGKILL; its peak was 0.3 GB (running `train.py` on 2 ranks on n2)\n"
+    details = summarize_exit(FAILED, output=line + KILLED_RANK.replace("137", "1")).details
+    assert details[0] == "first failure: on n2: rank 1 was killed by SIGKILL; its peak was 0.3 GB"
