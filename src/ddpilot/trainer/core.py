@@ -27,6 +27,7 @@ from ddpilot.trainer.history import History
 from ddpilot.trainer.losses import EpochLosses, LossSums, Summands, check_attached, check_weighted, with_count
 from ddpilot.trainer.optimizers import make_ema, make_optimizers, make_schedulers
 from ddpilot.trainer.run import Forward, Run
+from ddpilot.training.batches import Loader
 from ddpilot.training.evaluation.evaluate import forward_batch
 from ddpilot.training.interval import Interval
 from ddpilot.training.loop import Loop
@@ -111,6 +112,11 @@ class TrainerCore:
         return type(self).train_batch is not TrainerCore.train_batch
 
     @property
+    def has_own_validation(self) -> bool:
+        """True if a subclass overrides `validate_batch`."""
+        return type(self).validate_batch is not TrainerCore.validate_batch
+
+    @property
     def all_metrics(self) -> dict[str, Any]:
         """The metrics, and the loss under the name "loss"."""
         return self.metrics if self.loss_fn is None else {"loss": self.loss_fn, **self.metrics}
@@ -141,6 +147,24 @@ class TrainerCore:
         if isinstance(loss, Mapping):
             return Summands(loss)
         return loss if count is None else (loss, count)
+
+    def validate_batch(self, model: nn.Module, batch: Any) -> Any:
+        """Compute what is recorded of one batch of a validation. Override it for a different validation step.
+
+        Returns a dict of values by name: each the mean over this rank's samples, (mean, count), or one value per
+        sample; a value alone is named "loss". `model`: not wrapped, in eval mode, without gradients; with `ema=` the
+        average. Ranks without samples do not call it, so it must not run collectives. It replaces the loss and
+        `metrics=`; the one here returns the loss.
+        """
+        if self.loss_fn is None:
+            raise LoopError("validating a batch", found="no `loss_fn`", fix="Give one, or return values without it.")
+        return self.loss_fn(*self.forward(model, batch))
+
+    def measure(self, loop: Loop, model: nn.Module, loader: Loader) -> dict[str, Any]:
+        """Return the values of a validation over all samples of `loader`. Collective."""
+        if self.has_own_validation:
+            return loop.evaluate(model, loader, step=self.validate_batch)
+        return loop.evaluate(model, loader, self.all_metrics, forward=self.forward)
 
     def __repr__(self) -> str:
         num = sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
@@ -252,6 +276,9 @@ def check_trainer(trainer: TrainerCore) -> None:
     if trainer.loss_fn is not None and "loss" in trainer.metrics:
         found = "a metric called 'loss', which is the name of `loss_fn` in the history and in evaluations"
         raise LoopError(MAKING, found=found, fix="Give the metric a different name.")
+    if trainer.has_own_validation and trainer.metrics:
+        found = f"`metrics` ({', '.join(map(repr, trainer.metrics))}), which an overridden `validate_batch` replaces"
+        raise LoopError(MAKING, found=found, fix="Return their values from `validate_batch`, or do not override it.")
     check_choice(MAKING, "precision", trainer.precision, ("fp32", "bf16", "fp16"))
     if trainer.clip_norm is not None and not trainer.clip_norm > 0:
         found = f"`clip_norm` is {trainer.clip_norm}"

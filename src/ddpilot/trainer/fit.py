@@ -24,7 +24,7 @@ from ddpilot.group.decorators import on_ranks
 from ddpilot.group.device import capture_rng, restore_rng
 from ddpilot.trainer.callback import CallbackRunner
 from ddpilot.trainer.core import FitState, Position, TrainerCore
-from ddpilot.trainer.fit_options import SIZES, FitOptions
+from ddpilot.trainer.fit_options import SIZES, FitOptions, val_prefix
 from ddpilot.trainer.history import History, measured
 from ddpilot.trainer.losses import LossSums
 from ddpilot.trainer.optimizers import relink
@@ -127,14 +127,14 @@ def _make_folder(parent: Path | None) -> str:
 
 def _fit_by(loop: Loop, trainer: TrainerCore, fit: FitOptions) -> Exception | None:
     loop.findings = trainer.findings
-    train_loader, val_loader = _limited(_make_loaders(fit, loop), fit.limit_batches)
+    train_loader, val_loaders = _limited(_make_loaders(fit, loop), fit.limit_batches)
     data = describe_data(train_loader)
     trainer.batch_size = getattr(getattr(train_loader, "plan", None), "global_batch_size", None) or trainer.batch_size
     _start(loop, trainer.position, data)
     run, state = _prepare(trainer, loop, fit)
     _resume(loop, run, fit)
     callbacks = CallbackRunner(trainer.callbacks, run)
-    here = _Fit(trainer, run, state, (train_loader, val_loader), callbacks, fit)
+    here = _Fit(trainer, run, state, (train_loader, val_loaders), callbacks, fit)
     try:
         callbacks.call("on_fit_start")
         if fit.validate_first and not run.update:
@@ -237,24 +237,25 @@ _OF_VALIDATION = (*SIZES, "collate_fn", *WORKER_OPTIONS)
 """Options that the loader of a validation set has from that of the training data."""
 
 
-def _make_loaders(fit: FitOptions, loop: Loop) -> tuple[Loader, Loader | None]:
+def _make_loaders(fit: FitOptions, loop: Loop) -> tuple[Loader, dict[str, Loader]]:
+    """Return the loader of the training data, and those of the validation sets by name."""
     train = make_loader_of(fit.train_set, loop, fit.loader)
-    if fit.val_set is None:
-        return train, None
     options = {name: value for name, value in fit.loader.items() if name in _OF_VALIDATION}
-    if isinstance(fit.val_set, DataLoader):
-        options = {}
-    elif isinstance(fit.train_set, DataLoader):
+    if isinstance(fit.train_set, DataLoader):
         options |= {"global_batch_size": fit.train_set.batch_size, "batch_size_per_rank": None}
-    return train, make_loader_of(fit.val_set, loop, options)
+    val = {
+        name: make_loader_of(data, loop, {} if isinstance(data, DataLoader) else options)
+        for name, data in fit.val_sets.items()
+    }
+    return train, val
 
 
-def _limited(loaders: tuple[Loader, Loader | None], limits: Mapping[str, int]) -> tuple[Loader, Loader | None]:
+def _limited(loaders: tuple[Loader, dict[str, Loader]], limits: Mapping[str, int]) -> tuple[Loader, dict[str, Loader]]:
     train, val = loaders
     if "train" in limits:
         train = LimitedLoader(train, limits["train"])
-    if "validation" in limits and val is not None:
-        val = LimitedLoader(val, limits["validation"])
+    if "validation" in limits:
+        val = {name: LimitedLoader(one, limits["validation"]) for name, one in val.items()}
     return train, val
 
 
@@ -266,7 +267,7 @@ class _Fit:
         trainer: TrainerCore,
         run: Run,
         state: FitState,
-        loaders: tuple[Loader, Loader | None],
+        loaders: tuple[Loader, dict[str, Loader]],
         callbacks: CallbackRunner,
         fit: FitOptions,
     ) -> None:
@@ -377,7 +378,7 @@ class _Fit:
                 written.pop()
             )  # resumed after the epoch's last batch: complete the row written before the stop
         is_due = not by_updates and (self._callbacks.is_over or run.validate_every.is_due(loop.epoch, loop.epoch + 1))
-        run.skips_validation = self._val is not None and not is_due
+        run.skips_validation = bool(self._val) and not is_due
         if is_due and (not is_part or self._has_all_updates):  # not after a stop in the middle of the epoch
             self._evaluate()
         if not is_part:
@@ -404,13 +405,15 @@ class _Fit:
         return {**row, "seconds": sums.seconds, "samples_per_s": sums.num_samples / sums.seconds}
 
     def _evaluate(self) -> None:
-        """Add the validation's results to the row, if there is a validation set."""
+        """Add the results of the validation sets to the row, if there are any."""
         run, trainer, loop = self._run, self._trainer, self._loop
-        if self._val is None:
+        if not self._val:
             return
         model = find_inner(run.ema or run.model)
-        results = loop.evaluate(model, self._val, trainer.all_metrics, forward=trainer.forward)
-        values = {f"val_{name}": value for name, value in results.items()}
+        values: dict[str, Any] = {}
+        for name, loader in self._val.items():
+            results = trainer.measure(loop, model, loader)
+            values |= {f"{val_prefix(name)}{metric}": value for metric, value in results.items()}
         run.metrics |= values
         loop.progress.show(**measured(values))
         self._callbacks.call("on_evaluate_end")
@@ -437,7 +440,8 @@ class _Fit:
         if run.skips_validation or run.validate_every.counts_updates != by_updates:
             return
         for scheduler in self._trainer.schedulers.values():
-            monitored = run.metrics.get("val_loss", run.metrics.get("loss"))
+            name = f"{val_prefix(next(iter(self._val), ''))}loss"
+            monitored = run.metrics.get(name, run.metrics.get("loss"))
             if isinstance(scheduler, ReduceLROnPlateau) and monitored is not None and not math.isnan(monitored):
                 scheduler.step(monitored)
 

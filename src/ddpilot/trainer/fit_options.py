@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +60,13 @@ class FitOptions:
         return self.checkpoints["checkpoint_dir"]
 
     @property
+    def val_sets(self) -> dict[str, Any]:
+        """The validation sets by name; the name of a single one is ""."""
+        if self.val_set is None:
+            return {}
+        return dict(self.val_set) if _is_named(self.val_set) else {"": self.val_set}
+
+    @property
     def is_total(self) -> bool:
         """True if the goal is a total over all fits, not a number of further epochs."""
         return self.until_epoch is not None or self.max_updates is not None or self.checkpoint_dir is not None
@@ -109,10 +117,9 @@ def check_fit(trainer: TrainerCore, fit: FitOptions) -> None:
             raise LoopError(FITTING, found=f"`{name}` is {number!r}", fix=f"Give a whole number of {unit}, 0 or more.")
     if fit.train_set is None:
         raise LoopError(FITTING, found="`train_set` is None", fix="Give a dataset or a DataLoader.")
-    for name, data in (("train_set", fit.train_set), ("val_set", fit.val_set)):
-        _check_single(name, data)
-        _check_samples(name, data)
-    check_whole(FITTING, "`val_set`", fit.val_set)
+    _check_single("`train_set`", fit.train_set)
+    _check_samples("`train_set`", fit.train_set)
+    _check_validation_sets(trainer, fit)
     if fit.validate_first and fit.val_set is None:
         raise LoopError(FITTING, found="`validate_first`, and no `val_set`", fix="Give a `val_set`.")
     _check_sizes(fit)
@@ -123,7 +130,7 @@ def check_fit(trainer: TrainerCore, fit: FitOptions) -> None:
     )
     _check_checkpoints(fit)
     _check_step(trainer)
-    if not trainer.has_own_step or fit.val_set is not None:
+    if not trainer.has_own_step or (fit.val_set is not None and not trainer.has_own_validation):
         check_forward(FITTING, trainer.model, trainer.has_own_forward)
     _check_monitors(trainer, fit)
 
@@ -137,17 +144,53 @@ def _check_single(name: str, data: object) -> None:
     else:
         return
     fix = "Give one dataset; torch.utils.data.ConcatDataset joins several."
-    if name == "val_set":
-        fix += " After the fit, trainer.evaluate(data) evaluates a different one."
-    raise LoopError(FITTING, found=f"`{name}` is {several}, and a fit takes one dataset", fix=fix)
+    if "val_set" in name:
+        fix = 'Give one dataset, or several by name: {"clean": data, "noisy": more}.'
+    raise LoopError(FITTING, found=f"{name} is {several}, and a fit takes one dataset", fix=fix)
+
+
+def _is_named(val_set: object) -> bool:
+    """True for several validation sets by name; a mapping with the key 0 is a dataset itself."""
+    return isinstance(val_set, Mapping) and 0 not in val_set
+
+
+def val_prefix(name: str) -> str:
+    """Return what the columns of a validation set begin with: "val_" for a single one, which has the name ""."""
+    return f"val_{name}_" if name else "val_"
+
+
+def _check_validation_sets(trainer: TrainerCore, fit: FitOptions) -> None:
+    """Raise LoopError for invalid validation sets, and for names that would give two columns the same name."""
+    if fit.val_set is not None and not fit.val_sets:
+        raise LoopError(FITTING, found="`val_set` is an empty dict", fix="Give a dataset, or several by name; or None.")
+    columns: dict[str, tuple[str, str]] = {}
+    for name, data in fit.val_sets.items():
+        what = "`val_set`"
+        if _is_named(fit.val_set):
+            what += f" {name!r}"
+            if not isinstance(name, str) or not re.fullmatch(r"[\w-]+", name):
+                found = f"a validation set with the name {name!r}"
+                raise LoopError(FITTING, found=found, fix='Use letters, digits, "_" and "-", as in "clean".')
+            if data is None:
+                raise LoopError(FITTING, found=f"{what} is None", fix="Give a dataset, or leave the name out.")
+        _check_single(what, data)
+        _check_samples(what, data)
+        check_whole(FITTING, what, data)
+        for metric in () if trainer.has_own_validation else trainer.all_metrics:
+            column = f"{val_prefix(name)}{metric}"
+            if column in columns:
+                pairs = " and ".join(f"{one!r} of {of!r}" for of, one in (columns[column], (name, metric)))
+                found = f"metrics {pairs}, which would both be {column!r} in the history"
+                raise LoopError(FITTING, found=found, fix="Rename a validation set or a metric.")
+            columns[column] = name, metric
 
 
 def _check_samples(name: str, data: object) -> None:
     """Raise LoopError for an empty dataset, as its mean loss would be NaN."""
     dataset = data.dataset if isinstance(data, DataLoader) else data
     if not isinstance(dataset, IterableDataset) and hasattr(dataset, "__len__") and not len(dataset):
-        found = f"`{name}` is empty: a {type(dataset).__name__} of 0 samples"
-        fix = "Check where its samples come from." + " `val_set` is optional." * (name == "val_set")
+        found = f"{name} is empty: a {type(dataset).__name__} of 0 samples"
+        fix = "Check where its samples come from." + " `val_set` is optional." * ("val_set" in name)
         raise LoopError(FITTING, found=found, fix=fix)
 
 
@@ -203,9 +246,10 @@ def _check_step(trainer: TrainerCore) -> None:
 
 def _check_monitors(trainer: TrainerCore, fit: FitOptions) -> None:
     """Check monitored names against the columns of the history, unless user code may add columns."""
-    if trainer.has_own_step or any(not type(one).__module__.startswith("ddpilot.") for one in trainer.callbacks):
+    has_own = trainer.has_own_step or trainer.has_own_validation
+    if has_own or any(not type(one).__module__.startswith("ddpilot.") for one in trainer.callbacks):
         return
-    validation = [] if fit.val_set is None else [f"val_{name}" for name in trainer.all_metrics]
+    validation = [f"{val_prefix(name)}{metric}" for name in fit.val_sets for metric in trainer.all_metrics]
     known = ["loss", *validation, *BOOKKEEPING]
     best = str(fit.checkpoints.get("best") or "").split()
     monitored = [("`checkpoints` with best", best[1])] if len(best) == 2 else []

@@ -63,7 +63,8 @@ class Trainer(TrainerCore):
     evaluations and predictions use. `clip_norm`: maximum norm of the gradients. `seed`, `accumulate`, `precision`: as
     for `Loop`. `launcher`: how ranks are started.
 
-    Override `train_batch` for a different training step. Raises LoopError for an optimizer with other parameters.
+    Override `train_batch` for a different training step, `validate_batch` for a different validation. Raises LoopError
+    for an optimizer with other parameters.
     """
 
     @naming_arguments("starting a fit", {"batch_size": _WHICH_SIZE})
@@ -107,7 +108,8 @@ class Trainer(TrainerCore):
         this process.
 
         `train_set`, `val_set`: datasets, with `global_batch_size` or `batch_size_per_rank`; or DataLoaders, with their
-        own. `validate_every`: "500 updates" or "2 epochs" between validations, counted over all fits; an int counts
+        own. Several validation sets go by name, in a dict: `{"clean": a, "noisy": b}` records "val_clean_loss" and so
+        on. `validate_every`: "500 updates" or "2 epochs" between validations, counted over all fits; an int counts
         updates with `max_updates`, otherwise epochs; default: 1 epoch. The end of the fit is always validated. With
         updates, `history.intervals` has a row for each validation. `validate_first`: also validate before the first
         update of the training, into `history.first`. `save_every`: the same between checkpoints, where an
@@ -195,8 +197,9 @@ class Trainer(TrainerCore):
         `options`: those of `Loop.loader`, such as `global_batch_size` (default: that of the last fit, or 64) and
         `num_workers`.
         """
-        wanted = self.all_metrics if metrics is None else dict(metrics)
-        self._check_inference("evaluating", "`evaluate`", dataset, forward, options)
+        is_own = metrics is None and forward is None and self.has_own_validation
+        wanted = None if is_own else self.all_metrics if metrics is None else dict(metrics)
+        self._check_inference("evaluating", "`evaluate`", dataset, self.forward if is_own else forward, options)
         values: dict[str, Any] = run_once(
             self, nproc_per_node, "evaluate", evaluate_here, dataset, wanted, forward, options
         )
@@ -284,13 +287,15 @@ def _loop_here(trainer: TrainerCore) -> Loop:
 def evaluate_here(
     trainer: TrainerCore,
     dataset: Any,
-    metrics: Mapping[str, Any],
+    metrics: Mapping[str, Any] | None,
     forward: Forward | None,
     options: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Implement `Trainer.evaluate`; `forward`: None for the trainer's. Collective on ranks."""
+    """Implement `Trainer.evaluate`; `forward`, `metrics`: None for the trainer's. Collective on ranks."""
     loop = _loop_here(trainer)
     model, loader = _place(trainer, dataset, options, loop)
+    if metrics is None:
+        return trainer.measure(loop, model, loader)
     return loop.evaluate(model, loader, metrics, forward=forward or trainer.forward)
 
 

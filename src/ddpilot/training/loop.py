@@ -35,7 +35,7 @@ from ddpilot.training.checks.nonfinite import FiniteCheck
 from ddpilot.training.coordination.collectives import gather_batch, gather_rows, rank_zero_first, reduce_value
 from ddpilot.training.coordination.out_of_memory import explain_out_of_memory, find_sharing
 from ddpilot.training.coordination.stop import FlagExchange, LoneBreakCheck, StopSignals
-from ddpilot.training.evaluation.evaluate import evaluate
+from ddpilot.training.evaluation.evaluate import evaluate, evaluate_step
 from ddpilot.training.evaluation.predict import predict
 from ddpilot.training.losses import add_losses
 from ddpilot.training.models.ddp import wrap
@@ -739,9 +739,10 @@ class Loop:
         self,
         model: nn.Module,
         loader: Loader | DataLoader[Any],
-        metrics: Mapping[str, Any],
+        metrics: Mapping[str, Any] | None = None,
         *,
         forward: Callable[[nn.Module, Any], tuple[Any, ...]] | None = None,
+        step: Callable[[nn.Module, Any], Any] | None = None,
     ) -> dict[str, Any]:
         """Return the value of each metric over all samples of `loader`, the same on every rank. Collective.
 
@@ -751,12 +752,24 @@ class Loop:
         torchmetrics MetricCollection. The value is NaN without samples. The model runs unwrapped, in eval mode, with
         rank 0's buffers, and not at all on a rank without samples. `forward(model, batch)` returns the arguments of the
         metrics; default: `(model(*batch[:-1]), batch[-1])`, or `(model(**batch), batch)` for a mapping. Torch's random
-        state is restored. Raises NonFiniteError on all ranks for an earlier update that has not been reported yet.
+        state is restored.
+
+        `step(model, batch)`, in place of metrics, computes everything itself and returns a dict of values, each as a
+        function in `metrics` returns it; a value alone is named "loss". It is not called on ranks without samples.
+
+        Raises NonFiniteError on all ranks for an earlier update that has not been reported yet, and LoopError unless
+        one of `metrics` and `step` is given.
         """
+        if (metrics is None) == (step is None) or (step is not None and forward is not None):
+            is_none = metrics is None and step is None
+            found = "neither `metrics` nor `step`" if is_none else "`step` next to `metrics` or `forward`"
+            raise LoopError("evaluating", found=found, fix="Give `metrics`, with `forward` if needed; or `step` alone.")
         self._join()
         self._updates.check_pending()
         self._checkpointer.report_resumed()
         with self.autocast():
+            if step is not None:
+                return evaluate_step(model, self._divided(loader), step, self.group)
             return evaluate(model, self._divided(loader), metrics, self.group, forward)
 
     def predict(

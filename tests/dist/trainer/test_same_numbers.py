@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.dist.trainer.bodies import BATCH_SIZE, make_data, make_trainer, train_plainly
+import ddpilot
+from tests.dist.trainer.bodies import (
+    BATCH_SIZE,
+    launcher,
+    make_data,
+    make_model,
+    make_optimizer,
+    make_trainer,
+    train_plainly,
+)
 
 same = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-13)
 
@@ -47,6 +56,43 @@ def test_trainer_has_the_numbers_of_a_plain_loop(num_ranks: int, plain: dict[str
     moments = [optimizer.state[parameter]["exp_avg"] for parameter in parameters]
     same(moments, plain["moments"])
     same(trainer.predict(validation), plain["output"])
+
+
+class Measuring(ddpilot.Trainer):
+    """With a validation step that returns a mean of its own numbers, and a value that some ranks lack."""
+
+    def validate_batch(self, model: torch.nn.Module, batch: Any) -> Any:
+        x, y = batch
+        error, kept = (model(x) - y).square(), x[:, 0] > -0.2
+        values = {"loss": error.mean()}
+        return {**values, "kept": (error[kept].mean(), kept.sum())} if kept.any() else values
+
+
+@pytest.mark.timeout(100)
+def test_named_validation_sets_have_the_same_numbers_at_any_number_of_ranks() -> None:
+    """Of any length, with metrics or with a validation step, and what plain PyTorch gives for the trained weights."""
+    sets = {"few": make_data(2, first=60), "more": make_data(21, first=30)}
+    rows = []
+    for num_ranks in (1, 2, 3):
+        plain = make_trainer()
+        own = Measuring(make_model(), torch.nn.functional.mse_loss, make_optimizer, launcher=launcher())
+        for trainer in (plain, own):
+            trainer.fit(make_data(), sets, global_batch_size=BATCH_SIZE, nproc_per_node=num_ranks, progress=False)
+        rows.append([{k: v for k, v in one.history.epochs[-1].items() if k.startswith("val_")} for one in (plain, own)])
+    for name, data in sets.items():
+        x, y = data.tensors
+        assert plain.ema is not None
+        error = (plain.ema.module(x) - y).detach()
+        assert rows[0][0][f"val_{name}_loss"] == pytest.approx(error.square().mean().item(), rel=1e-10)
+        assert rows[0][0][f"val_{name}_distance"] == pytest.approx(error.abs().mean().item(), rel=1e-10)
+        error, kept = (own.model(x) - y).detach().square(), x[:, 0] > -0.2
+        assert rows[0][1][f"val_{name}_loss"] == pytest.approx(error.mean().item(), rel=1e-10)
+        if kept.any():
+            assert rows[0][1][f"val_{name}_kept"] == pytest.approx(error[kept].mean().item(), rel=1e-10)
+    for others in rows[1:]:
+        for first, other in zip(rows[0], others, strict=True):
+            assert list(other) == list(first)
+            assert other == pytest.approx(first, rel=1e-10)
 
 
 def test_verbs_give_the_same_in_this_process_and_on_ranks(tmp_path: Any) -> None:

@@ -15,7 +15,14 @@ from ddpilot.errors import LoopError
 from ddpilot.group.device import broadcast_tensors, fork_rng
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.batches import Loader, iterate_groups
-from ddpilot.training.evaluation.metrics import compute, divides_range, is_collection, make_meters, naming_metric
+from ddpilot.training.evaluation.metrics import (
+    MeanOf,
+    compute,
+    divides_range,
+    is_collection,
+    make_meters,
+    naming_metric,
+)
 from ddpilot.training.models.ddp import unwrap
 
 
@@ -72,6 +79,23 @@ def evaluate(
                         meter.update(arguments, batch.count)
                     meter.end_batch(group, is_divided)
     return compute(meters, group)
+
+
+def evaluate_step(
+    model: nn.Module, loader: Loader, step: Callable[[nn.Module, Any], Any], group: GroupLike
+) -> dict[str, float]:
+    """Return the means over `loader` of what `step` returns for each batch; see `Loop.evaluate`. Collective."""
+    if not callable(step):
+        found = f"`step` is a {type(step).__name__}"
+        raise LoopError("evaluating", found=found, fix="Give a function of (model, batch) that returns means by name.")
+    means = MeanOf("step", lambda result: result if isinstance(result, Mapping) else {"loss": result})
+    with evaluation_mode(model, group) as inner:
+        for batch in iterate_groups(loader, group, epoch=0):
+            if batch.count:
+                result = step(inner, to_device(batch.data, group.device))
+                with naming_metric("step", batch.index):
+                    means.update((result,), batch.count)
+    return means.means(group)
 
 
 def forward_batch(model: nn.Module, batch: Any) -> tuple[Any, Any]:

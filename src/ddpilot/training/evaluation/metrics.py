@@ -184,12 +184,21 @@ class MeanOf:
         """Do nothing."""
 
     def compute(self, group: GroupLike) -> float:
+        means = [total / count for total, count in self._totals(group).values() if count]
+        return sum(means) if means else float("nan")
+
+    def means(self, group: GroupLike) -> dict[str, float]:
+        """Return the mean of each name that the function returned, NaN if it is over nothing. Collective."""
+        return {name: total / count if count else float("nan") for name, (total, count) in self._totals(group).items()}
+
+    def _totals(self, group: GroupLike) -> dict[str, tuple[float, float]]:
         of_ranks = group.all_gather_object(self._sums) if group.world_size > 1 else [self._sums]
         names = dict.fromkeys(name for one in of_ranks for name in one)
-        parts = [zip(*(one[name] for one in of_ranks if name in one), strict=True) for name in names]
-        sums = [[sum(part) for part in pair] for pair in parts]
-        means = [total / count for total, count in sums if count]
-        return sum(means) if means else float("nan")
+        parts = [[one[name] for one in of_ranks if name in one] for name in names]
+        return {
+            name: (sum(total for total, _ in part), sum(count for _, count in part))
+            for name, part in zip(names, parts, strict=True)
+        }
 
 
 class MergedMetric:
