@@ -64,7 +64,7 @@ class FitOptions:
         """The validation sets by name; the name of a single one is ""."""
         if self.val_set is None:
             return {}
-        return dict(self.val_set) if _is_named(self.val_set) else {"": self.val_set}
+        return dict[str, Any](self.val_set) if _is_named(self.val_set) else {"": self.val_set}
 
     @property
     def is_total(self) -> bool:
@@ -164,6 +164,7 @@ def _check_validation_sets(trainer: TrainerCore, fit: FitOptions) -> None:
     if fit.val_set is not None and not fit.val_sets:
         raise LoopError(FITTING, found="`val_set` is an empty dict", fix="Give a dataset, or several by name; or None.")
     columns: dict[str, tuple[str, str]] = {}
+    name: Any
     for name, data in fit.val_sets.items():
         what = "`val_set`"
         if _is_named(fit.val_set):

@@ -53,6 +53,20 @@ class LimitedLoader:
         return islice(self.inner.iterate(epoch, first_batch), max(0, self.max_batches - first_batch))
 
 
+@dataclass(eq=False, slots=True)
+class BatchPart:
+    """The samples of one of several loaders in a batch of `Loop.batches(a, b)`."""
+
+    count: int
+    """Number of samples of this rank."""
+    global_count: int
+    """Number of samples of all ranks."""
+    sample_ids: NDArray[np.int64]
+    """Indices of this rank's samples in the loader's dataset, shape (`count`,)."""
+    group_count: int = 0
+    """Number of samples of all ranks in all batches of the accumulation group."""
+
+
 @dataclass(eq=False, slots=True)  # frozen=True would cost more than everything else done here per batch
 class CurrentBatch:
     """The loop's current batch and its accumulation group, which is the batches of one update."""
@@ -79,7 +93,16 @@ class CurrentBatch:
     stream_state: Any = None
     """State after this batch of an iterable dataset with `state_dict`, the same on every rank; else None."""
     has_empty_rank: bool = False
-    """True if some rank has no sample of this batch. The same on every rank."""
+    """True if some rank has no sample of this batch, or of one of its parts. The same on every rank."""
+    parts: tuple[BatchPart, ...] = ()
+    """Of several loaders in step: the samples of each, in the order of the loaders; () for one loader."""
+    source: int = 0
+    """Of several loaders with `weights`: index of the loader that this batch is from."""
+
+    @property
+    def lacks_samples(self) -> bool:
+        """True if this rank has no sample of the batch, or of one of its parts."""
+        return not self.count or any(not part.count for part in self.parts)
 
 
 def iterate_groups(
@@ -109,7 +132,8 @@ def iterate_groups(
     else:
         batches = observe(loader.iterate(epoch, first_batch))
     # Every rank reads the whole stream: the division is exact only if all ranks see the same one.
-    is_read_by_all = isinstance(loader, StreamLoader) and not loader.is_joint and group.world_size > 1
+    is_whole = isinstance(loader, StreamLoader) and not loader.is_joint
+    is_read_by_all = group.world_size > 1 and getattr(loader, "is_read_by_all", is_whole)
     try:
         with naming_rank(group.rank):
             limited = batches if max_batches is None else islice(batches, max_batches)
@@ -127,6 +151,8 @@ def is_at_end(loader: Loader, batch: CurrentBatch) -> bool:
     if isinstance(loader, LimitedLoader) and batch.index + 1 >= loader.max_batches:
         return True
     plan = getattr(loader, "plan", None)
+    if hasattr(loader, "loaders"):
+        return plan is not None and plan.num_batches is not None and batch.index + 1 >= plan.num_batches
     return isinstance(plan, Plan) and not getattr(loader, "is_joint", True) and batch.index + 1 >= plan.num_batches
 
 
@@ -165,6 +191,12 @@ def _uneven_division(loader: Any) -> Division | None:
     return None if is_even else division
 
 
+def is_uneven(loader: Any, count: int) -> bool:
+    """True if some rank has no sample of a batch of `count` samples of `loader`. The same on every rank."""
+    division = getattr(loader.plan, "division", None)
+    return division is not None and min(division.sizes(count)) == 0
+
+
 def _group(
     batches: Iterator[LocalBatch],
     group: GroupLike,
@@ -182,6 +214,7 @@ def _group(
             return
         counts, have_empty = _global_counts(members, group)
         total, size = sum(counts), len(counts)
+        _total_parts(members[:size])
         for place, (batch, count) in enumerate(zip(members, counts, strict=False)):
             yield CurrentBatch(
                 batch.data,
@@ -195,10 +228,23 @@ def _group(
                 place == 0,
                 place == size - 1,
                 batch.stream_state,
-                count < num_ranks or have_empty[place] or (uneven is not None and uneven.has_empty(count)),
+                count < num_ranks
+                or have_empty[place]
+                or (uneven is not None and uneven.has_empty(count))
+                or getattr(batch, "has_empty_part", False),
+                getattr(batch, "parts", ()),
+                getattr(batch, "source", 0),
             )
         if size < len(members):
             return
+
+
+def _total_parts(members: Sequence[LocalBatch]) -> None:
+    """Set `group_count` of the parts of an accumulation group's batches."""
+    for parts in zip(*(getattr(batch, "parts", ()) for batch in members), strict=True):
+        total = sum(part.global_count for part in parts)
+        for part in parts:
+            part.group_count = total
 
 
 def _global_counts(members: list[LocalBatch], group: GroupLike) -> tuple[list[int], list[bool]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -32,6 +32,7 @@ from ddpilot.training.batches import CurrentBatch, Loader, check_loader, is_at_e
 from ddpilot.training.checks.buffers import BufferCheck, check_batch_norms
 from ddpilot.training.checks.ddp_bypass import UnpreparedCheck
 from ddpilot.training.checks.nonfinite import FiniteCheck
+from ddpilot.training.combined import CombinedLoader
 from ddpilot.training.coordination.collectives import gather_batch, gather_rows, rank_zero_first, reduce_value
 from ddpilot.training.coordination.out_of_memory import explain_out_of_memory, find_sharing
 from ddpilot.training.coordination.stop import FlagExchange, LoneBreakCheck, StopSignals
@@ -468,8 +469,20 @@ class Loop:
         """True if the `max_updates` of `epochs` have been made."""
         return self._max_updates is not None and self.num_updates >= self._max_updates
 
-    def batches(self, loader: Loader) -> Iterator[Any]:
+    def batches(
+        self,
+        loader: Loader,
+        *more: Loader,
+        ends: Literal["shortest", "longest"] = "shortest",
+        weights: Sequence[float] | None = None,
+    ) -> Iterator[Any]:
         """Yield this rank's part of every batch of the epoch, on the device. Collective.
+
+        Several loaders are read in step: each batch is a tuple with one of each. `ends`: the epoch ends with the
+        "shortest" loader, or with the "longest", and shorter ones are repeated, each time in a new order. Call
+        `backward((loss_a, loss_b))`: each loss is weighted by the samples of its own loader. `weights`: each batch is
+        from one loader instead, drawn with a probability in proportion to its weight, the same on every rank;
+        `loop.batch.source` is its index. `ends` then applies to the first or the last loader that is used up.
 
         A rank without samples in a batch gets zero rows and takes part in the forward pass; a prepared model runs dummy
         rows if it cannot run zero rows. Outside of `epochs`, each further pass over the same data is a new epoch with a
@@ -478,6 +491,9 @@ class Loop:
         second SIGINT stops at once. Raises NonFiniteError on all ranks, and LoopError before the first batch if
         `loader` was not made by `loader` or `shard`, and if BatchNorm would get a part of fewer than two samples.
         """
+        if more or weights is not None or ends != "shortest":
+            with naming_rank(self.rank):
+                loader = CombinedLoader((loader, *more), ends=ends, weights=weights, seed=self.seed)
         if not self._begin_pass(loader):
             return
         groups = self._data_clock.over(
@@ -560,8 +576,8 @@ class Loop:
         raise LoopError(
             "reading the next batch",
             found="a second loop.batches() began before this one ended, so losses were weighted by its samples",
-            fix="Iterate over one at a time. For pairs make one dataset: torch.utils.data.StackDataset(a, b), or "
-            "one whose __getitem__(i) returns (a[i], b[i % len(b)]); loop.loader(pairs) divides it.",
+            fix="Iterate over both in one pass: `for x, y in loop.batches(a, b)`, with ends='longest' to repeat the "
+            "shorter one.",
         )
 
     def _report_findings(self, found: tuple[Finding, ...]) -> None:
@@ -583,7 +599,8 @@ class Loop:
         self._lone_break.begin_pass()
         self._updates.share_buffers()
         self._unprepared.begin_pass()
-        found = check_batch_norms(self._prepared, getattr(loader, "plan", None))
+        plans = [getattr(one, "plan", None) for one in getattr(loader, "loaders", (loader,))]
+        found = tuple(one for plan in plans for one in check_batch_norms(self._prepared, plan))
         with naming_rank(self.rank):
             is_open = self._position.begin_pass(loader, self.device)
         self._report_findings(found)
@@ -605,7 +622,9 @@ class Loop:
 
     def backward(
         self,
-        loss: torch.Tensor | Mapping[str, torch.Tensor | tuple[torch.Tensor, float | torch.Tensor]],
+        loss: torch.Tensor
+        | Sequence[torch.Tensor]
+        | Mapping[str, torch.Tensor | tuple[torch.Tensor, float | torch.Tensor]],
         count: float | None = None,
         *,
         retain_graph: bool = False,
@@ -616,9 +635,10 @@ class Loop:
         zeros, even if its loss is NaN. `count`: number of items that the mean is over, if they are not samples (tokens,
         boxes); it costs a small collective. For several losses that are means over different items, pass a mapping,
         such as `{"box": (loss, num_boxes), "class": loss}`: one backward pass and one small collective; every rank
-        passes the same names, with a count of 0 for an empty mean (which may be NaN). Collective with the last batch of
-        an accumulation group, and with a count or several losses. Raises LoopError for invalid losses and counts, and
-        for a mean cross entropy with class weights or ignored targets without its count.
+        passes the same names, with a count of 0 for an empty mean (which may be NaN). For `batches` of several loaders
+        in step, pass a tuple with a mean over the samples of each; it costs no collective. Collective with the last
+        batch of an accumulation group, and with a count or several named losses. Raises LoopError for invalid losses
+        and counts, and for a mean cross entropy with class weights or ignored targets without its count.
         """
         scaler = self._precision.scaler
         if scaler is not None:

@@ -31,10 +31,19 @@ class NamedLoss:
     """This rank's mean, shape ()."""
     count: float | None
     """Number of items that the mean is over on this rank; None: samples."""
+    part: int | None = None
+    """Index of the loader whose samples the mean is over, for a loss of each of several loaders."""
 
 
 def read_losses(losses: Any, count: float | None = None) -> tuple[NamedLoss, ...]:
-    """Return a single loss, or those of a mapping from a name to a mean or (mean, count). Values are not checked."""
+    """Return the losses of a sequence (of several loaders), of a mapping to a mean or (mean, count), or a single one.
+
+    Values are not checked.
+    """
+    if isinstance(losses, tuple | list):
+        return tuple(
+            NamedLoss(name=f"loader {part}", value=one, count=None, part=part) for part, one in enumerate(losses)
+        )
     if isinstance(losses, torch.Tensor) or not isinstance(losses, Mapping):
         return (NamedLoss(name=None, value=losses, count=count),)
     pairs = {name: one if isinstance(one, tuple) and len(one) == 2 else (one, None) for name, one in losses.items()}
@@ -64,8 +73,8 @@ def _error(found: str, fix: str) -> LoopError:
 
 
 def add_losses(losses: Any) -> Any:
-    """Return the sum of the means of a mapping, without counts; anything else unchanged."""
-    if isinstance(losses, torch.Tensor) or not isinstance(losses, Mapping):
+    """Return the sum of the means of a mapping or a sequence, without counts; anything else unchanged."""
+    if isinstance(losses, torch.Tensor) or not isinstance(losses, Mapping | tuple | list):
         return losses
     return sum(one.value for one in read_losses(losses))
 
@@ -96,6 +105,8 @@ class LossWeights:
         """
         in_group = 0.0 if batch is None else float(batch.group_count)
         is_accumulated = batch is not None and batch.group_size > 1
+        if losses[0].part is not None:
+            return _count_parts(losses, batch), 1.0
         if losses[0].name is not None:
             local = [_local_count(one, batch) for one in losses]
             if is_accumulated and any(one.count is not None for one in losses):
@@ -145,6 +156,16 @@ class LossWeights:
         return self._groups[key]
 
 
+def _count_parts(losses: Sequence[NamedLoss], batch: CurrentBatch | None) -> list[tuple[float, float]]:
+    """Return the samples of each loader on this rank, and on all ranks in the accumulation group. Not collective."""
+    parts = () if batch is None else batch.parts
+    if len(parts) != len(losses):
+        num = f"a batch of {len(parts)} loaders" if parts else "a batch of one loader"
+        fix = "Pass one loss for each loader of loop.batches(a, b), in its order; or add them, or name them in a dict."
+        raise _error(f"{len(losses)} losses in a {type(losses).__name__}, and {num}", fix)
+    return [(float(part.count), float(part.group_count)) for part in parts]
+
+
 def _local_count(loss: NamedLoss, batch: CurrentBatch | None) -> float:
     if loss.count is not None:
         if not 0 <= float(loss.count) < math.inf:
@@ -156,6 +177,11 @@ def _local_count(loss: NamedLoss, batch: CurrentBatch | None) -> float:
         raise _error(
             "it was called outside `batches`, so the number of samples is unknown",
             "Iterate over loop.batches(loader), or pass `count=`, the samples (or tokens) in this rank's mean.",
+        )
+    if batch.parts:
+        raise _error(
+            f"a loss without a count in a batch of {len(batch.parts)} loaders, which are divided differently",
+            "Pass one mean for each loader, loop.backward((loss_a, loss_b)); or the count that the mean is over.",
         )
     return float(batch.count)
 

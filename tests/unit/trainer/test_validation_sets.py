@@ -74,7 +74,9 @@ def test_what_watches_a_set_gets_its_values(tmp_path: Path) -> None:
     assert best.manifest.metrics["val_noisy_loss"] == min(values)
     assert history.epochs[-1]["lr"] < 0.1
     assert trainer.schedulers["optimizer"].best == history.epochs[0]["val_clean_loss"]
-    labels = [text.get_text() for text in trainer.plot().axes[0].get_legend().get_texts()]
+    legend = trainer.plot().axes[0].get_legend()
+    assert legend is not None
+    labels = [text.get_text() for text in legend.get_texts()]
     assert labels == ["loss", "val_clean_loss", "val_noisy_loss"]
     short = fit(make(), SETS, limit_batches={"validation": 1}).epochs[-1]
     assert short["val_noisy_loss"] != pytest.approx(fit(make(), SETS).epochs[-1]["val_noisy_loss"])
@@ -82,7 +84,7 @@ def test_what_watches_a_set_gets_its_values(tmp_path: Path) -> None:
 
 def test_a_mapping_with_the_key_0_is_one_dataset() -> None:
     """As a mapping of samples by their index has it."""
-    assert "val_loss" in fit(make(), dict(enumerate(DATA))).epochs[-1]
+    assert "val_loss" in fit(make(), {number: DATA[number] for number in range(len(DATA))}).epochs[-1]
 
 
 class Own(ddpilot.Trainer):

@@ -86,25 +86,29 @@ class LossMeanCheck:
         self._batch: CurrentBatch | None = None
         self._num_losses = 0
 
-    def check(self, loss: torch.Tensor, batch: CurrentBatch | None, name: str = "") -> None:
+    def check(self, loss: torch.Tensor, batch: CurrentBatch | None, name: str = "", part: int | None = None) -> None:
         """Raise LoopError if `loss`, which has no count, contains a mean that is not one over the samples of `batch`.
 
-        Call it before the backward pass. `name`: the name of the loss, if there are several.
+        Call it before the backward pass. `name`: the name of the loss, if there are several. `part`: the index of the
+        loader whose samples it is a mean over, if there are several.
         """
         if self._pending:
             self.check_arrived()
-        if batch is None or not batch.count or batch.global_count == 1:
+        if batch is None:
+            return
+        samples = batch if part is None or part >= len(batch.parts) else batch.parts[part]
+        if not samples.count or samples.global_count == 1:
             return
         if batch is not self._batch:
             self._batch, self._num_losses = batch, 0
         self._num_losses += 1
         if self._is_late and batch.index >= _NUM_LATE:
             return
-        nodes = _means(loss, batch.count)
-        if len(nodes) >= batch.count > 1:
+        nodes = _means(loss, samples.count)
+        if len(nodes) >= samples.count > 1:
             return  # the program computes a mean for each sample
         for number, node in enumerate(nodes):
-            found = self._inspect(node, batch, (name, self._num_losses, number))
+            found = self._inspect(node, batch, samples.count, (name, self._num_losses, number))
             if found is not None:
                 self._pending.append(found)
         if self._pending:
@@ -120,18 +124,18 @@ class LossMeanCheck:
                 self._pending.clear()
                 raise self._error(found)
 
-    def _inspect(self, node: Any, batch: CurrentBatch, key: tuple[object, ...]) -> _Found | None:
+    def _inspect(self, node: Any, batch: CurrentBatch, count: int, key: tuple[object, ...]) -> _Found | None:
         """Return what to check of the mean at `node`; None if it is known to be one over samples."""
         target, weight, ignored = node._saved_target, node._saved_weight, node._saved_ignore_index
         ignored -= 2**64 * (ignored >= 2**63)  # torch gives it without a sign
         least: PendingScalar | float = 0.0
         most: PendingScalar | float = 0.0
         if self._is_late or weight is not None or node._saved_total_weight.item() != target.numel():
-            bounds = _left_out(target, weight, ignored, batch.count).aminmax()
+            bounds = _left_out(target, weight, ignored, count).aminmax()
             least, most = map(self._sender.send, bounds) if self._is_late else (one.item() for one in bounds)
-        elif batch.count > 1:
+        elif count > 1:
             return None
-        return _Found(least, most, key, weight is not None, ignored, batch.count == 1, batch.index, batch.epoch)
+        return _Found(least, most, key, weight is not None, ignored, count == 1, batch.index, batch.epoch)
 
     def _error(self, found: _Found) -> LoopError:
         if found.is_weighted:

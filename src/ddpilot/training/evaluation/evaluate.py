@@ -85,8 +85,9 @@ def evaluate_step(
     model: nn.Module, loader: Loader, step: Callable[[nn.Module, Any], Any], group: GroupLike
 ) -> dict[str, float]:
     """Return the means over `loader` of what `step` returns for each batch; see `Loop.evaluate`. Collective."""
-    if not callable(step):
-        found = f"`step` is a {type(step).__name__}"
+    given: object = step
+    if not callable(given):
+        found = f"`step` is a {type(given).__name__}"
         raise LoopError("evaluating", found=found, fix="Give a function of (model, batch) that returns means by name.")
     means = MeanOf("step", lambda result: result if isinstance(result, Mapping) else {"loss": result})
     with evaluation_mode(model, group) as inner:

@@ -68,7 +68,7 @@ class Accumulation:
         self.updates.reducers.explain(error)
         if is_out_of_memory(error):
             raise explain_out_of_memory(error, self.group, self.sharing, batch) from error
-        if isinstance(error, RuntimeError | ValueError | IndexError) and batch is not None and not batch.count:
+        if isinstance(error, RuntimeError | ValueError | IndexError) and batch is not None and batch.lacks_samples:
             raise _empty_forward_failed(batch, self.group, error) from error
 
 

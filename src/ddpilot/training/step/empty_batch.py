@@ -58,16 +58,17 @@ class EmptyBatchForward:
                 model.__dict__["forward"] = own
 
 
-def share_buffers(models: Iterable[nn.Module], group: GroupLike, *, had_samples: bool) -> None:
+def share_buffers(models: Iterable[nn.Module], group: GroupLike, *, had_samples: bool, had_each: bool = True) -> None:
     """Broadcast the buffers of the first rank that `had_samples`, after a batch where some rank had none. Collective.
 
     Values that a forward pass without rows writes to a buffer (a step counter, a power iteration) are missing or wrong.
+    `had_each`: this rank had samples of each of several loaders; such ranks come first.
     """
     buffers = [buffer for model in models if model.training for buffer in model.buffers()]
     if buffers and group.world_size > 1:
-        number = group.rank if had_samples else group.world_size
-        first = torch.tensor(number, device=wire_device(group))
-        broadcast_tensors(buffers, group, int(group.all_reduce(first, "min").item()))
+        missed = 0 if had_samples and had_each else 1 if had_samples else 2
+        first = torch.tensor(missed * group.world_size + group.rank, device=wire_device(group))
+        broadcast_tensors(buffers, group, int(group.all_reduce(first, "min").item()) % group.world_size)
 
 
 def _uncompiled(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -58,7 +58,7 @@ class UpdateState:
         self._graphs = RepeatedBackwardCheck()
         self._means = LossMeanCheck(group.device)
         self._empty_forward = EmptyBatchForward()
-        self._had_samples: bool | None = None  # in a batch of which some rank has no samples
+        self._had_samples: tuple[bool, bool] | None = None  # any, and of each loader, where some rank has none
         self._loss: weakref.ref[torch.Tensor] | None = None
         self._last_count = 0
         self._stepped: set[Optimizer] = set()  # in the current update
@@ -94,8 +94,8 @@ class UpdateState:
         self.leave()
         self.batch, self.is_update = batch, batch.is_last
         if batch.has_empty_rank:
-            self._had_samples = batch.count > 0
-        if not batch.count:
+            self._had_samples = (batch.count > 0, not batch.lacks_samples)
+        if not batch.count or (batch.has_empty_rank and batch.lacks_samples):
             self._empty_forward.begin([prepared.module for prepared in self._prepared.models])
         self._is_due = batch.is_last and self._flags.next_update()
         self._is_reduced = False
@@ -115,11 +115,18 @@ class UpdateState:
         """After a batch in which some rank had no samples, use the buffers of one that had. Collective then."""
         had_samples, self._had_samples = self._had_samples, None
         if had_samples is not None:
-            share_buffers((one.module for one in self._prepared.models), self._group, had_samples=had_samples)
+            some, each = had_samples
+            share_buffers((one.module for one in self._prepared.models), self._group, had_samples=some, had_each=each)
 
     def count_behind(self, value: object) -> float:
         """Return the number of samples behind `value` on this rank, also for the batch's loss afterwards; else 1."""
         if self.batch is not None:
+            if self.batch.parts:
+                raise LoopError(
+                    "reducing a mean",
+                    found=f"no `count` in a batch of {len(self.batch.parts)} loaders",
+                    fix="Pass the samples that the mean is over: loop.reduce(loss, count=len(x)).",
+                )
             return float(self.batch.count)
         return float(self._last_count) if self._loss is not None and self._loss() is value else 1.0
 
@@ -146,7 +153,7 @@ class UpdateState:
             )
         for one in losses:
             if one.count is None:
-                self._means.check(one.value, self.batch, one.name or "")
+                self._means.check(one.value, self.batch, one.name or "", one.part)
         self._is_reduced = False
         self._loss = weakref.ref(loss) if is_single else None
         self.has_backward = True
