@@ -62,7 +62,7 @@ TASKS = (
     Task(
         "Write a training loop",
         "[A training loop of your own](loop.md)",
-        ("Loop", "DDPOptions", "unwrap", "read_predictions", "joint_try", "JointTry"),
+        ("Loop", "DDPOptions", "ParameterSharding", "unwrap", "read_predictions", "joint_try", "JointTry"),
     ),
     Task(
         "Train with a Trainer",

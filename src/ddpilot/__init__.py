@@ -81,6 +81,7 @@ if TYPE_CHECKING:
     from ddpilot.training.models.ddp_options import DDPOptions
     from ddpilot.training.models.optimizers import full_state, load_full_state
     from ddpilot.training.models.parameters import ParameterCount, count_parameters, freeze, unfreeze
+    from ddpilot.training.models.sharding import ParameterSharding
     from ddpilot.training.options import CheckpointOptions
 
 _HOMES = {
@@ -119,6 +120,7 @@ _HOMES = {
     "NonFiniteError": "ddpilot.errors",
     "OutOfMemoryError": "ddpilot.errors",
     "ParameterCount": "ddpilot.training.models.parameters",
+    "ParameterSharding": "ddpilot.training.models.sharding",
     "ProgramDiagnosis": "ddpilot.diagnose.ladder.result",
     "RankError": "ddpilot.errors",
     "RankLog": "ddpilot.record.flight_ring.log",
@@ -208,6 +210,7 @@ __all__ = [
     "NonFiniteError",
     "OutOfMemoryError",
     "ParameterCount",
+    "ParameterSharding",
     "ProgramDiagnosis",
     "RankError",
     "RankLog",

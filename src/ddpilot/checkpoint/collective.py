@@ -127,10 +127,19 @@ class CollectiveCheckpoints:
         return cast(Value, value)
 
 
-def load_jointly(model: nn.Module, path: str | os.PathLike[str], name: str, group: GroupLike) -> None:
-    """Run `load_weights` on all ranks, or on none if one fails. Collective. Raises its errors, on every rank."""
+def load_jointly(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    name: str,
+    group: GroupLike,
+    load: Callable[[dict[str, Any]], object] | None = None,
+) -> None:
+    """Run `load_weights` on all ranks, or on none if one fails. Collective. Raises its errors, on every rank.
+
+    `load`: loads a state_dict into `model` in place of its `load_state_dict`.
+    """
     matched = on_all_ranks(group, lambda: match_weights(model, read_weights(path, name), source=os.fspath(path)))
-    model.load_state_dict(matched)
+    (load or model.load_state_dict)(matched)
 
 
 def on_all_ranks(group: GroupLike, call: Callable[[], Value]) -> Value:

@@ -191,6 +191,9 @@ def _resume(loop: Loop, run: Run, fit: FitOptions) -> None:
 def _prepare(trainer: TrainerCore, loop: Loop, fit: FitOptions) -> tuple[Run, FitState]:
     model, options = trainer.model, dict(fit.ddp)
     shard = options.pop("shard", None)
+    if shard not in (None, "optimizer"):
+        found = f"`shard={shard!r}`, and a Trainer shards only the state of its optimizers"
+        raise LoopError("fitting", found=found, fix='Use shard="optimizer", or a Loop, whose prepare() can shard them.')
     parts = trained_parts(model) or {"": model}
     wrapped = [loop.prepare(part, **options) for part in parts.values()]
     for name, optimizer in trainer.optimizers.items():

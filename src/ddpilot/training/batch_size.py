@@ -25,6 +25,7 @@ from ddpilot.training.checks.buffers import find_batch_norms
 from ddpilot.training.coordination.out_of_memory import joint_try
 from ddpilot.training.models.ddp import unwrap
 from ddpilot.training.models.optimizers import local_optimizer
+from ddpilot.training.models.sharding import is_sharded
 
 if TYPE_CHECKING:
     from ddpilot.training.loop import Loop
@@ -99,6 +100,9 @@ def find_batch_size(
     Raises LoopError, on all ranks, if not even the first size fits.
     """
     check_search(max_per_rank, headroom, loop.rank)
+    if is_sharded(model):
+        what = "the parameters of the model are sharded, and each rank tries sizes by itself"
+        raise _search_error(loop.rank, what, "Search before prepare(), or choose the size yourself.")
     if max_per_rank is None and loop.device.type == "cpu":
         what = "no `max_per_rank` on the CPU, where the system kills a process that uses too much memory"
         fix = "Pass the largest number of samples on each rank to try, such as `max_per_rank=256`."

@@ -39,11 +39,14 @@ from ddpilot.training.coordination.stop import FlagExchange, LoneBreakCheck, Sto
 from ddpilot.training.evaluation.evaluate import evaluate, evaluate_step
 from ddpilot.training.evaluation.predict import predict
 from ddpilot.training.losses import add_losses
-from ddpilot.training.models.ddp import wrap
+from ddpilot.training.models.ddp import unwrap, wrap
 from ddpilot.training.models.ddp_options import DDPOptions
 from ddpilot.training.models.explain import Explanation, explain
 from ddpilot.training.models.optimizers import check_closure, clear_gradients, needs_closure, step_scheduler
 from ddpilot.training.models.registry import OptimizerRecord, PreparedObjects
+from ddpilot.training.models.sharding import ParameterSharding, shard_optimizer_state, shard_parameters
+from ddpilot.training.models.shards import clip, total_norm
+from ddpilot.training.models.strategy import strategy_of
 from ddpilot.training.notices import empty_epoch_error, locating, no_samples_error, user_line, warn_findings
 from ddpilot.training.options import CheckpointOptions, check_goal, check_numbers, naming_arguments
 from ddpilot.training.progress import Progress, WaitClock
@@ -296,7 +299,7 @@ class Loop:
         self,
         *things: Any,
         comm: Literal["bf16", "fp16"] | None = None,
-        shard: Literal["optimizer"] | None = None,
+        shard: Literal["optimizer", "parameters"] | ParameterSharding | None = None,
         find_unused_parameters: bool | None = None,
         static_graph: bool = False,
         bucket_cap_mb: float | None = None,
@@ -313,13 +316,14 @@ class Loop:
         `explain` reports the chosen options and their reasons.
 
         `comm`: all-reduce gradients in 16 bits. `shard="optimizer"`: each rank keeps the optimizer state of its share
-        of the parameters only (ZeroRedundancyOptimizer); use the returned optimizer. `find_unused_parameters`: updates
-        may leave parameters unused; None: the variable DDP_FIND_UNUSED_PARAMETERS, False if it is not set.
-        `static_graph`: all updates of the training use the same parameters in the same way. `bucket_cap_mb`: bucket
-        size in MiB; None: DDP's 25. `gradient_as_bucket_view`: no second copy of gradients. `forward_sync_buffers`:
-        rank 0's buffers are broadcast in forward passes too, of which every rank then has to run equally many.
-        `sync_batch_norm`: BatchNorm statistics over all ranks, on GPUs only. `more`: further arguments of
-        DistributedDataParallel.
+        of the parameters only (ZeroRedundancyOptimizer); use the returned optimizer. `shard="parameters"`, or a
+        `ParameterSharding`: a shard of parameters, gradients and state (FSDP2 instead of DDP).
+        `find_unused_parameters`: updates may leave parameters unused; None: the variable DDP_FIND_UNUSED_PARAMETERS,
+        False if it is not set. `static_graph`: all updates of the training use the same parameters in the same way.
+        `bucket_cap_mb`: bucket size in MiB; None: DDP's 25. `gradient_as_bucket_view`: no second copy of gradients.
+        `forward_sync_buffers`: rank 0's buffers are broadcast in forward passes too, of which every rank then has to
+        run equally many. `sync_batch_norm`: BatchNorm statistics over all ranks, on GPUs only. `more`: further
+        arguments of DistributedDataParallel.
 
         Raises LoopError for objects of other types, for a DDP model, for options that DDP does not have or that a model
         or an optimizer does not support, and for `sync_batch_norm` on the CPU.
@@ -337,6 +341,8 @@ class Loop:
             more=more,
         )
         earlier = tuple(self._prepared.optimizers)
+        if options.sharding is not None:
+            self._shard_models(things, options.sharding)
         for thing in things:
             returned.append(self._prepare_thing(thing, options))
             if isinstance(returned[-1], Optimizer):
@@ -345,8 +351,20 @@ class Loop:
             self._tracked.add(returned[-1])
         return returned[0] if len(returned) == 1 else tuple(returned)
 
+    def _shard_models(self, things: tuple[Any, ...], sharding: ParameterSharding) -> None:
+        did = 'preparing with `shard="parameters"`'
+        if self._precision.scaler is not None:
+            found = 'a Loop with `precision="fp16"`, whose scaled gradients would be sharded'
+            raise LoopError(did, found=found, fix="Use precision='bf16', or ParameterSharding(param_dtype=...).")
+        for model in things:
+            if isinstance(model, nn.Module) and not isinstance(model, AveragedModel):
+                shard_parameters(model, self.group, sharding, self._prepared.moved)
+
     def _prepare_thing(self, thing: Any, options: DDPOptions) -> Any:
         if isinstance(thing, AveragedModel):
+            if options.sharding is not None or self._prepared.has_sharded:
+                found = "an AveragedModel with a model whose parameters are sharded"
+                raise LoopError("preparing", found=found, fix='Leave it out, or leave out `shard="parameters"`.')
             move(thing, self.device)
             return thing
         if isinstance(thing, nn.Module):
@@ -356,7 +374,8 @@ class Loop:
             self._buffers.add(prepared)
             return model
         if isinstance(thing, Optimizer):
-            if options.shard is not None:
+            shard_optimizer_state(thing, self._prepared.moved)
+            if options.shard == "optimizer":
                 from ddpilot.training.models.zero import shard_optimizer  # slow to import
 
                 thing = shard_optimizer(thing, self.group)
@@ -650,7 +669,7 @@ class Loop:
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float
     ) -> torch.Tensor | None:
-        """Clip the gradient norm to `max_norm` and return the norm before clipping. Not collective.
+        """Clip the gradient norm to `max_norm` and return the norm before clipping. Not collective, unless sharded.
 
         Returns None, without clipping, while gradients are being accumulated. Raises NonFiniteError, on all ranks
         alike, if the norm is not finite; fp16 skips the update of every optimizer that holds one of `parameters`.
@@ -660,10 +679,10 @@ class Loop:
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         self._updates.complete()
         self._precision.unscale(given, self._prepared.optimizers)
-        norm = nn.utils.get_total_norm([p.grad for p in given if p.grad is not None])
+        norm = total_norm([p.grad for p in given if p.grad is not None])
         self._updates.check_norm(given, norm)  # clipping by a NaN norm would make all gradients NaN
         self._precision.note_norm(given, self._prepared.optimizers, norm)
-        nn.utils.clip_grads_with_norm_(given, max_norm, norm)
+        clip(given, max_norm, norm)
         return norm
 
     def step(self, optimizer: Optimizer, scheduler: Any = None, *, closure: Callable[[], object] | None = None) -> bool:
@@ -702,6 +721,9 @@ class Loop:
                 raise
             raise explain_out_of_memory(error, self.group, self._sharing, self._updates.batch) from error
         clear_gradients(optimizer)
+        if self._prepared.has_sharded:
+            for model in self._prepared:
+                strategy_of(model).settle()
         self._updates.after_step(optimizer, own)
         if self._updates.batch is None:
             self._precision.settle(self._prepared.optimizers)
@@ -860,4 +882,4 @@ class Loop:
         then.
         """
         self._checkpointer.wait()
-        load_jointly(model, path, name, self.group)
+        load_jointly(model, path, name, self.group, lambda weights: strategy_of(unwrap(model)).load_weights(weights))

@@ -80,10 +80,12 @@ class BufferCheck:
 def _compared(prepared: PreparedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield persistent buffers by name, without the statistics of norm layers, which differ per rank by design.
 
-    Yields nothing for a model that is not in DDP, and if DDP broadcasts its buffers.
+    Yields nothing for a model on one rank, and if DDP broadcasts its buffers.
     """
     ddp = prepared.ddp
-    if ddp is None or getattr(ddp, "broadcast_buffers", False) or getattr(ddp, "forward_sync_buffers", False):
+    if ddp is None and not prepared.is_sharded:
+        return
+    if getattr(ddp, "broadcast_buffers", False) or getattr(ddp, "forward_sync_buffers", False):
         return
     for path, layer in prepared.module.named_modules():
         if isinstance(layer, _NormBase):

@@ -20,6 +20,7 @@ from ddpilot.group.protocol import GroupLike
 from ddpilot.training.async_scalars import PendingScalar, ScalarCopier
 from ddpilot.training.batches import CurrentBatch
 from ddpilot.training.models.ddp import reduces_in_fp16, unwrap
+from ddpilot.training.models.shards import has_shards, is_shard, is_true_everywhere, local_part
 
 _NUM_NAMED = 8
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -115,6 +116,8 @@ class FiniteCheck:
         total norm, if it is known. `batch`: the last one of the update.
         """
         gradients = [gradient for one in parameters if (gradient := one.grad) is not None]
+        if norm is None and has_shards(gradients):
+            norm = _sharded_size(gradients, is_late=self._is_late)
         if not self._is_late:
             return not (are_finite(gradients) if norm is None else math.isfinite(norm.item()))
         if gradients:
@@ -137,9 +140,9 @@ class FiniteCheck:
         if not flags:
             return
         for one in parameters:  # elements may share memory in gradients that the user set
-            if one.grad is not None and not one.grad.is_sparse and 0 in one.grad.stride():
+            if one.grad is not None and not one.grad.is_sparse and not is_shard(one.grad) and 0 in one.grad.stride():
                 one.grad = one.grad.clone(memory_format=torch.contiguous_format)
-        zero_unless(flags, [one.grad for one in parameters if one.grad is not None])
+        zero_unless(flags, [local_part(one.grad) for one in parameters if one.grad is not None])
 
     def drop_unprotected(self) -> None:
         """Forget the gradients that wait for `protect`: they are cleared or checked again before they are applied."""
@@ -211,7 +214,21 @@ def are_finite(gradients: list[torch.Tensor]) -> bool:
     return not found.item()
 
 
+def _sharded_size(gradients: list[torch.Tensor], *, is_late: bool) -> torch.Tensor:
+    """Return 1 if every element is finite on all ranks, else NaN; shape (). Collective.
+
+    A rank may have no element of a gradient that is not finite. Does not wait for the device if `is_late`.
+    """
+    parts = [part for one in gradients if (part := local_part(one)).numel()]
+    if not parts:
+        own = torch.ones((), dtype=torch.bool, device=local_part(gradients[0]).device)
+    else:
+        own = torch.isfinite(largest(parts)) if is_late else torch.tensor(are_finite(parts), device=parts[0].device)
+    return torch.where(is_true_everywhere(own, gradients), 1.0, math.nan)
+
+
 def _is_finite(tensor: torch.Tensor) -> bool:
+    tensor = local_part(tensor)
     values = tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor
     return bool(torch.isfinite(values).all())
 

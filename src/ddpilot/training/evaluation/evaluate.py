@@ -14,7 +14,7 @@ from ddpilot.data.nested import to_device
 from ddpilot.errors import LoopError
 from ddpilot.group.device import broadcast_tensors, fork_rng
 from ddpilot.group.protocol import GroupLike
-from ddpilot.training.batches import Loader, iterate_groups
+from ddpilot.training.batches import CurrentBatch, Loader, iterate_groups
 from ddpilot.training.evaluation.metrics import (
     MeanOf,
     compute,
@@ -24,6 +24,7 @@ from ddpilot.training.evaluation.metrics import (
     naming_metric,
 )
 from ddpilot.training.models.ddp import unwrap
+from ddpilot.training.models.strategy import strategy_of
 
 
 @contextmanager
@@ -35,8 +36,24 @@ def evaluation_mode(model: nn.Module, group: GroupLike) -> Iterator[nn.Module]:
     """
     inner = unwrap(model)
     broadcast_tensors(inner.buffers(), group)
-    with fork_rng([group.device]), eval_mode(inner), torch.no_grad():
-        yield inner
+    try:
+        with fork_rng([group.device]), eval_mode(inner), torch.no_grad():
+            yield inner
+    finally:
+        strategy_of(inner).settle()
+
+
+def rows_to_run(model: nn.Module, batch: CurrentBatch, group: GroupLike) -> Any:
+    """Return the data on which this rank runs `model` for `batch`, on the device; None if it need not run.
+
+    If a forward pass is collective, a rank without samples runs it on those of a different rank, whose outputs do not
+    count. Collective then, if some rank has no samples.
+    """
+    data = batch.data if batch.count else None
+    if batch.has_empty_rank and strategy_of(model).forward_is_collective:
+        of_ranks = group.all_gather_object(data)
+        data = next(one for one in of_ranks if one is not None) if data is None else data
+    return None if data is None else to_device(data, group.device)
 
 
 @contextmanager
@@ -70,8 +87,10 @@ def evaluate(
     with evaluation_mode(model, group) as inner:
         for batch in iterate_groups(loader, group, epoch=0):
             arguments = None
-            if batch.count:
-                arguments = (forward or forward_batch)(inner, to_device(batch.data, group.device))
+            data = rows_to_run(inner, batch, group)
+            if data is not None:
+                outputs = (forward or forward_batch)(inner, data)
+                arguments = outputs if batch.count else None
             is_divided = needs_range and divides_range(arguments, group)
             for (name, *_), meter in meters.items():
                 with naming_metric(name, batch.index):
@@ -92,8 +111,9 @@ def evaluate_step(
     means = MeanOf("step", lambda result: result if isinstance(result, Mapping) else {"loss": result})
     with evaluation_mode(model, group) as inner:
         for batch in iterate_groups(loader, group, epoch=0):
+            data = rows_to_run(inner, batch, group)
+            result = None if data is None else step(inner, data)
             if batch.count:
-                result = step(inner, to_device(batch.data, group.device))
                 with naming_metric("step", batch.index):
                     means.update((result,), batch.count)
     return means.means(group)

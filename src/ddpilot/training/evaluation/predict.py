@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddpilot.data.nested import check_rows, join_named_rows, take_rows, to_device, to_host
+from ddpilot.data.nested import check_rows, join_named_rows, take_rows, to_host
 from ddpilot.errors import LoopError
 from ddpilot.group.process_group import Group
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.batches import Loader, iterate_groups
-from ddpilot.training.evaluation.evaluate import evaluation_mode, predict_batch
+from ddpilot.training.evaluation.evaluate import evaluation_mode, predict_batch, rows_to_run
 
 _DID = "predicting"
 
@@ -43,8 +43,9 @@ def predict(
     with evaluation_mode(model, group) as inner:
         for batch in iterate_groups(loader, group, epoch=0):
             piece = None
+            data = rows_to_run(inner, batch, group)
+            output = None if data is None else (forward or predict_batch)(inner, data)
             if batch.count:
-                output = (forward or predict_batch)(inner, to_device(batch.data, group.device))
                 check_rows(output, batch.count, f"{_DID} batch {batch.index}")
                 piece = to_host(output), batch.sample_ids.tolist()
             given = _exchange(piece, group, on_all_ranks and to is None)

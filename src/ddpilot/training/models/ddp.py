@@ -21,6 +21,7 @@ from ddpilot.group.device import broadcast_tensors, is_divided, move
 from ddpilot.group.process_group import Group
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.models.ddp_options import HAS_FORWARD_SYNC, Choice, DDPOptions, resolve
+from ddpilot.training.models.sharding import is_sharded
 
 
 def wrap(model: nn.Module, group: GroupLike, options: DDPOptions | None = None) -> tuple[nn.Module, tuple[Choice, ...]]:
@@ -37,6 +38,8 @@ def wrap(model: nn.Module, group: GroupLike, options: DDPOptions | None = None) 
             found="it is already a DistributedDataParallel",
             fix="Pass the model itself: prepare() wraps it.",
         )
+    if is_sharded(model):
+        return model, ()
     if options.comm is not None:
         check_compressible(model, options.comm)
     if options.sync_batch_norm:

@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpilot.errors import LoopError
 from ddpilot.group.device import device_ids, is_divided
 from ddpilot.group.process_group import Group
-from ddpilot.training.options import suggest
+from ddpilot.training.models.sharding import ParameterSharding
+from ddpilot.training.options import keywords_of, suggest
 
 _KNOWN = inspect.signature(DistributedDataParallel.__init__).parameters
 _TAKEN = ("self", "module", "process_group", "device_mesh", "broadcast_buffers")
@@ -52,8 +53,9 @@ class DDPOptions:
     """True if rank 0 broadcasts its buffers in the first forward pass after each update, which is DDP's default."""
     comm: Literal["bf16", "fp16"] | None = None
     """The dtype in which gradients are all-reduced; None: their own dtype."""
-    shard: Literal["optimizer"] | None = None
-    """"optimizer": each rank keeps the optimizer state of its share of the parameters (ZeroRedundancyOptimizer)."""
+    shard: Literal["optimizer", "parameters"] | ParameterSharding | None = None
+    """"optimizer": each rank keeps the optimizer state of its share of the parameters (ZeroRedundancyOptimizer).
+    "parameters", or a `ParameterSharding`: a shard of parameters, gradients and state (FSDP2, without DDP)."""
     sync_batch_norm: bool = False
     """True if BatchNorm computes its statistics over all ranks; on GPUs only."""
     more: Mapping[str, Any] = field(default_factory=dict)
@@ -72,9 +74,20 @@ class DDPOptions:
             )
         if self.comm not in (None, "bf16", "fp16"):
             raise LoopError("preparing a model", found=f"`comm` is {self.comm!r}", fix="Use 'bf16', 'fp16' or None.")
-        if self.shard not in (None, "optimizer"):
-            fix = "Use 'optimizer', which shards the state of the optimizers over ranks, or None."
+        if self.sharding is not None:
+            if unfit := [name for name in keywords_of(self) if name != "shard"]:
+                found = f"`{unfit[0]}`, an option of DDP, with `shard={self.shard!r}`, which does not use DDP"
+                raise LoopError("preparing a model", found=found, fix="Leave one of the two out.")
+        elif self.shard not in (None, "optimizer"):
+            fix = "Use 'optimizer' (state of the optimizers), 'parameters', a ParameterSharding, or None."
             raise LoopError("preparing an optimizer", found=f"`shard` is {self.shard!r}", fix=fix)
+
+    @property
+    def sharding(self) -> ParameterSharding | None:
+        """How parameters are sharded; None: they are not."""
+        if isinstance(self.shard, ParameterSharding):
+            return self.shard
+        return ParameterSharding() if self.shard == "parameters" else None
 
 
 def resolve(

@@ -151,6 +151,8 @@ def _explain_model(
     one: PreparedModel, name: str, seen: Sequence[Seen | None], world_size: int, accumulation: int
 ) -> Explained:
     facts = [fact for fact in seen if fact is not None]
+    if one.is_sharded:
+        return Explained(f"{name}: parameters sharded over {world_size} ranks (FSDP2), not in DDP")
     if one.ddp is None or not facts:
         why = "world_size is 1" if world_size == 1 else "it has no trainable parameters"
         return Explained(f"{name}: not wrapped in DDP, as {why}")

@@ -6,11 +6,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
+import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ddpilot.errors import LoopError, MismatchedCheckpointError
 from ddpilot.training.losses import Objective
+from ddpilot.training.models.shards import divide_as, gather, has_shards
+from ddpilot.training.models.strategy import strategy_of
 
 
 @runtime_checkable
@@ -27,24 +31,58 @@ def local_optimizer(optimizer: Optimizer) -> Optimizer:
     return inner if isinstance(inner, Optimizer) else optimizer
 
 
-def full_state(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the unsharded `optimizer.state_dict()`, complete on rank 0. Collective if the optimizer is sharded.
+def full_state(thing: Optimizer | nn.Module) -> dict[str, Any]:
+    """Return the unsharded `state_dict()` of an optimizer, complete on rank 0. Collective if it is sharded.
+
+    Also of a model, without DDP, whose parameters may be sharded; the other ranks then get {}.
 
     The other ranks get the same groups and, for a sharded optimizer, no state. Tensors from other ranks are on the CPU;
     a rank's own tensors are not copied: the next update changes them.
     """
-    return optimizer.gather_state() if isinstance(optimizer, ShardedState) else optimizer.state_dict()
+    if isinstance(thing, nn.Module):
+        return strategy_of(thing).weights(
+            keeps=not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+        )
+    if isinstance(thing, ShardedState):
+        return thing.gather_state()
+    state = thing.state_dict()
+    return _gather(state) if has_shards(_parameters(thing)) else state
 
 
-def load_full_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+def load_full_state(thing: Optimizer | nn.Module, state: Mapping[str, Any]) -> None:
     """Load the result of `full_state` from rank 0, at any world_size, sharded or not. Not collective.
 
     Every rank passes the full state; a sharded optimizer loads the part of its own parameters. As with torch's
     `load_state_dict`, tensors of the right dtype and device are not copied. Raises MismatchedCheckpointError if the
     parameter groups do not match; the optimizer is left unchanged.
     """
-    check_groups(optimizer, state)
-    optimizer.load_state_dict(dict(state))
+    if isinstance(thing, nn.Module):
+        strategy_of(thing).load_weights(state)
+        return
+    check_groups(thing, state)
+    given = dict(state)
+    if has_shards(_parameters(thing)):
+        saved = [number for group in state["param_groups"] for number in group["params"]]
+        own = dict(zip(saved, _parameters(thing), strict=True))
+        given["state"] = {
+            number: {name: divide_as(own[number], value) for name, value in values.items()}
+            for number, values in state["state"].items()
+        }
+    thing.load_state_dict(given)
+
+
+def _gather(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state_dict of sharded tensors with whole ones, on rank 0; others get no state. Collective."""
+    keeps = torch.distributed.get_rank() == 0
+    whole = {
+        number: {name: gather(value, keeps=keeps) for name, value in values.items()}
+        for number, values in state["state"].items()
+    }
+    return {**state, "state": whole if keeps else {}}
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [one for group in optimizer.param_groups for one in group["params"]]
 
 
 def check_groups(optimizer: Optimizer, state: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from ddpilot.errors import LoopError
 from ddpilot.training.models.ddp import unwrap
+from ddpilot.training.models.sharding import is_sharded
 
 _NUM_NEAR = 4
 
@@ -90,6 +91,9 @@ def _set(model: nn.Module, patterns: tuple[str, ...], *, trained: bool) -> list[
             fix=f"Do it before prepare(); or {'un' * trained}freeze(ddpilot.unwrap(model), ...) and then "
             "model = loop.prepare(ddpilot.unwrap(model)). With a Trainer: between two fits.",
         )
+    if is_sharded(model):
+        fix = "Do it before prepare()."
+        raise LoopError(did, found="the parameters of the model are sharded over ranks", fix=fix)
     named = dict(unwrap(model).named_parameters(remove_duplicate=False))
     chosen = list(named) if not patterns else list(_match(named, patterns, did))
     for name in chosen:

@@ -10,9 +10,11 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ddpilot.training.models.ddp import unwrap
 from ddpilot.training.models.ddp_options import Choice
+from ddpilot.training.models.sharding import is_sharded
 
 
 class PreparedModel:
@@ -25,6 +27,8 @@ class PreparedModel:
         """The model without DDP."""
         self.ddp = model if isinstance(model, DistributedDataParallel) else None
         """None with a single rank, and for a model without trainable parameters."""
+        self.is_sharded = is_sharded(self.module)
+        """True if each rank has a shard of every parameter."""
         self.choices = choices
         """The options of DDP with their reasons."""
         self.trained = {name: one for name, one in self.module.named_parameters() if one.requires_grad}
@@ -70,6 +74,10 @@ class PreparedObjects:
         self.models: list[PreparedModel] = []
         self.ddp_models: dict[DistributedDataParallel, PreparedModel] = {}
         """Those of `models` that are in DDP."""
+        self.has_sharded = False
+        """True if parameters of one of `models` are sharded."""
+        self.moved = WeakIdKeyDictionary()
+        """The sharded parameter of each one that `prepare` has replaced, as long as that is in use."""
         self.optimizers: list[Optimizer] = []
         self._records: WeakKeyDictionary[Optimizer, OptimizerRecord] = WeakKeyDictionary()
         self.replaced: WeakSet[Optimizer] = WeakSet()
@@ -88,6 +96,7 @@ class PreparedObjects:
         added = PreparedModel(model, choices)
         self.models = [*(one for one in self.models if one.module is not added.module), added]
         self.ddp_models = {one.ddp: one for one in self.models if one.ddp is not None}
+        self.has_sharded = any(one.is_sharded for one in self.models)
         self.parameter_ids.update(map(id, model.parameters()))
         self.trained_ids.update(map(id, added.trained.values()))
         return added

@@ -21,6 +21,7 @@ from ddpilot.errors import CheckpointError, LoopError, MismatchedCheckpointError
 from ddpilot.group.device import broadcast_tensors
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.models.optimizers import check_groups, full_state, load_full_state, local_optimizer
+from ddpilot.training.models.strategy import strategy_of
 
 Weights = dict[str, dict[str, torch.Tensor]]
 
@@ -85,7 +86,7 @@ class TrackedState:
             try:
                 if isinstance(thing, nn.Module):
                     broadcast_tensors(_inner(thing).buffers(), group)
-                    weights[name], state["extra"][name] = _split(thing)
+                    weights[name], state["extra"][name] = _split(thing, keeps=group.is_rank_zero)
                 elif isinstance(thing, Optimizer):
                     state["optimizers"][name] = full_state(thing)
                     state["kinds"][name] = _class_of(thing)
@@ -114,7 +115,7 @@ class TrackedState:
 
     def _load(self, found: Checkpoint, matched: Mapping[str, dict[str, Any]], state: Mapping[str, Any]) -> None:
         for name, model in self._models():
-            _inner(model).load_state_dict(matched[name])
+            strategy_of(_inner(model)).load_weights(matched[name])
             if isinstance(model, AveragedModel):
                 model.n_averaged.copy_(state["extra"][name]["n_averaged"])
         for name, saved in (state["optimizers"] | state["others"]).items():
@@ -170,9 +171,9 @@ def _inner(thing: Any) -> Any:
     return _inner(thing.module) if isinstance(thing, DistributedDataParallel | AveragedModel) else thing
 
 
-def _split(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def _split(model: nn.Module, *, keeps: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Split the state of a model, by plain names, into tensors that safetensors supports and the rest."""
-    state: dict[str, Any] = _inner(model).state_dict()
+    state = strategy_of(_inner(model)).weights(keeps=keeps)
     plain = {short: state[full] for full, short in plain_names(state).items()}
     weights = {
         name: value

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ddpilot.errors import DdpilotError, LoopError
 from ddpilot.group.device import is_out_of_memory
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.batches import CurrentBatch
 from ddpilot.training.coordination.out_of_memory import explain_out_of_memory
-from ddpilot.training.models.ddp import find_ddp
+from ddpilot.training.models.strategy import strategy_of
 from ddpilot.training.notices import locate
 from ddpilot.training.step.precision import Precision
 from ddpilot.training.step.update import UpdateState
@@ -43,10 +42,9 @@ class Accumulation:
         if self.updates.is_update and not self.precision.is_mixed:
             return
         self._stack = ExitStack()
-        for model in self.models:
-            ddp = None if self.updates.is_update else find_ddp(model)
-            if ddp is not None and not _records_graph(ddp):
-                self._stack.enter_context(ddp.no_sync())
+        if not self.updates.is_update:
+            for model in self.models:
+                self._stack.enter_context(strategy_of(model).without_reduction())
         self._stack.enter_context(self.precision.autocast())
 
     def __exit__(
@@ -70,12 +68,6 @@ class Accumulation:
             raise explain_out_of_memory(error, self.group, self.sharing, batch) from error
         if isinstance(error, RuntimeError | ValueError | IndexError) and batch is not None and batch.lacks_samples:
             raise _empty_forward_failed(batch, self.group, error) from error
-
-
-def _records_graph(ddp: DistributedDataParallel) -> bool:
-    # With static_graph, DDP records the graph in the first backward pass, which fails under no_sync(). The gradients
-    # all-reduced then are equal on all ranks, and remain so when the group's last batch all-reduces them again.
-    return ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued
 
 
 def _empty_forward_failed(batch: CurrentBatch, group: GroupLike, error: Exception) -> LoopError:

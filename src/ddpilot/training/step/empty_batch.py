@@ -18,6 +18,7 @@ from torch import nn
 from ddpilot.data.nested import iterate_tensors, map_tensors, without_rows
 from ddpilot.group.device import broadcast_tensors, fork_rng, wire_device
 from ddpilot.group.protocol import GroupLike
+from ddpilot.training.models.sharding import is_sharded
 
 _NUM_ROWS = 2
 """BatchNorm rejects a single row."""
@@ -41,9 +42,9 @@ class EmptyBatchForward:
         modules, such as a step counter, are as after one forward pass.
         """
         for model in models:
-            # Statistics over all ranks are collectives: those of a second forward pass would be paired with different
-            # ones.
-            shares = any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules())
+            # Statistics over all ranks and gathering parameters are collectives: those of a second forward pass would
+            # be paired with different ones.
+            shares = is_sharded(model) or any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules())
             if not shares and not isinstance(model, torch.jit.ScriptModule):
                 # Not by setattr, which a compiled module forwards. Some libraries replace `forward` as well.
                 self._replaced.append((model, model.__dict__.get("forward")))

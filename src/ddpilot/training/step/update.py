@@ -211,7 +211,7 @@ class UpdateState:
             return
         if seeds is None and self._finite is not None:
             self._finite.probes.pause()
-        if seeds is None and has_gather(losses):
+        if seeds is None and (self._prepared.has_sharded or has_gather(losses)):
             with silencing(losses, ()):
                 self._run(losses, [0.0] * len(losses), scaler, retain_graph)
             return

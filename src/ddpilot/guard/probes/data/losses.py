@@ -188,7 +188,8 @@ def _find_not_finite(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return those of `parameters` with gradients that are not finite; synchronizes once per device."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for one in parameters:
-        if one.is_floating_point() and one.grad is not None:
+        # Of a DTensor, the search would be a collective.
+        if one.is_floating_point() and type(one.grad) is torch.Tensor:
             by_device.setdefault(one.device, []).append(one)
     bad = []
     for trained in by_device.values():

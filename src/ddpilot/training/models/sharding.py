@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FSDP2: each rank keeps a shard of every parameter; a layer's parameters are gathered while it runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ddpilot.errors import LoopError
+from ddpilot.group.device import broadcast_tensors, is_divided, move
+from ddpilot.group.process_group import Group
+from ddpilot.group.protocol import GroupLike
+from ddpilot.training.models.shards import divide_as
+
+_DID = 'preparing a model with `shard="parameters"`'
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterSharding:
+    """How `Loop.prepare(model, optimizer, shard=ParameterSharding(...))` shards parameters. LoopError if invalid.
+
+    The layers that are chosen are gathered one after the other; the rest of the model is gathered as a whole.
+    """
+
+    layers: type[nn.Module] | tuple[type[nn.Module], ...] | None = None
+    """The classes of the layers that are gathered one at a time, such as a transformer's block; None: by size."""
+    min_parameters: int = 1_000_000
+    """Without `layers`: the smallest layers with at least this many parameters are gathered one at a time."""
+    reshard_after_forward: bool = True
+    """True if a layer is gathered again for the backward pass; False takes more memory and less communication."""
+    param_dtype: torch.dtype | None = None
+    """The dtype in which layers are gathered and run, such as torch.bfloat16; None: their own."""
+    reduce_dtype: torch.dtype | None = None
+    """The dtype in which gradients are summed over ranks; None: `param_dtype`, or their own."""
+    methods: tuple[str, ...] = ()
+    """Methods of the model besides `forward` that run it and use its parameters, such as ("encode",)."""
+
+    def __post_init__(self) -> None:
+        given: Any = self.layers
+        kinds = () if given is None else given if isinstance(given, tuple) else (given,)
+        if not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds):
+            raise _error(f"`layers` is {self.layers!r}", "Pass a class of layers, or a tuple of classes.")
+        if self.min_parameters < 1:
+            raise _error(f"`min_parameters` is {self.min_parameters}", "Pass 1 or more.")
+        for name in ("param_dtype", "reduce_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise _error(f"`{name}` is {dtype!r}", "Pass a floating-point dtype, such as torch.bfloat16, or None.")
+
+
+def is_sharded(model: object) -> bool:
+    """True if the parameters of `model` are sharded over ranks."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return kind is not None and isinstance(model, kind)
+
+
+def shard_parameters(
+    model: nn.Module, group: GroupLike, options: ParameterSharding, moved: WeakIdKeyDictionary
+) -> None:
+    """Move `model` to the group's device and shard its parameters, in place, with the values of rank 0. Collective.
+
+    Does nothing with one rank. Adds the new parameter of each earlier one to `moved`. Raises LoopError for a model that
+    cannot be sharded.
+    """
+    _check(model, group, options)
+    move(model, group.device)
+    if group.world_size == 1 or not isinstance(group, Group):
+        return
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+    broadcast_tensors([*model.parameters(), *model.buffers()], group)
+    before = dict(model.named_parameters())
+    mesh = DeviceMesh.from_group(group.process_group, group.device.type)
+    precision = MixedPrecisionPolicy(param_dtype=options.param_dtype, reduce_dtype=options.reduce_dtype)
+    for layer in [*choose_layers(model, options), model]:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=options.reshard_after_forward, mp_policy=precision)
+    for name in options.methods:
+        register_fsdp_forward_method(model, name)
+    after = dict(model.named_parameters())
+    for name, parameter in before.items():
+        moved[parameter] = after[name]
+
+
+def choose_layers(model: nn.Module, options: ParameterSharding) -> list[nn.Module]:
+    """Return the layers of `model` to be gathered one at a time, inner ones first, without `model` itself.
+
+    A layer that shares a parameter with the rest of the model is left to the layer around both.
+    """
+    places: dict[int, int] = {}
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        places[id(parameter)] = places.get(id(parameter), 0) + 1
+    chosen: list[nn.Module] = []
+    taken: set[int] = set()
+    for layer in _inner_first(model):
+        own = [id(one) for _, one in layer.named_parameters(remove_duplicate=False)]
+        if layer is model or isinstance(layer, nn.ModuleList | nn.ModuleDict) or not own:
+            continue
+        if any(own.count(number) < places[number] for number in set(own)):
+            continue
+        rest = sum(one.numel() for one in layer.parameters() if id(one) not in taken)
+        if isinstance(layer, options.layers) if options.layers is not None else rest >= options.min_parameters:
+            chosen.append(layer)
+            taken.update(own)
+    return chosen
+
+
+def shard_optimizer_state(optimizer: Optimizer, moved: WeakIdKeyDictionary) -> None:
+    """Let `optimizer` hold the sharded parameters in place of the earlier ones, with its state. Not collective.
+
+    Raises LoopError for LBFGS, which needs all parameters together.
+    """
+    replaced = [one for group in optimizer.param_groups for one in group["params"] if one in moved]
+    if not replaced:
+        return
+    if isinstance(optimizer, LBFGS):
+        found = "LBFGS, which updates all parameters together"
+        raise _error(found, "Use an optimizer that updates each parameter independently, such as AdamW or SGD.")
+    for group in optimizer.param_groups:
+        for place, parameter in enumerate(group["params"]):
+            if parameter in moved:
+                group["params"][place] = moved[parameter]
+    for old in replaced:
+        if old in optimizer.state:
+            new = moved[old]
+            values = optimizer.state.pop(old)
+            optimizer.state[new] = {name: divide_as(new, value) for name, value in values.items()}
+
+
+def reshard(model: Any) -> None:
+    """Free the gathered parameters of the sharded `model`, if forward passes without backward have left some."""
+    for layer in model.modules():
+        if is_sharded(layer):
+            layer.reshard()
+
+
+def _inner_first(module: nn.Module, seen: set[nn.Module] | None = None) -> Iterator[nn.Module]:
+    seen = set() if seen is None else seen
+    if module in seen:
+        return
+    seen.add(module)
+    for child in module.children():
+        yield from _inner_first(child, seen)
+    yield module
+
+
+def _check(model: nn.Module, group: GroupLike, options: ParameterSharding) -> None:
+    if is_sharded(model):
+        raise _error("it is sharded already", "Pass it to prepare() without `shard`.")
+    if isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        raise _error(f"a {type(model).__name__}", "Pass the model itself; compile it afterwards.")
+    if is_divided(model, group.device):
+        raise _error("it is on several devices", "Leave it on one device, or on the CPU.")
+    if any(isinstance(one, nn.parameter.UninitializedParameter) for one in model.parameters()):
+        raise _error("a lazy layer that has no shape yet", "Run one batch through the model first.")
+    types = sorted({str(one.dtype) for one in model.parameters()})
+    if len(types) > 1:
+        raise _error(f"parameters of {' and '.join(types)}", "Make all parameters of one dtype.")
+    if unknown := [name for name in options.methods if not callable(getattr(model, name, None))]:
+        raise _error(
+            f"`methods` names {unknown[0]!r}, which {type(model).__name__} lacks", "Name methods of the model."
+        )
+    if options.layers is not None and not any(isinstance(one, options.layers) for one in model.modules()):
+        raise _error(f"no layer is a {options.layers!r}", "Pass a class of layers that the model has.")
+
+
+def _error(found: str, fix: str) -> LoopError:
+    return LoopError(_DID, found=found, fix=fix)

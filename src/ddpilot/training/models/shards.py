@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors of which each rank holds a shard (DTensor): gathering and dividing them, and norms of all their gradients.
+
+`torch.distributed.tensor` is slow to import and is used only once a model was sharded.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+def is_shard(value: object) -> bool:
+    """True if `value` is a DTensor."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(value, kind)
+
+
+def has_shards(values: Iterable[object]) -> bool:
+    """True if one of `values` is a DTensor."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and any(isinstance(value, kind) for value in values)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of `tensor`, which shares its memory; `tensor` itself if it is not sharded."""
+    return tensor.detach().to_local() if is_shard(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def gather(value: Any, *, keeps: bool) -> Any:
+    """Return the whole tensor on the CPU if `keeps`, else None; a value that is not sharded as it is.
+
+    Collective for a sharded tensor.
+    """
+    if not is_shard(value):
+        return value
+    whole = value.detach().full_tensor()
+    return whole.cpu() if keeps else None
+
+
+def divide_as(own: Any, value: Any) -> Any:
+    """Return this rank's shard of the whole tensor `value`, divided as `own` is. Not collective.
+
+    Returns `value` itself if `own` is not sharded or has another shape.
+    """
+    if not is_shard(own) or not isinstance(value, torch.Tensor) or is_shard(value) or value.shape != own.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    whole = value.detach().to(own.device)
+    return distribute_tensor(whole, own.device_mesh, own.placements, src_data_rank=None)
+
+
+def is_true_everywhere(flag: torch.Tensor, like: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return `flag` (bool, shape ()) combined over the ranks that share the sharded tensors `like`. Collective."""
+    lowest = flag.to(torch.float32)
+    dist.all_reduce(lowest, dist.ReduceOp.MIN, group=_process_group(like))
+    return lowest > 0
+
+
+def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the 2-norm of all `gradients`, the same on every rank. Collective if one of them is sharded."""
+    if not has_shards(gradients):
+        return nn.utils.get_total_norm(gradients)
+    device = local_part(gradients[0]).device
+    squares = torch.zeros(2, dtype=torch.float64, device=device)  # of the shards, and of gradients that are whole
+    for place, parts in enumerate(_split(gradients)):
+        filled = [one for one in parts if one.numel()]
+        if filled:
+            squares[place] = nn.utils.get_total_norm(filled).double().square()
+    dist.all_reduce(squares[:1], group=_process_group(gradients))
+    return squares.sum().sqrt().to(gradients[0].dtype)
+
+
+def clip(parameters: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
+    """Multiply the gradients of `parameters` so that their `norm` is at most `max_norm`. Not collective."""
+    gradients = [one.grad for one in parameters if one.grad is not None]
+    if not has_shards(gradients):
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch does
+    for gradient in gradients:
+        part = local_part(gradient)
+        part.mul_(factor.to(part.dtype))
+
+
+def _split(gradients: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    shards = [local_part(one) for one in gradients if is_shard(one)]
+    return shards, [one for one in gradients if not is_shard(one)]
+
+
+def _process_group(tensors: Sequence[Any]) -> Any:
+    return next(one.device_mesh.get_group() for one in tensors if is_shard(one))

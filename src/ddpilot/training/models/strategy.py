@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ParallelStrategy`: what a loop needs to know of the way in which a prepared model runs on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpilot.training.models.ddp import find_ddp
+from ddpilot.training.models.sharding import is_sharded, reshard
+from ddpilot.training.models.shards import divide_as, gather
+
+
+class ParallelStrategy(Protocol):
+    """How one model runs on several ranks: in DDP, sharded, or alone."""
+
+    forward_is_collective: ClassVar[bool]
+    """True if all ranks have to run each forward pass, also those without samples."""
+
+    def without_reduction(self) -> AbstractContextManager[None]:
+        """Return the context of a backward pass whose gradients may be exchanged later, with those of the next one."""
+
+    def settle(self) -> None:
+        """Drop copies of the weights that the next step would leave outdated. Not collective."""
+
+    def weights(self, *, keeps: bool) -> dict[str, Any]:
+        """Return the whole state_dict if `keeps`, else what this rank need not gather. Collective if sharded."""
+
+    def load_weights(self, weights: Mapping[str, Any]) -> None:
+        """Load a whole state_dict, which every rank passes. Not collective."""
+
+
+@dataclass(frozen=True)
+class SingleStrategy:
+    """A model that runs without other ranks, or inside DDP as seen without it."""
+
+    model: nn.Module
+    forward_is_collective: ClassVar[bool] = False
+
+    def without_reduction(self) -> AbstractContextManager[None]:
+        """Return a context that does nothing."""
+        return nullcontext()
+
+    def settle(self) -> None:
+        """Do nothing."""
+
+    def weights(self, *, keeps: bool) -> dict[str, Any]:
+        """Return the state_dict, on every rank."""
+        del keeps
+        return self.model.state_dict()
+
+    def load_weights(self, weights: Mapping[str, Any]) -> None:
+        """Load a state_dict."""
+        self.model.load_state_dict(weights)
+
+
+@dataclass(frozen=True)
+class DDPStrategy(SingleStrategy):
+    """A model in DistributedDataParallel: every rank has all weights, and backward passes all-reduce gradients."""
+
+    model: DistributedDataParallel
+
+    def without_reduction(self) -> AbstractContextManager[None]:
+        """Return `no_sync()`, where DDP can do without the all-reduce."""
+        # With static_graph, DDP records the graph in the first backward pass, which fails under no_sync(). The
+        # gradients all-reduced then are equal on all ranks, and remain so when the group's last batch all-reduces them
+        # again.
+        records_graph = self.model.static_graph and not self.model._static_graph_delay_allreduce_enqueued
+        return nullcontext() if records_graph else self.model.no_sync()
+
+    def weights(self, *, keeps: bool) -> dict[str, Any]:
+        """Return the state_dict of the model inside, on every rank."""
+        del keeps
+        return self.model.module.state_dict()  # type: ignore[no-any-return]
+
+    def load_weights(self, weights: Mapping[str, Any]) -> None:
+        """Load a state_dict of the model inside."""
+        self.model.module.load_state_dict(weights)
+
+
+@dataclass(frozen=True)
+class ShardedStrategy(SingleStrategy):
+    """A model whose parameters are sharded: its gradients are exchanged in every backward pass, also in a group.
+
+    So no rank keeps whole gradients, and gradients that are cleared within a group leave nothing behind.
+    """
+
+    forward_is_collective: ClassVar[bool] = True
+
+    def settle(self) -> None:
+        """Free the parameters that a forward pass without backward has left gathered."""
+        reshard(self.model)
+
+    def weights(self, *, keeps: bool) -> dict[str, Any]:
+        """Gather the state_dict, one tensor after the other; {} unless `keeps`. Collective."""
+        reshard(self.model)
+        whole = {name: gather(value, keeps=keeps) for name, value in self.model.state_dict().items()}
+        return whole if keeps else {}
+
+    def load_weights(self, weights: Mapping[str, Any]) -> None:
+        """Load this rank's shards of a whole state_dict."""
+        reshard(self.model)
+        own = self.model.state_dict()
+        self.model.load_state_dict({name: divide_as(own.get(name), value) for name, value in weights.items()})
+
+
+def strategy_of(model: nn.Module) -> ParallelStrategy:
+    """Return the strategy of `model`, prepared or not."""
+    ddp = find_ddp(model)
+    if ddp is not None:
+        return DDPStrategy(ddp)
+    inner = getattr(model, "_orig_mod", model)
+    return ShardedStrategy(inner) if is_sharded(inner) else SingleStrategy(model)

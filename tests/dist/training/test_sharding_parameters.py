@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`shard="parameters"` (FSDP2): the numbers of a single process, and checkpoints that load into DDP and back."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import AdamW
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import TensorDataset
+
+from benchmarks.small_models import loss_fn, make_data, make_model
+from ddpilot.errors import LoopError, NonFiniteError
+from ddpilot.training.loop import Loop
+from ddpilot.training.models.optimizers import full_state, load_full_state
+from ddpilot.training.models.sharding import ParameterSharding
+from tests.dist.training.bodies import launch
+
+SMALL = ParameterSharding(min_parameters=64)
+
+
+def train(shard: Any, num_epochs: int = 2, **options: Any) -> dict[str, Any]:
+    """Train on batches of which the last leaves a rank of three empty; everything that a user reads, on rank 0."""
+    torch.set_default_dtype(torch.float64)
+    loop = Loop(seed=5, accumulate=3, progress=False, **options)
+    model = make_model("gpt")
+    optimizer: Any = AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    model, optimizer = loop.prepare(model, optimizer, shard=shard)
+    held = sum(one.nbytes for one in map(local, model.parameters()))
+    loader = loop.loader(make_data("gpt", 61), global_batch_size=12, shuffle=True)
+    losses, norms = [], []
+    for _ in loop.epochs(num_epochs):
+        for x, y in loop.batches(loader):
+            with loop.accumulate(model):
+                loss = loss_fn(model(x), y)
+                count = int((y != -100).sum())
+                loop.backward(loss, count=count)
+            norm = loop.clip_grad_norm_(model.parameters(), 0.5)
+            losses.append(loop.reduce(loss.detach() if count else 0.0, count=count).item())
+            norms += [] if norm is None else [norm.item()]
+            loop.step(optimizer)
+    few = make_data("gpt", 13)
+    rows = loop.loader(few, global_batch_size=3)
+    return {
+        "losses": losses,
+        "norms": norms,
+        "metrics": loop.evaluate(model, rows, {"loss": per_batch}),
+        "outputs": loop.predict(model, rows),
+        "weights": copy.deepcopy(full_state(model)),
+        "optimizer": copy.deepcopy(full_state(optimizer)),
+        "held": held,
+        "findings": [str(one) for one in loop.findings],
+    }
+
+
+def per_batch(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The mean loss of a batch and its count."""
+    return loss_fn(output, target), int((target != -100).sum())
+
+
+def local(parameter: Any) -> torch.Tensor:
+    """The part of a parameter that this rank has."""
+    part: torch.Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return part
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Dictionaries and lists of tensors and numbers, to 1e-10."""
+    if isinstance(expected, dict):
+        assert set(found) == set(expected)
+        for key in expected:
+            assert_same(found[key], expected[key])
+    elif isinstance(expected, list):
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other)
+    elif torch.is_tensor(expected):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    else:
+        assert found == (pytest.approx(expected, rel=1e-10) if isinstance(expected, float) else expected)
+
+
+def train_both(folder: str, steps: list[tuple[str, Any, int]]) -> list[dict[str, Any]]:
+    """A training for each of `steps`: checkpoint directory ("" for none), `shard`, and the number of epochs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # whoever changes outputs in place is warned
+        return [
+            train(shard, num, checkpoint_dir=f"{folder}/{name}") if name else train(shard, num)
+            for name, shard, num in steps
+        ]
+
+
+READ = ("losses", "norms", "metrics", "outputs", "weights", "optimizer", "findings")
+
+
+def test_sharded_parameters_train_the_same_at_any_number_of_ranks_and_resume_from_each_other(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Everything at 1, 2 and 3 ranks; and one epoch at 2 ranks goes on at 3, in DDP, and alone; and from DDP."""
+    ((alone, _),) = launch(1, train_both, str(tmp_path), [("", None, 2), ("plain", None, 1)])
+    two = launch(2, train_both, str(tmp_path), [("", SMALL, 2), ("two", SMALL, 1)])
+    for name in ("in3", "in_ddp", "in1"):
+        shutil.copytree(tmp_path / "two", tmp_path / name)
+    three = launch(3, train_both, str(tmp_path), [("", SMALL, 2), ("in3", SMALL, 2), ("plain", SMALL, 2)])
+    ((ddp,), _) = launch(2, train_both, str(tmp_path), [("in_ddp", None, 2)])
+    ((single,),) = launch(1, train_both, str(tmp_path), [("in1", SMALL, 2)])
+    for name in READ:
+        assert_same(two[0][0][name], alone[name])
+        assert_same(three[0][0][name], alone[name])
+    for resumed in (three[0][1], three[0][2], ddp, single):
+        for name in ("metrics", "outputs", "weights", "optimizer"):
+            assert_same(resumed[name], alone[name])
+    assert sum(rank[0]["held"] for rank in three) == alone["held"]
+    assert max(rank[0]["held"] for rank in three) < 0.5 * alone["held"]
+    said = [line for line in capfd.readouterr().err.splitlines() if "resuming from" not in line]
+    assert not said, "guard and watch report nothing"
+
+
+def use_wrongly() -> list[str]:
+    """What is found in values that are not finite, and what each wrong use is told."""
+    loop = Loop(progress=False)
+    model = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer = loop.prepare(model, optimizer, shard="parameters")
+    said = []
+    loader = loop.loader(TensorDataset(torch.ones(6, 2)), global_batch_size=3)
+    try:
+        for (x,) in loop.batches(loader):
+            with loop.accumulate(model):
+                loop.backward(model(x).mean() * (float("nan") if loop.rank == 1 else 1.0))
+            loop.step(optimizer)
+    except NonFiniteError as error:
+        said.append(str(error))
+    weights = full_state(model)
+    if loop.rank == 0:
+        assert all(bool(torch.isfinite(one).all()) for one in weights.values())
+    load_full_state(model, loop.group.broadcast_object(weights))
+    wrong = nn.Linear(2, 2)
+    unknown: Any = "weights"
+    for use in (
+        lambda: loop.prepare(wrong, shard="parameters", comm="bf16"),
+        lambda: loop.prepare(model, shard="parameters"),
+        lambda: loop.prepare(AveragedModel(wrong)),
+        lambda: Loop(precision="fp16").prepare(wrong, shard="parameters"),
+        lambda: loop.prepare(wrong, shard=ParameterSharding(layers=nn.Conv2d)),
+        lambda: loop.prepare(wrong, shard=ParameterSharding(methods=("encode",))),
+        lambda: ParameterSharding(min_parameters=0),
+        lambda: ParameterSharding(param_dtype=torch.int8),
+        lambda: loop.prepare(nn.Linear(2, 2), torch.optim.LBFGS(model.parameters()), shard=unknown),
+    ):
+        try:
+            use()
+        except LoopError as error:
+            said.append(str(error))
+    return [*said, str(loop.explain())]
+
+
+def test_a_nan_reaches_all_ranks_before_the_weights_and_misuse_is_refused() -> None:
+    """One rank's loss is NaN; all raise. Options that do not go together are named."""
+    for said in launch(2, use_wrongly):
+        for text, expected in zip(said, REFUSALS, strict=True):
+            assert expected in text
+
+
+REFUSALS = (
+    "the loss is nan",
+    "`comm`, an option of DDP",
+    "it is sharded already",
+    "an AveragedModel with a model whose parameters are sharded",
+    'precision="fp16"',
+    "no layer is a",
+    "`methods` names 'encode', which Linear lacks",
+    "`min_parameters` is 0",
+    "`param_dtype` is torch.int8",
+    "`shard` is 'weights'",
+    "parameters sharded over 2 ranks (FSDP2)",
+)
+
+
+class Coder(nn.Module):
+    """A model with a method that runs it beside `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((6,), 0.5))
+        self.layers = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6))
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        """What `forward` returns."""
+        return torch.as_tensor(self.layers(x * self.scale)).clone()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run it."""
+        return self.encode(x)
+
+
+def train_in_bf16(by_hand: bool) -> list[torch.Tensor]:
+    """The weights after four updates through `encode`, of layers in bf16 whose gradients are summed in float32."""
+    loop = Loop(seed=3, progress=False)
+    model = Coder()
+    if by_hand:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for layer in (model.layers[0], model.layers[2], model):
+            fully_shard(layer, mp_policy=policy)
+        register_fsdp_forward_method(model, "encode")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if not by_hand:
+        mixed: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+        sharding = ParameterSharding(layers=nn.Linear, methods=("encode",), **mixed)
+        model, optimizer = loop.prepare(model, optimizer, shard=sharding)
+    data = torch.randn(16, 6)
+    if by_hand:
+        for part in data.split(4):
+            model.encode(part[2 * loop.rank :][:2]).float().pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    else:
+        for (x,) in loop.batches(loop.loader(TensorDataset(data), global_batch_size=4)):
+            loop.backward(model.encode(x).float().pow(2).mean())
+            loop.step(optimizer)
+    return [one.full_tensor().detach() for one in model.parameters()]  # type: ignore[attr-defined]
+
+
+def train_in_bf16_both_ways() -> list[list[torch.Tensor]]:
+    """With the loop, and by hand."""
+    return [train_in_bf16(False), train_in_bf16(True)]
+
+
+def test_mixed_precision_and_methods_are_those_of_fully_shard_by_hand() -> None:
+    """Bit for bit."""
+    for loop, by_hand in launch(2, train_in_bf16_both_ways):
+        assert all(map(torch.equal, loop, by_hand))
+        assert loop[0].dtype is torch.float32
