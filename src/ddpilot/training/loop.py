@@ -39,12 +39,17 @@ from ddpilot.training.coordination.stop import FlagExchange, LoneBreakCheck, Sto
 from ddpilot.training.evaluation.evaluate import evaluate, evaluate_step
 from ddpilot.training.evaluation.predict import predict
 from ddpilot.training.losses import add_losses
-from ddpilot.training.models.ddp import unwrap, wrap
+from ddpilot.training.models.ddp import wrap
 from ddpilot.training.models.ddp_options import DDPOptions
 from ddpilot.training.models.explain import Explanation, explain
 from ddpilot.training.models.optimizers import check_closure, clear_gradients, needs_closure, step_scheduler
 from ddpilot.training.models.registry import OptimizerRecord, PreparedObjects
-from ddpilot.training.models.sharding import ParameterSharding, shard_optimizer_state, shard_parameters
+from ddpilot.training.models.sharding import (
+    ParameterSharding,
+    is_sharded,
+    shard_optimizer_state,
+    shard_parameters,
+)
 from ddpilot.training.models.shards import clip, total_norm
 from ddpilot.training.models.strategy import strategy_of
 from ddpilot.training.notices import empty_epoch_error, locating, no_samples_error, user_line, warn_findings
@@ -882,4 +887,8 @@ class Loop:
         then.
         """
         self._checkpointer.wait()
-        load_jointly(model, path, name, self.group, lambda weights: strategy_of(unwrap(model)).load_weights(weights))
+        inner = getattr(model, "_orig_mod", model)
+        if is_sharded(inner):
+            load_jointly(inner, path, name, self.group, strategy_of(inner).load_weights)
+        else:
+            load_jointly(model, path, name, self.group)

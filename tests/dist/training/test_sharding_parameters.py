@@ -123,7 +123,7 @@ def test_sharded_parameters_train_the_same_at_any_number_of_ranks_and_resume_fro
     assert not said, "guard and watch report nothing"
 
 
-def use_wrongly() -> list[str]:
+def use_wrongly(folder: Path) -> list[str]:
     """What is found in values that are not finite, and what each wrong use is told."""
     loop = Loop(progress=False)
     model = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1))
@@ -141,7 +141,14 @@ def use_wrongly() -> list[str]:
     weights = full_state(model)
     if loop.rank == 0:
         assert all(bool(torch.isfinite(one).all()) for one in weights.values())
+        torch.save({name: one + 1 for name, one in weights.items()}, folder / "more.pt")
+    loop.group.all_gather_object(None)
+    loop.load(model, folder / "more.pt")
+    more = full_state(model)
+    assert all(torch.equal(more[name], one + 1) for name, one in weights.items())
     load_full_state(model, loop.group.broadcast_object(weights))
+    again = full_state(model)
+    assert all(torch.equal(again[name], one) for name, one in weights.items())
     wrong = nn.Linear(2, 2)
     unknown: Any = "weights"
     for use in (
@@ -162,9 +169,9 @@ def use_wrongly() -> list[str]:
     return [*said, str(loop.explain())]
 
 
-def test_a_nan_reaches_all_ranks_before_the_weights_and_misuse_is_refused() -> None:
+def test_a_nan_reaches_all_ranks_before_the_weights_and_misuse_is_refused(tmp_path: Path) -> None:
     """One rank's loss is NaN; all raise. Options that do not go together are named."""
-    for said in launch(2, use_wrongly):
+    for said in launch(2, use_wrongly, tmp_path):
         for text, expected in zip(said, REFUSALS, strict=True):
             assert expected in text
 
