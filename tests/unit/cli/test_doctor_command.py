@@ -45,8 +45,9 @@ def test_status_is_1_for_an_error_and_0_otherwise(monkeypatch: pytest.MonkeyPatc
 def test_options_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every option of the function has one of the command."""
     words = ["-n", "3", "--workers", "4", "--no-live", "--nodes", "--timeout-s", "5", "--checkpoint-dir", "runs"]
-    given = run(monkeypatch, GOOD, *words)[2]
+    given = run(monkeypatch, GOOD, *words, "train.py")[2]
     assert str(given.pop("checkpoint_dir")) == "runs"
+    assert str(given.pop("script")) == "train.py"
     assert given == {"nproc_per_node": 3, "num_workers": 4, "live": False, "nodes": True, "timeout_s": 5.0}
 
 

@@ -159,8 +159,10 @@ class Server:
 
     def _import_next(self) -> None:
         name = self._later_imports.pop(0)
+        gc.disable()  # as in `serve`: saves a seventh of the time
         with self._exiting_with_parent():
             importlib.import_module(name)
+        gc.enable()
         self._clean.check(name)
         self._may_fork = self._may_fork and self._clean.dirty is None
         gc.freeze()

@@ -112,6 +112,7 @@ def make_app(connection_file: Path, ipython_folder: Path) -> RankApp:
     config.HistoryManager.hist_file = ":memory:"
     config.InteractiveShell.cache_size = 0  # `Out` would keep every tensor displayed by a cell
     config.InteractiveShell.enable_tip = False  # choosing a tip would consume a seeded random number
+    config.RankKernel._execute_sleep = 0.0  # the session waits for "idle", which follows all output
     config.Completer.use_jedi = False  # the namespace suffices, and jedi's first use takes a second
     config.IPKernelApp.kernel_class = RankKernel
     with _own_profile(ipython_folder):
@@ -135,11 +136,29 @@ def make_app(connection_file: Path, ipython_folder: Path) -> RankApp:
 
 
 class RankStream(OutStream):
-    """A lone surrogate in the output would keep ipykernel's thread from sending any more messages."""
+    """Standard output or standard error of a rank.
+
+    A lone surrogate in the output would keep ipykernel's thread from sending any more messages.
+    """
+
+    _has_output = False
+    """True if something was written since the last flush."""
 
     def write(self, string: Any) -> int:
         """Write `string`. Raises TypeError if it is not a string, like every text stream."""
-        return super().write(writable(string) if isinstance(string, str) else string) or 0
+        try:
+            return super().write(writable(string) if isinstance(string, str) else string) or 0
+        finally:
+            self._has_output = True
+
+    def flush(self) -> None:
+        """Send what was written and wait until it is sent; does not wait for ipykernel's thread if there is nothing.
+
+        ipykernel flushes both streams three times per cell, which would be a third of the time of a short cell.
+        """
+        if self._has_output:
+            self._has_output = False
+            super().flush()
 
 
 def use_pdb() -> None:
