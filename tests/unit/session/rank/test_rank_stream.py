@@ -21,15 +21,15 @@ class Counted(RankStream):
 
     def _flush(self) -> None:
         self.num_flushes += 1
-        super()._flush()
+        super()._flush()  # type: ignore[no-untyped-call]
 
 
 @pytest.fixture
 def stream() -> Iterator[Any]:
     """A stream to a socket that nobody reads. As its thread is not started, it flushes at once."""
     context = zmq.Context()
-    thread = IOPubThread(context.socket(zmq.PUB))
-    stream = Counted(Session(), thread, "stdout", watchfd=False)
+    thread: Any = IOPubThread(context.socket(zmq.PUB))
+    stream: Any = Counted(Session(), thread, "stdout", watchfd=False)
     yield stream
     stream.close()
     thread.close()
