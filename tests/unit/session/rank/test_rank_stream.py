@@ -28,8 +28,8 @@ class Counted(RankStream):
 def stream() -> Iterator[Any]:
     """A stream to a socket that nobody reads. As its thread is not started, it flushes at once."""
     context = zmq.Context()
-    thread: Any = IOPubThread(context.socket(zmq.PUB))
-    stream: Any = Counted(Session(), thread, "stdout", watchfd=False)
+    thread: Any = IOPubThread(context.socket(zmq.PUB))  # type: ignore[no-untyped-call]
+    stream: Any = Counted(Session(), thread, "stdout", watchfd=False)  # type: ignore[no-untyped-call]
     yield stream
     stream.close()
     thread.close()
