@@ -31,6 +31,7 @@ def ring_path(folder: str | os.PathLike[str], rank: int) -> Path:
     return Path(folder) / f"rank{rank}.ring"
 
 
+@functools.lru_cache(maxsize=1024)
 def journal_path(folder: str | os.PathLike[str], rank: int) -> Path:
     """Return the path of guard's journal of `rank` in the folder that `RING_DIR_VARIABLE` names."""
     return Path(folder) / f"rank{rank}.journal"

@@ -182,7 +182,7 @@ class Host:
     def _emit(self, event: SpawnerEvent) -> None:
         if isinstance(event, Ended) and event.rank >= 0:
             self._relay.disconnect(event.rank)
-            self._files.look([event.rank])
+            self._files.look([event.rank], is_end=True)
         elif isinstance(event, Reported) and event.parcel is not None:
             event = replace(event, parcel=None)  # a kernel returns nothing that the parent reads
         self._link.send(event)
@@ -193,7 +193,7 @@ class Host:
         if channel == "iopub" and self._ranks.is_live(rank):
             self._ranks.drain(rank)  # bytes that bypassed Python belong to the cell whose end is reported next
         elif channel in ("shell", "control"):
-            self._files.look([rank])
+            self._files.look([rank], is_end=True)
 
     def _answer(self, request: messages.Ask) -> None:
         ranks = self._ranks

@@ -15,7 +15,7 @@ import zmq
 from ddpilot.launching.shipping import fd_socket
 from ddpilot.launching.shipping.memory_file import MemoryWriter
 from ddpilot.session.host.loop import HostLoop
-from ddpilot.session.kernels.io_thread import Channels, Connection
+from ddpilot.session.kernels.sockets import Connection
 from ddpilot.session.nodes.messages import KernelFrames, ParcelAnswer, SendParcel
 from ddpilot.session.protocol.parcels import ParcelCall
 
@@ -34,7 +34,7 @@ class KernelRelay:
         self._send = send
         self._before = before
         self._context: zmq.Context[Any] = zmq.Context()
-        self._channels: dict[int, Channels] = {}
+        self._sockets: dict[int, dict[str, zmq.Socket[Any]]] = {}
         self._stems: dict[int, str] = {}
         self._calls: dict[tuple[str, int], ParcelCall] = {}
 
@@ -44,27 +44,23 @@ class KernelRelay:
         connection = Connection(str(self._folder / stem), key)
         connection.write(self._folder / f"{stem}.json")
         self._stems[rank] = stem
-        channels = self._channels[rank] = Channels(self._context, rank, connection)
-        for name, sock in channels.sockets.items():
-            self._loop.watch(sock, functools.partial(self._receive, channels, name))
+        sockets = self._sockets[rank] = connection.open_sockets(self._context)
+        for name, sock in sockets.items():
+            self._loop.watch(sock, functools.partial(self._receive, sock, rank, name))
 
     def disconnect(self, rank: int) -> None:
         """Pass on what the kernel has sent, then close the sockets to it."""
-        channels = self._channels.pop(rank, None)
-        if channels is None:
-            return
-        for name, sock in channels.sockets.items():
-            self._receive(channels, name)
+        for name, sock in self._sockets.pop(rank, {}).items():
+            self._receive(sock, rank, name)
             self._loop.unwatch(sock)
-        channels.close()
+            sock.close()
         for key in [key for key in self._calls if key[1] == rank]:
             self._calls.pop(key).close()
 
     def send(self, message: KernelFrames) -> None:
         """Send the frames to the kernel, if it is connected."""
-        channels = self._channels.get(message.rank)
-        if channels is not None:
-            channels.sockets[message.channel].send_multipart(message.frames)
+        if message.rank in self._sockets:
+            self._sockets[message.rank][message.channel].send_multipart(message.frames)
 
     def send_parcel(self, request: SendParcel) -> None:
         """Open the parcel's socket of each rank and send the parcel there."""
@@ -90,8 +86,7 @@ class KernelRelay:
             self.disconnect(rank)
         self._context.destroy(linger=0)
 
-    def _receive(self, channels: Channels, name: str) -> None:
-        sock, rank = channels.sockets[name], channels.rank
+    def _receive(self, sock: zmq.Socket[Any], rank: int, name: str) -> None:
         is_first = True
         while True:
             try:

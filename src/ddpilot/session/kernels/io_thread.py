@@ -7,7 +7,6 @@ import concurrent.futures
 import contextlib
 import functools
 import hmac
-import json
 import math
 import os
 import queue
@@ -17,43 +16,18 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import zmq
-from jupyter_client.session import DELIM, new_id_bytes
+from jupyter_client.session import DELIM
 from jupyter_client.session import Session as Messages
 
 from ddpilot.session.kernels.event_router import Event, KernelMessage
+from ddpilot.session.kernels.sockets import Connection
 from ddpilot.session.protocol.messages import REPORT_KEY
 
-_PORTS = {"shell": 1, "iopub": 2, "stdin": 3, "control": 4, "hb": 5}
-_KINDS = {"shell": zmq.DEALER, "iopub": zmq.SUB, "stdin": zmq.DEALER, "control": zmq.DEALER}
 _LONGEST_WAIT_S = 1.0
 _Result = TypeVar("_Result")
-
-
-@dataclass(frozen=True)
-class Connection:
-    """The address of a kernel and the key that signs its messages."""
-
-    address: str
-    """Common prefix of the paths of its Unix sockets."""
-
-    key: bytes
-
-    def url(self, channel: str) -> str:
-        """Return the ZeroMQ address of one channel."""
-        return f"ipc://{self.address}-{_PORTS[channel]}"
-
-    def write(self, path: Path) -> None:
-        """Write the kernel's connection file, with mode 0600. Raises FileExistsError if it exists."""
-        content: dict[str, Any] = {f"{channel}_port": port for channel, port in _PORTS.items()}
-        content |= {"transport": "ipc", "ip": self.address, "key": self.key.decode(), "signature_scheme": "hmac-sha256"}
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(descriptor, "w") as file:
-            json.dump(content, file)
 
 
 class KernelChannels(ABC):
@@ -133,17 +107,7 @@ class Channels(KernelChannels):
 
     def __init__(self, context: zmq.Context[Any], rank: int, connection: Connection) -> None:
         super().__init__(rank, connection.key)
-        identity = new_id_bytes()
-        for channel, kind in _KINDS.items():
-            sock = context.socket(kind)
-            sock.linger = 0
-            sock.set_hwm(0)  # no limit: output must not be dropped while a rank prints fast
-            if kind == zmq.SUB:
-                sock.subscribe(b"")
-            else:
-                sock.identity = identity
-            sock.connect(connection.url(channel))
-            self.sockets[channel] = sock
+        self.sockets = connection.open_sockets(context)
 
     def send(self, channel: str, message: dict[str, Any], buffers: list[bytes] | None = None) -> None:
         """Send a message created by `make`."""

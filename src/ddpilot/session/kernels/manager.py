@@ -34,10 +34,11 @@ from ddpilot.session.apps import find_app, present_modules
 from ddpilot.session.arguments import check_gpus
 from ddpilot.session.kernels.cell_watch import WatchedRank
 from ddpilot.session.kernels.event_router import Event, EventRouter, Interrupted, InterruptListener, KernelMessage, Turn
-from ddpilot.session.kernels.io_thread import Connection, IOThread, RelayedChannels
+from ddpilot.session.kernels.io_thread import IOThread, RelayedChannels
 from ddpilot.session.kernels.output import IdleOutput, NativeOutput
 from ddpilot.session.kernels.parcels import LocalParcels, ParcelCalls, RelayedParcels
 from ddpilot.session.kernels.processes import KernelProcesses
+from ddpilot.session.kernels.sockets import Connection
 from ddpilot.session.kernels.states import START_OVER, RankStates, describe_store_end
 from ddpilot.session.nodes.cluster import make_cluster
 from ddpilot.session.nodes.messages import KernelFrames, ParcelAnswer

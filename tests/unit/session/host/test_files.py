@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from ddpilot.record.flight_ring.reader import read_ring
-from ddpilot.record.hook import ring_path
+from ddpilot.record.hook import journal_path, ring_path
 from ddpilot.record.journal import JournalWriter, read_journal
-from ddpilot.session.host.files import FileWatch
+from ddpilot.session.host.files import FileWatch, WatchedFile
 from ddpilot.session.nodes.messages import FileBlocks
 from ddpilot.session.nodes.node_ranks import _with_clock
 from tests.unit.record.rings import begin, open_ring
@@ -33,7 +35,7 @@ def test_only_changed_blocks_are_sent_and_make_the_same_file(tmp_path: Path) -> 
     with path.open("r+b") as file:
         file.seek(150_000)
         file.write(b"z")
-    watch.look([0])
+    watch.look([0], is_end=True)
     assert list(sent[1].blocks) == [150_000 // 4096 * 4096]
     assert not sent[1].is_new
     other = tmp_path / "other"
@@ -41,6 +43,36 @@ def test_only_changed_blocks_are_sent_and_make_the_same_file(tmp_path: Path) -> 
     other.replace(path)
     watch.look([0])
     assert (sent[2].is_new, sent[2].size, sorted(sent[2].blocks)) == (True, 5000, [0, 4096])
+
+
+def test_a_file_is_compared_less_often_while_its_header_does_not_change(tmp_path: Path) -> None:
+    """At once after a change of it and at the end of the cell, then at growing distances up to a second."""
+    path = tmp_path / "rank0.ring"
+    ring = open_ring(path)
+    file = WatchedFile(path)
+    assert file.is_due(100.0, is_end=False)
+    due_s = [tenths / 10 for tenths in range(1000, 1060) if file.is_due(tenths / 10, is_end=False)]
+    assert due_s == pytest.approx([100.1, 100.3, 100.7, 101.5, 102.5, 103.5, 104.5, 105.5])
+    begin(ring, 1_000)
+    assert [file.is_due(106.0, is_end=False) for _ in range(2)] == [True, False]
+    assert [file.is_due(106.0, is_end=True) for _ in range(2)] == [True, False]
+    begin(ring, 2_000)
+    assert [file.is_due(106.0, is_end=True) for _ in range(2)] == [True, False]
+    file.close()
+
+
+def test_an_entry_of_a_journal_is_passed_on_at_once(tmp_path: Path) -> None:
+    """It changes the header."""
+    sent: list[FileBlocks] = []
+    watch = FileWatch(tmp_path, sent.append)
+    journal = JournalWriter(journal_path(tmp_path, 0), rank=0)
+    watch.look([0])
+    watch.look([0])
+    assert len(sent) == 1
+    journal.write("note", {"a": 1})
+    watch.look([0])
+    assert len(sent) == 2
+    journal.close()
 
 
 def test_times_in_a_copy_are_on_the_readers_clock(tmp_path: Path) -> None:

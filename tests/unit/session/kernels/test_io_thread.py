@@ -11,7 +11,8 @@ import pytest
 import zmq
 from jupyter_client.session import Session as Messages
 
-from ddpilot.session.kernels.io_thread import Channels, Connection, IOThread
+from ddpilot.session.kernels.io_thread import Channels, IOThread
+from ddpilot.session.kernels.sockets import Connection
 
 
 def test_io_thread_call_waits_for_a_long_callback() -> None:
