@@ -15,7 +15,7 @@ import socket
 import stat
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +30,7 @@ _NEW = ".new"
 TOKEN = "[0-9a-f]{8}"
 """Regular expression of the token in names of files and directories that are renamed or removed later."""
 _WRITER = ".writer"
+_EARLIER_PREFIX = "earlier-"
 _UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 """Error numbers of file systems without locks."""
 
@@ -165,6 +166,21 @@ def remove_stale(folder: Path, name: re.Pattern[str]) -> None:
     for path in folder.iterdir():
         if name.fullmatch(path.name) and path.is_dir() and not _is_locked(path):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def move_aside(folder: Path, names: Iterable[str]) -> Path:
+    """Move the entries `names` of `folder`, in this order, to a new directory in it, and return its path.
+
+    Names that do not exist are skipped. Raises OSError if a move fails.
+    """
+    number = 1 + sum(path.name.startswith(_EARLIER_PREFIX) for path in folder.iterdir())
+    while (earlier := folder / f"{_EARLIER_PREFIX}{number}").exists():
+        number += 1
+    earlier.mkdir()
+    for name in names:
+        if (folder / name).exists():
+            (folder / name).rename(earlier / name)
+    return earlier
 
 
 def _is_locked(staged: Path) -> bool:

@@ -42,11 +42,8 @@ class CollectiveCheckpoints:
         """Raise CheckpointError on every rank if rank 0 cannot write to the directory. Collective."""
         self._on_rank_zero(self.folder.check_writable)
 
-    def set_aside(self) -> Path | None:
-        """Move all checkpoints to a subdirectory and return its path, on all ranks; None if there are none.
-
-        Collective.
-        """
+    def set_aside(self) -> Path | str | None:
+        """Call `CheckpointDir.set_aside` on rank 0 and return its result on all ranks. Collective."""
         return self._on_rank_zero(self.folder.set_aside)
 
     def save(
@@ -80,10 +77,15 @@ class CollectiveCheckpoints:
         """Wait until rank 0 has written. True, on every rank, if the last save is on disk. Collective."""
         return self._on_rank_zero(self.folder.wait)
 
+    def wait_uploaded(self) -> bool:
+        """Wait until rank 0 has written and uploaded. True, on every rank, if the last save is there. Collective."""
+        return self._on_rank_zero(self.folder.wait_uploaded)
+
     def latest(self) -> Checkpoint | None:
         """Return the newest intact checkpoint, the same on every rank; None if there is none. Collective.
 
-        Rank 0 verifies it; the other ranks check that they read the same one. Raises CheckpointError on every rank if
+        Rank 0 verifies it; the other ranks check that they read the same one, which each node downloads once if it is
+        at a URL. Raises CheckpointError on every rank if
         one of them cannot read it.
         """
         chosen = self._on_rank_zero(self.folder.latest)
@@ -97,9 +99,14 @@ class CollectiveCheckpoints:
         if self._group.is_rank_zero:
             return chosen, None
         try:
-            own = self.folder.open(chosen.path.name, verify=False)
+            own = self.folder.open_same(chosen)
         except CorruptCheckpointError as error:
             found = f"this rank cannot read it: {error.found}"
+        except CheckpointError as error:  # its download failed
+            error.rank = self._group.rank
+            return None, error
+        except Exception as error:  # noqa: BLE001  (whatever it is, all ranks raise it)
+            return None, _as_checkpoint_error(f"using {self.folder.where}", error, self._group)
         else:
             if own.manifest.checksum == chosen.manifest.checksum:
                 return own, None
@@ -120,7 +127,7 @@ class CollectiveCheckpoints:
             except CheckpointError as error:
                 outcome[1] = error
             except Exception as error:  # noqa: BLE001  (whatever it is, all ranks raise it)
-                outcome[1] = _as_checkpoint_error(f"using {self.folder.path}", error, self._group)
+                outcome[1] = _as_checkpoint_error(f"using {self.folder.where}", error, self._group)
         own_failure = outcome[1]
         value, failure = self._group.broadcast_object(outcome) if self._group.world_size > 1 else outcome
         _raise_first([own_failure or failure])  # its own error has the cause

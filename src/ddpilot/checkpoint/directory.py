@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -22,14 +22,24 @@ from ddpilot.checkpoint.atomic_files import (
     NotAFileError,
     Writer,
     WriterTakenError,
+    move_aside,
     probe,
     remove_stale,
     replace_text,
 )
-from ddpilot.checkpoint.format import STAGING_PREFIX, Checkpoint, Contents, read_checkpoint, write_checkpoint
+from ddpilot.checkpoint.format import (
+    CHECKPOINT_NAME,
+    STAGING_PREFIX,
+    Checkpoint,
+    Contents,
+    read_checkpoint,
+    write_checkpoint,
+)
 from ddpilot.checkpoint.host_copy import HostCopy
 from ddpilot.checkpoint.manifest import RunProgress
 from ddpilot.checkpoint.monitor import Monitor
+from ddpilot.checkpoint.remote.checkpoints import RemoteCheckpoints
+from ddpilot.checkpoint.remote.store import check_backend, is_url, staging_folder
 from ddpilot.checkpoint.safetensors_file import MAX_FILE_BYTES, check_dtypes, plain_names
 from ddpilot.errors import CheckpointError, CorruptCheckpointError
 from ddpilot.group.device import is_out_of_memory
@@ -43,9 +53,11 @@ def write_stderr(text: str) -> None:
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LATEST = "latest"
 BEST = "best"
-_NAME = re.compile(r"save-(\d{6,})-step-(\d+)")
 _DELETING_PREFIX = ".deleting-"
-_STALE = re.compile(rf"{re.escape(STAGING_PREFIX)}{_NAME.pattern}-{TOKEN}|{re.escape(_DELETING_PREFIX)}{_NAME.pattern}")
+_STALE = re.compile(
+    rf"{re.escape(STAGING_PREFIX)}{CHECKPOINT_NAME.pattern}-{TOKEN}|"
+    rf"{re.escape(_DELETING_PREFIX)}{CHECKPOINT_NAME.pattern}"
+)
 """Names of directories that a killed process was writing or deleting."""
 
 
@@ -56,6 +68,11 @@ class CheckpointDir:
     loss"; the best checkpoint by that metric is kept as well. `max_file_bytes`: the weights of a model with more bytes,
     5 GB by default, are split into several safetensors files with an index, as Hugging Face's libraries do. `report`:
     called with every message for the user, on the thread that called the method; stderr by default.
+
+    `path` may be an fsspec URL, such as "s3://bucket/run7": checkpoints are then written to a local directory below
+    `staging_dir` first (default: the environment variable DDPILOT_STAGING_DIR, else ~/.cache/ddpilot/checkpoints) and
+    uploaded in the background. `names`, `open`, `latest` and `best` are about those that are complete at the URL, and
+    download what is not in the local directory. `close` waits for the uploads; `save` does while two are not finished.
 
     A save that fails because of the disk (no space, no permission, an I/O error) is reported and does not stop
     training: the last good checkpoint is kept. As a context manager, it waits for pending writes on exit.
@@ -68,6 +85,7 @@ class CheckpointDir:
         keep: int | None = 3,
         best: str | None = None,
         max_file_bytes: int = MAX_FILE_BYTES,
+        staging_dir: str | os.PathLike[str] | None = None,
         report: Callable[[str], None] = write_stderr,
     ) -> None:
         if keep is not None and keep < 1:
@@ -75,7 +93,17 @@ class CheckpointDir:
         if max_file_bytes < 1:
             found = f"`max_file_bytes` is {max_file_bytes}"
             raise CheckpointError(f"keeping checkpoints in {path}", found=found, fix="Pass a number of bytes above 0.")
-        self.path = Path(path).expanduser()
+        self._remote: RemoteCheckpoints | None = None
+        if is_url(path):
+            url = str(path).strip().rstrip("/")
+            check_backend(url)
+            self.path = staging_folder(url, staging_dir)
+            self._remote = RemoteCheckpoints(url, self.path, keep, report)
+        elif staging_dir is not None:
+            found = f"`staging_dir` is {os.fspath(staging_dir)!r}, and {path} is not a URL, so nothing is uploaded"
+            raise CheckpointError(f"keeping checkpoints in {path}", found=found, fix="Leave `staging_dir` out.")
+        else:
+            self.path = Path(path).expanduser()
         self._keep = keep
         self._max_file_bytes = max_file_bytes
         self._monitor = None if best is None else Monitor.parse(best)
@@ -85,6 +113,11 @@ class CheckpointDir:
         self._notes: list[str] = []
         self._is_saved = True  # the last save succeeded, or there was none
         self._writer: Writer | None = None
+
+    @property
+    def where(self) -> str:
+        """The URL, or the local directory, for messages."""
+        return str(self.path) if self._remote is None else self._remote.url
 
     def check_writable(self) -> None:
         """Create the directory, write a test file in it and lock it for this process, before training starts.
@@ -105,7 +138,7 @@ class CheckpointDir:
         for pointer in (LATEST, BEST):
             if self._is_ours(pointer):
                 continue
-            if not self.names():
+            if not self._local_names():
                 raise CheckpointError(
                     f"preparing to save in {self.path}",
                     found=f"there is a `{pointer}` of a different program, which the next checkpoint would replace",
@@ -116,6 +149,8 @@ class CheckpointDir:
                 f"`{pointer}` in {self.path} is damaged (it does not name a checkpoint) and was renamed to "
                 f"{renamed.name}; the checkpoints next to it are used without it"
             )
+        if self._remote is not None:
+            self._remote.check_writable()
 
     def claim(self) -> None:
         """Lock the directory for writing by this process, until `close`; it may hold the lock already.
@@ -159,15 +194,17 @@ class CheckpointDir:
             )
             return Writer.replace(self.path)
 
-    def set_aside(self) -> Path | None:
+    def set_aside(self) -> Path | str | None:
         """Move all checkpoints to a new subdirectory and return its path; None if there are none.
 
-        A new run then neither resumes the checkpoints of an earlier one nor deletes them. Raises OSError if a move
-        fails.
+        A new run then neither resumes the checkpoints of an earlier one nor deletes them. At a URL they stay where they
+        are, and a file there lists them: its URL is returned. Raises OSError if a move fails.
         """
-        names = self.names()
+        listed = None if self._remote is None else self._remote.set_aside()
+        names = self._local_names()
         # Oldest first: after a crash, the newest remains, which `latest` names until it is moved too.
-        return move_aside(self.path, [*reversed(names), BEST, LATEST]) if names else None
+        moved = move_aside(self.path, [*reversed(names), BEST, LATEST]) if names else None
+        return listed or moved
 
     def reserve(self, num_bytes: int) -> None:
         """Preallocate memory for a copy of `num_bytes`, in the background, so that the first save is fast, too."""
@@ -193,6 +230,8 @@ class CheckpointDir:
         """
         self.wait()
         self.claim()
+        if self._remote is not None:
+            self._remote.uploads.wait_for_room()
         if len(parts) not in (0, progress.world_size):
             raise CheckpointError(
                 f"saving step {progress.step}",
@@ -212,7 +251,7 @@ class CheckpointDir:
         self._start(lambda: self._write(contents))
 
     def wait(self) -> bool:
-        """Wait for pending writes and report failures. True if the last save is on disk.
+        """Wait for pending writes and report failures. True if the last save is on disk; it may not be uploaded yet.
 
         Raises CheckpointError from the writer's exception if it is not an OSError.
         """
@@ -225,30 +264,56 @@ class CheckpointDir:
             raise CheckpointError("saving a checkpoint", found=f"{type(failure).__name__}: {failure}") from failure
         while self._notes:
             self._report(self._notes.pop(0))
+        if self._remote is not None:
+            self._remote.uploads.poll()
         return self._is_saved
+
+    def wait_uploaded(self) -> bool:
+        """Wait for pending writes and uploads and report failures. True if the last save is on disk and uploaded."""
+        is_saved = self.wait()
+        return is_saved and (self._remote is None or self._remote.uploads.drain())
 
     def poll(self) -> None:
         """Report failures so far, without waiting: cheap enough for every step."""
         if self._future is not None and self._future.done():
             self.wait()
+        elif self._remote is not None:
+            self._remote.uploads.poll()
 
     def close(self) -> bool:
-        """Call `wait` and release the lock; `save` locks it again."""
+        """Call `wait_uploaded` and release the lock; `save` locks it again."""
         try:
-            return self.wait()
+            is_saved = self.wait()
+            return (self._remote is None or self._remote.close()) and is_saved
         finally:
             self._writer = None
 
     def names(self) -> list[str]:
         """Return the names of all finished checkpoints, newest first. Their contents are not verified."""
+        return self._local_names() if self._remote is None else self._remote.names()
+
+    def _local_names(self) -> list[str]:
         if not self.path.is_dir():
             return []
-        found = [(int(match[1]), path.name) for path in self.path.iterdir() if (match := _NAME.fullmatch(path.name))]
+        matches = (CHECKPOINT_NAME.fullmatch(path.name) for path in self.path.iterdir())
+        found = [(int(match[1]), match.string) for match in matches if match is not None]
         return [name for _, name in sorted(found, reverse=True)]
 
     def open(self, name: str, *, verify: bool = True) -> Checkpoint:
         """Return the checkpoint called `name`. Raises CorruptCheckpointError; `verify=False` compares sizes only."""
+        if self._remote is not None:
+            return self._remote.fetch(name, verify=verify)
         return read_checkpoint(self.path / name, verify=verify)
+
+    def open_same(self, chosen: Checkpoint) -> Checkpoint:
+        """Return the checkpoint that a different rank has opened, with files that this rank can read.
+
+        Raises CorruptCheckpointError. The files are downloaded if the ranks share a URL, but no directory.
+        """
+        name = chosen.path.name
+        if self._remote is not None:
+            return self._remote.fetch(name, verify=False, checksum=chosen.manifest.checksum)
+        return self.open(name, verify=False)
 
     def latest(self) -> Checkpoint | None:
         """Return the newest intact checkpoint, from `latest` backwards; None if there are no checkpoints.
@@ -257,7 +322,7 @@ class CheckpointDir:
         CheckpointError if the directory cannot be read.
         """
         try:
-            pointed, candidates = self._pointed(LATEST), self.names()
+            pointed, candidates = self._candidates()
         except OSError as error:
             raise CheckpointError(
                 f"searching for a checkpoint in {self.path}",
@@ -268,7 +333,7 @@ class CheckpointDir:
             candidates = candidates[candidates.index(pointed) :]
         elif pointed is not None:
             self._report(f"`latest` in {self.path} names {pointed!r}, which does not exist")
-        wrong = []
+        wrong: list[CorruptCheckpointError] = []
         for name in candidates:
             try:
                 checkpoint = self.open(name)
@@ -280,7 +345,7 @@ class CheckpointDir:
             return checkpoint
         if wrong or pointed is not None:
             raise CorruptCheckpointError(
-                f"searching for a checkpoint in {self.path}",
+                f"searching for a checkpoint in {self.where}",
                 found="; ".join(error.render() for error in wrong) or "the checkpoint in `latest` does not exist",
                 fix="Restore one from a copy, or start over in an empty directory.",
             )
@@ -288,8 +353,15 @@ class CheckpointDir:
 
     def best(self) -> Checkpoint | None:
         """Return the best checkpoint by the metric, verified; None if there is none. Raises CorruptCheckpointError."""
-        name = self._pointed(BEST)
+        name = self._pointed(BEST) if self._remote is None else self._remote.best()
         return None if name is None else self.open(name)
+
+    def _candidates(self) -> tuple[str | None, list[str]]:
+        """Return the name in `latest` and all names, newest first; at a URL, the newest one is the latest."""
+        if self._remote is None:
+            return self._pointed(LATEST), self.names()
+        self._remote.finish_interrupted()
+        return None, self.names()
 
     def __enter__(self) -> CheckpointDir:
         return self
@@ -314,8 +386,10 @@ class CheckpointDir:
     def _write(self, contents: Contents) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         remove_stale(self.path, _STALE)
-        names = self.names()
+        names = self._local_names()
         number = 1 + int(names[0].split("-")[1]) if names else 1
+        if self._remote is not None:
+            number = max(number, self._remote.last_number + 1)
         name = f"save-{number:06}-step-{contents.progress.step}"
         written = write_checkpoint(self.path, name, contents, self._max_file_bytes)
         try:
@@ -324,6 +398,8 @@ class CheckpointDir:
             shutil.rmtree(written, ignore_errors=True)
             raise
         self._point_at_best(name, contents.metrics)
+        if self._remote is not None:
+            self._remote.uploads.add(name)
         self._prune()
 
     def _point_at_best(self, name: str, metrics: Mapping[str, float]) -> None:
@@ -334,10 +410,14 @@ class CheckpointDir:
             return
         try:
             replace_text(self.path / BEST, f"{name}\n")
+            if self._remote is not None:
+                self._remote.note_best(name, metrics)
         except OSError as error:  # the checkpoint itself was written
             self._notes.append(f"{name} in {self.path} is the best so far, but `{BEST}` cannot name it: {error}")
 
     def _best_so_far(self) -> Mapping[str, float]:
+        if self._remote is not None:
+            return self._remote.best_metrics
         name = self._pointed(BEST)
         if name is None:
             return {}
@@ -351,9 +431,13 @@ class CheckpointDir:
         if self._keep is None:
             return
         spared = {self._pointed(LATEST), self._pointed(BEST)}
-        for name in self.names()[self._keep :]:
+        if self._remote is not None:
+            spared |= set(self._remote.uploads.queued)
+        for name in self._local_names()[self._keep :]:
             if name in spared:
                 continue
+            if self._remote is not None:
+                self._remote.uploads.forget(name)
             try:
                 # A crash while deleting must not leave a directory that looks like a damaged checkpoint.
                 shutil.rmtree((self.path / name).rename(self.path / f"{_DELETING_PREFIX}{name}"))
@@ -364,7 +448,7 @@ class CheckpointDir:
 
     def _restore(self) -> None:
         """Report that the lock file or its directory was deleted, and create the directory again."""
-        num = len(self.names())
+        num = len(self._local_names())
         what = f"the file `.writer` in {self.path}" if num else f"{self.path}, or everything in it,"
         left = f"{num} checkpoint{'s are' if num > 1 else ' is'} left" if num else "no checkpoint is left"
         self._report(f"{what} was deleted or moved while this job saves there: {left}. Training and saving continue")
@@ -373,7 +457,9 @@ class CheckpointDir:
 
     def _is_ours(self, pointer: str) -> bool:
         path = self.path / pointer
-        return not path.exists() or (path.is_file() and _NAME.fullmatch(self._pointed(pointer) or "") is not None)
+        if not path.is_file():
+            return not path.exists()
+        return CHECKPOINT_NAME.fullmatch(self._pointed(pointer) or "") is not None
 
     def _pointed(self, pointer: str) -> str | None:
         try:
@@ -428,21 +514,3 @@ def _free(folder: Path) -> str:
         return f"{shutil.disk_usage(folder).free / 1e6:.1f} MB are free there."
     except OSError as error:
         return f"The free space is unknown ({error.strerror})."
-
-
-_EARLIER_PREFIX = "earlier-"
-
-
-def move_aside(folder: Path, names: Iterable[str]) -> Path:
-    """Move the entries `names` of `folder`, in this order, to a new directory in it, and return its path.
-
-    Names that do not exist are skipped. Raises OSError if a move fails.
-    """
-    number = 1 + sum(path.name.startswith(_EARLIER_PREFIX) for path in folder.iterdir())
-    while (earlier := folder / f"{_EARLIER_PREFIX}{number}").exists():
-        number += 1
-    earlier.mkdir()
-    for name in names:
-        if (folder / name).exists():
-            (folder / name).rename(earlier / name)
-    return earlier

@@ -29,6 +29,8 @@ from ddpilot.errors import CheckpointError, CorruptCheckpointError
 
 STAGING_PREFIX = ".writing-"
 STATE_FILE = "state.pt"
+CHECKPOINT_NAME = re.compile(r"save-(\d{6,})-step-(\d+)")
+"""Name of a checkpoint's directory, with a number that counts up and the number of updates."""
 _WEIGHTS = re.compile(r"(\w+)\.safetensors(\.index\.json)?", re.ASCII)
 """Names of the file or the index of a model's weights."""
 

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpilot.checkpoint.directory import BEST, LATEST, CheckpointDir
 from ddpilot.checkpoint.format import (
+    CHECKPOINT_NAME,
     index_file,
     is_safetensors,
     read_checkpoint,
@@ -21,6 +22,7 @@ from ddpilot.checkpoint.format import (
     read_torch,
 )
 from ddpilot.checkpoint.manifest import FILE_NAME
+from ddpilot.checkpoint.remote.store import is_url, without_password
 from ddpilot.checkpoint.safetensors_file import INDEX_SUFFIX, plain_names
 from ddpilot.errors import CheckpointError, MismatchedCheckpointError
 
@@ -33,8 +35,9 @@ def load_weights(model: torch.nn.Module, path: str | os.PathLike[str], *, name: 
 
     `path`: a `.safetensors` file, a `torch.save` file with a state_dict (also under the key "state_dict",
     "model_state_dict" or "model"), a checkpoint, or a directory of checkpoints (loads the latest; append "/best" for
-    the best); for weights in several safetensors files, their `.safetensors.index.json` or its directory. Prefixes of
-    DistributedDataParallel and torch.compile are ignored on both sides. `name`: the model whose weights to load, if a
+    the best), also at a URL, "s3://bucket/run7/best"; for weights in several safetensors files, their
+    `.safetensors.index.json` or its directory. Prefixes of DistributedDataParallel and torch.compile are ignored on
+    both sides. `name`: the model whose weights to load, if a
     checkpoint holds several. No code in the file is executed.
 
     Raises MismatchedCheckpointError with the missing, unexpected and mis-shaped names, CorruptCheckpointError, or
@@ -94,6 +97,8 @@ def class_name(model: Any) -> str:
 
 def read_weights(path: str | os.PathLike[str], name: str = "model") -> Mapping[str, torch.Tensor]:
     """Return the weights that `load_weights` would load, on the CPU. Raises its errors about the file."""
+    if is_url(path):
+        return _read_remote(str(path).strip().rstrip("/"), name)
     path = Path(path).expanduser()
     if path.name in (LATEST, BEST) and path.is_file():
         path = path.parent / path.read_text(encoding="utf-8", errors="replace").strip()
@@ -116,6 +121,25 @@ def read_weights(path: str | os.PathLike[str], name: str = "model") -> Mapping[s
     if path.suffix == ".safetensors" or is_safetensors(path):
         return read_safetensors(path)
     return _find_state_dict(read_torch(path), path)
+
+
+def _read_remote(url: str, name: str) -> Mapping[str, torch.Tensor]:
+    folder, _, last = url.rpartition("/")
+    if last == LATEST:
+        found = CheckpointDir(folder).latest()
+    elif last == BEST:
+        found = CheckpointDir(folder).best()
+    elif CHECKPOINT_NAME.fullmatch(last):
+        found = CheckpointDir(folder).open(last)
+    else:
+        found = CheckpointDir(url).latest()
+    if found is None:
+        raise CheckpointError(
+            f"loading weights from {without_password(url)}",
+            found="there are no checkpoints",
+            fix="Pass the URL of a directory of checkpoints or of one of them; download other files first.",
+        )
+    return found.weights(name)
 
 
 def _find_state_dict(loaded: Mapping[str, Any], path: Path) -> Mapping[str, torch.Tensor]:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from ddpilot.checkpoint.remote.store import check_backend, is_url
 from ddpilot.errors import LoopError
 from ddpilot.trainer.checks import check_forward, check_loader_options, check_names, check_whole, is_count, suggest
 from ddpilot.trainer.core import TrainerCore
@@ -227,6 +228,8 @@ def _check_checkpoints(fit: FitOptions) -> None:
     if more and options["checkpoint_dir"] is None:
         found = f"`checkpoints` with {', '.join(map(repr, more))}, and no `checkpoint_dir`: nothing would be saved"
         raise LoopError(FITTING, found=found, fix="Give a `checkpoint_dir`.")
+    if is_url(options["checkpoint_dir"]):
+        check_backend(options["checkpoint_dir"])
     if options.get("save_every") is not None:
         read_interval(options["save_every"], "save_every", by_updates=True)
 

@@ -82,7 +82,9 @@ class Loop:
     checkpoints to keep, None for all. `best`: "max acc" or "min loss"; the best checkpoint by that metric of `save` is
     kept as well. `save_every_s`, `save_every_updates`: also save within an epoch, after this many seconds or updates.
     `save_every`: "500 updates" or "2 epochs" (an int counts updates): save whenever the training has made a multiple of
-    that, at the end and when all ranks stop, and not after each epoch.
+    that, at the end and when all ranks stop, and not after each epoch. `checkpoint_dir` may be an fsspec URL, such as
+    "s3://bucket/run7": rank 0 writes checkpoints to a local directory below `staging_dir` (see `CheckpointDir`) and
+    uploads them in the background; each node downloads the one to resume from.
 
     `progress`: rank 0 shows the progress of each epoch in `batches`, on stderr. None: a bar in a terminal or a
     notebook, also for ranks launched from one, and in logs a line every 30 seconds. True: always the bar. False: no
@@ -108,6 +110,7 @@ class Loop:
         save_every_updates: int | None = None,
         save_every: int | str | None = None,
         resume: bool = True,
+        staging_dir: str | os.PathLike[str] | None = None,
         progress: bool | None = None,
         backend: str | None = None,
         timeout_s: float | None = None,
@@ -148,6 +151,7 @@ class Loop:
             save_every_updates=save_every_updates,
             save_every=save_every,
             resume=resume,
+            staging_dir=staging_dir,
         )
         self._checkpointer = RunCheckpointer(
             self.group, self._tracked, self._position, self._flags, self._updates.check_pending, options

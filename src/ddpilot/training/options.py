@@ -110,6 +110,9 @@ class CheckpointOptions:
     at these points, at the end and when all ranks stop, and not after every epoch."""
     resume: bool = True
     """True: resume from the latest checkpoint; False: start over, and move existing ones to a subdirectory."""
+    staging_dir: str | os.PathLike[str] | None = None
+    """If `checkpoint_dir` is a URL: local directory below which checkpoints are written before they are uploaded; None:
+    DDPILOT_STAGING_DIR, else ~/.cache/ddpilot/checkpoints."""
 
     def __post_init__(self) -> None:
         resume: object = self.resume

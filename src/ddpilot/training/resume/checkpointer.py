@@ -7,6 +7,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from ddpilot.checkpoint.collective import RNG, CollectiveCheckpoints, on_all_ranks
@@ -79,7 +80,9 @@ class RunCheckpointer:
             options.check_unused()
             self._saves_by = "user"
             return
-        folder = CheckpointDir(options.checkpoint_dir, keep=options.keep, best=options.best)
+        folder = CheckpointDir(
+            options.checkpoint_dir, keep=options.keep, best=options.best, staging_dir=options.staging_dir
+        )
         self._checkpoints = CollectiveCheckpoints(group, folder)
         self._checkpoints.check_writable()
 
@@ -93,8 +96,9 @@ class RunCheckpointer:
         if not self._has_begun and self._options.resume:
             self.resume()
         elif not self._has_begun and (earlier := self._checkpoints.set_aside()) is not None:
-            folder = self._checkpoints.folder.path
-            self._report(f"starting over (resume=False); the checkpoints in {folder} were moved to {earlier}")
+            folder = self._checkpoints.folder.where
+            then = "were moved to" if isinstance(earlier, Path) else "stay there and are listed in"
+            self._report(f"starting over (resume=False); the checkpoints in {folder} {then} {earlier}")
         self._has_begun = True
         if not self._is_measured:
             self._measure()
@@ -142,7 +146,7 @@ class RunCheckpointer:
             if self._resumed and total is not None and num >= total:
                 self._resumed = ""
                 self._report(
-                    f"the run in {self._require('resuming').folder.path} is finished: it has made {num} {unit} of "
+                    f"the run in {self._require('resuming').folder.where} is finished: it has made {num} {unit} of "
                     f"{total}. Pass a larger number of {unit} to train longer, or start over with `resume=False`."
                 )
 
@@ -228,7 +232,7 @@ class RunCheckpointer:
         """
         if self._checkpoints is None:
             return
-        is_written = self.wait()
+        is_written = self._checkpoints.wait_uploaded()
         reasons = self._flags.reasons
         names = [reason for reason in reasons if reason in _REQUEUE]
         if names:
@@ -329,7 +333,8 @@ class RunCheckpointer:
             sizes += f" instead of {saved.world_size}"
         if saved.accumulate not in (None, accumulation):
             sizes += f", with accumulate={accumulation} instead of {saved.accumulate}"
-        return f"resuming from {found.path}: epoch {saved.epoch}{batch}, after {saved.step} updates{sizes}{counts}"
+        where = f"{self._require('resuming').folder.where}/{found.path.name}"
+        return f"resuming from {where}: epoch {saved.epoch}{batch}, after {saved.step} updates{sizes}{counts}"
 
     def _exit(self, name: str, is_written: bool) -> NoReturn:
         save = _describe_save(self._require("leaving"), is_written)
@@ -353,7 +358,7 @@ class RunCheckpointer:
 
 
 def _describe_save(checkpoints: CollectiveCheckpoints, is_written: bool) -> str:
-    folder = checkpoints.folder.path
+    folder = checkpoints.folder.where
     return f"the checkpoint in {folder} is written" if is_written else "the last checkpoint could not be written"
 
 
