@@ -102,13 +102,9 @@ def test_keep_and_best_hold_at_the_url(url: str, tmp_path: Path) -> None:
     model = torch.nn.ParameterDict({"w": torch.zeros(3)})
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DDPILOT_STAGING_DIR", str(tmp_path / "c"))
-        for path, weight in (
-            (f"{url}/best", 2.0),
-            (url, 6.0),
-            (f"{url}/latest", 6.0),
-            (f"{url}/{other.names()[1]}", 5.0),
-        ):
-            load_weights(model, path)
+        weights = {"/best": 2.0, "": 6.0, "/latest": 6.0, f"/{other.names()[1]}": 5.0}
+        for path, weight in weights.items():
+            load_weights(model, f"{url}{path}")
             assert model["w"].tolist() == [weight] * 3
         with pytest.raises(CheckpointError, match="there are no checkpoints"):
             load_weights(model, f"{url}/nothing")
@@ -171,7 +167,7 @@ def test_damaged_file_is_skipped_and_a_damaged_copy_downloaded_again(url: str, t
     assert "model.safetensors was changed" in told[0]
 
 
-class Broken(Exception):
+class CableError(Exception):
     """What a backend raises, of no known kind."""
 
 
@@ -184,7 +180,7 @@ def test_failed_upload_is_reported_tried_again_and_kept(
 
     def put_file(self: Any, local: str, remote: str, **options: Any) -> Any:
         if is_broken.is_set():
-            raise Broken("the cable was pulled")
+            raise CableError("the cable was pulled")
         return put(self, local, remote, **options)
 
     monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
@@ -196,7 +192,7 @@ def test_failed_upload_is_reported_tried_again_and_kept(
     save(directory, 2)
     assert not directory.wait_uploaded()
     assert "save-000002-step-2 was not uploaded: uploading" in told[0]
-    assert f"to {url}/save-000002-step-2/model.safetensors: the cable was pulled (Broken)" in told[0]
+    assert f"to {url}/save-000002-step-2/model.safetensors: the cable was pulled (CableError)" in told[0]
     is_broken.clear()
     save(directory, 3)
     assert directory.wait_uploaded()
@@ -263,7 +259,7 @@ def test_set_aside_lists_checkpoints_without_copying_them(url: str, tmp_path: Pa
 
 
 def test_a_second_run_takes_the_url_over_and_the_first_is_refused(url: str, tmp_path: Path) -> None:
-    """Runs on two machines with one URL: the second is warned; the first keeps its checkpoints to itself and says so."""
+    """Runs on two machines with one URL: the second is warned; the first keeps its checkpoints and says so."""
     first_told, second_told = Told(), Told()
     first = open_at(url, tmp_path / "a", first_told)
     first.check_writable()
