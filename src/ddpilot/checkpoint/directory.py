@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import re
 import shutil
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -39,7 +41,8 @@ from ddpilot.checkpoint.host_copy import HostCopy
 from ddpilot.checkpoint.manifest import RunProgress
 from ddpilot.checkpoint.monitor import Monitor
 from ddpilot.checkpoint.remote.checkpoints import RemoteCheckpoints
-from ddpilot.checkpoint.remote.store import check_backend, is_url, staging_folder
+from ddpilot.checkpoint.remote.store import clean_url, is_url, staging_folder
+from ddpilot.checkpoint.remote.uploads import at_exit
 from ddpilot.checkpoint.safetensors_file import MAX_FILE_BYTES, check_dtypes, plain_names
 from ddpilot.errors import CheckpointError, CorruptCheckpointError
 from ddpilot.group.device import is_out_of_memory
@@ -95,10 +98,10 @@ class CheckpointDir:
             raise CheckpointError(f"keeping checkpoints in {path}", found=found, fix="Pass a number of bytes above 0.")
         self._remote: RemoteCheckpoints | None = None
         if is_url(path):
-            url = str(path).strip().rstrip("/")
-            check_backend(url)
+            url = clean_url(str(path))
             self.path = staging_folder(url, staging_dir)
             self._remote = RemoteCheckpoints(url, self.path, keep, report)
+            self._is_closed_at_exit = False
         elif staging_dir is not None:
             found = f"`staging_dir` is {os.fspath(staging_dir)!r}, and {path} is not a URL, so nothing is uploaded"
             raise CheckpointError(f"keeping checkpoints in {path}", found=found, fix="Leave `staging_dir` out.")
@@ -159,6 +162,9 @@ class CheckpointDir:
         locks, on a different one, and if the lock file is not a regular file. If the directory was deleted since, that
         is reported and it is created again.
         """
+        if self._remote is not None and not self._is_closed_at_exit:
+            self._is_closed_at_exit = True
+            at_exit(functools.partial(_close, weakref.ref(self), self._remote))
         if self._writer is not None:
             if self._writer.is_of(self.path):
                 return
@@ -481,6 +487,13 @@ class CheckpointDir:
         except OSError as error:
             last = f"`{LATEST}` cannot be read now ({error})"
         self._report(render_failure(self.path, failure, last))
+
+
+def _close(reference: weakref.ref[CheckpointDir], remote: RemoteCheckpoints) -> None:
+    """Finish uploads of a directory that was not closed, also if it is garbage by now."""
+    directory = reference()
+    if remote.is_open:
+        remote.close() if directory is None else directory.close()
 
 
 def _as_os_error(error: BaseException) -> OSError:

@@ -22,7 +22,7 @@ from ddpilot.checkpoint.format import (
     read_torch,
 )
 from ddpilot.checkpoint.manifest import FILE_NAME
-from ddpilot.checkpoint.remote.store import is_url, without_password
+from ddpilot.checkpoint.remote.store import clean_url, is_url, without_password
 from ddpilot.checkpoint.safetensors_file import INDEX_SUFFIX, plain_names
 from ddpilot.errors import CheckpointError, MismatchedCheckpointError
 
@@ -98,7 +98,7 @@ def class_name(model: Any) -> str:
 def read_weights(path: str | os.PathLike[str], name: str = "model") -> Mapping[str, torch.Tensor]:
     """Return the weights that `load_weights` would load, on the CPU. Raises its errors about the file."""
     if is_url(path):
-        return _read_remote(str(path).strip().rstrip("/"), name)
+        return _read_remote(clean_url(str(path)), name)
     path = Path(path).expanduser()
     if path.name in (LATEST, BEST) and path.is_file():
         path = path.parent / path.read_text(encoding="utf-8", errors="replace").strip()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import os
 import shutil
 import sys
 import tempfile
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
 
+from ddpilot.checkpoint.remote.store import check_writable_url, is_url
 from ddpilot.data.options import WORKER_OPTIONS
 from ddpilot.errors import LoopError
 from ddpilot.group.decorators import on_ranks
@@ -82,8 +84,7 @@ def _run_dry(trainer: TrainerCore, fit: FitOptions, signals: StopSignals) -> Non
     if any(isinstance(one, ShardedState) for one in trainer.optimizers.values()):
         found = "optimizers whose state an earlier fit divided among these ranks"
         raise LoopError("trying a fit (dry_run=True)", found=found, fix="Try it before the first fit.", rank=group.rank)
-    parent = None if fit.checkpoint_dir is None else Path(fit.checkpoint_dir).resolve().parent
-    folder = on_ranks(0, broadcast=True)(_make_folder)(parent)
+    folder = on_ranks(0, broadcast=True)(_make_folder)(fit.checkpoint_dir)
     rng, began_s = capture_rng(group.device), time.perf_counter()
     short = dataclasses.replace(
         fit,
@@ -119,7 +120,11 @@ def _copy(trainer: TrainerCore) -> TrainerCore:
     return trial
 
 
-def _make_folder(parent: Path | None) -> str:
+def _make_folder(checkpoint_dir: str | os.PathLike[str] | None) -> str:
+    if is_url(checkpoint_dir):
+        check_writable_url(str(checkpoint_dir))
+        checkpoint_dir = None
+    parent = None if checkpoint_dir is None else Path(checkpoint_dir).resolve().parent
     if parent is not None and not parent.is_dir():
         parent = None
     return tempfile.mkdtemp(prefix=".dry-run-", dir=parent)

@@ -78,6 +78,11 @@ class RemoteCheckpoints:
         self._keep_lost(complete)
         self._remove_copies(complete)
 
+    @property
+    def is_open(self) -> bool:
+        """True if checkpoints may be on their way, or this process holds the claim."""
+        return bool(self._token or self.uploads.queued)
+
     def names(self) -> list[str]:
         """Return the names of the checkpoints that are complete at the URL, newest first. Contents are not verified."""
         return self._complete(self._store.list())
@@ -283,8 +288,8 @@ class RemoteCheckpoints:
 
     def _keep_lost(self, complete: list[str]) -> None:
         """Move copies aside if all checkpoints at the URL were deleted: they may be the last ones. Reported."""
-        copies = [name for name in self._copies() if self._is_uploaded(name)]
-        if complete or not copies:
+        copies = self._copies()
+        if complete or not any(map(self._is_uploaded, copies)):
             return
         with contextlib.suppress(OSError):
             moved = move_aside(self._folder, copies)

@@ -8,6 +8,7 @@ import hashlib
 import importlib.util
 import os
 import re
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,7 +20,7 @@ STAGING_VARIABLE = "DDPILOT_STAGING_DIR"
 _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://(.*)", re.DOTALL)
 _MANGLED = re.compile(r"(s3|s3a|gs|gcs|az|abfs|abfss|adl|hdfs|memory|file|sftp|ssh|http|https|ftp):/[^/].*")
 """A URL that went through `pathlib.Path`, which turns "//" into "/"."""
-_NO_CREDENTIALS = re.compile("credential|token|unauthorized|forbidden|authenticat", re.IGNORECASE)
+_NO_CREDENTIALS = re.compile("credential|token|unauthorized|authenticat", re.IGNORECASE)
 
 
 def is_url(path: object) -> bool:
@@ -28,6 +29,13 @@ def is_url(path: object) -> bool:
         found = f"a {type(path).__name__} {os.fspath(path)!r}, in which a URL has lost a slash"
         raise CheckpointError("opening a checkpoint directory", found=found, fix="Pass the URL as a string.")
     return isinstance(path, str) and _URL.fullmatch(path.strip()) is not None
+
+
+def clean_url(url: str) -> str:
+    """Return `url` without spaces and slashes around it, with its protocol in lower case. Raises as `check_backend`."""
+    check_backend(url)
+    protocol, _, rest = url.strip().partition("://")
+    return f"{protocol.lower()}://{rest.rstrip('/')}"
 
 
 def without_password(url: str) -> str:
@@ -57,6 +65,14 @@ def check_backend(url: str) -> None:
     if importlib.util.find_spec(module) is None:
         found = f"fsspec needs the package {module} for {protocol}://, which is not installed"
         raise CheckpointError(did, found=found, fix=f"pip install {module}")
+
+
+def check_writable_url(url: str) -> None:
+    """Write, list and delete a file at `url`. Raises CheckpointError if that fails."""
+    store, name = RemoteStore(clean_url(url)), f".probe-{secrets.token_hex(4)}"
+    store.write(name, "can this be written?")
+    store.list()
+    store.remove(name)
 
 
 def staging_folder(url: str, staging_dir: str | os.PathLike[str] | None) -> Path:

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 from ddpilot.errors import CheckpointError
 
@@ -12,6 +14,13 @@ MAX_QUEUED = 2
 """Number of checkpoints that are uploaded or wait for it; a save waits while there are that many."""
 _PATIENCE_S = 5.0
 """Seconds of waiting after which it is reported."""
+
+
+def at_exit(call: Callable[[], object]) -> None:
+    """Call `call` when the interpreter exits, while threads, which backends need for uploads, can still be started."""
+    register = getattr(threading, "_register_atexit", atexit.register)
+    with suppress(RuntimeError):  # the interpreter exits already
+        register(call)
 
 
 class Uploads:
@@ -53,11 +62,8 @@ class Uploads:
         threading.Thread(target=self._run, name="ddpilot-upload").start()
 
     def note(self, text: str) -> None:
-        """Report `text` when the main thread polls or waits next; at once if it has ended."""
-        if threading.main_thread().is_alive():
-            self._notes.append(text)
-        else:
-            self._report(text)
+        """Report `text` when the main thread polls or waits next."""
+        self._notes.append(text)
 
     def poll(self) -> None:
         """Report failures so far, without waiting."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 import threading
 import uuid
 from collections.abc import Iterator
@@ -153,6 +155,7 @@ def test_damaged_file_is_skipped_and_a_damaged_copy_downloaded_again(url: str, t
     with open_at(url, tmp_path / "a", told) as directory:
         directory.check_writable()
         save(directory, 1, 2)
+        assert directory.wait_uploaded()
         copy = directory.path / "save-000002-step-2" / "model.safetensors"
         damaged = copy.read_bytes()[:-1] + b"!"
         copy.write_bytes(damaged)
@@ -328,6 +331,33 @@ def test_download_to_a_full_or_refused_disk_says_so(tmp_path: Path, monkeypatch:
     with pytest.raises(CheckpointError, match="No space left on device.*choose a different `staging_dir`"):
         open_at(url, tmp_path / "b").latest()
     assert [path.name for path in open_at(url, tmp_path / "b").path.iterdir()] == [".fetching"]
+
+
+_NOT_CLOSED = """
+import shutil, sys, torch
+from ddpilot.checkpoint.directory import CheckpointDir
+from ddpilot.checkpoint.manifest import RunProgress
+folder = sys.argv[1]
+lost, kept = (CheckpointDir(f"file://{folder}/{name}", staging_dir=f"{folder}/staging") for name in ("a", "b"))
+for directory in (lost, kept):
+    directory.check_writable()
+shutil.rmtree(f"{folder}/a")
+open(f"{folder}/a", "w").close()
+for directory in (lost, kept):
+    directory.save(RunProgress(step=1), weights={"model": {"w": torch.ones(2)}})
+del lost
+"""
+
+
+def test_uploads_end_and_are_reported_when_the_program_ends_without_close(tmp_path: Path) -> None:
+    """The interpreter waits for what is on its way; what failed is named, also if nothing asked for it."""
+    command = [sys.executable, "-c", _NOT_CLOSED, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert open_at(f"file://{tmp_path}/b", tmp_path / "c").names() == ["save-000001-step-1"]
+    assert f"ddpilot: save-000001-step-1 is not in file://{tmp_path}/a: " in done.stderr
+    assert "FileExistsError" in done.stderr or "NotADirectoryError" in done.stderr
+    assert not (tmp_path / "b" / "writer.json").exists()
 
 
 def test_staging_that_is_deleted_during_training_is_made_again(url: str, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def test_is_url_tells_urls_from_paths() -> None:
 @pytest.mark.parametrize(
     ("url", "found"),
     [
-        ("s3://", "names no bucket"),
+        ("s3://", "directory s3://: the URL names no bucket"),
         ("s33://bucket/x", "knows no file system for s33://"),
         ("dropbox://folder/x", "needs the package dropboxdrivefs for dropbox://"),
     ],
