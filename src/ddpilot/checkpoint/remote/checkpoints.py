@@ -90,22 +90,30 @@ class RemoteCheckpoints:
     def finish_interrupted(self) -> None:
         """Upload the newest checkpoint of the local directory if it is newer than all at the URL; reported.
 
-        An earlier run was then interrupted in the upload. For the process that has called `check_writable` only.
+        An earlier run was then interrupted in the upload; its best checkpoint is uploaded, too. For the process that
+        has called `check_writable` only.
         """
         if not self._token:
             return
         self.uploads.drain()
         newest = max(map(_number, self.names()), default=0)
-        pending = [name for name in self._copies() if _number(name) > newest and not self._is_uploaded(name)]
-        for name in pending:
-            try:
-                read_checkpoint(self._folder / name)
-            except CorruptCheckpointError as error:
-                self._report(f"{error}. Its upload was interrupted, and it was skipped")
-                continue
-            self._upload(name)
-            self._report(f"{name} was uploaded to {self.url}: an earlier run was interrupted in that")
-            return
+        pending = []
+        for name in self._copies():
+            if _number(name) > newest and not self._is_uploaded(name):
+                try:
+                    pending.append(read_checkpoint(self._folder / name))
+                except CorruptCheckpointError as error:
+                    self._report(f"{error}. Its upload was interrupted, and it was skipped")
+        best = ""
+        with contextlib.suppress(OSError):
+            best = (self._folder / _BEST).read_text(encoding="utf-8", errors="replace").strip()
+        for checkpoint in reversed(pending):
+            name = checkpoint.path.name
+            if name == best:
+                self.note_best(name, checkpoint.manifest.metrics)
+            if name == best or checkpoint is pending[0]:
+                self._upload(name)
+                self._report(f"{name} was uploaded to {self.url}: an earlier run was interrupted in that")
 
     def fetch(self, name: str, *, verify: bool = True, checksum: str | None = None) -> Checkpoint:
         """Return the checkpoint `name`, downloaded unless there is a local copy already. Once for all ranks of a node.
@@ -154,11 +162,10 @@ class RemoteCheckpoints:
     def close(self) -> bool:
         """Wait for all uploads and end the claim. True if everything is uploaded; failures are reported."""
         is_done = self.uploads.drain()
-        for name, error in self.uploads.failed.items():
-            self._report(
-                f"{name} is not in {self.url}: {error.found}. It is in {self._folder / name}; the next run that "
-                "resumes with this staging directory uploads it"
-            )
+        failed = self.uploads.failed
+        for name, error in failed.items():
+            then = "; the next run that resumes with this staging directory uploads it" if name == max(failed) else ""
+            self._report(f"{name} is not in {self.url}: {error.found}. It is in {self._folder / name}{then}")
         if self._token and is_done:
             with contextlib.suppress(CheckpointError):  # the claim is then reported by the next run
                 if self._claimed_by().get("token") == self._token:

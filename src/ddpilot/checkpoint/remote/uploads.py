@@ -37,6 +37,7 @@ class Uploads:
         self._queue: list[str] = []
         self._failed: dict[str, CheckpointError] = {}
         self._notes: list[str] = []
+        self._reported: set[str] = set()
         self._is_running = False
 
     @property
@@ -73,8 +74,8 @@ class Uploads:
     def wait_for_room(self) -> None:
         """Wait while too many checkpoints are queued, which is reported."""
         text = (
-            f"training waits for uploads to {self._url}: {{num}} checkpoints are not there yet. If this happens often, "
-            "save less often"
+            f"training waits for uploads to {self._url}: {{num}} checkpoints are not there yet. This is reported once; "
+            "save less often, or to a faster store"
         )
         self._wait(MAX_QUEUED - 1, text, after_s=0.0)
 
@@ -97,7 +98,9 @@ class Uploads:
 
         with self._condition:
             if not self._condition.wait_for(has_room, timeout=after_s):
-                self._report(text.format(num=len(self._queue)))
+                if text not in self._reported:
+                    self._reported.add(text)
+                    self._report(text.replace("{num}", str(len(self._queue))))
                 self._condition.wait_for(has_room)
             if num_allowed == 0:
                 self._condition.wait_for(lambda: not self._is_running)
@@ -128,5 +131,5 @@ class Uploads:
             failure = CheckpointError(f"uploading {name} to {self._url}", found=f"{type(error).__name__}: {error}")
         else:
             return None
-        self.note(f"{name} was not uploaded: {failure}. The upload is tried again")
+        self.note(f"{name} was not uploaded: {str(failure).rstrip('.')}. The upload is tried again")
         return failure

@@ -149,6 +149,35 @@ def test_a_run_finishes_the_upload_in_which_the_last_one_was_killed(url: str, tm
     assert [text.split(" was ")[0] for text in told] == ["save-000002-step-2"]
 
 
+def test_a_run_that_follows_an_outage_uploads_the_newest_and_the_best(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three checkpoints that no upload has reached, these two; the third is neither resumed nor best."""
+    told = Told()
+
+    def fail(self: Any, *args: Any, **options: Any) -> None:
+        raise ConnectionError("unreachable")
+
+    directory = open_at(url, tmp_path, told, best="max acc")
+    directory.check_writable()
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "put_file", fail)
+        for step, acc in ((1, 0.1), (2, 0.9), (3, 0.2)):
+            save(directory, step, metrics={"acc": acc})
+        assert not directory.close()
+    assert [text for text in told if "the next run" in text] == [text for text in told if "step-3 is not in" in text]
+    with open_at(url, tmp_path, told, best="max acc") as again:
+        again.check_writable()
+        found = again.latest()
+        assert found is not None
+        assert found.manifest.progress.step == 3
+        save(again, 4, metrics={"acc": 0.5})
+    assert steps(again) == [2, 3, 4]
+    best = again.best()
+    assert best is not None
+    assert best.manifest.progress.step == 2
+
+
 def test_damaged_file_is_skipped_and_a_damaged_copy_downloaded_again(url: str, tmp_path: Path) -> None:
     """Of a checkpoint whose file was changed at the URL the one before is used; a changed local copy is replaced."""
     told = Told()

@@ -23,7 +23,7 @@ BATCHES = 3
 class Run:
     """A loop with a linear model, momentum and a schedule; `seen` are the samples of each batch."""
 
-    def __init__(self, folder: Path, *, num_samples: int = 10, batch_size: int = 4, **options: Any) -> None:
+    def __init__(self, folder: Path | str, *, num_samples: int = 10, batch_size: int = 4, **options: Any) -> None:
         self.loop = Loop(group=FakeGroup(), checkpoint_dir=folder, **options)
         self.model = nn.Linear(1, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)

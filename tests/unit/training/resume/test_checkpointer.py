@@ -523,3 +523,33 @@ def stream_run(folder: Path, dataset: Numbers, *, stops: bool = False) -> Run:
             run.loop.stop(everywhere=True)
 
     return run.train(2, stop)
+
+
+def test_a_signal_ends_the_loop_after_the_upload_to_a_url(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where it is a scheduler's; the same lines resume there from an empty local directory."""
+    url = f"file://{tmp_path}/far/run 7"
+    run = Run(url, staging_dir=tmp_path / "a")
+    with pytest.raises(SystemExit) as caught:
+        run.train(2, lambda: signal.raise_signal(signal.SIGTERM) if run.loop.num_updates == 1 else None)
+    assert caught.value.code == 75
+    name = f"save-000001-step-{run.loop.num_updates}"
+    assert [path.name for path in (tmp_path / "far" / "run 7").iterdir()] == [name]
+    monkeypatch.setenv("DDPILOT_STAGING_DIR", str(tmp_path / "b"))
+    again = Run(f"{url}/").train(2)
+    assert run.seen + again.seen == Run(tmp_path / "other").train(2).seen
+    said = capsys.readouterr().err
+    assert f"SIGTERM: the checkpoint in {url} is written; leaving epoch 0 with exit code 75" in said
+    assert f"resuming from {url}/{name}: epoch 0, batch " in said
+
+
+def test_resume_false_lists_what_is_at_a_url(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is copied, and the new run begins at its first update."""
+    url = f"file://{tmp_path}/far"
+    Run(url, staging_dir=tmp_path / "a").train(1)
+    again = Run(url, staging_dir=tmp_path / "a", resume=False).train(1)
+    assert len(again.seen) == BATCHES
+    said = f"starting over (resume=False); the checkpoints in {url} stay there and are listed in {url}/earlier-1"
+    assert said in capsys.readouterr().err
+    assert CheckpointDir(url, staging_dir=tmp_path / "b").names() == ["save-000002-step-3"]
