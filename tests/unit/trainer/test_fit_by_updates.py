@@ -18,7 +18,7 @@ from torch.utils.data import ConcatDataset, IterableDataset, TensorDataset
 
 import ddpilot
 from ddpilot.checkpoint.directory import CheckpointDir
-from ddpilot.errors import LoopError
+from ddpilot.errors import CheckpointError, LoopError
 from ddpilot.trainer.callbacks.best_epoch import BestWeights, EarlyStopping
 from ddpilot.trainer.callbacks.logs import CsvLog, JsonLinesLog
 from ddpilot.trainer.callbacks.timers import Timers
@@ -401,6 +401,25 @@ def test_dry_run_tries_everything_and_leaves_nothing(
         torch.testing.assert_close(trainer.model.state_dict(), other.model.state_dict(), rtol=0, atol=0)
         assert untimed(trainer.history.intervals) == untimed(other.history.intervals)
         assert trainer.position == other.position
+
+
+def test_fit_resumes_from_a_url_and_a_dry_run_tries_it(tmp_path: Path) -> None:
+    """On a machine without the local copies; a URL that cannot be written is refused by the dry run already."""
+    url = f"file://{tmp_path}/far"
+    given: dict[str, Any] = {"validate_every": 2, "checkpoint_dir": url}
+    trainer, other, whole = make(), make(), make()
+    fit(trainer, dry_run=True, max_updates=4, checkpoints={"staging_dir": tmp_path / "a"}, **given)
+    assert list((tmp_path / "far").iterdir()) == []
+    fit(trainer, max_updates=4, checkpoints={"staging_dir": tmp_path / "a", "keep": 1}, **given)
+    assert [path.name for path in (tmp_path / "far").iterdir()] == ["save-000002-step-4"]
+    fit(other, max_updates=6, checkpoints={"staging_dir": tmp_path / "b"}, **given)
+    fit(whole, max_updates=6, validate_every=2)
+    torch.testing.assert_close(other.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="writing file://.*/file/run/.probe-"):
+        fit(make(), dry_run=True, max_updates=4, checkpoint_dir=f"file://{tmp_path}/file/run")
+    with pytest.raises(CheckpointError, match="knows no file system for s33://"):
+        fit(make(), max_updates=4, checkpoint_dir="s33://bucket/run")
 
 
 def test_validate_first_measures_the_untrained_model_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
