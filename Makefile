@@ -14,11 +14,14 @@ EXTRAS := dev
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib src || true
 
-# What measures no time runs two files at a time. All other tests, also those of a folder that is new, run alone: they
-# check promises in seconds, or keep all cores busy by themselves. The slowest files come first, and in that order, so
-# that no core is idle while the other one is in the last of them.
-SIDE_BY_SIDE := tests/accelerator tests/notebook tests/dist/integrations tests/test_docs.py \
-	$(addprefix tests/dist/,training projects test_examples.py test_raw_ddp.py record trainer run guard data group diagnose lint profiler) tests/unit
+# Three files at a time keep two cores busy, since tests also wait. Those that take longest come first, and small ones
+# last, so that no core is idle while another is in the last of them; a folder that is new comes in between.
+FIRST := tests/accelerator tests/notebook $(addprefix tests/dist/,nodes integrations diagnose) tests/test_docs.py \
+	tests/zoo $(addprefix tests/dist/,training run test_examples.py test_random_cells.py projects watch launching session)
+NOT_IN_TEST := tests/slurm tests/browser
+EACH := $(filter-out tests/dist tests/unit $(NOT_IN_TEST),$(patsubst %/,%,$(wildcard tests/*/))) $(wildcard tests/test_*.py) \
+	$(patsubst %/,%,$(wildcard tests/dist/*/)) $(wildcard tests/dist/test_*.py)
+AT_A_TIME := -n 3 --dist loadfile --no-loadscope-reorder
 # These wait for Slurm and ssh most of their time.
 ON_NODES := tests/slurm tests/dist/nodes/test_session_hosts.py
 
@@ -49,12 +52,11 @@ demo: $(READY) ## run the quickstart notebook in a real Jupyter kernel, 2 ranks,
 	$(BIN)/python examples/run_quickstart.py
 
 test: $(READY) ## every test, with a seeded tenth of the soak
-	status=0; $(PYTEST) $(addprefix --ignore=,$(SIDE_BY_SIDE) $(ON_NODES)) || status=$$?; \
-	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder $(SIDE_BY_SIDE) || status=$$?; exit $$status
+	$(PYTEST) $(AT_A_TIME) $(addprefix --ignore=,$(ON_NODES)) $(FIRST) $(filter-out $(FIRST) %/__pycache__,$(EACH)) tests/unit
 
 test-slurm: $(READY) ## jobs and sessions on a real Slurm and over ssh, which it installs (as root, on Debian or Ubuntu)
 	$(BIN)/python -m tests.slurm.install
-	$(PYTEST) -n 2 --dist loadfile $(ON_NODES)
+	$(PYTEST) $(AT_A_TIME) $(ON_NODES)
 
 test-browser: $(BROWSER_READY) ## notebooks run by clicks in JupyterLab and Chromium, which it installs; pictures in out/browser
 	$(BIN)/python -m tests.browser.chromium

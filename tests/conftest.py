@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.leftovers import MARK, Look, look, settle, unused_shared_memory
+from tests.soak import mark_what_is_not_often
 
 pytest_plugins = ["pytester"]
 
@@ -31,6 +32,12 @@ def pytest_configure() -> None:
     """Let tests be interrupted, and interrupt what they start, where a shell has started them in the background."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m soak` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave cases that a test does not name as `often` to the soak."""
+    mark_what_is_not_often(items)
 
 
 @pytest.fixture(scope="session", autouse=True)

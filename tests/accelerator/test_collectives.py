@@ -19,6 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.accelerator import on_device, why_not
+from tests.soak import often
 
 pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "it can"),
@@ -177,6 +178,7 @@ CALLS: dict[str, Callable[[int, int, torch.device], list[torch.Tensor]]] = {
 }
 
 
+@often("4")
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_every_collective_gives_the_values_of_gloo(num_ranks: int) -> None:
     """To 1e-10 in float64, also with more bytes than the transport takes at once."""
@@ -628,6 +630,7 @@ def gpt() -> tuple[torch.nn.Module, tuple[torch.Tensor, torch.Tensor], Any]:
 MODELS: dict[str, Callable[[], Any]] = {"mlp": mlp, "cnn": cnn, "gpt": gpt}
 
 
+@often("2")
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_models_train_under_ddp_with_the_numbers_of_the_cpu(num_ranks: int) -> None:
     """An MLP, a CNN and a small GPT: to 1e-10 in float64 what one process gets from all rows."""

@@ -14,6 +14,7 @@ import torch
 from ddpilot import Launcher
 from tests.accelerator import SITE, environment, why_not
 from tests.accelerator.bodies import free_while_waiting, train
+from tests.soak import often
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is one")
 
@@ -40,6 +41,7 @@ def expected(num_ranks: int) -> list[float]:
     return [float(each) for each in net.weight.detach().flatten()]
 
 
+@often("4")
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_launch_trains_on_one_device_per_rank_with_the_cpus_numbers(
     num_ranks: int, monkeypatch: pytest.MonkeyPatch

@@ -9,6 +9,7 @@ import pytest
 
 from tests.accelerator import why_not
 from tests.accelerator.on_device import call
+from tests.soak import often
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 
@@ -23,6 +24,7 @@ def count(loop: str, options: dict[str, Any]) -> list[int]:
 
 
 @pytest.mark.timeout(250)
+@often("watch and guard-plain_ddp")
 @pytest.mark.parametrize("loop", ["plain_ddp"])
 @pytest.mark.parametrize(
     ("options", "most_at_first", "most_later"),

@@ -12,6 +12,7 @@ import pytest
 from ddpilot import Launcher
 from ddpilot.checkpoint.directory import CheckpointDir
 from tests.accelerator import SITE, environment, loops, training, why_not
+from tests.soak import soak
 
 pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is one"),
@@ -35,6 +36,7 @@ def run_on_cpu(fn: Any, num_ranks: int = 1) -> Any:
     return Launcher(nproc_per_node=num_ranks, timeout_s=300, env={"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}).run(fn)[0]
 
 
+@soak
 def test_loop_on_four_ranks_gives_the_numbers_of_the_cpu() -> None:
     """An MLP and a small GPT, float64: losses and weights agree to 1e-10 on all ranks."""
     expected = run_on_cpu(training.train_kinds)

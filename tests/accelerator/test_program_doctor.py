@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.accelerator import environment, why_not
+from tests.soak import soak
 
 pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is one"),
@@ -126,6 +127,7 @@ def test_a_plain_attribute_that_did_not_move_with_the_model_is_named(tmp_path: P
     assert finding["evidence"][0] == "attribute `model.scale` is on cpu in rank 0, where emu:0 computes"
 
 
+@soak
 def test_a_model_that_was_left_on_the_cpu_is_named_layer_by_layer(tmp_path: Path) -> None:
     """It runs, on the wrong device."""
     found = check(

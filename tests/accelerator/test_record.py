@@ -7,11 +7,13 @@ import pytest
 
 from tests.accelerator import why_not
 from tests.accelerator.on_device import call
+from tests.soak import often
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 
 
 @pytest.mark.timeout(200)
+@often("2")
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_all_collectives_of_a_ddp_step_are_recorded(num_ranks: int) -> None:
     """Each rank counts the same, buckets have their numbers and the user's line, and nothing went wrong."""

@@ -19,6 +19,7 @@ from ddpilot.record.collectives.recording import start_recording
 from ddpilot.record.flight_ring.log import RankLog
 from ddpilot.record.flight_ring.reader import read_ring
 from tests.accelerator import on_device, why_not
+from tests.soak import often
 
 pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "it can"),
@@ -72,6 +73,7 @@ def is_bucket(entry: Any) -> bool:
     return entry.op == "all_reduce" and entry.ddp is not None
 
 
+@often("2")
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_ddp_step_is_recorded_with_the_backends_numbers(num_ranks: int) -> None:
     """All collectives, none twice, each over in the end; the buckets hold all gradients and have the user's line."""

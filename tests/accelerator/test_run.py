@@ -12,6 +12,7 @@ import torch
 from tests.accelerator import environment, why_not
 from tests.dist.launching.scripts import Outcome
 from tests.dist.run.commands import run, write
+from tests.soak import often
 
 pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is one"),
@@ -74,6 +75,7 @@ def run_script(folder: Path, source: str, *words: object, num_ranks: int = 2) ->
     return run(folder, "--nproc-per-node", num_ranks, *words, "train.py", **environment(num_ranks))
 
 
+@often("2")
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_run_trains_with_the_numbers_of_one_process_on_the_cpu(tmp_path: Path, num_ranks: int) -> None:
     """A torchrun script in float64, to 1e-10: all ranks have as many samples."""

@@ -17,6 +17,7 @@ from ddpilot.checkpoint.directory import CheckpointDir
 from tests.accelerator import SITE, environment, why_not
 from tests.accelerator.trainers import Limits, Places, Wide, data_with_nan, evaluate_then_fit, make_adam, make_noisy
 from tests.dist.trainer.bodies import BATCH_SIZE, make_data, make_trainer, train_plainly
+from tests.soak import often
 
 pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is one"),
@@ -40,6 +41,7 @@ def launcher(num_ranks: int) -> ddpilot.Launcher:
     return ddpilot.Launcher(timeout_s=100, env=environment(num_ranks))
 
 
+@often("4")
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_trainer_has_the_numbers_of_a_plain_loop_on_the_cpu(num_ranks: int) -> None:
     """Losses, weights, their average, moments and metrics of three epochs, to 1e-10, with clipping and accumulation."""

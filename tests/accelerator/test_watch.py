@@ -7,6 +7,7 @@ import pytest
 
 from tests.accelerator import why_not
 from tests.accelerator.on_device import call
+from tests.soak import soak
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 
@@ -28,6 +29,7 @@ def test_hangs_and_mismatches_are_named() -> None:
 
 
 @pytest.mark.timeout(300)
+@soak
 def test_hangs_and_mismatches_of_four_ranks_are_named() -> None:
     """The same among four ranks: the one that does not wait, or the one whose call differs."""
     found = call("tests.accelerator.zoo:judge_cases", HANGS_AND_MISMATCHES, 4, num_devices=4, limit_s=290)

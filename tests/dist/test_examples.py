@@ -17,6 +17,7 @@ import torch
 
 from examples import contrastive, digits_loop, digits_plain, gan, gpt
 from tests.dist.training.bodies import launch
+from tests.soak import soak
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DDPILOT = Path(sys.executable).with_name("ddpilot")
@@ -124,6 +125,7 @@ def test_the_plain_script_learns_as_well(learnt: dict[int, Any]) -> None:
 
 
 @pytest.mark.timeout(150)
+@soak
 def test_a_script_prints_the_same_alone_and_with_ddpilot_run() -> None:
     """`python digits_loop.py`, and `ddpilot run digits_loop.py -n 2`: the same losses, to single precision."""
     script = EXAMPLES / "digits_loop.py"

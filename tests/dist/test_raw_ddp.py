@@ -15,6 +15,7 @@ import torch
 
 import ddpilot
 from examples import raw_ddp
+from tests.soak import soak
 
 SCRIPT = Path(raw_ddp.__file__)
 TORCHRUN = Path(sys.executable).with_name("torchrun")
@@ -50,6 +51,7 @@ def two_ranks() -> Any:
 
 
 @pytest.mark.timeout(120)
+@soak
 def test_raw_ddp_learns_the_same_at_any_world_size_when_nothing_depends_on_the_rank() -> None:
     """Without batch norm: loss curve, test accuracy and weights agree to 1e-10 in float64 at 1, 2 and 4 ranks."""
     alone, *others = (launch(num_ranks, train_in_float64, 2) for num_ranks in (1, 2, 4))

@@ -17,7 +17,7 @@ from tests.dist.launching.scripts import wait_until
 from tests.slurm.cluster import Cluster, running_cluster, why_not
 from tests.slurm.faults import FAULTS, LAUNCHERS, PROGRAM, Fault, Job
 from tests.slurm.jobs import Followed, following
-from tests.slurm.soak import SOAK
+from tests.soak import SOAK
 
 SEED = 19
 NUM = 30

@@ -11,7 +11,7 @@ import pytest
 
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import DDPILOT, PYTHON, TRAIN, losses
-from tests.slurm.soak import SOAK
+from tests.soak import SOAK
 from tests.unit.slurm.scripts import GOLDEN, OPTIONS
 
 SHAPES = {

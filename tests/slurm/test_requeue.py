@@ -11,7 +11,7 @@ import pytest
 from tests.dist.launching.scripts import wait_until
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import DDPILOT, PYTHON, TRAIN, TRAINER, following, losses
-from tests.slurm.soak import SOAK, soak
+from tests.soak import SOAK, soak
 
 
 def submit(cluster: Cluster, folder: Path, *options: str, fail_after: int = -1, pause_s: float = 0.0) -> str:

@@ -9,17 +9,19 @@ from pathlib import Path
 import pytest
 import torch  # noqa: F401 - threads that import it at the same time would see half of it
 
+from tests.soak import IS_SOAK, soak
 from tests.zoo.plain import PlainRunner
 from tests.zoo.watched import judge, read_case, read_cases, run_case, run_watched
 
 HERE = Path(__file__).parent
 CASES = read_cases(HERE / "cases")
-CONTROLS = read_cases(HERE / "controls")
+CONTROLS = read_cases(HERE / "controls")[:: 1 if IS_SOAK else 3]
 NUM_AT_ONCE = 8
 NUM_LAUNCHES = 3
 
 
 @pytest.mark.timeout(180)
+@soak
 def test_without_ddpilot_every_case_fails_as_its_users_saw_it() -> None:
     """A hang that is cut after ten seconds, an abort, an error, a number that is silently wrong."""
     with PlainRunner() as runner, ThreadPoolExecutor(NUM_AT_ONCE) as pool:  # a hang computes nothing
@@ -42,6 +44,7 @@ def test_with_ddpilot_every_case_is_named() -> None:
     assert not {name: found for name, found in wrong.items() if found[0]}
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_right_programs_have_no_finding() -> None:
     """They run to their end, and nothing is said of them."""

@@ -21,6 +21,7 @@ from ddpilot.diagnose.ranks import examine_rank
 from ddpilot.errors import LaunchError
 from tests.dist.diagnose import ladder_programs as programs
 from tests.dist.diagnose import verify_programs
+from tests.soak import soak
 
 pytestmark = pytest.mark.timeout(170)
 
@@ -178,6 +179,7 @@ def test_the_same_data_on_all_ranks_fail_at_e(tmp_path: Path) -> None:
     assert point["place"]["line"] > 1
 
 
+@soak
 def test_gradients_that_nobody_exchanges_fail_at_e(tmp_path: Path) -> None:
     """No DistributedDataParallel; the parameters are named."""
     found = check(tmp_path, programs.NOT_WRAPPED)

@@ -17,6 +17,7 @@ import ddpilot
 from ddpilot.diagnose.verify.verify import verify
 from ddpilot.errors import LaunchError
 from tests.dist.diagnose import verify_kinds, verify_programs
+from tests.soak import often
 
 ROOT = Path(__file__).parents[3]
 
@@ -75,6 +76,16 @@ FAULTY_KINDS = {
     "part_of_data": "DDP403",
 }
 
+OFTEN = (
+    *("with_adam", "with_dropout", "with_loop", "with_trainer", "returns_mean", "with_accumulation", "with_closure"),
+    *("with_sharded_parameters", "with_workers", "with_own_batch_sampler", "with_weighted_mean", "with_gathered_pairs"),
+    *("loss_times_world_size", "class_weights", "clipped_before_reduced", "own_permutation", "same_batches"),
+    *("batch_norm", "same_noise", "layer_outside", "left_in_no_sync", "scaled_learning_rate", "seeded_by_world_size"),
+    *("bypassed", "seeded_by_rank", "returns_own_loss", "forgotten_layer", "stops_by_rank", "part_of_data"),
+    *("own_learning_rate", "gathered_without_gradient", "with_random_batches"),
+)
+"""One program with each finding, and right ones that differ most; the soak runs the others as well."""
+
 
 def codes(found: ddpilot.Verification) -> list[str]:
     """Codes of the findings, in their order."""
@@ -82,6 +93,7 @@ def codes(found: ddpilot.Verification) -> list[str]:
 
 
 @pytest.mark.timeout(60)
+@often(*OFTEN)
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_program_is_equal(name: str) -> None:
     """Up to rounding, in all updates; no error is reported."""
@@ -93,6 +105,7 @@ def test_a_right_program_is_equal(name: str) -> None:
 
 
 @pytest.mark.timeout(60)
+@often(*OFTEN)
 @pytest.mark.parametrize("name", RIGHT_KINDS)
 def test_a_right_program_of_another_kind_is_equal(name: str) -> None:
     """Other optimizers, precisions, loaders and wrappers."""
@@ -103,6 +116,7 @@ def test_a_right_program_of_another_kind_is_equal(name: str) -> None:
 
 
 @pytest.mark.timeout(60)
+@often(*OFTEN)
 @pytest.mark.parametrize("name", FAULTY)
 def test_the_cause_of_a_fault_is_named(name: str) -> None:
     """The first finding is the cause, with the line where one is to blame, and the verdict is "different"."""
@@ -118,6 +132,7 @@ def test_the_cause_of_a_fault_is_named(name: str) -> None:
 
 
 @pytest.mark.timeout(60)
+@often(*OFTEN)
 @pytest.mark.parametrize("name", FAULTY_KINDS)
 def test_the_cause_of_a_fault_of_another_kind_is_named(name: str) -> None:
     """Also where optimizers, loaders and losses are the program's own."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from tests.dist.group.ranks import RunRanks
+from tests.soak import often
 
 KINDS = ["same", "different", "new_group", "store_wait", "recv", "send", "backward"]
 FREE = {"same": [-1], "new_group": [0], "backward": [0]}
@@ -15,6 +16,7 @@ AT_ONCE_S = 10.0
 """Freed at once, on a machine busy with other tests; a rank that is not freed waits for the group's 300 s."""
 
 
+@often("4")
 @pytest.mark.parametrize("world_size", [2, 4, 6])
 def test_free_group_frees_every_stuck_rank_and_rebuild_group_trains_on(run_ranks: RunRanks, world_size: int) -> None:
     """In every kind of stuckness, with a live DDP model: all ranks return at once, and the next step is right."""

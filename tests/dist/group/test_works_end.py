@@ -12,6 +12,7 @@ from ddpilot import Session
 from tests.dist.group.ending import END
 from tests.dist.launching.scripts import run_script
 from tests.dist.run.commands import environment
+from tests.soak import often
 
 DESTROY = """
 import time, weakref
@@ -43,6 +44,7 @@ def session() -> Iterator[Session]:
 
 
 @pytest.mark.timeout(120)
+@often("run", "torchrun-enable")
 @pytest.mark.parametrize(
     ("module", "head"),
     [(RUN, ""), ((*RUN, "--no-watch"), ""), (TORCHRUN, ENABLE)],
@@ -55,6 +57,7 @@ def test_a_scripts_destroyed_group_waits_for_its_threads(module: tuple[str, ...]
 
 
 @pytest.mark.timeout(120)
+@often("run-unwatched", "torchrun-adopted")
 @pytest.mark.parametrize(
     ("module", "head"),
     [(RUN, ""), ((*RUN, "--no-watch"), ""), (TORCHRUN, ENABLE), (TORCHRUN, ENTER)],

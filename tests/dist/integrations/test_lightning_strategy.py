@@ -13,6 +13,7 @@ import pytest
 
 from tests.dist.group.ending import END
 from tests.dist.launching.scripts import finish, run_script, running, wait_until
+from tests.soak import often
 
 SHIMS = Path(__file__).parents[2] / "notebook" / "shims"
 ENV = {"PYTHONPATH": os.pathsep.join(filter(None, (str(SHIMS), os.environ.get("PYTHONPATH"))))}
@@ -107,6 +108,7 @@ def test_strategy_lets_gloos_threads_end_under_torchrun(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(240)
+@often("lightning")
 @pytest.mark.parametrize("library", ["lightning", "pytorch_lightning"])
 def test_strategy_trains_as_torchrun_does(under_torchrun: dict[str, Any], library: str, tmp_path: Path) -> None:
     """The same losses and weights, without a fork of the parent, which did not use CUDA; predictions in order."""

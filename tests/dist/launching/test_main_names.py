@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.dist.launching.scripts import run_script
+from tests.soak import often
 
 PICKLES = """
 import io, torch, ddpilot
@@ -65,6 +66,7 @@ def test_ranks_find_shipped_names_when_the_code_has_no_file(tmp_path: Path) -> N
     assert run_script(PICKLES, tmp_path, through_stdin=True).out == "[1, 1]\n"
 
 
+@often("prompt")
 @pytest.mark.parametrize("through_stdin", [False, True], ids=["script", "prompt"])
 def test_data_loader_workers_of_every_start_method_find_shipped_names(tmp_path: Path, through_stdin: bool) -> None:
     """DataLoader workers take a cell's Dataset and collate_fn, forked, spawned and from a fork server."""

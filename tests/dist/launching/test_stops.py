@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.soak import often
+
 SAVES = """
 import torch, ddpilot
 from torch.utils.data import TensorDataset
@@ -80,6 +82,7 @@ def ready(folder: Path, text: str) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.timeout(120)
+@often("to every process of the job")
 @pytest.mark.parametrize("to_all", [False, True], ids=["to the script", "to every process of the job"])
 def test_launch_passes_sigterm_on_and_ends_with_75_after_a_checkpoint(tmp_path: Path, to_all: bool) -> None:
     """The rank server and the store live on until the ranks have saved."""

@@ -14,6 +14,7 @@ from ddpilot.lint.catalog import RULES
 from ddpilot.lint.fixes import fix_text
 from ddpilot.lint.linter import lint_text
 from ddpilot.lint.options import LintOptions
+from tests.soak import soak
 
 FAULTY = Path(__file__).with_name("faulty.py")
 FIXABLE = FAULTY.with_name("fixable")
@@ -30,6 +31,7 @@ def run(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.timeout(240)
+@soak
 def test_fixed_script_trains_on_two_ranks(tmp_path: Path) -> None:
     """All seven kinds of faults are found and fixed, and both ranks train, save and load."""
     text = FAULTY.read_text()

@@ -21,6 +21,7 @@ from ddpilot import LaunchError, LaunchInterrupted, RankError, Session, WatchErr
 from tests.dist.launching.scripts import wait_until
 from tests.dist.nodes.ssh_server import SshServer, ssh_server
 from tests.dist.session.conftest import MODEL, Kept
+from tests.soak import often
 
 HOSTS = ("node1", "node2")
 Start = Callable[..., Session]
@@ -165,6 +166,7 @@ def test_a_trained_model_survives_a_failed_cell(start: Start) -> None:
     assert first == second
 
 
+@often("silent")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "silent"])
 def test_a_lost_host_is_named_with_its_ranks(start: Start, server: SshServer, number: signal.Signals) -> None:
     """Within five seconds; the ranks of the other host keep their variables."""

@@ -14,6 +14,7 @@ import pytest
 
 from ddpilot.module_names import OBSERVER_PROCESS
 from tests.dist.nodes.namespaces import DDPILOT, TORCHRUN, Agent, TwoNodes, two_nodes
+from tests.soak import often, soak
 
 LIMIT_S = 100.0
 BEGIN = """
@@ -150,6 +151,7 @@ def test_a_rank_of_another_node_that_sleeps_is_named_and_not_stopped(nodes: TwoN
 
 
 @pytest.mark.timeout(240)
+@soak
 def test_tensors_that_differ_in_size_between_nodes_are_named(nodes: TwoNodes, tmp_path: Path) -> None:
     """gloo aborts a rank of one node or the other: both nodes show what both ranks gave."""
     a, b = start_both(nodes, tmp_path, OTHER_SIZE)
@@ -188,6 +190,7 @@ def test_guard_compares_ranks_of_two_nodes(nodes: TwoNodes, tmp_path: Path) -> N
 
 
 @pytest.mark.timeout(240)
+@often("other batches on each rank, models that are called themselves")
 @pytest.mark.parametrize(
     ("program", "last_words"),
     [

@@ -12,6 +12,7 @@ import torch
 
 import ddpilot
 from tests.dist.projects.supervised import Numbers
+from tests.soak import often
 
 SUBJECTS = ("vision", "language", "sampling", "generative", "losses", "optimizing")
 WORLD_SIZES = (1, 2, 3)
@@ -48,6 +49,7 @@ def difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float
 
 
 @pytest.mark.timeout(4 * LIMIT_S)
+@often("vision", "sampling", "losses", "optimizing")
 @pytest.mark.parametrize("subject", SUBJECTS)
 def test_projects_have_the_numbers_of_plain_pytorch_at_any_world_size(subject: str) -> None:
     """Losses of all batches, weights and buffers in float64, on every rank; and nothing is found."""

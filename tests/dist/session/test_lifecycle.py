@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from ddpilot import LaunchError, LaunchInterrupted, RankError, Session, launch
-from ddpilot.launching.rank_server.client import server_pids
+from ddpilot.launching.rank_server.client import server_pids, stop_servers
 from tests.dist.launching.scripts import is_alive, run_script, running, wait_until
 from tests.dist.session.conftest import Kept, pressing_stop
 
@@ -31,6 +31,7 @@ def folders() -> set[str]:
 
 def test_what_ranks_write_while_they_start_is_shown(start: Start, view: Kept) -> None:
     """Such as that they may not write a file as large as the flight ring."""
+    stop_servers()  # those of other tests
     start(1).stop()
     (server,) = server_pids()
     unlimited = resource.prlimit(server, resource.RLIMIT_FSIZE, (1_000_000, resource.RLIM_INFINITY))

@@ -19,6 +19,7 @@ from ddpilot.errors import LoopError
 from ddpilot.training.evaluation.predict import read_predictions
 from ddpilot.training.loop import Loop
 from tests.dist.training.bodies import launch
+from tests.soak import often
 
 SHIMS = Path(__file__).parents[2] / "notebook" / "shims"
 SIZES = (21, 1, 0, 1001)
@@ -88,6 +89,7 @@ def numbers_seen(metrics: Any = None) -> dict[int, Any]:
     return found
 
 
+@often("1", "3")
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_evaluate_and_predict_take_each_sample_once_in_order(num_ranks: int) -> None:
     """21, 1, 0 and 1001 samples: exactly those, in each form of output, on rank 0, or on all where asked.

@@ -13,6 +13,7 @@ from ddpilot.watch.job_folder import list_jobs
 from tests.dist.launching.scripts import run_script, wait_until
 from tests.dist.watch.test_scripts import ENABLE, ENTER, TORCHRUN, observers, variables
 from tests.ports import kept_port
+from tests.soak import often
 
 SHELL = """
 import os, subprocess, sys
@@ -28,6 +29,7 @@ HEALTHY = f"{ENABLE}{ENTER}time.sleep(2)\ndist.all_reduce(torch.ones(1))\ndist.d
 WRONG = f"{ENABLE}{ENTER}dist.broadcast(torch.ones(1), 0) if rank else dist.all_reduce(torch.ones(2))\n"
 
 
+@often("one fails at first", "the second is wrong")
 @pytest.mark.parametrize(
     ("fails", "second", "status"),
     [("True", HEALTHY, 0), ("rank == 0", HEALTHY, 0), ("False", WRONG, 1)],

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.notebook.running import code_cells, run_cells
+from tests.soak import often
 
 WATCH = """
 import hashlib, json, os
@@ -82,6 +83,7 @@ def ported(cells: list[str], port: str) -> list[str]:
 
 
 @pytest.mark.timeout(300)
+@often("tabular")
 @pytest.mark.parametrize("case", CASES, ids=[case.notebook for case in CASES])
 def test_a_ported_notebook_trains_on_the_same_samples_to_the_same_metric(case: Case, tmp_path: Path) -> None:
     """At most 5 lines; every sample once per epoch on two ranks; the metric within 2 points of one process."""
