@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 import ddpilot
+from tests.soak import often
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(path for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")) if path.name != "reference.md")
@@ -122,8 +123,19 @@ COMMANDS = [
     for heading, (files, commands) in sections_with_commands(page).items()
 ]
 
+OFTEN = (
+    "debugging: Hangs in the second epoch",
+    "debugging: Expected to have finished reduction in the prior iteration",
+    "debugging: Works on one node and not on two",
+    "debugging: Address already in use",
+    "debugging: Expected all tensors to be on the same device",
+    "debugging: Out of memory on GPU 0 only",
+)
+"""The quick ones, one that watch explains and one of guard; the soak runs the others as well."""
+
 
 @pytest.mark.timeout(180)
+@often(*OFTEN)
 @pytest.mark.parametrize(("files", "commands"), COMMANDS)
 def test_commands_print_what_the_page_says(
     files: dict[str, str], commands: list[tuple[str, str]], tmp_path: Path

@@ -64,6 +64,7 @@ def test_raw_ddp_learns_the_same_at_any_world_size_when_nothing_depends_on_the_r
 
 
 @pytest.mark.timeout(120)
+@soak
 def test_raw_ddp_depends_on_the_world_size_when_each_rank_keeps_its_own_batch_statistics() -> None:
     """With batch norm the curves differ, which also shows that the comparison above can fail."""
     one, two = (launch(num_ranks, train_in_float64, 1, 0.1, 64, "batch")[0]["losses"] for num_ranks in (1, 2))
@@ -88,6 +89,7 @@ def test_raw_ddp_under_torchrun_ends_with_the_weights_of_a_launch(tmp_path: Path
 
 
 @pytest.mark.timeout(120)
+@soak
 def test_raw_ddp_alone_trains_like_two_ranks(tmp_path: Path, two_ranks: Any) -> None:
     """Plain `python raw_ddp.py` is one rank, and its curve is that of two, to single precision."""
     done = run(sys.executable, SCRIPT, "--epochs", 2, "--checkpoint", tmp_path / "last.pt")
