@@ -19,6 +19,7 @@ import torch
 from ddpilot import RankError, Session
 from tests.accelerator import SITE, environment, why_not
 from tests.dist.integrations.test_fastai import MAKE, run_both
+from tests.soak import often
 
 pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is one"),
@@ -57,6 +58,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
         yield session
 
 
+@often("", "num_train=17")
 @pytest.mark.parametrize("options", ["", "num_train=17", "has_unused=True"])
 def test_fit_on_devices_gives_the_numbers_of_one_process_on_the_cpu(one: Session, two: Session, options: str) -> None:
     """Losses of every step, metrics of every epoch and final weights, also where a rank has no sample in a batch."""

@@ -50,11 +50,18 @@ def run_command(folder: Path, text: str, *words: object, **variables: str) -> tu
     return done.returncode, json.loads(done.stdout), done.stderr
 
 
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program is checked in the folder in which it is."""
+    monkeypatch.chdir(tmp_path)
+
+
 def check(folder: Path, text: str, num_updates: int = 3) -> dict[str, Any]:
-    """What the command finds about the script; its exit status is 1."""
-    status, found, _ = run_command(folder, text, "--updates", num_updates)
-    assert status == 1, found
-    return found
+    """What is found about the script, by this process, whose rank server is warm; the command's exit status is 1."""
+    path = write(folder, text)
+    found = check_program(path.name, nproc_per_node=2, num_updates=num_updates, num_workers=0)
+    assert found.exit_status == 1, found.render()
+    return found.to_dict()
 
 
 def statuses(found: Mapping[str, Any]) -> str:

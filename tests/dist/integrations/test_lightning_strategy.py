@@ -76,14 +76,18 @@ else:
 """
 
 
-def told(source: str, folder: Path, *, library: str = "lightning", **how: Any) -> dict[str, Any]:
-    """The object that `source` printed on its last line."""
+def told(source: str, folder: Path, **how: Any) -> dict[str, Any]:
+    """The object that `source` told last."""
+    return all_told(source, folder, **how)[-1]
+
+
+def all_told(source: str, folder: Path, *, library: str = "lightning", **how: Any) -> list[dict[str, Any]]:
+    """Each object that `source` told, and its standard error."""
     source = (SET_UP + source).replace("LIBRARY", library)
     outcome = run_script(source, folder, env=ENV, limit_s=100, **how)
     lines = [line for line in outcome.out.splitlines() if line.startswith("told ")]
     assert lines, outcome
-    facts: dict[str, Any] = json.loads(lines[-1].removeprefix("told "))
-    return facts | {"stderr": outcome.err}
+    return [json.loads(line.removeprefix("told ")) | {"stderr": outcome.err} for line in lines]
 
 
 @pytest.fixture(scope="module")
@@ -163,9 +167,15 @@ tell(plain=plain, ours=with_ours)
 """
 
 
-def test_a_trainer_fits_again_as_on_one_device(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def in_one_process(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What AGAIN and ERRORS tell, one after the other in one process: importing Lightning takes longer than both."""
+    return all_told(AGAIN + ERRORS, tmp_path_factory.mktemp("again"))
+
+
+def test_a_trainer_fits_again_as_on_one_device(in_one_process: list[dict[str, Any]]) -> None:
     """Progress, metrics, callbacks, checkpoints and the log's file are those of fits in this process."""
-    facts = told(AGAIN, tmp_path)
+    facts = in_one_process[0]
     assert facts["ours"] == facts["plain"]
 
 
@@ -240,9 +250,9 @@ tell(**found)
 """
 
 
-def test_errors_state_the_fix(tmp_path: Path) -> None:
+def test_errors_state_the_fix(in_one_process: list[dict[str, Any]]) -> None:
     """What cannot travel by its path in the user's objects, unused parameters with our names, several nodes."""
-    facts = told(ERRORS, tmp_path)
+    facts = in_one_process[1]
     assert "starting 2 ranks of `Trainer.fit`: `model.lock` (_thread.lock) cannot be pickled" in facts["ship"]
     assert "strategy='ddpilot_find_unused_parameters_true'" in facts["unused"]
     assert "running `Trainer.fit` on 2 ranks" in facts["unused"]

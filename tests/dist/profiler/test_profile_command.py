@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from ddpilot.cli.app import main
+
 SCRIPT = Path(__file__).with_name("train.py")
 
 
@@ -109,18 +111,25 @@ def test_scaling_is_compared() -> None:
     assert "1 bucket of 0.0686 MB" in found["notes"][0], found["notes"]
 
 
-def test_what_cannot_be_profiled_is_refused(tmp_path: Path) -> None:
+def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """What the command says, in this process, before it starts anything; its exit status is 2."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["ddpilot", "profile", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_what_cannot_be_profiled_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A missing script, a missing folder, a script without updates, one that fails."""
-    assert "missing.py" in run("missing.py").stderr
-    done = run(SCRIPT, "--html", tmp_path / "none" / "a.html", "--", "loader")
-    assert done.returncode == 2
-    assert "there is no folder for" in done.stderr
-    done = run(SCRIPT, "--html", tmp_path, "--", "loader")
-    assert "cannot be written: Is a directory" in done.stderr
-    done = run(SCRIPT, "--trace", SCRIPT, "--", "loader")
-    assert "traces cannot be written to" in done.stderr
-    done = run(SCRIPT, "--trace-memory", "--", "loader")
-    assert "given without --trace" in done.stderr
+    assert "missing.py" in refusal(capsys, "missing.py")
+    said = refusal(capsys, SCRIPT, "--html", tmp_path / "none" / "a.html", "--", "loader")
+    assert "there is no folder for" in said
+    said = refusal(capsys, SCRIPT, "--html", tmp_path, "--", "loader")
+    assert "cannot be written: Is a directory" in said
+    assert "traces cannot be written to" in refusal(capsys, SCRIPT, "--trace", SCRIPT, "--", "loader")
+    assert "given without --trace" in refusal(capsys, SCRIPT, "--trace-memory", "--", "loader")
     empty = tmp_path / "empty.py"
     empty.write_text("import torch\nprint('nothing')\n")
     done = run(empty, "-n", 1)
