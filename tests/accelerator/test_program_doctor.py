@@ -95,7 +95,7 @@ def test_a_right_script_has_all_tensors_on_its_devices(tmp_path: Path) -> None:
 def test_class_weights_on_the_first_device_are_named_at_d(tmp_path: Path) -> None:
     """One process does not show it: its device is the first one."""
     rung = wrong_rung(check(tmp_path, ("torch.ones(3).to(device)", 'torch.ones(3).to("emu:0")')))
-    assert rung["rung"] == "d"
+    assert rung["rung"] == "d", rung
     (finding,) = rung["findings"]
     assert finding["code"] == "DDP118"
     assert finding["ranks"] == [1]
@@ -106,7 +106,7 @@ def test_class_weights_on_the_first_device_are_named_at_d(tmp_path: Path) -> Non
 def test_targets_that_were_not_moved_are_named(tmp_path: Path) -> None:
     """One process fails with them already."""
     rung = wrong_rung(check(tmp_path, ("x.to(device), y.to(device)", "x.to(device), y")))
-    assert rung["rung"] == "a"
+    assert rung["rung"] == "a", rung
     (finding,) = rung["findings"]
     assert finding["code"] == "DDP412"
     assert finding["evidence"][0] == "target `y` of cross_entropy is on cpu in rank 0, where emu:0 computes"
@@ -129,6 +129,6 @@ def test_a_model_that_was_left_on_the_cpu_is_named_layer_by_layer(tmp_path: Path
         ("torch.ones(3).to(device)", "torch.ones(3)"),
     )
     rung = wrong_rung(found)
-    assert rung["rung"] == "d"
+    assert rung["rung"] == "d", rung
     names = [line.partition("`")[2].partition("`")[0] for line in rung["findings"][0]["evidence"]]
     assert names[:5] == ["model.scale", "model.body.weight", "model.body.bias", "model.head.weight", "model.head.bias"]

@@ -12,7 +12,7 @@ import torch
 from tests.accelerator import environment, why_not
 from tests.dist.launching.scripts import Outcome
 from tests.dist.run.commands import run, write
-from tests.soak import often
+from tests.soak import often, soak
 
 pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is one"),
@@ -96,6 +96,7 @@ def test_run_trains_with_the_numbers_of_one_process_on_the_cpu(tmp_path: Path, n
     assert json.loads(line.partition("weights ")[2]) == pytest.approx(expected, rel=1e-10)
 
 
+@soak
 def test_run_ends_a_rank_that_waits_for_its_device_and_names_the_one_that_failed(tmp_path: Path) -> None:
     """The exit status is torchrun's."""
     done = run_script(tmp_path, RAISE)
@@ -112,6 +113,7 @@ def test_run_stops_ranks_that_are_in_different_collectives_and_shows_both_lines(
     assert "loss.backward()" in done.err
 
 
+@soak
 def test_run_starts_the_ranks_again_on_their_devices(tmp_path: Path) -> None:
     """A new process has a device that works, and the rank's own."""
     done = run_script(tmp_path, ONCE, "--max-restarts", 1)

@@ -18,6 +18,7 @@ from torch.utils.data import IterableDataset
 
 import ddpilot
 from tests.dist.trainer.bodies import CLIP_NORM, distance, launcher, make_data, make_model, make_optimizer
+from tests.soak import often
 
 same = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-13)
 
@@ -111,6 +112,7 @@ def check(trainer: ddpilot.Trainer, plain: dict[str, Any]) -> None:
 
 
 @pytest.mark.timeout(100)
+@often("1", "3")
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_an_endless_stream_has_the_numbers_of_a_plain_loop(num_ranks: int, plain: dict[str, Any]) -> None:
     """Losses, learning rates, validations and weights, by updates."""

@@ -19,6 +19,7 @@ from tests.dist.trainer.bodies import (
     make_trainer,
     train_plainly,
 )
+from tests.soak import often
 
 same = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-13)
 
@@ -30,6 +31,7 @@ def plain() -> dict[str, Any]:
 
 
 @pytest.mark.timeout(100)
+@often("0", "1", "4")
 @pytest.mark.parametrize("num_ranks", [0, 1, 2, 4])
 def test_trainer_has_the_numbers_of_a_plain_loop(num_ranks: int, plain: dict[str, Any]) -> None:
     """Losses, weights, average, moments, metrics: after a fit of two epochs and one of a third, in the same objects."""

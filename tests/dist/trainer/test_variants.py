@@ -16,6 +16,7 @@ import ddpilot
 from ddpilot.errors import LoopError
 from ddpilot.module_names import TRAINER_PRELOAD
 from tests.dist.trainer.bodies import BATCH_SIZE, launcher, make_data, make_model, make_optimizer, make_trainer
+from tests.soak import often
 
 
 class Texts(Dataset[dict[str, torch.Tensor]]):
@@ -337,6 +338,7 @@ def through_both(model: Any, batch: Any) -> Any:
     return model["head"](model["body"](batch[0])), batch[1]
 
 
+@often("0", "3")
 @pytest.mark.parametrize("num_ranks", [0, 2, 3])
 def test_several_optimizers_train_their_parts_together(num_ranks: int) -> None:
     """With the usual step: one backward, then every optimizer and its scheduler, as in a plain loop."""

@@ -17,6 +17,7 @@ from ddpilot.training.loop import Loop
 from ddpilot.training.models.ddp import unwrap
 from tests.dist.training.bodies import launch
 from tests.dist.training.test_losses import BATCH_SIZE, NUM_EPOCHS, NUM_SAMPLES, make_data
+from tests.soak import often
 
 
 class Counting(nn.Module):
@@ -110,6 +111,7 @@ def flatten(model: nn.Module) -> torch.Tensor:
     return torch.cat([value.reshape(-1) for value in model.state_dict().values()])
 
 
+@often("1", "3")
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_buffers_train_as_in_one_process(num_ranks: int) -> None:
     """A counter and a power iteration, on all ranks, though some ranks have no sample of the last batch."""

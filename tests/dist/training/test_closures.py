@@ -20,6 +20,7 @@ from ddpilot.training.loop import Loop
 from ddpilot.training.models.ddp import unwrap
 from tests.dist.training.bodies import launch
 from tests.dist.training.test_losses import BATCH_SIZE, NUM_SAMPLES, make_data
+from tests.soak import often
 
 
 class Sam(torch.optim.Optimizer):
@@ -122,6 +123,7 @@ def with_loop_all() -> list[tuple[list[float], torch.Tensor]]:
     return [*(with_loop(kind) for kind in MAKERS), with_loop("lbfgs", counts=True)]
 
 
+@often("1", "3")
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_closures_and_plateaus_train_as_in_one_process(num_ranks: int) -> None:
     """LBFGS with a line search and without, SAM; learning rates that a plateau lowers; ranks without samples."""

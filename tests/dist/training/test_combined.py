@@ -17,6 +17,7 @@ from ddpilot.training.combined import _REPEAT, CombinedLoader
 from ddpilot.training.loop import Loop
 from ddpilot.training.models.ddp import unwrap
 from tests.dist.training.bodies import launch
+from tests.soak import often
 
 NUM_EPOCHS, SIZES, LENGTHS = 2, (4, 5), (10, 27)
 """Last batches of two samples: one rank of three has none, of one loader."""
@@ -165,6 +166,7 @@ def expected() -> Any:
 
 
 @pytest.mark.timeout(100)
+@often("1", "3")
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_combined_loaders_train_as_in_plain_pytorch(num_ranks: int, expected: Any) -> None:
     """Losses and weights in each way to combine them, and with accumulation."""

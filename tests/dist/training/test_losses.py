@@ -20,6 +20,7 @@ from ddpilot.training.loop import Loop
 from ddpilot.training.losses import NUM_COUNTS
 from ddpilot.training.models.ddp import run_in_forward, unwrap
 from tests.dist.training.bodies import launch
+from tests.soak import often
 
 NUM_SAMPLES, BATCH_SIZE, NUM_EPOCHS = 25, 8, 2
 """The last batch has one sample: all ranks but one have none."""
@@ -169,6 +170,7 @@ def train(backward: Backward, ddp: dict[str, Any], options: dict[str, Any]) -> t
     return losses, torch.cat([one.detach().reshape(-1) for one in unwrap(model).parameters()])
 
 
+@often("1", "3")
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_losses_train_as_in_one_process(num_ranks: int) -> None:
     """Several counts, comparisons over the batch, unused outputs; batches in which all ranks but one have no sample."""
