@@ -35,9 +35,9 @@ def pytest_configure() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m soak` chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave cases that a test does not name as `often` to the soak."""
-    mark_what_is_not_often(items)
+    mark_what_is_not_often(items, is_whole=not any("[" in word for word in config.args))
 
 
 @pytest.fixture(scope="session", autouse=True)

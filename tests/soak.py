@@ -28,10 +28,23 @@ def often(*ids: str) -> pytest.MarkDecorator:
     return pytest.mark.often(*ids)
 
 
-def mark_what_is_not_often(items: Collection[pytest.Item]) -> None:
-    """Mark each case that `often` leaves to the soak."""
+def mark_what_is_not_often(items: Collection[pytest.Item], *, is_whole: bool) -> None:
+    """Mark each case that `often` leaves to the soak; `is_whole`: all cases of a test are among `items`.
+
+    Raises UsageError where `often` names a case that a test does not have.
+    """
+    named: dict[str, set[str]] = {}
     for item in items:
         for mark in item.iter_markers("often"):
-            if item.callspec.id not in mark.args:  # type: ignore[attr-defined]
+            case = item.callspec.id  # type: ignore[attr-defined]
+            named.setdefault(item.nodeid.partition("[")[0], set()).add(case)
+            if case not in mark.args:
                 for one in SOAK:
                     item.add_marker(one)
+    for item in items if is_whole else ():
+        test = item.nodeid.partition("[")[0]
+        for mark in item.iter_markers("often"):
+            if not named[test] & set(mark.args):
+                raise pytest.UsageError(
+                    f"{test} has no case {' or '.join(map(repr, mark.args))}: {sorted(named[test])}"
+                )
