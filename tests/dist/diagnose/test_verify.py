@@ -6,8 +6,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,10 @@ import ddpilot
 from ddpilot.diagnose.verify.verify import verify
 from ddpilot.errors import LaunchError
 from tests.dist.diagnose import verify_kinds, verify_programs
+from tests.dist.in_process import Run, run_command
 from tests.soak import often
+
+__all__ = ["run_command"]
 
 ROOT = Path(__file__).parents[3]
 
@@ -254,12 +255,6 @@ if __name__ == "__main__":
 """
 
 
-def run_command(*words: object) -> subprocess.CompletedProcess[str]:
-    """Run `ddpilot verify`."""
-    command = [sys.executable, "-m", "ddpilot", "verify", *words]
-    return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=100, check=False)
-
-
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
     """A script that is right with 1 on its command line, and wrong with 2."""
@@ -269,9 +264,9 @@ def script(tmp_path: Path) -> Path:
 
 
 @pytest.mark.timeout(120)
-def test_command_compares_a_script_with_its_own_words(script: Path) -> None:
+def test_command_compares_a_script_with_its_own_words(run_command: Run, script: Path) -> None:
     """Words after -- are the script's; the exit status is 0; the losses and times that rank 0 prints may differ."""
-    right = run_command(script, "-n", "2", "--json", "--updates", "2", "--", "1")
+    right = run_command("verify", script, "-n", "2", "--json", "--updates", "2", "--", "1")
     assert right.returncode == 0, right.stdout + right.stderr
     assert right.stderr.splitlines()[0] == "run 1: 2 ranks, as it is"
     found: dict[str, Any] = json.loads(right.stdout)
@@ -280,9 +275,9 @@ def test_command_compares_a_script_with_its_own_words(script: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_command_compares_a_function_of_a_script(script: Path) -> None:
+def test_command_compares_a_function_of_a_script(run_command: Run, script: Path) -> None:
     """The part under `if __name__` does not run; a line for each update; the exit status is 1 for a difference."""
-    wrong = run_command(f"{script}:train_wrong", "-n", "2", "-v", "--updates", "2")
+    wrong = run_command("verify", f"{script}:train_wrong", "-n", "2", "-v", "--updates", "2")
     assert wrong.returncode == 1, wrong.stdout + wrong.stderr
     assert "wrong-scale  DDP823" in wrong.stdout
     assert "update    samples" in wrong.stdout
@@ -290,7 +285,7 @@ def test_command_compares_a_function_of_a_script(script: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_a_script_is_run_as_plain_python_runs_it(tmp_path: Path) -> None:
+def test_a_script_is_run_as_plain_python_runs_it(run_command: Run, tmp_path: Path) -> None:
     """Its name, file, words and folder are those of `python train.py`, and what it registered runs at its end."""
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "helper.py").write_text("WIDTH = 4\n")
@@ -320,13 +315,13 @@ def test_a_script_is_run_as_plain_python_runs_it(tmp_path: Path) -> None:
         "dist.destroy_process_group()\n"
         "os._exit(0) if is_alone else sys.exit()\n"
     )
-    done = run_command(path, "-n", "2", "--", "--lr", "0.1")
+    done = run_command("verify", path, "-n", "2", "--", "--lr", "0.1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert {"ended_1_0", "ended_2_0", "ended_2_1"} <= {each.name for each in tmp_path.iterdir()}
 
 
 @pytest.mark.timeout(60)
-def test_command_ends_a_script_that_hangs(tmp_path: Path) -> None:
+def test_command_ends_a_script_that_hangs(run_command: Run, tmp_path: Path) -> None:
     """After --timeout-s, with what is known of its ranks."""
     path = tmp_path / "hangs.py"
     path.write_text(
@@ -335,7 +330,7 @@ def test_command_ends_a_script_that_hangs(tmp_path: Path) -> None:
         "time.sleep(3600 if dist.get_rank() else 0)\n"
         "dist.barrier()\n"
     )
-    done = run_command(path, "-n", "2", "--timeout-s", "6")
+    done = run_command("verify", path, "-n", "2", "--timeout-s", "6")
     assert done.returncode == 1
     assert "its ranks had not ended after 6 s" in done.stdout
 
@@ -351,11 +346,11 @@ def test_command_ends_a_script_that_hangs(tmp_path: Path) -> None:
     ],
 )
 def test_command_refuses_what_it_cannot_run(
-    words: tuple[str, ...], expected: str, script: Path, monkeypatch: pytest.MonkeyPatch
+    run_command: Run, words: tuple[str, ...], expected: str, script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The message names what was found; nothing is run."""
     monkeypatch.chdir(script.parent)
-    done = run_command(*words)
+    done = run_command("verify", *words)
     assert done.returncode not in (0, 1) or "Error" in done.stderr or "error" in done.stderr, done.stderr
     assert expected in done.stderr + done.stdout
     assert "run 1" not in done.stderr
