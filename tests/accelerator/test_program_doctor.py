@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from ddpilot.diagnose.ladder.ladder import check_program
-from tests.accelerator import SITE, environment, why_not
+from tests.accelerator import environment, why_not
 from tests.soak import soak
 
 pytestmark = [
@@ -68,13 +70,19 @@ def check(folder: Path, *changes: tuple[str, str]) -> dict[str, Any]:
         assert text.count(old) == 1, old
         text = text.replace(old, new)
     (folder / "train.py").write_text(text)
-    assert torch.__version__  # is loaded here: this process is to have no device
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment(2).items():
-            patch.setenv(name, value)
-        patch.chdir(folder)
-        patch.syspath_prepend(str(SITE))
-        return check_program("train.py", nproc_per_node=2, num_updates=2, num_workers=0).to_dict()
+    command = [sys.executable, "-m", "ddpilot", "doctor", "train.py", "-n", "2", "--updates", "2", "--workers", "0"]
+    done = subprocess.run(
+        [*command, "--json"],
+        cwd=folder,
+        env={**os.environ, **environment(2)},
+        capture_output=True,
+        text=True,
+        timeout=160,
+        check=False,
+    )
+    assert done.stdout, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
 def wrong_rung(found: dict[str, Any]) -> dict[str, Any]:

@@ -76,18 +76,14 @@ else:
 """
 
 
-def told(source: str, folder: Path, **how: Any) -> dict[str, Any]:
-    """The object that `source` told last."""
-    return all_told(source, folder, **how)[-1]
-
-
-def all_told(source: str, folder: Path, *, library: str = "lightning", **how: Any) -> list[dict[str, Any]]:
-    """Each object that `source` told, and its standard error."""
+def told(source: str, folder: Path, *, library: str = "lightning", **how: Any) -> dict[str, Any]:
+    """The object that `source` printed on its last line."""
     source = (SET_UP + source).replace("LIBRARY", library)
     outcome = run_script(source, folder, env=ENV, limit_s=100, **how)
     lines = [line for line in outcome.out.splitlines() if line.startswith("told ")]
     assert lines, outcome
-    return [json.loads(line.removeprefix("told ")) | {"stderr": outcome.err} for line in lines]
+    facts: dict[str, Any] = json.loads(lines[-1].removeprefix("told "))
+    return facts | {"stderr": outcome.err}
 
 
 @pytest.fixture(scope="module")
@@ -167,15 +163,9 @@ tell(plain=plain, ours=with_ours)
 """
 
 
-@pytest.fixture(scope="module")
-def in_one_process(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What AGAIN and ERRORS tell, one after the other in one process: importing Lightning takes longer than both."""
-    return all_told(AGAIN + ERRORS, tmp_path_factory.mktemp("again"))
-
-
-def test_a_trainer_fits_again_as_on_one_device(in_one_process: list[dict[str, Any]]) -> None:
+def test_a_trainer_fits_again_as_on_one_device(tmp_path: Path) -> None:
     """Progress, metrics, callbacks, checkpoints and the log's file are those of fits in this process."""
-    facts = in_one_process[0]
+    facts = told(AGAIN, tmp_path)
     assert facts["ours"] == facts["plain"]
 
 
@@ -250,9 +240,9 @@ tell(**found)
 """
 
 
-def test_errors_state_the_fix(in_one_process: list[dict[str, Any]]) -> None:
+def test_errors_state_the_fix(tmp_path: Path) -> None:
     """What cannot travel by its path in the user's objects, unused parameters with our names, several nodes."""
-    facts = in_one_process[1]
+    facts = told(ERRORS, tmp_path)
     assert "starting 2 ranks of `Trainer.fit`: `model.lock` (_thread.lock) cannot be pickled" in facts["ship"]
     assert "strategy='ddpilot_find_unused_parameters_true'" in facts["unused"]
     assert "running `Trainer.fit` on 2 ranks" in facts["unused"]
