@@ -57,7 +57,10 @@ TASKS = (
     Task(
         "Data and batch size",
         "[Data](data.md), [before training](callbacks.md#before-training)",
-        ("LoaderOptions", "find_batch_size", "BatchSizeSearch", "scale_lr"),
+        (
+            *("LoaderOptions", "ShardedDataset", "JsonLinesShards", "ParquetShards", "WebDatasetShards"),
+            *("find_batch_size", "BatchSizeSearch", "scale_lr"),
+        ),
     ),
     Task(
         "Write a training loop",

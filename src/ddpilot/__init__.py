@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from ddpilot.checkpoint.manifest import RunProgress
     from ddpilot.checkpoint.weights import load_into, load_weights
     from ddpilot.data.options import LoaderOptions
+    from ddpilot.data.shards.dataset import ShardedDataset
+    from ddpilot.data.shards.files import JsonLinesShards, ParquetShards, WebDatasetShards
     from ddpilot.diagnose.diagnosis import Diagnosis
     from ddpilot.diagnose.doctor import doctor
     from ddpilot.diagnose.ladder.ladder import check_program
@@ -108,6 +110,7 @@ _HOMES = {
     "JobOptions": "ddpilot.slurm.options",
     "JointTry": "ddpilot.training.coordination.out_of_memory",
     "Journal": "ddpilot.record.journal",
+    "JsonLinesShards": "ddpilot.data.shards.files",
     "KubernetesError": "ddpilot.errors",
     "LaunchError": "ddpilot.errors",
     "LaunchInterrupted": "ddpilot.errors",
@@ -121,6 +124,7 @@ _HOMES = {
     "OutOfMemoryError": "ddpilot.errors",
     "ParameterCount": "ddpilot.training.models.parameters",
     "ParameterSharding": "ddpilot.training.models.sharding",
+    "ParquetShards": "ddpilot.data.shards.files",
     "ProgramDiagnosis": "ddpilot.diagnose.ladder.result",
     "RankError": "ddpilot.errors",
     "RankLog": "ddpilot.record.flight_ring.log",
@@ -133,6 +137,7 @@ _HOMES = {
     "RunProgress": "ddpilot.checkpoint.manifest",
     "Session": "ddpilot.session.session",
     "SessionOptions": "ddpilot.session.options",
+    "ShardedDataset": "ddpilot.data.shards.dataset",
     "ShipError": "ddpilot.errors",
     "SlurmError": "ddpilot.errors",
     "SlurmJob": "ddpilot.slurm.launcher",
@@ -142,6 +147,7 @@ _HOMES = {
     "Trainer": "ddpilot.trainer.trainer",
     "Verification": "ddpilot.diagnose.verify.result",
     "WatchError": "ddpilot.errors",
+    "WebDatasetShards": "ddpilot.data.shards.files",
     "check_program": "ddpilot.diagnose.ladder.ladder",
     "count_parameters": "ddpilot.training.models.parameters",
     "doctor": "ddpilot.diagnose.doctor",
@@ -198,6 +204,7 @@ __all__ = [
     "JobOptions",
     "JointTry",
     "Journal",
+    "JsonLinesShards",
     "KubernetesError",
     "LaunchError",
     "LaunchInterrupted",
@@ -211,6 +218,7 @@ __all__ = [
     "OutOfMemoryError",
     "ParameterCount",
     "ParameterSharding",
+    "ParquetShards",
     "ProgramDiagnosis",
     "RankError",
     "RankLog",
@@ -223,6 +231,7 @@ __all__ = [
     "RunProgress",
     "Session",
     "SessionOptions",
+    "ShardedDataset",
     "ShipError",
     "SlurmError",
     "SlurmJob",
@@ -232,6 +241,7 @@ __all__ = [
     "Trainer",
     "Verification",
     "WatchError",
+    "WebDatasetShards",
     "__version__",
     "check_program",
     "count_parameters",

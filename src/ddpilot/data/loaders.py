@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make a rank's loader for a map-style dataset, an iterable dataset or a torch DataLoader."""
+"""Make a rank's loader for a map-style dataset, an iterable one, one of shards, or a torch DataLoader."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ from ddpilot.data.dataloader_spec import (
 from ddpilot.data.global_batches import Division, Plan
 from ddpilot.data.map_loader import MapLoader
 from ddpilot.data.options import WORKER_OPTIONS, LoaderOptions, check_batch_size, read_options, read_shard_options
+from ddpilot.data.shards.dataset import count_shards
+from ddpilot.data.shards.loader import ShardLoader
+from ddpilot.data.shards.order import ShardPlan
 from ddpilot.data.stream_loader import StreamLoader, StreamPlan
 from ddpilot.errors import DataError
 
@@ -88,6 +91,41 @@ def make_stream_loader(dataset: Any, *, rank: int, world_size: int, **options: A
     division = Plan(size, size, world_size=world_size, shares=given.shares, empty_ranks=given.empty_ranks).division
     plan = StreamPlan(size, world_size, given.seed or 0, given.drop_last, given.divides_itself, division)
     return StreamLoader(
+        dataset,
+        plan,
+        rank=rank,
+        collate=given.collate_fn or default_collate,
+        seed_samples=given.seed_samples,
+        options=_worker_options(options),
+    )
+
+
+def make_shard_loader(dataset: Any, *, rank: int, world_size: int, **options: Any) -> ShardLoader:
+    """Return the loader of `rank` for a `dataset` of shards, with `num_shards` and `open(shard, skip=...)`.
+
+    Not collective. `options`: those of `LoaderOptions` but `weights` and `divides_itself`. The batches are the same at
+    any world size. Raises `DataError`.
+    """
+    given = read_options(options, rank, is_sharded=True)
+    size = resolve_global_size(given.global_batch_size, given.batch_size_per_rank, world_size, given.shares, rank)
+    check_batch_size("num_lanes", given.num_lanes, rank)
+    check_batch_size("shuffle_buffer", given.shuffle_buffer, rank)
+    # Raises for what any plan rejects: a batch smaller than the world size, invalid shares.
+    division = Plan(size, size, world_size=world_size, shares=given.shares, empty_ranks=given.empty_ranks).division
+    num_shards, lengths = count_shards(dataset, rank)
+    plan = ShardPlan(
+        num_shards=num_shards,
+        lengths=lengths,
+        global_batch_size=size,
+        world_size=world_size,
+        division=division,
+        seed=given.seed or 0,
+        shuffle=bool(given.shuffle),
+        shuffle_buffer=given.shuffle_buffer,
+        num_lanes=given.num_lanes,
+        drop_last=given.drop_last,
+    )
+    return ShardLoader(
         dataset,
         plan,
         rank=rank,

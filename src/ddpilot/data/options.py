@@ -29,7 +29,14 @@ class LoaderOptions:
     batch_size_per_rank: int | None = None
     """Samples of each rank in a batch; in `Loop.shard`, True if the DataLoader's `batch_size` is that of each rank."""
     shuffle: bool | None = None
-    """True: a different order in each epoch; None: False, in a fit its `shuffle`. For map-style datasets."""
+    """True: a different order in each epoch; None: False, in a fit its `shuffle`. Not for iterable datasets. Of a dataset
+    of shards, it draws the order of the shards, and permutes `shuffle_buffer` samples of a shard at a time."""
+    shuffle_buffer: int = 128
+    """Of a dataset of shards with `shuffle`: consecutive samples of each open shard that are in memory and permuted; 1:
+    only the shards are in a different order."""
+    num_lanes: int = 64
+    """Of a dataset of shards: maximum number of shards that all ranks together read at the same time. The order depends
+    on it. At least the number of ranks times that of workers, so that each shard is read by one of them only."""
     drop_last: bool = False
     """True: leave out a last batch that is smaller, on all ranks alike."""
     shares: Sequence[float] | None = None
@@ -72,6 +79,7 @@ WORKER_OPTIONS = _NAMES[_NAMES.index("num_workers") :]
 SHARD_OPTIONS = ("batch_size_per_rank", "shares", "divides_itself", "seed_samples", "empty_ranks", "seed")
 _OF_MAPS = ("shuffle", "weights", "num_draws", "replacement")
 _OF_STREAMS = ("divides_itself", "empty_ranks")
+_OF_SHARDS = ("shuffle_buffer", "num_lanes")
 
 _INSTEAD = {
     "batch_size": "Give `global_batch_size`, the samples of all ranks together, or `batch_size_per_rank`.",
@@ -100,11 +108,23 @@ def naming_rank(rank: int) -> Iterator[None]:
         raise
 
 
-def read_options(options: Mapping[str, Any], rank: int, *, is_stream: bool) -> LoaderOptions:
+_INSTEAD_IN_SHARDS = {
+    **_INSTEAD,
+    **dict.fromkeys(_OF_MAPS[1:], "A dataset of shards is read in the order of its shards: leave it out."),
+    "divides_itself": "Leave it out: each rank and worker reads its own shards.",
+}
+
+
+def read_options(
+    options: Mapping[str, Any], rank: int, *, is_stream: bool = False, is_sharded: bool = False
+) -> LoaderOptions:
     """Return `options` with defaults. Raises `DataError` for an unknown option, or one that requires workers."""
-    did = "making a loader" + (" of an iterable dataset" if is_stream else "")
-    instead = _INSTEAD_IN_STREAMS if is_stream else _INSTEAD
-    names = [name for name in _NAMES if name not in (_OF_MAPS if is_stream else _OF_STREAMS)]
+    did = "making a loader" + " of an iterable dataset" * is_stream + " of shards" * is_sharded
+    instead = _INSTEAD_IN_STREAMS if is_stream else _INSTEAD_IN_SHARDS if is_sharded else _INSTEAD
+    left_out = {*(_OF_MAPS if is_stream else _OF_STREAMS), *_OF_SHARDS}
+    if is_sharded:
+        left_out = {*_OF_MAPS[1:], "divides_itself"}
+    names = [name for name in _NAMES if name not in left_out]
     for name, value in options.items():
         if name not in names:
             raise DataError(did, found=f"`{name}={value!r}`", fix=instead.get(name) or _guess(name, names), rank=rank)

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, pairwise
 from typing import Any, NoReturn, Protocol
 
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader
 from ddpilot.data.batches import NOTHING, LocalBatch, SampleDigest, observe
 from ddpilot.data.global_batches import Division, Plan
 from ddpilot.data.options import naming_rank
+from ddpilot.data.shards.loader import ShardLoader
 from ddpilot.data.stream_loader import StreamLoader
 from ddpilot.errors import DataError, LoopError
 from ddpilot.group.device import wire_device
@@ -129,6 +131,9 @@ def iterate_groups(
         max_batches, loader = max(0, loader.max_batches - first_batch), loader.inner
     if isinstance(loader, StreamLoader):
         batches = observe(loader.iterate(epoch, first_batch, stream_state))
+    elif isinstance(loader, ShardLoader):
+        merge = partial(_merge_lengths, group) if group.world_size > 1 else None
+        batches = observe(loader.iterate(epoch, first_batch, stream_state, merge))
     else:
         batches = observe(loader.iterate(epoch, first_batch))
     # Every rank reads the whole stream: the division is exact only if all ranks see the same one.
@@ -141,6 +146,14 @@ def iterate_groups(
     finally:
         if isinstance(batches, Generator):  # stops its workers now, not when it is garbage-collected
             batches.close()
+
+
+def _merge_lengths(group: GroupLike, lengths: Mapping[int, int]) -> dict[int, int]:
+    """Return the lengths of the shards that any rank has read to their end. Collective."""
+    num = torch.tensor([len(lengths)], dtype=torch.float64)
+    if not group.all_reduce(num.to(wire_device(group))).item():
+        return {}
+    return {shard: length for of_rank in group.all_gather_object(dict(lengths)) for shard, length in of_rank.items()}
 
 
 def is_at_end(loader: Loader, batch: CurrentBatch) -> bool:

@@ -17,10 +17,12 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, IterableDataset
 
 from ddpilot.checkpoint.collective import load_jointly
-from ddpilot.data.loaders import make_loader, make_stream_loader, shard_loader
+from ddpilot.data.loaders import make_loader, make_shard_loader, make_stream_loader, shard_loader
 from ddpilot.data.map_loader import MapLoader
 from ddpilot.data.nested import to_device
 from ddpilot.data.options import naming_rank
+from ddpilot.data.shards.dataset import is_sharded
+from ddpilot.data.shards.loader import ShardLoader
 from ddpilot.data.stream_loader import StreamLoader
 from ddpilot.errors import LoopError
 from ddpilot.findings.finding import Finding
@@ -420,8 +422,8 @@ class Loop:
         """
         return RunningProfile(self.group, self._prepared.ddp_models)
 
-    def loader(self, dataset: Any, **options: Any) -> MapLoader | StreamLoader:
-        """Return a loader of this rank's samples of `dataset`, map-style or iterable; not collective.
+    def loader(self, dataset: Any, **options: Any) -> MapLoader | StreamLoader | ShardLoader:
+        """Return a loader of this rank's samples of `dataset`, map-style, iterable or of shards; not collective.
 
         `options`: `global_batch_size` (samples of all ranks) or `batch_size_per_rank`, `shuffle`, `drop_last`,
         `shares`, `weights`, `num_workers` and others; see the table in docs/data.md. Raises DataError for invalid and
@@ -435,6 +437,8 @@ class Loop:
             )
         job = {"rank": self.rank, "world_size": self.world_size, **self._with_seed(options)}
         make: Any = make_stream_loader if isinstance(dataset, IterableDataset) else make_loader
+        if is_sharded(dataset):
+            make = make_shard_loader
         return make(dataset, **job)  # type: ignore[no-any-return]
 
     def shard(self, loader: DataLoader[Any], **options: Any) -> MapLoader | StreamLoader:

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Datasets whose shards are files: JSON lines, Parquet, and tar archives in the format of WebDataset."""
+
+from __future__ import annotations
+
+import bz2
+import glob
+import gzip
+import io
+import json
+import lzma
+import os
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import PurePath
+from typing import IO, Any
+
+from ddpilot.data.shards.dataset import ShardedDataset
+from ddpilot.errors import DataError
+
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+Transform = Callable[[Any], Any]
+
+
+class _Files(ShardedDataset):
+    """Shards that are files. Raises DataError if `paths` has no file, or `num_samples` another length."""
+
+    def __init__(
+        self, paths: Paths, *, transform: Transform | None = None, num_samples: Sequence[int] | None = None
+    ) -> None:
+        self.paths = find_files(paths)
+        self.transform = transform
+        self._num_samples = None if num_samples is None else [int(number) for number in num_samples]
+        if self._num_samples is not None and len(self._num_samples) != len(self.paths):
+            raise DataError(
+                f"making a dataset of {len(self.paths)} files",
+                found=f"`num_samples` has {len(self._num_samples)} numbers",
+                fix="Give the number of samples of each file, in the order of `dataset.paths`; or leave it out.",
+            )
+
+    @property
+    def num_shards(self) -> int:  # type: ignore[override]
+        """Number of files."""
+        return len(self.paths)
+
+    @property
+    def is_plain(self) -> bool:
+        """True if samples are returned as stored, so that nothing random can be drawn for them."""
+        return self.transform is None
+
+    def num_samples(self, shard: int) -> int | None:
+        """Return the number of samples of a file if it is known."""
+        return None if self._num_samples is None else self._num_samples[shard]
+
+    def describe(self, shard: int) -> str:
+        """Return the path of a file."""
+        return self.paths[shard]
+
+    def decode(self, record: Any) -> Any:
+        """Return the sample of a record."""
+        return record if self.transform is None else self.transform(record)
+
+    def _refuse_skip(self, shard: int, skip: int, num: int) -> None:
+        """Raise DataError if a file has fewer than `skip` samples, as it has been cut since they were read."""
+        if num < skip:
+            raise DataError(
+                f"reading {self.paths[shard]} from sample {skip} on",
+                found=f"it has {num} samples",
+                fix="Restore the file; or start over, if the data has changed.",
+            )
+
+
+class JsonLinesShards(_Files):
+    """Files of JSON lines: a sample is the value of a line. Lines without text are no samples.
+
+    `paths`: files, or a pattern such as "data/*.jsonl"; those ending in .gz, .bz2 or .xz are decompressed. `transform`:
+    called with the value of a line, returns the sample. `num_samples`: the number of samples of each file, if known.
+    """
+
+    def open(self, shard: int, skip: int = 0) -> Iterator[bytes]:
+        """Yield the lines of a file."""
+        number = 0
+        with _open(self.paths[shard]) as file:
+            for line in file:
+                if line.strip():
+                    number += 1
+                    if number > skip:
+                        yield line
+        self._refuse_skip(shard, skip, number)
+
+    def decode(self, record: Any) -> Any:
+        """Return the sample of a line."""
+        return super().decode(json.loads(record))
+
+
+class ParquetShards(_Files):
+    """Parquet files: a sample is a row, as a dict from column to Python value. Needs pyarrow.
+
+    `paths`: files, or a pattern such as "data/*.parquet". `columns`: those to read; None: all. `transform`: called with
+    such a dict, returns the sample. The numbers of rows are read from the files when the dataset is made.
+    """
+
+    _ROWS = 1024
+
+    def __init__(
+        self, paths: Paths, *, columns: Sequence[str] | None = None, transform: Transform | None = None
+    ) -> None:
+        super().__init__(paths, transform=transform)
+        self.columns = None if columns is None else list(columns)
+        self._num_samples = [self._read_num_rows(path) for path in self.paths]
+
+    def open(self, shard: int, skip: int = 0) -> Iterator[dict[str, Any]]:
+        """Yield the rows of a file; row groups before the row `skip` are not read."""
+        with _import_parquet().ParquetFile(self.paths[shard]) as file:
+            groups = []
+            for number in range(file.num_row_groups):
+                num_rows = file.metadata.row_group(number).num_rows
+                if groups or num_rows > skip:
+                    groups.append(number)
+                else:
+                    skip -= num_rows
+            for batch in file.iter_batches(self._ROWS, row_groups=groups, columns=self.columns) if groups else ():
+                yield from batch.slice(skip).to_pylist()
+                skip = max(0, skip - batch.num_rows)
+
+    @staticmethod
+    def _read_num_rows(path: str) -> int:
+        parquet = _import_parquet()
+        try:
+            return int(parquet.read_metadata(path).num_rows)
+        except Exception as error:
+            found = f"{type(error).__name__}: {error}"
+            raise DataError(f"reading the metadata of {path}", found=found, fix="Check the file.") from error
+
+
+class WebDatasetShards(_Files):
+    """Tar archives in the format of WebDataset: a sample is the consecutive files of an archive with one basename.
+
+    The basename is the path up to the first dot of the file name, and the rest is the key of the file's bytes in the
+    sample, a dict: "a/0001.jpg" and "a/0001.seg.png" are {"__key__": "a/0001", "jpg": ..., "seg.png": ...}. `paths`:
+    archives, or a pattern such as "data/*.tar"; .tar.gz and others are decompressed. `transform`: called with such a
+    dict, returns the sample. `num_samples`: the number of samples of each archive, if known.
+    """
+
+    def open(self, shard: int, skip: int = 0) -> Iterator[dict[str, Any]]:
+        """Yield the samples of an archive; of those before `skip`, only the names are read."""
+        path, number = self.paths[shard], 0
+        with tarfile.open(path) as archive:
+            key, sample = None, {}
+            for member in self._members(archive, path):
+                name = PurePath(member.name)
+                base, _, extension = name.name.partition(".")
+                if base.startswith("__") and base.endswith("__"):
+                    continue
+                member_key = str(name.parent / base)
+                if member_key != key:
+                    if key is not None:
+                        number += 1
+                        if number > skip:
+                            yield sample
+                    key, sample = member_key, {"__key__": member_key}
+                if extension.lower() in sample:
+                    found = f"two files {extension!r} of the sample {key!r}"
+                    raise DataError(f"reading {path}", found=found, fix="Give each file of a sample its own extension.")
+                sample[extension.lower()] = self._read(archive, member) if number >= skip else b""
+            if key is not None:
+                number += 1
+                if number > skip:
+                    yield sample
+        self._refuse_skip(shard, skip, number)
+
+    @staticmethod
+    def _members(archive: tarfile.TarFile, path: str) -> Iterator[tarfile.TarInfo]:
+        """Yield the files of an archive; raises DataError if it ends within a member, which tarfile takes as the end."""
+        while (member := archive.next()) is not None:
+            archive.members.clear()  # a long archive would collect them all
+            if member.isfile():
+                yield member
+        file: Any = archive.fileobj
+        file.seek(archive.offset)
+        rest = file.read(tarfile.BLOCKSIZE)
+        if rest.strip(b"\0") or (rest and len(rest) < tarfile.BLOCKSIZE) or file.tell() < archive.offset:
+            fix = "Copy it again: it was cut, or is damaged."
+            raise DataError(f"reading {path}", found=f"no header of a file at byte {archive.offset}", fix=fix)
+
+    @staticmethod
+    def _read(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+        file = archive.extractfile(member)
+        return b"" if file is None else file.read()
+
+
+def find_files(paths: Paths) -> list[str]:
+    """Return the files of `paths`, those of a pattern sorted. Raises DataError if there are none, or one is missing."""
+    given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    found: list[str] = []
+    for one in map(os.fspath, given):
+        names = [one] if os.path.exists(one) else sorted(glob.glob(one, recursive=True))
+        if not names:
+            raise DataError("finding the files of a dataset", found=f"no file {one!r}", fix="Check the path.")
+        found += names
+    if not found:
+        raise DataError("finding the files of a dataset", found="`paths` is empty", fix="Give files or a pattern.")
+    if folders := [name for name in found if os.path.isdir(name)]:
+        fix = "Give a pattern, such as 'data/*.jsonl'."
+        raise DataError("finding the files of a dataset", found=f"a folder {folders[0]!r}", fix=fix)
+    return found
+
+
+def _open(path: str) -> IO[bytes]:
+    openers: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+    file: IO[bytes] = openers.get(PurePath(path).suffix, io.open)(path, "rb")
+    return file
+
+
+def _import_parquet() -> Any:
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        found = "pyarrow is not installed"
+        raise DataError("reading a Parquet file", found=found, fix="Install it: pip install pyarrow") from error
+    return parquet

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ShardLoader`: loads a rank's pieces of the global batches of a dataset of shards, with torch's workers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from torch.utils.data import default_collate
+
+from ddpilot.data.batches import LocalBatch
+from ddpilot.data.options import Collate
+from ddpilot.data.sample_seeds import mix_seed
+from ddpilot.data.shards.order import ShardOrder, ShardPlan, Take
+from ddpilot.data.shards.reader import ShardPiece, ShardReader, ShardRequest
+from ddpilot.data.workers import Workers
+from ddpilot.errors import DataError
+
+MergeLengths = Callable[[dict[int, int]], Mapping[int, int]]
+
+
+class ShardLoader:
+    """A rank's pieces of the global batches of a dataset of shards; created by `make_shard_loader`.
+
+    Each shard is open in one worker of one rank, unless there are fewer shards than workers. `is_joint`: True if the
+    length of a shard is unknown; the ranks then have to tell each other which shards have ended. `len()` is the number
+    of global batches if the number of samples is known; otherwise it raises `TypeError`.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        plan: ShardPlan,
+        *,
+        rank: int,
+        collate: Collate,
+        seed_samples: bool = True,
+        options: Mapping[str, Any],
+    ) -> None:
+        self.dataset = dataset
+        self.plan = plan
+        self.rank = rank
+        self.is_joint = plan.num_samples is None
+        self._num_passes = 0
+        draws = collate is not default_collate or not getattr(dataset, "is_plain", False)
+        reader = ShardReader(dataset, plan, collate=collate, seeded=seed_samples and draws)
+        self._workers = Workers(reader, rank, options)
+
+    def __len__(self) -> int:
+        num_samples, size = self.plan.num_samples, self.plan.global_batch_size
+        if num_samples is None:
+            if not hasattr(self.dataset, "__len__"):
+                raise TypeError(f"the number of batches of {type(self.dataset).__name__} is unknown until it was read")
+            num_samples = len(self.dataset)
+        return num_samples // size if self.plan.drop_last else -(-num_samples // size)
+
+    def iterate(
+        self, epoch: int, first_batch: int = 0, state: Any = None, merge: MergeLengths | None = None
+    ) -> Iterator[LocalBatch]:
+        """Yield this rank's piece of every batch of `epoch` (0, 1, ...), starting at `first_batch`.
+
+        `state`: the `stream_state` of batch `first_batch` - 1; without it, and with shards of unknown length, earlier
+        batches are read and dropped. `merge`: called with the lengths of the shards that this rank has read to their
+        end, after each batch until all lengths are known; returns those of all ranks. Collective if it is. Raises
+        `DataError`, with the original exception as its cause, if the dataset or `collate_fn` raises.
+        """
+        self._check(epoch, first_batch, merge)
+        order = ShardOrder(self.plan, epoch, state)
+        if state is None and order.is_known:
+            while order.batch < first_batch and order.take():
+                pass
+        while True:
+            issued: deque[tuple[Take, ...]] = deque()
+            pieces = self._load(epoch, order, issued)
+            try:
+                for piece in pieces:
+                    takes = issued.popleft()
+                    if not order.is_known:
+                        order.learn(piece.lengths if merge is None else merge(piece.lengths))
+                    ahead = order.copy()
+                    if ahead.take() != takes:  # a lane of this batch has fewer samples: read it again without
+                        break
+                    order = ahead
+                    if order.batch > first_batch:
+                        yield self._as_batch(piece.data, takes, order)
+                else:
+                    return
+            finally:
+                pieces.close()
+
+    def _check(self, epoch: int, first_batch: int, merge: MergeLengths | None) -> None:
+        did = "reading shards"
+        if epoch < 0 or first_batch < 0:
+            raise DataError(
+                did, found=f"epoch {epoch}, batch {first_batch}", fix="Both count from 0.", rank=self.rank
+            )
+        if self.is_joint and merge is None and self.plan.world_size > 1:
+            found = f"the lengths of shards are unknown, and {self.plan.world_size} ranks do not exchange them"
+            raise DataError(
+                did, found=found, fix="Read it by loop.batches, or define `num_samples(shard)`.", rank=self.rank
+            )
+
+    def _as_batch(self, data: Any, takes: tuple[Take, ...], order: ShardOrder) -> LocalBatch:
+        before, own = self.plan.piece(takes, self.rank)
+        count, index = sum(take.count for take in own), order.batch - 1
+        first = index * self.plan.global_batch_size + before
+        ids = np.arange(first, first + count, dtype=np.int64)
+        return LocalBatch(data, index, count, sum(take.count for take in takes), ids, order.state())
+
+    def _load(
+        self, epoch: int, order: ShardOrder, issued: deque[tuple[Take, ...]]
+    ) -> Generator[ShardPiece, None, None]:
+        """Yield the pieces from `order` on, as far as lengths are known; add the takes of each to `issued`."""
+        self._num_passes += 1
+        requests = self._request(self._num_passes, epoch, order.copy(), issued)
+        results = self._workers.read(requests, mix_seed(self.plan.seed, epoch, self.rank))
+        try:
+            for piece in results:
+                if piece is not None:
+                    yield piece
+        finally:
+            if isinstance(results, Generator):
+                results.close()
+
+    def _request(
+        self, number: int, epoch: int, order: ShardOrder, issued: deque[tuple[Take, ...]]
+    ) -> Iterator[list[ShardRequest | None]]:
+        """Yield a request for each batch, so that torch's DataLoader gives a set of lanes always to the same worker.
+
+        It hands requests to workers in turn: None is added to reach the worker of a batch.
+        """
+        num_workers = max(1, self._workers.loader.num_workers)
+        starts = [order.find_lane_start(lane) for lane in range(len(order.lanes))]
+        sent = 0
+        while takes := order.take():
+            batch = order.batch - 1
+            worker = batch % self.plan.num_turns % num_workers
+            while sent % num_workers != worker:
+                sent += 1
+                yield [None]
+            _, own = self.plan.piece(takes, self.rank)
+            read = tuple(own) or (takes[0]._replace(count=1),)
+            issued.append(takes)
+            sent += 1
+            yield [ShardRequest(number, epoch, batch, read, tuple(starts[take.lane] for take in read), not own)]
