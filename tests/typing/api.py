@@ -97,6 +97,7 @@ def check_trainer(data: torch.utils.data.Dataset[torch.Tensor]) -> None:
     assert_type(trainer.history.epochs, list[dict[str, Any]])
     trainer.fit(data, ddp=ddpilot.DDPOptions(comm="bf16"), checkpoints=ddpilot.CheckpointOptions(keep=1))
     trainer.fit(data, loader=ddpilot.LoaderOptions(global_batch_size=8, shares=[2, 1]))
+    trainer.fit(ddpilot.JsonLinesShards("*.jsonl", transform=str), loader=ddpilot.LoaderOptions(num_lanes=8))
     trainer.fit(data, precision="bf16")  # type: ignore[call-arg]
     trainer.call("sample", 3, ranks="some")  # type: ignore[arg-type]
 

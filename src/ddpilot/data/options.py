@@ -29,8 +29,8 @@ class LoaderOptions:
     batch_size_per_rank: int | None = None
     """Samples of each rank in a batch; in `Loop.shard`, True if the DataLoader's `batch_size` is that of each rank."""
     shuffle: bool | None = None
-    """True: a different order in each epoch; None: False, in a fit its `shuffle`. Not for iterable datasets. Of a dataset
-    of shards, it draws the order of the shards, and permutes `shuffle_buffer` samples of a shard at a time."""
+    """True: a different order in each epoch; None: False, in a fit its `shuffle`. Not for iterable datasets. With a
+    dataset of shards, the shards are in a different order, and `shuffle_buffer` samples of a shard are permuted."""
     shuffle_buffer: int = 128
     """Of a dataset of shards with `shuffle`: consecutive samples of each open shard that are in memory and permuted; 1:
     only the shards are in a different order."""

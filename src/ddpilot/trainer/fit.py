@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ddpilot.checkpoint.remote.store import check_writable_url, is_url
 from ddpilot.data.options import WORKER_OPTIONS
-from ddpilot.data.shards.dataset import is_sharded
+from ddpilot.data.shards.dataset import has_shards
 from ddpilot.errors import LoopError
 from ddpilot.group.decorators import on_ranks
 from ddpilot.group.device import capture_rng, restore_rng
@@ -523,7 +523,7 @@ def make_loader_of(data: Any, loop: Loop, options: Mapping[str, Any]) -> Loader:
         return made
     if isinstance(data, DataLoader):
         return loop.shard(data, **_options_of_loader(data, options))
-    is_stream = isinstance(data, IterableDataset) and not is_sharded(data)
+    is_stream = isinstance(data, IterableDataset) and not has_shards(data)
     return loop.loader(data, **{name: one for name, one in options.items() if not is_stream or name != "shuffle"})
 
 

@@ -21,7 +21,7 @@ from ddpilot.data.loaders import make_loader, make_shard_loader, make_stream_loa
 from ddpilot.data.map_loader import MapLoader
 from ddpilot.data.nested import to_device
 from ddpilot.data.options import naming_rank
-from ddpilot.data.shards.dataset import is_sharded
+from ddpilot.data.shards.dataset import has_shards
 from ddpilot.data.shards.loader import ShardLoader
 from ddpilot.data.stream_loader import StreamLoader
 from ddpilot.errors import LoopError
@@ -437,7 +437,7 @@ class Loop:
             )
         job = {"rank": self.rank, "world_size": self.world_size, **self._with_seed(options)}
         make: Any = make_stream_loader if isinstance(dataset, IterableDataset) else make_loader
-        if is_sharded(dataset):
+        if has_shards(dataset):
             make = make_shard_loader
         return make(dataset, **job)  # type: ignore[no-any-return]
 

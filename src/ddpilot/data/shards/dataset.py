@@ -30,7 +30,7 @@ class ShardedDataset:
         """Return the sample of a record of `open`; called only by the rank and worker that keeps it."""
         return record
 
-    def num_samples(self, shard: int) -> int | None:
+    def num_samples(self, shard: int) -> int | None:  # noqa: ARG002
         """Return the number of records of `shard`; None if it is unknown before it has been read."""
         return None
 
@@ -39,7 +39,7 @@ class ShardedDataset:
         return f"shard {shard}"
 
 
-def is_sharded(dataset: Any) -> bool:
+def has_shards(dataset: Any) -> bool:
     """True if `dataset` has `num_shards` and `open(shard, skip=...)`."""
     return hasattr(dataset, "num_shards") and callable(getattr(dataset, "open", None))
 

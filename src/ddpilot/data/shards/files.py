@@ -171,7 +171,7 @@ class WebDatasetShards(_Files):
 
     @staticmethod
     def _members(archive: tarfile.TarFile, path: str) -> Iterator[tarfile.TarInfo]:
-        """Yield the files of an archive; raises DataError if it ends within a member, which tarfile takes as the end."""
+        """Yield the files of an archive; raises DataError if a header is cut, which tarfile takes as the end."""
         while (member := archive.next()) is not None:
             archive.members.clear()  # a long archive would collect them all
             if member.isfile():

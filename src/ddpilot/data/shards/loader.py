@@ -93,9 +93,7 @@ class ShardLoader:
     def _check(self, epoch: int, first_batch: int, merge: MergeLengths | None) -> None:
         did = "reading shards"
         if epoch < 0 or first_batch < 0:
-            raise DataError(
-                did, found=f"epoch {epoch}, batch {first_batch}", fix="Both count from 0.", rank=self.rank
-            )
+            raise DataError(did, found=f"epoch {epoch}, batch {first_batch}", fix="Both count from 0.", rank=self.rank)
         if self.is_joint and merge is None and self.plan.world_size > 1:
             found = f"the lengths of shards are unknown, and {self.plan.world_size} ranks do not exchange them"
             raise DataError(

@@ -36,10 +36,10 @@ class ShardPlan:
     """How the samples of shards are divided into global batches, and these among the ranks.
 
     The shards of an epoch, in an order drawn from (seed, epoch), are dealt to *lanes*, and each lane is the samples of
-    its shards one after the other. Batches take turns over `num_turns` sets of lanes, and take as many samples from
-    each lane of the set as from the others. Lanes without samples left are left out, and a set with too few samples is
-    filled up from the next one, so that only the last batch of an epoch can be smaller. Neither world size nor workers
-    have a part in this.
+    its shards one after the other. Batches take turns over `num_turns` sets of lanes, and take one sample of each lane
+    of the set after the other. Lanes that have ended are left out, and a batch for which a set has too few samples is
+    filled up from the next set, so that only the last batch of an epoch can be smaller. World size and workers have no
+    effect on this.
     """
 
     num_shards: int
@@ -53,7 +53,7 @@ class ShardPlan:
     num_lanes: int = 64
     """Maximum number of shards that all ranks together have open at a time."""
     drop_last: bool = False
-    lengths: tuple[int | None, ...] = ()
+    lengths: tuple[int | None, ...]
     """Number of samples of each shard, None if unknown."""
 
     @cached_property
@@ -130,7 +130,7 @@ class ShardOrder:
     def __init__(self, plan: ShardPlan, epoch: int, state: Mapping[str, Any] | None = None) -> None:
         self.plan = plan
         self.lanes = plan.deal_shards(epoch)
-        self.lengths: list[int | None] = list(plan.lengths) or [None] * plan.num_shards
+        self.lengths: list[int | None] = list(plan.lengths)
         self.batch = 0
         self._positions = [0] * len(self.lanes)
         self._rotations = [0] * plan.num_turns
@@ -201,24 +201,20 @@ class ShardOrder:
         rest = needed
         lanes = range(turn, len(self.lanes), self.plan.num_turns)
         while rest:
+            # One sample of each lane after the other, without those that have ended.
             first = self._rotations[turn]
-            left = [
-                (number, lane)
-                for number in (*range(first, len(lanes)), *range(first))
-                if self._totals[lane := lanes[number]] > self._positions[lane] + counts.get(lane, 0)
-            ]
+            left = {}
+            for number in (*range(first, len(lanes)), *range(first)):
+                lane = lanes[number]
+                if num := self._totals[lane] - self._positions[lane] - counts.get(lane, 0):
+                    left[lane] = number, num
             if not left:
                 break
-            # One sample of each lane after the other; the next batch begins after the lane of the last one. A lane that
-            # gets no sample has no effect, so it does not matter whether its end is known.
-            each, more = divmod(rest, len(left))
-            self._rotations[turn] = (left[more - 1][0] + 1) % len(lanes)
-            for place, (_, lane) in enumerate(left):
-                has = counts.get(lane, 0)
-                count = int(min(each + (place < more), self._totals[lane] - self._positions[lane] - has))
-                if count:
-                    counts[lane] = has + count
-                    rest -= count
+            cycles = int(min(rest // len(left), *(num for _, num in left.values())))
+            for lane in list(left)[: None if cycles else rest]:
+                counts[lane] = counts.get(lane, 0) + max(cycles, 1)
+                rest -= max(cycles, 1)
+                self._rotations[turn] = (left[lane][0] + 1) % len(lanes)
         return needed - rest
 
     def _count_lanes(self) -> None:

@@ -135,7 +135,7 @@ class ShardReader(Dataset[Any]):
             skip = 0
 
     def _read_shard(self, shard: int, skip: int) -> Generator[tuple[int, int, Any], None, None]:
-        size = self._plan.block_size
+        size, known = self._plan.block_size, self._plan.lengths[shard]
         number = skip - skip % size
         self._go_to(shard, number)
         records = iter(self._dataset.open(shard, skip=number))
@@ -143,7 +143,8 @@ class ShardReader(Dataset[Any]):
         try:
             while is_open:
                 block = []
-                while is_open and len(block) < size:
+                # After the last sample that is known of, one more is asked for: there should be none.
+                while is_open and (len(block) < size or number + len(block) == known):
                     self._go_to(shard, number + len(block))
                     try:
                         block.append(next(records))
@@ -168,7 +169,7 @@ class ShardReader(Dataset[Any]):
 
     def _check_length(self, shard: int, num_read: int, is_open: bool, skip: int) -> None:
         """Raise DataError if the shard has more or fewer samples than was said, or than were read of it before."""
-        known = self._plan.lengths[shard] if self._plan.lengths else None
+        known = self._plan.lengths[shard]
         if known is not None and (num_read > known or (not is_open and num_read < known)):
             raise DataError(
                 f"reading {describe_shard(self._dataset, shard)}",
