@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -210,11 +210,13 @@ class Workers:
         self._generator.manual_seed(seed)
         self._orders.orders = orders
         if self.loader.num_workers or self.loader.pin_memory:
-            results = self._read_pass(self._start(), self._number)
+            results: Iterator[Any] = self._read_pass(self._start(), self._number)
         else:  # same results as torch's DataLoader, without its overhead per batch
             results = map(self._reader.__getitems__, self._orders)
         for result in results:
             if isinstance(result, Failure):
+                if isinstance(results, Generator):  # ends the workers; the garbage collector would take seconds
+                    results.close()
                 result.throw(self._rank)
             yield result
 

@@ -213,8 +213,9 @@ def _check(loaders: Sequence[Any], ends: object, weights: Sequence[float] | None
     for loader in loaders:
         check_loader(loader)
         if not hasattr(loader, "plan") or getattr(loader, "is_joint", False):
-            found = "a loader whose batches are divided by the dataset or by a sampler, and have unknown sizes"
-            raise LoopError(_COMBINING, found=found, fix="Let loop.loader divide a dataset that yields every sample.")
+            found = "a loader whose batches are divided by the dataset or by a sampler, or of shards of unknown length"
+            fix = "Let loop.loader divide a dataset that yields every sample; of shards, one with `num_samples(shard)`."
+            raise LoopError(_COMBINING, found=found, fix=fix)
     if len(loaders) < 2:
         fix = "Give two loaders or more: loop.batches(labelled, unlabelled, ends='longest')."
         raise LoopError(_COMBINING, found="`ends` or `weights`, and one loader", fix=fix)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from ddpilot.data.batches import LocalBatch
 from ddpilot.data.options import Collate
 from ddpilot.data.sample_seeds import mix_seed
 from ddpilot.data.shards.order import ShardOrder, ShardPlan, Take
-from ddpilot.data.shards.reader import ShardPiece, ShardReader, ShardRequest
+from ddpilot.data.shards.reader import ShardReader, ShardRequest
 from ddpilot.data.workers import Workers
 from ddpilot.errors import DataError
 
@@ -71,24 +71,36 @@ class ShardLoader:
         if state is None and order.is_known:
             while order.batch < first_batch and order.take():
                 pass
-        while True:
-            issued: deque[tuple[Take, ...]] = deque()
-            pieces = self._load(epoch, order, issued)
-            try:
-                for piece in pieces:
-                    takes = issued.popleft()
-                    if not order.is_known:
-                        order.learn(piece.lengths if merge is None else merge(piece.lengths))
-                    ahead = order.copy()
-                    if ahead.take() != takes:  # a lane of this batch has fewer samples: read it again without
-                        break
-                    order = ahead
-                    if order.batch > first_batch:
-                        yield self._as_batch(piece.data, takes, order)
-                else:
-                    return
-            finally:
-                pieces.close()
+        course = _Course(order)
+        self._num_passes += 1
+        requests = self._request(self._num_passes, epoch, course)
+        pieces: Any = self._workers.read(requests, mix_seed(self.plan.seed, epoch, self.rank))
+        found: dict[int, int] = {}
+        try:
+            for piece in pieces:
+                if piece is None:
+                    continue
+                found |= piece.lengths
+                if piece.attempt != course.attempt:
+                    continue
+                if not course.order.is_known:
+                    course.order.learn(found if merge is None else merge(found))
+                    found = {}
+                takes = course.accept()
+                if takes and piece.data is None:
+                    raise self._not_repeated(epoch, course.order.batch - 1)
+                if takes and course.order.batch > first_batch:
+                    yield self._as_batch(piece.data, takes, course.order)
+        finally:
+            pieces.close()
+
+    def _not_repeated(self, epoch: int, batch: int) -> DataError:
+        return DataError(
+            f"reading batch {batch} of epoch {epoch}",
+            found="a shard has fewer samples than when it was opened before, or `collate_fn` returned None",
+            fix="Let `open` yield the same records each time, and `collate_fn` return a batch.",
+            rank=self.rank,
+        )
 
     def _check(self, epoch: int, first_batch: int, merge: MergeLengths | None) -> None:
         did = "reading shards"
@@ -107,39 +119,49 @@ class ShardLoader:
         ids = np.arange(first, first + count, dtype=np.int64)
         return LocalBatch(data, index, count, sum(take.count for take in takes), ids, order.state())
 
-    def _load(
-        self, epoch: int, order: ShardOrder, issued: deque[tuple[Take, ...]]
-    ) -> Generator[ShardPiece, None, None]:
-        """Yield the pieces from `order` on, as far as lengths are known; add the takes of each to `issued`."""
-        self._num_passes += 1
-        requests = self._request(self._num_passes, epoch, order.copy(), issued)
-        results = self._workers.read(requests, mix_seed(self.plan.seed, epoch, self.rank))
-        try:
-            for piece in results:
-                if piece is not None:
-                    yield piece
-        finally:
-            if isinstance(results, Generator):
-                results.close()
-
-    def _request(
-        self, number: int, epoch: int, order: ShardOrder, issued: deque[tuple[Take, ...]]
-    ) -> Iterator[list[ShardRequest | None]]:
+    def _request(self, number: int, epoch: int, course: _Course) -> Iterator[list[ShardRequest | None]]:
         """Yield a request for each batch, so that torch's DataLoader gives a set of lanes always to the same worker.
 
         It hands requests to workers in turn: None is added to reach the worker of a batch.
         """
         num_workers = max(1, self._workers.loader.num_workers)
-        starts = [order.find_lane_start(lane) for lane in range(len(order.lanes))]
-        sent = 0
-        while takes := order.take():
-            batch = order.batch - 1
-            worker = batch % self.plan.num_turns % num_workers
-            while sent % num_workers != worker:
-                sent += 1
+        attempt, sent = -1, 0
+        while True:
+            if attempt != course.attempt:
+                attempt, order = course.attempt, course.order.copy()
+            sent += 1
+            if (sent - 1 - order.batch % self.plan.num_turns) % num_workers:
                 yield [None]
+                continue
+            batch, is_final = order.batch, order.is_known
+            takes = order.take()
+            if not takes:  # only if all lengths are known: otherwise some lane may go on
+                return
             _, own = self.plan.piece(takes, self.rank)
             read = tuple(own) or (takes[0]._replace(count=1),)
-            issued.append(takes)
-            sent += 1
-            yield [ShardRequest(number, epoch, batch, read, tuple(starts[take.lane] for take in read), not own)]
+            course.issued.append(takes)
+            starts = tuple(course.order.find_lane_start(take.lane) for take in read)
+            yield [ShardRequest(number, attempt, epoch, batch, read, starts, is_final, not own)]
+
+
+class _Course:
+    """The position of a pass, and the batches that were requested from there on."""
+
+    def __init__(self, order: ShardOrder) -> None:
+        self.order = order
+        self.attempt = 0
+        self.issued: deque[tuple[Take, ...]] = deque()
+
+    def accept(self) -> tuple[Take, ...]:
+        """Return the takes of the next batch that was requested, and advance.
+
+        Return () if a lane has ended since, so that this batch and those after it have to be requested again.
+        """
+        ahead = self.order.copy()
+        takes = ahead.take()
+        if takes == self.issued.popleft():
+            self.order = ahead
+            return takes
+        self.attempt += 1
+        self.issued.clear()
+        return ()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -23,12 +24,16 @@ class ShardRequest(NamedTuple):
     """One batch to read."""
 
     pass_number: int
-    """A different one begins with the lanes at `starts`."""
+    """A different one closes all lanes."""
+    attempt: int
+    """Is returned with the piece: batches are requested again after the end of a lane was found."""
     epoch: int
     batch: int
     takes: tuple[Take, ...]
     starts: tuple[LaneStart, ...]
-    """Where the pass opens the lane of each take."""
+    """Where to open the lane of each take if it is not open: before the first batch that was not yielded yet."""
+    is_final: bool
+    """True if no earlier batch can be requested again. Otherwise the records from `starts` on are kept."""
     is_empty: bool
     """True if the rank has no sample of the batch; `takes` is then one sample, of which an empty batch is made."""
 
@@ -40,6 +45,7 @@ class ShardPiece(NamedTuple):
     """The samples, collated; None if the shards have fewer samples than requested."""
     lengths: dict[int, int]
     """Number of samples of each shard whose end was reached since the previous batch."""
+    attempt: int
 
 
 _READING, _DECODING, _COLLATING = 2, 3, 1
@@ -99,33 +105,33 @@ class ShardReader(Dataset[Any]):
     def _read(self, request: ShardRequest) -> ShardPiece:
         samples: list[Any] = []
         for take, start in zip(request.takes, request.starts, strict=True):
-            samples += self._take(take, start)
+            samples += self._take(take, start, request.is_final)
         is_short = len(samples) < sum(take.count for take in request.takes)
         lengths, self._lengths = self._lengths, {}
         if is_short:  # the batch will be requested again, with other lanes
-            return ShardPiece(None, lengths)
+            return ShardPiece(None, lengths, request.attempt)
         self._doing = f"collating {len(samples)} samples"
         self._seed(request.batch, _COLLATING)
         data = self._collate(samples)
         if request.is_empty:
             data = without_rows(data, self._collate([*samples, *samples]))
-        return ShardPiece(data, lengths)
+        return ShardPiece(data, lengths, request.attempt)
 
-    def _take(self, take: Take, start: LaneStart) -> Iterator[Any]:
+    def _take(self, take: Take, start: LaneStart, is_final: bool) -> Iterator[Any]:
         lane = self._lanes.get(take.lane)
-        if lane is None:
+        if lane is None or lane.first > take.position:
+            if lane is not None:
+                lane.records.close()
             lane = self._lanes[take.lane] = _Lane(self._read_lane(self._shards[take.lane], start), start.position)
-        stop = take.position + take.count
-        while lane.position < stop:
-            found = next(lane.records, None)
+        lane.forget(take.position if is_final else start.position)
+        for position in range(take.position, take.position + take.count):
+            found = lane.get(position)
             if found is None:
                 return
-            lane.position += 1
-            if lane.position > take.position:
-                shard, number, record = found
-                self._doing = _Place(self._dataset, "decoding", shard, number)
-                self._seed(shard, number, _DECODING)
-                yield record if self._decode is None else self._decode(record)
+            shard, number, record = found
+            self._doing = _Place(self._dataset, "decoding", shard, number)
+            self._seed(shard, number, _DECODING)
+            yield record if self._decode is None else self._decode(record)
 
     def _read_lane(self, shards: Sequence[int], start: LaneStart) -> Generator[tuple[int, int, Any], None, None]:
         """Yield shard, number in the shard, and record, from `start` on."""
@@ -205,8 +211,28 @@ class _Place(NamedTuple):
 
 
 class _Lane:
-    """An open lane, and the number of the sample that it yields next."""
+    """An open lane, which keeps the records that may be requested again."""
 
-    def __init__(self, records: Generator[tuple[int, int, Any], None, None], position: int) -> None:
+    def __init__(self, records: Generator[tuple[int, int, Any], None, None], first: int) -> None:
         self.records = records
-        self.position = position
+        self.first = first
+        """Number in the lane of the first record that is kept, or else of the next one."""
+        self._kept: deque[tuple[int, int, Any]] = deque()
+
+    def get(self, position: int) -> tuple[int, int, Any] | None:
+        """Return shard, number in the shard, and record number `position` of the lane; None if it ends before it."""
+        while self.first + len(self._kept) <= position:
+            found = next(self.records, None)
+            if found is None:
+                return None
+            self._kept.append(found)
+        return self._kept[position - self.first]
+
+    def forget(self, position: int) -> None:
+        """Drop the records before `position`; those that were not read yet are read."""
+        while self.first < position:
+            if self._kept:
+                self._kept.popleft()
+            elif next(self.records, None) is None:
+                return
+            self.first += 1

@@ -97,6 +97,28 @@ def test_each_rank_opens_its_own_shards() -> None:
     assert len({shard for one in opened for shard in one}) == sum(map(len, opened))
 
 
+def test_lanes_stay_open_when_others_end() -> None:
+    """With unknown lengths, on one rank with and without workers: batches are made again of what is in memory."""
+    for are_known in (True, False):
+        data = Numbers(range(10, 74), are_known=are_known)
+        read = put_together(Ranks([data], global_batch_size=16).read())
+        assert sorted(sample for batch in read for sample in batch) == all_samples(data.lengths)
+        assert sorted(data.opened) == [(shard, 0) for shard in range(64)]
+
+
+def test_shard_that_is_shorter_when_opened_again_is_an_error() -> None:
+    """Its samples cannot be read at another position."""
+
+    class Shrinking(Numbers):
+        def open(self, shard: int, skip: int = 0) -> Iterator[int]:
+            return iter(range(skip, 8 if skip else 9))
+
+    state = Ranks([Shrinking([9])], global_batch_size=4, shuffle=True, shuffle_buffer=3).read(num=1)[0][0].stream_state
+    state["positions"], state["batch"] = [9], 2
+    with pytest.raises(DataError, match="from sample 9 on: it has 8 samples"):
+        Ranks([Shrinking([9])], global_batch_size=4, shuffle=True, shuffle_buffer=7).read(0, 2, state)
+
+
 def test_ranks_share_a_shard_when_there_are_fewer() -> None:
     """One shard and three ranks: each decodes its own samples only."""
 
@@ -171,7 +193,7 @@ def test_error_names_shard_and_sample(num_workers: int) -> None:
     ranks = Ranks([Broken([9, 9])], global_batch_size=2, num_workers=num_workers)
     with pytest.raises(DataError, match=r"reading sample 3 of shard 1 \(part-1\) \(batch 3 of epoch 0\)") as caught:
         ranks.read()
-    assert isinstance(caught.value.__cause__, OSError)
+    assert type(caught.value.__cause__) is OSError
 
 
 @pytest.mark.parametrize(
