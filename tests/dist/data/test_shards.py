@@ -111,7 +111,7 @@ def test_resumed_run_has_the_numbers_of_one_process(
     folder: Path, tmp_path: Path, ranks: tuple[int, int], num_workers: int
 ) -> None:
     """Two epochs, stopped within the first and continued at another number of ranks; lengths are unknown."""
-    losses, weights = ddpilot.launch(train_by_hand, nproc_per_node=1, timeout_s=100)[0]
+    losses, weights = ddpilot.Launcher(nproc_per_node=1, timeout_s=100).run(train_by_hand)[0]
     before, *_ = launch(ranks[0], folder, tmp_path, STOP, num_workers)
     after, own_weights, error = launch(ranks[1], folder, tmp_path, NUM_UPDATES, num_workers)
     assert [*before, *after] == list(range(1, NUM_UPDATES + 1))
@@ -131,8 +131,10 @@ def test_trainer_reads_shards(folder: Path) -> None:
     for num_ranks in (1, 2):
         data = ddpilot.JsonLinesShards(folder / "*.jsonl*", transform=make_sample)
         trainer = ddpilot.Trainer(
-            make_model(), nn.functional.mse_loss, lambda parameters: torch.optim.SGD(parameters, lr=0.1), progress=False
+            make_model(), nn.functional.mse_loss, lambda parameters: torch.optim.SGD(parameters, lr=0.1)
         )
-        history = trainer.fit(data, data, epochs=2, global_batch_size=BATCH_SIZE, nproc_per_node=num_ranks)
+        history = trainer.fit(
+            data, data, epochs=2, global_batch_size=BATCH_SIZE, nproc_per_node=num_ranks, progress=False
+        )
         found.append([[row["loss"], row["val_loss"]] for row in history.epochs])
     same(found[0], found[1], rtol=1e-10, atol=1e-13)
