@@ -82,7 +82,10 @@ class ShardReader(Dataset[Any]):
         except Exception as error:  # noqa: BLE001 - the rank raises it, with its number
             self._close()
             doing = f"{self._doing} (batch {request.batch} of epoch {request.epoch})"
-            return catch_failure(doing, "Read that shard without a loader: `list(dataset.open(shard))`.", error)
+            fix = "Call `collate_fn` with these samples, without workers."
+            if isinstance(self._doing, _Place):
+                fix = f"Read that shard without a loader: `list(dataset.open({self._doing.shard}))`."
+            return catch_failure(doing, fix, error)
 
     def _start(self, request: ShardRequest) -> None:
         if request.pass_number == self._pass_number:
