@@ -63,7 +63,7 @@ def train_by_hand() -> tuple[list[float], torch.Tensor]:
             x, y = (torch.stack(column) for column in zip(*order[start : start + BATCH_SIZE], strict=True))
             loss = nn.functional.mse_loss(model(x), y)
             optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             losses.append(loss.item())
             if len(losses) == NUM_UPDATES:

@@ -112,7 +112,7 @@ class ParquetShards(_Files):
     def open(self, shard: int, skip: int = 0) -> Iterator[dict[str, Any]]:
         """Yield the rows of a file; row groups before the row `skip` are not read."""
         with _import_parquet().ParquetFile(self.paths[shard]) as file:
-            groups = []
+            groups: list[int] = []
             for number in range(file.num_row_groups):
                 num_rows = file.metadata.row_group(number).num_rows
                 if groups or num_rows > skip:
@@ -146,7 +146,8 @@ class WebDatasetShards(_Files):
         """Yield the samples of an archive; of those before `skip`, only the names are read."""
         path, number = self.paths[shard], 0
         with tarfile.open(path) as archive:
-            key, sample = None, {}
+            key: str | None = None
+            sample: dict[str, Any] = {}
             for member in self._members(archive, path):
                 name = PurePath(member.name)
                 base, _, extension = name.name.partition(".")
@@ -173,7 +174,7 @@ class WebDatasetShards(_Files):
     def _members(archive: tarfile.TarFile, path: str) -> Iterator[tarfile.TarInfo]:
         """Yield the files of an archive; raises DataError if a header is cut, which tarfile takes as the end."""
         while (member := archive.next()) is not None:
-            archive.members.clear()  # a long archive would collect them all
+            archive.members.clear()  # type: ignore[attr-defined]  # it would collect them all
             if member.isfile():
                 yield member
         file: Any = archive.fileobj
@@ -193,7 +194,8 @@ def find_files(paths: Paths) -> list[str]:
     """Return the files of `paths`, those of a pattern sorted. Raises DataError if there are none, or one is missing."""
     given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     found: list[str] = []
-    for one in map(os.fspath, given):
+    for path in given:
+        one = os.fspath(path)
         names = [one] if os.path.exists(one) else sorted(glob.glob(one, recursive=True))
         if not names:
             raise DataError("finding the files of a dataset", found=f"no file {one!r}", fix="Check the path.")

@@ -114,10 +114,10 @@ class ShardLoader:
 
     def _as_batch(self, data: Any, takes: tuple[Take, ...], order: ShardOrder) -> LocalBatch:
         before, own = self.plan.piece(takes, self.rank)
-        count, index = sum(take.count for take in own), order.batch - 1
+        count, index = sum(take.num for take in own), order.batch - 1
         first = index * self.plan.global_batch_size + before
         ids = np.arange(first, first + count, dtype=np.int64)
-        return LocalBatch(data, index, count, sum(take.count for take in takes), ids, order.state())
+        return LocalBatch(data, index, count, sum(take.num for take in takes), ids, order.state())
 
     def _request(self, number: int, epoch: int, course: _Course) -> Iterator[list[ShardRequest | None]]:
         """Yield a request for each batch, so that torch's DataLoader gives a set of lanes always to the same worker.
@@ -138,7 +138,7 @@ class ShardLoader:
             if not takes:  # only if all lengths are known: otherwise some lane may go on
                 return
             _, own = self.plan.piece(takes, self.rank)
-            read = tuple(own) or (takes[0]._replace(count=1),)
+            read = tuple(own) or (takes[0]._replace(num=1),)
             course.issued.append(takes)
             starts = tuple(course.order.find_lane_start(take.lane) for take in read)
             yield [ShardRequest(number, attempt, epoch, batch, read, starts, is_final, not own)]

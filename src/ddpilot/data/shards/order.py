@@ -20,7 +20,8 @@ class Take(NamedTuple):
     lane: int
     position: int
     """Number of the first sample in its lane, from 0."""
-    count: int
+    num: int
+    """Number of samples."""
 
 
 class LaneStart(NamedTuple):
@@ -108,8 +109,8 @@ class ShardPlan:
         """
         if not self.division.has_empty(len(takes)):
             first, last = self.division.piece(len(takes), rank)
-            return sum(take.count for take in takes[:first]), list(takes[first:last])
-        start, stop = self.division.piece(sum(take.count for take in takes), rank)
+            return sum(take.num for take in takes[:first]), list(takes[first:last])
+        start, stop = self.division.piece(sum(take.num for take in takes), rank)
         own, before = [], 0
         for lane, position, count in takes:
             skip, end = max(0, start - before), min(count, stop - before)

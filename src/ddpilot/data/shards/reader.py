@@ -109,7 +109,7 @@ class ShardReader(Dataset[Any]):
         samples: list[Any] = []
         for take, start in zip(request.takes, request.starts, strict=True):
             samples += self._take(take, start, request.is_final)
-        is_short = len(samples) < sum(take.count for take in request.takes)
+        is_short = len(samples) < sum(take.num for take in request.takes)
         lengths, self._lengths = self._lengths, {}
         if is_short:  # the batch will be requested again, with other lanes
             return ShardPiece(None, lengths, request.attempt)
@@ -127,7 +127,7 @@ class ShardReader(Dataset[Any]):
                 lane.records.close()
             lane = self._lanes[take.lane] = _Lane(self._read_lane(self._shards[take.lane], start), start.position)
         lane.forget(take.position if is_final else start.position)
-        for position in range(take.position, take.position + take.count):
+        for position in range(take.position, take.position + take.num):
             found = lane.get(position)
             if found is None:
                 return
@@ -151,7 +151,7 @@ class ShardReader(Dataset[Any]):
         is_open = True
         try:
             while is_open:
-                block = []
+                block: list[Any] = []
                 # After the last sample that is known of, one more is asked for: there should be none.
                 while is_open and (len(block) < size or number + len(block) == known):
                     self._go_to(shard, number + len(block))
