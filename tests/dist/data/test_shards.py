@@ -125,10 +125,11 @@ def test_resumed_run_has_the_numbers_of_one_process(
     assert error == pytest.approx((model(x) - y).abs().mean().item(), rel=1e-10)
 
 
-def test_trainer_reads_shards(folder: Path) -> None:
-    """Shuffled, on three ranks as on two, with a validation set of shards."""
+def test_trainer_reads_shards(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shuffled, on three ranks as on one, with a validation set of shards."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "unused")  # torch's optimizers would set it
     found = []
-    for num_ranks in (2, 3):
+    for num_ranks in (1, 3):
         data = ddpilot.JsonLinesShards(folder / "*.jsonl*", transform=make_sample)
         trainer = ddpilot.Trainer(
             make_model(), nn.functional.mse_loss, lambda parameters: torch.optim.SGD(parameters, lr=0.1)
