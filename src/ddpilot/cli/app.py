@@ -209,6 +209,10 @@ def doctor(
         float,
         typer.Option("--timeout-s", metavar="S", min=0.1, help="With --nodes, seconds to wait for the other ranks."),
     ] = 30.0,
+    reach: Annotated[
+        list[str] | None,
+        typer.Option("--reach", metavar="HOST:PORT", help="An address that the job needs; may be repeated."),
+    ] = None,
     nccl_log: Annotated[
         list[str] | None,
         typer.Option("--nccl-log", metavar="FILE", help="Say what a log of NCCL_DEBUG=INFO means; may be repeated."),
@@ -236,8 +240,10 @@ def doctor(
         "verbose": verbose,
     }
     if program is not None and not nodes:
+        if reach:
+            raise typer.BadParameter("--reach checks machines: leave out the program, or add --nodes")
         raise typer.Exit(run_program_doctor(program, context.args, num_updates=updates, **options))
-    raise typer.Exit(run_doctor(timeout_s=timeout_s, nodes=nodes, script=program, **options))
+    raise typer.Exit(run_doctor(timeout_s=timeout_s, nodes=nodes, script=program, reach=reach or (), **options))
 
 
 @app.command(context_settings={"allow_extra_args": True})

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from ddpilot.launcher import Launcher
 _GROUP_LIMIT_S = 10.0
 _LIVE_LIMIT_S = 60.0
 _NUM_ON_CPU = 2
+_LAST_PORT = 65535
 
 
 def doctor(
@@ -34,6 +35,7 @@ def doctor(
     nodes: bool = False,
     script: str | Path | None = None,
     timeout_s: float = 30.0,
+    reach: Sequence[str] = (),
 ) -> Diagnosis:
     """Check this machine before a job runs on it: what was found, line by line, and what to do about it.
 
@@ -42,24 +44,40 @@ def doctor(
     `live`: start the ranks, which join a group, check values and measure times; False on a login node. Changes nothing
     and ends no process. Raises LaunchError for a number of ranks that cannot be, and in a rank unless `nodes` is given.
 
+    `reach`: addresses, as "host:port", to which this machine, or each node, must be able to connect: those that the job
+    downloads from, or a port of the login node. Without it nothing outside the job is contacted.
+
     `nodes`: this process is a rank of a job that torchrun, srun or mpirun started, possibly on several nodes: check
     every node and the network between them, and return the same on all ranks. Collective; the number of ranks is the
     job's. `script`: the script that the job will run; its code, and that of the Python files below its folder, is then
     compared between the nodes. `timeout_s`: seconds to wait for the other ranks. Raises TopologyError for wrong
     variables, and LaunchError if this process is not a rank.
     """
+    for address in reach:
+        _check_address(address)
+    known: dict[str, Any] = {
+        "environ": dict(os.environ),
+        "num_workers": num_workers,
+        "checkpoint_dir": Path(checkpoint_dir),
+        "reach": tuple(reach),
+    }
     if nodes:
-        return _examine_job(num_workers, Path(checkpoint_dir), Path(script) if script is not None else None, timeout_s)
+        return _examine_job(known, Path(script) if script is not None else None, timeout_s)
     _refuse_in_rank(os.environ)
     num = nproc_per_node if nproc_per_node is not None else count_accelerators(os.environ) or _NUM_ON_CPU
     launcher = Launcher(nproc_per_node=num, output="silent", watch=False, timeout_s=_LIVE_LIMIT_S)
-    facts = Facts(
-        environ=dict(os.environ), nproc_per_node=num, num_workers=num_workers, checkpoint_dir=Path(checkpoint_dir)
-    )
+    facts = Facts(nproc_per_node=num, **known)
     facts = _start_ranks(facts, launcher) if live else facts
     title = f"doctor: {socket.gethostname()}, {num} rank{'s' * (num > 1)}{'' if live else ', not started'}"
     lines = tuple(run_checks(facts, ("machine", "ranks")))
     return Diagnosis(title, lines, tuple(suggest_settings(facts, lines)), facts.ranks)
+
+
+def _check_address(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) <= _LAST_PORT:
+        fix = "Give a host and a port, such as huggingface.co:443"
+        raise LaunchError("reading `reach`", found=f"{address!r} is not HOST:PORT", fix=fix)
 
 
 def _refuse_in_rank(environ: Mapping[str, str]) -> None:
@@ -77,7 +95,7 @@ def _refuse_in_rank(environ: Mapping[str, str]) -> None:
         )
 
 
-def _examine_job(num_workers: int | None, checkpoint_dir: Path, script: Path | None, timeout_s: float) -> Diagnosis:
+def _examine_job(known: dict[str, Any], script: Path | None, timeout_s: float) -> Diagnosis:
     from ddpilot.diagnose.nodes import examine_job
 
     topology = detect_topology(os.environ)
@@ -87,14 +105,7 @@ def _examine_job(num_workers: int | None, checkpoint_dir: Path, script: Path | N
             found=f"this process is not a rank of a job: {topology.how}",
             fix="Start it on all nodes: `srun ddpilot doctor --nodes`, or `torchrun ... -m ddpilot doctor --nodes`",
         )
-    facts = Facts(
-        environ=dict(os.environ),
-        nproc_per_node=topology.local_world_size,
-        num_workers=num_workers,
-        checkpoint_dir=checkpoint_dir,
-        script=script,
-        topology=topology,
-    )
+    facts = Facts(nproc_per_node=topology.local_world_size, script=script, topology=topology, **known)
     return examine_job(facts, topology, timeout_s)
 
 

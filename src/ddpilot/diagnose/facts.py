@@ -64,6 +64,8 @@ class Facts:
     root: Path = Path("/")
     nvml: Any = None
     """NVIDIA's management library; None: that of the system, if there is one."""
+    reach: tuple[str, ...] = ()
+    """Addresses, as HOST:PORT, to which each node must be able to connect."""
     script: Path | None = None
     """With `--nodes`, the script that the job will run."""
     topology: Topology | None = None

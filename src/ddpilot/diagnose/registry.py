@@ -54,6 +54,7 @@ CHECKS = (
     Check(network.master_address),
     Check(network.master_port),
     Check(network.interfaces),
+    Check(network.reach),
     Check(network.stale_processes),
     Check(filesystem.checkpoint_space),
     Check(filesystem.checkpoint_write),

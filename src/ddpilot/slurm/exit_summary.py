@@ -51,6 +51,10 @@ _ERROR_LINE = re.compile(
 )
 _RUN_FAILED = re.compile(r"^(\d+: )?ddpilot: (?P<what>rank \d+ .+) \(running `.*` on \d+ ranks? on (?P<host>\S+)\)$")
 """The line of `ddpilot run` on the node whose rank failed first."""
+_NOT_FOUND_CODE = 127
+_NOT_STARTED = re.compile(r"^(\d+: )?(?P<what>FATAL: .+|\S.*: (command )?not found|srun: unrecognized option .+)$")
+"""Lines of a shell, of Apptainer and of srun about a program that they could not start."""
+_NOT_FOUND = "give what the nodes need by `--modules`, `--venv` or `--conda`, or the interpreter's path by `--python`"
 _STARTS_AGAIN = re.compile(r"^job \d+ starts again on .*$", re.MULTILINE)
 _SCRIPT_REQUEUES = re.compile(r"^exit code (?P<code>\d+): job \d+ is requeued$", re.MULTILINE)
 
@@ -116,12 +120,15 @@ def summarize_exit(
     if state == "COMPLETED":
         return ExitSummary(f"job {record.job_id} completed{after}{restarts}")
     cause = _state_cause(state, record, lost) or _describe_exit(record, output)
-    details = [*_first_failure(output, failure), *_slurm_lines(output), *_memory_lines(state, record, steps)]
+    first = _first_failure(output, failure) or _not_started_lines(output)
+    details = [*first, *_slurm_lines(output), *_memory_lines(state, record, steps)]
     details += [f"it ran on {record.nodes}"] if record.nodes else []
     advice = _ADVICE.get(state, "")
     if full_folder:
         details.insert(0, f"no space is left in {full_folder}, where its output is")
         advice = advice or _FULL
+    elif not advice and record.exitcode == _NOT_FOUND_CODE:
+        advice = _NOT_FOUND
     elif not advice and any(end.is_first and end.is_killed for end in _task_ends(output)):
         advice = _KILLED
     return ExitSummary(f"{head}: {cause}", tuple(dict.fromkeys(details)), advice)
@@ -218,6 +225,8 @@ def _describe_exit(record: JobRecord, output: str) -> str:
         return f"it was killed by {_signal_name(record.exit_signal)}"
     if record.exitcode > 128 and _signal_name(record.exitcode - 128).startswith("SIG"):
         return f"exit code {record.exitcode}, {_signal_name(record.exitcode - 128)}"
+    if record.exitcode == _NOT_FOUND_CODE:
+        return f"exit code {record.exitcode}, a command was not found"
     return f"exit code {record.exitcode}"
 
 
@@ -239,6 +248,11 @@ def _first_failure(output: str, failure: str) -> list[str]:
         if not reads_like_victim(error["kind"].rpartition(".")[2], message):
             return [f"first error in the output: {f'task {rank}: ' if rank else ''}{error[0].strip()[:200]}"]
     return []
+
+
+def _not_started_lines(output: str) -> list[str]:
+    """Why the program could not be started, if the shell, Apptainer or srun wrote it: the first such line."""
+    return [found["what"][:200] for line in output.splitlines() if (found := _NOT_STARTED.match(line))][:1]
 
 
 def _errors(output: str) -> Iterator[tuple[str, re.Match[str]]]:

@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,7 +32,7 @@ StrictModes no
 UsePAM no
 """
 _CLIENT = """\
-Host node*
+Host node* login
   HostName 127.0.0.1
   Port {port}
   User {user}
@@ -45,10 +45,14 @@ Host node*
 
 
 class SshServer:
-    """An sshd with keys and a configuration of its own in `folder`. `command`: an ssh that knows its names."""
+    """An sshd with keys and a configuration of its own in `folder`; `around`: words in front of its command.
 
-    def __init__(self, folder: Path) -> None:
+    `command`: an ssh that knows its names.
+    """
+
+    def __init__(self, folder: Path, *, around: Sequence[str] = ()) -> None:
         self.folder = folder
+        self._around = around
         self.command = f"ssh -F {shlex.quote(str(folder / 'ssh_config'))}"
 
     def open(self) -> None:
@@ -66,7 +70,7 @@ class SshServer:
         words = [_SSHD, "-D", "-f", str(self.folder / "sshd_config"), "-E", str(self.folder / "sshd.log")]
         # sshd wants a folder in /run, which it gets for itself alone.
         own_run = f"mount -t tmpfs tmpfs /run && mkdir /run/sshd && exec {shlex.join(words)}"
-        self._process = subprocess.Popen(["unshare", "--mount", "sh", "-c", own_run], start_new_session=True)
+        self._process = subprocess.Popen([*self._around, "unshare", "--mount", "sh", "-c", own_run], start_new_session=True)
         deadline_s = time.monotonic() + _START_S
         while time.monotonic() < deadline_s and self._process.poll() is None:
             try:

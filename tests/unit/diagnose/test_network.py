@@ -9,7 +9,9 @@ import time
 import pytest
 
 from ddpilot.diagnose.checks import network
+from ddpilot.diagnose.doctor import doctor
 from ddpilot.environments.topology import Topology
+from ddpilot.errors import LaunchError
 from ddpilot.findings.finding import Finding
 from tests.unit.diagnose.checking import make_facts, statuses, text_of
 
@@ -112,3 +114,24 @@ def test_interfaces_warns_when_nccl_does_not_take_the_route_to_node_0(monkeypatc
     assert "NCCL takes veth1, and the route to node 0 uses eth0" in text_of(network.interfaces, facts)
     monkeypatch.setattr(network, "up_interfaces", lambda: {"lo": [], "docker0": [], "eth0": []})
     assert statuses(network.interfaces, facts) == ["ok"]
+
+
+def test_addresses_that_the_job_needs_are_tried_and_others_are_not() -> None:
+    """An open port is ok, a closed one and a name that does not resolve are errors, each named."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as other:
+        is_open, closed = (f"127.0.0.1:{each.getsockname()[1]}" for each in (server, other))
+        other.close()
+        facts = make_facts(reach=(is_open, closed, "no-such-host.invalid:443"))
+        assert statuses(network.reach, facts) == ["error DDP812", "error DDP812", "ok"]
+        text = text_of(network.reach, facts)
+    assert f"{is_open} can be reached" in text
+    assert f"no connection to {closed}: Connection refused" in text
+    assert "no connection to no-such-host.invalid:443" in text
+    assert statuses(network.reach, make_facts()) == []
+
+
+@pytest.mark.parametrize("address", ["huggingface.co", ":443", "a:https", "a:0", "a:70000"])
+def test_an_address_without_host_or_port_is_refused(address: str) -> None:
+    """Before anything is checked."""
+    with pytest.raises(LaunchError, match="is not HOST:PORT"):
+        doctor(live=False, reach=[address])

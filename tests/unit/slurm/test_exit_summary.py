@@ -189,3 +189,26 @@ def test_failure_that_ddpilot_run_reports_is_the_first() -> None:
     line = "1: ddpilot: rank 1 was killed by SIGKILL; its peak was 0.3 GB (running `train.py` on 2 ranks on n2)\n"
     details = summarize_exit(FAILED, output=line + KILLED_RANK.replace("137", "1")).details
     assert details[0] == "first failure: on n2: rank 1 was killed by SIGKILL; its peak was 0.3 GB"
+
+
+@pytest.mark.parametrize(
+    ("line", "detail"),
+    [
+        ("1: task: line 5: exec: python3.2: not found", "task: line 5: exec: python3.2: not found"),
+        ("/var/spool/slurm/job7/slurm_script: line 9: module: command not found", None),
+        ("0: FATAL:   could not open image old.sif", "FATAL:   could not open image old.sif"),
+        ("srun: unrecognized option '--container-image=x'", "srun: unrecognized option '--container-image=x'"),
+    ],
+)
+def test_program_that_could_not_be_started_is_shown(line: str, detail: str | None) -> None:
+    """In the words of the shell, of Apptainer or of srun."""
+    record = replace(FAILED, exitcode=255)
+    assert summarize_exit(record, output=f"0: hello\n{line}\nmore\n").details == (detail or line,)
+    assert summarize_exit(record, output="0: the key was not found in the cache\n").details == ()
+
+
+def test_command_that_was_not_found_has_an_advice() -> None:
+    """Exit code 127 is the shell's."""
+    summary = summarize_exit(replace(FAILED, exitcode=127))
+    assert summary.cause.endswith("exit code 127, a command was not found")
+    assert "--modules" in summary.advice

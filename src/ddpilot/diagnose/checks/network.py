@@ -7,6 +7,8 @@ import os
 import socket
 import time
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 
 import psutil
 
@@ -25,6 +27,8 @@ from ddpilot.launching.elastic.rendezvous.network import (
 
 TORCHRUN_PORT = 29500
 _LAST_PORT = 65535
+_REACH_S = 5.0
+"""Seconds that a node may take to look up an address and to connect to it."""
 TRAPS = ("docker", "veth", "virbr", "br-", "cni", "flannel", "cali")
 """Prefixes of interfaces that other machines cannot reach."""
 
@@ -155,6 +159,30 @@ def nccl_interfaces(names: Iterable[str], asked: str) -> list[str]:
     parts = asked.lstrip("^").lstrip("=").split(",")
     fits = [any(name == part if exact else name.startswith(part) for part in parts if part) for name in names]
     return [name for name, fit in zip(names, fits, strict=True) if fit != is_excluded]
+
+
+def reach(facts: Facts) -> Answers:
+    """This machine can connect to the addresses that the job needs."""
+    if not facts.reach:
+        return
+    pool = ThreadPoolExecutor(len(facts.reach))
+    attempts = {address: pool.submit(_connect, address) for address in facts.reach}
+    pool.shutdown(wait=False)  # a lookup cannot be given up: on a node without a name server it may take long
+    end_s, reached = time.monotonic() + _REACH_S, []
+    for address, attempt in attempts.items():
+        try:
+            attempt.result(max(0.0, end_s - time.monotonic()))
+            reached.append(address)
+        except (OSError, FutureTimeoutError) as error:
+            reason = getattr(error, "strerror", None) or f"no answer within {_REACH_S:g} s"
+            yield make_finding("DDP812", summary=f"no connection to {address}: {reason}")
+    if reached:
+        yield f"{', '.join(reached)} can be reached"
+
+
+def _connect(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
 
 
 def stale_processes(facts: Facts) -> Answers:

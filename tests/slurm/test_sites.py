@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pages in docs/sites: their commands are typed into a terminal of a real Slurm, and print what the pages say."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.slurm.cluster import Cluster
+from tests.slurm.terminal import TYPED, Terminal, open_terminal
+from tests.test_docs import FENCE, FILE, ROOT, is_like
+
+PAGES = ROOT / "docs" / "sites"
+_JOB = re.compile(r"\bjob (?:allocation )?(\d+)")
+_WITH_JOB = re.compile(r"(slurm (?:follow|status|cancel)) (\d+)")
+_PENDING = re.compile(r"^ddpilot: (waiting for )?job \d+(, which)? is pending.*\n|^ddpilot: job \d+ was granted\n", re.M)
+
+_TASKS = re.compile(r"(?:^\d+: .*\n)+", re.M)
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """The blocks of a page in that language."""
+    return [fence[2] for fence in FENCE.finditer((PAGES / f"{page}.md").read_text()) if fence[1] == language]
+
+
+def write_files(folder: Path) -> None:
+    """Write the script of the page on login nodes, which the others use too."""
+    for text in blocks("login_node", "py"):
+        found = FILE.match(text)
+        assert found is not None
+        (folder / found["name"]).write_text(text)
+
+
+def type_block(terminal: Terminal, block: str, jobs: dict[str, str]) -> None:
+    """Type the commands of a block, each at the prompt that the page shows, and compare what they print.
+
+    `jobs`: numbers of jobs by that on the page; Slurm chooses others.
+    """
+    for prompt, typed, expected in TYPED.findall(block):
+        assert terminal.prompt == prompt, f"before `{typed}`"
+        command = _WITH_JOB.sub(lambda found: f"{found[1]} {jobs[found[2]]}", typed)
+        printed = terminal.type(command)
+        for on_page, actual in zip(_JOB.findall(expected), _JOB.findall(printed), strict=False):
+            jobs.setdefault(on_page, actual)
+        assert is_like(_plain(printed, {}), _plain(expected, jobs)), f"`{typed}` printed\n{printed}"
+
+
+def _plain(text: str, jobs: Mapping[str, str]) -> str:
+    """Without empty lines and pending jobs, tasks' lines in their order, with the numbers of jobs that Slurm chose."""
+    text = re.sub(r"\n+", "\n", _PENDING.sub("", text)).lstrip("\n")
+    text = _TASKS.sub(lambda found: "".join(sorted(found[0].splitlines(keepends=True))), text)
+    return _JOB.sub(lambda found: found[0].replace(found[1], jobs.get(found[1], found[1])), text)
+
+
+def type_page(cluster: Cluster, folder: Path, page: str, *programs: Path) -> None:
+    """Type all commands of a page in one terminal. `programs`: folders in front of PATH."""
+    write_files(folder)
+    jobs: dict[str, str] = {}
+    with open_terminal(cluster, folder, programs) as terminal:
+        for block in blocks(page, "console"):
+            type_block(terminal, block, jobs)
+
+
+def test_login_node(cluster: Cluster, tmp_path: Path) -> None:
+    """Doctor, script, notebook; then nodes without internet, and an interpreter that is not there."""
+    (tmp_path / "work").mkdir()
+    type_page(cluster, tmp_path / "work", "login_node")
+
+
+def test_salloc(cluster: Cluster, tmp_path: Path) -> None:
+    """Shell and notebook on the first node of an allocation; then a folder that is not shared."""
+    (tmp_path / "work").mkdir()
+    slurmds = [cluster.node_pids(node)[0] for node in ("n1", "n2")]
+    for pid in slurmds:  # in the mounts of that node alone
+        words = ["nsenter", f"--target={pid}", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
+        subprocess.run(words, check=True, timeout=20)
+    type_page(cluster, tmp_path / "work", "salloc")
+    for pid in slurmds:
+        subprocess.run(["nsenter", f"--target={pid}", "--mount", "umount", "/mnt"], check=True, timeout=20)
+
+
+APPTAINER = """\
+#!/bin/sh
+# In place of Apptainer: no image is opened, the command runs as it is.
+shift
+[ -e "$1" ] || { echo "FATAL:   could not open image $1: no such file or directory" >&2; exit 255; }
+shift
+exec "$@"
+"""
+
+
+def test_container_with_a_stand_in_for_apptainer(cluster: Cluster, tmp_path: Path) -> None:
+    """The command lines run; an image that is not there, and a Slurm without Pyxis, are named. No real container."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    (folder / "train.sif").touch()
+    (tmp_path / "bin").mkdir()
+    stand_in = tmp_path / "bin" / "apptainer"
+    stand_in.write_text(APPTAINER)
+    stand_in.chmod(0o755)
+    type_page(cluster, folder, "container", stand_in.parent)
