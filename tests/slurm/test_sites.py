@@ -3,10 +3,21 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
+import socket
 import subprocess
-from collections.abc import Mapping
+import urllib.request
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from pathlib import Path
+
+import pytest
+
+from tests.dist.launching.scripts import wait_until
+from tests.dist.nodes.ssh_server import ssh_server
 
 from tests.slurm.cluster import Cluster
 from tests.slurm.terminal import TYPED, Terminal, open_terminal
@@ -101,3 +112,92 @@ def test_container_with_a_stand_in_for_apptainer(cluster: Cluster, tmp_path: Pat
     stand_in.write_text(APPTAINER)
     stand_in.chmod(0o755)
     type_page(cluster, folder, "container", stand_in.parent)
+
+
+@contextmanager
+def tunnel(ssh: str, command: str) -> Iterator[int]:
+    """The page's command for the laptop, by this ssh and on a free port of ours, which is yielded."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words = [*shlex.split(ssh), *shlex.split(command.replace("8888:", f"{port}:"))[1:]]
+    with subprocess.Popen(words) as process:
+        try:
+            wait_until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0, limit_s=20)
+            yield port
+        finally:
+            process.terminate()
+
+
+class Browser:
+    """A notebook's kernel behind a Jupyter server, by its addresses for browsers."""
+
+    def __init__(self, port: int, token: str) -> None:
+        websocket = pytest.importorskip("websocket")
+        words = {"Authorization": f"token {token}"}
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/api/kernels", b"{}", words)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            kernel = json.load(answer)["id"]
+        self._socket = websocket.create_connection(
+            f"ws://127.0.0.1:{port}/api/kernels/{kernel}/channels?token={token}", timeout=60, origin=""
+        )
+
+    def run(self, code: str) -> str:
+        """Run a cell; the text that it shows in the end."""
+        message_id, shown = uuid.uuid4().hex, dict[str, str]()
+        header = {"msg_id": message_id, "msg_type": "execute_request", "session": "s", "username": "", "version": "5.3"}
+        content = {"code": code, "silent": False, "store_history": True, "user_expressions": {}, "allow_stdin": False}
+        message = {"channel": "shell", "header": header, "parent_header": {}, "metadata": {}, "content": content}
+        self._socket.send(json.dumps(message))
+        while True:
+            got = json.loads(self._socket.recv())
+            kind, content = got["header"]["msg_type"], got["content"]
+            if got["parent_header"].get("msg_id") != message_id:
+                continue
+            if kind == "stream":
+                shown[f"{len(shown)}"] = content["text"]
+            elif kind in ("display_data", "update_display_data", "execute_result"):
+                name = content.get("transient", {}).get("display_id") or f"{len(shown)}"
+                shown[name] = content["data"].get("text/plain", "") + "\n"
+            elif kind == "status" and content["execution_state"] == "idle":
+                return "".join(shown.values())
+
+    def close(self) -> None:
+        """Leave; the kernel stays."""
+        self._socket.close()
+
+
+@pytest.mark.timeout(180)
+def test_jupyter(cluster: Cluster, tmp_path: Path) -> None:
+    """A server in a job, an ssh tunnel through the login node, and cells of a notebook; JupyterLab's pages are not asked."""
+    pytest.importorskip("jupyter_server")
+    folder = tmp_path / "work"
+    folder.mkdir()
+    (script,) = (text for text in blocks("jupyter", "bash") if text.startswith("#!"))
+    (folder / "jupyter.sh").write_text(script.replace("jupyter lab", "jupyter server"))
+    submit, laptop, reach = blocks("jupyter", "console")
+    with (
+        ssh_server(tmp_path, around=cluster.on_login()) as server,
+        open_terminal(cluster, folder) as terminal,
+    ):
+        jobs: dict[str, str] = {}
+        first, look = submit.split("login$ until")
+        type_block(terminal, first, jobs)
+        for text in (f"login$ until{look}", laptop):
+            text = text.replace("jupyter-2", f"jupyter-{jobs['2']}").replace("20002", str(20000 + int(jobs["2"])))
+            type_block(terminal, text, jobs)
+        token = re.search(r"token=(\w+)", (folder / f"jupyter-{jobs['2']}.out").read_text())
+        assert token is not None
+        with tunnel(server.command, text.removeprefix("laptop$ ")) as port, closing(Browser(port, token[1])) as browser:
+            for cell, shown in cells("jupyter"):
+                assert is_like(_plain(browser.run(cell), {}), shown), cell
+        type_block(terminal, reach, jobs)
+
+
+def cells(page: str) -> list[tuple[str, str]]:
+    """Each cell of a page, with the text under it."""
+    fences = FENCE.findall((PAGES / f"{page}.md").read_text())
+    return [
+        (fence[1], after[1])
+        for fence, after in zip(fences, fences[1:], strict=False)
+        if (fence[0], after[0]) == ("py", "text")
+    ]

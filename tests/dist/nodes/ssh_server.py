@@ -113,13 +113,13 @@ class SshServer:
 
 
 @contextmanager
-def ssh_server(folder: Path) -> Iterator[SshServer]:
-    """A server for tests; skips them, with the reason, where none can be started."""
+def ssh_server(folder: Path, *, around: Sequence[str] = ()) -> Iterator[SshServer]:
+    """A server for tests, `around` in front of its command; skips them, with the reason, where none can be started."""
     if _SSHD is None or shutil.which("ssh") is None:
         pytest.skip("hosts over ssh need `ssh` and `sshd`, which are not installed")
     if os.geteuid() != 0:
         pytest.skip("an sshd of our own needs root, for a folder in /run")
-    server = SshServer(folder)
+    server = SshServer(folder, around=around)
     try:
         server.open()
     except RuntimeError as error:

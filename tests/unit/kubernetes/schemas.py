@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a manifest may contain: JSON schemas of the fields that ddpilot renders. Any other field is refused.
 
+They are narrower than the published ones (published.py): values and names that the operators' webhooks ask for.
+
 Written from the published definitions, which are not copied here, since they have 600 and 800 kB:
 
 - kubeflow.org_pytorchjobs.yaml, in manifests/base/crds of the training operator 1.9.0 (Apache-2.0), and its webhook,

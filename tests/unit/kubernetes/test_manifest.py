@@ -17,6 +17,7 @@ from ddpilot.cli.run_command import read_options, split_words
 from ddpilot.kubernetes.manifest import render_manifest
 from ddpilot.kubernetes.options import KubernetesOptions
 from tests.unit.kubernetes.manifests import GOLDEN, IMAGE, OPTIONS, WORDS, render
+from tests.unit.kubernetes.published import read_schema
 from tests.unit.kubernetes.schemas import SCHEMAS
 
 jsonschema = pytest.importorskip("jsonschema")
@@ -97,6 +98,20 @@ def test_manifest_has_only_fields_that_its_kind_has(name: str) -> None:
     """Names, types and required fields are those of schemas.py."""
     manifest = read(render(name))
     assert not list(jsonschema.Draft202012Validator(SCHEMAS[manifest["kind"]]).iter_errors(manifest))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_manifest_is_valid_by_the_published_schemas(name: str) -> None:
+    """Those of the projects' own packages, which know every field of a pod; a field that is misspelled is refused."""
+    manifest = read(render(name))
+    validator = jsonschema.Draft202012Validator(read_schema(manifest["kind"]))
+    validator.validate(manifest)
+    container = pods(manifest)[0]["containers"][0]
+    container["volumeMount"] = container.get("volumeMounts", [])
+    assert not validator.is_valid(manifest)
+    del container["volumeMount"]
+    container["command"].append(90)
+    assert not validator.is_valid(manifest)
 
 
 @pytest.mark.skipif(not CRDS, reason="DDPILOT_CRDS names no folder with the published definitions (see schemas.py)")
