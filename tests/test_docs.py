@@ -100,7 +100,9 @@ COMMAND = re.compile(r"^\$ (.+)\n((?:(?!\$ ).*\n)*)", re.MULTILINE)
 def sections_with_commands(page: Path) -> dict[str, tuple[dict[str, str], list[tuple[str, str]]]]:
     """By heading, the files of a section, and its commands with their outputs; only of pages whose commands run."""
     found = {}
-    is_run = re.search(rf"^```py\n{FILE.pattern}", page.read_text(), re.MULTILINE) is not None  # docs/sites: tests/slurm
+    is_run = (
+        re.search(rf"^```py\n{FILE.pattern}", page.read_text(), re.MULTILINE) is not None
+    )  # docs/sites: tests/slurm
     for section in re.split(r"^## ", page.read_text(), flags=re.MULTILINE)[1:]:
         fences = [*FENCE.finditer(section)]
         files = {head["name"]: fence[2] for fence in fences if fence[1] == "py" and (head := FILE.match(fence[2]))}

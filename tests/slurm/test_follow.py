@@ -65,6 +65,46 @@ def test_follow_takes_up_a_job_that_is_over(cluster: Cluster, tmp_path: Path) ->
     assert f"job {found[1]} completed after" in done.stderr
 
 
+ARRAY = """
+import os
+print("task", os.environ["SLURM_ARRAY_TASK_ID"], flush=True)
+if os.environ["SLURM_ARRAY_TASK_ID"] == "1":
+    raise ValueError("bad sample 17")
+"""
+
+
+def test_all_tasks_of_an_array_are_followed(cluster: Cluster, tmp_path: Path) -> None:
+    """The output of each with its number, the end of each, and the exit status of the one that failed."""
+    with following(cluster, tmp_path, ARRAY, "--array=0-2", "--time=5") as followed:
+        assert followed.wait() == 1
+    number = followed.job_id
+    assert all(f"{task}: task {task}\n" in followed.out for task in range(3))
+    assert f"job {number}_2 completed after" in followed.err
+    assert re.search(
+        rf"job {number}_1 ended after \S+ \(FAILED\): exit code 1\n.*ValueError: bad sample 17", followed.err
+    )
+    assert followed.err.endswith(f"array {number}: 2 of 3 tasks completed; not: 1 (FAILED)\n")
+    one = cluster.run(*DDPILOT, "follow", f"{number}_0")
+    assert one.stdout == "task 0\n"
+    status = cluster.run(*DDPILOT, "status", number).stdout
+    assert status.startswith(f"array {number}: 2 of 3 tasks completed; not: 1 (FAILED)\njob {number}_1 ended")
+
+
+def test_one_task_of_an_array_is_cancelled_and_the_others_wait(cluster: Cluster, tmp_path: Path) -> None:
+    """By its number with the array's; the array's number alone cancels all of them."""
+    (tmp_path / "train.py").write_text(SLEEP)
+    words = ("train.py", *PYTHON, "--array=0-3%2", "--time=5", "--no-follow")
+    number = cluster.run(*DDPILOT, *words, cwd=tmp_path).stderr.split()[-1]
+    for task in (0, 1):
+        cluster.wait_for(f"{number}_{task}", ("RUNNING",))
+    assert f"array {number}: tasks 0, 1 run, tasks 2" in cluster.run(*DDPILOT, "status", number).stdout
+    assert cluster.run(*DDPILOT, "cancel", f"{number}_0").stdout == f"job {number}_0 is cancelled\n"
+    cluster.wait_for(f"{number}_2", ("RUNNING",))
+    assert cluster.run(*DDPILOT, "cancel", number).stdout == f"job {number} is cancelled\n"
+    cluster.wait_for(f"{number}_1", ("CANCELLED",))
+    assert f"array {number}: 0 of 4 tasks completed" in cluster.run(*DDPILOT, "status", number).stdout
+
+
 def test_end_names_the_time_limit(cluster: Cluster, tmp_path: Path) -> None:
     """A job that is still running at its limit."""
     with following(cluster, tmp_path, SLEEP, "--time=1") as followed:

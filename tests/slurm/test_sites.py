@@ -26,7 +26,9 @@ from tests.test_docs import FENCE, FILE, ROOT, is_like
 PAGES = ROOT / "docs" / "sites"
 _JOB = re.compile(r"\bjob (?:allocation )?(\d+)")
 _WITH_JOB = re.compile(r"(slurm (?:follow|status|cancel)) (\d+)")
-_PENDING = re.compile(r"^ddpilot: (waiting for )?job \d+(, which)? is pending.*\n|^ddpilot: job \d+ was granted\n", re.M)
+_PENDING = re.compile(
+    r"^ddpilot: (waiting for )?job \d+(, which)? is pending.*\n|^ddpilot: job \d+ was granted\n", re.M
+)
 
 _TASKS = re.compile(r"(?:^\d+: .*\n)+", re.M)
 

@@ -12,7 +12,8 @@ from typing import Any
 from ddpilot.cli.job_parser import FieldOptions, JobParser, parse_pair
 from ddpilot.errors import SlurmError
 from ddpilot.option_parser import HelpRequested, parse_int
-from ddpilot.slurm.commands import ask_nodes, cancel_job, check_script, read_job, submit_job
+from ddpilot.slurm.arrays import describe_array, follow_array, is_array, summarize_array
+from ddpilot.slurm.commands import ask_nodes, cancel_job, check_script, read_jobs, submit_job
 from ddpilot.slurm.defaults import find_defaults, options_with_defaults
 from ddpilot.slurm.follow import describe_job, follow_job, summarize_job
 from ddpilot.slurm.records import JobRecord
@@ -77,6 +78,9 @@ _OPTIONS: FieldOptions = (
     ("--container-image", "IMAGE", str, "image for srun's --container-image"),
 )
 """Options that are one field of `JobOptions` each."""
+
+_MAX_TASKS = 20
+"""Tasks of an array that `status` shows one by one."""
 
 _VERBS = ("follow", "status", "cancel")
 
@@ -172,15 +176,32 @@ def _run_verb(verb: str, words: Sequence[str]) -> int:
     job_id = words[0]
     if verb == "follow":
         return _follow(job_id)
-    record = read_job(job_id)
-    if verb == "cancel" and record.phase != "done":
+    if verb == "cancel":
+        return _cancel(job_id)
+    records = read_jobs(job_id)
+    if len(records) > 1 and is_array(records):
+        is_over = all(each.phase == "done" for each in records)
+        print(summarize_array(job_id, records) if is_over else describe_array(job_id, records))
+        records = tuple(each for each in records if each.state != "COMPLETED")[:_MAX_TASKS]
+    for record in records:
+        _print_status(record)
+    return 0
+
+
+def _cancel(job_id: str) -> int:
+    records = read_jobs(job_id)
+    if all(each.phase == "done" for each in records):
+        print(summarize_array(job_id, records) if len(records) > 1 else summarize_job(records[0]))
+    else:
         cancel_job(job_id)
         print(f"job {job_id} is cancelled")
-        return 0
+    return 0
+
+
+def _print_status(record: JobRecord) -> None:
     print(summarize_job(record) if record.phase == "done" else describe_job(record))
     if record.state == "RUNNING":
         _print_ranks(record)
-    return 0
 
 
 def _print_ranks(record: JobRecord) -> None:
@@ -196,6 +217,10 @@ def _print_ranks(record: JobRecord) -> None:
 
 def _follow(job_id: str) -> int:
     try:
+        records = read_jobs(job_id)
+        if "_" not in job_id and is_array(records):
+            records = follow_array(job_id, show=_show, note=_note)
+            return next((status for each in records if (status := _status(each))), 0)
         record, summary = follow_job(job_id, show=_show, note=_note)
     except KeyboardInterrupt:
         come_back = f"`ddpilot slurm follow {job_id}` follows it again, `ddpilot slurm cancel {job_id}` ends it"

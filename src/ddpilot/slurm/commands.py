@@ -42,9 +42,15 @@ def check_script(script: str, *, folder: Path) -> str:
 
 
 def read_job(job_id: str) -> JobRecord:
-    """Return what Slurm reports about a job: by scontrol, or by sacct once slurmctld has forgotten it.
+    """Return what Slurm reports about a job, as `read_jobs`. Of an array, its first task that is not done, or the last."""
+    records = read_jobs(job_id)
+    return next((each for each in records if each.phase != "done"), records[-1])
 
-    Raises SlurmError if both know nothing. Of an array, its first task that is not done, else the last one.
+
+def read_jobs(job_id: str) -> tuple[JobRecord, ...]:
+    """Return what Slurm reports about a job, or each task of an array in their order; at least one record.
+
+    By scontrol, or by sacct once slurmctld has forgotten the job. Raises SlurmError if both know nothing.
     """
     did = f"looking up job {job_id}"
     if not re.fullmatch(r"\d+(_\d+)?", job_id):
@@ -57,7 +63,7 @@ def read_job(job_id: str) -> JobRecord:
     if not records:
         fix = "See `squeue --me`; without accounting, Slurm forgets a job minutes after its end (MinJobAge)"
         raise SlurmError(did, found=_words(done) or "Slurm does not know it", fix=fix)
-    return next((each for each in records if each.phase != "done"), records[-1])
+    return tuple(sorted(records, key=lambda each: each.task_number))
 
 
 def read_accounting(job_id: str) -> tuple[JobRecord, ...]:

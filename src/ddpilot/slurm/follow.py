@@ -27,6 +27,7 @@ _REASONS = {
     "BeginTime": "its begin time has not come; requeued jobs wait two minutes",
     "QOSMaxJobsPerUserLimit": "you have as many jobs running as your QOS allows",
     "AssocGrpGRES": "your account uses all GPUs that it may",
+    "JobArrayTaskLimit": "as many tasks of the array run as the number after % allows",
     "JobHeldUser": "it is held: scontrol release",
     "JobHeldAdmin": "an administrator holds it",
     "ReqNodeNotAvail": "a node that it needs is down or reserved",
@@ -36,13 +37,19 @@ _REASONS = {
 }
 
 
+def explain_reason(reason: str) -> str:
+    """Why a job is pending, as the end of a sentence: Slurm's word, and what it means; "" without a reason."""
+    words = _REASONS.get(reason.partition(",")[0], "")
+    return f": {reason}{f' ({words})' if words else ''}" if reason else ""
+
+
 def describe_job(record: JobRecord) -> str:
     """One line: its state, why it waits and when it should start, or where it runs."""
     head = f"job {record.job_id} is {record.state.lower().replace('_', ' ')}"
     if record.phase == "pending":
-        words = _REASONS.get(record.reason.partition(",")[0], "")
-        reason = f": {record.reason}{f' ({words})' if words else ''}" if record.reason else ""
-        return f"{head}{reason}{f', expected to start at {record.start}' if record.start else ''}"
+        return (
+            f"{head}{explain_reason(record.reason)}{f', expected to start at {record.start}' if record.start else ''}"
+        )
     if record.state == "COMPLETING":  # the rest of the record may be that of the next start
         return f"{head}{f' on {record.nodes}' if record.nodes else ''}"
     if record.phase == "running":
@@ -53,8 +60,8 @@ def describe_job(record: JobRecord) -> str:
 
 
 @dataclass
-class _Output:
-    """The end of a file that grows."""
+class JobOutput:
+    """The output of a job: a file that grows. `show` gets what is new, `tail` has its end."""
 
     show: Callable[[str], None]
     path: Path | None = None
@@ -88,7 +95,7 @@ def follow_job(
 
     Returns the last record and why it ended. Raises SlurmError if Slurm does not know the job.
     """
-    output, said = _Output(show), ""
+    output, said = JobOutput(show), ""
     record = ran = read_job(job_id)
     next_look_s = time.monotonic() + look_s
     while True:
@@ -111,7 +118,7 @@ def follow_job(
             time.sleep(min(_READ_S, look_s))
         record = read_job(job_id)
         next_look_s = time.monotonic() + look_s
-    _read_rest(output)
+    read_rest(output)
     return record, summarize_job(record, output.tail.decode(errors="replace"))
 
 
@@ -122,7 +129,7 @@ def _explain_requeue(ran: JobRecord, output: str) -> ExitSummary:
     )
 
 
-def _read_rest(output: _Output) -> None:
+def read_rest(output: JobOutput) -> None:
     """Show what comes after the job's end: a network file system may show it late."""
     end_s = time.monotonic() + (_LATE_S if output.path is not None and not output.path.exists() else 2 * _READ_S)
     while output.read() or time.monotonic() < end_s:

@@ -61,6 +61,12 @@ class JobRecord:
     """Memory that was asked for; for a step, the most that a task of it used."""
 
     @property
+    def task_number(self) -> int:
+        """Number of an array's task, the first one of several that wait together; -1 for other jobs."""
+        found = re.match(r"\d+_\[?(\d+)", self.job_id)
+        return int(found[1]) if found else -1
+
+    @property
     def phase(self) -> Phase:
         """Whether it waits, runs (or is just ending), or is done."""
         return "pending" if self.state in _PENDING else "running" if self.state in _RUNNING else "done"

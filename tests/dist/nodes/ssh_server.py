@@ -70,7 +70,9 @@ class SshServer:
         words = [_SSHD, "-D", "-f", str(self.folder / "sshd_config"), "-E", str(self.folder / "sshd.log")]
         # sshd wants a folder in /run, which it gets for itself alone.
         own_run = f"mount -t tmpfs tmpfs /run && mkdir /run/sshd && exec {shlex.join(words)}"
-        self._process = subprocess.Popen([*self._around, "unshare", "--mount", "sh", "-c", own_run], start_new_session=True)
+        self._process = subprocess.Popen(
+            [*self._around, "unshare", "--mount", "sh", "-c", own_run], start_new_session=True
+        )
         deadline_s = time.monotonic() + _START_S
         while time.monotonic() < deadline_s and self._process.poll() is None:
             try:

@@ -108,7 +108,9 @@ def main() -> None:
         kept[name] = every[name]
         todo += _references(kept[name])
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(kept[name], sort_keys=True)}" for name in sorted(kept))
-    comment = "From kubeflow-training 1.9.4 and kubeflow-trainer-api 2.3.0 on PyPI (Apache-2.0), changed: see published.py"
+    comment = (
+        "From kubeflow-training 1.9.4 and kubeflow-trainer-api 2.3.0 on PyPI (Apache-2.0), changed: see published.py"
+    )
     PATH.write_text(f'{{"$comment": {json.dumps(comment)},\n"$defs": {{\n{lines}\n}}}}\n')
 
 
