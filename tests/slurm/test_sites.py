@@ -12,13 +12,13 @@ import urllib.request
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from tests.dist.launching.scripts import wait_until
 from tests.dist.nodes.ssh_server import ssh_server
-
 from tests.slurm.cluster import Cluster
 from tests.slurm.terminal import TYPED, Terminal, open_terminal
 from tests.test_docs import FENCE, FILE, ROOT, is_like
@@ -170,7 +170,7 @@ class Browser:
 
 @pytest.mark.timeout(180)
 def test_jupyter(cluster: Cluster, tmp_path: Path) -> None:
-    """A server in a job, an ssh tunnel through the login node, and cells of a notebook; JupyterLab's pages are not asked."""
+    """A server in a job, an ssh tunnel through the login node, and cells of a notebook; without JupyterLab's pages."""
     pytest.importorskip("jupyter_server")
     folder = tmp_path / "work"
     folder.mkdir()
@@ -198,8 +198,4 @@ def test_jupyter(cluster: Cluster, tmp_path: Path) -> None:
 def cells(page: str) -> list[tuple[str, str]]:
     """Each cell of a page, with the text under it."""
     fences = FENCE.findall((PAGES / f"{page}.md").read_text())
-    return [
-        (fence[1], after[1])
-        for fence, after in zip(fences, fences[1:], strict=False)
-        if (fence[0], after[0]) == ("py", "text")
-    ]
+    return [(fence[1], after[1]) for fence, after in pairwise(fences) if (fence[0], after[0]) == ("py", "text")]

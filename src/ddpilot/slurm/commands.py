@@ -42,7 +42,7 @@ def check_script(script: str, *, folder: Path) -> str:
 
 
 def read_job(job_id: str) -> JobRecord:
-    """Return what Slurm reports about a job, as `read_jobs`. Of an array, its first task that is not done, or the last."""
+    """Return what `read_jobs` does about a job; of an array, its first task that is not done, or the last one."""
     records = read_jobs(job_id)
     return next((each for each in records if each.phase != "done"), records[-1])
 

@@ -7,7 +7,7 @@ in the operators, both Apache-2.0, copyright of The Kubeflow Authors and The Kub
 - kubeflow-training 1.9.4: PyTorchJob, v1 of kubeflow.org;
 - kubeflow-trainer-api 2.3.0: JobSet, v1alpha2 of jobset.x-k8s.io, and the pods of both.
 
-Taken out are descriptions, titles, defaults, `null` as a value, what is inside of metrics and states of a PyTorchJob, and
+Taken out are descriptions, titles, defaults, `null` as a value, what is inside metrics and states of a PyTorchJob, and
 definitions that neither kind refers to; quantities are numbers or texts, as in a manifest. Added is that unknown fields
 are refused, which a cluster drops. `python -m tests.unit.kubernetes.published` needs both packages.
 """
@@ -60,7 +60,7 @@ def _trim(schema: Any) -> Any:
 
 
 def _of_python_type(text: str) -> dict[str, Any]:
-    """The schema of a type as the models of kubeflow-training name it, such as "dict(str, KubeflowOrgV1ReplicaSpec)"."""
+    """The schema of a type as the models of kubeflow-training name it, such as "dict(str, V1Volume)"."""
     if found := re.fullmatch(r"dict\(str, (.+)\)", text):
         return {"type": "object", "additionalProperties": _of_python_type(found[1])}
     if found := re.fullmatch(r"list\[(.+)\]", text):

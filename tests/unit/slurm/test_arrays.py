@@ -21,8 +21,8 @@ def test_an_array_is_described_by_the_tasks_that_run_and_wait() -> None:
     """With Slurm's reason, and tasks that wait together counted one by one."""
     records = (task("0", "COMPLETED"), task("1", "RUNNING"), task("2-5%2", "PENDING", reason="JobArrayTaskLimit"))
     assert describe_array("7", records) == (
-        "array 7: tasks 1 run, tasks 2-5%2 are pending: JobArrayTaskLimit (as many tasks of the array run as the number "
-        "after % allows), 1 is done"
+        "array 7: tasks 1 run, tasks 2-5%2 are pending: JobArrayTaskLimit (as many tasks of the array run as the "
+        "number after % allows), 1 is done"
     )
     assert is_array(records)
     assert not is_array([JobRecord(job_id="7", state="RUNNING")])
