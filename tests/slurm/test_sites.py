@@ -175,6 +175,9 @@ def test_jupyter(cluster: Cluster, tmp_path: Path) -> None:
     folder = tmp_path / "work"
     folder.mkdir()
     (script,) = (text for text in blocks("jupyter", "bash") if text.startswith("#!"))
+    settings = tmp_path / "home" / ".jupyter" / "jupyter_server_config.py"
+    settings.parent.mkdir(parents=True)
+    settings.write_text("c.ServerApp.allow_root = True\n")  # users are not root
     (folder / "jupyter.sh").write_text(script.replace("jupyter lab", "jupyter server"))
     submit, laptop, reach = blocks("jupyter", "console")
     with (

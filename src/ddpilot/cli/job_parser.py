@@ -52,6 +52,14 @@ class JobParser(OptionParser):
         fix = f"Arguments of the script come after `--`; {self._passed_on} that are not listed are written --name=value"
         return self._error(self._did, found=found, fix=fix)
 
+    def _refuse_value(self, flag: str, word: str) -> SlurmError | KubernetesError:
+        """Return the error for a word that belongs to no option; `flag`: the unknown option before it, or ""."""
+        if not flag:
+            return self.refuse_unknown([word])
+        found = f"`{flag} {word}`: {flag} is not an option here"
+        fix = f"An argument of the script comes after `--`; {self._passed_on} are passed through as {flag}={word}"
+        return self._error(self._did, found=found, fix=fix, field=flag.lstrip("-").replace("-", "_"))
+
     def add_fields(self, options: FieldOptions) -> None:
         """Add options whose names in the result are those of their first long flags."""
         for names, metavar, read, text in options:
@@ -70,10 +78,12 @@ class JobParser(OptionParser):
         except argparse.ArgumentError as error:
             raise self.refuse(error.argument_name, error.message) from error
         passed_on: dict[str, str | bool] = {}
+        last = ""
         for word in unknown:
             flag, equals, value = word.partition("=")
             if not flag.startswith("--"):
-                raise self.refuse_unknown([word])
+                raise self._refuse_value(last, word)
+            last = "" if equals else flag
             name, known_names = flag[2:], [each[2:] for each in self.flags]
             if guess := did_you_mean(name, known_names, show="--{}".format, cutoff=_NEAR):
                 found = f"{flag} is not an option"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -42,6 +43,18 @@ ALTERNATIVES = (
 )
 """Fields of which one may be given: an argument replaces the others of a site's defaults."""
 
+_TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "str": (str, "text"),
+    "str | None": ((str, type(None)), "text, such as {name} = \"...\""),
+    "bool": (bool, "true or false"),
+    "bool | str": ((bool, str), "true, user or mcs"),
+    "tuple[str, ...]": (tuple, "a list of texts"),
+    "Mapping[str, str]": (Mapping, "a table of texts by name"),
+    "Mapping[str, str | bool]": (Mapping, "a table of texts by name, or true for an option without a value"),
+}
+"""By annotation of a field, the types of its values, and these in words. Counts are checked by themselves."""
+
+_COUNTS = ("nodes", "nproc_per_node", "cpus_per_task")
 _SIGNALS = ("ALRM", "CONT", "HUP", "INT", "KILL", "QUIT", "STOP", "TERM", "TSTP", "TTIN", "TTOU", "URG", "USR1", "USR2")
 _SUBSTITUTES = {
     "ntasks": "ranks are nodes x nproc_per_node: give those",
@@ -181,7 +194,9 @@ class JobOptions:
     """Further options of sbatch by name, passed through: a text, or True for an option without a value."""
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "nproc_per_node", "cpus_per_task"):
+        for each in fields(self):
+            self._check_type(each.name, str(each.type))
+        for name in _COUNTS:
             self._check_count(name)
         for each in fields(self):
             self._check_text(each.name)
@@ -197,6 +212,14 @@ class JobOptions:
         for names in ALTERNATIVES:
             self._check_alternatives(*names)
         self._check_mappings()
+
+    def _check_type(self, name: str, annotation: str) -> None:
+        value = getattr(self, name)
+        types, words = _TYPES.get(annotation, (object, ""))
+        items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, tuple) else ()
+        in_items = (str, bool) if "bool" in annotation else str
+        if not isinstance(value, types) or not all(isinstance(item, in_items) for _, item in items):
+            raise refusal(name, value, f"Give {words.format(name=name)}")
 
     def _check_count(self, name: str) -> None:
         value = getattr(self, name)
@@ -269,10 +292,13 @@ def make_options(values: Mapping[str, Any]) -> JobOptions:
     """Return the options with these values; names that are not fields go to `extra`. Lists may stand for tuples."""
     known = {each.name for each in fields(JobOptions)}
     own: dict[str, Any] = {}
-    extra: dict[str, str | bool] = dict(values.get("extra", {}))
+    given = values.get("extra", {})
+    extra: Any = dict(given) if isinstance(given, Mapping) else given
     for name, value in values.items():
         name = name.replace("-", "_")
         if name not in known:
+            if not isinstance(value, (str, bool, int, float)):
+                raise refusal(name, value, "It is not a field of a job; an option of sbatch is a text, or true")
             extra[name] = value if isinstance(value, bool) else str(value)
         elif name != "extra":
             own[name] = _convert(name, value)
@@ -280,12 +306,17 @@ def make_options(values: Mapping[str, Any]) -> JobOptions:
 
 
 def _convert(name: str, value: Any) -> Any:
-    if isinstance(value, list):
-        return tuple(map(str, value))
-    if (
-        isinstance(value, int)
-        and not isinstance(value, bool)
-        and name not in ("nodes", "nproc_per_node", "cpus_per_task")
-    ):
-        return str(value)
-    return value
+    """`value` as the type of its field: numbers and times of day (02:00:00 in TOML) are texts, lists are tuples."""
+    if name == "modules" and isinstance(value, str):
+        return tuple(value.replace(",", " ").split())
+    if name == "setup" and isinstance(value, str):
+        return (value,)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_as_text, value))
+    if isinstance(value, Mapping):
+        return {each: _as_text(text) for each, text in value.items()}
+    return value if name in _COUNTS else _as_text(value)
+
+
+def _as_text(value: Any) -> Any:
+    return str(value) if isinstance(value, (int, float, datetime.time)) and not isinstance(value, bool) else value

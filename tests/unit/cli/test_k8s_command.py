@@ -65,7 +65,7 @@ def test_names_of_kubernetes_are_understood_too() -> None:
         ("t.py --image a --mem-per-cpu=4G", "mem_per_cpu", "The field is mem"),
         ("t.py --image a --service-acount-name=x", "serviceAcountName", "serviceAccountName"),
         ("t.py --image a --env A", "env", "is not NAME=VALUE"),
-        ("t.py --image a --epochs 9", "", "come after `--`"),
+        ("t.py --image a --epochs 9", "epochs", "comes after `--`"),
         ("--image a", "", "SCRIPT"),
     ],
 )

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ddpilot.cli.slurm_command import read_words
 from ddpilot.errors import SlurmError
 from ddpilot.slurm.defaults import options_with_defaults
 from ddpilot.slurm.options import JobOptions, make_options
@@ -121,3 +122,44 @@ def test_defaults_that_are_wrong_are_refused_with_their_file(tmp_path: Path) -> 
     (tmp_path / ".ddpilot.toml").write_text("[slurm\n")
     with pytest.raises(SlurmError, match=r"reading .*\.ddpilot\.toml: "):
         options_with_defaults({}, tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("mem = true", "mem"),
+        ('env = "A=1"', "env"),
+        ("env = { A = true }", "env"),
+        ('requeue = "no"', "requeue"),
+        ('uv = "yes"', "uv"),
+        ("modules = 3", "modules"),
+        ('constraint = ["a"]', "constraint"),
+        ("extra = 3", "extra"),
+        ("foo = { a = 1 }", "foo"),
+    ],
+)
+def test_defaults_of_a_wrong_type_are_refused_by_name(tmp_path: Path, line: str, name: str) -> None:
+    """TOML has types of its own, of which a job script would get the text."""
+    (tmp_path / ".ddpilot.toml").write_text(f"[slurm]\n{line}\n")
+    with pytest.raises(SlurmError, match=rf"`{name}` is ") as caught:
+        options_with_defaults({}, tmp_path, tmp_path)
+    assert caught.value.field == name
+
+
+def test_defaults_may_be_written_as_toml_has_them(tmp_path: Path) -> None:
+    """Numbers, a time of day, names with blanks or commas between them, and one line of set-up."""
+    lines = ["time = 02:00:00", "account = 12", 'modules = "cuda/12,gcc nccl"', 'setup = "ulimit -n 4096"']
+    (tmp_path / ".ddpilot.toml").write_text("\n".join(["[slurm]", *lines, "env = { A = 1 }", "nice = 5"]))
+    found = options_with_defaults({}, tmp_path, tmp_path)
+    assert (found.time, found.account, found.modules) == ("02:00:00", "12", ("cuda/12", "gcc", "nccl"))
+    assert (found.setup, found.env, found.extra) == (("ulimit -n 4096",), {"A": "1"}, {"nice": "5"})
+
+
+def test_an_option_whose_value_stands_apart_is_named() -> None:
+    """With both ways to give it: to the script, or to sbatch."""
+    with pytest.raises(SlurmError, match=r"`--epochs 3`: --epochs is not an option here") as caught:
+        read_words(["train.py", "--epochs", "3"])
+    assert "after `--`" in str(caught.value)
+    assert "--epochs=3" in str(caught.value)
+    with pytest.raises(SlurmError, match="`other.py` is neither the script nor an option's value"):
+        read_words(["train.py", "other.py"])
