@@ -105,6 +105,23 @@ def test_one_task_of_an_array_is_cancelled_and_the_others_wait(cluster: Cluster,
     assert f"array {number}: 0 of 4 tasks completed" in cluster.run(*DDPILOT, "status", number).stdout
 
 
+def test_standard_error_in_a_file_of_its_own_is_followed(cluster: Cluster, tmp_path: Path) -> None:
+    """And names of files may have the node's name in them."""
+    words = ("--output=%x-%N.out", "--error=%x-%N.err", "--time=5")
+    with following(cluster, tmp_path, "print('hello')\nraise ValueError('bad sample 17')\n", *words) as followed:
+        assert followed.wait() == 1
+    assert "hello\n" in followed.out
+    assert "first error in the output: ValueError: bad sample 17" in followed.err
+    assert "bad sample 17" in cluster.run(*DDPILOT, "status", followed.job_id).stdout
+
+
+def test_output_that_cannot_be_opened_is_named(cluster: Cluster, tmp_path: Path) -> None:
+    """Slurm reports a signal that nobody has sent."""
+    with following(cluster, tmp_path, "print('hello')\n", f"--output={tmp_path}/none/%j.out", "--time=5") as followed:
+        assert followed.wait() != 0
+    assert f"its output file could not be opened on the node: {tmp_path}/none/{followed.job_id}.out" in followed.err
+
+
 def test_end_names_the_time_limit(cluster: Cluster, tmp_path: Path) -> None:
     """A job that is still running at its limit."""
     with following(cluster, tmp_path, SLEEP, "--time=1") as followed:
@@ -140,6 +157,7 @@ def test_end_names_preemption(cluster: Cluster, tmp_path: Path) -> None:
         (("--partition=nowhere",), "invalid partition specified: nowhere"),
         (("--gpus-per-node=9",), "Requested node configuration is not available"),
         (("--time=soon",), "`time` is 'soon'"),
+        (("--output=logs/%j.out",), "`output`: there is no folder logs"),
         (("--gpu-per-node=4",), "Did you mean --gpus-per-node?"),
     ],
 )

@@ -16,6 +16,7 @@ from ddpilot.slurm.arrays import describe_array, follow_array, is_array, summari
 from ddpilot.slurm.commands import ask_nodes, cancel_job, check_script, read_jobs, submit_job
 from ddpilot.slurm.defaults import find_defaults, options_with_defaults
 from ddpilot.slurm.follow import describe_job, follow_job, summarize_job
+from ddpilot.slurm.options import JobOptions
 from ddpilot.slurm.records import JobRecord
 from ddpilot.slurm.script import render_job_script
 
@@ -145,6 +146,7 @@ def run_words(words: Sequence[str]) -> int:
     target = values.pop("target")
     options = options_with_defaults(values, Path.cwd(), Path.home())
     _check_target(target, own["module"], Path(options.chdir or "."))
+    _check_output(options)
     script = render_job_script(options, target, args, module=own["module"])
     if dry_run:
         print(script, end="")
@@ -167,6 +169,15 @@ def _check_target(target: str, module: bool, folder: Path) -> None:
     else:
         found = f"{target!r} is neither a file nor one of {', '.join(_VERBS)}"
     raise SlurmError(_DID, found=found, fix="Give the path of a Python script first, then options", field="target")
+
+
+def _check_output(options: JobOptions) -> None:
+    """Refuse files in a folder that is not there: Slurm would end the job without a word."""
+    for name in ("output", "error"):
+        folder = (Path(options.chdir or ".") / (getattr(options, name) or "")).parent
+        if "%" not in str(folder) and not folder.is_absolute() and not folder.is_dir():
+            fix = f"`mkdir -p {folder}` first: Slurm makes no folders"
+            raise SlurmError(_DID, found=f"`{name}`: there is no folder {folder}", fix=fix, field=name)
 
 
 def _run_verb(verb: str, words: Sequence[str]) -> int:

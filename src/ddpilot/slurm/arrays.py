@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 
 from ddpilot.slurm.commands import read_jobs
 from ddpilot.slurm.follow import LOOK_S, JobOutput, explain_reason, read_rest, summarize_job
@@ -93,7 +92,8 @@ def follow_array(
         for each in records:
             if each.phase != "pending" and each.output and each.job_id not in outputs:
                 labelled = _Labelled(show, str(each.task_number))
-                outputs[each.job_id] = JobOutput(labelled, Path(each.output)), labelled
+                outputs[each.job_id] = JobOutput(labelled), labelled
+                outputs[each.job_id][0].use(each)
         is_over = all(each.phase == "done" for each in records)
         if not is_over and (line := describe_array(job_id, records)) != said:
             note(line)
@@ -118,4 +118,4 @@ def _end_of(record: JobRecord, output: JobOutput | None, labelled: _Labelled | N
         return str(summarize_job(record))
     read_rest(output)
     labelled.end()
-    return str(summarize_job(record, output.tail.decode(errors="replace")))
+    return str(summarize_job(record, output.text()))

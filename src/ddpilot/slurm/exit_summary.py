@@ -51,6 +51,8 @@ _ERROR_LINE = re.compile(
 )
 _RUN_FAILED = re.compile(r"^(\d+: )?ddpilot: (?P<what>rank \d+ .+) \(running `.*` on \d+ ranks? on (?P<host>\S+)\)$")
 """The line of `ddpilot run` on the node whose rank failed first."""
+_NO_OUTPUT_SIGNAL = 53
+"""What Slurm reports of a job script whose output or folder it cannot open, though no such signal was sent."""
 _NOT_FOUND_CODE = 127
 _NOT_STARTED = re.compile(r"^(\d+: )?(?P<what>FATAL: .+|\S.*: (command )?not found|srun: unrecognized option .+)$")
 """Lines of a shell, of Apptainer and of srun about a program that they could not start."""
@@ -127,6 +129,8 @@ def summarize_exit(
     if full_folder:
         details.insert(0, f"no space is left in {full_folder}, where its output is")
         advice = advice or _FULL
+    elif record.exit_signal == _NO_OUTPUT_SIGNAL:
+        advice = "make its folder first, or name one that all nodes share; Slurm makes none"
     elif not advice and record.exitcode == _NOT_FOUND_CODE:
         advice = _NOT_FOUND
     elif not advice and any(end.is_first and end.is_killed for end in _task_ends(output)):
@@ -221,6 +225,8 @@ def _describe_exit(record: JobRecord, output: str) -> str:
         cause = next((end for end in ends if end.code is not None and not end.may_be_ended), None)
         if cause is not None:
             return f"exit code {cause.code} of task {cause.tasks}, after which srun ended the others"
+    if record.exit_signal == _NO_OUTPUT_SIGNAL:
+        return f"its output file could not be opened on the node: {record.output or 'see --output'}"
     if record.exit_signal:
         return f"it was killed by {_signal_name(record.exit_signal)}"
     if record.exitcode > 128 and _signal_name(record.exitcode - 128).startswith("SIG"):

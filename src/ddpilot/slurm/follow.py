@@ -61,16 +61,34 @@ def describe_job(record: JobRecord) -> str:
 
 @dataclass
 class JobOutput:
-    """The output of a job: a file that grows. `show` gets what is new, `tail` has its end."""
+    """The output of a job: a file that grows, or two. `show` gets what is new."""
 
     show: Callable[[str], None]
     path: Path | None = None
     offset: int = 0
     tail: bytes = b""
     decoder: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
+    error: JobOutput | None = None
+    """Standard error, if it is in a different file."""
+
+    def use(self, record: JobRecord) -> None:
+        """Read the files of this job from now on, once it has started."""
+        if record.phase == "pending":
+            return
+        self.path = Path(record.output) if record.output else self.path
+        if record.error and self.error is None:
+            self.error = JobOutput(self.show, Path(record.error))
+
+    def text(self) -> str:
+        """The end of what was shown, that of standard error last."""
+        return self.tail.decode(errors="replace") + (self.error.text() if self.error is not None else "")
 
     def read(self) -> bool:
         """Show what is new; False if nothing is."""
+        is_more = self.error is not None and self.error.read()
+        return self._read_file() or is_more
+
+    def _read_file(self) -> bool:
         if self.path is None:
             return False
         try:
@@ -101,7 +119,7 @@ def follow_job(
     while True:
         if record.num_restarts > ran.num_restarts:
             output.read()
-            note(str(_explain_requeue(ran, output.tail.decode(errors="replace"))))
+            note(str(_explain_requeue(ran, output.text())))
         if record.num_restarts > ran.num_restarts or record.state == "RUNNING":
             ran = record
         if record.phase == "pending":
@@ -109,8 +127,7 @@ def follow_job(
         if record.phase != "done" and (line := describe_job(record)) != said:
             note(line)
             said = line
-        if record.output and record.phase != "pending":
-            output.path = Path(record.output)
+        output.use(record)
         if record.phase == "done":
             break
         while time.monotonic() < next_look_s:
@@ -119,7 +136,7 @@ def follow_job(
         record = read_job(job_id)
         next_look_s = time.monotonic() + look_s
     read_rest(output)
-    return record, summarize_job(record, output.tail.decode(errors="replace"))
+    return record, summarize_job(record, output.text())
 
 
 def _explain_requeue(ran: JobRecord, output: str) -> ExitSummary:
@@ -137,9 +154,9 @@ def read_rest(output: JobOutput) -> None:
 
 
 def summarize_job(record: JobRecord, output: str | None = None) -> ExitSummary:
-    """Return why a job ended. `output`: the end of its output; None: read here."""
+    """Return why a job ended. `output`: the end of its output, with standard error; None: read here."""
     if output is None:
-        output = _tail_of(Path(record.output)) if record.output else ""
+        output = "".join(_tail_of(Path(path)) for path in (record.output, record.error) if path)
     if record.state == "COMPLETED":
         return summarize_exit(record)
     return summarize_exit(

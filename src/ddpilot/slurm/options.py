@@ -45,7 +45,7 @@ ALTERNATIVES = (
 
 _TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
     "str": (str, "text"),
-    "str | None": ((str, type(None)), "text, such as {name} = \"...\""),
+    "str | None": ((str, type(None)), 'text, such as {name} = "..."'),
     "bool": (bool, "true or false"),
     "bool | str": ((bool, str), "true, user or mcs"),
     "tuple[str, ...]": (tuple, "a list of texts"),

@@ -53,6 +53,8 @@ class JobRecord:
     """When a job of higher priority claimed its nodes."""
     output: str = ""
     """Path of its output."""
+    error: str = ""
+    """Path of its standard error, if it is a different file."""
     folder: str = ""
     """Folder that it runs in."""
     number: str = ""
@@ -88,6 +90,7 @@ def _pairs(line: str) -> dict[str, str]:
 
 def _record(pairs: dict[str, str]) -> JobRecord:
     code, signal = _exit(pairs.get("ExitCode", ""))
+    output, error = (_fill_in(_text(pairs.get(name)), pairs.get("BatchHost", "")) for name in ("StdOut", "StdErr"))
     array, task = pairs.get("ArrayJobId", ""), pairs.get("ArrayTaskId", "")
     restarts = pairs.get("Restarts", "")
     return JobRecord(
@@ -104,11 +107,18 @@ def _record(pairs: dict[str, str]) -> JobRecord:
         exit_signal=signal,
         num_restarts=int(restarts) if restarts.isdecimal() else 0,
         preempted=_text(pairs.get("PreemptTime")),
-        output=_text(pairs.get("StdOut")),
+        output=output,
+        error=error if error != output else "",
         folder=_text(pairs.get("WorkDir")),
         number=pairs["JobId"],
         memory=_text(pairs.get("MinMemoryNode") or pairs.get("MinMemoryCPU")),
     )
+
+
+def _fill_in(path: str, node: str) -> str:
+    """The path of a job's file, with those of sbatch's marks that scontrol leaves in it."""
+    values = {"N": node.partition(".")[0], "n": "0", "t": "0"}
+    return re.sub(r"%([Nnt])", lambda found: values[found[1]] or found[0], path)
 
 
 def parse_lost_nodes(text: str) -> dict[str, str]:

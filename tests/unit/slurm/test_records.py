@@ -82,3 +82,12 @@ def test_nodes_that_are_down_or_silent_are_found_with_the_reason() -> None:
         "NodeName=n3 Arch=x86_64 State=MIXED*+DRAIN ThreadsPerCore=1 Partitions=all\n"
     )
     assert parse_lost_nodes(text) == {"n1": "Not responding", "n3": ""}
+
+
+def test_files_of_a_job_have_the_name_of_its_first_node() -> None:
+    """scontrol leaves %N; standard error counts only if it is a different file."""
+    line = "JobId=7 JobState=RUNNING NodeList=n[3-4] BatchHost=n3 StdErr={} StdOut=/a/%N-%n.out"
+    (record,) = parse_scontrol(line.format("/a/%N-%n.out"))
+    assert (record.output, record.error) == ("/a/n3-0.out", "")
+    (record,) = parse_scontrol(line.format("/a/%N.err"))
+    assert (record.output, record.error) == ("/a/n3-0.out", "/a/n3.err")
