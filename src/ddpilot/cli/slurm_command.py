@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpilot.cli.job_parser import FieldOptions, JobParser, parse_pair
-from ddpilot.errors import SlurmError
+from ddpilot.errors import SlurmError, did_you_mean
 from ddpilot.option_parser import HelpRequested, parse_int
 from ddpilot.slurm.arrays import describe_array, follow_array, is_array, summarize_array
 from ddpilot.slurm.commands import ask_nodes, cancel_job, check_script, read_jobs, submit_job
@@ -136,6 +136,8 @@ def run_words(words: Sequence[str]) -> int:
         return 2
     if words[0] in _VERBS:
         return _run_verb(words[0], words[1:])
+    if len(words) == 2 and words[1][0].isdecimal() and (guess := did_you_mean(words[0], _VERBS)):
+        raise SlurmError(_DID, found=f"{words[0]!r} is not one of {', '.join(_VERBS)}", fix=guess, field="target")
     try:
         values, args = read_words(words)
     except HelpRequested as helped:

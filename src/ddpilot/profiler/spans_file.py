@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -164,6 +166,17 @@ class TimesWriter:
     def _append(self, ending: str, data: bytes) -> None:
         with open(f"{self._prefix}.{ending}", "ab") as file:
             file.write(data)
+
+
+def take_files(folder: str, rank: int) -> dict[str, bytes]:
+    """Return the files of `rank` in `folder` by name, and remove them, and the folder with its last file."""
+    found = {}
+    for path in Path(folder).glob(f"rank{rank}.*"):
+        found[path.name] = path.read_bytes()
+        path.unlink()
+    with suppress(OSError):  # other ranks of this node have files there, or have removed it
+        os.rmdir(folder)
+    return found
 
 
 def find_ranks(folder: Path) -> list[int]:

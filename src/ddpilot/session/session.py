@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import time
 import weakref
@@ -177,12 +178,6 @@ class Session:
         ranks and the group is unchanged. Raises LaunchInterrupted, a KeyboardInterrupt, if it is interrupted.
         """
         arguments.check_code(code)
-        if profile and self.options.is_remote:
-            raise LaunchError(
-                "profiling a cell",
-                found="the ranks run on other machines, and a profile is read from a folder of this one",
-                fix="Leave `profile` out; `ddpilot profile` measures a script on every node",
-            )
         chosen = select_ranks(self._kernels, ranks, "running a cell")
         if ranks is None and len(chosen) < self.world_size:
             self._kernels.note(describe_absent(self._kernels.states.dead, chosen))
@@ -190,18 +185,29 @@ class Session:
         began_s = time.monotonic()
         keeps = self.options.keep_cache if keep_cache is None else keep_cache
         with scratch_folder("ddpilot-profile-") if profile else contextlib.nullcontext() as folder:
+            on_ranks = f"{folder}-ranks" if folder and self.options.is_remote else str(folder or "")
             outcome = self._runner.cell(
-                code,
-                chosen,
-                number=self._num_cells,
-                quiet=quiet,
-                keep_cache=keeps,
-                profile_folder=str(folder or ""),
+                code, chosen, number=self._num_cells, quiet=quiet, keep_cache=keeps, profile_folder=on_ranks
             )
+            if folder and self.options.is_remote:
+                with contextlib.suppress(LaunchError):  # no rank is alive: the cell's failure is raised
+                    self._take_profile(on_ranks, folder)
             outcome.raise_failure(f"Cell In[{self._num_cells}]")
             duration_s = time.monotonic() - began_s
             found, why_none = (None, "") if folder is None else _read_profile(folder)
         return CellResult(ranks=chosen, duration_s=duration_s, profile=found, no_profile=why_none)
+
+    def _take_profile(self, on_ranks: str, folder: Path) -> None:
+        """Move what the live ranks of other machines have recorded, in their folder `on_ranks`, into `folder`."""
+        alive = select_ranks(self._kernels, None, "collecting a profile")
+        parts = {"fn": _take_files, "args": (on_ranks,), "kwargs": {}}
+        parcel, known = ship(
+            "ddpilot-call", parts, (_take_files, (on_ranks,), {}), did="collecting a profile", known=None
+        )
+        _, answers = self._runner.call(Call(), alive, parcel, "collecting a profile")
+        for files in RankResults([answers[rank] for rank in alive if rank in answers], known):
+            for name, data in files.items():
+                (folder / name).write_bytes(data)
 
     def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RankResults:
         """Run `fn(*args, **kwargs)` on every rank and return the results by rank.
@@ -368,6 +374,13 @@ def _start_kernels(options: SessionOptions, view: View) -> RankKernels:
     except KeyboardInterrupt:
         raise LaunchInterrupted("starting the ranks was interrupted: no rank is running") from None
     return kernels
+
+
+def _take_files(folder: str) -> dict[str, bytes]:
+    """In a rank: the files of its profile, which are removed."""
+    from ddpilot.profiler.spans_file import take_files  # imports numpy
+
+    return take_files(folder, int(os.environ["RANK"]))
 
 
 def _read_profile(folder: Path) -> tuple[Profile | None, str]:

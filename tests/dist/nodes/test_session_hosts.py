@@ -8,6 +8,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -265,3 +266,28 @@ def test_a_short_cell_takes_milliseconds(start: Start) -> None:
     session = start(2)
     durations_s = [session.execute("1 + 1", quiet=True).duration_s for _ in range(40)]
     assert statistics.median(durations_s) < 0.25
+
+
+PROFILED = """
+from torch.nn.parallel import DistributedDataParallel
+import ddpilot, torch
+ddpilot.init_group("gloo") if not torch.distributed.is_initialized() else None
+model = DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(20):
+    optimizer.zero_grad()
+    model(torch.ones(8, 4)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_cell_is_profiled_on_ranks_of_other_machines(start: Start) -> None:
+    """What they record is fetched into a folder of this machine, and nothing is left on theirs."""
+    session = start()
+    result = session.execute(PROFILED, profile=True)
+    assert result.profile is not None, result.no_profile
+    assert len(result.profile.facts) == 2
+    assert list(Path(tempfile.gettempdir()).glob("ddpilot-profile-*")) == []
+    with pytest.raises(RankError, match="ValueError"):
+        session.execute("raise ValueError", profile=True)
+    assert list(Path(tempfile.gettempdir()).glob("ddpilot-profile-*")) == []

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ddpilot.cli.slurm_command import read_words
+from ddpilot.cli.slurm_command import read_words, run_words
 from ddpilot.errors import SlurmError
 from ddpilot.slurm.defaults import options_with_defaults
 from ddpilot.slurm.options import JobOptions, make_options
@@ -163,3 +163,9 @@ def test_an_option_whose_value_stands_apart_is_named() -> None:
     assert "--epochs=3" in str(caught.value)
     with pytest.raises(SlurmError, match="`other.py` is neither the script nor an option's value"):
         read_words(["train.py", "other.py"])
+
+
+def test_a_misspelled_verb_has_a_proposal() -> None:
+    """Before its number is read as an argument."""
+    with pytest.raises(SlurmError, match=r"'folow' is not one of follow, status, cancel. Did you mean `follow`\?"):
+        run_words(["folow", "12_3"])

@@ -24,6 +24,7 @@ from IPython.core.history import HistoryManager
 from torch.distributed import distributed_c10d as c10d
 from traitlets import Instance
 
+from ddpilot.environments.private_files import make_own_folder
 from ddpilot.group.ddp_models import find_models
 from ddpilot.launching.exception_report import is_victim, message_of, prune_guard, user_traceback
 from ddpilot.launching.rank_reports import Raised
@@ -291,6 +292,7 @@ class RankKernel(IPythonKernel):
             return
         from ddpilot.profiler.rank.block import start_recording
 
+        make_own_folder(Path(folder))  # on a different machine it is not there
         stop = start_recording(Path(folder), self.requests.context.topology.rank, find_models())
         try:
             yield
