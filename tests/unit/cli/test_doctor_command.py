@@ -48,7 +48,7 @@ def test_options_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     given = run(monkeypatch, GOOD, *words, "train.py")[2]
     assert str(given.pop("checkpoint_dir")) == "runs"
     assert str(given.pop("script")) == "train.py"
-    assert given == {"nproc_per_node": 3, "num_workers": 4, "live": False, "nodes": True, "timeout_s": 5.0}
+    assert given == {"nproc_per_node": 3, "num_workers": 4, "live": False, "nodes": True, "timeout_s": 5.0, "reach": ()}
 
 
 def test_json_and_verbose_have_everything(monkeypatch: pytest.MonkeyPatch) -> None:
