@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from ddpilot.training.device_placement import ensure_on_device
     from ddpilot.training.evaluation.predict import read_predictions
     from ddpilot.training.loop import Loop
+    from ddpilot.training.models.averaging import Averaging
     from ddpilot.training.models.ddp import unwrap
     from ddpilot.training.models.ddp_options import DDPOptions
     from ddpilot.training.models.optimizers import full_state, load_full_state
@@ -89,6 +90,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "App": "ddpilot.session.apps",
     "AppContext": "ddpilot.session.apps",
+    "Averaging": "ddpilot.training.models.averaging",
     "BatchSizeSearch": "ddpilot.training.batch_size",
     "Callback": "ddpilot.trainer.callback",
     "CellResult": "ddpilot.session.session",
@@ -183,6 +185,7 @@ _HOOKS = {
 __all__ = [
     "App",
     "AppContext",
+    "Averaging",
     "BatchSizeSearch",
     "Callback",
     "CellResult",

@@ -44,7 +44,7 @@ class RunProgress:
     """Number of samples per global batch; None: unknown."""
     batches: str | None = None
     """Fingerprint of how samples form global batches; None: unknown."""
-    accumulate: int | None = None
+    accumulate: int | str | None = None
     """Number of batches per update; None: unknown."""
 
 

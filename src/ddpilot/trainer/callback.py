@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 from ddpilot.checkpoint.host_copy import can_hold
 from ddpilot.errors import LoopError
 from ddpilot.group.decorators import on_ranks
 from ddpilot.trainer.run import Run
 from ddpilot.training.loop import Loop
+
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class Callback:
@@ -29,13 +32,41 @@ class Callback:
     """
 
     ranks: ClassVar[Literal["zero", "all"]] = "zero"
-    """Ranks on which the methods are called."""
+    """Ranks on which the methods are called, except those that `called_on` decorates."""
+
+    @staticmethod
+    def called_on(ranks: Literal["zero", "all"]) -> Callable[[Method], Method]:
+        """Decorate a method to be called on these ranks, whatever `ranks` of the class is. Raises LoopError."""
+        if str(ranks) not in ("zero", "all"):
+            raise LoopError("decorating a callback's method", found=f"ranks {ranks!r}", fix="Use 'zero' or 'all'.")
+
+        def decorate(method: Method) -> Method:
+            vars(method)["called_on"] = ranks
+            return method
+
+        return decorate
 
     def on_fit_start(self, run: Run) -> None:
         """Called before the first epoch, after a checkpoint was loaded, if any."""
 
     def on_epoch_start(self, run: Run) -> None:
         """Called before the first batch of `run.epoch`, also if the epoch resumes in the middle."""
+
+    def on_batch_start(self, run: Run) -> None:
+        """Called before each batch, this rank's part of which is `run.batch`: assign it to train on a different one.
+
+        Change its values on all ranks alike, so with `ranks` "all"; the number of samples has to stay the same.
+        """
+
+    def on_step_start(self, run: Run) -> None:
+        """Called before the step of each optimizer, whose name is `run.stepping`, with the gradients of all samples.
+
+        Gradients are complete, unscaled and clipped. Change them on all ranks alike. Not called if fp16 skips the
+        update. With a closure they are those of its first evaluation, and changes to them are not used.
+        """
+
+    def on_batch_end(self, run: Run) -> None:
+        """Called after each batch, and its update if it ends an accumulation group; `run.loss` is its loss."""
 
     def on_update_end(self, run: Run) -> None:
         """Called after the weights changed. `run.loss` is this rank's loss; reading its value waits for the device."""
@@ -76,8 +107,14 @@ class CallbackRunner:
 
     def __init__(self, callbacks: Sequence[Callback], run: Run) -> None:
         is_rank_zero = run.loop.group.is_rank_zero
-        self._callbacks = [one for one in callbacks if is_rank_zero or one.ranks == "all"]
-        self._has_rank_zero_callbacks = any(one.ranks == "zero" for one in callbacks)
+        events = [name for name in vars(Callback) if name.startswith("on_")]
+        everywhere = {name: [(one, ranks_of(one, name)) for one in callbacks if _has(one, name)] for name in events}
+        self._calls = {
+            name: [(one, ranks) for one, ranks in calls if is_rank_zero or ranks == "all"]
+            for name, calls in everywhere.items()
+        }
+        """The callbacks that have a method for each event on this rank, and the ranks that call it."""
+        self._has_rank_zero_callbacks = any(ranks == "zero" for calls in everywhere.values() for _, ranks in calls)
         self._run = run
         self._failure: Exception | None = None
         self.is_over = False
@@ -93,11 +130,32 @@ class CallbackRunner:
         self._call_each(event)
         self.raise_failure()
 
-    def call_update_end(self) -> None:
-        """Call `on_update_end`; not collective. After a failure on rank 0, all ranks stop, see `Run.stop`."""
-        self._call_each("on_update_end")
+    def call_in_batch(self, event: str) -> None:
+        """Call `event` of each callback; not collective. After a failure on rank 0, all ranks stop, see `Run.stop`."""
+        if not self._calls[event]:
+            return
+        self._call_each(event)
         if self._failure is not None:
             self._run.stop()
+
+    @contextmanager
+    def around_steps(self) -> Iterator[None]:
+        """Call `on_step_start` before each step that an optimizer of the run makes within the block."""
+        handles = []
+        for name, optimizer in self._run.optimizers.items() if self._calls["on_step_start"] else ():
+            handles.append(optimizer.register_step_pre_hook(functools.partial(self._begin_step, name)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _begin_step(self, name: str, *_: object) -> None:
+        self._run.stepping = name
+        try:
+            self.call_in_batch("on_step_start")
+        finally:
+            self._run.stepping = ""
 
     def raise_failure(self) -> None:
         """Raise on all ranks what a callback raised on rank 0. Collective if a callback runs on rank 0 only."""
@@ -112,26 +170,26 @@ class CallbackRunner:
 
     def call_exception(self, error: BaseException) -> None:
         """Call `on_exception`, on this rank only; an exception in it becomes a warning in addition to `error`."""
-        for callback in self._callbacks:
+        for callback, ranks in self._calls["on_exception"]:
             try:
-                with self._restricted(callback) as run:
+                with self._restricted(callback, ranks) as run:
                     callback.on_exception(run, error)
             except Exception as second:  # noqa: BLE001  (the first error is the one to be raised)
                 warnings.warn(f"{type(callback).__name__}.on_exception raised {second!r}", stacklevel=2)
 
     def _call_each(self, event: str) -> None:
-        for callback in self._callbacks:
-            if callback.ranks == "all":
-                self._call_one(callback, event)
+        for callback, ranks in self._calls[event]:
+            if ranks == "all":
+                self._call_one(callback, event, ranks)
             elif self._failure is None:
                 try:
-                    self._call_one(callback, event)
+                    self._call_one(callback, event, ranks)
                 except Exception as error:  # noqa: BLE001  (the other ranks continue: so does this one, until they stop)
                     self._failure = error
 
-    def _call_one(self, callback: Callback, event: str) -> None:
+    def _call_one(self, callback: Callback, event: str, ranks: str) -> None:
         try:
-            with self._restricted(callback) as run:
+            with self._restricted(callback, ranks) as run:
                 getattr(callback, event)(run)
         except OSError as error:
             if error.errno is None:
@@ -141,10 +199,10 @@ class CallbackRunner:
             raise OSError(error.errno, text, error.filename) from error
 
     @contextmanager
-    def _restricted(self, callback: Callback) -> Iterator[Run]:
+    def _restricted(self, callback: Callback, ranks: str) -> Iterator[Run]:
         """Yield the run, with a `loop` that rejects collectives if other ranks do not call the callback."""
         loop = self._run.loop
-        if callback.ranks == "zero":
+        if ranks == "zero":
             name = type(callback).__qualname__
             group = _Restricted(loop.group, _GROUP_COLLECTIVES, "run.loop.group", name)
             self._run.loop = cast(Loop, _Restricted(loop, _LOOP_COLLECTIVES, "run.loop", name, group=group))
@@ -159,9 +217,19 @@ class CallbackRunner:
             raise failure
 
 
+def ranks_of(callback: Callback, event: str) -> str:
+    """Return the ranks on which `callback`'s method for `event` is called: "zero" or "all"."""
+    return str(getattr(getattr(callback, event), "called_on", callback.ranks))
+
+
+def _has(callback: Callback, event: str) -> bool:
+    """True if `callback` overrides the method for `event`."""
+    return getattr(getattr(callback, event), "__func__", None) is not vars(Callback)[event]
+
+
 _LOOP_COLLECTIVES = {
     *("prepare", "explain", "epochs", "batches", "save", "resume", "load", "backward", "step", "reduce", "gather"),
-    *("gather_batch", "evaluate", "predict", "rank_zero_first", "exchange_stop"),
+    *("gather_batch", "evaluate", "predict", "rank_zero_first", "exchange_stop", "update_batch_norm"),
 }
 _GROUP_COLLECTIVES = {"barrier", "all_reduce", "broadcast", "all_gather_object", "broadcast_object", "leave"}
 

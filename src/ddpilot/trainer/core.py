@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torch import nn
+from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from ddpilot.checkpoint.weights import class_name
@@ -21,19 +22,27 @@ from ddpilot.trainer.checks import (
     check_choice,
     check_metrics,
     check_model,
-    is_count,
 )
 from ddpilot.trainer.history import History
 from ddpilot.trainer.losses import EpochLosses, LossSums, Summands, check_attached, check_weighted, with_count
-from ddpilot.trainer.optimizers import make_ema, make_optimizers, make_schedulers
+from ddpilot.trainer.optimizers import (
+    make_ema,
+    make_optimizers,
+    make_schedulers,
+    own_attributes,
+    restore_attributes,
+)
 from ddpilot.trainer.run import Forward, Run
 from ddpilot.training.batches import Loader
 from ddpilot.training.evaluation.evaluate import forward_batch
 from ddpilot.training.interval import Interval
 from ddpilot.training.loop import Loop
+from ddpilot.training.models.averaging import Averaging
 from ddpilot.training.models.ddp import run_in_forward
 from ddpilot.training.models.explain import Explanation
-from ddpilot.training.options import naming_arguments
+from ddpilot.training.models.optimizers import requires_closure
+from ddpilot.training.options import check_clipping, naming_arguments
+from ddpilot.training.schedule import Accumulate, AccumulationSchedule
 from ddpilot.training.step.precision import Kind
 
 if TYPE_CHECKING:
@@ -63,9 +72,14 @@ class TrainerCore:
         scheduler: Any = None,
         scheduler_per: Literal["update", "epoch"] | int | str = "update",
         ema: float | AveragedModel | None = None,
+        average: Averaging | None = None,
         clip_norm: float | None = None,
-        accumulate: int = 1,
+        clip_norm_type: float = 2.0,
+        clip_value: float | None = None,
+        clip_per: Literal["model", "group"] = "model",
+        accumulate: Accumulate = 1,
         precision: Kind = "fp32",
+        closure: bool | None = None,
         seed: int = 0,
         launcher: Launcher | None = None,
     ) -> None:
@@ -75,7 +89,7 @@ class TrainerCore:
         self.loss_fn = loss_fn
         self.optimizers = make_optimizers(optimizer, model)
         self.schedulers = make_schedulers(scheduler, self.optimizers)
-        self.ema = make_ema(ema, model)
+        self.ema = make_ema(ema, model, average)
         check_metrics(metrics)
         self.metrics = dict(metrics or {})
         self.callbacks = list(callbacks)
@@ -85,9 +99,12 @@ class TrainerCore:
         given = {"update": 1, "epoch": "1 epoch"}.get(str(scheduler_per), scheduler_per)
         self.scheduler_every = Interval.parse(given, did=MAKING, name="scheduler_per")
         """`scheduler_per` as an interval."""
-        self.clip_norm = clip_norm
+        self.clip_norm, self.clip_norm_type = clip_norm, clip_norm_type
+        self.clip_value, self.clip_per = clip_value, clip_per
         self.accumulate = accumulate
         self.precision: Kind = precision
+        self.closure = any(map(requires_closure, self.optimizers.values())) if closure is None else closure
+        """True if the optimizer computes the loss several times per update."""
         self.seed = seed
         self.launcher = launcher
         self.history = History()
@@ -105,6 +122,14 @@ class TrainerCore:
         self.nproc_per_node: int | str | None = None
         """The last `nproc_per_node` passed to a fit, which later fits use too."""
         check_trainer(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_of_optimizers": own_attributes(self.optimizers)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        attributes = state.pop("_of_optimizers")
+        self.__dict__.update(state)
+        restore_attributes(self.optimizers, attributes)
 
     @property
     def has_own_step(self) -> bool:
@@ -127,6 +152,23 @@ class TrainerCore:
         Returns what to record: a mean loss, (mean loss, count), or a dict of these by name. `run.wrapped` is the model
         to call, `run.optimizers` are the optimizers to step, and `run.loop` has `accumulate`, `backward` and `step`.
         """
+        if not self.closure:
+            returned = self._evaluate_batch(run, batch)
+            for name, optimizer in run.optimizers.items():
+                run.loop.step(optimizer, run.schedulers.get(name))
+            return returned
+        evaluations: list[Any] = []  # the first one is at the weights before the update
+        for name, optimizer in run.optimizers.items():  # a single one: see `check_fit`
+            run.loop.step(
+                optimizer,
+                run.schedulers.get(name),
+                closure=lambda: evaluations.append(self._evaluate_batch(run, batch)),
+                ahead=True,
+            )
+        return evaluations[0]
+
+    def _evaluate_batch(self, run: Run, batch: Any) -> Any:
+        """Compute loss and gradients of a batch, and clip the gradients. Returns what `train_batch` does."""
         loop = run.loop
         if self.loss_fn is None:
             raise LoopError("training a batch", found="no `loss_fn`", fix="Give one, or override `train_batch`.")
@@ -140,13 +182,20 @@ class TrainerCore:
             if count is None and loop.batch is not None and loop.batch.index < _NUM_CHECKED:
                 check_weighted(loss, output, batch, loop.rank)
             loop.backward(loss, count)
-        if self.clip_norm is not None:
-            loop.clip_grad_norm_(run.model.parameters(), self.clip_norm)
-        for name, optimizer in run.optimizers.items():
-            loop.step(optimizer, run.schedulers.get(name))
+        self._clip(run)
         if isinstance(loss, Mapping):
             return Summands(loss)
         return loss if count is None else (loss, count)
+
+    def _clip(self, run: Run) -> None:
+        """Clip the gradients, all together or those of each parameter group."""
+        limits: Mapping[str, Any] = {"clip_norm": self.clip_norm, "clip_value": self.clip_value}
+        for given in [{"params": run.model.parameters()}] if self.clip_per == "model" else groups_of(run.optimizers):
+            of_group = {**limits, **{name: given[name] for name in limits if name in given}}
+            if of_group["clip_value"] is not None:
+                run.loop.clip_grad_value_(given["params"], of_group["clip_value"])
+            if of_group["clip_norm"] is not None:
+                run.loop.clip_grad_norm_(given["params"], of_group["clip_norm"], self.clip_norm_type)
 
     def validate_batch(self, model: nn.Module, batch: Any) -> Any:
         """Compute what is recorded of one batch of a validation. Override it for a different validation step.
@@ -267,6 +316,31 @@ class FitState:
                 callback.load_state_dict(remaining.pop(index)[1])
 
 
+def groups_of(optimizers: Mapping[str, Optimizer]) -> list[dict[str, Any]]:
+    """Return the parameter groups of all optimizers."""
+    return [group for optimizer in optimizers.values() for group in optimizer.param_groups]
+
+
+def _check_clipping(trainer: TrainerCore) -> None:
+    """Raise LoopError for limits that are not above 0, that would not be used, or two for the same gradients."""
+    names = ("clip_norm", "clip_value")
+    check_choice(MAKING, "clip_per", trainer.clip_per, ("model", "group"))
+    check_clipping(MAKING, clip_norm_type=trainer.clip_norm_type)
+    own = {name: getattr(trainer, name) for name in names}
+    groups = groups_of(trainer.optimizers)
+    for number, group in enumerate(groups):
+        given = {name: group[name] for name in names if name in group}
+        if given and trainer.clip_per == "model":
+            found = f"parameter group {number} has {', '.join(map(repr, given))}, which clipping per model does not use"
+            raise LoopError(MAKING, found=found, fix='Pass `clip_per="group"`.')
+    for limits in (own, *({**own, **{name: one[name] for name in names if name in one}} for one in groups)):
+        used = {name: limit for name, limit in limits.items() if limit is not None}
+        check_clipping(MAKING, **used)
+        if len(used) == 2:
+            found = f"`clip_norm` {used['clip_norm']} and `clip_value` {used['clip_value']} for the same gradients"
+            raise LoopError(MAKING, found=found, fix="Give one of the two; None in a parameter group does not clip it.")
+
+
 def check_trainer(trainer: TrainerCore) -> None:
     """Raise LoopError for invalid arguments, and for those that would train or measure something else than intended."""
     loss_fn: object = trainer.loss_fn
@@ -279,10 +353,10 @@ def check_trainer(trainer: TrainerCore) -> None:
     if trainer.has_own_validation and trainer.metrics:
         found = f"`metrics` ({', '.join(map(repr, trainer.metrics))}), which an overridden `validate_batch` replaces"
         raise LoopError(MAKING, found=found, fix="Return their values from `validate_batch`, or do not override it.")
-    check_choice(MAKING, "precision", trainer.precision, ("fp32", "bf16", "fp16"))
-    if trainer.clip_norm is not None and not trainer.clip_norm > 0:
-        found = f"`clip_norm` is {trainer.clip_norm}"
-        raise LoopError(MAKING, found=found, fix="Give a limit above 0; None does not clip.")
-    if not is_count(trainer.accumulate) or trainer.accumulate < 1:
-        found = f"`accumulate` is {trainer.accumulate!r}"
-        raise LoopError(MAKING, found=found, fix="Give a number of batches, 1 or more.")
+    check_choice(MAKING, "precision", trainer.precision, get_args(Kind))
+    closure: object = trainer.closure
+    if not isinstance(closure, bool):
+        found = f"`closure` is {closure!r}"
+        raise LoopError(MAKING, found=found, fix="Give True, False, or None to find out from the optimizer's `step`.")
+    _check_clipping(trainer)
+    AccumulationSchedule.parse(trainer.accumulate, MAKING)

@@ -30,7 +30,7 @@ from ddpilot.trainer.core import FitState, Position, TrainerCore
 from ddpilot.trainer.fit_options import SIZES, FitOptions, val_prefix
 from ddpilot.trainer.history import History, measured
 from ddpilot.trainer.losses import LossSums
-from ddpilot.trainer.optimizers import relink
+from ddpilot.trainer.optimizers import own_attributes, relink, restore_attributes
 from ddpilot.trainer.ranks import group_here
 from ddpilot.trainer.result import FitResult, collect_result
 from ddpilot.trainer.run import Run, find_inner, trained_parts
@@ -38,9 +38,11 @@ from ddpilot.training.batches import LimitedLoader, Loader, is_at_end
 from ddpilot.training.coordination.stop import StopSignals
 from ddpilot.training.interval import EACH_EPOCH, EACH_UPDATE
 from ddpilot.training.loop import Loop
+from ddpilot.training.models.averaging import WeightAverage
 from ddpilot.training.models.ddp import unwrap
 from ddpilot.training.models.optimizers import ShardedState
 from ddpilot.training.resume.position import describe_data
+from ddpilot.training.schedule import AccumulationSchedule
 
 _REASONS = {"SIGINT": "interrupted", "time": "`max_time_s` has elapsed", "asked": "a callback requested it"}
 
@@ -94,7 +96,10 @@ def _run_dry(trainer: TrainerCore, fit: FitOptions, signals: StopSignals) -> Non
         until_epoch=None,
         max_updates=None,
         validate_every=EACH_EPOCH,
-        limit_batches={"train": 2 * trainer.accumulate, "validation": 2},
+        limit_batches={
+            "train": 2 * AccumulationSchedule.parse(trainer.accumulate, "fitting").size_at(0, 0),
+            "validation": 2,
+        },
         checkpoints={"checkpoint_dir": folder, "resume": True},
         progress=False,
     )
@@ -115,7 +120,9 @@ def _run_dry(trainer: TrainerCore, fit: FitOptions, signals: StopSignals) -> Non
 def _copy(trainer: TrainerCore) -> TrainerCore:
     """Return a trainer before its first update, without callbacks, with copies of everything that a fit changes."""
     names = ("model", "loss_fn", "optimizers", "schedulers", "ema", "metrics")
-    parts = copy.deepcopy({name: getattr(trainer, name) for name in names})
+    own = own_attributes(trainer.optimizers)
+    parts, own = copy.deepcopy(({name: getattr(trainer, name) for name in names}, own))
+    restore_attributes(parts["optimizers"], own)
     trial = copy.copy(trainer)
     vars(trial).update(parts, callbacks=[], history=History(), position=Position(), findings=())
     return trial
@@ -145,8 +152,10 @@ def _fit_by(loop: Loop, trainer: TrainerCore, fit: FitOptions) -> Exception | No
         callbacks.call("on_fit_start")
         if fit.validate_first and not run.update:
             here.validate_first()
-        for _ in loop.epochs(run.num_epochs, max_updates=run.max_updates):
-            here.train_epoch()
+        with callbacks.around_steps():
+            for _ in loop.epochs(run.num_epochs, max_updates=run.max_updates):
+                here.train_epoch()
+        here.finish_average()
         callbacks.is_over = True
         callbacks.call("on_fit_end")
     except BaseException as error:
@@ -287,6 +296,8 @@ class _Fit:
         self._train, self._val = loaders
         self._callbacks = callbacks
         self._fit = fit
+        self._finished_at = (-1, -1)
+        """The numbers of updates and of averaged weights of which `finish_average` has computed the statistics."""
         self._is_recorded = False
         """True if the epoch, or the part of it in which the fit ends, is in the history."""
         self._interval_numbers: tuple[int, dict[str, float]] = (-1, {})
@@ -311,9 +322,13 @@ class _Fit:
         losses = self._state.begin_epoch(self._loop)
         for batch in self._loop.batches(self._train):
             before = self._loop.num_updates
-            run.loss = losses.add(self._trainer.train_batch(run, batch))
+            run.batch = batch
+            self._callbacks.call_in_batch("on_batch_start")
+            run.loss = losses.add(self._trainer.train_batch(run, run.batch))
+            self._callbacks.call_in_batch("on_batch_end")
             if self._loop.num_updates > before:
                 self._after_update(before)
+        run.batch = None
         if not self._is_recorded:
             self._callbacks.raise_failure()
             self._end_epoch(is_part=bool(self._loop.next_batch))
@@ -322,9 +337,12 @@ class _Fit:
         """Do what is due after an update, of which there were `before` before it."""
         run, loop, now = self._run, self._loop, self._loop.num_updates
         if run.ema is not None:
-            run.ema.update_parameters(run.model)
+            if isinstance(run.ema, WeightAverage):
+                run.ema.after_update(run.model, before, now, loop.epoch)
+            else:
+                run.ema.update_parameters(run.model)
         self._step_schedulers("updates", before, now)
-        self._callbacks.call_update_end()
+        self._callbacks.call_in_batch("on_update_end")
         is_due = run.validate_every.counts_updates and run.validate_every.is_due(before, now)
         if not is_due and not self._has_all_updates:
             return
@@ -374,6 +392,8 @@ class _Fit:
         """Record the epoch, or the part of it in which the fit ends, and validate if epochs are validated."""
         run, loop = self._run, self._loop
         by_updates = run.validate_every.counts_updates
+        if not is_part and isinstance(run.ema, WeightAverage):
+            run.ema.after_epoch(run.model, run.update, loop.epoch + 1)
         self._callbacks.is_over = self._is_last(is_part=is_part)
         self._state.take()
         if by_updates and self._state.interval.num_samples and self._callbacks.is_over:
@@ -416,9 +436,11 @@ class _Fit:
     def _evaluate(self) -> None:
         """Add the results of the validation sets to the row, if there are any."""
         run, trainer, loop = self._run, self._trainer, self._loop
+        if self._callbacks.is_over:
+            self.finish_average()
         if not self._val:
             return
-        model = find_inner(run.ema or run.model)
+        model = find_inner(run.evaluated)
         values: dict[str, Any] = {}
         for name, loader in self._val.items():
             results = trainer.measure(loop, model, loader)
@@ -426,6 +448,28 @@ class _Fit:
         run.metrics |= values
         loop.progress.show(**measured(values))
         self._callbacks.call("on_evaluate_end")
+
+    def finish_average(self) -> None:
+        """At the end of the fit, compute the average's BatchNorm statistics; before its start it is the model."""
+        average, loop = self._run.ema, self._loop
+        if not isinstance(average, WeightAverage):
+            return
+        average.follow(self._run.model)
+        state = loop.num_updates, int(average.n_averaged.item())
+        if self._finished_at == state or not average.needs_batch_norm or not average.has_begun:
+            return
+        self._finished_at = state
+        if set(loop.stop_reasons) - {"asked"}:
+            why = ", ".join(loop.stop_reasons)
+            loop.print(
+                f"ddpilot: stopped ({why}) before the BatchNorm statistics of the average are computed", flush=True
+            )
+            return
+        limit, own = average.options.batch_norm_batches, self._trainer.has_own_forward
+        forward = (lambda model, batch: self._trainer.forward(model, batch)[0]) if own else None
+        # A loader of its own, since the fit may end within a pass over the other one.
+        train, _ = _limited(_make_loaders(self._fit, loop), self._fit.limit_batches)
+        loop.update_batch_norm(average, train, max_batches=limit, forward=forward)
 
     def _numbers_of_epoch(self) -> dict[str, float]:
         """Return the losses and metrics for the checkpoint at the end of an epoch."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import LBFGS
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ddpilot.checkpoint.remote.store import check_backend, is_url
@@ -21,6 +20,7 @@ from ddpilot.trainer.core import TrainerCore
 from ddpilot.trainer.history import BOOKKEEPING
 from ddpilot.training.interval import Interval
 from ddpilot.training.loop import Loop
+from ddpilot.training.models.averaging import WeightAverage
 from ddpilot.training.options import CheckpointOptions
 
 FITTING = "starting a fit"
@@ -130,7 +130,7 @@ def check_fit(trainer: TrainerCore, fit: FitOptions) -> None:
         FITTING, "`ddp`", fit.ddp, [name for name in options if name not in ("self", "things", "more", "module")]
     )
     _check_checkpoints(fit)
-    _check_step(trainer)
+    _check_step(trainer, fit)
     if not trainer.has_own_step or (fit.val_set is not None and not trainer.has_own_validation):
         check_forward(FITTING, trainer.model, trainer.has_own_forward)
     _check_monitors(trainer, fit)
@@ -234,7 +234,7 @@ def _check_checkpoints(fit: FitOptions) -> None:
         read_interval(options["save_every"], "save_every", by_updates=True)
 
 
-def _check_step(trainer: TrainerCore) -> None:
+def _check_step(trainer: TrainerCore, fit: FitOptions) -> None:
     if not any(parameter.requires_grad for parameter in trainer.model.parameters()):
         found = "all parameters of the model are frozen, so there is nothing to train"
         raise LoopError(FITTING, found=found, fix='Unfreeze some: `ddpilot.unfreeze(model, "head")`.')
@@ -242,10 +242,38 @@ def _check_step(trainer: TrainerCore) -> None:
         return
     if trainer.loss_fn is None:
         raise LoopError(FITTING, found="no `loss_fn`", fix="Give one, or override `train_batch`.")
-    for optimizer in trainer.optimizers.values():
-        if isinstance(optimizer, LBFGS):
-            found = "LBFGS, whose step calls the model several times"
-            raise LoopError(FITTING, found=found, fix="Use a different optimizer, or override `train_batch`.")
+    _check_average(trainer, fit)
+    if trainer.closure:
+        _check_closure(trainer, fit)
+
+
+def _check_average(trainer: TrainerCore, fit: FitOptions) -> None:
+    """Raise LoopError if the BatchNorm statistics of an average would need the end of a stream."""
+    average = trainer.ema
+    is_endless = isinstance(fit.train_set, IterableDataset) and fit.max_updates is not None
+    needs_all = isinstance(average, WeightAverage) and average.needs_batch_norm and "train" not in fit.limit_batches
+    if is_endless and needs_all and average.options.batch_norm_batches is None:  # type: ignore[union-attr]
+        found = "an equal average of a model with BatchNorm, whose statistics need an epoch, and a stream"
+        raise LoopError(FITTING, found=found, fix="Pass Averaging(batch_norm_batches=100).")
+
+
+def _check_closure(trainer: TrainerCore, fit: FitOptions) -> None:
+    """Raise LoopError for options that an optimizer with a closure does not support."""
+    name = type(next(iter(trainer.optimizers.values()))).__name__
+    fix = "Leave that out; or use an optimizer that needs no closure."
+    if len(trainer.optimizers) > 1:
+        found = f"{len(trainer.optimizers)} optimizers, each of which would compute the loss again"
+        fix = "Give one optimizer, or override `train_batch`."
+    elif trainer.accumulate != 1:
+        found = f"`accumulate` is {trainer.accumulate}, and a closure computes the loss of one batch"
+        fix = "Use larger batches in place of `accumulate`."
+    elif trainer.precision == "fp16":
+        found, fix = "`precision` is 'fp16', whose gradients are scaled within the closure", "Use 'bf16' or 'fp32'."
+    elif fit.ddp.get("shard") is not None:
+        found = f"`ddp` with shard={fit.ddp['shard']!r}, so that each rank would step independently"
+    else:
+        return
+    raise LoopError(f"fitting with a closure ({name})", found=found, fix=fix)
 
 
 def _check_monitors(trainer: TrainerCore, fit: FitOptions) -> None:

@@ -7,13 +7,13 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel
 
 from ddpilot.errors import LoopError
 from ddpilot.trainer.checks import MAKING, suggest
+from ddpilot.training.models.averaging import Averaging, WeightAverage
 
 _ONLY = "optimizer"
 
@@ -92,6 +92,32 @@ def _check_optimizer(name: str, optimizer: object, model: nn.Module) -> None:
         )
 
 
+_NOT_CARRIED = ("step", "profile_hook_step")
+
+
+def own_attributes(optimizers: Mapping[str, Optimizer]) -> dict[str, dict[str, Any]]:
+    """Return the attributes that a copy of each optimizer would lack: torch pickles and copies only three of them.
+
+    Pickle or copy them together with the optimizers, as they may share lists: LBFGS has its parameters in one of them,
+    and SAM the optimizer that it wraps.
+    """
+    return {
+        name: {
+            key: value
+            for key, value in vars(one).items()
+            if key not in ("defaults", "state", "param_groups", *_NOT_CARRIED) and not key.startswith("_optimizer_")
+        }
+        for name, one in optimizers.items()
+    }
+
+
+def restore_attributes(optimizers: Mapping[str, Optimizer], attributes: Mapping[str, Mapping[str, Any]]) -> None:
+    """Set `own_attributes` of the originals on copies of the optimizers."""
+    for name, values in attributes.items():
+        for key, value in values.items():
+            vars(optimizers[name]).setdefault(key, value)
+
+
 def make_schedulers(given: Any, optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
     """Return schedulers by their optimizer's name, from a scheduler, a function of an optimizer or a mapping."""
     if given is None:
@@ -120,47 +146,24 @@ def _optimizer_of(name: str, optimizers: Mapping[str, Optimizer]) -> Optimizer:
     return optimizers[name]
 
 
-def make_ema(given: float | AveragedModel | None, model: nn.Module) -> AveragedModel | None:
-    """Return an exponential moving average with decay `given`; an AveragedModel is returned unchanged."""
-    if given is None or isinstance(given, AveragedModel):
-        return given
-    if not 0 < given < 1:
-        raise LoopError(MAKING, found=f"`ema={given}`", fix="Give a decay such as 0.999, or an AveragedModel.")
-    return _Average(model, given)
-
-
-class _Average(AveragedModel):
-    """An exponential moving average that does not wait for the device; torch's reads its update counter each time."""
-
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        super().__init__(model, multi_avg_fn=get_ema_multi_avg_fn(decay))  # type: ignore[no-untyped-call]
-        self._known: tuple[torch.Tensor, int] | None = None
-        """The counter tensor after an update made here, and its version at that time; None before the first."""
-
-    def update_parameters(self, model: nn.Module) -> None:
-        """Update the average with the parameters of `model`; the first one copies them. Buffers are always copied."""
-        known = self._known
-        if known is None or known[0] is not self.n_averaged or known[1] != self.n_averaged._version:
-            super().update_parameters(model)
-        else:
-            self._average(model)
-        self._known = self.n_averaged, self.n_averaged._version
-
-    def _average(self, model: nn.Module) -> None:
-        by_kind: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for own, new in zip(self.module.parameters(), model.parameters(), strict=True):
-            averages, values = by_kind.setdefault((own.device, own.dtype), ([], []))
-            averages.append(own.detach())
-            values.append(new.detach().to(own.device))
-        assert self.multi_avg_fn is not None
-        for averages, values in by_kind.values():
-            self.multi_avg_fn(averages, values, 1)
-        for copy, buffer in zip(self.module.buffers(), model.buffers(), strict=True):
-            copy.detach().copy_(buffer.detach().to(copy.device))
-        self.n_averaged += 1
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_known": None}  # a copy's counter starts with its own version
+def make_ema(
+    ema: float | AveragedModel | None, model: nn.Module, average: Averaging | None = None
+) -> AveragedModel | None:
+    """Return the average of the weights that `ema`, a decay, or `average` describe; an AveragedModel is unchanged."""
+    if ema is not None and average is not None:
+        found = "`ema` and `average`, and evaluations use one average"
+        raise LoopError(MAKING, found=found, fix="Write average=Averaging(decay=0.999, ...) in place of `ema`.")
+    given: object = average
+    if given is not None and not isinstance(given, Averaging):
+        fix = "Give Averaging(...), such as Averaging(start='75 epochs', every='1 epoch')."
+        raise LoopError(MAKING, found=f"`average` is {given!r}", fix=fix)
+    if average is not None:
+        return WeightAverage(model, average)
+    if ema is None or isinstance(ema, AveragedModel):
+        return ema
+    if not 0 < ema < 1:
+        raise LoopError(MAKING, found=f"`ema={ema}`", fix="Give a decay such as 0.999, or an AveragedModel.")
+    return WeightAverage(model, Averaging(decay=float(ema)))
 
 
 def relink(scheduler: Any, optimizer: Optimizer) -> None:

@@ -19,6 +19,7 @@ from ddpilot.trainer.history import History
 from ddpilot.training.evaluation.evaluate import eval_mode
 from ddpilot.training.interval import EACH_EPOCH, Interval
 from ddpilot.training.loop import Loop
+from ddpilot.training.models.averaging import WeightAverage
 from ddpilot.training.models.ddp import unwrap
 
 Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
@@ -41,7 +42,7 @@ class Run:
     schedulers: Mapping[str, Any] = field(default_factory=dict)
     """Schedulers that step after each update, by their optimizer's name."""
     ema: AveragedModel | None = None
-    """The moving average of the weights, which evaluations use; None without `ema=`."""
+    """The average of the weights, which evaluations use; None without `ema=` and `average=`."""
     history: History = field(default_factory=History)
     """Rows of the epochs so far, including those of earlier fits. Identical on all ranks."""
     num_epochs: int | None = 0
@@ -52,6 +53,10 @@ class Run:
     """Total number of updates at which this fit ends; None if it counts epochs."""
     validate_every: Interval = EACH_EPOCH
     """Updates or epochs between validations."""
+    batch: Any = None
+    """This rank's part of the current batch, on the device; `on_batch_start` may assign a different one."""
+    stepping: str = ""
+    """Name of the optimizer that is about to step, in `on_step_start`."""
     loss: torch.Tensor | None = None
     """This rank's mean loss of the last batch, detached, on the device; NaN if it had no samples."""
     values: dict[str, Any] = field(default_factory=dict)
@@ -79,6 +84,13 @@ class Run:
         """The first optimizer."""
         return next(iter(self.optimizers.values()))
 
+    @property
+    def evaluated(self) -> nn.Module:
+        """The model that evaluations use: the average of the weights, once it has begun, else `model`."""
+        if self.ema is None or (isinstance(self.ema, WeightAverage) and not self.ema.has_begun):
+            return self.model
+        return self.ema
+
     def stop(self, *, everywhere: bool = False) -> None:
         """Ask all ranks to stop after the same update; may be called on any rank. See `Loop.stop`.
 
@@ -97,7 +109,7 @@ class Run:
         """
         device = self.loop.device
         with fork_rng([device]), self.loop.autocast():
-            return call_model(self.ema or self.model, method, *args, device=device, **kwargs)
+            return call_model(self.evaluated, method, *args, device=device, **kwargs)
 
 
 def call_model(model: nn.Module, method: str, *args: Any, device: torch.device, **kwargs: Any) -> Any:

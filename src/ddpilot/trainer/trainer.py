@@ -60,8 +60,12 @@ class Trainer(TrainerCore):
     batch is `(x, y)`, or a mapping of the model's keyword arguments. `scheduler`: a scheduler, or a function of the
     optimizer; steps with each update, or as `scheduler_per` says: "epoch", "100 updates", "2 epochs" (a
     ReduceLROnPlateau always with each validation, by its loss). `ema`: decay of a moving average of the weights, which
-    evaluations and predictions use. `clip_norm`: maximum norm of the gradients. `seed`, `accumulate`, `precision`: as
-    for `Loop`. `launcher`: how ranks are started.
+    evaluations and predictions use; or `average`, an `Averaging`, for SWA and others. `clip_norm`: maximum norm of the
+    gradients, of type `clip_norm_type` (1, 2, inf); or `clip_value`: the largest size of their elements.
+    `clip_per="group"`: for each parameter group of the optimizers, which may have limits of its own under these two
+    names. `seed`, `accumulate`, `precision`: as for `Loop`. `closure`: True for optimizers that compute the loss
+    several times per update by `step(closure)` (SAM); None: for those whose `step` requires one (LBFGS). `launcher`:
+    how ranks are started.
 
     Override `train_batch` for a different training step, `validate_batch` for a different validation. Raises LoopError
     for an optimizer with other parameters.
@@ -265,7 +269,7 @@ class Trainer(TrainerCore):
 
         Runs where `fit` would; changes nothing. `dataset`, `max_per_rank`, `headroom`: see `ddpilot.find_batch_size`; a
         DataLoader's `collate_fn` is used. With `accumulate`, an update has that many batches of this size. Raises what
-        `ddpilot.find_batch_size` raises, and LoopError for several optimizers or an overridden `train_batch`.
+        `ddpilot.find_batch_size` raises, and LoopError for several optimizers, a closure or an own `train_batch`.
         """
         check_search(max_per_rank, headroom)
         nproc_per_node = self.nproc_per_node if nproc_per_node is None else nproc_per_node
@@ -368,6 +372,8 @@ def _check_searchable(trainer: TrainerCore) -> None:
         found = "an overridden `train_batch`"
     elif len(trainer.optimizers) > 1:
         found = f"{len(trainer.optimizers)} optimizers"
+    elif trainer.closure:
+        found = "an optimizer with a closure"
     else:
         return
     raise LoopError(

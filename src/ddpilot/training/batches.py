@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, pairwise
@@ -113,11 +113,12 @@ def iterate_groups(
     *,
     epoch: int,
     first_batch: int = 0,
-    accumulation: int = 1,
+    accumulation: int | Callable[[], int] = 1,
     stream_state: Any = None,
 ) -> Generator[CurrentBatch, None, None]:
     """Yield the batches of an epoch, in accumulation groups of `accumulation` batches. Collective.
 
+    A function in its place returns the number of batches of the next group, the same on every rank.
     All batches of a group are read before the first is yielded. If the sample counts of the other ranks are unknown,
     they are all-reduced, in one small collective per group; the epoch ends on all ranks when none has a sample left.
     `stream_state`: the state after batch `first_batch` - 1, with which a stream resumes there without reading the
@@ -214,13 +215,14 @@ def _group(
     batches: Iterator[LocalBatch],
     group: GroupLike,
     epoch: int,
-    accumulation: int,
+    accumulation: int | Callable[[], int],
     is_read_by_all: bool,
     uneven: Division | None,
 ) -> Iterator[CurrentBatch]:
     num_ranks = group.world_size
     while True:
-        members = list(islice(batches, accumulation))
+        num = accumulation() if callable(accumulation) else accumulation
+        members = list(islice(batches, num))
         if is_read_by_all:
             check_stream(members, group, epoch)
         if not members:

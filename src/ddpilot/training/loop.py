@@ -38,13 +38,21 @@ from ddpilot.training.combined import CombinedLoader
 from ddpilot.training.coordination.collectives import gather_batch, gather_rows, rank_zero_first, reduce_value
 from ddpilot.training.coordination.out_of_memory import explain_out_of_memory, find_sharing
 from ddpilot.training.coordination.stop import FlagExchange, LoneBreakCheck, StopSignals
+from ddpilot.training.evaluation.batch_norm import update_batch_norm
 from ddpilot.training.evaluation.evaluate import evaluate, evaluate_step
 from ddpilot.training.evaluation.predict import predict
 from ddpilot.training.losses import add_losses
-from ddpilot.training.models.ddp import wrap
+from ddpilot.training.models.averaging import Averaging, WeightAverage, WeightAverages
+from ddpilot.training.models.ddp import unwrap, wrap
 from ddpilot.training.models.ddp_options import DDPOptions
 from ddpilot.training.models.explain import Explanation, explain
-from ddpilot.training.models.optimizers import check_closure, clear_gradients, needs_closure, step_scheduler
+from ddpilot.training.models.optimizers import (
+    check_closure,
+    clear_gradients,
+    is_about_closure,
+    needs_closure,
+    step_scheduler,
+)
 from ddpilot.training.models.registry import OptimizerRecord, PreparedObjects
 from ddpilot.training.models.sharding import (
     ParameterSharding,
@@ -52,16 +60,18 @@ from ddpilot.training.models.sharding import (
     shard_optimizer_state,
     shard_parameters,
 )
-from ddpilot.training.models.shards import clip, total_norm
+from ddpilot.training.models.shards import clip, clip_values, total_norm
 from ddpilot.training.models.strategy import strategy_of
 from ddpilot.training.notices import empty_epoch_error, locating, no_samples_error, user_line, warn_findings
-from ddpilot.training.options import CheckpointOptions, check_goal, check_numbers, naming_arguments
+from ddpilot.training.options import CheckpointOptions, check_clipping, check_goal, check_numbers, naming_arguments
 from ddpilot.training.progress import Progress, WaitClock
 from ddpilot.training.resume.checkpointer import RunCheckpointer
 from ddpilot.training.resume.failure_note import note_failures
 from ddpilot.training.resume.position import RunPosition, describe_data
 from ddpilot.training.resume.tracked_state import TrackedState, has_state
+from ddpilot.training.schedule import Accumulate, AccumulationSchedule
 from ddpilot.training.step.accumulation import Accumulation
+from ddpilot.training.step.closure import Evaluations
 from ddpilot.training.step.precision import Kind, Precision
 from ddpilot.training.step.update import UpdateState
 
@@ -71,9 +81,11 @@ class Loop:
     """Primitives for a custom training loop with the same results at any world_size. Creating one is collective.
 
     `seed`: seeds weights created after this line (the same on every rank), the order of the data, and, together with
-    the rank, dropout in each epoch. `accumulate`: number of batches per update. `precision`: "fp32" (leaves dtypes
-    unchanged), "bf16" or "fp16". `max_time_s`: seconds after which all ranks stop together, counted from the first
-    `epochs` or `batches`; None: no limit.
+    the rank, dropout in each epoch. `accumulate`: number of batches per update; {0: 1, 5: 4}: 4 from epoch 5 on;
+    {0: 1, "500 updates": 4}: 4 after 500 updates; or a function of (epoch, updates so far), the same on every rank.
+    `precision`: "fp32" (leaves dtypes unchanged), "tf32" (the same, with TensorFloat-32 on CUDA devices), "bf16" or
+    "fp16" (mixed), "bf16-true" (weights and optimizer state in 16 bits, too). `max_time_s`: seconds after which all
+    ranks stop together, counted from the first `epochs` or `batches`; None: no limit.
     `check_finite`: raise NonFiniteError on all ranks if a loss is NaN or infinite (with fp16, updates that overflow are
     skipped instead). `backend`, `timeout_s`: arguments of `init_group`, which initialises or adopts the process group,
     also for a single rank. `group`: use this group instead.
@@ -101,7 +113,7 @@ class Loop:
         self,
         seed: int = 0,
         *,
-        accumulate: int = 1,
+        accumulate: Accumulate = 1,
         precision: Kind = "fp32",
         max_time_s: float | None = None,
         check_finite: bool = True,
@@ -118,7 +130,7 @@ class Loop:
         timeout_s: float | None = None,
         group: GroupLike | None = None,
     ) -> None:
-        check_numbers(seed=seed, accumulate=accumulate, max_time_s=max_time_s)
+        check_numbers(seed=seed, max_time_s=max_time_s)
         self.group: GroupLike = init_group(backend, timeout_s) if group is None else group
         self.seed = seed
         self.findings: tuple[Finding, ...] = ()
@@ -127,7 +139,7 @@ class Loop:
         """The progress display of rank 0; `loop.progress.show(acc=0.9)` adds values to it."""
         self._num_epochs: int | None = None
         self._max_updates: int | None = None
-        self._accumulate = accumulate
+        self._accumulation = AccumulationSchedule.parse(accumulate, "making a Loop")
         self._precision = Precision(precision, self.group.device, self.group.world_size)
         self._sharing = find_sharing(self.group)
         self._prepared = PreparedObjects()
@@ -139,12 +151,13 @@ class Loop:
         self._unprepared = UnpreparedCheck(self._prepared)
         self._lone_break = LoneBreakCheck(self.group)
         self._buffers = BufferCheck(self._prepared, self.group)
+        self._averages = WeightAverages()
         self._open_pass: object | None = None
         self._data_clock = WaitClock()
         self._tracked = TrackedState()
         if self._precision.scaler is not None:
             self._tracked.add(self._precision.scaler, "scaler", optional=True)
-        self._position = RunPosition(seed, self.group.rank, self.group.world_size, accumulate)
+        self._position = RunPosition(seed, self.group.rank, self.group.world_size, self._accumulation.saved)
         options = CheckpointOptions(
             checkpoint_dir=checkpoint_dir,
             keep=keep,
@@ -160,6 +173,10 @@ class Loop:
         )
         note_failures(functools.partial(getattr, self._position, "num_updates"))
         seed_all(seed)
+
+    def _next_group_size(self) -> int:
+        """Return the number of batches of the update that begins here."""
+        return self._accumulation.size_at(self.epoch, self.num_updates)
 
     def _join(self) -> None:
         """Before a collective call, wait for the other ranks to leave `batches` too, if this rank left it by `break`.
@@ -352,6 +369,9 @@ class Loop:
             more=more,
         )
         earlier = tuple(self._prepared.optimizers)
+        for thing in things:
+            if isinstance(thing, nn.Module) and not isinstance(thing, AveragedModel):
+                self._precision.cast_weights(thing)
         if options.sharding is not None:
             self._shard_models(things, options.sharding)
         for thing in things:
@@ -403,6 +423,50 @@ class Loop:
             fix="Pass models, optimizers and other objects with a state_dict; pass datasets to loop.loader().",
         )
 
+    def average(self, model: nn.Module, how: Averaging | float) -> WeightAverage:
+        """Return an average of the weights of the prepared `model` that the loop updates and saves. Not collective.
+
+        `how`: the decay of an exponential moving average (EMA), or an `Averaging`, for an equal one (SWA), a start, and
+        an interval. Within `batches` it is updated after the steps of each batch or accumulation group that changed the
+        weights, or at the end of the first pass of each epoch; outside call its `update_parameters(model)`. Evaluate it
+        as any model, and call `update_batch_norm` first if it is an equal average of a model with BatchNorm. Raises
+        LoopError for a model that was not prepared or whose parameters are sharded.
+        """
+        inner = unwrap(model)
+        did = "averaging weights"
+        if all(one.module is not inner for one in self._prepared.models):
+            found = f"a {type(inner).__name__} that was not prepared"
+            raise LoopError(did, found=found, fix="Write model = loop.prepare(model) first.")
+        if is_sharded(inner):
+            raise LoopError(
+                did, found="a model whose parameters are sharded", fix='Prepare it without shard="parameters".'
+            )
+        average = WeightAverage(inner, how if isinstance(how, Averaging) else Averaging(decay=how))
+        self._tracked.add(average)
+        self._averages.add(average, inner)
+        return average
+
+    def update_batch_norm(
+        self,
+        model: nn.Module,
+        loader: Loader | DataLoader[Any],
+        *,
+        max_batches: int | None = None,
+        forward: Callable[[nn.Module, Any], Any] | None = None,
+    ) -> None:
+        """Compute the statistics of the BatchNorm layers of `model` over the batches of `loader`. Collective.
+
+        For averaged weights, whose statistics are not those of any model that was trained; as torch's `update_bn`, with
+        the batches of all ranks: the same statistics at any number of ranks. The model runs in train mode without
+        gradients. `max_batches`: at most these many. `forward`: as for `predict`. Torch's random state is restored.
+        Raises LoopError for a batch with a single value per channel, and for a model whose parameters are sharded.
+        """
+        self._join()
+        self._averages.settle(self.num_updates, self.epoch)
+        options: dict[str, Any] = {"epoch": self.epoch, "max_batches": max_batches, "forward": forward}
+        with self.autocast():
+            update_batch_norm(model, self._divided(loader), self.group, **options)
+
     def explain(self) -> Explanation:
         """Report the options chosen by `prepare`, with their reasons and costs, and proposals. Collective.
 
@@ -411,7 +475,7 @@ class Loop:
         may be taken later, or on one rank only. The result is the same on every rank; show it with
         `loop.print(loop.explain())`.
         """
-        return explain(self._prepared, self.group, self._accumulate, self._tracked.name_of)
+        return explain(self._prepared, self.group, self._next_group_size(), self._tracked.name_of)
 
     def profile(self) -> RunningProfile:
         """Return a context manager that measures where the time of the updates in it goes. Collective on exit.
@@ -468,6 +532,7 @@ class Loop:
         check_goal(num, max_updates)
         self._position.begin_epochs()
         self._checkpointer.begin()
+        self._averages.count_from(self.num_updates)
         self._flags.start()
         self._num_epochs, self._max_updates = num, max_updates
         try:
@@ -534,7 +599,7 @@ class Loop:
                 self.group,
                 epoch=self.epoch,
                 first_batch=self.next_batch,
-                accumulation=self._accumulate,
+                accumulation=self._accumulation.constant or self._next_group_size,
                 stream_state=self._position.stream_state(self.next_batch),
             )
         )
@@ -571,6 +636,8 @@ class Loop:
                     is_empty = self.next_batch and self._updates.batch is None
                     if is_empty and "dataset_length" not in describe_data(loader):
                         self._checkpointer.report_nothing_left()
+                    if self._position.is_first_pass:
+                        self._averages.after_epoch(self.num_updates, self.epoch + 1)
                     self._position.end_pass()
                     self._report_findings(self._buffers.end_pass())
                 self._updates.leave()
@@ -584,6 +651,8 @@ class Loop:
         Collective if an exchange, comparison or checkpoint is due.
         """
         self._updates.complete()
+        if self._averages.pairs:
+            self._averages.after_update(self.num_updates, self.epoch)
         if self._precision.scaler is not None:
             self._precision.settle()
         self._position.samples_seen += batch.group_count
@@ -597,6 +666,7 @@ class Loop:
     def _leave_pass(self, batch: CurrentBatch, this: object) -> None:
         """Handle a loop over `batches` that ended by `break` or an exception, or whose generator was closed."""
         if self._open_pass is this:
+            self._averages.after_update(self.num_updates, self.epoch)
             self._position.end_pass()
             self._lone_break.note(batch, user_line(), drops=self._updates.drop_unfinished())
 
@@ -637,6 +707,7 @@ class Loop:
             is_open = self._position.begin_pass(loader, self.device)
         self._report_findings(found)
         if is_open:
+            self._averages.count_from(self.num_updates)
             self._flags.start()
             self._checkpointer.report_resumed()
         return is_open
@@ -680,25 +751,55 @@ class Loop:
             self.progress.note_loss(add_losses(loss))
 
     def clip_grad_norm_(
-        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor | None:
         """Clip the gradient norm to `max_norm` and return the norm before clipping. Not collective, unless sharded.
 
-        Returns None, without clipping, while gradients are being accumulated. Raises NonFiniteError, on all ranks
-        alike, if the norm is not finite; fp16 skips the update of every optimizer that holds one of `parameters`.
+        `norm_type`: above 0, or inf for the largest element. Call it for the parameters of each group of an optimizer
+        to clip them separately. Returns None, without clipping, while gradients are being accumulated. Raises
+        NonFiniteError, on all ranks alike, if the norm is not finite; fp16 skips the update of every optimizer that
+        holds one of `parameters`. Raises LoopError for limits and norm types that are not above 0.
         """
-        if not self.is_update:
+        check_clipping("clipping gradients", max_norm=max_norm, norm_type=norm_type)
+        given = self._begin_clipping(parameters)
+        if given is None:
             return None
-        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        self._updates.complete()
-        self._precision.unscale(given, self._prepared.optimizers)
-        norm = total_norm([p.grad for p in given if p.grad is not None])
+        norm = total_norm([p.grad for p in given if p.grad is not None], norm_type)
         self._updates.check_norm(given, norm)  # clipping by a NaN norm would make all gradients NaN
         self._precision.note_norm(given, self._prepared.optimizers, norm)
         clip(given, max_norm, norm)
         return norm
 
-    def step(self, optimizer: Optimizer, scheduler: Any = None, *, closure: Callable[[], object] | None = None) -> bool:
+    def clip_grad_value_(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+        """Clip each element of the gradients to at most `clip_value` in size. Not collective, unless sharded.
+
+        Does nothing while gradients are being accumulated. Raises NonFiniteError, on all ranks alike, for a gradient
+        that is not finite, which clipping would hide; with fp16 its update is skipped. Raises LoopError for a limit
+        that is not above 0.
+        """
+        check_clipping("clipping gradients", clip_value=clip_value)
+        given = self._begin_clipping(parameters)
+        if given is not None:
+            self._updates.check_norm(given)
+            clip_values(given, clip_value)
+
+    def _begin_clipping(self, parameters: Iterable[torch.Tensor] | torch.Tensor) -> list[torch.Tensor] | None:
+        """Complete and unscale the gradients of `parameters` and return these; None within an accumulation group."""
+        if not self.is_update:
+            return None
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        self._updates.complete()
+        self._precision.unscale(given, self._prepared.optimizers)
+        return given
+
+    def step(
+        self,
+        optimizer: Optimizer,
+        scheduler: Any = None,
+        *,
+        closure: Callable[[], object] | None = None,
+        ahead: bool = False,
+    ) -> bool:
         """Step the optimizer, clear its gradients and step `scheduler`. True if the weights were updated. Collective.
 
         Returns False, without an update, while gradients are being accumulated; also if fp16 skips the update, on all
@@ -717,7 +818,9 @@ class Loop:
         `loop.backward`. Gradients are cleared before each call, and the optimizer gets the loss over all ranks,
         whatever the closure returns, so all ranks take the same steps; this costs a small collective per call. Not
         supported with `accumulate` > 1 or fp16. A NonFiniteError leaves the weights at the optimizer's current trial
-        point.
+        point. `ahead`: call it once before the optimizer steps, for those that read gradients before they call their
+        closure (SAM, as it is usually written); the optimizer's first call is then not a second evaluation, unless the
+        weights were changed before it.
         """
         if not self._updates.is_update:
             return False
@@ -728,7 +831,7 @@ class Loop:
         self._unprepared.check_optimizer(optimizer, own)
         self._updates.check_step(optimizer, own, has_closure=closure is not None)
         try:
-            done = self._update(optimizer, own, closure)
+            done = self._update(optimizer, own, closure, ahead)
         except (RuntimeError, MemoryError) as error:  # an optimizer allocates its state in its first step
             if not is_out_of_memory(error):
                 raise
@@ -746,15 +849,17 @@ class Loop:
             self._position.num_updates += 1
         return done
 
-    def _update(self, optimizer: Optimizer, own: OptimizerRecord, closure: Callable[[], object] | None) -> bool:
+    def _update(
+        self, optimizer: Optimizer, own: OptimizerRecord, closure: Callable[[], object] | None, ahead: bool
+    ) -> bool:
         if closure is not None:
-            check_closure(optimizer, self._accumulate, self._precision.scaler is not None)
-            return self._precision.step(optimizer, lambda: self._updates.evaluate(closure, optimizer))
+            check_closure(optimizer, self._accumulation.largest, self._precision.scaler is not None, ahead=ahead)
+            return self._precision.step(optimizer, Evaluations(self._updates, closure, optimizer, ahead=ahead))
         self._updates.protect(own.parameters)
         try:
             return self._precision.step(optimizer)
-        except TypeError as error:
-            if "closure" not in str(error):
+        except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+            if is_out_of_memory(error) or not is_about_closure(error):
                 raise
             raise needs_closure(optimizer) from error
 
@@ -822,6 +927,7 @@ class Loop:
         self._join()
         self._updates.check_pending()
         self._checkpointer.report_resumed()
+        self._averages.settle(self.num_updates, self.epoch)
         with self.autocast():
             if step is not None:
                 return evaluate_step(model, self._divided(loader), step, self.group)
@@ -849,6 +955,7 @@ class Loop:
         self._join()
         self._updates.check_pending()
         self._checkpointer.report_resumed()
+        self._averages.settle(self.num_updates, self.epoch)
         with self.autocast():
             return predict(model, self._divided(loader), self.group, to=to, on_all_ranks=on_all_ranks, forward=forward)
 
@@ -886,7 +993,9 @@ class Loop:
         CorruptCheckpointError if no checkpoint is intact, and MismatchedCheckpointError, on all ranks and without any
         change, if it belongs to a different run.
         """
-        return self._checkpointer.resume(other_data=other_data)
+        is_resumed = self._checkpointer.resume(other_data=other_data)
+        self._averages.count_from(self.num_updates)
+        return is_resumed
 
     def load(self, model: nn.Module, path: str | os.PathLike[str], *, name: str = "model") -> None:
         """Load weights only, from a file or a checkpoint directory, into `model`, on its own device. Collective.

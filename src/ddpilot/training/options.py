@@ -66,15 +66,23 @@ def suggest(name: str, known: Iterable[str]) -> str:
     return did_you_mean(name, names, cutoff=0.5) or f"There are {', '.join(names)}."
 
 
-def check_numbers(*, seed: object, accumulate: object, max_time_s: object) -> None:
-    """Raise LoopError unless `seed` is an int, `accumulate` an int >= 1, and `max_time_s` finite and >= 0, or None."""
+def check_numbers(*, seed: object, max_time_s: object) -> None:
+    """Raise LoopError unless `seed` is an int, and `max_time_s` finite and >= 0, or None."""
     if not _is_integer(seed):
         raise LoopError("making a Loop", found=f"`seed` is {seed!r}", fix="Pass an integer.")
-    if not _is_integer(accumulate) or int(accumulate) < 1:  # type: ignore[call-overload]
-        raise LoopError("making a Loop", found=f"`accumulate` is {accumulate!r}", fix="Pass 1 or more batches.")
     if max_time_s is not None and not (isinstance(max_time_s, int | float) and 0 <= max_time_s < math.inf):
         found = f"`max_time_s` is {max_time_s!r}"
         raise LoopError("making a Loop", found=found, fix="Pass seconds, 0 or more, or None for no limit.")
+
+
+def check_clipping(did: str, **limits: Any) -> None:
+    """Raise LoopError unless all `limits`, by the names of their arguments, are above 0; inf is allowed."""
+    for name, limit in limits.items():
+        is_plain = isinstance(limit, int | float) and not isinstance(limit, bool)
+        # The value of a tensor is not read: the host would wait for the device.
+        if not hasattr(limit, "__float__") or isinstance(limit, bool) or (is_plain and not limit > 0):
+            fix = "Give a number above 0, such as 1, 2 or inf." if name.endswith("type") else "Give a limit above 0."
+            raise LoopError(did, found=f"`{name}` is {limit!r}", fix=fix)
 
 
 def check_goal(num_epochs: object, max_updates: object) -> None:

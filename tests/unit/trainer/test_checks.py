@@ -46,11 +46,18 @@ class Late(ddpilot.Callback):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"clip_norm": 0.0}, r"`clip_norm` is 0\.0\. Give a limit above 0; None"),
+        ({"clip_norm": 0.0}, r"`clip_norm` is 0\.0\. Give a limit above 0"),
+        ({"clip_norm_type": 0}, "`clip_norm_type` is 0. Give a number above 0, such as 1, 2 or inf"),
+        ({"clip_norm": 1.0, "clip_value": 0.5}, "`clip_norm` 1.0 and `clip_value` 0.5 for the same gradients"),
+        ({"clip_per": "layer"}, "`clip_per` is 'layer'. Use 'model' or 'group'"),
+        (
+            {"optimizer": lambda parameters: torch.optim.SGD([{"params": list(parameters), "clip_norm": 1.0}], lr=0.1)},
+            "group 0 has 'clip_norm', which clipping per model does not use. Pass `clip_per=\"group\"`",
+        ),
         ({"clip_norm": -1}, "`clip_norm` is -1"),
         ({"metrics": {"loss": nn.functional.l1_loss}}, "a metric called 'loss'.* a different name"),
         ({"scheduler_per": "epochs"}, r"""`scheduler_per` is 'epochs'\. Did you mean "1 epoch"\?"""),
-        ({"precision": "bf32"}, "`precision` is 'bf32'. Use 'fp32' or 'bf16' or 'fp16'"),
+        ({"precision": "bf32"}, "`precision` is 'bf32'. Use 'fp32' or 'tf32' or 'bf16' or 'bf16-true' or 'fp16'"),
         ({"accumulate": 0}, "`accumulate` is 0"),
         ({"loss_fn": "mse"}, r"`loss_fn` is 'mse'\. Give a function"),
         ({"model": nn.LazyLinear(1)}, r"without a shape yet: weight, bias\. Call the model with one batch"),
@@ -118,7 +125,17 @@ def test_trainer_rejects_invalid_arguments(options: dict[str, Any], message: str
         ({}, {"batch_size_per_rank": 3}, "'global_batch_size' and 'batch_size_per_rank', and a TensorDataset"),
         ({}, {"ddp": {"com": "bf16"}}, "`ddp` has no 'com'. Did you mean 'comm'"),
         ({"loss_fn": None}, {}, "no `loss_fn`. Give one, or override `train_batch`"),
-        ({"optimizer": torch.optim.LBFGS}, {}, "LBFGS, whose step calls the model several times"),
+        (
+            {"optimizer": torch.optim.LBFGS, "accumulate": 2},
+            {},
+            r"a closure \(LBFGS\): `accumulate` is 2, and a closure computes the loss of one batch",
+        ),
+        (
+            {"optimizer": torch.optim.LBFGS, "precision": "fp16"},
+            {},
+            "`precision` is 'fp16', whose gradients are scaled",
+        ),
+        ({"closure": True}, {"ddp": {"shard": "optimizer"}}, "each rank would step independently"),
     ],
 )
 def test_fit_refuses_what_no_rank_could_do(options: dict[str, Any], arguments: dict[str, Any], message: str) -> None:

@@ -212,7 +212,7 @@ class BestWeights(_BestEpoch):
     def _write_if_best(self, run: Run) -> None:
         if not self._improves(run):
             return
-        weights = {name: tensor.cpu() for name, tensor in find_inner(run.ema or run.model).state_dict().items()}
+        weights = {name: tensor.cpu() for name, tensor in find_inner(run.evaluated).state_dict().items()}
         check_dtypes(weights, where="the best weights")
         new = self._path.with_name(f".{self._path.name}.new")
         new.unlink(missing_ok=True)

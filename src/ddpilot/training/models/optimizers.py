@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import inspect
+import traceback
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -115,13 +117,20 @@ def clear_gradients(optimizer: Optimizer) -> None:
 _DID = "updating the weights with a closure"
 
 
-def check_closure(optimizer: Optimizer, accumulation: int, is_fp16: bool) -> None:
+def requires_closure(optimizer: Optimizer) -> bool:
+    """True if the `step` of `optimizer` has a parameter `closure` without a default, as that of LBFGS."""
+    taken = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return taken is not None and taken.default is inspect.Parameter.empty
+
+
+def check_closure(optimizer: Optimizer, group_size: int, is_fp16: bool, *, ahead: bool = False) -> None:
     """Raise LoopError for options that a closure does not support. Not collective; the same on every rank.
 
-    These are accumulation over several batches, fp16 and an optimizer whose state is sharded.
+    These are a group of several batches per update, fp16, an optimizer whose state is sharded, and with `ahead` one
+    whose parameters are.
     """
-    if accumulation > 1:
-        found = f"`accumulate` is {accumulation}, and a closure computes the loss of one batch"
+    if group_size > 1:
+        found = f"`accumulate` is {group_size}, and a closure computes the loss of one batch"
         raise LoopError(_DID, found=found, fix="Use Loop(accumulate=1) with larger batches.")
     if is_fp16:
         found = "`precision` is 'fp16', whose gradients are scaled within the closure"
@@ -129,6 +138,15 @@ def check_closure(optimizer: Optimizer, accumulation: int, is_fp16: bool) -> Non
     if isinstance(optimizer, ShardedState):
         found = "the state of the optimizer is sharded, so each rank would step independently"
         raise LoopError(_DID, found=found, fix='Prepare it without shard="optimizer".')
+    if ahead and has_shards(_parameters(optimizer)):
+        found = "`ahead`, with parameters that are sharded: each rank would compare its own shards only"
+        raise LoopError(_DID, found=found, fix='Leave out `ahead`, or prepare without shard="parameters".')
+
+
+def is_about_closure(error: Exception) -> bool:
+    """True if an optimizer raised `error` as it got no closure: by its text, or the line of the program, says so."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return "closure" in str(error) or (bool(frames) and "closure" in (frames[-1].line or ""))
 
 
 def needs_closure(optimizer: Optimizer) -> LoopError:
@@ -136,7 +154,8 @@ def needs_closure(optimizer: Optimizer) -> LoopError:
     return LoopError(
         "updating the weights",
         found=f"{type(optimizer).__name__} requires a closure, and none was passed",
-        fix="Write loop.step(optimizer, closure=closure), with a function that runs forward and loop.backward(loss).",
+        fix="Write loop.step(optimizer, closure=closure), with a function that runs forward and loop.backward(loss); "
+        "for a Trainer, pass `closure=True`.",
     )
 
 

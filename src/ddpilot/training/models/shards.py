@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -63,18 +64,24 @@ def is_true_everywhere(flag: torch.Tensor, like: Sequence[torch.Tensor]) -> torc
     return lowest > 0
 
 
-def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the 2-norm of all `gradients`, the same on every rank. Collective if one of them is sharded."""
+def total_norm(gradients: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+    """Return the norm of all `gradients`, the same on every rank. Collective if one of them is sharded.
+
+    `norm_type`: above 0, or inf.
+    """
     if not has_shards(gradients):
-        return nn.utils.get_total_norm(gradients)
-    device = local_part(gradients[0]).device
-    squares = torch.zeros(2, dtype=torch.float64, device=device)  # of the shards, and of gradients that are whole
+        return nn.utils.get_total_norm(gradients, norm_type)
+    device, is_largest = local_part(gradients[0]).device, norm_type == math.inf
+    norms = torch.zeros(2, dtype=torch.float64, device=device)  # of the shards, and of gradients that are whole
     for place, parts in enumerate(_split(gradients)):
         filled = [one for one in parts if one.numel()]
         if filled:
-            squares[place] = nn.utils.get_total_norm(filled).double().square()
-    dist.all_reduce(squares[:1], group=_process_group(gradients))
-    return squares.sum().sqrt().to(gradients[0].dtype)
+            norms[place] = nn.utils.get_total_norm(filled, norm_type).double()
+    # The maximum of a number and NaN may be the number.
+    powers = norms.nan_to_num(nan=math.inf, posinf=math.inf) if is_largest else norms.pow(norm_type)
+    dist.all_reduce(powers[:1], dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM, group=_process_group(gradients))
+    norm = powers.max() if is_largest else powers.sum().pow(1.0 / norm_type)
+    return norm.to(gradients[0].dtype)
 
 
 def clip(parameters: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
@@ -87,6 +94,16 @@ def clip(parameters: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor
     for gradient in gradients:
         part = local_part(gradient)
         part.mul_(factor.to(part.dtype))
+
+
+def clip_values(parameters: Sequence[torch.Tensor], limit: float) -> None:
+    """Clamp each element of the gradients of `parameters` to at most `limit` in absolute value. Not collective."""
+    gradients = [one.grad for one in parameters if one.grad is not None]
+    if has_shards(gradients):
+        for gradient in gradients:
+            local_part(gradient).clamp_(-limit, limit)
+    else:
+        nn.utils.clip_grad_value_(parameters, limit)
 
 
 def _split(gradients: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -331,7 +331,7 @@ class RunCheckpointer:
         sizes = f", on {world_size} rank{'s' * (world_size > 1)}"
         if saved.world_size != world_size:
             sizes += f" instead of {saved.world_size}"
-        if saved.accumulate not in (None, accumulation):
+        if accumulation is not None and saved.accumulate not in (None, accumulation):
             sizes += f", with accumulate={accumulation} instead of {saved.accumulate}"
         where = f"{self._require('resuming').folder.where}/{found.path.name}"
         return f"resuming from {where}: epoch {saved.epoch}{batch}, after {saved.step} updates{sizes}{counts}"

@@ -63,14 +63,14 @@ class RunPosition:
     the next one at the batch where it stopped.
     """
 
-    def __init__(self, seed: int, rank: int, world_size: int, accumulation: int = 1) -> None:
+    def __init__(self, seed: int, rank: int, world_size: int, accumulation: int | str | None = 1) -> None:
         self.epoch = 0
         self.next_batch = 0
         self.num_updates = 0
         self.samples_seen = 0
         self.seed = seed
         self.accumulation = accumulation
-        """Batches per update."""
+        """Batches per update, or a text for a schedule; None if it is not known."""
         self._rank = rank
         self._world_size = world_size
         self._passes = 0
@@ -133,6 +133,11 @@ class RunPosition:
             self._data.append(_Data.of(loader))
         self._set_random_state(device)
         return True
+
+    @property
+    def is_first_pass(self) -> bool:
+        """True until the first pass of the epoch is complete."""
+        return not self._passes
 
     def end_pass(self) -> None:
         """Mark the pass as complete, also if the loop over it was left by `break`."""

@@ -6,17 +6,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
+from torch import nn
 from torch.amp.grad_scaler import OptState
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from ddpilot.errors import LoopError
 from ddpilot.training.models.registry import parameters_of
 
-Kind = Literal["fp32", "bf16", "fp16"]
-"""fp32 leaves all dtypes unchanged."""
+Kind = Literal["fp32", "tf32", "bf16", "bf16-true", "fp16"]
+"""fp32 leaves all dtypes unchanged; tf32 too, and lets CUDA devices multiply in TensorFloat-32."""
 
 
 class _Scaler(torch.amp.GradScaler):
@@ -83,9 +85,13 @@ class Precision:
     """
 
     def __init__(self, kind: Kind, device: torch.device, world_size: int = 1) -> None:
-        if kind not in ("fp32", "bf16", "fp16"):
-            raise LoopError("making a Loop", found=f"`precision` is {kind!r}", fix="Use 'fp32', 'bf16' or 'fp16'.")
-        self._dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[kind]
+        if kind not in get_args(Kind):
+            fix = f"Use {', '.join(map(repr, get_args(Kind)[:-1]))} or {get_args(Kind)[-1]!r}."
+            raise LoopError("making a Loop", found=f"`precision` is {kind!r}", fix=fix)
+        self._dtype = {"bf16": torch.bfloat16, "bf16-true": torch.bfloat16, "fp16": torch.float16}.get(kind)
+        self._casts_weights = kind == "bf16-true"
+        if kind == "tf32" and device.type == "cuda":
+            torch.set_float32_matmul_precision("high")
         self._device = device
         self.scaler = _Scaler(device.type, world_size) if kind == "fp16" else None
         """None unless `kind` is "fp16"."""
@@ -99,6 +105,14 @@ class Precision:
     def autocast(self) -> AbstractContextManager[object]:
         """Return the autocast context for forward passes and losses; backward passes run outside of it."""
         return nullcontext() if self._dtype is None else torch.autocast(self._device.type, self._dtype)
+
+    def cast_weights(self, model: nn.Module) -> None:
+        """With "bf16-true", cast the float32 parameters of `model` to bfloat16, in place; BatchNorm keeps float32."""
+        for layer in model.modules() if self._casts_weights else ():
+            if not isinstance(layer, _BatchNorm):
+                for parameter in layer.parameters(recurse=False):
+                    if parameter.dtype is torch.float32:
+                        parameter.data = parameter.data.to(torch.bfloat16)
 
     def unscale(self, parameters: Iterable[torch.Tensor], optimizers: Iterable[Optimizer]) -> None:
         """Unscale all gradients of the optimizers that hold any of `parameters`, once."""

@@ -366,8 +366,8 @@ class UpdateState:
                 "different way by optimizer.step().",
             )
 
-    def check_norm(self, parameters: Sequence[torch.Tensor], norm: torch.Tensor) -> None:
-        """Raise NonFiniteError, on all ranks alike, if the `norm` of the gradients of `parameters` is not finite."""
+    def check_norm(self, parameters: Sequence[torch.Tensor], norm: torch.Tensor | None = None) -> None:
+        """Raise NonFiniteError, on all ranks alike, if gradients of `parameters`, or their `norm`, are not finite."""
         clipped = {id(parameter) for parameter in parameters}
         # The norm of gradients that were not all-reduced may differ between ranks.
         if self._finite is not None and clipped <= self._prepared.trained_ids:

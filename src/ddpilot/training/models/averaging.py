@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Averages of the weights over the training: exponential (EMA) or equal (SWA), from a start, every so often."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.swa_utils import AveragedModel
+
+from ddpilot.errors import LoopError
+from ddpilot.training.interval import Interval
+
+_DID = "averaging weights"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Averaging:
+    """How weights are averaged during training. Raises LoopError for invalid values."""
+
+    decay: float | None = None
+    """Of an exponential moving average (EMA), such as 0.999; None: all averaged weights count the same (SWA)."""
+    start: int | str | None = None
+    """"75 epochs" or "1000 updates" (an int counts updates): nothing is averaged before these are complete; until then
+    the average is the model. None: from the first update or epoch that `every` is due."""
+    every: int | str = 1
+    """"1 epoch" or "100 updates" (an int counts updates) between averaged weights, counted over the whole training."""
+    batch_norm_batches: int | None = None
+    """For `Trainer`, at the end of a fit with SWA: the largest number of training batches for the BatchNorm statistics
+    of the average; None: one epoch; 0: do not compute them."""
+
+    def __post_init__(self) -> None:
+        if self.decay is not None and not 0 < self.decay < 1:
+            fix = "Give a decay between 0 and 1, such as 0.999, or None for an equal average."
+            raise LoopError(_DID, found=f"`decay` is {self.decay!r}", fix=fix)
+        self.read()
+        batches = self.batch_norm_batches
+        if batches is not None and (isinstance(batches, bool) or batches < 0):
+            found = f"`batch_norm_batches` is {batches!r}"
+            raise LoopError(_DID, found=found, fix="Give a number of batches, or None for one epoch.")
+
+    def read(self) -> tuple[Interval | None, Interval]:
+        """Return `start` and `every` as intervals."""
+        start = None if self.start in (None, 0) else Interval.parse(self.start, did=_DID, name="start")
+        return start, Interval.parse(self.every, did=_DID, name="every")
+
+
+class WeightAverage(AveragedModel):
+    """An average of the weights of `model`, updated by `after_update` and `after_epoch` when it is due.
+
+    It does not wait for the device, as torch's own does, which reads its update counter each time. Buffers are those of
+    the model.
+    """
+
+    def __init__(self, model: nn.Module, options: Averaging) -> None:
+        super().__init__(model)
+        for parameter in self.module.parameters():
+            if parameter.dtype in (
+                torch.bfloat16,
+                torch.float16,
+            ):  # a small step towards the model would be rounded away
+                parameter.data = parameter.data.float()
+        self.options = options
+        self._start, self._every = options.read()
+        self._known: tuple[torch.Tensor, int, int] | None = None
+        """The counter tensor after an update made here, its version at that time and its value; None before that."""
+
+    @property
+    def has_begun(self) -> bool:
+        """True once weights were averaged; waits for the device before that."""
+        return self._is_known() or bool(self.n_averaged.item())
+
+    @property
+    def needs_batch_norm(self) -> bool:
+        """True if BatchNorm statistics of the average have to be computed at the end: those of the model are not its.
+
+        Not for an exponential average, whose weights stay close to those of the model.
+        """
+        return (
+            self.options.decay is None
+            and self.options.batch_norm_batches != 0
+            and any(isinstance(layer, _BatchNorm) and layer.track_running_stats for layer in self.modules())
+        )
+
+    def after_update(self, model: nn.Module, before: int, now: int, epoch: int) -> None:
+        """Average the weights if that is due after the updates since number `before`; `epoch`: the current one."""
+        if self._every.counts_updates and self._every.is_due(before, now) and self._has_started(now, epoch):
+            self.update_parameters(model)
+
+    def after_epoch(self, model: nn.Module, update: int, num_epochs: int) -> None:
+        """Average the weights if that is due at the end of an epoch, of which `num_epochs` are complete."""
+        is_due = not self._every.counts_updates and self._every.is_due(num_epochs - 1, num_epochs)
+        if is_due and self._has_started(update, num_epochs):
+            self.update_parameters(model)
+
+    def _has_started(self, update: int, num_epochs: int) -> bool:
+        start = self._start
+        return start is None or (update if start.counts_updates else num_epochs) >= start.count
+
+    @torch.no_grad()
+    def follow(self, model: nn.Module) -> None:
+        """Take over the weights of `model` if nothing was averaged yet."""
+        if not self.has_begun:
+            for own, new in zip(_tensors(self.module), _tensors(model), strict=True):
+                own.copy_(new)
+
+    @torch.no_grad()
+    def update_parameters(self, model: nn.Module) -> None:
+        """Update the average with the parameters of `model`; the first one copies them. Buffers are always copied."""
+        known = self._known
+        count = known[2] if known is not None and self._is_known() else int(self.n_averaged.item())
+        weight = 1 / (count + 1) if self.options.decay is None else 1 - self.options.decay
+        by_kind: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for own, new in zip(self.module.parameters(), model.parameters(), strict=True):
+            averages, values = by_kind.setdefault((own.device, own.dtype), ([], []))
+            averages.append(own.detach())
+            values.append(new.detach().to(own.device, own.dtype))
+        for (_, dtype), (averages, values) in by_kind.items():
+            if count and (dtype.is_floating_point or dtype.is_complex):
+                torch._foreach_lerp_(averages, values, weight)
+            else:
+                torch._foreach_copy_(averages, values)
+        for copy, buffer in zip(self.module.buffers(), model.buffers(), strict=True):
+            copy.copy_(buffer.to(copy.device))
+        self.n_averaged += 1
+        self._known = self.n_averaged, self.n_averaged._version, count + 1
+
+    def _is_known(self) -> bool:
+        known = self._known
+        return known is not None and known[0] is self.n_averaged and known[1] == self.n_averaged._version
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_known": None}  # a copy's counter starts with its own version
+
+
+def _tensors(model: nn.Module) -> list[torch.Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+class WeightAverages:
+    """The averages that a loop updates by itself, after the updates of each batch and at the end of each epoch."""
+
+    def __init__(self) -> None:
+        self.pairs: list[tuple[WeightAverage, nn.Module]] = []
+        """The averages, with the models that they are of."""
+        self._last: int | None = None
+
+    def add(self, average: WeightAverage, model: nn.Module) -> None:
+        """Add the `average` of `model`, which is not in DDP."""
+        self.pairs.append((average, model))
+
+    def count_from(self, num_updates: int) -> None:
+        """Count updates from this number on, at the beginning of a pass and after a checkpoint was loaded."""
+        self._last = num_updates
+
+    def after_update(self, num_updates: int, epoch: int) -> None:
+        """Update the averages that are due, once for all updates since the last call."""
+        if not self.pairs or self._last is None or num_updates <= self._last:
+            return
+        before, self._last = self._last, num_updates
+        for average, model in self.pairs:
+            average.after_update(model, before, num_updates, epoch)
+
+    def after_epoch(self, num_updates: int, num_epochs: int) -> None:
+        """Update the averages that are due at the end of an epoch."""
+        for average, model in self.pairs:
+            average.after_epoch(model, num_updates, num_epochs)
+
+    def settle(self, num_updates: int, epoch: int) -> None:
+        """Before an evaluation: update the averages, and let those that have not begun be their models."""
+        self.after_update(num_updates, epoch)
+        for average, model in self.pairs:
+            average.follow(model)
