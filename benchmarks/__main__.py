@@ -30,6 +30,7 @@ SCRIPTS = (
     "random_cells",
     "checkpoint_stall",
     "same_numbers",
+    "sharding_cost",
     "step_cost",
     "guard_data_cost",
     "profile_cost",

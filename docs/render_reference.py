@@ -65,7 +65,17 @@ TASKS = (
     Task(
         "Write a training loop",
         "[A training loop of your own](loop.md)",
-        ("Loop", "DDPOptions", "ParameterSharding", "Averaging", "unwrap", "read_predictions", "joint_try", "JointTry"),
+        (
+            "Loop",
+            "DDPOptions",
+            "ParameterSharding",
+            "PowerSGD",
+            "Averaging",
+            "unwrap",
+            "read_predictions",
+            "joint_try",
+            "JointTry",
+        ),
     ),
     Task(
         "Train with a Trainer",

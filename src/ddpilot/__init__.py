@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     from ddpilot.training.evaluation.predict import read_predictions
     from ddpilot.training.loop import Loop
     from ddpilot.training.models.averaging import Averaging
+    from ddpilot.training.models.comm_hooks import PowerSGD
     from ddpilot.training.models.ddp import unwrap
     from ddpilot.training.models.ddp_options import DDPOptions
     from ddpilot.training.models.optimizers import full_state, load_full_state
@@ -127,6 +128,7 @@ _HOMES = {
     "ParameterCount": "ddpilot.training.models.parameters",
     "ParameterSharding": "ddpilot.training.models.sharding",
     "ParquetShards": "ddpilot.data.shards.files",
+    "PowerSGD": "ddpilot.training.models.comm_hooks",
     "ProgramDiagnosis": "ddpilot.diagnose.ladder.result",
     "RankError": "ddpilot.errors",
     "RankLog": "ddpilot.record.flight_ring.log",
@@ -222,6 +224,7 @@ __all__ = [
     "ParameterCount",
     "ParameterSharding",
     "ParquetShards",
+    "PowerSGD",
     "ProgramDiagnosis",
     "RankError",
     "RankLog",

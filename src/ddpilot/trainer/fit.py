@@ -21,11 +21,12 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ddpilot.checkpoint.remote.store import check_writable_url, is_url
 from ddpilot.data.options import WORKER_OPTIONS
-from ddpilot.data.shards.dataset import has_shards
+from ddpilot.data.shards.dataset import is_dataset_of_shards
 from ddpilot.errors import LoopError
 from ddpilot.group.decorators import on_ranks
 from ddpilot.group.device import capture_rng, restore_rng
 from ddpilot.trainer.callback import CallbackRunner
+from ddpilot.trainer.checks import check_sharded
 from ddpilot.trainer.core import FitState, Position, TrainerCore
 from ddpilot.trainer.fit_options import SIZES, FitOptions, val_prefix
 from ddpilot.trainer.history import History, measured
@@ -41,6 +42,8 @@ from ddpilot.training.loop import Loop
 from ddpilot.training.models.averaging import WeightAverage
 from ddpilot.training.models.ddp import unwrap
 from ddpilot.training.models.optimizers import ShardedState
+from ddpilot.training.models.sharding import is_sharded
+from ddpilot.training.models.shards import has_shards
 from ddpilot.training.resume.position import describe_data
 from ddpilot.training.schedule import AccumulationSchedule
 
@@ -84,8 +87,9 @@ def fit_here(trainer: TrainerCore, fit: FitOptions, signals: StopSignals) -> Exc
 def _run_dry(trainer: TrainerCore, fit: FitOptions, signals: StopSignals) -> None:
     """Try two updates, two batches of validation, a save and a load, on copies. Collective."""
     group = group_here()
-    if any(isinstance(one, ShardedState) for one in trainer.optimizers.values()):
-        found = "optimizers whose state an earlier fit divided among these ranks"
+    is_divided = has_shards(trainer.model.parameters())
+    if is_divided or any(isinstance(one, ShardedState) for one in trainer.optimizers.values()):
+        found = "parameters or optimizers whose state an earlier fit divided among these ranks"
         raise LoopError("trying a fit (dry_run=True)", found=found, fix="Try it before the first fit.", rank=group.rank)
     folder = on_ranks(0, broadcast=True)(_make_folder)(fit.checkpoint_dir)
     rng, began_s = capture_rng(group.device), time.perf_counter()
@@ -206,11 +210,13 @@ def _resume(loop: Loop, run: Run, fit: FitOptions) -> None:
 def _prepare(trainer: TrainerCore, loop: Loop, fit: FitOptions) -> tuple[Run, FitState]:
     model, options = trainer.model, dict(fit.ddp)
     shard = options.pop("shard", None)
-    if shard not in (None, "optimizer"):
-        found = f"`shard={shard!r}`, and a Trainer shards only the state of its optimizers"
-        raise LoopError("fitting", found=found, fix='Use shard="optimizer", or a Loop, whose prepare() can shard them.')
     parts = trained_parts(model) or {"": model}
-    wrapped = [loop.prepare(part, **options) for part in parts.values()]
+    if shard not in (None, "optimizer"):
+        check_sharded(trainer.callbacks)
+        options["shard"], shard = shard, None
+    wrapped = [  # sharded by an earlier fit on these ranks
+        loop.prepare(part) if is_sharded(part) else loop.prepare(part, **options) for part in parts.values()
+    ]
     for name, optimizer in trainer.optimizers.items():
         if not isinstance(optimizer, ShardedState):  # divided by an earlier fit on these ranks
             move_optimizer_state(optimizer)
@@ -567,7 +573,7 @@ def make_loader_of(data: Any, loop: Loop, options: Mapping[str, Any]) -> Loader:
         return made
     if isinstance(data, DataLoader):
         return loop.shard(data, **_options_of_loader(data, options))
-    is_stream = isinstance(data, IterableDataset) and not has_shards(data)
+    is_stream = isinstance(data, IterableDataset) and not is_dataset_of_shards(data)
     return loop.loader(data, **{name: one for name, one in options.items() if not is_stream or name != "shuffle"})
 
 

@@ -20,6 +20,8 @@ from ddpilot.launching.first_failure import RankEnd, build_error
 from ddpilot.launching.rank_reports import Raised
 from ddpilot.trainer.core import TrainerCore
 from ddpilot.training.models.optimizers import full_state
+from ddpilot.training.models.shards import has_shards
+from ddpilot.training.models.strategy import ShardedStrategy
 
 _COPIED = ("position", "batch_size", "findings", "explanation")
 """Attributes of a trainer that are replaced by those after the fit."""
@@ -37,11 +39,14 @@ class FitResult:
 
 
 def collect_result(trainer: TrainerCore, group: GroupLike, late_error: Exception | None) -> FitResult | None:
-    """Return the result on rank 0; None on other ranks. Collective if optimizer state is sharded."""
+    """Return the result on rank 0; None on other ranks. Collective if parameters or optimizer state are sharded."""
+    model, weights = trainer.model, None
+    if has_shards(model.parameters()):
+        weights = ShardedStrategy(model).weights(keeps=group.is_rank_zero)
     optimizers = {name: full_state(optimizer) for name, optimizer in trainer.optimizers.items()}
     if not group.is_rank_zero:
         return None
-    return FitResult(_read_state(trainer, optimizers), None if late_error is None else _pack(late_error))
+    return FitResult(_read_state(trainer, optimizers, weights), None if late_error is None else _pack(late_error))
 
 
 def unpack_late_error(late_error: tuple[Raised, bytes], num_ranks: int) -> RankError:
@@ -71,10 +76,12 @@ def _pack(error: Exception) -> tuple[Raised, bytes]:
     return report_exception(error), pickled
 
 
-def _read_state(trainer: TrainerCore, optimizers: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _read_state(
+    trainer: TrainerCore, optimizers: dict[str, dict[str, Any]], weights: dict[str, Any] | None = None
+) -> dict[str, Any]:
     model = trainer.model
     return {
-        "weights": model.state_dict(),
+        "weights": model.state_dict() if weights is None else weights,
         "frozen": {name for name, parameter in model.named_parameters() if not parameter.requires_grad},
         "attributes": {name: module_attributes(module) for name, module in model.named_modules()},
         "optimizers": optimizers,

@@ -27,6 +27,13 @@ class PendingScalar:
         self._free = free
         self._number: float | None = None
 
+    @classmethod
+    def of(cls, number: float) -> PendingScalar:
+        """Return a scalar that is on the host already."""
+        there = object.__new__(cls)
+        there._slot, there._free, there._number = None, [], number
+        return there
+
     @property
     def is_there(self) -> bool:
         """True if `read` would not wait."""
@@ -52,6 +59,8 @@ class ScalarCopier:
 
     def send(self, number: torch.Tensor) -> PendingScalar:
         """Start copying `number` to the host, in the current stream of its device."""
+        if number.device.type == "cpu":
+            return PendingScalar.of(number.item())
         free = self._free.setdefault((number.dtype, number.device), [])
         slot = free.pop() if free else _Slot(number.dtype, number.device)
         slot.number.copy_(number.detach(), non_blocking=True)

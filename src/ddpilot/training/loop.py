@@ -21,7 +21,7 @@ from ddpilot.data.loaders import make_loader, make_shard_loader, make_stream_loa
 from ddpilot.data.map_loader import MapLoader
 from ddpilot.data.nested import to_device
 from ddpilot.data.options import naming_rank
-from ddpilot.data.shards.dataset import has_shards
+from ddpilot.data.shards.dataset import is_dataset_of_shards
 from ddpilot.data.shards.loader import ShardLoader
 from ddpilot.data.stream_loader import StreamLoader
 from ddpilot.errors import LoopError
@@ -43,6 +43,7 @@ from ddpilot.training.evaluation.evaluate import evaluate, evaluate_step
 from ddpilot.training.evaluation.predict import predict
 from ddpilot.training.losses import add_losses
 from ddpilot.training.models.averaging import Averaging, WeightAverage, WeightAverages
+from ddpilot.training.models.comm_hooks import Comm, hook_state, is_powersgd
 from ddpilot.training.models.ddp import unwrap, wrap
 from ddpilot.training.models.ddp_options import DDPOptions
 from ddpilot.training.models.explain import Explanation, explain
@@ -72,6 +73,7 @@ from ddpilot.training.resume.tracked_state import TrackedState, has_state
 from ddpilot.training.schedule import Accumulate, AccumulationSchedule
 from ddpilot.training.step.accumulation import Accumulation
 from ddpilot.training.step.closure import Evaluations
+from ddpilot.training.step.local_sgd import LocalUpdates
 from ddpilot.training.step.precision import Kind, Precision
 from ddpilot.training.step.update import UpdateState
 
@@ -158,6 +160,7 @@ class Loop:
         if self._precision.scaler is not None:
             self._tracked.add(self._precision.scaler, "scaler", optional=True)
         self._position = RunPosition(seed, self.group.rank, self.group.world_size, self._accumulation.saved)
+        self._local = LocalUpdates(self.group, functools.partial(getattr, self._position, "num_updates"))
         options = CheckpointOptions(
             checkpoint_dir=checkpoint_dir,
             keep=keep,
@@ -169,7 +172,7 @@ class Loop:
             staging_dir=staging_dir,
         )
         self._checkpointer = RunCheckpointer(
-            self.group, self._tracked, self._position, self._flags, self._updates.check_pending, options
+            self.group, self._tracked, self._position, self._flags, self._before_read, options
         )
         note_failures(functools.partial(getattr, self._position, "num_updates"))
         seed_all(seed)
@@ -177,6 +180,11 @@ class Loop:
     def _next_group_size(self) -> int:
         """Return the number of batches of the update that begins here."""
         return self._accumulation.size_at(self.epoch, self.num_updates)
+
+    def _before_read(self) -> None:
+        """Raise NonFiniteError for earlier updates, and average weights that ranks update on their own. Collective."""
+        self._updates.check_pending()
+        self._local.average()
 
     def _join(self) -> None:
         """Before a collective call, wait for the other ranks to leave `batches` too, if this rank left it by `break`.
@@ -326,7 +334,9 @@ class Loop:
     def prepare(
         self,
         *things: Any,
-        comm: Literal["bf16", "fp16"] | None = None,
+        comm: Comm | None = None,
+        sync_every: int | None = None,
+        sync_start: int = 0,
         shard: Literal["optimizer", "parameters"] | ParameterSharding | None = None,
         find_unused_parameters: bool | None = None,
         static_graph: bool = False,
@@ -343,8 +353,11 @@ class Loop:
         broadcast from rank 0. A returned model has the methods of the original, which run as forward passes of DDP.
         `explain` reports the chosen options and their reasons.
 
-        `comm`: all-reduce gradients in 16 bits. `shard="optimizer"`: each rank keeps the optimizer state of its share
-        of the parameters only (ZeroRedundancyOptimizer); use the returned optimizer. `shard="parameters"`, or a
+        `comm`: "bf16" or "fp16": all-reduce gradients in 16 bits; "powersgd" or a `PowerSGD`: as thin matrices, with
+        error feedback; or a communication hook of DDP, or (state, hook). `sync_every`: local SGD: do not all-reduce
+        gradients after the first `sync_start` updates, and average the weights every so many updates, at the end of a
+        pass and before they are read. `shard="optimizer"`: each rank keeps the optimizer state of its share of the
+        parameters only (ZeroRedundancyOptimizer); use the returned optimizer. `shard="parameters"`, or a
         `ParameterSharding`: a shard of parameters, gradients and state (FSDP2 instead of DDP).
         `find_unused_parameters`: updates may leave parameters unused; None: the variable DDP_FIND_UNUSED_PARAMETERS,
         False if it is not set. `static_graph`: all updates of the training use the same parameters in the same way.
@@ -364,11 +377,19 @@ class Loop:
             gradient_as_bucket_view=gradient_as_bucket_view,
             forward_sync_buffers=forward_sync_buffers,
             comm=comm,
+            sync_every=sync_every,
+            sync_start=sync_start,
             shard=shard,
             sync_batch_norm=sync_batch_norm,
             more=more,
         )
         earlier = tuple(self._prepared.optimizers)
+        if self._precision.scaler is not None and is_powersgd(options.comm):
+            found = '`comm="powersgd"` with `precision="fp16"`, whose scale changes between updates'
+            raise LoopError("preparing a model", found=found, fix="Use precision='bf16', or leave `comm` out.")
+        if self._precision.scaler is not None and sync_every is not None:
+            found = '`sync_every` with `precision="fp16"`, whose ranks would skip different updates'
+            raise LoopError("preparing a model", found=found, fix="Use precision='bf16', or leave `sync_every` out.")
         for thing in things:
             if isinstance(thing, nn.Module) and not isinstance(thing, AveragedModel):
                 self._precision.cast_weights(thing)
@@ -380,6 +401,12 @@ class Loop:
                 for old in self._prepared.replace_optimizers(earlier, returned[-1]):
                     self._tracked.replace(old, returned[-1])
             self._tracked.add(returned[-1])
+            own = self._prepared.find(returned[-1])
+            if own is not None and own.ddp is not None:
+                self._tracked.add_of_rank(hook_state(own.ddp), f"{self._tracked.name_of(own.model)}_comm")
+        if self._local.is_on:
+            for optimizer in self._prepared.optimizers:
+                self._tracked.add_of_rank(optimizer, self._tracked.name_of(optimizer))
         return returned[0] if len(returned) == 1 else tuple(returned)
 
     def _shard_models(self, things: tuple[Any, ...], sharding: ParameterSharding) -> None:
@@ -397,11 +424,15 @@ class Loop:
                 found = "an AveragedModel with a model whose parameters are sharded"
                 raise LoopError("preparing", found=found, fix='Leave it out, or leave out `shard="parameters"`.')
             move(thing, self.device)
+            self._local.add_average(thing)
             return thing
         if isinstance(thing, nn.Module):
             model, choices = wrap(thing, self.group, options)
             prepared = self._prepared.add_model(model, choices)
             self._updates.add_model(prepared)
+            if prepared.ddp is not None and options.sync_every is not None:
+                self._local.add(prepared.ddp, options.sync_every, options.sync_start)
+                self._updates.let_ranks_differ()
             self._buffers.add(prepared)
             return model
         if isinstance(thing, Optimizer):
@@ -444,6 +475,7 @@ class Loop:
         average = WeightAverage(inner, how if isinstance(how, Averaging) else Averaging(decay=how))
         self._tracked.add(average)
         self._averages.add(average, inner)
+        self._local.add_average(average)
         return average
 
     def update_batch_norm(
@@ -501,7 +533,7 @@ class Loop:
             )
         job = {"rank": self.rank, "world_size": self.world_size, **self._with_seed(options)}
         make: Any = make_stream_loader if isinstance(dataset, IterableDataset) else make_loader
-        if has_shards(dataset):
+        if is_dataset_of_shards(dataset):
             make = make_shard_loader
         return make(dataset, **job)  # type: ignore[no-any-return]
 
@@ -625,14 +657,15 @@ class Loop:
                         self._updates.share_buffers()
                     if not batch.is_last:
                         continue
-                    is_cut = self._has_all_updates() and not is_at_end(loader, batch)
-                    self._end_update(batch, leaves=is_cut)
-                    if is_cut or (self._flags.reasons and not is_at_end(loader, batch)):
+                    is_end = is_at_end(loader, batch)
+                    is_cut = self._has_all_updates() and not is_end
+                    self._end_update(batch, leaves=is_cut, is_end=is_end)
+                    if is_cut or (self._flags.reasons and not is_end and self._local.is_equal):
                         self._updates.check_pending()
                         self.next_batch = batch.index + 1
                         break
                 else:
-                    self._updates.check_pending()
+                    self._before_read()
                     is_empty = self.next_batch and self._updates.batch is None
                     if is_empty and "dataset_length" not in describe_data(loader):
                         self._checkpointer.report_nothing_left()
@@ -645,10 +678,11 @@ class Loop:
             if self._open_pass is this:
                 self._open_pass = None
 
-    def _end_update(self, batch: CurrentBatch, *, leaves: bool) -> None:
+    def _end_update(self, batch: CurrentBatch, *, leaves: bool, is_end: bool) -> None:
         """Finish an accumulation group after its last batch; `leaves`: True if the pass ends here, before its end.
 
-        Collective if an exchange, comparison or checkpoint is due.
+        `is_end`: True if this is known to be the last batch. Collective if an exchange, comparison, average or
+        checkpoint is due.
         """
         self._updates.complete()
         if self._averages.pairs:
@@ -661,7 +695,9 @@ class Loop:
             self._report_findings(self._buffers.after_update())
         if self._updates.has_backward:
             self._checkpointer.note_trained()
-        self._checkpointer.after_update(batch.index + 1, leaves=leaves or bool(self._flags.reasons))
+        self._local.after_update(ends=leaves or is_end)
+        stops = leaves or (bool(self._flags.reasons) and self._local.is_equal)
+        self._checkpointer.after_update(batch.index + 1, leaves=stops, may_save=self._local.is_equal)
 
     def _leave_pass(self, batch: CurrentBatch, this: object) -> None:
         """Handle a loop over `batches` that ended by `break` or an exception, or whose generator was closed."""
@@ -827,6 +863,9 @@ class Loop:
         if not hasattr(optimizer, "param_groups"):
             found = f"a {type(optimizer).__name__} in place of an optimizer"
             raise LoopError("updating the weights", found=found, fix="Write loop.step(optimizer).")
+        if closure is not None and self._local.is_on:
+            found = "a closure with `sync_every`, so each rank would step by its own loss"
+            raise LoopError("updating the weights", found=found, fix="Prepare the model without `sync_every`.")
         own = self._prepared.record_of(optimizer)
         self._unprepared.check_optimizer(optimizer, own)
         self._updates.check_step(optimizer, own, has_closure=closure is not None)
@@ -845,8 +884,12 @@ class Loop:
             self._precision.settle(self._prepared.optimizers)
         if done and scheduler is not None:
             step_scheduler(scheduler, self._updates.objective)
+        if done:
+            self._local.note_step()
         if done and self._updates.begins_update(optimizer):
             self._position.num_updates += 1
+        if self._updates.batch is None:
+            self._local.after_update(ends=False)
         return done
 
     def _update(
@@ -925,7 +968,7 @@ class Loop:
             found = "neither `metrics` nor `step`" if is_none else "`step` next to `metrics` or `forward`"
             raise LoopError("evaluating", found=found, fix="Give `metrics`, with `forward` if needed; or `step` alone.")
         self._join()
-        self._updates.check_pending()
+        self._before_read()
         self._checkpointer.report_resumed()
         self._averages.settle(self.num_updates, self.epoch)
         with self.autocast():
@@ -953,7 +996,7 @@ class Loop:
         earlier update that has not been reported yet.
         """
         self._join()
-        self._updates.check_pending()
+        self._before_read()
         self._checkpointer.report_resumed()
         self._averages.settle(self.num_updates, self.epoch)
         with self.autocast():

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import ddpilot
 from ddpilot.errors import LoopError
 from ddpilot.module_names import TRAINER_PRELOAD
+from ddpilot.trainer.callbacks.monitors import Norms
 from tests.dist.trainer.bodies import BATCH_SIZE, launcher, make_data, make_model, make_optimizer, make_trainer
 from tests.soak import often
 
@@ -230,6 +231,36 @@ def test_data_loaders_plateaus_and_sharded_optimizers() -> None:
     alone = make_trainer(scheduler=plateau, ema=None)
     alone.fit(training, validation, epochs=3, nproc_per_node=0)
     torch.testing.assert_close(trainer.model.state_dict(), alone.model.state_dict(), rtol=1e-10, atol=1e-13)
+
+
+def fit_sharded() -> dict[str, Any]:
+    """Two fits on ranks that exist, of a model whose layers are sharded, and what is refused."""
+    sharding = ddpilot.ParameterSharding(min_parameters=1)
+    trainer = make_trainer(ema=None)
+    for _ in range(2):
+        trainer.fit(make_data(), make_data(5), epochs=1, global_batch_size=BATCH_SIZE, ddp={"shard": sharding})
+    said = []
+    for options in ({"ema": 0.9}, {"callbacks": [Norms()], "ema": None}):
+        with pytest.raises(LoopError) as caught:
+            make_trainer(**options).fit(make_data(), epochs=1, global_batch_size=12, ddp={"shard": sharding})
+        said.append(str(caught.value))
+    return {"values": trainer.evaluate(make_data(5)), "weights": ddpilot.full_state(trainer.model), "said": said}
+
+
+def test_a_trainer_shards_parameters_from_a_notebook_and_on_ranks() -> None:
+    """Whole weights come back to the notebook; on ranks, a second fit goes on with the shards."""
+    alone, trainer = make_trainer(ema=None), make_trainer(ema=None)
+    options: dict[str, Any] = {"global_batch_size": BATCH_SIZE}
+    trainer.fit(make_data(), make_data(5), epochs=2, nproc_per_node=2, ddp={"shard": "parameters"}, **options)
+    zero, one = replace(launcher(), nproc_per_node=2, preload=TRAINER_PRELOAD).run(fit_sharded)
+    for _ in range(2):
+        alone.fit(make_data(), make_data(5), epochs=1, nproc_per_node=0, **options)
+    for weights in (trainer.model.state_dict(), zero["weights"]):
+        torch.testing.assert_close(weights, alone.model.state_dict(), rtol=1e-10, atol=1e-13)
+    expected = pytest.approx(alone.evaluate(make_data(5)), rel=1e-10)
+    assert zero["values"] == one["values"] == expected
+    assert "an AveragedModel with a model whose parameters are sharded" in zero["said"][0]
+    assert "a Norms, which reads whole weights on rank 0" in zero["said"][1]
 
 
 def fit_on_a_rank() -> dict[str, Any]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import shutil
 import warnings
 from pathlib import Path
@@ -47,7 +48,7 @@ def train(shard: Any, num_epochs: int = 2, **options: Any) -> dict[str, Any]:
             norms += [] if norm is None else [norm.item()]
             loop.step(optimizer)
     few = make_data("gpt", 13)
-    rows = loop.loader(few, global_batch_size=3)
+    rows = loop.loader(few, global_batch_size=4)
     return {
         "losses": losses,
         "norms": norms,
@@ -58,6 +59,27 @@ def train(shard: Any, num_epochs: int = 2, **options: Any) -> dict[str, Any]:
         "held": held,
         "findings": [str(one) for one in loop.findings],
     }
+
+
+def train_on_two(shard: Any) -> dict[str, Any]:
+    """Two loaders in step: of three ranks, one has no samples of one of them; a step of the user's own evaluates."""
+    torch.set_default_dtype(torch.float64)
+    loop = Loop(seed=5, progress=False)
+    model = make_model("mlp")
+    optimizer: Any = AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = loop.prepare(model, optimizer, shard=shard)
+    first = loop.loader(make_data("mlp", 10), global_batch_size=4, shuffle=True)
+    second = loop.loader(make_data("mlp", 27), global_batch_size=5, shuffle=True)
+    for (x, y), (more, _) in loop.batches(first, second, ends="longest"):
+        loop.backward((loss_fn(model(x), y), 0.3 * model(more).square().mean()))
+        loop.step(optimizer)
+
+    def step(model: nn.Module, batch: Any) -> dict[str, Any]:
+        output = model(batch[0])
+        return {"loss": loss_fn(output, batch[1]), "size": output.square().mean(1)}
+
+    values = loop.evaluate(model, loop.loader(make_data("mlp", 13), global_batch_size=3), step=step)
+    return {"values": values, "weights": copy.deepcopy(full_state(model))}
 
 
 def per_batch(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -87,12 +109,16 @@ def assert_same(found: Any, expected: Any) -> None:
 
 
 def train_both(folder: str, steps: list[tuple[str, Any, int]]) -> list[dict[str, Any]]:
-    """A training for each of `steps`: checkpoint directory ("" for none), `shard`, and the number of epochs."""
+    """A training for each of `steps`: checkpoint directory ("" for none; "two loaders"), `shard`, and epochs."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # whoever changes outputs in place is warned
         return [
-            train(shard, num, checkpoint_dir=f"{folder}/{name}") if name else train(shard, num)
+            train_on_two(shard)
+            if name == "two loaders"
+            else train(shard, num, checkpoint_dir=f"{folder}/{name}")
+            if name
+            else train(shard, num)
             for name, shard, num in steps
         ]
 
@@ -100,20 +126,27 @@ def train_both(folder: str, steps: list[tuple[str, Any, int]]) -> list[dict[str,
 READ = ("losses", "norms", "metrics", "outputs", "weights", "optimizer", "findings")
 
 
+@pytest.mark.soak
 def test_sharded_parameters_train_the_same_at_any_number_of_ranks_and_resume_from_each_other(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Everything at 1, 2 and 3 ranks; and one epoch at 2 ranks goes on at 3, in DDP, and alone; and from DDP."""
-    ((alone, _),) = launch(1, train_both, str(tmp_path), [("", None, 2), ("plain", None, 1)])
-    two = launch(2, train_both, str(tmp_path), [("", SMALL, 2), ("two", SMALL, 1)])
+    joint = ("two loaders", SMALL, 0)
+    ((alone, _, of_two),) = launch(1, train_both, str(tmp_path), [("", None, 2), ("plain", None, 1), joint])
+    two = launch(2, train_both, str(tmp_path), [("", SMALL, 2), ("two", SMALL, 1), joint])
     for name in ("in3", "in_ddp", "in1"):
         shutil.copytree(tmp_path / "two", tmp_path / name)
-    three = launch(3, train_both, str(tmp_path), [("", SMALL, 2), ("in3", SMALL, 2), ("plain", SMALL, 2)])
+    three = launch(3, train_both, str(tmp_path), [("", SMALL, 2), ("in3", SMALL, 2), ("plain", SMALL, 2), joint])
     ((ddp,), _) = launch(2, train_both, str(tmp_path), [("in_ddp", None, 2)])
     ((single,),) = launch(1, train_both, str(tmp_path), [("in1", SMALL, 2)])
+    same = [two[0][0], three[0][0]]
+    if os.environ.get("DDPILOT_SOAK"):
+        same.append(launch(4, train_both, str(tmp_path), [("", SMALL, 2)])[0][0])
     for name in READ:
-        assert_same(two[0][0][name], alone[name])
-        assert_same(three[0][0][name], alone[name])
+        for found in same:
+            assert_same(found[name], alone[name])
+    assert_same(two[0][-1], of_two)
+    assert_same(three[0][-1], of_two)
     for resumed in (three[0][1], three[0][2], ddp, single):
         for name in ("metrics", "outputs", "weights", "optimizer"):
             assert_same(resumed[name], alone[name])
@@ -208,20 +241,27 @@ class Coder(nn.Module):
         return self.encode(x)
 
 
-def train_in_bf16(by_hand: bool) -> list[torch.Tensor]:
+def train_in_bf16(by_hand: bool, offloads: bool) -> list[torch.Tensor]:
     """The weights after four updates through `encode`, of layers in bf16 whose gradients are summed in float32."""
     loop = Loop(seed=3, progress=False)
     model = Coder()
     if by_hand:
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+        from torch.distributed.fsdp import (
+            CPUOffloadPolicy,
+            MixedPrecisionPolicy,
+            OffloadPolicy,
+            fully_shard,
+            register_fsdp_forward_method,
+        )
 
+        offload = CPUOffloadPolicy(pin_memory=False) if offloads else OffloadPolicy()
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for layer in (model.layers[0], model.layers[2], model):
-            fully_shard(layer, mp_policy=policy)
+            fully_shard(layer, mp_policy=policy, offload_policy=offload)
         register_fsdp_forward_method(model, "encode")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if not by_hand:
-        mixed: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+        mixed: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "cpu_offload": offloads}
         sharding = ParameterSharding(layers=nn.Linear, methods=("encode",), **mixed)
         model, optimizer = loop.prepare(model, optimizer, shard=sharding)
     data = torch.randn(16, 6)
@@ -234,17 +274,18 @@ def train_in_bf16(by_hand: bool) -> list[torch.Tensor]:
     else:
         for (x,) in loop.batches(loop.loader(TensorDataset(data), global_batch_size=4)):
             loop.backward(model.encode(x).float().pow(2).mean())
+            loop.clip_grad_norm_(model.parameters(), 1e9)
             loop.step(optimizer)
     return [one.full_tensor().detach() for one in model.parameters()]  # type: ignore[attr-defined]
 
 
 def train_in_bf16_both_ways() -> list[list[torch.Tensor]]:
-    """With the loop, and by hand."""
-    return [train_in_bf16(False), train_in_bf16(True)]
+    """With the loop, and by hand; then with shards in CPU memory."""
+    return [train_in_bf16(by_hand, offloads) for offloads in (False, True) for by_hand in (False, True)]
 
 
 def test_mixed_precision_and_methods_are_those_of_fully_shard_by_hand() -> None:
     """Bit for bit."""
-    for loop, by_hand in launch(2, train_in_bf16_both_ways):
-        assert all(map(torch.equal, loop, by_hand))
+    for loop, *others in launch(2, train_in_bf16_both_ways):
+        assert all(all(map(torch.equal, loop, other)) for other in others)
         assert loop[0].dtype is torch.float32

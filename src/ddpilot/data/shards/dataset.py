@@ -39,7 +39,7 @@ class ShardedDataset:
         return f"shard {shard}"
 
 
-def has_shards(dataset: Any) -> bool:
+def is_dataset_of_shards(dataset: Any) -> bool:
     """True if `dataset` has `num_shards` and `open(shard, skip=...)`."""
     return hasattr(dataset, "num_shards") and callable(getattr(dataset, "open", None))
 

@@ -188,6 +188,8 @@ class BestWeights(_BestEpoch):
     if the file cannot be written, and LoopError as `EarlyStopping` does, on all ranks.
     """
 
+    _reads_whole_weights = True
+
     def __init__(
         self,
         path: str | os.PathLike[str] = "best.safetensors",

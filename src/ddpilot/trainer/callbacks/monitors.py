@@ -100,6 +100,8 @@ class Norms(_StepMonitor):
     Raises LoopError for `every` below 1.
     """
 
+    _reads_whole_weights = True
+
     def __init__(self, *, every: int = 50, layers: bool = False) -> None:
         super().__init__(every)
         self._layers = layers

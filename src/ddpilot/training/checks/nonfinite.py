@@ -77,6 +77,10 @@ class FiniteCheck:
         self.probes = GradientProbes()
         """Records gradients of this rank before the all-reduce."""
 
+    def differ(self) -> None:
+        """From now on, gradients are not the same on all ranks: raise only after an exchange of `is_bad`."""
+        self._is_late = True
+
     def seed(
         self, loss: torch.Tensor, weight: float, batch: CurrentBatch | None, name: str = ""
     ) -> torch.Tensor | float:

@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wraps models in DistributedDataParallel and unwraps them; methods as forward passes; gradient compression."""
+"""Wraps models in DistributedDataParallel and unwraps them; methods as forward passes."""
 
 from __future__ import annotations
 
 import inspect
 import os
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
@@ -20,6 +17,7 @@ from ddpilot.errors import LoopError
 from ddpilot.group.device import broadcast_tensors, is_divided, move
 from ddpilot.group.process_group import Group
 from ddpilot.group.protocol import GroupLike
+from ddpilot.training.models.comm_hooks import check_compressible, register, runs_alone
 from ddpilot.training.models.ddp_options import HAS_FORWARD_SYNC, Choice, DDPOptions, resolve
 from ddpilot.training.models.sharding import is_sharded
 
@@ -27,9 +25,9 @@ from ddpilot.training.models.sharding import is_sharded
 def wrap(model: nn.Module, group: GroupLike, options: DDPOptions | None = None) -> tuple[nn.Module, tuple[Choice, ...]]:
     """Move `model` to the group's device and wrap it in DDP; return it with the options chosen.
 
-    Not wrapped with one rank, or if no parameter requires a gradient. A model on several devices stays there.
-    Collective with several ranks. Raises LoopError for a model that is already in DDP, and for options that it does not
-    support.
+    Not wrapped with one rank, unless a hook changes its gradients, or if no parameter requires a gradient. A model on
+    several devices stays there. Collective with several ranks. Raises LoopError for a model that is already in DDP, and
+    for options that it does not support.
     """
     options = options or DDPOptions()
     if isinstance(model, DistributedDataParallel):
@@ -47,12 +45,13 @@ def wrap(model: nn.Module, group: GroupLike, options: DDPOptions | None = None) 
     if not is_divided(model, group.device):
         move(model, group.device)
     trains = any(parameter.requires_grad for parameter in model.parameters())
-    if group.world_size == 1 or not trains or not isinstance(group, Group):
+    is_alone = group.world_size == 1 and not runs_alone(options.comm)
+    if is_alone or not trains or not isinstance(group, Group):
         return model, ()
     arguments, choices = resolve(options, model, group, os.environ)
     wrapped = PreparedDDP(model, **arguments)
     if options.comm is not None:
-        compress(wrapped, options.comm)
+        register(wrapped, options.comm)
     if not HAS_FORWARD_SYNC:  # without it, older versions of torch do not sync buffers at construction
         broadcast_tensors(model.buffers(), group)
     return wrapped, tuple(choices)
@@ -147,40 +146,3 @@ def run_in_forward(wrapped: Any, function: Callable[[Any], Any]) -> Any:
         return wrapped(None)  # with `device_ids`, torch fails for a call without arguments
     finally:
         wrapped.module = model
-
-
-# No postponed annotations here: DDP compares the annotations of a hook with the classes themselves.
-
-
-def check_compressible(model: nn.Module, comm: str) -> None:
-    """Raise LoopError if `model` has float64 or complex parameters to train, or layers with sparse gradients."""
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.dtype in (torch.float64, torch.complex64, torch.complex128):
-            found = f"parameter {name} is {parameter.dtype}"
-            raise _compression_error(comm, found, "Leave `comm` out, or make the model float32.")
-    for name, layer in model.named_modules():
-        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
-            found = f"layer {name or type(layer).__name__} has sparse gradients"
-            raise _compression_error(comm, found, "Make it with sparse=False, or leave `comm` out.")
-
-
-def compress(model: DistributedDataParallel, comm: Literal["bf16", "fp16"]) -> None:
-    """All-reduce the gradients of `model` in the dtype `comm`.
-
-    They are summed in that dtype and converted back to their own.
-    """
-    # With state None, the hook uses the current default process group, also after that was rebuilt.
-    model.register_comm_hook(None, {"bf16": _to_bf16, "fp16": default_hooks.fp16_compress_hook}[comm])
-
-
-def _to_bf16(state: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    # DDP rejects bf16_compress_hook itself without CUDA, although gloo can sum bfloat16: it tests the hook's name.
-    return default_hooks.bf16_compress_hook(state, bucket)  # type: ignore[arg-type]
-
-
-# DDP compares the annotations of a hook with the classes themselves, and here annotations are strings.
-_to_bf16.__annotations__.update({"bucket": GradBucket, "return": torch.futures.Future[torch.Tensor]})
-
-
-def _compression_error(comm: str, found: str, fix: str) -> LoopError:
-    return LoopError(f'preparing a model with `comm="{comm}"`', found=found, fix=fix)

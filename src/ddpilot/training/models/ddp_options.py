@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpilot.errors import LoopError
 from ddpilot.group.device import device_ids, is_divided
 from ddpilot.group.process_group import Group
+from ddpilot.training.models.comm_hooks import Comm, check_comm, describe_comm
 from ddpilot.training.models.sharding import ParameterSharding
 from ddpilot.training.options import keywords_of, suggest
 
@@ -51,8 +52,13 @@ class DDPOptions:
     """True if gradients are views into the buckets."""
     forward_sync_buffers: bool = False
     """True if rank 0 broadcasts its buffers in the first forward pass after each update, which is DDP's default."""
-    comm: Literal["bf16", "fp16"] | None = None
-    """The dtype in which gradients are all-reduced; None: their own dtype."""
+    comm: Comm | None = None
+    """"bf16" or "fp16": the dtype in which gradients are all-reduced; None: their own. "powersgd", or a `PowerSGD`:
+    thin matrices instead. Or a communication hook of DDP, or (state, hook)."""
+    sync_every: int | None = None
+    """Local SGD: gradients are not all-reduced, and the weights are averaged over ranks every so many updates."""
+    sync_start: int = 0
+    """Number of updates with all-reduced gradients before the first local one."""
     shard: Literal["optimizer", "parameters"] | ParameterSharding | None = None
     """"optimizer": each rank keeps the optimizer state of its share of the parameters (ZeroRedundancyOptimizer).
     "parameters", or a `ParameterSharding`: a shard of parameters, gradients and state (FSDP2, without DDP)."""
@@ -72,8 +78,8 @@ class DDPOptions:
                 found=f"no option {', '.join(f'`{name}`' for name in unknown)}",
                 fix=hint if "broadcast_buffers" in unknown else suggest(unknown[0], others),
             )
-        if self.comm not in (None, "bf16", "fp16"):
-            raise LoopError("preparing a model", found=f"`comm` is {self.comm!r}", fix="Use 'bf16', 'fp16' or None.")
+        check_comm(self.comm)
+        self._check_local()
         if self.sharding is not None:
             if unfit := [name for name in keywords_of(self) if name != "shard"]:
                 found = f"`{unfit[0]}`, an option of DDP, with `shard={self.shard!r}`, which does not use DDP"
@@ -81,6 +87,20 @@ class DDPOptions:
         elif self.shard not in (None, "optimizer"):
             fix = "Use 'optimizer' (state of the optimizers), 'parameters', a ParameterSharding, or None."
             raise LoopError("preparing an optimizer", found=f"`shard` is {self.shard!r}", fix=fix)
+
+    def _check_local(self) -> None:
+        given: tuple[tuple[str, Any, int], ...] = (
+            ("sync_every", self.sync_every, 1),
+            ("sync_start", self.sync_start, 0),
+        )
+        for name, value, least in given:
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                fix = f"Pass a number of updates, {least} or more{' or None' if least else ''}."
+                raise LoopError("preparing a model", found=f"`{name}` is {value!r}", fix=fix)
+        for name in ("comm", "shard"):
+            if self.sync_every is not None and getattr(self, name) is not None:
+                found = f"`{name}` with `sync_every={self.sync_every}`, whose ranks update all weights on their own"
+                raise LoopError("preparing a model", found=found, fix="Leave one of the two out.")
 
     @property
     def sharding(self) -> ParameterSharding | None:
@@ -110,14 +130,19 @@ def resolve(
     if not HAS_FORWARD_SYNC:
         arguments["broadcast_buffers"] = arguments.pop("forward_sync_buffers")
     arguments |= options.more
-    values |= {"bucket_cap_mb": options.bucket_cap_mb or 25, "comm": options.comm}
+    comm, why_comm = describe_comm(options.comm)
+    values |= {"bucket_cap_mb": options.bucket_cap_mb or 25, "comm": comm}
     reasons = {name: _WHY[name][value] for name, value in values.items() if name in _WHY}
+    reasons["comm"] = why_comm
     reasons["find_unused_parameters"] = origin + reasons["find_unused_parameters"]
     is_default = options.bucket_cap_mb is None
     reasons["bucket_cap_mb"] = "DDP's default, after a first bucket of 1" if is_default else "requested"
     why = "the model is on several devices and stays there" if divided else f"this rank's device is {group.device}"
     choices = [Choice("device_ids", str(arguments["device_ids"]), why)]
     choices += [Choice(name, str(value), reasons[name]) for name, value in values.items()]
+    if options.sync_every is not None:
+        why = f"the weights are averaged then; gradients are not all-reduced after update {options.sync_start}"
+        choices.append(Choice("sync_every", f"{options.sync_every}", why))
     choices += [Choice("sync_batch_norm", "True", "requested")] if options.sync_batch_norm else []
     return arguments, choices + [Choice(name, str(value), "requested") for name, value in options.more.items()]
 
@@ -158,11 +183,6 @@ _WHY: dict[str, dict[Any, str]] = {
     "gradient_as_bucket_view": {
         True: "gradients are views into the buckets, without a second copy in memory",
         False: "requested; gradients are copied into the buckets and back",
-    },
-    "comm": {
-        None: "gradients are all-reduced in their own dtype, with the numbers of a single process",
-        "bf16": "half of fp32's bytes, with its range and 8 bits of precision",
-        "fp16": "half of fp32's bytes, with 11 bits of precision; above 65,504 on any rank a gradient becomes infinite",
     },
 }
 """Reasons by option and value."""

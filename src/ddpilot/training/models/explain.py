@@ -85,6 +85,7 @@ def _render_html(part: Explained) -> str:
 
 
 _NS_PER_MS = 1_000_000
+_16_BIT = ("bf16", "fp16")
 
 
 def explain(
@@ -138,7 +139,7 @@ def _read_ddp(one: PreparedModel) -> Seen | None:
         is_steady=ddp.reducer._ddp_graph_static(),  # type: ignore[attr-defined]
         left_out=tuple(name for n, name in enumerate(one.reduced) if n not in ready) if ready else (),
         bucket_bytes=bucket_bytes,
-        exchanged_bytes=sum(bucket_bytes) if find_value(one.choices, "comm") == "None" else 2 * num_elements,
+        exchanged_bytes=2 * num_elements if find_value(one.choices, "comm") in _16_BIT else sum(bucket_bytes),
         is_rebuilt=bool(data.get("has_rebuilt_buckets")),
         forward_ms=times[0],
         backward_ms=times[1],
@@ -242,7 +243,7 @@ class Seen:
     """Parameters without a gradient in the last update that DDP recorded."""
     bucket_bytes: tuple[int, ...] = ()
     exchanged_bytes: int = 0
-    """Bytes that a rank all-reduces per update: with `comm`, half of the buckets."""
+    """Bytes that a rank all-reduces per update, in 16 bits or in the gradients' own dtype."""
     is_rebuilt: bool = False
     forward_ms: float = 0.0
     backward_ms: float = 0.0

@@ -17,7 +17,7 @@ from ddpilot.errors import LoopError
 from ddpilot.group.device import broadcast_tensors, is_divided, move
 from ddpilot.group.process_group import Group
 from ddpilot.group.protocol import GroupLike
-from ddpilot.training.models.shards import divide_as
+from ddpilot.training.models.shards import divide_as, is_shard
 
 _DID = 'preparing a model with `shard="parameters"`'
 
@@ -39,6 +39,8 @@ class ParameterSharding:
     """The dtype in which layers are gathered and run, such as torch.bfloat16; None: their own."""
     reduce_dtype: torch.dtype | None = None
     """The dtype in which gradients are summed over ranks; None: `param_dtype`, or their own."""
+    cpu_offload: bool = False
+    """True if shards, their gradients and the optimizer's state are in CPU memory, where the optimizer steps."""
     methods: tuple[str, ...] = ()
     """Methods of the model besides `forward` that run it and use its parameters, such as ("encode",)."""
 
@@ -66,22 +68,39 @@ def shard_parameters(
 ) -> None:
     """Move `model` to the group's device and shard its parameters, in place, with the values of rank 0. Collective.
 
-    Does nothing with one rank. Adds the new parameter of each earlier one to `moved`. Raises LoopError for a model that
-    cannot be sharded.
+    With one rank it only moves the model. A model on the CPU is moved layer by layer. Adds the new parameter of each
+    earlier one, whose values are freed, to `moved`. Raises LoopError for a model that cannot be sharded.
     """
     _check(model, group, options)
-    move(model, group.device)
     if group.world_size == 1 or not isinstance(group, Group):
+        move(model, group.device)
         return
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
 
     broadcast_tensors([*model.parameters(), *model.buffers()], group)
     before = dict(model.named_parameters())
     mesh = DeviceMesh.from_group(group.process_group, group.device.type)
     precision = MixedPrecisionPolicy(param_dtype=options.param_dtype, reduce_dtype=options.reduce_dtype)
+    is_pinned = group.device.type != "cpu"
+    offload = CPUOffloadPolicy(pin_memory=is_pinned) if options.cpu_offload else OffloadPolicy()
     for layer in [*choose_layers(model, options), model]:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=options.reshard_after_forward, mp_policy=precision)
+        whole = [one for one in layer.parameters() if not is_shard(one)]
+        fully_shard(
+            layer,
+            mesh=mesh,
+            reshard_after_forward=options.reshard_after_forward,
+            mp_policy=precision,
+            offload_policy=offload,
+        )
+        for old in whole:  # an optimizer may hold them until it is prepared: the device need not have the whole model
+            old.data = old.data.new_empty(0)
     for name in options.methods:
         register_fsdp_forward_method(model, name)
     after = dict(model.named_parameters())

@@ -40,7 +40,7 @@ def gather(value: Any, *, keeps: bool) -> Any:
     """
     if not is_shard(value):
         return value
-    whole = value.detach().full_tensor()
+    whole = value.detach().to(value.device_mesh.device_type).full_tensor()
     return whole.cpu() if keeps else None
 
 
@@ -53,15 +53,17 @@ def divide_as(own: Any, value: Any) -> Any:
         return value
     from torch.distributed.tensor import distribute_tensor
 
-    whole = value.detach().to(own.device)
-    return distribute_tensor(whole, own.device_mesh, own.placements, src_data_rank=None)
+    whole = value.detach().to(own.device_mesh.device_type)
+    divided = distribute_tensor(whole, own.device_mesh, own.placements, src_data_rank=None)
+    return divided.to(own.device)  # the CPU if it is offloaded
 
 
 def is_true_everywhere(flag: torch.Tensor, like: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return `flag` (bool, shape ()) combined over the ranks that share the sharded tensors `like`. Collective."""
-    lowest = flag.to(torch.float32)
-    dist.all_reduce(lowest, dist.ReduceOp.MIN, group=_process_group(like))
-    return lowest > 0
+    mesh = _mesh(like)
+    lowest = flag.to(mesh.device_type, torch.float32)
+    dist.all_reduce(lowest, dist.ReduceOp.MIN, group=mesh.get_group())
+    return (lowest > 0).to(flag.device)
 
 
 def total_norm(gradients: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
@@ -79,7 +81,10 @@ def total_norm(gradients: Sequence[torch.Tensor], norm_type: float = 2.0) -> tor
             norms[place] = nn.utils.get_total_norm(filled, norm_type).double()
     # The maximum of a number and NaN may be the number.
     powers = norms.nan_to_num(nan=math.inf, posinf=math.inf) if is_largest else norms.pow(norm_type)
-    dist.all_reduce(powers[:1], dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM, group=_process_group(gradients))
+    mesh = _mesh(gradients)
+    of_shards = powers[:1].to(mesh.device_type)
+    dist.all_reduce(of_shards, dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM, group=mesh.get_group())
+    powers[:1] = of_shards
     norm = powers.max() if is_largest else powers.sum().pow(1.0 / norm_type)
     return norm.to(gradients[0].dtype)
 
@@ -111,5 +116,6 @@ def _split(gradients: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[
     return shards, [one for one in gradients if not is_shard(one)]
 
 
-def _process_group(tensors: Sequence[Any]) -> Any:
-    return next(one.device_mesh.get_group() for one in tensors if is_shard(one))
+def _mesh(tensors: Sequence[Any]) -> Any:
+    """Return the mesh of ranks that share them. With `cpu_offload`, its device is not that of the tensors."""
+    return next(one.device_mesh for one in tensors if is_shard(one))

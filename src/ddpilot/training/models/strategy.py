@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpilot.training.models.comm_hooks import average_before_reading
 from ddpilot.training.models.ddp import find_ddp
 from ddpilot.training.models.sharding import is_sharded, reshard
 from ddpilot.training.models.shards import divide_as, gather
@@ -74,8 +75,9 @@ class DDPStrategy(SingleStrategy):
         return nullcontext() if records_graph else self.model.no_sync()
 
     def weights(self, *, keeps: bool) -> dict[str, Any]:
-        """Return the state_dict of the model inside, on every rank."""
+        """Return the state_dict of the model inside, on every rank. Collective with `sync_every`."""
         del keeps
+        average_before_reading(self.model)
         return self.model.module.state_dict()  # type: ignore[no-any-return]
 
     def load_weights(self, weights: Mapping[str, Any]) -> None:

@@ -27,6 +27,7 @@ from ddpilot.training.resume.tracked_state import TrackedState, Weights
 
 _FACTS = "passes"
 _STREAM = "stream"
+_OF_RANK = "of_rank"
 _REQUEUE = ("SIGTERM", "SIGUSR1")
 _REASONS = {"SIGINT": "Ctrl-C", "time": "`max_time_s` is over"}
 
@@ -57,7 +58,7 @@ class RunCheckpointer:
         self._has_begun = self._is_measured = False
         self.is_in_epochs = False
         """True while `Loop.epochs` counts the epochs."""
-        self._is_requested = self._is_unreported = False
+        self._is_requested = self._is_unreported = self._is_postponed = False
         self._report_once = functools.cache(self._report)
         self._saves_by: Literal["nothing", "unsaved epoch", "user"] = (
             "user" if options.checkpoint_dir is None else "nothing"
@@ -121,7 +122,9 @@ class RunCheckpointer:
         restore = on_all_ranks(self._group, lambda: self._match(found))
         restore()
         self._step_saved = progress.step
-        part = found.part(self._group.rank if progress.world_size == self._group.world_size else 0) or {}
+        is_same_size = progress.world_size == self._group.world_size
+        part = found.part(self._group.rank if is_same_size else 0) or {}
+        self._load_of_rank(part.get(_OF_RANK, {}) if is_same_size else {}, progress)
         self._position.restore(
             progress,
             part.get(_FACTS, ()),
@@ -170,8 +173,10 @@ class RunCheckpointer:
             self._save(self._position.next_batch)
             self.wait()
 
-    def after_update(self, next_batch: int, *, leaves: bool) -> None:
+    def after_update(self, next_batch: int, *, leaves: bool, may_save: bool = True) -> None:
         """Save if it is due, and always if all ranks stop. Collective if it saves.
+
+        `may_save`: False postpones a save that is due to a later update.
 
         Raises SystemExit(75) on all ranks if they stop because of SIGTERM or SIGUSR1, once the checkpoint is on disk.
         """
@@ -182,7 +187,8 @@ class RunCheckpointer:
             num_bytes = self._measure()
             if self._group.is_rank_zero:
                 self._checkpoints.folder.reserve(num_bytes)
-        if self._is_due(self._checkpoints) or leaves:
+        self._is_postponed |= self._is_due(self._checkpoints)
+        if (self._is_postponed and may_save) or leaves:
             self._save(next_batch)
         if leaves:
             self.leave()
@@ -295,10 +301,11 @@ class RunCheckpointer:
             self._position.progress(next_batch),
             weights=weights,
             state=state,
-            part={_FACTS: self._position.facts, **self._stream_state(next_batch)},
+            part={_FACTS: self._position.facts, **self._stream_state(next_batch), **self._state_of_rank()},
             metrics=self._metrics,
         )
         self._is_requested, self._is_unreported, self._metrics = False, True, {}
+        self._is_postponed = False
         self._num_updates_saved, self._step_saved = self._num_updates, self._position.num_updates
         self._is_skipped = False
         self._saved_s = time.monotonic()
@@ -313,6 +320,18 @@ class RunCheckpointer:
             return {_STREAM: state}
         self._report_once(_STREAM_NOT_SAVED)
         return {}
+
+    def _state_of_rank(self) -> dict[str, Any]:
+        own = on_all_ranks(self._group, self._tracked.collect_of_rank) if self._tracked.has_of_rank else None
+        return {} if own is None else {_OF_RANK: own}
+
+    def _load_of_rank(self, saved: Mapping[str, Any], progress: RunProgress) -> None:
+        if not self._tracked.has_of_rank:
+            return
+        if missing := on_all_ranks(self._group, lambda: self._tracked.load_of_rank(saved)):
+            now, before = self._group.world_size, progress.world_size
+            why = f"the checkpoint is of {before} ranks, this run has {now}" if now != before else "none was saved"
+            self._report(f"each rank's own state is not resumed, as {why}: {', '.join(missing)}")
 
     def _measure(self) -> int:
         self._is_measured = True

@@ -37,6 +37,7 @@ class TrackedState:
     def __init__(self) -> None:
         self._objects: dict[str, Any] = {}
         self._optional: set[str] = set()
+        self._of_rank: dict[str, Any] = {}
 
     def add(self, thing: Any, name: str | None = None, *, optional: bool = False) -> None:
         """Add `thing`; without a `name` it is named after its kind, such as "model" or "optimizer2".
@@ -58,6 +59,30 @@ class TrackedState:
         self._objects[name] = thing
         if optional:
             self._optional.add(name)
+
+    def add_of_rank(self, thing: Any, name: str) -> None:
+        """Add `thing`, whose state differs between ranks, under `name`, in place of an earlier one; None: remove it."""
+        self._of_rank.pop(name, None)
+        if thing is not None:
+            self._of_rank[name] = thing
+
+    @property
+    def has_of_rank(self) -> bool:
+        """True if there is a state that differs between ranks. The same on every rank."""
+        return bool(self._of_rank)
+
+    def collect_of_rank(self) -> dict[str, Any]:
+        """Return the states that only this rank has, by name. Not collective."""
+        return {name: thing.state_dict() for name, thing in self._of_rank.items()}
+
+    def load_of_rank(self, saved: Mapping[str, Any]) -> list[str]:
+        """Load the result of `collect_of_rank` of this rank; return what happens to those it lacks. Not collective."""
+        for name, thing in self._of_rank.items():
+            if name in saved:
+                thing.load_state_dict(saved[name])
+        lacking = {name: thing for name, thing in self._of_rank.items() if name not in saved}
+        then = {True: "is that of rank 0", False: "begins again"}
+        return [f"{name} {then[isinstance(thing, Optimizer)]}" for name, thing in lacking.items()]
 
     def replace(self, old: Optimizer, new: Optimizer) -> None:
         """Replace `old` by `new` under the same name, and remove schedulers of `old`."""

@@ -34,6 +34,7 @@ from ddpilot.training.losses import (
     read_losses,
     silencing,
 )
+from ddpilot.training.models.comm_hooks import carries_errors, forget_errors
 from ddpilot.training.models.optimizers import clear_gradients
 from ddpilot.training.models.reducer import ReducerErrors
 from ddpilot.training.models.registry import OptimizerRecord, PreparedModel, PreparedObjects
@@ -73,6 +74,8 @@ class UpdateState:
         """Detects parameters whose gradients DDP waits for and did not get."""
         self.bypasses = ForwardBypassCheck(prepared)
         """Detects DDP models that an update bypasses."""
+        self.has_local = False
+        """True if the gradients of the ranks differ, so that they have to be told of those that are not finite."""
         self.accumulating: tuple[nn.Module, ...] = ()
         """The models of the current `Loop.accumulate`."""
         self.batch: CurrentBatch | None = None
@@ -84,6 +87,12 @@ class UpdateState:
         """Record the local gradients of `prepared`, which was just added, before they are all-reduced."""
         if self._finite is not None and prepared.ddp is not None:
             self._finite.probes.watch(prepared.module, prepared.reduced.values())
+
+    def let_ranks_differ(self) -> None:
+        """From now on, the gradients of the ranks are not the same: exchange before raising for them."""
+        self.has_local = True
+        if self._finite is not None:
+            self._finite.differ()
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Compare the parameters of `optimizer`, which was just prepared, with those of the other optimizers."""
@@ -158,13 +167,22 @@ class UpdateState:
         self._loss = weakref.ref(loss) if is_single else None
         self.has_backward = True
         counts, correction = self._weights.count(losses, self.batch, self.accumulating)
-        self._backward(losses, counts, scaler, retain_graph)
-        if correction != 1.0:
-            gradients = [p.grad for model in self.accumulating for p in model.parameters() if p.grad is not None]
-            torch._foreach_mul_(gradients, correction)
+        # A hook that adds what earlier updates have lost needs gradients in their final unit.
+        is_before = correction != 1.0 and carries_errors(self.accumulating)
+        if is_before:
+            self._scale_gradients(correction)
+            self._backward(losses, [(num, total / correction) for num, total in counts], scaler, retain_graph)
+        else:
+            self._backward(losses, counts, scaler, retain_graph)
+        if correction != 1.0 and not is_before:
+            self._scale_gradients(correction)
         if self.objective is not None:
             for one, (num, total) in zip(losses, counts, strict=True):
                 self.objective.add(one.value, num / total if total else 0.0, correction)
+
+    def _scale_gradients(self, factor: float) -> None:
+        gradients = [p.grad for model in self.accumulating for p in model.parameters() if p.grad is not None]
+        torch._foreach_mul_(gradients, factor)
 
     def _backward(
         self,
@@ -347,11 +365,14 @@ class UpdateState:
     def check_pending(self) -> None:
         """Raise NonFiniteError, on all ranks alike, if gradients of an earlier update were not finite.
 
-        On an accelerator it waits for the device, whose results arrive late. Call it before weights are saved or
-        evaluated.
+        Collective if the gradients of the ranks differ. On an accelerator it waits for the device, whose results arrive
+        late. Call it before weights are saved or evaluated.
         """
-        if self._finite is not None and self._finite.find_pending():
+        if self._finite is not None and self._finite.find_pending() and not self.has_local:
             self._raise_nonfinite(self._finite)
+        if self.has_local:
+            self._begin()
+            self._finish()
         self._means.check_arrived(waits=True)
 
     def _check_backward(self, own: OptimizerRecord) -> None:
@@ -395,6 +416,7 @@ class UpdateState:
 
     def _raise_nonfinite(self, finite: FiniteCheck) -> NoReturn:
         self._is_spoilt = True
+        forget_errors(list(self._prepared))
         self._checked.clear()  # a program that catches the error may still step on these gradients
         raise_nonfinite(self._group, finite, self._prepared, self.batch)
 

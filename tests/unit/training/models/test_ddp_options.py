@@ -12,7 +12,7 @@ from torch import nn
 
 from ddpilot import FakeGroup
 from ddpilot.errors import LoopError, MismatchedCheckpointError
-from ddpilot.training.models.ddp import check_compressible
+from ddpilot.training.models.comm_hooks import check_compressible
 from ddpilot.training.models.ddp_options import Choice, DDPOptions, find_unused
 from ddpilot.training.models.explain import MIN_UPDATES, Explained, Explanation, Seen, list_remedies, propose
 from ddpilot.training.models.optimizers import full_state, load_full_state
@@ -30,7 +30,7 @@ SEEN = Seen(num_updates=MIN_UPDATES, finds_unused=True, is_steady=True, left_out
         ({"more": {"x": 1}}, "There are find_unused_parameters, static_graph, bucket_cap_mb,"),
         ({"more": {"broadcast_buffers": True}}, "`broadcast_buffers` is `forward_sync_buffers` here."),
         ({"more": {"process_group": None}}, "no option `process_group`"),
-        ({"comm": "fp8"}, "`comm` is 'fp8'. Use 'bf16', 'fp16' or None."),
+        ({"comm": "fp8"}, "`comm` is 'fp8'. Use 'bf16', 'fp16', 'powersgd'"),
         ({"shard": "model"}, "`shard` is 'model'. Use 'optimizer'"),
     ],
 )

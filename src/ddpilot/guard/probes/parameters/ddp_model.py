@@ -18,7 +18,7 @@ from ddpilot.guard.probes.process_groups import describe_group
 _MAX_SAMPLES = 4
 _HOOK_MODULES = ("torch.", "ddpilot.")
 # These hooks leave gradients different between ranks on purpose.
-_LOCAL_HOOKS = ("noop_hook", "post_localSGD_hook")
+_LOCAL_HOOKS = ("noop_hook", "post_localSGD_hook", "local_hook")
 
 
 class DdpModel:
