@@ -38,7 +38,7 @@ class Task(NamedTuple):
 
 
 CALLBACKS = (
-    *("CsvLog", "JsonLinesLog", "TensorBoardLog", "WandbLog", "Pictures", "BestWeights", "EarlyStopping"),
+    *("CsvLog", "JsonLinesLog", "TensorBoardLog", "WandbLog", "MLflowLog", "Pictures", "BestWeights", "EarlyStopping"),
     *("LRMonitor", "Norms", "Timers", "Profile", "GarbageCollection", "Schedule"),
 )
 TASKS = (
@@ -60,21 +60,16 @@ TASKS = (
         (
             *("LoaderOptions", "ShardedDataset", "JsonLinesShards", "ParquetShards", "WebDatasetShards"),
             *("find_batch_size", "BatchSizeSearch", "scale_lr"),
+            *("find_learning_rate", "LearningRateSearch"),
         ),
     ),
     Task(
         "Write a training loop",
         "[A training loop of your own](loop.md)",
         (
-            "Loop",
-            "DDPOptions",
-            "ParameterSharding",
-            "PowerSGD",
-            "Averaging",
-            "unwrap",
-            "read_predictions",
-            "joint_try",
-            "JointTry",
+            *("Loop", "DDPOptions", "ParameterSharding", "PowerSGD", "Averaging", "unwrap", "read_predictions"),
+            *("joint_try", "JointTry"),
+            *("CsvLogger", "JsonLinesLogger", "TensorBoardLogger", "WandbLogger", "MLflowLogger", "Logger", "LogStart"),
         ),
     ),
     Task(

@@ -6,7 +6,7 @@ from __future__ import annotations
 from ddpilot.trainer.callback import Callback
 from ddpilot.trainer.callbacks.best_epoch import BestWeights, EarlyStopping
 from ddpilot.trainer.callbacks.garbage_collection import GarbageCollection
-from ddpilot.trainer.callbacks.logs import CsvLog, JsonLinesLog, TensorBoardLog, WandbLog
+from ddpilot.trainer.callbacks.logs import CsvLog, JsonLinesLog, MLflowLog, TensorBoardLog, WandbLog
 from ddpilot.trainer.callbacks.monitors import LRMonitor, Norms
 from ddpilot.trainer.callbacks.pictures import Pictures
 from ddpilot.trainer.callbacks.profile import Profile
@@ -21,6 +21,7 @@ __all__ = [
     "GarbageCollection",
     "JsonLinesLog",
     "LRMonitor",
+    "MLflowLog",
     "Norms",
     "Pictures",
     "Profile",

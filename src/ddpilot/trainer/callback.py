@@ -229,7 +229,8 @@ def _has(callback: Callback, event: str) -> bool:
 
 _LOOP_COLLECTIVES = {
     *("prepare", "explain", "epochs", "batches", "save", "resume", "load", "backward", "step", "reduce", "gather"),
-    *("gather_batch", "evaluate", "predict", "rank_zero_first", "exchange_stop", "update_batch_norm"),
+    *("gather_batch", "evaluate", "predict", "rank_zero_first", "exchange_stop", "update_batch_norm", "log"),
+    "take_logged",
 }
 _GROUP_COLLECTIVES = {"barrier", "all_reduce", "broadcast", "all_gather_object", "broadcast_object", "leave"}
 

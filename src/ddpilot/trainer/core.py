@@ -182,6 +182,8 @@ class TrainerCore:
             if count is None and loop.batch is not None and loop.batch.index < _NUM_CHECKED:
                 check_weighted(loss, output, batch, loop.rank)
             loop.backward(loss, count)
+        if count is not None:
+            loop.log({}, per_s={"items": count})
         self._clip(run)
         if isinstance(loss, Mapping):
             return Summands(loss)
@@ -234,11 +236,13 @@ class TrainerCore:
     def plot(self) -> Figure:
         """Plot losses and metrics over the epochs as a matplotlib figure, which a notebook cell can show.
 
+        With several validation sets each metric has a panel, and each set its colour.
+
         Raises LoopError if nothing has been recorded yet.
         """
         from ddpilot.trainer.history import plot_history
 
-        return plot_history(self.history)
+        return plot_history(self.history, list(self.metrics))
 
 
 @dataclass

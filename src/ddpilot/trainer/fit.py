@@ -30,7 +30,7 @@ from ddpilot.trainer.checks import check_sharded
 from ddpilot.trainer.core import FitState, Position, TrainerCore
 from ddpilot.trainer.fit_options import SIZES, FitOptions, val_prefix
 from ddpilot.trainer.history import History, measured
-from ddpilot.trainer.losses import LossSums
+from ddpilot.trainer.losses import LossSums, Summands, with_count
 from ddpilot.trainer.optimizers import own_attributes, relink, restore_attributes
 from ddpilot.trainer.ranks import group_here
 from ddpilot.trainer.result import FitResult, collect_result
@@ -38,6 +38,7 @@ from ddpilot.trainer.run import Run, find_inner, trained_parts
 from ddpilot.training.batches import LimitedLoader, Loader, is_at_end
 from ddpilot.training.coordination.stop import StopSignals
 from ddpilot.training.interval import EACH_EPOCH, EACH_UPDATE
+from ddpilot.training.learning_rate import LearningRateSearch, joint_mean, sweep
 from ddpilot.training.loop import Loop
 from ddpilot.training.models.averaging import WeightAverage
 from ddpilot.training.models.ddp import unwrap
@@ -100,6 +101,7 @@ def _run_dry(trainer: TrainerCore, fit: FitOptions, signals: StopSignals) -> Non
         until_epoch=None,
         max_updates=None,
         validate_every=EACH_EPOCH,
+        overfit_batches=None,
         limit_batches={
             "train": 2 * AccumulationSchedule.parse(trainer.accumulate, "fitting").size_at(0, 0),
             "validation": 2,
@@ -109,7 +111,7 @@ def _run_dry(trainer: TrainerCore, fit: FitOptions, signals: StopSignals) -> Non
     )
     try:
         for _ in range(2):  # the second one loads the checkpoint of the first one
-            trial = _copy(trainer)
+            trial = copy_trainer(trainer)
             fit_here(trial, short, signals)
     finally:
         restore_rng(rng, group.device)
@@ -121,7 +123,7 @@ def _run_dry(trainer: TrainerCore, fit: FitOptions, signals: StopSignals) -> Non
         sys.stdout.flush()
 
 
-def _copy(trainer: TrainerCore) -> TrainerCore:
+def copy_trainer(trainer: TrainerCore) -> TrainerCore:
     """Return a trainer before its first update, without callbacks, with copies of everything that a fit changes."""
     names = ("model", "loss_fn", "optimizers", "schedulers", "ema", "metrics")
     own = own_attributes(trainer.optimizers)
@@ -144,7 +146,7 @@ def _make_folder(checkpoint_dir: str | os.PathLike[str] | None) -> str:
 
 def _fit_by(loop: Loop, trainer: TrainerCore, fit: FitOptions) -> Exception | None:
     loop.findings = trainer.findings
-    train_loader, val_loaders = _limited(_make_loaders(fit, loop), fit.limit_batches)
+    train_loader, val_loaders = _limited(_make_loaders(fit, loop), fit)
     data = describe_data(train_loader)
     trainer.batch_size = getattr(getattr(train_loader, "plan", None), "global_batch_size", None) or trainer.batch_size
     _start(loop, trainer.position, data)
@@ -257,6 +259,35 @@ def move_optimizer_state(optimizer: Optimizer) -> None:
         optimizer.load_state_dict(optimizer.state_dict())
 
 
+def find_learning_rate_here(
+    trainer: TrainerCore, fit: FitOptions, min_lr: float, max_lr: float, num_updates: int
+) -> LearningRateSearch:
+    """Implement `Trainer.find_learning_rate`, on a copy of the trainer. Collective."""
+    group = group_here()
+    rng = capture_rng(group.device)
+    try:
+        trial = copy_trainer(trainer)
+        loop = Loop(trainer.seed, accumulate=trainer.accumulate, precision=trainer.precision, group=group).trial()
+        run, _ = _prepare(trial, loop, fit)
+        run.schedulers = {}
+
+        def train_batch(batch: Any) -> tuple[float, float]:
+            returned = trial.train_batch(run, batch)
+            named = returned if isinstance(returned, Mapping) else {"loss": returned}
+            means = [joint_mean(loop, *with_count(loss)) for loss in named.values()]
+            if not isinstance(returned, Summands):
+                return means[0]
+            assert loop.batch is not None  # inside `batches`
+            return sum(mean for mean, _ in means), float(loop.batch.global_count)
+
+        loader, _ = _make_loaders(fit, loop)
+        found = sweep(loop, loader, run.optimizer, train_batch, min_lr, max_lr, num_updates)
+    finally:
+        restore_rng(rng, group.device)
+    loop.print(found)
+    return found
+
+
 _OF_VALIDATION = (*SIZES, "collate_fn", *WORKER_OPTIONS)
 """Options that the loader of a validation set has from that of the training data."""
 
@@ -274,8 +305,10 @@ def _make_loaders(fit: FitOptions, loop: Loop) -> tuple[Loader, dict[str, Loader
     return train, val
 
 
-def _limited(loaders: tuple[Loader, dict[str, Loader]], limits: Mapping[str, int]) -> tuple[Loader, dict[str, Loader]]:
-    train, val = loaders
+def _limited(loaders: tuple[Loader, dict[str, Loader]], fit: FitOptions) -> tuple[Loader, dict[str, Loader]]:
+    (train, val), limits = loaders, fit.limit_batches
+    if fit.overfit_batches is not None:
+        train = LimitedLoader(train, fit.overfit_batches, is_fixed=True)
     if "train" in limits:
         train = LimitedLoader(train, limits["train"])
     if "validation" in limits:
@@ -406,7 +439,7 @@ class _Fit:
             self._end_last_interval(is_part)
         elif not by_updates:
             self._state.end_interval()
-        run.metrics = self._row(self._state.end_epoch())
+        run.metrics = self._row(self._state.end_epoch(), has_logged=not by_updates)
         written = run.history.epochs
         if not run.metrics["samples"] and written and written[-1]["epoch"] == loop.epoch:
             run.metrics |= (
@@ -433,11 +466,14 @@ class _Fit:
         else:
             self._run.history.intervals.append(self._row(self._state.end_interval()))
 
-    def _row(self, sums: LossSums) -> dict[str, Any]:
+    def _row(self, sums: LossSums, *, has_logged: bool = True) -> dict[str, Any]:
+        """Return a row of the history; `has_logged`: with what was logged since the last one."""
         run = self._run
+        logged = self._loop.take_logged() if has_logged else {}
         row = {"epoch": run.epoch, "update": run.update, **sums.means()}
         row |= {"lr": float(run.optimizer.param_groups[0]["lr"]), "samples": sums.num_samples}
-        return {**row, "seconds": sums.seconds, "samples_per_s": sums.num_samples / sums.seconds}
+        row |= {"seconds": sums.seconds, "samples_per_s": sums.num_samples / sums.seconds}
+        return {**row, **{name: value for name, value in logged.items() if name not in row}}
 
     def _evaluate(self) -> None:
         """Add the results of the validation sets to the row, if there are any."""
@@ -474,7 +510,7 @@ class _Fit:
         limit, own = average.options.batch_norm_batches, self._trainer.has_own_forward
         forward = (lambda model, batch: self._trainer.forward(model, batch)[0]) if own else None
         # A loader of its own, since the fit may end within a pass over the other one.
-        train, _ = _limited(_make_loaders(self._fit, loop), self._fit.limit_batches)
+        train, _ = _limited(_make_loaders(self._fit, loop), self._fit)
         loop.update_batch_norm(average, train, max_batches=limit, forward=forward)
 
     def _numbers_of_epoch(self) -> dict[str, float]:

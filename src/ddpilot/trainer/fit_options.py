@@ -51,6 +51,8 @@ class FitOptions:
     progress: bool | None
     limit_batches: Mapping[str, int]
     """Largest numbers of global batches per epoch of "train", and per pass of "validation"."""
+    overfit_batches: int | None
+    """Number of global batches of epoch 0 of which every epoch consists; None: no such limit."""
     loader: Mapping[str, Any]
     """Options of the training data's loader."""
     ddp: Mapping[str, Any]
@@ -123,6 +125,7 @@ def check_fit(trainer: TrainerCore, fit: FitOptions) -> None:
     _check_validation_sets(trainer, fit)
     if fit.validate_first and fit.val_set is None:
         raise LoopError(FITTING, found="`validate_first`, and no `val_set`", fix="Give a `val_set`.")
+    _check_overfit(fit)
     _check_sizes(fit)
     check_loader_options(FITTING, "`loader`", fit.loader)
     options = [*inspect.signature(Loop.prepare).parameters, *inspect.signature(DistributedDataParallel).parameters]
@@ -208,6 +211,18 @@ def check_goal(epochs: object, until_epoch: object, max_updates: object) -> None
         raise LoopError(
             FITTING, found=", and ".join(given), fix=f"Give one of the {'two' if len(given) == 2 else 'three'}."
         )
+
+
+def _check_overfit(fit: FitOptions) -> None:
+    number = fit.overfit_batches
+    if number is None:
+        return
+    if not is_count(number) or number < 1:
+        fix = "Give a number of batches, 1 or more."
+        raise LoopError(FITTING, found=f"`overfit_batches` is {number!r}", fix=fix)
+    if "train" in fit.limit_batches:
+        found = f"`overfit_batches={number}` and `limit_batches` of train"
+        raise LoopError(FITTING, found=found, fix="Give one of the two; limit_batches={'validation': n} may stay.")
 
 
 def _check_sizes(fit: FitOptions) -> None:

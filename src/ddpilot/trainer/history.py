@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-BOOKKEEPING = ("epoch", "update", "lr", "samples", "seconds", "samples_per_s", "time")
+BOOKKEEPING = (
+    *("epoch", "update", "lr", "samples", "seconds", "samples_per_s", "time"),
+    *("items_per_s", "flops_per_s", "mfu", "data_wait", "memory_gib"),
+)
+"""Columns that are neither losses nor metrics, like all that end in "_per_s"."""
 
 
 @dataclass(repr=False)
@@ -28,7 +33,9 @@ class History:
 
     epochs: list[dict[str, Any]] = field(default_factory=list)
     """One dict per epoch: "epoch" and "update" (numbers), "loss" (mean over its samples, or tokens), "lr", "samples",
-    "seconds", "samples_per_s", and from the validation "val_loss" and "val_" + name of each metric."""
+    "seconds", "samples_per_s", "data_wait" (share of the time that the slowest rank waited for data), "memory_gib"
+    (peak, on accelerators), what `Run.loop.log` was called with, and from the validation "val_loss" and "val_" + name
+    of each metric. If the loss has a count, such as tokens, "items_per_s" is the speed in those."""
 
     updates: list[dict[str, Any]] = field(default_factory=list)
     """{"update", "loss"}: the mean loss over all ranks' samples, at most 1000 rows per epoch. In longer epochs a row is
@@ -100,7 +107,8 @@ def flatten(row: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def measured(row: dict[str, Any]) -> dict[str, float]:
     """Return the losses and metrics of a row of `History.epochs` that are numbers."""
-    flat = flatten({name: value for name, value in row.items() if name not in BOOKKEEPING})
+    kept = {name: value for name, value in row.items() if name not in BOOKKEEPING and not name.endswith("_per_s")}
+    flat = flatten(kept)
     return {name: value for name, value in flat.items() if isinstance(value, int | float)}
 
 
@@ -111,11 +119,12 @@ def thin(rows: list[list[float]], limit: int) -> list[tuple[int, list[float]]]:
     return [(start + len(part), [sum(column) for column in zip(*part, strict=True)]) for start, part in parts]
 
 
-def plot_history(history: History) -> Figure:
+def plot_history(history: History, metrics: Sequence[str] = ()) -> Figure:
     """Return a figure of the losses, and of the metrics next to them if there are any.
 
-    The x axis is the epochs (from 1), or the updates if they were validated. Raises LoopError if there are no rows, or
-    if matplotlib is not installed.
+    `metrics`: names of the metrics. With several validation sets each metric has a panel of its own, and each set the
+    same colour in all of them. The x axis is the epochs (from 1), or the updates if they were validated. Raises
+    LoopError if there are no rows, or if matplotlib is not installed.
     """
     unit = "update" if history.intervals else "epoch"
     rows = [(row["update"] if history.intervals else row["epoch"] + 1, measured(row)) for row in history.rows]
@@ -129,15 +138,44 @@ def plot_history(history: History) -> Figure:
         raise LoopError("plotting", found="matplotlib is not installed", fix="pip install matplotlib") from error
 
     names = dict.fromkeys(name for _, row in rows for name in row)
-    losses, metrics = ([name for name in names if name.endswith("loss") == is_loss] for is_loss in (True, False))
-    panels = [("loss", losses), *([("metrics", metrics)] if metrics else [])]
+    losses, others = ([name for name in names if name.endswith("loss") == is_loss] for is_loss in (True, False))
+    panels, colours = [("loss", losses), *_panels(others, metrics)], _colours(losses, others, metrics)
     figure, axes = pyplot.subplots(1, len(panels), figsize=(5.5 * len(panels), 3.5), squeeze=False, layout="tight")
     for axis, (title, drawn) in zip(axes[0], panels, strict=True):
         for name in drawn:
             points = [(number, row[name]) for number, row in rows if name in row]
-            axis.plot(*zip(*points, strict=True), marker=".", label=name)
+            axis.plot(*zip(*points, strict=True), marker=".", label=name, color=colours.get(name))
         axis.set(xlabel=unit, ylabel=title)
         axis.grid(alpha=0.3)
         axis.legend()
     pyplot.close(figure)  # otherwise a notebook shows it twice, as it is also the value of the cell
     return figure
+
+
+def _set_of(name: str, metric: str) -> str | None:
+    """Return the validation set in `name`, a column of `metric`: "clean" in "val_clean_accuracy"; else None."""
+    is_its = name.startswith("val_") and name.endswith(f"_{metric}") and len(name) > len(f"val__{metric}")
+    return name[len("val_") : -len(f"_{metric}")] if is_its else None
+
+
+def _panels(names: list[str], metrics: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return titles and columns of the panels next to the losses: one for each metric of several validation sets."""
+    panels = []
+    left = list(names)
+    for metric in sorted(metrics, key=len, reverse=True):  # "top_1" before "1"
+        columns = [name for name in left if name == metric or _set_of(name, metric) is not None]
+        if sum(_set_of(name, metric) is not None for name in columns) > 1:
+            panels.append((metric, columns))
+            left = [name for name in left if name not in columns]
+    order = list(metrics)
+    panels.sort(key=lambda panel: order.index(panel[0]))
+    return [*panels, ("metrics", left)] if left else panels
+
+
+def _colours(losses: list[str], others: list[str], metrics: Sequence[str]) -> dict[str, str]:
+    """Return a colour for the columns of each validation set; the first one is left to the training."""
+    found: dict[str, str | None] = {}
+    for metric in sorted(("loss", *metrics), key=len):
+        found |= {name: part for name in (*losses, *others) if (part := _set_of(name, metric)) is not None}
+    sets = list(dict.fromkeys(part for part in found.values() if part is not None))
+    return {name: f"C{1 + sets.index(part)}" for name, part in found.items() if part is not None and len(sets) > 1}

@@ -21,7 +21,7 @@ from ddpilot.trainer.checks import (
     check_whole,
 )
 from ddpilot.trainer.core import TrainerCore
-from ddpilot.trainer.fit import fit_here, fit_on_rank, make_loader_of, move_optimizer_state
+from ddpilot.trainer.fit import find_learning_rate_here, fit_here, fit_on_rank, make_loader_of, move_optimizer_state
 from ddpilot.trainer.fit_options import FitOptions, check_fit, check_goal, has_size, read_interval, read_limits
 from ddpilot.trainer.history import History
 from ddpilot.trainer.losses import with_count
@@ -39,9 +39,12 @@ from ddpilot.training.batches import Loader
 from ddpilot.training.coordination.stop import StopSignals
 from ddpilot.training.device_placement import ensure_on_device
 from ddpilot.training.evaluation.evaluate import predict_batch
+from ddpilot.training.interval import EACH_EPOCH
+from ddpilot.training.learning_rate import LearningRateSearch, check_range
 from ddpilot.training.loop import Loop
 from ddpilot.training.losses import add_losses
 from ddpilot.training.models.ddp_options import DDPOptions
+from ddpilot.training.models.optimizers import ShardedState
 from ddpilot.training.options import CheckpointOptions, keywords_of, naming_arguments
 from ddpilot.training.step.precision import Precision
 
@@ -87,6 +90,7 @@ class Trainer(TrainerCore):
         nproc_per_node: int | str | None = None,
         max_time_s: float | None = None,
         limit_batches: int | Mapping[str, int] | None = None,
+        overfit_batches: int | None = None,
         validate_first: bool = False,
         dry_run: bool = False,
         validate_every: int | str | None = None,
@@ -118,8 +122,9 @@ class Trainer(TrainerCore):
         updates, `history.intervals` has a row for each validation. `validate_first`: also validate before the first
         update of the training, into `history.first`. `save_every`: the same between checkpoints, where an
         int always counts updates; default: one after each row of the history. `limit_batches`: use only the first
-        so many global batches of each epoch and each validation, or {"train": 100, "validation": 10}; with
-        `shuffle=False` those of the training are the same in each epoch, to overfit on. `dry_run`: only try
+        so many global batches of each epoch and each validation, or {"train": 100, "validation": 10}.
+        `overfit_batches`: every epoch consists of the first so many batches of epoch 0, to see that the model can fit
+        them. `dry_run`: only try
         everything where the fit would run: two updates, two batches of validation, a save and a load, without
         callbacks; it changes nothing and leaves no file. `loader`, `ddp`: further options of `Loop.loader` for the
         training data and of `Loop.prepare`.
@@ -148,6 +153,7 @@ class Trainer(TrainerCore):
             max_updates=max_updates,
             max_time_s=max_time_s,
             limit_batches=read_limits(limit_batches),
+            overfit_batches=overfit_batches,
             validate_first=validate_first,
             dry_run=dry_run,
             validate_every=read_interval(
@@ -275,6 +281,61 @@ class Trainer(TrainerCore):
         nproc_per_node = self.nproc_per_node if nproc_per_node is None else nproc_per_node
         search: BatchSizeSearch = run_once(
             self, nproc_per_node, "find_batch_size", find_batch_size_here, dataset, max_per_rank, headroom
+        )
+        return search
+
+    def find_learning_rate(
+        self,
+        train_set: Any,
+        *,
+        global_batch_size: int | None = None,
+        batch_size_per_rank: int | None = None,
+        min_lr: float = 1e-7,
+        max_lr: float = 10.0,
+        num_updates: int = 100,
+        nproc_per_node: int | str | None = None,
+        loader: LoaderOptions | Mapping[str, Any] | None = None,
+        ddp: DDPOptions | Mapping[str, Any] | None = None,
+    ) -> LearningRateSearch:
+        """Suggest a learning rate, by updates in which it grows from `min_lr` to `max_lr`; its `plot()` shows them.
+
+        Runs where `fit` would, with the trainer's own step, without schedulers and callbacks, on a copy: it changes
+        nothing. `train_set`, the batch sizes, `loader` and `ddp`: as for `fit`. Ranks get the same suggestion; see
+        `ddpilot.find_learning_rate` for its rule. Raises LoopError for several optimizers, if the loss diverges within
+        the first updates or never falls, and for what `fit` refuses.
+        """
+        check_range(min_lr, max_lr, num_updates)
+        if len(self.optimizers) > 1:
+            found = f"{len(self.optimizers)} optimizers, whose learning rates are searched for together"
+            fix = "Call ddpilot.find_learning_rate(loop, model, optimizer, loader, step) for one of them."
+            raise LoopError("searching for a learning rate", found=found, fix=fix)
+        if any(isinstance(one, ShardedState) for one in self.optimizers.values()):
+            found = "an optimizer whose state an earlier fit divided among these ranks"
+            raise LoopError("searching for a learning rate", found=found, fix="Search before the first fit.")
+        sizes = {"global_batch_size": global_batch_size, "batch_size_per_rank": batch_size_per_rank}
+        fit = FitOptions(
+            train_set=train_set,
+            val_set=None,
+            epochs=1,
+            until_epoch=None,
+            max_updates=None,
+            max_time_s=None,
+            limit_batches={},
+            overfit_batches=None,
+            validate_first=False,
+            dry_run=False,
+            validate_every=EACH_EPOCH,
+            checkpoints={"checkpoint_dir": None, "resume": True},
+            other_data=False,
+            check_finite=False,
+            progress=False,
+            loader={**sizes, "shuffle": True, "num_workers": 0, **keywords_of(loader)},
+            ddp=keywords_of(ddp),
+        )
+        check_fit(self, fit)
+        nproc_per_node = self.nproc_per_node if nproc_per_node is None else nproc_per_node
+        search: LearningRateSearch = run_once(
+            self, nproc_per_node, "find_learning_rate", find_learning_rate_here, fit, min_lr, max_lr, num_updates
         )
         return search
 

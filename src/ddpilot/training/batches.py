@@ -33,11 +33,15 @@ class Loader(Protocol):
 
 
 class LimitedLoader:
-    """A loader that yields the first `max_batches` global batches of each epoch of `inner`; otherwise the same."""
+    """A loader that yields the first `max_batches` global batches of each epoch of `inner`; otherwise the same.
 
-    def __init__(self, inner: Loader, max_batches: int) -> None:
+    `is_fixed`: those of epoch 0 in every epoch.
+    """
+
+    def __init__(self, inner: Loader, max_batches: int, *, is_fixed: bool = False) -> None:
         self.inner = inner
         self.max_batches = max_batches
+        self.is_fixed = is_fixed
 
     def __getattr__(self, name: str) -> Any:
         if name == "inner":  # while it is unpickled
@@ -52,6 +56,7 @@ class LimitedLoader:
 
     def iterate(self, epoch: int, first_batch: int = 0) -> Iterator[LocalBatch]:
         """Yield the parts of batches `first_batch` to `max_batches` - 1."""
+        epoch = 0 if self.is_fixed else epoch
         return islice(self.inner.iterate(epoch, first_batch), max(0, self.max_batches - first_batch))
 
 

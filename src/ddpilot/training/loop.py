@@ -41,6 +41,10 @@ from ddpilot.training.coordination.stop import FlagExchange, LoneBreakCheck, Sto
 from ddpilot.training.evaluation.batch_norm import update_batch_norm
 from ddpilot.training.evaluation.evaluate import evaluate, evaluate_step
 from ddpilot.training.evaluation.predict import predict
+from ddpilot.training.logs.logger import Logger
+from ddpilot.training.logs.recorder import LogRecorder, Reduction
+from ddpilot.training.logs.services import check_loggers
+from ddpilot.training.logs.throughput import Throughput, TrainingClock
 from ddpilot.training.losses import add_losses
 from ddpilot.training.models.averaging import Averaging, WeightAverage, WeightAverages
 from ddpilot.training.models.comm_hooks import Comm, hook_state, is_powersgd
@@ -69,7 +73,7 @@ from ddpilot.training.progress import Progress, WaitClock
 from ddpilot.training.resume.checkpointer import RunCheckpointer
 from ddpilot.training.resume.failure_note import note_failures
 from ddpilot.training.resume.position import RunPosition, describe_data
-from ddpilot.training.resume.tracked_state import TrackedState, has_state
+from ddpilot.training.resume.tracked_state import Redistribute, TrackedState, has_state
 from ddpilot.training.schedule import Accumulate, AccumulationSchedule
 from ddpilot.training.step.accumulation import Accumulation
 from ddpilot.training.step.closure import Evaluations
@@ -102,6 +106,9 @@ class Loop:
     "s3://bucket/run7": rank 0 writes checkpoints to a local directory below `staging_dir` (see `CheckpointDir`) and
     uploads them in the background; each node downloads the one to resume from.
 
+    `loggers`: one or several of `CsvLogger`, `JsonLinesLogger`, `TensorBoardLogger`, `WandbLogger` and `MLflowLogger`,
+    which get what `log` is called with, in rows of `log_every` updates (default 50) and at the end of each pass.
+
     `progress`: rank 0 shows the progress of each epoch in `batches`, on stderr. None: a bar in a terminal or a
     notebook, also for ranks launched from one, and in logs a line every 30 seconds. True: always the bar. False: no
     output.
@@ -127,6 +134,8 @@ class Loop:
         save_every: int | str | None = None,
         resume: bool = True,
         staging_dir: str | os.PathLike[str] | None = None,
+        loggers: Logger | Sequence[Logger] = (),
+        log_every: int = 50,
         progress: bool | None = None,
         backend: str | None = None,
         timeout_s: float | None = None,
@@ -174,6 +183,16 @@ class Loop:
         self._checkpointer = RunCheckpointer(
             self.group, self._tracked, self._position, self._flags, self._before_read, options
         )
+        self._make_trial = functools.partial(
+            Loop, seed, accumulate=accumulate, precision=precision, check_finite=False, progress=False, group=self.group
+        )
+        self._clock = TrainingClock()
+        rates = self._throughput()
+        self.progress.speed = rates
+        self._log = LogRecorder(
+            self.group, check_loggers(loggers), log_every, self._throughput(), self._updates.count_behind, self._place
+        )
+        self._tracked.add(self._log, "logged", optional=True)
         note_failures(functools.partial(getattr, self._position, "num_updates"))
         seed_all(seed)
 
@@ -185,6 +204,13 @@ class Loop:
         """Raise NonFiniteError for earlier updates, and average weights that ranks update on their own. Collective."""
         self._updates.check_pending()
         self._local.average()
+
+    def _throughput(self) -> Throughput:
+        seen = functools.partial(getattr, self._position, "samples_seen")
+        return Throughput(self.device, seen, functools.partial(getattr, self._data_clock, "total_s"), self._clock)
+
+    def _place(self) -> tuple[int, int]:
+        return self.epoch, self.num_updates
 
     def _join(self) -> None:
         """Before a collective call, wait for the other ranks to leave `batches` too, if this rank left it by `break`.
@@ -290,6 +316,15 @@ class Loop:
         The end of `epochs` releases it too. A later save locks it again.
         """
         self._checkpointer.release()
+
+    def trial(self) -> Loop:
+        """Return a new loop with the same seed, `accumulate`, precision and group, to try something on copies.
+
+        It has no checkpoints, loggers or progress, and does not stop at losses that are not finite. Seeds the random
+        states of this rank. Collective.
+        """
+        made: Loop = self._make_trial()
+        return made
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the autocast context of the loop's precision; it does nothing for fp32.
@@ -568,9 +603,10 @@ class Loop:
         self._flags.start()
         self._num_epochs, self._max_updates = num, max_updates
         try:
-            with self._signals, self._checkpointer.in_epochs():
+            with self._signals, self._checkpointer.in_epochs(), self._log.closing():
                 self._checkpointer.report_if_finished(num, max_updates)
                 yield from self._yield_epochs(num)
+                self._log.finish()
         finally:
             self._max_updates = None
 
@@ -637,6 +673,7 @@ class Loop:
         )
         updates = None if self._max_updates is None else (self.num_updates, self._max_updates)
         shown = self.progress.epoch(self.epoch, self._num_epochs, self.next_batch, loader, updates)
+        self._log.begin_pass()
         this = self._open_pass = object()
         device = self.device
         try:
@@ -666,6 +703,7 @@ class Loop:
                         break
                 else:
                     self._before_read()
+                    self._log.end_pass()
                     is_empty = self.next_batch and self._updates.batch is None
                     if is_empty and "dataset_length" not in describe_data(loader):
                         self._checkpointer.report_nothing_left()
@@ -696,6 +734,7 @@ class Loop:
         if self._updates.has_backward:
             self._checkpointer.note_trained()
         self._local.after_update(ends=leaves or is_end)
+        self._log.end_update(ends=leaves)
         stops = leaves or (bool(self._flags.reasons) and self._local.is_equal)
         self._checkpointer.after_update(batch.index + 1, leaves=stops, may_save=self._local.is_equal)
 
@@ -919,6 +958,60 @@ class Loop:
         weight = self._updates.count_behind(value) if count is None else count
         return reduce_value(value, op, weight, self.group)
 
+    def log(
+        self,
+        values: Mapping[str, Any],
+        *,
+        reduce: Reduction = "mean",
+        per_s: Mapping[str, float] | None = None,
+    ) -> None:
+        """Log `values` by name to the `loggers`, over all ranks. Call it on every rank.
+
+        In `batches` it is not collective, and does not wait for the device. A row has, after `log_every` updates, the
+        mean since the last row over all samples of all ranks: each value is this rank's mean of the batch, weighted by
+        its samples as in `reduce`, or (mean, count of what the mean is over). `reduce`: "sum", "min" or "max" over
+        batches and ranks, or "last", the latest value of rank 0, e.g. for a learning rate. `per_s`: amounts of this
+        batch on this rank, whose sum over all ranks is divided by the time: `{"tokens": n}` is logged as
+        "tokens_per_s". With `{"flops": n}` also "mfu", the share of the devices' peak, where it is known; see
+        `peak_flops`. Each row has "epoch", "update", "samples_per_s", "data_wait" (share of the time that the slowest
+        rank waited for data) and "memory_gib" (peak, on accelerators), without the time of evaluations.
+
+        Outside of `batches` the values become a row at once, and it is collective. Values without a count have to be
+        equal on all ranks, as those of `evaluate` are. Raises LoopError, on all ranks, if they are not, since a mean of
+        ranks' means would be wrong.
+
+        A run that resumes continues the logs from the checkpoint, without duplicate rows. An exception of a logger is
+        raised on all ranks, with the next row at the latest. Raises LoopError for a value that is not a number.
+        """
+        if self._updates.batch is not None:
+            self._log.add(values, reduce, per_s or {}, has_samples=self._updates.batch.count > 0)
+            return
+        if per_s:
+            found = "`per_s` outside of `batches`, where no time is measured"
+            raise LoopError("logging values", found=found, fix="Log it for each batch.", rank=self.rank)
+        self._join()
+        self._log.log_outside(values, reduce)
+
+    def take_logged(self) -> dict[str, float]:
+        """Return what `log` was called with since the last call, over all ranks, with rates. Collective.
+
+        For a loop without `loggers`; the values are the same on every rank.
+        """
+        self._join()
+        return self._log.take()
+
+    @property
+    def peak_flops(self) -> float | None:
+        """Peak FLOP/s of this rank's device, for "mfu"; None: the dense 16-bit peak, if the device is known.
+
+        Can be set.
+        """
+        return self._log.peak_flops
+
+    @peak_flops.setter
+    def peak_flops(self, peak: float | None) -> None:
+        self._log.peak_flops = peak
+
     def gather(self, data: Any) -> Any:
         """Return the rows of all ranks in rank order, on every rank, on the CPU. Collective.
 
@@ -971,7 +1064,7 @@ class Loop:
         self._before_read()
         self._checkpointer.report_resumed()
         self._averages.settle(self.num_updates, self.epoch)
-        with self.autocast():
+        with self.autocast(), self._clock.paused():
             if step is not None:
                 return evaluate_step(model, self._divided(loader), step, self.group)
             return evaluate(model, self._divided(loader), metrics, self.group, forward)
@@ -999,7 +1092,7 @@ class Loop:
         self._before_read()
         self._checkpointer.report_resumed()
         self._averages.settle(self.num_updates, self.epoch)
-        with self.autocast():
+        with self.autocast(), self._clock.paused():
             return predict(model, self._divided(loader), self.group, to=to, on_all_ranks=on_all_ranks, forward=forward)
 
     def _divided(self, loader: Loader | DataLoader[Any]) -> Loader:
@@ -1008,15 +1101,25 @@ class Loop:
         # The batch size does not affect results here, so its meaning is not reported; ranks may also get no samples.
         return shard_loader(loader, rank=self.rank, world_size=self.world_size, seed=self.seed, empty_ranks=True)
 
-    def track(self, **things: Any) -> None:
+    def track(self, *, per_rank: bool = False, redistribute: Redistribute | None = None, **things: Any) -> None:
         """Save and restore `things` with the checkpoints, each under its keyword's name; not collective.
 
         Accepts anything with `state_dict` and `load_state_dict` that is not passed to `prepare`, and prepared objects
-        to name them: `loop.track(generator=gen)`. Only the state of rank 0 is saved. Raises LoopError for other
-        objects.
+        to name them: `loop.track(generator=gen)`. Only the state of rank 0 is saved.
+
+        `per_rank=True`: each rank saves and restores its own, such as the carried state of an RNN or a replay buffer;
+        every rank tracks the same names. Resuming at another number of ranks then raises MismatchedCheckpointError on
+        all ranks, unless `redistribute(states, rank, world_size)` returns the state of a rank from those of all ranks
+        before, in their order. Raises LoopError for other objects, and for models and optimizers with `per_rank`.
         """
+        if redistribute is not None and not per_rank:
+            found = "`redistribute` without `per_rank=True`"
+            raise LoopError("tracking objects", found=found, fix="Pass per_rank=True, or leave it out.", rank=self.rank)
         for name, thing in things.items():
-            self._tracked.add(thing, name)
+            if per_rank:
+                self._tracked.add_per_rank(thing, name, redistribute)
+            else:
+                self._tracked.add(thing, name)
 
     def save(self, metrics: Mapping[str, float] | None = None) -> None:
         """Save a checkpoint; `metrics` are used to choose the best one. Collective: every rank calls it.

@@ -18,6 +18,7 @@ from ddpilot.group.device import runs_behind
 from ddpilot.launching.rank_environment import WATCHED_VARIABLE
 from ddpilot.launching.rank_environment import is_watched as is_shown_here
 from ddpilot.training.async_scalars import PendingScalar, ScalarCopier
+from ddpilot.training.logs.throughput import Throughput
 
 LINE_INTERVAL_S = 30.0
 _BAR_INTERVAL_S = 0.2
@@ -101,6 +102,8 @@ class Progress:
         self._sender = ScalarCopier()
         self._pending: PendingScalar | None = None
         self._shown: dict[str, str] = {}
+        self.speed: Throughput | None = None
+        """Measures what is shown next to the loss: samples per second, waiting for data, memory."""
 
     @property
     def is_shown(self) -> bool:
@@ -137,6 +140,8 @@ class Progress:
             return
         desc = f"epoch {epoch}" + ("" if num_epochs is None else f" ({epoch + 1}/{num_epochs})")
         self._counts_updates = updates is not None
+        if self.speed is not None:
+            self.speed.begin()
         self._current = self._make(desc, *((_length(loader), first_batch) if updates is None else updates[::-1]))
         try:
             yield
@@ -207,7 +212,9 @@ class Progress:
 
     def _postfix(self) -> str:
         loss = {} if self._shown_loss is None else {"loss": f"{self._shown_loss:.4g}"}
-        return ", ".join(f"{name} {value}" for name, value in {**loss, **self._shown}.items())
+        parts = [f"{name} {value}" for name, value in {**loss, **self._shown}.items()]
+        speed = "" if self.speed is None else self.speed.render()
+        return ", ".join([*parts, speed] if speed else parts)
 
 
 def _length(loader: Any) -> int | None:

@@ -87,7 +87,7 @@ def test_callbacks_are_called_in_order_and_return_their_state() -> None:
     assert diary.seen[1:7] == [
         (0, 0, ""),
         *[(0, update, "") for update in (1, 2, 3)],
-        *[(0, 3, "epoch,loss,lr,samples,samples_per_s,seconds,update,val_distance,val_loss")] * 2,
+        *[(0, 3, "data_wait,epoch,loss,lr,samples,samples_per_s,seconds,update,val_distance,val_loss")] * 2,
     ]
     assert counter.total == 6.0
     assert diary._file is None
@@ -128,7 +128,7 @@ def test_a_stop_of_all_ranks_keeps_the_weights_and_the_next_fit_resumes(
     fit(third, 3, until_epoch=2, checkpoint_dir=tmp_path)
     assert (trainer.position.epoch, trainer.position.next_batch, trainer.position.num_updates) == (1, 3, 4)
     assert [sorted(row) for row in trainer.history.epochs][1:] == [
-        ["epoch", "loss", "lr", "samples", "samples_per_s", "seconds", "update"]
+        ["data_wait", "epoch", "loss", "lr", "samples", "samples_per_s", "seconds", "update"]
     ]
     assert trainer.history.epochs[1]["samples"] == 24
     assert re.search(

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import ConcatDataset, IterableDataset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, TensorDataset
 
 import ddpilot
 from ddpilot.checkpoint.directory import CheckpointDir
@@ -143,7 +143,7 @@ def approximately(rows: list[dict[str, Any]]) -> list[Any]:
 
 def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows without what a clock measured."""
-    return [{name: row[name] for name in row if name not in ("seconds", "samples_per_s")} for row in rows]
+    return [{name: row[name] for name in row if name not in ("seconds", "samples_per_s", "data_wait")} for row in rows]
 
 
 @pytest.mark.parametrize("step_every", [1, 3])
@@ -442,3 +442,38 @@ def test_validate_first_measures_the_untrained_model_once(tmp_path: Path, capsys
     assert other.history.first == {}
     with pytest.raises(LoopError, match="`validate_first`, and no `val_set`"):
         make().fit(DATA, validate_first=True, global_batch_size=4)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_overfit_batches_trains_on_the_same_few_batches(shuffle: bool) -> None:
+    """Those of epoch 0, in each epoch; also of a DataLoader that shuffles."""
+    seen: list[list[float]] = []
+
+    def forward(model: Any, batch: Any) -> Any:
+        if model.training:
+            seen.append(batch[0][:, 0].tolist())
+        return model(batch[0]), batch[1]
+
+    data = TensorDataset(X, X.sum(1, keepdim=True))
+    trainer = make(forward=forward)
+    given: dict[str, Any] = {"epochs": 3, "overfit_batches": 2, "nproc_per_node": 0, "progress": False}
+    trainer.fit(data, global_batch_size=4, shuffle=shuffle, **given)
+    assert [row["samples"] for row in trainer.history.epochs] == [8, 8, 8]
+    assert len({tuple(map(tuple, seen[at : at + 2])) for at in (0, 2, 4)}) == 1
+    assert trainer.history.epochs[2]["loss"] < trainer.history.epochs[0]["loss"]
+    seen.clear()
+    trainer.fit(DataLoader(data, 4, shuffle=shuffle), **given)
+    assert len({tuple(map(tuple, seen[at : at + 2])) for at in (0, 2, 4)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"overfit_batches": 0}, "`overfit_batches` is 0"),
+        ({"overfit_batches": 2, "limit_batches": 3}, "`overfit_batches=2` and `limit_batches` of train"),
+    ],
+)
+def test_overfit_batches_refuses_what_has_two_meanings(options: dict[str, Any], match: str) -> None:
+    """Before anything is trained."""
+    with pytest.raises(LoopError, match=match):
+        make().fit(TensorDataset(X, X), epochs=1, global_batch_size=4, nproc_per_node=0, **options)

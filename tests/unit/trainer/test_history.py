@@ -91,3 +91,23 @@ def test_plot_draws_losses_and_metrics_over_epochs(pyplot: Any) -> None:
     assert pyplot.get_fignums() == []
     with pytest.raises(LoopError, match=r"no epoch was recorded yet\. Call fit\(\) first"):
         plot_history(History())
+
+
+def test_plot_has_a_panel_for_each_metric_of_several_validation_sets(pyplot: Any) -> None:
+    """A set has one colour in all of them; metrics without sets share the last panel, as before."""
+    sets = ("clean", "noisy_2")
+    columns = ["loss", *(f"val_{name}_{metric}" for metric in ("loss", "top_1", "1") for name in sets), "depth"]
+    history = History([{"epoch": epoch, "update": epoch, **dict.fromkeys(columns, 0.5)} for epoch in range(2)])
+    axes = plot_history(history, ["top_1", "1"]).axes
+    drawn = {axis.get_ylabel(): {str(line.get_label()): line.get_color() for line in axis.lines} for axis in axes}
+    assert {title: list(lines) for title, lines in drawn.items()} == {
+        "loss": ["loss", "val_clean_loss", "val_noisy_2_loss"],
+        "top_1": ["val_clean_top_1", "val_noisy_2_top_1"],
+        "1": ["val_clean_1", "val_noisy_2_1"],
+        "metrics": ["depth"],
+    }
+    clean = {colour for lines in drawn.values() for name, colour in lines.items() if "clean" in name}
+    noisy = {colour for lines in drawn.values() for name, colour in lines.items() if "noisy" in name}
+    assert (len(clean), len(noisy), clean & noisy) == (1, 1, set())
+    one = History([{"epoch": 0, "update": 1, "loss": 1.0, "val_loss": 1.0, "val_a": 1.0, "val_b": 1.0}])
+    assert [axis.get_ylabel() for axis in plot_history(one, ["a", "b"]).axes] == ["loss", "metrics"]

@@ -22,20 +22,19 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ddpilot import FakeGroup
 from ddpilot.data.map_loader import MapLoader
+from ddpilot.data.shards.loader import ShardLoader
 from ddpilot.data.stream_loader import StreamLoader
 from ddpilot.errors import LoopError, NonFiniteError
 from ddpilot.training.checks.nonfinite import FiniteCheck
 from ddpilot.training.loop import Loop
 
-AnyLoader = MapLoader | StreamLoader
+AnyLoader = MapLoader | StreamLoader | ShardLoader
 
 
 pytestmark = pytest.mark.usefixtures("compiler_is_loaded")
 
 
-def make(
-    num_samples: int = 10, **options: Any
-) -> tuple[Loop, nn.Module, torch.optim.Optimizer, MapLoader | StreamLoader]:
+def make(num_samples: int = 10, **options: Any) -> tuple[Loop, nn.Module, torch.optim.Optimizer, AnyLoader]:
     """A loop alone, with a model and a loader of batches of four."""
     loop = Loop(group=FakeGroup(), **options)
     model = nn.Linear(1, 1)
@@ -555,14 +554,14 @@ def test_an_optimizer_with_all_parameters_of_an_earlier_one_takes_its_place() ->
     new = loop.prepare(torch.optim.Adam(model.parameters()))
     train(loop, model, new, loader)
     assert loop.num_updates == 4
-    assert list(loop._tracked._objects) == ["model", "optimizer"]
+    assert list(loop._tracked._objects) == ["logged", "model", "optimizer"]
     assert loop._tracked.name_of(new) == "optimizer"
     assert [part.title for part in loop.explain().parts][1:] == ["Adam: unchanged"]
     with pytest.raises(LoopError, match="this SGD was replaced.*in one call"):
         loop.step(old)
     both = [torch.optim.SGD(model.parameters(), lr=rate) for rate in (0.1, 0.2)]
     loop.prepare(*both)
-    assert list(loop._tracked._objects) == ["model", "optimizer", "optimizer2"]
+    assert list(loop._tracked._objects) == ["logged", "model", "optimizer", "optimizer2"]
     train(loop, model, both[0], loader)
     assert loop.num_updates == 6
 
@@ -759,3 +758,12 @@ def test_a_step_calls_few_functions() -> None:
 
     train()
     assert count_calls(train) / len(loader) < 120
+
+
+def test_track_refuses_models_per_rank_and_a_function_for_nothing() -> None:
+    """A model is the same on all ranks."""
+    loop = Loop(group=FakeGroup())
+    with pytest.raises(LoopError, match="'model', a Linear, with `per_rank=True`: it is the same on all ranks"):
+        loop.track(model=nn.Linear(1, 1), per_rank=True)
+    with pytest.raises(LoopError, match="`redistribute` without `per_rank=True`"):
+        loop.track(generator=torch.optim.lr_scheduler, redistribute=lambda states, rank, world_size: None)

@@ -17,8 +17,9 @@ from ddpilot.checkpoint.safetensors_file import check_dtypes, write_safetensors
 from ddpilot.errors import LoopError, did_you_mean
 from ddpilot.group.device import broadcast_tensors
 from ddpilot.trainer.callback import Callback
-from ddpilot.trainer.callbacks.logs import epoch_row, numbers
+from ddpilot.trainer.callbacks.logs import epoch_row
 from ddpilot.trainer.run import Run, find_inner
+from ddpilot.training.logs.logger import numbers
 
 
 class _BestEpoch(Callback):

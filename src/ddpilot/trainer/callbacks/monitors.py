@@ -11,8 +11,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ddpilot.trainer.callback import Callback
-from ddpilot.trainer.callbacks.logs import check_every, plain
+from ddpilot.trainer.callbacks.logs import check_every
 from ddpilot.trainer.run import Run
+from ddpilot.training.logs.logger import plain
 
 
 class _StepMonitor(Callback):

@@ -23,7 +23,7 @@ from ddpilot.training.coordination.stop import FlagExchange
 from ddpilot.training.notices import warn_unsaved
 from ddpilot.training.options import CheckpointOptions
 from ddpilot.training.resume.position import RunPosition, check_unchanged
-from ddpilot.training.resume.tracked_state import TrackedState, Weights
+from ddpilot.training.resume.tracked_state import OWN, TrackedState, Weights
 
 _FACTS = "passes"
 _STREAM = "stream"
@@ -278,7 +278,7 @@ class RunCheckpointer:
         before = {"seed": saved.seed, "accumulate": saved.accumulate if saved.batch else None}
         now = {"seed": position.seed, "accumulate": position.accumulation}
         check_unchanged(before, now, saved.step, saved.batch, str(found.path))
-        return self._tracked.match(found)
+        return self._tracked.match(found, self._group)
 
     def _is_due(self, checkpoints: CollectiveCheckpoints) -> bool:
         every, every_s = self._options.save_every_updates, self._options.save_every_s
@@ -297,11 +297,17 @@ class RunCheckpointer:
         checkpoints = self._require("saving")
         self._check()
         weights, state = self._collect()
+        own = state.pop(OWN)
         checkpoints.save(
             self._position.progress(next_batch),
             weights=weights,
             state=state,
-            part={_FACTS: self._position.facts, **self._stream_state(next_batch), **self._state_of_rank()},
+            part={
+                _FACTS: self._position.facts,
+                OWN: own,
+                **self._stream_state(next_batch),
+                **self._state_of_rank(),
+            },
             metrics=self._metrics,
         )
         self._is_requested, self._is_unreported, self._metrics = False, True, {}

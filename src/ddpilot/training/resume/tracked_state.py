@@ -24,6 +24,10 @@ from ddpilot.training.models.optimizers import check_groups, full_state, load_fu
 from ddpilot.training.models.strategy import strategy_of
 
 Weights = dict[str, dict[str, torch.Tensor]]
+Redistribute = Callable[[list[Any], int, int], Any]
+"""Takes the saved states of all ranks, in rank order, a rank and the world_size now; returns the state of that rank."""
+OWN = "own"
+"""Key of the states in a rank's part of a checkpoint."""
 
 
 def has_state(thing: object) -> bool:
@@ -38,6 +42,9 @@ class TrackedState:
         self._objects: dict[str, Any] = {}
         self._optional: set[str] = set()
         self._of_rank: dict[str, Any] = {}
+        """Objects that are saved as those of rank 0 too, or begin again, such as the errors of PowerSGD."""
+        self._per_rank: dict[str, Redistribute | None] = {}
+        """Objects of which each rank saves its own state, with the function for another number of ranks."""
 
     def add(self, thing: Any, name: str | None = None, *, optional: bool = False) -> None:
         """Add `thing`; without a `name` it is named after its kind, such as "model" or "optimizer2".
@@ -84,6 +91,14 @@ class TrackedState:
         then = {True: "is that of rank 0", False: "begins again"}
         return [f"{name} {then[isinstance(thing, Optimizer)]}" for name, thing in lacking.items()]
 
+    def add_per_rank(self, thing: Any, name: str, redistribute: Redistribute | None) -> None:
+        """Add an object of which each rank saves its own state. Raises LoopError for a model and an optimizer too."""
+        if isinstance(thing, nn.Module | Optimizer):
+            found = f"{name!r}, a {type(thing).__name__}, with `per_rank=True`: it is the same on all ranks"
+            raise _error(found, "Pass it to `prepare`, or track what differs between ranks.")
+        self.add(thing, name)
+        self._per_rank[name] = redistribute
+
     def replace(self, old: Optimizer, new: Optimizer) -> None:
         """Replace `old` by `new` under the same name, and remove schedulers of `old`."""
         objects = {name: other for name, other in self._objects.items() if other is not new}
@@ -101,12 +116,13 @@ class TrackedState:
     def collect(self, group: GroupLike) -> tuple[Weights, dict[str, Any]]:
         """Return the models' weights and the state dicts of the other objects; those of rank 0 are saved.
 
+        Under "own" are those of objects of which each rank saves its own, and which are not part of rank 0's.
         Broadcasts the buffers of rank 0 first. Collective, also on a rank where an object fails: CheckpointError, with
         the name of the first one that failed, is raised at the end.
         """
         weights: Weights = {}
         failure: CheckpointError | None = None
-        state: dict[str, Any] = {"optimizers": {}, "others": {}, "extra": {}, "kinds": {}}
+        state: dict[str, Any] = {"optimizers": {}, "others": {}, "extra": {}, "kinds": {}, "own": {}}
         for name, thing in self._objects.items():
             try:
                 if isinstance(thing, nn.Module):
@@ -115,6 +131,8 @@ class TrackedState:
                 elif isinstance(thing, Optimizer):
                     state["optimizers"][name] = full_state(thing)
                     state["kinds"][name] = _class_of(thing)
+                elif name in self._per_rank:
+                    state["own"][name] = thing.state_dict()
                 else:
                     state["others"][name] = thing.state_dict()
             except Exception as error:  # noqa: BLE001  (raised below: the other ranks are in the collectives to come)
@@ -125,12 +143,14 @@ class TrackedState:
             raise failure
         return weights, state
 
-    def match(self, found: Checkpoint) -> Callable[[], None]:
+    def match(self, found: Checkpoint, group: GroupLike) -> Callable[[], None]:
         """Read and compare the checkpoint `found`; return a function that loads it into all objects.
 
-        Raises MismatchedCheckpointError with the differences in names, shapes, optimizer classes and parameter groups.
+        Raises MismatchedCheckpointError with the differences in names, shapes, optimizer classes and parameter groups,
+        and for states of each rank at another number of ranks without a function that redistributes them.
         """
         state = found.state()
+        state = {**state, "own": self._own_states(found, group)}
         self._check_names(found, state)
         matched = {name: self._match(name, model, found, state) for name, model in self._models()}
         for name, thing in self._objects.items():
@@ -143,7 +163,7 @@ class TrackedState:
             strategy_of(_inner(model)).load_weights(matched[name])
             if isinstance(model, AveragedModel):
                 model.n_averaged.copy_(state["extra"][name]["n_averaged"])
-        for name, saved in (state["optimizers"] | state["others"]).items():
+        for name, saved in (state["optimizers"] | state["others"] | state["own"]).items():
             thing = self._objects.get(name)
             if thing is None:  # a scaler, and this run does not use fp16
                 continue
@@ -153,6 +173,29 @@ class TrackedState:
                 what = f"{name!r} ({type(thing).__name__}) raised {type(error).__name__}: {error}"
                 raise _mismatch(found, what) from error
 
+    def _own_states(self, found: Checkpoint, group: GroupLike) -> dict[str, Any]:
+        """Return this rank's states of the objects of which each rank has saved its own."""
+        before, now = found.manifest.progress.world_size, group.world_size
+        if before == now:
+            return dict((found.part(group.rank) or {}).get(OWN, {}))
+        first = (found.part(0) or {}).get(OWN, {})
+        parts = [first, *((found.part(rank) or {}).get(OWN, {}) for rank in range(1, before) if first)]
+        states: dict[str, Any] = {}
+        for name in first:
+            redistribute = self._per_rank.get(name)
+            if name in self._per_rank and redistribute is None:
+                what = f"{name!r} has a state for each of {before} ranks, and there are {now}"
+                fix = (
+                    f"Resume on {before} ranks, or say what each rank gets: loop.track({name}=..., per_rank=True, "
+                    "redistribute=lambda states, rank, world_size: ...)."
+                )
+                raise MismatchedCheckpointError(f"resuming from {found.path}", found=what, fix=fix)
+            if redistribute is not None:
+                states[name] = redistribute([part[name] for part in parts], group.rank, now)
+            else:
+                states[name] = None  # not tracked by this run: `_check_names` names it
+        return states
+
     def _models(self) -> Iterator[tuple[str, nn.Module]]:
         return ((name, thing) for name, thing in self._objects.items() if isinstance(thing, nn.Module))
 
@@ -161,9 +204,9 @@ class TrackedState:
         return match_weights(_inner(model), {**found.weights(name), **extra}, source=f"{name!r} of {found.path}")
 
     def _check_names(self, found: Checkpoint, state: Mapping[str, Any]) -> None:
-        saved = [*state["extra"], *state["optimizers"], *state["others"]]
+        saved = [*state["extra"], *state["optimizers"], *state["others"], *state["own"]]
         missing = [name for name in self._objects if name not in saved and name not in self._optional]
-        unexpected = [name for name in saved if name not in self._objects and name != "scaler"]
+        unexpected = [name for name in saved if name not in self._objects and name not in ("scaler", "logged")]
         if missing or unexpected:
             parts = [f"it lacks {', '.join(map(repr, missing))}"] * bool(missing)
             parts += [f"it has {', '.join(map(repr, unexpected))}, which this run lacks"] * bool(unexpected)

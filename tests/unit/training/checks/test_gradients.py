@@ -13,8 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
 from ddpilot import FakeGroup
-from ddpilot.data.map_loader import MapLoader
-from ddpilot.data.stream_loader import StreamLoader
 from ddpilot.errors import LoopError, NonFiniteError
 from ddpilot.training.loop import Loop
 from ddpilot.training.losses import NUM_COUNTS, decode, encode, read_losses
@@ -42,7 +40,7 @@ def make(num_samples: int = 8, **options: Any) -> tuple[Loop, Two, list[torch.op
     nn.init.ones_(model.b.weight)
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.a, model.b)]
     loop.prepare(model, *optimizers)
-    loader: MapLoader | StreamLoader = loop.loader(TensorDataset(torch.ones(num_samples, 1)), global_batch_size=4)
+    loader = loop.loader(TensorDataset(torch.ones(num_samples, 1)), global_batch_size=4)
     return loop, model, optimizers, loader
 
 

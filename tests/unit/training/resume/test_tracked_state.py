@@ -99,7 +99,7 @@ def test_things_come_back_as_they_were(tmp_path: Path) -> None:
     new = nn.Linear(2, 2), nn.Linear(2, 2)
     new_average, new_optimizer, counter = AveragedModel(new[0]), torch.optim.Adam(new[0].parameters()), Counter()
     new_schedule = torch.optim.lr_scheduler.StepLR(new_optimizer, 1)
-    collect(*new, new_average, new_optimizer, new_schedule, seen=counter).match(found)()
+    collect(*new, new_average, new_optimizer, new_schedule, seen=counter).match(found, FakeGroup())()
     assert torch.equal(new[0].weight, first.weight)
     assert torch.equal(new[1].weight, other.weight)
     assert torch.equal(new_average.module.get_parameter("weight"), average.module.get_parameter("weight"))
@@ -118,7 +118,7 @@ def test_what_safetensors_cannot_hold_comes_back_too(tmp_path: Path) -> None:
     model.get_buffer("phase").fill_(1j)
     found = save(tmp_path, model)
     new = WithExtras()
-    collect(new).match(found)()
+    collect(new).match(found, FakeGroup())()
     assert new.note == "learnt"
     assert torch.equal(new.get_buffer("phase"), model.get_buffer("phase"))
     assert torch.equal(new.layer.weight, model.layer.weight)
@@ -139,7 +139,7 @@ def test_match_refuses_what_does_not_fit_and_changes_nothing(tmp_path: Path) -> 
     for added, named, said in wrong:
         before = {name: value.clone() for name, value in added[0].state_dict().items()}
         with pytest.raises(MismatchedCheckpointError, match=said):
-            collect(*added, **named).match(found)()
+            collect(*added, **named).match(found, FakeGroup())()
         assert all(torch.equal(before[name], value) for name, value in added[0].state_dict().items()), said
 
 
