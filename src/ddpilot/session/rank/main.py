@@ -83,6 +83,9 @@ class RankApp(IPKernelApp):
         """Watch no parent process: ipykernel would read the pid of the notebook's parent from the environment."""
         self.poller = None
 
+    def parse_command_line(self, argv: list[str] | None = None) -> None:
+        """Parse nothing: there is no command line, and building a parser is a tenth of the start of a kernel."""
+
     def init_heartbeat(self) -> None:
         """Open no heartbeat channel."""
 
