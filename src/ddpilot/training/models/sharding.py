@@ -179,6 +179,8 @@ def _check(model: nn.Module, group: GroupLike, options: ParameterSharding) -> No
         raise _error("it is on several devices", "Leave it on one device, or on the CPU.")
     if any(isinstance(one, nn.parameter.UninitializedParameter) for one in model.parameters()):
         raise _error("a lazy layer that has no shape yet", "Run one batch through the model first.")
+    if scalars := [name for name, one in model.named_parameters() if one.dim() == 0]:
+        raise _error(f"a parameter without dimensions ({scalars[0]}), which cannot be divided", "Make its shape (1,).")
     types = sorted({str(one.dtype) for one in model.parameters()})
     if len(types) > 1:
         raise _error(f"parameters of {' and '.join(types)}", "Make all parameters of one dtype.")

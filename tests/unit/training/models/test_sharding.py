@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers are gathered one at a time."""
+"""Which layers are gathered one at a time, and what cannot be sharded."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
+from ddpilot import FakeGroup, Loop
+from ddpilot.errors import LoopError
 from ddpilot.training.models.sharding import ParameterSharding, choose_layers, is_sharded
 from ddpilot.training.models.strategy import DDPStrategy, SingleStrategy, strategy_of
 
@@ -44,3 +47,11 @@ def test_strategy_of_a_plain_model_runs_alone() -> None:
     assert not is_sharded(model)
     strategy.load_weights({name: torch.ones_like(one) for name, one in strategy.weights(keeps=True).items()})
     assert bool((model.weight == 1).all())
+
+
+def test_a_parameter_without_dimensions_is_refused_on_one_rank_too() -> None:
+    """`fully_shard` refuses it only on several."""
+    model = nn.Linear(2, 1)
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(LoopError, match=r"without dimensions \(scale\)"):
+        Loop(group=FakeGroup(), progress=False).prepare(model, shard="parameters")
