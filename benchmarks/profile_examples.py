@@ -83,11 +83,11 @@ def make_programs() -> dict[str, Program]:
         "gpt": Program(
             title="GPT",
             setup=read_example("gpt").partition("\ndef main()")[0],
-            fit="_ = train(1, num_files=8)",
+            fit="_ = train(20, 1000, num_files=8, shard=None)",
             changes={
                 "loss of every 20th update": (
-                    "            losses.append(loop.reduce(loss,",
-                    "            if loop.num_updates % 20 == 1:\n                losses.append(loop.reduce(loss,",
+                    "            losses.append(loop.reduce(loss.detach(),",
+                    "            if loop.num_updates % 20 == 1:\n                losses.append(loop.reduce(loss.detach(),",
                 ),
                 "float32": ('precision: Any = "bf16"', 'precision: Any = "fp32"'),
             },

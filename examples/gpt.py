@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small GPT that learns to write Python from the source text of the standard library, which is on every machine.
 
-    python examples/gpt.py --epochs 2
-    ddpilot run examples/gpt.py -n 2 -- --epochs 2 --checkpoint-dir ckpt
-    results = ddpilot.launch(gpt.train, 2, nproc_per_node=2)  # in a notebook here, after `import gpt`
+    python examples/gpt.py --max-updates 200
+    ddpilot run examples/gpt.py -n 2 -- --max-updates 200 --checkpoint-dir ckpt
+    results = ddpilot.launch(gpt.train, 200, nproc_per_node=2)  # in a notebook here, after `import gpt`
 
-Gradients are accumulated, matrices are multiplied in bfloat16, and each character counts the same: the last piece of a
-file is shorter than the others and padded, so batches have unequal numbers of characters, and `count=` says how many.
-With a checkpoint directory the run goes on where it was stopped or killed, on as many ranks as there are then.
-On a CPU an epoch takes a minute or more; `--files 8` has a tenth of the text.
+The text is a stream of shards, one for each file, so a run is counted in updates: it ends, validates and saves after so
+many. Parameters, gradients and the optimizer's state are sharded over the ranks (FSDP2), matrices are multiplied in
+bfloat16, and gradients are accumulated. Each character counts the same: the last piece of a file is shorter than the
+others and padded, so batches have unequal numbers of characters, and `count=` says how many. With a checkpoint
+directory the run goes on where it was stopped or killed, on as many ranks as there are then, with the same numbers.
 
 Shapes: B pieces in the batch of one rank, T characters in a piece, D numbers for a character.
 """
@@ -16,14 +17,15 @@ Shapes: B pieces in the batch of one rank, T characters in a piece, D numbers fo
 from __future__ import annotations
 
 import argparse
+import math
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
-from torch.utils.data import TensorDataset
 
 import ddpilot
 
@@ -34,23 +36,36 @@ PADDING = -100
 """What `cross_entropy` leaves out."""
 
 
-def load_texts(num_files: int) -> tuple[TensorDataset, TensorDataset]:
-    """Pieces of `num_files` modules of the standard library to train on, and of every eighth of them to test with."""
-    paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:num_files]
-    held_out = paths[::8]
-    return cut_pieces([path for path in paths if path not in held_out]), cut_pieces(held_out)
+class Sources(ddpilot.ShardedDataset):
+    """The text of files in pieces, a file a shard: characters (T,) and those that follow them, `PADDING` at the end."""
 
+    def __init__(self, paths: list[Path]) -> None:
+        self.paths = paths
+        self.num_shards = len(paths)
 
-def cut_pieces(paths: list[Path]) -> TensorDataset:
-    """Characters (N, T) and those that follow them (N, T), with `PADDING` behind the end of a file."""
-    inputs, targets = [], []
-    for path in paths:
-        text = torch.tensor(list(path.read_bytes()))
-        for piece, following in zip(torch.split(text[:-1], CONTEXT), torch.split(text[1:], CONTEXT), strict=True):
+    def open(self, shard: int, skip: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """The pieces of a file from piece `skip` on."""
+        text = torch.tensor(list(self.paths[shard].read_bytes()))
+        for start in range(skip * CONTEXT, len(text) - 1, CONTEXT):
+            piece, following = text[start : start + CONTEXT], text[start + 1 : start + CONTEXT + 1]
+            piece = piece[: len(following)]
             missing = CONTEXT - len(piece)
-            inputs.append(nn.functional.pad(piece, (0, missing)))
-            targets.append(nn.functional.pad(following, (0, missing), value=PADDING))
-    return TensorDataset(torch.stack(inputs), torch.stack(targets))
+            yield nn.functional.pad(piece, (0, missing)), nn.functional.pad(following, (0, missing), value=PADDING)
+
+    def num_samples(self, shard: int) -> int:
+        """The number of pieces of a file."""
+        return math.ceil((self.paths[shard].stat().st_size - 1) / CONTEXT)
+
+    def describe(self, shard: int) -> str:
+        """The name of a file."""
+        return self.paths[shard].name
+
+
+def find_sources(num_files: int) -> tuple[Sources, Sources]:
+    """`num_files` modules of the standard library to train on, and every eighth of them to validate with."""
+    paths = [path for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")) if path.stat().st_size > 1]
+    held_out = paths[:num_files][::8]
+    return Sources([path for path in paths[:num_files] if path not in held_out]), Sources(held_out)
 
 
 class Block(nn.Module):
@@ -112,50 +127,61 @@ def count_and_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tens
 
 
 def train(
-    epochs: int = 2,
+    max_updates: int = 200,
+    validate_every: int = 50,
     num_files: int = 80,
     global_batch_size: int = 32,
     checkpoint_dir: str | Path | None = None,
+    save_every: str = "50 updates",
     precision: Any = "bf16",
+    shard: Any = "parameters",
 ) -> dict[str, Any]:
-    """Train; losses of each batch, the loss of a character of files that were held out, weights. Collective."""
-    save_every_s = 60 if checkpoint_dir else None
+    """Train; losses of each batch, those of a character of other files by update, and weights. Collective."""
     loop = ddpilot.Loop(
-        seed=0, accumulate=2, precision=precision, checkpoint_dir=checkpoint_dir, save_every_s=save_every_s
+        seed=0,
+        accumulate=2,
+        precision=precision,
+        checkpoint_dir=checkpoint_dir,
+        save_every=save_every if checkpoint_dir else None,
     )
-    train_data, test_data = load_texts(num_files)
+    train_data, val_data = find_sources(num_files)
     model = GPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    ddp_model, optimizer = loop.prepare(model, optimizer)
+    model, optimizer = loop.prepare(model, optimizer, shard=shard)
     loader = loop.loader(train_data, global_batch_size=global_batch_size, shuffle=True)
-    losses = []
-    for epoch in loop.epochs(epochs):
+    val_loader = loop.loader(val_data, global_batch_size=256)
+    sums = {"characters": lambda count, loss: count, "loss": lambda count, loss: loss}
+    losses, val_losses = [], {}
+    for _ in loop.epochs(max_updates=max_updates):
         for text_BT, targets_BT in loop.batches(loader):
             num_characters = int((targets_BT != PADDING).sum())
-            with loop.accumulate(ddp_model):
-                loss = loss_fn(ddp_model(text_BT), targets_BT)
+            with loop.accumulate(model):
+                loss = loss_fn(model(text_BT), targets_BT)
                 loop.backward(loss, count=num_characters)
             loop.clip_grad_norm_(model.parameters(), 1.0)
-            loop.step(optimizer)
-            losses.append(loop.reduce(loss, count=num_characters).item())
-        loop.print(f"epoch {epoch + 1}/{epochs}, {loop.num_updates} updates: loss {losses[-1]:.4f}", flush=True)
-    sums = {"characters": lambda count, loss: count, "loss": lambda count, loss: loss}
-    test_loader = loop.loader(test_data, global_batch_size=256)
-    means = loop.evaluate(model, test_loader, sums, forward=count_and_loss)
-    test_loss = means["loss"] / means["characters"]
-    loop.print(f"a character of a file not seen: loss {test_loss:.4f}, {loop.world_size} rank(s)", flush=True)
-    weights = {name: weight.detach() for name, weight in model.state_dict().items()}
-    return {"losses": losses, "test_loss": test_loss, "num_updates": loop.num_updates, "weights": weights}
+            is_update = loop.step(optimizer)
+            losses.append(loop.reduce(loss.detach(), count=num_characters).item())
+            if is_update and loop.num_updates % validate_every == 0:
+                means = loop.evaluate(model, val_loader, sums, forward=count_and_loss)
+                val_losses[loop.num_updates] = means["loss"] / means["characters"]
+                loop.print(
+                    f"{loop.num_updates} updates: loss {losses[-1]:.4f}, "
+                    f"a character of a file not seen {val_losses[loop.num_updates]:.4f}",
+                    flush=True,
+                )
+    weights = ddpilot.full_state(model)
+    return {"losses": losses, "val_losses": val_losses, "num_updates": loop.num_updates, "weights": weights}
 
 
 def main() -> None:
     """Read the options of the command line, train, and write a few lines of Python."""
     parser = argparse.ArgumentParser(description="Train a small GPT on the source text of Python's standard library.")
-    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--max-updates", type=int, default=200)
+    parser.add_argument("--validate-every", type=int, default=50)
     parser.add_argument("--files", type=int, default=80, help="modules of the standard library, of about 160")
     parser.add_argument("--checkpoint-dir", type=Path, help="the run goes on from what is there")
     options = parser.parse_args()
-    learnt = train(options.epochs, options.files, checkpoint_dir=options.checkpoint_dir)
+    learnt = train(options.max_updates, options.validate_every, options.files, checkpoint_dir=options.checkpoint_dir)
     if ddpilot.topology().rank == 0:
         model = GPT()
         model.load_state_dict(learnt["weights"])

@@ -7,6 +7,7 @@ import difflib
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+import ddpilot
 from examples import contrastive, digits_loop, digits_plain, gan, gpt
 from tests.dist.training.bodies import launch
 from tests.soak import soak
@@ -23,7 +25,10 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 DDPILOT = Path(sys.executable).with_name("ddpilot")
 
 
-def train_small(gpt_epochs: int, checkpoint_dir: Path | None) -> dict[str, Any]:
+GPT_UPDATES = 9
+
+
+def train_small(with_gpt: bool, checkpoint_dir: Path | None) -> dict[str, Any]:
     """All three in float64 at a small size."""
     torch.set_default_dtype(torch.float64)
     losses, accuracy = digits_loop.train(1)
@@ -32,18 +37,42 @@ def train_small(gpt_epochs: int, checkpoint_dir: Path | None) -> dict[str, Any]:
         "plain": digits_plain.train(1) if is_alone else None,
         "digits": {"losses": losses, "accuracy": accuracy},
         "gan": gan.train(1, global_batch_size=300),
-        "gpt": gpt.train(gpt_epochs, num_files=3, checkpoint_dir=checkpoint_dir, precision="fp32"),
+        "gpt": train_gpt(checkpoint_dir) if with_gpt else None,
     }
+
+
+def train_gpt(checkpoint_dir: Path | None) -> dict[str, Any]:
+    """A few updates on a stream of three files, of which one validates after every third update."""
+    return gpt.train(
+        GPT_UPDATES, 3, num_files=3, checkpoint_dir=checkpoint_dir, save_every="2 updates", precision="fp32"
+    )
+
+
+def train_gpt_until_killed(checkpoint_dir: Path) -> None:
+    """One of the ranks is killed after its fifth update."""
+    torch.set_default_dtype(torch.float64)
+    original = ddpilot.Loop.step
+
+    def step(loop: ddpilot.Loop, *args: Any, **options: Any) -> bool:
+        done = original(loop, *args, **options)
+        if loop.num_updates == 5 and loop.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return done
+
+    ddpilot.Loop.step = step  # type: ignore[method-assign, assignment]
+    train_gpt(checkpoint_dir)
 
 
 @pytest.fixture(scope="module")
 def learnt(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
-    """By number of ranks. The GPT trains two epochs on 4 ranks; and one on 2 ranks, then the other one on 1 rank."""
+    """By number of ranks. The GPT trains on 4 ranks, without a stop; and on 2, killed, and then on 1."""
     folder = tmp_path_factory.mktemp("checkpoints")
+    with pytest.raises(ddpilot.RankError, match="rank 1 was killed by SIGKILL"):
+        launch(2, train_gpt_until_killed, folder)
     return {
-        4: launch(4, train_small, 2, None)[0],
-        2: launch(2, train_small, 1, folder)[0],
-        1: launch(1, train_small, 2, folder)[0],
+        4: launch(4, train_small, True, None)[0],
+        2: launch(2, train_small, False, None)[0],
+        1: launch(1, train_small, True, folder)[0],
     }
 
 
@@ -74,14 +103,15 @@ def test_gan_learns_the_same_at_any_world_size(learnt: dict[int, Any]) -> None:
 
 
 @pytest.mark.timeout(200)
-def test_gpt_goes_on_from_a_checkpoint_on_another_number_of_ranks(learnt: dict[int, Any]) -> None:
-    """An epoch on 2 ranks and one on 1 rank are two on 4: the losses, the weights, the loss on other files."""
-    expected = learnt[4]["gpt"]
-    losses = learnt[2]["gpt"]["losses"] + learnt[1]["gpt"]["losses"]
-    assert losses == pytest.approx(expected["losses"], rel=1e-9)
-    assert learnt[1]["gpt"]["num_updates"] == expected["num_updates"] == 2 * learnt[2]["gpt"]["num_updates"]
-    assert learnt[1]["gpt"]["test_loss"] == pytest.approx(expected["test_loss"], rel=1e-9)
-    assert_close(learnt[1]["gpt"]["weights"], expected["weights"])
+def test_gpt_goes_on_after_a_kill_on_another_number_of_ranks(learnt: dict[int, Any]) -> None:
+    """From update 4 on 1 rank: the losses, the weights, the losses on another file."""
+    expected, seen = learnt[4]["gpt"], learnt[1]["gpt"]
+    assert len(expected["losses"]) == 2 * GPT_UPDATES
+    assert seen["losses"] == pytest.approx(expected["losses"][8:], rel=1e-9)
+    assert seen["num_updates"] == expected["num_updates"] == GPT_UPDATES
+    assert list(expected["val_losses"]) == [3, 6, 9]
+    assert seen["val_losses"] == pytest.approx({number: expected["val_losses"][number] for number in (6, 9)}, rel=1e-9)
+    assert_close(seen["weights"], expected["weights"])
 
 
 def train_contrastive() -> dict[str, Any]:
@@ -150,8 +180,9 @@ def test_a_script_prints_the_same_alone_and_with_ddpilot_run() -> None:
 
 def run_scripts(checkpoint_dir: str) -> None:
     """The other two as this rank's main program."""
-    for module, options in ((gan, []), (gpt, ["--files", "2", "--checkpoint-dir", checkpoint_dir])):
-        sys.argv = [str(module.__file__), "--epochs", "1", *options]
+    few = ["--max-updates", "4", "--validate-every", "2", "--files", "2"]
+    for module, options in ((gan, ["--epochs", "1"]), (gpt, [*few, "--checkpoint-dir", checkpoint_dir])):
+        sys.argv = [str(module.__file__), *options]
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 
@@ -162,7 +193,7 @@ def test_scripts_show_what_they_learnt(tmp_path: Path, capfd: pytest.CaptureFixt
     first = next(number for number, line in enumerate(printed) if "the critic knows" in line) + 1
     images = [line.removeprefix("[rank 0] ") for line in printed[first : first + 8]]
     assert {len(row) for row in images} == {5 * 16 + 4 * 3}
-    assert any("a character of a file not seen: loss" in line for line in printed)
+    assert any("a character of a file not seen" in line for line in printed)
     assert "[rank 0] import os" in printed
     assert all(line.startswith("[rank 0] ") for line in printed)
     assert (tmp_path / "checkpoints" / "latest").exists()
