@@ -19,6 +19,8 @@ COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib src || true
 FIRST := tests/accelerator tests/notebook $(addprefix tests/dist/,nodes integrations diagnose) tests/test_docs.py \
 	tests/zoo $(addprefix tests/dist/,training run test_examples.py test_random_cells.py projects watch launching session)
 NOT_IN_TEST := tests/slurm tests/browser
+# It leaves shared memory behind on purpose, which tests beside it would take for their own.
+ALONE := tests/test_leftovers.py
 EACH := $(filter-out tests/dist tests/unit $(NOT_IN_TEST),$(patsubst %/,%,$(wildcard tests/*/))) $(wildcard tests/test_*.py) \
 	$(patsubst %/,%,$(wildcard tests/dist/*/)) $(wildcard tests/dist/test_*.py)
 AT_A_TIME := -n 3 --dist loadfile --no-loadscope-reorder
@@ -52,7 +54,9 @@ demo: $(READY) ## run the quickstart notebook in a real Jupyter kernel, 2 ranks,
 	$(BIN)/python examples/run_quickstart.py
 
 test: $(READY) ## every test, with a seeded tenth of the soak
-	$(PYTEST) $(AT_A_TIME) $(addprefix --ignore=,$(ON_NODES)) $(FIRST) $(filter-out $(FIRST) %/__pycache__,$(EACH)) tests/unit
+	status=0; $(PYTEST) $(ALONE) || status=$$?; \
+	$(PYTEST) $(AT_A_TIME) $(addprefix --ignore=,$(ON_NODES)) $(FIRST) \
+		$(filter-out $(FIRST) $(ALONE) %/__pycache__,$(EACH)) tests/unit || status=$$?; exit $$status
 
 test-slurm: $(READY) ## jobs and sessions on a real Slurm and over ssh, which it installs (as root, on Debian or Ubuntu)
 	$(BIN)/python -m tests.slurm.install

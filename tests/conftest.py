@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import io
 import os
 import random
@@ -169,3 +170,10 @@ def _leave_process_group() -> list[str]:
         return []
     distributed.destroy_process_group()
     return ["process group: the default one was still up"]
+
+
+@pytest.fixture
+def compiler_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The first optimizer of a process, or tensor on `meta`, imports torch's compiler, which sets this variable."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    importlib.import_module("torch._dynamo")

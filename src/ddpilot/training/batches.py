@@ -132,16 +132,17 @@ def iterate_groups(
     with naming_rank(group.rank):
         check_loader(loader)
         _check_agreement(loader, group)
-    max_batches = None
+    max_batches, order = None, epoch
     if isinstance(loader, LimitedLoader):
+        order = 0 if loader.is_fixed else epoch
         max_batches, loader = max(0, loader.max_batches - first_batch), loader.inner
     if isinstance(loader, StreamLoader):
-        batches = observe(loader.iterate(epoch, first_batch, stream_state))
+        batches = observe(loader.iterate(order, first_batch, stream_state))
     elif isinstance(loader, ShardLoader):
         merge = partial(_merge_lengths, group) if group.world_size > 1 else None
-        batches = observe(loader.iterate(epoch, first_batch, stream_state, merge))
+        batches = observe(loader.iterate(order, first_batch, stream_state, merge))
     else:
-        batches = observe(loader.iterate(epoch, first_batch))
+        batches = observe(loader.iterate(order, first_batch))
     # Every rank reads the whole stream: the division is exact only if all ranks see the same one.
     is_whole = isinstance(loader, StreamLoader) and not loader.is_joint
     is_read_by_all = group.world_size > 1 and getattr(loader, "is_read_by_all", is_whole)

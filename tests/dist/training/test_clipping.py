@@ -7,6 +7,7 @@ import functools
 import math
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -17,6 +18,7 @@ from ddpilot.training.loop import Loop
 from ddpilot.training.models.optimizers import full_state
 from tests.dist.training.bodies import launch
 
+pytestmark = pytest.mark.usefixtures("compiler_is_loaded")
 same = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-13)
 NORM_TYPES = (1, 2, 3.0, math.inf)
 NUM_SAMPLES, BATCH_SIZE = 9, 4

@@ -152,8 +152,10 @@ class LogRecorder:
         """After an update: write a row if it is due. `ends`: True if the pass ends here. Collective then."""
         if self._late is not None:
             self._write_late()
+        if not self._loggers:
+            return
         epoch, update = self._position()
-        if not self._loggers or update == self._row_update or not (ends or update % self._every == 0):
+        if update == self._row_update or not (ends or update % self._every == 0):
             return
         self._row_update = update
         seconds = self._rates.seconds

@@ -25,7 +25,11 @@ def is_shard(value: object) -> bool:
 def has_shards(values: Iterable[object]) -> bool:
     """True if one of `values` is a DTensor."""
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    return kind is not None and any(isinstance(value, kind) for value in values)
+    if kind is not None:
+        for value in values:  # a generator would cost more than all the rest: this runs in each update
+            if isinstance(value, kind):
+                return True
+    return False
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
