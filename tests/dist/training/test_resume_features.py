@@ -180,7 +180,8 @@ def test_any_features_resume_at_any_update(tmp_path: Path, trial: int) -> None:
         launch(num_before, train, features, tmp_path, kill)
     (found, *_) = launch(num_after, train, features, tmp_path, None)
     num = len(found["losses"])
-    assert 0 < num < len(expected["losses"]), said
+    # A kill may come before the first checkpoint is written, which happens beside the training.
+    assert 0 < num < len(expected["losses"]) + (kill[0] == "SIGKILL"), said
     assert found["losses"] == pytest.approx(expected["losses"][-num:], rel=1e-9), said
     assert found["metric"] == pytest.approx(expected["metric"], rel=1e-9), said
     assert found["lr"] == expected["lr"], said
