@@ -87,8 +87,10 @@ def make_programs() -> dict[str, Program]:
             changes={
                 "loss of every 20th update": (
                     "            losses.append(loop.reduce(loss.detach(),",
-                    "            if loop.num_updates % 20 == 1:\n"
-                    "                losses.append(loop.reduce(loss.detach(),",
+                    (
+                        "            if loop.num_updates % 20 == 1:\n"
+                        "                losses.append(loop.reduce(loss.detach(),"
+                    ),
                 ),
                 "float32": ('precision: Any = "bf16"', 'precision: Any = "fp32"'),
             },
