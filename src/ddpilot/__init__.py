@@ -83,7 +83,6 @@ if TYPE_CHECKING:
     from ddpilot.training.logs.logger import Logger, LogStart
     from ddpilot.training.logs.services import MLflowLogger, TensorBoardLogger, WandbLogger
     from ddpilot.training.loop import Loop
-    from ddpilot.training.models.averaging import Averaging
     from ddpilot.training.models.comm_hooks import PowerSGD
     from ddpilot.training.models.ddp import unwrap
     from ddpilot.training.models.ddp_options import DDPOptions
@@ -91,11 +90,12 @@ if TYPE_CHECKING:
     from ddpilot.training.models.parameters import ParameterCount, count_parameters, freeze, unfreeze
     from ddpilot.training.models.sharding import ParameterSharding
     from ddpilot.training.options import CheckpointOptions
+    from ddpilot.training.step.averaging import Averaging
 
 _HOMES = {
     "App": "ddpilot.session.apps",
     "AppContext": "ddpilot.session.apps",
-    "Averaging": "ddpilot.training.models.averaging",
+    "Averaging": "ddpilot.training.step.averaging",
     "BatchSizeSearch": "ddpilot.training.batch_size",
     "Callback": "ddpilot.trainer.callback",
     "CellResult": "ddpilot.session.session",

@@ -40,13 +40,13 @@ from ddpilot.training.coordination.stop import StopSignals
 from ddpilot.training.interval import EACH_EPOCH, EACH_UPDATE
 from ddpilot.training.learning_rate import LearningRateSearch, joint_mean, sweep
 from ddpilot.training.loop import Loop
-from ddpilot.training.models.averaging import WeightAverage
 from ddpilot.training.models.ddp import unwrap
 from ddpilot.training.models.optimizers import ShardedState
 from ddpilot.training.models.sharding import is_sharded
 from ddpilot.training.models.shards import has_shards
 from ddpilot.training.resume.position import describe_data
-from ddpilot.training.schedule import AccumulationSchedule
+from ddpilot.training.step.accumulation_schedule import AccumulationSchedule
+from ddpilot.training.step.averaging import WeightAverage
 
 _REASONS = {"SIGINT": "interrupted", "time": "`max_time_s` has elapsed", "asked": "a callback requested it"}
 

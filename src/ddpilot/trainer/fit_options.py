@@ -20,8 +20,8 @@ from ddpilot.trainer.core import TrainerCore
 from ddpilot.trainer.history import BOOKKEEPING
 from ddpilot.training.interval import Interval
 from ddpilot.training.loop import Loop
-from ddpilot.training.models.averaging import WeightAverage
 from ddpilot.training.options import CheckpointOptions
+from ddpilot.training.step.averaging import WeightAverage
 
 FITTING = "starting a fit"
 """What errors state as the failed action."""

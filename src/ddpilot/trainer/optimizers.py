@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ddpilot.errors import LoopError
 from ddpilot.trainer.checks import MAKING, suggest
-from ddpilot.training.models.averaging import Averaging, WeightAverage
+from ddpilot.training.step.averaging import Averaging, WeightAverage
 
 _ONLY = "optimizer"
 

@@ -19,8 +19,8 @@ from ddpilot.trainer.history import History
 from ddpilot.training.evaluation.evaluate import eval_mode
 from ddpilot.training.interval import EACH_EPOCH, Interval
 from ddpilot.training.loop import Loop
-from ddpilot.training.models.averaging import WeightAverage
 from ddpilot.training.models.ddp import unwrap
+from ddpilot.training.step.averaging import WeightAverage
 
 Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
 """Takes a model and a batch, and returns (output, target), the arguments of loss and metrics."""

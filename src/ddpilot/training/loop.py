@@ -46,7 +46,6 @@ from ddpilot.training.logs.recorder import LogRecorder, Reduction
 from ddpilot.training.logs.services import check_loggers
 from ddpilot.training.logs.throughput import Throughput, TrainingClock
 from ddpilot.training.losses import add_losses
-from ddpilot.training.models.averaging import Averaging, WeightAverage, WeightAverages
 from ddpilot.training.models.comm_hooks import Comm, hook_state, is_powersgd
 from ddpilot.training.models.ddp import unwrap, wrap
 from ddpilot.training.models.ddp_options import DDPOptions
@@ -74,8 +73,9 @@ from ddpilot.training.resume.checkpointer import RunCheckpointer
 from ddpilot.training.resume.failure_note import note_failures
 from ddpilot.training.resume.position import RunPosition, describe_data
 from ddpilot.training.resume.tracked_state import Redistribute, TrackedState, has_state
-from ddpilot.training.schedule import Accumulate, AccumulationSchedule
 from ddpilot.training.step.accumulation import Accumulation
+from ddpilot.training.step.accumulation_schedule import Accumulate, AccumulationSchedule
+from ddpilot.training.step.averaging import Averaging, WeightAverage, WeightAverages
 from ddpilot.training.step.closure import Evaluations
 from ddpilot.training.step.local_sgd import LocalUpdates
 from ddpilot.training.step.precision import Kind, Precision

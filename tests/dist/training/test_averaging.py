@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 from torch.utils.data import TensorDataset
 
 from ddpilot.training.loop import Loop
-from ddpilot.training.models.averaging import Averaging
+from ddpilot.training.step.averaging import Averaging
 from tests.dist.training.bodies import launch
 
 same = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
