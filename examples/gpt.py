@@ -9,7 +9,7 @@ The text is a stream of shards, one for each file, so a run is counted in update
 many. Parameters, gradients and the optimizer's state are sharded over the ranks (FSDP2), matrices are multiplied in
 bfloat16, and gradients are accumulated. Each character counts the same: the last piece of a file is shorter than the
 others and padded, so batches have unequal numbers of characters, and `count=` says how many. With a checkpoint
-directory the run goes on where it was stopped or killed, on as many ranks as there are then, with the same numbers.
+directory the run resumes where it was stopped or killed, on as many ranks as there are then, with the same numbers.
 
 Shapes: B pieces in the batch of one rank, T characters in a piece, D numbers for a character.
 """
@@ -179,7 +179,7 @@ def main() -> None:
     parser.add_argument("--max-updates", type=int, default=200)
     parser.add_argument("--validate-every", type=int, default=50)
     parser.add_argument("--files", type=int, default=80, help="modules of the standard library, of about 160")
-    parser.add_argument("--checkpoint-dir", type=Path, help="the run goes on from what is there")
+    parser.add_argument("--checkpoint-dir", type=Path, help="the run resumes from the latest checkpoint there")
     options = parser.parse_args()
     learnt = train(options.max_updates, options.validate_every, options.files, checkpoint_dir=options.checkpoint_dir)
     if ddpilot.topology().rank == 0:

@@ -101,3 +101,13 @@ def test_no_packages_import_each_other_in_a_circle() -> None:
     """Of what stands side by side in one package: modules, and packages as a whole."""
     circles = {parent: find_circle(siblings) for parent, siblings in sibling_graphs(module_graph())}
     assert {parent: circle for parent, circle in circles.items() if circle} == {}
+
+
+def test_no_package_has_more_than_twelve_modules() -> None:
+    """Packages in it are not counted, nor callbacks, which are one public class a module."""
+    counts: dict[str, int] = {}
+    for path in SOURCES.rglob("*.py"):
+        if path.name != "__init__.py":
+            folder = ".".join(path.parent.relative_to(SOURCES).parts)
+            counts[folder] = counts.get(folder, 0) + 1
+    assert {folder: num for folder, num in counts.items() if num > 12 and folder != "ddpilot.trainer.callbacks"} == {}

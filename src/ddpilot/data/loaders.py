@@ -83,12 +83,10 @@ def make_stream_loader(dataset: Any, *, rank: int, world_size: int, **options: A
     the dataset `divides_itself`: `global_count` of `LocalBatch` is then None. Raises `DataError`.
     """
     given = read_options(options, rank, is_stream=True)
-    size = resolve_global_size(given.global_batch_size, given.batch_size_per_rank, world_size, given.shares, rank)
+    size, division = _divide(given, world_size, rank)
     if given.divides_itself and given.drop_last:
         found = "`drop_last` with `divides_itself`: the ranks do not know which samples are in the last global batch"
         raise DataError("making a loader", found=found, fix="Leave `drop_last` out.", rank=rank)
-    # Raises for what any plan rejects: a batch smaller than the world size, invalid shares.
-    division = Plan(size, size, world_size=world_size, shares=given.shares, empty_ranks=given.empty_ranks).division
     plan = StreamPlan(size, world_size, given.seed or 0, given.drop_last, given.divides_itself, division)
     return StreamLoader(
         dataset,
@@ -107,11 +105,9 @@ def make_shard_loader(dataset: Any, *, rank: int, world_size: int, **options: An
     any world size. Raises `DataError`.
     """
     given = read_options(options, rank, is_sharded=True)
-    size = resolve_global_size(given.global_batch_size, given.batch_size_per_rank, world_size, given.shares, rank)
+    size, division = _divide(given, world_size, rank)
     check_batch_size("num_lanes", given.num_lanes, rank)
     check_batch_size("shuffle_buffer", given.shuffle_buffer, rank)
-    # Raises for what any plan rejects: a batch smaller than the world size, invalid shares.
-    division = Plan(size, size, world_size=world_size, shares=given.shares, empty_ranks=given.empty_ranks).division
     num_shards, lengths = count_shards(dataset, rank)
     plan = ShardPlan(
         num_shards=num_shards,
@@ -133,6 +129,13 @@ def make_shard_loader(dataset: Any, *, rank: int, world_size: int, **options: An
         seed_samples=given.seed_samples,
         options=_worker_options(options),
     )
+
+
+def _divide(given: LoaderOptions, world_size: int, rank: int) -> tuple[int, Division]:
+    """Return the global batch size of a stream and its division among ranks; raises for what any `Plan` rejects."""
+    size = resolve_global_size(given.global_batch_size, given.batch_size_per_rank, world_size, given.shares, rank)
+    plan = Plan(size, size, world_size=world_size, shares=given.shares, empty_ranks=given.empty_ranks)
+    return size, plan.division
 
 
 def resolve_global_size(

@@ -71,7 +71,7 @@ class _Files(ShardedDataset):
 
 
 class JsonLinesShards(_Files):
-    """Files of JSON lines: a sample is the value of a line. Lines without text are no samples.
+    """Files of JSON lines: a sample is the value of a line. Blank lines are skipped.
 
     `paths`: files, or a pattern such as "data/*.jsonl"; those ending in .gz, .bz2 or .xz are decompressed. `transform`:
     called with the value of a line, returns the sample. `num_samples`: the number of samples of each file, if known.
