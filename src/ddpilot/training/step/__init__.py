@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One update: batch, forward and backward pass, optimizer step, averages. Imports `checks`, `models`, `coordination`."""
+"""One update: batch, forward, backward, optimizer step, averages. Imports `checks`, `models`, `coordination`."""
