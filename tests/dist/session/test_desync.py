@@ -4,10 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from ddpilot import LaunchInterrupted, RankError, Session, WatchError
+from ddpilot.record.flight_ring.reader import count_begun
+from ddpilot.record.hook import ring_path
+from tests.dist.launching.scripts import wait_until
 from tests.dist.session.conftest import Kept, stopping_once_noted
 
 Start = Callable[..., Session]
@@ -77,3 +81,23 @@ def test_a_collective_that_one_rank_alone_called_is_not_matched_with_the_next_ce
     session.execute("x = torch.full((1,), rank + 1.0)\ndist.all_reduce(x)")
     assert [each.item() for each in session.pull("x")] == [3.0, 3.0]
     assert session.pull("y", rank=0).item() == 100.0
+
+
+def test_collectives_count_that_ranks_begin_before_the_cell_is_observed(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parent of a busy machine may come to observe a cell long after the ranks wait in it."""
+    session = start(2, on_finding="stop")
+    session.execute("import torch, torch.distributed as dist\ndist.barrier()")
+    states = session._kernels.states
+    note_work = states.note_work
+
+    def note_work_late(*args: Any) -> None:
+        wait_until(lambda: all(count_begun(path) != num for path, num in before.items()))
+        note_work(*args)
+
+    rings = [ring_path(session._kernels.ring_folder, rank) for rank in range(2)]
+    before = {path: count_begun(path) for path in rings}
+    monkeypatch.setattr(states, "note_work", note_work_late)
+    with pytest.raises(WatchError, match=r"running `Cell In\[7\]`: desync \(DDP201\)"):
+        session.execute(BRANCH, cell=7)

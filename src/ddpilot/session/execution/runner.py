@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import queue
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -59,6 +58,7 @@ class Runner:
             request = CellRequest(
                 number=number, keep_cache=keep_cache, scope=self._kernels.scope(ranks), profile_folder=profile_folder
             )
+            make_observer = self._observer_maker(ranks, name, {name: code})
             num_begun = self._num_begun(ranks)
             metadata = {REPORT_KEY: asdict(request)}
             ids = self._kernels.io_thread.send(ranks, "shell", "execute_request", content, metadata)
@@ -71,7 +71,7 @@ class Runner:
                 quiet=quiet,
                 num_begun=num_begun,
                 counts=self._counts,
-                make_observer=functools.partial(self._make_observer, ranks, name, {name: code}),
+                make_observer=make_observer,
             ).run()
             self._recovery.recover(outcome, turn)
         return outcome
@@ -90,6 +90,7 @@ class Runner:
                 stack.callback(os.close, parcel)
             turn = stack.enter_context(self._kernels.turn(f"running {name}"))
             self._recovery.prepare(turn)
+            make_observer = self._observer_maker(ranks, name, {}) if is_call else None
             num_begun = self._num_begun(ranks)
             calls = self._kernels.send_parcels(request.token, ranks, parcel)
             stack.callback(calls.close)
@@ -100,7 +101,7 @@ class Runner:
                 name=name,
                 num_begun=num_begun,
                 counts=self._counts if is_call else None,
-                make_observer=functools.partial(self._make_observer, ranks, name, {}) if is_call else None,
+                make_observer=make_observer,
             ).run()
             for rank, part in outcome.parts.items():
                 if part.report is not None and (answer := calls.answer(rank)) is not None:
@@ -146,11 +147,23 @@ class Runner:
         folder = self._kernels.ring_folder
         return {rank: count_begun(ring_path(folder, rank)) for rank in ranks}
 
-    def _make_observer(self, ranks: Sequence[int], name: str, sources: Mapping[str, str]) -> CellObserver | None:
-        kernels = self._kernels
+    def _observer_maker(
+        self, ranks: Sequence[int], name: str, sources: Mapping[str, str]
+    ) -> Callable[[], CellObserver | None]:
+        """Return what makes the observer of a cell. Called before a cell is sent to the ranks.
+
+        What the ranks do from this moment on is part of the cell: they may be waiting in a collective before the
+        observer exists.
+        """
+        kernels, nodes = self._kernels, self._kernels.processes.nodes
+        since_s = time.monotonic() - (nodes.clock_error_s() if nodes is not None else 0.0)
         others = {*kernels.states.live} - {*ranks}
-        if others:
-            return SubsetObserver(ranks, others, folder=kernels.ring_folder, name=name, note=kernels.view.note)
-        if kernels.watcher is None:
-            return None
-        return FindingsObserver(kernels.watcher, name, time.monotonic(), sources, kernels.view.note)
+
+        def make() -> CellObserver | None:
+            if others:
+                return SubsetObserver(ranks, others, folder=kernels.ring_folder, name=name, note=kernels.view.note)
+            if kernels.watcher is None:
+                return None
+            return FindingsObserver(kernels.watcher, name, since_s, sources, kernels.view.note)
+
+        return make

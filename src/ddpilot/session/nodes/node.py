@@ -21,6 +21,9 @@ SILENCE_S = 4.0
 
 _NUM_LINES = 40
 _MAX_BANNER_BYTES = 1 << 18
+_CLOCK_DRIFT = 1e-4
+"""Seconds per second by which two clocks that nobody sets may drift apart; crystals are specified to 1e-5 to 5e-5."""
+
 _NUM_CLOCKS = 5
 _END_LIMIT_S = 12.0
 
@@ -105,7 +108,8 @@ class Node:
         self.folder = ""
         """The session's private folder on the node."""
         self.offset_s = 0.0
-        """What the node's monotonic clock is ahead of this machine's."""
+        """What the node's monotonic clock is ahead of this machine's, when both were compared."""
+        self._compared_s = time.monotonic()
         self.step = ""
         """Slurm's id of the step that runs the host; "" if there is none."""
         self.is_lost = False
@@ -165,6 +169,11 @@ class Node:
             took_s = time.monotonic() - sent_s
             if took_s < best_s:
                 best_s, self.offset_s = took_s, answer.answered_s - (sent_s + took_s / 2)
+        self._compared_s = time.monotonic()
+
+    def clock_error_s(self) -> float:
+        """Return how far the two clocks may have moved apart since they were compared."""
+        return _CLOCK_DRIFT * (time.monotonic() - self._compared_s)
 
     def send(self, message: Any) -> None:
         """Send a message. Does nothing if the node is lost."""

@@ -117,6 +117,10 @@ class NodeRanks:
     def can_start(self) -> bool:
         return not self._is_closed and any(not node.is_lost for node in self.nodes)
 
+    def clock_error_s(self) -> float:
+        """Return how far the clock of a node may have moved away from this machine's."""
+        return max(node.clock_error_s() for node in self.nodes)
+
     def node_of(self, rank: int) -> Node:
         """Return the node on which a rank runs."""
         return self._by_rank[rank]
