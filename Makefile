@@ -33,7 +33,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3
 	&& { command -v $$python; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slurm test-browser soak zoo gpu-check check bench reference clean
+.PHONY: help setup demo pictures test test-slurm test-browser soak zoo gpu-check check bench reference clean
 
 help: ## list the verbs
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -52,6 +52,10 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY) ## run the quickstart notebook in a real Jupyter kernel, 2 ranks, and say where its plots are
 	$(BIN)/python examples/run_quickstart.py
+
+pictures: $(BROWSER_READY) ## draw docs/pictures anew, from real runs and a real browser; NAMES="hang resume" for some
+	$(BIN)/python -m tests.browser.chromium
+	$(BIN)/python -m pictures $(NAMES)
 
 test: $(READY) ## every test, with a seeded tenth of the soak
 	status=0; $(PYTEST) $(ALONE) || status=$$?; \
