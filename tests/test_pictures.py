@@ -49,3 +49,11 @@ def test_there_are_no_other_pictures() -> None:
     """Every file of the folder is drawn by `make pictures`."""
     assert {path.name for path in FOLDER.iterdir()} == {path_of(name, each).name for name in NAMES for each in SCHEMES}
     assert {*DRAWN_BY} - {"notebooks", "reports"} <= {*NAMES}
+
+
+def test_the_gallery_shows_each_picture_once() -> None:
+    """Light and dark, with a text for those who do not see it."""
+    page = (ROOT / "docs" / "gallery.md").read_text()
+    shown = re.findall(r'(?:srcset|src)="pictures/([^"]+)"', page)
+    assert sorted(shown) == sorted(path.name for path in FOLDER.iterdir())
+    assert len(re.findall(r'<img alt="[^"]{20,}"', page)) == len(NAMES)
