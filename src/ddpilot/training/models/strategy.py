@@ -32,6 +32,9 @@ class ParallelStrategy(Protocol):
     def weights(self, *, keeps: bool) -> dict[str, Any]:
         """Return the whole state_dict if `keeps`, else what this rank need not gather. Collective if sharded."""
 
+    def own_weights(self) -> dict[str, Any]:
+        """Return the state_dict with this rank's shards, where it is sharded. Collective with `sync_every`."""
+
     def load_weights(self, weights: Mapping[str, Any]) -> None:
         """Load a whole state_dict, which every rank passes. Not collective."""
 
@@ -54,6 +57,10 @@ class SingleStrategy:
         """Return the state_dict, on every rank."""
         del keeps
         return self.model.state_dict()
+
+    def own_weights(self) -> dict[str, Any]:
+        """Return the state_dict."""
+        return self.weights(keeps=True)
 
     def load_weights(self, weights: Mapping[str, Any]) -> None:
         """Load a state_dict."""
@@ -100,9 +107,13 @@ class ShardedStrategy(SingleStrategy):
 
     def weights(self, *, keeps: bool) -> dict[str, Any]:
         """Gather the state_dict, one tensor after the other; {} unless `keeps`. Collective."""
-        reshard(self.model)
-        whole = {name: gather(value, keeps=keeps) for name, value in self.model.state_dict().items()}
+        whole = {name: gather(value, keeps=keeps) for name, value in self.own_weights().items()}
         return whole if keeps else {}
+
+    def own_weights(self) -> dict[str, Any]:
+        """Return the state_dict with this rank's shards. Not collective."""
+        reshard(self.model)
+        return self.model.state_dict()
 
     def load_weights(self, weights: Mapping[str, Any]) -> None:
         """Load this rank's shards of a whole state_dict."""
