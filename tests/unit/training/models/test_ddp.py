@@ -50,7 +50,7 @@ def test_batch_norms_are_found_unless_frozen() -> None:
 @pytest.mark.parametrize(("size", "ranks"), [(64, ()), (48, (2,)), (24, (0, 1, 2))])
 def test_check_batch_norms_names_the_ranks_with_few_samples(size: int, ranks: tuple[int, ...]) -> None:
     """Below 16 samples a rank; none at 16 and more."""
-    plan = Plan(size * 3, size, world_size=3, shares=[2.0, 2.0, 1.5])
+    plan = Plan(size * 3, size, world_size=3, batch_split=[2.0, 2.0, 1.5])
     found = check_batch_norms([nn.BatchNorm1d(2)], plan)
     assert tuple(rank for finding in found for rank in finding.ranks) == ranks
 
