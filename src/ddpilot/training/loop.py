@@ -525,7 +525,7 @@ class Loop:
 
         For averaged weights, whose statistics are not those of any model that was trained; as torch's `update_bn`, with
         the batches of all ranks: the same statistics at any number of ranks. The model runs in train mode without
-        gradients. `max_batches`: at most these many. `forward`: as for `predict`. Torch's random state is restored.
+        gradients. `max_batches`: at most these many. `forward`: as for `predict`. Random states are restored.
         Raises LoopError for a batch with a single value per channel, and for a model whose parameters are sharded.
         """
         self._join()
@@ -777,8 +777,7 @@ class Loop:
         self._lone_break.begin_pass()
         self._updates.share_buffers()
         self._unprepared.begin_pass()
-        plans = [getattr(one, "plan", None) for one in getattr(loader, "loaders", (loader,))]
-        found = tuple(one for plan in plans for one in check_batch_norms(self._prepared, plan))
+        found = check_batch_norms(self._prepared, loader)
         with naming_rank(self.rank):
             is_open = self._position.begin_pass(loader, self.device)
         self._report_findings(found)
@@ -1048,8 +1047,8 @@ class Loop:
         of (output, target) that returns a value per sample, the batch's mean, or (mean, count of items in the mean); or
         a torchmetrics MetricCollection. The value is NaN without samples. The model runs unwrapped, in eval mode, with
         rank 0's buffers, and not at all on a rank without samples. `forward(model, batch)` returns the arguments of the
-        metrics; default: `(model(*batch[:-1]), batch[-1])`, or `(model(**batch), batch)` for a mapping. Torch's random
-        state is restored.
+        metrics; default: `(model(*batch[:-1]), batch[-1])`, or `(model(**batch), batch)` for a mapping. Random
+        states are restored.
 
         `step(model, batch)`, in place of metrics, computes everything itself and returns a dict of values, each as a
         function in `metrics` returns it; a value alone is named "loss". It is not called on ranks without samples.

@@ -12,15 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.state_dict_loader as dcp
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from ddpilot import RankError, load_weights, merge_shards
 from ddpilot.checkpoint import shard_files
+from ddpilot.checkpoint.collective import CollectiveCheckpoints
 from ddpilot.checkpoint.directory import CheckpointDir
 from ddpilot.errors import CorruptCheckpointError
+from ddpilot.group.init_group import init_group
 from ddpilot.training.loop import Loop
 from ddpilot.training.models.optimizers import full_state
 from ddpilot.training.models.sharding import ParameterSharding
@@ -56,7 +58,10 @@ class Tied(nn.Module):
 def make() -> tuple[Tied, torch.optim.Optimizer]:
     """The model and an optimizer with two groups."""
     model = Tied()
-    groups = [{"params": [model.scale], "lr": 0.05}, {"params": [*model.hidden.parameters(), model.head.weight]}]
+    groups: list[dict[str, Any]] = [
+        {"params": [model.scale], "lr": 0.05},
+        {"params": [*model.hidden.parameters(), model.head.weight]},
+    ]
     return model, torch.optim.AdamW(groups, lr=0.01)
 
 
@@ -69,7 +74,7 @@ def train(folder: str, shard: Any, num_epochs: int, fault: str = "", **options: 
     model, optimizer = loop.prepare(*make(), shard=shard)
     x = torch.arange(26) % 7
     loader = loop.loader(TensorDataset(x, (3 * x + 1) % 7), global_batch_size=5, shuffle=True)
-    write = shard_files.write_shards
+    write: Any = shard_files.write_shards
 
     def write_badly(*args: Any) -> Any:
         if fault == "limit":
@@ -83,12 +88,13 @@ def train(folder: str, shard: Any, num_epochs: int, fault: str = "", **options: 
         return written
 
     for epoch in loop.epochs(num_epochs):
-        shard_files.write_shards = write_badly if fault and epoch == 1 and loop.rank == 1 else write
+        is_faulty = fault and epoch == 1 and loop.rank == 1
+        setattr(shard_files, "write_shards", write_badly if is_faulty else write)  # noqa: B010
         for inputs, targets in loop.batches(loader):
             loop.backward(nn.functional.cross_entropy(model(inputs), targets))
             loop.step(optimizer)
         loop.save({"epoch": epoch})
-    shard_files.write_shards = write
+    setattr(shard_files, "write_shards", write)  # noqa: B010
     found = {"updates": loop.num_updates, "weights": full_state(model), "optimizer": full_state(optimizer)}
     return found if loop.rank == 0 else {}
 
@@ -207,24 +213,49 @@ def test_a_rank_that_is_killed_while_it_writes_leaves_the_checkpoint_before(
     assert not list(tmp_path.glob(".writing*"))
 
 
-def train_elsewhere(folder: Path, num_epochs: int, is_shared: bool) -> dict[str, Any]:
-    """Train with a URL, and a staging directory that all ranks share, or one for each."""
-    staging = folder / "staging" / ("all" if is_shared else os.environ["RANK"])
-    return train(f"file://{folder}/store", SMALL, num_epochs, staging_dir=staging, keep=1)
+def train_elsewhere(folder: Path, num_epochs: int, gathers: bool) -> dict[str, Any]:
+    """Train with a URL; `gathers`: as where ranks do not see the directory of rank 0."""
+    can_share = CollectiveCheckpoints.can_share
+    if gathers:
+        CollectiveCheckpoints.can_share = lambda self: False  # type: ignore[method-assign]
+    try:
+        return train(f"file://{folder}/store", SMALL, num_epochs, staging_dir=folder / "staging", keep=1)
+    finally:
+        CollectiveCheckpoints.can_share = can_share  # type: ignore[method-assign]
 
 
-def test_shards_are_uploaded_and_resumed_from_a_url(
-    tmp_path: Path, alone: dict[int, dict[str, Any]], capfd: pytest.CaptureFixture[str]
-) -> None:
-    """From a staging directory that ranks share; where they do not, rank 0 gathers, which is said once."""
-    launch(2, train_elsewhere, tmp_path, 1, True)
+def test_shards_are_uploaded_and_resumed_from_a_url(tmp_path: Path, alone: dict[int, dict[str, Any]]) -> None:
+    """With no local copy left, at another number of ranks; where rank 0 has to gather, it writes whole weights."""
+    launch(2, train_elsewhere, tmp_path, 1, False)
     assert (next((tmp_path / "store").glob("save-*")) / "__1_0.distcp").is_file()
     shutil.rmtree(tmp_path / "staging")
-    found = launch(3, train_elsewhere, tmp_path, 2, False)[0]
+    found = launch(3, train_elsewhere, tmp_path, 2, True)[0]
     assert_same(found, alone[2])
     (saved,) = (tmp_path / "store").glob("save-*")
     assert (saved / "model.safetensors").is_file()
     assert not (saved / ".metadata").exists()
+
+
+def share_or_not(folder: Path) -> list[bool]:
+    """Whether ranks can write into a directory of rank 0; then, by another user on rank 1, into one that is closed."""
+    group = init_group()
+    found = []
+    for name, is_closed in (("open", False), ("closed", True)):
+        (folder / name).mkdir(mode=0o700, exist_ok=True)
+        if is_closed and group.rank == 1:
+            os.seteuid(65534)
+        found.append(CollectiveCheckpoints(group, CheckpointDir(folder / name)).can_share())
+        os.seteuid(0)
+    return found
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_ranks_find_out_whether_all_can_write_where_rank_zero_does(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The same on all ranks; those that cannot are named."""
+    assert launch(2, share_or_not, tmp_path) == [[True, False]] * 2
     said = [line for line in capfd.readouterr().err.splitlines() if "gathers the whole state" in line]
     assert len(said) == 1
-    assert "ranks 1, 2 cannot write" in said[0]
+    assert "ranks 1 cannot write" in said[0]
+    assert not list(tmp_path.rglob(".probe*"))
