@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -25,10 +25,13 @@ from ddpilot.checkpoint.format import Checkpoint, StagedSave
 from ddpilot.checkpoint.host_copy import HostCopy
 from ddpilot.checkpoint.joint_write import RankWrite, collect
 from ddpilot.checkpoint.manifest import RunProgress
-from ddpilot.checkpoint.weights import match_weights, read_weights
+from ddpilot.checkpoint.weights import find_checkpoint, match_weights, read_weights
 from ddpilot.errors import CheckpointError, CorruptCheckpointError
 from ddpilot.group.device import capture_rng
 from ddpilot.group.protocol import GroupLike
+
+if TYPE_CHECKING:
+    from ddpilot.checkpoint.shard_files import ShardReader
 
 Value = TypeVar("Value")
 
@@ -117,9 +120,10 @@ class CollectiveCheckpoints:
             self._on_rank_zero(lambda: shutil.rmtree(probe, ignore_errors=True))
             self._can_share = not any(failures)
             if not self._can_share and self._group.is_rank_zero:
-                ranks = ", ".join(str(rank) for rank, failure in enumerate(failures) if failure)
+                named = [str(rank) for rank, failure in enumerate(failures) if failure]
+                ranks = f"rank{'s' * (len(named) > 1)} {', '.join(named)}"
                 self.folder.report(
-                    f"ranks {ranks} cannot write in {self.folder.path} of rank 0 ({next(filter(None, failures))}), so "
+                    f"{ranks} cannot write in {self.folder.path} of rank 0 ({next(filter(None, failures))}), so "
                     "rank 0 gathers the whole state for each checkpoint. Use a directory that all machines share."
                 )
         return self._can_share
@@ -237,19 +241,37 @@ class CollectiveCheckpoints:
         return cast(Value, value)
 
 
-def load_jointly(
+def load_jointly(model: nn.Module, path: str | os.PathLike[str], name: str, group: GroupLike) -> None:
+    """Run `load_weights` on all ranks, or on none if one fails. Collective. Raises its errors, on every rank."""
+    matched = on_all_ranks(group, lambda: match_weights(model, read_weights(path, name), source=os.fspath(path)))
+    model.load_state_dict(matched)
+
+
+def load_shards_jointly(
     model: nn.Module,
     path: str | os.PathLike[str],
     name: str,
     group: GroupLike,
-    load: Callable[[dict[str, Any]], object] | None = None,
+    load: Callable[[dict[str, Any]], object],
+    read: Callable[[nn.Module, str, dict[str, Any], ShardReader], object],
 ) -> None:
-    """Run `load_weights` on all ranks, or on none if one fails. Collective. Raises its errors, on every rank.
+    """Load weights into a model whose parameters are sharded, as `load_jointly` does.
 
-    `load`: loads a state_dict into `model` in place of its `load_state_dict`.
+    `load`: loads a whole state_dict. `read`: reads this rank's shards of a checkpoint that has shards.
     """
-    matched = on_all_ranks(group, lambda: match_weights(model, read_weights(path, name), source=os.fspath(path)))
-    (load or model.load_state_dict)(matched)
+
+    def match() -> tuple[dict[str, Any], ShardReader | None]:
+        found = find_checkpoint(path)
+        shards = None if found is None else found.shards()
+        outlined = {} if shards is None else shards.outlined_weights(name)
+        weights = outlined or (read_weights(path, name) if found is None else found.weights(name))
+        return match_weights(model, weights, source=os.fspath(path)), shards if outlined else None
+
+    matched, shards = on_all_ranks(group, match)
+    if shards is None:
+        load(matched)
+    else:
+        on_all_ranks(group, lambda: read(model, name, matched, shards))
 
 
 def on_all_ranks(group: GroupLike, call: Callable[[], Value]) -> Value:

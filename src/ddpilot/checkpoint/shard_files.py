@@ -118,6 +118,10 @@ class ShardReader:
                 found[path[len(prefix) :]] = torch.empty(about.size, dtype=about.properties.dtype, device="meta")
         return found
 
+    def outlined_weights(self, name: str) -> dict[str, torch.Tensor]:
+        """Return the outlines of the weights called `name`, by plain name; {} if none of them is in shards."""
+        return {path[0]: outline for path, outline in self.outlines(name).items() if len(path) == 1}
+
     def read_whole(self, *prefix: str) -> dict[TensorPath, torch.Tensor]:
         """Return each tensor below `prefix`, whole and on the CPU, by the rest of its path."""
         whole = {path: torch.empty_like(one, device="cpu") for path, one in self.outlines(*prefix).items()}

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddpilot.checkpoint.collective import load_jointly
+from ddpilot.checkpoint.collective import load_jointly, load_shards_jointly
 from ddpilot.data.loaders import make_loader, make_shard_loader, make_stream_loader, prepare_data_loader
 from ddpilot.data.map_loader import MapLoader
 from ddpilot.data.nested import to_device
@@ -65,7 +65,7 @@ from ddpilot.training.models.sharding import (
     shard_parameters,
 )
 from ddpilot.training.models.shards import clip, clip_values, total_norm
-from ddpilot.training.models.strategy import strategy_of
+from ddpilot.training.models.strategy import read_weights, strategy_of
 from ddpilot.training.notices import empty_epoch_error, locating, no_samples_error, user_line, warn_findings
 from ddpilot.training.options import CheckpointOptions, check_clipping, check_goal, check_numbers, naming_arguments
 from ddpilot.training.progress import Progress, WaitClock
@@ -916,8 +916,8 @@ class Loop:
             raise explain_out_of_memory(error, self.group, self._sharing, self._updates.batch) from error
         clear_gradients(optimizer)
         if self._prepared.has_sharded:
-            for model in self._prepared:
-                strategy_of(model).settle()
+            for prepared in self._prepared.models:
+                prepared.settle()
         self._updates.after_step(optimizer, own)
         if self._updates.batch is None:
             self._precision.settle(self._prepared.optimizers)
@@ -1152,6 +1152,6 @@ class Loop:
         self._checkpointer.wait()
         inner = getattr(model, "_orig_mod", model)
         if is_sharded(inner):
-            load_jointly(inner, path, name, self.group, strategy_of(inner).load_weights)
+            load_shards_jointly(inner, path, name, self.group, strategy_of(inner).load_weights, read_weights)
         else:
             load_jointly(model, path, name, self.group)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -190,11 +190,15 @@ def _alias(value: Any) -> Any:
     return _Alias.apply(value) if _is_view(value) else value  # type: ignore[no-untyped-call]
 
 
-def reshard(model: Any) -> None:
-    """Free the gathered parameters of the sharded `model`, if forward passes without backward have left some."""
-    for layer in model.modules():
-        if is_sharded(layer):
-            layer.reshard()
+def sharded_layers(model: nn.Module) -> list[Any]:
+    """Return the layers of `model` that are gathered one at a time, with `model` itself."""
+    return [layer for layer in model.modules() if is_sharded(layer)]
+
+
+def reshard(layers: Iterable[Any]) -> None:
+    """Free the gathered parameters of sharded `layers`, if forward passes without backward have left some."""
+    for layer in layers:
+        layer.reshard()
 
 
 def _inner_first(module: nn.Module, seen: set[nn.Module] | None = None) -> Iterator[nn.Module]:

@@ -31,7 +31,7 @@ from ddpilot.training.models.optimizers import (
 )
 from ddpilot.training.models.sharding import is_sharded
 from ddpilot.training.models.shards import is_shard
-from ddpilot.training.models.strategy import strategy_of
+from ddpilot.training.models.strategy import read_weights, strategy_of
 
 if TYPE_CHECKING:
     from ddpilot.checkpoint.shard_files import ShardReader
@@ -200,7 +200,7 @@ class TrackedState:
     ) -> None:
         for name, model in self._models():
             if shards is not None and is_sharded(_inner(model)):
-                _read_weights(name, _inner(model), matched[name], shards)
+                read_weights(_inner(model), name, matched[name], shards)
             else:
                 strategy_of(_inner(model)).load_weights(matched[name])
             if isinstance(model, AveragedModel):
@@ -250,10 +250,9 @@ class TrackedState:
         self, name: str, model: nn.Module, found: Checkpoint, state: Mapping[str, Any], shards: ShardReader | None
     ) -> dict[str, Any]:
         extra = {key: value for key, value in state["extra"][name].items() if key != "n_averaged"}
-        weights: Mapping[str, torch.Tensor] = {}
-        if shards is not None and is_sharded(_inner(model)):  # its shards are read into place
-            weights = {path[0]: outline for path, outline in shards.outlines(name).items() if len(path) == 1}
-        weights = weights or found.weights(name)
+        # The shards of a sharded model are read into place.
+        outlined = shards.outlined_weights(name) if shards is not None and is_sharded(_inner(model)) else {}
+        weights = outlined or found.weights(name)
         return match_weights(_inner(model), {**weights, **extra}, source=f"{name!r} of {found.path}")
 
     def _check_names(self, found: Checkpoint, state: Mapping[str, Any]) -> None:
@@ -309,16 +308,6 @@ def _split(model: nn.Module, *, keeps: bool, divided: bool) -> tuple[dict[str, t
     if isinstance(model, AveragedModel):
         extra["n_averaged"] = model.n_averaged
     return weights, extra
-
-
-def _read_weights(name: str, model: nn.Module, matched: Mapping[str, Any], shards: ShardReader) -> None:
-    """Read this rank's shards of the weights called `name` into `model`; load what is not among the shards."""
-    own = strategy_of(model).own_weights()
-    plain = plain_names(own)
-    is_read = {full for full, value in matched.items() if isinstance(value, torch.Tensor) and value.is_meta}
-    shards.read_into({(name, plain[full]): own[full] for full in is_read})
-    if rest := {full: value for full, value in matched.items() if full not in is_read}:
-        strategy_of(model).load_weights({**own, **rest})
 
 
 def _with_shards(name: str, optimizer: Optimizer, saved: Mapping[str, Any], shards: ShardReader) -> dict[str, Any]:

@@ -99,6 +99,15 @@ def train(folder: str, shard: Any, num_epochs: int, fault: str = "", **options: 
     return found if loop.rank == 0 else {}
 
 
+def load_sharded(folder: str) -> dict[str, Any]:
+    """Whole weights, on rank 0, of a new model into which `loop.load` has read the shards of a checkpoint."""
+    torch.set_default_dtype(torch.float64)
+    loop = Loop(seed=9, progress=False)
+    model = loop.prepare(Tied(), shard=SMALL)
+    loop.load(model, folder)
+    return full_state(model)
+
+
 def assert_same(found: Any, expected: Any) -> None:
     """Nested dicts and lists of tensors and numbers, to 1e-10; buffers count forward passes, which differ."""
     if isinstance(expected, dict):
@@ -143,6 +152,7 @@ def test_shards_of_three_ranks_go_on_at_any_number_in_ddp_and_offloaded(
         shutil.copytree(of_three, folder)
         found = launch(num_ranks, train, str(folder), shard, 2)[0]
         assert_same(found, alone[2])
+    assert_same(launch(2, load_sharded, str(of_three))[0], alone[1]["weights"])
 
 
 def load_in_torch(folder: Path, to: Path) -> list[Any]:
@@ -254,8 +264,8 @@ def test_ranks_find_out_whether_all_can_write_where_rank_zero_does(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The same on all ranks; those that cannot are named."""
-    assert launch(2, share_or_not, tmp_path) == [[True, False]] * 2
+    assert list(launch(2, share_or_not, tmp_path)) == [[True, False]] * 2
     said = [line for line in capfd.readouterr().err.splitlines() if "gathers the whole state" in line]
     assert len(said) == 1
-    assert "ranks 1 cannot write" in said[0]
+    assert "rank 1 cannot write" in said[0]
     assert not list(tmp_path.rglob(".probe*"))
