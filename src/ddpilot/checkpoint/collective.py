@@ -20,14 +20,14 @@ import torch
 from torch import nn
 
 from ddpilot.checkpoint.atomic_files import FileFacts
-from ddpilot.checkpoint.directory import CheckpointDir
+from ddpilot.checkpoint.directory import CheckpointDir, as_os_error
 from ddpilot.checkpoint.format import Checkpoint, StagedSave
 from ddpilot.checkpoint.host_copy import HostCopy
 from ddpilot.checkpoint.joint_write import RankWrite, collect
 from ddpilot.checkpoint.manifest import RunProgress
 from ddpilot.checkpoint.weights import find_checkpoint, match_weights, read_weights
 from ddpilot.errors import CheckpointError, CorruptCheckpointError
-from ddpilot.group.device import capture_rng
+from ddpilot.group.device import capture_rng, is_out_of_memory
 from ddpilot.group.protocol import GroupLike
 
 if TYPE_CHECKING:
@@ -79,25 +79,24 @@ class CollectiveCheckpoints:
             self._on_rank_zero(self.folder.wait)  # the copies that are written would be overwritten
             if self._writing is not None:
                 self._writing.result()
-        own: CheckpointError | tuple[dict[str, Any], Any]
+        own: CheckpointError | OSError | tuple[dict[str, Any], Any]
         copied: dict[str, torch.Tensor] = {}
         try:
             own = self._host_copy.take({RNG: capture_rng(self._group.device), **(part or {})}), None
             if shards:
-                from ddpilot.checkpoint.shard_files import local_shards, plan_own  # slow to import
+                from ddpilot.checkpoint.shard_files import join_plans, local_shards, plan_own  # slow to import
 
                 own = own[0], plan_own(shards)
                 copied = self._shard_copy.take(local_shards(shards))
         except Exception as error:  # noqa: BLE001  (whatever it is, all ranks raise it)
-            own = _as_checkpoint_error("copying this rank's part of a checkpoint", error, self._group)
-            own.rank = self._group.rank
+            own = self._explain_copy(error, may_continue=bool(shards))
         outcomes: list[Any] = self._group.all_gather_object(own) if self._group.world_size > 1 else [own]
         _raise_first(outcomes)
+        if self._note_failure(outcomes):
+            return
         parts, plans = map(list, zip(*outcomes, strict=True))
         staged = None
         if shards:
-            from ddpilot.checkpoint.shard_files import join_plans
-
             joined = join_plans(plans, self._group.rank)
             staged = self._stage(progress)
             if staged is None or not self._begin_shards(staged, joined, copied):
@@ -158,12 +157,10 @@ class CollectiveCheckpoints:
             if isinstance(staged, Path):
                 own = RankWrite(staged, self._group.rank)
         except OSError as error:
-            failure = OSError(error.errno, f"rank {self._group.rank}: {error.strerror}")
-        failed = next(filter(None, self._group.all_gather_object(failure)), None)
-        if failed is not None:
+            failure = self._with_rank(error)
+        if self._note_failure(self._group.all_gather_object(failure)):
             if isinstance(staged, StagedSave):
                 staged.remove()
-                self.folder.note_failure(failed)
             return False
         if isinstance(staged, StagedSave):
             folder, num_ranks = staged.path, self._group.world_size
@@ -179,6 +176,24 @@ class CollectiveCheckpoints:
         elif own is not None:
             self._writing = own.start(lambda: write_shards(staged, plan, copied))
         return True
+
+    def _note_failure(self, outcomes: Sequence[object]) -> bool:
+        """True if one of `outcomes` of the ranks is an OSError, which rank 0 reports: training continues."""
+        failed = next((one for one in outcomes if isinstance(one, OSError)), None)
+        if failed is not None and self._group.is_rank_zero:
+            self.folder.note_failure(failed)
+        return failed is not None
+
+    def _explain_copy(self, error: Exception, *, may_continue: bool) -> CheckpointError | OSError:
+        """Return an OSError if there was no memory for a copy and training may continue, else a CheckpointError."""
+        if may_continue and (isinstance(error, OSError) or is_out_of_memory(error)):
+            return self._with_rank(error if isinstance(error, OSError) else as_os_error(error))
+        made = _as_checkpoint_error("copying this rank's part of a checkpoint", error, self._group)
+        made.rank = self._group.rank
+        return made
+
+    def _with_rank(self, error: OSError) -> OSError:
+        return OSError(error.errno, f"rank {self._group.rank}: {error.strerror}")
 
     def wait(self) -> bool:
         """Wait until rank 0 has written. True, on every rank, if the last save is on disk. Collective."""

@@ -252,7 +252,7 @@ class CheckpointDir:
                 staged.remove()
             if not (isinstance(error, OSError) or is_out_of_memory(error)):
                 raise
-            self.note_failure(error if isinstance(error, OSError) else _as_os_error(error))
+            self.note_failure(error if isinstance(error, OSError) else as_os_error(error))
             return
         contents = Contents(progress=progress, metrics={n: float(v) for n, v in (metrics or {}).items()}, **copied)
         self._start(lambda: self._write(contents, staged))
@@ -524,7 +524,7 @@ def _close(reference: weakref.ref[CheckpointDir], remote: RemoteCheckpoints) -> 
         remote.close() if directory is None else directory.close()
 
 
-def _as_os_error(error: BaseException) -> OSError:
+def as_os_error(error: BaseException) -> OSError:
     """Convert torch's out-of-memory errors, also for pinned memory, to an OSError with ENOMEM."""
     text = next(iter(str(error).splitlines()), type(error).__name__)
     return OSError(errno.ENOMEM, f"{os.strerror(errno.ENOMEM)} ({text})")

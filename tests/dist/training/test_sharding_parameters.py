@@ -113,7 +113,11 @@ def train_with_sam(shard: Any) -> dict[str, Any]:
     loader = loop.loader(make_data("mlp", 14), global_batch_size=6, shuffle=True)
     for _ in range(2):
         for x, y in loop.batches(loader):
-            loop.step(optimizer, closure=lambda x=x, y=y: loop.backward(loss_fn(model(x), y)))
+
+            def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> None:
+                loop.backward(loss_fn(model(x), y))
+
+            loop.step(optimizer, closure=closure)
     return {"weights": copy.deepcopy(full_state(model))}
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import pickle
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ def write_file(path: Path, error: Exception | None = None) -> tuple[dict[str, Fi
 def test_collect_returns_what_each_rank_has_written_and_removes_its_notes(tmp_path: Path) -> None:
     """In the order of ranks; only their files are left."""
     for rank in (2, 1):
-        RankWrite(tmp_path, rank).start(lambda rank=rank: write_file(tmp_path / f"__{rank}_0.distcp")).result()
+        write = functools.partial(write_file, tmp_path / f"__{rank}_0.distcp")
+        RankWrite(tmp_path, rank).start(write).result()
     found = list(collect(tmp_path, 3, pickle.load))
     assert [files for files, _ in found] == [{f"__{rank}_0.distcp": FileFacts(6, "sum")} for rank in (1, 2)]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["__1_0.distcp", "__2_0.distcp"]
