@@ -41,7 +41,8 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 def local_parts(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return `local_part` of each of `tensors`."""
     # With gradients, or after detach(), to_local() is a dispatched operation, which costs 30 times as much.
-    return [one.to_local() if is_shard(one) else one for one in tensors]  # type: ignore[attr-defined]
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    return [one.to_local() if isinstance(one, kind) else one for one in tensors]
 
 
 def gather(value: Any, *, keeps: bool) -> Any:
