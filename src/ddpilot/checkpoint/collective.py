@@ -161,6 +161,8 @@ class CollectiveCheckpoints:
         if self._note_failure(self._group.all_gather_object(failure)):
             if isinstance(staged, StagedSave):
                 staged.remove()
+            if own is not None:
+                own.release()
             return False
         if isinstance(staged, StagedSave):
             folder, num_ranks = staged.path, self._group.world_size
@@ -207,8 +209,7 @@ class CollectiveCheckpoints:
         """Return the newest intact checkpoint, the same on every rank; None if there is none. Collective.
 
         Rank 0 verifies it; the other ranks check that they read the same one, which each node downloads once if it is
-        at a URL. Raises CheckpointError on every rank if
-        one of them cannot read it.
+        at a URL. Raises CheckpointError on every rank if one of them cannot read it.
         """
         chosen = self._on_rank_zero(self.folder.latest)
         if chosen is None:

@@ -207,7 +207,8 @@ class _Writer(FileSystemWriter):
     """Torch's writer of files, which here leaves the directory's name out of them: it is renamed."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, single_file_per_rank=True, sync_files=False)
+        # Nothing is copied ahead: that would use a device in a thread in which it was not chosen.
+        super().__init__(folder, single_file_per_rank=True, sync_files=False, per_thread_copy_ahead=0)
         self.fs = self.files = _Files()
 
     def storage_meta(self) -> None:
