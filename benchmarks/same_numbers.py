@@ -33,7 +33,7 @@ Key = tuple[str, bool, int]
 """Kind of model, shuffled, number of ranks."""
 
 LIBRARIES: dict[str, Callable[..., Learnt]] = {
-    "ddpilot": functools.partial(train_with_loop, shares=SHARES),
+    "ddpilot": functools.partial(train_with_loop, batch_split=SHARES),
     "Accelerate": train_with_accelerate,
     "Accelerate, closest": functools.partial(train_with_accelerate, is_closest=True),
     "Fabric": train_with_fabric,

@@ -52,13 +52,13 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def train_with_loop(
-    kind: str, num_epochs: int, shuffle: bool = True, shares: Mapping[int, list[float]] | None = None
+    kind: str, num_epochs: int, shuffle: bool = True, batch_split: Mapping[int, list[float]] | None = None
 ) -> Learnt:
-    """With `ddpilot.Loop`; `shares` by the number of ranks."""
+    """With `ddpilot.Loop`; `batch_split` by the number of ranks."""
     loop = Loop(seed=SEED, accumulate=ACCUMULATION)
     model, optimizer, scheduler = make_parts(kind)
     model, optimizer = loop.prepare(model, optimizer)
-    options = {"global_batch_size": GLOBAL_BATCH_SIZE, "shares": (shares or {}).get(loop.world_size)}
+    options = {"global_batch_size": GLOBAL_BATCH_SIZE, "batch_split": (batch_split or {}).get(loop.world_size)}
     loader = loop.loader(make_data(kind), shuffle=shuffle, **options)
     losses = []
     for _ in loop.epochs(num_epochs):

@@ -89,7 +89,14 @@ TASKS = (
         "Save and load checkpoints",
         "[Checkpoints](checkpoints.md)",
         (
-            *("CheckpointOptions", "load_weights", "load_into", "CheckpointDir", "CollectiveCheckpoints"),
+            *(
+                "CheckpointOptions",
+                "load_weights",
+                "load_into",
+                "merge_shards",
+                "CheckpointDir",
+                "CollectiveCheckpoints",
+            ),
             *("Checkpoint", "RunProgress"),
         ),
     ),

@@ -53,8 +53,8 @@ def train(epochs: int = 5, batch_size: int = 64) -> tuple[list[float], float]:
     model = build_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     model, optimizer = loop.prepare(model, optimizer)
-    train_loader = loop.shard(DataLoader(train_data, batch_size=batch_size, shuffle=True))
-    test_loader = loop.shard(DataLoader(test_data, batch_size=batch_size))
+    train_loader = loop.prepare_data_loader(DataLoader(train_data, batch_size=batch_size, shuffle=True))
+    test_loader = loop.prepare_data_loader(DataLoader(test_data, batch_size=batch_size))
     losses = []
     for epoch in loop.epochs(epochs):
         for images_BCHW, labels_B in loop.batches(train_loader):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ddpilot.checkpoint.directory import CheckpointDir
     from ddpilot.checkpoint.format import Checkpoint
     from ddpilot.checkpoint.manifest import RunProgress
-    from ddpilot.checkpoint.weights import load_into, load_weights
+    from ddpilot.checkpoint.weights import load_into, load_weights, merge_shards
     from ddpilot.data.options import LoaderOptions
     from ddpilot.data.shards.dataset import ShardedDataset
     from ddpilot.data.shards.files import JsonLinesShards, ParquetShards, WebDatasetShards
@@ -178,6 +178,7 @@ _HOMES = {
     "load_full_state": "ddpilot.training.models.optimizers",
     "load_into": "ddpilot.checkpoint.weights",
     "load_weights": "ddpilot.checkpoint.weights",
+    "merge_shards": "ddpilot.checkpoint.weights",
     "on_ranks": "ddpilot.group.decorators",
     "rank_zero_only": "ddpilot.group.decorators",
     "read_journal": "ddpilot.record.journal",
@@ -284,6 +285,7 @@ __all__ = [
     "load_full_state",
     "load_into",
     "load_weights",
+    "merge_shards",
     "on_ranks",
     "rank_zero_only",
     "read_journal",

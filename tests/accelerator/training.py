@@ -39,7 +39,7 @@ def flat(model: nn.Module) -> torch.Tensor:
 def train_kinds() -> dict[str, Any]:
     """An epoch of each kind of model in float64, with ragged batches, unequal shares, accumulation and clipping."""
     torch.set_default_dtype(torch.float64)
-    return {kind: to_host(dict(train_with_loop(kind, 1, shares=SHARES))) for kind in KINDS}
+    return {kind: to_host(dict(train_with_loop(kind, 1, batch_split=SHARES))) for kind in KINDS}
 
 
 def count_syncs(kind: str, num_steps: int, **options: Any) -> tuple[dict[str, int], float]:

@@ -46,7 +46,7 @@ with ddpilot.init_group("gloo") as group:
     model, optimizer = loop.prepare(model, torch.optim.Adam(model.parameters(), lr=0.01))
     generator = torch.Generator().manual_seed(0)
     data = TensorDataset(torch.rand(240, 8, generator=generator), torch.rand(240, 1, generator=generator))
-    loader = loop.shard(DataLoader(data, batch_size=12, shuffle=True))
+    loader = loop.prepare_data_loader(DataLoader(data, batch_size=12, shuffle=True))
     for epoch in loop.epochs(3):
         for x, y in loop.batches(loader):
             loss = torch.nn.functional.mse_loss(model(x), y)

@@ -33,7 +33,7 @@ with ddpilot.init_group("gloo"):
     model, optimizer = loop.prepare(model, torch.optim.Adam(model.parameters(), lr=0.01))
     generator = torch.Generator().manual_seed(0)
     data = TensorDataset(torch.rand(240, 8, generator=generator), torch.rand(240, 1, generator=generator))
-    loader = loop.shard(DataLoader(data, batch_size=12, shuffle=True))
+    loader = loop.prepare_data_loader(DataLoader(data, batch_size=12, shuffle=True))
     for epoch in loop.epochs(3):
         for x, y in loop.batches(loader):
             if loop.num_updates == fail_after and loop.rank == loop.world_size - 1:

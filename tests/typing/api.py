@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -96,7 +97,7 @@ def check_trainer(data: torch.utils.data.Dataset[torch.Tensor]) -> None:
     assert_type(trainer.evaluate(data), dict[str, Any])
     assert_type(trainer.history.epochs, list[dict[str, Any]])
     trainer.fit(data, ddp=ddpilot.DDPOptions(comm="bf16"), checkpoints=ddpilot.CheckpointOptions(keep=1))
-    trainer.fit(data, loader=ddpilot.LoaderOptions(global_batch_size=8, shares=[2, 1]))
+    trainer.fit(data, loader=ddpilot.LoaderOptions(global_batch_size=8, batch_split=[2, 1]))
     trainer.fit(ddpilot.JsonLinesShards("*.jsonl", transform=str), loader=ddpilot.LoaderOptions(num_lanes=8))
     trainer.fit(data, precision="bf16")  # type: ignore[call-arg]
     trainer.call("sample", 3, ranks="some")  # type: ignore[arg-type]
@@ -117,6 +118,7 @@ def check_parts(model: torch.nn.Module, optimizer: torch.optim.Optimizer, group:
     with ddpilot.CheckpointDir("folder", keep=2) as directory:
         assert_type(directory.latest(), ddpilot.Checkpoint | None)
         ddpilot.CollectiveCheckpoints(group, directory).save(ddpilot.RunProgress(step=1), weights={"model": {}})
+    assert_type(ddpilot.merge_shards("folder", "model.safetensors"), Path)
     ddpilot.load_into(model, {"weight": torch.ones(1)}, source="here")
     state = ddpilot.full_state(optimizer)
     assert_type(state, dict[str, Any])

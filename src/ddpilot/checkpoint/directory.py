@@ -34,6 +34,7 @@ from ddpilot.checkpoint.format import (
     STAGING_PREFIX,
     Checkpoint,
     Contents,
+    StagedSave,
     read_checkpoint,
     write_checkpoint,
 )
@@ -110,7 +111,7 @@ class CheckpointDir:
         self._keep = keep
         self._max_file_bytes = max_file_bytes
         self._monitor = None if best is None else Monitor.parse(best)
-        self._report = report
+        self.report = report
         self._host_copy = HostCopy()
         self._future: Future[None] | None = None
         self._notes: list[str] = []
@@ -148,7 +149,7 @@ class CheckpointDir:
                     fix="Training has not started. Choose a different `checkpoint_dir`, or remove that file.",
                 )
             renamed = self._rename_damaged(pointer)
-            self._report(
+            self.report(
                 f"`{pointer}` in {self.path} is damaged (it does not name a checkpoint) and was renamed to "
                 f"{renamed.name}; the checkpoints next to it are used without it"
             )
@@ -194,7 +195,7 @@ class CheckpointDir:
         except WriterTakenError as error:
             if not error.is_earlier_start:
                 raise
-            self._report(
+            self.report(
                 f"{error.owner} still holds {self.path}: it is an earlier start of this job, on a node that Slurm has "
                 "lost; this start writes there from now on"
             )
@@ -225,36 +226,59 @@ class CheckpointDir:
         state: Mapping[str, Any] | None = None,
         parts: Sequence[Mapping[str, Any]] = (),
         metrics: Mapping[str, float] | None = None,
+        staged: StagedSave | None = None,
     ) -> None:
         """Copy the state to CPU memory and write the copy in the background; waits for an earlier save first.
 
         `weights`: state dicts by model name, `{"model": model.state_dict()}`, also of wrapped models. `state`: further
         state dicts by name, equal on all ranks. `parts`: the state of each rank, one for each rank of
-        `progress.world_size`, or none. `metrics`: numbers to choose the best by. The checkpoint becomes `latest` once
-        it is completely on disk. Raises CheckpointError for values of an unsupported type, and if a different process
-        writes here.
+        `progress.world_size`, or none. `metrics`: numbers to choose the best by. `staged`: the result of `stage`, if
+        other ranks write, too. The checkpoint becomes `latest` once it is completely on disk. Raises CheckpointError
+        for values of an unsupported type, and if a different process writes here.
         """
+        if staged is None:
+            self._prepare_to_save()
+        try:
+            if len(parts) not in (0, progress.world_size):
+                raise CheckpointError(
+                    f"saving step {progress.step}",
+                    found=f"{len(parts)} parts for {progress.world_size} ranks",
+                    fix="Pass the part of every rank, in rank order.",
+                )
+            plain = {name: _plain(name, tensors) for name, tensors in weights.items()}
+            copied = self._host_copy.take({"weights": plain, "state": dict(state or {}), "parts": list(parts)})
+        except BaseException as error:
+            if staged is not None:
+                staged.remove()
+            if not (isinstance(error, OSError) or is_out_of_memory(error)):
+                raise
+            self.note_failure(error if isinstance(error, OSError) else as_os_error(error))
+            return
+        contents = Contents(progress=progress, metrics={n: float(v) for n, v in (metrics or {}).items()}, **copied)
+        self._start(lambda: self._write(contents, staged))
+
+    def stage(self, progress: RunProgress) -> StagedSave | None:
+        """Create a directory in which all ranks write their shards, for `save`; None if that failed, which is reported.
+
+        Waits for an earlier save first.
+        """
+        self._prepare_to_save()
+        try:
+            return StagedSave(self.path, self._next_name(progress.step))
+        except OSError as error:
+            self.note_failure(error)
+            return None
+
+    def note_failure(self, error: OSError) -> None:
+        """Report that a save has failed."""
+        self._is_saved = False
+        self._report_failure(error)
+
+    def _prepare_to_save(self) -> None:
         self.wait()
         self.claim()
         if self._remote is not None:
             self._remote.uploads.wait_for_room()
-        if len(parts) not in (0, progress.world_size):
-            raise CheckpointError(
-                f"saving step {progress.step}",
-                found=f"{len(parts)} parts for {progress.world_size} ranks",
-                fix="Pass the part of every rank, in rank order.",
-            )
-        plain = {name: _plain(name, tensors) for name, tensors in weights.items()}
-        try:
-            copied = self._host_copy.take({"weights": plain, "state": dict(state or {}), "parts": list(parts)})
-        except (OSError, RuntimeError, MemoryError) as error:
-            if not (isinstance(error, OSError) or is_out_of_memory(error)):
-                raise
-            self._is_saved = False
-            self._report_failure(error if isinstance(error, OSError) else _as_os_error(error))
-            return
-        contents = Contents(progress=progress, metrics={n: float(v) for n, v in (metrics or {}).items()}, **copied)
-        self._start(lambda: self._write(contents))
 
     def wait(self) -> bool:
         """Wait for pending writes and report failures. True if the last save is on disk; it may not be uploaded yet.
@@ -269,7 +293,7 @@ class CheckpointDir:
         elif failure is not None:
             raise CheckpointError("saving a checkpoint", found=f"{type(failure).__name__}: {failure}") from failure
         while self._notes:
-            self._report(self._notes.pop(0))
+            self.report(self._notes.pop(0))
         if self._remote is not None:
             self._remote.uploads.poll()
         return self._is_saved
@@ -338,7 +362,7 @@ class CheckpointDir:
         if pointed in candidates:
             candidates = candidates[candidates.index(pointed) :]
         elif pointed is not None:
-            self._report(f"`latest` in {self.path} names {pointed!r}, which does not exist")
+            self.report(f"`latest` in {self.path} names {pointed!r}, which does not exist")
         wrong: list[CorruptCheckpointError] = []
         for name in candidates:
             try:
@@ -347,7 +371,7 @@ class CheckpointDir:
                 wrong.append(error)
                 continue
             for skipped in wrong:
-                self._report(f"{skipped}. It was skipped; the checkpoint before it is used: {name}")
+                self.report(f"{skipped}. It was skipped; the checkpoint before it is used: {name}")
             return checkpoint
         if wrong or pointed is not None:
             raise CorruptCheckpointError(
@@ -389,15 +413,19 @@ class CheckpointDir:
         except (OSError, MemoryError) as error:
             self._notes.append(f"no memory for the copies of checkpoints, {num_bytes / 1e6:.1f} MB: {error}")
 
-    def _write(self, contents: Contents) -> None:
+    def _next_name(self, step: int) -> str:
+        """Return the name of the next checkpoint, after `step` updates, and delete what a killed process has left."""
         self.path.mkdir(parents=True, exist_ok=True)
         remove_stale(self.path, _STALE)
         names = self._local_names()
         number = 1 + int(names[0].split("-")[1]) if names else 1
         if self._remote is not None:
             number = max(number, self._remote.last_number + 1)
-        name = f"save-{number:06}-step-{contents.progress.step}"
-        written = write_checkpoint(self.path, name, contents, self._max_file_bytes)
+        return f"save-{number:06}-step-{step}"
+
+    def _write(self, contents: Contents, staged: StagedSave | None) -> None:
+        name = self._next_name(contents.progress.step) if staged is None else staged.name
+        written = write_checkpoint(self.path, name, contents, self._max_file_bytes, staged)
         try:
             replace_text(self.path / LATEST, f"{name}\n")
         except OSError:
@@ -457,7 +485,7 @@ class CheckpointDir:
         num = len(self._local_names())
         what = f"the file `.writer` in {self.path}" if num else f"{self.path}, or everything in it,"
         left = f"{num} checkpoint{'s are' if num > 1 else ' is'} left" if num else "no checkpoint is left"
-        self._report(f"{what} was deleted or moved while this job saves there: {left}. Training and saving continue")
+        self.report(f"{what} was deleted or moved while this job saves there: {left}. Training and saving continue")
         with suppress(OSError):  # otherwise the save reports the error
             self.path.mkdir(parents=True, exist_ok=True)
 
@@ -486,7 +514,7 @@ class CheckpointDir:
             last = self._pointed(LATEST)
         except OSError as error:
             last = f"`{LATEST}` cannot be read now ({error})"
-        self._report(render_failure(self.path, failure, last))
+        self.report(render_failure(self.path, failure, last))
 
 
 def _close(reference: weakref.ref[CheckpointDir], remote: RemoteCheckpoints) -> None:
@@ -496,7 +524,7 @@ def _close(reference: weakref.ref[CheckpointDir], remote: RemoteCheckpoints) -> 
         remote.close() if directory is None else directory.close()
 
 
-def _as_os_error(error: BaseException) -> OSError:
+def as_os_error(error: BaseException) -> OSError:
     """Convert torch's out-of-memory errors, also for pinned memory, to an OSError with ENOMEM."""
     text = next(iter(str(error).splitlines()), type(error).__name__)
     return OSError(errno.ENOMEM, f"{os.strerror(errno.ENOMEM)} ({text})")

@@ -8,15 +8,18 @@ import pickle
 import pickletools
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ddpilot.checkpoint.atomic_files import FileFacts, HashingFile, publish, read_facts, staging
+from ddpilot.checkpoint.joint_write import SHARDS_FILE, shard_owner
 from ddpilot.checkpoint.manifest import FILE_NAME, Manifest, RunProgress, now_and_here, parse_manifest
 from ddpilot.checkpoint.safetensors_file import (
     INDEX_SUFFIX,
@@ -26,6 +29,9 @@ from ddpilot.checkpoint.safetensors_file import (
     write_safetensors,
 )
 from ddpilot.errors import CheckpointError, CorruptCheckpointError
+
+if TYPE_CHECKING:
+    from ddpilot.checkpoint.shard_files import ShardReader
 
 STAGING_PREFIX = ".writing-"
 STATE_FILE = "state.pt"
@@ -49,6 +55,34 @@ class Contents:
     """The state of each rank, in rank order."""
 
 
+class StagedSave:
+    """A staging directory in `folder` for the checkpoint `name`, in which other ranks write, too.
+
+    As a context manager, which may be entered in a different thread: the block publishes the directory; it is removed
+    if the block raises. Raises OSError.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.name = name
+        self.write_shards: Callable[[], dict[str, FileFacts]] = dict
+        """Writes the shards of this rank into `path`, waits for those of the others, and returns all files' facts."""
+        self._staging = staging(folder, f"{STAGING_PREFIX}{name}-")
+        self.path = self._staging.__enter__()
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._staging.__exit__(kind, error, trace)
+
+    def remove(self) -> None:
+        """Remove the directory."""
+        with suppress(OSError), self:
+            raise OSError("the checkpoint was given up")
+
+
 def weights_file(name: str) -> str:
     """Return the file name of the weights called `name`, if they are in one file."""
     return f"{name}.safetensors"
@@ -64,19 +98,28 @@ def part_file(rank: int) -> str:
     return f"rank-{rank}.pt"
 
 
-def write_checkpoint(folder: Path, name: str, contents: Contents, max_file_bytes: int = MAX_FILE_BYTES) -> Path:
+def write_checkpoint(
+    folder: Path,
+    name: str,
+    contents: Contents,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    staged_save: StagedSave | None = None,
+) -> Path:
     """Write `contents` to the directory `name` in `folder` and return its path.
 
-    `max_file_bytes`: weights of a model with more bytes are split into several files, with an index. Raises OSError,
-    after removing all that was written. The caller ensures that `name` is new.
+    `max_file_bytes`: weights of a model with more bytes are split into several files, with an index. `staged_save`:
+    the staging directory, if there is one already. Raises OSError, after removing all that was written. The caller
+    ensures that `name` is new.
     """
-    with staging(folder, f"{STAGING_PREFIX}{name}-") as staged:
+    opened = staged_save or StagedSave(folder, name)
+    with opened as staged:
         files: dict[str, FileFacts] = {}
         for model, weights in contents.weights.items():
             files |= _write_weights(staged, model, weights, max_file_bytes)
         files[STATE_FILE] = _write(staged / STATE_FILE, _write_torch, dict(contents.state))
         for rank, part in enumerate(contents.parts):
             files[part_file(rank)] = _write(staged / part_file(rank), _write_torch, dict(part))
+        files |= opened.write_shards()
         manifest = Manifest(progress=contents.progress, metrics=dict(contents.metrics), files=files, **now_and_here())
         _write(staged / FILE_NAME, HashingFile.write, manifest.render().encode())
         return publish(staged, name)
@@ -134,6 +177,10 @@ class Checkpoint:
             return read_indexed(self.path / index_file(name))
         if weights_file(name) not in files:
             there = [match[1] for file in files if (match := _WEIGHTS.fullmatch(file))]
+            if (shards := self.shards()) is not None:
+                if whole := {path[0]: one for path, one in shards.read_whole(name).items() if len(path) == 1}:
+                    return whole
+                there += dict.fromkeys(path[0] for path in shards.outlines() if len(path) == 2)
             raise CheckpointError(
                 f"reading the weights {name!r} of {self.path}",
                 found=f"it has weights for {', '.join(map(repr, there)) or 'no model'}",
@@ -142,8 +189,29 @@ class Checkpoint:
         return read_safetensors(self.path / weights_file(name))
 
     def state(self) -> dict[str, Any]:
-        """Return the saved state dicts, by name, with tensors on the CPU. Executes no code in the file."""
+        """Return the saved state dicts, by name, with tensors on the CPU. Executes no code in the file.
+
+        The state of an optimizer whose parameters were sharded is whole.
+        """
+        state = self.state_without_shards()
+        shards = self.shards()
+        if shards is not None:
+            for name, saved in state.get("optimizers", {}).items():
+                for (_, number, key), whole in shards.read_whole(name).items():
+                    saved["state"].setdefault(int(number), {})[key] = whole
+        return state
+
+    def state_without_shards(self) -> dict[str, Any]:
+        """Return the saved state dicts as `state` does, without what is in shards."""
         return dict(read_torch(self.path / STATE_FILE))
+
+    def shards(self) -> ShardReader | None:
+        """Return what reads the shards that ranks have written; None if the checkpoint has none."""
+        if SHARDS_FILE not in self.manifest.files:
+            return None
+        from ddpilot.checkpoint.shard_files import ShardReader  # slow to import
+
+        return ShardReader(self.path)
 
     def part(self, rank: int) -> dict[str, Any] | None:
         """Return the state of rank `rank`; None if the run had no such rank. Executes no code in the file."""
@@ -174,16 +242,18 @@ def read_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
 def _compare(path: Path, name: str, facts: FileFacts, verify: bool) -> str:
     if Path(name).name != name:
         return f"{name!r} is outside of it"
+    owner = shard_owner(name)
+    what = name if owner is None else f"{name}, the shards of rank {owner},"
     try:
         num_bytes = (path / name).stat().st_size
         if num_bytes != facts.num_bytes:
-            return f"{name} has {num_bytes} bytes, not {facts.num_bytes}"
+            return f"{what} has {num_bytes} bytes, not {facts.num_bytes}"
         if verify and read_facts(path / name) != facts:
-            return f"{name} was changed: its checksum does not match"
+            return f"{what} was changed: its checksum does not match"
     except FileNotFoundError:
-        return f"{name} is missing"
+        return f"{what} is missing"
     except OSError as error:
-        return f"{name} cannot be read ({error})"
+        return f"{what} cannot be read ({error})"
     return ""
 
 

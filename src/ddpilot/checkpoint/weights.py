@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads weights into a model: all of them or none, onto the model's devices."""
+"""Loads weights into a model: all of them or none, onto the model's devices. Merges the shards of a checkpoint."""
 
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpilot.checkpoint.atomic_files import HashingFile
 from ddpilot.checkpoint.directory import BEST, LATEST, CheckpointDir
 from ddpilot.checkpoint.format import (
     CHECKPOINT_NAME,
+    Checkpoint,
     index_file,
     is_safetensors,
     read_checkpoint,
@@ -23,7 +26,7 @@ from ddpilot.checkpoint.format import (
 )
 from ddpilot.checkpoint.manifest import FILE_NAME
 from ddpilot.checkpoint.remote.store import clean_url, is_url, without_password
-from ddpilot.checkpoint.safetensors_file import INDEX_SUFFIX, plain_names
+from ddpilot.checkpoint.safetensors_file import INDEX_SUFFIX, plain_names, write_safetensors
 from ddpilot.errors import CheckpointError, MismatchedCheckpointError
 
 _NESTED = ("state_dict", "model_state_dict", "model")
@@ -97,17 +100,10 @@ def class_name(model: Any) -> str:
 
 def read_weights(path: str | os.PathLike[str], name: str = "model") -> Mapping[str, torch.Tensor]:
     """Return the weights that `load_weights` would load, on the CPU. Raises its errors about the file."""
-    if is_url(path):
-        return _read_remote(clean_url(str(path)), name)
+    found = find_checkpoint(path)
+    if found is not None:
+        return found.weights(name)
     path = Path(path).expanduser()
-    if path.name in (LATEST, BEST) and path.is_file():
-        path = path.parent / path.read_text(encoding="utf-8", errors="replace").strip()
-    if (path / FILE_NAME).exists():
-        return read_checkpoint(path).weights(name)
-    if (path / LATEST).exists():
-        latest = CheckpointDir(path).latest()
-        if latest is not None:
-            return latest.weights(name)
     if path.name.endswith(INDEX_SUFFIX):
         return read_indexed(path)
     if (path / index_file(name)).is_file():
@@ -123,7 +119,61 @@ def read_weights(path: str | os.PathLike[str], name: str = "model") -> Mapping[s
     return _find_state_dict(read_torch(path), path)
 
 
-def _read_remote(url: str, name: str) -> Mapping[str, torch.Tensor]:
+def find_checkpoint(path: str | os.PathLike[str]) -> Checkpoint | None:
+    """Return the checkpoint at `path`, verified: one, or the latest of a directory, or the best of "directory/best".
+
+    None if `path` is none of these. Raises CheckpointError if a URL has no checkpoint.
+    """
+    if is_url(path):
+        return _find_remote(clean_url(str(path)))
+    path = Path(path).expanduser()
+    if path.name in (LATEST, BEST) and path.is_file():
+        path = path.parent / path.read_text(encoding="utf-8", errors="replace").strip()
+    if (path / FILE_NAME).exists():
+        return read_checkpoint(path)
+    return CheckpointDir(path).latest() if (path / LATEST).exists() else None
+
+
+def merge_shards(path: str | os.PathLike[str], to: str | os.PathLike[str], *, name: str = "model") -> Path:
+    """Write one file with the whole state of a checkpoint whose parameters were sharded; return its path.
+
+    `path`: a checkpoint, or a directory of checkpoints (the latest; append "/best" for the best), also at a URL. `to`:
+    a file that does not exist: "model.safetensors" gets the weights called `name`, any other name a dict for
+    `torch.load(to, weights_only=True)`, with the state_dict of each model and each optimizer under its name. For plain
+    PyTorch and other libraries: `Loop` and `load_weights` read any checkpoint as it is. Run it in one process, which
+    holds the whole state. Checkpoints without shards are written alike.
+
+    Raises CheckpointError if there is no checkpoint or `to` exists, and CorruptCheckpointError.
+    """
+    found, to = find_checkpoint(path), Path(to).expanduser()
+    did = f"merging the shards of {path}"
+    if found is None:
+        raise CheckpointError(did, found="it is not a checkpoint", fix="Pass the `checkpoint_dir` of a run.")
+    if to.exists():
+        raise CheckpointError(did, found=f"{to} exists", fix="Remove it, or choose a different name.")
+    new = to.with_name(f".{to.name}.{secrets.token_hex(4)}.new")
+    try:
+        with HashingFile(new) as sink:
+            if to.suffix == ".safetensors":
+                write_safetensors(sink, found.weights(name))
+            else:
+                torch.save(_whole_state(found), cast(IO[bytes], sink))
+        os.rename(new, to)
+    except OSError as error:
+        fix = "Choose a different `to`, or free some space."
+        raise CheckpointError(did, found=f"{to} cannot be written ({error})", fix=fix) from error
+    finally:
+        new.unlink(missing_ok=True)
+    return to
+
+
+def _whole_state(found: Checkpoint) -> dict[str, Any]:
+    state = found.state()
+    models = {name: {**found.weights(name), **extra} for name, extra in state["extra"].items()}
+    return {**models, **state["optimizers"]}
+
+
+def _find_remote(url: str) -> Checkpoint:
     folder, _, last = url.rpartition("/")
     if last == LATEST:
         found = CheckpointDir(folder).latest()
@@ -139,7 +189,7 @@ def _read_remote(url: str, name: str) -> Mapping[str, torch.Tensor]:
             found="there are no checkpoints",
             fix="Pass the URL of a directory of checkpoints or of one of them; download other files first.",
         )
-    return found.weights(name)
+    return found
 
 
 def _find_state_dict(loaded: Mapping[str, Any], path: Path) -> Mapping[str, torch.Tensor]:

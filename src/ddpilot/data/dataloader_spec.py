@@ -25,7 +25,7 @@ from ddpilot.data.global_batches import Division, Epoch, digest, draw_permutatio
 from ddpilot.data.sample_seeds import mix_seed, random_kept, seed_random
 from ddpilot.errors import DataError
 
-_DID = "sharding a DataLoader"
+_DID = "preparing a DataLoader"
 
 
 @dataclass(frozen=True)

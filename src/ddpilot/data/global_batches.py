@@ -27,10 +27,10 @@ class Division:
     edges: tuple[int, ...]
 
     @classmethod
-    def of(cls, world_size: int, shares: Sequence[float] | None = None) -> Division:
-        """Divide in proportion to `shares`, one number above 0 per rank; None: as evenly as possible."""
+    def of(cls, world_size: int, batch_split: Sequence[float] | None = None) -> Division:
+        """Divide in proportion to `batch_split`, one number above 0 per rank; None: as evenly as possible."""
         # Integers throughout, so that rounding cannot differ between the ranks of a job.
-        parts = [Fraction(1)] * world_size if shares is None else [Fraction(share) for share in shares]
+        parts = [Fraction(1)] * world_size if batch_split is None else [Fraction(share) for share in batch_split]
         scale = lcm(*(part.denominator for part in parts))
         sizes = [int(part * scale) for part in parts]
         return cls(tuple(accumulate((size // gcd(*sizes) for size in sizes), initial=0)))
@@ -120,7 +120,7 @@ class Plan:
     drop_last: bool = False
     """True if a last batch that is smaller than `global_batch_size` is dropped, on all ranks."""
 
-    shares: Sequence[float] | None = None
+    batch_split: Sequence[float] | None = None
     """Proportions of each batch that ranks take, one number above 0 per rank: [2, 1] is twice as much for rank 0."""
 
     weights: Sequence[float] | NDArray[np.float64] | None = None
@@ -144,8 +144,8 @@ class Plan:
         if self.weights is not None:
             weights = check_weights(self.weights, self.num_samples, self.epoch_size, self.replacement)
             object.__setattr__(self, "weights", weights)
-        if self.shares is not None:
-            object.__setattr__(self, "shares", tuple(float(share) for share in self.shares))
+        if self.batch_split is not None:
+            object.__setattr__(self, "batch_split", tuple(float(share) for share in self.batch_split))
         self._check_not_empty()
         if not self.empty_ranks:
             self._check_pieces()
@@ -192,7 +192,7 @@ class Plan:
 
     @cached_property
     def batches_fingerprint(self) -> str:
-        """A hash of what determines the global batches, the same at any world size and with any `shares`."""
+        """A hash of what determines the global batches, the same at any world size and with any `batch_split`."""
         sizes = (self.num_samples, self.global_batch_size, self.num_draws)
         flags = (self.seed, self.shuffle, self.drop_last, self.replacement)
         return digest(*sizes, *flags, self.weights, None if self.sampler is None else self.order(0))
@@ -206,7 +206,7 @@ class Plan:
     @cached_property
     def division(self) -> Division:
         """How each batch is divided among the ranks."""
-        return Division.of(self.world_size, self.shares)
+        return Division.of(self.world_size, self.batch_split)
 
     def _check_order(self, order: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
         bad = order[(order < 0) | (order >= self.num_samples)][:1].tolist()
@@ -231,10 +231,12 @@ class Plan:
                 found=f"`num_draws` is {self.num_draws}, without `weights`",
                 fix="Give `weights`, all 1 for equal probabilities.",
             )
-        if self.shares is not None and (
-            len(self.shares) != self.world_size or not all(0 < share < float("inf") for share in self.shares)
+        if self.batch_split is not None and (
+            len(self.batch_split) != self.world_size or not all(0 < share < float("inf") for share in self.batch_split)
         ):
-            raise DataError(did, found=f"`shares` is {list(self.shares)}", fix="Give one number above 0 for each rank.")
+            raise DataError(
+                did, found=f"`batch_split` is {list(self.batch_split)}", fix="Give one number above 0 for each rank."
+            )
 
     def _check_pieces(self) -> None:
         size = self.global_batch_size
@@ -246,7 +248,7 @@ class Plan:
                 fix=f"Use a `global_batch_size` of at least {self.world_size}, `batch_size_per_rank`, or fewer ranks.",
             )
         if 0 in (sizes := self.division.sizes(size)):
-            found = f"with `shares={list(self.shares or ())}` rank {sizes.index(0)} would never have a sample"
+            found = f"with `batch_split={list(self.batch_split or ())}` rank {sizes.index(0)} would never have a sample"
             raise DataError(did, found=found, fix="Increase its share or the `global_batch_size`.")
 
     def _check_not_empty(self) -> None:

@@ -19,7 +19,7 @@ from ddpilot.data.dataloader_spec import (
 )
 from ddpilot.data.global_batches import Division, Plan
 from ddpilot.data.map_loader import MapLoader
-from ddpilot.data.options import WORKER_OPTIONS, LoaderOptions, check_batch_size, read_options, read_shard_options
+from ddpilot.data.options import WORKER_OPTIONS, LoaderOptions, check_batch_size, read_data_loader_options, read_options
 from ddpilot.data.shards.dataset import count_shards
 from ddpilot.data.shards.loader import ShardLoader
 from ddpilot.data.shards.order import ShardPlan
@@ -37,12 +37,12 @@ def make_loader(dataset: Any, *, rank: int, world_size: int, **options: Any) -> 
     given = read_options(options, rank, is_stream=False)
     plan = Plan(
         len(dataset),
-        resolve_global_size(given.global_batch_size, given.batch_size_per_rank, world_size, given.shares, rank),
+        resolve_global_size(given.global_batch_size, given.batch_size_per_rank, world_size, given.batch_split, rank),
         world_size=world_size,
         seed=given.seed or 0,
         shuffle=bool(given.shuffle),
         drop_last=given.drop_last,
-        shares=given.shares,
+        batch_split=given.batch_split,
         weights=given.weights,
         num_draws=given.num_draws,
         replacement=given.replacement,
@@ -72,7 +72,7 @@ def _refuse_no_samples(dataset: Any, rank: int) -> None:
     if is_stream:
         fix = "For an iterable dataset, use `make_stream_loader`."
     elif isinstance(dataset, DataLoader):
-        fix = "Give its dataset, or the DataLoader itself to loop.shard()."
+        fix = "Give its dataset, or the DataLoader itself to loop.prepare_data_loader()."
     raise DataError("making a loader", found=f"{type(dataset).__name__} {what}", fix=fix, rank=rank)
 
 
@@ -133,8 +133,8 @@ def make_shard_loader(dataset: Any, *, rank: int, world_size: int, **options: An
 
 def _divide(given: LoaderOptions, world_size: int, rank: int) -> tuple[int, Division]:
     """Return the global batch size of a stream and its division among ranks; raises for what any `Plan` rejects."""
-    size = resolve_global_size(given.global_batch_size, given.batch_size_per_rank, world_size, given.shares, rank)
-    plan = Plan(size, size, world_size=world_size, shares=given.shares, empty_ranks=given.empty_ranks)
+    size = resolve_global_size(given.global_batch_size, given.batch_size_per_rank, world_size, given.batch_split, rank)
+    plan = Plan(size, size, world_size=world_size, batch_split=given.batch_split, empty_ranks=given.empty_ranks)
     return size, plan.division
 
 
@@ -142,7 +142,7 @@ def resolve_global_size(
     global_batch_size: int | None,
     batch_size_per_rank: int | None,
     world_size: int,
-    shares: Sequence[float] | None,
+    batch_split: Sequence[float] | None,
     rank: int,
 ) -> int:
     """Return the number of samples per batch on all ranks. Raises `DataError` unless exactly one of them is given."""
@@ -161,17 +161,17 @@ def resolve_global_size(
     check_batch_size("batch_size_per_rank", batch_size_per_rank, rank)
     if batch_size_per_rank is None:
         return global_batch_size or 0
-    if shares is not None:
+    if batch_split is not None:
         raise DataError(
             did,
-            found=f"`batch_size_per_rank={batch_size_per_rank}` with unequal `shares`",
+            found=f"`batch_size_per_rank={batch_size_per_rank}` with unequal `batch_split`",
             fix="Give `global_batch_size`, of which each rank takes its share.",
             rank=rank,
         )
     return batch_size_per_rank * world_size
 
 
-def shard_loader(
+def prepare_data_loader(
     loader: DataLoader[Any], *, rank: int, world_size: int, say: Callable[[str], None] | None = None, **options: Any
 ) -> MapLoader | StreamLoader:
     """Return the loader of `rank` that does what the torch `loader` does in one process. Not collective.
@@ -183,12 +183,12 @@ def shard_loader(
     batches. A DistributedSampler is replaced, and its loader's batch size taken as that of a rank. Other samplers that
     divide samples among ranks are used unchanged; `is_joint` is then True.
 
-    `options`: `batch_size_per_rank`, and of `LoaderOptions` also `shares`, `seed`, `divides_itself`, `seed_samples` and
-    `empty_ranks`. `say` is called once, on rank 0 of several ranks, with the resulting batch sizes. Raises `DataError`
-    if the loader cannot be divided exactly, and for other `options`.
+    `options`: `batch_size_per_rank`, and of `LoaderOptions` also `batch_split`, `seed`, `divides_itself`,
+    `seed_samples` and `empty_ranks`. `say` is called once, on rank 0 of several ranks, with the resulting batch sizes.
+    Raises `DataError` if the loader cannot be divided exactly, and for other `options`.
     """
     refuse_other_loaders(loader)
-    given = read_shard_options(options, rank)
+    given = read_data_loader_options(options, rank)
     refuse_whole_batches(loader)
     report = say if say is not None and rank == 0 and world_size > 1 else _ignore
     job = _Job(rank, world_size, given, report)
@@ -218,11 +218,11 @@ class _Job(NamedTuple):
     def global_size(self, batch_size: int, is_per_rank: bool) -> int:
         """Return the global batch size for the loader's `batch_size`."""
         of_all, of_each = (None, batch_size) if is_per_rank else (batch_size, None)
-        return resolve_global_size(of_all, of_each, self.world_size, self.options.shares, self.rank)
+        return resolve_global_size(of_all, of_each, self.world_size, self.options.batch_split, self.rank)
 
     def report_size(self, size: int, batch_size: int, is_per_rank: bool) -> None:
         """Report the loader's batch size, per rank and global, once it is known to be divisible."""
-        counts = sorted({*Division.of(self.world_size, self.options.shares).sizes(size)})
+        counts = sorted({*Division.of(self.world_size, self.options.batch_split).sizes(size)})
         each = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
         meaning = "each rank's" if is_per_rank else "that of all ranks together"
         self.report(
@@ -242,7 +242,7 @@ def _shard_stream(loader: DataLoader[Any], job: _Job) -> StreamLoader:
         global_batch_size=size,
         seed=read_seed(loader, given.seed or 0),
         drop_last=loader.drop_last,
-        shares=given.shares,
+        batch_split=given.batch_split,
         divides_itself=given.divides_itself,
         collate_fn=loader.collate_fn,
         seed_samples=given.seed_samples,
@@ -262,7 +262,7 @@ def _plan_samples(loader: DataLoader[Any], job: _Job, spec: DataLoaderSpec) -> P
         world_size=job.world_size,
         seed=spec.seed,
         drop_last=spec.drop_last,
-        shares=job.options.shares,
+        batch_split=job.options.batch_split,
         empty_ranks=job.options.empty_ranks,
         **spec.plan,
     )
@@ -271,9 +271,9 @@ def _plan_samples(loader: DataLoader[Any], job: _Job, spec: DataLoaderSpec) -> P
 
 
 def _plan_batches(job: _Job, spec: DataLoaderSpec) -> BatchSamplerOrder:
-    if job.options.shares is not None:
-        found = f"`shares={list(job.options.shares)}` with batches of its own sampler"
-        raise DataError("sharding a DataLoader", found=found, fix="Leave `shares` out.", rank=job.rank)
+    if job.options.batch_split is not None:
+        found = f"`batch_split={list(job.options.batch_split)}` with batches of its own sampler"
+        raise DataError("preparing a DataLoader", found=found, fix="Leave `batch_split` out.", rank=job.rank)
     division = f"each taken as one of all {job.world_size} ranks together"
     if spec.are_divided:
         division = "which already divides among ranks: each rank takes its own batches unchanged"

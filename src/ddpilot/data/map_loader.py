@@ -17,7 +17,7 @@ from ddpilot.errors import DataError
 
 
 class MapLoader:
-    """A rank's pieces of the global batches of a dataset; created by `make_loader` or `shard_loader`.
+    """A rank's pieces of the global batches of a dataset; created by `make_loader` or `prepare_data_loader`.
 
     Nothing in it is collective: the samples of a rank follow from its number. `len()` is the number of batches in an
     epoch. `plan`: a `Plan`, or the user's own batches. `is_joint`: False if every rank has the same number of batches

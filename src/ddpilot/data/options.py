@@ -27,7 +27,8 @@ class LoaderOptions:
     global_batch_size: int | None = None
     """Samples of all ranks together in a batch, with the same results at any world size; or `batch_size_per_rank`."""
     batch_size_per_rank: int | None = None
-    """Samples of each rank in a batch; in `Loop.shard`, True if the DataLoader's `batch_size` is that of each rank."""
+    """Samples of each rank in a batch; in `Loop.prepare_data_loader`, True if the DataLoader's `batch_size` is that of
+    each rank."""
     shuffle: bool | None = None
     """True: a different order in each epoch; None: False, in a fit its `shuffle`. Not for iterable datasets. With a
     dataset of shards, the shards are in a different order, and `shuffle_buffer` samples of a shard are permuted."""
@@ -39,7 +40,7 @@ class LoaderOptions:
     on it. At least the number of ranks times that of workers, so that each shard is read by one of them only."""
     drop_last: bool = False
     """True: leave out a last batch that is smaller, on all ranks alike."""
-    shares: Sequence[float] | None = None
+    batch_split: Sequence[float] | None = None
     """The part of each batch that a rank takes, such as [2, 1]; None: equal parts."""
     weights: Sequence[float] | NDArray[np.float64] | None = None
     """A weight for each sample: an epoch is `num_draws` draws by weight; None: each sample once. Map-style only."""
@@ -57,7 +58,8 @@ class LoaderOptions:
     position), and the ranks compare its first samples. False: nothing is seeded, and a dataset's `__getitems__` is used
     if it has one."""
     empty_ranks: bool = False
-    """True: a batch may have fewer samples than there are ranks. For iterable datasets and `Loop.shard`."""
+    """True: a batch may have fewer samples than there are ranks. For iterable datasets and
+    `Loop.prepare_data_loader`."""
     divides_itself: bool = False
     """True: an iterable dataset reads `torch.utils.data.get_worker_info()` and yields that part only. It then sees
     rank x `num_workers` parts, so that nothing is read twice; ranks may have different numbers of batches, and the
@@ -76,15 +78,15 @@ class LoaderOptions:
 _NAMES = tuple(field.name for field in fields(LoaderOptions))
 WORKER_OPTIONS = _NAMES[_NAMES.index("num_workers") :]
 """Options that are passed to torch's DataLoader."""
-SHARD_OPTIONS = ("batch_size_per_rank", "shares", "divides_itself", "seed_samples", "empty_ranks", "seed")
+DATA_LOADER_OPTIONS = ("batch_size_per_rank", "batch_split", "divides_itself", "seed_samples", "empty_ranks", "seed")
 _OF_MAPS = ("shuffle", "weights", "num_draws", "replacement")
 _OF_STREAMS = ("divides_itself", "empty_ranks")
 _OF_SHARDS = ("shuffle_buffer", "num_lanes")
 
 _INSTEAD = {
     "batch_size": "Give `global_batch_size`, the samples of all ranks together, or `batch_size_per_rank`.",
-    "sampler": "Give `weights`, or a DataLoader that has the sampler to loop.shard().",
-    "batch_sampler": "Give a DataLoader that has it to loop.shard().",
+    "sampler": "Give `weights`, or a DataLoader that has the sampler to loop.prepare_data_loader().",
+    "batch_sampler": "Give a DataLoader that has it to loop.prepare_data_loader().",
     "generator": "Give `seed`, which determines the order on every rank.",
     "in_order": "Leave it out: batches are always in order.",
 }
@@ -137,17 +139,17 @@ def read_options(
     return LoaderOptions(**options)
 
 
-def read_shard_options(options: Mapping[str, Any], rank: int) -> LoaderOptions:
-    """Return the options of `shard_loader`. Raises `DataError` for others."""
+def read_data_loader_options(options: Mapping[str, Any], rank: int) -> LoaderOptions:
+    """Return the options of `prepare_data_loader`. Raises `DataError` for others."""
     for name, value in options.items():
-        if name in SHARD_OPTIONS:
+        if name in DATA_LOADER_OPTIONS:
             continue
-        fix = _guess(name, SHARD_OPTIONS)
+        fix = _guess(name, DATA_LOADER_OPTIONS)
         if name in {"global_batch_size", "batch_size"}:
             fix = "The DataLoader's `batch_size` is that of all ranks; with `batch_size_per_rank=True`, of each."
         elif name in {*_NAMES, *_INSTEAD}:
             fix = "Pass it to the DataLoader, or give its dataset to loop.loader()."
-        raise DataError("sharding a DataLoader", found=f"`{name}={value!r}`", fix=fix, rank=rank)
+        raise DataError("preparing a DataLoader", found=f"`{name}={value!r}`", fix=fix, rank=rank)
     return LoaderOptions(**options)
 
 

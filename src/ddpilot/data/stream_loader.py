@@ -188,7 +188,9 @@ class StreamReader(Dataset[Any]):
 
 
 class StreamLoader:
-    """A rank's pieces of the global batches of an iterable dataset; created by `make_stream_loader` or `shard_loader`.
+    """A rank's pieces of the global batches of an iterable dataset.
+
+    Created by `make_stream_loader` or `prepare_data_loader`.
 
     Nothing in it is collective. `is_joint`: False if every worker of every rank reads the same stream; then the batches
     are the same at any world size, and all ranks see its end. True if the dataset divides itself; then `iterate` is

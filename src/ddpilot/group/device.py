@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -297,8 +297,19 @@ def move(model: torch.nn.Module, device: torch.device) -> None:
         future.set_swap_module_params_on_conversion(swaps)
 
 
-def fork_rng(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
-    """Restore the random states of the CPU and of `devices` at the end of the context."""
+@contextmanager
+def fork_rng(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Restore the random states of `random`, NumPy, and torch on the CPU and `devices` at the end of the context."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with _fork_torch_rng(devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def _fork_torch_rng(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
     behind = {device for device in devices if runs_behind(device)}
     kinds = {device.type for device in behind}
     if not kinds:

@@ -608,7 +608,7 @@ def make_loader_of(data: Any, loop: Loop, options: Mapping[str, Any]) -> Loader:
         made: Loader = data
         return made
     if isinstance(data, DataLoader):
-        return loop.shard(data, **_options_of_loader(data, options))
+        return loop.prepare_data_loader(data, **_options_of_loader(data, options))
     is_stream = isinstance(data, IterableDataset) and not is_dataset_of_shards(data)
     return loop.loader(data, **{name: one for name, one in options.items() if not is_stream or name != "shuffle"})
 
@@ -618,7 +618,7 @@ def _options_of_loader(data: DataLoader[Any], options: Mapping[str, Any]) -> dic
     for name, size in given.items():
         if size != data.batch_size:
             raise LoopError(
-                "sharding a DataLoader",
+                "preparing a DataLoader",
                 found=f"`{name}={size}`, and the loader has `batch_size={data.batch_size}`",
                 fix=f"Leave `{name}` out, or give the dataset instead of the loader.",
             )

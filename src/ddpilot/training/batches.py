@@ -187,7 +187,7 @@ def _check_agreement(loader: Loader, group: GroupLike) -> None:
         raise DataError(
             "beginning an epoch",
             found=f"ranks {', '.join(map(str, odd))} would read different batches than rank 0",
-            fix="Pass every rank a dataset of the same length, and the same sizes, shares, weights and seed.",
+            fix="Pass every rank a dataset of the same length, and the same sizes, `batch_split`, weights and seed.",
             rank=odd[0],
         )
 
@@ -200,7 +200,7 @@ def check_loader(loader: Any) -> None:
     raise LoopError(
         "beginning an epoch",
         found=f"a {type(loader).__name__}" + (", which every rank would read as a whole" if is_torchs else ""),
-        fix=f"Pass {'loop.shard(loader) or ' * is_torchs}loop.loader(dataset, global_batch_size=...).",
+        fix=f"Pass {'loop.prepare_data_loader(loader) or ' * is_torchs}loop.loader(dataset, global_batch_size=...).",
     )
 
 

@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, IterableDataset
 
-from ddpilot.checkpoint.collective import load_jointly
-from ddpilot.data.loaders import make_loader, make_shard_loader, make_stream_loader, shard_loader
+from ddpilot.checkpoint.collective import load_jointly, load_shards_jointly
+from ddpilot.data.loaders import make_loader, make_shard_loader, make_stream_loader, prepare_data_loader
 from ddpilot.data.map_loader import MapLoader
 from ddpilot.data.nested import to_device
 from ddpilot.data.options import naming_rank
@@ -65,7 +65,7 @@ from ddpilot.training.models.sharding import (
     shard_parameters,
 )
 from ddpilot.training.models.shards import clip, clip_values, total_norm
-from ddpilot.training.models.strategy import strategy_of
+from ddpilot.training.models.strategy import read_weights, strategy_of
 from ddpilot.training.notices import empty_epoch_error, locating, no_samples_error, user_line, warn_findings
 from ddpilot.training.options import CheckpointOptions, check_clipping, check_goal, check_numbers, naming_arguments
 from ddpilot.training.progress import Progress, WaitClock
@@ -525,7 +525,7 @@ class Loop:
 
         For averaged weights, whose statistics are not those of any model that was trained; as torch's `update_bn`, with
         the batches of all ranks: the same statistics at any number of ranks. The model runs in train mode without
-        gradients. `max_batches`: at most these many. `forward`: as for `predict`. Torch's random state is restored.
+        gradients. `max_batches`: at most these many. `forward`: as for `predict`. Random states are restored.
         Raises LoopError for a batch with a single value per channel, and for a model whose parameters are sharded.
         """
         self._join()
@@ -557,14 +557,14 @@ class Loop:
         """Return a loader of this rank's samples of `dataset`, map-style, iterable or of shards; not collective.
 
         `options`: `global_batch_size` (samples of all ranks) or `batch_size_per_rank`, `shuffle`, `drop_last`,
-        `shares`, `weights`, `num_workers` and others; see the table in docs/data.md. Raises DataError for invalid and
-        unknown options, and LoopError for a DataLoader.
+        `batch_split`, `weights`, `num_workers` and others; see the table in docs/data.md. Raises DataError for invalid
+        and unknown options, and LoopError for a DataLoader.
         """
         if isinstance(dataset, DataLoader):
             raise LoopError(
                 "making a loader",
                 found="a DataLoader instead of a dataset",
-                fix="Write loop.shard(loader), which divides it among the ranks.",
+                fix="Write loop.prepare_data_loader(loader), which divides it among the ranks.",
             )
         job = {"rank": self.rank, "world_size": self.world_size, **self._with_seed(options)}
         make: Any = make_stream_loader if isinstance(dataset, IterableDataset) else make_loader
@@ -572,15 +572,15 @@ class Loop:
             make = make_shard_loader
         return make(dataset, **job)  # type: ignore[no-any-return]
 
-    def shard(self, loader: DataLoader[Any], **options: Any) -> MapLoader | StreamLoader:
+    def prepare_data_loader(self, loader: DataLoader[Any], **options: Any) -> MapLoader | StreamLoader:
         """Return this rank's loader for an existing DataLoader, with the batches of one process; not collective.
 
         Its `batch_size` counts the samples of all ranks, which is reported once; with `batch_size_per_rank=True`, those
-        of each rank. `options`: also `shares`, `seed`, `divides_itself` and `seed_samples`; see docs/data.md.
+        of each rank. `options`: also `batch_split`, `seed`, `divides_itself` and `seed_samples`; see docs/data.md.
         Raises DataError.
         """
         job = {"rank": self.rank, "world_size": self.world_size, "say": self._print_once, **self._with_seed(options)}
-        return shard_loader(loader, **job)
+        return prepare_data_loader(loader, **job)
 
     def _with_seed(self, options: Mapping[str, Any]) -> dict[str, Any]:
         return {**options, "seed": self.seed} if options.get("seed") is None else dict(options)
@@ -654,7 +654,8 @@ class Loop:
         new order. Every rank iterates to the end or to the joint stop, which is after an update, the same on all ranks;
         further passes of that epoch are empty. SIGINT, SIGTERM and SIGUSR1 stop all ranks after the current update; a
         second SIGINT stops at once. Raises NonFiniteError on all ranks, and LoopError before the first batch if
-        `loader` was not made by `loader` or `shard`, and if BatchNorm would get a part of fewer than two samples.
+        `loader` was not made by `loader` or `prepare_data_loader`, and if BatchNorm would get a part of fewer than two
+        samples.
         """
         if more or weights is not None or ends != "shortest":
             with naming_rank(self.rank):
@@ -776,8 +777,7 @@ class Loop:
         self._lone_break.begin_pass()
         self._updates.share_buffers()
         self._unprepared.begin_pass()
-        plans = [getattr(one, "plan", None) for one in getattr(loader, "loaders", (loader,))]
-        found = tuple(one for plan in plans for one in check_batch_norms(self._prepared, plan))
+        found = check_batch_norms(self._prepared, loader)
         with naming_rank(self.rank):
             is_open = self._position.begin_pass(loader, self.device)
         self._report_findings(found)
@@ -916,8 +916,8 @@ class Loop:
             raise explain_out_of_memory(error, self.group, self._sharing, self._updates.batch) from error
         clear_gradients(optimizer)
         if self._prepared.has_sharded:
-            for model in self._prepared:
-                strategy_of(model).settle()
+            for prepared in self._prepared.models:
+                prepared.settle()
         self._updates.after_step(optimizer, own)
         if self._updates.batch is None:
             self._precision.settle(self._prepared.optimizers)
@@ -1042,13 +1042,13 @@ class Loop:
     ) -> dict[str, Any]:
         """Return the value of each metric over all samples of `loader`, the same on every rank. Collective.
 
-        Each sample counts once. `loader`: a loader made by `loader` or `shard`, or a plain DataLoader, which is sharded
-        here. `metrics`: maps a name to a torchmetrics object (which is not changed) or to a function of (output,
-        target) that returns a value per sample, the batch's mean, or (mean, count of items in the mean); or a
-        torchmetrics MetricCollection. The value is NaN without samples. The model runs unwrapped, in eval mode, with
+        Each sample counts once. `loader`: a loader made by `loader` or `prepare_data_loader`, or a plain DataLoader,
+        which is divided here. `metrics`: maps a name to a torchmetrics object (which is not changed) or to a function
+        of (output, target) that returns a value per sample, the batch's mean, or (mean, count of items in the mean); or
+        a torchmetrics MetricCollection. The value is NaN without samples. The model runs unwrapped, in eval mode, with
         rank 0's buffers, and not at all on a rank without samples. `forward(model, batch)` returns the arguments of the
-        metrics; default: `(model(*batch[:-1]), batch[-1])`, or `(model(**batch), batch)` for a mapping. Torch's random
-        state is restored.
+        metrics; default: `(model(*batch[:-1]), batch[-1])`, or `(model(**batch), batch)` for a mapping. Random
+        states are restored.
 
         `step(model, batch)`, in place of metrics, computes everything itself and returns a dict of values, each as a
         function in `metrics` returns it; a value alone is named "loss". It is not called on ranks without samples.
@@ -1080,13 +1080,13 @@ class Loop:
     ) -> Any:
         """Return the model's outputs for all samples of `loader`, in dataset order, on rank 0. Collective.
 
-        `loader`: a loader made by `loader` or `shard`, or a plain DataLoader, which is sharded here. Outputs: tensors
-        with a row per sample, tuples and dicts of them, or a list with an object per sample; on the CPU. None on the
-        other ranks, unless `on_all_ranks`, and if there are no samples. `to`: a directory that rank 0 writes batch by
-        batch, so that memory holds only one batch; read it with `read_predictions`; its path is returned on every rank.
-        `forward(model, batch)`: default `model(*batch[:-1])` for a tuple, `model(batch[0])` for one item,
-        `model(**batch)` for a mapping, `model(batch)` for anything else. Raises NonFiniteError on all ranks for an
-        earlier update that has not been reported yet.
+        `loader`: a loader made by `loader` or `prepare_data_loader`, or a plain DataLoader, which is divided here.
+        Outputs: tensors with a row per sample, tuples and dicts of them, or a list with an object per sample; on the
+        CPU. None on the other ranks, unless `on_all_ranks`, and if there are no samples. `to`: a directory that rank 0
+        writes batch by batch, so that memory holds only one batch; read it with `read_predictions`; its path is
+        returned on every rank. `forward(model, batch)`: default `model(*batch[:-1])` for a tuple, `model(batch[0])` for
+        one item, `model(**batch)` for a mapping, `model(batch)` for anything else. Raises NonFiniteError on all ranks
+        for an earlier update that has not been reported yet.
         """
         self._join()
         self._before_read()
@@ -1099,7 +1099,7 @@ class Loop:
         if not isinstance(loader, DataLoader):
             return loader
         # The batch size does not affect results here, so its meaning is not reported; ranks may also get no samples.
-        return shard_loader(loader, rank=self.rank, world_size=self.world_size, seed=self.seed, empty_ranks=True)
+        return prepare_data_loader(loader, rank=self.rank, world_size=self.world_size, seed=self.seed, empty_ranks=True)
 
     def track(self, *, per_rank: bool = False, redistribute: Redistribute | None = None, **things: Any) -> None:
         """Save and restore `things` with the checkpoints, each under its keyword's name; not collective.
@@ -1152,6 +1152,6 @@ class Loop:
         self._checkpointer.wait()
         inner = getattr(model, "_orig_mod", model)
         if is_sharded(inner):
-            load_jointly(inner, path, name, self.group, strategy_of(inner).load_weights)
+            load_shards_jointly(inner, path, name, self.group, strategy_of(inner).load_weights, read_weights)
         else:
             load_jointly(model, path, name, self.group)

@@ -119,7 +119,7 @@ PROJECTS: dict[str, Project] = {
         losses=packed_error,
         dataset=Sequences(),
         batches=bucketed_batches,
-        make_loader=lambda loop: loop.shard(bucketed_batches(0)),
+        make_loader=lambda loop: loop.prepare_data_loader(bucketed_batches(0)),
     ),
     "weighted samples": Supervised(
         make_model=make_regressor,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import signal
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -247,15 +248,22 @@ def fit_sharded() -> dict[str, Any]:
     return {"values": trainer.evaluate(make_data(5)), "weights": ddpilot.full_state(trainer.model), "said": said}
 
 
-def test_a_trainer_shards_parameters_from_a_notebook_and_on_ranks() -> None:
-    """Whole weights come back to the notebook; on ranks, a second fit goes on with the shards."""
+def test_a_trainer_shards_parameters_from_a_notebook_and_on_ranks(tmp_path: Path) -> None:
+    """Whole weights come back to the notebook; on ranks, a second fit goes on with the shards; so does a checkpoint."""
     alone, trainer = make_trainer(ema=None), make_trainer(ema=None)
     options: dict[str, Any] = {"global_batch_size": BATCH_SIZE}
     trainer.fit(make_data(), make_data(5), epochs=2, nproc_per_node=2, ddp={"shard": "parameters"}, **options)
     zero, one = replace(launcher(), nproc_per_node=2, preload=TRAINER_PRELOAD).run(fit_sharded)
+    saved: dict[str, Any] = {"ddp": {"shard": "parameters"}, "checkpoint_dir": tmp_path, **options}
+    make_trainer(ema=None).fit(make_data(), make_data(5), epochs=1, nproc_per_node=2, dry_run=True, **saved)
+    assert not list(tmp_path.glob("save-*"))
+    make_trainer(ema=None).fit(make_data(), make_data(5), epochs=1, nproc_per_node=2, **saved)
+    assert [path.name for path in tmp_path.glob("save-*/*.distcp")] != []
+    resumed = make_trainer(ema=None)
+    resumed.fit(make_data(), make_data(5), epochs=2, nproc_per_node=3, **saved)
     for _ in range(2):
         alone.fit(make_data(), make_data(5), epochs=1, nproc_per_node=0, **options)
-    for weights in (trainer.model.state_dict(), zero["weights"]):
+    for weights in (trainer.model.state_dict(), zero["weights"], resumed.model.state_dict()):
         torch.testing.assert_close(weights, alone.model.state_dict(), rtol=1e-10, atol=1e-13)
     expected = pytest.approx(alone.evaluate(make_data(5)), rel=1e-10)
     assert zero["values"] == one["values"] == expected

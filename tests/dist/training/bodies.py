@@ -43,7 +43,7 @@ def train_all(num_updates: dict[torch.dtype, int]) -> dict[torch.dtype, dict[str
     found = {}
     for dtype, num in num_updates.items():
         torch.set_default_dtype(dtype)
-        found[dtype] = {kind: train_with_loop(kind, num // UPDATES_PER_EPOCH, shares=SHARES) for kind in KINDS}
+        found[dtype] = {kind: train_with_loop(kind, num // UPDATES_PER_EPOCH, batch_split=SHARES) for kind in KINDS}
     return found
 
 

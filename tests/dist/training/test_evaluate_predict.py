@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import ctypes
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -263,3 +265,49 @@ def test_torchmetrics_objects_give_the_same_at_any_world_size() -> None:
         for expected, values in results:
             assert values == pytest.approx(expected, rel=1e-5)
             assert values["order"] == expected["order"]
+
+
+def draw(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Draw from each generator, as a model with noise and an augmentation do; only on ranks with samples."""
+    torch.rand(3)
+    random.random()
+    np.random.rand(2)
+    output: torch.Tensor = model(batch[0])
+    return output
+
+
+def train_with_dropout(evaluates: bool) -> tuple[torch.Tensor, list[float]]:
+    """The weights after two epochs with dropout, and what each generator draws in them, on this rank."""
+    loop = Loop(seed=2, progress=False)
+    model = nn.Sequential(nn.Linear(1, 8), nn.Dropout(0.5), nn.Linear(8, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model, optimizer = loop.prepare(model, optimizer)
+    loader = loop.loader(Numbers(13), global_batch_size=4, shuffle=True)
+    few = loop.loader(Numbers(5), global_batch_size=4)
+    drawn = []
+    for _ in loop.epochs(2):
+        for x, _ in loop.batches(loader):
+            loop.backward(model(x).square().mean())
+            loop.step(optimizer)
+            drawn += [torch.rand(()).item(), random.random(), float(np.random.rand())]
+            if evaluates:
+                loop.evaluate(model, few, {"value": lambda output, _: output}, forward=lambda m, b: (draw(m, b), b[1]))
+                loop.evaluate(model, few, step=lambda m, b: {"value": draw(m, b).mean()})
+                loop.predict(model, few, forward=draw)
+                loop.update_batch_norm(model, few, forward=draw)
+    return torch.cat([one.detach().reshape(-1) for one in model.parameters()]), drawn
+
+
+def train_with_and_without_evaluation() -> list[tuple[torch.Tensor, list[float]]]:
+    """Both, on one rank of several."""
+    return [train_with_dropout(evaluates) for evaluates in (False, True)]
+
+
+def test_random_numbers_of_an_evaluation_do_not_change_the_training() -> None:
+    """Bit for bit, on each rank, also those with more samples to evaluate; `random` stays the same on all ranks."""
+    of_ranks = launch(3, train_with_and_without_evaluation)
+    for (weights, drawn), (same, also) in of_ranks:
+        assert torch.equal(weights, same)
+        assert drawn == also
+    numbers = [drawn[1::3] for (_, drawn), _ in of_ranks]
+    assert numbers[0] == numbers[1] == numbers[2]

@@ -118,7 +118,7 @@ def train_variant(variant: str) -> list[float]:
     data = make_data("mlp", 25)
     loader = loop.loader(data, global_batch_size=12)
     if variant == "sharded loader":
-        loader = loop.shard(DataLoader(data, batch_size=12))
+        loader = loop.prepare_data_loader(DataLoader(data, batch_size=12))
     for _ in loop.epochs(2):
         for x, y in loop.batches(loader):
             with loop.accumulate(model):

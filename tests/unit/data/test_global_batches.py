@@ -30,21 +30,21 @@ def batches_of(plan: Plan, epoch: int) -> list[list[int]]:
 @given(
     num_samples=st.integers(0, 60),
     size=st.integers(40, 70) | st.integers(1, 12),
-    shares=st.none() | SHARES,
+    batch_split=st.none() | SHARES,
     seed=st.integers(-5, 2**70),
     epoch=st.integers(0, 9),
     shuffle=st.booleans(),
     drop_last=st.booleans(),
 )
 def test_plan_has_each_sample_of_an_epoch_once_in_the_same_batches_at_any_world_size(
-    num_samples: int, size: int, shares: list[float] | None, seed: int, epoch: int, **flags: Any
+    num_samples: int, size: int, batch_split: list[float] | None, seed: int, epoch: int, **flags: Any
 ) -> None:
     """The pieces of a global batch make up exactly `order[kB:(k + 1)B]`; no sample is lost but those of `drop_last`."""
     seen = []
     for world_size in range(1, 6):
-        chosen = None if shares is None else shares[:world_size]
+        chosen = None if batch_split is None else batch_split[:world_size]
         try:
-            plan = Plan(num_samples, size, world_size=world_size, seed=seed, shares=chosen, **flags)
+            plan = Plan(num_samples, size, world_size=world_size, seed=seed, batch_split=chosen, **flags)
         except DataError:
             # Refused, for one of the reasons that have tests of their own below.
             assert size < 40 or num_samples < size
@@ -71,7 +71,7 @@ def test_plan_pieces_differ_by_one_sample_at_most(num: int, world_size: int, siz
 
 def test_plan_gives_each_rank_its_share() -> None:
     """Twice the share is twice the samples, also of a ragged last batch."""
-    epoch = Plan(21, 12, world_size=2, shares=[2, 1]).epoch(0)
+    epoch = Plan(21, 12, world_size=2, batch_split=[2, 1]).epoch(0)
     assert [epoch.piece(batch, rank) for batch in (0, 1) for rank in (0, 1)] == [(0, 8), (8, 12), (12, 18), (18, 21)]
 
 
@@ -86,7 +86,7 @@ def test_plan_order_follows_from_seed_and_epoch_alone() -> None:
 
 def test_plan_divides_each_batch_of_an_epoch_by_its_division() -> None:
     """`epoch` computes the pieces faster."""
-    plan = Plan(23, 5, world_size=3, shuffle=True, shares=[1, 2, 1])
+    plan = Plan(23, 5, world_size=3, shuffle=True, batch_split=[1, 2, 1])
     epoch = plan.epoch(2)
     assert epoch.num_batches == plan.num_batches == 5
     for batch in range(5):
@@ -120,9 +120,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"global_batch_size": 2, "world_size": 3},
         "a global batch of 2 samples among 3 ranks: at least one rank would never",
     ),
-    ({"shares": [100, 1], "global_batch_size": 4}, "`shares=[100.0, 1.0]` rank 1 would never have a sample"),
-    ({"shares": [1]}, "`shares` is [1]. Give one number above 0 for each rank"),
-    ({"shares": [1, 0]}, "`shares` is [1, 0]"),
+    ({"batch_split": [100, 1], "global_batch_size": 4}, "`batch_split=[100.0, 1.0]` rank 1 would never have a sample"),
+    ({"batch_split": [1]}, "`batch_split` is [1]. Give one number above 0 for each rank"),
+    ({"batch_split": [1, 0]}, "`batch_split` is [1, 0]"),
     ({"num_samples": -1}, "`num_samples` is -1. Give at least 0"),
     ({"global_batch_size": 0}, "`global_batch_size` is 0"),
     ({"world_size": 0}, "`world_size` is 0"),
@@ -172,14 +172,14 @@ def test_plan_fingerprint_differs_when_ranks_would_train_on_other_batches() -> N
         {"seed": 1},
         {"shuffle": True},
         {"drop_last": True},
-        {"shares": [2, 3]},
+        {"batch_split": [2, 3]},
         {"weights": [1.0] * 10},
         {"weights": [1.0] * 9 + [2.0]},
         {"sampler": lambda epoch: np.arange(10)[::-1]},
     ]
     found = [Plan(**{**same, **other}).fingerprint for other in ({}, *others)]
     assert len({*found}) == 10
-    assert found[0] == Plan(**same, shares=[3, 3]).fingerprint == Plan(**same).fingerprint
+    assert found[0] == Plan(**same, batch_split=[3, 3]).fingerprint == Plan(**same).fingerprint
 
 
 WEIGHTS = st.lists(st.just(0.0) | st.floats(0, 1.7e308), min_size=1, max_size=20).filter(any)

@@ -25,7 +25,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from ddpilot.data.loaders import make_loader, make_stream_loader, shard_loader
+from ddpilot.data.loaders import make_loader, make_stream_loader, prepare_data_loader
 from ddpilot.data.map_loader import MapLoader
 from ddpilot.errors import DataError
 from tests.unit.data.samples import Augmented, Counted, Resumable, SizedStream, Stream, read_world, rows
@@ -289,8 +289,8 @@ def test_make_loader_refuses_what_it_cannot_do() -> None:
     """Each error states the value and the fix."""
     with pytest.raises(DataError, match="`global_batch_size=None` and `batch_size_per_rank=None`. Give one of them"):
         make_loader([1], rank=0, world_size=1)
-    with pytest.raises(DataError, match="`batch_size_per_rank=2` with unequal `shares`. Give `global_batch_size`"):
-        make_loader([1], rank=0, world_size=2, batch_size_per_rank=2, shares=[1, 2])
+    with pytest.raises(DataError, match="`batch_size_per_rank=2` with unequal `batch_split`. Give `global_batch_size`"):
+        make_loader([1], rank=0, world_size=2, batch_size_per_rank=2, batch_split=[1, 2])
     with pytest.raises(
         DataError, match="SizedStream is an iterable dataset. For an iterable dataset, use `make_stream_loader`"
     ):
@@ -347,7 +347,7 @@ class OwnBatches:
 
 def shard_world(loader: DataLoader[Any], world_size: int = 2, **options: Any) -> list[Any]:
     """The loaders of all ranks."""
-    return [shard_loader(loader, rank=rank, world_size=world_size, **options) for rank in range(world_size)]
+    return [prepare_data_loader(loader, rank=rank, world_size=world_size, **options) for rank in range(world_size)]
 
 
 def numbers(loader: DataLoader[Any], world_size: int = 2, epoch: int = 0, **options: Any) -> list[list[int]]:
@@ -360,7 +360,7 @@ def flat(batches: list[list[int]]) -> list[int]:
     return [number for batch in batches for number in batch]
 
 
-def test_shard_loader_keeps_the_batches_of_a_loader_that_does_not_shuffle() -> None:
+def test_prepare_data_loader_keeps_the_batches_of_a_loader_that_does_not_shuffle() -> None:
     """They equal the batches that torch makes in one process."""
     for drop_last in (True, False):
         loader = DataLoader(NUMBERS, batch_size=4, drop_last=drop_last)
@@ -379,7 +379,7 @@ SAMPLERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", SAMPLERS)
-def test_shard_loader_draws_an_order_that_no_world_size_changes(kind: str) -> None:
+def test_prepare_data_loader_draws_an_order_that_no_world_size_changes(kind: str) -> None:
     """The sampler's number of samples, from the allowed ones, equal at any world size and different in each epoch."""
     sampler = SAMPLERS[kind]
     loader = DataLoader(NUMBERS, batch_size=4, sampler=sampler)
@@ -395,7 +395,7 @@ def test_shard_loader_draws_an_order_that_no_world_size_changes(kind: str) -> No
     assert {*drawn} <= {*allowed}
 
 
-def test_shard_loader_takes_the_seed_of_the_generator() -> None:
+def test_prepare_data_loader_takes_the_seed_of_the_generator() -> None:
     """A seeded loader stays reproducible at any seed of the loop."""
 
     def order(seed: int, of_generator: int | None) -> list[list[int]]:
@@ -406,7 +406,7 @@ def test_shard_loader_takes_the_seed_of_the_generator() -> None:
     assert order(0, 7) != order(0, 8)
 
 
-def test_shard_loader_takes_a_batch_sampler_as_global_batches() -> None:
+def test_prepare_data_loader_takes_a_batch_sampler_as_global_batches() -> None:
     """Batches may have any size; of torch's BatchSampler, size and order are read."""
     given: Any = [[1, 2, 3], [4], [5, 6]]
     loader = DataLoader(NUMBERS, batch_sampler=given)
@@ -420,7 +420,7 @@ def test_shard_loader_takes_a_batch_sampler_as_global_batches() -> None:
     assert [len(batch) for batch in numbers(loader)] == [3, 3]
 
 
-def test_shard_loader_replaces_a_distributed_sampler() -> None:
+def test_prepare_data_loader_replaces_a_distributed_sampler() -> None:
     """The order is kept without padding; the loader's batch size is that of each rank."""
     reports: list[str] = []
     sampler: Any = DistributedSampler(NUMBERS, num_replicas=2, rank=1, seed=4, shuffle=True)
@@ -432,18 +432,18 @@ def test_shard_loader_replaces_a_distributed_sampler() -> None:
     ]
 
 
-def test_shard_loader_uses_batches_of_a_rank_as_given() -> None:
+def test_prepare_data_loader_uses_batches_of_a_rank_as_given() -> None:
     """Ranks with fewer batches continue with empty ones until all ranks have finished."""
     loaders = []
     for rank in range(2):
         own: Any = OwnBatches(rank, 2)
-        loaders.append(shard_loader(DataLoader(NUMBERS, batch_sampler=own), rank=rank, world_size=2))
+        loaders.append(prepare_data_loader(DataLoader(NUMBERS, batch_sampler=own), rank=rank, world_size=2))
     assert all(loader.is_joint for loader in loaders)
     assert loaders[0].plan.fingerprint == loaders[1].plan.fingerprint  # nothing that has to be the same differs
     assert read_world(loaders) == [[(1,), (2,), (3,)], [(4,)]]
 
 
-def test_shard_loader_reports_global_and_per_rank_batch_size() -> None:
+def test_prepare_data_loader_reports_global_and_per_rank_batch_size() -> None:
     """Reported once, on rank 0, per rank and globally; not for a loader that is refused."""
     reports: list[str] = []
     loader = DataLoader(NUMBERS, batch_size=5)
@@ -461,7 +461,7 @@ def test_shard_loader_reports_global_and_per_rank_batch_size() -> None:
     )
 
 
-def test_shard_loader_streams_an_iterable_dataset() -> None:
+def test_prepare_data_loader_streams_an_iterable_dataset() -> None:
     """With its batch size, `drop_last` and collate function."""
     loader = DataLoader(
         Stream(11), batch_size=4, drop_last=True, collate_fn=lambda samples: torch.tensor(samples)[:, 0]
@@ -472,12 +472,12 @@ def test_shard_loader_streams_an_iterable_dataset() -> None:
     assert shard_world(DataLoader(Stream(11, own=True), batch_size=4), divides_itself=True)[0].is_joint
 
 
-def test_shard_loader_keeps_the_options_of_the_workers() -> None:
+def test_prepare_data_loader_keeps_the_options_of_the_workers() -> None:
     """Every worker option is passed on unchanged, without starting a worker."""
     context = torch.multiprocessing.get_context("fork")
     options: dict[str, Any] = {"num_workers": 2, "prefetch_factor": 5, "persistent_workers": True, "timeout": 9.0}
     options |= {"worker_init_fn": print, "multiprocessing_context": context}
-    made = shard_loader(DataLoader(NUMBERS, 4, collate_fn=len, **options), rank=0, world_size=2)
+    made = prepare_data_loader(DataLoader(NUMBERS, 4, collate_fn=len, **options), rank=0, world_size=2)
     assert {name: getattr(made._workers.loader, name) for name in options} == options
     assert isinstance(made.dataset, TensorDataset)
     assert made._reader.collate is len  # type: ignore[union-attr]
@@ -507,29 +507,33 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "too_small": (DataLoader(NUMBERS, 1), {}, "a global batch of 1 sample among 2 ranks"),
     "own_iterator": (OwnIterator(NUMBERS, 4), {}, "OwnIterator overrides `__iter__`"),
-    "no_loader": ([1, 2], {}, "sharding a DataLoader: a list. Give a torch DataLoader"),
-    "shares": (DataLoader(NUMBERS, batch_sampler=[[1]]), {"shares": [1, 2]}, "with batches of its own sampler"),
+    "no_loader": ([1, 2], {}, "preparing a DataLoader: a list. Give a torch DataLoader"),
+    "batch_split": (
+        DataLoader(NUMBERS, batch_sampler=[[1]]),
+        {"batch_split": [1, 2]},
+        "with batches of its own sampler",
+    ),
 }
 
 
-def test_shard_loader_refuses_what_it_cannot_keep_exact() -> None:
+def test_prepare_data_loader_refuses_what_it_cannot_keep_exact() -> None:
     """Each error names the cause and the fix."""
     for loader, options, words in REFUSED.values():
         with pytest.raises(DataError) as caught:
-            list(shard_loader(loader, rank=0, world_size=2, **options).iterate(0))
+            list(prepare_data_loader(loader, rank=0, world_size=2, **options).iterate(0))
         assert words in str(caught.value)
         assert caught.value.fix
 
 
-def test_shard_loader_reports_nothing_with_one_rank() -> None:
+def test_prepare_data_loader_reports_nothing_with_one_rank() -> None:
     """With one rank, global and per-rank batch size are equal."""
     reports: list[str] = []
-    shard_loader(DataLoader(NUMBERS, batch_size=4), rank=0, world_size=1, say=reports.append)
+    prepare_data_loader(DataLoader(NUMBERS, batch_size=4), rank=0, world_size=1, say=reports.append)
     assert reports == []
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_shard_loader_takes_the_samples_of_the_samplers_own_source(world_size: int) -> None:
+def test_prepare_data_loader_takes_the_samples_of_the_samplers_own_source(world_size: int) -> None:
     """A sampler over fewer samples than the dataset selects a part of it, also with replacement."""
     limited = DataLoader(NUMBERS, batch_size=3, sampler=SequentialSampler(range(5)))
     assert numbers(limited, world_size) == [[0, 1, 2], [3, 4]]
@@ -549,4 +553,4 @@ def test_shard_loader_takes_the_samples_of_the_samplers_own_source(world_size: i
     assert sorted(flat(numbers(DataLoader(NUMBERS, 3, sampler=distributed[1]), world_size))) == [0, 1, 2, 3, 4]
     for sampler in (SequentialSampler(range(14)), RandomSampler(range(14), replacement=True), distributed[2]):
         with pytest.raises(DataError, match=r"Sampler has 14 samples, and its dataset 13\. Create the sampler from"):
-            shard_loader(DataLoader(NUMBERS, 3, sampler=sampler), rank=0, world_size=world_size)
+            prepare_data_loader(DataLoader(NUMBERS, 3, sampler=sampler), rank=0, world_size=world_size)

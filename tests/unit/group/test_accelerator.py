@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -52,8 +54,9 @@ def test_runs_behind_and_memory_facts_on_the_cpu() -> None:
     assert [runs_behind(torch.device(kind)) for kind in ("cpu", "mps", "cuda", "xpu")] == [False, False, True, True]
     assert memory_facts(torch.device("cpu")) is None
     with fork_rng([torch.device("cpu")]):
-        drawn = torch.rand(2)
+        drawn, *numbers = torch.rand(2), random.random(), np.random.rand()
     assert torch.equal(torch.rand(2), drawn)
+    assert [random.random(), np.random.rand()] == numbers
 
 
 def test_made_up_rows_begin_with_zeros_on_accelerators() -> None:

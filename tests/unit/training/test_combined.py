@@ -176,3 +176,16 @@ def test_each_loss_belongs_to_a_loader() -> None:
         with pytest.raises(LoopError, match="2 losses in a tuple, and a batch of one loader"):
             loop.backward((mean, mean))
         loop.backward(mean)
+
+
+def test_batch_norm_needs_two_samples_of_each_loader() -> None:
+    """The program gets a batch of each and may run them one after the other: two samples together are not enough."""
+    loop = Loop(group=FakeGroup(world_size=2), progress=False)
+    loop.prepare(nn.BatchNorm1d(1))
+    first = loop.loader(TensorDataset(torch.ones(64, 1)), global_batch_size=32)
+    second = loop.loader(TensorDataset(torch.ones(64, 1)), global_batch_size=2)
+    with pytest.raises(LoopError, match=r"batch 0 of loader 1 has 2 samples for 2 ranks \(1, 1\), and BatchNorm"):
+        next(loop.batches(first, second))
+    third = loop.loader(TensorDataset(torch.ones(64, 1)), global_batch_size=8)
+    with pytest.warns(UserWarning, match=r"a global batch of loader 1 of 8 samples is divided into 4, 4"):
+        next(loop.batches(first, third))

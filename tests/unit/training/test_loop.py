@@ -61,7 +61,7 @@ def test_without_a_seed_of_its_own_a_loader_has_that_of_the_loop() -> None:
         loop = Loop(seed=11, group=FakeGroup(0, 1))
         loaders = (
             loop.loader(data, global_batch_size=30, shuffle=True, **options),
-            loop.shard(DataLoader(data, 30, shuffle=True), **options),
+            loop.prepare_data_loader(DataLoader(data, 30, shuffle=True), **options),
         )
         orders.append([batch.flatten().tolist() for loader in loaders for (batch,) in loop.batches(loader)])
     assert orders[0] == orders[1] == orders[2] != orders[3]
@@ -384,8 +384,8 @@ def test_shard_says_how_a_batch_size_is_read_once(capsys: pytest.CaptureFixture[
     """Also where the training and the test data have a loader each."""
     loop = Loop(group=FakeGroup(world_size=2))
     for _ in range(2):
-        loop.shard(DataLoader(TensorDataset(torch.ones(8)), batch_size=4))
-    loop.shard(DataLoader(TensorDataset(torch.ones(8)), batch_size=6))
+        loop.prepare_data_loader(DataLoader(TensorDataset(torch.ones(8)), batch_size=4))
+    loop.prepare_data_loader(DataLoader(TensorDataset(torch.ones(8)), batch_size=6))
     said = capsys.readouterr().out.splitlines()
     assert [line.partition(" samples")[0].rpartition(" ")[2] for line in said] == ["4", "6"]
 
@@ -436,9 +436,9 @@ def test_a_plain_dataloader_is_refused_for_training_and_taken_for_evaluation() -
     """There its batches are only a way to read every sample once."""
     loop = Loop(group=FakeGroup())
     plain = DataLoader(TensorDataset(torch.arange(10.0)), batch_size=3, shuffle=True)
-    with pytest.raises(LoopError, match=r"a DataLoader, .*Pass loop.shard\(loader\)"):
+    with pytest.raises(LoopError, match=r"a DataLoader, .*Pass loop.prepare_data_loader\(loader\)"):
         next(loop.batches(plain))  # type: ignore[arg-type]
-    with pytest.raises(LoopError, match=r"a DataLoader.*loop.shard\(loader\)"):
+    with pytest.raises(LoopError, match=r"a DataLoader.*loop.prepare_data_loader\(loader\)"):
         loop.loader(plain, global_batch_size=4)
     mean = loop.evaluate(nn.Identity(), plain, {"mean": lambda x: x}, forward=lambda model, batch: (model(batch[0]),))
     assert mean == {"mean": 4.5}

@@ -146,17 +146,31 @@ def find_batch_norms(models: Iterable[nn.Module]) -> list[str]:
     ]
 
 
-def check_batch_norms(models: Iterable[nn.Module], plan: object) -> tuple[Finding, ...]:
+def check_batch_norms(models: Iterable[nn.Module], loader: object) -> tuple[Finding, ...]:
+    """Check the batches of `loader`, and of each loader that it combines, as `check_plan` does.
+
+    Batches of several loaders are checked one by one: the program gets them separately, and nothing says that it runs
+    them in one forward pass.
+    """
+    loaders = getattr(loader, "loaders", (loader,))
+    found: list[Finding] = []
+    for number, one in enumerate(loaders):
+        of = f" of loader {number}" if len(loaders) > 1 else ""
+        found += check_plan(models, getattr(one, "plan", None), of)
+    return tuple(found)
+
+
+def check_plan(models: Iterable[nn.Module], plan: object, of: str = "") -> tuple[Finding, ...]:
     """Return a finding (DDP501) if some rank's part of a full batch has fewer than 16 samples.
 
     The result is the same on every rank; not collective. Raises LoopError if a part of the first or last batch has
     fewer than two samples, since BatchNorm would fail there. `plan`: the loader's; nothing is checked unless it is a
-    `Plan`.
+    `Plan`. `of`: names the loader in messages.
     """
     names = find_batch_norms(models)
     if not isinstance(plan, Plan) or plan.world_size == 1 or not plan.num_batches or not names:
         return ()
-    _check_single_samples(names, plan)
+    _check_single_samples(names, plan, of)
     sizes = _parts(plan, 0)
     small = tuple(rank for rank, size in enumerate(sizes) if size < MIN_SAMPLES)
     if not small:
@@ -170,7 +184,7 @@ def check_batch_norms(models: Iterable[nn.Module], plan: object) -> tuple[Findin
             ranks=small,
             evidence=(
                 f"layers: {list_names(names)}",
-                f"a global batch of {plan.batch_size(0)} samples is divided into {', '.join(map(str, sizes))}",
+                f"a global batch{of} of {plan.batch_size(0)} samples is divided into {', '.join(map(str, sizes))}",
             ),
             why="Each rank normalises with its own samples only, so results depend on the number of ranks, and "
             f"statistics of fewer than {MIN_SAMPLES} samples are noisy.",
@@ -184,14 +198,14 @@ def _parts(plan: Plan, batch: int) -> list[int]:
     return plan.division.sizes(plan.batch_size(batch))
 
 
-def _check_single_samples(names: list[str], plan: Plan) -> None:
+def _check_single_samples(names: list[str], plan: Plan, of: str) -> None:
     for batch in sorted({0, plan.num_batches - 1}):
         sizes = _parts(plan, batch)
         if min(sizes) > 1:
             continue
         raise LoopError(
             "beginning an epoch",
-            found=f"batch {batch} has {plan.batch_size(batch)} samples for {plan.world_size} ranks "
+            found=f"batch {batch}{of} has {plan.batch_size(batch)} samples for {plan.world_size} ranks "
             f"({', '.join(map(str, sizes))}), and BatchNorm ({names[0]}) needs two on each",
             fix="Use drop_last=True, a different global_batch_size, fewer ranks, or GroupNorm.",
         )

@@ -20,7 +20,7 @@ from ddpilot.group.protocol import GroupLike
 from ddpilot.training.async_scalars import PendingScalar, ScalarCopier
 from ddpilot.training.batches import CurrentBatch
 from ddpilot.training.models.ddp import reduces_in_fp16, unwrap
-from ddpilot.training.models.shards import has_shards, is_shard, is_true_everywhere, local_part
+from ddpilot.training.models.shards import has_shards, is_shard, is_true_everywhere, local_part, local_parts
 
 _NUM_NAMED = 8
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -121,7 +121,9 @@ class FiniteCheck:
         """
         gradients = [gradient for one in parameters if (gradient := one.grad) is not None]
         if norm is None and has_shards(gradients):
-            norm = _sharded_size(gradients, is_late=self._is_late)
+            if not self._is_late:
+                return not are_finite_everywhere(gradients)
+            norm = _sharded_size(gradients)
         if not self._is_late:
             return not (are_finite(gradients) if norm is None else math.isfinite(norm.item()))
         if gradients:
@@ -146,7 +148,7 @@ class FiniteCheck:
         for one in parameters:  # elements may share memory in gradients that the user set
             if one.grad is not None and not one.grad.is_sparse and not is_shard(one.grad) and 0 in one.grad.stride():
                 one.grad = one.grad.clone(memory_format=torch.contiguous_format)
-        zero_unless(flags, [local_part(one.grad) for one in parameters if one.grad is not None])
+        zero_unless(flags, local_parts([one.grad for one in parameters if one.grad is not None]))
 
     def drop_unprotected(self) -> None:
         """Forget the gradients that wait for `protect`: they are cleared or checked again before they are applied."""
@@ -218,17 +220,21 @@ def are_finite(gradients: list[torch.Tensor]) -> bool:
     return not found.item()
 
 
-def _sharded_size(gradients: list[torch.Tensor], *, is_late: bool) -> torch.Tensor:
-    """Return 1 if every element is finite on all ranks, else NaN; shape (). Collective.
+def are_finite_everywhere(gradients: list[torch.Tensor]) -> bool:
+    """True if every element of sharded gradients is finite on all ranks. Collective. Waits for a device."""
+    own = are_finite([part for part in local_parts(gradients) if part.numel()])
+    return is_true_everywhere(own, gradients).item() > 0
 
-    A rank may have no element of a gradient that is not finite. Does not wait for the device if `is_late`.
+
+def _sharded_size(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Return 1 if every element is finite on all ranks, else NaN; shape (). Collective. Does not wait for the device.
+
+    A rank may have no element of a gradient that is not finite.
     """
-    parts = [part for one in gradients if (part := local_part(one)).numel()]
-    if not parts:
-        own = torch.ones((), dtype=torch.bool, device=local_part(gradients[0]).device)
-    else:
-        own = torch.isfinite(largest(parts)) if is_late else torch.tensor(are_finite(parts), device=parts[0].device)
-    return torch.where(is_true_everywhere(own, gradients), 1.0, math.nan)
+    parts = [part for part in local_parts(gradients) if part.numel()]
+    own = torch.isfinite(largest(parts)) if parts else True
+    lowest = is_true_everywhere(own, gradients).to(local_part(gradients[0]).device)
+    return torch.where(lowest > 0, 1.0, math.nan)
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

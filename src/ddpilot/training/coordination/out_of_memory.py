@@ -43,7 +43,7 @@ def explain_out_of_memory(
     samples = "" if batch is None else f" with {batch.count} samples on this rank"
     first = str(error).strip().splitlines()[:1]
     fix = (
-        "Use a smaller batch per rank with accumulate= (of Loop or Trainer) to keep the global batch, shares= for "
+        "Use a smaller batch per rank with accumulate= (of Loop or Trainer) to keep the global batch, batch_split= for "
         "unequal devices, precision='bf16', or activation checkpointing."
     )
     if sharing:

@@ -31,8 +31,9 @@ from ddpilot.training.models.strategy import strategy_of
 def evaluation_mode(model: nn.Module, group: GroupLike) -> Iterator[nn.Module]:
     """Yield the unwrapped model with rank 0's buffers, in `eval()` mode and without gradients. Collective.
 
-    Afterwards the mode of every layer, including layers that the user put into `eval()`, and torch's random state are
-    restored: a model that draws random numbers in `eval()` does not change the training that follows.
+    Afterwards the mode of every layer, including layers that the user put into `eval()`, and the random states of
+    `random`, NumPy and torch are restored: what draws random numbers in an evaluation, on ranks that have samples, does
+    not change the training that follows.
     """
     inner = unwrap(model)
     broadcast_tensors(inner.buffers(), group)

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ddpilot.errors import LoopError, MismatchedCheckpointError
 from ddpilot.training.losses import Objective
-from ddpilot.training.models.shards import divide_as, gather, has_shards
+from ddpilot.training.models.shards import divide_as, gather, has_shards, is_shard
 from ddpilot.training.models.strategy import strategy_of
 
 
@@ -72,6 +72,40 @@ def load_full_state(thing: Optimizer | nn.Module, state: Mapping[str, Any]) -> N
             for number, values in state["state"].items()
         }
     thing.load_state_dict(given)
+
+
+def has_own_shards(optimizer: Optimizer) -> bool:
+    """True if `optimizer` updates this rank's shards of parameters."""
+    return has_shards(_parameters(optimizer))
+
+
+def state_without_shards(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[tuple[str, str], torch.Tensor]]:
+    """Split a state_dict of an optimizer into what is the same on all ranks, and shards by (number, name)."""
+    shards = {
+        (str(number), name): value
+        for number, values in state["state"].items()
+        for name, value in values.items()
+        if is_shard(value)
+    }
+    rest = {
+        number: {name: value for name, value in values.items() if not is_shard(value)}
+        for number, values in state["state"].items()
+    }
+    return {**state, "state": rest}, shards
+
+
+def make_shards(
+    optimizer: Optimizer, state: Mapping[str, Any], outlines: Mapping[tuple[str, ...], torch.Tensor]
+) -> dict[tuple[str, ...], torch.Tensor]:
+    """Return tensors without values, divided as the parameters are, for each of `outlines`, by (number, name)."""
+    saved = [number for group in state["param_groups"] for number in group["params"]]
+    own = dict(zip(map(str, saved), _parameters(optimizer), strict=True))
+    return {
+        path: torch.empty_like(own[path[0]].detach(), dtype=outline.dtype)
+        if is_shard(own[path[0]]) and own[path[0]].shape == outline.shape
+        else torch.empty_like(outline, device="cpu")
+        for path, outline in outlines.items()
+    }
 
 
 def _gather(state: dict[str, Any]) -> dict[str, Any]:

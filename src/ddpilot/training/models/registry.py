@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ddpilot.training.models.ddp import unwrap
 from ddpilot.training.models.ddp_options import Choice
-from ddpilot.training.models.sharding import is_sharded
+from ddpilot.training.models.sharding import is_sharded, reshard, sharded_layers
 
 
 class PreparedModel:
@@ -29,6 +29,7 @@ class PreparedModel:
         """None with a single rank, and for a model without trainable parameters."""
         self.is_sharded = is_sharded(self.module)
         """True if each rank has a shard of every parameter."""
+        self._sharded_layers = sharded_layers(self.module) if self.is_sharded else []
         self.choices = choices
         """The options of DDP with their reasons."""
         self.trained = {name: one for name, one in self.module.named_parameters() if one.requires_grad}
@@ -38,6 +39,10 @@ class PreparedModel:
         self.reduced_ids = frozenset(map(id, self.reduced.values()))
         self.has_final_buckets = self.ddp is None or (self.ddp.find_unused_parameters and not self.ddp.static_graph)
         """False until the reducer has rebuilt its buckets in the order of the gradients, which it does once."""
+
+    def settle(self) -> None:
+        """Free gathered parameters, which an optimizer's step has left outdated, as `ParallelStrategy.settle` does."""
+        reshard(self._sharded_layers)
 
     def list_changed(self) -> list[str]:
         """Return the names of parameters that were frozen, unfrozen, added or removed since."""

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ddpilot.errors import LoopError
@@ -91,6 +92,7 @@ def shard_parameters(
     is_pinned = group.device.type != "cpu"
     offload = CPUOffloadPolicy(pin_memory=is_pinned) if options.cpu_offload else OffloadPolicy()
     for layer in [*choose_layers(model, options), model]:
+        layer.register_forward_hook(_own_output)  # before that of FSDP2, which comes next
         whole = [one for one in layer.parameters() if not is_shard(one)]
         fully_shard(
             layer,
@@ -153,11 +155,50 @@ def shard_optimizer_state(optimizer: Optimizer, moved: WeakIdKeyDictionary) -> N
             optimizer.state[new] = {name: divide_as(new, value) for name, value in values.items()}
 
 
-def reshard(model: Any) -> None:
-    """Free the gathered parameters of the sharded `model`, if forward passes without backward have left some."""
-    for layer in model.modules():
-        if is_sharded(layer):
-            layer.reshard()
+class _Alias(torch.autograd.Function):
+    """The same values in the same memory, as a tensor that is not a view."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        del ctx
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        del ctx
+        return gradients[0]
+
+
+def _own_output(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """Replace views in the output of a layer: an in-place operation on a view would drop FSDP2's hook, which warns.
+
+    `nn.Linear` returns a view for inputs of three dimensions.
+    """
+    del module, inputs
+    if isinstance(output, torch.Tensor):
+        return _alias(output)
+    if any(_is_view(leaf) for leaf in tree_leaves(output)):
+        return tree_map(_alias, output)
+    return output
+
+
+def _is_view(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value._base is not None and value.requires_grad
+
+
+def _alias(value: Any) -> Any:
+    return _Alias.apply(value) if _is_view(value) else value  # type: ignore[no-untyped-call]
+
+
+def sharded_layers(model: nn.Module) -> list[Any]:
+    """Return the layers of `model` that are gathered one at a time, with `model` itself."""
+    return [layer for layer in model.modules() if is_sharded(layer)]
+
+
+def reshard(layers: Iterable[Any]) -> None:
+    """Free the gathered parameters of sharded `layers`, if forward passes without backward have left some."""
+    for layer in layers:
+        layer.reshard()
 
 
 def _inner_first(module: nn.Module, seen: set[nn.Module] | None = None) -> Iterator[nn.Module]:

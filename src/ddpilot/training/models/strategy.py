@@ -6,15 +6,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpilot.checkpoint.safetensors_file import plain_names
 from ddpilot.training.models.comm_hooks import average_before_reading
 from ddpilot.training.models.ddp import find_ddp
-from ddpilot.training.models.sharding import is_sharded, reshard
+from ddpilot.training.models.sharding import is_sharded, reshard, sharded_layers
 from ddpilot.training.models.shards import divide_as, gather
+
+if TYPE_CHECKING:
+    from ddpilot.checkpoint.shard_files import ShardReader
 
 
 class ParallelStrategy(Protocol):
@@ -31,6 +36,9 @@ class ParallelStrategy(Protocol):
 
     def weights(self, *, keeps: bool) -> dict[str, Any]:
         """Return the whole state_dict if `keeps`, else what this rank need not gather. Collective if sharded."""
+
+    def own_weights(self) -> dict[str, Any]:
+        """Return the state_dict with this rank's shards, where it is sharded. Collective with `sync_every`."""
 
     def load_weights(self, weights: Mapping[str, Any]) -> None:
         """Load a whole state_dict, which every rank passes. Not collective."""
@@ -54,6 +62,10 @@ class SingleStrategy:
         """Return the state_dict, on every rank."""
         del keeps
         return self.model.state_dict()
+
+    def own_weights(self) -> dict[str, Any]:
+        """Return the state_dict."""
+        return self.weights(keeps=True)
 
     def load_weights(self, weights: Mapping[str, Any]) -> None:
         """Load a state_dict."""
@@ -96,17 +108,21 @@ class ShardedStrategy(SingleStrategy):
 
     def settle(self) -> None:
         """Free the parameters that a forward pass without backward has left gathered."""
-        reshard(self.model)
+        reshard(sharded_layers(self.model))
 
     def weights(self, *, keeps: bool) -> dict[str, Any]:
         """Gather the state_dict, one tensor after the other; {} unless `keeps`. Collective."""
-        reshard(self.model)
-        whole = {name: gather(value, keeps=keeps) for name, value in self.model.state_dict().items()}
+        whole = {name: gather(value, keeps=keeps) for name, value in self.own_weights().items()}
         return whole if keeps else {}
+
+    def own_weights(self) -> dict[str, Any]:
+        """Return the state_dict with this rank's shards. Not collective."""
+        reshard(sharded_layers(self.model))
+        return self.model.state_dict()
 
     def load_weights(self, weights: Mapping[str, Any]) -> None:
         """Load this rank's shards of a whole state_dict."""
-        reshard(self.model)
+        reshard(sharded_layers(self.model))
         own = self.model.state_dict()
         self.model.load_state_dict({name: divide_as(own.get(name), value) for name, value in weights.items()})
 
@@ -118,3 +134,16 @@ def strategy_of(model: nn.Module) -> ParallelStrategy:
         return DDPStrategy(ddp)
     inner = getattr(model, "_orig_mod", model)
     return ShardedStrategy(inner) if is_sharded(inner) else SingleStrategy(model)
+
+
+def read_weights(model: nn.Module, name: str, matched: Mapping[str, Any], shards: ShardReader) -> None:
+    """Read this rank's shards of the weights called `name` into `model`, in place. Not collective.
+
+    `matched`: the state_dict to load, with outlines, on the device "meta", of what is to be read from `shards`.
+    """
+    own = strategy_of(model).own_weights()
+    plain = plain_names(own)
+    is_read = {full for full, value in matched.items() if isinstance(value, torch.Tensor) and value.is_meta}
+    shards.read_into({(name, plain[full]): own[full] for full in is_read})
+    if rest := {full: value for full, value in matched.items() if full not in is_read}:
+        strategy_of(model).load_weights({**own, **rest})

@@ -23,7 +23,7 @@ from ddpilot.training.coordination.stop import FlagExchange
 from ddpilot.training.notices import warn_unsaved
 from ddpilot.training.options import CheckpointOptions
 from ddpilot.training.resume.position import RunPosition, check_unchanged
-from ddpilot.training.resume.tracked_state import OWN, TrackedState, Weights
+from ddpilot.training.resume.tracked_state import OWN, Shards, TrackedState, Weights
 
 _FACTS = "passes"
 _STREAM = "stream"
@@ -120,7 +120,7 @@ class RunCheckpointer:
             return False
         progress = found.manifest.progress
         restore = on_all_ranks(self._group, lambda: self._match(found))
-        restore()
+        on_all_ranks(self._group, restore)
         self._step_saved = progress.step
         is_same_size = progress.world_size == self._group.world_size
         part = found.part(self._group.rank if is_same_size else 0) or {}
@@ -296,7 +296,7 @@ class RunCheckpointer:
         began_s = time.perf_counter()
         checkpoints = self._require("saving")
         self._check()
-        weights, state = self._collect()
+        weights, state, shards = self._collect()
         own = state.pop(OWN)
         checkpoints.save(
             self._position.progress(next_batch),
@@ -309,6 +309,7 @@ class RunCheckpointer:
                 **self._state_of_rank(),
             },
             metrics=self._metrics,
+            shards=shards,
         )
         self._is_requested, self._is_unreported, self._metrics = False, True, {}
         self._is_postponed = False
@@ -341,12 +342,13 @@ class RunCheckpointer:
 
     def _measure(self) -> int:
         self._is_measured = True
-        weights, state = self._collect()
+        weights, state, _ = self._collect()
         return on_all_ranks(self._group, lambda: measure({"weights": weights, "state": state}))
 
-    def _collect(self) -> tuple[Weights, dict[str, Any]]:
+    def _collect(self) -> tuple[Weights, dict[str, Any], Shards]:
         """Return the state to save. An error on one rank, e.g. in a `state_dict()`, is raised on all. Collective."""
-        return on_all_ranks(self._group, lambda: self._tracked.collect(self._group))
+        divided = self._tracked.has_shards and self._require("saving").can_share()
+        return on_all_ranks(self._group, lambda: self._tracked.collect(self._group, divided=divided))
 
     def _describe_resume(self, found: Checkpoint, saved: RunProgress) -> str:
         """Return the resume message: position, and settings that changed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,13 +17,28 @@ from torch.optim.swa_utils import AveragedModel
 from ddpilot.checkpoint.format import Checkpoint
 from ddpilot.checkpoint.safetensors_file import DTYPE_NAMES, plain_names
 from ddpilot.checkpoint.weights import match_weights
-from ddpilot.errors import CheckpointError, LoopError, MismatchedCheckpointError
+from ddpilot.errors import CheckpointError, CorruptCheckpointError, LoopError, MismatchedCheckpointError
 from ddpilot.group.device import broadcast_tensors
 from ddpilot.group.protocol import GroupLike
-from ddpilot.training.models.optimizers import check_groups, full_state, load_full_state, local_optimizer
-from ddpilot.training.models.strategy import strategy_of
+from ddpilot.training.models.optimizers import (
+    check_groups,
+    full_state,
+    has_own_shards,
+    load_full_state,
+    local_optimizer,
+    make_shards,
+    state_without_shards,
+)
+from ddpilot.training.models.sharding import is_sharded
+from ddpilot.training.models.shards import is_shard
+from ddpilot.training.models.strategy import read_weights, strategy_of
+
+if TYPE_CHECKING:
+    from ddpilot.checkpoint.shard_files import ShardReader
 
 Weights = dict[str, dict[str, torch.Tensor]]
+Shards = dict[tuple[str, ...], torch.Tensor]
+"""Sharded tensors by (model, parameter) or (optimizer, "state", number, name); on rank 0 also their models' buffers."""
 Redistribute = Callable[[list[Any], int, int], Any]
 """Takes the saved states of all ranks, in rank order, a rank and the world_size now; returns the state of that rank."""
 OWN = "own"
@@ -113,24 +128,41 @@ class TrackedState:
         """Return the name of `thing`, also inside a different DDP model; "" if it was not added."""
         return next((name for name, other in self._objects.items() if _inner(other) is _inner(thing)), "")
 
-    def collect(self, group: GroupLike) -> tuple[Weights, dict[str, Any]]:
-        """Return the models' weights and the state dicts of the other objects; those of rank 0 are saved.
+    @property
+    def has_shards(self) -> bool:
+        """True if each rank has shards of a model or of an optimizer's state. The same on every rank."""
+        has_model = any(is_sharded(_inner(model)) for _, model in self._models())
+        return has_model or any(isinstance(one, Optimizer) and has_own_shards(one) for one in self._objects.values())
+
+    def collect(self, group: GroupLike, *, divided: bool = False) -> tuple[Weights, dict[str, Any], Shards]:
+        """Return the models' weights, the state dicts of the other objects, and shards; of rank 0 all are saved.
 
         Under "own" are those of objects of which each rank saves its own, and which are not part of rank 0's.
-        Broadcasts the buffers of rank 0 first. Collective, also on a rank where an object fails: CheckpointError, with
-        the name of the first one that failed, is raised at the end.
+        `divided`: return this rank's shards by their paths, instead of gathering them on rank 0, which also returns
+        the rest of their models there. Broadcasts the buffers of rank 0 first. Collective, also on a rank where an
+        object fails: CheckpointError, with the name of the first one that failed, is raised at the end.
         """
         weights: Weights = {}
+        shards: Shards = {}
         failure: CheckpointError | None = None
         state: dict[str, Any] = {"optimizers": {}, "others": {}, "extra": {}, "kinds": {}, "own": {}}
         for name, thing in self._objects.items():
             try:
                 if isinstance(thing, nn.Module):
                     broadcast_tensors(_inner(thing).buffers(), group)
-                    weights[name], state["extra"][name] = _split(thing, keeps=group.is_rank_zero)
+                    own, state["extra"][name] = _split(thing, keeps=group.is_rank_zero, divided=divided)
+                    if divided and is_sharded(_inner(thing)):
+                        kept = {key: one for key, one in own.items() if group.is_rank_zero or is_shard(one)}
+                        shards.update({(name, key): one for key, one in kept.items()})
+                    else:
+                        weights[name] = own
                 elif isinstance(thing, Optimizer):
-                    state["optimizers"][name] = full_state(thing)
                     state["kinds"][name] = _class_of(thing)
+                    if divided and has_own_shards(thing):
+                        state["optimizers"][name], parts = state_without_shards(thing.state_dict())
+                        shards.update({(name, "state", *path): one for path, one in parts.items()})
+                    else:
+                        state["optimizers"][name] = full_state(thing)
                 elif name in self._per_rank:
                     state["own"][name] = thing.state_dict()
                 else:
@@ -141,7 +173,7 @@ class TrackedState:
                 failure.__cause__ = failure.__cause__ or error
         if failure is not None:
             raise failure
-        return weights, state
+        return weights, state, shards
 
     def match(self, found: Checkpoint, group: GroupLike) -> Callable[[], None]:
         """Read and compare the checkpoint `found`; return a function that loads it into all objects.
@@ -149,18 +181,28 @@ class TrackedState:
         Raises MismatchedCheckpointError with the differences in names, shapes, optimizer classes and parameter groups,
         and for states of each rank at another number of ranks without a function that redistributes them.
         """
-        state = found.state()
+        state = found.state_without_shards()
         state = {**state, "own": self._own_states(found, group)}
         self._check_names(found, state)
-        matched = {name: self._match(name, model, found, state) for name, model in self._models()}
+        shards = found.shards()
+        matched = {name: self._match(name, model, found, state, shards) for name, model in self._models()}
         for name, thing in self._objects.items():
             if name in state["optimizers"]:
                 _check_optimizer(name, thing, state["optimizers"][name], state["kinds"][name], found)
-        return lambda: self._load(found, matched, state)
+        return lambda: self._load(found, matched, state, shards)
 
-    def _load(self, found: Checkpoint, matched: Mapping[str, dict[str, Any]], state: Mapping[str, Any]) -> None:
+    def _load(
+        self,
+        found: Checkpoint,
+        matched: Mapping[str, dict[str, Any]],
+        state: Mapping[str, Any],
+        shards: ShardReader | None,
+    ) -> None:
         for name, model in self._models():
-            strategy_of(_inner(model)).load_weights(matched[name])
+            if shards is not None and is_sharded(_inner(model)):
+                read_weights(_inner(model), name, matched[name], shards)
+            else:
+                strategy_of(_inner(model)).load_weights(matched[name])
             if isinstance(model, AveragedModel):
                 model.n_averaged.copy_(state["extra"][name]["n_averaged"])
         for name, saved in (state["optimizers"] | state["others"] | state["own"]).items():
@@ -168,7 +210,12 @@ class TrackedState:
             if thing is None:  # a scaler, and this run does not use fp16
                 continue
             try:
-                load_full_state(thing, saved) if isinstance(thing, Optimizer) else thing.load_state_dict(saved)
+                if isinstance(thing, Optimizer):
+                    load_full_state(thing, saved if shards is None else _with_shards(name, thing, saved, shards))
+                else:
+                    thing.load_state_dict(saved)
+            except CorruptCheckpointError:
+                raise
             except Exception as error:
                 what = f"{name!r} ({type(thing).__name__}) raised {type(error).__name__}: {error}"
                 raise _mismatch(found, what) from error
@@ -199,9 +246,14 @@ class TrackedState:
     def _models(self) -> Iterator[tuple[str, nn.Module]]:
         return ((name, thing) for name, thing in self._objects.items() if isinstance(thing, nn.Module))
 
-    def _match(self, name: str, model: nn.Module, found: Checkpoint, state: Mapping[str, Any]) -> dict[str, Any]:
+    def _match(
+        self, name: str, model: nn.Module, found: Checkpoint, state: Mapping[str, Any], shards: ShardReader | None
+    ) -> dict[str, Any]:
         extra = {key: value for key, value in state["extra"][name].items() if key != "n_averaged"}
-        return match_weights(_inner(model), {**found.weights(name), **extra}, source=f"{name!r} of {found.path}")
+        # The shards of a sharded model are read into place.
+        outlined = shards.outlined_weights(name) if shards is not None and is_sharded(_inner(model)) else {}
+        weights = outlined or found.weights(name)
+        return match_weights(_inner(model), {**weights, **extra}, source=f"{name!r} of {found.path}")
 
     def _check_names(self, found: Checkpoint, state: Mapping[str, Any]) -> None:
         saved = [*state["extra"], *state["optimizers"], *state["others"], *state["own"]]
@@ -239,9 +291,13 @@ def _inner(thing: Any) -> Any:
     return _inner(thing.module) if isinstance(thing, DistributedDataParallel | AveragedModel) else thing
 
 
-def _split(model: nn.Module, *, keeps: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Split the state of a model, by plain names, into tensors that safetensors supports and the rest."""
-    state = strategy_of(_inner(model)).weights(keeps=keeps)
+def _split(model: nn.Module, *, keeps: bool, divided: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Split the state of a model, by plain names, into tensors that safetensors supports and the rest.
+
+    `divided`: with this rank's shards of a model that is sharded; else it is whole if `keeps`.
+    """
+    strategy = strategy_of(_inner(model))
+    state = strategy.own_weights() if divided else strategy.weights(keeps=keeps)
     plain = {short: state[full] for full, short in plain_names(state).items()}
     weights = {
         name: value
@@ -252,6 +308,16 @@ def _split(model: nn.Module, *, keeps: bool) -> tuple[dict[str, torch.Tensor], d
     if isinstance(model, AveragedModel):
         extra["n_averaged"] = model.n_averaged
     return weights, extra
+
+
+def _with_shards(name: str, optimizer: Optimizer, saved: Mapping[str, Any], shards: ShardReader) -> dict[str, Any]:
+    """Return the state of an optimizer, with this rank's shards of it, or whole if `optimizer` is not sharded."""
+    read = make_shards(optimizer, saved, shards.outlines(name, "state"))
+    shards.read_into({(name, "state", *path): one for path, one in read.items()})
+    state = {number: dict(values) for number, values in saved["state"].items()}
+    for (number, key), value in read.items():
+        state.setdefault(int(number), {})[key] = value
+    return {**saved, "state": state}
 
 
 def _check_optimizer(name: str, own: Any, saved: Mapping[str, Any], kind: str, found: Checkpoint) -> None:

@@ -10,7 +10,7 @@ from torch.optim.swa_utils import AveragedModel
 from ddpilot import FakeGroup
 from ddpilot.data.global_batches import Plan
 from ddpilot.errors import LoopError
-from ddpilot.training.checks.buffers import check_batch_norms, find_batch_norms
+from ddpilot.training.checks.buffers import check_plan, find_batch_norms
 from ddpilot.training.models.ddp import unwrap, wrap
 from ddpilot.training.models.ddp_options import DDPOptions
 
@@ -50,13 +50,13 @@ def test_batch_norms_are_found_unless_frozen() -> None:
 @pytest.mark.parametrize(("size", "ranks"), [(64, ()), (48, (2,)), (24, (0, 1, 2))])
 def test_check_batch_norms_names_the_ranks_with_few_samples(size: int, ranks: tuple[int, ...]) -> None:
     """Below 16 samples a rank; none at 16 and more."""
-    plan = Plan(size * 3, size, world_size=3, shares=[2.0, 2.0, 1.5])
-    found = check_batch_norms([nn.BatchNorm1d(2)], plan)
+    plan = Plan(size * 3, size, world_size=3, batch_split=[2.0, 2.0, 1.5])
+    found = check_plan([nn.BatchNorm1d(2)], plan)
     assert tuple(rank for finding in found for rank in finding.ranks) == ranks
 
 
 @pytest.mark.parametrize("model", [nn.GroupNorm(1, 2), nn.BatchNorm1d(2).eval()])
 def test_check_batch_norms_is_silent_about_others(model: nn.Module) -> None:
     """Models without it may have one sample on a rank."""
-    assert check_batch_norms([model], Plan(9, 8, world_size=4)) == ()
-    assert check_batch_norms([nn.BatchNorm1d(2)], object()) == ()
+    assert check_plan([model], Plan(9, 8, world_size=4)) == ()
+    assert check_plan([nn.BatchNorm1d(2)], object()) == ()

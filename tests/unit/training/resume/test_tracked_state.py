@@ -56,7 +56,7 @@ class WithExtras(nn.Module):
 def save(folder: Path, *added: Any, **named: Any) -> Checkpoint:
     """A checkpoint of things that were added in this order."""
     things = collect(*added, **named)
-    weights, state = things.collect(FakeGroup())
+    weights, state, _ = things.collect(FakeGroup())
     with CheckpointDir(folder) as directory:
         directory.save(RunProgress(step=1), weights=weights, state=state)
     found = directory.latest()
