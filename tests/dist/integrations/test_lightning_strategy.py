@@ -99,6 +99,7 @@ def test_strategy_starts_nothing_under_torchrun(under_torchrun: dict[str, Any]) 
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.usefixtures("collects_at_exit")
 def test_strategy_lets_gloos_threads_end_under_torchrun(tmp_path: Path) -> None:
     """Lightning does not destroy its gloo group, and torch aborts a process if a thread still frees its tensors."""
     trainer = 'library.Trainer(devices=1, strategy="ddpilot", **quiet)\n'

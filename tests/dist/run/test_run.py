@@ -27,6 +27,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.usefixtures("collects_at_exit")
 def test_run_trains_as_plain_python_does(tmp_path: Path) -> None:
     """The words of the guide: the curve of two ranks, printed by rank, is that of one process."""
     with (

@@ -36,7 +36,7 @@ LEAVE = f"{ENTER}dist.destroy_process_group()\n"
 
 def variables(folder: Path) -> dict[str, str]:
     """Without those of a launcher; jobs have their folders in `folder`."""
-    sources = str(Path(ddpilot.__file__).parents[1])
+    sources = os.pathsep.join((str(Path(ddpilot.__file__).parents[1]), os.environ["PYTHONPATH"]))
     return environment(**{JOBS_VARIABLE: str(folder / "jobs"), "PYTHONPATH": sources, "TMPDIR": str(folder)})
 
 
@@ -93,6 +93,7 @@ def test_enable_has_torchruns_ranks_observed(tmp_path: Path) -> None:
     assert "DDP201" in (folder / "report.txt").read_text()
 
 
+@pytest.mark.usefixtures("collects_at_exit")
 def test_enable_leaves_nothing_of_a_job_that_ends_well(tmp_path: Path) -> None:
     """Neither a folder nor a process, nor a word."""
     done = run_script(ENABLE + LEAVE, tmp_path, module=TORCHRUN, env=variables(tmp_path))
