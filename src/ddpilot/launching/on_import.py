@@ -20,7 +20,7 @@ Action = Callable[[ModuleType], None]
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause the garbage collector, unless it is disabled: an import creates no garbage, and torch's takes a tenth less."""
+    """Pause the garbage collector, unless it is disabled: an import creates no garbage, and torch's takes less time."""
     if not gc.isenabled():
         yield
         return
