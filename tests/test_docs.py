@@ -49,7 +49,7 @@ for cells in json.loads(sys.stdin.read()):
     os.chdir(folder)
     print("=== end of page ===", flush=True)
 """
-SHELL_LIMIT_S = 400
+SHELL_LIMIT_S = 300
 
 
 def anchors(page: Path) -> set[str]:
