@@ -78,6 +78,7 @@ $(BROWSER_READY): $(READY)
 	@touch $(BROWSER_READY)
 
 soak: $(READY) ## the long, randomised versions
+	@$(COMPILE_CHANGED)
 	DDPILOT_SOAK=1 $(PYTEST) -m soak -o faulthandler_timeout=21000
 
 zoo: $(READY) ## run every program of the failure zoo without and with ddpilot, print the table, write docs/zoo.md

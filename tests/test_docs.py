@@ -182,11 +182,12 @@ PAGES_WITH_CELLS = [page for page in PAGES if cells_and_outputs(page)]
 
 
 @pytest.fixture(scope="module")
-def printed_by_page(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, str]:
-    """What the cells of each page printed, up to the one that took too long."""
+def printed_by_page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Path, str]:
+    """What the cells of each page that this run tests printed, up to the one that took too long."""
     folder = tmp_path_factory.mktemp("shell")
-    pages = [[cell for cell, _ in cells_and_outputs(page)] for page in PAGES_WITH_CELLS]
-    (folder / "pages.json").write_text(json.dumps(pages))
+    tests = [each for each in request.session.items if each.name.startswith("test_snippets_print_what_the_page_says[")]
+    pages: list[Path] = [each.callspec.params["page"] for each in tests]  # type: ignore[attr-defined]
+    (folder / "pages.json").write_text(json.dumps([[cell for cell, _ in cells_and_outputs(page)] for page in pages]))
     with (folder / "pages.json").open() as given, (folder / "printed").open("w") as printed:
         options: dict[str, Any] = {"stdin": given, "stdout": printed, "stderr": subprocess.STDOUT}
         environ = {**os.environ, "IPYTHONDIR": str(folder), "COLUMNS": "120"}
@@ -197,7 +198,7 @@ def printed_by_page(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, str]
             finally:
                 process.kill()
     texts = (folder / "printed").read_text().split("=== end of page ===\n")
-    return dict(zip(PAGES_WITH_CELLS, [*texts, *[""] * len(PAGES_WITH_CELLS)], strict=False))
+    return dict(zip(pages, [*texts, *[""] * len(pages)], strict=False))
 
 
 @pytest.mark.timeout(SHELL_LIMIT_S + 50)
