@@ -14,6 +14,7 @@ if os.environ.get("DDPILOT_TESTS_COLLECT") == "rarely":
     import gc
     import sys
 
-    gc.set_threshold(50_000, 20, 50)
+    if "DDPILOT_RANK_SERVER" not in os.environ:  # else ranks that are forked from it would collect rarely as well
+        gc.set_threshold(50_000, 20, 50)
     atexit.register(gc.freeze)
     sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]  # see tests/conftest.py
