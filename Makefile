@@ -13,6 +13,9 @@ EXTRAS := dev
 # processes of the tests import it, and where PYTHONDONTWRITEBYTECODE is set each would compile it anew.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib src || true
+# What has changed since: ranks import modules of the tests too. The rest are programs of which tests list the folders.
+COMPILE_CHANGED := $(BIN)/python -m compileall -qq -j 0 -x '/(cases|controls|corpus|fixable|fixtures)/' \
+	src tests benchmarks examples || true
 
 # Three files at a time keep two cores busy, since tests also wait. Those that take longest come first, and small ones
 # last, so that no core is idle while another is in the last of them; a folder that is new comes in between.
@@ -58,11 +61,13 @@ pictures: $(BROWSER_READY) ## draw docs/pictures anew, from real runs and a real
 	$(BIN)/python -m pictures $(NAMES)
 
 test: $(READY) ## every test, with a seeded tenth of the soak
+	@$(COMPILE_CHANGED)
 	status=0; $(PYTEST) $(ALONE) || status=$$?; \
 	$(PYTEST) $(AT_A_TIME) $(addprefix --ignore=,$(ON_NODES)) $(FIRST) \
 		$(filter-out $(FIRST) $(ALONE) %/__pycache__,$(EACH)) tests/unit || status=$$?; exit $$status
 
 test-slurm: $(READY) ## jobs and sessions on a real Slurm and over ssh, which it installs (as root, on Debian or Ubuntu)
+	@$(COMPILE_CHANGED)
 	$(BIN)/python -m tests.slurm.install
 	$(PYTEST) $(AT_A_TIME) $(ON_NODES)
 
@@ -77,6 +82,7 @@ $(BROWSER_READY): $(READY)
 	@touch $(BROWSER_READY)
 
 soak: $(READY) ## the long, randomised versions
+	@$(COMPILE_CHANGED)
 	DDPILOT_SOAK=1 $(PYTEST) -m soak -o faulthandler_timeout=21000
 
 zoo: $(READY) ## run every program of the failure zoo without and with ddpilot, print the table, write docs/zoo.md

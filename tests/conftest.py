@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import io
@@ -25,6 +26,15 @@ from tests.soak import mark_what_is_not_often
 
 pytest_plugins = ["pytester"]
 
+# Before torch is imported: its threads would spin while they wait, and on a busy machine a small model takes 20 times
+# as long as with threads that sleep.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# nbformat imports it by way of jsonschema, for a check of addresses that it does not ask for: 1 s.
+sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]  # the import fails, as without the package
+
+CHILDREN = Path(__file__).with_name("children")
+COLLECT = "DDPILOT_TESTS_COLLECT"
+
 GRACE_S = 2.0
 """How long what a test started may take to be gone after it: the promise that ddpilot makes about its ranks."""
 
@@ -33,6 +43,21 @@ def pytest_configure() -> None:
     """Let tests be interrupted, and interrupt what they start, where a shell has started them in the background."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Import all tests without a garbage collection, and leave their modules out of later ones, the last included.
+
+    Keep them compiled, with pytest's assertions, where a variable says that nothing is to be.
+    """
+    writes_no_bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, False
+    gc.disable()
+    yield
+    gc.enable()
+    sys.dont_write_bytecode = writes_no_bytecode
+    gc.freeze()
+    atexit.register(gc.freeze)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m soak` chooses
@@ -52,6 +77,10 @@ def nothing_left_at_the_end(tmp_path_factory: pytest.TempPathFactory) -> Iterato
         patch.setenv(MARK, mark)
         patch.setenv("TMPDIR", str(folder))
         patch.setattr(tempfile, "tempdir", None)
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(CHILDREN), os.environ.get("PYTHONPATH")))))
+        patch.setenv(COLLECT, "rarely")
+        # One for each kind of ranks that most files start; with two, many a file would start its server again: 2 s.
+        patch.setattr("ddpilot.launching.rank_server.client._MAX_WARM", 4)
         patch.setenv("DDPILOT_JOBS_DIR", str(tmp_path_factory.mktemp("jobs")))  # of failed jobs some are kept
         before = _long_lived(look(mark))
         yield mark
@@ -90,6 +119,12 @@ def fixed_seed() -> None:
         numpy.random.seed(0)
     if torch := sys.modules.get("torch"):
         torch.manual_seed(0)
+
+
+@pytest.fixture
+def collects_at_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that the test starts collect garbage as Python does by default, at their exit too."""
+    monkeypatch.delenv(COLLECT)
 
 
 @pytest.fixture(scope="session")

@@ -88,26 +88,15 @@ def train(**how):
 """
 
 
-def told(source: str, folder: Path) -> dict[str, Any]:
-    """What `source` told on its last line, in a process that has two devices."""
-    env = environment(2)
-    env["PYTHONPATH"] = os.pathsep.join((SHIMS, env["PYTHONPATH"]))
-    out = run_script(SET_UP + source, folder, env=env, limit_s=190).out
-    lines = [line for line in out.splitlines() if line.startswith("told ")]
-    assert lines, out
-    facts: dict[str, Any] = json.loads(lines[-1].removeprefix("told "))
-    return facts
-
-
 AUTO = """
 trainer = library.Trainer(devices=2, strategy="ddpilot", logger=False, enable_checkpointing=False)
 print("told " + json.dumps({"chosen": type(trainer.accelerator).__name__}), flush=True)
 """
 
 
-def test_auto_takes_the_cpu_for_a_device_that_lightning_does_not_know(tmp_path: Path) -> None:
+def test_auto_takes_the_cpu_for_a_device_that_lightning_does_not_know(told: list[dict[str, Any]]) -> None:
     """If this fails, Lightning has learnt it: then the tests here need no `Accelerator` of their own."""
-    assert told(AUTO, tmp_path) == {"chosen": "CPUAccelerator"}
+    assert told[0] == {"chosen": "CPUAccelerator"}
 
 
 TRAIN = """
@@ -117,10 +106,9 @@ print("told " + json.dumps({"there": there, "here": here}), flush=True)
 """
 
 
-def test_strategy_trains_on_the_device_with_the_numbers_of_the_cpu(tmp_path: Path) -> None:
+def test_strategy_trains_on_the_device_with_the_numbers_of_the_cpu(told: list[dict[str, Any]]) -> None:
     """Losses, weights, a metric reduced over ranks and predictions in order, to 1e-10; over the device's backend."""
-    found = told(TRAIN, tmp_path)
-    there, here = found["there"], found["here"]
+    there, here = told[1]["there"], told[1]["here"]
     assert there["places"] == [["emu:0", "emu:0"]]
     assert there["losses"] == pytest.approx(here["losses"], rel=1e-10)
     assert there["valid"] == pytest.approx(here["valid"], rel=1e-6)  # Lightning keeps metrics in float32
@@ -143,8 +131,18 @@ except RankError as error:
 """
 
 
-def test_an_error_of_one_rank_ends_the_rank_that_waits_for_its_device(tmp_path: Path) -> None:
+def test_an_error_of_one_rank_ends_the_rank_that_waits_for_its_device(told: list[dict[str, Any]]) -> None:
     """The other rank reads its loss behind an all_reduce of gradients that does not come."""
-    found = told(HANG, tmp_path)
-    assert found["rank"] == 1
-    assert "ValueError: bad batch" in found["said"]
+    assert told[2]["rank"] == 1
+    assert "ValueError: bad batch" in told[2]["said"]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What the three programs told, one after the other in a process that has two devices: Lightning takes 3 s."""
+    env = environment(2)
+    env["PYTHONPATH"] = os.pathsep.join((SHIMS, env["PYTHONPATH"]))
+    out = run_script(SET_UP + AUTO + TRAIN + HANG, tmp_path_factory.mktemp("told"), env=env, limit_s=190).out
+    lines = [line for line in out.splitlines() if line.startswith("told ")]
+    assert len(lines) == 3, out
+    return [json.loads(line.removeprefix("told ")) for line in lines]

@@ -91,7 +91,8 @@ def run_watched(
         timeout_s=limit_s,
         on_finding=keep,
         stall_warn_s=stall_warn_s,
-        preload=("torch._dynamo",),  # DDP's constructor imports it: seconds in each rank
+        # DDP's constructor imports the first: seconds in each rank. Other tests' server has the second as well.
+        preload=("torch._dynamo", "torch.distributed.optim"),
     )
     began_s = time.monotonic()
     error: LaunchError | RankError | None = None

@@ -6,14 +6,29 @@ It must not matter whether `import lightning` precedes or follows ours, and impo
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 Action = Callable[[ModuleType], None]
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pause the garbage collector, unless it is disabled: an import creates no garbage, and torch's takes less time."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 class _Waiting(MetaPathFinder):
@@ -36,7 +51,8 @@ class _Waiting(MetaPathFinder):
         return spec
 
     def _load(self, load: Callable[[ModuleType], Any], module: ModuleType) -> None:
-        load(module)
+        with collector_paused():
+            load(module)
         for action in self.actions.pop(module.__name__, {}).values():
             action(module)
 

@@ -14,6 +14,8 @@ from tests.dist.launching.scripts import run_script
 from tests.dist.run.commands import environment
 from tests.soak import often
 
+pytestmark = pytest.mark.usefixtures("collects_at_exit")
+
 DESTROY = """
 import time, weakref
 import torch.distributed as dist

@@ -28,7 +28,8 @@ Program = Callable[[Path], None]
 
 def run_all(folder: Path, programs: Sequence[Program]) -> dict[str, list[Finding]]:
     """The findings on each of `programs`, by name; each begins with a guard of its own, in one launch."""
-    launcher = ddpilot.Launcher(nproc_per_node=NUM_RANKS, timeout_s=100, preload=("torch._dynamo",), watch=False)
+    preload = ("torch._dynamo", "torch.distributed.optim")  # what the server of other tests has
+    launcher = ddpilot.Launcher(nproc_per_node=NUM_RANKS, timeout_s=100, preload=preload, watch=False)
     launcher.run(_run_on_rank, folder, list(programs))
     return {program.__name__: judge(folder, program.__name__) for program in programs}
 

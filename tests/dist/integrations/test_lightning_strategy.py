@@ -76,20 +76,29 @@ else:
 """
 
 
-def told(source: str, folder: Path, *, library: str = "lightning", **how: Any) -> dict[str, Any]:
-    """The object that `source` printed on its last line."""
-    source = (SET_UP + source).replace("LIBRARY", library)
+def told(*sources: str, folder: Path, library: str = "lightning", **how: Any) -> list[dict[str, Any]]:
+    """The objects that `sources` printed, one each, one after the other in one process."""
+    source = "".join((SET_UP, *sources)).replace("LIBRARY", library)
     outcome = run_script(source, folder, env=ENV, limit_s=100, **how)
     lines = [line for line in outcome.out.splitlines() if line.startswith("told ")]
-    assert lines, outcome
-    facts: dict[str, Any] = json.loads(lines[-1].removeprefix("told "))
-    return facts | {"stderr": outcome.err}
+    assert len(lines) == len(sources), outcome
+    return [json.loads(line.removeprefix("told ")) | {"stderr": outcome.err} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What three of the programs below told, which share a process: to import Lightning there and in its rank server
+    takes 6 s.
+    """
+    programs = {"train": TRAIN, "errors": ERRORS, "again": AGAIN}
+    return dict(zip(programs, told(*programs.values(), folder=tmp_path_factory.mktemp("here")), strict=True))
 
 
 @pytest.fixture(scope="module")
 def under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The same script, where torchrun has started the ranks."""
-    return told(TRAIN, tmp_path_factory.mktemp("torchrun"), module=TORCHRUN)
+    (facts,) = told(TRAIN, folder=tmp_path_factory.mktemp("torchrun"), module=TORCHRUN)
+    return facts
 
 
 def test_strategy_starts_nothing_under_torchrun(under_torchrun: dict[str, Any]) -> None:
@@ -99,6 +108,7 @@ def test_strategy_starts_nothing_under_torchrun(under_torchrun: dict[str, Any]) 
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.usefixtures("collects_at_exit")
 def test_strategy_lets_gloos_threads_end_under_torchrun(tmp_path: Path) -> None:
     """Lightning does not destroy its gloo group, and torch aborts a process if a thread still frees its tensors."""
     trainer = 'library.Trainer(devices=1, strategy="ddpilot", **quiet)\n'
@@ -110,18 +120,20 @@ def test_strategy_lets_gloos_threads_end_under_torchrun(tmp_path: Path) -> None:
 @pytest.mark.timeout(240)
 @often("lightning")
 @pytest.mark.parametrize("library", ["lightning", "pytorch_lightning"])
-def test_strategy_trains_as_torchrun_does(under_torchrun: dict[str, Any], library: str, tmp_path: Path) -> None:
+def test_strategy_trains_as_torchrun_does(
+    under_torchrun: dict[str, Any], here: dict[str, dict[str, Any]], library: str, tmp_path: Path
+) -> None:
     """The same losses and weights, without a fork of the parent, which did not use CUDA; predictions in order."""
-    here = told(TRAIN, tmp_path, library=library)
+    ours = here["train"] if library == "lightning" else told(TRAIN, folder=tmp_path, library=library)[0]
     same = ("weights", "valid", "known", "steps")
-    assert [here[name] for name in same] == [under_torchrun[name] for name in same]
-    assert here["losses"] == pytest.approx(under_torchrun["losses"], rel=1e-5)
-    assert here["starts"]
-    assert here["kind"].endswith("DdpilotStrategy")
-    assert here["forks"] == 0
-    assert here["batches"] == [5, 5, 5, 5, 4]
-    assert here["in_order"]
-    assert here["names"]
+    assert [ours[name] for name in same] == [under_torchrun[name] for name in same]
+    assert ours["losses"] == pytest.approx(under_torchrun["losses"], rel=1e-5)
+    assert ours["starts"]
+    assert ours["kind"].endswith("DdpilotStrategy")
+    assert ours["forks"] == 0
+    assert ours["batches"] == [5, 5, 5, 5, 4]
+    assert ours["in_order"]
+    assert ours["names"]
 
 
 AGAIN = """
@@ -163,10 +175,10 @@ tell(plain=plain, ours=with_ours)
 """
 
 
-def test_a_trainer_fits_again_as_on_one_device(tmp_path: Path) -> None:
+@pytest.mark.timeout(120)
+def test_a_trainer_fits_again_as_on_one_device(here: dict[str, dict[str, Any]]) -> None:
     """Progress, metrics, callbacks, checkpoints and the log's file are those of fits in this process."""
-    facts = told(AGAIN, tmp_path)
-    assert facts["ours"] == facts["plain"]
+    assert here["again"]["ours"] == here["again"]["plain"]
 
 
 MAPPED = """
@@ -202,7 +214,7 @@ tell(refused=refused, kinds=kinds, options=made[-1]._ddp_kwargs, object=[trainer
 
 def test_use_for_notebooks_maps_names_and_objects_and_takes_it_back(tmp_path: Path) -> None:
     """Names become ours with their options; an object that a library made keeps its class, and its ranks start."""
-    facts = told(MAPPED, tmp_path, prefix=("env", "PYTHONSTARTUP="), module=("-i",))
+    (facts,) = told(MAPPED, folder=tmp_path, prefix=("env", "PYTHONSTARTUP="), module=("-i",))
     assert facts["refused"] == "MisconfigurationException"
     assert facts["kinds"] == ["DdpilotStrategy"] * 5
     assert facts["options"] == {"find_unused_parameters": True}
@@ -236,13 +248,15 @@ torch.use_deterministic_algorithms(True, warn_only=True)
 silent = ours.DdpilotStrategy(find_unused_parameters=True, launcher=Launcher(output="silent"))
 trainer(strategy=silent).fit(net, loader())
 found["trained"] = [len(net.losses), net.deterministic]
+torch.use_deterministic_algorithms(False)
 tell(**found)
 """
 
 
-def test_errors_state_the_fix(tmp_path: Path) -> None:
+@pytest.mark.timeout(120)
+def test_errors_state_the_fix(here: dict[str, dict[str, Any]]) -> None:
     """What cannot travel by its path in the user's objects, unused parameters with our names, several nodes."""
-    facts = told(ERRORS, tmp_path)
+    facts = here["errors"]
     assert "starting 2 ranks of `Trainer.fit`: `model.lock` (_thread.lock) cannot be pickled" in facts["ship"]
     assert "strategy='ddpilot_find_unused_parameters_true'" in facts["unused"]
     assert "running `Trainer.fit` on 2 ranks" in facts["unused"]

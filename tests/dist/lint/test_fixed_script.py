@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,8 @@ from ddpilot.lint.catalog import RULES
 from ddpilot.lint.fixes import fix_text
 from ddpilot.lint.linter import lint_text
 from ddpilot.lint.options import LintOptions
+from tests.dist.launching.scripts import Outcome
+from tests.dist.run import commands
 from tests.soak import soak
 
 FAULTY = Path(__file__).with_name("faulty.py")
@@ -22,12 +21,10 @@ RUNNER = FAULTY.with_name("run_fixed.py")
 FIXED_CODES = ["DDP331", "DDP336", "DDP402", "DDP413", "DDP502", "DDP602", "DDP609"]
 
 
-def run(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, script: Path, *arguments: str) -> Outcome:
     """Run a script on two ranks to its end."""
-    words = ["run", "--standalone", "--nproc-per-node", "2", str(script), *arguments]
-    command = [sys.executable, "-m", "ddpilot", *words]
-    environment = {**os.environ, "CHECKPOINT": str(script.with_suffix(".pt"))}
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+    words = ["--standalone", "--nproc-per-node", 2, script, *arguments]
+    return commands.run(folder, *words, CHECKPOINT=str(folder / f"{script.stem}.pt"))
 
 
 @pytest.mark.timeout(240)
@@ -40,16 +37,16 @@ def test_fixed_script_trains_on_two_ranks(tmp_path: Path) -> None:
     before.write_text(text)
     after.write_text(fix_text(text, "faulty.py", LintOptions()))
     assert lint_text(after.read_text(), "after.py") == []
-    assert "sampler option is mutually exclusive with shuffle" in (failed := run(before)).stdout + failed.stderr
-    trained = run(after)
-    assert trained.returncode == 0, trained.stdout + trained.stderr
-    assert [f"rank {rank} trained: True" in trained.stdout for rank in (0, 1)] == [True, True]
+    assert "sampler option is mutually exclusive with shuffle" in (failed := run(tmp_path, before)).out + failed.err
+    trained = run(tmp_path, after)
+    assert trained.code == 0, trained.out + trained.err
+    assert [f"rank {rank} trained: True" in trained.out for rank in (0, 1)] == [True, True]
 
 
 @pytest.mark.timeout(240)
 def test_the_program_of_each_fix_lints_clean_and_trains_on_two_ranks(tmp_path: Path) -> None:
     """One program for every rule with a fix, named by its code, and a notebook with three of them."""
-    programs = sorted(FIXABLE.iterdir())
+    programs = sorted(each for each in FIXABLE.iterdir() if each.is_file())
     assert [each.stem for each in programs if each.suffix == ".py"] == sorted(e.code for e in RULES if e.is_fixable)
     for program in programs:
         text = program.read_text()
@@ -57,7 +54,7 @@ def test_the_program_of_each_fix_lints_clean_and_trains_on_two_ranks(tmp_path: P
         assert codes == ({program.stem} if program.suffix == ".py" else {"DDP331", "DDP402", "DDP413"}), program
         (tmp_path / program.name).write_text(fix_text(text, program.name, LintOptions()))
         assert lint_text((tmp_path / program.name).read_text(), program.name) == []
-    trained = run(RUNNER, str(tmp_path))
-    assert trained.returncode == 0, trained.stdout + trained.stderr
+    trained = run(tmp_path, RUNNER, str(tmp_path))
+    assert trained.code == 0, trained.out + trained.err
     wanted = [f"rank {rank}: {each.name} trains: True" for rank in (0, 1) for each in programs]
-    assert [line for line in wanted if line not in trained.stdout] == [], trained.stdout
+    assert [line for line in wanted if line not in trained.out] == [], trained.out

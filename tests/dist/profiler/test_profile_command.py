@@ -14,20 +14,16 @@ from typing import Any
 import pytest
 import torch
 
-from ddpilot.cli.app import main
+from tests.dist.in_process import Run, run_command
+
+__all__ = ["run_command"]
 
 SCRIPT = Path(__file__).with_name("train.py")
 
 
-def run(*words: object) -> subprocess.CompletedProcess[str]:
-    """The command with these words."""
-    command = [sys.executable, "-m", "ddpilot", "profile", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-
-
-def profile(planted: str, *words: object) -> dict[str, Any]:
+def profile(run_command: Run, planted: str) -> dict[str, Any]:
     """The profile, as JSON, of the script with a planted cost on two ranks."""
-    done = run(SCRIPT, "-n", 2, "--json", *words, "--", planted)
+    done = run_command("profile", SCRIPT, "-n", 2, "--json", "--", planted)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -52,9 +48,11 @@ _PLANTED = [
 @pytest.mark.parametrize(
     ("planted", "code", "ranks", "words"), _PLANTED if os.environ.get("DDPILOT_SOAK") else _PLANTED[:2]
 )
-def test_the_first_finding_names_the_planted_cost(planted: str, code: str, ranks: list[int], words: str) -> None:
+def test_the_first_finding_names_the_planted_cost(
+    planted: str, code: str, ranks: list[int], words: str, run_command: Run
+) -> None:
     """Its rank, its phase, its line."""
-    found = profile(planted)
+    found = profile(run_command, planted)
     first = found["findings"][0]
     assert (first["code"], first["ranks"]) == (code, ranks), found["findings"]
     assert words in first["summary"]
@@ -67,11 +65,11 @@ def test_the_first_finding_names_the_planted_cost(planted: str, code: str, ranks
     assert all(seconds > 0 for seconds in phases)
 
 
-def test_the_script_runs_as_it_is_and_a_report_is_written(tmp_path: Path) -> None:
+def test_the_script_runs_as_it_is_and_a_report_is_written(tmp_path: Path, run_command: Run) -> None:
     """Its output is shown, then the table, the bars and where the report is."""
     path, traces = tmp_path / "profile.html", tmp_path / "traces"
     window = ("--trace", traces, "--trace-window", "3,1,3,2", "--trace-memory", "--nvtx")
-    done = run(SCRIPT, "-n", 2, "--html", path, *window, "--", "forward")
+    done = run_command("profile", SCRIPT, "-n", 2, "--html", path, *window, "--", "forward")
     assert done.returncode == 0, done.stderr
     assert "[rank 0] loss " in done.stdout
     assert "F forward" in done.stdout
@@ -84,23 +82,9 @@ def test_the_script_runs_as_it_is_and_a_report_is_written(tmp_path: Path) -> Non
     assert "<svg" in path.read_text("utf-8")
 
 
-def test_scaling_is_compared() -> None:
+def test_scaling_is_compared(run_command: Run) -> None:
     """Each number of ranks has a row; a sleep in the forward pass is shared by no two ranks."""
-    command = [
-        sys.executable,
-        "-m",
-        "ddpilot",
-        "scale",
-        SCRIPT,
-        "-n",
-        "1,2",
-        "--rounds",
-        "1",
-        "--json",
-        "--",
-        "forward",
-    ]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=100, check=False)
+    done = run_command("scale", SCRIPT, "-n", "1,2", "--rounds", 1, "--json", "--", "forward")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert [row["num_ranks"] for row in found["rows"]] == [1, 2]
@@ -111,41 +95,35 @@ def test_scaling_is_compared() -> None:
     assert "1 bucket of 0.0686 MB" in found["notes"][0], found["notes"]
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    """What the command says, in this process, before it starts anything; its exit status is 2."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["ddpilot", "profile", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-    assert ended.value.code == 2
-    return capsys.readouterr().err
-
-
-def test_what_cannot_be_profiled_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_profiled_is_refused(tmp_path: Path, run_command: Run) -> None:
     """A missing script, a missing folder, a script without updates, one that fails."""
-    assert "missing.py" in refusal(capsys, "missing.py")
-    said = refusal(capsys, SCRIPT, "--html", tmp_path / "none" / "a.html", "--", "loader")
+
+    def refusal(*words: object) -> str:
+        done = run_command("profile", *words)
+        assert done.returncode == 2
+        return done.stderr
+
+    assert "missing.py" in refusal("missing.py")
+    said = refusal(SCRIPT, "--html", tmp_path / "none" / "a.html", "--", "loader")
     assert "there is no folder for" in said
-    said = refusal(capsys, SCRIPT, "--html", tmp_path, "--", "loader")
+    said = refusal(SCRIPT, "--html", tmp_path, "--", "loader")
     assert "cannot be written: Is a directory" in said
-    assert "traces cannot be written to" in refusal(capsys, SCRIPT, "--trace", SCRIPT, "--", "loader")
-    assert "given without --trace" in refusal(capsys, SCRIPT, "--trace-memory", "--", "loader")
+    assert "traces cannot be written to" in refusal(SCRIPT, "--trace", SCRIPT, "--", "loader")
+    assert "given without --trace" in refusal(SCRIPT, "--trace-memory", "--", "loader")
     empty = tmp_path / "empty.py"
     empty.write_text("import torch\nprint('nothing')\n")
-    done = run(empty, "-n", 1)
-    assert done.returncode == 2
-    assert "too few updates" in done.stderr
+    assert "too few updates" in refusal(empty, "-n", 1)
     broken = tmp_path / "broken.py"
     broken.write_text("import torch\nraise ValueError('broken')\n")
-    done = run(broken, "-n", 2)
+    done = run_command("profile", broken, "-n", 2)
     assert done.returncode != 0
     assert "ValueError: broken" in done.stderr
 
 
-def test_a_script_that_fails_is_profiled_up_to_then(tmp_path: Path) -> None:
+def test_a_script_that_fails_is_profiled_up_to_then(tmp_path: Path, run_command: Run) -> None:
     """The error is reported after the profile, and the report is written."""
     path = tmp_path / "profile.html"
-    done = run(SCRIPT, "-n", 2, "--json", "--html", path, "--", "error")
+    done = run_command("profile", SCRIPT, "-n", 2, "--json", "--html", path, "--", "error")
     assert done.returncode == 2, done.stderr
     found = json.loads(done.stdout)
     assert len(found["seconds"][0]) >= 15

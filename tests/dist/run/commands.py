@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ddpilot run` and torchrun in processes of their own, with a hard limit."""
+"""`ddpilot run` and torchrun, with a hard limit."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
+from typing import IO
 
 import pytest
 
+from ddpilot.cli.app import main
 from tests.dist.launching import scripts
 from tests.dist.launching.scripts import Outcome, finish
 
@@ -31,10 +34,48 @@ def started(words: Sequence[object], folder: Path, **more: str) -> AbstractConte
     return scripts.started(words, folder, environment(**more))
 
 
-def run(folder: Path, *words: object, **more: str) -> Outcome:
-    """`ddpilot run` with `words`, to its end."""
+def run_fresh(folder: Path, *words: object, **more: str) -> Outcome:
+    """`ddpilot run` with `words` in a process of its own, to its end."""
     with started([*RUN, *words], folder, **more) as process:
         return finish(process)
+
+
+def run(folder: Path, *words: object, **more: str) -> Outcome:
+    """`ddpilot run` with `words`, to its end: the ranks are processes, and this one, which has torch, their parent.
+
+    A parent of its own takes 1.5 s to import torch; `run_fresh` and `started` are for what tests of the parent look at.
+    """
+    variables = environment(**more)
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        out, err = (stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2))
+        patch.chdir(folder)
+        for name in set(os.environ) - set(variables):
+            patch.delenv(name)
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        patch.setattr(sys, "argv", ["ddpilot", "run", *map(str, words)])
+        with _written_to(1, out, "stdout"), _written_to(2, err, "stderr"), pytest.raises(SystemExit) as ended:
+            main()
+        return Outcome(int(ended.value.code or 0), _read(out), _read(err))
+
+
+@contextmanager
+def _written_to(fd: int, file: IO[str], name: str) -> Iterator[None]:
+    """What this process, and those that it starts, write to a stream goes to `file`."""
+    kept = os.dup(fd)
+    try:
+        os.dup2(file.fileno(), fd)
+        with open(fd, "w", closefd=False) as stream, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, name, stream)
+            yield
+    finally:
+        os.dup2(kept, fd)
+        os.close(kept)
+
+
+def _read(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read()
 
 
 def wait_for_line(process: subprocess.Popen[str], said: str) -> str:

@@ -15,6 +15,8 @@ import pytest
 from tests.dist.launching.scripts import Outcome, finish
 from tests.dist.run.commands import TORCHRUN, environment, run, started, write
 
+pytestmark = pytest.mark.usefixtures("collects_at_exit")
+
 LOOK = """
 import atexit, inspect, json, multiprocessing, os, pickle, sys
 

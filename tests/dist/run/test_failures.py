@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.dist.launching.scripts import finish
-from tests.dist.run.commands import RUN, TORCHRUN, run, started, write
+from tests.dist.run.commands import RUN, TORCHRUN, run, run_fresh, started, write
 from tests.ports import kept_port
 
 ENDS = {
@@ -182,7 +182,7 @@ def test_run_waits_for_exit_handlers_and_then_ends_a_rank_that_a_thread_keeps(tm
 def test_run_without_python_starts_any_program(tmp_path: Path) -> None:
     """Its last output is in the error, since it reports nothing else. Works without UTF-8 too."""
     line = "printf 'caf\\303\\251\\n'; echo this is $RANK; exit $((RANK * 7))"
-    done = run(tmp_path, "--no-python", "-n", 2, "sh", "-c", line, PYTHONIOENCODING="ascii")
+    done = run_fresh(tmp_path, "--no-python", "-n", 2, "sh", "-c", line, PYTHONIOENCODING="ascii")
     assert done.code == 1
     assert "caf\\xe9" in done.out
     assert "[rank 0] this is 0" in done.out

@@ -29,11 +29,8 @@ dist.destroy_process_group()
 @pytest.mark.timeout(180)
 def test_run_trains_as_plain_python_does(tmp_path: Path) -> None:
     """The words of the guide: the curve of two ranks, printed by rank, is that of one process."""
-    with (
-        started([*RUN, EXAMPLE, "-n", 2, "--", "--epochs", 1], tmp_path) as process,
-        started([sys.executable, EXAMPLE, "--epochs", 1], tmp_path) as alone,
-    ):
-        done, plain = finish(process, 150), finish(alone, 150)
+    with started([sys.executable, EXAMPLE, "--epochs", 1], tmp_path) as alone:
+        done, plain = run(tmp_path, EXAMPLE, "-n", 2, "--", "--epochs", 1), finish(alone, 150)
     assert done.code == plain.code == 0, done.err
     ours, theirs = (re.search(r"epoch 1/1: loss ([\d.]+)", text) for text in (done.out, plain.out))
     assert ours is not None

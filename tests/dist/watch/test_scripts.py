@@ -16,8 +16,8 @@ import pytest
 import ddpilot
 from ddpilot.watch.external.instrumentation import enable_from_environment
 from ddpilot.watch.job_folder import JOBS_VARIABLE, list_jobs
-from tests.dist.launching.scripts import finish, run_script, running, wait_until
-from tests.dist.run.commands import environment
+from tests.dist.launching.scripts import Outcome, finish, run_script, running, wait_until
+from tests.dist.run.commands import environment, run, write
 
 RUN = ("-m", "ddpilot", "run", "-n", "2")
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
@@ -36,8 +36,14 @@ LEAVE = f"{ENTER}dist.destroy_process_group()\n"
 
 def variables(folder: Path) -> dict[str, str]:
     """Without those of a launcher; jobs have their folders in `folder`."""
-    sources = str(Path(ddpilot.__file__).parents[1])
+    sources = os.pathsep.join((str(Path(ddpilot.__file__).parents[1]), os.environ["PYTHONPATH"]))
     return environment(**{JOBS_VARIABLE: str(folder / "jobs"), "PYTHONPATH": sources, "TMPDIR": str(folder)})
+
+
+def run_here(source: str, folder: Path, *options: str, **more: str) -> Outcome:
+    """`ddpilot run` of two ranks with this process as their parent; the job has its folder in `folder`."""
+    write(folder, "script.py", source)
+    return run(folder, "-n", 2, *options, "script.py", **{JOBS_VARIABLE: str(folder / "jobs"), **more})
 
 
 def observers(folder: Path) -> list[int]:
@@ -60,7 +66,7 @@ def test_ranks_that_end_by_os_exit_0_one_after_the_other_end_well(tmp_path: Path
 
 def test_run_ends_with_the_finding_and_status_1(tmp_path: Path) -> None:
     """As `launch` does; with --no-watch nobody sees it."""
-    done = run_script(DIFFER, tmp_path, module=RUN, env=variables(tmp_path), may_fail=True)
+    done = run_here(DIFFER, tmp_path)
     assert done.code == 1
     assert "ddpilot: [rank " in done.err
     assert "desync (DDP201): collective #3 of the default group differs between ranks" in done.err
@@ -68,7 +74,8 @@ def test_run_ends_with_the_finding_and_status_1(tmp_path: Path) -> None:
     (job,) = list_jobs(tmp_path / "jobs")
     assert job[1].name == "script.py"
     assert not job[1].is_running
-    quiet = run_script(LEAVE, tmp_path, module=(*RUN, "--no-watch"), env=variables(tmp_path))
+    quiet = run_here(LEAVE, tmp_path, "--no-watch")
+    assert quiet.code == 0
     assert quiet.err == ""
     assert len(list_jobs(tmp_path / "jobs")) == 1
 
@@ -76,7 +83,7 @@ def test_run_ends_with_the_finding_and_status_1(tmp_path: Path) -> None:
 def test_run_imports_no_torch_before_the_script_does(tmp_path: Path) -> None:
     """A script may set what torch reads when it is imported; one that never imports it is not recorded."""
     text = "import sys\nprint('torch' in sys.modules, 'torch.distributed' in sys.modules)\n"
-    done = run_script(text, tmp_path, module=RUN, env=variables(tmp_path))
+    done = run_here(text, tmp_path)
     assert done.out.split()[-2:] == ["False", "False"]
     assert done.err == ""
 
@@ -93,6 +100,7 @@ def test_enable_has_torchruns_ranks_observed(tmp_path: Path) -> None:
     assert "DDP201" in (folder / "report.txt").read_text()
 
 
+@pytest.mark.usefixtures("collects_at_exit")
 def test_enable_leaves_nothing_of_a_job_that_ends_well(tmp_path: Path) -> None:
     """Neither a folder nor a process, nor a word."""
     done = run_script(ENABLE + LEAVE, tmp_path, module=TORCHRUN, env=variables(tmp_path))
@@ -200,6 +208,6 @@ def test_a_rank_that_waits_for_a_store_to_come_is_not_interrupted(tmp_path: Path
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    done = run_script(LATE, tmp_path, module=RUN, env={**variables(tmp_path), "OWN_PORT": str(port)})
+    done = run_here(LATE, tmp_path, OWN_PORT=str(port))
     assert done.code == 0
     assert "Interrupted" not in done.err + done.out

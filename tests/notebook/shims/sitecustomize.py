@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.util
+import runpy
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from typing import Any
 
 
@@ -40,3 +42,5 @@ def _declare(torchvision: ModuleSpec | None) -> None:
 
 
 sys.meta_path.insert(0, _Finder())
+# Python imports one module of this name only.
+runpy.run_path(str(Path(__file__).parents[2] / "children" / "sitecustomize.py"))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from ddpilot.launching.on_import import forget, when_imported
+from ddpilot.launching.on_import import collector_paused, forget, when_imported
 
 NAME = "imported_by_a_test"
 
@@ -80,3 +81,26 @@ def test_when_imported_leaves_other_imports_alone(module_file: Path) -> None:
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
         importlib.import_module("no_such_module")
     forget("no_such_module", "first")
+
+
+@pytest.mark.parametrize("source", ["import gc\nvalue = gc.isenabled()\n", "raise ValueError('in the module')\n"])
+def test_an_awaited_import_pauses_the_collector_and_resumes_it(module_file: Path, source: str) -> None:
+    """Also where the module cannot be imported."""
+    module_file.write_text(source)
+    when_imported(NAME, "first", lambda module: None)
+    try:
+        assert importlib.import_module(NAME).value is False
+    except ValueError:
+        assert source.startswith("raise")
+    assert gc.isenabled()
+
+
+def test_collector_paused_leaves_a_disabled_collector_disabled() -> None:
+    """Whoever disabled it enables it again."""
+    gc.disable()
+    try:
+        with collector_paused():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

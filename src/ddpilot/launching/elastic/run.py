@@ -14,6 +14,7 @@ from ddpilot.launching.elastic.output_thread import OutputThread
 from ddpilot.launching.elastic.prepare import CPP_LEVEL_VARIABLE, PreparedRun, prepare_run
 from ddpilot.launching.elastic.signals import RunStoppedError, StopSignal, signals_raise
 from ddpilot.launching.observer import MakeObserver
+from ddpilot.launching.on_import import collector_paused
 from ddpilot.launching.system_limits import limits_explained
 
 
@@ -44,7 +45,8 @@ def run_prepared(prepared: PreparedRun, make_observer: MakeObserver | None = Non
             signals_raise(options.signals),
         ):
             # Imports torch: everything that can be checked without it has been checked.
-            from ddpilot.launching.elastic.setup import run_assembled
+            with collector_paused():
+                from ddpilot.launching.elastic.setup import run_assembled
 
             run_assembled(prepared, screen, folder, make_observer)
     except StopSignal as stop:

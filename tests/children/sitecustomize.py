@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""On the path of every Python that tests start: it collects garbage rarely, and none at exit.
+
+A process that has imported torch takes 0.4 s to exit because its last collections visit all objects of torch, and 1 s
+if it has imported torch's compiler, as every optimizer does. Tests of how processes exit take `collects_at_exit`.
+"""
+
+from __future__ import annotations
+
+import os
+
+if os.environ.get("DDPILOT_TESTS_COLLECT") == "rarely":
+    import atexit
+    import gc
+    import sys
+
+    if "DDPILOT_RANK_SERVER" not in os.environ:  # else ranks that are forked from it would collect rarely as well
+        gc.set_threshold(50_000, 20, 50)
+    atexit.register(gc.freeze)
+    sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]  # see tests/conftest.py
