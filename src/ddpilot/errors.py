@@ -92,9 +92,12 @@ def did_you_mean(
 ) -> str:
     """Return "Did you mean `...`?" with the names in `known` that are most similar to `name`, or "" if none is similar.
 
+    Names that contain all of a name of several words come first: "global_batch_size" for "batch_size".
     `show`: how a name is written; `cutoff`: the similarity that a name needs, 0 to 1; `num`: how many to show at most.
     """
-    near = difflib.get_close_matches(name, list(known), num, cutoff)
+    known = list(known)
+    longer = [each for each in known if "_" in name and name in each]
+    near = list(dict.fromkeys([*longer, *difflib.get_close_matches(name, known, num, cutoff)]))[:num]
     return f"Did you mean {' or '.join(map(show, near))}?" if near else ""
 
 

@@ -103,3 +103,4 @@ def test_did_you_mean_names_the_nearest() -> None:
     assert did_you_mean("losses", ["loss", "x", "losse"], num=3) == "Did you mean `losse` or `loss`?"
     assert did_you_mean("xyz", ["start", "stop"]) == ""
     assert did_you_mean("strat", ["start"], cutoff=0.9) == ""
+    assert did_you_mean("batch_size", ["batch_split", "global_batch_size"]) == "Did you mean `global_batch_size`?"
