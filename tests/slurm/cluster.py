@@ -335,6 +335,15 @@ class Cluster:
         """Names come from a file alone: a node reaches no name server, and would wait 10 s for one."""
         return " && ".join(f'mount --bind "{self.folder}/{name}" /etc/{name}' for name in ("hosts", "nsswitch.conf"))
 
+    def forget_jobs(self) -> None:
+        """Start slurmctld again without what it knew about jobs, as it forgets them minutes after their end."""
+        pid = self._signal("slurmctld", signal.SIGTERM)
+        _wait_until(lambda: not Path(f"/proc/{pid}").exists(), "slurmctld has ended", _GONE_S)
+        with open(self.folder / "slurm.conf", "a") as file:
+            file.write("FirstJobId=1001\n")
+        self._start("slurmctld", ["slurmctld", "-D", "-c"])
+        _wait_until(lambda: self.run("scontrol", "ping", check=False).returncode == 0, "slurmctld listens", 20)
+
     # Commands and jobs
 
     def environ(self) -> dict[str, str]:

@@ -20,6 +20,9 @@ SACCT_FIELDS = (
     *("JobID", "JobName", "State", "ExitCode", "Reason", "NodeList", "NNodes", "NTasks", "Start", "End", "Elapsed"),
     *("Timelimit", "MaxRSS", "ReqMem", "JobIDRaw", "Submit", "WorkDir"),
 )
+_CODE_OF_SIGNAL = 128
+_LESS_BY_SACCT = (9, 15)
+"""Exit codes that sacct writes for 137 and 143, which are those of a step whose tasks were killed or terminated."""
 _STARTED_AGAIN = ("REQUEUED", "NODE_FAIL", "PREEMPTED")
 """States that sacct keeps of a start after which the job was requeued."""
 
@@ -168,6 +171,7 @@ def parse_sacct(text: str) -> tuple[JobRecord, ...]:
 
 def _accounted(values: dict[str, str]) -> JobRecord:
     code, signal = _exit(values["ExitCode"])
+    code += _CODE_OF_SIGNAL if code in _LESS_BY_SACCT else 0
     return JobRecord(
         job_id=values["JobID"],
         state=values["State"].partition(" ")[0].rstrip("+"),

@@ -139,6 +139,7 @@ def _environment(options: JobOptions) -> Iterator[str]:
     if options.venv:
         yield f"export VIRTUAL_ENV={_quote(options.venv)}"
         yield 'export PATH="$VIRTUAL_ENV/bin:$PATH"'
+        yield '[ -x "$VIRTUAL_ENV/bin/python" ] || { echo "no Python in $VIRTUAL_ENV on $(hostname)" >&2; exit 1; }'
     for name, value in options.env.items():
         yield f"export {name}={_quote(value)}"
     yield from options.setup

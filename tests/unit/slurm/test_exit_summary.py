@@ -230,12 +230,12 @@ def test_of_chained_tracebacks_the_last_is_the_error() -> None:
     [
         ("FAILED", 1, 0, "exit code 1 of step 7.0"),
         ("CANCELLED", 0, 9, "step 7.0 was ended by SIGKILL"),
-        ("COMPLETED", 0, 0, "exit code 15"),
+        ("COMPLETED", 0, 0, "exit code 143, SIGTERM"),
     ],
 )
 def test_accounts_of_the_step_tell_how_its_ranks_ended(state: str, code: int, number: int, said: str) -> None:
-    """Where the output is not there: srun of 22.05 exits with the number of the signal that ended a task."""
-    job = JobRecord(job_id="7", state="FAILED", exitcode=15)
-    batch = JobRecord(job_id="7.batch", state="FAILED", exitcode=15)
+    """Where the output is not there."""
+    job = JobRecord(job_id="7", state="FAILED", exitcode=143)
+    batch = JobRecord(job_id="7.batch", state="FAILED", exitcode=143)
     step = JobRecord(job_id="7.0", state=state, exitcode=code, exit_signal=number)
     assert summarize_exit(job, steps=[batch, step]).cause == f"job 7 ended (FAILED): {said}"

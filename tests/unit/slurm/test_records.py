@@ -75,6 +75,13 @@ def account(job: str, state: str, submit: str, raw: str = "12") -> str:
     return f"{job}|rq|{state}|0:0|None|n1|1||{start}|{start}|00:00:00|00:05:00||16000M|{raw}|{start}|/data\n"
 
 
+def test_exit_codes_of_signals_are_as_scontrol_has_them() -> None:
+    """sacct writes 143 as 15."""
+    texts = [account("7", "FAILED", "10").replace("|0:0|", f"|{code}|") for code in ("15:0", "9:0", "3:0", "0:15")]
+    found = [parse_sacct(text)[0] for text in texts]
+    assert [(each.exitcode, each.exit_signal) for each in found] == [(143, 0), (137, 0), (3, 0), (0, 15)]
+
+
 def test_the_last_of_several_starts_counts_with_its_steps() -> None:
     """In the order of their time; a number that Slurm has used for a different job before is no restart."""
     text = account("12", "FAILED", "50") + account("12.0", "FAILED", "50")
