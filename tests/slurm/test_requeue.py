@@ -83,7 +83,7 @@ def test_task_of_an_array_is_requeued_alone(cluster: Cluster, tmp_path: Path) ->
     with following(cluster, tmp_path, program, *words) as followed:
         wait_until(lambda: all(path.exists() for path in paths), limit_s=60)
         number = followed.job_id
-        ids = cluster.run("squeue", "--noheader", "--array", "--format=%A %a", f"--jobs={number}").stdout.split()
+        ids = cluster.run("squeue", "--noheader", "--array", "--format=%A %K", f"--jobs={number}").stdout.split()
         last = dict(zip(ids[::2], ids[1::2], strict=True))[number]
         cluster.run("scancel", "--signal=USR1", f"{number}_{last}")
         assert followed.wait(limit_s=100) == 0, followed.err

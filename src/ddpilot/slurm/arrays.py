@@ -86,6 +86,7 @@ class _Task:
         self._labelled = _Labelled(show, str(record.task_number))
         self._ran = record
         self._is_over = False
+        self._may_be_late = record.phase != "done"
         self.output = JobOutput(self._labelled)
 
     def use(self, record: JobRecord, note: Callable[[str], None]) -> None:
@@ -99,7 +100,9 @@ class _Task:
             self._ran, self._is_over = record, False
         if record.phase == "done" and not self._is_over:
             self._is_over = True
-            read_rest(self.output)
+            if self._may_be_late:
+                read_rest(self.output)
+            self.output.read()
             self._labelled.end()
             note(str(summarize_job(record, self.output.text())))
 

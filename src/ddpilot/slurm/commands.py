@@ -71,6 +71,8 @@ def read_jobs(job_id: str, *, only_recent: bool = False) -> tuple[JobRecord, ...
         fix = "See `squeue --me`; without accounting, Slurm forgets a job minutes after its end (MinJobAge)"
         fix = "Slurm's controller may be down for a while: see `scontrol ping`" if is_outage else fix
         raise SlurmError(did, found=_words(done) or "Slurm does not know it", fix=fix, is_outage=is_outage)
+    if "_" in job_id:  # a task that waits together with others has their record
+        records = tuple(replace(each, job_id=job_id) for each in records)
     return tuple(sorted(records, key=lambda each: each.task_number))
 
 

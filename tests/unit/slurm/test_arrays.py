@@ -78,6 +78,17 @@ def test_tasks_that_slurmctld_has_forgotten_stay_as_they_were(monkeypatch: pytes
     assert notes[-1] == "array 7: 1 of 3 tasks completed; not: 0, 1 (FAILED, UNKNOWN)"
 
 
+def test_tasks_that_were_over_before_are_shown_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing waits for output that a network file system may show late: there may be a thousand of them."""
+    (tmp_path / "out").write_text("done\n")
+    records = tuple(task(str(i), "COMPLETED", output=str(tmp_path / "out")) for i in range(100))
+    monkeypatch.setattr(arrays, "read_jobs", lambda job_id: records)
+    monkeypatch.setattr(arrays, "read_rest", None)
+    shown: list[str] = []
+    follow_array("7", show=shown.append, note=lambda line: None)
+    assert len(shown) == 100
+
+
 def test_requeue_of_a_task_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By what its job script wrote; the others have nothing to do with it."""
     (tmp_path / "1").write_text(
