@@ -93,11 +93,13 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ended]:
 
 
 def _run_jobs(cluster: Cluster, folder: Path) -> Ended:
-    on_four = ("--nodelist=n4", "--no-requeue")
+    on_n4 = ("--nodelist=n4", "--no-requeue")
     numbers = {
-        "node": submit(cluster, folder, "node", SLEEP, *on_four),
+        "node": submit(cluster, folder, "node", SLEEP, *on_n4),
         "time": submit(cluster, folder, "time", SLEEP, "--time=1", "--nodelist=n1"),
-        "preempted": submit(cluster, folder, "preempted", STAY, "--partition=low", "--exclusive", "--nodelist=n3"),
+        "preempted": submit(
+            cluster, folder, "preempted", STAY, "--partition=low", "--nodelist=n3", "--no-requeue", "--exclusive"
+        ),
         "again": submit(cluster, folder, "again", AGAIN, "--nodelist=n2", "--launcher=python"),
         "ok": submit(cluster, folder, "ok", OK, "--exclude=n[3-4]"),
         "fail": submit(cluster, folder, "fail", FAIL, "--nodes=2", "--nodelist=n[1-2]"),
