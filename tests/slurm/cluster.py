@@ -205,9 +205,9 @@ class Cluster:
         values |= dict(zip(("task_plugin", "gather", "select"), kinds, strict=True))
         text = _CONF.format(**values, nodes="\n".join(lines))
         if self._keeps_accounts:
-            place = {"address": self.login_address, "port": accounts_port}
-            text += accounting.SLURM_CONF.format(**place, folder=self.folder)
-            accounting.prepare(self.folder, host=self.login_host, **place)
+            place = self.login_address
+            text += accounting.SLURM_CONF.format(address=place, port=accounts_port, folder=self.folder)
+            accounting.prepare(self.folder, host=self.login_host, address=place, port=accounts_port)
         (self.folder / "slurm.conf").write_text(text)
         for i in range(NUM_GPUS):  # like /dev/null: nothing opens them, but Slurm wants a device file for each GPU
             os.mknod(self.folder / f"gpu{i}", 0o666 | stat.S_IFCHR, os.makedev(1, 3))

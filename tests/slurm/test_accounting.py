@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -92,6 +93,10 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ended]:
             cluster.close()
 
 
+def _sleeps(output: Path) -> bool:
+    return output.exists() and "sleeping" in output.read_text()
+
+
 def _run_jobs(cluster: Cluster, folder: Path) -> Ended:
     on_n4 = ("--nodelist=n4", "--no-requeue")
     numbers = {
@@ -112,8 +117,7 @@ def _run_jobs(cluster: Cluster, folder: Path) -> Ended:
     launcher = SlurmLauncher(folder=folder / "functions", nodes=2, mem="200M", exclude="n[3-4]")
     functions = launcher.submit(add, 1, second=2), launcher.submit(refuse)
     for name in ("node", "time", "preempted", "cancelled"):
-        output = folder / name / f"slurm-{numbers[name]}.out"
-        wait_until(lambda output=output: output.exists() and "sleeping" in output.read_text())  # type: ignore[misc]
+        wait_until(functools.partial(_sleeps, folder / name / f"slurm-{numbers[name]}.out"))
     cluster.kill_slurmd("n4")
     cluster.run("scontrol", "update", f"JobId={numbers['time']}", "EndTime=now+1")
     cluster.run("sbatch", "--partition=urgent", "--nodelist=n3", "--mem=200M", "--output=/dev/null", "--wrap", "true")
