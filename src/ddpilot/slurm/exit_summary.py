@@ -320,5 +320,5 @@ def _memory_lines(state: str, record: JobRecord, steps: Sequence[JobRecord]) -> 
     return [
         f"step {each.job_id} used {each.memory} at most; asked for was {record.memory or 'the default'}"
         for each in steps
-        if each.memory
+        if each.memory.strip("0KMGT.")  # Slurm looks at it twice a minute: 0 of a step that ended before
     ]
