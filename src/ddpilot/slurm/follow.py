@@ -187,7 +187,7 @@ def summarize_job(record: JobRecord, output: str | None = None) -> ExitSummary:
         return summarize_exit(record)
     return summarize_exit(
         record,
-        steps=read_accounting(record.job_id),
+        steps=[each for each in read_accounting(record.job_id) if "." in each.job_id],
         output=output,
         failure=_failure_note(record),
         lost_nodes=find_lost_nodes(record.nodes),
