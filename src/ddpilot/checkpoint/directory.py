@@ -192,7 +192,7 @@ class CheckpointDir:
             ) from error
 
         if self._writer is not None and self._writer.array_task_before and self._local_names():
-            self._report(
+            self.report(
                 f"the checkpoints in {self.path} are of array task {self._writer.array_task_before}: if each task "
                 f"is a training of its own, give it its own `checkpoint_dir`, {_PER_TASK}"
             )
