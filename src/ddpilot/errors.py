@@ -191,10 +191,23 @@ class WatchError(LaunchError):
 
 
 class SlurmError(DdpilotError, RuntimeError):
-    """Slurm, or what was to be given to it, is not as needed. `field`: the field of `JobOptions` at fault, or ""."""
+    """Slurm, or what was to be given to it, is not as needed.
 
-    def __init__(self, did: str, *, found: str, fix: str = "", rank: int | None = None, field: str = "") -> None:
+    `field`: the field of `JobOptions` at fault, or "". `is_outage`: Slurm did not answer, and may do later.
+    """
+
+    def __init__(
+        self,
+        did: str,
+        *,
+        found: str,
+        fix: str = "",
+        rank: int | None = None,
+        field: str = "",
+        is_outage: bool = False,
+    ) -> None:
         self.field = field
+        self.is_outage = is_outage
         super().__init__(did, found=found, fix=fix, rank=rank)
 
 

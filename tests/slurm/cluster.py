@@ -3,7 +3,8 @@
 
 Each node has its own network (10.x.y.1 and up, joined by a bridge), host name and /etc/hosts; files are shared, as on a
 cluster with a shared file system. Everything is private to one `Cluster`: daemons, key, namespaces and folder are
-removed by `close`. `python -m tests.slurm.cluster FOLDER [NODES]` runs one until Ctrl-C and prints its variables.
+removed by `close`. `python -m tests.slurm.cluster FOLDER [NODES]` runs one until Ctrl-C and prints its variables; it
+keeps accounts (`sacct`) if slurmdbd and MariaDB are installed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from tests.slurm import accounting
 
 NEEDED = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "sinfo", "ip", "nsenter", "unshare")
 PATH = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin"))
@@ -113,6 +116,12 @@ def _wait_until(is_so: Callable[[], bool], what: str, limit_s: float) -> None:
         time.sleep(0.05)
 
 
+def _free_ports() -> tuple[int, int]:
+    """Two ports that nothing listens on."""
+    with socket.create_server(("", 0)) as one, socket.create_server(("", 0)) as other:
+        return one.getsockname()[1], other.getsockname()[1]
+
+
 def _free_network() -> ipaddress.IPv4Network:
     """A /24 of 10.64.0.0/10 that no interface of this machine has."""
     used = _ip("-4", "-o", "addr")
@@ -127,9 +136,12 @@ class Cluster:
 
     This process is on the login node, which is also the controller's: `login_address` on the nodes' network.
     `limits_memory`: the kernel kills tasks that use more than they have asked for; it needs cgroups of version 1.
+    `keeps_accounts`: sacct knows the jobs, by a slurmdbd; see `accounting.why_not` before.
     """
 
-    def __init__(self, folder: Path, *, num_nodes: int = 4, limits_memory: bool = False) -> None:
+    def __init__(
+        self, folder: Path, *, num_nodes: int = 4, limits_memory: bool = False, keeps_accounts: bool = False
+    ) -> None:
         self.folder = folder
         self.nodes = tuple(f"n{i + 1}" for i in range(num_nodes))
         network = list(_free_network().hosts())
@@ -139,6 +151,7 @@ class Cluster:
         self.variables = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": PATH}
         unique = uuid.uuid4().hex[:6]
         self._limits_memory = limits_memory
+        self._keeps_accounts = keeps_accounts
         self._bridge = f"b{unique}"
         self._namespaces = {node: f"ddp{unique}{node}" for node in self.nodes}
         self._cables = {node: f"v{unique}{node}" for node in self.nodes}
@@ -152,10 +165,19 @@ class Cluster:
         self._write_files()
         self._start("munged", self._munged_words())
         _wait_until((self.folder / "munge.socket").exists, "munged listens", 20)
+        if self._keeps_accounts:
+            self._open_accounts()
         self._start("slurmctld", ["slurmctld", "-D", "-c"])
         for node in self.nodes:
             self.start_node(node)
         self.wait_idle()
+
+    def _open_accounts(self) -> None:
+        self._start("mariadbd", accounting.mariadb_words(self.folder))
+        _wait_until(accounting.socket_path(self.folder).exists, "MariaDB listens", 20)
+        self._start("slurmdbd", ["env", f"MYSQL_UNIX_PORT={accounting.socket_path(self.folder)}", "slurmdbd", "-D"])
+        add = ("sacctmgr", "--immediate", "add", "cluster", "test")
+        _wait_until(lambda: self.run(*add, check=False).returncode == 0, "slurmdbd knows the cluster", 20)
 
     def _open_network(self) -> None:
         _ip("link", "add", self._bridge, "type", "bridge")
@@ -172,8 +194,7 @@ class Cluster:
             _ip("-n", namespace, "route", "add", "default", "via", self.login_address)
 
     def _write_files(self) -> None:
-        with socket.create_server(("", 0)) as free:
-            port = free.getsockname()[1]
+        port, accounts_port = _free_ports()
         numbers = {"cpus": NUM_CPUS, "gpus": NUM_GPUS}
         lines = [_NODE.format(name=node, address=self.addresses[node], **numbers) for node in self.nodes]
         values = {"host": self.login_host, "address": self.login_address, "port": port, "folder": self.folder}
@@ -182,7 +203,12 @@ class Cluster:
             kinds = ("task/cgroup", "cgroup", "CR_CPU_Memory")
             (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nConstrainRAMSpace=yes\n")
         values |= dict(zip(("task_plugin", "gather", "select"), kinds, strict=True))
-        (self.folder / "slurm.conf").write_text(_CONF.format(**values, nodes="\n".join(lines)))
+        text = _CONF.format(**values, nodes="\n".join(lines))
+        if self._keeps_accounts:
+            place = self.login_address
+            text += accounting.SLURM_CONF.format(address=place, port=accounts_port, folder=self.folder)
+            accounting.prepare(self.folder, host=self.login_host, address=place, port=accounts_port)
+        (self.folder / "slurm.conf").write_text(text)
         for i in range(NUM_GPUS):  # like /dev/null: nothing opens them, but Slurm wants a device file for each GPU
             os.mknod(self.folder / f"gpu{i}", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
         (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/gpu[0-{NUM_GPUS - 1}]\n")
@@ -221,12 +247,13 @@ class Cluster:
         for node in self.nodes:
             with suppress(RuntimeError):
                 self._kill_all(node)
-        for name in ("slurmctld", "munged"):
+        daemons = ("slurmctld", "slurmdbd", "mariadbd", "munged")
+        for name in daemons:
             self._signal(name, signal.SIGTERM)
         if self._keeper is not None:
             with suppress(subprocess.TimeoutExpired):
                 self._keeper.communicate("exec 2>/dev/null; wait\n", timeout=_GONE_S)
-            for name in ("slurmctld", "munged"):
+            for name in daemons:
                 self._signal(name, signal.SIGKILL)
             self._keeper.wait(_GONE_S)
         if self._limits_memory:
@@ -308,6 +335,15 @@ class Cluster:
         """Names come from a file alone: a node reaches no name server, and would wait 10 s for one."""
         return " && ".join(f'mount --bind "{self.folder}/{name}" /etc/{name}' for name in ("hosts", "nsswitch.conf"))
 
+    def forget_jobs(self) -> None:
+        """Start slurmctld again without what it knew about jobs, as it forgets them minutes after their end."""
+        pid = self._signal("slurmctld", signal.SIGTERM)
+        _wait_until(lambda: not Path(f"/proc/{pid}").exists(), "slurmctld has ended", _GONE_S)
+        with open(self.folder / "slurm.conf", "a") as file:
+            file.write("FirstJobId=1001\n")
+        self._start("slurmctld", ["slurmctld", "-D", "-c"])
+        _wait_until(lambda: self.run("scontrol", "ping", check=False).returncode == 0, "slurmctld listens", 20)
+
     # Commands and jobs
 
     def environ(self) -> dict[str, str]:
@@ -375,9 +411,9 @@ class Cluster:
 
 
 @contextmanager
-def running_cluster(folder: Path, *, num_nodes: int = 4) -> Iterator[Cluster]:
+def running_cluster(folder: Path, *, num_nodes: int = 4, keeps_accounts: bool = False) -> Iterator[Cluster]:
     """A cluster with its daemons in `folder`, closed afterwards. See `why_not` before."""
-    cluster = Cluster(folder, num_nodes=num_nodes)
+    cluster = Cluster(folder, num_nodes=num_nodes, keeps_accounts=keeps_accounts)
     try:
         cluster.open()
         yield cluster
@@ -389,7 +425,8 @@ def _main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(tempfile.mkdtemp(prefix="slurm-"))
     folder.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with running_cluster(folder, num_nodes=int(sys.argv[2]) if len(sys.argv) > 2 else 4) as cluster:
+    num_nodes = int(sys.argv[2]) if len(sys.argv) > 2 else 4
+    with running_cluster(folder, num_nodes=num_nodes, keeps_accounts=not accounting.why_not(PATH)) as cluster:
         print("\n".join(f"export {name}={value}" for name, value in cluster.variables.items()), flush=True)
         with suppress(KeyboardInterrupt):
             signal.pause()

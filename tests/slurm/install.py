@@ -12,6 +12,8 @@ import subprocess
 
 PACKAGES = {
     "slurmctld": "slurm-wlm",
+    "slurmdbd": "slurmdbd",
+    "mariadbd": "mariadb-server-core",
     "munged": "munge",
     "sshd": "openssh-server",
     "ssh": "openssh-client",

@@ -98,6 +98,7 @@ def test_one_task_of_an_array_is_cancelled_and_the_others_wait(cluster: Cluster,
     for task in (0, 1):
         cluster.wait_for(f"{number}_{task}", ("RUNNING",))
     assert f"array {number}: tasks 0, 1 run, tasks 2" in cluster.run(*DDPILOT, "status", number).stdout
+    assert f"job {number}_3 is pending: JobArrayTaskLimit" in cluster.run(*DDPILOT, "status", f"{number}_3").stdout
     assert cluster.run(*DDPILOT, "cancel", f"{number}_0").stdout == f"job {number}_0 is cancelled\n"
     cluster.wait_for(f"{number}_2", ("RUNNING",))
     assert cluster.run(*DDPILOT, "cancel", number).stdout == f"job {number} is cancelled\n"

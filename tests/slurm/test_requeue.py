@@ -74,6 +74,28 @@ def test_job_goes_on_past_its_time_limit_and_is_followed_through_it(
     assert losses(tmp_path) == straight
 
 
+def test_task_of_an_array_is_requeued_alone(cluster: Cluster, tmp_path: Path) -> None:
+    """Also the one whose number is that of the whole array; each resumes from a checkpoint folder of its own."""
+    task = 'os.environ["SLURM_ARRAY_TASK_ID"]'
+    program = TRAIN.replace('"ckpt"', f'"ckpt" + {task}').replace('"losses"', f'"losses" + {task}')
+    paths = [tmp_path / f"losses{i}" for i in range(3)]
+    words = ("--array=0-2", "--nodes=1", "--requeue", "--time=10", "--", "-1", "0.2")
+    with following(cluster, tmp_path, program, *words) as followed:
+        wait_until(lambda: all(path.exists() for path in paths), limit_s=60)
+        number = followed.job_id
+        ids = cluster.run("squeue", "--noheader", "--array", "--format=%A %K", f"--jobs={number}").stdout.split()
+        last = dict(zip(ids[::2], ids[1::2], strict=True))[number]
+        cluster.run("scancel", "--signal=USR1", f"{number}_{last}")
+        assert followed.wait(limit_s=100) == 0, followed.err
+    assert all(
+        [line.split()[0] for line in path.read_text().splitlines()] == [*map(str, range(1, 61))] for path in paths
+    )
+    assert followed.err.count("was requeued") == 1
+    assert f"job {number}_{last} was requeued after" in followed.err
+    assert f"{last}: job {number}_{last} starts again on" in followed.out
+    assert followed.err.endswith(f"array {number}: 3 of 3 tasks completed\n")
+
+
 def test_job_that_fails_twice_at_the_same_update_is_not_requeued_again(cluster: Cluster, tmp_path: Path) -> None:
     """An error of a rank is tried once more; the same one at the same update ends the job, and the reason is said."""
     job_id = submit(cluster, tmp_path, fail_after=7)

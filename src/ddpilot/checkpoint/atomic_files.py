@@ -194,11 +194,30 @@ def _is_locked(staged: Path) -> bool:
     return False
 
 
-_OF_JOB = re.compile(r"\(job (\d+), start (\d+)\)$")
+_OF_JOB = re.compile(r"\(job (\d+), start (\d+)(?:, array task \d+)?\)$")
+_OF_TASK = re.compile(r", array task (\d+)\)")
 
 
 def _job_number() -> str:
     return os.environ.get("SLURM_JOB_ID", "")
+
+
+def _array_task() -> str:
+    """Number of this task of a Slurm job array; "" outside one."""
+    return os.environ.get("SLURM_ARRAY_TASK_ID", "")
+
+
+def _as_owner() -> str:
+    """This process's entry in a lock file."""
+    task = f", array task {_array_task()}" if _array_task() else ""
+    job = f" (job {_job_number()}, start {_job_start()}{task})" if _job_number() else ""
+    return f"process {os.getpid()} on {socket.gethostname()}{job}"
+
+
+def _other_task(owner: str) -> str:
+    """The array's task that this entry of a lock file is from, if this process is one of a different task; else ""."""
+    found = _OF_TASK.search(owner)
+    return found[1] if found is not None and _array_task() not in ("", found[1]) else ""
 
 
 def _job_start() -> int:
@@ -215,6 +234,8 @@ class WriterTakenError(Exception):
         job = _OF_JOB.search(owner)
         self.is_earlier_start = job is not None and job[1] == _job_number() and int(job[2]) < _job_start()
         """True if it is an earlier start of this Slurm job: Slurm has requeued the job without it, on a lost node."""
+        self.array_task = _other_task(owner)
+        """Its task of a job array, if this process is in a different one; else ""."""
         super().__init__(owner)
 
 
@@ -229,8 +250,10 @@ class Writer:
     forked worker does not hold it. On file systems without locks, other writers are not detected.
     """
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, before: str = "") -> None:
         self.pid = os.getpid()
+        self.array_task_before = _other_task(before)
+        """The task of a job array that wrote here last, if this process is in a different one; else ""."""
         self._file = _identity(os.fstat(descriptor))
         weakref.finalize(self, os.close, descriptor)
 
@@ -266,17 +289,17 @@ class Writer:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            owner = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
+            owner = _owner_in(descriptor)
             os.close(descriptor)
             if error.errno in _UNSUPPORTED:
                 return None
             raise WriterTakenError(owner or "a process that has not written its number yet") from None
+        before = _owner_in(descriptor)
         with contextlib.suppress(OSError):  # a full disk: only the lock matters
             os.ftruncate(descriptor, 0)
-            job = f" (job {_job_number()}, start {_job_start()})" if _job_number() else ""
-            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}{job}\n".encode(), 0)
+            os.pwrite(descriptor, f"{_as_owner()}\n".encode(), 0)
         _remove_new(folder)
-        made = _held[_identity(os.fstat(descriptor))] = cls(descriptor)
+        made = _held[_identity(os.fstat(descriptor))] = cls(descriptor, before)
         return made
 
     @classmethod
@@ -289,6 +312,10 @@ class Writer:
 
 _held: weakref.WeakValueDictionary[tuple[int, int], Writer] = weakref.WeakValueDictionary()
 """Keyed by device and inode of the lock file. Closing a second descriptor of it would release the process's lock."""
+
+
+def _owner_in(descriptor: int) -> str:
+    return os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
 
 
 def _kind(path: Path) -> str:

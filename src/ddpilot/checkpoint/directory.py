@@ -55,6 +55,7 @@ def write_stderr(text: str) -> None:
 
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_PER_TASK = """such as f"ckpt/{os.environ['SLURM_ARRAY_TASK_ID']}\""""
 LATEST = "latest"
 BEST = "best"
 _DELETING_PREFIX = ".deleting-"
@@ -179,7 +180,9 @@ class CheckpointDir:
             raise CheckpointError(
                 f"preparing to save in {self.path}",
                 found=f"a different job writes its checkpoints there: {error.owner}",
-                fix="Choose a different `checkpoint_dir`, or wait until that job has ended.",
+                fix=f"Give each task of the array its own: {_PER_TASK}"
+                if error.array_task
+                else "Choose a different `checkpoint_dir`, or wait until that job has ended.",
             ) from error
         except NotAFileError as error:
             raise CheckpointError(
@@ -187,6 +190,12 @@ class CheckpointDir:
                 found=str(error),
                 fix="Remove it, or choose a `checkpoint_dir` in which other users cannot write.",
             ) from error
+
+        if self._writer is not None and self._writer.array_task_before and self._local_names():
+            self.report(
+                f"the checkpoints in {self.path} are of array task {self._writer.array_task_before}: if each task "
+                f"is a training of its own, give it its own `checkpoint_dir`, {_PER_TASK}"
+            )
 
     def _lock(self) -> Writer | None:
         """Lock the directory, also if an earlier start of this Slurm job still lives on a node that Slurm has lost."""

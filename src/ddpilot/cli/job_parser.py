@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from ddpilot.errors import KubernetesError, SlurmError, did_you_mean
@@ -18,7 +19,10 @@ _NEAR = 0.85
 
 
 class JobParser(OptionParser):
-    """Parser of `command`, such as "slurm". `error`: what it raises; `passed_on`: a name for unknown options."""
+    """Parser of `command`, such as "slurm". `error`: what it raises; `passed_on`: a name for unknown options.
+
+    `substitutes`: by name of an option that is not passed on, what to give in its place.
+    """
 
     def __init__(
         self,
@@ -28,6 +32,7 @@ class JobParser(OptionParser):
         *,
         usage: str,
         description: str,
+        substitutes: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         super().__init__(
             f"ddpilot {command}",
@@ -39,6 +44,7 @@ class JobParser(OptionParser):
         self._fix = f"`ddpilot {command} --help` has more"
         self._error = error
         self._passed_on = passed_on
+        self._substitutes = substitutes
 
     def refuse(self, argument: str | None, message: str) -> SlurmError | KubernetesError:
         """Return the error for a wrong value."""
@@ -57,8 +63,10 @@ class JobParser(OptionParser):
         if not flag:
             return self.refuse_unknown([word])
         found = f"`{flag} {word}`: {flag} is not an option here"
-        fix = f"An argument of the script comes after `--`; {self._passed_on} are passed through as {flag}={word}"
-        return self._error(self._did, found=found, fix=fix, field=flag.lstrip("-").replace("-", "_"))
+        name = flag.lstrip("-").replace("-", "_")
+        meant = self._substitutes.get(name) or f"{self._passed_on} are passed through as {flag}={word}"
+        fix = f"An argument of the script comes after `--`; {meant}"
+        return self._error(self._did, found=found, fix=fix, field=name)
 
     def add_fields(self, options: FieldOptions) -> None:
         """Add options whose names in the result are those of their first long flags."""

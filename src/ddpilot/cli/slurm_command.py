@@ -16,7 +16,7 @@ from ddpilot.slurm.arrays import describe_array, follow_array, is_array, summari
 from ddpilot.slurm.commands import ask_nodes, cancel_job, check_script, read_jobs, submit_job
 from ddpilot.slurm.defaults import find_defaults, options_with_defaults
 from ddpilot.slurm.follow import describe_job, follow_job, summarize_job
-from ddpilot.slurm.options import JobOptions
+from ddpilot.slurm.options import SUBSTITUTES, JobOptions
 from ddpilot.slurm.records import JobRecord
 from ddpilot.slurm.script import render_job_script
 
@@ -88,7 +88,9 @@ _VERBS = ("follow", "status", "cancel")
 
 def make_parser() -> JobParser:
     """Return the parser of a job's options. Names in its result are fields of `JobOptions`, and four of our own."""
-    parser = JobParser("slurm", SlurmError, "options of sbatch", usage=_USAGE, description=_DESCRIPTION)
+    parser = JobParser(
+        "slurm", SlurmError, "options of sbatch", usage=_USAGE, description=_DESCRIPTION, substitutes=SUBSTITUTES
+    )
     parser.add_argument("target", metavar="SCRIPT", help="a Python script; with --module, the name of a module")
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, run as with `python -m`")
     parser.add_argument("--dry-run", action="store_true", help="print the job script and do not submit it")

@@ -156,6 +156,9 @@ class SessionOptions(WatchOptions):
         ):
             found = f"{options!r:.100}"
             raise LaunchError("reading `slurm_options`", found=found, fix='Give texts, such as {"time": "2:00:00"}')
+        if self.slurm_options and not self.slurm:
+            fix = "Add `slurm=True`, in a notebook `--slurm`; without it ranks run on this machine"
+            raise LaunchError("reading `slurm_options`", found=f"{options!r:.100}, without `slurm`", fix=fix)
         own = {"nodes", "gpus-per-node", "ntasks", "ntasks-per-node", "no-shell"} & {*self.slurm_options}
         if own:
             name = sorted(own)[0]

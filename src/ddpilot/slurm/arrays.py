@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-import re
+import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from ddpilot.slurm.commands import read_jobs
-from ddpilot.slurm.follow import LOOK_S, JobOutput, explain_reason, read_rest, summarize_job
+from ddpilot.slurm.follow import LOOK_S, JobOutput, Looks, explain_reason, explain_requeue, read_rest, summarize_job
 from ddpilot.slurm.records import JobRecord
 
 _READ_S = 0.2
@@ -25,8 +26,8 @@ def describe_array(job_id: str, records: Sequence[JobRecord]) -> str:
     running = [each for each in records if each.phase == "running"]
     pending = [each for each in records if each.phase == "pending"]
     reason = next((each.reason for each in pending if each.reason), "")
-    parts = [f"tasks {_tasks(running)} run" if running else ""]
-    parts += [f"tasks {_tasks(pending)} are pending{explain_reason(reason)}" if pending else ""]
+    parts = [_verb(running, "runs", "run") if running else ""]
+    parts += [f"{_verb(pending, 'is', 'are')} pending{explain_reason(reason)}" if pending else ""]
     num_done = _count(each for each in records if each.phase == "done")
     parts += [f"{num_done} {'is' if num_done == 1 else 'are'} done" if num_done else ""]
     return f"array {job_id}: {', '.join(filter(None, parts))}"
@@ -42,12 +43,13 @@ def summarize_array(job_id: str, records: Sequence[JobRecord]) -> str:
 
 
 def _count(records: Iterable[JobRecord]) -> int:
-    """Number of tasks; a record may be about several that wait, such as those of "12_[3-5,8%2]"."""
-    num = 0
-    for each in records:
-        for first, last, step in re.findall(r"(\d+)(?:-(\d+))?(?::(\d+))?", _numbers(each).partition("%")[0]):
-            num += len(range(int(first), int(last or first) + 1, int(step or 1)))
-    return num
+    """Number of tasks; a record may be about several that wait."""
+    return sum(len(each.task_numbers) for each in records)
+
+
+def _verb(records: Sequence[JobRecord], one: str, several: str) -> str:
+    is_one = _count(records) == 1
+    return f"task{'' if is_one else 's'} {_tasks(records)} {one if is_one else several}"
 
 
 def _numbers(record: JobRecord) -> str:
@@ -77,45 +79,76 @@ class _Labelled:
             self("\n")
 
 
+class _Task:
+    """A task of an array that has started: its output, and what Slurm reported while it ran last."""
+
+    def __init__(self, record: JobRecord, show: Callable[[str], None]) -> None:
+        self._labelled = _Labelled(show, str(record.task_number))
+        self._ran = record
+        self._is_over = False
+        self._may_be_late = record.phase != "done"
+        self.output = JobOutput(self._labelled)
+
+    def use(self, record: JobRecord, note: Callable[[str], None]) -> None:
+        """Take up what Slurm reports now; note why the task was requeued, and how it ended."""
+        self.output.use(record)
+        is_again = record.num_restarts > self._ran.num_restarts
+        if is_again:
+            self.output.read()
+            note(str(explain_requeue(self._ran, self.output.text())))
+        if is_again or record.state == "RUNNING":
+            self._ran, self._is_over = record, False
+        if record.phase == "done" and not self._is_over:
+            self._is_over = True
+            if self._may_be_late:
+                read_rest(self.output)
+            self.output.read()
+            self._labelled.end()
+            note(str(summarize_job(record, self.output.text())))
+
+
 def follow_array(
     job_id: str, *, show: Callable[[str], None], note: Callable[[str], None], look_s: float = LOOK_S
 ) -> tuple[JobRecord, ...]:
     """Follow all tasks of an array to their ends. `show` gets their output as it comes, with "TASK: " before each line.
 
-    `note` gets lines about the array's state when that changes, and how each task ended. Returns the last records.
+    `note` gets lines about the array's state when that changes, why tasks were requeued, and how each ended. Returns
+    the last records.
     """
-    outputs: dict[str, tuple[JobOutput, _Labelled]] = {}
-    over: set[str] = set()
+    tasks: dict[str, _Task] = {}
     said = ""
+    records, looks = read_jobs(job_id), Looks(note)
     while True:
-        records = read_jobs(job_id)
-        for each in records:
-            if each.phase != "pending" and each.output and each.job_id not in outputs:
-                labelled = _Labelled(show, str(each.task_number))
-                outputs[each.job_id] = JobOutput(labelled), labelled
-                outputs[each.job_id][0].use(each)
         is_over = all(each.phase == "done" for each in records)
         if not is_over and (line := describe_array(job_id, records)) != said:
             note(line)
             said = line
         for each in records:
-            if each.phase == "done" and each.job_id not in over:
-                over.add(each.job_id)
-                note(_end_of(each, *outputs.get(each.job_id, (None, None))))
+            if each.job_id not in tasks and each.phase != "pending":
+                tasks[each.job_id] = _Task(each, show)
+            if each.job_id in tasks:
+                tasks[each.job_id].use(each, note)
         if is_over:
             note(summarize_array(job_id, records))
             return records
         next_look_s = time.monotonic() + look_s
         while time.monotonic() < next_look_s:
-            for output, _ in outputs.values():
-                output.read()
+            for task in tasks.values():
+                task.output.read()
             time.sleep(min(_READ_S, look_s))
+        records = looks.look(functools.partial(_read_again, job_id, records), records)
 
 
-def _end_of(record: JobRecord, output: JobOutput | None, labelled: _Labelled | None) -> str:
-    """Show the rest of a task's output, and return why the task ended."""
-    if output is None or labelled is None:
-        return str(summarize_job(record))
-    read_rest(output)
-    labelled.end()
-    return str(summarize_job(record, output.text()))
+def _read_again(job_id: str, before: Sequence[JobRecord]) -> tuple[JobRecord, ...]:
+    """Return the records of all tasks: those of `before` stay, which slurmctld has forgotten since they ended."""
+    records = read_jobs(job_id, only_recent=True)
+    if any(each.phase != "done" for each in _missing(before, records)):
+        records = read_jobs(job_id)
+    gone = [each if each.phase == "done" else replace(each, state="UNKNOWN") for each in _missing(before, records)]
+    return tuple(sorted((*gone, *records), key=lambda each: each.task_number))
+
+
+def _missing(before: Sequence[JobRecord], records: Sequence[JobRecord]) -> list[JobRecord]:
+    """The records of `before` about tasks of which `records` have none."""
+    there = {number for each in records for number in each.task_numbers}
+    return [each for each in before if not there.intersection(each.task_numbers)]

@@ -17,6 +17,7 @@ from ddpilot.module_names import NODE_REPORT
 from ddpilot.slurm.records import SACCT_FIELDS, JobRecord, parse_lost_nodes, parse_sacct, parse_scontrol
 
 _TIMEOUT_S = 60.0
+_NO_ANSWER = "Unable to contact slurm controller"
 _OF_JOBS = ("SLURM_", "SLURMD_", "SRUN_")
 _OF_SITES = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_CONF_SERVER", "SLURM_JWT")
 
@@ -47,10 +48,11 @@ def read_job(job_id: str) -> JobRecord:
     return next((each for each in records if each.phase != "done"), records[-1])
 
 
-def read_jobs(job_id: str) -> tuple[JobRecord, ...]:
+def read_jobs(job_id: str, *, only_recent: bool = False) -> tuple[JobRecord, ...]:
     """Return what Slurm reports about a job, or each task of an array in their order; at least one record.
 
-    By scontrol, or by sacct once slurmctld has forgotten the job. Raises SlurmError if both know nothing.
+    By scontrol, and by sacct for what slurmctld has forgotten: a job, or tasks of an array that ended long before
+    others. `only_recent`: leave out such tasks. Raises SlurmError if both know nothing.
     """
     did = f"looking up job {job_id}"
     if not re.fullmatch(r"\d+(_\d+)?", job_id):
@@ -59,18 +61,38 @@ def read_jobs(job_id: str) -> tuple[JobRecord, ...]:
     done = _call(["scontrol", "--oneliner", "show", "job", job_id], did)
     records = parse_scontrol(done.stdout)
     if done.returncode != 0 or not records:
-        records = tuple(each for each in read_accounting(job_id) if "." not in each.job_id)
+        records = tuple(map(_with_output, _accounted(job_id)))
+    elif "_" not in job_id and records[0].task_number >= 0 and not only_recent:
+        recent = {number for each in records for number in each.task_numbers}
+        old = [each for each in _accounted(job_id) if not recent.intersection(each.task_numbers)]
+        records = (*map(_with_output, old), *records)
     if not records:
+        is_outage = _NO_ANSWER in done.stderr
         fix = "See `squeue --me`; without accounting, Slurm forgets a job minutes after its end (MinJobAge)"
-        raise SlurmError(did, found=_words(done) or "Slurm does not know it", fix=fix)
+        fix = "Slurm's controller may be down for a while: see `scontrol ping`" if is_outage else fix
+        raise SlurmError(did, found=_words(done) or "Slurm does not know it", fix=fix, is_outage=is_outage)
+    if "_" in job_id:  # a task that waits together with others has their record
+        records = tuple(replace(each, job_id=job_id) for each in records)
     return tuple(sorted(records, key=lambda each: each.task_number))
 
 
 def read_accounting(job_id: str) -> tuple[JobRecord, ...]:
     """Return what sacct reports about a job and its steps; nothing if the site keeps no accounts."""
-    fields = f"--format={','.join(SACCT_FIELDS)}"
-    done = _call(["sacct", "--parsable2", "--noheader", f"--jobs={job_id}", fields], f"looking up job {job_id}")
+    words = ["--parsable2", "--noheader", "--duplicates", f"--jobs={job_id}", f"--format={','.join(SACCT_FIELDS)}"]
+    done = _call(["sacct", *words], f"looking up job {job_id}")
     return parse_sacct(done.stdout) if done.returncode == 0 else ()
+
+
+def _accounted(job_id: str) -> tuple[JobRecord, ...]:
+    """What sacct reports about a job, or the tasks of an array, without their steps."""
+    return tuple(each for each in read_accounting(job_id) if "." not in each.job_id)
+
+
+def _with_output(record: JobRecord) -> JobRecord:
+    """`record` with the output file of the default name, if there is one: sacct does not know the name."""
+    name = f"slurm-{record.job_id}.out"
+    path = Path(record.folder) / name
+    return replace(record, output=str(path)) if record.folder and path.is_file() else record
 
 
 def estimate_start(record: JobRecord) -> JobRecord:
@@ -139,7 +161,8 @@ def _call(
         raise SlurmError(did, found=f"no command {words[0]}: Slurm is not installed here", fix=fix) from None
     except subprocess.TimeoutExpired:
         found = f"{words[0]} gave no answer in {_TIMEOUT_S:g} s"
-        raise SlurmError(did, found=found, fix="Slurm's controller may be busy or down: see `scontrol ping`") from None
+        fix = "Slurm's controller may be busy or down: see `scontrol ping`"
+        raise SlurmError(did, found=found, fix=fix, is_outage=True) from None
 
 
 def _words(done: subprocess.CompletedProcess[str]) -> str:

@@ -26,6 +26,7 @@ _CAUSES = {
     "CANCELLED": "it was cancelled",
     "DEADLINE": "its deadline was reached",
     "BOOT_FAIL": "a node did not boot",
+    "UNKNOWN": "Slurm has forgotten how, and the site keeps no accounts",
 }
 _SAVED_AT = {"SIGUSR1": "SIGUSR1, which comes before the time limit", "time": "`max_time_s`"}
 _FULL = "make room there; what its ranks wrote at the end is lost, and checkpoints before it are kept"
@@ -49,6 +50,7 @@ _RANK = re.compile(r"^\[rank\d+\]: ")
 _ERROR_LINE = re.compile(
     r"^(?P<kind>[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt|Warning|Failure)\b)(: (?P<message>.*))?"
 )
+_CHAINED = ("The above exception was the direct cause", "During handling of the above exception")
 _RUN_FAILED = re.compile(r"^(\d+: )?ddpilot: (?P<what>rank \d+ .+) \(running `.*` on \d+ ranks? on (?P<host>\S+)\)$")
 """The line of `ddpilot run` on the node whose rank failed first."""
 _NO_OUTPUT_SIGNAL = 53
@@ -57,8 +59,8 @@ _NOT_FOUND_CODE = 127
 _NOT_STARTED = re.compile(r"^(\d+: )?(?P<what>FATAL: .+|\S.*: (command )?not found|srun: unrecognized option .+)$")
 """Lines of a shell, of Apptainer and of srun about a program that they could not start."""
 _NOT_FOUND = "give what the nodes need by `--modules`, `--venv` or `--conda`, or the interpreter's path by `--python`"
-_STARTS_AGAIN = re.compile(r"^job \d+ starts again on .*$", re.MULTILINE)
-_SCRIPT_REQUEUES = re.compile(r"^exit code (?P<code>\d+): job \d+ is requeued$", re.MULTILINE)
+_STARTS_AGAIN = re.compile(r"^job [\d_]+ starts again on .*$", re.MULTILINE)
+_SCRIPT_REQUEUES = re.compile(r"^exit code (?P<code>\d+): job [\d_]+ is requeued$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ def summarize_exit(
     head = f"job {record.job_id} ended{after} ({shown}{restarts})"
     if state == "COMPLETED":
         return ExitSummary(f"job {record.job_id} completed{after}{restarts}")
-    cause = _state_cause(state, record, lost) or _describe_exit(record, output)
+    cause = _state_cause(state, record, lost) or _describe_exit(record, steps, output)
     first = _first_failure(output, failure) or _not_started_lines(output)
     details = [*first, *_slurm_lines(output), *_memory_lines(state, record, steps)]
     details += [f"it ran on {record.nodes}"] if record.nodes else []
@@ -214,7 +216,7 @@ def _task_ends(output: str) -> Iterator[_TaskEnd]:
             has_ended = True
 
 
-def _describe_exit(record: JobRecord, output: str) -> str:
+def _describe_exit(record: JobRecord, steps: Sequence[JobRecord], output: str) -> str:
     ends = list(_task_ends(output))
     first = next((end for end in ends if end.is_first), None)
     if first is None and (step := _CANCELLED_STEP.search(output)):
@@ -225,6 +227,8 @@ def _describe_exit(record: JobRecord, output: str) -> str:
         cause = next((end for end in ends if end.code is not None and not end.may_be_ended), None)
         if cause is not None:
             return f"exit code {cause.code} of task {cause.tasks}, after which srun ended the others"
+    if not ends and (words := _describe_step(record, steps)):
+        return words
     if record.exit_signal == _NO_OUTPUT_SIGNAL:
         return f"its output file could not be opened on the node: {record.output or 'see --output'}"
     if record.exit_signal:
@@ -234,6 +238,16 @@ def _describe_exit(record: JobRecord, output: str) -> str:
     if record.exitcode == _NOT_FOUND_CODE:
         return f"exit code {record.exitcode}, a command was not found"
     return f"exit code {record.exitcode}"
+
+
+def _describe_step(record: JobRecord, steps: Sequence[JobRecord]) -> str:
+    """How the last step of the ranks ended, if the job's own exit code does not tell; "" otherwise."""
+    failed = [step for step in steps if step.job_id.rpartition(".")[2].isdecimal() and step.state != "COMPLETED"]
+    if failed and failed[-1].exit_signal:
+        return f"step {failed[-1].job_id} was ended by {_signal_name(failed[-1].exit_signal)}"
+    if failed and failed[-1].exitcode not in (0, record.exitcode):
+        return f"exit code {failed[-1].exitcode} of step {failed[-1].job_id}"
+    return ""
 
 
 def _signal_name(number: int) -> str:
@@ -261,9 +275,12 @@ def _not_started_lines(output: str) -> list[str]:
     return [found["what"][:200] for line in output.splitlines() if (found := _NOT_STARTED.match(line))][:1]
 
 
-def _errors(output: str) -> Iterator[tuple[str, re.Match[str]]]:
-    """Task ("" without labels) and last line of each traceback in the output."""
+def _errors(output: str) -> list[tuple[str, re.Match[str]]]:
+    """Task ("" without labels) and last line of each traceback in the output; of chained ones, of the last."""
     traced: set[str] = set()
+    chained: set[str] = set()
+    found: list[tuple[str, re.Match[str]]] = []
+    last: dict[str, tuple[str, re.Match[str]]] = {}
     for line in output.splitlines():
         label = _LABEL.match(line)
         rank, text = (label["rank"], label["text"]) if label else ("", line)
@@ -272,7 +289,14 @@ def _errors(output: str) -> Iterator[tuple[str, re.Match[str]]]:
             traced.add(rank)
         elif rank in traced and (error := _ERROR_LINE.match(text)):
             traced.discard(rank)
-            yield rank, error
+            if rank in chained:
+                found.remove(last[rank])
+            chained.discard(rank)
+            last[rank] = (rank, error)
+            found.append(last[rank])
+        elif text.startswith(_CHAINED) and rank in last:
+            chained.add(rank)
+    return found
 
 
 def _slurm_lines(output: str) -> list[str]:
@@ -296,5 +320,5 @@ def _memory_lines(state: str, record: JobRecord, steps: Sequence[JobRecord]) -> 
     return [
         f"step {each.job_id} used {each.memory} at most; asked for was {record.memory or 'the default'}"
         for each in steps
-        if each.memory
+        if each.memory.strip("0KMGT.")  # Slurm looks at it twice a minute: 0 of a step that ended before
     ]

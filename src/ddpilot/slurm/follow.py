@@ -9,11 +9,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
+from ddpilot.errors import SlurmError
 from ddpilot.slurm.commands import estimate_start, find_lost_nodes, read_accounting, read_job
 from ddpilot.slurm.exit_summary import ExitSummary, summarize_exit, summarize_requeue
 from ddpilot.slurm.records import JobRecord
 
+_T = TypeVar("_T")
 LOOK_S = 2.0
 """Seconds between two questions to Slurm about the job's state."""
 _READ_S = 0.2
@@ -106,6 +109,28 @@ class JobOutput:
         return bool(new)
 
 
+class Looks:
+    """Asks Slurm again and again. While its controller does not answer, as in a restart, the last answer holds."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+        self._is_outage = False
+
+    def look(self, ask: Callable[[], _T], last: _T) -> _T:
+        """Return what `ask` returns, or `last` if Slurm does not answer, which is noted once."""
+        try:
+            found = ask()
+        except SlurmError as error:
+            if not error.is_outage:
+                raise
+            if not self._is_outage:
+                self._note(f"Slurm does not answer ({error.found}); asking again until it does")
+            self._is_outage = True
+            return last
+        self._is_outage = False
+        return found
+
+
 def follow_job(
     job_id: str, *, show: Callable[[str], None], note: Callable[[str], None], look_s: float = LOOK_S
 ) -> tuple[JobRecord, ExitSummary]:
@@ -115,11 +140,12 @@ def follow_job(
     """
     output, said = JobOutput(show), ""
     record = ran = read_job(job_id)
+    looks = Looks(note)
     next_look_s = time.monotonic() + look_s
     while True:
         if record.num_restarts > ran.num_restarts:
             output.read()
-            note(str(_explain_requeue(ran, output.text())))
+            note(str(explain_requeue(ran, output.text())))
         if record.num_restarts > ran.num_restarts or record.state == "RUNNING":
             ran = record
         if record.phase == "pending":
@@ -133,13 +159,13 @@ def follow_job(
         while time.monotonic() < next_look_s:
             output.read()
             time.sleep(min(_READ_S, look_s))
-        record = read_job(job_id)
+        record = looks.look(lambda: read_job(job_id), record)
         next_look_s = time.monotonic() + look_s
     read_rest(output)
     return record, summarize_job(record, output.text())
 
 
-def _explain_requeue(ran: JobRecord, output: str) -> ExitSummary:
+def explain_requeue(ran: JobRecord, output: str) -> ExitSummary:
     """Return why the job was requeued that ran as in `ran`."""
     return summarize_requeue(
         ran, output=output, failure=_failure_note(ran, ".before"), lost_nodes=find_lost_nodes(ran.nodes)
@@ -161,7 +187,7 @@ def summarize_job(record: JobRecord, output: str | None = None) -> ExitSummary:
         return summarize_exit(record)
     return summarize_exit(
         record,
-        steps=read_accounting(record.job_id),
+        steps=[each for each in read_accounting(record.job_id) if "." in each.job_id],
         output=output,
         failure=_failure_note(record),
         lost_nodes=find_lost_nodes(record.nodes),

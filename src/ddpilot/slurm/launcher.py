@@ -24,7 +24,7 @@ from ddpilot.module_names import FUNCTION_RANK
 from ddpilot.output.cell_sources import collect_sources
 from ddpilot.slurm.commands import cancel_job, estimate_start, read_job, submit_job
 from ddpilot.slurm.defaults import options_with_defaults
-from ddpilot.slurm.follow import LOOK_S, describe_job, follow_job, summarize_job
+from ddpilot.slurm.follow import LOOK_S, Looks, describe_job, follow_job, summarize_job
 from ddpilot.slurm.function_rank import (
     CALL,
     SETTINGS,
@@ -153,13 +153,15 @@ class SlurmJob:
         the job runs on.
         """
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
-        while (record := read_job(self.job_id)).phase != "done":
+        looks, record = Looks(_note), read_job(self.job_id)
+        while record.phase != "done":
             left_s = LOOK_S if end_s is None else min(LOOK_S, end_s - time.monotonic())
             if left_s <= 0:
                 found = f"{describe_job(record)} after {timeout_s:g} s"
                 fix = "Wait longer; `cancel()` ends it"
                 raise LaunchTimeoutError(f"waiting for `{self.function_name}`", found=found, fix=fix)
             time.sleep(left_s)
+            record = looks.look(lambda: read_job(self.job_id), record)
         paths = [result_path(self.folder, rank) for rank in range(self.num_ranks)]
         if record.state == "COMPLETED" and _are_there(paths):
             return RankResults([read_parcel(path) for path in paths], self.known)

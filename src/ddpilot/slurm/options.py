@@ -56,7 +56,14 @@ _TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
 
 _COUNTS = ("nodes", "nproc_per_node", "cpus_per_task")
 _SIGNALS = ("ALRM", "CONT", "HUP", "INT", "KILL", "QUIT", "STOP", "TERM", "TSTP", "TTIN", "TTOU", "URG", "USR1", "USR2")
-_SUBSTITUTES = {
+_SAVE_AT = ("USR1", "TERM", "10", "15")
+"""Signals at which a Loop or Trainer saves, and which the job script passes on."""
+_AGAINST_REQUEUE = {
+    "no_requeue": (True, "Leave it out: a job that Slurm may not requeue does not resume"),
+    "open_mode": ("truncate", "Leave it out: the output of a requeued job is appended"),
+}
+"""Options of sbatch, with the value, that contradict `requeue`."""
+SUBSTITUTES = {
     "ntasks": "ranks are nodes x nproc_per_node: give those",
     "nproc": "the field is nproc_per_node",
     "gpus": "the field is gpus_per_node",
@@ -206,9 +213,8 @@ class JobOptions:
             raise refusal(
                 "signal", self.signal, f"Slurm knows {', '.join(_SIGNALS)}, with @SECONDS before the time limit"
             )
-        if self.requeue and self.launcher == "torchrun":
-            fix = 'torchrun turns the exit code 75 of its ranks into 1: leave `launcher` at "auto", or use "ddpilot"'
-            raise refusal("launcher", "torchrun", fix, beside="requeue=True")
+        if self.requeue:
+            self._check_requeue()
         for names in ALTERNATIVES:
             self._check_alternatives(*names)
         self._check_mappings()
@@ -238,6 +244,22 @@ class JobOptions:
         if not re.fullmatch(pattern, value):
             raise refusal(name, value, f"Give {words}")
 
+    def _check_requeue(self) -> None:
+        beside = "requeue=True"
+        if self.launcher == "torchrun":
+            fix = 'torchrun turns the exit code 75 of its ranks into 1: leave `launcher` at "auto", or use "ddpilot"'
+            raise refusal("launcher", "torchrun", fix, beside=beside)
+        if self.signal is not None and self.signal_name not in _SAVE_AT:
+            raise refusal(
+                "signal", self.signal, "A Loop or Trainer saves at USR1 or TERM: give USR1@120", beside=beside
+            )
+        if self.signal is not None and "B" in self.signal.rpartition(":")[0]:
+            fix = "With B: the signal reaches the job script and not its ranks, which have to save: give USR1@120"
+            raise refusal("signal", self.signal, fix, beside=beside)
+        for name, (value, fix) in _AGAINST_REQUEUE.items():
+            if self.extra.get(name) == value:
+                raise refusal(name, value, fix, beside=beside)
+
     def _check_alternatives(self, *names: str) -> None:
         given = [name for name in names if getattr(self, name)]
         if len(given) > 1:
@@ -249,8 +271,8 @@ class JobOptions:
                 raise refusal("env", f"{name}={value}", "Give names of variables, and values of one line")
         known = [each.name for each in fields(self)]
         for name, text in self.extra.items():
-            if name in _SUBSTITUTES:
-                raise refusal(name, text, _SUBSTITUTES[name][0].upper() + _SUBSTITUTES[name][1:])
+            if name in SUBSTITUTES:
+                raise refusal(name, text, SUBSTITUTES[name][0].upper() + SUBSTITUTES[name][1:])
             if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or (isinstance(text, str) and re.search(r"[\n\0]", text)):
                 raise refusal(name, text, "Give the name of an option of sbatch, and a value of one line")
             if guess := did_you_mean(name, known, cutoff=0.85):

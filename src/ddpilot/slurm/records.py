@@ -6,8 +6,9 @@ Their text is the same in all versions of Slurm, unlike the JSON of squeue, and 
 
 from __future__ import annotations
 
+import itertools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Phase = Literal["pending", "running", "done"]
@@ -17,8 +18,13 @@ _RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE
 _UNSET = ("", "(null)", "Unknown", "None", "N/A", "None assigned")
 SACCT_FIELDS = (
     *("JobID", "JobName", "State", "ExitCode", "Reason", "NodeList", "NNodes", "NTasks", "Start", "End", "Elapsed"),
-    *("Timelimit", "MaxRSS", "ReqMem"),
+    *("Timelimit", "MaxRSS", "ReqMem", "JobIDRaw", "Submit", "WorkDir"),
 )
+_CODE_OF_SIGNAL = 128
+_LESS_BY_SACCT = (9, 15)
+"""Exit codes that sacct writes for 137 and 143, which are those of a step whose tasks were killed or terminated."""
+_STARTED_AGAIN = ("REQUEUED", "NODE_FAIL", "PREEMPTED")
+"""States that sacct keeps of a start after which the job was requeued."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +71,16 @@ class JobRecord:
     @property
     def task_number(self) -> int:
         """Number of an array's task, the first one of several that wait together; -1 for other jobs."""
-        found = re.match(r"\d+_\[?(\d+)", self.job_id)
-        return int(found[1]) if found else -1
+        return next(iter(self.task_numbers), -1)
+
+    @property
+    def task_numbers(self) -> tuple[int, ...]:
+        """Numbers of the tasks that it is about: several if they wait together, such as those of "12_[3-5,8%2]"."""
+        ranges = self.job_id.partition("_")[2].strip("[]").partition("%")[0]
+        found = re.findall(r"(\d+)(?:-(\d+))?(?::(\d+))?", ranges)
+        return tuple(
+            i for first, last, step in found for i in range(int(first), int(last or first) + 1, int(step or 1))
+        )
 
     @property
     def phase(self) -> Phase:
@@ -132,31 +146,48 @@ def parse_lost_nodes(text: str) -> dict[str, str]:
 
 
 def parse_sacct(text: str) -> tuple[JobRecord, ...]:
-    """Parse ``sacct --parsable2 --noheader --format=`` with `SACCT_FIELDS`: the job, then its steps."""
-    records = []
+    """Parse ``sacct --parsable2 --noheader --duplicates --format=`` with `SACCT_FIELDS`: each job, then its steps.
+
+    Of a job that was requeued, sacct has a record for each start, and of a number that Slurm has used again one for
+    each job: the last of them counts.
+    """
+    found: list[tuple[str, list[JobRecord]]] = []
     for line in text.splitlines():
-        values = dict(zip(SACCT_FIELDS, line.split("|"), strict=False))
+        values = dict(zip(SACCT_FIELDS, line.split("|", len(SACCT_FIELDS) - 1), strict=False))
         if len(values) < len(SACCT_FIELDS):
             continue
-        code, signal = _exit(values["ExitCode"])
-        is_step = "." in values["JobID"]
-        records.append(
-            JobRecord(
-                job_id=values["JobID"],
-                state=values["State"].partition(" ")[0].rstrip("+"),
-                name=values["JobName"],
-                reason=_text(values["Reason"]),
-                nodes=_text(values["NodeList"]),
-                start=_text(values["Start"]),
-                end=_text(values["End"]),
-                run_time=values["Elapsed"],
-                time_limit=values["Timelimit"],
-                exitcode=code,
-                exit_signal=signal,
-                memory=values["MaxRSS" if is_step else "ReqMem"],
-            )
-        )
-    return tuple(records)
+        if "." not in values["JobID"]:
+            found.append((values["Submit"], []))
+        if found:
+            found[-1][1].append(_accounted(values))
+    last: dict[str, list[JobRecord]] = {}
+    for _, (job, *steps) in sorted(found, key=lambda each: each[0]):
+        before = last.pop(job.job_id, None)
+        is_same = before is not None and before[0].state in _STARTED_AGAIN
+        num = before[0].num_restarts + 1 if before is not None and is_same else 0
+        last[job.job_id] = [replace(job, num_restarts=num), *steps]
+    return tuple(itertools.chain.from_iterable(last.values()))
+
+
+def _accounted(values: dict[str, str]) -> JobRecord:
+    code, signal = _exit(values["ExitCode"])
+    code += _CODE_OF_SIGNAL if code in _LESS_BY_SACCT else 0
+    return JobRecord(
+        job_id=values["JobID"],
+        state=values["State"].partition(" ")[0].rstrip("+"),
+        name=values["JobName"],
+        reason=_text(values["Reason"]),
+        nodes=_text(values["NodeList"]),
+        start=_text(values["Start"]),
+        end=_text(values["End"]),
+        run_time=values["Elapsed"],
+        time_limit=_text(values["Timelimit"]),
+        exitcode=code,
+        exit_signal=signal,
+        folder=values["WorkDir"],
+        number=values["JobIDRaw"],
+        memory=values["MaxRSS" if "." in values["JobID"] else "ReqMem"],
+    )
 
 
 def _exit(text: str) -> tuple[int, int]:

@@ -51,8 +51,10 @@ _WAIT = f"""\
   exit "$status"'"""
 
 _RESTART = """\
+# A task of an array is ARRAY_TASK: its SLURM_JOB_ID alone may name the whole array.
+job="${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
 # The output of all starts is in one file.
-[ "${SLURM_RESTART_COUNT:-0}" -eq 0 ] || echo "job $SLURM_JOB_ID starts again on $SLURM_JOB_NODELIST" >&2
+[ "${SLURM_RESTART_COUNT:-0}" -eq 0 ] || echo "job $job starts again on $SLURM_JOB_NODELIST" >&2
 """
 
 _REQUEUE = f"""\
@@ -70,8 +72,8 @@ if [ "$status" -ne 0 ] && [ "$status" -ne {EXIT_REQUEUE} ]; then
   rm "${FAILURE_FILE_VARIABLE}"
 fi
 if [ "$status" -ne 0 ]; then
-  echo "exit code $status: job $SLURM_JOB_ID is requeued" >&2
-  scontrol requeue "$SLURM_JOB_ID"  # which also ends this script
+  echo "exit code $status: job $job is requeued" >&2
+  scontrol requeue "$job"  # which also ends this script
   sleep 60
 fi
 """
@@ -137,6 +139,7 @@ def _environment(options: JobOptions) -> Iterator[str]:
     if options.venv:
         yield f"export VIRTUAL_ENV={_quote(options.venv)}"
         yield 'export PATH="$VIRTUAL_ENV/bin:$PATH"'
+        yield '[ -x "$VIRTUAL_ENV/bin/python" ] || { echo "no Python in $VIRTUAL_ENV on $(hostname)" >&2; exit 1; }'
     for name, value in options.env.items():
         yield f"export {name}={_quote(value)}"
     yield from options.setup

@@ -284,6 +284,36 @@ def test_a_requeued_job_takes_the_directory_over_from_its_earlier_start_on_a_los
     directory.close()
 
 
+def test_tasks_of_an_array_are_told_that_each_needs_its_own_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the same time it is refused; later it is reported, since tasks one after the other may be one training."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "0")
+    with subprocess.Popen(
+        [sys.executable, "-c", SAVE, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "locked\n"
+        monkeypatch.setenv("SLURM_JOB_ID", "8")
+        monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
+        own = r"Give each task of the array its own: such as f\"ckpt/\{os\.environ\['SLURM_ARRAY_TASK_ID'\]\}\""
+        with CheckpointDir(tmp_path) as directory, pytest.raises(CheckpointError, match=own):
+            directory.check_writable()
+        first.communicate("\n", timeout=60)
+    notes: list[str] = []
+    with CheckpointDir(tmp_path, report=notes.append) as directory:
+        directory.check_writable()
+    with CheckpointDir(tmp_path, report=notes.append) as directory:
+        directory.check_writable()
+    assert len(notes) == 1
+    assert f"the checkpoints in {tmp_path} are of array task 0: if each task is a training of its own" in notes[0]
+
+
 @pytest.mark.parametrize("kind", ["link", "fifo"])
 def test_a_lock_file_that_is_not_a_file_is_refused(kind: str, tmp_path: Path) -> None:
     """Another user of a shared directory may have made it; nothing is written through a symbolic link."""

@@ -23,6 +23,7 @@ from ddpilot.session.options import SessionOptions, choose_visible
         ({"hosts": ("a",), "slurm": True}, "both `hosts` and `slurm`"),
         ({"hosts": ("a",), "gpus": (0,)}, "numbers the GPUs of this machine"),
         ({"nodes": 2}, "2, without `slurm`"),
+        ({"slurm_options": {"time": "5"}}, "{'time': '5'}, without `slurm`"),
         ({"slurm": True, "nodes": 0}, "`nodes`"),
         ({"slurm": True, "slurm_options": {"nodes": "2"}}, "`nodes`, which the session sets itself"),
         ({"slurm": True, "slurm_options": {"time": 5}}, "`slurm_options`"),

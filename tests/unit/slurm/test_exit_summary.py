@@ -212,3 +212,30 @@ def test_command_that_was_not_found_has_an_advice() -> None:
     summary = summarize_exit(replace(FAILED, exitcode=127))
     assert summary.cause.endswith("exit code 127, a command was not found")
     assert "--modules" in summary.advice
+
+
+def test_of_chained_tracebacks_the_last_is_the_error() -> None:
+    """It is what the program raised, and has the advice; what it was raised from is above it in the output."""
+    output = (
+        "0: Traceback (most recent call last):\n0: KeyError: 'a'\n0: \n"
+        "0: The above exception was the direct cause of the following exception:\n0: \n"
+        "0: Traceback (most recent call last):\n0: ValueError: no sample 'a'\n"
+    )
+    summary = summarize_exit(FAILED, output=output)
+    assert summary.details[0] == "first error in the output: task 0: ValueError: no sample 'a'"
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "number", "said"),
+    [
+        ("FAILED", 1, 0, "exit code 1 of step 7.0"),
+        ("CANCELLED", 0, 9, "step 7.0 was ended by SIGKILL"),
+        ("COMPLETED", 0, 0, "exit code 143, SIGTERM"),
+    ],
+)
+def test_accounts_of_the_step_tell_how_its_ranks_ended(state: str, code: int, number: int, said: str) -> None:
+    """Where the output is not there."""
+    job = JobRecord(job_id="7", state="FAILED", exitcode=143)
+    batch = JobRecord(job_id="7.batch", state="FAILED", exitcode=143)
+    step = JobRecord(job_id="7.0", state=state, exitcode=code, exit_signal=number)
+    assert summarize_exit(job, steps=[batch, step]).cause == f"job 7 ended (FAILED): {said}"

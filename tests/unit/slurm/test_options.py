@@ -86,6 +86,24 @@ def test_options_refuse_two_fields_for_the_same_thing() -> None:
         JobOptions(mem="4G", mem_per_cpu="1G")
 
 
+@pytest.mark.parametrize(
+    ("values", "field", "said"),
+    [
+        ({"signal": "KILL@10"}, "signal", "saves at USR1 or TERM"),
+        ({"signal": "B:USR1@120"}, "signal", "reaches the job script and not its ranks"),
+        ({"no_requeue": True}, "no_requeue", "does not resume"),
+        ({"open_mode": "truncate"}, "open_mode", "is appended"),
+    ],
+)
+def test_options_refuse_what_would_end_a_requeued_job(values: dict[str, Any], field: str, said: str) -> None:
+    """It would end without a checkpoint, or not be requeued; without `requeue` all of it is fine."""
+    with pytest.raises(SlurmError, match=said) as caught:
+        make_options({**values, "requeue": True})
+    assert caught.value.field == field
+    make_options(values)
+    make_options({"signal": "TERM@60", "open_mode": "append", "requeue": True})
+
+
 def test_options_refuse_torchrun_with_requeue() -> None:
     """It hides the exit code that asks for it."""
     with pytest.raises(SlurmError, match="torchrun turns the exit code 75 of its ranks into 1"):
@@ -169,3 +187,9 @@ def test_a_misspelled_verb_has_a_proposal() -> None:
     """Before its number is read as an argument."""
     with pytest.raises(SlurmError, match=r"'folow' is not one of follow, status, cancel. Did you mean `follow`\?"):
         run_words(["folow", "12_3"])
+
+
+def test_what_to_give_instead_is_said_however_an_option_of_sbatch_is_written() -> None:
+    """`--gpus 4` is not advised to be written as --gpus=4, which is refused as well."""
+    with pytest.raises(SlurmError, match="comes after `--`; the field is gpus_per_node"):
+        read_words(["train.py", "--gpus", "4"])

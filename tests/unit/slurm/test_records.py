@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from ddpilot.slurm.records import SACCT_FIELDS, JobRecord, parse_lost_nodes, parse_sacct, parse_scontrol
+from ddpilot.slurm.records import JobRecord, parse_lost_nodes, parse_sacct, parse_scontrol
 
 PREEMPTED = (
     "JobId=34 JobName=my train=1 UserId=root(0) GroupId=root(0) MCS_label=N/A Priority=429490 Nice=0 Account=(null) "
@@ -57,14 +57,53 @@ def test_tasks_of_an_array_have_their_own_numbers() -> None:
 def test_sacct_is_parsed_with_its_steps() -> None:
     """The state is one word, and the memory of a step is what it used."""
     text = (
-        "7|train|CANCELLED by 1000|0:15|None|n[1-2]|2||2026-11-27T10:00:00|2026-11-27T10:01:00|00:01:00|02:00:00||4G\n"
-        "7.0|bash|OUT_OF_MEMORY|0:125||n[1-2]|2|4|2026-11-27T10:00:00|2026-11-27T10:01:00|00:01:00||4093M|\n"
+        "7|train|CANCELLED by 1000|0:15|None|n[1-2]|2||2026-11-27T10:00:00|2026-11-27T10:01:00|00:01:00|02:00:00||4G|7|"
+        "2026-11-27T09:59:00|/data/a|b\n"
+        "7.0|bash|OUT_OF_MEMORY|0:125||n[1-2]|2|4|2026-11-27T10:00:00|2026-11-27T10:01:00|00:01:00||4093M||7.0|"
+        "2026-11-27T10:00:00|\n"
         "not of sacct\n"
     )
-    assert len(SACCT_FIELDS) == 14
     job, step = parse_sacct(text)
     assert (job.state, job.exit_signal, job.reason, job.memory, job.phase) == ("CANCELLED", 15, "", "4G", "done")
+    assert (job.number, job.folder) == ("7", "/data/a|b")
     assert (step.job_id, step.state, step.memory) == ("7.0", "OUT_OF_MEMORY", "4093M")
+
+
+def account(job: str, state: str, submit: str, raw: str = "12") -> str:
+    """A line of sacct."""
+    start = f"2026-11-28T11:19:{submit}"
+    return f"{job}|rq|{state}|0:0|None|n1|1||{start}|{start}|00:00:00|00:05:00||16000M|{raw}|{start}|/data\n"
+
+
+def test_exit_codes_of_signals_are_as_scontrol_has_them() -> None:
+    """sacct writes 143 as 15."""
+    texts = [account("7", "FAILED", "10").replace("|0:0|", f"|{code}|") for code in ("15:0", "9:0", "3:0", "0:15")]
+    found = [parse_sacct(text)[0] for text in texts]
+    assert [(each.exitcode, each.exit_signal) for each in found] == [(143, 0), (137, 0), (3, 0), (0, 15)]
+
+
+def test_the_last_of_several_starts_counts_with_its_steps() -> None:
+    """In the order of their time; a number that Slurm has used for a different job before is no restart."""
+    text = account("12", "FAILED", "50") + account("12.0", "FAILED", "50")
+    text += account("12", "REQUEUED", "43") + account("12.batch", "CANCELLED", "43")
+    text += account("13", "COMPLETED", "10") + account("13", "TIMEOUT", "20")
+    text += account("9_1", "PREEMPTED", "30", "11") + account("9_1", "NODE_FAIL", "31", "11")
+    text += account("9_1", "COMPLETED", "32", "11")
+    found = {each.job_id: (each.state, each.num_restarts, each.number) for each in parse_sacct(text)}
+    assert found == {
+        "12": ("FAILED", 1, "12"),
+        "12.0": ("FAILED", 0, "12"),
+        "13": ("TIMEOUT", 0, "12"),
+        "9_1": ("COMPLETED", 2, "11"),
+    }
+
+
+def test_a_record_may_be_about_several_tasks() -> None:
+    """As scontrol and sacct write those that wait together."""
+    numbers = {
+        job_id: JobRecord(job_id=job_id, state="PENDING").task_numbers for job_id in ("7", "7_3", "7_[2-6:2,9%2]")
+    }
+    assert numbers == {"7": (), "7_3": (3,), "7_[2-6:2,9%2]": (2, 4, 6, 9)}
 
 
 def test_states_are_pending_running_or_done() -> None:

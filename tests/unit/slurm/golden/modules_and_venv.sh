@@ -12,6 +12,7 @@ set -e -o pipefail
 module load python/3.11 cuda/12.4
 export VIRTUAL_ENV='/shared/my env'
 export PATH="$VIRTUAL_ENV/bin:$PATH"
+[ -x "$VIRTUAL_ENV/bin/python" ] || { echo "no Python in $VIRTUAL_ENV on $(hostname)" >&2; exit 1; }
 
 # All ranks meet at the first node; the port comes from the job's number, so that jobs on one node do not collide.
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)

@@ -11,8 +11,10 @@
 
 set -e -o pipefail
 
+# A task of an array is ARRAY_TASK: its SLURM_JOB_ID alone may name the whole array.
+job="${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
 # The output of all starts is in one file.
-[ "${SLURM_RESTART_COUNT:-0}" -eq 0 ] || echo "job $SLURM_JOB_ID starts again on $SLURM_JOB_NODELIST" >&2
+[ "${SLURM_RESTART_COUNT:-0}" -eq 0 ] || echo "job $job starts again on $SLURM_JOB_NODELIST" >&2
 
 # All ranks meet at the first node; the port comes from the job's number, so that jobs on one node do not collide.
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -47,7 +49,7 @@ if [ "$status" -ne 0 ] && [ "$status" -ne 75 ]; then
   rm "$DDPILOT_FAILURE_FILE"
 fi
 if [ "$status" -ne 0 ]; then
-  echo "exit code $status: job $SLURM_JOB_ID is requeued" >&2
-  scontrol requeue "$SLURM_JOB_ID"  # which also ends this script
+  echo "exit code $status: job $job is requeued" >&2
+  scontrol requeue "$job"  # which also ends this script
   sleep 60
 fi
