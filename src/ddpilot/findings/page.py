@@ -10,9 +10,9 @@ from ddpilot.findings.catalog import FOUND_BY, Entry
 
 FOOTER_HEADING = "How to get the rank and the line"
 NAMES = (
-    "In the code, `dist` is `torch.distributed` and `DDP` is `torch.nn.parallel.DistributedDataParallel`. "
-    "`rank`, `local_rank` and `world_size` are the numbers that torchrun sets as `RANK`, `LOCAL_RANK` and "
-    "`WORLD_SIZE`. `model` is a DDP model unless the code wraps it."
+    "In the code, `dist` is `torch.distributed` and `DDP` is `torch.nn.parallel.DistributedDataParallel`. `rank`,\n"
+    "`local_rank` and `world_size` are the numbers that torchrun sets as `RANK`, `LOCAL_RANK` and `WORLD_SIZE`.\n"
+    "`model` is a DDP model unless the code wraps it."
 )
 """What the names in the code of a page mean, if the code does not say it."""
 
@@ -72,9 +72,10 @@ _HEADING_COLORS = {"## Wrong": "1;31", "## Right": "1;32"}
 
 def full_text(entry: Entry) -> str:
     """Return the page in Markdown, with the section on how to get the rank and the line before its sources."""
-    head, sources = entry.text.split("\n## Sources\n")
+    head, fix, rest = entry.text.partition("\n## How to fix it\n")
+    rest, _, sources = rest.partition("\n## Sources\n")
     how = "\n\n".join(_HOW[each] for each in FOUND_BY if each in entry.found_by)
-    return f"{head}{_names_in(entry)}\n## {FOOTER_HEADING}\n{how}\n\n## Sources\n{sources}"
+    return f"{head}{_names_in(entry)}{fix}{rest}\n## {FOOTER_HEADING}\n{how}\n\n## Sources\n{sources}"
 
 
 def render_page(entry: Entry, *, color: bool = False) -> str:
