@@ -68,7 +68,8 @@ def test_python_of_a_page_compiles_and_uses_known_names(entry: Entry) -> None:
 
 def unknown_in(tree: ast.Module) -> set[str]:
     """The names that a block reads and nothing in it binds."""
-    bound, read = set(dir(builtins)), set()
+    bound: set[str] = set(dir(builtins))
+    read: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
             (read if isinstance(node.ctx, ast.Load) else bound).add(node.id)
