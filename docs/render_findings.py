@@ -13,11 +13,11 @@ HEAD = """<!-- SPDX-License-Identifier: Apache-2.0 -->
 <!-- Made by docs/render_findings.py from src/ddpilot/findings/pages. Edit those, then run it. -->
 # Findings
 
-What ddpilot finds has a code, and every code a page: what you see, what it means, why it happens, how to fix it,
-sources. `ddpilot explain DDP201` prints it, also by name (`ddpilot explain desync`) or by the message that a program
-printed (`ddpilot explain "Expected to mark a variable ready only once"`, or `-` for what comes through a pipe). Plain
-words, such as `ddpilot explain hang`, list the pages that fit. [Debugging by symptom](debugging.md) has the command to
-run for each symptom.
+What ddpilot finds has a code, and every code a page: the messages, the cause, wrong and right code, other causes, and
+the command that names the rank and the line. `ddpilot explain DDP201` prints it, also by name (`ddpilot explain
+desync`) or by the message that a program printed (`ddpilot explain "Expected to mark a variable ready only once"`, or
+`-` for what comes through a pipe). Plain words, such as `ddpilot explain hang`, list the pages that fit. [Debugging
+by symptom](debugging.md) has the command to run for each symptom.
 """
 KINDS = {
     "1": "Starting and meeting",

@@ -119,7 +119,8 @@ def explain(
     """Explain a finding or an error message and how to fix it; without words, list all findings."""
     from ddpilot.cli.explain_command import explain
 
-    print(explain(sys.stdin.read() if words == ["-"] else " ".join(words or ())), end="")
+    color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    print(explain(sys.stdin.read() if words == ["-"] else " ".join(words or ()), color=color), end="")
 
 
 @app.command()

@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from ddpilot.errors import DdpilotError
 from ddpilot.findings.catalog import Entry, all_entries, find_asked, find_entry
+from ddpilot.findings.page import render_page
 
 _WRONG = (401, 406, 320, 324, 321, 405, 414, 408, 407)
 _SUBJECTS: tuple[tuple[str, str, tuple[int, ...]], ...] = (
@@ -41,8 +42,10 @@ _MAX_PLAIN_WORDS = 10
 """Maximum number of words of a question; longer text is treated as a message."""
 
 
-def explain(words: str) -> str:
+def explain(words: str, *, color: bool = False) -> str:
     """The page of a code, name or message; for plain words such as "hang" the matching pages; if empty, all pages.
+
+    `color`: use ANSI colors for a page.
 
     Raises `DdpilotError` if no page matches.
     """
@@ -50,7 +53,7 @@ def explain(words: str) -> str:
         return f"{list_entries(all_entries())}\n{_BY_SYMPTOM}\n"
     if len(words.split()) == 1:
         with suppress(DdpilotError):
-            return find_entry(words).text
+            return render_page(find_entry(words), color=color)
     known = find_asked(words)
     if not known:
         fitting = find_fitting(words)
@@ -59,14 +62,14 @@ def explain(words: str) -> str:
             tail = f"`ddpilot explain {fitting[0].code}` prints one; `ddpilot watch` reports on a job."
             return f"{head}\n\n{list_entries(fitting)}\n{tail}\n"
         if len(words.split()) == 1:
-            return find_entry(words).text
+            return render_page(find_entry(words), color=color)
         raise DdpilotError(
             "looking up a message",
             found=f"no page matches {_shorten(words)}",
             fix="Give the line that names the error, as it was printed; `ddpilot explain` lists all pages",
         )
     more = f"\nAlso possible: {', '.join(f'{entry.code} {entry.name}' for entry in known[1:])}\n" if known[1:] else ""
-    return known[0].text + more
+    return render_page(known[0], color=color) + more
 
 
 def find_fitting(words: str) -> tuple[Entry, ...]:

@@ -8,17 +8,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from itertools import combinations
 from typing import cast, get_args
 
 from ddpilot.errors import DdpilotError
 from ddpilot.findings.finding import Finding, Severity
 from ddpilot.user_files import CodeLine
 
-SECTIONS = ("What you see", "What it means", "Why it happens", "How to fix it", "Sources")
+SECTIONS = ("What you see", "What it means", "Why it happens", "Wrong", "Right", "How to fix it", "Sources")
 """The headings of a page, in order."""
+OTHER_CAUSES = "Other causes"
+"""Optional heading before the last one: less frequent causes, and what is not reported."""
 IN_RANK = "In a launched rank"
 """Optional heading before the last one: the fix if a launcher started the rank."""
-_HEADINGS = (SECTIONS, (*SECTIONS[:-1], IN_RANK, SECTIONS[-1]))
+_OPTIONAL = (OTHER_CAUSES, IN_RANK)
+_HEADINGS = tuple((*SECTIONS[:-1], *some, SECTIONS[-1]) for n in range(3) for some in combinations(_OPTIONAL, n))
+FOUND_BY = ("watch", "lint", "doctor", "program doctor", "verify", "profile", "scale", "loop", "message")
+"""What reports a finding, as in the line ``found by:`` of its page."""
 
 _TITLE = re.compile(r"^# (?P<code>DDP\d{3}) (?P<name>[a-z0-9-]+): (?P<title>.+)$")
 _SYMPTOM = re.compile(r"^- `(?P<text>.+)`$", re.MULTILINE)
@@ -30,6 +36,7 @@ SHIP_ERROR = "ShipError"
 """ddpilot's own error for objects that cannot be pickled. It quotes Python's message; its own fix is more specific."""
 
 _GENERAL = "general: yes"
+_FOUND_BY = "found by: "
 _GAP = "..."
 _MAX_GAP_CHARS = 300
 _MIN_PART_CHARS = 10
@@ -53,6 +60,8 @@ class Entry:
     """The whole page in Markdown."""
     is_general: bool = False
     """True if the page is about a message that does not name the cause; `explain` shows it, reports do not."""
+    found_by: tuple[str, ...] = ("message",)
+    """What reports the finding, of `FOUND_BY`; "message": nothing but its message, which `explain` looks up."""
 
     def matches(self, message: str, *, any_case: bool = False) -> bool:
         """Return True if one of the symptoms is in `message`, ignoring line breaks and, with `any_case`, case."""
@@ -60,7 +69,7 @@ class Entry:
         return any(pattern.search(words) for pattern in _patterns(self.symptoms, any_case))
 
     def section(self, heading: str) -> str:
-        """Return the text under `heading`, one of `SECTIONS` or `IN_RANK`; empty if the page does not have it."""
+        """Return the text under `heading`, of `SECTIONS` or an optional one; empty if the page does not have it."""
         return self.text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0].strip()
 
     @property
@@ -183,11 +192,14 @@ def parse_page(text: str) -> Entry:
     title = _TITLE.match(lines[0]) if lines else None
     severity = lines[1].removeprefix("severity: ") if len(lines) > 1 else ""
     headings = tuple(line.removeprefix("## ") for line in lines if line.startswith("## "))
-    if title is None or severity not in get_args(Severity) or headings not in _HEADINGS:
+    named = [line.removeprefix(_FOUND_BY).split(", ") for line in lines[:4] if line.startswith(_FOUND_BY)]
+    found_by = tuple(named[0]) if named else ("message",)
+    is_known = severity in get_args(Severity) and set(found_by) <= set(FOUND_BY)
+    if title is None or not is_known or headings not in _HEADINGS:
         raise DdpilotError(
             f"reading the page that begins with {lines[:2]}",
-            found=f"headings {headings}",
-            fix=f"Begin with '# DDPnnn name: title' and 'severity: ...', then {', '.join(SECTIONS)}",
+            found=f"headings {headings}, found by {found_by}",
+            fix=f"Begin with '# DDPnnn name: title', 'severity: ...', 'found by: ...'; then {', '.join(SECTIONS)}",
         )
     seen = "\n".join(lines).partition("\n## What you see\n")[2].partition("\n## ")[0]
     return Entry(
@@ -196,8 +208,9 @@ def parse_page(text: str) -> Entry:
         severity=cast(Severity, severity),
         title=title["title"],
         symptoms=tuple(found["text"] for found in _SYMPTOM.finditer(seen)),
-        text="\n".join(line for line in lines if line != _GENERAL).strip() + "\n",
+        text="\n".join(line for line in lines if line != _GENERAL and not line.startswith(_FOUND_BY)).strip() + "\n",
         is_general=lines[2] == _GENERAL,
+        found_by=found_by,
     )
 
 

@@ -90,3 +90,14 @@ def test_explain_refuses_a_message_that_no_page_knows() -> None:
     """It quotes the message, shortened."""
     with pytest.raises(DdpilotError, match="no page matches 'xyz xyz xyz .*\\.\\.\\.'"):
         explain("xyz " * 200)
+
+
+def test_explain_shows_code_and_the_command_that_names_rank_and_line() -> None:
+    """Indented and without colors, unless they are asked for."""
+    page = explain("DDP220")
+    assert "\n    import torch\n" in page
+    assert "\n    $ DDPILOT_WATCH=1 torchrun --nproc-per-node 2 train.py\n" in page
+    assert "\n    $ ddpilot lint train.py\n" in page
+    assert "\x1b" not in page
+    assert "\x1b[1;31m## Wrong\x1b[0m" in explain("DDP220", color=True)
+    assert "\x1b" in explain(UNUSED, color=True)

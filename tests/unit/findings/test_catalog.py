@@ -10,6 +10,7 @@ import pytest
 
 from ddpilot.errors import DdpilotError
 from ddpilot.findings.catalog import (
+    SECTIONS,
     Entry,
     all_entries,
     find_asked,
@@ -34,6 +35,16 @@ Words.
 ## Why it happens
 Words.
 
+## Wrong
+```python
+wrong()
+```
+
+## Right
+```python
+right()
+```
+
 ## How to fix it
 - Do this,
   and that.
@@ -51,10 +62,32 @@ def test_parse_page_reads_title_severity_and_symptoms() -> None:
     assert entry.symptoms == ("Timed out after ... waiting for clients.", "another: message")
     assert entry.section("Why it happens") == "Words."
     assert entry.first_fix == "Do this, and that"
+    assert entry.found_by == ("message",)
+    assert "severity: warning" in entry.text
+
+
+def test_parse_page_reads_what_reports_the_finding() -> None:
+    """The line is not a part of the text, which the footer continues."""
+    entry = parse_page(PAGE.replace("warning\n", "warning\nfound by: watch, program doctor\n"))
+    assert entry.found_by == ("watch", "program doctor")
+    assert "found by" not in entry.text
+
+
+def test_optional_sections_stand_before_the_sources() -> None:
+    """Other causes come first, then the fix in a launched rank."""
+    both = "## Other causes\nA few.\n\n## In a launched rank\nThis.\n\n## Sources"
+    entry = parse_page(PAGE.replace("## Sources", both))
+    assert (entry.section("Other causes"), entry.section("In a launched rank")) == ("A few.", "This.")
 
 
 @pytest.mark.parametrize(
-    "wrong", ["", "# DDP999: no name", PAGE.replace("warning", "grave"), PAGE.replace("## Sou", "# ")]
+    "wrong",
+    [
+        *("", "# DDP999: no name", PAGE.replace("warning", "grave"), PAGE.replace("## Sou", "# ")),
+        PAGE.replace("## Right", "### Right"),
+        PAGE.replace("warning\n", "warning\nfound by: nobody\n"),
+        PAGE.replace("## How", "## Other causes\nA few.\n\n## How"),
+    ],
 )
 def test_parse_page_refuses_another_shape(wrong: str) -> None:
     """A page without a section would leave a gap in a report."""
@@ -75,7 +108,7 @@ def test_every_page_is_found_by_its_code_its_name_and_its_symptoms(entry: Entry)
     assert find_entry(entry.code) is find_entry(entry.name) is find_entry(entry.code[3:]) is entry
     for symptom in entry.symptoms:
         assert find_asked(f"SomeError: {symptom.replace('...', '17')} and more")[0] is entry, symptom
-    for heading in ("What it means", "Why it happens", "How to fix it", "Sources"):
+    for heading in SECTIONS[1:]:
         assert entry.section(heading), heading
     assert entry.first_fix
     assert entry.main_cause
