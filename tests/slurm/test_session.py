@@ -114,6 +114,15 @@ def test_inside_a_job_the_hosts_are_a_step_of_it(
     assert cluster.state(job_id) == "RUNNING"
 
 
+def test_a_cancelled_job_is_the_reason_why_its_ranks_are_lost(cluster: Cluster, start: Start) -> None:
+    """By somebody else, while a cell is running."""
+    session = start(1, nodes=2, slurm_options={"job-name": "mine"})
+    session.execute("import time")
+    threading.Timer(0.5, lambda: cluster.run("scancel", "--name=mine")).start()
+    with pytest.raises((RankError, LaunchError), match=r"node n[12], which .*: job \d+ was cancelled"):
+        session.execute("time.sleep(100)")
+
+
 @pytest.mark.parametrize("is_cut", [True, False], ids=["cut off", "powered off"])
 def test_a_lost_node_is_named_and_the_others_keep_their_variables(cluster: Cluster, start: Start, is_cut: bool) -> None:
     """Within five seconds, though no connection was closed."""

@@ -7,6 +7,7 @@ import ast
 import sys
 from collections.abc import Mapping
 from keyword import iskeyword
+from typing import Any
 
 from ddpilot.errors import LaunchError
 from ddpilot.module_names import SESSION_KERNEL
@@ -32,6 +33,17 @@ def check_ranks(ranks: object, world_size: int, did: str) -> tuple[int, ...]:
         if not isinstance(rank, int) or isinstance(rank, bool) or rank not in range(world_size):
             raise LaunchError(did, found=f"rank {rank!r}, and the ranks are 0 to {world_size - 1}", fix=fix)
     return tuple(sorted(set(asked)))
+
+
+def read_hosts(hosts: Any) -> tuple[str, ...]:
+    """Return `hosts` as a tuple, () for None. A string is left to `SessionOptions`, which rejects it."""
+    if hosts is None or isinstance(hosts, str):
+        return hosts or ()  # type: ignore[return-value]
+    if not (found := tuple(hosts)):
+        raise LaunchError(
+            "reading `hosts`", found="no host", fix="Name at least one, or leave `hosts` out for ranks on this machine"
+        )
+    return found
 
 
 def check_code(code: object) -> str:

@@ -90,7 +90,7 @@ class Session:
         guard: bool = True,
         on_finding: OnFinding = "report",
         stall_warn_s: float = 30.0,
-        hosts: Iterable[str] = (),
+        hosts: Iterable[str] | None = None,
         slurm: bool = False,
         nodes: int | None = None,
         gpus_per_node: int | None = None,
@@ -100,7 +100,7 @@ class Session:
         arguments.refuse_in_a_rank()
         self.options = SessionOptions(
             nproc_per_node=nproc_per_node,
-            hosts=hosts if isinstance(hosts, str) else tuple(hosts),  # type: ignore[arg-type]  # SessionOptions rejects
+            hosts=arguments.read_hosts(hosts),
             slurm=slurm,
             nodes=nodes,
             gpus_per_node=gpus_per_node,

@@ -41,6 +41,7 @@ from ddpilot.session.session import Session
         (lambda: Session(ranks=2), "making a Session: it has no option `ranks`. Did you mean `nproc_per_node`"),  # type: ignore[call-arg]
         (lambda: Session(2, sed=1), "making a Session: it has no option `sed`. Did you mean `seed`"),  # type: ignore[call-arg]
         (lambda: Session(2, zzz=1), "it has no option `zzz`. Its options are nproc_per_node, gpus"),  # type: ignore[call-arg]
+        (lambda: Session(2, hosts=[]), "reading `hosts`: no host. Name at least one, or leave `hosts` out"),
         (lambda: Session(2, gpus=0), "reading `gpus`: 0. Give numbers of GPUs"),  # type: ignore[arg-type]
     ],
 )

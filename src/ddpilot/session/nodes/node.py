@@ -116,6 +116,8 @@ class Node:
         """True once its loss was reported, or the session has ended."""
         self.was_lost = False
         """True if it was lost before the session ended."""
+        self.why_lost = ""
+        """As of `Link.lost`, with how its job has ended."""
 
     def use(self, stream: Stream, received: bytes = b"") -> None:
         """Use `stream` from now on."""

@@ -46,6 +46,9 @@ class Cluster(Protocol):
     def reopen(self, node: Node, directory: str) -> None:
         """Start the host of a lost node again, and connect to it. Raises LaunchError."""
 
+    def describe_job_end(self) -> str:
+        """Return how the job of the nodes has ended, as a sentence; "" if it has not, or if there is none."""
+
     def close(self) -> None:
         """Release what started the hosts, which have ended or are lost."""
 
@@ -132,7 +135,7 @@ class NodeRanks:
             return None
         ranks = tuple(node.placement.ranks)
         verb = "was" if len(ranks) == 1 else "were"
-        return NodeLoss(ranks, f"{render_ranks(ranks)} {verb} lost with node {node.name}, which {node.link.lost}")
+        return NodeLoss(ranks, f"{render_ranks(ranks)} {verb} lost with node {node.name}, which {node.why_lost}")
 
     def attach(self, loop: EventLoop, emit: Callable[[SpawnerEvent], object]) -> None:
         self._loop, self._emit = loop, emit
@@ -344,12 +347,14 @@ class NodeRanks:
         for future in waiting:
             if not future.done():
                 future.set_result({})
-        reason = f"was lost with node {node.name}, which {node.link.lost}"
+        end = self._cluster.describe_job_end()
+        node.why_lost = f"{node.link.lost}: {end}" if end else node.link.lost
+        reason = f"was lost with node {node.name}, which {node.why_lost}"
         for rank in node.placement.ranks:
             if self._live.pop(rank, 0) != 0:
                 self._emit(Ended(rank, None, reason))
         if node.node_rank == 0:
-            gone = f"node {node.name}, which runs the session's store, {node.link.lost}"
+            gone = f"node {node.name}, which runs the session's store, {node.why_lost}"
             self._emit(Ended(job.STORE, None, f"{gone}: no process group can be formed any more; variables are kept"))
 
     def _write(self, node: Node, change: messages.FileBlocks) -> None:

@@ -24,6 +24,18 @@ _REASON_EVERY_S = 1.0
 _COMMAND_LIMIT_S = 15.0
 _POLL_S = 0.05
 _END_LIMIT_S = 3.0
+_ENDS = {
+    "CANCELLED": "was cancelled",
+    "TIMEOUT": "has reached its time limit",
+    "PREEMPTED": "was preempted",
+    "NODE_FAIL": "has lost a node",
+    "OUT_OF_MEMORY": "ran out of memory",
+    "DEADLINE": "has reached its deadline",
+    "FAILED": "has failed",
+    "COMPLETED": "is over",
+    "COMPLETING": "is being ended by Slurm",
+}
+"""By the job's state, how a sentence about a lost node says why."""
 _REOPEN_LIMIT_S = 30
 
 
@@ -118,6 +130,19 @@ class SlurmCluster:
             self._more_starters.append(node.starter)
             self._await_nodes(listener, node.starter)
 
+    def describe_job_end(self) -> str:
+        """Return how the job has ended, such as "job 12 was cancelled"; "" while it is running.
+
+        While it ends, Slurm does not say how; that takes at most 3 s here.
+        """
+        end_s, state = time.monotonic() + _END_LIMIT_S, "COMPLETING"
+        while state == "COMPLETING" and time.monotonic() < end_s:
+            shown = self._ask("scontrol", "show", "job", "--oneliner", self._job_id, limit_s=_END_LIMIT_S)
+            found = re.search(r"JobState=([A-Z_]+)", shown)
+            state = found[1] if found is not None else ""
+            time.sleep(_POLL_S if state == "COMPLETING" else 0)
+        return f"job {self._job_id} {_ENDS[state]}" if state in _ENDS else ""
+
     def _command(self) -> list[str]:
         words = self._request.words()
         if not self._is_own:
@@ -175,9 +200,9 @@ class SlurmCluster:
                 self._shown = shown
                 self._note(shown)
 
-    def _ask(self, *words: str) -> str:
+    def _ask(self, *words: str, limit_s: float = _COMMAND_LIMIT_S) -> str:
         try:
-            done = subprocess.run(words, capture_output=True, text=True, timeout=_COMMAND_LIMIT_S, check=False)
+            done = subprocess.run(words, capture_output=True, text=True, timeout=limit_s, check=False)
         except (OSError, subprocess.TimeoutExpired):
             return ""
         return done.stdout.strip()

@@ -47,6 +47,10 @@ class SshCluster:
             raise
         return self._nodes
 
+    def describe_job_end(self) -> str:
+        """Return "": there is no job."""
+        return ""
+
     def close(self) -> None:
         """Wait for the ends of the ssh processes."""
         for node in self._nodes:
