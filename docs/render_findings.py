@@ -16,7 +16,7 @@ HEAD = """<!-- SPDX-License-Identifier: Apache-2.0 -->
 What ddpilot finds has a code, and every code a page: what you see, what it means, why it happens, how to fix it,
 sources. `ddpilot explain DDP201` prints it, also by name (`ddpilot explain desync`) or by the message that a program
 printed (`ddpilot explain "Expected to mark a variable ready only once"`, or `-` for what comes through a pipe). Plain
-words, such as `ddpilot explain hang`, list the pages that fit. [Debugging by symptom](debugging.md) has the command to
+words, such as `ddpilot explain hang`, list the pages that fit. [The FAQ by symptom](faq.md) has the command to
 run for each symptom.
 """
 KINDS = {
