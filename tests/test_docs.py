@@ -146,8 +146,7 @@ def prepare_library(page: Path) -> dict[str, str]:
         return {}
     if find_spec(needed[1]) is None:
         pytest.skip(f"{needed[1]} is not installed: `pip install '.[dev,bench]'` installs it")
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # nbdistributed starts `python`
-    return {"PYTHONPATH": str(SHIMS), "OMP_NUM_THREADS": "1", "PATH": path}
+    return {"PYTHONPATH": str(SHIMS), "OMP_NUM_THREADS": "1"}
 
 
 COMMANDS = [
