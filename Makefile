@@ -81,7 +81,7 @@ $(BROWSER_READY): $(READY)
 	@$(COMPILE)
 	@touch $(BROWSER_READY)
 
-soak: $(READY) ## the long, randomised versions
+soak: $(BENCH_READY) ## the long, randomised versions
 	@$(COMPILE_CHANGED)
 	DDPILOT_SOAK=1 $(PYTEST) -m soak -o faulthandler_timeout=21000
 

@@ -16,8 +16,8 @@ HEAD = """<!-- SPDX-License-Identifier: Apache-2.0 -->
 What ddpilot finds has a code, and every code a page: the messages, the cause, wrong and right code, other causes, and
 the command that names the rank and the line. `ddpilot explain DDP201` prints it, also by name (`ddpilot explain
 desync`) or by the message that a program printed (`ddpilot explain "Expected to mark a variable ready only once"`, or
-`-` for what comes through a pipe). Plain words, such as `ddpilot explain hang`, list the pages that fit. [Debugging
-by symptom](debugging.md) has the command to run for each symptom.
+`-` for what comes through a pipe). Plain words, such as `ddpilot explain hang`, list the pages that fit. [The FAQ
+by symptom](faq.md) has the command to run for each symptom.
 """
 KINDS = {
     "1": "Starting and meeting",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say what has run on which GPU, in one table from docs/gpu_runs.json, in docs/gpus.md, tests/gpu and the README.
+"""Write what has run on which GPU, from docs/gpu_runs.json, into pages of docs and tests/gpu and the README.
 
 python docs/render_gpus.py                                        write the pages
 python docs/render_gpus.py --add ddpilot-gpu-check.json           add a report of `ddpilot gpu-check`, then write
@@ -22,9 +22,10 @@ DOCS = Path(__file__).parent
 RUNS = DOCS / "gpu_runs.json"
 PAGE = DOCS / "gpus.md"
 README = DOCS.parent / "README.md"
+COMPATIBILITY = DOCS / "compatibility.md"
 TESTS = DOCS.parent / "tests" / "gpu" / "README.md"
 _MARK = re.compile(r"(<!-- (\w+) -->\n).*?(?=<!-- end of \2 -->)", re.DOTALL)
-_README_ROW = re.compile(r"^\| NVIDIA GPUs \(.*$", re.MULTILINE)
+_ROW = re.compile(r"^\| NVIDIA GPUs \(.*$", re.MULTILINE)
 _VERSIONS = ("torch", "cuda", "nccl", "driver", "python", "ddpilot")
 
 Run = Mapping[str, Any]
@@ -87,14 +88,16 @@ def render_checks() -> str:
 
 
 def render_pages(runs: Sequence[Run]) -> dict[Path, str]:
-    """The texts of the three files."""
+    """The texts of the four files."""
     parts = {"state": f"State: {render_state(runs)}.\n", "runs": render_table(runs), "checks": render_checks()}
     row = (
         "| NVIDIA GPUs (nccl, CUDA tensors, several GPUs) | `ddpilot gpu-check` and `tests/gpu` run where there is a "
-        f"device: {render_state(runs)} ([table](docs/gpus.md#what-has-run-where)) |"
+        f"device: {render_state(runs)} ([table](gpus.md#what-has-run-where)) |"
     )
     pages = {path: _MARK.sub(lambda found: found[1] + parts[found[2]], path.read_text()) for path in (PAGE, TESTS)}
-    return {**pages, README: _README_ROW.sub(lambda _: row, README.read_text())}
+    parts["state"] = f"**GPUs and NCCL:** {render_state(runs)} ([what ran where](docs/gpus.md#what-has-run-where)).\n"
+    readme = _MARK.sub(lambda found: found[1] + parts[found[2]], README.read_text())
+    return {**pages, README: readme, COMPATIBILITY: _ROW.sub(lambda _: row, COMPATIBILITY.read_text())}
 
 
 def main() -> None:

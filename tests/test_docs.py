@@ -12,7 +12,7 @@ import shlex
 import subprocess
 import sys
 from contextlib import ExitStack, suppress
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from itertools import zip_longest
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 import ddpilot
-from tests.soak import often
+from tests.soak import often, soak
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(path for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")) if path.name != "reference.md")
@@ -89,6 +89,7 @@ def normalise(text: str) -> list[str]:
     text = re.sub(r"\b\d+\.\d s\b", "0.0 s", text)
     text = re.sub(r"ddpilot watch \S+`", "ddpilot watch JOB`", text)
     text = re.sub(r"ddpilot: 1 of 2 ranks have joined the group.*\n", "", text)  # one of them is long in its imports
+    text = re.sub(r"ddpilot: importing `.*\n", "", text)  # which packages start threads depends on the machine
     lines = [line.rstrip() for whole in text.splitlines() if whole.strip() for line in by_rank(whole)]
     return sorted(lines) if any(line.startswith("[rank") for line in lines) else lines
 
@@ -133,34 +134,53 @@ def is_like(actual: str, expected: str) -> bool:
     return re.fullmatch(pattern, actual) is not None
 
 
+# <!-- needs: accelerate --> on the second line of a page: a library that is not installed with `.[dev]` everywhere.
+NEEDS = re.compile(r"^<!-- needs: (\w+) -->$", re.MULTILINE)
+SHIMS = ROOT / "tests" / "notebook" / "shims"
+
+
+def prepare_library(page: Path) -> dict[str, str]:
+    """Variables for the library that a page is about, if it is about one. Skip the test if it is not installed."""
+    needed = NEEDS.search(page.read_text())
+    if needed is None:
+        return {}
+    if find_spec(needed[1]) is None:
+        pytest.skip(f"{needed[1]} is not installed: `pip install '.[dev,bench]'` installs it")
+    return {"PYTHONPATH": str(SHIMS), "OMP_NUM_THREADS": "1"}
+
+
 COMMANDS = [
-    pytest.param(files, commands, id=f"{page.stem}: {heading}")
+    pytest.param(page, files, commands, id=f"{page.stem}: {heading}")
     for page in PAGES
     for heading, (files, commands) in sections_with_commands(page).items()
 ]
 
 OFTEN = (
-    "debugging: Hangs in the second epoch",
-    "debugging: Expected to have finished reduction in the prior iteration",
-    "debugging: Works on one node and not on two",
-    "debugging: Address already in use",
-    "debugging: Expected all tensors to be on the same device",
-    "debugging: Out of memory on GPU 0 only",
+    "faq: Hangs in the second epoch",
+    "faq: Expected to have finished reduction in the prior iteration",
+    "faq: Works on one node and not on two",
+    "faq: Address already in use",
+    "faq: Expected all tensors to be on the same device",
+    "faq: Out of memory on GPU 0 only",
+    "README: Find out why a torchrun job hangs",
+    "torchrun: The two programs",
 )
-"""The quick ones, one that watch explains and one of guard; the soak runs the others as well."""
+"""The quick ones, two that watch explains and one of guard; the soak runs the others as well."""
+MIGRATE = ROOT / "docs" / "migrate"
 
 
 @pytest.mark.timeout(180)
 @often(*OFTEN)
-@pytest.mark.parametrize(("files", "commands"), COMMANDS)
+@pytest.mark.parametrize(("page", "files", "commands"), COMMANDS)
 def test_commands_print_what_the_page_says(
-    files: dict[str, str], commands: list[tuple[str, str]], tmp_path: Path
+    page: Path, files: dict[str, str], commands: list[tuple[str, str]], tmp_path: Path
 ) -> None:
     """A section's commands run in a folder with its files, and each prints the text under it."""
+    library = prepare_library(page)
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environ = {**os.environ, "COLUMNS": "120", "PATH": path}
+    environ = {**os.environ, "COLUMNS": "120", "PATH": path, **library}
     with ExitStack() as stack:
         for command, expected in commands:
             options: dict[str, Any] = {"cwd": tmp_path, "env": environ, "text": True, "stdout": subprocess.PIPE}
@@ -178,7 +198,8 @@ def test_commands_print_what_the_page_says(
             assert is_like(plain, re.sub(r"\n+", "\n", expected)), f"`{command}` printed\n{printed}"
 
 
-PAGES_WITH_CELLS = [page for page in PAGES if cells_and_outputs(page)]
+PAGES_WITH_CELLS = [page for page in PAGES if cells_and_outputs(page) and not NEEDS.search(page.read_text())]
+PAGES_OF_LIBRARIES = [page for page in PAGES if cells_and_outputs(page) and NEEDS.search(page.read_text())]
 
 
 @pytest.fixture(scope="module")
@@ -210,6 +231,53 @@ def test_snippets_print_what_the_page_says(page: Path, printed_by_page: dict[Pat
     assert text.count("=== end of cell ===\n") == len(cells), f"the last cells did not come to their end: {text}"
     for (cell, expected), actual in zip(cells, printed, strict=True):
         assert normalise(actual) == normalise(expected), f"the cell\n{cell}\nprinted\n{actual}"
+
+
+@pytest.mark.timeout(200)
+@soak
+@pytest.mark.parametrize("page", PAGES_OF_LIBRARIES, ids=lambda page: page.stem)
+def test_cells_with_libraries_print_what_the_page_says(page: Path, tmp_path: Path) -> None:
+    """The same for a page that needs a library, in a shell of its own."""
+    library = prepare_library(page)
+    cells = cells_and_outputs(page)
+    done = subprocess.run(
+        [sys.executable, "-c", SHELL],
+        input=json.dumps([[cell for cell, _ in cells]]),
+        env={**os.environ, "IPYTHONDIR": str(tmp_path), "COLUMNS": "120", **library},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    printed = done.stdout.split("=== end of cell ===\n")[: len(cells)]
+    for (cell, expected), actual in zip(cells, printed, strict=True):
+        assert normalise(actual) == normalise(expected), f"the cell\n{cell}\nprinted\n{actual}"
+
+
+RESULT = re.compile(r"^(?:\[ranks? [\d,]+\] )?((?:loss|bias) \d\.\d{4})$", re.MULTILINE)
+WITHOUT_PAIR = {"ddip": "cannot run here", "nnhandler": "on no package registry"}
+
+
+@pytest.mark.parametrize("page", sorted(MIGRATE.glob("*.md")), ids=lambda page: page.stem)
+def test_migration_pages_have_their_parts(page: Path) -> None:
+    """One sentence, a table, programs of which both print one number, and what is lost; or why a program is not run."""
+    text = page.read_text()
+    assert text.count("**What changes:**") == 1
+    assert "\n| - old line | + new line | difference |\n" in text
+    assert "\n## What is lost, and what stays\n" in text
+    printed = RESULT.findall(text)
+    if page.stem in WITHOUT_PAIR:
+        assert WITHOUT_PAIR[page.stem] in text
+    else:
+        assert len(printed) >= 2
+        assert len(set(printed)) == 1
+
+
+def test_readme_is_two_screens() -> None:
+    """What does not fit has a page of its own."""
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 140
 
 
 def test_pages_with_snippets_are_found() -> None:

@@ -12,32 +12,43 @@ from ddpilot.findings.page import render_page
 
 _WRONG = (401, 406, 320, 324, 321, 405, 414, 408, 407)
 _SUBJECTS: tuple[tuple[str, str, tuple[int, ...]], ...] = (
+    ("start", r"init_process_group|init(iali[sz]\w+)?|start(s|ing|up)?|rendezvous", (105, 104, 103, 106, 101)),
+    (
+        "one GPU",
+        r"(only|just) (the )?(one|1|first|gpu 0)\b.*|(one|1|same|first) gpu (is )?(used|busy)|gpu 0 only|gpus? .*idle",
+        (118, 324, 119, 330),
+    ),
+    ("accumulation", r"accumulat\w*|no_sync|micro-?batch(es)?", (505, 323, 328, 727)),
+    ("batch norm", r"(sync)?batch[ -]?norm\w*", (408, 501, 307)),
+    ("loader", r"data ?loaders?\b.*\bslow\w*|slow\w* .*\bdata ?loaders?|waits? for data", (721, 213, 601)),
     (
         "hang",
-        r"hang(s|ing)?|hung|stuck|fr[eo]ez\w*|frozen|deadlock\w*|forever",
+        r"hang(s|ing)?|hung|stuck|fr[eo]ez\w*|frozen|deadlock\w*|forever|blocks|blocked|not respond\w*",
         (218, 207, 208, 220, 201, 209, 215, 213),
     ),
-    ("timeout", r"time(d)?[ -]?out\w*", (218, 209, 105, 104, 207, 220)),
+    ("timeout", r"time(d)?[ -]?out\w*|watchdog", (218, 209, 105, 104, 207, 220)),
     ("not a number", r"nans?|inf|infinite|infinity|diverg\w+|explod\w+", (409, 414, 501, 325)),
-    ("slow", r"slow\w*|speed(up)?|throughput|faster|utili[sz]ation", (217, 504, 502, 213, 221, 330)),
-    ("port", r"ports?|address in use", (103, 104, 116)),
+    ("slow", r"slow\w*|speed(up)?|throughput|faster|utili[sz]ation|scaling", (721, 504, 217, 502, 213, 221, 330)),
+    ("port", r"ports?|address (already )?in use", (103, 104, 116)),
     ("memory", r"memory|oom|ram|vram", (703, 702, 601, 410, 118, 604)),
-    ("killed", r"killed|sigkill|-9", (702, 607, 601, 703)),
+    ("killed", r"killed|sigkill|-9|kill -9|signal 9", (702, 607, 601, 703)),
     ("crash", r"crash\w*|segfault\w*|sigsegv|sigabrt|abort\w*|core dump\w*|-11|-6", (707, 202, 203, 606, 607)),
     ("failed", r"torchrun|elastic|exit ?codes?", (701, 702, 707)),
     ("nccl", r"nccl", (704, 107, 108, 218)),
     ("gloo", r"gloo", (106, 209, 202)),
-    ("connection", r"connect\w*|refused|reset|closed|unreachable|rendezvous|network", (104, 105, 209, 106, 107)),
+    ("connection", r"connect\w*|refused|reset|closed|unreachable|network|nodes?", (104, 105, 209, 106, 107)),
     ("wrong numbers", r"wrong|accura\w+|worse|different|differs?|not learning|converge\w*|reproducib\w+", _WRONG),
-    ("checkpoint", r"checkpoints?|state_?dict|load\w*|sav(e|ing)|resum\w+", (602, 603)),
-    ("notebook", r"notebooks?|jupyter|colab|spawn\w*|fork\w*|pickl\w+", (112, 111, 113, 114, 115)),
+    ("learning rate", r"learning rate|batch size", (414, 823, 406)),
+    ("checkpoint", r"checkpoints?|state_?dict|load\w*|sav(e|es|ing)|resum\w+", (602, 603, 608, 609)),
+    ("notebook", r"notebooks?|jupyter|colab|kaggle|spawn\w*|fork\w*|pickl\w+", (112, 111, 113, 114, 115)),
+    ("Slurm", r"slurm|sbatch|srun|requeue\w*|preempt\w*", (102, 101, 104, 702)),
     ("zombie", r"zombies?|orphan\w*|left ?over", (116, 605, 103)),
     ("unused parameters", r"unused|find_unused\w*", (308, 503, 212, 502)),
     ("data", r"dataloader|workers?|samplers?|shuffl\w+|epochs?|batch(es)?", (401, 402, 404, 403, 213, 607, 413)),
 )
 """Subjects of plain-word questions: name, pattern of the words, and the numbers of matching pages, likeliest first."""
 
-_BY_SYMPTOM = "`ddpilot explain hang` lists the pages that fit; docs/debugging.md has a command for each symptom."
+_BY_SYMPTOM = "`ddpilot explain hang` lists the pages that fit; docs/faq.md has a command for each symptom."
 _MAX_PLAIN_WORDS = 10
 """Maximum number of words of a question; longer text is treated as a message."""
 

@@ -148,7 +148,7 @@ def find_asked(message: str) -> tuple[Entry, ...]:
     """Return the pages about a message that a user asks about: those of `find_known`, then general pages.
 
     If no page matches, the search ignores case; if that fails too, it returns the pages with a symptom that contains
-    `message`.
+    `message`, the page with the shortest such symptom first.
     """
     for any_case in (False, True):
         kinds = (_find_by_symptom(message, is_general=general, any_case=any_case) for general in (False, True))
@@ -158,7 +158,11 @@ def find_asked(message: str) -> tuple[Entry, ...]:
     part = " ".join(message.lower().split())
     if len(part) < _MIN_PART_CHARS:
         return ()
-    return tuple(entry for entry in all_entries() if any(part in symptom.lower() for symptom in entry.symptoms))
+    lengths = {
+        entry: min((len(symptom) for symptom in entry.symptoms if part in symptom.lower()), default=0)
+        for entry in all_entries()
+    }
+    return tuple(sorted((entry for entry in all_entries() if lengths[entry]), key=lambda entry: lengths[entry]))
 
 
 def _find_by_symptom(message: str, *, is_general: bool, any_case: bool) -> tuple[Entry, ...]:

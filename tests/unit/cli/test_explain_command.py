@@ -20,55 +20,87 @@ def test_explain_prints_the_page(words: str) -> None:
     assert explain(words).startswith("# DDP308 unused-parameters: ")
 
 
-@pytest.mark.parametrize(
-    ("message", "name"),
-    [
-        ("ChildFailedError", "child-failed"),
-        ("Signal 9 (SIGKILL)", "killed"),
-        ("exitcode: -9", "killed"),
-        ("exitcode  : -11 (pid: 12)", "crashed"),
-        ("CUDA out of memory", "device-out-of-memory"),
-        ("cuda out of memory", "device-out-of-memory"),
-        ("ncclUnhandledCudaError", "nccl-error"),
-        ("unhandled system error", "nccl-error"),
-        ("DistBackendError", "nccl-error"),
-        ("store based barrier", "rendezvous-incomplete"),
-        ("Broken pipe", "broken-pipe"),
-        ("RendezvousConnectionError", "bad-master-addr"),
-        ("EADDRINUSE", "port-in-use"),
-        ("device-side assert", "device-side-assert"),
-        ("Some NCCL operations have failed or timed out", "missing-rank"),
-        ("SIGTERM", "child-failed"),
-        ("SIGKILL", "killed"),
-        ("sigsegv", "crashed"),
-        ("SIGABRT", "crashed"),
-        ("SIGBUS", "crashed"),
-    ],
-)
-def test_explain_knows_the_usual_messages(message: str, name: str) -> None:
-    """The whole name, a part, within a word, and in upper case."""
-    assert explain(message).split()[2] == f"{name}:"
+MESSAGES = {
+    "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:": "DDP701",
+    "Signal 9 (SIGKILL) received by PID 4711": "DDP702",
+    "exitcode  : -9 (pid: 4711)": "DDP702",
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB": "DDP703",
+    "ncclUnhandledCudaError: Call to CUDA function failed.": "DDP704",
+    "unhandled system error, NCCL version 2.27.5": "DDP704",
+    "torch.distributed.DistBackendError: NCCL error in: ../ProcessGroupNCCL.cpp:2251": "DDP704",
+    "Timed out initializing process group in store based barrier on rank: 0": "DDP105",
+    "BrokenPipeError: [Errno 32] Broken pipe": "DDP706",
+    "torch.distributed.elastic.rendezvous.api.RendezvousConnectionError": "DDP104",
+    "Some NCCL operations have failed or timed out. Due to the asynchronous nature of CUDA kernels": "DDP218",
+    "RuntimeError: CUDA error: device-side assert triggered": "DDP705",
+}
+"""What torch, NCCL and torchrun print when a job of several GPUs ends."""
+
+PARTS = {
+    "ChildFailedError": "DDP701",
+    "Signal 9 (SIGKILL)": "DDP702",
+    "exitcode: -9": "DDP702",
+    "exitcode  : -11 (pid: 12)": "DDP707",
+    "CUDA out of memory": "DDP703",
+    "cuda out of memory": "DDP703",
+    "out of memory": "DDP703",
+    "ncclUnhandledCudaError": "DDP704",
+    "unhandled system error": "DDP704",
+    "DistBackendError": "DDP704",
+    "store based barrier": "DDP105",
+    "Broken pipe": "DDP706",
+    "RendezvousConnectionError": "DDP104",
+    "address already in use": "DDP103",
+    "EADDRINUSE": "DDP103",
+    "device-side assert": "DDP705",
+    "Some NCCL operations have failed or timed out": "DDP218",
+    "SIGTERM": "DDP701",
+    "SIGKILL": "DDP702",
+    "sigsegv": "DDP707",
+    "SIGABRT": "DDP707",
+    "SIGBUS": "DDP707",
+}
+"""A part of a message: the whole name, within a word, or in a different case."""
+
+QUERIES = {
+    "hang": "DDP218",
+    "My training hangs!": "DDP218",
+    "deadlock": "DDP218",
+    "hangs at loss.backward": "DDP218",
+    "hangs at the end of an epoch": "DDP218",
+    "stuck at init_process_group": "DDP105",
+    "NCCL watchdog timeout": "DDP218",
+    "loss is NaN": "DDP409",
+    "only one GPU used": "DDP118",
+    "GPUs idle": "DDP118",
+    "slower than one GPU": "DDP721",
+    "DataLoader is slow": "DDP721",
+    "accuracy differs from one GPU": "DDP401",
+    "killed -9": "DDP702",
+    "port in use": "DDP103",
+    "oom": "DDP703",
+    "gradient accumulation": "DDP505",
+    "resume from a checkpoint": "DDP602",
+    "Jupyter": "DDP112",
+    "Slurm": "DDP102",
+    "batch norm": "DDP408",
+    "segfault": "DDP707",
+}
+"""Plain words, as somebody searches with them, and the page that fits best."""
 
 
-@pytest.mark.parametrize(
-    ("words", "first"),
-    [
-        ("hang", "DDP218"),
-        ("stuck", "DDP218"),
-        ("My training hangs!", "DDP218"),
-        ("nan", "DDP409"),
-        ("loss is NaN", "DDP409"),
-        ("slow", "DDP217"),
-        ("port in use", "DDP103"),
-        ("oom", "DDP703"),
-        ("wrong accuracy", "DDP401"),
-    ],
-)
+@pytest.mark.parametrize(("message", "code"), [*MESSAGES.items(), *PARTS.items()])
+def test_explain_knows_the_usual_messages(message: str, code: str) -> None:
+    """A whole message or a part of one leads to its page."""
+    assert explain(message).startswith(f"# {code} ")
+
+
+@pytest.mark.parametrize(("words", "first"), QUERIES.items())
 def test_explain_lists_the_pages_that_fit_plain_words(words: str, first: str) -> None:
     """The likeliest first, a line each, and how to go on."""
-    said = explain(words)
-    assert said.splitlines()[2].startswith(f"{first}  ")
-    assert f"`ddpilot explain {first}` prints one" in said
+    listed = explain(words)
+    assert listed.splitlines()[2].startswith(f"{first}  ")
+    assert f"`ddpilot explain {first}` prints one" in listed
 
 
 def test_plain_words_have_pages_and_a_long_text_is_a_message() -> None:
@@ -83,7 +115,7 @@ def test_explain_lists_every_page_without_words() -> None:
     """One line for each, then where to look by symptom."""
     lines = explain("").splitlines()
     assert lines.index("") == len(all_entries())
-    assert "docs/debugging.md has a command for each symptom" in lines[-1]
+    assert "docs/faq.md has a command for each symptom" in lines[-1]
 
 
 def test_explain_refuses_a_message_that_no_page_knows() -> None:
