@@ -85,7 +85,7 @@ soak: $(READY) ## the long, randomised versions
 	@$(COMPILE_CHANGED)
 	DDPILOT_SOAK=1 $(PYTEST) -m soak -o faulthandler_timeout=21000
 
-zoo: $(READY) ## run every program of the failure zoo without and with ddpilot, print the table, write docs/zoo.md
+zoo: $(READY) ## run every program of the failure zoo without and with ddpilot, print the table, write docs/internals/zoo.md
 	$(BIN)/python -m tests.zoo.table
 
 gpu-check: $(READY) ## check the claims about GPUs on this machine, and write ddpilot-gpu-check.json; NAMES="one two" for some
@@ -105,7 +105,7 @@ $(BENCH_READY): $(READY)
 	@$(COMPILE)
 	@touch $(BENCH_READY)
 
-reference: $(READY) ## write docs/reference.md and the map in CONTRIBUTING.md from docstrings, docs/findings.md, docs/lint.md and docs/gpus.md from their sources
+reference: $(READY) ## write docs/reference and the map in CONTRIBUTING.md from docstrings, and other generated pages from their sources
 	$(BIN)/python docs/render_reference.py
 	$(BIN)/python docs/render_rooms.py
 	$(BIN)/python docs/render_findings.py

@@ -24,7 +24,7 @@ import ddpilot
 from tests.soak import often
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted(path for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")) if path.name != "reference.md")
+PAGES = sorted(path for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")) if path.parent.name != "reference")
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 # Every python block of a page is a cell of an IPython shell: what the reader has before them when they try it. All
@@ -140,12 +140,12 @@ COMMANDS = [
 ]
 
 OFTEN = (
-    "debugging: Hangs in the second epoch",
-    "debugging: Expected to have finished reduction in the prior iteration",
-    "debugging: Works on one node and not on two",
-    "debugging: Address already in use",
-    "debugging: Expected all tensors to be on the same device",
-    "debugging: Out of memory on GPU 0 only",
+    "faq: Hangs in the second epoch",
+    "faq: Expected to have finished reduction in the prior iteration",
+    "faq: Works on one node and not on two",
+    "faq: Address already in use",
+    "faq: Expected all tensors to be on the same device",
+    "faq: Out of memory on GPU 0 only",
 )
 """The quick ones, one that watch explains and one of guard; the soak runs the others as well."""
 
@@ -355,7 +355,8 @@ def test_every_package_says_what_it_is_for_and_what_it_imports(path: Path) -> No
 @pytest.mark.parametrize("heading", ["A launch", "An all_reduce that hangs", "One update of a Loop"])
 def test_walks_name_each_module_once(heading: str) -> None:
     """A reader follows the modules in the order of the steps, and never goes back."""
-    walk = (ROOT / "docs" / "how_it_works.md").read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    page = (ROOT / "docs" / "explanation" / "how_it_works.md").read_text()
+    walk = page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     modules = re.findall(r"`([\w/]+\.py)`", walk)
     assert len(modules) >= 15
     assert sorted(modules) == sorted(set(modules))

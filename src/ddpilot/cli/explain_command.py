@@ -36,7 +36,7 @@ _SUBJECTS: tuple[tuple[str, str, tuple[int, ...]], ...] = (
 )
 """Subjects of plain-word questions: name, pattern of the words, and the numbers of matching pages, likeliest first."""
 
-_BY_SYMPTOM = "`ddpilot explain hang` lists the pages that fit; docs/debugging.md has a command for each symptom."
+_BY_SYMPTOM = "`ddpilot explain hang` lists the pages that fit; docs/faq.md has a command for each symptom."
 _MAX_PLAIN_WORDS = 10
 """Maximum number of words of a question; longer text is treated as a message."""
 

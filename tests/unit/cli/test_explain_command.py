@@ -83,7 +83,7 @@ def test_explain_lists_every_page_without_words() -> None:
     """One line for each, then where to look by symptom."""
     lines = explain("").splitlines()
     assert lines.index("") == len(all_entries())
-    assert "docs/debugging.md has a command for each symptom" in lines[-1]
+    assert "docs/faq.md has a command for each symptom" in lines[-1]
 
 
 def test_explain_refuses_a_message_that_no_page_knows() -> None:

@@ -123,8 +123,8 @@ def test_every_code_in_the_source_has_a_page() -> None:
 
 
 def test_every_page_stands_in_the_list_of_findings() -> None:
-    """docs/findings.md is up to date: `make reference` writes it."""
-    listed = (SOURCE.parents[1] / "docs" / "findings.md").read_text()
+    """docs/errors/index.md is up to date: `make reference` writes it."""
+    listed = (SOURCE.parents[1] / "docs" / "errors" / "index.md").read_text()
     for entry in all_entries():
-        assert f"[{entry.code}](../src/ddpilot/findings/pages/{entry.code}.md) | {entry.name} |" in listed
+        assert f"[{entry.code}](../../src/ddpilot/findings/pages/{entry.code}.md) | {entry.name} |" in listed
         assert all(f"`{symptom}`" in listed or "|" in symptom for symptom in entry.symptoms)
