@@ -36,7 +36,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3
 	&& { command -v $$python; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo pictures test test-slurm test-browser soak zoo gpu-check check bench reference clean
+.PHONY: help setup demo pictures test test-slurm test-browser soak zoo gpu-check check bench notebooks docs reference clean
 
 help: ## list the verbs
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -104,6 +104,9 @@ $(BENCH_READY): $(READY)
 	$(INSTALL) -e '.[dev,bench]'
 	@$(COMPILE)
 	@touch $(BENCH_READY)
+
+docs: $(READY) ## build the site into out/docs, without a warning, with its links checked
+	$(BIN)/python docs/build_site.py
 
 reference: $(READY) ## write docs/reference and the map in CONTRIBUTING.md from docstrings, and other generated pages from their sources
 	$(BIN)/python docs/render_reference.py

@@ -59,7 +59,8 @@ def test_page_lists_every_rule() -> None:
     listed = (Path(__file__).parents[3] / "docs" / "how_to" / "lint.md").read_text()
     for rule in RULES:
         assert (
-            f"[{rule.code}](../../src/ddpilot/findings/pages/{rule.code}.md) | {find_entry(rule.code).name} | " in listed
+            f"[{rule.code}](../../src/ddpilot/findings/pages/{rule.code}.md) | {find_entry(rule.code).name} | "
+            in listed
         )
         assert rule.summary in listed
 
