@@ -557,8 +557,8 @@ class Loop:
         """Return a loader of this rank's samples of `dataset`, map-style, iterable or of shards; not collective.
 
         `options`: `global_batch_size` (samples of all ranks) or `batch_size_per_rank`, `shuffle`, `drop_last`,
-        `batch_split`, `weights`, `num_workers` and others; see the table in docs/how_to/data.md. Raises DataError for invalid
-        and unknown options, and LoopError for a DataLoader.
+        `batch_split`, `weights`, `num_workers` and others; see the table in docs/how_to/data.md. Raises DataError for
+        invalid and unknown options, and LoopError for a DataLoader.
         """
         if isinstance(dataset, DataLoader):
             raise LoopError(

@@ -90,3 +90,11 @@ def test_explain_refuses_a_message_that_no_page_knows() -> None:
     """It quotes the message, shortened."""
     with pytest.raises(DdpilotError, match="no page matches 'xyz xyz xyz .*\\.\\.\\.'"):
         explain("xyz " * 200)
+
+
+def test_explain_ends_with_the_address_of_the_page_if_the_project_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then the page alone is printed."""
+    assert explain("DDP201") == find_entry("DDP201").text
+    monkeypatch.setattr("ddpilot._project.PROJECT_URL", "https://example.org/ddpilot")
+    assert explain("DDP201").endswith("\nhttps://example.org/ddpilot/blob/main/src/ddpilot/findings/pages/DDP201.md\n")
+    assert "https://example.org/ddpilot/blob/main/docs/faq.md has a command" in explain("")
