@@ -105,6 +105,9 @@ $(BENCH_READY): $(READY)
 	@$(COMPILE)
 	@touch $(BENCH_READY)
 
+notebooks: $(READY) ## run the notebooks of examples in a real kernel and store their outputs in them
+	$(BIN)/python -m tests.notebook.stored
+
 docs: $(READY) ## build the site into out/docs, without a warning, with its links checked
 	$(BIN)/python docs/build_site.py
 

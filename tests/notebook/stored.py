@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Store the example notebooks with the outputs of a real kernel (`make notebooks`), and compare outputs with those.
+
+Times, losses, and which rank prints first differ from run to run: they are not compared.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import nbformat
+
+from tests.notebook.executed import ROOT, execute, read
+
+EXAMPLES = ROOT / "examples"
+NOTEBOOKS = (EXAMPLES / "quickstart.ipynb", EXAMPLES / "interactive.ipynb", EXAMPLES / "library" / "train.ipynb")
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_RANKS = re.compile(r"^\[ranks? ([\d,-]+)\] (.*)$")
+_NUMBER = re.compile(r"\d[\d.,]*(?:e[+-]?\d+)?")
+_FOLDER = re.compile(r"(?<=[\"'( ])/(?:[\w.+-]+/)+(?=(?:site-packages|ddpilot|tinydigits|python\d)[\w./-]*)")
+
+
+def normalise(output: Any) -> tuple[str, ...]:
+    """What of an output is the same in each run: its kind, and its lines without numbers, sorted."""
+    if output.output_type in ("display_data", "execute_result"):
+        return (output.output_type, *sorted(output.data))
+    text = f"{output.ename}: {output.evalue}" if output.output_type == "error" else output.text
+    lines = {_NUMBER.sub("#", _RANKS.sub(r"[rank] \2", line)) for line in _ANSI.sub("", text).splitlines()}
+    return (output.get("name", output.output_type), *sorted(line.rstrip() for line in lines if line.strip()))
+
+
+def find_differences(notebook: Path, executed: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The cells whose stored outputs are not like those `executed`: by id, what is stored and what came."""
+    differ = {}
+    for cell in read(notebook).cells:
+        if cell.cell_type == "code":
+            stored, came = (sorted(map(normalise, outputs)) for outputs in (cell.outputs, executed[cell.id].outputs))
+            if stored != came:
+                differ[cell.id] = (stored, came)
+    return differ
+
+
+def store(notebook: Path) -> None:
+    """Execute `notebook` and write its outputs into it, without folders of this machine."""
+    stored = read(notebook)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if (notebook.parent / "tinydigits").exists():
+            shutil.copytree(notebook.parent / "tinydigits", folder / "tinydigits")
+        executed = execute(notebook, folder, limit_s=300)
+    count = 0
+    for cell in stored.cells:
+        if cell.cell_type == "code":
+            count += 1
+            cell.execution_count = count
+            cell.outputs = [_without_folders(output) for output in executed[cell.id].outputs]
+            for output in cell.outputs:
+                if output.output_type == "execute_result":
+                    output.execution_count = count
+    nbformat.write(stored, notebook)  # type: ignore[no-untyped-call]
+
+
+def _without_folders(output: Any) -> Any:
+    output.metadata = {} if "metadata" in output else None
+    if output.metadata is None:
+        del output["metadata"]
+    if "text" in output:
+        output.text = _FOLDER.sub(".../", output.text)
+    if output.output_type == "error":
+        output.traceback = [_FOLDER.sub(".../", line) for line in output.traceback]
+    return output
+
+
+def main() -> None:
+    """Store each notebook."""
+    for notebook in NOTEBOOKS:
+        store(notebook)
+        sys.stdout.write(f"{notebook.relative_to(ROOT)}: {notebook.stat().st_size // 1000} kB\n")
+
+
+if __name__ == "__main__":
+    main()
