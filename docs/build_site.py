@@ -82,7 +82,9 @@ def place_of(path: str) -> str:
 
 def render_finding(entry: Entry) -> str:
     """Return the page of a finding. Its title has the first message, which is what users paste into a search."""
-    title = f"`{entry.symptoms[0]}`: {entry.title}" if entry.symptoms else entry.title
+    message = entry.symptoms[0].rstrip(".") if entry.symptoms else ""
+    quote = "``" if "`" in message else "`"
+    title = f"{quote}{message}{quote}: {entry.title}" if message else entry.title
     body = entry.text.partition("\n")[2]
     body = re.sub(r"^severity: (\w+)$", r"Finding `" + f"{entry.code} {entry.name}" + r"`, \1.", body, flags=re.M)
     body = re.sub(r"^(general: .*)\n", "", body, flags=re.M)
