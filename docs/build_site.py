@@ -40,6 +40,11 @@ LANGUAGES = {".py": "python", ".sh": "bash", ".toml": "toml", ".json": "json", "
 _FENCE = re.compile(r"^(`{3,})[^\n]*\n.*?^\1$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?(?=\))")
 _SECTION = re.compile(r"^## (?P<title>.+)\n(?P<text>(?:(?!## ).*\n)*)", re.MULTILINE)
+_PICTURE = re.compile(
+    r'<picture>\s*<source media="[^"]*dark[^"]*" srcset="(?P<dark>[^"]+)">\s*'
+    r'<img alt="(?P<alt>[^"]*)" src="(?P<light>[^"]+)">\s*</picture>'
+)
+_IMAGE = "```{{image}} {path}\n:alt: {alt}\n:class: only-{scheme}\n```\n"
 _CODE = re.compile(r"(?<![\w`\[/#.])(DDP\d{3})(?![\w`\]])")
 
 
@@ -53,6 +58,7 @@ def stage(source: Path) -> None:
     pages |= {f"{FINDINGS}/{entry.code}.md": render_finding(entry) for entry in all_entries()}
     for path, text in pages.items():
         moved = "".join(_relink(part, path, source) if is_prose else part for part, is_prose in _parts(text))
+        moved = _PICTURE.sub(_as_images, moved)
         head = "---\nnosearch: true\n---\n\n" if path.startswith(UNSEARCHED) else ""
         _write(source / place_of(path), head + moved)
     for path in NOTEBOOKS:
@@ -97,6 +103,11 @@ def render_finding(entry: Entry) -> str:
         for part, is_prose in _parts(body)
     )
     return f"{ORPHAN}# {title} ({entry.code})\n{linked.rstrip()}\n\nIn a terminal: `ddpilot explain {entry.code}`.\n"
+
+
+def _as_images(picture: re.Match[str]) -> str:
+    """The two images of a `<picture>`, of which the site shows the one for its scheme, as a reader may choose it."""
+    return "".join(_IMAGE.format(path=picture[each], alt=picture["alt"], scheme=each) for each in ("light", "dark"))
 
 
 def render_toctrees(source: Path) -> str:
