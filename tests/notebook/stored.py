@@ -6,6 +6,7 @@ Times, losses, and which rank prints first differ from run to run: they are not 
 
 from __future__ import annotations
 
+import platform
 import re
 import shutil
 import sys
@@ -22,14 +23,14 @@ NOTEBOOKS = (EXAMPLES / "quickstart.ipynb", EXAMPLES / "interactive.ipynb", EXAM
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _RANKS = re.compile(r"^\[ranks? ([\d,-]+)\] (.*)$")
 _NUMBER = re.compile(r"\d[\d.,]*(?:e[+-]?\d+)?")
-_FOLDER = re.compile(r"(?<=[\"'( ])/(?:[\w.+-]+/)+(?=(?:site-packages|ddpilot|tinydigits|python\d)[\w./-]*)")
+_FOLDER = re.compile(r"/(?:[\w.+-]+/)+(?=(?:site-packages|src)/)")
 
 
 def normalise(output: Any) -> tuple[str, ...]:
     """What of an output is the same in each run: its kind, and its lines without numbers, sorted."""
     if output.output_type in ("display_data", "execute_result"):
         return (output.output_type, *sorted(output.data))
-    text = f"{output.ename}: {output.evalue}" if output.output_type == "error" else output.text
+    text = _of_no_machine(f"{output.ename}: {output.evalue}" if output.output_type == "error" else output.text)
     lines = {_NUMBER.sub("#", _RANKS.sub(r"[rank] \2", line)) for line in _ANSI.sub("", text).splitlines()}
     return (output.get("name", output.output_type), *sorted(line.rstrip() for line in lines if line.strip()))
 
@@ -73,10 +74,18 @@ def _without_folders(output: Any) -> Any:
     if output.metadata is None:
         del output["metadata"]
     if "text" in output:
-        output.text = _FOLDER.sub(".../", output.text)
+        output.text = _of_no_machine(output.text)
     if output.output_type == "error":
-        output.traceback = [_FOLDER.sub(".../", line) for line in output.traceback]
+        output.evalue = _of_no_machine(output.evalue)
+        output.traceback = [_of_no_machine(line) for line in output.traceback]
+    if "data" in output:
+        output.data = {kind: _of_no_machine(text) for kind, text in output.data.items() if isinstance(text, str)}
     return output
+
+
+def _of_no_machine(text: str) -> str:
+    """Return `text` without the folders and the name of the machine that it is from."""
+    return re.sub(rf"\b{re.escape(platform.node())}\b", "myhost", _FOLDER.sub(".../", text))
 
 
 def main() -> None:
