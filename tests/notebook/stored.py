@@ -27,7 +27,10 @@ _FOLDER = re.compile(r"/(?:[\w.+-]+/)+(?=(?:site-packages|src)/)")
 
 
 def normalise(output: Any) -> tuple[str, ...]:
-    """What of an output is the same in each run: its kind, and its lines without numbers, sorted."""
+    """What of an output is the same in each run: its kind, and its lines without numbers, sorted.
+
+    Of an error, only the lines that name it: how ranks were freed differs from run to run.
+    """
     if output.output_type in ("display_data", "execute_result"):
         return (output.output_type, *sorted(output.data))
     text = _of_no_machine(f"{output.ename}: {output.evalue}" if output.output_type == "error" else output.text)
