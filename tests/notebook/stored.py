@@ -35,6 +35,8 @@ def normalise(output: Any) -> tuple[str, ...]:
         return (output.output_type, *sorted(output.data))
     text = _of_no_machine(f"{output.ename}: {output.evalue}" if output.output_type == "error" else output.text)
     lines = {_NUMBER.sub("#", _RANKS.sub(r"[rank] \2", line)) for line in _ANSI.sub("", text).splitlines()}
+    if output.output_type == "error" or output.get("name") == "stderr":
+        lines = {line for line in lines if re.match(r"\w+Error: ", line)}
     kept = (
         line.rstrip() for line in lines if line.strip() and "ranks have joined the group" not in line
     )  # a busy machine
