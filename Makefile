@@ -36,7 +36,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3
 	&& { command -v $$python; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo pictures test test-slurm test-browser soak zoo gpu-check check bench reference clean
+.PHONY: help setup demo pictures test test-slurm test-browser soak zoo gpu-check check bench notebooks docs reference clean
 
 help: ## list the verbs
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -85,7 +85,7 @@ soak: $(BENCH_READY) ## the long, randomised versions
 	@$(COMPILE_CHANGED)
 	DDPILOT_SOAK=1 $(PYTEST) -m soak -o faulthandler_timeout=21000
 
-zoo: $(READY) ## run every program of the failure zoo without and with ddpilot, print the table, write docs/zoo.md
+zoo: $(READY) ## run every program of the failure zoo without and with ddpilot, print the table, write docs/internals/zoo.md
 	$(BIN)/python -m tests.zoo.table
 
 gpu-check: $(READY) ## check the claims about GPUs on this machine, and write ddpilot-gpu-check.json; NAMES="one two" for some
@@ -105,7 +105,13 @@ $(BENCH_READY): $(READY)
 	@$(COMPILE)
 	@touch $(BENCH_READY)
 
-reference: $(READY) ## write docs/reference.md and the map in CONTRIBUTING.md from docstrings, docs/findings.md, docs/lint.md and docs/gpus.md from their sources
+notebooks: $(READY) ## run the notebooks of examples in a real kernel and store their outputs in them
+	$(BIN)/python -m tests.notebook.stored
+
+docs: $(READY) ## build the site into out/docs, without a warning, with its links checked
+	$(BIN)/python docs/build_site.py
+
+reference: $(READY) ## write docs/reference and the map in CONTRIBUTING.md from docstrings, and other generated pages from their sources
 	$(BIN)/python docs/render_reference.py
 	$(BIN)/python docs/render_rooms.py
 	$(BIN)/python docs/render_findings.py

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write docs/findings.md from the pages of the findings: `python docs/render_findings.py`."""
+"""Write docs/errors/index.md from the pages of the findings: `python docs/render_findings.py`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ddpilot.findings.catalog import Entry, all_entries
 
-TARGET = Path(__file__).with_name("findings.md")
+TARGET = Path(__file__).with_name("errors") / "index.md"
 HEAD = """<!-- SPDX-License-Identifier: Apache-2.0 -->
 <!-- Made by docs/render_findings.py from src/ddpilot/findings/pages. Edit those, then run it. -->
 # Findings
@@ -17,7 +17,7 @@ What ddpilot finds has a code, and every code a page: the messages, the cause, w
 the command that names the rank and the line. `ddpilot explain DDP201` prints it, also by name (`ddpilot explain
 desync`) or by the message that a program printed (`ddpilot explain "Expected to mark a variable ready only once"`, or
 `-` for what comes through a pipe). Plain words, such as `ddpilot explain hang`, list the pages that fit. [The FAQ
-by symptom](faq.md) has the command to run for each symptom.
+by symptom](../faq.md) has the command to run for each symptom.
 """
 KINDS = {
     "1": "Starting and meeting",
@@ -50,7 +50,7 @@ def render_findings() -> str:
 
 
 def _link(entry: Entry) -> str:
-    return f"../src/ddpilot/findings/pages/{entry.code}.md"
+    return f"../../src/ddpilot/findings/pages/{entry.code}.md"
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write what has run on which GPU, from docs/gpu_runs.json, into pages of docs and tests/gpu and the README.
+"""Say what has run on which GPU, from docs/gpu_runs.json: in docs/gpus.md, tests/gpu, the README and notes on pages.
 
 python docs/render_gpus.py                                        write the pages
 python docs/render_gpus.py --add ddpilot-gpu-check.json           add a report of `ddpilot gpu-check`, then write
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,11 +22,11 @@ from ddpilot.gpu_check.catalogue import CHECKS
 DOCS = Path(__file__).parent
 RUNS = DOCS / "gpu_runs.json"
 PAGE = DOCS / "gpus.md"
-README = DOCS.parent / "README.md"
 COMPATIBILITY = DOCS / "compatibility.md"
+README = DOCS.parent / "README.md"
 TESTS = DOCS.parent / "tests" / "gpu" / "README.md"
+STATES = ("every change", "by hand", "never")
 _MARK = re.compile(r"(<!-- (\w+) -->\n).*?(?=<!-- end of \2 -->)", re.DOTALL)
-_ROW = re.compile(r"^\| NVIDIA GPUs \(.*$", re.MULTILINE)
 _VERSIONS = ("torch", "cuda", "nccl", "driver", "python", "ddpilot")
 
 Run = Mapping[str, Any]
@@ -87,17 +88,50 @@ def render_checks() -> str:
     return "\n".join(rows) + "\n"
 
 
+def render_note(runs: Sequence[Run], page: Path) -> str:
+    """What `page` says of its blocks that need a GPU: not yet run on one, or when; with a link to the table."""
+    table = f"{os.path.relpath(PAGE, page.parent).replace(os.sep, '/')}#what-has-run-where"
+    if not runs:
+        return f"*Not yet run on a GPU ([what has run where]({table})).*\n"
+    return f"*On GPUs: {render_state(runs)} ([what has run where]({table})).*\n"
+
+
+def render_compatibility(runs: Sequence[Run]) -> str:
+    """A row for each operating system, Python, torch and backend, in three states; those of GPUs are in `runs`."""
+    rows: list[dict[str, str]] = json.loads(COMPATIBILITY.with_suffix(".json").read_text())["rows"]
+    gpu = {"system": "Linux x86-64, NVIDIA GPUs", "backend": "nccl", "state": "never"}
+    gpus = [
+        {
+            **gpu,
+            "system": f"Linux x86-64, {run['devices']}",
+            "state": "by hand",
+            "when": run["made"][:10],
+            **{name: run["versions"].get(name, "") for name in ("python", "torch")},
+            "what": _render_counts(run),
+        }
+        for run in reversed(runs)
+    ]
+    columns = ("system", "python", "torch", "backend", "state", "when", "what")
+    ordered = sorted([*(gpus or [gpu]), *rows], key=lambda row: STATES.index(row["state"]))
+    lines = [f"| {' | '.join(row.get(column, '') for column in columns)} |" for row in ordered]
+    return "\n".join([f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", *lines]) + "\n"
+
+
 def render_pages(runs: Sequence[Run]) -> dict[Path, str]:
-    """The texts of the four files."""
+    """The texts of all files with such parts."""
     parts = {"state": f"State: {render_state(runs)}.\n", "runs": render_table(runs), "checks": render_checks()}
-    row = (
-        "| NVIDIA GPUs (nccl, CUDA tensors, several GPUs) | `ddpilot gpu-check` and `tests/gpu` run where there is a "
-        f"device: {render_state(runs)} ([table](gpus.md#what-has-run-where)) |"
-    )
-    pages = {path: _MARK.sub(lambda found: found[1] + parts[found[2]], path.read_text()) for path in (PAGE, TESTS)}
-    parts["state"] = f"**GPUs and NCCL:** {render_state(runs)} ([what ran where](docs/gpus.md#what-has-run-where)).\n"
-    readme = _MARK.sub(lambda found: found[1] + parts[found[2]], README.read_text())
-    return {**pages, README: readme, COMPATIBILITY: _ROW.sub(lambda _: row, COMPATIBILITY.read_text())}
+    parts["compatibility"] = render_compatibility(runs)
+    pages = {path: _fill(path.read_text(), parts) for path in (PAGE, TESTS, COMPATIBILITY)}
+    for path in sorted(DOCS.rglob("*.md")):
+        text = path.read_text()
+        if "<!-- gpu -->" in text:
+            pages[path] = _fill(text, {"gpu": render_note(runs, path)})
+    state = f"**GPUs and NCCL:** {render_state(runs)} ([what ran where](docs/gpus.md#what-has-run-where)).\n"
+    return {**pages, README: _fill(README.read_text(), {"state": state})}
+
+
+def _fill(text: str, parts: Mapping[str, str]) -> str:
+    return _MARK.sub(lambda found: found[1] + parts.get(found[2], found[0].removeprefix(found[1])), text)
 
 
 def main() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the table of rules in docs/lint.md from the rules: `python docs/render_lint.py`."""
+"""Write the table of rules in docs/how_to/lint.md from the rules: `python docs/render_lint.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from ddpilot.findings.catalog import find_entry
 from ddpilot.lint.catalog import RULES
 
-TARGET = Path(__file__).with_name("lint.md")
+TARGET = Path(__file__).with_name("how_to") / "lint.md"
 MARKERS = ("<!-- rules: made by docs/render_lint.py -->\n", "<!-- end of rules -->\n")
 
 
@@ -20,7 +20,7 @@ def render_rules() -> str:
         group = list(rules)
         reports = "<br>".join(rule.summary for rule in group)
         fix = "yes" if any(rule.is_fixable for rule in group) else ""
-        page = f"../src/ddpilot/findings/pages/{code}.md"
+        page = f"../../src/ddpilot/findings/pages/{code}.md"
         rows.append(f"| [{code}]({page}) | {find_entry(code).name} | {reports} | {fix} |")
     return "\n".join(rows) + "\n"
 

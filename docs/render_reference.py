@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write docs/reference.md from the docstrings of the public names: `python docs/render_reference.py`."""
+"""Write the pages of docs/reference from the docstrings of the public names: `python docs/render_reference.py`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import dataclasses
 import inspect
 import re
 import textwrap
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,9 +17,11 @@ import ddpilot
 import ddpilot.callbacks
 import ddpilot.watch
 
-TARGET = Path(__file__).with_name("reference.md")
-HEAD = """<!-- Made by docs/render_reference.py from the docstrings. Edit those, then run it. -->
-# Reference
+TARGET = Path(__file__).with_name("reference")
+MARK = """<!-- SPDX-License-Identifier: Apache-2.0 -->
+<!-- Made by docs/render_reference.py from the docstrings. Edit those, then run it. -->
+"""
+HEAD = """# Reference
 
 Every public name of `ddpilot` and of its public module `ddpilot.callbacks`, by task. *Collective* means that every rank
 of the group has to make the call.
@@ -28,13 +29,15 @@ of the group has to make the call.
 
 
 class Task(NamedTuple):
-    """A section of the page."""
+    """A page of the reference."""
 
+    page: str
+    """Its file, without the ending."""
     title: str
     guide: str
     """Links to the pages that explain the task."""
     names: tuple[str, ...]
-    """In the order of the section; dotted for the names of a public module."""
+    """In the order of the page; dotted for the names of a public module."""
 
 
 CALLBACKS = (
@@ -43,20 +46,28 @@ CALLBACKS = (
 )
 TASKS = (
     Task(
+        "launch",
         "Launch ranks",
-        "[Quickstart](quickstart.md), [`ddpilot run`](run.md)",
+        "[Quickstart](../tutorials/function.md), [`ddpilot run`](../how_to/run.md)",
         ("launch", "Launcher", "RankResults", "run_script", "RunOptions"),
     ),
-    Task("Run on a Slurm cluster", "[Slurm](slurm.md)", ("SlurmLauncher", "SlurmJob", "JobOptions")),
-    Task("Keep ranks in a session", "[Magics](magics.md)", ("Session", "SessionOptions", "CellResult")),
+    Task("slurm", "Run on a Slurm cluster", "[Slurm](../how_to/slurm.md)", ("SlurmLauncher", "SlurmJob", "JobOptions")),
     Task(
+        "session",
+        "Keep ranks in a session",
+        "[Magics](../how_to/jupyter.md)",
+        ("Session", "SessionOptions", "CellResult"),
+    ),
+    Task(
+        "group",
         "Process group and rank",
-        "[For library authors](library_authors.md)",
+        "[For library authors](../how_to/library_authors.md)",
         ("init_group", "Group", "topology", "Topology", "on_ranks", "rank_zero_only", "FakeGroup"),
     ),
     Task(
+        "data",
         "Data and batch size",
-        "[Data](data.md), [before training](callbacks.md#before-training)",
+        "[Data](../how_to/data.md), [before training](../how_to/callbacks.md#before-training)",
         (
             *("LoaderOptions", "ShardedDataset", "JsonLinesShards", "ParquetShards", "WebDatasetShards"),
             *("find_batch_size", "BatchSizeSearch", "scale_lr"),
@@ -64,8 +75,9 @@ TASKS = (
         ),
     ),
     Task(
+        "loop",
         "Write a training loop",
-        "[A training loop of your own](loop.md)",
+        "[A training loop of your own](../how_to/loop.md)",
         (
             *("Loop", "DDPOptions", "ParameterSharding", "PowerSGD", "Averaging", "unwrap", "read_predictions"),
             *("joint_try", "JointTry"),
@@ -73,21 +85,25 @@ TASKS = (
         ),
     ),
     Task(
+        "trainer",
         "Train with a Trainer",
-        "[Trainer](trainer.md), [callbacks](callbacks.md)",
+        "[Trainer](../how_to/trainer.md), [callbacks](../how_to/callbacks.md)",
         ("Trainer", "History", "Run", "Callback", *(f"callbacks.{name}" for name in CALLBACKS)),
     ),
     Task(
+        "models",
         "Models and optimizers",
-        "[Before training](callbacks.md#before-training), [models that exist already](library_authors.md)",
+        "[Before training](../how_to/callbacks.md#before-training), "
+        "[models that exist already](../how_to/library_authors.md)",
         (
             *("count_parameters", "ParameterCount", "freeze", "unfreeze", "ensure_on_device"),
             *("full_state", "load_full_state"),
         ),
     ),
     Task(
+        "checkpoints",
         "Save and load checkpoints",
-        "[Checkpoints](checkpoints.md)",
+        "[Checkpoints](../how_to/checkpoints.md)",
         (
             *(
                 "CheckpointOptions",
@@ -101,9 +117,11 @@ TASKS = (
         ),
     ),
     Task(
+        "diagnose",
         "Diagnose",
-        "[Doctor](doctor.md), [verify](verify.md), [watch](watch.md), [guard](guard.md), [findings](findings.md), "
-        "[the flight ring](flight-ring.md)",
+        "[Doctor](../how_to/doctor.md), [verify](../how_to/verify.md), [hangs](../how_to/hang.md), "
+        "[silent errors](../how_to/silent_errors.md), [findings](../errors/index.md), "
+        "[the flight ring](../internals/flight-ring.md)",
         (
             "doctor",
             "Diagnosis",
@@ -119,37 +137,35 @@ TASKS = (
             "Journal",
         ),
     ),
-    Task("Integrate a library", "[Apps](apps.md), [Lightning](lightning.md)", ("App", "AppContext")),
+    Task(
+        "integrations",
+        "Integrate a library",
+        "[Apps](../how_to/apps.md), [Lightning](../how_to/lightning.md)",
+        ("App", "AppContext"),
+    ),
 )
 RETURNED = ("Diagnosis", "Group", "RankResults", "Run", "SlurmJob", "Verification")
 """Classes whose objects ddpilot creates: their arguments are not shown."""
 
 
-def render_reference() -> str:
-    """Return the whole page: an index, the sections of `TASKS`, and the exceptions."""
+def render_reference() -> dict[Path, str]:
+    """Return the text of each page: an index, a page for each of `TASKS`, and the exceptions."""
     errors = [name for name in ddpilot.__all__ if name[0] != "_" and is_error(getattr(ddpilot, name))]
-    sections = [*TASKS, Task("Errors", "", tuple(errors))]
-    parts = [HEAD, _render_index(sections)]
-    for title, guide, names in sections:
-        parts.append(f"## {title}\n")
-        parts += [f"See {guide}.\n"] if guide else []
-        parts += [_render_name(name, attrgetter(name)(ddpilot)) for name in names]
-    return "\n".join(parts)
+    tasks = [*TASKS, Task("errors", "Exceptions", "", tuple(errors))]
+    rows = [_render_row(task) for task in tasks]
+    pages = {TARGET / "index.md": "\n".join([MARK + HEAD, *rows, ""])}
+    return pages | {TARGET / f"{task.page}.md": _render_task(task) for task in tasks}
 
 
-def _render_index(sections: Sequence[Task]) -> str:
-    anchors: Counter[str] = Counter()
+def _render_row(task: Task) -> str:
+    names = ", ".join(f"[`{name}`]({task.page}.md#{re.sub(r'[^a-z0-9_ -]', '', name.lower())})" for name in task.names)
+    return f"- [{task.title}]({task.page}.md): {names}"
 
-    def link(heading: str, text: str) -> str:
-        slug = re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
-        anchors[slug] += 1
-        return f"[{text}](#{slug}{f'-{anchors[slug] - 1}' if anchors[slug] > 1 else ''})"
 
-    rows = []
-    for title, _, names in sections:
-        first = link(title, title)
-        rows.append(f"- {first}: {', '.join(link(name, f'`{name}`') for name in names)}")
-    return "\n".join([*rows, ""])
+def _render_task(task: Task) -> str:
+    parts = [f"{MARK}# {task.title}\n"]
+    parts += [f"See {task.guide}.\n"] if task.guide else []
+    return "\n".join([*parts, *(_render_name(name, attrgetter(name)(ddpilot)) for name in task.names)])
 
 
 def is_error(value: object) -> bool:
@@ -182,7 +198,7 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def _render_name(name: str, value: object) -> str:
-    lines = [f"### {name}\n"]
+    lines = [f"## {name}\n"]
     is_made_by_users = name not in RETURNED and not is_error(value) and not _fields(value)
     if inspect.isfunction(value) or (is_made_by_users and inspect.signature(value).parameters):  # type: ignore[arg-type]
         lines.append(f"```python\n{_signature(name.rpartition('.')[2], value)}\n```\n")
@@ -233,4 +249,5 @@ def _signature(name: str, function: Any) -> str:
 
 
 if __name__ == "__main__":
-    TARGET.write_text(render_reference())
+    for path, text in render_reference().items():
+        path.write_text(text)

@@ -24,7 +24,7 @@ import ddpilot
 from tests.soak import often, soak
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted(path for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")) if path.name != "reference.md")
+PAGES = sorted(path for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")) if path.parent.name != "reference")
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 # Every python block of a page is a cell of an IPython shell: what the reader has before them when they try it. All
@@ -198,6 +198,40 @@ def test_commands_print_what_the_page_says(
             assert is_like(plain, re.sub(r"\n+", "\n", expected)), f"`{command}` printed\n{printed}"
 
 
+ANY_FENCE = re.compile(r"(?:^<!-- (?P<mark>[^\n]+) -->\n)?^```(?P<kind>\w*)[^\n]*\n(?P<text>.*?)^```$", re.M | re.S)
+EXCUSE = re.compile(r"not run: (?P<reason>\w.{5,})|run by: (?P<test>[\w/.]+)")
+
+
+def fences_by_fate(page: Path) -> dict[str, list[str]]:
+    """Blocks of the page, named by line and text: "run" (here or by another test), "excused", and "neither"."""
+    text = page.read_text()
+    has_files = re.search(rf"^```py\n{FILE.pattern}", text, re.MULTILINE) is not None
+    is_site = page.parent.name == "sites"  # tests/slurm/test_sites.py
+    found: dict[str, list[str]] = {"run": [], "excused": [], "neither": []}
+    end_of_run = -1
+    for fence in ANY_FENCE.finditer(text):
+        name = f"{page.relative_to(ROOT)}:{text[: fence.start()].count(chr(10)) + 1} {fence['text'][:40]!r}"
+        excuse = EXCUSE.fullmatch(fence["mark"] or "")
+        is_output = fence["kind"] == "text" and fence.start() - end_of_run == 1
+        is_run = (
+            fence["kind"] == "python" or is_output or (fence["kind"] in ("py", "console") and (has_files or is_site))
+        )
+        if is_run or (excuse and excuse["test"] and (ROOT / excuse["test"]).exists()):
+            found["run"].append(name)
+            end_of_run = fence.end()
+        else:
+            found["excused" if excuse and excuse["reason"] else "neither"].append(name)
+    return found
+
+
+def test_every_block_runs_or_says_why_not() -> None:
+    """Right above a block that is not run here stands `<!-- not run: reason -->` or `<!-- run by: tests/... -->`."""
+    fates = [fences_by_fate(page) for page in PAGES if page == ROOT / "README.md" or page.is_relative_to(ROOT / "docs")]
+    assert [name for fate in fates for name in fate["neither"]] == []
+    num_run, num_excused = (sum(len(fate[kind]) for fate in fates) for kind in ("run", "excused"))
+    assert num_run > 2 * num_excused, f"{num_run} blocks run, {num_excused} do not"
+
+
 PAGES_WITH_CELLS = [page for page in PAGES if cells_and_outputs(page) and not NEEDS.search(page.read_text())]
 PAGES_OF_LIBRARIES = [page for page in PAGES if cells_and_outputs(page) and NEEDS.search(page.read_text())]
 
@@ -293,13 +327,25 @@ def test_pages_name_no_path_of_a_machine(path: Path) -> None:
 
 
 def test_pages_say_the_same_of_what_ran_on_gpus() -> None:
-    """docs/gpus.md, tests/gpu/README.md and the README are what docs/gpu_runs.json says."""
+    """All pages with marks, docs/gpus.md, tests/gpu/README.md and the README are what docs/gpu_runs.json says."""
     gpus = load_script("render_gpus")
     for path, text in gpus.render_pages(gpus.read_runs()).items():
         assert path.read_text() == text, f"run `make reference` and commit {path.relative_to(ROOT)}"
     for path in (ROOT / "docs/gpus.md", ROOT / "tests/gpu/README.md"):
         assert gpus.render_table(gpus.read_runs()) in path.read_text()
     assert gpus.render_state(gpus.read_runs()) in (ROOT / "README.md").read_text()
+
+
+def test_compatibility_has_three_states_and_dates() -> None:
+    """Each row of docs/compatibility.json is in one state; what ran by hand has a date. A run on a GPU is a row."""
+    gpus = load_script("render_gpus")
+    for row in json.loads((ROOT / "docs" / "compatibility.json").read_text())["rows"]:
+        assert row["state"] in gpus.STATES
+        assert bool(re.fullmatch(r"2\d{3}-\d\d-\d\d", row.get("when", ""))) == (row["state"] == "by hand"), row
+    assert "| Linux x86-64, NVIDIA GPUs |  |  | nccl | never |" in gpus.render_compatibility([])
+    run = {"made": "2030-01-02T", "devices": "2 x H100", "ok": 30, "failed": [], "not_shown": 4}
+    shown = gpus.render_compatibility([{**run, "versions": {"python": "3.12", "torch": "2.15"}}])
+    assert "| Linux x86-64, 2 x H100 | 3.12 | 2.15 | nccl | by hand | 2030-01-02 | 30 ok, 0 failed, 4 not" in shown
 
 
 def test_a_report_of_gpu_check_becomes_a_row(tmp_path: Path) -> None:
@@ -423,7 +469,8 @@ def test_every_package_says_what_it_is_for_and_what_it_imports(path: Path) -> No
 @pytest.mark.parametrize("heading", ["A launch", "An all_reduce that hangs", "One update of a Loop"])
 def test_walks_name_each_module_once(heading: str) -> None:
     """A reader follows the modules in the order of the steps, and never goes back."""
-    walk = (ROOT / "docs" / "how_it_works.md").read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    page = (ROOT / "docs" / "explanation" / "how_it_works.md").read_text()
+    walk = page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     modules = re.findall(r"`([\w/]+\.py)`", walk)
     assert len(modules) >= 15
     assert sorted(modules) == sorted(set(modules))

@@ -22,13 +22,18 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def reference() -> ModuleType:
-    """The script that renders docs/reference.md, as a module."""
+    """The script that renders the pages of docs/reference, as a module."""
     spec = importlib.util.spec_from_file_location("render_reference", ROOT / "docs" / "render_reference.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def read_reference() -> str:
+    """The text of all pages of docs/reference."""
+    return "".join(path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md"))
 
 
 @pytest.mark.parametrize("name", ddpilot.__all__)
@@ -40,7 +45,7 @@ def test_public_name_resolves_and_is_documented(name: str) -> None:
         assert (value.__doc__ or "").strip(), f"{name} has no docstring"
     if name == "__version__":
         return  # a string: tested below
-    assert f"# {name}\n" in (ROOT / "docs" / "reference.md").read_text(), f"{name} is missing in docs/reference.md"
+    assert f"# {name}\n" in read_reference(), f"{name} is missing in docs/reference"
 
 
 @pytest.mark.parametrize("name", ["callbacks", "watch"])
@@ -48,7 +53,7 @@ def test_public_module_resolves_and_its_names_are_in_the_reference(name: str) ->
     """It is an attribute of `ddpilot` and can be imported; each of its names has a docstring and a section."""
     module = getattr(ddpilot, name)
     assert module is importlib.import_module(f"ddpilot.{name}")
-    text = (ROOT / "docs" / "reference.md").read_text()
+    text = read_reference()
     for public in module.__all__:
         assert (getattr(module, public).__doc__ or "").strip(), f"{name}.{public} has no docstring"
         assert f"# {name}.{public}\n" in text or f"# {public}\n" in text
@@ -117,7 +122,9 @@ def test_every_public_name_has_its_task_in_the_reference(reference: ModuleType) 
     assert sorted([*by_task, *errors, "__version__"]) == sorted(ddpilot.__all__)
 
 
-def test_reference_page_is_what_the_docstrings_say(reference: ModuleType) -> None:
-    """docs/reference.md is the rendered docstrings, to the letter."""
-    committed = reference.TARGET.read_text()
-    assert committed == reference.render_reference(), "run `make reference` and commit docs/reference.md"
+def test_reference_pages_are_what_the_docstrings_say(reference: ModuleType) -> None:
+    """docs/reference has the rendered docstrings, to the letter, and no other page."""
+    rendered = reference.render_reference()
+    assert set(rendered) == set(reference.TARGET.glob("*.md"))
+    for path, text in rendered.items():
+        assert path.read_text() == text, f"run `make reference` and commit {path.relative_to(ROOT)}"

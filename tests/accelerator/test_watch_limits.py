@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the watch can and cannot prove of collectives that return at once: each sentence of docs/watch.md on it.
+"""What the watch can and cannot prove of collectives that return at once: each sentence of docs/how_to/hang.md on it.
 
 Shown elsewhere: mismatches, ranks that have ended or died, other groups, roots and receivers that compute
 (`test_watch.py`), what batched messages leave open (`test_recording.py`), that recording makes no host synchronization

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.notebook.executed import ROOT, ranks_that_said, read
+from tests.notebook.stored import find_differences
 
 NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
 
@@ -31,6 +32,7 @@ def test_quickstart_trains_on_two_ranks_and_writes_notebook_and_plots(tmp_path: 
     printed = "".join(output.get("text", "") for output in executed["launch"].outputs)
     assert [ranks_that_said(printed, f"epoch {epoch:2}: loss") for epoch in range(1, 11)] == [{"0", "1"}] * 10, printed
     assert "same parameters" in executed["replicas-agree"].outputs[0].text
+    assert find_differences(NOTEBOOK, executed) == {}, "run `make notebooks` and commit examples"
     assert "Traceback" not in done.stderr
     assert "WARNING" not in done.stderr
 
@@ -48,12 +50,6 @@ def test_run_quickstart_keeps_the_notebook_and_fails_when_a_cell_fails(tmp_path:
     assert executed["torch-in-the-kernel"].outputs[0].text.startswith("gradient")
     assert executed["data"].outputs[0].ename == "ImportError"
     assert executed["model"].outputs == []
-
-
-def test_quickstart_is_committed_without_outputs() -> None:
-    """Outputs are made by running it; a committed one would go stale and hide what really happens."""
-    cells = [cell for cell in read(NOTEBOOK).cells if cell.cell_type == "code"]
-    assert [cell.id for cell in cells if cell.outputs or cell.execution_count is not None] == []
 
 
 def test_quickstart_uses_torch_in_the_kernel_before_it_launches() -> None:

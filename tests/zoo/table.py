@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The zoo as a table, on the screen and in docs/zoo.md: `python -m tests.zoo.table`, or `make zoo`."""
+"""The zoo as a table, on the screen and in docs/internals/zoo.md: `python -m tests.zoo.table`, or `make zoo`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tests.zoo.plain import HANG_AFTER_S, Plain, PlainRunner
 from tests.zoo.watched import Case, Watched, judge, read_case, read_cases, run_case, run_watched
 
 HERE = Path(__file__).parent
-TARGET = HERE.parents[1] / "docs" / "zoo.md"
+TARGET = HERE.parents[1] / "docs" / "internals" / "zoo.md"
 NUM_AT_ONCE = 4
-PAGES = "../src/ddpilot/findings/pages"
+PAGES = "../../src/ddpilot/findings/pages"
 BY_MESSAGE = ("DDP106", "DDP107", "DDP108", "DDP109", "DDP114", "DDP117", "DDP118", "DDP221", "DDP604")
 BY_LAUNCH = ("DDP115", "DDP116")
 HEAD = """<!-- SPDX-License-Identifier: Apache-2.0 -->
@@ -88,7 +88,7 @@ def run_cases() -> Iterator[Row]:
 
 
 def main() -> int:
-    """Print the table, write docs/zoo.md; the exit status is 1 where a case is not named or a right program is."""
+    """Print the table and write the page; the exit status is 1 if a case is not named, or a right program is."""
     rows = list(run_cases())
     controls = {path: run_watched(path, 90) for path in read_cases(HERE / "controls")}
     alarmed = {path: run for path, run in controls.items() if run.findings or run.error is not None}
@@ -108,7 +108,7 @@ def main() -> int:
 
 
 def render(rows: list[Row], controls: dict[Path, Watched]) -> str:
-    """docs/zoo.md."""
+    """docs/internals/zoo.md."""
     parts = [HEAD.format(limit=HANG_AFTER_S), "| case | what | without | s | with | s |\n|---|---|---|---|---|---|"]
     for row in rows:
         page = f" ([page]({PAGES}/{row.case.code}.md))" if row.case.code != "-" else ""

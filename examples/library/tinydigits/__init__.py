@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A complete toy library: `Classifier().train(..., devices=2)`, `predict` and `export`, from any notebook or script.
 
-What makes it safe there is marked "notebook-safe" below; docs/library_authors.md explains each.
+What makes it safe there is marked "notebook-safe" below; docs/how_to/library_authors.md explains each.
 Shapes: B samples in a batch, F features, C classes.
 """
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 
+from ddpilot._project import page_url
 from ddpilot.errors import DdpilotError
 from ddpilot.findings.catalog import Entry, all_entries, find_asked, find_entry
 from ddpilot.findings.page import render_page
@@ -48,7 +49,7 @@ _SUBJECTS: tuple[tuple[str, str, tuple[int, ...]], ...] = (
 )
 """Subjects of plain-word questions: name, pattern of the words, and the numbers of matching pages, likeliest first."""
 
-_BY_SYMPTOM = "`ddpilot explain hang` lists the pages that fit; docs/faq.md has a command for each symptom."
+_FAQ = "docs/faq.md"
 _MAX_PLAIN_WORDS = 10
 """Maximum number of words of a question; longer text is treated as a message."""
 
@@ -61,10 +62,10 @@ def explain(words: str, *, color: bool = False) -> str:
     Raises `DdpilotError` if no page matches.
     """
     if not words.strip():
-        return f"{list_entries(all_entries())}\n{_BY_SYMPTOM}\n"
+        return f"{list_entries(all_entries())}\n{_by_symptom()}\n"
     if len(words.split()) == 1:
         with suppress(DdpilotError):
-            return render_page(find_entry(words), color=color)
+            return _page(find_entry(words), color=color)
     known = find_asked(words)
     if not known:
         fitting = find_fitting(words)
@@ -80,7 +81,19 @@ def explain(words: str, *, color: bool = False) -> str:
             fix="Give the line that names the error, as it was printed; `ddpilot explain` lists all pages",
         )
     more = f"\nAlso possible: {', '.join(f'{entry.code} {entry.name}' for entry in known[1:])}\n" if known[1:] else ""
-    return render_page(known[0], color=color) + more
+    return _page(known[0], color=color) + more
+
+
+def _page(entry: Entry, *, color: bool) -> str:
+    """The page, and its address if the project has one."""
+    url = page_url(f"src/ddpilot/findings/pages/{entry.code}.md")
+    page = render_page(entry, color=color)
+    return f"{page}\n{url}\n" if url else page
+
+
+def _by_symptom() -> str:
+    place = page_url(_FAQ) or _FAQ
+    return f"`ddpilot explain hang` lists the pages that fit; {place} has a command for each symptom."
 
 
 def find_fitting(words: str) -> tuple[Entry, ...]:

@@ -11,6 +11,7 @@ from importlib.resources import files
 from itertools import combinations
 from typing import cast, get_args
 
+from ddpilot._project import page_url
 from ddpilot.errors import DdpilotError
 from ddpilot.findings.finding import Finding, Severity
 from ddpilot.user_files import CodeLine
@@ -135,8 +136,13 @@ def make_finding(
         evidence=tuple(evidence),
         why=entry.main_cause if why is None else why,
         fix=fix or entry.first_fix,
-        source=f"ddpilot explain {entry.code}",
+        source=how_to_open(entry.code),
     )
+
+
+def how_to_open(code: str) -> str:
+    """Return the command that prints the page of `code`, and the page's address if the project has one."""
+    return " or ".join(filter(None, (f"ddpilot explain {code}", page_url(f"src/ddpilot/findings/pages/{code}.md"))))
 
 
 def find_known(message: str) -> tuple[Entry, ...]:

@@ -13,6 +13,7 @@ import pytest
 import ddpilot
 from tests.dist.launching.scripts import run_script
 from tests.notebook.executed import execute, stream
+from tests.notebook.stored import find_differences
 
 LIBRARY = Path(__file__).parents[3] / "examples" / "library"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
@@ -91,3 +92,4 @@ def test_library_notebook_trains_predicts_exports_and_trains_again(tmp_path: Pat
     assert "predicts the same: True" in printed["export"]
     assert printed["again"].startswith("1 device, loss goes on from 0.")
     assert "is out of bounds." in printed["wrong"]
+    assert find_differences(LIBRARY / "train.ipynb", cells) == {}, "run `make notebooks` and commit examples"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The snippets of docs/lightning.md run, one after the other, in a real kernel."""
+"""The snippets of docs/how_to/lightning.md run, one after the other, in a real kernel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.notebook.running import run_cells
 
-PAGE = Path(__file__).parents[3] / "docs" / "lightning.md"
+PAGE = Path(__file__).parents[3] / "docs" / "how_to" / "lightning.md"
 
 
 def test_page_on_lightning_runs(tmp_path: Path) -> None:

@@ -133,3 +133,9 @@ def test_explain_shows_code_and_the_command_that_names_rank_and_line() -> None:
     assert "\x1b" not in page
     assert "\x1b[1;31m## Wrong\x1b[0m" in explain("DDP220", color=True)
     assert "\x1b" in explain(UNUSED, color=True)
+def test_explain_ends_with_the_address_of_the_page_if_the_project_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then the page alone is printed."""
+    assert explain("DDP201") == find_entry("DDP201").text
+    monkeypatch.setattr("ddpilot._project.PROJECT_URL", "https://example.org/ddpilot")
+    assert explain("DDP201").endswith("\nhttps://example.org/ddpilot/blob/main/src/ddpilot/findings/pages/DDP201.md\n")
+    assert "https://example.org/ddpilot/blob/main/docs/faq.md has a command" in explain("")

@@ -95,7 +95,7 @@ def test_loop_names_the_rank_in_what_its_loaders_refuse() -> None:
 
 def test_docs_have_a_row_for_every_option() -> None:
     """And no others."""
-    page = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "how_to" / "data.md").read_text()
     of_loader, of_data_loader = (
         page.split("## Options")[1].split("## Batch sizes")[0].split("Of `loop.prepare_data_loader")
     )

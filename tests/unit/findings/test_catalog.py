@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -156,8 +157,24 @@ def test_every_code_in_the_source_has_a_page() -> None:
 
 
 def test_every_page_stands_in_the_list_of_findings() -> None:
-    """docs/findings.md is up to date: `make reference` writes it."""
-    listed = (SOURCE.parents[1] / "docs" / "findings.md").read_text()
+    """docs/errors/index.md is up to date: `make reference` writes it."""
+    listed = (SOURCE.parents[1] / "docs" / "errors" / "index.md").read_text()
     for entry in all_entries():
-        assert f"[{entry.code}](../src/ddpilot/findings/pages/{entry.code}.md) | {entry.name} |" in listed
+        assert f"[{entry.code}](../../src/ddpilot/findings/pages/{entry.code}.md) | {entry.name} |" in listed
         assert all(f"`{symptom}`" in listed or "|" in symptom for symptom in entry.symptoms)
+
+
+def test_findings_name_the_command_and_the_address_of_their_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The address follows once the project has one."""
+    assert make_finding("DDP201").source == "ddpilot explain DDP201"
+    monkeypatch.setattr("ddpilot._project.PROJECT_URL", "https://example.org/ddpilot")
+    page = "https://example.org/ddpilot/blob/main/src/ddpilot/findings/pages/DDP201.md"
+    assert make_finding("DDP201").source == f"ddpilot explain DDP201 or {page}"
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCE.rglob("*.py") if " Finding(" in path.read_text()])
+def test_every_finding_of_the_source_says_how_to_open_its_page(path: Path) -> None:
+    """Each call of `Finding` passes a source; those of `make_finding` have the command."""
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    made = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "Finding"]
+    assert all("source" in [keyword.arg for keyword in call.keywords] for call in made)

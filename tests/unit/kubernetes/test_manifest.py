@@ -226,8 +226,8 @@ def test_text_that_yaml_would_read_as_something_else_stays_text(text: str) -> No
 
 
 def test_page_shows_the_manifest_as_it_is() -> None:
-    """docs/kubernetes.md has the manifest of its first command."""
-    page = (Path(__file__).parents[3] / "docs" / "kubernetes.md").read_text()
+    """docs/how_to/kubernetes.md has the manifest of its first command."""
+    page = (Path(__file__).parents[3] / "docs" / "how_to" / "kubernetes.md").read_text()
     shown = re.search(r"```yaml\n(# train.py.*?)```", page, re.DOTALL)
     assert shown is not None
     options = KubernetesOptions(

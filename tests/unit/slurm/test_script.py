@@ -50,8 +50,8 @@ def test_module_is_run_by_name() -> None:
 
 
 def test_page_shows_the_job_script_as_it_is() -> None:
-    """docs/slurm.md has the script of its first command."""
-    page = (Path(__file__).parents[3] / "docs" / "slurm.md").read_text()
+    """docs/how_to/slurm.md has the script of its first command."""
+    page = (Path(__file__).parents[3] / "docs" / "how_to" / "slurm.md").read_text()
     shown = re.search(r"```bash\n(#!/bin/bash\n.*?)```", page, re.DOTALL)
     assert shown is not None
     assert shown[1] == render_job_script(

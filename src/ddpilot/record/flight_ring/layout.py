@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layout of the ring file, described in docs/flight-ring.md, which changes together with `VERSION`.
+"""Layout of the ring file, described in docs/internals/flight-ring.md, which changes together with `VERSION`.
 
 A header, then fixed-size records (one per collective, overwriting the oldest), then two pages of facts: JSON objects
 that records refer to, each written once per page. When a page is full, the other one is reused.

@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from ddpilot.data.global_batches import Plan
 from ddpilot.errors import LoopError, list_names
+from ddpilot.findings.catalog import how_to_open
 from ddpilot.findings.finding import Finding
 from ddpilot.group.protocol import GroupLike
 from ddpilot.training.models.ddp import unwrap
@@ -126,6 +127,7 @@ def _make_finding(names: list[str], world_size: int) -> Finding:
         "rank, and only rank 0's buffers are saved.",
         fix="Compute the update from all ranks' samples (loop.gather_batch), or use rank 0's buffers on all ranks: "
         "prepare(..., forward_sync_buffers=True). Buffers with persistent=False are not compared.",
+        source=how_to_open("DDP506"),
     )
 
 
@@ -190,6 +192,7 @@ def check_plan(models: Iterable[nn.Module], plan: object, of: str = "") -> tuple
             f"statistics of fewer than {MIN_SAMPLES} samples are noisy.",
             fix="Use GroupNorm, a larger global batch, or on GPUs prepare(..., sync_batch_norm=True), in a "
             'Trainer fit(..., ddp={"sync_batch_norm": True}).',
+            source=how_to_open("DDP501"),
         ),
     )
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from ddpilot.checkpoint.weights import class_name
 from ddpilot.errors import list_names
+from ddpilot.findings.catalog import how_to_open
 from ddpilot.findings.display import Findings, render_html, render_text
 from ddpilot.findings.finding import Finding
 from ddpilot.findings.text import render_ranks
@@ -295,6 +296,7 @@ def _about_unused(facts: Sequence[Seen], model: str) -> Iterable[Finding]:
             "order of definition, so that less of the all-reduce overlaps with the backward pass.",
             fix="Omit it if no parameter is left out later or on one rank only; that would raise an error with the "
             "parameter's name.",
+            source=how_to_open("DDP502"),
         )
     elif len({fact.left_out for fact in facts}) == 1:
         names = facts[0].left_out
@@ -307,6 +309,7 @@ def _about_unused(facts: Sequence[Seen], model: str) -> Iterable[Finding]:
             why="find_unused_parameters=True searches the graph in each forward pass, with the same result each time.",
             fix="Freeze them before prepare(), with requires_grad_(False), or, if they are never used in the whole "
             "training, pass static_graph=True instead.",
+            source=how_to_open("DDP503"),
         )
 
 
@@ -329,4 +332,5 @@ def _about_exchange(facts: Sequence[Seen], remedies: Sequence[str]) -> Iterator[
         evidence=(f"{parts}, then {waiting:.2f} ms of all-reduce alone, on the rank that waits least",),
         why="The all-reduce of a bucket overlaps with the backward pass of earlier layers; ranks wait for the rest.",
         fix=f"{'; '.join(['Larger batches', *remedies])}.",
+        source=how_to_open("DDP504"),
     )

@@ -105,7 +105,7 @@ def test_read_newest_looks_only_at_the_newest_records(tmp_path: Path) -> None:
 
 def test_layout_is_the_one_that_the_documentation_describes() -> None:
     """The page names this version, and the offsets of the words after a record's body."""
-    page = (Path(__file__).parents[4] / "docs" / "flight-ring.md").read_text()
+    page = (Path(__file__).parents[4] / "docs" / "internals" / "flight-ring.md").read_text()
     assert f"## Layout, version {layout.VERSION}" in page
     places = (layout.BODY.size, *(8 * word for word in (layout.REDUCE_OP, layout.PENDING_NS, layout.OUTCOME)))
     assert all(f"\n| {place} | " in page for place in places)

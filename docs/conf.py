@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of Sphinx for the source that docs/build_site.py writes: `make docs`."""
+
+from __future__ import annotations
+
+from importlib.metadata import version as version_of
+
+project = "ddpilot"
+author = "the authors of ddpilot"
+release = version = version_of("ddpilot")
+
+extensions = ["myst_nb", "sphinx_design", "sphinx_copybutton"]
+source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb"}
+exclude_patterns = ["conf.py"]
+
+myst_enable_extensions = ["deflist"]
+myst_heading_anchors = 4  # of headings, spelled as GitHub does
+nb_execution_mode = "off"  # the tests run what is shown, and the notebooks are stored with their outputs
+nb_render_markdown_format = "myst"
+copybutton_prompt_text = r"\$ |>>> "
+copybutton_prompt_is_regexp = True
+copybutton_only_copy_prompt_lines = True
+copybutton_remove_prompts = True
+
+html_theme = "furo"
+html_title = f"ddpilot {release}"
+html_show_copyright = False
+html_copy_source = False
+html_last_updated_fmt = None  # the same source gives the same pages
+html_permalinks_icon = "#"
+pygments_style = "default"
+pygments_dark_style = "github-dark"
