@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[1]
 MAX_WORDS = 40
 
 ALLOWED = {
-    "phrase in pages": 12,
-    "phrase in src": 10,
+    "phrase in pages": 11,
+    "phrase in src": 5,
     "long sentence in pages": 11,
     "heading in pages": 0,
 }
@@ -31,7 +31,7 @@ PHRASES = (
     r"anew\b",
     r"nobody\b",
     r"whoever\b",
-    r"goes? on\b",
+    r"goes? on\b(?! each rank)",
     r"went on\b",
     r"is (?:said|told)\b",
     r"are (?:said|told)\b",
