@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 BROWSER_READY := $(VENV)/.browser-ready
 BENCH_READY := $(VENV)/.bench-ready
+DIST_READY := $(VENV)/.dist-ready
+# What `make dist` tries, such as PAIRS="3.11:newest 3.12:lowest"; empty: Python 3.10 to 3.13, each with both.
+PAIRS :=
 PYTEST := $(BIN)/python -m pytest
 # `make setup EXTRAS=dev,browser` installs at once what `make test-browser` would add.
 EXTRAS := dev
@@ -36,7 +39,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3
 	&& { command -v $$python; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo pictures test test-slurm test-browser soak zoo gpu-check check bench notebooks docs reference clean
+.PHONY: help setup demo pictures test test-slurm test-browser soak zoo gpu-check check prose bench notebooks docs reference dist clean
 
 help: ## list the verbs
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -91,11 +94,23 @@ zoo: $(READY) ## run every program of the failure zoo without and with ddpilot, 
 gpu-check: $(READY) ## check the claims about GPUs on this machine, and write ddpilot-gpu-check.json; NAMES="one two" for some
 	$(BIN)/ddpilot gpu-check $(NAMES)
 
-check: $(READY) ## lint, strict types, import floors
+dist: $(DIST_READY) ## build sdist and wheel, check them, and try the wheel in fresh environments; PAIRS="3.11:newest" for some
+	$(BIN)/python -m tools.check_dist $(PAIRS)
+
+$(DIST_READY): $(READY)
+	$(INSTALL) -e '.[dev,dist]'
+	@$(COMPILE)
+	@touch $(DIST_READY)
+
+check: $(READY) ## lint, strict types, import floors, prose
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tools.check_prose
+
+prose: $(READY) ## list the sentences of README and docs that read as translated, are too long, or use words without an entry
+	$(BIN)/python -m tools.check_prose --list
 
 bench: $(BENCH_READY) ## measure every bar against its peer, on this machine
 	$(BIN)/python -m benchmarks

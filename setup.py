@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts `ddpilot_watch.pth` beside the package, in a wheel and in an editable installation; else pyproject.toml counts.
+"""Install `ddpilot_watch.pth` next to the package, and set the project's links. Everything else is in pyproject.toml.
 
-Python reads such files when it starts: with it, DDPILOT_WATCH=1 reaches ranks whose script knows nothing of ddpilot.
+Python reads `.pth` files when it starts: with it, DDPILOT_WATCH=1 reaches scripts without ddpilot.
+The links are made from `PROJECT_URL`; without an address the metadata has none.
 """
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ LINE = "import os; os.environ.get('DDPILOT_WATCH') == '1' and __import__('ddpilo
 
 
 class BuildPy(build_py):
-    """For a wheel: its root is what stands in `build_lib`."""
+    """For a wheel, whose root is the folder `build_lib`."""
 
     def run(self) -> None:
         """Build, and add the file."""
@@ -28,7 +30,7 @@ class BuildPy(build_py):
 
 
 class EditableWheel(editable_wheel):
-    """For an editable installation: its wheel's root is a temporary folder."""
+    """For an editable installation, whose wheel has a temporary folder as its root."""
 
     def _run_build_commands(self, dist_name: str, unpacked_wheel: Any, build_lib: Any, tmp_dir: Any) -> Any:
         built = super()._run_build_commands(dist_name, unpacked_wheel, build_lib, tmp_dir)
@@ -36,4 +38,11 @@ class EditableWheel(editable_wheel):
         return built
 
 
-setup(cmdclass={"build_py": BuildPy, "editable_wheel": EditableWheel})
+def project_links() -> dict[str, str]:
+    """Return the links of the metadata by label; empty while the project has no address."""
+    address = runpy.run_path(str(Path(__file__).parent / "src" / "ddpilot" / "_project.py"))["PROJECT_URL"]
+    paths = {"Homepage": "", "Source": "", "Issues": "/issues", "Changelog": "/blob/main/CHANGELOG.md"}
+    return {label: address + path for label, path in paths.items()} if address else {}
+
+
+setup(cmdclass={"build_py": BuildPy, "editable_wheel": EditableWheel}, project_urls=project_links())

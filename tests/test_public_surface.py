@@ -8,6 +8,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from types import ModuleType
 import pytest
 
 import ddpilot
+from ddpilot._project import PROJECT_URL
 
 ROOT = Path(__file__).parents[1]
 
@@ -100,6 +102,34 @@ def test_version_is_that_of_the_installed_package() -> None:
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert said.stdout.strip() == importlib.metadata.version("ddpilot") == ddpilot.__version__
+
+
+def test_version_and_description_agree_with_pyproject() -> None:
+    """The version is in pyproject.toml; CITATION.cff, the command and the installed package have the same one."""
+    project = (ROOT / "pyproject.toml").read_text()
+    citation = (ROOT / "CITATION.cff").read_text()
+    (version,) = re.findall(r'^version = "(.+)"$', project, re.MULTILINE)
+    (description,) = re.findall(r'^description = "(.+)"$', project, re.MULTILINE)
+    assert re.findall(r"^version: (.+)$", citation, re.MULTILINE) == [version] == [ddpilot.__version__]
+    assert description in " ".join(citation.split())
+    printed = subprocess.run([sys.executable, "-m", "ddpilot", "--version"], capture_output=True, text=True, check=True)
+    assert printed.stdout.strip() == f"ddpilot {version}"
+
+
+def test_address_of_the_repository_is_in_one_place() -> None:
+    """While it is empty, no page has one; once it is set, CITATION.cff has to have it."""
+    links = re.findall(r"^repository-code: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert links == ([PROJECT_URL] if PROJECT_URL else [])
+    assert not PROJECT_URL.endswith("/")
+
+
+def test_rule_for_public_names_lists_the_public_modules() -> None:
+    """CONTRIBUTING.md names each module whose `__all__` is public, and the rule for changes."""
+    section = (ROOT / "CONTRIBUTING.md").read_text().partition("## Public API\n")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`(ddpilot(?:\.\w+)*)`", section.partition(";")[0]))
+    assert named == {"ddpilot", *(f"ddpilot.{name}" for name in ddpilot._MODULES)}
+    assert "Before 1.0" in section
+    assert "From 1.0 on" in section
 
 
 def test_public_names_are_not_shadowed_by_subpackages() -> None:

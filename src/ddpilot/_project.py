@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the project can be found on the web."""
+"""The address of the repository. Metadata and links are made from it; nothing else contains it."""
 
 from __future__ import annotations
 
 PROJECT_URL = ""
-"""Address of the repository, without a final `/`; empty until there is one."""
+"""Such as "https://github.com/NAME/ddpilot", without a slash at the end; "" while there is no public repository."""
 
 
 def page_url(path: str) -> str:

@@ -176,7 +176,7 @@ def _check_target(target: str, module: bool, folder: Path) -> None:
 
 
 def _check_output(options: JobOptions) -> None:
-    """Refuse files in a folder that is not there: Slurm would end the job without a word."""
+    """Refuse files in a folder that is not there: Slurm would end the job without a message."""
     for name in ("output", "error"):
         folder = (Path(options.chdir or ".") / (getattr(options, name) or "")).parent
         if "%" not in str(folder) and not folder.is_absolute() and not folder.is_dir():

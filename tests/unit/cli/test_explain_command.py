@@ -133,6 +133,8 @@ def test_explain_shows_code_and_the_command_that_names_rank_and_line() -> None:
     assert "\x1b" not in page
     assert "\x1b[1;31m## Wrong\x1b[0m" in explain("DDP220", color=True)
     assert "\x1b" in explain(UNUSED, color=True)
+
+
 def test_explain_ends_with_the_address_of_the_page_if_the_project_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until then the page alone is printed."""
     assert explain("DDP201") == find_entry("DDP201").text

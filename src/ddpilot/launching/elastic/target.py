@@ -22,7 +22,7 @@ from ddpilot.errors import LaunchError, did_you_mean
 from ddpilot.launching.elastic.options import TargetKind
 
 _NO_SCRIPTS = ("__init__.py", "conftest.py", "setup.py")
-"""Files that nobody trains with, and that are not proposed."""
+"""Files that are not training scripts, and are not proposed."""
 LAUNCHERS = ("torch.distributed.launch", "torch.distributed.run")
 
 

@@ -85,6 +85,8 @@ class ShipPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is 
                 return reduce_parametrized(obj)
             if isinstance(obj, torch.optim.Optimizer) and is_scheduled(obj):
                 return reduce_scheduled(obj)
+        if isinstance(obj, types.CodeType):
+            return _code_of_file, (obj.co_filename, *self.dispatch_table[types.CodeType](obj))
         by_name = reduce_lazy_module(obj)
         if by_name is not NotImplemented:
             return by_name
@@ -136,6 +138,11 @@ def loaded_torch() -> Any:
     if getattr(getattr(torch, "__spec__", None), "_initializing", False):
         torch = importlib.import_module("torch")  # waits for that thread
     return torch
+
+
+def _code_of_file(filename: str, build: Callable[..., types.CodeType], args: tuple[Any, ...]) -> types.CodeType:
+    """Rebuild a code object with its file name, which tracebacks and findings need and cloudpickle 3.1.3 drops."""
+    return build(*args).replace(co_filename=filename)
 
 
 def _module_in_ddp(module: Any) -> Any:

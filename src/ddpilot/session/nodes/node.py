@@ -22,7 +22,7 @@ SILENCE_S = 4.0
 _NUM_LINES = 40
 _MAX_BANNER_BYTES = 1 << 18
 _CLOCK_DRIFT = 1e-4
-"""Seconds per second by which two clocks that nobody sets may drift apart; crystals are specified to 1e-5 to 5e-5."""
+"""Seconds per second by which two unsynchronized clocks may drift apart; crystals are specified to 1e-5 to 5e-5."""
 
 _NUM_CLOCKS = 5
 _END_LIMIT_S = 12.0

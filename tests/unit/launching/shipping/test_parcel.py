@@ -210,6 +210,15 @@ def test_importable_from_main_takes_top_level_names_of_main_alone(cell: Callable
     assert set(importable_from_main(definitions)) == {"Net", "f"}
 
 
+def test_pack_parcel_keeps_the_file_of_code(cell: Callable[[str], dict[str, Any]]) -> None:
+    """Of functions, methods and functions in functions: tracebacks and findings name the cell or script with it."""
+    defined = cell(
+        "exec(compile('def f():\\n  def g(): pass\\n  return g\\nclass C:\\n  def m(self): f', 'x.py', 'exec'))"
+    )
+    (function, cls), _, _ = there((defined["f"], defined["C"]))
+    assert {code.co_filename for code in (function.__code__, function().__code__, cls.m.__code__)} == {"x.py"}
+
+
 def test_pack_parcel_sends_module_definitions_by_reference() -> None:
     """What an importable module defines is imported by the rank, not copied."""
     opened, defined, _ = there((np.mean, torch.nn.Linear, pack_parcel))
