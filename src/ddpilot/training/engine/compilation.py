@@ -55,27 +55,36 @@ def _compiled(module: nn.Module) -> CompiledCall | None:
 
 
 class CompiledCall:
-    """The compiled call of a module, which explains the compiler's errors.
+    """Calls a module with its `forward` compiled, and explains the compiler's errors.
 
-    nn.Module leaves it out when a module is copied or pickled.
+    Its hooks run outside of the compiled code: those of `fully_shard`, which gather and free the parameters, would
+    break the graph. nn.Module leaves this object out when a module is copied or pickled.
     """
 
     def __init__(self, module: nn.Module, arguments: Mapping[str, Any]) -> None:
         self.arguments = arguments
         """Those of torch.compile."""
-        self._name = type(module).__name__
-        call: Callable[..., Any] = module._call_impl
-        self._call = torch.compile(call, **arguments)
+        self._module = module
+        forward: Callable[..., Any] = module.forward
+        self._forward = torch.compile(forward, **arguments)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the compiled call. Raises LoopError where the compiler fails."""
+        """Call the module. Raises LoopError where the compiler fails."""
+        attributes = self._module.__dict__
+        own = attributes.get("forward")
+        attributes["forward"] = self._forward  # for this call alone: a copy of the module must not have it
         try:
-            return self._call(*args, **kwargs)
+            return self._module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
-            explained = explain_compiler_error(error, self._name, self.arguments)
+            explained = explain_compiler_error(error, type(self._module).__name__, self.arguments)
             if explained is None:
                 raise
             raise explained from error
+        finally:
+            if own is None:
+                del attributes["forward"]
+            else:
+                attributes["forward"] = own
 
 
 def explain_compiler_error(error: Exception, name: str, arguments: Mapping[str, Any]) -> LoopError | None:
