@@ -88,21 +88,17 @@ class CompiledCall:
 
 
 def explain_compiler_error(error: Exception, name: str, arguments: Mapping[str, Any]) -> LoopError | None:
-    """Return the error for a failure of torch's compiler; None for any other error."""
-    from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+    """Return the error for a graph that breaks and for a backend that fails; None for any other error."""
+    from torch._dynamo.exc import BackendCompilerFailed, Unsupported
 
-    if not isinstance(error, TorchDynamoException):
-        return None
     did = f"running {name}, which `compile` compiles"
+    first = next((one.strip() for one in str(error).splitlines() if one.strip()), type(error).__name__)
+    if isinstance(error, BackendCompilerFailed):
+        fix = "Install what it lacks, such as a C++ compiler; or use compile={'backend': 'aot_eager'}, or no `compile`."
+        return LoopError(did, found=f"its backend failed: {first}", fix=fix)
+    if not isinstance(error, Unsupported) or not arguments.get("fullgraph"):
+        return None
     stack: Sequence[Any] = getattr(error, "real_stack", None) or ()
     line = f" at {stack[-1].filename}:{stack[-1].lineno} (`{stack[-1].line}`)" if stack else ""
-    first = next((one for one in str(error).splitlines() if one.strip()), type(error).__name__)
-    if isinstance(error, BackendCompilerFailed):
-        fix = (
-            "Install what it lacks, such as a C++ compiler; or pass compile={'backend': 'aot_eager'}, or no `compile`."
-        )
-        return LoopError(did, found=f"its backend failed: {type(error.inner_exception).__name__}: {first}", fix=fix)
-    if arguments.get("fullgraph"):
-        fix = "Change that line, or leave `fullgraph` out: the model then runs as several compiled graphs."
-        return LoopError(did, found=f"the graph breaks{line}, and `fullgraph` is True: {first}", fix=fix)
-    return LoopError(did, found=f"the compiler failed{line}: {first}", fix="Change that line, or leave `compile` out.")
+    fix = "Change that line, or leave `fullgraph` out: the model then runs as several compiled graphs."
+    return LoopError(did, found=f"the graph breaks{line}, and `fullgraph` is True: {first}", fix=fix)

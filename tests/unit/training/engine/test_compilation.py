@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,13 @@ from ddpilot.errors import LoopError
 from ddpilot.group.fake import FakeGroup
 from ddpilot.training.engine.compilation import CompiledCall
 from ddpilot.training.loop import Loop
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler sets this variable itself, and reuses code that it has compiled with other arguments."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch.compiler.reset()
 
 
 class Breaks(nn.Module):
@@ -76,11 +84,12 @@ def test_prepare_refuses_to_compile_a_compiled_model() -> None:
 
 def test_a_graph_that_breaks_is_reported_with_its_line() -> None:
     """With `fullgraph`; without it the model runs."""
-    assert prepare(Breaks(), {"backend": "eager"})(torch.ones(1, 2)).shape == (1, 1)
     model = prepare(Breaks(), {"backend": "eager", "fullgraph": True})
     with pytest.raises(LoopError, match=r"the graph breaks at .*test_compilation.py:\d+ .*graph_break\(\)") as caught:
         model(torch.ones(1, 2))
     assert "leave `fullgraph` out" in str(caught.value)
+    torch.compiler.reset()
+    assert prepare(Breaks(), {"backend": "eager"})(torch.ones(1, 2)).shape == (1, 1)
 
 
 def test_a_backend_that_fails_is_reported() -> None:
@@ -90,7 +99,7 @@ def test_a_backend_that_fails_is_reported() -> None:
         raise FileNotFoundError("no C++ compiler")
 
     model = prepare(nn.Linear(2, 1), {"backend": failing})
-    with pytest.raises(LoopError, match=r"backend failed: FileNotFoundError.*\n*.*'aot_eager'"):
+    with pytest.raises(LoopError, match=r"its backend failed: .*no C\+\+ compiler.*'aot_eager'"):
         model(torch.ones(1, 2))
 
 
@@ -98,6 +107,5 @@ def test_errors_of_the_model_itself_are_raised_as_they_are() -> None:
     """They are not the compiler's."""
     model = prepare(nn.Linear(2, 1), {"backend": "eager"})
     model(torch.ones(1, 2))
-    with pytest.raises(Exception, match="shape|size|mat") as caught:
+    with pytest.raises(RuntimeError, match="F.linear"):
         model(torch.ones(1, 3))
-    assert "`fullgraph`" not in str(caught.value)
