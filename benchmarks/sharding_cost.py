@@ -8,21 +8,20 @@ The loop also looks in each update whether a gradient of any rank is not finite,
 from __future__ import annotations
 
 import sys
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import TensorDataset
 
 import ddpilot
 from benchmarks.measure import Row, main
 from benchmarks.step_cost import LONG_LIMIT, WARM_UP, Taken, enter_group, make_row, run, take_turns
-from benchmarks.step_loops import Epoch, Moment, now
+from benchmarks.step_loops import Job, by_ddpilot, by_hand
 
 NUM_RANKS = 2
 NUM_STEPS = WARM_UP + 20
-BATCH_SIZE_PER_RANK = 64
 WIDTH, NUM_BLOCKS = 384, 4
 
 
@@ -38,64 +37,45 @@ class Block(nn.Module):
         return torch.as_tensor(x + self.layers(x))
 
 
-def make_parts() -> tuple[TensorDataset, nn.Sequential]:
-    """Just as many samples as the ranks need, and the model."""
-    torch.manual_seed(0)
-    x = torch.randn(NUM_STEPS * BATCH_SIZE_PER_RANK * NUM_RANKS, WIDTH)
-    model = nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)), nn.Linear(WIDTH, 8))
-    return TensorDataset(x, x[:, :8].argmax(1)), model
+@dataclass(frozen=True)
+class ShardedJob(Job):
+    """Blocks that are gathered one after the other."""
+
+    num_steps: int = NUM_STEPS
+    num_matmuls: int = 0
+    batch_size_per_rank: int = 64
+
+    def dataset(self) -> TensorDataset:
+        """Just as many samples as the ranks need."""
+        torch.manual_seed(0)
+        x = torch.randn(self.num_steps * self.batch_size_per_rank * NUM_RANKS, WIDTH)
+        return TensorDataset(x, x[:, :8].argmax(1))
+
+    def model(self) -> nn.Module:
+        """A stack of blocks, and a head."""
+        torch.manual_seed(0)
+        return nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)), nn.Linear(WIDTH, 8))
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """One that has a state."""
+        return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def by_hand() -> Epoch:
+def shard_by_hand(model: nn.Module) -> nn.Module:
     """`fully_shard` for each block and for the rest."""
-    dataset, model = make_parts()
-    sampler: DistributedSampler[Any] = DistributedSampler(dataset)
-    loader = DataLoader(dataset, batch_size=BATCH_SIZE_PER_RANK, sampler=sampler)
     for block in model.children():
         if isinstance(block, Block):
             fully_shard(block)
     fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    epochs = iter(range(10**9))
-
-    def epoch() -> list[Moment]:
-        stamps = []
-        sampler.set_epoch(next(epochs))
-        for x, y in loader:
-            stamps.append(now())
-            optimizer.zero_grad(set_to_none=True)
-            torch.autograd.backward(nn.functional.cross_entropy(model(x), y))
-            optimizer.step()
-        return stamps
-
-    return epoch
-
-
-def by_ddpilot() -> Epoch:
-    """`Loop`, with everything that it does unasked."""
-    dataset, model = make_parts()
-    loop = ddpilot.Loop(seed=0, progress=False)
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model, optimizer = loop.prepare(model, optimizer, shard=ddpilot.ParameterSharding(layers=Block))
-    loader = loop.loader(dataset, batch_size_per_rank=BATCH_SIZE_PER_RANK, shuffle=True)
-
-    def epoch() -> list[Moment]:
-        stamps = []
-        for _ in loop.epochs(loop.epoch + 1):
-            for x, y in loop.batches(loader):
-                stamps.append(now())
-                with loop.accumulate(model):
-                    loop.backward(nn.functional.cross_entropy(model(x), y))
-                loop.step(optimizer)
-        return stamps
-
-    return epoch
+    return model
 
 
 def measure_sharded(rounds: int) -> Taken:
     """Both by turns."""
     enter_group()
-    return take_turns({"by hand": by_hand(), "ddpilot": by_ddpilot()}, rounds)
+    job = ShardedJob()
+    ours = by_ddpilot(job, shard=ddpilot.ParameterSharding(layers=Block), progress=False)
+    return take_turns({"by hand": by_hand(job, shard_by_hand), "ddpilot": ours}, rounds)
 
 
 def measure(rounds: int) -> list[Row]:

@@ -44,6 +44,7 @@ class Job:
     """Of an epoch."""
     num_matmuls: int
     """Products of two 256 x 256 matrices that every step computes besides."""
+    batch_size_per_rank: int = BATCH_SIZE_PER_RANK
 
     def dataset(self) -> TensorDataset:
         """Just as many samples as the ranks need for `num_steps` full batches."""
@@ -70,13 +71,13 @@ class Job:
         return nn.functional.cross_entropy(model(x), y)
 
 
-def by_hand(job: Job) -> Epoch:
+def by_hand(job: Job, wrap: Callable[[nn.Module], nn.Module] = DistributedDataParallel) -> Epoch:
     """What a careful person writes."""
     device = torch.device("cpu")
     dataset = job.dataset()
     sampler: DistributedSampler[Any] = DistributedSampler(dataset)
-    loader = DataLoader(dataset, batch_size=BATCH_SIZE_PER_RANK, sampler=sampler)
-    model = DistributedDataParallel(job.model())
+    loader = DataLoader(dataset, batch_size=job.batch_size_per_rank, sampler=sampler)
+    model = wrap(job.model())
     optimizer = job.optimizer(model)
     epochs = iter(range(10**9))
 
@@ -95,12 +96,12 @@ def by_hand(job: Job) -> Epoch:
     return epoch
 
 
-def by_ddpilot(job: Job, **options: Any) -> Epoch:
+def by_ddpilot(job: Job, *, shard: Any = None, **options: Any) -> Epoch:
     """`Loop`, with everything that it does unasked."""
     loop = ddpilot.Loop(seed=0, **options)
     model = job.model()
-    model, optimizer = loop.prepare(model, job.optimizer(model))
-    loader = loop.loader(job.dataset(), batch_size_per_rank=BATCH_SIZE_PER_RANK, shuffle=True)
+    model, optimizer = loop.prepare(model, job.optimizer(model), shard=shard)
+    loader = loop.loader(job.dataset(), batch_size_per_rank=job.batch_size_per_rank, shuffle=True)
 
     def epoch() -> list[Moment]:
         stamps = []

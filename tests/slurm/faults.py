@@ -13,8 +13,10 @@ from pathlib import Path
 
 from tests.dist.launching.scripts import wait_until
 from tests.slurm.cluster import Cluster
+from tests.slurm.jobs import EPOCHS
 
-PROGRAM = """
+PROGRAM = (
+    """
 import os, sys, time
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -40,15 +42,9 @@ torch.set_default_dtype(torch.float64)
 with ddpilot.init_group("gloo") as group:
     with open(f"{scratch}/rank{group.rank}", "w") as file:
         print(os.getpid(), os.uname().nodename, file=file)
-    torch.manual_seed(0)
-    loop = ddpilot.Loop(seed=0, checkpoint_dir="ckpt", progress=False)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
-    model, optimizer = loop.prepare(model, torch.optim.Adam(model.parameters(), lr=0.01))
-    generator = torch.Generator().manual_seed(0)
-    data = TensorDataset(torch.rand(240, 8, generator=generator), torch.rand(240, 1, generator=generator))
-    loader = loop.prepare_data_loader(DataLoader(data, batch_size=12, shuffle=True))
-    for epoch in loop.epochs(3):
-        for x, y in loop.batches(loader):
+"""
+    + EPOCHS
+    + """\
             loss = torch.nn.functional.mse_loss(model(x), y)
             loop.backward(loss)
             loop.step(optimizer)
@@ -63,6 +59,7 @@ with ddpilot.init_group("gloo") as group:
                 time.sleep(0.05)
     loop.print("trained", loop.num_updates, flush=True)
 """
+)
 """60 updates; arguments: a folder for the test's own files, and how many seconds the disk takes for an fsync.
 
 Each update takes as many seconds as the folder's file `pause_s` has, none without it.

@@ -18,15 +18,7 @@ from tests.slurm.cluster import Cluster
 DDPILOT = (sys.executable, "-m", "ddpilot", "slurm")
 PYTHON = ("--python", sys.executable)
 
-TRAIN = """
-import os, sys, time
-import torch
-from torch.utils.data import DataLoader, TensorDataset
-import ddpilot
-
-torch.set_default_dtype(torch.float64)
-fail_after, pause_s = int(sys.argv[1]), float(sys.argv[2])
-with ddpilot.init_group("gloo"):
+EPOCHS = """\
     torch.manual_seed(0)
     loop = ddpilot.Loop(seed=0, checkpoint_dir="ckpt", progress=False)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
@@ -36,6 +28,21 @@ with ddpilot.init_group("gloo"):
     loader = loop.prepare_data_loader(DataLoader(data, batch_size=12, shuffle=True))
     for epoch in loop.epochs(3):
         for x, y in loop.batches(loader):
+"""
+"""The same training in each program here; batches follow."""
+TRAIN = (
+    """
+import os, sys, time
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import ddpilot
+
+torch.set_default_dtype(torch.float64)
+fail_after, pause_s = int(sys.argv[1]), float(sys.argv[2])
+with ddpilot.init_group("gloo"):
+"""
+    + EPOCHS
+    + """\
             if loop.num_updates == fail_after and loop.rank == loop.world_size - 1:
                 raise ValueError("bad sample 17")
             loss = torch.nn.functional.mse_loss(model(x), y)
@@ -48,6 +55,7 @@ with ddpilot.init_group("gloo"):
             time.sleep(pause_s)
     loop.print("trained", loop.num_updates, flush=True)
 """
+)
 """60 updates; arguments: number of updates after which the last rank raises (-1: never), seconds to pause in each."""
 
 TRAINER = """

@@ -182,6 +182,12 @@ def gpu_check(
     raise typer.Exit(int(any(each.outcome.status == "failed" for each in results)))
 
 
+_NcclLogs = Annotated[
+    list[str] | None,
+    typer.Option("--nccl-log", metavar="FILE", help="Say what a log of NCCL_DEBUG=INFO means; may be repeated."),
+]
+
+
 @app.command(context_settings={"allow_extra_args": True})
 def doctor(
     context: typer.Context,
@@ -214,10 +220,7 @@ def doctor(
         list[str] | None,
         typer.Option("--reach", metavar="HOST:PORT", help="An address that the job needs; may be repeated."),
     ] = None,
-    nccl_log: Annotated[
-        list[str] | None,
-        typer.Option("--nccl-log", metavar="FILE", help="Say what a log of NCCL_DEBUG=INFO means; may be repeated."),
-    ] = None,
+    nccl_log: _NcclLogs = None,
     json: Annotated[bool, typer.Option("--json", help="Print the lines as JSON.")] = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print every line in full.")] = False,
 ) -> None:
@@ -232,14 +235,8 @@ def doctor(
 
     if nccl_log:
         raise typer.Exit(explain_nccl_log(nccl_log, as_json=json, verbose=verbose))
-    options: dict[str, Any] = {
-        "nproc_per_node": nproc_per_node,
-        "num_workers": workers,
-        "checkpoint_dir": Path(checkpoint_dir),
-        "live": live,
-        "as_json": json,
-        "verbose": verbose,
-    }
+    options: dict[str, Any] = {"nproc_per_node": nproc_per_node, "num_workers": workers, "live": live}
+    options |= {"checkpoint_dir": Path(checkpoint_dir), "as_json": json, "verbose": verbose}
     if program is not None and not nodes:
         if reach:
             raise typer.BadParameter("--reach checks machines: leave out the program, or add --nodes")

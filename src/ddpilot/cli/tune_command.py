@@ -91,16 +91,7 @@ def tune_script(
     runner.limit_s = _TIMES_AS_LONG * (time.monotonic() - began_s) + _MORE_S
     library = find_library() if _uses_nccl(times[0]) else None
     names = read_names(library) if library is not None else frozenset()
-    profiled = Profiled(
-        phases=profile.phases,
-        facts=times[0].facts,
-        calls=calls,
-        nccl_names=names,
-        environ=dict(os.environ),
-        judged=profile.judged,
-        interfaces=find_gloo_interfaces(os.environ),
-    )
-    choice = choose_options(profiled, compression=compression)
+    choice = choose_options(_collect_facts(profile, times[0], calls, names), compression=compression)
     for option in choice.options:
         _show(f"to try: {option} ({option.why})")
     limits: dict[str, Any] = {"rounds": rounds, "limit_s": limit_s - (time.monotonic() - began_s)}
@@ -121,6 +112,19 @@ def tune_script(
         environment=tuple(describe_unknown(names, os.environ)) if library is not None else (),
         estimates={each.finding.code: each.factor for each in profile.judged},
         wall_s=time.monotonic() - began_s,
+    )
+
+
+def _collect_facts(profile: Profile, times: RankTimes, calls: list[Call], nccl_names: frozenset[str]) -> Profiled:
+    """Return what the choice of options depends on; `times` and `calls`: those of rank 0."""
+    return Profiled(
+        phases=profile.phases,
+        facts=times.facts,
+        calls=calls,
+        nccl_names=nccl_names,
+        environ=dict(os.environ),
+        judged=profile.judged,
+        interfaces=find_gloo_interfaces(os.environ),
     )
 
 

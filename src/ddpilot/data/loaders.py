@@ -47,19 +47,14 @@ def make_loader(dataset: Any, *, rank: int, world_size: int, **options: Any) -> 
         num_draws=given.num_draws,
         replacement=given.replacement,
     )
-    return MapLoader(
-        dataset,
-        plan,
-        rank=rank,
-        collate=given.collate_fn or default_collate,
-        seed_samples=given.seed_samples,
-        options=_worker_options(options),
-    )
+    return MapLoader(dataset, plan, rank=rank, **_reading(given, options))
 
 
-def _worker_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of `options` that are passed to torch's DataLoader, whose defaults depend on each other."""
-    return {name: value for name, value in options.items() if name in WORKER_OPTIONS}
+def _reading(given: LoaderOptions, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a loader that say how it reads samples, from `options` and what they were parsed to."""
+    # torch's DataLoader gets those options alone that were given, since its defaults depend on each other.
+    workers = {name: value for name, value in options.items() if name in WORKER_OPTIONS}
+    return {"collate": given.collate_fn or default_collate, "seed_samples": given.seed_samples, "options": workers}
 
 
 def _refuse_no_samples(dataset: Any, rank: int) -> None:
@@ -88,14 +83,7 @@ def make_stream_loader(dataset: Any, *, rank: int, world_size: int, **options: A
         found = "`drop_last` with `divides_itself`: the ranks do not know which samples are in the last global batch"
         raise DataError("making a loader", found=found, fix="Leave `drop_last` out.", rank=rank)
     plan = StreamPlan(size, world_size, given.seed or 0, given.drop_last, given.divides_itself, division)
-    return StreamLoader(
-        dataset,
-        plan,
-        rank=rank,
-        collate=given.collate_fn or default_collate,
-        seed_samples=given.seed_samples,
-        options=_worker_options(options),
-    )
+    return StreamLoader(dataset, plan, rank=rank, **_reading(given, options))
 
 
 def make_shard_loader(dataset: Any, *, rank: int, world_size: int, **options: Any) -> ShardLoader:
@@ -121,14 +109,7 @@ def make_shard_loader(dataset: Any, *, rank: int, world_size: int, **options: An
         num_lanes=given.num_lanes,
         drop_last=given.drop_last,
     )
-    return ShardLoader(
-        dataset,
-        plan,
-        rank=rank,
-        collate=given.collate_fn or default_collate,
-        seed_samples=given.seed_samples,
-        options=_worker_options(options),
-    )
+    return ShardLoader(dataset, plan, rank=rank, **_reading(given, options))
 
 
 def _divide(given: LoaderOptions, world_size: int, rank: int) -> tuple[int, Division]:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ddpilot.lint.program import Loop, Program, argument, has_unknown_arguments, is_constant
+from ddpilot.lint.program import Program, argument, has_unknown_arguments, is_constant
 from ddpilot.lint.rank_flow import RankFlow, collective_of
+from ddpilot.lint.scopes import Loop
 from ddpilot.module_names import INIT_GROUP
 
 OUR_INIT = INIT_GROUP.replace(":", ".")

@@ -98,28 +98,18 @@ class Session:
         view: View | None = None,
     ) -> None:
         arguments.refuse_in_a_rank()
+        place = {"hosts": arguments.read_hosts(hosts), "slurm": slurm, "nodes": nodes, "gpus_per_node": gpus_per_node}
+        start = {"backend": backend, "seed": seed, "apps": _listed(apps), "env": env or {}, "preload": _listed(preload)}
+        output_options = {"verbose": verbose, "output": output, "output_limit_bytes": output_limit_bytes}
+        diagnosis = {"watch": watch, "guard": guard, "on_finding": on_finding, "stall_warn_s": stall_warn_s}
+        options: dict[str, Any] = {**place, **start, **output_options, **diagnosis}
         self.options = SessionOptions(
             nproc_per_node=nproc_per_node,
-            hosts=arguments.read_hosts(hosts),
-            slurm=slurm,
-            nodes=nodes,
-            gpus_per_node=gpus_per_node,
+            gpus=gpus if isinstance(gpus, int) else tuple(gpus),  # type: ignore[arg-type]  # SessionOptions rejects ints
             slurm_options=slurm_options or {},
-            gpus=gpus if isinstance(gpus, int) else tuple(gpus),  # type: ignore[arg-type]  # SessionOptions
-            backend=backend,
-            seed=seed,
-            apps=apps if isinstance(apps, str) else tuple(apps),  # type: ignore[arg-type]  # rejects
-            env=env or {},
-            preload=preload if isinstance(preload, str) else tuple(preload),  # type: ignore[arg-type]  # these
             respawn=respawn,
             keep_cache=keep_cache,
-            verbose=verbose,
-            output=output,
-            output_limit_bytes=output_limit_bytes,
-            watch=watch,
-            guard=guard,
-            on_finding=on_finding,
-            stall_warn_s=stall_warn_s,
+            **options,
         )
         arguments.check_installed()
         from ddpilot.session.execution.runner import Runner  # needs the packages that `check_installed` looks for
@@ -362,6 +352,11 @@ class Session:
     def __repr__(self) -> str:
         state = f"{len(self._kernels.states.live)} of {self.world_size} ranks live" if self.is_running else "stopped"
         return f"Session({state})"
+
+
+def _listed(names: Iterable[str]) -> Any:
+    """Return `names` as a tuple, and a string as it is, which `SessionOptions` rejects."""
+    return names if isinstance(names, str) else tuple(names)
 
 
 def _start_kernels(options: SessionOptions, view: View) -> RankKernels:

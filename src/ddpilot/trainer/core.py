@@ -38,6 +38,7 @@ from ddpilot.training.evaluation.evaluate import forward_batch
 from ddpilot.training.interval import Interval
 from ddpilot.training.loop import Loop
 from ddpilot.training.models.ddp import run_in_forward
+from ddpilot.training.models.ddp_options import DDPOptions
 from ddpilot.training.models.explain import Explanation
 from ddpilot.training.models.optimizers import requires_closure
 from ddpilot.training.options import check_clipping, naming_arguments
@@ -53,7 +54,25 @@ _NUM_CHECKED = 8
 """Number of batches per epoch in which labels are checked; the check waits for the device."""
 
 
-class TrainerCore:
+class FitRecords:
+    """What the fits so far leave in a trainer, next to the trained objects."""
+
+    def __init__(self) -> None:
+        self.history = History()
+        """Rows of all fits so far."""
+        self.position = Position()
+        """Position over all fits: `epoch`, `num_updates`."""
+        self.findings: tuple[Finding, ...] = ()
+        """Findings of the fits about the training setup, each reported once."""
+        self.explanation: Explanation | None = None
+        """DDP options chosen by the last fit, see `explain`."""
+        self.batch_size = 64
+        """Default number of samples per batch on all ranks in `evaluate` and `predict`: that of the last fit."""
+        self.nproc_per_node: int | str | None = None
+        """The last `nproc_per_node` passed to a fit, which later fits use too."""
+
+
+class TrainerCore(FitRecords):
     """The parts and records of a `Trainer`; for the arguments see `Trainer`."""
 
     @naming_arguments(
@@ -79,10 +98,12 @@ class TrainerCore:
         clip_per: Literal["model", "group"] = "model",
         accumulate: Accumulate = 1,
         precision: Kind = "fp32",
+        compile: bool | Mapping[str, Any] = False,  # noqa: A002  (torch's word)
         closure: bool | None = None,
         seed: int = 0,
         launcher: Launcher | None = None,
     ) -> None:
+        super().__init__()
         check_model(model)
         self.model = model
         """The model that was passed; it has the trained weights after a fit."""
@@ -98,29 +119,15 @@ class TrainerCore:
         self.scheduler_per = scheduler_per
         given = {"update": 1, "epoch": "1 epoch"}.get(str(scheduler_per), scheduler_per)
         self.scheduler_every = Interval.parse(given, did=MAKING, name="scheduler_per")
-        """`scheduler_per` as an interval."""
         self.clip_norm, self.clip_norm_type = clip_norm, clip_norm_type
         self.clip_value, self.clip_per = clip_value, clip_per
         self.accumulate = accumulate
         self.precision: Kind = precision
+        self.compile = compile
         self.closure = any(map(requires_closure, self.optimizers.values())) if closure is None else closure
         """True if the optimizer computes the loss several times per update."""
-        self.seed = seed
-        self.launcher = launcher
-        self.history = History()
-        """Rows of all fits so far."""
-        self.position = Position()
-        """Position over all fits: `epoch`, `num_updates`."""
-        self.findings: tuple[Finding, ...] = ()
-        """Findings of the fits about the training setup, each reported once."""
-        self.explanation: Explanation | None = None
-        """DDP options chosen by the last fit, see `explain`."""
-        self.has_own_forward = forward is not None
-        """True if `forward` was passed."""
-        self.batch_size = 64
-        """Default number of samples per batch on all ranks in `evaluate` and `predict`: that of the last fit."""
-        self.nproc_per_node: int | str | None = None
-        """The last `nproc_per_node` passed to a fit, which later fits use too."""
+        self.seed, self.launcher = seed, launcher
+        self.has_own_forward = forward is not None  # True if `forward` was passed
         check_trainer(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -363,4 +370,5 @@ def check_trainer(trainer: TrainerCore) -> None:
         found = f"`closure` is {closure!r}"
         raise LoopError(MAKING, found=found, fix="Give True, False, or None to find out from the optimizer's `step`.")
     _check_clipping(trainer)
+    DDPOptions(compile=trainer.compile)
     AccumulationSchedule.parse(trainer.accumulate, MAKING)

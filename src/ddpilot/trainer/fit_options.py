@@ -7,7 +7,7 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
@@ -18,7 +18,7 @@ from ddpilot.errors import LoopError
 from ddpilot.trainer.checks import check_forward, check_loader_options, check_names, check_whole, is_count, suggest
 from ddpilot.trainer.core import TrainerCore
 from ddpilot.trainer.history import BOOKKEEPING
-from ddpilot.training.interval import Interval
+from ddpilot.training.interval import EACH_EPOCH, Interval
 from ddpilot.training.loop import Loop
 from ddpilot.training.options import CheckpointOptions
 from ddpilot.training.step.averaging import WeightAverage
@@ -36,26 +36,31 @@ class FitOptions:
     """The arguments of one `fit`, sent to the ranks."""
 
     train_set: Any
-    val_set: Any
-    epochs: int | None
-    until_epoch: int | None
-    max_updates: int | None
-    max_time_s: float | None
-    validate_every: Interval
-    checkpoints: Mapping[str, Any]
+    val_set: Any = None
+    epochs: int | None = None
+    """1, if neither `until_epoch` nor `max_updates` is given either."""
+    until_epoch: int | None = None
+    max_updates: int | None = None
+    max_time_s: float | None = None
+    validate_every: Interval = EACH_EPOCH
+    checkpoints: Mapping[str, Any] = field(default_factory=lambda: {"checkpoint_dir": None, "resume": True})
     """Arguments of `Loop`: `checkpoint_dir`, `resume`, `keep` and so on."""
-    validate_first: bool
-    dry_run: bool
-    other_data: bool
-    check_finite: bool
-    progress: bool | None
-    limit_batches: Mapping[str, int]
+    validate_first: bool = False
+    dry_run: bool = False
+    other_data: bool = False
+    check_finite: bool = True
+    progress: bool | None = None
+    limit_batches: Mapping[str, int] = field(default_factory=dict)
     """Largest numbers of global batches per epoch of "train", and per pass of "validation"."""
-    overfit_batches: int | None
+    overfit_batches: int | None = None
     """Number of global batches of epoch 0 of which every epoch consists; None: no such limit."""
-    loader: Mapping[str, Any]
+    loader: Mapping[str, Any] = field(default_factory=dict)
     """Options of the training data's loader."""
-    ddp: Mapping[str, Any]
+    ddp: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if (self.epochs, self.until_epoch, self.max_updates) == (None, None, None):
+            object.__setattr__(self, "epochs", 1)
 
     @property
     def checkpoint_dir(self) -> Any:
@@ -105,6 +110,16 @@ def read_limits(given: int | Mapping[str, int] | None) -> dict[str, int]:
 def read_interval(given: object, name: str, *, by_updates: bool) -> Interval:
     """Parse `validate_every` or `save_every`; an int counts updates if `by_updates`, else epochs. Raises LoopError."""
     return Interval.parse(given, did=FITTING, name=name, unit="updates" if by_updates else "epochs")
+
+
+def read_validate_every(given: int | str | None, max_updates: int | None) -> Interval:
+    """Parse `validate_every`; an int counts updates with `max_updates`, otherwise epochs. Raises LoopError."""
+    return read_interval("1 epoch" if given is None else given, "validate_every", by_updates=max_updates is not None)
+
+
+def read_save_every(given: int | str) -> str:
+    """Parse `save_every`, and return it with its unit; an int counts updates. Raises LoopError."""
+    return str(read_interval(given, "save_every", by_updates=True))
 
 
 def has_size(options: Mapping[str, Any]) -> bool:

@@ -21,10 +21,20 @@ from ddpilot.trainer.checks import (
     check_whole,
 )
 from ddpilot.trainer.core import TrainerCore
-from ddpilot.trainer.fit import find_learning_rate_here, fit_here, fit_on_rank, make_loader_of, move_optimizer_state
-from ddpilot.trainer.fit_options import FitOptions, check_fit, check_goal, has_size, read_interval, read_limits
+from ddpilot.trainer.fit.fit import fit_here, fit_on_rank
+from ddpilot.trainer.fit.loaders import make_loader_of, make_loaders
+from ddpilot.trainer.fit.preparation import copy_trainer, move_optimizer_state, prepare_fit
+from ddpilot.trainer.fit_options import (
+    FitOptions,
+    check_fit,
+    check_goal,
+    has_size,
+    read_limits,
+    read_save_every,
+    read_validate_every,
+)
 from ddpilot.trainer.history import History
-from ddpilot.trainer.losses import with_count
+from ddpilot.trainer.losses import Summands, with_count
 from ddpilot.trainer.ranks import (
     group_here,
     is_on_ranks,
@@ -39,8 +49,7 @@ from ddpilot.training.batches import Loader
 from ddpilot.training.coordination.stop import StopSignals
 from ddpilot.training.device_placement import ensure_on_device
 from ddpilot.training.evaluation.evaluate import predict_batch
-from ddpilot.training.interval import EACH_EPOCH
-from ddpilot.training.learning_rate import LearningRateSearch, check_range
+from ddpilot.training.learning_rate import LearningRateSearch, check_range, joint_mean, sweep
 from ddpilot.training.loop import Loop
 from ddpilot.training.losses import add_losses
 from ddpilot.training.models.ddp_options import DDPOptions
@@ -66,9 +75,9 @@ class Trainer(TrainerCore):
     evaluations and predictions use; or `average`, an `Averaging`, for SWA and others. `clip_norm`: maximum norm of the
     gradients, of type `clip_norm_type` (1, 2, inf); or `clip_value`: the largest size of their elements.
     `clip_per="group"`: for each parameter group of the optimizers, which may have limits of its own under these two
-    names. `seed`, `accumulate`, `precision`: as for `Loop`. `closure`: True for optimizers that compute the loss
-    several times per update by `step(closure)` (SAM); None: for those whose `step` requires one (LBFGS). `launcher`:
-    how ranks are started.
+    names. `seed`, `accumulate`, `precision`: as for `Loop`; `compile`: as for `Loop.prepare`, in fits. `closure`: True
+    for optimizers that compute the loss several times per update by `step(closure)` (SAM); None: for those whose `step`
+    requires one (LBFGS). `launcher`: how ranks are started.
 
     Override `train_batch` for a different training step, `validate_batch` for a different validation. Raises LoopError
     for an optimizer with other parameters.
@@ -142,35 +151,22 @@ class Trainer(TrainerCore):
         """
         check_goal(epochs, until_epoch, max_updates)
         saving = {"checkpoint_dir": checkpoint_dir, "resume": resume, **keywords_of(checkpoints)}
-        if save_every is not None:
-            saving["save_every"] = str(read_interval(save_every, "save_every", by_updates=True))
         sizes = {"global_batch_size": global_batch_size, "batch_size_per_rank": batch_size_per_rank}
+        goal = {"epochs": epochs, "until_epoch": until_epoch, "max_updates": max_updates}
+        trial = {"overfit_batches": overfit_batches, "validate_first": validate_first, "dry_run": dry_run}
+        run: dict[str, Any] = {"max_time_s": max_time_s, "check_finite": check_finite, "progress": progress}
         fit = FitOptions(
             train_set=train_set,
             val_set=val_set,
-            epochs=1 if (epochs, until_epoch, max_updates) == (None, None, None) else epochs,
-            until_epoch=until_epoch,
-            max_updates=max_updates,
-            max_time_s=max_time_s,
             limit_batches=read_limits(limit_batches),
-            overfit_batches=overfit_batches,
-            validate_first=validate_first,
-            dry_run=dry_run,
-            validate_every=read_interval(
-                "1 epoch" if validate_every is None else validate_every,
-                "validate_every",
-                by_updates=max_updates is not None,
-            ),
-            checkpoints=saving,
-            other_data=other_data,
-            check_finite=check_finite,
-            progress=progress,
+            validate_every=read_validate_every(validate_every, max_updates),
+            checkpoints=saving if save_every is None else {**saving, "save_every": read_save_every(save_every)},
             loader={**sizes, "shuffle": shuffle, "num_workers": num_workers, **keywords_of(loader)},
             ddp=keywords_of(ddp),
+            **{**goal, **trial, **run, "other_data": other_data},
         )
         check_fit(self, fit)
-        late_error = self._run_fit(fit, nproc_per_node)
-        if late_error is not None:
+        if (late_error := self._run_fit(fit, nproc_per_node)) is not None:
             raise late_error
         return self.history
 
@@ -315,18 +311,6 @@ class Trainer(TrainerCore):
         sizes = {"global_batch_size": global_batch_size, "batch_size_per_rank": batch_size_per_rank}
         fit = FitOptions(
             train_set=train_set,
-            val_set=None,
-            epochs=1,
-            until_epoch=None,
-            max_updates=None,
-            max_time_s=None,
-            limit_batches={},
-            overfit_batches=None,
-            validate_first=False,
-            dry_run=False,
-            validate_every=EACH_EPOCH,
-            checkpoints={"checkpoint_dir": None, "resume": True},
-            other_data=False,
             check_finite=False,
             progress=False,
             loader={**sizes, "shuffle": True, "num_workers": 0, **keywords_of(loader)},
@@ -425,6 +409,35 @@ def find_batch_size_here(
         max_per_rank=max_per_rank,
         headroom=headroom,
     )
+
+
+def find_learning_rate_here(
+    trainer: TrainerCore, fit: FitOptions, min_lr: float, max_lr: float, num_updates: int
+) -> LearningRateSearch:
+    """Implement `Trainer.find_learning_rate`, on a copy of the trainer. Collective."""
+    group = group_here()
+    rng = capture_rng(group.device)
+    try:
+        trial = copy_trainer(trainer)
+        loop = Loop(trainer.seed, accumulate=trainer.accumulate, precision=trainer.precision, group=group).trial()
+        run, _ = prepare_fit(trial, loop, fit)
+        run.schedulers = {}
+
+        def train_batch(batch: Any) -> tuple[float, float]:
+            returned = trial.train_batch(run, batch)
+            named = returned if isinstance(returned, Mapping) else {"loss": returned}
+            means = [joint_mean(loop, *with_count(loss)) for loss in named.values()]
+            if not isinstance(returned, Summands):
+                return means[0]
+            assert loop.batch is not None  # inside `batches`
+            return sum(mean for mean, _ in means), float(loop.batch.global_count)
+
+        loader, _ = make_loaders(fit, loop)
+        found = sweep(loop, loader, run.optimizer, train_batch, min_lr, max_lr, num_updates)
+    finally:
+        restore_rng(rng, group.device)
+    loop.print(found)
+    return found
 
 
 def _check_searchable(trainer: TrainerCore) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -68,3 +69,18 @@ def train_with_dropout(seed: int, num_epochs: int, rate: float) -> float:
 def train_seeds(num_seeds: int, num_epochs: int, rate: float = 0.5) -> list[float]:
     """The last losses of as many seeds."""
     return [train_with_dropout(seed, num_epochs, rate) for seed in range(num_seeds)]
+
+
+def assert_same(found: Any, expected: Any, but: tuple[str, ...] = ()) -> None:
+    """Dictionaries, but for these keys, and lists of tensors and numbers, to 1e-10."""
+    if isinstance(expected, dict):
+        assert set(found) == set(expected)
+        for key in expected.keys() - set(but):
+            assert_same(found[key], expected[key], but)
+    elif isinstance(expected, list):
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other, but)
+    elif torch.is_tensor(expected):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    else:
+        assert found == (pytest.approx(expected, rel=1e-10) if isinstance(expected, float) else expected)

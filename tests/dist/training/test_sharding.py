@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
@@ -19,7 +18,7 @@ from ddpilot.errors import LoopError, MismatchedCheckpointError
 from ddpilot.training.loop import Loop
 from ddpilot.training.models.ddp import unwrap
 from ddpilot.training.models.optimizers import full_state, load_full_state
-from tests.dist.training.bodies import launch
+from tests.dist.training.bodies import assert_same, launch
 
 NUM_EPOCHS = 2
 
@@ -75,21 +74,6 @@ def run_all(starts: list[tuple[Any, dict[str, Any] | None]]) -> list[dict[str, A
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return [run(shard, copy.deepcopy(start)) for shard, start in starts]
-
-
-def assert_same(found: Any, expected: Any) -> None:
-    """Dictionaries and lists of tensors and numbers, to 1e-10."""
-    if isinstance(expected, dict):
-        assert set(found) == set(expected)
-        for key in expected:
-            assert_same(found[key], expected[key])
-    elif isinstance(expected, list):
-        for one, other in zip(found, expected, strict=True):
-            assert_same(one, other)
-    elif torch.is_tensor(expected):
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
-    else:
-        assert found == (pytest.approx(expected, rel=1e-10) if isinstance(expected, float) else expected)
 
 
 def test_sharded_optimizer_trains_the_same_and_its_state_loads_into_either() -> None:

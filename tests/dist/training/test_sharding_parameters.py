@@ -22,7 +22,7 @@ from ddpilot.errors import LoopError, NonFiniteError
 from ddpilot.training.loop import Loop
 from ddpilot.training.models.optimizers import full_state, load_full_state
 from ddpilot.training.models.sharding import ParameterSharding
-from tests.dist.training.bodies import launch
+from tests.dist.training.bodies import assert_same, launch
 
 SMALL = ParameterSharding(min_parameters=64)
 
@@ -130,21 +130,6 @@ def local(parameter: Any) -> torch.Tensor:
     """The part of a parameter that this rank has."""
     part: torch.Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     return part
-
-
-def assert_same(found: Any, expected: Any) -> None:
-    """Dictionaries and lists of tensors and numbers, to 1e-10."""
-    if isinstance(expected, dict):
-        assert set(found) == set(expected)
-        for key in expected:
-            assert_same(found[key], expected[key])
-    elif isinstance(expected, list):
-        for one, other in zip(found, expected, strict=True):
-            assert_same(one, other)
-    elif torch.is_tensor(expected):
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-    else:
-        assert found == (pytest.approx(expected, rel=1e-10) if isinstance(expected, float) else expected)
 
 
 def train_both(folder: str, steps: list[tuple[str, Any, int]]) -> list[dict[str, Any]]:

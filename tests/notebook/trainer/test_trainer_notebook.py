@@ -135,7 +135,7 @@ def test_an_error_on_a_rank_shows_the_line_of_the_cell(kernel: Kernel) -> None:
     cell = kernel.run("ddpilot.Trainer(model, bad_loss, optimizer).fit(data, global_batch_size=20, nproc_per_node=2)")
     assert cell.error_name == "RankError"
     assert "raise ValueError('no loss today')" in cell.error
-    assert "trainer/fit.py" not in cell.error
+    assert "trainer/fit" not in cell.error
     unpicklable = kernel.run(
         "import threading; model.lock = threading.Lock()\ntrainer.fit(data, global_batch_size=20, nproc_per_node=2)"
     )

@@ -75,7 +75,7 @@ def test_walk_finds_the_users_line(case: str) -> None:
 CALLERS: dict[str, tuple[list[str], list[str]]] = {
     "of the user's": (["/a.py", "/b.py", "/c.py", REDUCE], ["/b.py", "/a.py"]),
     "through a library": (["/a.py", LIBRARY, LOGGER, "/c.py", REDUCE], ["/a.py"]),
-    "started by ours": (["/a.py", f"{OURS}/trainer/fit.py", "/b.py", "/c.py", REDUCE], ["/b.py"]),
+    "started by ours": (["/a.py", f"{OURS}/trainer/fit/fit.py", "/b.py", "/c.py", REDUCE], ["/b.py"]),
     "of many the nearest": ([f"/{number}.py" for number in range(9)], [f"/{number}.py" for number in range(7, 2, -1)]),
     "too far away": (["/a.py", *[LIBRARY] * 16, "/c.py", REDUCE], []),
 }

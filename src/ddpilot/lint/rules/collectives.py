@@ -6,9 +6,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator, Sequence
 
-from ddpilot.lint.program import Loop, argument
+from ddpilot.lint.program import argument
 from ddpilot.lint.rank_flow import Guard, RankFlow
 from ddpilot.lint.rule import Facts, Report, rule
+from ddpilot.lint.scopes import Loop
 from ddpilot.source.control_flow import catches_data_end, is_exit, walk_loop
 
 _ROOTS = {"broadcast": (1, "src"), "broadcast_object_list": (1, "src"), "reduce": (1, "dst"), "gather": (2, "dst"),

@@ -7,8 +7,9 @@ import ast
 import re
 from collections.abc import Iterator
 
-from ddpilot.lint.program import Loop, argument, has_unknown_arguments, is_constant
+from ddpilot.lint.program import argument, has_unknown_arguments, is_constant
 from ddpilot.lint.rule import Facts, Report, rule
+from ddpilot.lint.scopes import Loop
 
 _SAMPLER_AT = 3
 _SHUFFLE_AT = 2

@@ -7,13 +7,14 @@ import ast
 import re
 from collections.abc import Iterator
 
-from ddpilot.lint.program import Loop, argument, is_constant
+from ddpilot.lint.program import argument, is_constant
 from ddpilot.lint.rule import Facts, Report, rule
 from ddpilot.lint.rules.checkpoints import saved_by_all_ranks
 from ddpilot.lint.rules.data import is_divided
 from ddpilot.lint.rules.metrics import prints_of_own_loss
 from ddpilot.lint.rules.models import is_counted, is_optimizer_step, is_wrapped_here
 from ddpilot.lint.rules.processes import device_uses
+from ddpilot.lint.scopes import Loop
 
 _MODULES = frozenset(
     f"{package}.{name}"

@@ -7,8 +7,9 @@ import ast
 import re
 from collections.abc import Iterator
 
-from ddpilot.lint.program import Loop, argument
+from ddpilot.lint.program import argument
 from ddpilot.lint.rule import Facts, Report, rule
+from ddpilot.lint.scopes import Loop
 
 _MAKERS = ("torch.tensor", "torch.as_tensor", "torch.FloatTensor")
 _PRINTS = ("print", "tqdm.tqdm.write", "tqdm.auto.tqdm.write", "sys.stdout.write", "pprint.pprint")

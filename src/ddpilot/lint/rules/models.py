@@ -7,8 +7,9 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 
-from ddpilot.lint.program import Loop, argument, is_constant
+from ddpilot.lint.program import argument, is_constant
 from ddpilot.lint.rule import Facts, Report, rule
+from ddpilot.lint.scopes import Loop
 
 _MOVES = ("to", "cuda", "xpu", "double", "half", "bfloat16")
 _MIN_SAMPLES = 16

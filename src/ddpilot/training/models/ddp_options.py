@@ -24,6 +24,8 @@ HAS_FORWARD_SYNC = "forward_sync_buffers" in _KNOWN
 """Older versions of torch call it `broadcast_buffers`; with False they do not sync buffers at construction either."""
 
 FIND_UNUSED_VARIABLE = "DDP_FIND_UNUSED_PARAMETERS"
+COMPILE_OPTIONS = ("mode", "fullgraph", "dynamic", "backend", "options")
+"""Arguments of torch.compile that `compile` takes."""
 _SWITCHES = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}
 
 
@@ -64,6 +66,9 @@ class DDPOptions:
     "parameters", or a `ParameterSharding`: a shard of parameters, gradients and state (FSDP2, without DDP)."""
     sync_batch_norm: bool = False
     """True if BatchNorm computes its statistics over all ranks; on GPUs only."""
+    compile: bool | Mapping[str, Any] = False
+    """True, or arguments of torch.compile ("mode", "fullgraph", "dynamic", "backend", "options"): models are compiled
+    in place, before they are wrapped in DDP or sharded."""
     more: Mapping[str, Any] = field(default_factory=dict)
     """Further keyword arguments, passed to DistributedDataParallel unchanged."""
 
@@ -80,8 +85,9 @@ class DDPOptions:
             )
         check_comm(self.comm)
         self._check_local()
+        self._check_compile()
         if self.sharding is not None:
-            if unfit := [name for name in keywords_of(self) if name != "shard"]:
+            if unfit := [name for name in keywords_of(self) if name not in ("shard", "compile")]:
                 found = f"`{unfit[0]}`, an option of DDP, with `shard={self.shard!r}`, which does not use DDP"
                 raise LoopError("preparing a model", found=found, fix="Leave one of the two out.")
         elif self.shard not in (None, "optimizer"):
@@ -101,6 +107,16 @@ class DDPOptions:
             if self.sync_every is not None and getattr(self, name) is not None:
                 found = f"`{name}` with `sync_every={self.sync_every}`, whose ranks update all weights on their own"
                 raise LoopError("preparing a model", found=found, fix="Leave one of the two out.")
+
+    def _check_compile(self) -> None:
+        given: Any = self.compile
+        did = "preparing a model"
+        if not isinstance(given, bool | Mapping):
+            fix = 'Pass True, or arguments of torch.compile: {"mode": "max-autotune"}.'
+            raise LoopError(did, found=f"`compile` is {given!r}", fix=fix)
+        names = [] if isinstance(given, bool) else [name for name in given if name not in COMPILE_OPTIONS]
+        if names:
+            raise LoopError(did, found=f"`compile` with {names[0]!r}", fix=suggest(names[0], COMPILE_OPTIONS))
 
     @property
     def sharding(self) -> ParameterSharding | None:
@@ -144,6 +160,8 @@ def resolve(
         why = f"the weights are averaged then; gradients are not all-reduced after update {options.sync_start}"
         choices.append(Choice("sync_every", f"{options.sync_every}", why))
     choices += [Choice("sync_batch_norm", "True", "requested")] if options.sync_batch_norm else []
+    if options.compile is not False:
+        choices.append(Choice("compile", str(options.compile), "requested; the graph is split at DDP's buckets"))
     return arguments, choices + [Choice(name, str(value), "requested") for name, value in options.more.items()]
 
 

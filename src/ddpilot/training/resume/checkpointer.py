@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -27,7 +27,6 @@ from ddpilot.training.resume.tracked_state import OWN, Shards, TrackedState, Wei
 
 _FACTS = "passes"
 _STREAM = "stream"
-_OF_RANK = "of_rank"
 _REQUEUE = ("SIGTERM", "SIGUSR1")
 _REASONS = {"SIGINT": "Ctrl-C", "time": "`max_time_s` is over"}
 
@@ -120,11 +119,12 @@ class RunCheckpointer:
             return False
         progress = found.manifest.progress
         restore = on_all_ranks(self._group, lambda: self._match(found))
-        on_all_ranks(self._group, restore)
+        lacking = on_all_ranks(self._group, restore)
         self._step_saved = progress.step
         is_same_size = progress.world_size == self._group.world_size
         part = found.part(self._group.rank if is_same_size else 0) or {}
-        self._load_of_rank(part.get(_OF_RANK, {}) if is_same_size else {}, progress)
+        if lacking:
+            self._report_lacking(lacking, progress)
         self._position.restore(
             progress,
             part.get(_FACTS, ()),
@@ -273,7 +273,7 @@ class RunCheckpointer:
                 self._report(message)
             self.release()
 
-    def _match(self, found: Checkpoint) -> Callable[[], None]:
+    def _match(self, found: Checkpoint) -> Callable[[], list[str]]:
         saved, position = found.manifest.progress, self._position
         before = {"seed": saved.seed, "accumulate": saved.accumulate if saved.batch else None}
         now = {"seed": position.seed, "accumulate": position.accumulation}
@@ -302,12 +302,7 @@ class RunCheckpointer:
             self._position.progress(next_batch),
             weights=weights,
             state=state,
-            part={
-                _FACTS: self._position.facts,
-                OWN: own,
-                **self._stream_state(next_batch),
-                **self._state_of_rank(),
-            },
+            part={_FACTS: self._position.facts, OWN: own, **self._stream_state(next_batch)},
             metrics=self._metrics,
             shards=shards,
         )
@@ -328,17 +323,10 @@ class RunCheckpointer:
         self._report_once(_STREAM_NOT_SAVED)
         return {}
 
-    def _state_of_rank(self) -> dict[str, Any]:
-        own = on_all_ranks(self._group, self._tracked.collect_of_rank) if self._tracked.has_of_rank else None
-        return {} if own is None else {_OF_RANK: own}
-
-    def _load_of_rank(self, saved: Mapping[str, Any], progress: RunProgress) -> None:
-        if not self._tracked.has_of_rank:
-            return
-        if missing := on_all_ranks(self._group, lambda: self._tracked.load_of_rank(saved)):
-            now, before = self._group.world_size, progress.world_size
-            why = f"the checkpoint is of {before} ranks, this run has {now}" if now != before else "none was saved"
-            self._report(f"each rank's own state is not resumed, as {why}: {', '.join(missing)}")
+    def _report_lacking(self, lacking: Sequence[str], saved: RunProgress) -> None:
+        now, before = self._group.world_size, saved.world_size
+        why = f"the checkpoint is of {before} ranks, this run has {now}" if now != before else "none was saved"
+        self._report(f"each rank's own state is not resumed, as {why}: {', '.join(lacking)}")
 
     def _measure(self) -> int:
         self._is_measured = True

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,6 +47,17 @@ OWN = "own"
 """Key of the states in a rank's part of a checkpoint."""
 
 
+@dataclass(frozen=True)
+class _RankState:
+    """An object of which each rank saves its own state."""
+
+    thing: Any
+    redistribute: Redistribute | None
+    """Returns a rank's state from those of a different number of ranks."""
+    instead: str
+    """What its state is if a checkpoint has none for this rank, such as "begins again"; "": that is an error."""
+
+
 def has_state(thing: object) -> bool:
     """True if `thing` has `state_dict` and `load_state_dict`."""
     return all(callable(getattr(thing, method, None)) for method in ("state_dict", "load_state_dict"))
@@ -56,10 +69,8 @@ class TrackedState:
     def __init__(self) -> None:
         self._objects: dict[str, Any] = {}
         self._optional: set[str] = set()
-        self._of_rank: dict[str, Any] = {}
-        """Objects that are saved as those of rank 0 too, or begin again, such as the errors of PowerSGD."""
-        self._per_rank: dict[str, Redistribute | None] = {}
-        """Objects of which each rank saves its own state, with the function for another number of ranks."""
+        self._per_rank: dict[str, _RankState] = {}
+        """Those of which each rank saves its own state, and others, such as the errors of PowerSGD."""
 
     def add(self, thing: Any, name: str | None = None, *, optional: bool = False) -> None:
         """Add `thing`; without a `name` it is named after its kind, such as "model" or "optimizer2".
@@ -77,42 +88,32 @@ class TrackedState:
             raise _error(f"the name {name!r}", "Use letters, digits and `_`: it becomes a file name.")
         if name in self._objects and name != before:
             raise _error(f"a second {name!r}", "Choose a different name.")
+        if name != before and before in self._per_rank and not self._per_rank[before].instead:
+            del self._per_rank[before]
         self._objects = {name if known == before else known: other for known, other in self._objects.items()}
         self._objects[name] = thing
         if optional:
             self._optional.add(name)
 
-    def add_of_rank(self, thing: Any, name: str) -> None:
-        """Add `thing`, whose state differs between ranks, under `name`, in place of an earlier one; None: remove it."""
-        self._of_rank.pop(name, None)
-        if thing is not None:
-            self._of_rank[name] = thing
+    def add_per_rank(
+        self, thing: Any, name: str, redistribute: Redistribute | None = None, *, instead: str = ""
+    ) -> None:
+        """Add an object of which each rank saves its own state, in place of an earlier one under `name`.
 
-    @property
-    def has_of_rank(self) -> bool:
-        """True if there is a state that differs between ranks. The same on every rank."""
-        return bool(self._of_rank)
-
-    def collect_of_rank(self) -> dict[str, Any]:
-        """Return the states that only this rank has, by name. Not collective."""
-        return {name: thing.state_dict() for name, thing in self._of_rank.items()}
-
-    def load_of_rank(self, saved: Mapping[str, Any]) -> list[str]:
-        """Load the result of `collect_of_rank` of this rank; return what happens to those it lacks. Not collective."""
-        for name, thing in self._of_rank.items():
-            if name in saved:
-                thing.load_state_dict(saved[name])
-        lacking = {name: thing for name, thing in self._of_rank.items() if name not in saved}
-        then = {True: "is that of rank 0", False: "begins again"}
-        return [f"{name} {then[isinstance(thing, Optimizer)]}" for name, thing in lacking.items()]
-
-    def add_per_rank(self, thing: Any, name: str, redistribute: Redistribute | None) -> None:
-        """Add an object of which each rank saves its own state. Raises LoopError for a model and an optimizer too."""
-        if isinstance(thing, nn.Module | Optimizer):
+        At a different number of ranks, `redistribute` returns the state of a rank; None: that is an error. `instead`:
+        what the state is then, in place of that error; the object may also be saved as that of rank 0. Raises LoopError
+        for a model or an optimizer without it, and what `add` raises.
+        """
+        if not instead and isinstance(thing, nn.Module | Optimizer):
             found = f"{name!r}, a {type(thing).__name__}, with `per_rank=True`: it is the same on all ranks"
             raise _error(found, "Pass it to `prepare`, or track what differs between ranks.")
-        self.add(thing, name)
-        self._per_rank[name] = redistribute
+        if not instead:
+            self.add(thing, name)
+        self._per_rank[name] = _RankState(thing, redistribute, instead)
+
+    def drop_per_rank(self, name: str) -> None:
+        """Save no state of each rank under `name` any more."""
+        self._per_rank.pop(name, None)
 
     def replace(self, old: Optimizer, new: Optimizer) -> None:
         """Replace `old` by `new` under the same name, and remove schedulers of `old`."""
@@ -142,62 +143,52 @@ class TrackedState:
         the rest of their models there. Broadcasts the buffers of rank 0 first. Collective, also on a rank where an
         object fails: CheckpointError, with the name of the first one that failed, is raised at the end.
         """
-        weights: Weights = {}
-        shards: Shards = {}
+        found = _Collected(group, divided)
         failure: CheckpointError | None = None
-        state: dict[str, Any] = {"optimizers": {}, "others": {}, "extra": {}, "kinds": {}, "own": {}}
-        for name, thing in self._objects.items():
+        for name, thing in [*self._objects.items(), *self._per_rank.items()]:
             try:
                 if isinstance(thing, nn.Module):
-                    broadcast_tensors(_inner(thing).buffers(), group)
-                    own, state["extra"][name] = _split(thing, keeps=group.is_rank_zero, divided=divided)
-                    if divided and is_sharded(_inner(thing)):
-                        kept = {key: one for key, one in own.items() if group.is_rank_zero or is_shard(one)}
-                        shards.update({(name, key): one for key, one in kept.items()})
-                    else:
-                        weights[name] = own
+                    found.add_model(name, thing)
                 elif isinstance(thing, Optimizer):
-                    state["kinds"][name] = _class_of(thing)
-                    if divided and has_own_shards(thing):
-                        state["optimizers"][name], parts = state_without_shards(thing.state_dict())
-                        shards.update({(name, "state", *path): one for path, one in parts.items()})
-                    else:
-                        state["optimizers"][name] = full_state(thing)
-                elif name in self._per_rank:
-                    state["own"][name] = thing.state_dict()
-                else:
-                    state["others"][name] = thing.state_dict()
+                    found.add_optimizer(name, thing)
+                elif isinstance(thing, _RankState):
+                    found.state[OWN][name] = {"state": thing.thing.state_dict(), "is_optional": bool(thing.instead)}
+                elif name not in self._per_rank:
+                    found.state["others"][name] = thing.state_dict()
             except Exception as error:  # noqa: BLE001  (raised below: the other ranks are in the collectives to come)
-                found = f"{name!r} ({type(thing).__name__}) raised {type(error).__name__}: {error}"
-                failure = failure or CheckpointError("collecting the state to save", found=found, rank=group.rank)
+                kind = type(thing.thing if isinstance(thing, _RankState) else thing).__name__
+                text = f"{name!r} ({kind}) raised {type(error).__name__}: {error}"
+                failure = failure or CheckpointError("collecting the state to save", found=text, rank=group.rank)
                 failure.__cause__ = failure.__cause__ or error
         if failure is not None:
             raise failure
-        return weights, state, shards
+        return found.weights, found.state, found.shards
 
-    def match(self, found: Checkpoint, group: GroupLike) -> Callable[[], None]:
+    def match(self, found: Checkpoint, group: GroupLike) -> Callable[[], list[str]]:
         """Read and compare the checkpoint `found`; return a function that loads it into all objects.
 
-        Raises MismatchedCheckpointError with the differences in names, shapes, optimizer classes and parameter groups,
-        and for states of each rank at another number of ranks without a function that redistributes them.
+        That function returns what becomes of those states of each rank that the checkpoint lacks. Raises
+        MismatchedCheckpointError with the differences in names, shapes, optimizer classes and parameter groups, and for
+        states of each rank at another number of ranks without a function that redistributes them.
         """
         state = found.state_without_shards()
-        state = {**state, "own": self._own_states(found, group)}
-        self._check_names(found, state)
+        own, required = self._rank_states(found, group)
+        self._check_names(found, [*state["extra"], *state["optimizers"], *state["others"], *required])
         shards = found.shards()
         matched = {name: self._match(name, model, found, state, shards) for name, model in self._models()}
         for name, thing in self._objects.items():
             if name in state["optimizers"]:
                 _check_optimizer(name, thing, state["optimizers"][name], state["kinds"][name], found)
-        return lambda: self._load(found, matched, state, shards)
+        return lambda: self._load(found, matched, state, own, shards)
 
     def _load(
         self,
         found: Checkpoint,
         matched: Mapping[str, dict[str, Any]],
         state: Mapping[str, Any],
+        own: Mapping[str, Any],
         shards: ShardReader | None,
-    ) -> None:
+    ) -> list[str]:
         for name, model in self._models():
             if shards is not None and is_sharded(_inner(model)):
                 read_weights(_inner(model), name, matched[name], shards)
@@ -205,43 +196,38 @@ class TrackedState:
                 strategy_of(_inner(model)).load_weights(matched[name])
             if isinstance(model, AveragedModel):
                 model.n_averaged.copy_(state["extra"][name]["n_averaged"])
-        for name, saved in (state["optimizers"] | state["others"] | state["own"]).items():
+        for name, saved in (state["optimizers"] | state["others"]).items():
             thing = self._objects.get(name)
-            if thing is None:  # a scaler, and this run does not use fp16
-                continue
-            try:
-                if isinstance(thing, Optimizer):
-                    load_full_state(thing, saved if shards is None else _with_shards(name, thing, saved, shards))
-                else:
-                    thing.load_state_dict(saved)
-            except CorruptCheckpointError:
-                raise
-            except Exception as error:
-                what = f"{name!r} ({type(thing).__name__}) raised {type(error).__name__}: {error}"
-                raise _mismatch(found, what) from error
+            if thing is not None:  # None: a scaler, and this run does not use fp16
+                load = functools.partial(_load_optimizer, name, thing, shards) if isinstance(thing, Optimizer) else None
+                _load_state(found, name, thing, saved, load)
+        for name, saved in own.items():  # after those of rank 0 of the same name
+            _load_state(found, name, self._per_rank[name].thing, saved)
+        return [f"{name} {one.instead}" for name, one in self._per_rank.items() if name not in own]
 
-    def _own_states(self, found: Checkpoint, group: GroupLike) -> dict[str, Any]:
-        """Return this rank's states of the objects of which each rank has saved its own."""
+    def _rank_states(self, found: Checkpoint, group: GroupLike) -> tuple[dict[str, Any], list[str]]:
+        """Return this rank's states by name, and the names of all of which each rank has saved its own."""
         before, now = found.manifest.progress.world_size, group.world_size
-        if before == now:
-            return dict((found.part(group.rank) or {}).get(OWN, {}))
-        first = (found.part(0) or {}).get(OWN, {})
-        parts = [first, *((found.part(rank) or {}).get(OWN, {}) for rank in range(1, before) if first)]
+        first = (found.part(group.rank if before == now else 0) or {}).get(OWN, {})
+        others = range(1, before) if first and before != now else ()
+        parts = [first, *((found.part(rank) or {}).get(OWN, {}) for rank in others)]
         states: dict[str, Any] = {}
-        for name in first:
-            redistribute = self._per_rank.get(name)
-            if name in self._per_rank and redistribute is None:
+        for name, saved in first.items():
+            known = self._per_rank.get(name)
+            if known is None:  # `_check_names` names it
+                continue
+            if before == now:
+                states[name] = saved["state"]
+            elif known.redistribute is not None:
+                states[name] = known.redistribute([part[name]["state"] for part in parts], group.rank, now)
+            elif not known.instead:
                 what = f"{name!r} has a state for each of {before} ranks, and there are {now}"
                 fix = (
                     f"Resume on {before} ranks, or say what each rank gets: loop.track({name}=..., per_rank=True, "
                     "redistribute=lambda states, rank, world_size: ...)."
                 )
                 raise MismatchedCheckpointError(f"resuming from {found.path}", found=what, fix=fix)
-            if redistribute is not None:
-                states[name] = redistribute([part[name] for part in parts], group.rank, now)
-            else:
-                states[name] = None  # not tracked by this run: `_check_names` names it
-        return states
+        return states, [name for name, saved in first.items() if not saved["is_optional"]]
 
     def _models(self) -> Iterator[tuple[str, nn.Module]]:
         return ((name, thing) for name, thing in self._objects.items() if isinstance(thing, nn.Module))
@@ -255,8 +241,7 @@ class TrackedState:
         weights = outlined or found.weights(name)
         return match_weights(_inner(model), {**weights, **extra}, source=f"{name!r} of {found.path}")
 
-    def _check_names(self, found: Checkpoint, state: Mapping[str, Any]) -> None:
-        saved = [*state["extra"], *state["optimizers"], *state["others"], *state["own"]]
+    def _check_names(self, found: Checkpoint, saved: Sequence[str]) -> None:
         missing = [name for name in self._objects if name not in saved and name not in self._optional]
         unexpected = [name for name in saved if name not in self._objects and name not in ("scaler", "logged")]
         if missing or unexpected:
@@ -291,6 +276,36 @@ def _inner(thing: Any) -> Any:
     return _inner(thing.module) if isinstance(thing, DistributedDataParallel | AveragedModel) else thing
 
 
+class _Collected:
+    """What `TrackedState.collect` returns, while it is collected."""
+
+    def __init__(self, group: GroupLike, divided: bool) -> None:
+        self._group = group
+        self._divided = divided
+        self.weights: Weights = {}
+        self.shards: Shards = {}
+        self.state: dict[str, Any] = {"optimizers": {}, "others": {}, "extra": {}, "kinds": {}, OWN: {}}
+
+    def add_model(self, name: str, model: nn.Module) -> None:
+        """Add the weights of `model`, or this rank's shards of them. Collective."""
+        is_rank_zero = self._group.is_rank_zero
+        broadcast_tensors(_inner(model).buffers(), self._group)
+        own, self.state["extra"][name] = _split(model, keeps=is_rank_zero, divided=self._divided)
+        if self._divided and is_sharded(_inner(model)):
+            self.shards.update({(name, key): one for key, one in own.items() if is_rank_zero or is_shard(one)})
+        else:
+            self.weights[name] = own
+
+    def add_optimizer(self, name: str, optimizer: Optimizer) -> None:
+        """Add the state of `optimizer`, or this rank's shards of it. Collective if it is gathered."""
+        self.state["kinds"][name] = _class_of(optimizer)
+        if self._divided and has_own_shards(optimizer):
+            self.state["optimizers"][name], parts = state_without_shards(optimizer.state_dict())
+            self.shards.update({(name, "state", *path): one for path, one in parts.items()})
+        else:
+            self.state["optimizers"][name] = full_state(optimizer)
+
+
 def _split(model: nn.Module, *, keeps: bool, divided: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Split the state of a model, by plain names, into tensors that safetensors supports and the rest.
 
@@ -310,6 +325,10 @@ def _split(model: nn.Module, *, keeps: bool, divided: bool) -> tuple[dict[str, t
     return weights, extra
 
 
+def _load_optimizer(name: str, optimizer: Optimizer, shards: ShardReader | None, saved: Mapping[str, Any]) -> None:
+    load_full_state(optimizer, saved if shards is None else _with_shards(name, optimizer, saved, shards))
+
+
 def _with_shards(name: str, optimizer: Optimizer, saved: Mapping[str, Any], shards: ShardReader) -> dict[str, Any]:
     """Return the state of an optimizer, with this rank's shards of it, or whole if `optimizer` is not sharded."""
     read = make_shards(optimizer, saved, shards.outlines(name, "state"))
@@ -318,6 +337,19 @@ def _with_shards(name: str, optimizer: Optimizer, saved: Mapping[str, Any], shar
     for (number, key), value in read.items():
         state.setdefault(int(number), {})[key] = value
     return {**saved, "state": state}
+
+
+def _load_state(
+    found: Checkpoint, name: str, thing: Any, saved: Any, load: Callable[[Any], object] | None = None
+) -> None:
+    """Load `saved` into `thing`, by its `load_state_dict` unless `load` is given. Raises MismatchedCheckpointError."""
+    try:
+        (load or thing.load_state_dict)(saved)
+    except CorruptCheckpointError:
+        raise
+    except Exception as error:
+        what = f"{name!r} ({type(thing).__name__}) raised {type(error).__name__}: {error}"
+        raise _mismatch(found, what) from error
 
 
 def _check_optimizer(name: str, own: Any, saved: Mapping[str, Any], kind: str, found: Checkpoint) -> None:

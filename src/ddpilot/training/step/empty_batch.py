@@ -33,7 +33,7 @@ class EmptyBatchForward:
     """Prepared models whose `forward` accepts zero rows while this rank has no samples."""
 
     def __init__(self) -> None:
-        self._replaced: list[tuple[nn.Module, Any]] = []
+        self._replaced: list[tuple[nn.Module, Any, Any]] = []
 
     def begin(self, models: Sequence[nn.Module]) -> None:
         """Until `end`, let `forward` of `models` (not DDP models) run on dummy rows if it raises for zero rows.
@@ -47,13 +47,15 @@ class EmptyBatchForward:
             shares = is_sharded(model) or any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules())
             if not shares and not isinstance(model, torch.jit.ScriptModule):
                 # Not by setattr, which a compiled module forwards. Some libraries replace `forward` as well.
-                self._replaced.append((model, model.__dict__.get("forward")))
+                self._replaced.append((model, model.__dict__.get("forward"), model._compiled_call_impl))
+                model.__dict__["_compiled_call_impl"] = None  # it would be compiled for zero rows, and for this forward
                 model.__dict__["forward"] = _uncompiled(functools.partial(_forward, model, model.forward))
 
     def end(self) -> None:
         """Restore `forward` of the models."""
         while self._replaced:
-            model, own = self._replaced.pop()
+            model, own, compiled = self._replaced.pop()
+            model.__dict__["_compiled_call_impl"] = compiled
             del model.__dict__["forward"]
             if own is not None:
                 model.__dict__["forward"] = own

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import resource
 import shutil
@@ -26,6 +27,7 @@ from ddpilot.group.init_group import init_group
 from ddpilot.training.loop import Loop
 from ddpilot.training.models.optimizers import full_state
 from ddpilot.training.models.sharding import ParameterSharding
+from tests.dist.training import bodies
 from tests.dist.training.bodies import launch
 
 SMALL = ParameterSharding(min_parameters=20)
@@ -108,19 +110,8 @@ def load_sharded(folder: str) -> dict[str, Any]:
     return full_state(model)
 
 
-def assert_same(found: Any, expected: Any) -> None:
-    """Nested dicts and lists of tensors and numbers, to 1e-10; buffers count forward passes, which differ."""
-    if isinstance(expected, dict):
-        assert set(found) == set(expected)
-        for key in set(expected) - {"count", "params"}:
-            assert_same(found[key], expected[key])
-    elif isinstance(expected, list):
-        for one, other in zip(found, expected, strict=True):
-            assert_same(one, other)
-    elif torch.is_tensor(expected):
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-    else:
-        assert found == expected
+assert_same = functools.partial(bodies.assert_same, but=("count", "params"))
+"""Buffers count forward passes, which differ."""
 
 
 @pytest.fixture(scope="module")

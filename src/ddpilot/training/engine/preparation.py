@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Preparation`: wrap models in DDP or shard them, register optimizers, and save all of them with checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.swa_utils import AveragedModel
+
+from ddpilot.errors import LoopError
+from ddpilot.group.device import move
+from ddpilot.training.engine.compilation import compile_model
+from ddpilot.training.engine.parts import LoopParts
+from ddpilot.training.models.comm_hooks import hook_state, is_powersgd
+from ddpilot.training.models.ddp import unwrap, wrap
+from ddpilot.training.models.ddp_options import DDPOptions
+from ddpilot.training.models.sharding import (
+    is_sharded,
+    shard_optimizer_state,
+    shard_parameters,
+)
+from ddpilot.training.resume.tracked_state import has_state
+from ddpilot.training.step.averaging import Averaging, WeightAverage
+
+
+class Preparation:
+    """Implements `Loop.prepare` and `Loop.average`."""
+
+    def __init__(self, parts: LoopParts) -> None:
+        self._parts = parts
+        self._group = parts.group
+        self._prepared = parts.prepared
+        self._tracked = parts.tracked
+        self._local = parts.local
+
+    def prepare(self, things: tuple[Any, ...], options: DDPOptions) -> tuple[Any, ...]:
+        """Prepare `things` and return them in order. Collective."""
+        returned = []
+        earlier = tuple(self._prepared.optimizers)
+        if self._parts.precision.scaler is not None:
+            _check_scaled(options)
+        models = [one for one in things if isinstance(one, nn.Module) and not isinstance(one, AveragedModel)]
+        for model in models:
+            self._parts.precision.cast_weights(model)
+            compile_model(model, options)
+        if options.sharding is not None:
+            for model in models:
+                shard_parameters(model, self._group, options.sharding, self._prepared.moved)
+        for thing in things:
+            returned.append(self._prepare_one(thing, options))
+            self._track(returned[-1], earlier)
+        if self._local.is_on:
+            for optimizer in self._prepared.optimizers:
+                self._tracked.add_per_rank(optimizer, self._tracked.name_of(optimizer), instead="is that of rank 0")
+        return tuple(returned)
+
+    def _track(self, thing: Any, earlier: tuple[Optimizer, ...]) -> None:
+        """Save `thing` with the checkpoints, in place of `earlier` optimizers of the same parameters."""
+        if isinstance(thing, Optimizer):
+            for old in self._prepared.replace_optimizers(earlier, thing):
+                self._tracked.replace(old, thing)
+        self._tracked.add(thing)
+        own = self._prepared.find(thing)
+        if own is not None and own.ddp is not None:
+            name, state = f"{self._tracked.name_of(own.model)}_comm", hook_state(own.ddp)
+            self._tracked.drop_per_rank(name)
+            if state is not None:
+                self._tracked.add_per_rank(state, name, instead="begins again")
+
+    def _prepare_one(self, thing: Any, options: DDPOptions) -> Any:
+        if isinstance(thing, AveragedModel):
+            return self._prepare_averaged(thing, options)
+        if isinstance(thing, nn.Module):
+            return self._prepare_model(thing, options)
+        if isinstance(thing, Optimizer):
+            return self._prepare_optimizer(thing, options)
+        if has_state(thing):
+            if isinstance(thing, ReduceLROnPlateau):
+                self._parts.updates.keep_objective()
+            return thing
+        raise LoopError(
+            "preparing",
+            found=f"a {type(thing).__name__}",
+            fix="Pass models, optimizers and other objects with a state_dict; pass datasets to loop.loader().",
+        )
+
+    def _prepare_averaged(self, average: AveragedModel, options: DDPOptions) -> AveragedModel:
+        if options.sharding is not None or self._prepared.has_sharded:
+            found = "an AveragedModel with a model whose parameters are sharded"
+            raise LoopError("preparing", found=found, fix='Leave it out, or leave out `shard="parameters"`.')
+        move(average, self._group.device)
+        self._local.add_average(average)
+        return average
+
+    def _prepare_model(self, given: nn.Module, options: DDPOptions) -> nn.Module:
+        model, choices = wrap(given, self._group, options)
+        prepared = self._prepared.add_model(model, choices)
+        self._parts.updates.add_model(prepared)
+        if prepared.ddp is not None and options.sync_every is not None:
+            self._local.add(prepared.ddp, options.sync_every, options.sync_start)
+            self._parts.updates.let_ranks_differ()
+        self._parts.buffers.add(prepared)
+        return model
+
+    def _prepare_optimizer(self, optimizer: Optimizer, options: DDPOptions) -> Optimizer:
+        shard_optimizer_state(optimizer, self._prepared.moved)
+        if options.shard == "optimizer":
+            from ddpilot.training.models.zero import shard_optimizer  # slow to import
+
+            optimizer = shard_optimizer(optimizer, self._group)
+        self._prepared.add_optimizer(optimizer)
+        self._parts.updates.add_optimizer(optimizer)
+        return optimizer
+
+    def average(self, model: nn.Module, how: Averaging | float) -> WeightAverage:
+        """Implement `Loop.average`."""
+        inner = unwrap(model)
+        did = "averaging weights"
+        if all(one.module is not inner for one in self._prepared.models):
+            found = f"a {type(inner).__name__} that was not prepared"
+            raise LoopError(did, found=found, fix="Write model = loop.prepare(model) first.")
+        if is_sharded(inner):
+            fix = 'Prepare it without shard="parameters".'
+            raise LoopError(did, found="a model whose parameters are sharded", fix=fix)
+        average = WeightAverage(inner, how if isinstance(how, Averaging) else Averaging(decay=how))
+        self._tracked.add(average)
+        self._parts.averages.add(average, inner)
+        self._local.add_average(average)
+        return average
+
+
+def _check_scaled(options: DDPOptions) -> None:
+    """Raise LoopError for options that fp16 and its loss scale rule out."""
+    did, fix = "preparing a model", "Use precision='bf16', or leave `{}` out."
+    if is_powersgd(options.comm):
+        found = '`comm="powersgd"` with `precision="fp16"`, whose scale changes between updates'
+        raise LoopError(did, found=found, fix=fix.format("comm"))
+    if options.sync_every is not None:
+        found = '`sync_every` with `precision="fp16"`, whose ranks would skip different updates'
+        raise LoopError(did, found=found, fix=fix.format("sync_every"))
+    if options.sharding is not None:
+        found = 'a Loop with `precision="fp16"`, whose scaled gradients would be sharded'
+        fix = "Use precision='bf16', or ParameterSharding(param_dtype=...)."
+        raise LoopError('preparing with `shard="parameters"`', found=found, fix=fix)

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`compile=`: the numbers of an uncompiled model, in DDP and sharded, at any number of ranks, and in checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ddpilot
+from benchmarks.small_models import make_data, make_model
+from ddpilot.training.loop import Loop
+from ddpilot.training.models.sharding import ParameterSharding
+from tests.dist.training.bodies import launch
+
+LAYERS = ParameterSharding(layers=nn.Linear)
+AOT = {"backend": "aot_eager"}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "one graph": {"compile": {**AOT, "fullgraph": True}},
+    "small buckets": {"compile": AOT, "bucket_cap_mb": 0.0001},
+    "static graph": {"compile": AOT, "static_graph": True},
+    "unused": {"compile": AOT, "find_unused_parameters": True},
+    "layers": {"compile": AOT, "shard": LAYERS},
+    "sharded whole": {"compile": {**AOT, "dynamic": True}, "shard": "parameters"},
+}
+
+
+def train(options: dict[str, Any], folder: Path | None = None, num_epochs: int = 2) -> list[float]:
+    """The weights, their average, a metric, outputs and the number of findings after two epochs of ragged batches."""
+    torch.set_default_dtype(torch.float64)
+    torch._dynamo.reset()
+    loop = Loop(seed=4, accumulate=2, progress=False, checkpoint_dir=folder)
+    model = make_model("mlp")
+    names = list(model.state_dict())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer = loop.prepare(model, optimizer, **options)
+    average = None if "shard" in options or folder is not None else loop.average(model, 0.5)
+    loader = loop.loader(make_data("mlp", 25), global_batch_size=12)  # a batch of one sample: some ranks have none
+    for _ in loop.epochs(num_epochs):
+        for x, y in loop.batches(loader):
+            with loop.accumulate(model):
+                loop.backward(nn.functional.cross_entropy(model(x), y))
+            loop.step(optimizer)
+    share = loop.evaluate(model, loader, {"p": lambda out, y: out.softmax(-1).amax(-1)})["p"]
+    outputs = loop.predict(model, loader, on_all_ranks=True)
+    state = ddpilot.full_state(model) if "shard" in options else ddpilot.unwrap(model).state_dict()
+    if state and loop.rank == 0:
+        assert list(state) == names
+    learnt = [] if average is None else [one.sum().item() for one in average.module.parameters()]
+    return [share, outputs.sum().item(), outputs.abs().max().item(), float(len(loop.findings)), *learnt]
+
+
+def train_all() -> dict[str, list[float]]:
+    """With each of the options."""
+    return {name: train(options) for name, options in OPTIONS.items()}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_compiled_models_have_the_numbers_of_one_process(num_ranks: int, capfd: pytest.CaptureFixture[str]) -> None:
+    """In DDP and sharded, also on ranks without samples; watch and guard have nothing to report."""
+    (plain,) = launch(1, train, {})
+    for learnt in launch(num_ranks, train_all):
+        for name, numbers in learnt.items():
+            assert numbers == pytest.approx(plain[: len(numbers)], rel=1e-10), name
+    assert "DDP" not in capfd.readouterr().err
+
+
+def train_on(folder: Path, options: dict[str, Any], num_epochs: int) -> list[float]:
+    """Resume from the checkpoint in `folder`."""
+    return train(options, folder, num_epochs)
+
+
+def test_checkpoints_load_with_and_without_compile(tmp_path: Path) -> None:
+    """One of a compiled model goes on uncompiled at another number of ranks, and the other way."""
+    (whole,) = launch(1, train_on, tmp_path / "whole", {}, 2)
+    for name, first, second in (("a", {"compile": AOT}, {}), ("b", {}, {"compile": AOT, "shard": LAYERS})):
+        launch(2, train_on, tmp_path / name, first, 1)
+        for numbers in launch(3, train_on, tmp_path / name, second, 2):
+            assert numbers == pytest.approx(whole, rel=1e-10)
+
+
+def fit(compile: Any) -> list[float]:  # noqa: A002
+    """The columns of the history of a fit."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model = make_model("mlp")
+    trainer = ddpilot.Trainer(
+        model, nn.functional.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), ema=0.9, compile=compile
+    )
+    data = make_data("mlp", 25)
+    for _ in range(2):
+        trainer.fit(data, data, epochs=1, global_batch_size=12, progress=False)
+    return [row[name] for row in trainer.history.epochs for name in ("loss", "val_loss")]
+
+
+def test_a_trainer_compiles_in_each_fit() -> None:
+    """The second fit on the same ranks compiles nothing again, and the numbers are those of an uncompiled one."""
+    (plain,) = launch(1, fit, False)
+    for numbers in launch(2, fit, AOT):
+        assert numbers == pytest.approx(plain, rel=1e-10)

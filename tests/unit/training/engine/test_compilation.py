@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`compile=` of `Loop.prepare`: in place, refused for a compiled model, with errors that name the line."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ddpilot.errors import LoopError
+from ddpilot.group.fake import FakeGroup
+from ddpilot.training.engine.compilation import CompiledCall
+from ddpilot.training.loop import Loop
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler sets this variable itself, and reuses code that it has compiled with other arguments."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch.compiler.reset()
+
+
+class Breaks(nn.Module):
+    """A model that the compiler cannot capture as one graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Breaks the graph."""
+        torch._dynamo.graph_break()  # here
+        result: torch.Tensor = self.layer(x)
+        return result
+
+
+def prepare(model: nn.Module, compile: Any) -> Any:  # noqa: A002
+    """Return the model that a loop prepares."""
+    return Loop(group=FakeGroup()).prepare(model, compile=compile)
+
+
+def test_prepare_compiles_in_place_and_copies_are_not_compiled() -> None:
+    """The names in the state_dict remain; a second call with the same arguments changes nothing."""
+    model = nn.Linear(2, 1)
+    assert prepare(model, {"backend": "eager"}) is model
+    call = model._compiled_call_impl
+    assert isinstance(call, CompiledCall)
+    assert list(model.state_dict()) == ["weight", "bias"]
+    assert copy.deepcopy(model)._compiled_call_impl is None
+    prepare(model, {"backend": "eager"})
+    assert model._compiled_call_impl is call
+    prepare(model, False)
+    assert model._compiled_call_impl is call
+    x = torch.ones(3, 2)
+    assert torch.equal(model(x), copy.deepcopy(model)(x))
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ("max-autotune", "`compile` is 'max-autotune'. Pass True"),
+        ({"mod": "default"}, "`compile` with 'mod'. Did you mean `?mode"),
+    ],
+)
+def test_prepare_refuses_arguments_that_compile_does_not_have(given: Any, error: str) -> None:
+    """By name, with a similar one."""
+    with pytest.raises(LoopError, match=error):
+        prepare(nn.Linear(1, 1), given)
+
+
+def test_prepare_refuses_to_compile_a_compiled_model() -> None:
+    """Whichever of the two ways has compiled it."""
+    with pytest.raises(LoopError, match=r"the result of torch.compile\(model\): it is compiled already"):
+        prepare(torch.compile(nn.Linear(1, 1), backend="eager"), True)  # type: ignore[arg-type]
+    model = nn.Linear(1, 1)
+    model.compile(backend="eager")
+    with pytest.raises(LoopError, match=r"a Linear on which `compile\(\)` was called: it is compiled already"):
+        prepare(model, True)
+
+
+def test_a_graph_that_breaks_is_reported_with_its_line() -> None:
+    """With `fullgraph`; without it the model runs."""
+    model = prepare(Breaks(), {"backend": "eager", "fullgraph": True})
+    with pytest.raises(LoopError, match=r"the graph breaks at .*test_compilation.py:\d+ .*graph_break\(\)") as caught:
+        model(torch.ones(1, 2))
+    assert "leave `fullgraph` out" in str(caught.value)
+    torch.compiler.reset()
+    assert prepare(Breaks(), {"backend": "eager"})(torch.ones(1, 2)).shape == (1, 1)
+
+
+def test_a_backend_that_fails_is_reported() -> None:
+    """With a backend that needs less."""
+
+    def failing(graph: object, inputs: object) -> Any:
+        raise FileNotFoundError("no C++ compiler")
+
+    model = prepare(nn.Linear(2, 1), {"backend": failing})
+    with pytest.raises(LoopError, match=r"its backend failed: .*no C\+\+ compiler.*'aot_eager'"):
+        model(torch.ones(1, 2))
+
+
+def test_errors_of_the_model_itself_are_raised_as_they_are() -> None:
+    """They are not the compiler's."""
+    model = prepare(nn.Linear(2, 1), {"backend": "eager"})
+    model(torch.ones(1, 2))
+    with pytest.raises(RuntimeError, match="F.linear"):
+        model(torch.ones(1, 3))
