@@ -199,8 +199,8 @@ class LoopCore:
         """Return a loader of this rank's samples of `dataset`, map-style, iterable or of shards; not collective.
 
         `options`: `global_batch_size` (samples of all ranks) or `batch_size_per_rank`, `shuffle`, `drop_last`,
-        `batch_split`, `weights`, `num_workers` and others; see the table in docs/how_to/data.md. Raises DataError for invalid
-        and unknown options, and LoopError for a DataLoader.
+        `batch_split`, `weights`, `num_workers` and others; see the table in docs/how_to/data.md. Raises DataError for
+        invalid and unknown options, and LoopError for a DataLoader.
         """
         if isinstance(dataset, DataLoader):
             raise LoopError(
@@ -218,8 +218,8 @@ class LoopCore:
         """Return this rank's loader for an existing DataLoader, with the batches of one process; not collective.
 
         Its `batch_size` counts the samples of all ranks, which is reported once; with `batch_size_per_rank=True`, those
-        of each rank. `options`: also `batch_split`, `seed`, `divides_itself` and `seed_samples`; see docs/how_to/data.md.
-        Raises DataError.
+        of each rank. `options`: also `batch_split`, `seed`, `divides_itself` and `seed_samples`; see
+        docs/how_to/data.md. Raises DataError.
         """
         job = {"rank": self.rank, "world_size": self.world_size, "say": self._print_once, **self._with_seed(options)}
         return prepare_data_loader(loader, **job)
