@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ AOT = {"backend": "aot_eager"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "one graph": {"compile": {**AOT, "fullgraph": True}},
-    "small buckets": {"compile": AOT, "bucket_cap_mb": 0.0001},
+    "buckets of 1 MiB": {"compile": AOT, "bucket_cap_mb": 1},
     "static graph": {"compile": AOT, "static_graph": True},
     "unused": {"compile": AOT, "find_unused_parameters": True},
     "layers": {"compile": AOT, "shard": LAYERS},
@@ -66,7 +67,7 @@ def test_compiled_models_have_the_numbers_of_one_process(num_ranks: int, capfd: 
     for learnt in launch(num_ranks, train_all):
         for name, numbers in learnt.items():
             assert numbers == pytest.approx(plain[: len(numbers)], rel=1e-10), name
-    assert "DDP" not in capfd.readouterr().err
+    assert re.findall(r"DDP\d{3}.*", capfd.readouterr().err) == []  # of a finding; torch warns of `unused`
 
 
 def train_on(folder: Path, options: dict[str, Any], num_epochs: int) -> list[float]:

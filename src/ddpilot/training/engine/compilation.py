@@ -92,12 +92,13 @@ def explain_compiler_error(error: Exception, name: str, arguments: Mapping[str, 
     from torch._dynamo.exc import BackendCompilerFailed, Unsupported
 
     did = f"running {name}, which `compile` compiles"
-    first = next((one.strip() for one in str(error).splitlines() if one.strip()), type(error).__name__)
     if isinstance(error, BackendCompilerFailed):
+        first = f"{type(error.inner_exception).__name__}: {error.inner_exception}".splitlines()[0]
         fix = "Install what it lacks, such as a C++ compiler; or use compile={'backend': 'aot_eager'}, or no `compile`."
         return LoopError(did, found=f"its backend failed: {first}", fix=fix)
     if not isinstance(error, Unsupported) or not arguments.get("fullgraph"):
         return None
+    first = next((one.strip() for one in str(error).splitlines() if one.strip()), type(error).__name__)
     stack: Sequence[Any] = getattr(error, "real_stack", None) or ()
     line = f" at {stack[-1].filename}:{stack[-1].lineno} (`{stack[-1].line}`)" if stack else ""
     fix = "Change that line, or leave `fullgraph` out: the model then runs as several compiled graphs."

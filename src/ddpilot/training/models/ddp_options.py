@@ -117,6 +117,9 @@ class DDPOptions:
         names = [] if isinstance(given, bool) else [name for name in given if name not in COMPILE_OPTIONS]
         if names:
             raise LoopError(did, found=f"`compile` with {names[0]!r}", fix=suggest(names[0], COMPILE_OPTIONS))
+        if given is not False and self.bucket_cap_mb is not None and self.bucket_cap_mb < 1:
+            found = f"`bucket_cap_mb={self.bucket_cap_mb}` with `compile`, whose first part has 1 MiB of parameters"
+            raise LoopError(did, found=found, fix="Give 1 or more, or leave one of the two out.")
 
     @property
     def sharding(self) -> ParameterSharding | None:

@@ -72,6 +72,12 @@ def test_prepare_refuses_arguments_that_compile_does_not_have(given: Any, error:
         prepare(nn.Linear(1, 1), given)
 
 
+def test_prepare_refuses_buckets_that_the_compiler_refuses() -> None:
+    """Below the size of the first one, an assertion of torch's compiler would fail in the first forward pass."""
+    with pytest.raises(LoopError, match="`bucket_cap_mb=0.5` with `compile`"):
+        Loop(group=FakeGroup()).prepare(nn.Linear(1, 1), compile=True, bucket_cap_mb=0.5)
+
+
 def test_prepare_refuses_to_compile_a_compiled_model() -> None:
     """Whichever of the two ways has compiled it."""
     with pytest.raises(LoopError, match=r"the result of torch.compile\(model\): it is compiled already"):
