@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from importlib.metadata import version as version_of
+from pathlib import Path
 
 project = "ddpilot"
 author = "the authors of ddpilot"
@@ -27,6 +28,7 @@ html_title = f"ddpilot {release}"
 html_show_copyright = False
 html_copy_source = False
 html_last_updated_fmt = None  # the same source gives the same pages
+html_search_scorer = str(Path(__file__).with_name("search_scorer.js"))
 html_permalinks_icon = "#"
 pygments_style = "default"
 pygments_dark_style = "github-dark"

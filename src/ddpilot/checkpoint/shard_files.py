@@ -219,7 +219,7 @@ _ALLOWED = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("collections", "OrderedDict"),
-    ("ddpilot.checkpoint.atomic_files", "FileFacts"),
+    (FileFacts.__module__, "FileFacts"),
     ("torch.distributed.checkpoint.storage", "WriteResult"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
 }

@@ -344,7 +344,7 @@ def test_a_finding_is_reported_once_in_all_fits_of_a_trainer(capfd: pytest.Captu
     for _ in range(2):
         trainer.fit(make_data(48), epochs=1, global_batch_size=BATCH_SIZE, nproc_per_node=2)
     said = capfd.readouterr().err
-    assert said.count("DDP501") == 1
+    assert said.count("small-batch-norm  DDP501") == 1
     assert "ddpilot:0" not in said
     assert 'ddp={"sync_batch_norm": True}' in said
     assert [finding.code for finding in trainer.findings] == ["DDP501"]
