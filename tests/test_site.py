@@ -84,7 +84,7 @@ def search(site: Path) -> Iterator[Search]:
         ("Expected to mark a variable ready only once", "errors/DDP311"),
         ("Watchdog caught collective operation timeout", "errors/DDP218"),
         ("Detected mismatch between collectives on ranks", "errors/DDP201"),
-        ("CUDA out of memory", "errors/DDP703"),
+        ("CUDA out of memory", "how_to/out_of_memory"),
         ("Expected all tensors to be on the same device", "errors/DDP412"),
         ("Address already in use", "errors/DDP103"),
         ("ChildFailedError", "errors/DDP701"),
