@@ -440,6 +440,15 @@ def known_folders(page: Path) -> set[str]:
     return ours
 
 
+def test_the_diff_of_the_loop_tutorial_is_that_of_the_examples() -> None:
+    """Its lines without + are the function of the plain example, those without - that of the other one."""
+    diff = re.search(r"^```diff\n(.*?)^```$", (ROOT / "docs/tutorials/loop.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert diff is not None
+    for name, other in (("digits_plain.py", "+"), ("digits_loop.py", "-")):
+        lines = [line[1:] for line in diff[1].splitlines() if not line.startswith(other)]
+        assert "\n".join(lines) in (ROOT / "examples" / name).read_text()
+
+
 def test_table_of_changes_leads_to_modules() -> None:
     """ "To change X, go to Y" has a row for at least 20 questions, each with a module or folder of the package."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
