@@ -23,6 +23,11 @@ _SUBJECTS: tuple[tuple[str, str, tuple[int, ...]], ...] = (
     ("batch norm", r"(sync)?batch[ -]?norm\w*", (408, 501, 307)),
     ("loader", r"data ?loaders?\b.*\bslow\w*|slow\w* .*\bdata ?loaders?|waits? for data", (721, 213, 601)),
     (
+        "rank 0 only",
+        r"(validat|evaluat|sav)\w*\b.*\brank 0|rank 0\b.*\b(validat|evaluat|sav)\w*|only on rank 0",
+        (211, 201, 220),
+    ),
+    (
         "hang",
         r"hang(s|ing)?|hung|stuck|fr[eo]ez\w*|frozen|deadlock\w*|forever|blocks|blocked|not respond\w*",
         (218, 207, 208, 220, 201, 209, 215, 213),
@@ -50,7 +55,7 @@ _SUBJECTS: tuple[tuple[str, str, tuple[int, ...]], ...] = (
 """Subjects of plain-word questions: name, pattern of the words, and the numbers of matching pages, likeliest first."""
 
 _FAQ = "docs/faq.md"
-_MAX_PLAIN_WORDS = 10
+_MAX_PLAIN_WORDS = 14
 """Maximum number of words of a question; longer text is treated as a message."""
 
 

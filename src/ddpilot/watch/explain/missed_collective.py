@@ -40,7 +40,7 @@ FIXES = {
     "DDP207": "give every rank the same number of batches (DistributedSampler, `drop_last=True`, ddpilot's Loop), or "
     "run the loop in `with Join([model]):`",
     "DDP208": "decide on all ranks together: all_reduce the flag, and leave on all of them after the same step",
-    "DDP210": "let the error end all ranks, or decide together to skip the batch (all_reduce a flag before backward)",
+    "DDP210": "skip the batch on all ranks together (all_reduce a flag before backward); an error has to end all ranks",
     "DDP211": "run `model.module(...)` there, which calls no collective, or run the DDP model on all ranks",
     "DDP212": "use the same parameters on all ranks, add `0 * sum(p.sum() for p in model.parameters())` to the loss, "
     "or wrap with find_unused_parameters=True",
