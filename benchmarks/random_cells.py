@@ -72,7 +72,8 @@ class Player:
         self._view.forget()
         if kind.special == "kill idle":
             os.kill(self._session.pull("os.getpid()", rank=drawn.rank), signal.SIGKILL)
-            time.sleep(0.1)
+            while self._session.status()[drawn.rank].state != "dead":
+                time.sleep(0.01)
         with self._stopping(drawn, kind):
             end = self._block(lambda: self._run(number, drawn, kind))
         self._judge(drawn, kind, end)
