@@ -13,10 +13,10 @@ from pictures.files import SCHEMES, write_screenshot
 from tests.browser.chromium import find_chromium
 
 ROOT = Path(__file__).parents[1]
-SCRIPT = "examples/gpt.py"
+
 COMMANDS = {
-    "timeline": ["profile", SCRIPT, "-n", "2", "--html"],
-    "scaling": ["scale", SCRIPT, "-n", "1,2", "--html"],
+    "timeline": ["profile", "examples/gpt.py", "-n", "2", "--html"],
+    "scaling": ["scale", "examples/digits_loop.py", "-n", "1,2", "--html"],
 }
 
 
