@@ -223,7 +223,7 @@ def find_broken_links(site: Path) -> list[str]:
 
 
 def build(site: Path, source: Path, *, num_jobs: int = 1) -> int:
-    """Build the site into `site`, with its source in `source`; both are made anew. Return the exit status."""
+    """Build the site into `site`, with its source in `source`; both are replaced. Return the exit status."""
     from sphinx.cmd.build import main as sphinx_build
 
     for folder in (site, source):

@@ -164,7 +164,7 @@ def publish(staged: Path, name: str) -> Path:
 def remove_stale(folder: Path, name: re.Pattern[str]) -> None:
     """Delete the directories in `folder` whose whole name matches `name`, unless a live process is writing them."""
     for path in folder.iterdir():
-        if name.fullmatch(path.name) and path.is_dir() and not _is_locked(path):
+        if name.fullmatch(path.name) and path.is_dir() and not is_locked(path / _LOCK):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -183,10 +183,11 @@ def move_aside(folder: Path, names: Iterable[str]) -> Path:
     return earlier
 
 
-def _is_locked(staged: Path) -> bool:
+def is_locked(path: Path) -> bool:
+    """Return True if another process holds the lock of the file `path`."""
     try:
-        with open(staged / _LOCK, "r+b") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with open(path, "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
     except OSError:

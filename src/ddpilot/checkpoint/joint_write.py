@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ddpilot.checkpoint.atomic_files import FileFacts
+from ddpilot.checkpoint.atomic_files import FileFacts, is_locked
 
 SHARDS_FILE = ".metadata"
 """Index of the files of shards, as torch.distributed.checkpoint names it."""
@@ -108,23 +108,12 @@ def collect(folder: Path, num_ranks: int, load: Callable[[Any], Any]) -> Iterato
 
 def _wait(folder: Path, rank: int, load: Callable[[Any], Any]) -> dict[str, Any] | None:
     while True:
-        is_writing = _is_locked(_lock(folder, rank))  # before the look: the note is written under the lock
+        is_writing = is_locked(_lock(folder, rank))  # before the look: the note is written under the lock
         with suppress(FileNotFoundError), open(_done(folder, rank), "rb") as file:
             return dict(load(file))
         if not is_writing:
             return None
         time.sleep(_POLL_S)
-
-
-def _is_locked(path: Path) -> bool:
-    try:
-        with open(path, "r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    return False
 
 
 def _lock(folder: Path, rank: int) -> Path:

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FrameType
+
+from ddpilot.environments.garbage_collection import collector_paused
 
 _MAKES_FRAMES_LATE = sys.version_info[:2] == (3, 11)
 
@@ -22,14 +23,8 @@ def reading_frames() -> Iterator[None]:
     being described: SIGSEGV later on. `sys._current_frames` has the same guard in CPython (issue 106883), `f_back` does
     not. Earlier versions have no lazy frames, and later ones collect only between instructions.
     """
-    if not (_MAKES_FRAMES_LATE and gc.isenabled()):
+    with collector_paused() if _MAKES_FRAMES_LATE else nullcontext():
         yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def main_frame() -> FrameType | None:

@@ -6,29 +6,16 @@ It must not matter whether `import lightning` precedes or follows ours, and impo
 
 from __future__ import annotations
 
-import gc
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from ddpilot.environments.garbage_collection import collector_paused
+
 Action = Callable[[ModuleType], None]
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Pause the garbage collector, unless it is disabled: an import creates no garbage, and torch's takes less time."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 class _Waiting(MetaPathFinder):

@@ -133,10 +133,9 @@ class Trainer(TrainerCore):
         int always counts updates; default: one after each row of the history. `limit_batches`: use only the first
         so many global batches of each epoch and each validation, or {"train": 100, "validation": 10}.
         `overfit_batches`: every epoch consists of the first so many batches of epoch 0, to see that the model can fit
-        them. `dry_run`: only try
-        everything where the fit would run: two updates, two batches of validation, a save and a load, without
-        callbacks; it changes nothing and leaves no file. `loader`, `ddp`: further options of `Loop.loader` for the
-        training data and of `Loop.prepare`.
+        them. `dry_run`: only try everything where the fit would run: two updates, two batches of validation, a save and
+        a load, without callbacks; it changes nothing and leaves no file. `loader`, `ddp`: further options of
+        `Loop.loader` for the training data and of `Loop.prepare`.
         `checkpoint_dir`, `resume`, `check_finite`: as for `Loop`, which resumes from the latest checkpoint there if it
         is further than this trainer; `other_data`: also if an epoch starts with a dataset of different length.
         `checkpoints`: the other options; `best` names a column of the history, "max val_acc". `progress`: False shows

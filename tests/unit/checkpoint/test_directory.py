@@ -251,6 +251,21 @@ directory.save(RunProgress(step=1), weights={"model": {"w": torch.ones(1)}})
 """
 
 
+@contextmanager
+def saving(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that has taken the lock of `folder`, and saves there once it has read a line."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SAVE, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "locked\n"
+        yield process
+
+
 @pytest.mark.parametrize(("job_id", "is_taken_over"), [("7", True), ("8", False)])
 def test_a_requeued_job_takes_the_directory_over_from_its_earlier_start_on_a_lost_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job_id: str, is_taken_over: bool
@@ -259,15 +274,7 @@ def test_a_requeued_job_takes_the_directory_over_from_its_earlier_start_on_a_los
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     notes: list[str] = []
     directory = CheckpointDir(tmp_path, report=notes.append)
-    with subprocess.Popen(
-        [sys.executable, "-c", SAVE, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as earlier:
-        assert earlier.stdout is not None
-        assert earlier.stdout.readline() == "locked\n"
+    with saving(tmp_path) as earlier:
         monkeypatch.setenv("SLURM_JOB_ID", job_id)
         monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
         if is_taken_over:
@@ -290,15 +297,7 @@ def test_tasks_of_an_array_are_told_that_each_needs_its_own_directory(
     """At the same time it is refused; later it is reported, since tasks one after the other may be one training."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "0")
-    with subprocess.Popen(
-        [sys.executable, "-c", SAVE, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as first:
-        assert first.stdout is not None
-        assert first.stdout.readline() == "locked\n"
+    with saving(tmp_path) as first:
         monkeypatch.setenv("SLURM_JOB_ID", "8")
         monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
         own = r"Give each task of the array its own: such as f\"ckpt/\{os\.environ\['SLURM_ARRAY_TASK_ID'\]\}\""

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from ddpilot.launching.on_import import collector_paused, forget, when_imported
+from ddpilot.launching.on_import import forget, when_imported
 
 NAME = "imported_by_a_test"
 
@@ -93,14 +93,3 @@ def test_an_awaited_import_pauses_the_collector_and_resumes_it(module_file: Path
     except ValueError:
         assert source.startswith("raise")
     assert gc.isenabled()
-
-
-def test_collector_paused_leaves_a_disabled_collector_disabled() -> None:
-    """Whoever disabled it enables it again."""
-    gc.disable()
-    try:
-        with collector_paused():
-            assert not gc.isenabled()
-        assert not gc.isenabled()
-    finally:
-        gc.enable()

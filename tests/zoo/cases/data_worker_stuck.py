@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loader's worker of one rank waits for a lock for ever."""
+"""A loader's worker of one rank waits for a lock forever."""
 
 # without: hang
 # finding: DDP213, rank 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank has a batch more than the other, which goes on to the end of its epoch."""
+"""One rank has one batch more than the other, which continues to the end of its epoch."""
 
 # without: SIGABRT or hang or error
 # finding: DDP207

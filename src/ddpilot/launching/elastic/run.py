@@ -8,13 +8,13 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ddpilot.environments.garbage_collection import collector_paused
 from ddpilot.environments.private_files import scratch_folder
 from ddpilot.launching.elastic.options import RunOptions
 from ddpilot.launching.elastic.output_thread import OutputThread
 from ddpilot.launching.elastic.prepare import CPP_LEVEL_VARIABLE, PreparedRun, prepare_run
 from ddpilot.launching.elastic.signals import RunStoppedError, StopSignal, signals_raise
 from ddpilot.launching.observer import MakeObserver
-from ddpilot.launching.on_import import collector_paused
 from ddpilot.launching.system_limits import limits_explained
 
 

@@ -28,9 +28,7 @@ from ddpilot.training.coordination.stop import StopSignals
 from ddpilot.training.engine.parts import LoopParts
 from ddpilot.training.logs.recorder import Reduction
 from ddpilot.training.models.explain import Explanation, explain
-from ddpilot.training.models.sharding import (
-    is_sharded,
-)
+from ddpilot.training.models.sharding import is_sharded
 from ddpilot.training.models.strategy import read_weights, strategy_of
 from ddpilot.training.notices import locating
 from ddpilot.training.resume.tracked_state import Redistribute
