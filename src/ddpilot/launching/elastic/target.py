@@ -7,14 +7,14 @@ import glob
 import importlib.machinery
 import importlib.util
 import os
-import pkgutil
 import shutil
 import stat
 import sys
 import traceback
 import warnings
+import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -65,16 +65,31 @@ def _check_script(path: Path) -> None:
     if not path.exists():
         raise LaunchError(did, found=f"no such file in {Path.cwd()}", fix=_suggest(path))
     with _errors_explained(did):
-        importer: Any = pkgutil.get_importer(str(path))  # of a directory or a zip file
-        if importer is None:
-            compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
-            return
-        spec = importer.find_spec("__main__")
-        if spec is None or spec.loader is None:
+        name, source = _read_source(path)
+        if name is None:
             kind = "directory" if path.is_dir() else "zip file"
             fix = _name_script(path) if path.is_dir() else "Add one, as `python -m zipapp` does, or name a script"
             raise LaunchError(did, found=f"it is a {kind} without a `__main__.py`", fix=fix)
-        _check_source(spec)
+        if source is not None:
+            compile(source, name, "exec", dont_inherit=True)
+
+
+def _read_source(path: Path) -> tuple[str | None, bytes | None]:
+    """The name and source of what Python runs for `path`; no source for a compiled one, no name where there is none.
+
+    Read here and not by an importer: Python keeps importers by the path as written, and directories of zip files with
+    them, so that in another working directory, or after the file was written again, it would look into the old one.
+    """
+    archive = zipfile.ZipFile(path) if path.is_file() and zipfile.is_zipfile(path) else None
+    with archive or nullcontext():
+        if archive is None and not path.is_dir():
+            return str(path), path.read_bytes()
+        members = os.listdir(path) if archive is None else archive.namelist()
+        for main in ("__main__.py", "__main__.pyc"):
+            if main in members:
+                read = archive.read if archive is not None else lambda name: (path / name).read_bytes()
+                return str(path / main), read(main) if main.endswith(".py") else None
+    return None, None
 
 
 def _check_source(spec: Any) -> None:
@@ -85,14 +100,14 @@ def _check_source(spec: Any) -> None:
 
 @contextmanager
 def _errors_explained(did: str) -> Iterator[None]:
-    """Context manager that raises LaunchError if Python cannot read or compile a file. zipimport compiles it itself."""
+    """Context manager that raises LaunchError if Python cannot read or compile a file."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the ranks show them
             yield
     except OSError as error:
         raise LaunchError(did, found=f"it cannot be read ({error.strerror})", fix="Check its permissions") from error
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, zipfile.BadZipFile) as error:
         shown = "".join(traceback.format_exception_only(error)).rstrip()
         raise LaunchError(did, found=f"Python cannot read it\n{shown}", fix="Correct that line") from error
 
@@ -128,6 +143,7 @@ def _check_module(name: str) -> None:
     if name.endswith(".py") or os.sep in name:
         raise LaunchError(did, found="that is a file, not a module", fix=f"Leave out -m, or write -m {dotted}")
     before = list(sys.path)
+    importlib.invalidate_caches()  # a module may have been written a moment ago, by a cell
     sys.path.insert(0, os.getcwd())  # searched first, as by `python -m`
     try:
         with _errors_explained(did):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -104,6 +105,46 @@ def test_check_target_says_what_is_wrong(here: Path, kind: TargetKind, target: s
     with pytest.raises(LaunchError) as caught:
         check_target(kind, target)
     assert said.format(here=here) in str(caught.value)
+
+
+@pytest.mark.parametrize("target", ["app.pyz", "package"])
+def test_check_target_looks_at_what_is_there_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str) -> None:
+    """The same words in another working directory, or after the file was written again, as from a notebook."""
+    for folder, names in (("a", ["__main__.py"]), ("b", ["x" * 5000, "__main__.py"]), ("c", ["other.py"])):
+        (tmp_path / folder).mkdir()
+        monkeypatch.chdir(tmp_path / folder)
+        write_program(Path(target), names)
+        if folder == "c":
+            with pytest.raises(LaunchError, match=r"without a `__main__\.py`"):
+                check_target("script", target)
+        else:
+            check_target("script", target)
+    write_program(Path(target), ["y" * 9000, "__main__.py"])
+    check_target("script", target)
+
+
+def write_program(path: Path, names: list[str]) -> None:
+    """A zip file or a directory with these files; a long name is one of 100 characters and that much content."""
+    if path.suffix == ".pyz":
+        with zipfile.ZipFile(path, "w") as archive:
+            for name in names:
+                archive.writestr(name[:100], f"x = 1  # {name}")
+        return
+    path.mkdir(exist_ok=True)
+    for name in names:
+        (path / name[:100]).write_text("x = 1\n")
+
+
+def test_check_target_finds_a_module_that_was_written_just_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though Python has looked into the folder before, in the same tick of the file system's clock."""
+    monkeypatch.chdir(tmp_path)
+    folder_ns = time.time_ns()
+    os.utime(tmp_path, ns=(folder_ns, folder_ns))
+    with pytest.raises(LaunchError, match="was not found"):
+        check_target("module", "made_just_now")
+    (tmp_path / "made_just_now.py").write_text("x = 1\n")
+    os.utime(tmp_path, ns=(folder_ns, folder_ns))
+    check_target("module", "made_just_now")
 
 
 def test_check_target_leaves_a_pipe_unread(tmp_path: Path) -> None:
