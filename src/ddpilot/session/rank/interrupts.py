@@ -10,6 +10,7 @@ import os
 import queue
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
 
@@ -123,12 +124,17 @@ def uninterrupted() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def time_limit(limit_s: float) -> Iterator[None]:
-    """Raise TimeLimitExpired in the body, once, after `limit_s` seconds or on SIGINT. Only in the main thread."""
+def time_limit(cpu_s: float, limit_s: float) -> Iterator[None]:
+    """Raise TimeLimitExpired in the body, once, or on SIGINT. Only in the main thread.
+
+    Raised after `cpu_s` seconds of the CPU time of this process, which a machine under load does not give in `cpu_s`
+    seconds, and after `limit_s` seconds at the latest.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     is_over = False
+    ended = threading.Event()
 
     def expire(_number: int, _frame: FrameType | None) -> None:
         nonlocal is_over
@@ -136,9 +142,15 @@ def time_limit(limit_s: float) -> Iterator[None]:
             is_over = True
             raise TimeLimitExpired
 
+    def wait(cpu_until_s: float, until_s: float) -> None:
+        while (left_s := min(cpu_until_s - time.process_time(), until_s - time.monotonic())) > 0:
+            if ended.wait(max(left_s, 0.01)):
+                return
+        signal.raise_signal(signal.SIGINT)
+
     before = signal.getsignal(signal.SIGINT)
-    timer = threading.Timer(limit_s, signal.raise_signal, (signal.SIGINT,))
-    timer.daemon = True
+    until = time.process_time() + cpu_s, time.monotonic() + limit_s
+    timer = threading.Thread(target=wait, args=until, daemon=True)
     try:
         try:
             signal.signal(signal.SIGINT, expire)
@@ -147,7 +159,7 @@ def time_limit(limit_s: float) -> Iterator[None]:
         finally:
             is_over = True
     finally:
-        timer.cancel()
+        ended.set()
         if timer.ident is not None:
             timer.join()  # after this it sends no signal
         signal.signal(signal.SIGINT, before)

@@ -54,9 +54,9 @@ if TYPE_CHECKING:
 _CONNECT_S = 0.01
 """Seconds between two attempts to send an input request while the session is not connected to the stdin channel yet."""
 
-_COLOURS_S = 0.7
-"""Time limit in seconds for IPython to format a traceback: with large files or deep recursion this takes seconds of CPU
-time, on all failing ranks at once."""
+_COLOURS_CPU_S, _COLOURS_S = 0.3, 1.5
+"""Limits in seconds of CPU time and of time for IPython to format a traceback: with large files or deep recursion this
+takes seconds of CPU time, on all failing ranks at once, which are killed as stuck after about 2 s."""
 
 _NO_EXIT = "`exit` and `quit` do not stop a rank; `%ddp stop` (or `session.stop()`) stops all ranks"
 
@@ -124,7 +124,7 @@ class RankShell(ZMQInteractiveShell):
             else:
                 self._debugs = False
                 try:
-                    with time_limit(_COLOURS_S):
+                    with time_limit(_COLOURS_CPU_S, _COLOURS_S):
                         super().showtraceback(exc_tuple, *args, **kwargs)
                 except TimeLimitExpired:
                     self._last_traceback = user_traceback(error).splitlines() if error is not None else None

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -88,10 +89,28 @@ def _spin() -> None:
         pass
 
 
-def test_time_limit_ends_the_body(pressed: list[int]) -> None:
+@pytest.mark.parametrize(("cpu_s", "limit_s"), [(0.001, 60.0), (60.0, 0.001)])
+def test_time_limit_ends_the_body(pressed: list[int], cpu_s: float, limit_s: float) -> None:
     """The signal that does it does not reach the previous handler."""
-    with pytest.raises(TimeLimitExpired), time_limit(0.001):
+    with pytest.raises(TimeLimitExpired), time_limit(cpu_s, limit_s):
         _spin()
+    assert pressed == []
+
+
+def test_time_limit_waits_for_a_machine_under_load(pressed: list[int]) -> None:
+    """Which gives this process less CPU time than time passes: here none, while the body waits."""
+    waited_s = []
+
+    def work() -> None:
+        before_s = time.process_time()
+        for _ in range(20):
+            threading.Event().wait(0.01)
+        waited_s.append(time.process_time() - before_s)
+        _spin()
+
+    with pytest.raises(TimeLimitExpired), time_limit(cpu_s=0.05, limit_s=60.0):
+        work()
+    assert waited_s[0] < 0.05
     assert pressed == []
 
 
@@ -106,7 +125,7 @@ def test_time_limit_is_ended_by_an_interrupt_once(pressed: list[int]) -> None:
             signal.raise_signal(signal.SIGINT)
             followed.append(True)
 
-    with pytest.raises(TimeLimitExpired), time_limit(60.0):
+    with pytest.raises(TimeLimitExpired), time_limit(60.0, 60.0):
         work()
     assert followed == [True]
     assert pressed == []
@@ -114,7 +133,7 @@ def test_time_limit_is_ended_by_an_interrupt_once(pressed: list[int]) -> None:
 
 def test_time_limit_restores_the_sigint_handler(pressed: list[int]) -> None:
     """Also after it was in time."""
-    with time_limit(60.0):
+    with time_limit(60.0, 60.0):
         pass
     signal.raise_signal(signal.SIGINT)
     assert pressed == [signal.SIGINT]
@@ -125,7 +144,7 @@ def test_time_limit_does_nothing_in_a_thread(pressed: list[int]) -> None:
     done: list[bool] = []
 
     def work() -> None:
-        with time_limit(0.0), uninterrupted():
+        with time_limit(0.0, 0.0), uninterrupted():
             done.append(True)
 
     thread = threading.Thread(target=work)

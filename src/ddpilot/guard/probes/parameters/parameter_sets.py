@@ -7,6 +7,7 @@ A set holds the parameters of one optimizer that belong to one DDP model, or to 
 from __future__ import annotations
 
 import os
+import sys
 import time
 import weakref
 import zlib
@@ -301,10 +302,11 @@ class ParameterSets:
     def _add(self, optimizer: Optimizer) -> _Known | None:
         if len(self._known) >= _MAX_OPTIMIZERS:
             return None
-        key, all_known, keep_last = id(optimizer), self._known, self._keep_last
+        key, all_known, keep_last, is_exiting = id(optimizer), self._known, self._keep_last, sys.is_finalizing
 
         def forget(_: weakref.ref[Optimizer]) -> None:
-            if freed := all_known.pop(key, None):
+            # At the end of the interpreter the names of modules, which `keep_last` uses, are None.
+            if not is_exiting() and (freed := all_known.pop(key, None)):
                 keep_last(freed.sets.values())
 
         known = all_known[key] = _Known(weakref.ref(optimizer, forget))

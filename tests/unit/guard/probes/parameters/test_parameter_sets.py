@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -96,6 +97,22 @@ def test_parameters_are_looked_through_once_for_the_first_step(
     """Not twice because it is also checked."""
     step(book, torch.optim.SGD(nn.Linear(2, 2).parameters()))
     assert num_plans() == 1
+
+
+@pytest.mark.usefixtures("compiler_is_loaded")
+@pytest.mark.parametrize("is_exiting", [False, True])
+def test_optimizer_that_is_freed_as_the_interpreter_ends_is_left_alone(
+    book: ParameterSets, monkeypatch: pytest.MonkeyPatch, is_exiting: bool
+) -> None:
+    """The names of modules are None by then; an error there would be printed as one of the user's program."""
+    monkeypatch.setattr(sys, "is_finalizing", lambda: is_exiting)
+    step(book, torch.optim.SGD(nn.Linear(2, 2).parameters()))  # torch keeps the first one of a process
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    step(book, optimizer)
+    key = id(optimizer)
+    del optimizer
+    gc.collect()
+    assert (key in book._known) == is_exiting
 
 
 @pytest.mark.usefixtures("compiler_is_loaded")
