@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from types import CodeType, FrameType
 from typing import Any
 
@@ -34,6 +36,8 @@ _TORCH_HOOKS = "distributed/algorithms/ddp_comm_hooks/"
 _MAX_CALLERS = 5
 _MAX_FRAMES = 16
 """Number of frames around the user's frame that are examined."""
+_NUM_OWN_REFERENCES = 3
+"""To the dictionary of a frame's variables: of the frame, of a name here, and of the call that counts them."""
 
 
 CallPath = tuple[FrameType | None, CodeType | None, str, bool]
@@ -121,6 +125,22 @@ class SiteFinder:
         if is_generated(file):
             return INNER
         return USER if is_users(file) else LIBRARY
+
+
+def local_variables(frame: FrameType) -> Mapping[str, Any]:
+    """The variables of a function that runs, or those of its module at a module's top level.
+
+    Until Python 3.12 a frame keeps the dictionary that `f_locals` returns, and with it what the user has deleted or
+    replaced since: a batch, or the logits, for the rest of the training. So the dictionary is emptied, unless somebody
+    else uses it too: a debugger, or the caller of `locals()`, which returns the same one.
+    """
+    kept = frame.f_locals
+    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        variables = dict(kept)
+        if sys.getrefcount(kept) == _NUM_OWN_REFERENCES:
+            kept.clear()
+        return variables
+    return kept
 
 
 def find_ddp_model(frame: FrameType | None) -> Any:

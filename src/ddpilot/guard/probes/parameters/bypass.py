@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.caller_source import parse_function, resolve
+from ddpilot.record.call_sites import local_variables
 
 _MAX_LINES = 64
 _MAX_LOOKS = 256
@@ -74,7 +75,7 @@ class BypassCalls:
         """Return the frame that called into the model from `frame`'s stack; None if DDP called it."""
         caller = None
         while frame is not None:
-            owner = frame.f_locals.get("self")
+            owner = local_variables(frame).get("self")
             if isinstance(owner, DistributedDataParallel):
                 return None
             if id(owner) in self._inside:
@@ -99,7 +100,7 @@ def find_bypass_line(frame: FrameType, ddp: Any) -> int | None:
 
 def _calls(frame: FrameType, ddp: Any) -> Iterator[int]:
     tree, first = parse_function(frame)
-    names = {**frame.f_globals, **frame.f_locals}
+    names = {**frame.f_globals, **local_variables(frame)}
     inside = {id(module) for module in ddp.module.modules()}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and _is_call_of(node.func, names, ddp, inside):

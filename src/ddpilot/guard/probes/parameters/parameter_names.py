@@ -11,6 +11,8 @@ from typing import Any
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from ddpilot.record.call_sites import local_variables
+
 _MAX_FRAMES = 40
 _MAX_VARIABLES = 500
 
@@ -47,7 +49,7 @@ def _modules_around(frame: FrameType | None) -> Iterator[tuple[str, nn.Module]]:
         if frame is None:
             break
         outermost = outermost or frame
-        yield from _modules_in(frame.f_locals)
+        yield from _modules_in(local_variables(frame))
         frame = frame.f_back
     if outermost is not None:
         yield from _modules_in(outermost.f_globals)

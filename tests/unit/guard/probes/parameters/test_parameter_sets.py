@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -106,13 +107,30 @@ def test_optimizer_that_is_freed_as_the_interpreter_ends_is_left_alone(
 ) -> None:
     """The names of modules are None by then; an error there would be printed as one of the user's program."""
     monkeypatch.setattr(sys, "is_finalizing", lambda: is_exiting)
-    step(book, torch.optim.SGD(nn.Linear(2, 2).parameters()))  # torch keeps the first one of a process
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
     step(book, optimizer)
     key = id(optimizer)
     del optimizer
     gc.collect()
     assert (key in book._known) == is_exiting
+
+
+@pytest.mark.usefixtures("compiler_is_loaded")
+def test_a_step_keeps_no_variable_of_the_users_function(book: ParameterSets) -> None:
+    """Such as the logits, which the next line deletes; names are looked for there. The user's `locals()` is kept."""
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
+
+    def train(*, asks: bool) -> tuple[bool, object]:
+        logits = torch.zeros(2)
+        freed = weakref.ref(logits)
+        held = locals() if asks else None
+        step(book, optimizer)
+        del logits
+        return freed() is None, held
+
+    assert train(asks=False) == (True, None)
+    assert isinstance(held := train(asks=True)[1], dict)
+    assert held["asks"] is True
 
 
 @pytest.mark.usefixtures("compiler_is_loaded")
