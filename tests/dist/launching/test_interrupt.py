@@ -165,30 +165,26 @@ def test_ctrl_c_while_the_server_starts_leaves_no_server(tmp_path: Path) -> None
 
 LOOP = """
 import os, ddpilot
-count = 0
 launcher = ddpilot.Launcher(nproc_per_node=1, output="silent")
-try:
-    while True:
-        launcher.run(os.getpid)
-        count += 1
-        open("going", "w").close()
-except KeyboardInterrupt:
-    print("stopped")
-print(len(launcher.run(os.getpid)))
+for number in range(5):
+    try:
+        while True:
+            launcher.run(os.getpid)
+            open(f"going{number}", "w").close()
+    except KeyboardInterrupt:
+        print("stopped", len(launcher.run(os.getpid)))
 """
 
 
 def test_ctrl_c_stops_a_loop_of_launches_wherever_it_comes(tmp_path: Path) -> None:
     """An interrupt between or at the very end of launches is not lost; five moments of a loop."""
-    for number in range(5):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        with running(LOOP, folder) as parent:
-            wait_until((folder / "going").exists)
+    with running(LOOP, tmp_path) as parent:
+        for number in range(5):
+            wait_until((tmp_path / f"going{number}").exists)
             time.sleep(0.013 * number)
             parent.send_signal(signal.SIGINT)
-            outcome = finish(parent, limit_s=20)
-        assert outcome.out == "stopped\n1\n", outcome
+        outcome = finish(parent, limit_s=20)
+    assert outcome.out == "stopped 1\n" * 5, outcome
 
 
 def test_ctrl_c_before_any_rank_runs_is_one_line() -> None:

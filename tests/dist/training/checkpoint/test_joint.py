@@ -13,18 +13,14 @@ import pytest
 import torch
 from torch import nn
 
-from ddpilot import Launcher, RankError
+from ddpilot import RankError
 from ddpilot.checkpoint.directory import CheckpointDir
 from ddpilot.errors import CheckpointError
 from ddpilot.training.loop import Loop
+from tests.dist.training.bodies import launch
 from tests.dist.training.checkpoint.bodies import BATCHES_PER_EPOCH, NUM_SAMPLES, fail_jointly, train
 
 NUM_STEPS = 2 * BATCHES_PER_EPOCH
-
-
-def launch(num_ranks: int, fn: Any, *args: Any, **kwargs: Any) -> Any:
-    """What every rank returned, in at most 60 seconds."""
-    return Launcher(nproc_per_node=num_ranks, timeout_s=60).run(fn, *args, **kwargs)
 
 
 def test_resume_is_bit_identical_at_the_same_world_size(tmp_path: Path) -> None:
