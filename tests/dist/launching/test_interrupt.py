@@ -104,7 +104,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, End]:
     assert outcome.code == 0, outcome.err
     outs, errs = (text.split("end of way\n")[:-1] for text in (outcome.out, outcome.err))
     assert all(out.endswith("usable: True\n") for out in outs), outcome
-    return {name: End(*end) for name, *end in zip(WAYS, outs, errs, took_s, strict=True)}
+    return dict(zip(WAYS, map(End, outs, errs, took_s), strict=True))
 
 
 def test_ctrl_c_ends_ranks_in_python_with_their_own_keyboard_interrupt(ends: dict[str, End]) -> None:
