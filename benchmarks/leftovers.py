@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a piece of work leaves behind: processes, threads, file descriptors, listening ports, shared-memory files.
 
-The tests fail on it after each test, the benchmarks count it after many launches. Linux reads /proc (about 1 ms for a
-look, 10 ms with `everywhere`, since the kernel walks its whole table of connections); elsewhere only threads are seen.
+The tests fail on it after each test, the benchmarks count it after many launches. Linux reads /proc (10 ms for a look
+with `everywhere`, since the kernel walks its whole table of connections); elsewhere only threads are seen.
 """
 
 from __future__ import annotations
@@ -45,15 +45,19 @@ class Look:
         return [f"{kind.replace('_', ' ')}: {entry}" for kind, entries in new.items() for entry in sorted(entries)]
 
 
-def look(mark: str, *, spared_pids: Collection[int] = (), everywhere: bool = False) -> Look:
+def look(
+    mark: str, *, spared_pids: Collection[int] = (), known_pids: Collection[int] = (), everywhere: bool = False
+) -> Look:
     """Look once at what this process and the processes marked with `mark` hold. `spared_pids` are not reported.
 
+    `known_pids`: processes, such as all that ran before a test, of which only this process's children are reported.
+    Reading the environments of all processes of a machine takes milliseconds.
     `everywhere`: also find the ports on which the other marked processes listen, spared ones included.
     """
     threads = frozenset(f"{thread.name} ({type(thread).__name__})" for thread in threading.enumerate())
     if not _PROC.joinpath("self", "fd").exists():
         return Look(threads=threads)
-    pids = marked_pids(mark) - {os.getpid()}
+    pids = marked_pids(mark, known_pids=known_pids) - {os.getpid()}
     descriptors = _descriptors()
     return Look(
         processes=frozenset(describe_process(pid) for pid in (pids | _children()) - set(spared_pids)),
@@ -72,10 +76,18 @@ def settle(look_now: Callable[[], list[str]], *, grace_s: float) -> list[str]:
     return found
 
 
-def marked_pids(mark: str) -> set[int]:
-    """Pids of all live processes whose environment at `exec` carried `mark`; itself included, zombies not."""
+def all_pids() -> set[int]:
+    """Pids of all processes of the machine that /proc lists, of other users too."""
+    return {int(name) for name in os.listdir(_PROC) if name.isdigit()} if _PROC.is_dir() else set()
+
+
+def marked_pids(mark: str, *, known_pids: Collection[int] = ()) -> set[int]:
+    """Pids of all live processes whose environment at `exec` carried `mark`; itself included, zombies not.
+
+    `known_pids` are left out: their environments are not read.
+    """
     wanted = f"{MARK}={mark}".encode()
-    return {int(pid) for pid in os.listdir(_PROC) if pid.isdigit() and wanted in _environment(pid)}
+    return {pid for pid in all_pids().difference(known_pids) if wanted in _environment(pid)}
 
 
 def describe_process(pid: int) -> str:
@@ -96,7 +108,7 @@ def unused_shared_memory(names: Collection[str]) -> list[str]:
     return sorted(left)
 
 
-def _environment(pid: str) -> bytes:
+def _environment(pid: int) -> bytes:
     text = _read(f"{_PROC}/{pid}/environ")
     # While a program is being replaced by `exec`, it has no environment for a moment: a leak must not hide in that.
     for _ in range(1000):
@@ -106,7 +118,7 @@ def _environment(pid: str) -> bytes:
     return text
 
 
-def _has_no_environment(pid: str) -> bool:
+def _has_no_environment(pid: int) -> bool:
     """Whether there is nothing to read in any case: gone, a zombie, not ours to read, or started with none."""
     fields = _read(f"{_PROC}/{pid}/stat").rpartition(b") ")[2].split()  # from the third field of proc(5) on
     if len(fields) < 49 or fields[0] == b"Z" or int(fields[6]) & _PF_KTHREAD or not _target(f"{_PROC}/{pid}/exe"):

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.leftovers import MARK, Look, look, settle, unused_shared_memory
+from benchmarks.leftovers import MARK, Look, all_pids, look, settle, unused_shared_memory
 from tests.soak import mark_what_is_not_often
 
 pytest_plugins = ["pytester"]
@@ -103,11 +103,20 @@ def no_leaks(nothing_left_at_the_end: str) -> Iterator[None]:
     """Compare before and after: variables, processes, threads, descriptors, ports, shared memory, a process group."""
     mark = nothing_left_at_the_end
     environment = dict(os.environ)
-    before, servers = look(mark, spared_pids=spared_pids()), server_pids()
+    known_pids, servers = all_pids(), server_pids()
+    before = look(mark, spared_pids=spared_pids(), known_pids=known_pids)
     yield
     left = [*_restore_environment(environment), *_leave_process_group()]
-    if _new_leftovers(mark, before, set(server_pids()) - set(servers)):
-        left += settle(lambda: _collected_leftovers(mark, before, set(server_pids()) - set(servers)), grace_s=GRACE_S)
+
+    def new_leftovers() -> list[str]:
+        return _new_leftovers(mark, before, known_pids, set(server_pids()) - set(servers))
+
+    def collected_leftovers() -> list[str]:
+        gc.collect()  # results of a launch hold a file open until they are collected
+        return new_leftovers()
+
+    if new_leftovers():
+        left += settle(collected_leftovers, grace_s=GRACE_S)
     assert not left, "the test left behind:\n  " + "\n  ".join(left)
 
 
@@ -162,13 +171,8 @@ def stop_rank_servers() -> None:
         tracker._resource_tracker._stop()
 
 
-def _collected_leftovers(mark: str, before: Look, new_servers: set[int]) -> list[str]:
-    gc.collect()  # results of a launch hold a file open until they are collected
-    return _new_leftovers(mark, before, new_servers)
-
-
-def _new_leftovers(mark: str, before: Look, new_servers: set[int]) -> list[str]:
-    now = look(mark, spared_pids=spared_pids())
+def _new_leftovers(mark: str, before: Look, known_pids: set[int], new_servers: set[int]) -> list[str]:
+    now = look(mark, spared_pids=spared_pids(), known_pids=known_pids)
     shared = now.shared_memory_files - before.shared_memory_files
     # Others use this machine's shared memory too; a file that a live process uses is no leftover of this test.
     theirs = shared - set(unused_shared_memory(shared)) if shared else frozenset()

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -15,7 +17,9 @@ from ddpilot.launching.observer import LaunchObserver
 from ddpilot.launching.options import LaunchOptions
 from tests.dist.launching.scripts import finish, is_alive, running, wait_until
 
-# How ranks wait, before and after they say that they are ready.
+pytestmark = pytest.mark.timeout(240)  # the first test waits for all of the ways
+
+# What ranks do when they are interrupted.
 WAYS = {
     "in_python": "while True: time.sleep(0.01)",
     "in_a_collective": "time.sleep(600) if rank == 0 else dist.all_reduce(torch.ones(1))",
@@ -26,12 +30,29 @@ WAYS = {
     "taking_alone": "if rank: StopSignals(said.append).__enter__()\n    while True: time.sleep(0.01)",
     "ignoring": "signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(600)",
     "in_c": "signal.signal(signal.SIGINT, signal.SIG_IGN); ctypes.PyDLL(None).sleep(600)",
+    "interrupted_twice": "signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(600)",
 }
+GRACE_S = {"in_python": 20, "in_a_collective": 20, "catching": 20, "interrupted_twice": 50}
+"""Of the other ways: 0.5."""
 
 PARENT = """
 import ctypes, os, signal, sys, time
 from ddpilot import Launcher
 
+def run(name, grace_s):
+    os.mkdir(name)
+    # What is stuck here waits for Ctrl-C, not for the watch.
+    launcher = Launcher(nproc_per_node=2, watch=False, stop_grace_s=grace_s)
+    try:
+        print(list(launcher.run(train, os.path.abspath(name))))
+    except KeyboardInterrupt as error:
+        print(type(error).__name__, error)
+    print("usable:", list(launcher.run(os.getcwd)) == [os.getcwd()] * 2)
+    for stream in (sys.stdout, sys.stderr):
+        print("end of way", file=stream, flush=True)
+    open(f"{name}/ended", "w").close()
+"""
+WAY = """
 def train(folder):
     import torch, torch.distributed as dist
     from ddpilot.training.coordination.stop import StopSignals
@@ -44,54 +65,67 @@ def train(folder):
     os.rename(f"{folder}/{rank}.writing", f"{folder}/{rank}")
     WAY
 
-# What is stuck here waits for Ctrl-C, not for the watch.
-launcher = Launcher(nproc_per_node=2, watch=False, stop_grace_s=GRACE)
-try:
-    print(list(launcher.run(train, os.getcwd())))
-except KeyboardInterrupt as error:
-    print(type(error).__name__, error)
-print("usable:", list(launcher.run(os.getcwd)) == [os.getcwd()] * 2)
+run("NAME", GRACE)
 """
 
 
-def interrupt(way: str, folder: Path, *, grace_s: float = 0.5, times: int = 1) -> tuple[str, str, float]:
-    """(stdout, stderr, seconds) of a parent that gets SIGINT `times` times while its ranks wait in `way`."""
-    source = PARENT.replace("WAY", WAYS[way]).replace("GRACE", str(grace_s))
+class End(NamedTuple):
+    """What the parent wrote in one way, and how long it took from the first interrupt."""
+
+    out: str
+    err: str
+    took_s: float
+
+
+def interrupt(parent: subprocess.Popen[str], folder: Path, *, times: int) -> float:
+    """Send SIGINT `times` times once the ranks are in the way of `folder`; the seconds until it has ended."""
+    wait_until(lambda: all((folder / str(rank)).exists() for rank in range(2)))
+    time.sleep(0.2)  # into the wait itself
+    start = time.monotonic()
+    for _ in range(times):
+        parent.send_signal(signal.SIGINT)
+        time.sleep(0.2)  # two at once are one
+    wait_until((folder / "ended").exists, limit_s=60)
+    took_s = time.monotonic() - start
+    assert not any(is_alive(int((folder / str(rank)).read_text())) for rank in range(2))
+    return took_s
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, End]:
+    """One parent that launches in all ways in turn, and is usable after each."""
+    folder = tmp_path_factory.mktemp("ways")
+    source = PARENT
+    for name, way in WAYS.items():
+        source += WAY.replace("WAY", way).replace("NAME", name).replace("GRACE", str(GRACE_S.get(name, 0.5)))
     with running(source, folder) as parent:
-        wait_until(lambda: all((folder / str(rank)).exists() for rank in range(2)))
-        time.sleep(0.2)  # into the wait itself
-        start = time.monotonic()
-        for _ in range(times):
-            parent.send_signal(signal.SIGINT)
-            time.sleep(0.2)  # two at once are one
+        took_s = [interrupt(parent, folder / name, times=2 if name == "interrupted_twice" else 1) for name in WAYS]
         outcome = finish(parent)
-        took_s = time.monotonic() - start
     assert outcome.code == 0, outcome.err
-    assert outcome.out.endswith("usable: True\n"), outcome
-    pids = [int((folder / str(rank)).read_text()) for rank in range(2)]
-    assert not any(map(is_alive, pids))
-    return outcome.out, outcome.err, took_s
+    outs, errs = (text.split("end of way\n")[:-1] for text in (outcome.out, outcome.err))
+    assert all(out.endswith("usable: True\n") for out in outs), outcome
+    return dict(zip(WAYS, map(End, outs, errs, took_s), strict=True))
 
 
-def test_ctrl_c_ends_ranks_in_python_with_their_own_keyboard_interrupt(tmp_path: Path) -> None:
+def test_ctrl_c_ends_ranks_in_python_with_their_own_keyboard_interrupt(ends: dict[str, End]) -> None:
     """The first step: SIGINT in every rank; LaunchInterrupted is a KeyboardInterrupt and has each rank's end."""
-    out, err, _ = interrupt("in_python", tmp_path, grace_s=20)
-    ends = "rank 0 ended at KeyboardInterrupt; rank 1 ended at KeyboardInterrupt"
-    assert out.startswith(f"LaunchInterrupted the launch of `train` was stopped: {ends}\n")
+    out, err, _ = ends["in_python"]
+    each = "rank 0 ended at KeyboardInterrupt; rank 1 ended at KeyboardInterrupt"
+    assert out.startswith(f"LaunchInterrupted the launch of `train` was stopped: {each}\n")
     limits = "20 s, or 60 s where they train to the end of an update"
     assert f"ddpilot: interrupting ranks 0,1; they have {limits} (interrupt again to kill them now)" in err
 
 
-def test_ctrl_c_ends_a_rank_in_a_collective_with_the_peer_it_waits_for(tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_rank_in_a_collective_with_the_peer_it_waits_for(ends: dict[str, End]) -> None:
     """One rank ends at its KeyboardInterrupt, and the other one's all_reduce with it."""
-    out, err, _ = interrupt("in_a_collective", tmp_path, grace_s=20)
+    out, err, _ = ends["in_a_collective"]
     assert "was stopped: rank 0 ended at KeyboardInterrupt; rank 1 " in out
     assert "killing" not in err
 
 
-def test_ctrl_c_frees_the_group_when_all_ranks_are_stuck_in_a_collective(tmp_path: Path) -> None:
+def test_ctrl_c_frees_the_group_when_all_ranks_are_stuck_in_a_collective(ends: dict[str, End]) -> None:
     """The second step: what SIGINT does not reach inside C++ ends when the group is freed, without a kill."""
-    out, err, _ = interrupt("in_a_collective_all", tmp_path)
+    out, err, _ = ends["in_a_collective_all"]
     assert "SIGKILL" not in out
     assert "did not exit; aborting the process group" in err
     assert "killing" not in err
@@ -99,9 +133,9 @@ def test_ctrl_c_frees_the_group_when_all_ranks_are_stuck_in_a_collective(tmp_pat
 
 
 @pytest.mark.parametrize("way", ["ignoring", "in_c"])
-def test_ctrl_c_kills_ranks_that_ignore_everything_else(way: str, tmp_path: Path) -> None:
+def test_ctrl_c_kills_ranks_that_ignore_everything_else(way: str, ends: dict[str, End]) -> None:
     """The third step: SIGKILL, also while C code holds the interpreter; after grace and one second, no later."""
-    out, err, took_s = interrupt(way, tmp_path)
+    out, err, took_s = ends[way]
     assert "rank 0 was killed by SIGKILL; rank 1 was killed by SIGKILL" in out
     steps = ["interrupting ranks 0,1", "aborting the process group", "killing ranks 0,1"]
     places = [err.find(step) for step in steps]
@@ -110,29 +144,28 @@ def test_ctrl_c_kills_ranks_that_ignore_everything_else(way: str, tmp_path: Path
     assert took_s < 10
 
 
-def test_ctrl_c_twice_kills_at_once(tmp_path: Path) -> None:
+def test_ctrl_c_twice_kills_at_once(ends: dict[str, End]) -> None:
     """Who presses again does not want to wait for the grace."""
-    out, _, took_s = interrupt("ignoring", tmp_path, grace_s=50, times=2)
+    out, _, took_s = ends["interrupted_twice"]
     assert "rank 0 was killed by SIGKILL; rank 1 was killed by SIGKILL" in out
     assert took_s < 20
 
 
-def test_ctrl_c_gives_the_values_of_ranks_that_take_it_as_their_cue(tmp_path: Path) -> None:
+def test_ctrl_c_gives_the_values_of_ranks_that_take_it_as_their_cue(ends: dict[str, End]) -> None:
     """A function that catches KeyboardInterrupt and returns has its values come back."""
-    out, _, _ = interrupt("catching", tmp_path, grace_s=20)
-    assert out.startswith("['saved', 'saved']\n")
+    assert ends["catching"].out.startswith("['saved', 'saved']\n")
 
 
-def test_ctrl_c_leaves_ranks_that_take_it_the_time_for_an_update(tmp_path: Path) -> None:
+def test_ctrl_c_leaves_ranks_that_take_it_the_time_for_an_update(ends: dict[str, End]) -> None:
     """What `Loop` does: an update that is longer than the grace comes to its end, and the values come back."""
-    out, err, _ = interrupt("taking", tmp_path)
+    out, err, _ = ends["taking"]
     assert out.startswith("[['SIGINT'], ['SIGINT']]\n")
     assert "ranks 0,1: still finishing the update (interrupt again to kill them now)" in err
 
 
-def test_ctrl_c_leaves_no_such_time_to_a_rank_whose_peer_has_ended(tmp_path: Path) -> None:
+def test_ctrl_c_leaves_no_such_time_to_a_rank_whose_peer_has_ended(ends: dict[str, End]) -> None:
     """One was interrupted before its loop, so the other one waits for it in vain."""
-    out, _, took_s = interrupt("taking_alone", tmp_path)
+    out, _, took_s = ends["taking_alone"]
     assert "rank 0 ended at KeyboardInterrupt; rank 1 was killed by SIGKILL" in out
     assert took_s < 20
 
@@ -165,30 +198,26 @@ def test_ctrl_c_while_the_server_starts_leaves_no_server(tmp_path: Path) -> None
 
 LOOP = """
 import os, ddpilot
-count = 0
 launcher = ddpilot.Launcher(nproc_per_node=1, output="silent")
-try:
-    while True:
-        launcher.run(os.getpid)
-        count += 1
-        open("going", "w").close()
-except KeyboardInterrupt:
-    print("stopped")
-print(len(launcher.run(os.getpid)))
+for number in range(5):
+    try:
+        while True:
+            launcher.run(os.getpid)
+            open(f"going{number}", "w").close()
+    except KeyboardInterrupt:
+        print("stopped", len(launcher.run(os.getpid)))
 """
 
 
 def test_ctrl_c_stops_a_loop_of_launches_wherever_it_comes(tmp_path: Path) -> None:
     """An interrupt between or at the very end of launches is not lost; five moments of a loop."""
-    for number in range(5):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        with running(LOOP, folder) as parent:
-            wait_until((folder / "going").exists)
+    with running(LOOP, tmp_path) as parent:
+        for number in range(5):
+            wait_until((tmp_path / f"going{number}").exists)
             time.sleep(0.013 * number)
             parent.send_signal(signal.SIGINT)
-            outcome = finish(parent, limit_s=20)
-        assert outcome.out == "stopped\n1\n", outcome
+        outcome = finish(parent, limit_s=20)
+    assert outcome.out == "stopped 1\n" * 5, outcome
 
 
 def test_ctrl_c_before_any_rank_runs_is_one_line() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.dist.launching.scripts import run_script
-from tests.soak import often
+from tests.soak import soak
 
 PICKLES = """
 import io, torch, ddpilot
@@ -56,24 +56,6 @@ for method in (None, "fork", "spawn", "forkserver"):
 """
 
 
-def test_ranks_find_shipped_names_in_main(tmp_path: Path) -> None:
-    """ "What was shipped is bound in the rank's `__main__`": all_gather_object, torch.save, torch.load, pickle work."""
-    assert run_script(PICKLES, tmp_path).out == "[1, 1]\n"
-
-
-def test_ranks_find_shipped_names_when_the_code_has_no_file(tmp_path: Path) -> None:
-    """A prompt's code comes through stdin; it works as a script's does."""
-    assert run_script(PICKLES, tmp_path, through_stdin=True).out == "[1, 1]\n"
-
-
-@often("prompt")
-@pytest.mark.parametrize("through_stdin", [False, True], ids=["script", "prompt"])
-def test_data_loader_workers_of_every_start_method_find_shipped_names(tmp_path: Path, through_stdin: bool) -> None:
-    """DataLoader workers take a cell's Dataset and collate_fn, forked, spawned and from a fork server."""
-    outcome = run_script(LOADERS, tmp_path, through_stdin=through_stdin)
-    assert outcome.out == "[[[1, 2, 5], [10, 17, 26]]]\n" * 4
-
-
 VERSIONS = """
 import ddpilot
 exec("class Net:\\n    version = 1")
@@ -84,11 +66,6 @@ def train(net):
 seen = ddpilot.launch(train, old, nproc_per_node=2)[1]
 print(seen[:2], type(seen[2]) is type(old), type(seen[3]) is Net, Net.version, type(old).version)
 """
-
-
-def test_launch_keeps_two_versions_of_one_class_apart(tmp_path: Path) -> None:
-    """A cell that was run twice leaves instances of the old class; both come back as what they were."""
-    assert run_script(VERSIONS, tmp_path).out == "(1, 2) True True 2 1\n"
 
 
 GLOBALS = """
@@ -104,6 +81,44 @@ print(list(ddpilot.launch(train, nproc_per_node=2)), count)
 """
 
 
-def test_ranks_share_globals_among_functions_of_main(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def of_a_script(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The lines that one script with all but the data loaders prints."""
+    return run_script(PICKLES + VERSIONS + GLOBALS, tmp_path_factory.mktemp("script")).out.splitlines()
+
+
+@pytest.fixture(scope="module")
+def of_a_prompt(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The lines that code without a file prints: a prompt's comes through stdin."""
+    return run_script(PICKLES + LOADERS, tmp_path_factory.mktemp("prompt"), through_stdin=True).out.splitlines()
+
+
+def test_ranks_find_shipped_names_in_main(of_a_script: list[str]) -> None:
+    """ "What was shipped is bound in the rank's `__main__`": all_gather_object, torch.save, torch.load, pickle work."""
+    assert of_a_script[0] == "[1, 1]"
+
+
+def test_launch_keeps_two_versions_of_one_class_apart(of_a_script: list[str]) -> None:
+    """A cell that was run twice leaves instances of the old class; both come back as what they were."""
+    assert of_a_script[1] == "(1, 2) True True 2 1"
+
+
+def test_ranks_share_globals_among_functions_of_main(of_a_script: list[str]) -> None:
     """A global that one function changes is changed for all functions in that rank, and not in the parent."""
-    assert run_script(GLOBALS, tmp_path).out == "[2, 2] 0\n"
+    assert of_a_script[2:] == ["[2, 2] 0"]
+
+
+def test_ranks_find_shipped_names_when_the_code_has_no_file(of_a_prompt: list[str]) -> None:
+    """The code of a prompt works as a script's does."""
+    assert of_a_prompt[0] == "[1, 1]"
+
+
+def test_data_loader_workers_of_every_start_method_find_shipped_names(of_a_prompt: list[str]) -> None:
+    """DataLoader workers take a cell's Dataset and collate_fn, forked, spawned and from a fork server."""
+    assert of_a_prompt[1:] == ["[[[1, 2, 5], [10, 17, 26]]]"] * 4
+
+
+@soak
+def test_data_loader_workers_of_a_script_find_shipped_names(tmp_path: Path) -> None:
+    """As those of a prompt do."""
+    assert run_script(LOADERS, tmp_path).out == "[[[1, 2, 5], [10, 17, 26]]]\n" * 4

@@ -41,7 +41,7 @@ def test_a_killed_rank_leaves_no_folder_of_multiprocessing(start_method: str) ->
     """Python removes it at the exit of the process, which a killed one does not reach."""
     before = set(Path(tempfile.gettempdir()).glob("pymp-*"))
     with pytest.raises(RankError, match="SIGKILL"):
-        ddpilot.Launcher(nproc_per_node=2, start_method=start_method).run(be_killed)  # type: ignore[arg-type]  # a str
+        ddpilot.Launcher(nproc_per_node=1, start_method=start_method).run(be_killed)  # type: ignore[arg-type]  # a str
     assert set(Path(tempfile.gettempdir()).glob("pymp-*")) <= before
 
 

@@ -16,10 +16,12 @@ import pytest
 from ddpilot import LaunchError, RankError, Session
 from tests.dist.launching.scripts import wait_until
 from tests.dist.session.conftest import MODEL, Kept
+from tests.soak import often
 
 Start = Callable[..., Session]
 
 
+@often("killed", "crashed")  # of each other end, the words are tested with the function that finds them
 @pytest.mark.parametrize(
     ("how", "found"),
     [
@@ -28,6 +30,7 @@ Start = Callable[..., Session]
         ("os.abort()", r"rank 1 was aborted \(SIGABRT\)"),
         ("os._exit(7)", "rank 1 exited with code 7"),
     ],
+    ids=["killed", "crashed", "aborted", "exited"],
 )
 def test_a_death_is_named_and_restart_brings_the_rank_back(start: Start, view: Kept, how: str, found: str) -> None:
     """Under the same number, in the same group, while the other ranks keep their variables."""

@@ -13,6 +13,7 @@ import pytest
 
 from ddpilot import RankError, Session
 from tests.dist.session.conftest import MODEL, Kept
+from tests.soak import often
 
 CUT_SHORT = """
 from ddpilot.session.protocol.parcels import ParcelPort
@@ -34,10 +35,12 @@ assert kept == rank * 10
 """
 
 
+@often("barrier-2", "step-2", "receive-2", "step-4")
 @pytest.mark.parametrize("num_ranks", [2, 4, 6])
 @pytest.mark.parametrize(
     "waiting",
     ["group.barrier()", "step()", "torch.distributed.recv(torch.zeros(1), src=(rank + 1) % world_size)"],
+    ids=["barrier", "step", "receive"],
 )
 def test_an_error_next_to_a_collective_is_shown_and_all_state_is_kept(
     start: Start, view: Kept, num_ranks: int, waiting: str

@@ -112,7 +112,7 @@ def check(trainer: ddpilot.Trainer, plain: dict[str, Any]) -> None:
 
 
 @pytest.mark.timeout(100)
-@often("1", "3")
+@often("3")
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_an_endless_stream_has_the_numbers_of_a_plain_loop(num_ranks: int, plain: dict[str, Any]) -> None:
     """Losses, learning rates, validations and weights, by updates."""
@@ -142,6 +142,7 @@ def test_a_stop_of_rank_zero_after_an_interval_is_exact_and_continues(plain: dic
 
 
 @pytest.mark.timeout(100)
+@often("8")
 @pytest.mark.parametrize("update", [6, 8])
 def test_a_killed_fit_resumes_at_another_number_of_ranks(update: int, plain: dict[str, Any], tmp_path: Path) -> None:
     """Within an interval, and at its end before its validation: the history has no hole."""

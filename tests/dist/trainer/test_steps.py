@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 import ddpilot
 from ddpilot.data.global_batches import Plan
 from tests.dist.trainer.bodies import launcher
+from tests.soak import often
 
 NUM_SAMPLES, BATCH_SIZE, NUM_EPOCHS = 13, 4, 2
 """The last batch of an epoch has one sample: with 2 and 3 ranks some have none."""
@@ -253,6 +254,7 @@ def closures_on_ranks() -> list[tuple[list[float], dict[str, torch.Tensor]]]:
 
 
 @pytest.mark.timeout(100)
+@often("1", "3")
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_steps_have_the_numbers_of_plain_pytorch(num_ranks: int) -> None:
     """Optimizers with closures; clipping, also with accumulation; SWA with BatchNorm; ranks without samples."""

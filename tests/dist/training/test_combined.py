@@ -177,6 +177,7 @@ def test_combined_loaders_train_as_in_plain_pytorch(num_ranks: int, expected: An
 
 
 @pytest.mark.timeout(100)
+@often("2-3")
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1)])
 def test_combined_loaders_resume_in_the_middle_of_an_epoch(
     tmp_path: Path, before: int, after: int, expected: Any

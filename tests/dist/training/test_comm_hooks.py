@@ -31,7 +31,7 @@ def make(**options: Any) -> tuple[Loop, Any]:
     """A loop and its batches: ragged ends, texts of different lengths, and for three ranks one without samples."""
     torch.set_default_dtype(torch.float64)
     loop = Loop(seed=5, accumulate=ACCUMULATE, progress=False, **options)
-    return loop, loop.loader(make_data("gpt", 109), global_batch_size=12, shuffle=True)
+    return loop, loop.loader(make_data("gpt", 49), global_batch_size=12, shuffle=True)
 
 
 def train(comm: Any, num_epochs: int = 3, **options: Any) -> dict[str, Any]:

@@ -16,9 +16,12 @@ from benchmarks.small_models import make_data, make_model
 from ddpilot.training.loop import Loop
 from ddpilot.training.models.sharding import ParameterSharding
 from tests.dist.training.bodies import launch
+from tests.soak import often
 
 LAYERS = ParameterSharding(layers=nn.Linear)
 AOT = {"backend": "aot_eager"}
+EAGER = {"backend": "eager"}
+"""Traces a model and computes what was traced without a backward pass of its own, which takes less time."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "one graph": {"compile": {**AOT, "fullgraph": True}},
@@ -55,33 +58,43 @@ def train(options: dict[str, Any], folder: Path | None = None, num_epochs: int =
     return [share, outputs.sum().item(), outputs.abs().max().item(), float(len(loop.findings)), *learnt]
 
 
-def train_all() -> dict[str, list[float]]:
-    """With each of the options."""
-    return {name: train(options) for name, options in OPTIONS.items()}
+def train_all(names: tuple[str, ...]) -> dict[str, list[float]]:
+    """With each of these options."""
+    return {name: train(OPTIONS[name]) for name in names}
 
 
+@pytest.fixture(scope="module")
+def alone() -> dict[str, list[float]]:
+    """What one process learns, uncompiled and compiled."""
+    (learnt,) = launch(1, train_all, ("plain", "one graph", "sharded whole"))
+    return dict(learnt)
+
+
+@often("2")
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_compiled_models_have_the_numbers_of_one_process(num_ranks: int, capfd: pytest.CaptureFixture[str]) -> None:
+def test_compiled_models_have_the_numbers_of_one_process(
+    num_ranks: int, alone: dict[str, list[float]], capfd: pytest.CaptureFixture[str]
+) -> None:
     """In DDP and sharded, also on ranks without samples; watch and guard have nothing to report."""
-    (plain,) = launch(1, train, {})
-    for learnt in launch(num_ranks, train_all):
+    for learnt in (alone, *launch(num_ranks, train_all, tuple(OPTIONS))):
         for name, numbers in learnt.items():
-            assert numbers == pytest.approx(plain[: len(numbers)], rel=1e-10), name
+            assert numbers == pytest.approx(alone["plain"][: len(numbers)], rel=1e-10), name
     assert re.findall(r"DDP\d{3}.*", capfd.readouterr().err) == []  # of a finding; torch warns of `unused`
 
 
-def train_on(folder: Path, options: dict[str, Any], num_epochs: int) -> list[float]:
-    """Resume from the checkpoint in `folder`."""
-    return train(options, folder, num_epochs)
+def train_on(steps: list[tuple[Path, dict[str, Any], int]]) -> list[list[float]]:
+    """Train until an epoch, or resume, with the checkpoints in each of the folders."""
+    return [train(options, folder, num_epochs) for folder, options, num_epochs in steps]
 
 
-def test_checkpoints_load_with_and_without_compile(tmp_path: Path) -> None:
-    """One of a compiled model goes on uncompiled at another number of ranks, and the other way."""
-    (whole,) = launch(1, train_on, tmp_path / "whole", {}, 2)
-    for name, first, second in (("a", {"compile": AOT}, {}), ("b", {}, {"compile": AOT, "shard": LAYERS})):
-        launch(2, train_on, tmp_path / name, first, 1)
-        for numbers in launch(3, train_on, tmp_path / name, second, 2):
-            assert numbers == pytest.approx(whole, rel=1e-10)
+def test_checkpoints_load_with_and_without_compile(tmp_path: Path, alone: dict[str, list[float]]) -> None:
+    """One rank resumes uncompiled what two compiled; two resume compiled and sharded what one did not compile."""
+    compiled, plain = tmp_path / "compiled", tmp_path / "plain"
+    launch(2, train_on, [(compiled, {"compile": EAGER}, 1)])
+    ((resumed, _),) = launch(1, train_on, [(compiled, {}, 2), (plain, {}, 1)])
+    sharded = launch(2, train_on, [(plain, {"compile": EAGER, "shard": LAYERS}, 2)])
+    for numbers in (resumed, *(one for (one,) in sharded)):
+        assert numbers == pytest.approx(alone["plain"][:4], rel=1e-10)
 
 
 def fit(compile: Any) -> list[float]:  # noqa: A002
@@ -101,5 +114,5 @@ def fit(compile: Any) -> list[float]:  # noqa: A002
 def test_a_trainer_compiles_in_each_fit() -> None:
     """The second fit on the same ranks compiles nothing again, and the numbers are those of an uncompiled one."""
     (plain,) = launch(1, fit, False)
-    for numbers in launch(2, fit, AOT):
+    for numbers in launch(2, fit, EAGER):
         assert numbers == pytest.approx(plain, rel=1e-10)

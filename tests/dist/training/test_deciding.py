@@ -20,6 +20,7 @@ from ddpilot.training.coordination import stop
 from ddpilot.training.coordination.stop import MAX_INTERVAL
 from ddpilot.training.loop import Loop
 from tests.dist.training.bodies import launch, launch_unwatched
+from tests.soak import often
 
 ACCUMULATE = 2
 NUM_TRIALS = 20 if os.environ.get("DDPILOT_SOAK") else 3
@@ -89,6 +90,7 @@ def check_together(results: Any, reason: str) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(300)
+@often("asked", "time", "SIGTERM")
 @pytest.mark.parametrize("how", ["asked", "time", "SIGTERM", "SIGUSR1", "SIGINT"])
 def test_all_ranks_leave_after_the_same_update(how: str) -> None:
     """One rank, or two at different moments, want to stop at a random time."""

@@ -109,8 +109,16 @@ def test_enable_leaves_nothing_of_a_job_that_ends_well(tmp_path: Path) -> None:
     assert list_jobs(tmp_path / "jobs") == []
 
 
-def test_variable_watches_a_script_that_knows_nothing_of_it(tmp_path: Path) -> None:
-    """The line that the installation puts beside the package, in a folder that Python reads such files of."""
+@pytest.mark.parametrize(("action", "status"), [("report", 0), ("stop", 1)])
+def test_variable_watches_a_script_that_knows_nothing_of_it(action: str, status: int, tmp_path: Path) -> None:
+    """The line that the installation puts beside the package, in a folder that Python reads such files of.
+
+    Numbers that are silently wrong are only reported, and the job ends well; or the job is ended before it would.
+    """
+    wrong = "dist.all_reduce(torch.ones(1), dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM)\n"
+    # The script ends by itself once the finding is reported, or waits for the signal.
+    told = f"import glob\nwhile not glob.glob({str(tmp_path)!r} + '/jobs/*/report.txt'):\n    time.sleep(0.05)\n"
+    text = f"{ENTER}{wrong}{told}{'time.sleep(60)' if status else ''}\ndist.destroy_process_group()\n"
     site = tmp_path / "site"
     site.mkdir()
     line = next(text for text in Path("setup.py").read_text().splitlines() if text.startswith("LINE = "))
@@ -118,25 +126,7 @@ def test_variable_watches_a_script_that_knows_nothing_of_it(tmp_path: Path) -> N
     (site / "sitecustomize.py").write_text(f"import site\nsite.addsitedir({str(site)!r})\n")
     env = variables(tmp_path)
     env |= {"PYTHONPATH": os.pathsep.join((str(site), env["PYTHONPATH"])), "DDPILOT_WATCH": "1"}
-    done = run_script(DIFFER, tmp_path, module=TORCHRUN, env=env, may_fail=True)
-    assert done.code == 1
-    assert "ddpilot: desync  DDP201" in done.err
-    wait_until(lambda: not observers(tmp_path), limit_s=10)
-
-
-@pytest.mark.parametrize(("action", "status"), [("report", 0), ("stop", 1)])
-def test_variable_says_what_comes_of_a_finding(action: str, status: int, tmp_path: Path) -> None:
-    """Numbers that are silently wrong: told only, and the job ends well; or it is ended before it would."""
-    by_variable = (
-        "from ddpilot.watch.external.instrumentation import enable_from_environment\nenable_from_environment()\n"
-    )
-    wrong = "dist.all_reduce(torch.ones(1), dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM)\n"
-    # It ends by itself once it was told, or waits for the signal.
-    told = f"import glob\nwhile not glob.glob({str(tmp_path)!r} + '/jobs/*/report.txt'):\n    time.sleep(0.05)\n"
-    last = "time.sleep(60)\n" if status else ""
-    env = variables(tmp_path) | {"DDPILOT_WATCH": "1", "DDPILOT_ON_FINDING": action}
-    text = f"{by_variable}{ENTER}{wrong}{told}{last}dist.destroy_process_group()\n"
-    done = run_script(text, tmp_path, module=TORCHRUN, env=env, may_fail=True)
+    done = run_script(text, tmp_path, module=TORCHRUN, env={**env, "DDPILOT_ON_FINDING": action}, may_fail=True)
     assert done.code == status
     assert "DDP204" in done.err
     wait_until(lambda: not observers(tmp_path), limit_s=10)

@@ -33,10 +33,10 @@ SEED = 3
 class Training:
     """Model, optimizer, scheduler and data of one rank, and how far they are."""
 
-    def __init__(self, group: GroupLike, dropout: float) -> None:
+    def __init__(self, group: GroupLike) -> None:
         torch.manual_seed(SEED)
         self.group = group
-        net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 1)).double()
+        net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)).double()
         self.inputs, self.targets = torch.randn(NUM_SAMPLES, 5).double(), torch.randn(NUM_SAMPLES, 1).double()
         self.model = DistributedDataParallel(net)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
@@ -93,9 +93,7 @@ class Training:
         )
 
 
-def train(
-    folder: Path, num_steps: int, *, dropout: float = 0.0, killed: tuple[int, int] | None = None
-) -> dict[str, Any]:
+def train(folder: Path, num_steps: int, *, killed: tuple[int, int] | None = None) -> dict[str, Any]:
     """Train to step `num_steps`, saving at every step, from the latest checkpoint in `folder` on.
 
     `killed`: a rank and the step in whose save it kills itself. Returns weights, first step and samples by step.
@@ -103,7 +101,7 @@ def train(
     with ddpilot.init_group("gloo") as group, CheckpointDir(folder) as directory:
         checkpoints = CollectiveCheckpoints(group, directory)
         checkpoints.check_writable()
-        training = Training(group, dropout)
+        training = Training(group)
         training.resume(checkpoints)
         first = training.step
         while training.step < num_steps:

@@ -10,12 +10,12 @@ import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from ddpilot import Launcher, RankError
+from ddpilot import RankError
+from tests.dist.training.bodies import launch
 from tests.dist.training.checkpoint.s3_bodies import open_loops, train
 
 pytest.importorskip("moto", reason="the S3 server of these tests is not installed: pip install 'moto[s3]' flask s3fs")
@@ -47,11 +47,6 @@ def server() -> Iterator[str]:
                 patch.setenv(name, value)
             yield url
         process.stdin.close()
-
-
-def launch(num_ranks: int, fn: Any, *args: Any, **kwargs: Any) -> Any:
-    """What every rank returned."""
-    return Launcher(nproc_per_node=num_ranks, timeout_s=100).run(fn, *args, **kwargs)
 
 
 def files(server: str) -> list[str]:

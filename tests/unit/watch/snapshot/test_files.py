@@ -29,7 +29,7 @@ from tests.unit.record.rings import ABOUT, begin, open_ring
 
 S = 10**9
 PER_LOOK = 500
-NUM_PARTS, LOOKS_EACH = (8, 3600 * 4) if os.environ.get("DDPILOT_SOAK") else (2, 150)
+NUM_PARTS, LOOKS_EACH = (8, 3600 * 4) if os.environ.get("DDPILOT_SOAK") else (2, 40)
 LINE = {"file": "train.py", "line": 88, "function": "step", "text": "loss.backward()", "via": "Tensor.backward"}
 SUM, MAX = (layout.REDUCE_OPS.index(name) for name in ("SUM", "MAX"))
 
@@ -158,7 +158,7 @@ def test_a_difference_between_two_looks_is_found_in_the_next(job: Job, reduce_op
 @pytest.mark.soak
 @pytest.mark.timeout(20_000)
 def test_memory_stays_flat_through_hours_of_collectives(job: Job) -> None:
-    """8 hours at 2,000 collectives per second of each of two ranks; a few minutes of it in every run."""
+    """8 hours at 2,000 collectives per second of each of two ranks; half a minute of it in every run."""
     for _ in range(40):
         job.run(PER_LOOK)
         assert job.look() == []
