@@ -20,6 +20,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _WITHOUT_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
+_MAX_FOLDER_CHARS = 60
+"""Longest parent folder to use: the path of a Unix socket is limited to 107 characters."""
 _TOKEN = r"[a-z0-9_]{8}"
 """What `tempfile.mkdtemp` appends to a prefix."""
 _MARKER = ".ddpilot-scratch"
@@ -210,3 +212,11 @@ def _is_own_group(gid: int) -> bool:
 
 def _user() -> str:
     return str(os.geteuid()) if hasattr(os, "geteuid") else getpass.getuser()
+
+
+def make_socket_folder() -> Path:
+    """Create a private folder for Unix sockets in the temporary directory, or in /tmp if the path of that is long."""
+    for parent in (tempfile.gettempdir(), "/tmp"):
+        if len(os.fsencode(parent)) <= _MAX_FOLDER_CHARS:
+            return Path(tempfile.mkdtemp(prefix="ddpilot-", dir=parent))
+    return Path(tempfile.mkdtemp(prefix="ddpilot-"))

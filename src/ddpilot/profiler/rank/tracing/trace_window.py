@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from ddpilot.profiler.rank.network.clocks import name_clock
+from ddpilot.profiler.rank.node_clocks import name_clock
 from ddpilot.profiler.spans_file import RankOptions
 from ddpilot.profiler.traces import CLOCK_KEY, trace_path
 

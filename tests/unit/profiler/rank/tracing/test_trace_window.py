@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ddpilot.errors import LaunchError
-from ddpilot.profiler.rank.network.clocks import name_clock
+from ddpilot.profiler.rank.node_clocks import name_clock
 from ddpilot.profiler.rank.tracing.trace_window import TraceWindow
 from ddpilot.profiler.spans_file import OPTIONS_VARIABLE, RankOptions
 from ddpilot.profiler.traces import CLOCK_KEY, find_traces
