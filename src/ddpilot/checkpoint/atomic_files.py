@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 CHUNK_BYTES = 1 << 24
 """Number of bytes hashed and written at a time."""
@@ -72,9 +71,7 @@ class HashingFile:
     def __enter__(self) -> HashingFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._file:
             if kind is None:
                 os.fsync(self._file.fileno())
