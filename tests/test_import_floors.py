@@ -29,8 +29,7 @@ MAY_IMPORT_TORCH = (
     *("ddpilot.profiler.rank.probe", "ddpilot.profiler.rank.modules", "ddpilot.profiler.rank.reductions"),
     *("ddpilot.profiler.rank.ddp_models", "ddpilot.profiler.rank.host_reads"),
     *("ddpilot.profiler.rank.resources", "ddpilot.profiler.rank.buckets", "ddpilot.profiler.rank.node_clocks"),
-    "ddpilot.profiler.rank.tracing.trace_window",
-    *("ddpilot.profiler.rank.tracing.nvtx", "ddpilot.profiler.rank.device_clock", "ddpilot.profiler.running"),
+    *("ddpilot.profiler.rank.tracing", "ddpilot.profiler.rank.device_clock", "ddpilot.profiler.running"),
 )
 # These compare what ranks have recorded; numpy takes a tenth of a second.
 MAY_IMPORT_NUMPY = (

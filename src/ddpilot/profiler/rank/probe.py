@@ -40,8 +40,7 @@ from ddpilot.profiler.rank.modules import OutermostModules
 from ddpilot.profiler.rank.node_clocks import ClockMeasurement, name_clock
 from ddpilot.profiler.rank.reductions import GradientEnds
 from ddpilot.profiler.rank.resources import CoreWaits, MemorySamples
-from ddpilot.profiler.rank.tracing.nvtx import COLLECTIVES
-from ddpilot.profiler.rank.tracing.trace_window import TraceWindow
+from ddpilot.profiler.rank.tracing import COLLECTIVES, TraceWindow
 from ddpilot.profiler.spans_file import (
     PHASES,
     PROFILE_VARIABLE,
