@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpilot.diagnose.doctor import doctor
-from ddpilot.diagnose.nccl_log.advice import read_nccl_log
+from ddpilot.diagnose.nccl_log import read_nccl_log
 from ddpilot.errors import LaunchError
 
 

@@ -24,7 +24,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from torch.utils.data import DistributedSampler
 
 from ddpilot.diagnose.updates.batches import BatchObserver
-from ddpilot.diagnose.updates.modules import ModuleObserver
+from ddpilot.diagnose.updates.placements import ModuleObserver
 from ddpilot.diagnose.updates.record import (
     SPEC_VARIABLE,
     Parameter,
