@@ -99,13 +99,13 @@ def check_own_folder(folder: Path) -> Path:
     return folder
 
 
-def open_own_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
+def open_own_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
     """Open the regular file `path` with `flags` and return its descriptor. O_TRUNC is applied after the checks.
 
     Raises `PermissionError` if the file belongs to a different user or if other users can write to it;
     `OSError` for a symbolic link, for anything but a regular file, and if it cannot be opened.
     """
-    fd = os.open(path, (flags & ~os.O_TRUNC) | _WITHOUT_LINKS, mode)
+    fd = os.open(path, (flags & ~os.O_TRUNC) | _WITHOUT_LINKS, 0o600)
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
