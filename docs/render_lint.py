@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 
 from ddpilot.findings.catalog import find_entry
-from ddpilot.lint.catalog import RULES
+from ddpilot.lint.rules import RULES
 
 TARGET = Path(__file__).with_name("how_to") / "lint.md"
 MARKERS = ("<!-- rules: made by docs/render_lint.py -->\n", "<!-- end of rules -->\n")

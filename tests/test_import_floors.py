@@ -24,21 +24,21 @@ MAY_IMPORT_TORCH = (
     *("ddpilot.checkpoint", "ddpilot.data", "ddpilot.training", "ddpilot.trainer", "ddpilot.callbacks"),
     *("ddpilot.guard.probes", "ddpilot.record.prefork", "ddpilot.record.accelerator", "ddpilot.gpu_check.checks"),
     *("ddpilot.diagnose.ranks", "ddpilot.diagnose.nodes"),
-    *("ddpilot.diagnose.updates.probe", "ddpilot.diagnose.updates.changes", "ddpilot.diagnose.updates.modules"),
-    *("ddpilot.diagnose.updates.batches", "ddpilot.diagnose.updates.draws", "ddpilot.diagnose.updates.placements"),
+    *("ddpilot.diagnose.updates.probe", "ddpilot.diagnose.updates.changes", "ddpilot.diagnose.updates.placements"),
+    *("ddpilot.diagnose.updates.batches", "ddpilot.diagnose.updates.draws"),
     *("ddpilot.profiler.rank.probe", "ddpilot.profiler.rank.modules", "ddpilot.profiler.rank.reductions"),
-    *("ddpilot.profiler.rank.block", "ddpilot.profiler.rank.ddp_models", "ddpilot.profiler.rank.host_reads"),
-    *("ddpilot.profiler.rank.memory", "ddpilot.profiler.rank.network", "ddpilot.profiler.rank.tracing.trace_window"),
-    *("ddpilot.profiler.rank.tracing.nvtx", "ddpilot.profiler.rank.device_clock", "ddpilot.profiler.running"),
+    *("ddpilot.profiler.rank.ddp_models", "ddpilot.profiler.rank.host_reads"),
+    *("ddpilot.profiler.rank.resources", "ddpilot.profiler.rank.buckets", "ddpilot.profiler.rank.node_clocks"),
+    *("ddpilot.profiler.rank.tracing", "ddpilot.profiler.rank.device_clock", "ddpilot.profiler.running"),
 )
 # These compare what ranks have recorded; numpy takes a tenth of a second.
 MAY_IMPORT_NUMPY = (
     *("ddpilot.diagnose.updates", "ddpilot.diagnose.verify", "ddpilot.diagnose.ladder", "ddpilot.profiler"),
-    *("ddpilot.cli.verify_command", "ddpilot.cli.profile_command", "ddpilot.cli.tune_command"),
+    *("ddpilot.cli.profile_command", "ddpilot.cli.tune_command"),
 )
 YET_FREE_OF_TORCH = (
     *("ddpilot.group", "ddpilot.group.address", "ddpilot.group.decorators"),
-    *("ddpilot.group.measurements", "ddpilot.group.measurements.clocks", "ddpilot.profiler.rank.network"),
+    *("ddpilot.group.measurements", "ddpilot.group.measurements.clocks"),
     *("ddpilot.guard.probes", "ddpilot.gpu_check.checks"),
     "ddpilot.session.rank",
     *("ddpilot.integrations.fastai", "ddpilot.integrations.fastai.app"),

@@ -33,7 +33,7 @@ PROFILE_HOOK = "ddpilot.profiler.rank.hook:start"
 PROFILE_PROBE = "ddpilot.profiler.rank.probe:PhaseProbe"
 TRIAL_HOOK = "ddpilot.profiler.rank.overrides:start"
 """Overrides what a script passes to DDP and to its loaders, for `ddpilot tune`."""
-NVTX_PROBE = "ddpilot.profiler.rank.tracing.nvtx:NvtxProbe"
+NVTX_PROBE = "ddpilot.profiler.rank.tracing:NvtxProbe"
 
 RANK_SERVER = "ddpilot.launching.rank_server.server"
 NODE_REPORT = "ddpilot.slurm.node_report"

@@ -1,26 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Atomic file writes: checksums, fsync, rename and locks, so that after a crash a file is either old or new."""
+"""Atomic file writes: checksums, fsync and rename, so that after a crash a file is either old or new."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import os
 import re
 import secrets
 import shutil
-import socket
-import stat
 import tempfile
-import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-
-from ddpilot.environments.private_files import open_own_file
 
 CHUNK_BYTES = 1 << 24
 """Number of bytes hashed and written at a time."""
@@ -29,10 +22,7 @@ _NEW = ".new"
 """Suffix of files and directories that a process creates and renames immediately."""
 TOKEN = "[0-9a-f]{8}"
 """Regular expression of the token in names of files and directories that are renamed or removed later."""
-_WRITER = ".writer"
 _EARLIER_PREFIX = "earlier-"
-_UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
-"""Error numbers of file systems without locks."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +71,7 @@ class HashingFile:
     def __enter__(self) -> HashingFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._file:
             if kind is None:
                 os.fsync(self._file.fileno())
@@ -195,139 +183,7 @@ def is_locked(path: Path) -> bool:
     return False
 
 
-_OF_JOB = re.compile(r"\(job (\d+), start (\d+)(?:, array task \d+)?\)$")
-_OF_TASK = re.compile(r", array task (\d+)\)")
-
-
-def _job_number() -> str:
-    return os.environ.get("SLURM_JOB_ID", "")
-
-
-def _array_task() -> str:
-    """Number of this task of a Slurm job array; "" outside one."""
-    return os.environ.get("SLURM_ARRAY_TASK_ID", "")
-
-
-def _as_owner() -> str:
-    """This process's entry in a lock file."""
-    task = f", array task {_array_task()}" if _array_task() else ""
-    job = f" (job {_job_number()}, start {_job_start()}{task})" if _job_number() else ""
-    return f"process {os.getpid()} on {socket.gethostname()}{job}"
-
-
-def _other_task(owner: str) -> str:
-    """The array's task that this entry of a lock file is from, if this process is one of a different task; else ""."""
-    found = _OF_TASK.search(owner)
-    return found[1] if found is not None and _array_task() not in ("", found[1]) else ""
-
-
-def _job_start() -> int:
-    """How often the Slurm job has started before."""
-    text = os.environ.get("SLURM_RESTART_COUNT", "")
-    return int(text) if text.isdecimal() else 0
-
-
-class WriterTakenError(Exception):
-    """A live process writes to the directory; `owner` is its entry in the lock file, e.g. "process 4242 on node7"."""
-
-    def __init__(self, owner: str) -> None:
-        self.owner = owner
-        job = _OF_JOB.search(owner)
-        self.is_earlier_start = job is not None and job[1] == _job_number() and int(job[2]) < _job_start()
-        """True if it is an earlier start of this Slurm job: Slurm has requeued the job without it, on a lost node."""
-        self.array_task = _other_task(owner)
-        """Its task of a job array, if this process is in a different one; else ""."""
-        super().__init__(owner)
-
-
-class NotAFileError(OSError):
-    """The name of a lock file belongs to a symbolic link or to something else that is not a regular file."""
-
-
-class Writer:
-    """The lock with which one process writes to a directory, until it is garbage-collected or the process ends.
-
-    The kernel holds it for the whole process: a second `Writer.of` in the same process returns the same object, and a
-    forked worker does not hold it. On file systems without locks, other writers are not detected.
-    """
-
-    def __init__(self, descriptor: int, before: str = "") -> None:
-        self.pid = os.getpid()
-        self.array_task_before = _other_task(before)
-        """The task of a job array that wrote here last, if this process is in a different one; else ""."""
-        self._file = _identity(os.fstat(descriptor))
-        weakref.finalize(self, os.close, descriptor)
-
-    def is_of(self, folder: Path) -> bool:
-        """False if the lock file in `folder` was removed or replaced, so that it excludes no other process."""
-        try:
-            return _identity(os.lstat(folder / _WRITER)) == self._file
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        except OSError:  # a file system that does not respond now
-            return True
-
-    @classmethod
-    def of(cls, folder: Path) -> Writer | None:
-        """Lock the existing directory `folder`; None if it cannot be locked.
-
-        Raises WriterTakenError, and NotAFileError for a symbolic link in place of the lock file, which a different
-        user of a shared directory may have made.
-        """
-        path = folder / _WRITER
-        with contextlib.suppress(FileNotFoundError):
-            held = _held.get(_identity(os.lstat(path)))
-            if held is not None and held.pid == os.getpid():
-                return held
-        try:
-            descriptor = open_own_file(path, os.O_RDWR | os.O_CREAT)
-        except PermissionError:  # a different user's: `probe` checks whether the directory is writable
-            return None
-        except OSError as error:
-            if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
-                raise NotAFileError(f"{path} is {_kind(path)}, where a file of this user is needed") from error
-            return None
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            owner = _owner_in(descriptor)
-            os.close(descriptor)
-            if error.errno in _UNSUPPORTED:
-                return None
-            raise WriterTakenError(owner or "a process that has not written its number yet") from None
-        before = _owner_in(descriptor)
-        with contextlib.suppress(OSError):  # a full disk: only the lock matters
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"{_as_owner()}\n".encode(), 0)
-        _remove_new(folder)
-        made = _held[_identity(os.fstat(descriptor))] = cls(descriptor, before)
-        return made
-
-    @classmethod
-    def replace(cls, folder: Path) -> Writer | None:
-        """Lock `folder` by a new lock file. The process that holds the old one is refused when it saves again."""
-        with contextlib.suppress(FileNotFoundError):
-            (folder / _WRITER).unlink()
-        return cls.of(folder)
-
-
-_held: weakref.WeakValueDictionary[tuple[int, int], Writer] = weakref.WeakValueDictionary()
-"""Keyed by device and inode of the lock file. Closing a second descriptor of it would release the process's lock."""
-
-
-def _owner_in(descriptor: int) -> str:
-    return os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
-
-
-def _kind(path: Path) -> str:
-    return "a symbolic link" if path.is_symlink() else "not a regular file"
-
-
-def _identity(facts: os.stat_result) -> tuple[int, int]:
-    return facts.st_dev, facts.st_ino
-
-
-def _remove_new(folder: Path) -> None:
+def remove_new(folder: Path) -> None:
     """Delete what `staging` and `replace_text` left in a killed process; called while no other process may write."""
     is_new = re.compile(rf"\.(.+\.)?{TOKEN}{re.escape(_NEW)}").fullmatch
     for path in folder.iterdir():

@@ -14,28 +14,29 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 
 from ddpilot.checkpoint.atomic_files import (
     TOKEN,
-    NotAFileError,
-    Writer,
-    WriterTakenError,
     move_aside,
     probe,
     remove_stale,
     replace_text,
 )
 from ddpilot.checkpoint.format import (
+    BEST,
     CHECKPOINT_NAME,
+    LATEST,
     STAGING_PREFIX,
     Checkpoint,
     Contents,
     StagedSave,
+    checkpoint_number,
+    local_names,
     read_checkpoint,
+    read_pointer,
     write_checkpoint,
 )
 from ddpilot.checkpoint.host_copy import HostCopy
@@ -44,7 +45,8 @@ from ddpilot.checkpoint.monitor import Monitor
 from ddpilot.checkpoint.remote.checkpoints import RemoteCheckpoints
 from ddpilot.checkpoint.remote.store import clean_url, is_url, staging_folder
 from ddpilot.checkpoint.remote.uploads import at_exit
-from ddpilot.checkpoint.safetensors_file import MAX_FILE_BYTES, check_dtypes, plain_names
+from ddpilot.checkpoint.safetensors_file import MAX_FILE_BYTES, plain_tensors
+from ddpilot.checkpoint.write_lock import Writer, lock_for_writing
 from ddpilot.errors import CheckpointError, CorruptCheckpointError
 from ddpilot.group.device import is_out_of_memory
 
@@ -55,9 +57,6 @@ def write_stderr(text: str) -> None:
 
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_PER_TASK = """such as f"ckpt/{os.environ['SLURM_ARRAY_TASK_ID']}\""""
-LATEST = "latest"
-BEST = "best"
 _DELETING_PREFIX = ".deleting-"
 _STALE = re.compile(
     rf"{re.escape(STAGING_PREFIX)}{CHECKPOINT_NAME.pattern}-{TOKEN}|"
@@ -143,7 +142,7 @@ class CheckpointDir:
         for pointer in (LATEST, BEST):
             if self._is_ours(pointer):
                 continue
-            if not self._local_names():
+            if not local_names(self.path):
                 raise CheckpointError(
                     f"preparing to save in {self.path}",
                     found=f"there is a `{pointer}` of a different program, which the next checkpoint would replace",
@@ -172,43 +171,10 @@ class CheckpointDir:
                 return
             self._writer = None
             self._restore()
-        if not self.path.is_dir():
-            return
-        try:
-            self._writer = self._lock()
-        except WriterTakenError as error:
-            raise CheckpointError(
-                f"preparing to save in {self.path}",
-                found=f"a different job writes its checkpoints there: {error.owner}",
-                fix=f"Give each task of the array its own: {_PER_TASK}"
-                if error.array_task
-                else "Choose a different `checkpoint_dir`, or wait until that job has ended.",
-            ) from error
-        except NotAFileError as error:
-            raise CheckpointError(
-                f"preparing to save in {self.path}",
-                found=str(error),
-                fix="Remove it, or choose a `checkpoint_dir` in which other users cannot write.",
-            ) from error
-
-        if self._writer is not None and self._writer.array_task_before and self._local_names():
-            self.report(
-                f"the checkpoints in {self.path} are of array task {self._writer.array_task_before}: if each task "
-                f"is a training of its own, give it its own `checkpoint_dir`, {_PER_TASK}"
+        if self.path.is_dir():
+            self._writer = lock_for_writing(
+                self.path, self.report, has_checkpoints=lambda: bool(local_names(self.path))
             )
-
-    def _lock(self) -> Writer | None:
-        """Lock the directory, also if an earlier start of this Slurm job still lives on a node that Slurm has lost."""
-        try:
-            return Writer.of(self.path)
-        except WriterTakenError as error:
-            if not error.is_earlier_start:
-                raise
-            self.report(
-                f"{error.owner} still holds {self.path}: it is an earlier start of this job, on a node that Slurm has "
-                "lost; this start writes there from now on"
-            )
-            return Writer.replace(self.path)
 
     def set_aside(self) -> Path | str | None:
         """Move all checkpoints to a new subdirectory and return its path; None if there are none.
@@ -217,7 +183,7 @@ class CheckpointDir:
         are, and a file there lists them: its URL is returned. Raises OSError if a move fails.
         """
         listed = None if self._remote is None else self._remote.set_aside()
-        names = self._local_names()
+        names = local_names(self.path)
         # Oldest first: after a crash, the newest remains, which `latest` names until it is moved too.
         moved = move_aside(self.path, [*reversed(names), BEST, LATEST]) if names else None
         return listed or moved
@@ -254,7 +220,7 @@ class CheckpointDir:
                     found=f"{len(parts)} parts for {progress.world_size} ranks",
                     fix="Pass the part of every rank, in rank order.",
                 )
-            plain = {name: _plain(name, tensors) for name, tensors in weights.items()}
+            plain = {name: plain_tensors(name, tensors) for name, tensors in weights.items()}
             copied = self._host_copy.take({"weights": plain, "state": dict(state or {}), "parts": list(parts)})
         except BaseException as error:
             if staged is not None:
@@ -329,14 +295,7 @@ class CheckpointDir:
 
     def names(self) -> list[str]:
         """Return the names of all finished checkpoints, newest first. Their contents are not verified."""
-        return self._local_names() if self._remote is None else self._remote.names()
-
-    def _local_names(self) -> list[str]:
-        if not self.path.is_dir():
-            return []
-        matches = (CHECKPOINT_NAME.fullmatch(path.name) for path in self.path.iterdir())
-        found = [(int(match[1]), match.string) for match in matches if match is not None]
-        return [name for _, name in sorted(found, reverse=True)]
+        return local_names(self.path) if self._remote is None else self._remote.names()
 
     def open(self, name: str, *, verify: bool = True) -> Checkpoint:
         """Return the checkpoint called `name`. Raises CorruptCheckpointError; `verify=False` compares sizes only."""
@@ -392,22 +351,20 @@ class CheckpointDir:
 
     def best(self) -> Checkpoint | None:
         """Return the best checkpoint by the metric, verified; None if there is none. Raises CorruptCheckpointError."""
-        name = self._pointed(BEST) if self._remote is None else self._remote.best()
+        name = read_pointer(self.path, BEST) if self._remote is None else self._remote.best()
         return None if name is None else self.open(name)
 
     def _candidates(self) -> tuple[str | None, list[str]]:
         """Return the name in `latest` and all names, newest first; at a URL, the newest one is the latest."""
         if self._remote is None:
-            return self._pointed(LATEST), self.names()
+            return read_pointer(self.path, LATEST), self.names()
         self._remote.finish_interrupted()
         return None, self.names()
 
     def __enter__(self) -> CheckpointDir:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _start(self, task: Callable[[], None]) -> None:
@@ -426,8 +383,8 @@ class CheckpointDir:
         """Return the name of the next checkpoint, after `step` updates, and delete what a killed process has left."""
         self.path.mkdir(parents=True, exist_ok=True)
         remove_stale(self.path, _STALE)
-        names = self._local_names()
-        number = 1 + int(names[0].split("-")[1]) if names else 1
+        names = local_names(self.path)
+        number = 1 + max(map(checkpoint_number, names), default=0)
         if self._remote is not None:
             number = max(number, self._remote.last_number + 1)
         return f"save-{number:06}-step-{step}"
@@ -461,7 +418,7 @@ class CheckpointDir:
     def _best_so_far(self) -> Mapping[str, float]:
         if self._remote is not None:
             return self._remote.best_metrics
-        name = self._pointed(BEST)
+        name = read_pointer(self.path, BEST)
         if name is None:
             return {}
         try:
@@ -473,10 +430,10 @@ class CheckpointDir:
     def _prune(self) -> None:
         if self._keep is None:
             return
-        spared = {self._pointed(LATEST), self._pointed(BEST)}
+        spared = {read_pointer(self.path, LATEST), read_pointer(self.path, BEST)}
         if self._remote is not None:
             spared |= set(self._remote.uploads.queued)
-        for name in self._local_names()[self._keep :]:
+        for name in local_names(self.path)[self._keep :]:
             if name in spared:
                 continue
             if self._remote is not None:
@@ -491,7 +448,7 @@ class CheckpointDir:
 
     def _restore(self) -> None:
         """Report that the lock file or its directory was deleted, and create the directory again."""
-        num = len(self._local_names())
+        num = len(local_names(self.path))
         what = f"the file `.writer` in {self.path}" if num else f"{self.path}, or everything in it,"
         left = f"{num} checkpoint{'s are' if num > 1 else ' is'} left" if num else "no checkpoint is left"
         self.report(f"{what} was deleted or moved while this job saves there: {left}. Training and saving continue")
@@ -502,15 +459,7 @@ class CheckpointDir:
         path = self.path / pointer
         if not path.is_file():
             return not path.exists()
-        return CHECKPOINT_NAME.fullmatch(self._pointed(pointer) or "") is not None
-
-    def _pointed(self, pointer: str) -> str | None:
-        try:
-            return (self.path / pointer).read_text(encoding="utf-8", errors="replace").strip()
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except IsADirectoryError:
-            return ""
+        return CHECKPOINT_NAME.fullmatch(read_pointer(self.path, pointer) or "") is not None
 
     def _rename_damaged(self, pointer: str) -> Path:
         number = 1
@@ -520,7 +469,7 @@ class CheckpointDir:
 
     def _report_failure(self, failure: OSError) -> None:
         try:
-            last = self._pointed(LATEST)
+            last = read_pointer(self.path, LATEST)
         except OSError as error:
             last = f"`{LATEST}` cannot be read now ({error})"
         self.report(render_failure(self.path, failure, last))
@@ -537,15 +486,6 @@ def as_os_error(error: BaseException) -> OSError:
     """Convert torch's out-of-memory errors, also for pinned memory, to an OSError with ENOMEM."""
     text = next(iter(str(error).splitlines()), type(error).__name__)
     return OSError(errno.ENOMEM, f"{os.strerror(errno.ENOMEM)} ({text})")
-
-
-def _plain(name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    if not re.fullmatch(r"[A-Za-z0-9_]+", name):
-        raise CheckpointError(
-            f"saving the weights {name!r}", found="it becomes a file name", fix="Use letters, digits and `_`."
-        )
-    check_dtypes(tensors, where=f"the weights {name!r}")
-    return {short: tensors[full] for full, short in plain_names(tensors).items()}
 
 
 def render_failure(folder: Path, failure: OSError, last: str | None) -> str:

@@ -37,6 +37,9 @@ STAGING_PREFIX = ".writing-"
 STATE_FILE = "state.pt"
 CHECKPOINT_NAME = re.compile(r"save-(\d{6,})-step-(\d+)")
 """Name of a checkpoint's directory, with a number that counts up and the number of updates."""
+LATEST = "latest"
+BEST = "best"
+"""Pointers: files next to the checkpoints that contain the name of one."""
 _WEIGHTS = re.compile(r"(\w+)\.safetensors(\.index\.json)?", re.ASCII)
 """Names of the file or the index of a model's weights."""
 
@@ -81,6 +84,29 @@ class StagedSave:
         """Remove the directory."""
         with suppress(OSError), self:
             raise OSError("the checkpoint was given up")
+
+
+def checkpoint_number(name: str) -> int:
+    """Return the number in the name of a checkpoint."""
+    return int(name.split("-")[1])
+
+
+def local_names(folder: Path) -> list[str]:
+    """Return the names of all checkpoints in the directory `folder`, newest first; [] if it does not exist."""
+    if not folder.is_dir():
+        return []
+    names = [path.name for path in folder.iterdir() if CHECKPOINT_NAME.fullmatch(path.name)]
+    return sorted(names, key=lambda name: (checkpoint_number(name), name), reverse=True)
+
+
+def read_pointer(folder: Path, pointer: str) -> str | None:
+    """Return the contents of `LATEST` or `BEST` in `folder`; None if there is no such file, "" for a directory."""
+    try:
+        return (folder / pointer).read_text(encoding="utf-8", errors="replace").strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except IsADirectoryError:
+        return ""
 
 
 def weights_file(name: str) -> str:

@@ -7,6 +7,7 @@ The library's own writer maps the file into memory and reports a full disk witho
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -109,6 +110,16 @@ def render_index(files: Mapping[str, Iterable[str]], weights: Mapping[str, torch
 
 _COMPILED = "_orig_mod"
 _WRAPPED = "module."
+
+
+def plain_tensors(name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the weights called `name` by plain names. Raises CheckpointError if they cannot be saved."""
+    if not re.fullmatch(r"[A-Za-z0-9_]+", name):
+        raise CheckpointError(
+            f"saving the weights {name!r}", found="it becomes a file name", fix="Use letters, digits and `_`."
+        )
+    check_dtypes(tensors, where=f"the weights {name!r}")
+    return {short: tensors[full] for full, short in plain_names(tensors).items()}
 
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:

@@ -13,9 +13,11 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpilot.checkpoint.atomic_files import HashingFile
-from ddpilot.checkpoint.directory import BEST, LATEST, CheckpointDir
+from ddpilot.checkpoint.directory import CheckpointDir
 from ddpilot.checkpoint.format import (
+    BEST,
     CHECKPOINT_NAME,
+    LATEST,
     Checkpoint,
     index_file,
     is_safetensors,

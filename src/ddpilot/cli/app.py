@@ -263,7 +263,7 @@ def verify(
 
     The exit status is 1 if the numbers differ by more than rounding, or cannot be compared.
     """
-    from ddpilot.cli.verify_command import run_verify
+    from ddpilot.cli.doctor_command import run_verify
 
     status = run_verify(
         program,

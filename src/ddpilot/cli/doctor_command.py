@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ddpilot doctor``: check this machine, all nodes of a job, or a program, before a job runs."""
+"""``ddpilot doctor`` and ``ddpilot verify``: check a machine, the nodes of a job, or a program before a job runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpilot.diagnose.doctor import doctor
-from ddpilot.diagnose.nccl_log.advice import read_nccl_log
+from ddpilot.diagnose.nccl_log import read_nccl_log
 from ddpilot.errors import LaunchError
 
 
@@ -51,6 +51,18 @@ def explain_nccl_log(paths: Sequence[str], *, as_json: bool, verbose: bool) -> i
     found = read_nccl_log(paths)
     _print(found, as_json=as_json, verbose=verbose)
     return found.exit_status
+
+
+def run_verify(program: str, args: Sequence[str], *, as_json: bool, verbose: bool, **options: Any) -> int:
+    """Print what `verify` finds about `program` with `options`. Returns the exit status: 0 if the numbers agree.
+
+    While runs are made, a line for each is printed to stderr.
+    """
+    from ddpilot.diagnose.verify.verify import verify
+
+    result = verify(program, *args, show=lambda line: print(line, file=sys.stderr, flush=True), **options)
+    _print(result, as_json=as_json, verbose=verbose)
+    return result.exit_status
 
 
 def _print(found: Any, *, as_json: bool, verbose: bool) -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ddpilot.diagnose.agreement import hash_code, hash_package
 from ddpilot.diagnose.facts import RankReport
-from ddpilot.diagnose.links import find_link
+from ddpilot.diagnose.reachability import find_link
 from ddpilot.environments.detect import detect_topology
 from ddpilot.errors import DdpilotError
 from ddpilot.gpu_check.child import read_facts

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nodes connect to each other on a free port, compare their clocks, and look for a file of node 0."""
+"""Nodes connect to each other, compare their clocks and look for a file of node 0; links of ranks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 from ddpilot.diagnose.facts import Answers
+from ddpilot.diagnose.gpus import read_gpu_states
 from ddpilot.findings.catalog import make_finding
 from ddpilot.group.measurements.clocks import Reply, ask_clock
 
+LOOPBACK = "loopback"
 _CONNECT_S = 3.0
 _MAX_AT_ONCE = 32
 _VISIBLE_S = 2.0
@@ -100,3 +105,27 @@ def check_shared_folder(folder: Path, first: Node) -> Answers:
         yield f"a file of node 0 in {Path(first.mark).parent} is visible"
     else:
         yield make_finding("DDP806", summary=f"{Path(first.mark).parent} does not have the file that node 0 made there")
+
+
+def find_link(uuid: str, nnodes: int, nvml: Any = None) -> tuple[str, float | None]:
+    """The link of a rank to other ranks, and its bytes per second in one direction; None if unknown.
+
+    `uuid`: of the NVIDIA device whose backend exchanges the data, "" if that is gloo.
+    """
+    if nnodes > 1:
+        name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+        return name or "the network", _interface_speed(name)
+    if not uuid:
+        return LOOPBACK, None
+    for state in read_gpu_states(nvml):
+        if state.uuid.removeprefix("GPU-") == uuid.removeprefix("GPU-"):
+            kind = f"NVLink ({state.num_nvlinks} links)" if state.num_nvlinks else "PCIe"
+            return kind, state.link_bytes_per_s
+    return "an unknown link", None
+
+
+def _interface_speed(name: str) -> float | None:
+    """Bytes per second of a network card; None for a virtual interface, whose speed is nominal."""
+    stats = psutil.net_if_stats().get(name)
+    is_card = os.path.exists(f"/sys/class/net/{name}/device")
+    return stats.speed * 1e6 / 8 if stats is not None and stats.speed and is_card else None

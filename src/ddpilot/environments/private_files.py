@@ -20,6 +20,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _WITHOUT_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
+_MAX_FOLDER_CHARS = 60
+"""Longest parent folder to use: the path of a Unix socket is limited to 107 characters."""
 _TOKEN = r"[a-z0-9_]{8}"
 """What `tempfile.mkdtemp` appends to a prefix."""
 _MARKER = ".ddpilot-scratch"
@@ -97,13 +99,13 @@ def check_own_folder(folder: Path) -> Path:
     return folder
 
 
-def open_own_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
+def open_own_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
     """Open the regular file `path` with `flags` and return its descriptor. O_TRUNC is applied after the checks.
 
     Raises `PermissionError` if the file belongs to a different user or if other users can write to it;
     `OSError` for a symbolic link, for anything but a regular file, and if it cannot be opened.
     """
-    fd = os.open(path, (flags & ~os.O_TRUNC) | _WITHOUT_LINKS, mode)
+    fd = os.open(path, (flags & ~os.O_TRUNC) | _WITHOUT_LINKS, 0o600)
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
@@ -210,3 +212,11 @@ def _is_own_group(gid: int) -> bool:
 
 def _user() -> str:
     return str(os.geteuid()) if hasattr(os, "geteuid") else getpass.getuser()
+
+
+def make_socket_folder() -> Path:
+    """Create a private folder for Unix sockets in the temporary directory, or in /tmp if the path of that is long."""
+    for parent in (tempfile.gettempdir(), "/tmp"):
+        if len(os.fsencode(parent)) <= _MAX_FOLDER_CHARS:
+            return Path(tempfile.mkdtemp(prefix="ddpilot-", dir=parent))
+    return Path(tempfile.mkdtemp(prefix="ddpilot-"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -124,7 +123,5 @@ class Group:
     def __enter__(self) -> Group:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.leave(peers_limit_s=5.0 if kind is None else 0.0)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any, Literal, Protocol
 
 import torch
@@ -54,6 +53,4 @@ class GroupLike(Protocol):
         """Leave the group; a second call does nothing."""
 
     def __enter__(self) -> GroupLike: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None: ...

@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
-from ddpilot.environments.running_frames import frames_of_threads, reading_frames
+from ddpilot.environments.interpreter import frames_of_threads, reading_frames
 from ddpilot.errors import GroupError
 from ddpilot.group.address import call_in_thread
 from ddpilot.group.device import is_asynchronous

@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NoReturn
 
 STOPS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
@@ -43,9 +43,7 @@ class InterruptCatcher:
                 signal.signal(number, self._on_stop)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._previous is not None:
             signal.signal(signal.SIGINT, self._previous)
         for number in self._caught:
@@ -105,9 +103,7 @@ class RankInterrupt:
             self._raise()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._is_entered = False
 
     def take(self) -> None:

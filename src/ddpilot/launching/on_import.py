@@ -13,7 +13,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from ddpilot.environments.garbage_collection import collector_paused
+from ddpilot.environments.interpreter import collector_paused
 
 Action = Callable[[ModuleType], None]
 

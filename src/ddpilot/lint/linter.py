@@ -14,11 +14,11 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from ddpilot.errors import DdpilotError
-from ddpilot.lint.catalog import RULES
 from ddpilot.lint.notebook import read_notebook
 from ddpilot.lint.options import LintOptions
 from ddpilot.lint.program import Program
 from ddpilot.lint.rule import Edit, Facts
+from ddpilot.lint.rules import RULES
 
 SUFFIXES = (".py", ".ipynb")
 _RELEVANT = re.compile(r"\b(?:torch|lightning|pytorch_lightning|accelerate|fastai|transformers)\b")

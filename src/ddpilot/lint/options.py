@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpilot.errors import DdpilotError
-from ddpilot.lint.catalog import CODES
+from ddpilot.lint.rules import CODES
 
 if sys.version_info >= (3, 11):
     import tomllib

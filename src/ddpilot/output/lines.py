@@ -23,7 +23,7 @@ class Line(NamedTuple):
 
 
 class Lines(NamedTuple):
-    """Complete lines without their line breaks, none of which is the last state of a progress bar."""
+    """Complete lines without their line breaks, and without the last state of a progress bar."""
 
     texts: list[str]
 

@@ -4,17 +4,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy
 
 from ddpilot.errors import RecordError
+from ddpilot.findings.catalog import make_finding
 from ddpilot.findings.display import Findings, screen_size
 from ddpilot.profiler.clocks import align_clocks, use_device_clocks
-from ddpilot.profiler.judgements.judged import Judged
-from ddpilot.profiler.judgements.summary import judge
+from ddpilot.profiler.judgements.gradients import judge_gradients
+from ddpilot.profiler.judgements.host import judge_host, judge_threads
+from ddpilot.profiler.judgements.judged import Judged, core_wait_s, ms
+from ddpilot.profiler.judgements.ranks import judge_ranks
 from ddpilot.profiler.phases import NUM_WARM_UP, SHARES, Phases, divide_updates
 from ddpilot.profiler.pictures.figures import plot_profile
 from ddpilot.profiler.pictures.profile_page import render_page, render_profile
@@ -46,6 +49,11 @@ _LETTERS = {
     "shadow": "j",
     "other": ".",
 }
+_ALL_BUSY = 0.20
+"""If threads wait this share of the time for a core, other shares are long for that reason, too."""
+_BUSY = 0.10
+"""If ranks wait this share of the time for a core, other processes use the machine."""
+_AFFECTED = ("DDP722", "DDP723", "DDP743", "DDP747")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -276,3 +284,36 @@ def _shorten(words: Sequence[str], most: int = 4) -> str:
 def _ordinal(number: int) -> str:
     endings = {1: "st", 2: "nd", 3: "rd"}
     return f"{number}{'th' if 10 <= number % 100 <= 20 else endings.get(number % 10, 'th')}"
+
+
+def judge(phases: Phases, times: Sequence[RankTimes]) -> tuple[Judged, ...]:
+    """Return the causes of slow updates, the largest gain first. `times`: those of the host."""
+    of_host = phases if phases.clock == HOST_CLOCK else divide_updates(times) or phases
+    found = [*judge_ranks(phases), *judge_gradients(phases, times), *judge_host(phases, of_host, times)]
+    threads = judge_threads(times)
+    if threads is not None and threads.factor > 1 / (1 - _ALL_BUSY):
+        found = [each for each in found if each.finding.code not in _AFFECTED]
+    else:
+        found = _weigh(found, phases)
+    if threads is not None:
+        found.append(threads)
+    return tuple(sorted(found, key=lambda each: -each.factor))
+
+
+def _weigh(found: Sequence[Judged], phases: Phases) -> list[Judged]:
+    """Return `found`; where ranks wait for a core, with that, and without warnings about what takes less time."""
+    wait_s = core_wait_s(phases)
+    share = wait_s / phases.mean_s
+    if share < _BUSY:
+        return list(found)
+    more = f"less than the {ms(wait_s)} that a rank waits for a core"
+    weighed = [_soften(each, more) if 1 - 1 / each.factor < share else each for each in found]
+    summary = (
+        f"the ranks share their cores with other processes: one waits {ms(wait_s)} of {ms(phases.mean_s)} for a core"
+    )
+    return [*weighed, Judged(make_finding("DDP751", summary=summary), 1.0)]
+
+
+def _soften(each: Judged, more: str) -> Judged:
+    finding = replace(each.finding, severity="info", evidence=(*each.finding.evidence, more))
+    return Judged(finding, each.factor)

@@ -16,7 +16,7 @@ from ddpilot.errors import RecordError
 from ddpilot.findings.display import Findings
 from ddpilot.group.protocol import GroupLike
 from ddpilot.profiler.pictures.profile_page import render_page
-from ddpilot.profiler.rank.block import start_recording
+from ddpilot.profiler.rank.probe import start_recording
 from ddpilot.profiler.result import Profile, make_profile
 from ddpilot.profiler.spans_file import read_times
 

@@ -24,8 +24,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
+from ddpilot.environments.interpreter import main_frame, reading_frames
 from ddpilot.environments.private_files import is_own_process, open_own_fifo, open_own_file, read_own_text
-from ddpilot.environments.running_frames import main_frame, reading_frames
 
 WATCH_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR1) + 6
 """Requests a stack from the fault handler. A real-time signal, as SIGUSR1 and SIGUSR2 are left to the user and

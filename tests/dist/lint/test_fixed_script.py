@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ddpilot.lint.catalog import RULES
 from ddpilot.lint.fixes import fix_text
 from ddpilot.lint.linter import lint_text
 from ddpilot.lint.options import LintOptions
+from ddpilot.lint.rules import RULES
 from tests.dist.launching.scripts import Outcome
 from tests.dist.run import commands
 from tests.soak import soak

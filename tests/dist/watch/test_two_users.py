@@ -19,7 +19,7 @@ import pytest
 from ddpilot.cli.watch_command import watch_job
 from ddpilot.environments.private_files import make_own_folder, own_temporary_folder
 from ddpilot.errors import DdpilotError
-from ddpilot.integrations.fastai.downloads import one_at_a_time
+from ddpilot.integrations.fastai.learners import one_at_a_time
 from ddpilot.record.flight_ring.reader import read_ring
 from ddpilot.record.main_thread import WATCH_SIGNAL, is_answering
 from ddpilot.watch.job_folder import JOBS_VARIABLE, jobs_root, list_jobs, make_job_folder

@@ -211,7 +211,7 @@ def test_check_writable_refuses_when_a_file_is_in_the_way(tmp_path: Path) -> Non
         CheckpointDir(tmp_path / "file" / "checkpoints").check_writable()
 
 
-HOLD = "import sys; from pathlib import Path; from ddpilot.checkpoint.atomic_files import Writer; "
+HOLD = "import sys; from pathlib import Path; from ddpilot.checkpoint.write_lock import Writer; "
 HOLD += "held = Writer.of(Path(sys.argv[1])); print(held is not None, flush=True); sys.stdin.read()"
 
 

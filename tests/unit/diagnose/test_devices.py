@@ -10,7 +10,7 @@ import pytest
 
 from ddpilot.diagnose.checks import devices
 from ddpilot.diagnose.gpus import read_gpu_states
-from ddpilot.diagnose.links import find_link
+from ddpilot.diagnose.reachability import find_link
 from tests.unit.diagnose.checking import make_facts, make_report, statuses, text_of
 
 NOT_SUPPORTED = 3

@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 import stat
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from ddpilot.environments.private_files import (
     check_own_folder,
     is_own_process,
     make_own_folder,
+    make_socket_folder,
     open_own_file,
     read_own_text,
     scratch_folder,
@@ -143,3 +145,19 @@ def test_is_own_process_is_false_for_one_that_is_gone() -> None:
     """It would not get a signal."""
     assert is_own_process(os.getpid())
     assert not is_own_process(2**30)
+
+
+def test_make_folder_is_private_and_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the temporary directory, or elsewhere where that one is too deep."""
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    for parent, is_used in ((Path(tempfile.gettempdir()), True), (deep, False)):
+        monkeypatch.setattr(tempfile, "tempdir", str(parent))
+        folder = make_socket_folder()
+        try:
+            assert folder.stat().st_mode & 0o777 == 0o700
+            assert len(str(folder / "r1023.99.parcels")) <= 107
+            assert (folder.parent == parent) is is_used
+            (folder / "socket").touch()
+        finally:
+            shutil.rmtree(folder)

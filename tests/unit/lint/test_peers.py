@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpilot.lint.catalog import CODES
+from ddpilot.lint.rules import CODES
 from tests.unit.lint.labels import expected_in
 
 HERE = Path(__file__).parent

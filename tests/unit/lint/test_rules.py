@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from ddpilot.findings.catalog import find_entry
-from ddpilot.lint.catalog import CODES, RULES
 from ddpilot.lint.linter import lint_text
 from ddpilot.lint.notebook import read_notebook
 from ddpilot.lint.program import Program
 from ddpilot.lint.rule import Facts, Rule
+from ddpilot.lint.rules import CODES, RULES
 from tests.unit.lint.labels import expected_in, found_in
 
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -9,8 +9,8 @@ from typing import Any
 import numpy
 
 from ddpilot.profiler.judgements.judged import Judged
-from ddpilot.profiler.judgements.summary import judge
 from ddpilot.profiler.phases import divide_updates
+from ddpilot.profiler.result import judge
 from ddpilot.profiler.spans_file import COUNTS, PHASES, SPAN, UPDATE, RankTimes
 from ddpilot.user_files import CodeLine
 

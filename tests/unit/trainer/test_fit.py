@@ -248,7 +248,7 @@ def test_evaluations_have_the_batch_size_of_the_last_fit() -> None:
 
 def test_a_fit_that_failed_lets_other_processes_write_its_checkpoints(tmp_path: Path) -> None:
     """Also while its traceback is kept, as a notebook keeps it: the next fit may be on ranks."""
-    code = "import sys; from pathlib import Path; from ddpilot.checkpoint.atomic_files import Writer; "
+    code = "import sys; from pathlib import Path; from ddpilot.checkpoint.write_lock import Writer; "
     command = [sys.executable, "-c", code + "Writer.of(Path(sys.argv[1]))", str(tmp_path)]
     fit(make_trainer(), checkpoint_dir=tmp_path)
     with pytest.raises(ddpilot.CheckpointError, match="`seed` was 0, is 1") as kept:

@@ -19,7 +19,16 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from ddpilot.checkpoint.atomic_files import move_aside, publish, read_facts, staging
-from ddpilot.checkpoint.format import CHECKPOINT_NAME, STAGING_PREFIX, Checkpoint, read_checkpoint
+from ddpilot.checkpoint.format import (
+    BEST,
+    CHECKPOINT_NAME,
+    STAGING_PREFIX,
+    Checkpoint,
+    checkpoint_number,
+    local_names,
+    read_checkpoint,
+    read_pointer,
+)
 from ddpilot.checkpoint.manifest import FILE_NAME, Manifest, parse_manifest
 from ddpilot.checkpoint.remote.store import RemoteStore
 from ddpilot.checkpoint.remote.uploads import Uploads
@@ -27,7 +36,6 @@ from ddpilot.errors import CheckpointError, CorruptCheckpointError
 
 _UPLOADED = ".uploaded"
 """Empty file in the local copy of a checkpoint that is complete at the URL."""
-_BEST = "best"
 _WRITER = "writer.json"
 _EARLIER = "earlier-"
 _FETCHING = ".fetching"
@@ -69,9 +77,9 @@ class RemoteCheckpoints:
         except CheckpointError as error:
             error.fix = f"Training has not started. {error.fix}"
             raise
-        self.last_number = max([0, *(_number(name) for name in _folders(files))])
+        self.last_number = max([0, *(checkpoint_number(name) for name in _folders(files))])
         complete = self._complete(files)
-        self._best = (self._store.read(_BEST) or "").strip() if _BEST in files else ""
+        self._best = (self._store.read(BEST) or "").strip() if BEST in files else ""
         if self._best in complete:
             with contextlib.suppress(CorruptCheckpointError):  # a different one is chosen then
                 self.best_metrics = self._manifest(self._best).metrics
@@ -96,17 +104,17 @@ class RemoteCheckpoints:
         if not self._token:
             return
         self.uploads.drain()
-        newest = max(map(_number, self.names()), default=0)
+        newest = max(map(checkpoint_number, self.names()), default=0)
         pending = []
-        for name in self._copies():
-            if _number(name) > newest and not self._is_uploaded(name):
+        for name in local_names(self._folder):
+            if checkpoint_number(name) > newest and not self._is_uploaded(name):
                 try:
                     pending.append(read_checkpoint(self._folder / name))
                 except CorruptCheckpointError as error:
                     self._report(f"{error}. Its upload was interrupted, and it was skipped")
-        best = ""
+        best = None
         with contextlib.suppress(OSError):
-            best = (self._folder / _BEST).read_text(encoding="utf-8", errors="replace").strip()
+            best = read_pointer(self._folder, BEST)
         for checkpoint in reversed(pending):
             name = checkpoint.path.name
             if name == best:
@@ -134,7 +142,7 @@ class RemoteCheckpoints:
 
     def best(self) -> str | None:
         """Return the name of the best checkpoint; None if there is none."""
-        name = (self._store.read(_BEST) or "").strip()
+        name = (self._store.read(BEST) or "").strip()
         return name if CHECKPOINT_NAME.fullmatch(name) else None
 
     def note_best(self, name: str, metrics: Mapping[str, float]) -> None:
@@ -156,7 +164,7 @@ class RemoteCheckpoints:
         while f"{_EARLIER}{number}" in files:
             number += 1
         self._store.write(f"{_EARLIER}{number}", "".join(f"{name}\n" for name in complete))
-        self._store.remove(_BEST)
+        self._store.remove(BEST)
         return f"{self.url}/{_EARLIER}{number}"
 
     def close(self) -> bool:
@@ -227,10 +235,10 @@ class RemoteCheckpoints:
     def _after_upload(self, name: str) -> None:
         with contextlib.suppress(OSError):  # it is compared with the URL then
             (self._folder / name / _UPLOADED).touch()
-        self.last_number = max(self.last_number, _number(name))
+        self.last_number = max(self.last_number, checkpoint_number(name))
         try:
             if name == self._best:
-                self._store.write(_BEST, f"{name}\n")
+                self._store.write(BEST, f"{name}\n")
             self._prune()
         except CheckpointError as error:
             self.uploads.note(f"{name} was uploaded, but {error}")
@@ -269,7 +277,7 @@ class RemoteCheckpoints:
             for name in (self._store.read(file) or "").split()
         }
         names = [name for name, is_complete in _folders(files).items() if is_complete and name not in aside]
-        return sorted(names, key=_number, reverse=True)
+        return sorted(names, key=checkpoint_number, reverse=True)
 
     def _manifest(self, name: str) -> Manifest:
         text = self._store.read(f"{name}/{FILE_NAME}")
@@ -277,13 +285,6 @@ class RemoteCheckpoints:
             found = f"it has no {FILE_NAME}: its upload was interrupted, or it is not a checkpoint"
             raise CorruptCheckpointError(f"reading {self.url}/{name}", found=found)
         return parse_manifest(text, where=f"{self.url}/{name}")
-
-    def _copies(self) -> list[str]:
-        """Names of all checkpoints in the local directory, newest first."""
-        if not self._folder.is_dir():
-            return []
-        names = [path.name for path in self._folder.iterdir() if CHECKPOINT_NAME.fullmatch(path.name)]
-        return sorted(names, key=_number, reverse=True)
 
     def _copy(self, name: str, *, verify: bool) -> Checkpoint | None:
         with contextlib.suppress(CorruptCheckpointError):
@@ -295,7 +296,7 @@ class RemoteCheckpoints:
 
     def _keep_lost(self, complete: list[str]) -> None:
         """Move copies aside if all checkpoints at the URL were deleted: they may be the last ones. Reported."""
-        copies = self._copies()
+        copies = local_names(self._folder)
         if complete or not any(map(self._is_uploaded, copies)):
             return
         with contextlib.suppress(OSError):
@@ -307,7 +308,7 @@ class RemoteCheckpoints:
 
     def _remove_copies(self, complete: list[str]) -> None:
         """Delete local copies of checkpoints that were uploaded and are not among `complete`: deleted at the URL."""
-        for name in self._copies():
+        for name in local_names(self._folder):
             if name not in complete and self._is_uploaded(name):
                 shutil.rmtree(self._folder / name, ignore_errors=True)
 
@@ -334,10 +335,6 @@ class RemoteCheckpoints:
                 fix="Free some space, or choose a different `staging_dir`.",
             ) from error
         return read_checkpoint(target, verify=False)
-
-
-def _number(name: str) -> int:
-    return int(name.split("-")[1])
 
 
 def _folders(files: Mapping[str, int]) -> dict[str, bool]:

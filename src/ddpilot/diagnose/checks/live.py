@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping
 
 from ddpilot.diagnose.facts import Answers, Facts, RankReport, in_units
-from ddpilot.diagnose.links import LOOPBACK
+from ddpilot.diagnose.reachability import LOOPBACK
 from ddpilot.findings.catalog import find_known, make_finding
 from ddpilot.findings.text import render_ranks
 

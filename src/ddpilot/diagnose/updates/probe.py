@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import numpy
@@ -24,7 +24,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from torch.utils.data import DistributedSampler
 
 from ddpilot.diagnose.updates.batches import BatchObserver
-from ddpilot.diagnose.updates.modules import ModuleObserver
+from ddpilot.diagnose.updates.placements import ModuleObserver
 from ddpilot.diagnose.updates.record import (
     SPEC_VARIABLE,
     Parameter,
@@ -89,7 +89,6 @@ class UpdateProbe:
         self._num_epochs_set = 0
         self._backend, self._world_size = "", int(os.environ.get("WORLD_SIZE", "1"))
         self._saved: list[Saved] = []
-        self._was_ended = False
         self._site: Mapping[str, Any] = {}
         self._arrays: dict[str, numpy.ndarray[Any, Any]] = {}
         self._modules = ModuleObserver(self._write_program)
@@ -208,17 +207,13 @@ class UpdateProbe:
         self._times.append(_read_times(self._ddp_models))
         self._write_program()
         if self._is_enough():
-            self._end()
+            raise UpdatesRecorded
 
     def _is_enough(self) -> bool:
         wanted = self._spec.num_updates
         if wanted is None:
             return False
         return min(self._num_steps) >= wanted or max(self._num_steps) >= wanted * _MAX_STEPS_PER_UPDATE
-
-    def _end(self) -> NoReturn:
-        self._was_ended = True
-        raise UpdatesRecorded
 
     def _collect(self, optimizer: Optimizer) -> bool:
         """Keep the gradients of one rank's turn; after the last turn leave their mean, and return True."""
@@ -286,7 +281,6 @@ class UpdateProbe:
             num_epochs_set=self._num_epochs_set,
             has_evaluated=self._modules.has_evaluated,
             saved=tuple(self._saved),
-            was_ended=self._was_ended,
             has_left_group=not dist.is_initialized(),
         )
         program_path(self._folder, self._rank).write_text(json.dumps(asdict(program)), "utf-8")

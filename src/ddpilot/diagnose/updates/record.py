@@ -174,8 +174,6 @@ class ProgramFacts:
     """True if a module was called without gradients."""
     saved: tuple[Saved, ...] = ()
     """Files that `torch.save` wrote."""
-    was_ended: bool = False
-    """True if the program was ended after the wanted updates, before its own end."""
     has_left_group: bool = True
     """False if the process ended with a process group that was not destroyed."""
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -16,7 +16,6 @@ from ddpilot.diagnose.verify.target import Run
 
 Kind = Literal["before", "gradient", "after"]
 """Parameters before the step, their gradients, parameters after it."""
-Arrays = Mapping[str, numpy.ndarray[Any, Any]]
 _KINDS: tuple[Kind, ...] = ("before", "gradient", "after")
 _TINY = 1e-30
 _SMALL = 1e-3
@@ -46,9 +45,9 @@ class Difference:
         return abs(self.scale - 1) > 1e-4 and self.unexplained < 1e-3 * abs(self.scale - 1)
 
 
-def compare_runs(first: Run, second: Run, rank: int = 0) -> list[list[Difference]]:
-    """Return the differences between rank 0 of `first` and `rank` of `second`, for each update that both have."""
-    one, other = first.ranks[0], second.ranks[rank]
+def compare_runs(first: Run, second: Run) -> list[list[Difference]]:
+    """Return the differences between the ranks 0 of `first` and `second`, for each update that both have."""
+    one, other = first.ranks[0], second.ranks[0]
     num = min(len(one.updates), len(other.updates))
     return [list(compare_update(one, other, number)) for number in range(num)]
 

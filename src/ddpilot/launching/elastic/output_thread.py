@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 from ddpilot.output.pipe_reader import PipeReader
@@ -50,9 +49,7 @@ class OutputThread:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end_attempt()
         self._stopping = True
         self._thread.join()

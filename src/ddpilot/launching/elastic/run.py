@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ddpilot.environments.garbage_collection import collector_paused
+from ddpilot.environments.interpreter import collector_paused
 from ddpilot.environments.private_files import scratch_folder
 from ddpilot.launching.elastic.options import RunOptions
 from ddpilot.launching.elastic.output_thread import OutputThread

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -25,23 +26,21 @@ from torch.utils.data import dataloader as torch_loader
 
 from ddpilot.data.batches import LocalBatch, observers
 from ddpilot.data.workers import PieceReader
+from ddpilot.guard.hook import install
 from ddpilot.guard.probe import Notes
 from ddpilot.guard.probes.parameters.steps import is_nested_step
 from ddpilot.guard.probes.tensors import tensors_in
+from ddpilot.launching.on_import import forget, when_imported
 from ddpilot.launching.rank_environment import count_cores
-from ddpilot.profiler.rank.core_waits import CoreWaits
+from ddpilot.profiler.rank.buckets import Buckets, BucketTimes
 from ddpilot.profiler.rank.ddp_models import DdpModels
 from ddpilot.profiler.rank.device_clock import DeviceClock
-from ddpilot.profiler.rank.fastai_steps import observe_steps
 from ddpilot.profiler.rank.host_reads import HostReads
-from ddpilot.profiler.rank.memory import MemorySamples
 from ddpilot.profiler.rank.modules import OutermostModules
-from ddpilot.profiler.rank.network.bucket_times import BucketTimes
-from ddpilot.profiler.rank.network.buckets import Buckets
-from ddpilot.profiler.rank.network.clocks import ClockMeasurement, name_clock
+from ddpilot.profiler.rank.node_clocks import ClockMeasurement, name_clock
 from ddpilot.profiler.rank.reductions import GradientEnds
-from ddpilot.profiler.rank.tracing.nvtx import COLLECTIVES
-from ddpilot.profiler.rank.tracing.trace_window import TraceWindow
+from ddpilot.profiler.rank.resources import CoreWaits, MemorySamples
+from ddpilot.profiler.rank.tracing import COLLECTIVES, TraceWindow
 from ddpilot.profiler.spans_file import (
     PHASES,
     PROFILE_VARIABLE,
@@ -397,3 +396,38 @@ class PhaseProbe:
         if self._device is not None:
             self._writer.write_marks(self._device.take())
         self._spans, self._updates, self._counts = [], [], []
+
+
+def start_recording(folder: Path, rank: int, models: Iterable[DistributedDataParallel]) -> Callable[[], None]:
+    """Record the time of updates into `folder` until the function that is returned is called.
+
+    `models`: those that exist already.
+    """
+    make_probe = functools.partial(PhaseProbe, folder, rank, models)
+    functools.update_wrapper(make_probe, PhaseProbe, updated=())
+    return install(folder / f"rank{rank}.journal", rank=rank, probes=(make_probe,))
+
+
+_MODULE, _KEY = "fastai.optimizer", "time of updates"
+
+
+def observe_steps(notes: Notes, begins: Callable[..., Any], ends: Callable[..., Any]) -> Callable[[], None]:
+    """Call `begins` and `ends` as torch's hooks around each step, once fastai is imported. Returns an undo function."""
+    undo: list[Callable[[], None]] = []
+
+    def before(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        begins(optimizer, args, kwargs)
+
+    def after(_ticket: None, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        ends(optimizer, args, kwargs)
+
+    def install(module: ModuleType) -> None:
+        undo.append(notes.around(module.Optimizer, "step", before=before, after=after))
+
+    def remove() -> None:
+        forget(_MODULE, _KEY)
+        while undo:
+            undo.pop()()
+
+    when_imported(_MODULE, _KEY, install)
+    return remove

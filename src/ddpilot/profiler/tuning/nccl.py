@@ -23,7 +23,7 @@ _BEGIN = b"\0NCCL_"
 _NAME = re.compile(rb"\x00(NCCL_[A-Z0-9_]{2,60})\x00")
 _LIBRARIES = (("nvidia.nccl", "lib"), ("torch", "lib"))
 _FILES = ("libnccl.so.2", "libnccl.so", "librccl.so.1", "librccl.so", "libtorch_cuda.so")
-"""The last one has NCCL inside if there is no library of its own."""
+"""The last one contains NCCL if it is linked statically."""
 
 
 def find_library() -> Path | None:

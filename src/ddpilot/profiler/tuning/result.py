@@ -14,8 +14,7 @@ from typing import Any
 from ddpilot.findings.display import screen_size
 from ddpilot.profiler.tuning.lines import Change
 from ddpilot.profiler.tuning.options import Option
-from ddpilot.profiler.tuning.search import Trials, Tried, is_beaten, take_first
-from ddpilot.profiler.tuning.stop_rule import LEAST_GAIN, Gain
+from ddpilot.profiler.tuning.search import LEAST_GAIN, Gain, Trials, Tried, is_beaten, take_first
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from ddpilot.environments.running_frames import main_frame
+from ddpilot.environments.interpreter import main_frame
 from ddpilot.record.call_sites import CallPath, SiteFinder, describe_site, find_ddp_model
 from ddpilot.record.collectives.ddp_buckets import BucketTable
 from ddpilot.record.collectives.operations import (

@@ -160,7 +160,7 @@ def describe_rebuilt(
 ) -> Iterator[str]:
     """Yield the messages to show after a rebuild, one line each.
 
-    `values`: the reply of each rank; `live`: all live ranks; `restarted`: those of them that lost their variables;
+    `values`: the reply of each rank; `live`: all live ranks; `restarted`: live ranks that lost their variables;
     `unfinished`: ranks on whose devices collectives were aborted with optimizer steps queued behind them.
     """
     rebound = max(value["rebound"] for value in values)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpilot.environments.nvml import count_accelerators
+from ddpilot.environments.private_files import make_socket_folder
 from ddpilot.errors import LaunchError
 from ddpilot.launching.rank_environment import count_cores
 from ddpilot.launching.rank_server.client import stop_servers
@@ -29,7 +30,6 @@ from ddpilot.session.host.loop import HostLoop
 from ddpilot.session.host.relay import KernelRelay
 from ddpilot.session.nodes import messages
 from ddpilot.session.nodes.link import Link
-from ddpilot.session.protocol.folder import make_folder
 from ddpilot.session.status import collect_usage
 from ddpilot.watch.snapshot.files import take_stacks
 
@@ -138,7 +138,7 @@ class Host:
         sys.argv[:] = request.argv
         self._placement = request.placement
         try:
-            folder = self._folder = make_folder()
+            folder = self._folder = make_socket_folder()
             environ = self._environ(request)
             store = request.master_port if request.placement.node_rank else self._store
             ranks = ForkedRanks(

@@ -21,6 +21,7 @@ from weakref import WeakValueDictionary
 from jupyter_client.session import new_id_bytes
 
 from ddpilot.environments.nvml import count_accelerators
+from ddpilot.environments.private_files import make_socket_folder
 from ddpilot.errors import LaunchError
 from ddpilot.findings.text import render_ranks
 from ddpilot.launching.options import LaunchOptions
@@ -44,7 +45,6 @@ from ddpilot.session.nodes.cluster import make_cluster
 from ddpilot.session.nodes.messages import KernelFrames, ParcelAnswer
 from ddpilot.session.options import SessionOptions
 from ddpilot.session.protocol.entry_points import KernelStart
-from ddpilot.session.protocol.folder import make_folder
 from ddpilot.session.protocol.messages import REQUEST, Request, Scope, request_content
 from ddpilot.user_files import CodeLine
 from ddpilot.watch.companion import Watcher
@@ -109,7 +109,7 @@ class RankKernels:
         Created at first use: by then a rank server is running, which removes it even if this process is killed.
         """
         if self._folder is None:
-            self._folder = make_folder()
+            self._folder = make_socket_folder()
         return self._folder
 
     @property

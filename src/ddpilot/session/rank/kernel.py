@@ -290,7 +290,7 @@ class RankKernel(IPythonKernel):
         if not folder:
             yield
             return
-        from ddpilot.profiler.rank.block import start_recording
+        from ddpilot.profiler.rank.probe import start_recording
 
         make_own_folder(Path(folder))  # on a different machine it is not there
         stop = start_recording(Path(folder), self.requests.context.topology.rank, find_models())

@@ -121,6 +121,6 @@ class Position:
         return self.batches[-1] if self.batches else None
 
 
-def is_due(number: int, first: int = 8, every: int = 1024) -> bool:
-    """True for the `first` numbers (from 1), powers of two, and every `every`-th number."""
-    return number <= first or number & (number - 1) == 0 or number % every == 0
+def is_due(number: int) -> bool:
+    """True for the first 8 numbers (from 1), powers of two, and multiples of 1024."""
+    return number <= 8 or number & (number - 1) == 0 or number % 1024 == 0

@@ -99,11 +99,11 @@ class Heartbeat:
         with self._lock:
             return self._link_error is not None or time.monotonic() - self._answered_s > _DEAD_S
 
-    def stop(self, limit_s: float = 1.0) -> None:
+    def stop(self) -> None:
         """Stop the thread. If it is stuck on a dead connection, it is left running until the process exits."""
         self._stopping = True
         self._wake.set()
-        self._thread.join(limit_s)
+        self._thread.join(1.0)
 
     def _run(self) -> None:
         try:

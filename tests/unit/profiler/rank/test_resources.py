@@ -6,7 +6,7 @@ from __future__ import annotations
 import psutil
 import pytest
 
-from ddpilot.profiler.rank.memory import MemorySamples
+from ddpilot.profiler.rank.resources import MemorySamples
 
 
 def test_memory_is_sampled_at_most_every_20_ms() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ddpilot.environments.private_files import own_temporary_folder
-from ddpilot.integrations.fastai.downloads import download_once, one_at_a_time, untar_once
+from ddpilot.integrations.fastai.learners import download_once, one_at_a_time, untar_once
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from ddpilot.diagnose.diagnosis import Diagnosis
-from ddpilot.diagnose.nccl_log.advice import read_nccl_log
-from ddpilot.diagnose.nccl_log.parsing import parse_nccl_log
+from ddpilot.diagnose.nccl_log import parse_nccl_log, read_nccl_log
 from ddpilot.errors import LaunchError
 
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ranges the phases of an update are marked with."""
+"""Which updates are recorded, and what a trace says of the clock."""
 
 from __future__ import annotations
 
+import gzip
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,40 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from ddpilot.errors import LaunchError
 from ddpilot.guard.hook import install
-from ddpilot.profiler.rank.tracing.nvtx import NvtxProbe
+from ddpilot.profiler.rank.node_clocks import name_clock
+from ddpilot.profiler.rank.tracing import NvtxProbe, TraceWindow
+from ddpilot.profiler.spans_file import OPTIONS_VARIABLE, RankOptions
+from ddpilot.profiler.traces import CLOCK_KEY, find_traces
+
+
+def test_a_window_is_recorded_in_each_cycle(tmp_path: Path) -> None:
+    """One update is left out, one warms up and two are kept; after a cycle one more update is slow."""
+    window = TraceWindow(tmp_path, 0, RankOptions(wait=1, warm_up=1, active=2, repeat=2, memory=True))
+    recorded = []
+    for _ in range(11):
+        recorded.append(window.is_recording)
+        torch.ones(4).sum()
+        window.end_update()
+    window.stop()
+    assert recorded == [False, True, True, True, True, True, True, True, True, False, False]
+    paths = list(find_traces(tmp_path, 0))
+    assert [path.name for path in paths] == ["trace_rank_0.json.gz", "trace_rank_0_2.json.gz"]
+    with gzip.open(paths[0], "rt", encoding="utf-8") as file:
+        trace = json.load(file)
+    assert trace[CLOCK_KEY]["name"] == name_clock()
+    assert "[memory]" in {event["name"] for event in trace["traceEvents"]}
+    assert window.slow_down is not None
+
+
+def test_rank_options_travel_in_the_environment() -> None:
+    """Without the variable they are the defaults; a window without updates is refused."""
+    options = RankOptions(wait=2, nvtx=True, measures_group=True)
+    assert RankOptions.from_environ({OPTIONS_VARIABLE: options.to_json()}) == options
+    assert RankOptions.from_environ({}) == RankOptions()
+    with pytest.raises(LaunchError, match="reading --trace-window"):
+        RankOptions(active=0)
 
 
 @pytest.fixture(autouse=True)

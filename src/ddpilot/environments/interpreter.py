@@ -1,15 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the frames of threads while they run Python code."""
+"""Pause the garbage collector, and read the frames of threads while they run Python code."""
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import FrameType
 
-from ddpilot.environments.garbage_collection import collector_paused
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pause the garbage collector, unless it is disabled. An import creates no garbage, and torch's takes less time."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
 
 _MAKES_FRAMES_LATE = sys.version_info[:2] == (3, 11)
 

@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time the collectives of DDP's reducer, from their start to their end, in some of the updates.
+"""Time the buckets of DDP models, measure their group, and read what DDP itself has logged of them.
 
-The flight recorder sees each of them start, but polls for their ends, which it sees up to 50 ms late. Here the end
-comes from a callback of the work's future, which costs some 10 us. Every second update is timed, or fewer if updates
-have many collectives: two callbacks in an update on average.
+The flight recorder sees each collective of the reducer start, but polls for their ends, which it sees up to 50 ms late.
+Here the end comes from a callback of the work's future, which costs some 10 us. Every second update is timed, or fewer
+if updates have many collectives: two callbacks in an update on average.
 """
 
 from __future__ import annotations
 
 import functools
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 from torch._C._distributed_c10d import Work
 
 from ddpilot.errors import RecordError
+from ddpilot.group.measurements.all_reduce import time_all_reduce
 from ddpilot.guard.probe import Notes
 from ddpilot.profiler.rank.device_clock import DeviceClock
 from ddpilot.record.collectives.recorder import reducer_observers
@@ -25,6 +28,9 @@ from ddpilot.record.collectives.recording import Recording, start_recording
 _NUM_TIMED = 2
 """Collectives of an update that are timed, on average over updates."""
 _NUM_RECORDS, _PAGE_BYTES = 64, 64 * 1024
+_SMALL_BYTES, _LEAST_LARGE_BYTES = 8, 4096
+_FIRST_READ, _READ_EVERY = 12, 200
+"""Updates after which DDP's log is read: it has times of the first ten updates, and of one in a hundred later."""
 
 
 class BucketTimes:
@@ -85,3 +91,44 @@ class BucketTimes:
     def _ended(self, begin_ns: int, num_bytes: int, _: Any) -> None:
         end_ns = time.monotonic_ns() if self._device is None else self._device.now_beside()
         self._done.append((begin_ns, end_ns, num_bytes))
+
+
+class Buckets:
+    """Facts about the last DDP model that was made. `write_fact`: called with a name and a value."""
+
+    def __init__(self, write_fact: Callable[[str, Any], None]) -> None:
+        self._write_fact = write_fact
+        self._ddp: ref[Any] | None = None
+        self._num_updates = 0
+
+    def add(self, ddp: Any, *, measures: bool) -> None:
+        """Call after a DDP model was made, which is collective; so is this with `measures`."""
+        self._ddp = ref(ddp)
+        group = ddp.process_group
+        if not measures or group.size() < 2:
+            return
+        total = sum(each.numel() * each.element_size() for each in ddp.module.parameters() if each.requires_grad)
+        sizes = (_SMALL_BYTES, int(max(_LEAST_LARGE_BYTES, min(total, ddp.bucket_bytes_cap))))
+        times_s = time_all_reduce(group, next(ddp.module.parameters()).device, sizes)
+        medians = [[size, statistics.median(each)] for size, each in zip(sizes, times_s, strict=True)]
+        self._write_fact("all_reduce_s", medians)
+
+    def end_update(self) -> None:
+        """Call after each update."""
+        self._num_updates += 1
+        if self._num_updates == _FIRST_READ or self._num_updates % _READ_EVERY == 0:
+            self.read()
+
+    def read(self) -> None:
+        """Write the bytes of each bucket, in the order in which they are ready, and times that DDP has logged."""
+        ddp = self._ddp() if self._ddp is not None else None
+        if ddp is None or not hasattr(ddp, "reducer"):
+            return
+        logged = ddp._get_ddp_logging_data()
+        sizes = logged.get("rebuilt_bucket_sizes") or logged.get("bucket_sizes") or ""
+        times = {
+            "backward_ns": logged.get("avg_backward_compute_time", 0),
+            "overlap_ns": logged.get("avg_backward_compute_comm_overlap_time", 0),
+        }
+        self._write_fact("ddp_times", times)
+        self._write_fact("buckets", [int(each) for each in sizes.split(",") if each.strip().isdecimal()])

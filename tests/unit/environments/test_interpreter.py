@@ -10,7 +10,19 @@ from collections.abc import Iterator
 
 import pytest
 
-from ddpilot.environments.running_frames import frames_of_threads, main_frame, reading_frames
+from ddpilot.environments.interpreter import collector_paused, frames_of_threads, main_frame, reading_frames
+
+
+def test_collector_paused_leaves_a_disabled_collector_disabled() -> None:
+    """The code that disabled it enables it again."""
+    gc.disable()
+    try:
+        with collector_paused():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
 
 is_lazy = pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="only CPython 3.11 collects while frames are read")
 
