@@ -35,7 +35,9 @@ class ParameterSharding:
     min_parameters: int = 1_000_000
     """Without `layers`: the smallest layers with at least this many parameters are gathered one at a time."""
     reshard_after_forward: bool = True
-    """True if a layer is gathered again for the backward pass; False takes more memory and less communication."""
+    """True if a layer is gathered again for the backward pass; False takes more memory and less communication.
+
+    The rest of the model, with which that pass begins, is gathered once."""
     param_dtype: torch.dtype | None = None
     """The dtype in which layers are gathered and run, such as torch.bfloat16; None: their own."""
     reduce_dtype: torch.dtype | None = None
@@ -97,7 +99,7 @@ def shard_parameters(
         fully_shard(
             layer,
             mesh=mesh,
-            reshard_after_forward=options.reshard_after_forward,
+            reshard_after_forward=options.reshard_after_forward and layer is not model,
             mp_policy=precision,
             offload_policy=offload,
         )
