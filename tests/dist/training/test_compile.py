@@ -39,7 +39,7 @@ def train(options: dict[str, Any], folder: Path | None = None, num_epochs: int =
     names = list(model.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     model, optimizer = loop.prepare(model, optimizer, **options)
-    average = None if "shard" in options or folder is not None else loop.average(model, 0.5)
+    average = None if folder is not None else loop.average(model, 0.5)
     loader = loop.loader(make_data("mlp", 25), global_batch_size=12)  # a batch of one sample: some ranks have none
     for _ in loop.epochs(num_epochs):
         for x, y in loop.batches(loader):
@@ -51,7 +51,7 @@ def train(options: dict[str, Any], folder: Path | None = None, num_epochs: int =
     state = ddpilot.full_state(model) if "shard" in options else ddpilot.unwrap(model).state_dict()
     if state and loop.rank == 0:
         assert list(state) == names
-    learnt = [] if average is None else [one.sum().item() for one in average.module.parameters()]
+    learnt = [] if average is None else [one.sum().item() for one in ddpilot.full_state(average.module).values()]
     return [share, outputs.sum().item(), outputs.abs().max().item(), float(len(loop.findings)), *learnt]
 
 

@@ -238,7 +238,7 @@ REFUSALS = (
     "the loss is nan",
     "`comm`, an option of DDP",
     "it is sharded already",
-    "an AveragedModel with a model whose parameters are sharded",
+    "an AveragedModel without `shard`, and a model whose parameters are sharded",
     'precision="fp16"',
     "no layer is a",
     "`methods` names 'encode', which Linear lacks",

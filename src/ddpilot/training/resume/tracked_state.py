@@ -31,7 +31,7 @@ from ddpilot.training.models.optimizers import (
     make_shards,
     state_without_shards,
 )
-from ddpilot.training.models.sharding import is_sharded
+from ddpilot.training.models.sharding import has_sharded_layer
 from ddpilot.training.models.shards import is_shard
 from ddpilot.training.models.strategy import read_weights, strategy_of
 
@@ -132,7 +132,7 @@ class TrackedState:
     @property
     def has_shards(self) -> bool:
         """True if each rank has shards of a model or of an optimizer's state. The same on every rank."""
-        has_model = any(is_sharded(_inner(model)) for _, model in self._models())
+        has_model = any(has_sharded_layer(_inner(model)) for _, model in self._models())
         return has_model or any(isinstance(one, Optimizer) and has_own_shards(one) for one in self._objects.values())
 
     def collect(self, group: GroupLike, *, divided: bool = False) -> tuple[Weights, dict[str, Any], Shards]:
@@ -190,7 +190,7 @@ class TrackedState:
         shards: ShardReader | None,
     ) -> list[str]:
         for name, model in self._models():
-            if shards is not None and is_sharded(_inner(model)):
+            if shards is not None and has_sharded_layer(_inner(model)):
                 read_weights(_inner(model), name, matched[name], shards)
             else:
                 strategy_of(_inner(model)).load_weights(matched[name])
@@ -237,7 +237,7 @@ class TrackedState:
     ) -> dict[str, Any]:
         extra = {key: value for key, value in state["extra"][name].items() if key != "n_averaged"}
         # The shards of a sharded model are read into place.
-        outlined = shards.outlined_weights(name) if shards is not None and is_sharded(_inner(model)) else {}
+        outlined = shards.outlined_weights(name) if shards is not None and has_sharded_layer(_inner(model)) else {}
         weights = outlined or found.weights(name)
         return match_weights(_inner(model), {**weights, **extra}, source=f"{name!r} of {found.path}")
 
@@ -291,7 +291,7 @@ class _Collected:
         is_rank_zero = self._group.is_rank_zero
         broadcast_tensors(_inner(model).buffers(), self._group)
         own, self.state["extra"][name] = _split(model, keeps=is_rank_zero, divided=self._divided)
-        if self._divided and is_sharded(_inner(model)):
+        if self._divided and has_sharded_layer(_inner(model)):
             self.shards.update({(name, key): one for key, one in own.items() if is_rank_zero or is_shard(one)})
         else:
             self.weights[name] = own
