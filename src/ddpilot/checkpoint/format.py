@@ -7,7 +7,7 @@ import json
 import pickle
 import pickletools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 STAGING_PREFIX = ".writing-"
 STATE_FILE = "state.pt"
+STATE_NAMES = ("optimizers", "others", "extra", "kinds")
+"""What a loop saves in that file: state dicts by name, what models have besides weights, and optimizers' classes."""
 CHECKPOINT_NAME = re.compile(r"save-(\d{6,})-step-(\d+)")
 """Name of a checkpoint's directory, with a number that counts up and the number of updates."""
 _WEIGHTS = re.compile(r"(\w+)\.safetensors(\.index\.json)?", re.ASCII)
@@ -181,11 +183,11 @@ class Checkpoint:
                 if whole := {path[0]: one for path, one in shards.read_whole(name).items() if len(path) == 1}:
                     return whole
                 there += dict.fromkeys(path[0] for path in shards.outlines() if len(path) == 2)
-            raise CheckpointError(
-                f"reading the weights {name!r} of {self.path}",
-                found=f"it has weights for {', '.join(map(repr, there)) or 'no model'}",
-                fix="Request one of these.",
-            )
+            did = f"reading the weights {name!r} of {self.path}"
+            if not there:
+                raise self._layout_error(did, "it has weights of no model")
+            found = f"it has weights for {', '.join(map(repr, there))}"
+            raise CheckpointError(did, found=found, fix="Request one of these.")
         return read_safetensors(self.path / weights_file(name))
 
     def state(self) -> dict[str, Any]:
@@ -204,6 +206,22 @@ class Checkpoint:
     def state_without_shards(self) -> dict[str, Any]:
         """Return the saved state dicts as `state` does, without what is in shards."""
         return dict(read_torch(self.path / STATE_FILE))
+
+    def check_layout(self, file: str, tree: Mapping[str, Any], names: Iterable[str]) -> None:
+        """Raise CheckpointError unless `tree`, the content of `file`, has a dict under each of `names`."""
+        missing = [name for name in names if not isinstance(tree.get(name), Mapping)]
+        if missing:
+            found = f"it has no dict under {', '.join(map(repr, missing))}"
+            raise self._layout_error(f"reading {self.path / file}", found)
+
+    def _layout_error(self, did: str, found: str) -> CheckpointError:
+        written, own = (each.get("ddpilot", "?") for each in (self.manifest.versions, now_and_here()["versions"]))
+        return CheckpointError(
+            did,
+            found=f"{found}, so it is not a checkpoint of a Loop, or of a different version: ddpilot {written} wrote "
+            f"it, and this is {own}",
+            fix="Use the version that wrote it to save the weights as a safetensors file, which load_weights() reads.",
+        )
 
     def shards(self) -> ShardReader | None:
         """Return what reads the shards that ranks have written; None if the checkpoint has none."""

@@ -16,6 +16,8 @@ from ddpilot.checkpoint.atomic_files import HashingFile
 from ddpilot.checkpoint.directory import BEST, LATEST, CheckpointDir
 from ddpilot.checkpoint.format import (
     CHECKPOINT_NAME,
+    STATE_FILE,
+    STATE_NAMES,
     Checkpoint,
     index_file,
     is_safetensors,
@@ -169,6 +171,7 @@ def merge_shards(path: str | os.PathLike[str], to: str | os.PathLike[str], *, na
 
 def _whole_state(found: Checkpoint) -> dict[str, Any]:
     state = found.state()
+    found.check_layout(STATE_FILE, state, STATE_NAMES)
     models = {name: {**found.weights(name), **extra} for name, extra in state["extra"].items()}
     return {**models, **state["optimizers"]}
 
