@@ -234,6 +234,12 @@ def test_data_loaders_plateaus_and_sharded_optimizers() -> None:
     torch.testing.assert_close(trainer.model.state_dict(), alone.model.state_dict(), rtol=1e-10, atol=1e-13)
 
 
+def average_of(trainer: ddpilot.Trainer) -> nn.Module:
+    """Its average of the weights."""
+    assert trainer.ema is not None
+    return trainer.ema
+
+
 def fit_sharded() -> dict[str, Any]:
     """Two fits on ranks that exist, of a model whose layers are sharded, and what is refused."""
     sharding = ddpilot.ParameterSharding(min_parameters=1)
@@ -245,13 +251,13 @@ def fit_sharded() -> dict[str, Any]:
     return {
         "values": trainer.evaluate(make_data(5)),
         "weights": ddpilot.full_state(trainer.model),
-        "average": ddpilot.full_state(trainer.ema),
+        "average": ddpilot.full_state(average_of(trainer)),
         "said": str(caught.value),
     }
 
 
 def test_a_trainer_shards_parameters_from_a_notebook_and_on_ranks(tmp_path: Path) -> None:
-    """Whole weights and their average come back to the notebook; on ranks, a second fit goes on with the shards; so does a checkpoint."""
+    """Whole weights and averages come back; a second fit on ranks and a resumed one go on with shards."""
     alone, trainer = make_trainer(), make_trainer()
     options: dict[str, Any] = {"global_batch_size": BATCH_SIZE}
     trainer.fit(make_data(), make_data(5), epochs=2, nproc_per_node=2, ddp={"shard": "parameters"}, **options)
@@ -267,8 +273,8 @@ def test_a_trainer_shards_parameters_from_a_notebook_and_on_ranks(tmp_path: Path
         alone.fit(make_data(), make_data(5), epochs=1, nproc_per_node=0, **options)
     for weights in (trainer.model.state_dict(), zero["weights"], resumed.model.state_dict()):
         torch.testing.assert_close(weights, alone.model.state_dict(), rtol=1e-10, atol=1e-13)
-    for average in (trainer.ema.state_dict(), zero["average"], resumed.ema.state_dict()):
-        torch.testing.assert_close(average, alone.ema.state_dict(), rtol=1e-10, atol=1e-13)
+    for average in (average_of(trainer).state_dict(), zero["average"], average_of(resumed).state_dict()):
+        torch.testing.assert_close(average, average_of(alone).state_dict(), rtol=1e-10, atol=1e-13)
     expected = pytest.approx(alone.evaluate(make_data(5)), rel=1e-10)
     assert zero["values"] == one["values"] == expected
     assert "a Norms, which reads whole weights on rank 0" in zero["said"]

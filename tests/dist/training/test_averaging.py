@@ -115,7 +115,7 @@ def test_averages_are_those_of_plain_pytorch(num_ranks: int, tmp_path: Path) -> 
 
 
 def held_in_shards() -> tuple[dict[str, Any], list[int]]:
-    """Averages of a sharded model in one run; and how many values this rank has of a model's parameters and an average."""
+    """Averages of a sharded model in one run; and how many values this rank holds of a model and of an average."""
     found = with_loop(shard=SHARDED)
     loop = Loop(progress=False)
     model = loop.prepare(make()[0], shard=SHARDED)

@@ -84,6 +84,46 @@ def test_checkpoints_load_with_and_without_compile(tmp_path: Path) -> None:
             assert numbers == pytest.approx(whole, rel=1e-10)
 
 
+def count_graphs(graph: Any, inputs: Any) -> Any:
+    """A backend that counts what it compiles."""
+    compiled.append(graph)
+    return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+
+compiled: list[Any] = []
+
+
+def train_split() -> list[tuple[dict[str, Any], int]]:
+    """The weights after training with several buckets: uncompiled, compiled graph by graph, and by inductor."""
+    torch.set_default_dtype(torch.float64)
+    ways: list[dict[str, Any]] = [{}, {"compile": {"backend": count_graphs}}, {"compile": True}]
+    found = []
+    for options in ways:
+        torch._dynamo.reset()
+        loop = Loop(seed=4, accumulate=2, progress=False)
+        torch.manual_seed(2)
+        model: Any = nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 256))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        model, optimizer = loop.prepare(model, optimizer, bucket_cap_mb=1, **options)
+        loader = loop.loader(torch.utils.data.TensorDataset(torch.randn(16, 256)), global_batch_size=4)
+        for (x,) in loop.batches(loader):
+            with loop.accumulate(model):
+                loop.backward(model(x).square().mean())
+            loop.step(optimizer)
+        found.append((ddpilot.unwrap(model).state_dict(), len(compiled)))
+    return found
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+def test_inductor_and_graphs_split_at_buckets_have_the_numbers_of_an_uncompiled_model() -> None:
+    """A graph is split at each bucket of DDP; the default backend compiles C++ for the pieces."""
+    for (plain, _), *others in launch(2, train_split):
+        for weights, num_graphs in others:
+            assert num_graphs > 1
+            torch.testing.assert_close(weights, plain, rtol=1e-10, atol=1e-12)
+
+
 def fit(compile: Any) -> list[float]:  # noqa: A002
     """The columns of the history of a fit."""
     torch.set_default_dtype(torch.float64)

@@ -266,7 +266,7 @@ class Coder(nn.Module):
         return self.encode(x)
 
 
-class Gathers(TorchDispatchMode):
+class Gathers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the all-gathers of tensors in its block."""
 
     num = 0
@@ -277,7 +277,7 @@ class Gathers(TorchDispatchMode):
 
 
 def train_in_bf16(by_hand: bool, offloads: bool) -> tuple[list[torch.Tensor], int]:
-    """Four updates through `encode`, of layers in bf16 whose gradients are summed in float32: weights and all-gathers."""
+    """Four updates through `encode`, of layers in bf16 with gradients in float32: the weights, and the all-gathers."""
     loop = Loop(seed=3, progress=False)
     model = Coder()
     if by_hand:
@@ -300,7 +300,7 @@ def train_in_bf16(by_hand: bool, offloads: bool) -> tuple[list[torch.Tensor], in
         sharding = ParameterSharding(layers=nn.Linear, methods=("encode",), **mixed)
         model, optimizer = loop.prepare(model, optimizer, shard=sharding)
     data = torch.randn(16, 6)
-    with Gathers() as gathers:
+    with Gathers() as gathers:  # type: ignore[no-untyped-call]
         if by_hand:
             for number in range(4):
                 loss = model.encode(data[4 * number + 2 * loop.rank :][:2]).float().pow(2).mean()
