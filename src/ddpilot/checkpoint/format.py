@@ -185,7 +185,7 @@ class Checkpoint:
                 there += dict.fromkeys(path[0] for path in shards.outlines() if len(path) == 2)
             did = f"reading the weights {name!r} of {self.path}"
             if not there:
-                raise self._layout_error(did, "it has weights of no model")
+                raise _layout_error(self, did, "it has weights of no model")
             found = f"it has weights for {', '.join(map(repr, there))}"
             raise CheckpointError(did, found=found, fix="Request one of these.")
         return read_safetensors(self.path / weights_file(name))
@@ -207,22 +207,6 @@ class Checkpoint:
         """Return the saved state dicts as `state` does, without what is in shards."""
         return dict(read_torch(self.path / STATE_FILE))
 
-    def check_layout(self, file: str, tree: Mapping[str, Any], names: Iterable[str]) -> None:
-        """Raise CheckpointError unless `tree`, the content of `file`, has a dict under each of `names`."""
-        missing = [name for name in names if not isinstance(tree.get(name), Mapping)]
-        if missing:
-            found = f"it has no dict under {', '.join(map(repr, missing))}"
-            raise self._layout_error(f"reading {self.path / file}", found)
-
-    def _layout_error(self, did: str, found: str) -> CheckpointError:
-        written, own = (each.get("ddpilot", "?") for each in (self.manifest.versions, now_and_here()["versions"]))
-        return CheckpointError(
-            did,
-            found=f"{found}, so it is not a checkpoint of a Loop, or of a different version: ddpilot {written} wrote "
-            f"it, and this is {own}",
-            fix="Use the version that wrote it to save the weights as a safetensors file, which load_weights() reads.",
-        )
-
     def shards(self) -> ShardReader | None:
         """Return what reads the shards that ranks have written; None if the checkpoint has none."""
         if SHARDS_FILE not in self.manifest.files:
@@ -236,6 +220,23 @@ class Checkpoint:
         if part_file(rank) not in self.manifest.files:
             return None
         return dict(read_torch(self.path / part_file(rank)))
+
+
+def check_layout(found: Checkpoint, file: str, tree: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Raise CheckpointError unless `tree`, the content of `file` of `found`, has a dict under each of `names`."""
+    if missing := [name for name in names if not isinstance(tree.get(name), Mapping)]:
+        what = f"it has no dict under {', '.join(map(repr, missing))}"
+        raise _layout_error(found, f"reading {found.path / file}", what)
+
+
+def _layout_error(found: Checkpoint, did: str, what: str) -> CheckpointError:
+    written, own = (each.get("ddpilot", "?") for each in (found.manifest.versions, now_and_here()["versions"]))
+    return CheckpointError(
+        did,
+        found=f"{what}, so it is not a checkpoint of a Loop, or of a different version: ddpilot {written} wrote it, "
+        f"and this is {own}",
+        fix="Use the version that wrote it to save the weights as a safetensors file, which load_weights() reads.",
+    )
 
 
 def read_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:

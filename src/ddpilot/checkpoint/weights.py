@@ -19,6 +19,7 @@ from ddpilot.checkpoint.format import (
     STATE_FILE,
     STATE_NAMES,
     Checkpoint,
+    check_layout,
     index_file,
     is_safetensors,
     read_checkpoint,
@@ -171,7 +172,7 @@ def merge_shards(path: str | os.PathLike[str], to: str | os.PathLike[str], *, na
 
 def _whole_state(found: Checkpoint) -> dict[str, Any]:
     state = found.state()
-    found.check_layout(STATE_FILE, state, STATE_NAMES)
+    check_layout(found, STATE_FILE, state, STATE_NAMES)
     models = {name: {**found.weights(name), **extra} for name, extra in state["extra"].items()}
     return {**models, **state["optimizers"]}
 

@@ -14,7 +14,7 @@ import torch
 
 from ddpilot.checkpoint.atomic_files import read_facts
 from ddpilot.checkpoint.directory import CheckpointDir
-from ddpilot.checkpoint.format import read_checkpoint
+from ddpilot.checkpoint.format import check_layout, read_checkpoint
 from ddpilot.checkpoint.manifest import Manifest, RunProgress, checksum, parse_manifest
 from ddpilot.checkpoint.weights import merge_shards
 from ddpilot.errors import CheckpointError, CorruptCheckpointError
@@ -123,7 +123,7 @@ def test_layout_of_a_different_version_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"state.pt: it has no dict under 'extra', 'kinds', .*wrote it, and this is"
     ):
-        found.check_layout("state.pt", found.state(), ("optimizers", "extra", "kinds"))
+        check_layout(found, "state.pt", found.state(), ("optimizers", "extra", "kinds"))
     with pytest.raises(CheckpointError, match=r"state.pt: it has no dict under 'others', 'extra', 'kinds'"):
         merge_shards(tmp_path, tmp_path / "whole.pt")
     with pytest.raises(CheckpointError, match=r"weights 'model' of .*: it has weights of no model, so"):

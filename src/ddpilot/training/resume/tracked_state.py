@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 
-from ddpilot.checkpoint.format import STATE_FILE, STATE_NAMES, Checkpoint, part_file
+from ddpilot.checkpoint.format import STATE_FILE, STATE_NAMES, Checkpoint, check_layout, part_file
 from ddpilot.checkpoint.safetensors_file import DTYPE_NAMES, plain_names
 from ddpilot.checkpoint.weights import match_weights
 from ddpilot.errors import CheckpointError, CorruptCheckpointError, LoopError, MismatchedCheckpointError
@@ -172,8 +172,8 @@ class TrackedState:
         states of each rank at another number of ranks without a function that redistributes them.
         """
         state = found.state_without_shards()
-        found.check_layout(STATE_FILE, state, STATE_NAMES)
-        found.check_layout(STATE_FILE, state["optimizers"], state["optimizers"])
+        check_layout(found, STATE_FILE, state, STATE_NAMES)
+        check_layout(found, STATE_FILE, state["optimizers"], state["optimizers"])
         own, required = self._rank_states(found, group)
         self._check_names(found, [*state["extra"], *state["optimizers"], *state["others"], *required])
         shards = found.shards()
@@ -214,7 +214,7 @@ class TrackedState:
         others = range(1, before) if first and before != now else ()
         parts = [first, *((found.part(rank) or {}).get(OWN, {}) for rank in others)]
         for rank, part in zip([group.rank if before == now else 0, *others], parts, strict=True):
-            found.check_layout(part_file(rank), part, part)
+            check_layout(found, part_file(rank), part, part)
         states: dict[str, Any] = {}
         for name, saved in first.items():
             known = self._per_rank.get(name)
