@@ -7,7 +7,7 @@ import json
 import pickle
 import pickletools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 STAGING_PREFIX = ".writing-"
 STATE_FILE = "state.pt"
+STATE_NAMES = ("optimizers", "others", "extra", "kinds")
+"""What a loop saves in that file: state dicts by name, what models have besides weights, and optimizers' classes."""
 CHECKPOINT_NAME = re.compile(r"save-(\d{6,})-step-(\d+)")
 """Name of a checkpoint's directory, with a number that counts up and the number of updates."""
 LATEST = "latest"
@@ -207,11 +209,11 @@ class Checkpoint:
                 if whole := {path[0]: one for path, one in shards.read_whole(name).items() if len(path) == 1}:
                     return whole
                 there += dict.fromkeys(path[0] for path in shards.outlines() if len(path) == 2)
-            raise CheckpointError(
-                f"reading the weights {name!r} of {self.path}",
-                found=f"it has weights for {', '.join(map(repr, there)) or 'no model'}",
-                fix="Request one of these.",
-            )
+            did = f"reading the weights {name!r} of {self.path}"
+            if not there:
+                raise _layout_error(self, did, "it has weights of no model")
+            found = f"it has weights for {', '.join(map(repr, there))}"
+            raise CheckpointError(did, found=found, fix="Request one of these.")
         return read_safetensors(self.path / weights_file(name))
 
     def state(self) -> dict[str, Any]:
@@ -244,6 +246,23 @@ class Checkpoint:
         if part_file(rank) not in self.manifest.files:
             return None
         return dict(read_torch(self.path / part_file(rank)))
+
+
+def check_layout(found: Checkpoint, file: str, tree: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Raise CheckpointError unless `tree`, the content of `file` of `found`, has a dict under each of `names`."""
+    if missing := [name for name in names if not isinstance(tree.get(name), Mapping)]:
+        what = f"it has no dict under {', '.join(map(repr, missing))}"
+        raise _layout_error(found, f"reading {found.path / file}", what)
+
+
+def _layout_error(found: Checkpoint, did: str, what: str) -> CheckpointError:
+    written, own = (each.get("ddpilot", "?") for each in (found.manifest.versions, now_and_here()["versions"]))
+    return CheckpointError(
+        did,
+        found=f"{what}, so it is not a checkpoint of a Loop, or of a different version: ddpilot {written} wrote it, "
+        f"and this is {own}",
+        fix="Use the version that wrote it to save the weights as a safetensors file, which load_weights() reads.",
+    )
 
 
 def read_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:

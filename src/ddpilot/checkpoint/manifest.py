@@ -102,9 +102,22 @@ def parse_manifest(text: str, *, where: str) -> Manifest:
         if checksum(body) != claimed:
             raise ValueError("its own checksum does not match")
         del body["format"]
-        files = {name: FileFacts(**facts) for name, facts in body.pop("files").items()}
-        return Manifest(progress=RunProgress(**body.pop("progress")), files=files, **body)
+        return _parse_body(body, where)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpointError(
             f"reading {where}", found=f"{FILE_NAME} is truncated or was changed ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _parse_body(body: dict[str, Any], where: str) -> Manifest:
+    """Return the manifest with these fields, whose checksum matches. Raises CheckpointError for unknown ones."""
+    try:
+        files = {name: FileFacts(**facts) for name, facts in body["files"].items()}
+        return Manifest(**{**body, "progress": RunProgress(**body["progress"]), "files": files})
+    except (KeyError, TypeError, AttributeError) as error:
+        own, written = version("ddpilot"), body.get("versions")
+        raise CheckpointError(
+            f"reading {where}",
+            found=f"{FILE_NAME} is intact, and its fields are not those of this ddpilot, {own} ({error})",
+            fix=f"Use the version that wrote it: {written or 'unknown'}.",
         ) from error

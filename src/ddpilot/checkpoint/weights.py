@@ -18,7 +18,10 @@ from ddpilot.checkpoint.format import (
     BEST,
     CHECKPOINT_NAME,
     LATEST,
+    STATE_FILE,
+    STATE_NAMES,
     Checkpoint,
+    check_layout,
     index_file,
     is_safetensors,
     read_checkpoint,
@@ -171,6 +174,7 @@ def merge_shards(path: str | os.PathLike[str], to: str | os.PathLike[str], *, na
 
 def _whole_state(found: Checkpoint) -> dict[str, Any]:
     state = found.state()
+    check_layout(found, STATE_FILE, state, STATE_NAMES)
     models = {name: {**found.weights(name), **extra} for name, extra in state["extra"].items()}
     return {**models, **state["optimizers"]}
 

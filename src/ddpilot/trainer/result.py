@@ -20,8 +20,8 @@ from ddpilot.launching.first_failure import RankEnd, build_error
 from ddpilot.launching.rank_reports import Raised
 from ddpilot.trainer.core import TrainerCore
 from ddpilot.training.models.optimizers import full_state
-from ddpilot.training.models.shards import has_shards
-from ddpilot.training.models.strategy import ShardedStrategy
+from ddpilot.training.models.sharding import has_sharded_layer
+from ddpilot.training.models.strategy import strategy_of
 
 _COPIED = ("position", "batch_size", "findings", "explanation")
 """Attributes of a trainer that are replaced by those after the fit."""
@@ -40,13 +40,15 @@ class FitResult:
 
 def collect_result(trainer: TrainerCore, group: GroupLike, late_error: Exception | None) -> FitResult | None:
     """Return the result on rank 0; None on other ranks. Collective if parameters or optimizer state are sharded."""
-    model, weights = trainer.model, None
-    if has_shards(model.parameters()):
-        weights = ShardedStrategy(model).weights(keeps=group.is_rank_zero)
+    whole = {
+        name: strategy_of(model).weights(keeps=group.is_rank_zero)
+        for name, model in (("weights", trainer.model), ("ema", trainer.ema))
+        if model is not None and has_sharded_layer(model)
+    }
     optimizers = {name: full_state(optimizer) for name, optimizer in trainer.optimizers.items()}
     if not group.is_rank_zero:
         return None
-    return FitResult(_read_state(trainer, optimizers, weights), None if late_error is None else _pack(late_error))
+    return FitResult(_read_state(trainer, optimizers) | whole, None if late_error is None else _pack(late_error))
 
 
 def unpack_late_error(late_error: tuple[Raised, bytes], num_ranks: int) -> RankError:
@@ -76,12 +78,10 @@ def _pack(error: Exception) -> tuple[Raised, bytes]:
     return report_exception(error), pickled
 
 
-def _read_state(
-    trainer: TrainerCore, optimizers: dict[str, dict[str, Any]], weights: dict[str, Any] | None = None
-) -> dict[str, Any]:
+def _read_state(trainer: TrainerCore, optimizers: dict[str, dict[str, Any]]) -> dict[str, Any]:
     model = trainer.model
     return {
-        "weights": model.state_dict() if weights is None else weights,
+        "weights": model.state_dict(),
         "frozen": {name for name, parameter in model.named_parameters() if not parameter.requires_grad},
         "attributes": {name: module_attributes(module) for name, module in model.named_modules()},
         "optimizers": optimizers,

@@ -189,7 +189,8 @@ class Loop(LoopCore):
         an interval. Within `batches` it is updated after the steps of each batch or accumulation group that changed the
         weights, or at the end of the first pass of each epoch; outside call its `update_parameters(model)`. Evaluate it
         as any model, and call `update_batch_norm` first if it is an equal average of a model with BatchNorm. Raises
-        LoopError for a model that was not prepared or whose parameters are sharded.
+        LoopError for a model that was not prepared. With `shard="parameters"` the average is sharded as the model is,
+        and LoopError is raised if `copy.deepcopy` cannot copy the model.
         """
         return self._preparation.average(model, how)
 
@@ -386,6 +387,6 @@ class Loop(LoopCore):
         For averaged weights, whose statistics are not those of any model that was trained; as torch's `update_bn`, with
         the batches of all ranks: the same statistics at any number of ranks. The model runs in train mode without
         gradients. `max_batches`: at most these many. `forward`: as for `predict`. Random states are restored.
-        Raises LoopError for a batch with a single value per channel, and for a model whose parameters are sharded.
+        Raises LoopError for a batch with a single value per channel.
         """
         self._inference.update_batch_norm(model, loader, max_batches, forward)

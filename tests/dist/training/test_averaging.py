@@ -16,10 +16,14 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 from torch.utils.data import TensorDataset
 
 from ddpilot.training.loop import Loop
+from ddpilot.training.models.optimizers import full_state
+from ddpilot.training.models.sharding import ParameterSharding
+from ddpilot.training.models.shards import local_parts
 from ddpilot.training.step.averaging import Averaging
 from tests.dist.training.bodies import launch
 
 same = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
+SHARDED = ParameterSharding(min_parameters=8)
 NUM_SAMPLES, BATCH_SIZE, NUM_EPOCHS = 14, 4, 4
 """The last batch has two samples: of three ranks one has none."""
 KINDS: dict[str, Averaging | float] = {
@@ -62,11 +66,11 @@ def plainly() -> dict[str, dict[str, torch.Tensor]]:
     return {name: average.module.state_dict() for name, average in averages.items()}
 
 
-def with_loop(folder: Path | None = None, stop_at: int = -1) -> dict[str, Any]:
+def with_loop(folder: Path | None = None, stop_at: int = -1, shard: Any = None) -> dict[str, Any]:
     """The same with a `Loop`; `folder`: for checkpoints. `stop_at`: all ranks stop after that update."""
     loop = Loop(progress=False, checkpoint_dir=folder)
     given, old, data = make()
-    model, optimizer = loop.prepare(given, old)
+    model, optimizer = loop.prepare(given, old, shard=shard)
     averages = {name: loop.average(model, how) for name, how in KINDS.items()}
     loader = loop.loader(data, global_batch_size=BATCH_SIZE)
     early = {}
@@ -84,7 +88,7 @@ def with_loop(folder: Path | None = None, stop_at: int = -1) -> dict[str, Any]:
             return {}
     for name, average in averages.items():
         loop.update_batch_norm(average, loader)
-        early[name] = copy.deepcopy(average.module.state_dict())
+        early[name] = copy.deepcopy(full_state(average.module))
         assert not any(layer.training for layer in average.modules() if isinstance(layer, nn.BatchNorm1d))
     return early
 
@@ -108,3 +112,34 @@ def test_averages_are_those_of_plain_pytorch(num_ranks: int, tmp_path: Path) -> 
         for run in found:
             for name, weights in expected.items():
                 same(run[name], weights, msg=f"{name}: {{}}".format)
+
+
+def held_in_shards() -> tuple[dict[str, Any], list[int]]:
+    """Averages of a sharded model in one run; and how many values this rank holds of a model and of an average."""
+    found = with_loop(shard=SHARDED)
+    loop = Loop(progress=False)
+    model = loop.prepare(make()[0], shard=SHARDED)
+    average = loop.average(model, 0.9)
+    assert [name for name, _ in average.module.named_parameters()] == [name for name, _ in model.named_parameters()]
+    return found, [sum(one.numel() for one in local_parts(list(kind.parameters()))) for kind in (model, average)]
+
+
+def in_one_process(folder: Path) -> list[dict[str, Any]]:
+    """By hand, and resumed from sharded averages."""
+    return [plainly(), with_loop(folder, shard=SHARDED)]
+
+
+def test_averages_of_a_sharded_model_are_those_of_plain_pytorch_and_resume_at_any_number_of_ranks(
+    tmp_path: Path,
+) -> None:
+    """In one run of three ranks; begun on two ranks, resumed on three, and then in one process."""
+    folder = tmp_path / "checkpoints"
+    of_three = launch(3, held_in_shards)
+    launch(2, with_loop, folder, 5, SHARDED)
+    launch(3, with_loop, folder, 12, SHARDED)
+    ((expected, resumed),) = launch(1, in_one_process, folder)
+    for found in (of_three[0][0], resumed):
+        for name, weights in expected.items():
+            same(found[name], weights, msg=f"{name}: {{}}".format)
+    num_all = sum(one.numel() for name, one in expected["EMA"].items() if name.endswith(("weight", "bias")))
+    assert [sum(held) for held in zip(*(held for _, held in of_three), strict=True)] == [num_all, num_all]

@@ -42,7 +42,7 @@ def train(options: dict[str, Any], folder: Path | None = None, num_epochs: int =
     names = list(model.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     model, optimizer = loop.prepare(model, optimizer, **options)
-    average = None if "shard" in options or folder is not None else loop.average(model, 0.5)
+    average = None if folder is not None else loop.average(model, 0.5)
     loader = loop.loader(make_data("mlp", 25), global_batch_size=12)  # a batch of one sample: some ranks have none
     for _ in loop.epochs(num_epochs):
         for x, y in loop.batches(loader):
@@ -54,7 +54,7 @@ def train(options: dict[str, Any], folder: Path | None = None, num_epochs: int =
     state = ddpilot.full_state(model) if "shard" in options else ddpilot.unwrap(model).state_dict()
     if state and loop.rank == 0:
         assert list(state) == names
-    learnt = [] if average is None else [one.sum().item() for one in average.module.parameters()]
+    learnt = [] if average is None else [one.sum().item() for one in ddpilot.full_state(average.module).values()]
     return [share, outputs.sum().item(), outputs.abs().max().item(), float(len(loop.findings)), *learnt]
 
 
@@ -95,6 +95,46 @@ def test_checkpoints_load_with_and_without_compile(tmp_path: Path, alone: dict[s
     sharded = launch(2, train_on, [(plain, {"compile": EAGER, "shard": LAYERS}, 2)])
     for numbers in (resumed, *(one for (one,) in sharded)):
         assert numbers == pytest.approx(alone["plain"][:4], rel=1e-10)
+
+
+def count_graphs(graph: Any, inputs: Any) -> Any:
+    """A backend that counts what it compiles."""
+    compiled.append(graph)
+    return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+
+compiled: list[Any] = []
+
+
+def train_split() -> list[tuple[dict[str, Any], int]]:
+    """The weights after training with several buckets: uncompiled, compiled graph by graph, and by inductor."""
+    torch.set_default_dtype(torch.float64)
+    ways: list[dict[str, Any]] = [{}, {"compile": {"backend": count_graphs}}, {"compile": True}]
+    found = []
+    for options in ways:
+        torch._dynamo.reset()
+        loop = Loop(seed=4, accumulate=2, progress=False)
+        torch.manual_seed(2)
+        model: Any = nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 256))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        model, optimizer = loop.prepare(model, optimizer, bucket_cap_mb=1, **options)
+        loader = loop.loader(torch.utils.data.TensorDataset(torch.randn(16, 256)), global_batch_size=4)
+        for (x,) in loop.batches(loader):
+            with loop.accumulate(model):
+                loop.backward(model(x).square().mean())
+            loop.step(optimizer)
+        found.append((ddpilot.unwrap(model).state_dict(), len(compiled)))
+    return found
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+def test_inductor_and_graphs_split_at_buckets_have_the_numbers_of_an_uncompiled_model() -> None:
+    """A graph is split at each bucket of DDP; the default backend compiles C++ for the pieces."""
+    for (plain, _), *others in launch(2, train_split):
+        for weights, num_graphs in others:
+            assert num_graphs > 1
+            torch.testing.assert_close(weights, plain, rtol=1e-10, atol=1e-12)
 
 
 def fit(compile: Any) -> list[float]:  # noqa: A002

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 from torch.optim.swa_utils import AveragedModel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
 from benchmarks.small_models import loss_fn, make_data, make_model
@@ -238,7 +239,7 @@ REFUSALS = (
     "the loss is nan",
     "`comm`, an option of DDP",
     "it is sharded already",
-    "an AveragedModel with a model whose parameters are sharded",
+    "an AveragedModel without `shard`, and a model whose parameters are sharded",
     'precision="fp16"',
     "no layer is a",
     "`methods` names 'encode', which Linear lacks",
@@ -266,8 +267,18 @@ class Coder(nn.Module):
         return self.encode(x)
 
 
-def train_in_bf16(by_hand: bool, offloads: bool) -> list[torch.Tensor]:
-    """The weights after four updates through `encode`, of layers in bf16 whose gradients are summed in float32."""
+class Gathers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the all-gathers of tensors in its block."""
+
+    num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += "allgather_base" in str(func)  # not of objects
+        return func(*args, **(kwargs or {}))
+
+
+def train_in_bf16(by_hand: bool, offloads: bool) -> tuple[list[torch.Tensor], int]:
+    """Four updates through `encode`, of layers in bf16 with gradients in float32: the weights, and the all-gathers."""
     loop = Loop(seed=3, progress=False)
     model = Coder()
     if by_hand:
@@ -290,27 +301,30 @@ def train_in_bf16(by_hand: bool, offloads: bool) -> list[torch.Tensor]:
         sharding = ParameterSharding(layers=nn.Linear, methods=("encode",), **mixed)
         model, optimizer = loop.prepare(model, optimizer, shard=sharding)
     data = torch.randn(16, 6)
-    if by_hand:
-        for number in range(4):
-            loss = model.encode(data[4 * number + 2 * loop.rank :][:2]).float().pow(2).mean()
-            torch.autograd.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-    else:
-        for (x,) in loop.batches(loop.loader(TensorDataset(data), global_batch_size=4)):
-            loop.backward(model.encode(x).float().pow(2).mean())
-            loop.clip_grad_norm_(model.parameters(), 1e9)
-            loop.step(optimizer)
-    return [one.full_tensor().detach() for one in model.parameters()]  # type: ignore[attr-defined]
+    with Gathers() as gathers:  # type: ignore[no-untyped-call]
+        if by_hand:
+            for number in range(4):
+                loss = model.encode(data[4 * number + 2 * loop.rank :][:2]).float().pow(2).mean()
+                torch.autograd.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+        else:
+            for (x,) in loop.batches(loop.loader(TensorDataset(data), global_batch_size=4)):
+                loop.backward(model.encode(x).float().pow(2).mean())
+                loop.clip_grad_norm_(model.parameters(), 1e9)
+                loop.step(optimizer)
+    return [one.full_tensor().detach() for one in model.parameters()], gathers.num  # type: ignore[attr-defined]
 
 
-def train_in_bf16_both_ways() -> list[list[torch.Tensor]]:
+def train_in_bf16_both_ways() -> list[tuple[list[torch.Tensor], int]]:
     """With the loop, and by hand; then with shards in CPU memory."""
     return [train_in_bf16(by_hand, offloads) for offloads in (False, True) for by_hand in (False, True)]
 
 
 def test_mixed_precision_and_methods_are_those_of_fully_shard_by_hand() -> None:
-    """Bit for bit."""
-    for loop, *others in launch(2, train_in_bf16_both_ways):
-        assert all(all(map(torch.equal, loop, other)) for other in others)
+    """Bit for bit, and parameters are gathered just as often."""
+    for (loop, num_gathers), *others in launch(2, train_in_bf16_both_ways):
+        assert all(all(map(torch.equal, loop, other)) for other, _ in others)
         assert loop[0].dtype is torch.float32
+        assert num_gathers > 0
+        assert {num for _, num in others} == {num_gathers}

@@ -14,8 +14,9 @@ import torch
 
 from ddpilot.checkpoint.atomic_files import read_facts
 from ddpilot.checkpoint.directory import CheckpointDir
-from ddpilot.checkpoint.format import read_checkpoint
-from ddpilot.checkpoint.manifest import Manifest, RunProgress, parse_manifest
+from ddpilot.checkpoint.format import check_layout, read_checkpoint
+from ddpilot.checkpoint.manifest import Manifest, RunProgress, checksum, parse_manifest
+from ddpilot.checkpoint.weights import merge_shards
 from ddpilot.errors import CheckpointError, CorruptCheckpointError
 
 FILES = ("manifest.json", "model.safetensors", "state.pt", "rank-0.pt")
@@ -100,6 +101,34 @@ def test_manifest_is_refused_when_a_newer_version_wrote_it() -> None:
     with pytest.raises(CheckpointError, match="its format is 2, this ddpilot reads up to 1. Use ddpilot 9.1") as caught:
         parse_manifest(json.dumps({**body, "format": 2}), where="x")
     assert not isinstance(caught.value, CorruptCheckpointError)
+
+
+def test_manifest_is_refused_when_its_fields_are_of_a_different_version() -> None:
+    """It is intact: an error with the versions, and not one about damage."""
+    body = json.loads(Manifest(progress=RunProgress(step=1), versions={"ddpilot": "0.0.1"}).render())
+    del body["checksum"]
+    body["progress"]["shards"] = 2
+    text = json.dumps({**body, "checksum": checksum(body)})
+    with pytest.raises(CheckpointError, match=r"is intact, and .*'shards'.*Use the version .*0\.0\.1") as caught:
+        parse_manifest(text, where="save-000001-step-1")
+    assert not isinstance(caught.value, CorruptCheckpointError)
+
+
+def test_layout_of_a_different_version_is_named(tmp_path: Path) -> None:
+    """A state that lacks an entry, such as that of an older version, and weights that are not there under any name."""
+    with CheckpointDir(tmp_path) as directory:
+        directory.save(RunProgress(step=1), weights={}, state={"optimizers": {}, "model": [1]}, parts=[{}])
+        assert directory.wait()
+        found = directory.open(directory.names()[0])
+    with pytest.raises(
+        CheckpointError, match=r"state.pt: it has no dict under 'extra', 'kinds', .*wrote it, and this is"
+    ):
+        check_layout(found, "state.pt", found.state(), ("optimizers", "extra", "kinds"))
+    with pytest.raises(CheckpointError, match=r"state.pt: it has no dict under 'others', 'extra', 'kinds'"):
+        merge_shards(tmp_path, tmp_path / "whole.pt")
+    with pytest.raises(CheckpointError, match=r"weights 'model' of .*: it has weights of no model, so"):
+        merge_shards(tmp_path, tmp_path / "whole.safetensors")
+    assert not list(tmp_path.glob("*whole*"))
 
 
 def test_manifest_reads_what_it_renders_when_a_metric_is_not_finite() -> None:

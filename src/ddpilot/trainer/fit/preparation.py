@@ -42,7 +42,7 @@ def prepare_fit(trainer: TrainerCore, loop: Loop, fit: FitOptions) -> tuple[Run,
         relink(scheduler, trainer.optimizers[name])
         loop.prepare(scheduler)
     if trainer.ema is not None:
-        loop.prepare(trainer.ema)
+        loop.prepare(trainer.ema, shard=options.get("shard"))
     state = FitState(trainer.history, trainer.callbacks)
     loop.track(story=state)  # the name of its entry in checkpoints
     run = Run(

@@ -18,6 +18,8 @@ from ddpilot.training.models.comm_hooks import hook_state, is_powersgd
 from ddpilot.training.models.ddp import unwrap, wrap
 from ddpilot.training.models.ddp_options import DDPOptions
 from ddpilot.training.models.sharding import (
+    ShardedOutline,
+    has_sharded_layer,
     is_sharded,
     shard_optimizer_state,
     shard_parameters,
@@ -45,10 +47,12 @@ class Preparation:
         models = [one for one in things if isinstance(one, nn.Module) and not isinstance(one, AveragedModel)]
         for model in models:
             self._parts.precision.cast_weights(model)
+            sharding = options.sharding
+            if sharding is not None and not is_sharded(model) and self._group.world_size > 1:
+                self._prepared.outlines[model] = ShardedOutline.of(model, sharding)
             compile_model(model, options)
-        if options.sharding is not None:
-            for model in models:
-                shard_parameters(model, self._group, options.sharding, self._prepared.moved)
+            if sharding is not None:
+                shard_parameters(model, self._group, sharding, self._prepared.moved)
         for thing in things:
             returned.append(self._prepare_one(thing, options))
             self._track(returned[-1], earlier)
@@ -88,10 +92,16 @@ class Preparation:
         )
 
     def _prepare_averaged(self, average: AveragedModel, options: DDPOptions) -> AveragedModel:
-        if options.sharding is not None or self._prepared.has_sharded:
-            found = "an AveragedModel with a model whose parameters are sharded"
-            raise LoopError("preparing", found=found, fix='Leave it out, or leave out `shard="parameters"`.')
-        move(average, self._group.device)
+        if options.sharding is not None and not has_sharded_layer(average):
+            shard_parameters(average.module, self._group, options.sharding, self._prepared.moved)
+        elif self._prepared.has_sharded and not has_sharded_layer(average):
+            found = "an AveragedModel without `shard`, and a model whose parameters are sharded"
+            fix = 'Prepare both together: loop.prepare(model, average, optimizer, shard="parameters").'
+            raise LoopError("preparing", found=found, fix=fix)
+        if has_sharded_layer(average):
+            average.n_averaged = average.n_averaged.to(self._group.device)
+        else:
+            move(average, self._group.device)
         self._local.add_average(average)
         return average
 
@@ -122,10 +132,17 @@ class Preparation:
         if all(one.module is not inner for one in self._prepared.models):
             found = f"a {type(inner).__name__} that was not prepared"
             raise LoopError(did, found=found, fix="Write model = loop.prepare(model) first.")
+        options = how if isinstance(how, Averaging) else Averaging(decay=how)
         if is_sharded(inner):
-            fix = 'Prepare it without shard="parameters".'
-            raise LoopError(did, found="a model whose parameters are sharded", fix=fix)
-        average = WeightAverage(inner, how if isinstance(how, Averaging) else Averaging(decay=how))
+            outline = self._prepared.outlines.get(inner)
+            if outline is None:
+                found = "a sharded model that cannot be copied, or that a different Loop has sharded"
+                fix = 'Prepare a model that copy.deepcopy can copy, with shard="parameters", in this Loop.'
+                raise LoopError(did, found=found, fix=fix)
+            average = WeightAverage(outline.model, options)
+            outline.fill(average.module, inner, self._group)
+        else:
+            average = WeightAverage(inner, options)
         self._tracked.add(average)
         self._parts.averages.add(average, inner)
         self._local.add_average(average)

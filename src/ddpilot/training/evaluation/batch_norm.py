@@ -37,9 +37,6 @@ def update_batch_norm(
     """Compute the statistics of all BatchNorm layers over `loader`; see `Loop.update_batch_norm`. Collective."""
     inner = unwrap(model)
     inner = inner.module if isinstance(inner, AveragedModel) else inner
-    if strategy_of(inner).forward_is_collective:
-        found = "a model whose parameters are sharded"
-        raise LoopError(_DID, found=found, fix="Load its full state into a model that is not sharded first.")
     limited = loader if max_batches is None else LimitedLoader(loader, max_batches)
     with fork_rng([group.device]), _training(inner), torch.no_grad():
         layers = [
@@ -53,6 +50,7 @@ def update_batch_norm(
             for batch in iterate_groups(limited, group, epoch=epoch):
                 state.batch = batch
                 (forward or predict_batch)(inner, to_device(_rows(batch, group), group.device))
+        strategy_of(inner).settle()
 
 
 def _rows(batch: CurrentBatch, group: GroupLike) -> Any:

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ddpilot.training.models.ddp import unwrap
 from ddpilot.training.models.ddp_options import Choice
-from ddpilot.training.models.sharding import is_sharded, reshard, sharded_layers
+from ddpilot.training.models.sharding import ShardedOutline, is_sharded, reshard, sharded_layers
 
 
 class PreparedModel:
@@ -83,6 +83,8 @@ class PreparedObjects:
         """True if parameters of one of `models` are sharded."""
         self.moved = WeakIdKeyDictionary()
         """The sharded parameter of each one that `prepare` has replaced, as long as that is in use."""
+        self.outlines: WeakKeyDictionary[nn.Module, ShardedOutline | None] = WeakKeyDictionary()
+        """The outline of each model whose parameters `prepare` has sharded; None if it cannot be copied."""
         self.optimizers: list[Optimizer] = []
         self._records: WeakKeyDictionary[Optimizer, OptimizerRecord] = WeakKeyDictionary()
         self.replaced: WeakSet[Optimizer] = WeakSet()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -35,7 +36,9 @@ class ParameterSharding:
     min_parameters: int = 1_000_000
     """Without `layers`: the smallest layers with at least this many parameters are gathered one at a time."""
     reshard_after_forward: bool = True
-    """True if a layer is gathered again for the backward pass; False takes more memory and less communication."""
+    """True if a layer is gathered again for the backward pass; False takes more memory and less communication.
+
+    The rest of the model, with which that pass begins, is gathered once."""
     param_dtype: torch.dtype | None = None
     """The dtype in which layers are gathered and run, such as torch.bfloat16; None: their own."""
     reduce_dtype: torch.dtype | None = None
@@ -64,6 +67,12 @@ def is_sharded(model: object) -> bool:
     return kind is not None and isinstance(model, kind)
 
 
+def has_sharded_layer(model: nn.Module) -> bool:
+    """True if the parameters of `model` or of a layer are sharded, such as those of the model in an AveragedModel."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return kind is not None and any(isinstance(layer, kind) for layer in model.modules())
+
+
 def shard_parameters(
     model: nn.Module, group: GroupLike, options: ParameterSharding, moved: WeakIdKeyDictionary
 ) -> None:
@@ -76,6 +85,15 @@ def shard_parameters(
     if group.world_size == 1 or not isinstance(group, Group):
         move(model, group.device)
         return
+    broadcast_tensors([*model.parameters(), *model.buffers()], group)
+    before = dict(model.named_parameters())
+    _shard_layers(model, group, options)
+    after = dict(model.named_parameters())
+    for name, parameter in before.items():
+        moved[parameter] = after[name]
+
+
+def _shard_layers(model: nn.Module, group: Group, options: ParameterSharding) -> None:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import (
         CPUOffloadPolicy,
@@ -85,8 +103,6 @@ def shard_parameters(
         register_fsdp_forward_method,
     )
 
-    broadcast_tensors([*model.parameters(), *model.buffers()], group)
-    before = dict(model.named_parameters())
     mesh = DeviceMesh.from_group(group.process_group, group.device.type)
     precision = MixedPrecisionPolicy(param_dtype=options.param_dtype, reduce_dtype=options.reduce_dtype)
     is_pinned = group.device.type != "cpu"
@@ -97,7 +113,7 @@ def shard_parameters(
         fully_shard(
             layer,
             mesh=mesh,
-            reshard_after_forward=options.reshard_after_forward,
+            reshard_after_forward=options.reshard_after_forward and layer is not model,
             mp_policy=precision,
             offload_policy=offload,
         )
@@ -105,9 +121,40 @@ def shard_parameters(
             old.data = old.data.new_empty(0)
     for name in options.methods:
         register_fsdp_forward_method(model, name)
-    after = dict(model.named_parameters())
-    for name, parameter in before.items():
-        moved[parameter] = after[name]
+
+
+@dataclass(frozen=True)
+class ShardedOutline:
+    """A model before its parameters were sharded, without their values, for copies: FSDP2 cannot copy a model."""
+
+    model: nn.Module
+    """Its parameters are on the device "meta"."""
+    options: ParameterSharding
+
+    @classmethod
+    def of(cls, model: nn.Module, options: ParameterSharding) -> ShardedOutline | None:
+        """Return the outline of `model`, which is not sharded yet; None if it has values that cannot be copied."""
+        bare = {
+            id(one): nn.Parameter(torch.empty_like(one, device="meta"), one.requires_grad) for one in model.parameters()
+        }
+        try:
+            return cls(copy.deepcopy(model, dict[int, Any](bare)), options)
+        except Exception:  # noqa: BLE001  (copying runs the user's code; only an average needs it)
+            return None
+
+    def fill(self, outlined: nn.Module, model: nn.Module, group: GroupLike) -> None:
+        """Shard `outlined`, a copy of the outline, as `model` is, with the values of `model`. Not collective."""
+        assert isinstance(group, Group)  # else nothing is sharded
+        _shard_layers(outlined, group, self.options)
+        reshard(sharded_layers(model))
+        filled: dict[int, Any] = {}  # one for each parameter, which may have several names
+        state, own = model.state_dict(keep_vars=True), outlined.state_dict()
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and id(value) not in filled:
+                copied = value.detach().to(own[name].dtype, copy=True)
+                is_parameter = isinstance(value, nn.Parameter)
+                filled[id(value)] = nn.Parameter(copied, value.requires_grad) if is_parameter else copied
+        outlined.load_state_dict({name: filled.get(id(value), value) for name, value in state.items()}, assign=True)
 
 
 def choose_layers(model: nn.Module, options: ParameterSharding) -> list[nn.Module]:

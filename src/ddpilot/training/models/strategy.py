@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpilot.checkpoint.safetensors_file import plain_names
 from ddpilot.training.models.comm_hooks import average_before_reading
 from ddpilot.training.models.ddp import find_ddp
-from ddpilot.training.models.sharding import is_sharded, reshard, sharded_layers
+from ddpilot.training.models.sharding import has_sharded_layer, reshard, sharded_layers
 from ddpilot.training.models.shards import divide_as, gather
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def strategy_of(model: nn.Module) -> ParallelStrategy:
     if ddp is not None:
         return DDPStrategy(ddp)
     inner = getattr(model, "_orig_mod", model)
-    return ShardedStrategy(inner) if is_sharded(inner) else SingleStrategy(model)
+    return ShardedStrategy(inner) if has_sharded_layer(inner) else SingleStrategy(model)
 
 
 def read_weights(model: nn.Module, name: str, matched: Mapping[str, Any], shards: ShardReader) -> None:

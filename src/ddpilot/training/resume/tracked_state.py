@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 
-from ddpilot.checkpoint.format import Checkpoint
+from ddpilot.checkpoint.format import STATE_FILE, STATE_NAMES, Checkpoint, check_layout, part_file
 from ddpilot.checkpoint.safetensors_file import DTYPE_NAMES, plain_names
 from ddpilot.checkpoint.weights import match_weights
 from ddpilot.errors import CheckpointError, CorruptCheckpointError, LoopError, MismatchedCheckpointError
@@ -31,7 +31,7 @@ from ddpilot.training.models.optimizers import (
     make_shards,
     state_without_shards,
 )
-from ddpilot.training.models.sharding import is_sharded
+from ddpilot.training.models.sharding import has_sharded_layer
 from ddpilot.training.models.shards import is_shard
 from ddpilot.training.models.strategy import read_weights, strategy_of
 
@@ -132,7 +132,7 @@ class TrackedState:
     @property
     def has_shards(self) -> bool:
         """True if each rank has shards of a model or of an optimizer's state. The same on every rank."""
-        has_model = any(is_sharded(_inner(model)) for _, model in self._models())
+        has_model = any(has_sharded_layer(_inner(model)) for _, model in self._models())
         return has_model or any(isinstance(one, Optimizer) and has_own_shards(one) for one in self._objects.values())
 
     def collect(self, group: GroupLike, *, divided: bool = False) -> tuple[Weights, dict[str, Any], Shards]:
@@ -172,6 +172,8 @@ class TrackedState:
         states of each rank at another number of ranks without a function that redistributes them.
         """
         state = found.state_without_shards()
+        check_layout(found, STATE_FILE, state, STATE_NAMES)
+        check_layout(found, STATE_FILE, state["optimizers"], state["optimizers"])
         own, required = self._rank_states(found, group)
         self._check_names(found, [*state["extra"], *state["optimizers"], *state["others"], *required])
         shards = found.shards()
@@ -190,7 +192,7 @@ class TrackedState:
         shards: ShardReader | None,
     ) -> list[str]:
         for name, model in self._models():
-            if shards is not None and is_sharded(_inner(model)):
+            if shards is not None and has_sharded_layer(_inner(model)):
                 read_weights(_inner(model), name, matched[name], shards)
             else:
                 strategy_of(_inner(model)).load_weights(matched[name])
@@ -211,6 +213,8 @@ class TrackedState:
         first = (found.part(group.rank if before == now else 0) or {}).get(OWN, {})
         others = range(1, before) if first and before != now else ()
         parts = [first, *((found.part(rank) or {}).get(OWN, {}) for rank in others)]
+        for rank, part in zip([group.rank if before == now else 0, *others], parts, strict=True):
+            check_layout(found, part_file(rank), part, part)
         states: dict[str, Any] = {}
         for name, saved in first.items():
             known = self._per_rank.get(name)
@@ -237,7 +241,7 @@ class TrackedState:
     ) -> dict[str, Any]:
         extra = {key: value for key, value in state["extra"][name].items() if key != "n_averaged"}
         # The shards of a sharded model are read into place.
-        outlined = shards.outlined_weights(name) if shards is not None and is_sharded(_inner(model)) else {}
+        outlined = shards.outlined_weights(name) if shards is not None and has_sharded_layer(_inner(model)) else {}
         weights = outlined or found.weights(name)
         return match_weights(_inner(model), {**weights, **extra}, source=f"{name!r} of {found.path}")
 
@@ -291,7 +295,7 @@ class _Collected:
         is_rank_zero = self._group.is_rank_zero
         broadcast_tensors(_inner(model).buffers(), self._group)
         own, self.state["extra"][name] = _split(model, keeps=is_rank_zero, divided=self._divided)
-        if self._divided and is_sharded(_inner(model)):
+        if self._divided and has_sharded_layer(_inner(model)):
             self.shards.update({(name, key): one for key, one in own.items() if is_rank_zero or is_shard(one)})
         else:
             self.weights[name] = own

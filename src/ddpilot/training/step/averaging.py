@@ -13,6 +13,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from ddpilot.errors import LoopError
 from ddpilot.training.interval import Interval
+from ddpilot.training.models.shards import local_parts
+from ddpilot.training.models.strategy import strategy_of
 
 _DID = "averaging weights"
 
@@ -104,8 +106,9 @@ class WeightAverage(AveragedModel):
     def follow(self, model: nn.Module) -> None:
         """Take over the weights of `model` if nothing was averaged yet."""
         if not self.has_begun:
-            for own, new in zip(_tensors(self.module), _tensors(model), strict=True):
+            for own, new in zip(_parameters(self.module), _parameters(model), strict=True):
                 own.copy_(new)
+            self._copy_buffers(model)
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
@@ -114,19 +117,22 @@ class WeightAverage(AveragedModel):
         count = known[2] if known is not None and self._is_known() else int(self.n_averaged.item())
         weight = 1 / (count + 1) if self.options.decay is None else 1 - self.options.decay
         by_kind: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for own, new in zip(self.module.parameters(), model.parameters(), strict=True):
+        for own, new in zip(_parameters(self.module), _parameters(model), strict=True):
             averages, values = by_kind.setdefault((own.device, own.dtype), ([], []))
-            averages.append(own.detach())
-            values.append(new.detach().to(own.device, own.dtype))
+            averages.append(own)
+            values.append(new.to(own.device, own.dtype))
         for (_, dtype), (averages, values) in by_kind.items():
             if count and (dtype.is_floating_point or dtype.is_complex):
                 torch._foreach_lerp_(averages, values, weight)
             else:
                 torch._foreach_copy_(averages, values)
-        for copy, buffer in zip(self.module.buffers(), model.buffers(), strict=True):
-            copy.copy_(buffer.to(copy.device))
+        self._copy_buffers(model)
         self.n_averaged += 1
         self._known = self.n_averaged, self.n_averaged._version, count + 1
+
+    def _copy_buffers(self, model: nn.Module) -> None:
+        for own, new in zip(self.module.buffers(), model.buffers(), strict=True):
+            own.copy_(new)
 
     def _is_known(self) -> bool:
         known = self._known
@@ -136,8 +142,10 @@ class WeightAverage(AveragedModel):
         return {**self.__dict__, "_known": None}  # a copy's counter starts with its own version
 
 
-def _tensors(model: nn.Module) -> list[torch.Tensor]:
-    return [*model.parameters(), *model.buffers()]
+def _parameters(model: nn.Module) -> list[torch.Tensor]:
+    """Return the parameters of `model`, or this rank's shards of them, without gradients."""
+    strategy_of(model).settle()
+    return [one.detach() for one in local_parts(list(model.parameters()))]
 
 
 class WeightAverages:
