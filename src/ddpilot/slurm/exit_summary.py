@@ -175,7 +175,7 @@ def _reason_of_save(output: str) -> str:
 
 
 def _state_cause(state: str, record: JobRecord, lost_nodes: Mapping[str, str]) -> str:
-    """The cause in a state of Slurm's, "" if the state says nothing about it."""
+    """The cause in a state of Slurm's, "" if the state does not name one."""
     if state == "NODE_FAIL" and lost_nodes:
         reasons = [f"{node} failed{f' ({reason})' if reason else ''}" for node, reason in lost_nodes.items()]
         return f"node {', node '.join(reasons)}"
