@@ -283,6 +283,14 @@ class Cluster:
         """Every process on `node`, its slurmd included."""
         return list(map(int, _ip("netns", "pids", self._namespaces[node]).split()))
 
+    def job_pids(self, node: str) -> list[int]:
+        """Every process of jobs on `node`, without Slurm's own.
+
+        A slurmstepd whose ranks have ended may stay for minutes after a cut link: it reports their end again and again.
+        """
+        names = {pid: Path(f"/proc/{pid}/comm") for pid in self.node_pids(node)}
+        return [pid for pid, name in names.items() if _read_name(name) not in ("", "slurmd", "slurmstepd")]
+
     def start_node(self, node: str) -> None:
         """Start the slurmd of `node`."""
         self._start(f"slurmd.{node}", [*self.on_node(node), "slurmd", "-D", "-N", node])
@@ -408,6 +416,13 @@ class Cluster:
         names = ("slurmctld", *(f"slurmd.{node}" for node in self.nodes))
         files = [self.folder / f"{name}.log" for name in names]
         return "\n".join(f"--- {file.name}\n{file.read_text()[-2000:]}" for file in files if file.exists())
+
+
+def _read_name(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:  # the process has ended
+        return ""
 
 
 @contextmanager

@@ -119,8 +119,25 @@ def test_a_cancelled_job_is_the_reason_why_its_ranks_are_lost(cluster: Cluster, 
     session = start(1, nodes=2, slurm_options={"job-name": "mine"})
     session.execute("import time")
     threading.Timer(0.5, lambda: cluster.run("scancel", "--name=mine")).start()
-    with pytest.raises((RankError, LaunchError), match=r"node n[12], which .*: job \d+ was cancelled"):
+    with pytest.raises(RankError, match=r"ranks 0,1 were lost: job \d+ was cancelled .*`%ddp stop`, then"):
         session.execute("time.sleep(100)")
+
+
+def test_a_job_that_reaches_its_time_limit_is_reported_once(cluster: Cluster, start: Start, view: Kept) -> None:
+    """While no cell runs; what starts ranks again is then not proposed, as it cannot."""
+    session = start(1, nodes=2)
+    job_id = cluster.run("squeue", "--noheader", "--format=%A").stdout.strip()
+    cluster.run("scontrol", "update", f"JobId={job_id}", "EndTime=now+1")
+    wait_until(lambda: bool(view.notes), limit_s=60)
+    with pytest.raises(LaunchError, match=r"rank 0 is dead: it was lost: job \d+ has reached its time limit"):
+        session.execute("1")
+    with pytest.raises(LaunchError, match=r"starting node n1 again: job \d+ has reached its time limit"):
+        session.restart()
+    (note,) = view.notes
+    assert note == (
+        f"job {job_id} has reached its time limit: all ranks and their variables are lost; "
+        "`%ddp stop`, then `%ddp start` (a new `Session`) starts from scratch"
+    )
 
 
 @pytest.mark.parametrize("is_cut", [True, False], ids=["cut off", "powered off"])
@@ -138,6 +155,8 @@ def test_a_lost_node_is_named_and_the_others_keep_their_variables(cluster: Clust
     with pytest.raises(RankError, match="rank 2 was lost with node n3, which has been silent for 4 s"):
         session.execute("time.sleep(100)")
     assert time.monotonic() - lost_s[0] < 8.0
+    with pytest.raises(LaunchError, match="starting node n3 again: Slurm (cannot start a step on|reports) it"):
+        session.restart()
     assert session.pull("kept", rank=1) == 1
     if is_cut:
         cluster.mend("n3")

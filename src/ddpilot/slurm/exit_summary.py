@@ -45,6 +45,7 @@ _STEP_ENDS = re.compile(
 _CODE = re.compile(r"Exited with exit code (\d+)")
 _ENDED_BY_SRUN = (128 + signal.SIGTERM, 128 + signal.SIGKILL)
 _DUE = {"TIME LIMIT": "TIMEOUT", "PREEMPTION": "PREEMPTED", "NODE FAILURE": "NODE_FAIL"}
+_TERMINATED = "a preemption does so, which sacct does not record"
 _LABEL = re.compile(r"^(?P<rank>\d+): (?P<text>.*)$")
 _RANK = re.compile(r"^\[rank\d+\]: ")
 _ERROR_LINE = re.compile(
@@ -174,7 +175,7 @@ def _reason_of_save(output: str) -> str:
 
 
 def _state_cause(state: str, record: JobRecord, lost_nodes: Mapping[str, str]) -> str:
-    """The cause in a state of Slurm's, "" if the state says nothing about it."""
+    """The cause in a state of Slurm's, "" if the state does not name one."""
     if state == "NODE_FAIL" and lost_nodes:
         reasons = [f"{node} failed{f' ({reason})' if reason else ''}" for node, reason in lost_nodes.items()]
         return f"node {', node '.join(reasons)}"
@@ -219,6 +220,8 @@ def _task_ends(output: str) -> Iterator[_TaskEnd]:
 def _describe_exit(record: JobRecord, steps: Sequence[JobRecord], output: str) -> str:
     ends = list(_task_ends(output))
     first = next((end for end in ends if end.is_first), None)
+    if step_id := _find_terminated_step(record, steps):
+        return f"Slurm sent SIGTERM to step {step_id}, which no user had cancelled: {_TERMINATED}"
     if first is None and (step := _CANCELLED_STEP.search(output)):
         return f"step {step['step']} was cancelled, as `scancel {step['step']}` does"
     if first is not None and first.is_killed:
@@ -238,6 +241,16 @@ def _describe_exit(record: JobRecord, steps: Sequence[JobRecord], output: str) -
     if record.exitcode == _NOT_FOUND_CODE:
         return f"exit code {record.exitcode}, a command was not found"
     return f"exit code {record.exitcode}"
+
+
+def _find_terminated_step(record: JobRecord, steps: Sequence[JobRecord]) -> str:
+    """Number of a step that Slurm has terminated for a reason that only slurmctld knew, which has forgotten the job."""
+    ended = (
+        step.job_id
+        for step in steps
+        if (step.state, step.exit_signal, step.cancelled_by) == ("CANCELLED", signal.SIGTERM, "")
+    )
+    return next(ended, "") if record.is_accounted else ""
 
 
 def _describe_step(record: JobRecord, steps: Sequence[JobRecord]) -> str:

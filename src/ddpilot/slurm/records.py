@@ -56,7 +56,11 @@ class JobRecord:
     num_restarts: int = 0
     """Times that it was requeued."""
     preempted: str = ""
-    """When a job of higher priority claimed its nodes."""
+    """When a job of higher priority claimed its nodes; sacct does not record it."""
+    is_accounted: bool = False
+    """True if it is from sacct."""
+    cancelled_by: str = ""
+    """Number of the user who cancelled it, by sacct alone; "" also of what Slurm has ended itself."""
     output: str = ""
     """Path of its output."""
     error: str = ""
@@ -184,6 +188,8 @@ def _accounted(values: dict[str, str]) -> JobRecord:
         time_limit=_text(values["Timelimit"]),
         exitcode=code,
         exit_signal=signal,
+        is_accounted=True,
+        cancelled_by=values["State"].partition("CANCELLED by ")[2],
         folder=values["WorkDir"],
         number=values["JobIDRaw"],
         memory=values["MaxRSS" if "." in values["JobID"] else "ReqMem"],

@@ -171,7 +171,7 @@ def test_the_end_of_the_rank_server_ends_all_ranks_and_is_reported(start: Start,
     wait_until(lambda: bool(view.notes), limit_s=10)
     (note,) = view.notes
     assert note == (
-        "the rank server has died, and all ranks and their variables with it; "
+        "the rank server has died: all ranks and their variables are lost; "
         "`%ddp stop`, then `%ddp start` (a new `Session`) starts from scratch"
     )
     with pytest.raises(LaunchError, match="is dead: it ended with the rank server.*`%ddp stop`, then") as caught:

@@ -70,6 +70,19 @@ def test_preemption_time_limit_and_lost_nodes_are_named_also_where_the_ranks_end
     assert cases["NODE_FAIL"].details == ("Node failure on n2",)
 
 
+def test_a_step_that_no_user_has_cancelled_was_terminated_by_slurm() -> None:
+    """sacct has no word for a preemption at whose SIGTERM the ranks have left; scontrol has."""
+    output = "slurmstepd-n3: error: *** STEP 7.0 ON n3 CANCELLED AT 2026-11-28T15:31:26 ***\n"
+    step = JobRecord(job_id="7.0", state="CANCELLED", exit_signal=15)
+    accounted = replace(FAILED, is_accounted=True)
+    found = summarize_exit(accounted, steps=[step], output=output)
+    assert "Slurm sent SIGTERM to step 7.0, which no user had cancelled: a preemption does so" in found.cause
+    for job, ended in ((accounted, replace(step, cancelled_by="1000")), (FAILED, step)):
+        assert (
+            "step 7.0 was cancelled, as `scancel 7.0` does" in summarize_exit(job, steps=[ended], output=output).cause
+        )
+
+
 def test_signals_are_named() -> None:
     """Whether Slurm or a shell counted them."""
     assert summarize_exit(replace(FAILED, exitcode=0, exit_signal=9)).cause.endswith("it was killed by SIGKILL")

@@ -66,6 +66,7 @@ def test_sacct_is_parsed_with_its_steps() -> None:
     job, step = parse_sacct(text)
     assert (job.state, job.exit_signal, job.reason, job.memory, job.phase) == ("CANCELLED", 15, "", "4G", "done")
     assert (job.number, job.folder) == ("7", "/data/a|b")
+    assert (job.is_accounted, job.cancelled_by, step.cancelled_by) == (True, "1000", "")
     assert (step.job_id, step.state, step.memory) == ("7.0", "OUT_OF_MEMORY", "4093M")
 
 

@@ -200,6 +200,8 @@ class Execution:
                 found = loss.text
                 again = " ".join(map(str, loss.ranks))
                 fix = f"`%ddp restart {again}` starts them again if it can be reached; other ranks keep their variables"
+            if not self._kernels.processes.can_start:
+                fix = START_OVER
             did = f"running `{self._name}` on {len(self._outcome.parts)} ranks"
             host = self._kernels.processes.host_of(ended.rank)
             self._fail(RankError(did, found=found, rank=ended.rank, host=host, fix=fix))

@@ -65,7 +65,7 @@ class Recovery:
 
     def restart(self, ranks: Sequence[int], turn: Turn) -> None:
         """Restart the processes of `ranks` under the same rank numbers, and rebuild the group if one was in use."""
-        self._kernels.processes.check_start(f"restarting {render_ranks(ranks)}")
+        self._kernels.processes.prepare_start(f"restarting {render_ranks(ranks)}", ranks)
         try:
             for rank in ranks:
                 self._kernels.end_process(rank, turn.events)

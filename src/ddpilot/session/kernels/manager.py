@@ -193,13 +193,8 @@ class RankKernels:
             try:
                 self.io_thread.call(functools.partial(self._start_one, rank, connect))
             except fd_socket.Closed as error:
-                is_remote = self.processes.nodes is not None
-                raise LaunchError(
-                    f"starting rank {rank}",
-                    found=self.processes.describe_end() if is_remote else "the rank server has died",
-                    fix=START_OVER,
-                    rank=rank,
-                ) from error
+                found = self.processes.describe_end()
+                raise LaunchError(f"starting rank {rank}", found=found, fix=START_OVER, rank=rank) from error
         await_ready(self.io_thread, ranks, events, self._describe_end)
 
     def _prepare_kernel(self, rank: int) -> Callable[[], None]:

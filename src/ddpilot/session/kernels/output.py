@@ -116,10 +116,11 @@ class IdleOutput:
 
     def _show_end(self, ended: Ended) -> None:
         if ended.rank == STORE:
-            self._view.note(f"{self._states.store_end}; {START_OVER}")
+            if self._states.live or self._processes.can_start:  # else the end of all ranks was reported
+                self._view.note(f"{self._states.store_end}; {START_OVER}")
         elif ended.rank not in self._states.dead:
             return  # an earlier process of a rank that was restarted since
         elif self._processes.can_start:
             self._view.note(describe_death(ended.rank, self._states.dead[ended.rank], self._respawns))
         elif not self._states.live:  # reported once, for the last rank: the cause is the same
-            self._view.note(f"the rank server has died, and all ranks and their variables with it; {START_OVER}")
+            self._view.note(f"{self._processes.describe_end()}: all ranks and their variables are lost; {START_OVER}")

@@ -51,7 +51,7 @@ _STACKS_LIMIT_S = 3.0
 class KernelProcesses:
     """The processes of a session's ranks, each of which runs a kernel; started by a `RankSpawner`.
 
-    `kernel_start` is called for each rank that starts and returns its `KernelStart`. Except for `check_start`, methods
+    `kernel_start` is called for each rank that starts and returns its `KernelStart`. Methods other than `prepare_start`
     are called in the hub's thread, which gets what the processes write (`Wrote`) and how they end (`Ended`).
     """
 
@@ -90,9 +90,14 @@ class KernelProcesses:
     def add_hooks(self, hooks: tuple[str, ...], variables: Mapping[str, str]) -> None:
         self._attached.add_hooks(hooks, variables)
 
-    def check_start(self, did: str) -> None:
-        """Raise LaunchError if no rank can be started because the session's working directory was removed."""
-        if self.nodes is None and not os.path.isdir(self._directory):
+    def prepare_start(self, did: str, ranks: Sequence[int]) -> None:
+        """Start the hosts of those of `ranks` whose node was lost, which takes seconds. Not for the I/O thread.
+
+        Raises LaunchError if that fails, or if the session's working directory was removed: no rank can be started.
+        """
+        if self.nodes is not None:
+            self.nodes.reopen(ranks)
+        elif not os.path.isdir(self._directory):
             raise LaunchError(
                 did,
                 found=f"{self._directory}, the working directory of the session, was removed",
@@ -142,7 +147,8 @@ class KernelProcesses:
         return platform.node() if self.nodes is None else self.nodes.node_of(rank).name
 
     def describe_end(self) -> str:
-        return self._attached.describe_end()
+        """Return why no rank can be started any more, as a sentence."""
+        return "the rank server has died" if self.nodes is None else self.nodes.describe_end()
 
     def close(self) -> None:
         if self._spawner is not None:

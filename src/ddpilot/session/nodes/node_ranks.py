@@ -55,7 +55,7 @@ class Cluster(Protocol):
 
 @dataclass(frozen=True)
 class NodeLoss:
-    """A node that was lost, with its ranks. `text` is a sentence about it."""
+    """Ranks that were lost with their node, or with the job of all nodes. `text` is a sentence about it."""
 
     ranks: tuple[int, ...]
     text: str
@@ -87,6 +87,8 @@ class NodeRanks:
         self._mirror: Path | None = None
         self._hooks: tuple[tuple[str, ...], Mapping[str, str]] = ((), {})
         self._unwatched: list[Node] = []
+        self._job_end = ""
+        """How the job of the nodes has ended; "" while it runs."""
         self._directory = os.getcwd()
         self._launch_id = uuid.uuid4().hex
         self._is_closed = False
@@ -133,8 +135,10 @@ class NodeRanks:
         node = self._by_rank[rank]
         if not node.was_lost or node.link is None:
             return None
-        ranks = tuple(node.placement.ranks)
+        ranks = tuple(range(self.world_size) if self._job_end else node.placement.ranks)
         verb = "was" if len(ranks) == 1 else "were"
+        if self._job_end:
+            return NodeLoss(ranks, f"{render_ranks(ranks)} {verb} lost: {self._job_end}")
         return NodeLoss(ranks, f"{render_ranks(ranks)} {verb} lost with node {node.name}, which {node.why_lost}")
 
     def attach(self, loop: EventLoop, emit: Callable[[SpawnerEvent], object]) -> None:
@@ -182,21 +186,24 @@ class NodeRanks:
             node.send(messages.AddHooks(hooks, variables))
 
     def prepare_kernel(self, rank: int, stem: str, key: bytes) -> None:
-        """Tell how the files of the rank's next kernel are called, and the key that it signs with.
-
-        Starts the host of its node again if the node was lost, which takes seconds: do not call it in the event loop's
-        thread. Raises LaunchError if that fails.
-        """
-        node = self._by_rank[rank]
-        if node.is_lost and not self._is_closed:
-            self._reopen(node)
+        """Note how the files of the rank's next kernel are called, and the key that it signs with."""
         self._keys[rank] = stem, key
 
+    def reopen(self, ranks: Sequence[int]) -> None:
+        """Start the hosts of those nodes of `ranks` again that were lost, which takes seconds.
+
+        Do not call it in the event loop's thread. Raises LaunchError if that fails.
+        """
+        for node, _ in self._by_node(ranks):
+            if node.is_lost and not self._is_closed:
+                self._reopen(node)
+
     def _reopen(self, node: Node) -> None:
-        if node.node_rank == 0:
+        why_not = "the session's store ran there, without which no process group can be formed" * (node.node_rank == 0)
+        if self._job_end or why_not:
             raise LaunchError(
                 f"starting node {node.name} again",
-                found="the session's store ran there, without which no process group can be formed",
+                found=self._job_end or why_not,
                 fix="`%ddp stop`, then `%ddp start` (a new `Session`) starts from scratch",
             )
         node.close_link()
@@ -241,8 +248,8 @@ class NodeRanks:
         return rank in self._live
 
     def describe_end(self) -> str:
-        lost = ", ".join(node.name for node in self.nodes if node.is_lost)
-        return f"node {lost} is lost"
+        lost = [node.name for node in self.nodes if node.is_lost]
+        return self._job_end or f"{'node' if len(lost) == 1 else 'nodes'} {', '.join(lost)} did not answer"
 
     def close(self) -> None:
         if self._is_closed:
@@ -338,24 +345,37 @@ class NodeRanks:
         self._emit(event)
 
     def _lose(self, node: Node) -> None:
-        """Report that a node is lost, and its ranks with it."""
+        """Report that a node is lost, and its ranks with it. If the job has ended, all nodes are lost."""
         assert node.link is not None
         node.is_lost = node.was_lost = True
+        node.why_lost = node.link.lost
+        self._job_end = self._cluster.describe_job_end()
+        lost = [node]
+        for other in self.nodes if self._job_end else ():
+            if not other.is_lost:
+                other.is_lost = other.was_lost = True
+                lost.append(other)
+        for each in lost:
+            self._forget(each)
+        if node.node_rank == 0 and not self._job_end:
+            gone = f"node {node.name}, which runs the session's store, {node.why_lost}"
+            self._emit(Ended(job.STORE, None, f"{gone}: no process group can be formed any more; variables are kept"))
+
+    def _forget(self, node: Node) -> None:
+        """Expect nothing of a lost node any more, and report its ranks as ended."""
+        assert node.link is not None
         self._loop.unwatch(node.link.fileno())
         with self._asking:
             waiting = [future for owner, future in self._asked.values() if owner is node]
         for future in waiting:
             if not future.done():
                 future.set_result({})
-        end = self._cluster.describe_job_end()
-        node.why_lost = f"{node.link.lost}: {end}" if end else node.link.lost
         reason = f"was lost with node {node.name}, which {node.why_lost}"
+        if self._job_end:
+            reason = f"was lost: {self._job_end}"
         for rank in node.placement.ranks:
             if self._live.pop(rank, 0) != 0:
                 self._emit(Ended(rank, None, reason))
-        if node.node_rank == 0:
-            gone = f"node {node.name}, which runs the session's store, {node.why_lost}"
-            self._emit(Ended(job.STORE, None, f"{gone}: no process group can be formed any more; variables are kept"))
 
     def _write(self, node: Node, change: messages.FileBlocks) -> None:
         """Bring the copy of a rank's file up to date."""

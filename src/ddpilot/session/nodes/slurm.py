@@ -17,9 +17,11 @@ from ddpilot.session.nodes import commands
 from ddpilot.session.nodes.node import Node, StartProcess
 from ddpilot.session.nodes.node_ranks import START_LIMIT_S
 from ddpilot.session.nodes.tls import CANNOT_CONNECT, TlsListener
+from ddpilot.slurm.records import parse_lost_nodes
 
 _JOB_ID = re.compile(r"(?:Pending|Granted) job allocation (\d+)")
 _GRANTED = re.compile(r"Granted job allocation \d+")
+_LAUNCH_FAILED = re.compile(r"Task launch .*failed on node \S+: (.+)")
 _REASON_EVERY_S = 1.0
 _COMMAND_LIMIT_S = 15.0
 _POLL_S = 0.05
@@ -35,7 +37,13 @@ _ENDS = {
     "COMPLETED": "is over",
     "COMPLETING": "is being ended by Slurm",
 }
-"""By the job's state, how a sentence about a lost node says why."""
+"""By the job's state, how a sentence about lost ranks says why."""
+_END_REASONS = {"TimeLimit": "TIMEOUT", "NodeDown": "NODE_FAIL", "OutOfMemory": "OUT_OF_MEMORY"}
+"""By Slurm's reason, the state that follows: while the job is being ended, its state is COMPLETING."""
+_NODE_DOWN_FIX = (
+    "Try again once `sinfo --nodes={node}` shows it as allocated; `%ddp stop`, then `%ddp start --slurm` takes other "
+    "nodes. Until then cells run on the other ranks"
+)
 _REOPEN_LIMIT_S = 30
 
 
@@ -123,12 +131,25 @@ class SlurmCluster:
 
     def reopen(self, node: Node, directory: str) -> None:
         """Start the host of a lost node again, by a step of its own."""
+        lost = parse_lost_nodes(self._ask("scontrol", "show", "node", "--oneliner", node.name))
+        if node.name in lost:
+            why = f" ({lost[node.name]})" if lost[node.name] else ""
+            raise self._reopen_error(node, f"Slurm reports it as down{why}")
         words = [f"--jobid={self._job_id}", f"--nodelist={node.name}", f"--immediate={_REOPEN_LIMIT_S}"]
         with contextlib.closing(TlsListener(self._num_nodes)) as listener:
             line = self._first_line(listener, node.node_rank, directory)
             node.starter = StartProcess(commands.srun_command(1, words), line, keeps_pipes=False)
             self._more_starters.append(node.starter)
-            self._await_nodes(listener, node.starter)
+            try:
+                self._await_nodes(listener, node.starter)
+            except LaunchError as error:
+                failed = _LAUNCH_FAILED.search(node.starter.text())
+                found = f"Slurm cannot start a step on it ({failed[1]})" if failed is not None else error.found
+                raise self._reopen_error(node, found) from None
+
+    def _reopen_error(self, node: Node, found: str) -> LaunchError:
+        did = f"starting node {node.name} again"
+        return LaunchError(did, found=found, fix=_NODE_DOWN_FIX.format(node=node.name))
 
     def describe_job_end(self) -> str:
         """Return how the job has ended, such as "job 12 was cancelled"; "" while it is running.
@@ -138,8 +159,8 @@ class SlurmCluster:
         end_s, state = time.monotonic() + _END_LIMIT_S, "COMPLETING"
         while state == "COMPLETING" and time.monotonic() < end_s:
             shown = self._ask("scontrol", "show", "job", "--oneliner", self._job_id, limit_s=_END_LIMIT_S)
-            found = re.search(r"JobState=([A-Z_]+)", shown)
-            state = found[1] if found is not None else ""
+            found = re.search(r"JobState=([A-Z_]+) Reason=(\S+)", shown)
+            state = _END_REASONS.get(found[2], found[1]) if found is not None else ""
             time.sleep(_POLL_S if state == "COMPLETING" else 0)
         return f"job {self._job_id} {_ENDS[state]}" if state in _ENDS else ""
 
