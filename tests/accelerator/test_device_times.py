@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On an asynchronous device a profile has the device's times, reads them without waiting, and names a line that waits."""
+"""A profile on an asynchronous device: the device's times, read without waiting for them, and the line that waits."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_phases_are_those_of_the_device_and_nothing_waits_for_it(tmp_path: Path)
     sync, *works = (profile["shares"].index(name) for name in ("sync", *work))
     for rank in (0, 1):
         of_host = json.loads((tmp_path / f"rank{rank}").read_text())
-        assert {name: num for name, num in of_host["syncs"].items() if num} == {"item": 16, "copy": 16}
+        assert {name: num for name, num in of_host["syncs"].items() if num} == {"item": 16, "copy to device": 16}
         updates = profile["seconds"][rank]
         assert len(updates) == 16
         assert sum(map(sum, updates)) == pytest.approx(of_host["took_s"], rel=0.02)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the watch can and cannot prove of collectives that return at once: each sentence of docs/how_to/hang.md on it.
 
-Shown elsewhere: mismatches, ranks that have ended or died, other groups, roots and receivers that compute, ranks that do
-not come and what cannot be proven (`test_zoo.py`), what batched messages leave open (`test_recording.py`), that recording makes no host synchronization
-(`test_host_syncs.py`) and names no parameters in the second backward (`test_record.py`). That a rank which has left its
-groups is named: by the unit tests of `watch/analysis.py`, since the emulated backend ends the other rank at once then.
+Shown elsewhere: mismatches, ranks that have ended or died, other groups, roots and receivers that compute, ranks that
+do not come and what cannot be proven (`test_zoo.py`), what batched messages leave open (`test_recording.py`), that
+recording makes no host synchronization (`test_host_syncs.py`) and names no parameters in the second backward
+(`test_record.py`). That a rank which has left its groups is named: by the unit tests of `watch/analysis.py`, since the
+emulated backend ends the other rank at once then.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs of the zoo on emulated accelerators, whose collectives return at once: watch and guard find what they do over
-gloo. All run in one process, from one rank server: that of a device takes 3 s to start."""
+"""Programs of the zoo on emulated accelerators: watch and guard find what they do over gloo.
+
+Collectives return at once there. All run from one rank server, since that of a device takes 3 s to start.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ NOT_SAID = ("link_is_slow", "ends_unread")
 
 @pytest.fixture(scope="module")
 def wrong() -> dict[str, list[str]]:
-    """By program: what is not found as its script asks for, or what is found in a right one. Empty where all is well."""
+    """By program: what is not found as its script asks for, or what is found in a right one; empty if all is well."""
     cases = (*HANGS_AND_MISMATCHES, *PROVEN, *WRONG_NUMBERS, *((*MORE_MISMATCHES, *MORE_WRONG_NUMBERS) * IS_SOAK))
     found: dict[str, list[str]] = call(
         "tests.accelerator.zoo:judge_all", cases, (*RIGHT, *NOT_SAID, *(MORE_RIGHT * IS_SOAK)), limit_s=390
