@@ -12,8 +12,8 @@ import pytest
 from ddpilot import RankError, Session
 from ddpilot.module_names import FASTAI_PRELOAD
 
-PRELOAD = ("torch._dynamo",)
-"""Imported once for all ranks here: 1 s each. Not fastai, with which ranks cannot be forked."""
+PRELOAD = (FASTAI_PRELOAD, "torch._dynamo", "fastai.basics", "fastai.callback.all", "fastai.metrics")
+"""Imported once for all ranks here: 3 s each. That a rank imports fastai by itself: tests/notebook/apps."""
 MAKE = """
 from fastai.basics import *
 from fastai.callback.all import *

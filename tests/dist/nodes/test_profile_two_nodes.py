@@ -119,7 +119,7 @@ def test_clocks_that_differ_by_3_s_are_aligned_in_the_profile_and_in_the_trace(n
     assert "node 1 has sent what its ranks recorded to node 0" in b.text
     assert "updates of 2 ranks" in a.text
     assert "clocks of nodes compared within" in a.text
-    assert "rank 1 is last in 100% of updates" in a.text, a.text
+    assert re.search(r"rank 1 is last in (9\d|100)% of updates", a.text), a.text
     assert "updates of 2 ranks" not in b.text
     events = read_events(tmp_path / "a" / "trace.json.gz")
     calls = [
@@ -161,14 +161,14 @@ def test_parts_of_a_program_on_two_nodes_are_profiled_on_all_ranks(nodes: TwoNod
 
 @pytest.mark.timeout(240)
 def test_scale_runs_on_one_node_and_on_both(nodes: TwoNodes, tmp_path: Path) -> None:
-    """Node 0 alone with 1 rank, and both nodes with 1: two ranks, whose group was measured between nodes."""
+    """Node 0 alone with 1 and 2 ranks, and both nodes with 2: four ranks, whose group was measured between nodes."""
     script = tmp_path / "train.py"
     script.write_text(LOADS)
     agents = []
     for node in "ab":
         where = ["--nnodes", 2, "--node-rank", "ab".index(node), "--master-addr", nodes.addresses["a"]]
-        agents.append(nodes.start(node, [*SCALE, script, *where, "-n", 1, "--rounds", 1]))
+        agents.append(nodes.start(node, [*SCALE, script, *where, "-n", "1,2", "--rounds", 1]))
     assert [agent.wait(LIMIT_S) for agent in agents] == [0, 0], agents[0].describe_all()
     rows = [line.split()[0] for line in agents[0].text.splitlines() if line[:1].isdecimal()]
-    assert rows[:2] == ["1", "2"], agents[0].text
+    assert rows == ["1", "2", "4", "8"], agents[0].text
     assert "as measured between nodes" in agents[0].text
