@@ -32,6 +32,7 @@ FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHELL = """
 import json, os, sys
 from IPython.core.interactiveshell import InteractiveShell
+import sklearn  # sets variables, without which the pages after the first would have another rank server
 shell = InteractiveShell.instance(colors="nocolor")
 environ, folder = dict(os.environ), os.getcwd()
 for cells in json.loads(sys.stdin.read()):

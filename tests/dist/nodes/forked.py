@@ -105,14 +105,15 @@ def _run(words: Sequence[str], namespace: str, environ: Mapping[str, str], write
 def _enter(namespace: str) -> None:
     """As `ip netns exec` does: the network, and a /sys that shows its interfaces."""
     network = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
-    for is_done in (
-        lambda: _LIBC.setns(network, _NEW_NETWORK),
-        lambda: _LIBC.unshare(_NEW_MOUNTS),
-        lambda: _LIBC.mount(b"", b"/", b"none", ctypes.c_ulong(_RECURSIVE_SLAVE), None),
-        lambda: _LIBC.umount2(b"/sys", _DETACH),
-        lambda: _LIBC.mount(namespace.encode(), b"/sys", b"sysfs", ctypes.c_ulong(0), None),
-    ):
-        if is_done() != 0:
-            number = ctypes.get_errno()
-            raise OSError(number, f"entering the namespace {namespace}: {os.strerror(number)}")
+    _check(namespace, _LIBC.setns(network, _NEW_NETWORK))
+    _check(namespace, _LIBC.unshare(_NEW_MOUNTS))
+    _check(namespace, _LIBC.mount(b"", b"/", b"none", ctypes.c_ulong(_RECURSIVE_SLAVE), None))
+    _check(namespace, _LIBC.umount2(b"/sys", _DETACH))
+    _check(namespace, _LIBC.mount(namespace.encode(), b"/sys", b"sysfs", ctypes.c_ulong(0), None))
     os.close(network)
+
+
+def _check(namespace: str, status: int) -> None:
+    if status != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"entering the namespace {namespace}: {os.strerror(number)}")
