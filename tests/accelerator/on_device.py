@@ -55,7 +55,7 @@ class Ended:
 
 
 def call(function: str, *args: Any, limit_s: float, num_devices: int = 2) -> Any:
-    """What `function`, such as ``tests.accelerator.zoo:judge_cases``, returns in one process, which is not a rank."""
+    """What `function`, such as ``tests.accelerator.zoo:judge_all``, returns in one process, which is not a rank."""
     module, name = function.split(":")
     (ended,) = _start(module, [name], args, [{}], env=environment(num_devices), limit_s=limit_s)
     assert ended.status == 0, f"{function}: {ended.describe()}"

@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from ddpilot import RankError, Session
+from ddpilot.module_names import FASTAI_PRELOAD
 from tests.accelerator import SITE, environment, why_not
-from tests.dist.integrations.test_fastai import MAKE, run_both
+from tests.dist.integrations.test_fastai import MAKE, PRELOAD, run_both
 from tests.soak import often
 
 pytestmark = [
@@ -43,7 +44,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
     assert not hasattr(torch, "emu")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(SITE))
-        with Session(2, apps=("fastai",), output="silent", env=environment(2)) as session:
+        with Session(2, apps=("fastai",), preload=PRELOAD, output="silent", env=environment(2)) as session:
             make = MAKE.replace('device=torch.device("cpu")', 'device=torch.device("emu", rank)')
             assert make != MAKE
             session.execute(f"where = {str(folder)!r}\n" + make + ON_DEVICE)
@@ -52,10 +53,12 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
-    """One rank on the CPU, where fastai is as it is."""
-    with Session(1, output="silent") as session:
-        session.execute(f"where = {str(tmp_path_factory.mktemp('learners'))!r}\n" + MAKE)
-        yield session
+    """One rank with its tensors on the CPU, where fastai is as it is, from the same rank server."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SITE))
+        with Session(1, preload=(*PRELOAD, FASTAI_PRELOAD), output="silent", env=environment(2)) as session:
+            session.execute(f"where = {str(tmp_path_factory.mktemp('learners'))!r}\n" + MAKE)
+            yield session
 
 
 @often("", "num_train=17")

@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ import torch
 from ddpilot import Launcher
 from tests.accelerator import SITE, environment, why_not
 from tests.accelerator.bodies import free_while_waiting, train
+from tests.dist.run.commands import run
 from tests.soak import often
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is one")
@@ -82,14 +80,7 @@ with ddpilot.init_group() as group:
 def test_run_starts_ranks_on_the_device(tmp_path: Path) -> None:
     """`ddpilot run` needs no option for it."""
     (tmp_path / "script.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "-m", "ddpilot", "run", "-n", "2", "script.py"],
-        cwd=tmp_path,
-        env={**os.environ, **environment(2)},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run(tmp_path, "-n", 2, "script.py", **environment(2))
+    assert done.code == 0, done
     for rank in range(2):
-        assert f"sum 2.0 emu:{rank} cpu:gloo,emu:eccl" in done.stdout
+        assert f"sum 2.0 emu:{rank} cpu:gloo,emu:eccl" in done.out

@@ -11,7 +11,7 @@ import torch
 
 from tests.accelerator import environment, why_not
 from tests.dist.launching.scripts import Outcome
-from tests.dist.run.commands import run_fresh, write
+from tests.dist.run.commands import run, write
 from tests.soak import often, soak
 
 pytestmark = [
@@ -72,7 +72,7 @@ dist.destroy_process_group()
 def run_script(folder: Path, source: str, *words: object, num_ranks: int = 2) -> Outcome:
     """What came of the script on so many devices."""
     write(folder, "train.py", BEGIN + source)
-    return run_fresh(folder, "--nproc-per-node", num_ranks, *words, "train.py", **environment(num_ranks))
+    return run(folder, "--nproc-per-node", num_ranks, *words, "train.py", **environment(num_ranks))
 
 
 @often("2")

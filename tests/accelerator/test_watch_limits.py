@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the watch can and cannot prove of collectives that return at once: each sentence of docs/how_to/hang.md on it.
 
-Shown elsewhere: mismatches, ranks that have ended or died, other groups, roots and receivers that compute
-(`test_watch.py`), what batched messages leave open (`test_recording.py`), that recording makes no host synchronization
-(`test_host_syncs.py`) and names no parameters in the second backward (`test_record.py`). That a rank which has left its
-groups is named: by the unit tests of `watch/analysis.py`, since the emulated backend ends the other rank at once then.
+Shown elsewhere: mismatches, ranks that have ended or died, other groups, roots and receivers that compute, ranks that
+do not come and what cannot be proven (`test_zoo.py`), what batched messages leave open (`test_recording.py`), that
+recording makes no host synchronization (`test_host_syncs.py`) and names no parameters in the second backward
+(`test_record.py`). That a rank which has left its groups is named: by the unit tests of `watch/analysis.py`, since the
+emulated backend ends the other rank at once then.
 """
 
 from __future__ import annotations
@@ -19,25 +20,9 @@ import torch.distributed as dist
 from ddpilot.record.collectives.recording import start_recording
 from ddpilot.record.flight_ring.reader import read_ring
 from tests.accelerator import on_device, why_not
-from tests.accelerator.on_device import call
 from tests.accelerator.test_recording import ring_path
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
-
-PROVEN = ("one_computes", "root_needs_all")
-NOT_SAID = ("link_is_slow", "ends_unread")
-
-
-@pytest.mark.timeout(300)
-def test_ranks_that_do_not_come_are_named_where_one_waits_for_them() -> None:
-    """By the line where it is now; also where the one that waits is the root of a broadcast, and then needs all."""
-    assert call("tests.accelerator.zoo:judge_cases", PROVEN, limit_s=290) == {name: [] for name in PROVEN}
-
-
-@pytest.mark.timeout(300)
-def test_what_cannot_be_proven_is_not_said() -> None:
-    """A collective that all have begun and that takes long; one that nobody waits for, of a rank that has ended."""
-    assert call("tests.accelerator.zoo:find_in_controls", NOT_SAID, limit_s=290) == {name: [] for name in NOT_SAID}
 
 
 def begin_late() -> dict[str, Any]:

@@ -8,34 +8,29 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.zoo import watched
-from tests.zoo.watched import Case, Watched, judge, read_case, run_case, run_watched
+from tests.zoo.watched import judge, read_case, run_case, run_watched
 
 ZOO = Path(watched.__file__).parent
 HERE = Path(__file__).parent / "programs"
 NUM_AT_ONCE = 2
 
 
-def judge_cases(names: Sequence[str], num_ranks: int = 2) -> dict[str, list[str]]:
-    """Of each of `names`, on `num_ranks` ranks, what is not named as its script asks for; empty where all is."""
-    cases = {name: read_case(_find(name, "cases")) for name in names}
-
-    def run(case: Case) -> Watched:
-        return run_case(case, on_device=True, num_ranks=num_ranks)
-
+def judge_all(cases: Sequence[str], controls: Sequence[str], num_ranks: int = 2) -> dict[str, list[str]]:
+    """By program, empty where all is well: what is not named of `cases` as the script asks for; what is found, or
+    raised, in the right programs `controls`."""
     with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
-        runs = dict(zip(cases, pool.map(run, cases.values()), strict=True))
-    return {name: list(judge(case, runs[name])) for name, case in cases.items()}
+        named = pool.map(lambda name: _judge_case(name, num_ranks), cases)
+        return dict(zip((*cases, *controls), (*named, *pool.map(_find_in_control, controls)), strict=True))
 
 
-def find_in_controls(names: Sequence[str]) -> dict[str, list[str]]:
-    """What is found, or raised, in each of the right programs `names`."""
-    with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
-        paths = [_find(name, "controls") for name in names]
-        runs = dict(zip(names, pool.map(lambda path: run_watched(path, 90.0, on_device=True), paths), strict=True))
-    return {
-        name: [f"{each.code}: {each.summary}" for each in run.findings] + ([repr(run.error)] if run.error else [])
-        for name, run in runs.items()
-    }
+def _judge_case(name: str, num_ranks: int) -> list[str]:
+    case = read_case(_find(name, "cases"))
+    return list(judge(case, run_case(case, on_device=True, num_ranks=num_ranks)))
+
+
+def _find_in_control(name: str) -> list[str]:
+    run = run_watched(_find(name, "controls"), 90.0, on_device=True)
+    return [f"{each.code}: {each.summary}" for each in run.findings] + ([repr(run.error)] if run.error else [])
 
 
 def _find(name: str, folder: str) -> Path:

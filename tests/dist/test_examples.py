@@ -19,7 +19,7 @@ import torch
 import ddpilot
 from examples import contrastive, digits_loop, digits_plain, gan, gpt
 from tests.dist.training.bodies import launch
-from tests.soak import soak
+from tests.soak import IS_SOAK, soak
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DDPILOT = Path(sys.executable).with_name("ddpilot")
@@ -65,13 +65,14 @@ def train_gpt_until_killed(checkpoint_dir: Path) -> None:
 
 @pytest.fixture(scope="module")
 def learnt(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
-    """By number of ranks. The GPT trains on 4 ranks, without a stop; and on 2, killed, and then on 1."""
+    """By number of ranks. The GPT trains on 4 ranks, without a stop; and on 2, killed, and then on 1. In the soak the
+    others train on 2 as well."""
     folder = tmp_path_factory.mktemp("checkpoints")
     with pytest.raises(ddpilot.RankError, match="rank 1 was killed by SIGKILL"):
         launch(2, train_gpt_until_killed, folder)
     return {
         4: launch(4, train_small, True, None)[0],
-        2: launch(2, train_small, False, None)[0],
+        **({2: launch(2, train_small, False, None)[0]} if IS_SOAK else {}),
         1: launch(1, train_small, True, folder)[0],
     }
 
@@ -85,7 +86,7 @@ def assert_close(seen: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 @pytest.mark.timeout(200)
 def test_digits_learn_the_same_at_any_world_size(learnt: dict[int, Any]) -> None:
     """Loss by loss, and the accuracy to the last image."""
-    for num in (2, 4):
+    for num in set(learnt) - {1}:
         assert learnt[num]["digits"]["losses"] == pytest.approx(learnt[1]["digits"]["losses"], rel=1e-10)
         assert learnt[num]["digits"]["accuracy"] == learnt[1]["digits"]["accuracy"] > 0.5
 
@@ -94,7 +95,7 @@ def test_digits_learn_the_same_at_any_world_size(learnt: dict[int, Any]) -> None
 def test_gan_learns_the_same_at_any_world_size(learnt: dict[int, Any]) -> None:
     """Both losses of every batch, what the critic knows, the weights, and the images in the order of the dataset."""
     expected = learnt[1]["gan"]
-    for seen in (learnt[2]["gan"], learnt[4]["gan"]):
+    for seen in (learnt[num]["gan"] for num in set(learnt) - {1}):
         assert torch.allclose(torch.tensor(seen["losses"]), torch.tensor(expected["losses"]), rtol=1e-9, atol=0)
         assert seen["right"] == pytest.approx(expected["right"], rel=1e-12)
         assert_close(seen["weights"], expected["weights"])
@@ -123,7 +124,7 @@ def train_contrastive() -> dict[str, Any]:
 @pytest.mark.timeout(200)
 def test_contrastive_learns_the_same_at_any_world_size() -> None:
     """Each image is compared with those of all ranks; 3 ranks have unequal parts of a batch."""
-    (expected,), *others = (launch(num, train_contrastive) for num in (1, 2, 3))
+    (expected,), *others = (launch(num, train_contrastive) for num in ((1, 2, 3) if IS_SOAK else (1, 3)))
     assert expected["losses"][-1] < 0.9 * expected["losses"][0]
     for seen in (rank for ranks in others for rank in ranks):
         assert seen["losses"] == pytest.approx(expected["losses"], rel=1e-10)

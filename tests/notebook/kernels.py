@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -133,10 +134,10 @@ class Kernel:
                 pytest.fail(f"{what}: not so within {LIMIT_S} s")
 
     def _next(self) -> Message | None:
-        if not self.client.iopub_channel.msg_ready():
-            time.sleep(0.001)
+        try:
+            message: Message = self.client.get_iopub_msg(timeout=0.05)
+        except queue.Empty:
             return None
-        message: Message = self.client.get_iopub_msg(timeout=1)
         cell = self.cells.get(message["parent_header"].get("msg_id", ""))
         if cell is not None:
             cell.messages.append((time.monotonic(), message))

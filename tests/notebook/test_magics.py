@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`%%ddp` in a real Jupyter kernel with two ranks: what a front end shows of a cell."""
+"""`%%ddp` in a real Jupyter kernel with two ranks: what a front end shows of a cell, also with `%ddp auto on`."""
 
 from __future__ import annotations
 
@@ -311,3 +311,111 @@ def test_capture_takes_what_the_ranks_print_show_and_raise(kernel: Kernel) -> No
     failed = kernel.run("%%capture out\n%%ddp --ranks 1\nraise ValueError('x')")
     assert failed.error == "RankError: rank 1 raised ValueError: x (the full error is in the captured output)"
     assert kernel.run("'ValueError' in out.stderr").shown == ["True"]
+
+
+@pytest.fixture(scope="module")
+def auto(kernel: Kernel) -> Kernel:
+    """The same kernel, whose plain cells run on the ranks from here on, next to other magics."""
+    said = kernel.run("%ddp auto on").stdout
+    assert said.startswith("ddpilot: auto is on: plain cells run on the ranks")
+    return kernel
+
+
+def test_plain_cells_run_on_the_ranks_and_local_ones_in_the_notebook(auto: Kernel) -> None:
+    """Each has its variables."""
+    assert auto.run("where = rank\nwhere").by_rank == {0: ["0"], 1: ["1"]}
+    local = auto.run("%%ddp --local\nwhere = 'notebook'\nwhere")
+    assert local.shown == ["'notebook'"]
+    assert auto.run("%%ddp --local\n%%time\nprint(where)").stdout.startswith("notebook\nCPU times")
+    assert auto.run("where").by_rank == {0: ["0"], 1: ["1"]}
+    assert auto.run("%%ddp --ranks 1\nwhere").stdout == "[rank 1] 1\n"
+
+
+def test_errors_name_the_lines_of_the_notebooks_cell(auto: Kernel) -> None:
+    """There is no line of `%%ddp` above; lines of the notebook in between are counted."""
+    assert "line 3\n" in auto.run("x = 1\n\n1 / 0").stderr
+    mixed = auto.run("%ddp pull where --as pulled\ny = 2\n1 / 0")
+    assert mixed.stdout == "ddpilot: `pulled` is now int from rank 0\n"
+    assert "line 3\n" in mixed.stderr
+
+
+def test_code_below_other_cell_magics_goes_to_the_ranks(auto: Kernel) -> None:
+    """They run in the notebook, and what they hand to IPython runs on the ranks."""
+    timed = auto.run("%%time\nprint('timed', rank)")
+    assert timed.by_rank == {0: ["timed 0"], 1: ["timed 1"]}
+    assert timed.stdout.count("Wall time") == 1
+    auto.run("%%capture caught\nprint('unseen', rank)")
+    assert auto.run("%%ddp --local\nprint(caught.stdout)").by_rank == {0: ["unseen 0"], 1: ["unseen 1"]}
+    assert auto.run("%%bash\necho $((1 + 1))").stdout == "2\n"
+
+
+def test_magics_that_set_up_run_everywhere(auto: Kernel) -> None:
+    """A changed module is loaded again on the ranks, and a figure is drawn there."""
+    set_up = auto.run("%load_ext autoreload\n%autoreload 2\n%matplotlib inline")
+    assert set_up.error + set_up.stderr == ""
+    loaded = "'IPython.extensions.autoreload' in get_ipython().extension_manager.loaded"
+    assert auto.run(loaded).by_rank == {0: ["True"], 1: ["True"]}
+    assert auto.run(f"%%ddp --local\n{loaded}").shown == ["True"]
+    auto.run("%%ddp --ranks 0\nimport matplotlib.pyplot as plt")
+    figure = auto.run("%%ddp --ranks 0\nplt.plot([1, 2]); plt.show()")
+    assert figure.shown[0] == "[rank 0]"
+    assert "image/png" in figure.outputs[1]["data"]
+
+
+def test_autoreload_loads_changed_modules_on_the_ranks(auto: Kernel, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The next cell sees the new code."""
+    folder = tmp_path_factory.mktemp("reloaded")
+    module = folder / "edited_while_running.py"
+    module.write_text("def answer():\n    return 'old'\n")
+    auto.run("%load_ext autoreload\n%autoreload 2")
+    auto.run(f"import sys\nsys.path.insert(0, {str(folder)!r})\nimport edited_while_running")
+    assert auto.run("edited_while_running.answer()").by_rank == {0: ["'old'"], 1: ["'old'"]}
+    module.write_text("def answer():\n    return 'it is new now'\n")
+    assert auto.run("edited_while_running.answer()").by_rank == {0: ["'it is new now'"], 1: ["'it is new now'"]}
+
+
+def test_help_on_a_variable_of_the_ranks_is_shown(auto: Kernel) -> None:
+    """`x?` has no pager to go to."""
+    auto.run("def documented():\n    'What it does.'")
+    assert "What it does." in auto.run("documented?").stdout
+
+
+def test_awaiting_cells_run_on_the_ranks(auto: Kernel) -> None:
+    """Top-level `await` works there as well."""
+    assert auto.run("import asyncio\nawait asyncio.sleep(0)\nprint('awaited')").by_rank == {
+        0: ["awaited"],
+        1: ["awaited"],
+    }
+
+
+def test_what_a_front_end_runs_for_itself_stays_in_the_notebook(auto: Kernel) -> None:
+    """A list of variables would otherwise come from everywhere."""
+    auto.run("from_front_end = 1", silent=True)
+    assert auto.run("%%ddp --local\nfrom_front_end").shown == ["1"]
+    assert "NameError" in auto.run("from_front_end").stderr
+
+
+def test_completion_knows_the_ranks_variables_in_plain_cells(auto: Kernel) -> None:
+    """No `%%ddp` is needed for it."""
+    auto.run("only_on_ranks = 1")
+    assert "only_on_ranks" in auto.complete("x = 2\nonly_on_ra")
+
+
+def test_loading_the_extension_again_keeps_ranks_and_auto(auto: Kernel) -> None:
+    """`%load_ext` twice, and `%reload_ext`."""
+    auto.run("lasting = rank * 0")
+    assert "already loaded" in auto.run("%load_ext ddpilot").stdout
+    said = auto.run("%reload_ext ddpilot")
+    assert said.stdout.splitlines() == [
+        "ddpilot: 2 ranks left running; `%load_ext ddpilot` makes them available again",
+        "ddpilot: auto is still on",
+    ]
+    assert auto.run("lasting").by_rank == {0: ["0"], 1: ["0"]}
+
+
+def test_auto_off_gives_cells_back_to_the_notebook(auto: Kernel) -> None:
+    """And on again to the ranks."""
+    assert auto.run("%ddp auto off").stdout == "ddpilot: auto is off: plain cells run in the notebook\n"
+    assert auto.run("'here'").shown == ["'here'"]
+    auto.run("%ddp auto on")
+    assert auto.run("'there'").by_rank == {0: ["'there'"], 1: ["'there'"]}

@@ -24,8 +24,25 @@ def gone(*wanted: int) -> list[str]:
     return settle(lambda: [str(pid) for pid in wanted if psutil.pid_exists(pid)], grace_s=2.0)
 
 
+def check_options(kernel: Kernel) -> None:
+    """Environment, output and apps reach the ranks; invalid options are explained, and start nothing."""
+    kernel.run("%ddp start -n 1 --env GREETING='good day' --output rank_zero")
+    assert kernel.run("%%ddp\nimport os; print(os.environ['GREETING'])").stdout == "good day\n"
+    kernel.run("%ddp stop")
+    for line, found in (
+        ("%ddp start -n some", "LaunchError: reading `nproc_per_node`: 'some'"),
+        ("%ddp start --gpus x", "UsageError: reading `%ddp start`: argument --gpus: 'x' is not a list of ranks"),
+        ("%ddp start --app no_such_app", "no_such_app"),
+        ("%ddp start --preload no_such_module", "no_such_module"),
+    ):
+        failed = kernel.run(line)
+        assert found in failed.error, (line, failed.outputs)
+        assert len(failed.error.splitlines()) < 25, failed.error
+    assert "no ranks are running" in kernel.run("%%ddp\n1").error
+
+
 def test_ranks_are_restarted_one_by_one_and_all_together() -> None:
-    """Rank numbers and the other ranks' variables are kept; a dead rank is named; an ended session can be replaced."""
+    """Rank numbers and the other ranks' variables are kept; a dead rank is named; a session can be replaced."""
     with kernel_with_ranks() as kernel:
         kernel.run("%%ddp\nkept = rank")
         first = pids(kernel)
@@ -49,26 +66,10 @@ def test_ranks_are_restarted_one_by_one_and_all_together() -> None:
         assert said[-1] == "ddpilot: stopped 2 ranks; auto is off"
         assert gone(*third.values()) == []
         assert "no ranks are running. Type `%ddp start -n 2` first" in kernel.run("%%ddp\n1").error
+        check_options(kernel)
         assert re.match(r"ddpilot: 3 ranks ready in \d+\.\d s\n", kernel.run("%ddp start -n 3 --seed 5").stdout)
         drawn = kernel.run("%%ddp\nimport random; random.random()").by_rank
         assert len({lines[0] for lines in drawn.values()}) == 1
         assert len(drawn) == 3
         last = pids(kernel)
     assert gone(*last.values()) == [], "ranks outlive their notebook"
-
-
-def test_options_of_start_reach_the_ranks_and_a_start_that_fails_leaves_nothing() -> None:
-    """Environment, output and apps; invalid options are explained in one sentence."""
-    with kernel_with_ranks("%ddp start -n 1 --env GREETING='good day' --output rank_zero") as kernel:
-        assert kernel.run("%%ddp\nimport os; print(os.environ['GREETING'])").stdout == "good day\n"
-        kernel.run("%ddp stop")
-        for line, found in (
-            ("%ddp start -n some", "LaunchError: reading `nproc_per_node`: 'some'"),
-            ("%ddp start --gpus x", "UsageError: reading `%ddp start`: argument --gpus: 'x' is not a list of ranks"),
-            ("%ddp start --app no_such_app", "no_such_app"),
-            ("%ddp start --preload no_such_module", "no_such_module"),
-        ):
-            failed = kernel.run(line)
-            assert found in failed.error, (line, failed.outputs)
-            assert len(failed.error.splitlines()) < 25, failed.error
-        assert "no ranks are running" in kernel.run("%%ddp\n1").error

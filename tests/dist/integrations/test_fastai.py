@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 from ddpilot import RankError, Session
+from ddpilot.module_names import FASTAI_PRELOAD
 
+PRELOAD = (FASTAI_PRELOAD, "torch._dynamo", "fastai.basics", "fastai.callback.all", "fastai.metrics")
+"""Imported once for all ranks here: 3 s each. That a rank imports fastai by itself: tests/notebook/apps."""
 MAKE = """
 from fastai.basics import *
 from fastai.callback.all import *
@@ -56,15 +59,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def two(folder: Path) -> Iterator[Session]:
     """Two ranks with the app."""
-    with Session(2, apps=("fastai",), output="silent") as session:
+    with Session(2, apps=("fastai",), preload=PRELOAD, output="silent") as session:
         session.execute(f"where = {str(folder / 'two')!r}\n" + MAKE)
         yield session
 
 
 @pytest.fixture(scope="module")
 def one(folder: Path) -> Iterator[Session]:
-    """One rank, where fastai is as it is."""
-    with Session(1, output="silent") as session:
+    """One rank, where fastai is as it is, from the same rank server."""
+    with Session(1, preload=(*PRELOAD, FASTAI_PRELOAD), output="silent") as session:
         session.execute(f"where = {str(folder / 'one')!r}\n" + MAKE)
         yield session
 

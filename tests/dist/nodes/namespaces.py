@@ -18,8 +18,13 @@ from pathlib import Path
 
 import pytest
 
-DDPILOT = (sys.executable, "-m", "ddpilot", "run")
+from tests.dist.nodes.forked import ForkedProcess, fork_command
+
+OURS = (sys.executable, "-m", "ddpilot")
+DDPILOT = (*OURS, "run")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+_WITHOUT_RANK = ("run", "profile", "scale")
+"""Commands that compute nothing in their own process; `doctor` is a rank itself."""
 _GONE_S = 10.0
 
 
@@ -35,7 +40,7 @@ def ip(*words: str) -> str:
 class Agent:
     """A launcher in one namespace, and what it has printed so far."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | ForkedProcess
     name: str
     describe_all: Callable[[], str] = str
     """What is shown where this one does not do what it should: of all nodes, since the reason may be elsewhere."""
@@ -115,9 +120,14 @@ class TwoNodes:
 
     def start(self, node: str, command: Sequence[object], **environ: str) -> Agent:
         """Start `command` in a namespace, with its output in one stream."""
-        words = ["ip", "netns", "exec", self._names[node], *map(str, command)]
+        words = list(map(str, command))
         full = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
-        process = subprocess.Popen(words, env=full, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        process: subprocess.Popen[str] | ForkedProcess
+        if words[:3] == [*OURS] and words[3] in _WITHOUT_RANK:
+            process = fork_command(words[3:], self._names[node], full)
+        else:
+            words = ["ip", "netns", "exec", self._names[node], *words]
+            process = subprocess.Popen(words, env=full, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         agent = Agent(process, f"node {node}", self.describe)
         reader = threading.Thread(target=agent.read_all, daemon=True)
         reader.start()

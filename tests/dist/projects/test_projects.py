@@ -12,10 +12,10 @@ import torch
 
 import ddpilot
 from tests.dist.projects.supervised import Numbers
-from tests.soak import often
+from tests.soak import IS_SOAK, often
 
 SUBJECTS = ("vision", "language", "sampling", "generative", "losses", "optimizing")
-WORLD_SIZES = (1, 2, 3)
+WORLD_SIZES = (1, 2, 3) if IS_SOAK else (1, 3)
 BAR = 1e-10
 LIMIT_S = 120
 SHIMS = Path(__file__).parents[2] / "notebook" / "shims"

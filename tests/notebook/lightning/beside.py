@@ -13,7 +13,7 @@ import queue
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,13 +38,16 @@ class Shown:
     seconds: float
 
 
-def run_notebook(strategy: str, folder: Path, *, limit_s: float) -> dict[str, Shown]:
-    """Each cell by its id; nothing more is run after one that took longer than `limit_s` (imports: a minute more)."""
+def run_notebook(strategy: str, folder: Path, *, limit_s: float, more: Sequence[str] = ()) -> dict[str, Shown]:
+    """Each cell by its id, and those of `more` by their number; nothing more is run after one that took longer than
+    `limit_s` (imports: a minute more)."""
     shown: dict[str, Shown] = {}
+    cells = {each.id: each.source for each in read(NOTEBOOK).cells if each.cell_type == "code"}
+    cells |= {f"more {number}": source for number, source in enumerate(more)}
     with _kernel(strategy, folder) as client:
-        for cell in (each for each in read(NOTEBOOK).cells if each.cell_type == "code"):
-            shown[cell.id] = _run(client, cell.source, limit_s + 60 * (cell.id == "imports"))
-            if shown[cell.id].failed.startswith("hung"):
+        for name, source in cells.items():
+            shown[name] = _run(client, source, limit_s + 60 * (name == "imports"))
+            if shown[name].failed.startswith("hung"):
                 break
     return shown
 

@@ -19,7 +19,7 @@ pathlib.Path(f"losses{rank}of{world_size}.json").write_text(json.dumps(losses))
 
 
 @pytest.mark.timeout(240)
-@often("raw_ddp", "accelerate", "transformers_trainer")  # of Lightning: tests/dist/integrations
+@often("accelerate", "transformers_trainer")  # of Lightning: tests/dist/integrations; plain DDP: tests/dist/session
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=[notebook.stem for notebook in NOTEBOOKS])
 def test_losses_on_two_ranks_are_those_of_one_process(notebook: Path, tmp_path: Path) -> None:
     """The library sees a torchrun job, makes or adopts the group by itself, and trains with the same global batch."""

@@ -40,9 +40,25 @@ class CleanWatch:
             self.dirty = f"importing `{module}` started {extra} thread{'s' * (extra > 1)} ({names})"
 
 
+_FORK_SAFE = ("jemalloc_bg_thd",)
+"""Names of threads that may run during a fork. jemalloc, which `pyarrow` and thereby `pandas` load, holds its own locks
+while the process forks, and releases them in the child, where it runs without this thread."""
+
+
 def count_threads() -> int:
-    """Number of threads of this process, on Linux including those that Python did not start."""
-    return len(os.listdir("/proc/self/task")) if sys.platform == "linux" else threading.active_count()
+    """Number of threads of this process that make a fork unsafe, on Linux including those that Python did not start."""
+    if sys.platform != "linux":
+        return threading.active_count()
+    return sum(_thread_name(number) not in _FORK_SAFE for number in os.listdir("/proc/self/task"))
+
+
+def _thread_name(number: str) -> str:
+    """Name of the thread for the kernel; empty if it has ended meanwhile."""
+    try:
+        with open(f"/proc/self/task/{number}/comm") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
 
 
 def cuda_driver_in_use() -> bool:

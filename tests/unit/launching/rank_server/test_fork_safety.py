@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 import threading
@@ -52,6 +53,27 @@ def test_count_threads_sees_this_process() -> None:
     before = fork_safety.count_threads()
     with extra_thread("one"):
         assert fork_safety.count_threads() == before + 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of threads are read from /proc")
+def test_count_threads_leaves_out_those_that_a_fork_may_meet() -> None:
+    """That of jemalloc, which loading `pyarrow` starts, is known by its name."""
+    before = fork_safety.count_threads()
+    named, stop = threading.Event(), threading.Event()
+
+    def run() -> None:
+        ctypes.CDLL(None).prctl(15, b"jemalloc_bg_thd", 0, 0, 0)  # PR_SET_NAME
+        named.set()
+        stop.wait()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    named.wait()
+    try:
+        assert fork_safety.count_threads() == before
+    finally:
+        stop.set()
+        thread.join()
 
 
 def test_cuda_driver_in_use_is_false_without_a_driver() -> None:

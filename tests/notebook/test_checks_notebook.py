@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`%ddp doctor FUNCTION` in a real Jupyter kernel: functions of the notebook and of the ranks."""
+"""`%ddp doctor FUNCTION` and `%ddp verify` in a real Jupyter kernel: functions of the notebook and of the ranks."""
 
 from __future__ import annotations
 
@@ -39,16 +39,34 @@ RIGHT = {
 }
 WRONG = {"sampler": "loader = DataLoader(data, batch_size=4)", "each_epoch": "pass"}
 
+VERIFIED = """
+def {name}(factor={factor}):
+    import torch, ddpilot
+    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+    with ddpilot.init_group("gloo") as group:
+        torch.manual_seed(0)
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = TensorDataset(torch.randn(32, 4), torch.randn(32, 1))
+        for x, y in DataLoader(data, batch_size=4, sampler=DistributedSampler(data)):
+            optimizer.zero_grad()
+            loss = torch.nn.functional.mse_loss(model(x), y)
+            (loss * group.world_size if factor else loss).backward()
+            optimizer.step()
+"""
+
 
 @pytest.fixture(scope="module")
 def kernel() -> Iterator[Kernel]:
-    """A kernel with two ranks; a right and a wrong function are in the notebook, another wrong one on the ranks."""
+    """A kernel with two ranks; right and wrong functions are in the notebook, other wrong ones on the ranks."""
     with kernel_with_ranks() as kernel:
         assert kernel.run(IMPORTS).error == ""
         assert kernel.run("ddpilot.doctor(nproc_per_node=2, num_workers=0)").error == ""  # starts the server of ranks
         assert kernel.run(FUNCTION.format(name="right", **RIGHT)).error == ""
         assert kernel.run(FUNCTION.format(name="wrong", **WRONG)).error == ""
-        made = kernel.run("%%ddp" + IMPORTS + FUNCTION.format(name="there", **WRONG))
+        assert kernel.run(VERIFIED.format(name="exact", factor=0)).error == ""
+        there = FUNCTION.format(name="there", **WRONG) + VERIFIED.format(name="doubled", factor=1)
+        made = kernel.run("%%ddp" + IMPORTS + there)
         assert made.error + made.stderr == ""
         yield kernel
 
@@ -80,3 +98,31 @@ def test_a_function_of_the_ranks_is_pulled(kernel: Kernel) -> None:
     cell = kernel.run("found = %ddp doctor there -n 2 --workers 0\nfound.failed.letter, found.failed.findings[0].code")
     assert cell.error == ""
     assert cell.shown == ["('e', 'DDP401')"]
+
+
+def test_function_of_the_notebook_is_equal(kernel: Kernel) -> None:
+    """The line has the result as its value, as text and HTML; the session is not touched."""
+    cell = kernel.run("%ddp verify exact -n 2 --updates 3")
+    assert cell.error + cell.stderr == ""
+    (data,) = [each["data"] for each in cell.outputs if "data" in each]
+    assert "verify exact, 1 and 2 ranks: equal" in data["text/plain"]
+    assert "3 updates of 1 and 2 ranks" in data["text/plain"]
+    assert "<b>verify exact, 1 and 2 ranks: equal</b>" in data["text/html"]
+    assert "ddpilot: run 1: 2 ranks, as it is" in cell.stdout
+    assert kernel.run("%%ddp\nrank").by_rank == {0: ["0"], 1: ["1"]}
+
+
+def test_function_of_the_ranks_is_pulled_and_its_fault_is_named(kernel: Kernel) -> None:
+    """It is defined in a cell under %%ddp alone."""
+    cell = kernel.run("found = %ddp verify doubled -n 2\nfound.verdict, found.findings[0].code")
+    assert cell.error == ""
+    assert cell.shown == ["('different', 'DDP823')"]
+
+
+def test_names_that_cannot_be_verified_are_refused(kernel: Kernel) -> None:
+    """A name that neither side has, and a value that is not a function."""
+    assert "Did you mean `exact`?" in kernel.run("%ddp verify exakt").error
+    assert "Did you mean `exact`?" in kernel.run("%ddp verify exakt(factor=1)").error
+    kernel.run("number = 3")
+    assert "`number` is int" in kernel.run("%ddp verify number").error
+    assert "exact" in kernel.complete("%ddp verify exa")
