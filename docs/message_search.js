@@ -31,7 +31,7 @@ const pagesOfMessage = (message) => {
     return { page, length: Math.min(...hits.map((symptom) => symptom.length)) };
   }).filter(({ length }) => length < Infinity);
   found.sort((a, b) => a.length - b.length);
-  return found.map(({ page }) => page);
+  return found.slice(0, 1).map(({ page }) => page); // of a few words, which may be a question too
 };
 
 if (typeof Search !== "undefined") {

@@ -7,6 +7,7 @@ A set holds the parameters of one optimizer that belong to one DDP model, or to 
 from __future__ import annotations
 
 import os
+import sys
 import time
 import weakref
 import zlib
@@ -302,8 +303,11 @@ class ParameterSets:
         if len(self._known) >= _MAX_OPTIMIZERS:
             return None
         key, all_known, keep_last = id(optimizer), self._known, self._keep_last
+        is_exiting = sys.is_finalizing  # by then the names of modules are None, this one included
 
         def forget(_: weakref.ref[Optimizer]) -> None:
+            if is_exiting():  # the last steps were noted before
+                return
             if freed := all_known.pop(key, None):
                 keep_last(freed.sets.values())
 

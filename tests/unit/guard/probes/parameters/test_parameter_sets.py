@@ -6,7 +6,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -132,6 +133,20 @@ def test_tensors_of_no_module_are_not_compared(book: ParameterSets, tmp_path: Pa
 
 
 pytestmark = pytest.mark.usefixtures("compiler_is_loaded")
+
+
+def test_an_optimizer_that_is_freed_as_the_interpreter_exits_prints_nothing(
+    book: ParameterSets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By then Python has set the names of modules to None, here that of a class that `taken` calls."""
+    monkeypatch.setattr("sys.is_finalizing", lambda: True)
+    optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
+    step(book, optimizer)
+    (known,) = book._known.values()
+    known.sets = {None: cast(ParameterSet, SimpleNamespace(windows=SimpleNamespace(taken=None)))}
+    forget = known.optimizer.__callback__  # what Python calls, and prints the exception of
+    assert forget is not None
+    forget(known.optimizer)
 
 
 class Program:
