@@ -71,6 +71,7 @@ def stage(source: Path) -> None:
         (source / place_of(path)).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / path, source / place_of(path))
     shutil.copyfile(DOCS / "conf.py", source / "conf.py")
+    _write(source / "_static" / "message_search.js", render_message_search())
     index = source / "index.md"
     _write(index, index.read_text(encoding="utf-8") + render_toctrees(source))
 
@@ -103,6 +104,12 @@ def render_finding(entry: Entry) -> str:
         for part, is_prose in _parts(body)
     )
     return f"{ORPHAN}# {title} ({entry.code})\n{linked.rstrip()}\n\nIn a terminal: `ddpilot explain {entry.code}`.\n"
+
+
+def render_message_search() -> str:
+    """Return the script that lets the site's search find the page of a message, with the symptoms of all findings."""
+    messages = [[f"errors/{entry.code}", entry.is_general, entry.symptoms] for entry in all_entries() if entry.symptoms]
+    return f"const MESSAGES = {json.dumps(messages)};\n{_read('docs/message_search.js')}"
 
 
 def _as_images(picture: re.Match[str]) -> str:

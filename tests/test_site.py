@@ -14,6 +14,7 @@ import pytest
 from py_mini_racer import MiniRacer
 
 from ddpilot.findings.catalog import all_entries
+from tests.unit.cli.test_explain_command import MESSAGES, PASTED
 
 ROOT = Path(__file__).parents[1]
 
@@ -47,7 +48,12 @@ class Search:
             "var DOCUMENTATION_OPTIONS = {FILE_SUFFIX: '.html', SHOW_SEARCH_SUMMARY: false};"
             "var SPHINX_HIGHLIGHT_ENABLED = false, _ready = () => {}, _ = text => text;"
         )
-        for script in ("_static/language_data.js", "_static/searchtools.js", "searchindex.js"):
+        for script in (
+            "_static/language_data.js",
+            "_static/searchtools.js",
+            "_static/message_search.js",
+            "searchindex.js",
+        ):
             self.engine.eval((site / script).read_text(encoding="utf-8"))
 
     def find(self, words: str) -> list[str]:
@@ -93,6 +99,17 @@ def search(site: Path) -> Iterator[Search]:
 def test_search_leads_to_the_page(search: Search, words: str, page: str) -> None:
     """The page is among the first three that the site's search lists."""
     assert page in search.find(words)[:3]
+
+
+@pytest.mark.timeout(240)
+def test_search_finds_the_page_of_a_pasted_message(search: Search) -> None:
+    """It is the first one, as with `ddpilot explain`, also if no page has all words of the message."""
+    wrong = {
+        message: found
+        for message, code in {**MESSAGES, **PASTED}.items()
+        if (found := search.find(message))[:1] != [f"errors/{code}"]
+    }
+    assert not wrong
 
 
 def test_each_finding_is_a_page_whose_title_has_the_message(site: Path) -> None:

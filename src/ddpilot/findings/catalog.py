@@ -42,6 +42,8 @@ _GAP = "..."
 _MAX_GAP_CHARS = 300
 _MIN_PART_CHARS = 10
 """Shorter parts of a message, such as "rank", occur in too many symptoms."""
+_LABELS = re.compile(r"^(?:\[?rank ?\d+\]?: ?)?(?:\[?[\w.]*(?:error|exception|warning)\]?: )?", re.IGNORECASE)
+"""What stands before a message: the rank, and the name of the exception."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,14 +156,14 @@ def find_asked(message: str) -> tuple[Entry, ...]:
     """Return the pages about a message that a user asks about: those of `find_known`, then general pages.
 
     If no page matches, the search ignores case; if that fails too, it returns the pages with a symptom that contains
-    `message`, the page with the shortest such symptom first.
+    `message` without the name of its exception, the page with the shortest such symptom first.
     """
     for any_case in (False, True):
         kinds = (_find_by_symptom(message, is_general=general, any_case=any_case) for general in (False, True))
         found = tuple(entry for kind in kinds for entry in kind)
         if found:
             return found
-    part = " ".join(message.lower().split())
+    part = _LABELS.sub("", " ".join(message.lower().split())).rstrip(". ")
     if len(part) < _MIN_PART_CHARS:
         return ()
     lengths = {
@@ -228,10 +230,8 @@ def parse_page(text: str) -> Entry:
 def _patterns(symptoms: tuple[str, ...], any_case: bool = False) -> tuple[re.Pattern[str], ...]:
     flags = re.IGNORECASE if any_case else re.RegexFlag(0)
     gap = f".{{0,{_MAX_GAP_CHARS}}}?"
-    return tuple(
-        re.compile(gap.join(re.escape(" ".join(part.split())) for part in symptom.strip(". ").split(_GAP)), flags)
-        for symptom in symptoms
-    )
+    parts = ([re.escape(" ".join(part.split())) for part in symptom.strip(". ").split(_GAP)] for symptom in symptoms)
+    return tuple(re.compile(gap.join(each) + (r"(?!\d)" if each[-1][-1:].isdigit() else ""), flags) for each in parts)
 
 
 def _longest_in(entry: Entry, message: str, any_case: bool) -> int:

@@ -37,6 +37,53 @@ MESSAGES = {
 }
 """What torch, NCCL and torchrun print when a job of several GPUs ends."""
 
+PASTED = {
+    "RuntimeError: CUDA error: invalid device ordinal": "DDP122",
+    "AssertionError: Invalid device id": "DDP122",
+    "[rank1]: RuntimeError: No backend type associated with device type cpu": "DDP123",
+    "RuntimeError: Tensors must be CUDA and dense": "DDP123",
+    "ValueError: ProcessGroupNCCL is only supported with GPUs, no GPUs found!": "DDP124",
+    "RuntimeError: Distributed package doesn't have NCCL built in": "DDP124",
+    "RuntimeError: Trying to backward through the graph a second time (or directly access saved tensors)": "DDP329",
+    "OSError: [Errno 24] Too many open files": "DDP801",
+    "RuntimeError: received 0 items of ancdata": "DDP801",
+    "RuntimeError: Your training graph has changed in this iteration, e.g., one parameter is unused in first": "DDP339",
+    "RuntimeError: Modules with uninitialized parameters can't be used with `DistributedDataParallel`.": "DDP340",
+    "UserWarning: Grad strides do not match bucket view strides. This may indicate grad was not created": "DDP341",
+    "agent/server/api.py:719] Received Signals.SIGHUP death signal, shutting down workers": "DDP708",
+    "torch.distributed.elastic.multiprocessing.api.SignalException: Process 4711 got signal: 1": "DDP708",
+    "torch.distributed.elastic.multiprocessing.api.SignalException: Process 4711 got signal: 15": "DDP701",
+    "torch.multiprocessing.spawn.ProcessExitedException: process 1 terminated with exit code 1": "DDP701",
+    "torch.multiprocessing.spawn.ProcessExitedException: process 0 terminated with signal SIGSEGV": "DDP707",
+    "torch.distributed.elastic.rendezvous.api.RendezvousClosedError": "DDP701",
+    "torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError": "DDP105",
+    "ValueError: The hostname of the rendezvous endpoint ':29500' must be a dot-separated list of labels": "DDP104",
+    "retrieving ncclUniqueId from [0] via c10d key-value store by key '0', but store->get('0') got error: "
+    "Socket Timeout": "DDP215",
+    "retrieving ncclUniqueId from [0] via c10d key-value store by key '0', but store->get('0') got error: "
+    "Connection reset by peer": "DDP209",
+    "RuntimeError: wait timeout after 300000ms, keys: /default_pg/0//cpu//0/rank_1": "DDP215",
+    "(maybe TCPStore server has shut down too early), with error: failed to recv, got 0 bytes": "DDP209",
+    "ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress in monitoring": "DDP218",
+    "RuntimeError: NCCL communicator was aborted on rank 1.": "DDP218",
+    "RuntimeError: Application timeout caused pair closure": "DDP218",
+    "NCCL WARN Bootstrap : no socket interface found": "DDP107",
+    "gloo/transport/tcp/device.cc:84] ifa != nullptr. Unable to find address for: eth0": "DDP106",
+    "RuntimeError: Attempting to deserialize object on CUDA device 1 but torch.cuda.device_count() is 1.": "DDP609",
+    "module must have its parameters and buffers on device cuda:0 (device_ids[0]) but found one of them": "DDP330",
+    "RuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`": "DDP703",
+    "RuntimeError: CUDA error: all CUDA-capable devices are busy or unavailable": "DDP803",
+    "RuntimeError: CUDA error: no kernel image is available for execution on the device": "DDP802",
+    "train.py: error: unrecognized arguments: --local_rank=0": "DDP121",
+    "ValueError: Expected more than 1 value per channel when training, got input size torch.Size([1, 64])": "DDP501",
+    "RuntimeError: DataLoader worker (pid 12345) exited unexpectedly with exit code 1.": "DDP607",
+    "RuntimeError: DataLoader timed out after 120 seconds": "DDP213",
+    "_pickle.UnpicklingError: pickle data was truncated": "DDP603",
+    "RuntimeError: Cannot re-initialize CUDA in forked subprocess.": "DDP114",
+    "[Warning]: destroy_process_group() was not called before program exit.": "DDP605",
+}
+"""Lines of real logs, of which the last two end in the middle of a message; the site's search finds the same pages."""
+
 PARTS = {
     "ChildFailedError": "DDP701",
     "Signal 9 (SIGKILL)": "DDP702",
@@ -92,7 +139,7 @@ QUERIES = {
 """Plain words, as somebody searches with them, and the page that fits best."""
 
 
-@pytest.mark.parametrize(("message", "code"), [*MESSAGES.items(), *PARTS.items()])
+@pytest.mark.parametrize(("message", "code"), [*MESSAGES.items(), *PASTED.items(), *PARTS.items()])
 def test_explain_knows_the_usual_messages(message: str, code: str) -> None:
     """A whole message or a part of one leads to its page."""
     assert explain(message).startswith(f"# {code} ")
