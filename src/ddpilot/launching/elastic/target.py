@@ -75,7 +75,7 @@ def _check_script(path: Path) -> None:
 
 
 def _read_source(path: Path) -> tuple[str | None, bytes | None]:
-    """The name and source of what Python runs for `path`; no source for a compiled one, no name where there is none.
+    """The name and source of what Python runs for `path`: no source if it is compiled, and no name if there is none.
 
     Read here and not by an importer: Python keeps importers by the path as written, and directories of zip files with
     them, so that in another working directory, or after the file was written again, it would look into the old one.
