@@ -16,7 +16,7 @@ from benchmarks.small_models import make_data, make_model
 from ddpilot.training.loop import Loop
 from ddpilot.training.models.sharding import ParameterSharding
 from tests.dist.training.bodies import launch
-from tests.soak import often
+from tests.soak import often, soak
 
 LAYERS = ParameterSharding(layers=nn.Linear)
 AOT = {"backend": "aot_eager"}
@@ -127,7 +127,7 @@ def train_split() -> list[tuple[dict[str, Any], int]]:
     return found
 
 
-@pytest.mark.soak
+@soak
 @pytest.mark.timeout(300)
 def test_inductor_and_graphs_split_at_buckets_have_the_numbers_of_an_uncompiled_model() -> None:
     """A graph is split at each bucket of DDP; the default backend compiles C++ for the pieces."""
