@@ -23,7 +23,19 @@ from tests.slurm.jobs import DDPILOT, PYTHON
 OK = "print('hello')\n"
 SLEEP = "import time; print('sleeping', flush=True); time.sleep(300)\n"
 STAY = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('sleeping', flush=True)\n" + SLEEP
-FAIL = "import os, time\nif os.environ['RANK'] == '1':\n    raise ValueError('bad sample 17')\ntime.sleep(300)\n"
+FAIL = """
+import os, pathlib, time, traceback
+if os.environ["RANK"] == "1":
+    try:
+        raise ValueError("bad sample 17")
+    except ValueError:
+        traceback.print_exc()
+    written = pathlib.Path(f"slurm-{os.environ['SLURM_JOB_ID']}.out")
+    while "bad sample 17" not in written.read_text():  # srun may end a step before it has written what tasks wrote
+        time.sleep(0.01)
+    os._exit(1)
+time.sleep(300)
+"""
 EAT = "held = [bytearray(10 << 20) for _ in range(60)]\n"
 TASK = "import os, sys\nsys.exit(3 * (os.environ['SLURM_ARRAY_TASK_ID'] == '1'))\n"
 AGAIN = """
