@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-port = int(os.environ["MASTER_PORT"]) ^ 1
+port = 20_000 + int(os.environ["MASTER_PORT"]) % 9_000  # the system gives others those above 32,767
 if os.environ["RANK"] == "0":
     dist.TCPStore("127.0.0.1", port, 3, is_master=True, timeout=timedelta(seconds=3))  # HERE
 else:
