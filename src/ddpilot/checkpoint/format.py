@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 STAGING_PREFIX = ".writing-"
 STATE_FILE = "state.pt"
 STATE_NAMES = ("optimizers", "others", "extra", "kinds")
-"""What a loop saves in that file: state dicts by name, what models have besides weights, and optimizers' classes."""
+"""Keys of `STATE_FILE`: state dicts by name, the state of models besides weights, and the classes of optimizers."""
 CHECKPOINT_NAME = re.compile(r"save-(\d{6,})-step-(\d+)")
 """Name of a checkpoint's directory, with a number that counts up and the number of updates."""
 LATEST = "latest"
@@ -102,7 +102,7 @@ def local_names(folder: Path) -> list[str]:
 
 
 def read_pointer(folder: Path, pointer: str) -> str | None:
-    """Return the contents of `LATEST` or `BEST` in `folder`; None if there is no such file, "" for a directory."""
+    """Return the contents of file `LATEST` or `BEST` in `folder`; None if it is missing, "" if it is a directory."""
     try:
         return (folder / pointer).read_text(encoding="utf-8", errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):

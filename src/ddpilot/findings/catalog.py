@@ -43,7 +43,7 @@ _MAX_GAP_CHARS = 300
 _MIN_PART_CHARS = 10
 """Shorter parts of a message, such as "rank", occur in too many symptoms."""
 _LABELS = re.compile(r"^(?:\[?rank ?\d+\]?: ?)?(?:\[?[\w.]*(?:error|exception|warning)\]?: )?", re.IGNORECASE)
-"""What stands before a message: the rank, and the name of the exception."""
+"""Prefix of a message: the rank and the class of the exception."""
 
 
 @dataclass(frozen=True, kw_only=True)

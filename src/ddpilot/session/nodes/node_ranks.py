@@ -199,11 +199,11 @@ class NodeRanks:
                 self._reopen(node)
 
     def _reopen(self, node: Node) -> None:
-        why_not = "the session's store ran there, without which no process group can be formed" * (node.node_rank == 0)
-        if self._job_end or why_not:
+        if self._job_end or node.node_rank == 0:
+            without_store = "the session's store ran there, without which no process group can be formed"
             raise LaunchError(
                 f"starting node {node.name} again",
-                found=self._job_end or why_not,
+                found=self._job_end or without_store,
                 fix="`%ddp stop`, then `%ddp start` (a new `Session`) starts from scratch",
             )
         node.close_link()
