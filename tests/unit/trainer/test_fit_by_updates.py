@@ -7,6 +7,7 @@ import copy
 import itertools
 import json
 import math
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -193,6 +194,39 @@ def test_a_fit_killed_at_any_update_resumes_with_the_same_history(data: Any, eve
     third = make()
     assert fit(third, data, **given).intervals == history.intervals
     torch.testing.assert_close(third.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
+
+
+class InterruptAt(ddpilot.Callback):
+    """Sends SIGINT after one of the updates, as the stop button does."""
+
+    ranks = "all"
+
+    def __init__(self, update: int) -> None:
+        self._update = update
+
+    def on_update_end(self, run: ddpilot.Run) -> None:
+        if run.update == self._update:
+            signal.raise_signal(signal.SIGINT)
+            run.loop.exchange_stop()
+
+
+@pytest.mark.parametrize("every", ["4 updates", "2 epochs"])
+def test_a_signal_validates_nothing_that_is_not_due(every: str, tmp_path: Path) -> None:
+    """Also at the end of an epoch: a ReduceLROnPlateau makes the steps of a fit without signals."""
+    options = {"scheduler": lambda one: torch.optim.lr_scheduler.ReduceLROnPlateau(one, patience=0, threshold=0.9)}
+    whole = make(**options)
+    expected = fit(whole, DATA, max_updates=10, validate_every=every)
+    for update in range(1, 10):
+        given = {"max_updates": 10, "validate_every": every, "checkpoint_dir": tmp_path / str(update)}
+        first, again = make(InterruptAt(update), **options), make(**options)
+        part = fit(first, DATA, **given)
+        assert first.position.num_updates == update
+        history = fit(again, DATA, **given)
+        torch.testing.assert_close(again.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
+        for name in ("intervals", "epochs"):
+            assert untimed(getattr(history, name)) == approximately(getattr(expected, name)), name
+        rows = part.intervals if "updates" in every else part.epochs
+        assert sum(row["samples"] for row in rows) == update * BATCH
 
 
 def test_epochs_may_be_validated_by_updates_and_updates_by_epochs() -> None:
