@@ -28,6 +28,7 @@ from ddpilot.trainer.fit_options import (
     FitOptions,
     check_fit,
     check_goal,
+    check_monitors,
     has_size,
     read_limits,
     read_save_every,
@@ -166,6 +167,7 @@ class Trainer(TrainerCore):
             **{**goal, **trial, **run, "other_data": other_data},
         )
         check_fit(self, fit)
+        check_monitors(self, fit)
         if (late_error := self._run_fit(fit, nproc_per_node)) is not None:
             raise late_error
         return self.history

@@ -240,6 +240,25 @@ def test_epochs_may_be_validated_by_updates_and_updates_by_epochs() -> None:
     assert by_epochs.epochs[1]["val_loss"] == pytest.approx(fit(make(), DATA, epochs=2).epochs[1]["val_loss"])
 
 
+def test_a_learning_rate_is_found_without_the_callbacks() -> None:
+    """What they monitor needs no validation set here."""
+    data = TensorDataset(torch.ones(8, 2).double(), torch.ones(8, 1).double())
+    trainer = make(EarlyStopping("val_loss"))
+    assert trainer.find_learning_rate(data, global_batch_size=4, min_lr=1e-3, num_updates=30, nproc_per_node=0).lr > 0
+    with pytest.raises(LoopError, match="EarlyStopping monitors 'val_loss'"):
+        trainer.fit(data, global_batch_size=4, nproc_per_node=0)
+
+
+def test_a_validation_set_needs_a_batch_size_where_batches_have_any() -> None:
+    """A batch_sampler has no batch size that the validation could have."""
+    batches = DataLoader(DATA, batch_sampler=[[0, 1, 2], [3], [4, 5]])
+    with pytest.raises(LoopError, match="a TensorDataset as `val_set`, and a DataLoader of batches of any size"):
+        fit(make(), batches, global_batch_size=None)
+    assert (
+        make().fit(batches, DataLoader(DATA, batch_size=4), nproc_per_node=0, progress=False).epochs[0]["update"] == 3
+    )
+
+
 def test_a_stop_at_an_interval_takes_effect_after_its_update(tmp_path: Path) -> None:
     """On rank 0 is enough. A larger total goes on from there, and so does the same call in a new trainer."""
     options = {"scheduler": lambda one: torch.optim.lr_scheduler.ExponentialLR(one, 0.9)}
