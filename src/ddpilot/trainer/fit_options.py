@@ -151,7 +151,6 @@ def check_fit(trainer: TrainerCore, fit: FitOptions) -> None:
     _check_step(trainer, fit)
     if not trainer.has_own_step or (fit.val_set is not None and not trainer.has_own_validation):
         check_forward(FITTING, trainer.model, trainer.has_own_forward)
-    _check_monitors(trainer, fit)
 
 
 def _check_single(name: str, data: object) -> None:
@@ -241,6 +240,11 @@ def _check_overfit(fit: FitOptions) -> None:
 
 
 def _check_sizes(fit: FitOptions) -> None:
+    if isinstance(fit.train_set, DataLoader) and fit.train_set.batch_size is None:
+        for data in fit.val_sets.values():
+            if not isinstance(data, DataLoader) and not hasattr(data, "iterate"):
+                found = f"a {type(data).__name__} as `val_set`, and a DataLoader of batches of any size as `train_set`"
+                raise LoopError(FITTING, found=found, fix="Give a DataLoader with a `batch_size` as `val_set`, too.")
     if isinstance(fit.train_set, DataLoader) or hasattr(fit.train_set, "iterate"):
         return
     given = [name for name in SIZES if fit.loader.get(name) is not None]
@@ -306,8 +310,8 @@ def _check_closure(trainer: TrainerCore, fit: FitOptions) -> None:
     raise LoopError(f"fitting with a closure ({name})", found=found, fix=fix)
 
 
-def _check_monitors(trainer: TrainerCore, fit: FitOptions) -> None:
-    """Check monitored names against the columns of the history, unless user code may add columns."""
+def check_monitors(trainer: TrainerCore, fit: FitOptions) -> None:
+    """Check what callbacks and checkpoints monitor against the history's columns, unless user code may add columns."""
     has_own = trainer.has_own_step or trainer.has_own_validation
     if has_own or any(not type(one).__module__.startswith("ddpilot.") for one in trainer.callbacks):
         return

@@ -28,6 +28,7 @@ from ddpilot.trainer.fit_options import (
     FitOptions,
     check_fit,
     check_goal,
+    check_monitors,
     has_size,
     read_limits,
     read_save_every,
@@ -127,8 +128,9 @@ class Trainer(TrainerCore):
         `train_set`, `val_set`: datasets, with `global_batch_size` or `batch_size_per_rank`; or DataLoaders, with their
         own. Several validation sets go by name, in a dict: `{"clean": a, "noisy": b}` records "val_clean_loss" and so
         on. `validate_every`: "500 updates" or "2 epochs" between validations, counted over all fits; an int counts
-        updates with `max_updates`, otherwise epochs; default: 1 epoch. The end of the fit is always validated. With
-        updates, `history.intervals` has a row for each validation. `validate_first`: also validate before the first
+        updates with `max_updates`, otherwise epochs; default: 1 epoch. The end of the fit is validated too, except
+        after a signal and `max_time_s`, when a later fit continues. With updates, `history.intervals` has a row
+        for each validation. `validate_first`: also validate before the first
         update of the training, into `history.first`. `save_every`: the same between checkpoints, where an
         int always counts updates; default: one after each row of the history. `limit_batches`: use only the first
         so many global batches of each epoch and each validation, or {"train": 100, "validation": 10}.
@@ -165,6 +167,7 @@ class Trainer(TrainerCore):
             **{**goal, **trial, **run, "other_data": other_data},
         )
         check_fit(self, fit)
+        check_monitors(self, fit)
         if (late_error := self._run_fit(fit, nproc_per_node)) is not None:
             raise late_error
         return self.history

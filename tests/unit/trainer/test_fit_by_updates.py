@@ -7,6 +7,7 @@ import copy
 import itertools
 import json
 import math
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -195,6 +196,39 @@ def test_a_fit_killed_at_any_update_resumes_with_the_same_history(data: Any, eve
     torch.testing.assert_close(third.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
 
 
+class InterruptAt(ddpilot.Callback):
+    """Sends SIGINT after one of the updates, as the stop button does."""
+
+    ranks = "all"
+
+    def __init__(self, update: int) -> None:
+        self._update = update
+
+    def on_update_end(self, run: ddpilot.Run) -> None:
+        if run.update == self._update:
+            signal.raise_signal(signal.SIGINT)
+            run.loop.exchange_stop()
+
+
+@pytest.mark.parametrize("every", ["4 updates", "2 epochs"])
+def test_a_signal_validates_nothing_that_is_not_due(every: str, tmp_path: Path) -> None:
+    """Also at the end of an epoch: a ReduceLROnPlateau makes the steps of a fit without signals."""
+    options = {"scheduler": lambda one: torch.optim.lr_scheduler.ReduceLROnPlateau(one, patience=0, threshold=0.9)}
+    whole = make(**options)
+    expected = fit(whole, DATA, max_updates=10, validate_every=every)
+    for update in range(1, 10):
+        given = {"max_updates": 10, "validate_every": every, "checkpoint_dir": tmp_path / str(update)}
+        first, again = make(InterruptAt(update), **options), make(**options)
+        part = fit(first, DATA, **given)
+        assert first.position.num_updates == update
+        history = fit(again, DATA, **given)
+        torch.testing.assert_close(again.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
+        for name in ("intervals", "epochs"):
+            assert untimed(getattr(history, name)) == approximately(getattr(expected, name)), name
+        rows = part.intervals if "updates" in every else part.epochs
+        assert sum(row["samples"] for row in rows) == update * BATCH
+
+
 def test_epochs_may_be_validated_by_updates_and_updates_by_epochs() -> None:
     """The unit of the interval is independent of the fit's; the end of the fit is always validated."""
     by_updates = fit(make(), DATA, epochs=3, validate_every="4 updates")
@@ -204,6 +238,25 @@ def test_epochs_may_be_validated_by_updates_and_updates_by_epochs() -> None:
     assert [(row["update"], "val_loss" in row) for row in by_epochs.epochs] == [(3, False), (6, True), (7, True)]
     assert by_epochs.intervals == []
     assert by_epochs.epochs[1]["val_loss"] == pytest.approx(fit(make(), DATA, epochs=2).epochs[1]["val_loss"])
+
+
+def test_a_learning_rate_is_found_without_the_callbacks() -> None:
+    """What they monitor needs no validation set here."""
+    data = TensorDataset(torch.ones(8, 2).double(), torch.ones(8, 1).double())
+    trainer = make(EarlyStopping("val_loss"))
+    assert trainer.find_learning_rate(data, global_batch_size=4, min_lr=1e-3, num_updates=30, nproc_per_node=0).lr > 0
+    with pytest.raises(LoopError, match="EarlyStopping monitors 'val_loss'"):
+        trainer.fit(data, global_batch_size=4, nproc_per_node=0)
+
+
+def test_a_validation_set_needs_a_batch_size_where_batches_have_any() -> None:
+    """A batch_sampler has no batch size that the validation could have."""
+    batches = DataLoader(DATA, batch_sampler=[[0, 1, 2], [3], [4, 5]])
+    with pytest.raises(LoopError, match="a TensorDataset as `val_set`, and a DataLoader of batches of any size"):
+        fit(make(), batches, global_batch_size=None)
+    assert (
+        make().fit(batches, DataLoader(DATA, batch_size=4), nproc_per_node=0, progress=False).epochs[0]["update"] == 3
+    )
 
 
 def test_a_stop_at_an_interval_takes_effect_after_its_update(tmp_path: Path) -> None:

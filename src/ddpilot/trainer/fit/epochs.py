@@ -100,9 +100,7 @@ class FitEpochs:
         if run.validate_every.counts_updates:
             self._end_interval()
         loop.exchange_stop()
-        # After a signal or `max_time_s` the epoch continues in a later run, whose row is of all of it.
-        is_intended = self._has_all_updates or loop.stop_reasons == ("asked",)
-        if is_intended and not is_at_end_of_epoch:
+        if self._is_complete(is_part=True) and not is_at_end_of_epoch:
             self._end_epoch(is_part=True)
             return
         if not is_at_end_of_epoch:
@@ -114,11 +112,18 @@ class FitEpochs:
     def _has_all_updates(self) -> bool:
         return self._run.max_updates is not None and self._loop.num_updates >= self._run.max_updates
 
-    def _is_last(self, *, is_part: bool) -> bool:
-        """True if the fit ends here: after the last update or epoch, or by a stop."""
+    def _is_complete(self, *, is_part: bool) -> bool:
+        """True if the training ends here: after the last update or epoch, or by `Run.stop`.
+
+        After a signal or `max_time_s` it continues in a later run, which measures what this one has not finished.
+        """
         num_epochs = self._run.num_epochs
         is_last_epoch = num_epochs is not None and not is_part and self._loop.epoch + 1 >= num_epochs
-        return self._loop.should_stop or self._has_all_updates or is_last_epoch
+        return self._has_all_updates or is_last_epoch or self._loop.stop_reasons == ("asked",)
+
+    def _is_last(self, *, is_part: bool) -> bool:
+        """True if the fit ends here: after the last update or epoch, or by a stop."""
+        return self._loop.should_stop or self._is_complete(is_part=is_part)
 
     def _end_interval(self) -> None:
         """Record the interval of `validate_every` updates that ends here, and validate."""
@@ -140,9 +145,11 @@ class FitEpochs:
         if not is_part and isinstance(run.ema, WeightAverage):
             run.ema.after_epoch(run.model, run.update, loop.epoch + 1)
         self._callbacks.is_over = self._is_last(is_part=is_part)
+        is_complete = self._is_complete(is_part=is_part)
+        is_validated = not is_part or self._has_all_updates  # not after a stop in the middle of the epoch
         self._state.take()
-        if by_updates and self._state.interval.num_samples and self._callbacks.is_over:
-            self._end_last_interval(is_part)
+        if by_updates and self._state.interval.num_samples and is_complete and is_validated:
+            self._end_interval()
         elif not by_updates:
             self._state.end_interval()
         run.metrics = self._row(self._state.end_epoch(), has_logged=not by_updates)
@@ -151,9 +158,9 @@ class FitEpochs:
             run.metrics |= (
                 written.pop()
             )  # resumed after the epoch's last batch: complete the row written before the stop
-        is_due = not by_updates and (self._callbacks.is_over or run.validate_every.is_due(loop.epoch, loop.epoch + 1))
+        is_due = not by_updates and (is_complete or run.validate_every.is_due(loop.epoch, loop.epoch + 1))
         run.skips_validation = bool(self._val) and not is_due
-        if is_due and (not is_part or self._has_all_updates):  # not after a stop in the middle of the epoch
+        if is_due and is_validated:
             self._evaluate()
         if not is_part:
             self._step_plateau(by_updates=False)
@@ -165,12 +172,15 @@ class FitEpochs:
         self._is_recorded = True
         self._print(render_row(run.metrics, run.num_epochs))
 
-    def _end_last_interval(self, is_part: bool) -> None:
-        """End the interval with the fit: with a validation, but for a stop in the middle of an epoch."""
-        if not is_part or self._has_all_updates:
-            self._end_interval()
-        else:
-            self._run.history.intervals.append(self._row(self._state.end_interval()))
+    def end(self) -> None:
+        """Record the part of an interval in which a stop ended the fit, after the checkpoint at that point.
+
+        A run that resumes from the checkpoint records all of the interval.
+        """
+        run = self._run
+        if self._is_recorded and run.validate_every.counts_updates and self._state.interval.num_samples:
+            row = self._row(self._state.end_interval())
+            run.history.intervals.append({**row, "epoch": run.history.epochs[-1]["epoch"]})
 
     def _row(self, sums: LossSums, *, has_logged: bool = True) -> dict[str, Any]:
         """Return a row of the history; `has_logged`: with what was logged since the last one."""

@@ -135,6 +135,7 @@ def _fit_by(loop: Loop, trainer: TrainerCore, fit: FitOptions) -> Exception | No
         with callbacks.around_steps():
             for _ in loop.epochs(run.num_epochs, max_updates=run.max_updates):
                 here.train_epoch()
+        here.end()
         here.finish_average()
         callbacks.is_over = True
         callbacks.call("on_fit_end")

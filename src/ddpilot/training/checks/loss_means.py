@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detects losses that are means over something other than samples: ignored targets and class weights, without a count.
+"""Detects losses that are not means over samples: sums, and means without a count of ignored targets or class weights.
 
 torch's cross entropy divides by the weights of the targets that are not ignored. Ranks with equally many samples then
-have means over different totals, and a mean of these by samples is not the mean of one process.
+have means over different totals, and a mean of these by samples is not the mean of one process. Nor is a mean of the
+ranks' sums the sum of one process.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +20,12 @@ from ddpilot.group.device import runs_behind
 from ddpilot.training.async_scalars import PendingScalar, ScalarCopier
 from ddpilot.training.batches import CurrentBatch
 
-_MEAN = 1
-"""`_saved_reduction` of a mean."""
+_NONE, _MEAN, _SUM = range(3)
+"""Values of `_saved_reduction`."""
+_TERMS = ("AddBackward0", "SubBackward0", "NegBackward0", "ToCopyBackward0", "CloneBackward0", "_DDPSinkBackward")
+"""Nodes between a loss and its terms that multiply and divide by nothing."""
+_OF_EACH_SAMPLE = ("PowBackward0", "AbsBackward0")
+"""Nodes whose rows are the losses of samples if there are as many."""
 _MEANS = ("NllLossBackward0", "NllLoss2DBackward0")
 _JOINS = ("AddBackward0", "StackBackward0", "CatBackward0")
 _PASSED = (
@@ -114,6 +120,23 @@ class LossMeanCheck:
         if self._pending:
             self.check_arrived()
 
+    @staticmethod
+    def check_sum(loss: torch.Tensor, batch: CurrentBatch | None, name: str = "", part: int | None = None) -> None:
+        """Raise LoopError if a term of `loss` is a sum over this rank's samples of `batch`, with a count or without."""
+        if batch is None:
+            return
+        samples = batch if part is None or part >= len(batch.parts) else batch.parts[part]
+        if samples.count < 2 or not _has_sum(loss, samples.count):
+            return
+        of_name = f" {name!r}" if name else ""
+        raise LoopError(
+            f"running backward in batch {batch.index} of epoch {batch.epoch}",
+            found=f"the loss{of_name} contains a sum over this rank's samples, and has to be their mean; averaged over "
+            "ranks, sums would give different results at each number of ranks",
+            fix='Divide the sum by what it is over, or use reduction="mean": the learning rate of a sum then has to be '
+            "multiplied by the batch size. A sum over something other than samples is accepted as 1.0 * loss.",
+        )
+
     def check_arrived(self, *, waits: bool = False) -> None:
         """Raise LoopError for what `check` found before, as far as it is known. `waits`: wait for the device."""
         while self._pending and (waits or self._pending[0].is_there):
@@ -191,3 +214,31 @@ def _means(loss: torch.Tensor, count: int) -> list[Any]:
         waiting += [one for one in following if one not in seen]
         seen.update(following)
     return means
+
+
+def _has_sum(loss: torch.Tensor, count: int) -> bool:
+    """True if a term of `loss` is a sum over `count` samples."""
+    node: Any
+    waiting, seen = [loss.grad_fn], {loss.grad_fn}
+    while waiting:
+        node = waiting.pop()
+        kind = type(node).__name__
+        if kind in _TERMS:
+            following = {one for one, _ in node.next_functions} - seen
+            waiting += following
+            seen |= following
+        elif kind == "SumBackward0":
+            inner = node.next_functions[0][0]
+            is_each = type(inner).__name__ in _OF_EACH_SAMPLE or getattr(inner, "_saved_reduction", None) == _NONE
+            if is_each and _is_of_samples(inner, node._saved_self_sym_sizes, count):
+                return True
+        elif getattr(node, "_saved_reduction", None) == _SUM and _is_of_samples(node, node._saved_self.shape, count):
+            return True
+    return False
+
+
+def _is_of_samples(node: Any, shape: Sequence[int], count: int) -> bool:
+    """True if `node` reduces `count` samples, or steps of each, and is not a penalty of a parameter."""
+    is_penalty = type(node.next_functions[0][0]).__name__ == "AccumulateGrad"
+    is_flattened = type(node).__name__ in _MEANS
+    return bool(shape) and not is_penalty and (shape[0] == count or (is_flattened and shape[0] % count == 0))

@@ -44,6 +44,12 @@ class PreparedModel:
         """Free gathered parameters, which an optimizer's step has left outdated, as `ParallelStrategy.settle` does."""
         reshard(self._sharded_layers)
 
+    def clear_gradients(self) -> None:
+        """Clear all gradients, those of shards included while gathered parameters stand in the module for them."""
+        self.model.zero_grad(set_to_none=True)
+        for parameter in self.trained.values():
+            parameter.grad = None
+
     def list_changed(self) -> list[str]:
         """Return the names of parameters that were frozen, unfrozen, added or removed since."""
         now = {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}

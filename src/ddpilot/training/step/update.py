@@ -161,6 +161,7 @@ class UpdateState:
                 fix='Pass a count for each: {"box": (loss, count)}.',
             )
         for one in losses:
+            self._means.check_sum(one.value, self.batch, one.name or "", one.part)
             if one.count is None:
                 self._means.check(one.value, self.batch, one.name or "", one.part)
         self._is_reduced = False
@@ -401,8 +402,8 @@ class UpdateState:
         self.leave()
         self._is_left = True
         if unfinished:
-            for model in self._prepared:
-                model.zero_grad(set_to_none=True)
+            for prepared in self._prepared.models:
+                prepared.clear_gradients()
         return unfinished
 
     def protect(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -425,8 +426,8 @@ class UpdateState:
         self._forget_checks()
         if self._is_spoilt:
             self._is_spoilt = False
-            for model in self._prepared:
-                model.zero_grad(set_to_none=True)
+            for prepared in self._prepared.models:
+                prepared.clear_gradients()
             self._groups.begin()
 
     def _forget_checks(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import binary_cross_entropy, cross_entropy, mse_loss
 from torch.utils.data import TensorDataset
 
 from ddpilot import FakeGroup
@@ -28,12 +28,14 @@ def backward(loss_of: Callable[[Any, Any, Any], Any], y: torch.Tensor, size: int
     loop = Loop(group=FakeGroup(), progress=False, **options)
     bias = loop.prepare(nn.ParameterList([torch.zeros(3)]))[0]
     for (target,) in loop.batches(loop.loader(TensorDataset(y), global_batch_size=size)):
-        scores = bias.reshape(3, *[1] * (y.ndim - 1)).expand(len(target), 3, *y.shape[1:])
+        steps = () if target.is_floating_point() else y.shape[1:]
+        scores = bias.reshape(3, *[1] * len(steps)).expand(len(target), 3, *steps)
         loss = loss_of(loop, scores, target)
         if loss is not None:
             loop.backward(loss)
 
 
+BIAS = nn.Parameter(torch.ones(3))
 FULL = torch.tensor([0, 1, 2, 0, 1, 1])
 HOLES = torch.tensor([0, -100, 2, 0, 1, 1])
 STEPS = torch.tensor([[0, 1, -100], [2, 0, -100], [1, 1, -100], [0, 0, -100]])
@@ -92,6 +94,53 @@ def test_means_over_samples_and_losses_with_a_count_are_accepted(loss_of: Callab
     """In batches of several samples, and of one."""
     backward(loss_of, y)
     backward(loss_of, y, 1)
+
+
+SUM = "contains a sum over this rank's samples, and has to be their mean"
+Y = torch.nn.functional.one_hot(FULL, 3).float()
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        pytest.param(lambda _, s, y: mse_loss(s, y, reduction="sum"), id="fused"),
+        pytest.param(lambda _, s, y: (s - y).square().sum(), id="squares"),
+        pytest.param(lambda _, s, y: nn.L1Loss(reduction="sum")(s, y), id="sizes"),
+        pytest.param(lambda _, s, y: mse_loss(s, y, reduction="none").sum(), id="of each"),
+        pytest.param(lambda _, s, y: cross_entropy(s, y.argmax(1), reduction="sum"), id="classes"),
+        pytest.param(
+            lambda _, s, y: binary_cross_entropy(s.sigmoid(), y, reduction="sum") - 0.5 * (1 + s - s.exp()).sum(),
+            id="variational",
+        ),
+        pytest.param(lambda loop, s, y: loop.backward(mse_loss(s, y, reduction="sum"), len(y)), id="count"),
+        pytest.param(lambda _, s, y: {"k": (mse_loss(s, y, reduction="sum"), len(y))}, id="named"),
+    ],
+)
+def test_a_sum_over_samples_is_refused(loss_of: Callable[..., Any]) -> None:
+    """On one rank too: the sum of two ranks would count each sample half as much."""
+    with pytest.raises(LoopError, match=SUM):
+        backward(loss_of, Y)
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        pytest.param(lambda _, s, y: mse_loss(s, y, reduction="sum") / len(y), id="divided"),
+        pytest.param(lambda _, s, y: (s - y).square().sum() * (1 / len(y)), id="multiplied"),
+        pytest.param(lambda _, s, y: ((s - y).square() / len(y)).sum(), id="divided before"),
+        pytest.param(lambda _, s, y: nn.KLDivLoss(reduction="batchmean")(s.log_softmax(1), y), id="batchmean"),
+        pytest.param(lambda _, s, y: (s - y).square().mean(0).sum(), id="features"),
+        pytest.param(lambda _, s, y: torch.stack([mse_loss(s, y), s.abs().mean()]).sum(), id="of means"),
+        pytest.param(
+            lambda loop, s, y: mse_loss(s, y) + BIAS.square().sum() + mse_loss(BIAS, BIAS * 0, reduction="sum"),
+            id="penalty",
+        ),
+    ],
+)
+@pytest.mark.parametrize("size", [3, 1])
+def test_a_mean_made_of_a_sum_is_accepted(loss_of: Callable[..., Any], size: int) -> None:
+    """In batches of as many samples as a parameter has rows, and of one sample."""
+    backward(loss_of, Y, size)
 
 
 def test_a_rank_with_one_sample_compares_its_batches() -> None:

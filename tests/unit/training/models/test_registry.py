@@ -33,6 +33,17 @@ def test_add_model_replaces_the_record_of_the_same_module() -> None:
     assert prepared.trained_ids == prepared.parameter_ids == {*map(id, [*model.parameters(), *other.parameters()])}
 
 
+def test_gradients_of_shards_are_cleared_while_gathered_parameters_stand_in_the_module() -> None:
+    """FSDP2 puts them there from the forward to the end of the backward pass."""
+    prepared, model = PreparedObjects(), nn.Linear(1, 1)
+    shard = model.weight
+    added = prepared.add_model(model)
+    gathered = model.weight = nn.Parameter(torch.zeros(1, 1))
+    shard.grad, gathered.grad = torch.ones(1, 1), torch.ones(1, 1)
+    added.clear_gradients()
+    assert all(one.grad is None for one in (shard, gathered))
+
+
 def test_an_optimizer_replaces_earlier_ones_whose_parameters_it_has() -> None:
     """In their place; several of one call stay side by side, and one that is prepared again counts again."""
     prepared, left, right = PreparedObjects(), nn.Linear(1, 1), nn.Linear(1, 1)
