@@ -79,7 +79,7 @@ test-slurm: $(READY) ## jobs and sessions on a real Slurm and over ssh, which it
 test-browser: $(BROWSER_READY) ## notebooks run by clicks in JupyterLab and Chromium, which it installs; pictures in out/browser
 	$(BIN)/python -m tests.browser.chromium
 	rm -rf out/browser
-	$(PYTEST) tests/browser -m browser
+	$(PYTEST) tests/browser -m browser -n 2 $(BY_FILE)
 
 $(BROWSER_READY): $(READY)
 	$(INSTALL) -e '.[dev,browser]'
